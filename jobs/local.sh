@@ -1,0 +1,104 @@
+#!/bin/bash
+# Train on this machine, with nothing prepared: makes .venv (once), installs, starts the ranks.
+#   bash jobs/local.sh                                       2 ranks, the built-in demo
+#   bash jobs/local.sh 4                                     4 ranks
+#   bash jobs/local.sh 2 --data my.fasta optim.lr=1e-4       what follows NPROC goes to the training script
+#   CONFIG=configs/sedd_cpu.yaml LAUNCHER=mpirun bash jobs/local.sh 2
+# The first argument is the number of ranks only if it is a number. The exit code is that of the training.
+#
+# It works in the repository's folder from wherever it is called, so that the same command always finds the
+# same run folder (runs/...) again: relative paths, yours as well (CONFIG, --data), are taken from there.
+#
+# A second call reuses .venv, a change of requirements.txt updates it. PYTHON=python3.12 chooses the
+# interpreter. On a Linux computer without a GPU the download is much smaller from PyTorch's CPU wheel index
+# (its address stands on pytorch.org):
+#   PIP_EXTRA_INDEX_URL=ADDRESS bash jobs/local.sh
+set -euo pipefail
+
+# What you may want to edit; each can also be given in front of the command.
+SCRIPT=${SCRIPT:-train_sedd_ddp.py}
+CONFIG=${CONFIG:-configs/sedd_demo.yaml}
+NPROC=${NPROC:-2}                        # ranks; with GPUs, one per GPU
+LAUNCHER=${LAUNCHER:-torchrun}           # torchrun | mpirun
+# The MPI of .venv, in which only one can live. MPICH, because it needs no flags to run as root or with more
+# ranks than cores. MPI_WHEEL= (empty) installs none: LAUNCHER=mpirun then takes the mpirun of your PATH.
+MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
+
+# >>> environment: the same lines in jobs/local.sh and jobs/test.sh >>>
+fail() { printf '%s: %s\n' "$0" "$*" >&2; exit 1; }
+
+install() {   # install PYTHON [pip arguments]
+  "$1" -m pip install --quiet --no-input --disable-pip-version-check "${@:2}" ||
+    fail "pip could not install ${*:2}
+  Its own message stands above. Without network: set HTTPS_PROXY, or point pip at a mirror (PIP_INDEX_URL)
+  or at a folder of wheels (PIP_FIND_LINKS). Then give the same command again: nothing half-made is used."
+}
+
+make_env() {
+  # The stamp is written last. Its first line says when .venv must be made anew: MPI wheels overwrite each
+  # other in one environment, and an environment cannot be moved. Its second, when pip has to run again.
+  local python=${PYTHON:-python3} version kind list
+  if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && .venv/bin/python -c '' 2>/dev/null; then
+    python=.venv/bin/python                # no interpreter was asked for: keep the one that .venv has
+  fi
+  version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
+    fail "cannot run '$python'. Install Python 3.10 or newer, or name one: PYTHON=python3.11 bash $0"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "'$python' is Python $version, expected 3.10 or newer. Name another one: PYTHON=python3.11 bash $0"
+  kind="Python $version, ${MPI_WHEEL:-no MPI wheel}, in $PWD"
+  list=$(cksum < requirements.txt)
+  if .venv/bin/python -c '' 2>/dev/null && [ "$(cat .venv/stamp 2>/dev/null)" = "$kind"$'\n'"$list" ]; then
+    return
+  fi
+  if [ "$(head -n 1 .venv/stamp 2>/dev/null)" != "$kind" ] || ! .venv/bin/python -c '' 2>/dev/null; then
+    echo "making .venv ($kind)"
+    rm -f .venv/stamp
+    "$python" -m venv --clear .venv ||
+      fail "'$python -m venv' failed, see above. On Debian and Ubuntu its files are a package of their own:
+  apt-get install python$version-venv. Or name another interpreter: PYTHON=python3.11 bash $0"
+  fi
+  rm -f .venv/stamp
+  echo "installing requirements.txt and ${MPI_WHEEL:-no MPI} into .venv (minutes at first: torch is large)"
+  install .venv/bin/python -r requirements.txt ${MPI_WHEEL:+"$MPI_WHEEL"}
+  printf '%s\n' "$kind" "$list" > .venv/stamp
+}
+
+locked() {   # run a function while no other call works on .venv
+  if [ -e .venv ] && ! [ -e .venv/stamp ] && ! [ -e .venv.lock ]; then
+    fail "$PWD/.venv is there but was not made by this script. Move it away, or use it without this script."
+  fi
+  ( # a subshell, so that the training started later does not hold the lock
+    if command -v flock > /dev/null && ! flock -n 9; then
+      echo "another call is working on .venv; waiting for it"
+      flock 9 || echo "no file locks on this file system: give such calls one after the other"
+    fi
+    "$@"
+  ) 9> .venv.lock
+}
+# <<< environment <<<
+
+if [[ ${1:-} =~ ^[0-9]+$ ]]; then NPROC=$1; shift; fi
+[[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a number of ranks, 1 or more."
+[[ $LAUNCHER == torchrun || $LAUNCHER == mpirun ]] ||
+  fail "LAUNCHER is '$LAUNCHER', expected torchrun or mpirun."
+
+called_from=$PWD
+unset CDPATH
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+[ "$called_from" -ef . ] || echo "working in $PWD; relative paths are taken from there"
+[ -f "$SCRIPT" ] || fail "SCRIPT=$SCRIPT is not a file in $PWD"
+[ -f "$CONFIG" ] || fail "CONFIG=$CONFIG is not a file in $PWD"
+locked make_env
+
+# Unset, every rank would use all cores, and the ranks would slow each other down.
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+  cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+  export OMP_NUM_THREADS=$(( cores > NPROC ? cores / NPROC : 1 ))
+fi
+if [ "$LAUNCHER" = torchrun ]; then
+  exec .venv/bin/python -m torch.distributed.run --standalone --nproc_per_node="$NPROC" \
+    "$SCRIPT" --config "$CONFIG" "$@"
+fi
+mpirun=.venv/bin/mpirun
+[ -n "$MPI_WHEEL" ] || mpirun=$(command -v mpirun) || fail "MPI_WHEEL is empty and no mpirun is on PATH."
+exec "$mpirun" -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG" "$@"

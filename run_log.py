@@ -1,0 +1,235 @@
+"""Where a run's numbers go: metrics.jsonl, the screen. Rank 0 only; on other ranks every call does nothing.
+
+    log = RunLog("runs/demo", ddp.is_main, total_steps=2000)
+    log.truncate(step)                                   # after a resume: drop rows that will come again
+    log.metrics(step, {"loss": 2.81, "val/nll": 2.79})
+    log.progress(step, loss=2.81, ppl=16.6, rate=12300)
+    log.say("saved checkpoints/last.pt")
+    log.close()
+
+Writes RUN_DIR/metrics.jsonl, one JSON object per row. Other places for metrics belong behind RunLog.metrics.
+"""
+
+import json
+import math
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+class RunLog:
+    """run_dir: folder, made if missing. total_steps: for bar and time left. quiet: nothing on the screen.
+
+    progress draws a bar on stderr where that is a terminal, and prints plain lines on stdout where it is not.
+    """
+
+    def __init__(self, run_dir, is_main, total_steps=None, quiet=False):
+        self.path = Path(run_dir) / "metrics.jsonl"
+        self.is_main, self.total_steps, self.quiet = is_main, total_steps, quiet
+        self.file = self.bar = self.began = None
+        if is_main:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def metrics(self, step, values):
+        """Append one row {"step": step, **values}; values are numbers. It is in the file when this returns.
+
+        nan and infinities are written as null: JSON has no word for them, and tables take null as missing.
+        """
+        if not self.is_main:
+            return
+        row = {"step": int(step)}
+        for name, value in values.items():
+            value = value if isinstance(value, int) else float(value)
+            row[name] = value if math.isfinite(value) else None
+        if self.file is None:
+            if self.path.exists() and not _ends_a_line(self.path):
+                raise ValueError(f"{self.path} ends in half a row, left by a run that was killed; expected "
+                                 f"whole rows. Call truncate(step) with the step that the run resumes from.")
+            self.file = open(self.path, "a", encoding="utf-8")
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+
+    def truncate(self, step):
+        """Drop the rows after `step`, and a last row that a killed run left half written.
+
+        The file is replaced in one go, so a kill here leaves the old or the new one. Raises ValueError for a
+        row that is broken anywhere else.
+        """
+        if not self.is_main or not self.path.exists():
+            return
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        lines = text.split("\n")
+        kept = []
+        for number, line in enumerate(lines[:-1], 1):    # after the last line end: nothing, or half a row
+            try:
+                row_step = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{self.path}, line {number}: found {line[:60]!r}; expected a JSON object "
+                                 f"with 'step'. Repair or remove the line.") from None
+            if row_step <= step:
+                kept.append(line + "\n")
+        if "".join(kept) != text:
+            write_text_atomic(self.path, "".join(kept))
+
+    def progress(self, step, loss=None, ppl=None, rate=None, **more):
+        """Show where the run is. rate: residues/s of all ranks; more: other short numbers or texts."""
+        if not self.is_main or self.quiet:
+            return
+        now = time.monotonic()
+        if self.began is None:
+            self.began = step, now
+            if sys.stderr.isatty():
+                from tqdm import tqdm
+                columns, lines = shutil.get_terminal_size()    # 80 x 24 if the terminal says 0 x 0
+                self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
+                                ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
+        fields = [f"{name} {_short(v)}" for name, v in [("loss", loss), ("ppl", ppl)] if v is not None]
+        if rate is not None:
+            fields.append(f"{rate:,.0f} res/s")
+        first, since = self.began
+        if self.total_steps and step > first:
+            left = int((now - since) / (step - first) * max(self.total_steps - step, 0))
+            fields.append(f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}")
+        fields += [f"{name} {_short(value)}" for name, value in more.items()]
+        where = f"step {step}/{self.total_steps}" if self.total_steps else f"step {step}"
+        if self.bar is not None:
+            self.bar.n = step
+            self.bar.set_description_str("  ".join([where, *fields]))
+            return
+        line = where
+        for field in fields:                 # at most 80 columns: what does not fit is left out
+            if len(line) + 2 + len(field) > 80:
+                break
+            line += "  " + field
+        print(line, flush=True)
+
+    def say(self, text):
+        """Print a line on stdout without breaking the bar."""
+        if not self.is_main or self.quiet:
+            return
+        if self.bar is not None:
+            self.bar.write(str(text), file=sys.stdout)
+            sys.stdout.flush()
+        else:
+            print(text, flush=True)
+
+    def close(self):
+        """Close bar and file. Harmless twice; a later call of metrics opens the file again."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def write_text_atomic(path, text):
+    """Write a text file so that a kill at any moment leaves the old file, or none, or the whole new one.
+
+    Makes the folder if it is missing. Temporary name in the same folder, fsync, rename, fsync of the folder.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _short(value):
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _ends_a_line(path):
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+class RunLock:
+    """Keeps a second live run out of a run directory. RUN_DIR/lock.json holds host, pid, job id and a beat (epoch
+    seconds), which a thread renews. A lock counts as dead if its process is gone on this host, or if its beat is older
+    than `stale` seconds on another."""
+    every, stale = 15, 120
+
+    def __init__(self, run_dir):
+        """Take the lock, making the folder. Raises ValueError if a live run holds it, OSError if it cannot be written."""
+        self.path = Path(run_dir) / "lock.json"
+        self.refuse_live(run_dir)
+        start = _process_start(os.getpid())
+        job = next((os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID") if k in os.environ), "")
+        self.holder = {"host": socket.gethostname(), "pid": os.getpid(), "start": start, "job": job}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._beat()
+        self.released = threading.Event()
+        threading.Thread(target=self._keep_beating, daemon=True, name="run-lock").start()
+
+    def _beat(self):
+        write_text_atomic(self.path, json.dumps({**self.holder, "beat": time.time()}))
+
+    def _keep_beating(self):
+        while not self.released.wait(self.every):
+            try:
+                self._beat()
+            except OSError:   # a full disk is reported by what cannot be saved; the beat may come back
+                continue
+
+    def release(self):
+        self.released.set()
+        self.path.unlink(missing_ok=True)
+
+    @classmethod
+    def refuse_live(cls, run_dir):
+        """Raise ValueError naming the holder, if a live run holds the lock of this directory."""
+        try:
+            lock = json.loads((Path(run_dir) / "lock.json").read_text())
+            host, pid, age = lock["host"], lock["pid"], time.time() - lock["beat"]
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except (ValueError, KeyError):
+            raise ValueError(f"{run_dir}/lock.json cannot be read as a lock; expected JSON. Remove it if no run is using "
+                             f"this folder.") from None
+        here = host == socket.gethostname()
+        if pid == os.getpid() and here:
+            return
+        alive = _process_start(pid) == lock.get("start") if here else age < cls.stale
+        if alive:
+            job = f", job {lock['job']}" if lock.get("job") else ""
+            raise ValueError(f"{run_dir} is in use by process {pid} on {host}{job} (last sign of life {age:.0f} s ago). "
+                             f"Expected one run per folder. Wait for it, stop it, or give another --work_dir.")
+
+
+def _process_start(pid):
+    """When the process started, in clock ticks since boot: with the pid a name that is not used again. None: no such."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        if os.path.isdir("/proc/self"):
+            return None
+    try:   # no /proc: existence must do
+        os.kill(pid, 0)
+        return 0
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return 0

@@ -1,0 +1,293 @@
+"""SEDD's network: noised tokens and a noise level in, log scores out. A bidirectional transformer.
+
+    model = SEDD(vocab_size=22, hidden_size=768, n_blocks=12, n_heads=12, forbidden=(20,))
+    log_score = model(xt, sigma, mask)            # (B, L) int64, (B,), (B, L) bool or None -> (B, L, 22)
+    ema = EMA(model.parameters()); ema.update(model.parameters())     # update after each optimiser step
+    with ema.applied(model): ...                                      # evaluate and sample on the averages
+    load_official(model, torch.load("checkpoint.pth", weights_only=True))
+
+Rotary positions, adaLN-zero conditioning on sigma (not t), scaled dot-product attention. Parameter names and
+initial values are those of the published SEDD code, so that its checkpoints load. No buffers: nothing for
+DDP to broadcast, and a model cast to bfloat16 keeps exact tables. Needs torch only; reads and writes nothing.
+Source: Lou, Meng, Ermon 2024, arXiv 2310.16834; adaLN-zero: Peebles, Xie 2023, arXiv 2212.09748.
+"""
+import contextlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class SEDD(nn.Module):
+    """Log scores l[y] = ln p_t(xt with y here) - ln p_t(xt), for the absorbing or the uniform graph.
+
+    vocab_size:       V; with the absorbing graph the mask is the last id, V - 1.
+    cond_dim:         width of the noise embedding. dropout: on the output of each attention and MLP.
+    scale_by_sigma:   True for the absorbing graph: adds ln r - ln(V - 1), r = 1/(e^sigma - 1), so a fresh
+                      model's scores at a mask sum to r, as the true ones do. False for the uniform graph.
+    parameterization: "sedd": free scores. "subs" (absorbing only): at a mask the scores of all tokens that
+                      are not `forbidden` are r x softmax, so they sum to r; with log-linear noise the score
+                      entropy is then cross-entropy / t, masked diffusion's objective (arXiv 2406.07524).
+    forbidden:        ids that are never a target, such as X, for "subs"; free scores learn it from the data.
+    gradient_checkpointing: keep only the blocks' inputs for backward and recompute the rest: less memory,
+                      about a third more time, the same dropout.
+    """
+
+    def __init__(self, vocab_size, hidden_size, n_blocks, n_heads, cond_dim=128, dropout=0.1,
+                 scale_by_sigma=True, parameterization="sedd", gradient_checkpointing=False, forbidden=()):
+        super().__init__()
+        if hidden_size % (2 * n_heads):
+            raise ValueError(f"hidden_size = {hidden_size}, n_heads = {n_heads}; expected heads of an "
+                             f"even width hidden_size / n_heads, as rotary positions turn pairs.")
+        if parameterization not in ("sedd", "subs"):
+            raise ValueError(f"parameterization {parameterization!r}; expected 'sedd' or 'subs'.")
+        if parameterization == "subs" and not scale_by_sigma:
+            raise ValueError("parameterization 'subs' needs the absorbing graph (scale_by_sigma=True). "
+                             "Use 'sedd' with the uniform graph.")
+        self.vocab_size, self.n_heads, self.head_dim = vocab_size, n_heads, hidden_size // n_heads
+        self.scale_by_sigma, self.parameterization = scale_by_sigma, parameterization
+        self.gradient_checkpointing, self.forbidden = gradient_checkpointing, tuple(forbidden)
+        # Created in the official order: the averages of a checkpoint are a list in this order.
+        self.vocab_embed = TokenTable(vocab_size, hidden_size)
+        self.sigma_map = SigmaEmbedding(cond_dim)
+        self.blocks = nn.ModuleList(Block(hidden_size, n_heads, cond_dim, dropout) for _ in range(n_blocks))
+        self.output_layer = Head(hidden_size, vocab_size, cond_dim)
+
+    def forward(self, xt, sigma, mask=None):
+        """xt (B, L) int64 tokens; sigma (B,) total noise > 0, NOT the time t; mask (B, L) bool, True =
+        residue, or None where nothing is padding (faster). Returns log_score (B, L, V): float32 whatever
+        autocast or the parameters' dtype, float64 for a float64 model; 0 at each position's own token. Values
+        at padding mean nothing. Raises ValueError for other shapes or dtypes.
+        """
+        check_inputs(xt, sigma, mask)
+        exact = at_least_float32(self.vocab_embed.embedding.dtype)
+        sigma = sigma.to(exact)
+        # Embedded without autocast: bfloat16 would merge neighbouring noise levels, and it costs nothing.
+        with torch.autocast(xt.device.type, enabled=False):
+            c = F.silu(self.sigma_map(sigma))                                  # (B, cond_dim)
+        h = self.vocab_embed(xt)                                                   # (B, L, H)
+        rotary = rotary_tables(xt.shape[1], self.head_dim, xt.device, exact)
+        keys = None if mask is None else mask[:, None, None, :]                    # (B, 1, 1, L)
+        for block in self.blocks:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                h = checkpoint(block, h, c, rotary, keys, use_reentrant=False)
+            else:
+                h = block(h, c, rotary, keys)
+        logits = self.output_layer(h, c).to(exact)      # before the offset, which bfloat16 would round
+        return self.log_score(logits, xt, sigma)
+
+    def log_score(self, logits, xt, sigma):
+        log_r = -torch.log(torch.expm1(sigma))[:, None, None] if self.scale_by_sigma else 0.0
+        if self.parameterization == "subs":
+            masked = (xt == self.vocab_size - 1)[..., None]
+            token = torch.arange(self.vocab_size, device=xt.device)
+            never = sum((token == y for y in self.forbidden), start=token == self.vocab_size - 1)
+            log_p = torch.log_softmax(logits.masked_fill(never, -math.inf), dim=-1)
+            scores = torch.where(masked, log_p + log_r, -math.inf)           # known residues never change
+        else:
+            scores = logits + log_r - math.log(self.vocab_size - 1) if self.scale_by_sigma else logits
+        return scores.scatter(-1, xt[..., None], 0.0)
+
+
+class TokenTable(nn.Module):
+    def __init__(self, vocab_size, hidden_size):
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
+
+    def forward(self, xt):
+        return F.embedding(xt, self.embedding)
+
+
+class SigmaEmbedding(nn.Module):
+    """sigma (B,) -> (B, cond_dim): 128 cosines and 128 sines of sigma, then a small MLP."""
+
+    def __init__(self, cond_dim, n_frequencies=128):
+        super().__init__()
+        self.n_frequencies = n_frequencies
+        self.mlp = nn.Sequential(nn.Linear(2 * n_frequencies, cond_dim), nn.SiLU(),
+                                 nn.Linear(cond_dim, cond_dim))
+
+    def forward(self, sigma):
+        k = torch.arange(self.n_frequencies, device=sigma.device, dtype=sigma.dtype)
+        angle = sigma[:, None] * torch.exp(-math.log(10000) / self.n_frequencies * k)
+        return self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.mlp[0].weight.dtype))
+
+
+class Block(nn.Module):
+    def __init__(self, hidden_size, n_heads, cond_dim, dropout):
+        super().__init__()
+        self.n_heads, self.dropout = n_heads, dropout
+        self.norm1 = Norm(hidden_size)
+        self.attn_qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.attn_out = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.norm2 = Norm(hidden_size)
+        self.mlp = nn.Sequential(nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(approximate="tanh"),
+                                 nn.Linear(4 * hidden_size, hidden_size))
+        self.adaLN_modulation = zero_linear(cond_dim, 6 * hidden_size)
+
+    def forward(self, h, c, rotary, keys):
+        modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)             # each (B, 1, H)
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation
+        branch = self.attention(self.norm1(h) * (1 + scale1) + shift1, rotary, keys)
+        h = h + gate1 * F.dropout(branch, self.dropout, self.training)
+        branch = self.mlp(self.norm2(h) * (1 + scale2) + shift2)
+        return h + gate2 * F.dropout(branch, self.dropout, self.training)
+
+    def attention(self, h, rotary, keys):
+        B, L, H = h.shape
+        q, k, v = self.attn_qkv(h).view(B, L, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)   # (B, heads, L, e)
+        out = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v, attn_mask=keys)
+        return self.attn_out(out.transpose(1, 2).reshape(B, L, H))
+
+
+class Head(nn.Module):
+    def __init__(self, hidden_size, vocab_size, cond_dim):
+        super().__init__()
+        self.norm_final = Norm(hidden_size)
+        self.linear = zero_linear(hidden_size, vocab_size)
+        self.adaLN_modulation = zero_linear(cond_dim, 2 * hidden_size)
+
+    def forward(self, h, c):
+        shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=-1)
+        return self.linear(self.norm_final(h) * (1 + scale) + shift)
+
+
+class Norm(nn.Module):
+    """Layer norm with a weight and no bias, computed in float32 at least."""
+
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, h):
+        exact = at_least_float32(h.dtype)
+        return F.layer_norm(h.to(exact), self.weight.shape, self.weight.to(exact), None, 1e-5).to(h.dtype)
+
+
+def zero_linear(n_in, n_out):
+    """A linear map that starts at zero: every block starts as the identity, every logit at 0."""
+    linear = nn.Linear(n_in, n_out)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def rotary_tables(L, head_dim, device, dtype):
+    """Cosines and sines of position x frequency, each (L, head_dim / 2); positions count from 0."""
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim)
+    angle = torch.outer(torch.arange(L, device=device, dtype=dtype), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, rotary):
+    """Turn x (B, heads, L, e): entry i is paired with entry i + e/2 (arXiv 2104.09864, half-split order)."""
+    cos, sin = (table.to(x.dtype) for table in rotary)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def at_least_float32(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
+def check_inputs(xt, sigma, mask):
+    if xt.dtype != torch.int64 or xt.dim() != 2:
+        raise ValueError(f"xt is {tuple(xt.shape)} {xt.dtype}; expected (B, L) torch.int64 token ids, "
+                         f"which no autocast and no model dtype concerns.")
+    if sigma.shape != xt.shape[:1] or not sigma.is_floating_point():
+        raise ValueError(f"sigma is {tuple(sigma.shape)} {sigma.dtype}; expected ({xt.shape[0]},) floating "
+                         f"point: the total noise of each protein, sigma = noise(t)[0], not the time t.")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != xt.shape):
+        raise ValueError(f"mask is {tuple(mask.shape)} {mask.dtype}; expected {tuple(xt.shape)} torch.bool, "
+                         f"True = residue, or None where nothing is padding.")
+
+
+def load_official(model, state, use_ema=True):
+    """Load weights in the published names into a SEDD of the same size.
+
+    state: a state dict (with or without the "module." that DDP puts before each name), or a checkpoint
+    {"model": state dict, "ema": {"shadow_params": list in parameter order, ...}, ...}. With use_ema the
+    averages are taken where the checkpoint has them.
+    Returns "ema" or "model": which weights were loaded. Raises ValueError naming what is missing, unexpected
+    or of another shape; the model is then unchanged.
+    """
+    weights = state["model"] if isinstance(state.get("model"), dict) else state
+    weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    # The published code stores the rotary frequencies: a constant, but the only trace of the number of heads.
+    stored = weights.pop("rotary_emb.inv_freq", None)
+    if stored is not None and 2 * len(stored) != model.head_dim:
+        raise ValueError(f"The weights are for heads of width {2 * len(stored)}; the model has "
+                         f"{model.n_heads} heads of width {model.head_dim}. Set n_heads as in the checkpoint.")
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    problems = [f"missing {name}" for name in shapes if name not in weights]
+    problems += [f"unexpected {name}" for name in weights if name not in shapes]
+    ema = state.get("ema")
+    use_ema = use_ema and isinstance(ema, dict) and "shadow_params" in ema
+    if use_ema:
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        if len(names) != len(ema["shadow_params"]):
+            problems.append(f"{len(ema['shadow_params'])} ema.shadow_params for {len(names)} parameters")
+        weights.update(zip(names, ema["shadow_params"]))
+    problems += [f"{name} is {tuple(weights[name].shape)}, the model has {tuple(shape)}"
+                 for name, shape in shapes.items() if name in weights and weights[name].shape != shape]
+    if problems:
+        raise ValueError(f"The weights do not fit this model ({len(problems)} differences): "
+                         f"{'; '.join(problems[:8])}. Build SEDD with the sizes of the checkpoint.")
+    model.load_state_dict(weights)
+    return "ema" if use_ema else "model"
+
+
+class EMA:
+    """Exponential moving average of the trainable parameters, in float32 at least.
+
+    The decay of update k = 1, 2, ... is min(decay, (1 + k)/(10 + k)), so early averages forget the start.
+    bfloat16 parameters are averaged in float32, where a change of 1e-4 is not lost.
+    """
+
+    def __init__(self, parameters, decay=0.9999):
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay = {decay}; expected 0 <= decay < 1.")
+        self.decay, self.num_updates = decay, 0
+        self.shadow_params = [p.detach().to(at_least_float32(p.dtype), copy=True)
+                              for p in parameters if p.requires_grad]
+
+    @torch.no_grad()
+    def update(self, parameters):
+        """Move the averages towards the parameters; call once after each optimiser step."""
+        live = self._matched([p.detach() for p in parameters if p.requires_grad], "parameters")
+        self.num_updates += 1
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        live = [p.to(s.dtype) for p, s in zip(live, self.shadow_params)]
+        torch._foreach_lerp_(self.shadow_params, live, 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self, model):
+        """Put the averages into the model for a `with` block; the weights come back even on an error."""
+        live = self._matched([p.detach() for p in model.parameters() if p.requires_grad], "model")
+        kept = [p.clone() for p in live]
+        torch._foreach_copy_(live, self.shadow_params)
+        try:
+            yield model
+        finally:
+            torch._foreach_copy_(live, kept)
+
+    def state_dict(self):
+        """{"decay", "num_updates", "shadow_params"}, as in published checkpoints; tensors are not copied."""
+        return {"decay": self.decay, "num_updates": self.num_updates, "shadow_params": self.shadow_params}
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        """Take over a state_dict(); raises ValueError if its tensors are not those of this model."""
+        torch._foreach_copy_(self.shadow_params, self._matched(list(state["shadow_params"]), "state"))
+        self.decay, self.num_updates = state["decay"], state["num_updates"]
+
+    def _matched(self, tensors, what):
+        found, own = ([tuple(t.shape) for t in group] for group in (tensors, self.shadow_params))
+        if found != own:
+            at = next((i for i, (a, b) in enumerate(zip(found, own)) if a != b), min(len(found), len(own)))
+            raise ValueError(f"{what}: {len(found)} tensors, expected {len(own)} as in the averaged model; "
+                             f"at index {at}: {found[at:at + 1]}, expected {own[at:at + 1]}.")
+        return tensors

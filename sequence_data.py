@@ -1,0 +1,640 @@
+"""Protein sequences: alphabet, files, split, length-aware batches, a demo source. No model, no process group.
+
+    proteins, report = read_sequences("proteins.fasta.gz")      # print(report): what was read and cleaned
+    train, val = split_by_hash(proteins, 0.05)                  # index arrays
+    kept, lengths, n_long = apply_max_length(proteins.subset(train), 512, long="crop")
+    plan = EpochPlan(lengths, seed=0, epoch=0, micro_batches=4, tokens=8192)
+    for indices in plan.global_batch(step):                     # 4 micro-batches on any number of ranks
+        x0, mask = collate(kept, indices, crop_starts(kept, indices, 512, seed=0, epoch=0), 512)
+
+Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), and .pt files that hold
+a list of dicts with `protein_seq`. Writes nothing.
+
+Everything random is keyed by integers (`keyed_seed`), never drawn from a stream that someone else may have
+advanced; so what a step sees depends on the seed, the epoch and the step, not on ranks, workers or restarts.
+"""
+
+import gzip
+import hashlib
+import operator
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
+X_ID = 20                       # unknown residue: an ordinary input, never a target, never sampled
+N_TOKENS = 21
+LETTERS = AMINO_ACIDS + "X"
+RARE = "BZUOJ"                  # Asx, Glx, Sec, Pyl, Leu/Ile: below 2e-6 each in UniRef50, read as X
+STOP, BAD = 254, 255            # marks in the translation table only, never tokens
+TO_TOKEN = bytes(LETTERS.find(c) if c in LETTERS else X_ID if c in RARE else STOP if c == "*" else BAD
+                 for c in (chr(i).upper() if i < 128 else "\0" for i in range(256)))
+
+# Share of each letter of AMINO_ACIDS in UniRef50 (18.8 million residues, EvoDiff's test split).
+UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
+            .022, .041, .050, .038, .059, .074, .057, .065, .013, .030)
+
+BUCKET_RATIO = 0.94             # shortest / longest protein of a length bucket: about 3 % padding on average
+
+
+# ---- keys ----
+
+def keyed_seed(*parts):
+    """Integer in [0, 2**63) made from ints and short strings by blake2b; equal parts give equal seeds."""
+    plain = tuple(p if isinstance(p, str) else int(operator.index(p)) for p in parts)
+    return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def keyed_generator(*parts, device="cpu"):
+    """torch.Generator seeded by keyed_seed(*parts)."""
+    return torch.Generator(device=device).manual_seed(keyed_seed(*parts))
+
+
+def _random_words(shape, *parts):
+    # Raw 64-bit words: numpy promises this stream for good, unlike that of permutation() or shuffle().
+    return np.random.PCG64(keyed_seed(*parts)).random_raw(shape)
+
+
+# ---- alphabet and the table of proteins ----
+
+def encode(sequence):
+    """str of the 20 letters, X, B, Z, U, O, J (the last five become X) -> uint8 array (L,).
+
+    Raises ValueError for anything else, lower case included: cleaning is for files, see read_sequences.
+    """
+    wrong = re.search(f"[^{LETTERS}{RARE}]", sequence)
+    if wrong:
+        raise ValueError(f"found {wrong.group()!r} at position {wrong.start() + 1} of a sequence; expected "
+                         f"the letters {LETTERS}{RARE}. Remove gaps, stops and blanks, and write upper case.")
+    return np.frombuffer(sequence.encode().translate(TO_TOKEN), np.uint8)
+
+
+def decode(tokens):
+    """Integer array (L,) of ids 0..20 -> str. Raises ValueError for another id, such as a mask."""
+    tokens = np.asarray(tokens)
+    if tokens.size and (tokens.min() < 0 or tokens.max() > X_ID):
+        raise ValueError(f"found token ids {tokens.min()} to {tokens.max()}; expected 0 to {X_ID}. "
+                         f"A mask or padding has no letter: denoise or cut before decoding.")
+    return "".join(LETTERS[t] for t in tokens.tolist())
+
+
+class Proteins:
+    """A table of proteins over one flat array, which may as well be a memory-mapped file.
+
+    tokens:  (total,) uint8, ids 0..20.
+    offsets: (n,) int64, where each protein starts in tokens.
+    lengths: (n,) int64, residues.
+    keys:    (n,) uint64, blake2b (8 bytes, little endian) of the letters of the whole cleaned protein; a crop
+             keeps the key of its protein. Computed here if not given.
+    Indexing gives one protein as a uint8 view; subset and crop share the tokens.
+    """
+
+    def __init__(self, tokens, offsets, lengths, keys=None):
+        self.tokens = tokens
+        self.offsets = np.asarray(offsets, np.int64)
+        self.lengths = np.asarray(lengths, np.int64)
+        self.keys = self._hash() if keys is None else np.asarray(keys, np.uint64)
+        if not self.offsets.shape == self.lengths.shape == self.keys.shape:
+            raise ValueError(f"found offsets {self.offsets.shape}, lengths {self.lengths.shape}, keys "
+                             f"{self.keys.shape}; expected one entry of each per protein.")
+
+    @classmethod
+    def from_sequences(cls, sequences):
+        """Proteins from an iterable of str, or of uint8 arrays of ids."""
+        rows = [encode(s) if isinstance(s, str) else np.asarray(s, np.uint8) for s in sequences]
+        lengths = np.array([len(r) for r in rows], np.int64)
+        tokens = np.concatenate(rows) if rows else np.zeros(0, np.uint8)
+        return cls(tokens, np.cumsum(lengths) - lengths, lengths)
+
+    def __len__(self):
+        return len(self.offsets)
+
+    def __getitem__(self, i):
+        start = self.offsets[i]
+        return self.tokens[start:start + self.lengths[i]]
+
+    def subset(self, indices):
+        """The proteins at these indices, in this order."""
+        return Proteins(self.tokens, self.offsets[indices], self.lengths[indices], self.keys[indices])
+
+    def crop(self, starts, max_length):
+        """Each protein from its start (n,) on, at most max_length residues of it."""
+        lengths = np.minimum(self.lengths - starts, max_length)
+        return Proteins(self.tokens, self.offsets + starts, lengths, self.keys)
+
+    def _hash(self):
+        table = np.frombuffer(LETTERS.encode(), np.uint8)
+        digest = lambda tokens: hashlib.blake2b(table[tokens].tobytes(), digest_size=8).digest()
+        return np.frombuffer(b"".join(digest(self[i]) for i in range(len(self))), "<u8").astype(np.uint64)
+
+
+# ---- files ----
+
+@dataclass
+class ReadReport:
+    """What read_sequences found, dropped and changed; str() is one line with what is not zero."""
+    n_proteins: int = 0
+    n_residues: int = 0
+    shortest: int = 0
+    longest: int = 0
+    median: int = 0
+    n_rare: int = 0             # letters B, Z, U, O, J read as X
+    n_x: int = 0                # letters X in the file
+    n_lower: int = 0            # lower-case letters read as upper case
+    n_stops: int = 0            # one '*' at the end of a sequence, removed
+    n_blanks: int = 0           # blanks and tabs inside FASTA sequences, removed
+    n_empty: int = 0            # records without a residue, dropped
+    n_all_x: int = 0            # proteins with nothing but X, dropped: nothing to learn from
+    n_short: int = 0            # proteins shorter than min_length, dropped
+    n_duplicates: int = 0       # proteins equal to an earlier one, kept: the split holds them on one side
+    n_same_name: int = 0        # names used again for another sequence, kept
+
+    def __str__(self):
+        notes = [(self.n_rare, "letters B/Z/U/O/J read as X"), (self.n_x, "letters X"),
+                 (self.n_lower, "lower-case letters read as upper case"),
+                 (self.n_stops, "stops '*' at the end removed"), (self.n_blanks, "blanks removed"),
+                 (self.n_empty, "empty records dropped"), (self.n_all_x, "proteins of X only dropped"),
+                 (self.n_short, "too short dropped"), (self.n_duplicates, "exact duplicates kept"),
+                 (self.n_same_name, "names reused for another sequence")]
+        head = (f"{self.n_proteins:,} proteins, {self.n_residues:,} residues, lengths {self.shortest:,} to "
+                f"{self.longest:,} (median {self.median:,})")
+        return "; ".join([head] + [f"{n:,} {what}" for n, what in notes if n])
+
+
+def read_sequences(path, min_length=1):
+    """Read a file of proteins -> (Proteins, ReadReport).
+
+    What it is follows from name and content: .pt is a torch file with a list of dicts that have
+    `protein_seq`; text whose first character is '>' is FASTA; other text is one sequence per line if its name
+    ends in .txt or .seq. gzip is recognised by content. Windows line ends and a byte order mark are accepted.
+
+    Cleaned, and counted in the report: B, Z, U, O, J become X; lower case (soft-masked regions) becomes upper
+    case; one '*' at the end is removed, and so are blanks inside FASTA sequences; empty records, proteins of
+    X only and proteins shorter than min_length are dropped; repeated sequences and names are kept.
+    Refused, by ValueError with file and line (or entry): an inner '*', gaps '-' and '.', digits, any other
+    character, blanks inside a line of text (a second column?), nucleotides, binary files, other encodings, a
+    truncated or damaged .gz, an empty file, a directory. FileNotFoundError for a missing file.
+    """
+    path, report, names = Path(path), ReadReport(), None
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; expected a FASTA, text or .pt file of proteins. "
+                                f"Check the path (relative to {Path.cwd()}).")
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; expected a file of sequences. Name the file inside it.")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty (0 bytes); expected sequences. Was its download interrupted?")
+    if path.suffix == ".pt":
+        text, bodies = None, _read_pt(path)
+    else:
+        text = _read_text(path)
+        if text.lstrip()[:1] == b">":
+            records = [record.partition(b"\n") for record in text.lstrip()[1:].split(b"\n>")]
+            names = [name for name, _, _ in records]
+            bodies = [body.translate(None, b"\n \t") for _, _, body in records]
+            report.n_blanks = sum(body.count(b" ") + body.count(b"\t") for _, _, body in records)
+        elif Path(path.name.removesuffix(".gz")).suffix in (".txt", ".seq"):
+            bodies = [line.strip(b" \t") for line in text.rstrip().split(b"\n")]
+        else:
+            first = text.lstrip()
+            line = text.count(b"\n", 0, len(text) - len(first)) + 1
+            raise ValueError(f"{path}, line {line}: found {first.splitlines()[0][:20]!r}; expected '>', with "
+                             f"which FASTA begins. If it has one sequence per line, name it .txt or .seq.")
+
+    report.n_stops = sum(body[-1:] == b"*" for body in bodies)
+    bodies = [body[:-1] if body[-1:] == b"*" else body for body in bodies]
+    letters = b"".join(bodies)
+    tokens = np.frombuffer(letters.translate(TO_TOKEN), np.uint8)
+    lengths = np.fromiter(map(len, bodies), np.int64, len(bodies))
+    offsets = np.cumsum(lengths) - lengths
+    if tokens.size and tokens.max() > X_ID:
+        _refuse_character(path, text, bodies, is_fasta=names is not None)
+
+    count = np.bincount(np.frombuffer(letters, np.uint8), minlength=256)
+    count_of = lambda some: int(count[list((some + some.lower()).encode())].sum())
+    if len(letters) >= 1000 and count_of("ACGTUN") == len(letters):
+        raise ValueError(f"{path}: all {len(letters):,} letters are among ACGTUN, which is nucleotides; "
+                         f"expected proteins. Translate them first.")
+    report.n_rare, report.n_x = count_of(RARE), count_of("X")
+    report.n_lower = int(count[ord("a"):ord("z") + 1].sum())
+
+    known = np.concatenate([[0], np.cumsum(tokens != X_ID)])
+    known = known[offsets + lengths] - known[offsets]           # residues other than X, per protein
+    empty, all_x, short = lengths == 0, (lengths > 0) & (known == 0), (known > 0) & (lengths < min_length)
+    report.n_empty, report.n_all_x, report.n_short = int(empty.sum()), int(all_x.sum()), int(short.sum())
+    keep = np.flatnonzero(~(empty | all_x | short))
+    if not len(keep):
+        raise ValueError(f"{path}: no protein is left of {len(bodies):,} records ({report.n_empty:,} empty, "
+                         f"{report.n_all_x:,} of X only, {report.n_short:,} shorter than min_length = "
+                         f"{min_length}); expected at least one. Check the file, or lower min_length.")
+
+    proteins = Proteins(tokens, offsets[keep], lengths[keep])
+    if names is not None:
+        key_of = {}
+        words = [names[i].split(None, 1)[:1] for i in keep.tolist()]
+        report.n_same_name = sum(key_of.setdefault(word[0], key) != key
+                                 for word, key in zip(words, proteins.keys.tolist()) if word)
+    report.n_proteins, report.n_residues = len(proteins), int(proteins.lengths.sum())
+    report.shortest, report.longest = int(proteins.lengths.min()), int(proteins.lengths.max())
+    report.median = int(np.median(proteins.lengths))
+    report.n_duplicates = len(proteins) - len(np.unique(proteins.keys))
+    return proteins, report
+
+
+def _read_text(path):
+    with open(path, "rb") as file:
+        head = file.read(4)
+    if head[:2] == b"\x1f\x8b":
+        chunks = []
+        try:
+            with gzip.open(path) as file:
+                while chunk := file.read1(1 << 20):
+                    chunks.append(chunk)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            line = b"".join(chunks).count(b"\n") + 1
+            what = "is truncated" if isinstance(error, EOFError) else f"is damaged ({error})"
+            raise ValueError(f"{path} {what}: its gzip data can be read up to line {line}; expected a whole "
+                             f"file. Download or copy it again.") from None
+        text = b"".join(chunks)
+    elif path.suffix == ".gz":
+        raise ValueError(f"{path} is not gzip: it begins with {head!r}; expected b'\\x1f\\x8b'. Was an error "
+                         f"page saved in its place? If it is plain text, remove .gz from its name.")
+    else:
+        text = path.read_bytes()
+    if head in (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zX") or head[:3] == b"BZh":
+        raise ValueError(f"{path} begins with {head!r}, as zip, zstd, xz, bzip2 and torch files do; expected "
+                         f"text or gzip. Unpack it first; a torch file needs .pt in its name.")
+    if text[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError(f"{path}, line 1: found UTF-16 text; expected ASCII or UTF-8. Save it again as "
+                         "UTF-8.")
+    zero = text.find(b"\0")
+    if zero >= 0:
+        line = text.count(b"\n", 0, zero) + 1
+        raise ValueError(f"{path}, line {line}: found a zero byte, so the file is binary or damaged; "
+                         "expected text.")
+    text = text.removeprefix(b"\xef\xbb\xbf")
+    if b"\r" in text:
+        text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    if not text.strip():
+        raise ValueError(f"{path} holds only blank lines; expected sequences.")
+    return text
+
+
+def _read_pt(path):
+    try:
+        entries = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:                      # unpickling junk raises nearly any type
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path} cannot be loaded: {reason}. Expected a torch file with a list of dicts of "
+                         f"plain types, each with 'protein_seq'. Save it so, or give FASTA.") from None
+    if not isinstance(entries, list) or not entries:
+        found = "an empty list" if entries == [] else type(entries).__name__
+        raise ValueError(f"{path} holds {found}; expected a list of dicts with 'protein_seq'.")
+    for number, entry in enumerate(entries, 1):
+        if not isinstance(entry, dict):
+            found = type(entry).__name__
+        elif "protein_seq" not in entry:
+            found = f"a dict with the keys {sorted(map(str, entry))[:8]}"
+        elif not isinstance(entry["protein_seq"], str):
+            found = f"protein_seq of type {type(entry['protein_seq']).__name__}"
+        else:
+            continue
+        raise ValueError(f"{path}, entry {number}: found {found}; expected a dict with the text "
+                         "'protein_seq'.")
+    return [entry["protein_seq"].encode() for entry in entries]
+
+
+def _refuse_character(path, text, bodies, is_fasta):
+    """Raise ValueError for the first character that cannot be read, saying where it is. The slow path."""
+    place, lines = ("entry", bodies) if text is None else ("line", text.split(b"\n"))
+    wrong = re.compile(rb"[^A-Za-z* \t]|\*(?=.)" if is_fasta else rb"[^A-Za-z*]|\*(?=.)", re.DOTALL)
+    number, column, found, star = 0, 0, b"*", None
+    for number, line in enumerate(lines, 1):
+        if is_fasta and line[:1] == b">":
+            star = None
+            continue
+        stripped = line if text is None else line.rstrip(b" \t")
+        if star and stripped:                       # the sequence goes on after a line that ended in '*'
+            number, column, found = *star, b"*"
+            break
+        bad = wrong.search(stripped, 0 if text is None or is_fasta else len(line) - len(line.lstrip(b" \t")))
+        if bad:
+            column, found = bad.start() + 1, bad.group()
+            break
+        star = (number, len(stripped)) if is_fasta and stripped[-1:] == b"*" else None
+    why = ("a stop inside a sequence. Translate up to the first stop, or remove the "
+           "record" if found == b"*" else
+           "a gap, so this is an alignment. Give the sequences without gaps" if found in b"-." else
+           "a digit. Remove numbers from the sequence lines" if found.isdigit() else
+           "a blank. Give one sequence per line and nothing else; with names, use "
+           "FASTA" if found.isspace() else
+           "so a line end is missing before it (files joined without one?). Insert it" if found == b">" else
+           "not a letter of a protein sequence. Check that the file is what its name says")
+    raise ValueError(f"{path}, {place} {number}, column {column}: found {found!r}, {why}. Expected the "
+                     f"letters {LETTERS} and {RARE}, and at most one '*' at the end.")
+
+
+# ---- split and crops ----
+
+def split_by_hash(proteins, val_fraction):
+    """Indices (train, val): a protein is in validation if its key is in the lowest val_fraction of all keys.
+
+    So the side depends on the sequence alone: it stays when the file grows or is reordered, and exact
+    duplicates share it. Similar proteins may still be on both sides: where that matters, cluster the file
+    first (UniRef50 is). Raises ValueError for a fraction outside (0, 1), and where a side is empty.
+    """
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"found val_fraction = {val_fraction}; expected more than 0 and less than 1, such "
+                         "as 0.05.")
+    is_val = proteins.keys < np.uint64(int(val_fraction * 2.0**64))
+    train, val = np.flatnonzero(~is_val), np.flatnonzero(is_val)
+    if not len(train) or not len(val):
+        raise ValueError(f"val_fraction = {val_fraction} puts {len(train):,} proteins in training and "
+                         f"{len(val):,} in validation; expected some in each. Give more proteins, or a "
+                         "fraction nearer to 0.5.")
+    return train, val
+
+
+def apply_max_length(proteins, max_length, long="crop"):
+    """-> (proteins kept, their lengths after cropping (n,), number of proteins that were too long).
+
+    long: "crop" keeps a window of max_length residues (see crop_starts), "drop" leaves the protein out.
+    """
+    if max_length < 1 or long not in ("crop", "drop"):
+        raise ValueError(f"found max_length = {max_length}, long = {long!r}; expected at least 1, and crop "
+                         "or drop.")
+    too_long = proteins.lengths > max_length
+    if long == "drop" and too_long.any():
+        if too_long.all():
+            raise ValueError(f"all {len(proteins):,} proteins are longer than max_length = {max_length:,}, "
+                             f"the shortest has {proteins.lengths.min():,}; expected some to keep. Raise "
+                             "max_length, or crop.")
+        proteins = proteins.subset(np.flatnonzero(~too_long))
+    return proteins, np.minimum(proteins.lengths, max_length), int(too_long.sum())
+
+
+def crop_start(seed, epoch, key, length, max_length):
+    """First residue of the window of this protein in this epoch: uniform over all windows; 0 if it fits."""
+    return keyed_seed("crop", seed, epoch, key) % (length - max_length + 1) if length > max_length else 0
+
+
+def crop_starts(proteins, indices, max_length, seed, epoch):
+    """crop_start of each of these proteins: (len(indices),) int64."""
+    rows = zip(proteins.keys[indices].tolist(), proteins.lengths[indices].tolist())
+    return np.array([crop_start(seed, epoch, key, length, max_length) for key, length in rows], np.int64)
+
+
+def eval_crop_starts(proteins, indices, max_length):
+    """Windows for validation, keyed by the protein alone: the same in every run, so that values compare."""
+    return crop_starts(proteins, indices, max_length, seed="validation", epoch=0)
+
+
+# ---- batches ----
+
+class EpochPlan:
+    """Which proteins are in which micro-batch of which step of an epoch.
+
+    A function of the arguments alone: every rank makes the same plan and takes its own micro-batches from it.
+
+    lengths:       (n,) residues of each protein after cropping.
+    micro_batches: micro-batches per global batch = ranks x accumulation.
+    tokens:        budget of a micro-batch in computed positions (number x longest, padding included); or
+    proteins:      number of proteins in each micro-batch. Exactly one of the two.
+
+    Proteins are shuffled inside buckets of nearly equal length and cut, longest first, into micro-batches:
+    little padding, other company in every epoch. The micro-batches are then dealt to the steps from
+    `micro_batches` strata of length, one from each, so that a global batch spans all lengths.
+    With `tokens` every micro-batch is about the same work (only the one with the shortest proteins may be
+    smaller). With `proteins` that cannot be: equal numbers, mixed lengths and little padding exclude it. So
+    micro-batches 2k and 2k + 1 of a step are a long and a short one, and a rank that takes an even number of
+    consecutive micro-batches has nearly its share.
+    Less than a global batch is left out of an epoch, chosen at random. n_steps is the same in all epochs.
+
+    Raises ValueError for a protein longer than the budget and for fewer proteins than a global batch needs.
+    Cost: one sort of n words; loops run over length buckets (about 100), never over proteins.
+    """
+
+    def __init__(self, lengths, seed, epoch, micro_batches, tokens=None, proteins=None):
+        lengths = np.asarray(lengths, np.int64)
+        budgets = [budget for budget in (tokens, proteins) if budget is not None]
+        if len(budgets) != 1 or budgets[0] < 1 or micro_batches < 1:
+            raise ValueError(f"found tokens = {tokens}, proteins = {proteins}, micro_batches = "
+                             f"{micro_batches}; expected one of tokens and proteins, and at least 1 of each.")
+        if lengths.min(initial=1) < 1 or not len(lengths):
+            raise ValueError(f"found {len(lengths)} proteins, the shortest of {lengths.min(initial=0)} "
+                             f"residues; expected some, of at least 1.")
+        top = int(lengths.max())
+        if tokens is not None and tokens < top:
+            raise ValueError(f"the longest protein has {top:,} residues, more than the budget of {tokens:,} "
+                             f"tokens per micro-batch; expected a budget of at least {top:,}. Raise it, or "
+                             "lower max_length.")
+
+        # Bucket k holds lengths in (top * ratio**(k+1), top * ratio**k], by a table, since lengths repeat.
+        table = np.log(top / np.arange(1, top + 1)) / -np.log(BUCKET_RATIO)
+        bucket = (table + 1e-9).astype(np.uint64)[lengths - 1]
+        words = _random_words(len(lengths), "plan", seed, epoch)
+        left_out = 0 if proteins is None else len(lengths) % proteins
+        if left_out:
+            bucket[np.argpartition(words, left_out - 1)[:left_out]] = 0xFFFF    # sorts last, then cut off
+        # One sort for both: the bucket in the high bits, a random word below it.
+        order = np.argsort((bucket << np.uint64(48)) | (words >> np.uint64(16)), kind="stable")
+        self.order = order[:len(order) - left_out]
+
+        counts = np.bincount(bucket[self.order].astype(np.int64))
+        counts = counts[counts > 0]
+        if tokens is None:
+            sizes = [proteins] * len(counts)
+        else:
+            sizes = (tokens // np.maximum.reduceat(lengths[self.order], np.cumsum(counts) - counts)).tolist()
+        starts = _cut(counts, sizes)
+        self.starts = np.append(starts, len(self.order))    # micro-batch k is order[starts[k]:starts[k + 1]]
+        self.n_steps = len(starts) // micro_batches
+        if self.n_steps == 0:
+            _refuse_too_few(lengths, micro_batches, len(starts), tokens, proteins)
+
+        # Leave out the remainder at random. Stratum j is the j-th longest part of the micro-batches.
+        n_kept = self.n_steps * micro_batches
+        kept = np.sort(_shuffled(len(starts), "remainder", seed, epoch)[:n_kept])
+        self.n_proteins = int(np.diff(self.starts)[kept].sum())
+        strata = _shuffled((micro_batches, self.n_steps), "strata", seed, epoch)
+        steps = np.take_along_axis(kept.reshape(micro_batches, self.n_steps), strata, axis=1).T
+
+        # Pair the longest stratum with the shortest and so on inwards, and shuffle the pairs of each step.
+        half = micro_batches // 2
+        pairs = np.stack([steps[:, :half], steps[:, ::-1][:, :half]], axis=2)            # (n_steps, half, 2)
+        lot = _shuffled((self.n_steps, half), "pairs", seed, epoch)
+        pairs = np.take_along_axis(pairs, lot[:, :, None], axis=1).reshape(self.n_steps, 2 * half)
+        middle = steps[:, half:micro_batches - half]                                     # one column if odd
+        self.steps = np.concatenate([pairs, middle], axis=1)
+
+    def global_batch(self, step):
+        """The micro-batches of a step: list of `micro_batches` int64 arrays of indices into lengths."""
+        if not 0 <= step < self.n_steps:
+            raise ValueError(f"found step {step} of the epoch; expected 0 to {self.n_steps - 1}.")
+        return [self.order[self.starts[k]:self.starts[k + 1]] for k in self.steps[step]]
+
+
+def _shuffled(shape, *parts):
+    return np.argsort(_random_words(shape, *parts), axis=-1, kind="stable")
+
+
+def _cut(counts, sizes):
+    """Cut a row of buckets into pieces -> where each piece starts.
+
+    A piece that starts in bucket b has sizes[b] items, and runs on into the next buckets if b ends; the last
+    piece has what is left.
+    """
+    starts, position = [np.zeros(0, np.int64)], 0
+    for end, size in zip(np.cumsum(counts).tolist(), sizes):
+        if position < end:
+            starts.append(np.arange(position, end, size))
+            position = int(starts[-1][-1]) + size
+    return np.concatenate(starts)
+
+
+def _refuse_too_few(lengths, micro_batches, n_filled, tokens, proteins):
+    advice = [f"at most {n_filled:,} micro-batches per step (ranks x accumulation)"] if n_filled else []
+    if proteins and len(lengths) >= micro_batches:
+        advice.append(f"at most {len(lengths) // micro_batches:,} proteins per micro-batch")
+    top = int(lengths.max())
+    fits = tokens and next((t for t in np.geomspace(tokens, top, 50).astype(int).clip(min=top).tolist()
+                            if len(eval_batches(lengths, t)) > micro_batches), None)
+    if fits:
+        advice.append(f"at most {fits:,} tokens per micro-batch")
+    raise ValueError(f"{len(lengths):,} proteins fill {n_filled:,} micro-batches of {tokens or proteins:,} "
+                     f"{'tokens' if tokens else 'proteins'}; one global batch needs {micro_batches:,}. "
+                     f"Give {', or '.join(advice) or 'more proteins'}.")
+
+
+def eval_batches(lengths, tokens):
+    """Batches for evaluation: list of int64 index arrays, each protein in exactly one, longest first.
+
+    lengths: (n,) after cropping. tokens: budget of a batch in computed positions. Independent of ranks: rank
+    r of R takes batches r, r + R, and so on. Raises ValueError for a protein longer than the budget.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    if not len(lengths) or lengths.min() < 1 or tokens < lengths.max():
+        raise ValueError(f"found {len(lengths):,} proteins, lengths {lengths.min(initial=1 << 40):,} to "
+                         f"{lengths.max(initial=0):,}, and a budget of {tokens:,} tokens; expected some "
+                         f"proteins of at least 1 residue, and a budget that holds the longest.")
+    order = np.argsort(-lengths, kind="stable")
+    distinct, counts = np.unique(-lengths, return_counts=True)
+    return np.split(order, _cut(counts, (tokens // -distinct).tolist())[1:])
+
+
+def collate(proteins, indices, starts=None, max_length=None):
+    """-> x0 (B, L) int64 with X under padding, and mask (B, L) bool, True = a real residue.
+
+    starts: (B,) first residue of each (default 0); at most max_length residues are taken of each.
+    """
+    starts = np.zeros(len(indices), np.int64) if starts is None else np.asarray(starts, np.int64)
+    if len(starts) != len(indices) or (starts < 0).any() or (starts >= proteins.lengths[indices]).any():
+        raise ValueError(f"found crop starts {starts[:8].tolist()} for proteins of "
+                         f"{proteins.lengths[indices][:8].tolist()} residues; expected one inside each.")
+    sizes = proteins.lengths[indices] - starts
+    sizes = sizes if max_length is None else np.minimum(sizes, max_length)
+    x0 = np.full((len(sizes), sizes.max()), X_ID, np.int64)
+    for row, begin, size in zip(x0, (proteins.offsets[indices] + starts).tolist(), sizes.tolist()):
+        row[:size] = proteins.tokens[begin:begin + size]
+    return torch.from_numpy(x0), torch.from_numpy(np.arange(x0.shape[1]) < sizes[:, None])
+
+
+# ---- unigram: what a model that knows only letter frequencies would reach ----
+
+def unigram_counts(proteins):
+    """How often each of the 21 tokens occurs: (21,) int64."""
+    counts = np.zeros(N_TOKENS, np.int64)
+    for first in range(0, len(proteins), 16384):                # in pieces, to bound the memory of the index
+        sizes, offsets = proteins.lengths[first:first + 16384], proteins.offsets[first:first + 16384]
+        index = np.repeat(offsets - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
+        counts += np.bincount(proteins.tokens[index], minlength=N_TOKENS)
+    return counts
+
+
+def unigram_nll(train_counts, eval_counts):
+    """(sum in nats, number of residues) of an evaluation set under letter frequencies of a training set.
+
+    Both (21,) from unigram_counts. Frequencies are (count + 1) / (total + 20), so that a letter never seen
+    has some; X is left out. The perplexity is exp(sum / number).
+    """
+    seen, counts = np.asarray(train_counts, np.float64)[:20] + 1, np.asarray(eval_counts)[:20]
+    return float(-(counts * np.log(seen / seen.sum())).sum()), int(counts.sum())
+
+
+# ---- demo source ----
+
+class DemoSource:
+    """Proteins of known likelihood: a second-order Markov source with the letter frequencies of UniRef50.
+
+    P(c | a, b), for residue c after a, b, is proportional to
+        exp(bias[c] + 2 u1[b, c] + 1.4 u2[a, c]),        u1, u2 uniform in [-1, 1], drawn once from the seed,
+    but for two motifs: after "GK" comes S or T with probability 0.9 (the end of a P-loop), and two places
+    after another N comes S or T with probability 0.6 (the glycosylation site N-x-[ST]). bias is fitted so
+    that the stationary letter frequencies are UniRef50's. The first two residues have the stationary
+    distribution of pairs, the length is uniform over 40 to 120. There is no other state, so the likelihood of
+    a protein given its length is the product of these probabilities.
+
+    transition: (20, 20, 20) float64, P(c | a, b).
+    pair: (20, 20) float64, P(a, b) of two consecutive residues.
+    """
+    shortest, longest = 40, 120
+
+    def __init__(self, seed=0):
+        draw = np.random.Generator(np.random.PCG64(keyed_seed("demo source", seed))).random
+        u1, u2 = 2 * draw((20, 20)) - 1, 2 * draw((20, 20)) - 1
+        want = np.array(UNIREF50) / sum(UNIREF50)
+        bias, self.pair = np.log(want), np.outer(want, want)
+        for _ in range(2000):                                   # the chain forgets its start; bias follows it
+            self.transition = self._transition(bias + 2 * u1[None] + 1.4 * u2[:, None])
+            self.pair = np.einsum("ab,abc->bc", self.pair, self.transition)
+            bias = bias + 0.1 * np.log(want / self.pair.sum(0))
+
+    @staticmethod
+    def _transition(logits):
+        p = np.exp(logits)
+        p /= p.sum(2, keepdims=True)
+        g, k, n, s, t = (AMINO_ACIDS.index(c) for c in "GKNST")
+        for where, share in ((np.s_[n:n + 1, :], 0.6), (np.s_[g:g + 1, k:k + 1], 0.9)):
+            block = p[where]                                    # a view
+            motif = block[..., [s, t]].sum(-1, keepdims=True)
+            rest = (1 - share) / (1 - motif)
+            scale = np.broadcast_to(rest, block.shape).copy()
+            scale[..., [s, t]] = share / motif
+            block *= scale
+        return p
+
+    def entropy(self):
+        """Exact nats per residue of a long protein: (of the source, of its letter frequencies alone)."""
+        letters = self.pair.sum(0)
+        source = -(self.pair[:, :, None] * self.transition * np.log(self.transition)).sum()
+        return float(source), float(-(letters * np.log(letters)).sum())
+
+    def sample(self, n, seed):
+        """n proteins drawn with this seed -> Proteins."""
+        draw = np.random.Generator(np.random.PCG64(keyed_seed("demo sample", seed))).random
+        lengths = self.shortest + (draw(n) * (self.longest - self.shortest + 1)).astype(np.int64)
+        tokens = np.empty((n, self.longest), np.uint8)
+        first = np.searchsorted(np.cumsum(self.pair)[:399], draw(n))
+        tokens[:, 0], tokens[:, 1] = first // 20, first % 20
+        edges = np.cumsum(self.transition, axis=2)[:, :, :19]
+        for i in range(2, self.longest):
+            tokens[:, i] = (edges[tokens[:, i - 2], tokens[:, i - 1]] < draw(n)[:, None]).sum(1)
+        return Proteins(tokens.ravel(), np.arange(n) * self.longest, lengths)
+
+    def nll(self, proteins):
+        """Exact negative log-likelihood of each protein given its length, in nats: (n,) float64.
+
+        Raises ValueError for X and for proteins shorter than 2 residues, which this source never makes.
+        """
+        log_pair, log_transition = np.log(self.pair), np.log(self.transition)
+        out = np.empty(len(proteins))
+        for i in range(len(proteins)):
+            x = proteins[i]
+            if len(x) < 2 or x.max() >= X_ID:
+                raise ValueError(f"protein {i} is {decode(x)[:30]!r}; expected at least 2 residues and no X: "
+                                 f"the demo source makes no other.")
+            out[i] = -log_pair[x[0], x[1]] - log_transition[x[:-2], x[1:-1], x[2:]].sum()
+        return out

@@ -1,0 +1,270 @@
+"""Starts scripts under real launchers, for tests: python, torchrun, Open MPI, MPICH, Intel MPI.
+
+    result = run_ranks("openmpi", 4, [script, "--config", config], cwd=tmp_path)
+    assert result.returncode == 0, result.text
+
+    with start_ranks("mpich", 2, [script], cwd=tmp_path) as running:     # for tests that signal ranks
+        running.wait_for("step 3", timeout=60)
+        os.kill(running.rank_pids()[1], signal.SIGTERM)
+        result = running.wait(timeout=30)
+
+Everything started carries a mark in its environment, so that processes are found (and ended) by their own
+id, whatever process group or session a launcher gave them; this needs /proc (Linux). Output goes to files, so
+that a hang shows what was printed. Scripts should print whole lines with flush=True: what is not flushed is
+lost when they are killed. MPICH is looked for in the environment that runs the tests, the others in its
+folder mpi/ (see jobs/test.sh).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+LAUNCHERS = ("python", "torchrun", "openmpi", "mpich", "intel")
+MARK = "TEST_RUN_MARK"
+
+# What a batch system or an outer launcher may have left in our own environment.
+_DROPPED_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "OMPI_", "PRTE_", "PALS_", "MPI_LOCAL",
+                     "HYDRA_", "HYDI_", "I_MPI_", "MV2_", "FLUX_", "JSM_", "LSB_", "PBS_", "TORCHELASTIC_",
+                     "TORCH_", "GLOO_", "MPI4PY_", "DDP_", "ROLE_", "GROUP_")
+_DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+            "PYTHONPATH")
+# Where a rank's number stands in its environment, innermost launcher first.
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+@dataclass
+class Result:
+    """What a finished run left: exit code, output, and the processes that outlived the launcher."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    leftover: list[str] = field(default_factory=list)    # "pid command line" of each
+
+    @property
+    def text(self):
+        return (f"exit code {self.returncode} after {self.seconds:.1f} s\n"
+                f"stdout:\n{self.stdout}\nstderr:\n{self.stderr}")
+
+
+def why_unavailable(launcher):
+    """None if `launcher` can be used here, else the reason in words."""
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"launcher is {launcher!r}, expected one of {', '.join(LAUNCHERS)}")
+    if launcher in ("python", "torchrun"):
+        return None
+    if not Path("/proc/self/environ").exists():
+        return "processes are followed through /proc, which only Linux has"
+    program = _mpi_home(launcher) / "bin" / ("mpiexec" if launcher == "mpich" else "mpirun")
+    if program.exists():
+        return None
+    slow = " --slow" if launcher == "intel" else ""
+    return f"{launcher}: no {program}; `bash jobs/test.sh{slow}` installs it"
+
+
+def need(launcher):
+    """Skip the calling test if `launcher` cannot be used here."""
+    reason = why_unavailable(launcher)
+    if reason:
+        pytest.skip(reason)
+
+
+def python_of(launcher):
+    """The interpreter whose mpi4py loads the MPI of `launcher`."""
+    return str(_mpi_home(launcher) / "bin" / "python") if launcher in ("openmpi", "intel") else sys.executable
+
+
+def clean_environment(launcher="python", env=None):
+    """A copy of os.environ without any launcher's variables, with one thread per process and with `env`."""
+    clean = {key: value for key, value in os.environ.items()
+             if not key.startswith(_DROPPED_PREFIXES) and key not in _DROPPED}
+    # Not PYTHONUNBUFFERED: it writes every argument of print by itself, so that lines of several ranks get mixed.
+    clean.pop("PYTHONUNBUFFERED", None)
+    clean["OMP_NUM_THREADS"] = "1"
+    home = _mpi_home(launcher)
+    if home:
+        # Intel's mpirun is a shell script that looks for mpiexec.hydra on PATH.
+        clean["PATH"] = f"{home / 'bin'}{os.pathsep}{clean.get('PATH', os.defpath)}"
+    for key, value in (env or {}).items():
+        if value is None:
+            clean.pop(key, None)
+        else:
+            clean[key] = str(value)
+    return clean
+
+
+def command(launcher, n, argv):
+    """The command line, as a list, that starts `python argv` on n ranks of this machine."""
+    argv = [str(word) for word in argv]
+    python = python_of(launcher)
+    if launcher == "python":
+        if n != 1:
+            raise ValueError(f"plain python starts one rank, {n} were asked for")
+        return [python, *argv]
+    if launcher == "torchrun":
+        return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *argv]
+    if launcher == "openmpi":
+        # It refuses root, more ranks than cores, and binding more ranks than cores, each unless told.
+        flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+        return [str(_mpi_home(launcher) / "bin" / "mpirun"), *flags, "-n", str(n), python, *argv]
+    program = "mpiexec" if launcher == "mpich" else "mpirun"
+    return [str(_mpi_home(launcher) / "bin" / program), "-n", str(n), python, *argv]
+
+
+def run_ranks(launcher, n, argv, cwd, env=None, timeout=60, leftover_grace=2.0):
+    """Run `python argv` on n ranks in folder `cwd` to its end and return a Result.
+
+    env:             variables added to a clean environment; a value of None removes one.
+    timeout:         seconds; then everything started is killed and TimeoutError shows what was printed.
+    leftover_grace:  seconds in which processes may end after the launcher before they count as left over.
+    Processes left over are named in the Result and then killed.
+    """
+    with start_ranks(launcher, n, argv, cwd, env) as running:
+        return running.wait(timeout, leftover_grace)
+
+
+def start_ranks(launcher, n, argv, cwd, env=None):
+    """As run_ranks, but returns at once: a Running, to be used in a `with`, whose end kills what is left."""
+    need(launcher)
+    return Running(command(launcher, n, argv), cwd, clean_environment(launcher, env))
+
+
+class Running:
+    """A started launcher. `process` is its Popen; `stdout()` and `stderr()` are what was printed so far."""
+
+    def __init__(self, words, cwd, env):
+        self.words = words
+        mark = uuid.uuid4().hex
+        self._mark = f"{MARK}={mark}"
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._start = time.monotonic()
+        self.process = subprocess.Popen(words, cwd=cwd, env=env | {MARK: mark}, start_new_session=True,
+                                        stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.kill()
+        self._out.close()
+        self._err.close()
+
+    def stdout(self):
+        return _read(self._out)
+
+    def stderr(self):
+        return _read(self._err)
+
+    def pids(self):
+        """Ids of all live processes of this run: launcher, its helpers, ranks and their children."""
+        return [pid for pid in _all_pids() if self._mark in _environment(pid)]
+
+    def rank_pids(self):
+        """{rank: process id} of the ranks that run now. A rank's own children do not count."""
+        ranks = {}
+        for pid in self.pids():
+            environment = dict(entry.partition("=")[::2] for entry in _environment(pid))
+            number = next((environment[name] for name in _RANK_VARIABLES if name in environment), None)
+            if number is not None:
+                ranks[pid] = int(number)
+        return {rank: pid for pid, rank in ranks.items() if ranks.get(_parent(pid)) != rank}
+
+    def wait_for(self, text, timeout):
+        """Return once `text` was printed on either stream; TimeoutError if launcher or time end first."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self.process.poll() is not None     # asked before reading, so as not to miss last words
+            if text in self.stdout() or text in self.stderr():
+                return
+            if ended or time.monotonic() > deadline:
+                when = "before the end" if ended else f"within {timeout} s"
+                raise TimeoutError(f"{text!r} was not printed {when}: {self._story()}")
+            time.sleep(0.05)
+
+    def wait(self, timeout, leftover_grace=2.0):
+        """Wait for the launcher to end and return a Result; TimeoutError with the output if it does not."""
+        try:
+            returncode = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            alive = [_describe(pid) for pid in self.pids()]
+            self.kill()
+            raise TimeoutError(f"still running after {timeout} s: {self._story()}\nalive were:\n"
+                               + "\n".join(alive)) from None
+        seconds = time.monotonic() - self._start
+        deadline = time.monotonic() + leftover_grace
+        while self.pids() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        leftover = [_describe(pid) for pid in self.pids()]
+        self.kill()
+        return Result(returncode, self.stdout(), self.stderr(), seconds, leftover)
+
+    def kill(self):
+        """End every process of this run by SIGKILL, each by its id, and wait until none is left."""
+        deadline = time.monotonic() + 10
+        while True:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+            pids = self.pids()
+            if not pids:
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes {pids} of {' '.join(self.words)} do not end by SIGKILL")
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:      # it ended in between
+                    continue
+            time.sleep(0.02)
+
+    def _story(self):
+        return f"{' '.join(self.words)}\nstdout:\n{self.stdout()}\nstderr:\n{self.stderr()}"
+
+
+def _mpi_home(launcher):
+    return {"mpich": Path(sys.prefix), "openmpi": Path(sys.prefix, "mpi", "openmpi"),
+            "intel": Path(sys.prefix, "mpi", "intel")}.get(launcher)
+
+
+def _read(file):
+    # pread leaves alone the file position, at which the processes write.
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0).decode(errors="replace")
+
+
+def _all_pids():
+    if not os.path.isdir("/proc"):
+        return []
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def _environment(pid):
+    """The environment a process was started with; empty for one that has ended or is somebody else's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _parent(pid):
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def _describe(pid):
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return f"{pid} " + b" ".join(words).decode(errors="replace")
+    except OSError:
+        return f"{pid} (ended meanwhile)"

@@ -1,0 +1,193 @@
+"""Do jobs/local.sh, the environments made by jobs/test.sh, and the helpers in launchers.py work?
+
+local.sh runs in copies whose requirements.txt is empty, so that making an environment takes seconds and no
+network; the real list is installed by whoever runs jobs/test.sh.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launchers import clean_environment, need, run_ranks, start_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SCRIPT = """
+import os, sys
+print("arguments", sys.argv[1:], "threads", os.environ["OMP_NUM_THREADS"], flush=True)
+sys.exit(5 if "fail" in sys.argv else 0)
+"""
+SAY_MPI = """
+from mpi4py import MPI
+library = MPI.Get_library_version().split()[0]
+print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.size, "in", library, flush=True)
+"""
+# Rank 0 has a child with the same environment, which in a session of its own outlives a launcher's clean-up.
+WAIT = """
+import os, subprocess, sys, time
+rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or "0"
+if rank == "0":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+print(f"rank {rank} is process {os.getpid()}.", flush=True)
+if "leave" not in sys.argv:
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A folder with jobs/, nothing to install and a short script; its name holds a space."""
+    folder = tmp_path / "a copy"
+    shutil.copytree(ROOT / "jobs", folder / "jobs")
+    (folder / "requirements.txt").write_text("")
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "config.yaml").write_text("")
+    return folder
+
+
+def start_local_sh(folder, *arguments, **variables):
+    """Start jobs/local.sh of `folder` from elsewhere, with mpirun of our own environment."""
+    settings = {"PYTHON": sys._base_executable, "SCRIPT": "script.py", "CONFIG": "config.yaml",
+                "LAUNCHER": "mpirun", "MPI_WHEEL": ""}
+    env = clean_environment("mpich") | settings | variables
+    words = ["bash", f"{folder.name}/jobs/local.sh", *arguments]
+    return subprocess.Popen(words, cwd=folder.parent, env=env, text=True, stdin=subprocess.DEVNULL,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def local_sh(folder, *arguments, **variables):
+    """The same to its end: (exit code, everything printed)."""
+    process = start_local_sh(folder, *arguments, **variables)
+    printed, _ = process.communicate(timeout=100)
+    return process.returncode, printed
+
+
+def test_local_sh_makes_its_environment_once_and_updates_it_with_the_requirements(copy):
+    need("mpich")
+    code, printed = local_sh(copy, "3", "--data", "a b")
+    assert code == 0, printed
+    assert printed.count("arguments ['--config', 'config.yaml', '--data', 'a b']") == 3
+    assert "making .venv" in printed and "installing" in printed
+
+    code, printed = local_sh(copy, "x=1", NPROC="1", OMP_NUM_THREADS="6")
+    assert code == 0, printed
+    assert printed.count("arguments ['--config', 'config.yaml', 'x=1'] threads 6") == 1
+    assert "making" not in printed and "installing" not in printed
+
+    (copy / "requirements.txt").write_text("# another list\n")
+    code, printed = local_sh(copy, "1", "fail")
+    assert code == 5, printed
+    assert "making" not in printed and "installing" in printed
+
+    moved = copy.rename(copy.with_name("moved copy"))       # an environment holds its own path
+    code, printed = local_sh(moved, "1", PYTHON="")
+    assert code == 0 and f"in {moved})" in printed and "making" in printed, printed
+
+
+def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(copy):
+    need("mpich")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))           # bound but not listening: connections are refused
+        index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
+        (copy / "requirements.txt").write_text("torch==2.13.0\n")
+        code, printed = local_sh(copy, PIP_INDEX_URL=index, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="",
+                                 PIP_RETRIES="0", PIP_NO_CACHE_DIR="1", PIP_CONFIG_FILE=os.devnull)
+    assert code == 1
+    assert "pip could not install -r requirements.txt" in printed and "PIP_INDEX_URL" in printed
+    assert "torch==2.13.0" in printed, "pip's own message must stay visible"
+    assert "arguments" not in printed and not (copy / ".venv" / "stamp").exists()
+
+    (copy / "requirements.txt").write_text("")
+    code, printed = local_sh(copy)
+    assert code == 0 and "making .venv" in printed, printed
+
+
+def test_two_calls_at_once_make_one_environment(copy):
+    need("mpich")
+    if not shutil.which("flock"):
+        pytest.skip("without flock calls do not wait for each other")
+    both = [start_local_sh(copy, "1", name) for name in ("first", "second")]
+    printed = [process.communicate(timeout=100)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], printed
+    assert "".join(printed).count("making .venv") == 1
+    assert "'first'" in printed[0] and "'second'" in printed[1]
+
+
+@pytest.mark.parametrize("arguments, variables, message", [
+    (["0"], {}, "NPROC is '0', expected"),
+    ([], {"NPROC": "two"}, "NPROC is 'two', expected"),
+    ([], {"LAUNCHER": "mpiexec"}, "LAUNCHER is 'mpiexec', expected torchrun or mpirun"),
+    ([], {"CONFIG": "no.yaml"}, "CONFIG=no.yaml is not a file in"),
+    ([], {"SCRIPT": "no.py"}, "SCRIPT=no.py is not a file in"),
+    ([], {"PYTHON": "no-such-python"}, "cannot run 'no-such-python'. Install Python 3.10 or newer"),
+])
+def test_local_sh_refuses_before_it_installs(copy, arguments, variables, message):
+    code, printed = local_sh(copy, *arguments, **variables)
+    assert code == 1 and message in printed
+    assert not (copy / ".venv").exists()
+
+
+def test_local_sh_leaves_an_environment_alone_that_it_did_not_make(copy):
+    (copy / ".venv").mkdir()
+    (copy / ".venv" / "mine").write_text("")
+    for _ in range(2):
+        code, printed = local_sh(copy)
+        assert code == 1 and "was not made by this script" in printed
+    assert (copy / ".venv" / "mine").exists()
+
+
+@pytest.mark.parametrize("launcher, library", [
+    ("mpich", "MPICH"), ("openmpi", "Open"), pytest.param("intel", "Intel(R)", marks=pytest.mark.slow)])
+def test_mpi4py_loads_the_mpi_of_its_launcher(tmp_path, launcher, library):
+    (tmp_path / "say.py").write_text(SAY_MPI)
+    result = run_ranks(launcher, 3, ["say.py"], cwd=tmp_path)
+    assert result.returncode == 0, result.text
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 3 in {library}" for rank in range(3)]
+    assert result.leftover == []
+
+
+@pytest.mark.parametrize("launcher", [
+    "torchrun", "mpich", "openmpi", pytest.param("intel", marks=pytest.mark.slow)])
+def test_ranks_are_found_by_number_and_a_hang_ends_with_its_output_and_no_process(tmp_path, launcher):
+    (tmp_path / "wait.py").write_text(WAIT)
+    with start_ranks(launcher, 2, ["wait.py"], cwd=tmp_path) as running:
+        for rank in (0, 1):
+            running.wait_for(f"rank {rank} is process", timeout=60)
+        pids = running.rank_pids()
+        assert sorted(pids) == [0, 1]
+        assert all(f"rank {rank} is process {pid}." in running.stdout() for rank, pid in pids.items())
+        assert len(running.pids()) > 3          # the launcher and rank 0's child too
+        with pytest.raises(TimeoutError, match=r"still running after 0.1 s(.|\n)*rank 1 is process"):
+            running.wait(timeout=0.1)
+        assert running.pids() == []
+        assert running.process.returncode == -signal.SIGKILL
+
+
+def test_a_process_left_behind_is_named_and_ended(tmp_path):
+    (tmp_path / "wait.py").write_text(WAIT)
+    with start_ranks("python", 1, ["wait.py", "leave"], cwd=tmp_path) as running:
+        result = running.wait(timeout=30, leftover_grace=0.2)
+        assert result.returncode == 0
+        assert len(result.leftover) == 1 and "time.sleep(300)" in result.leftover[0]
+        assert running.pids() == []
+
+
+def test_waiting_for_words_of_a_process_that_ended_without_them_fails_at_once(tmp_path):
+    (tmp_path / "short.py").write_text("print('something else')")
+    with start_ranks("python", 1, ["short.py"], cwd=tmp_path) as running:
+        with pytest.raises(TimeoutError, match=r"not printed before the end(.|\n)*something else"):
+            running.wait_for("step 1", timeout=60)
+
+
+def test_the_environment_of_started_ranks_holds_no_other_launchers_variables(monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "PALS_RANKID",
+                 "DDP_RANK"):
+        monkeypatch.setenv(name, "3")
+    before = {name for name in os.environ if name.endswith(("RANK", "RANKID", "PROCID", "SIZE", "ADDR"))}
+    after = clean_environment(env={"RANK": 0})
+    assert {name: after[name] for name in before if name in after} == {"RANK": "0"}

@@ -1,0 +1,195 @@
+"""Is the repository laid out as designed? Imports, requirements, and what job scripts must have in common.
+
+Nothing of the project is imported here: files are read and parsed.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MODELS = {"sedd_model", "sedd_diffusion", "proteinmpnn_model"}
+DATA = {"sequence_data", "structure_data"}
+SHARED = {"ddp_setup", "run_config", "run_log"}
+
+# file: (imports of ours, packages imported at its top, packages imported only inside functions).
+# A file that is not here has no place in the design yet. What may use torch at its top may use numpy inside a
+# function.
+TABLE = {
+    "ddp_setup": (set(), {"torch"},
+                  {"mpi4py", "numpy", "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"}),
+    "run_config": (set(), {"yaml"}, set()),
+    "run_log": (set(), set(), {"tqdm", "torch", "tensorboard", "wandb", "matplotlib"}),
+    "sedd_model": (set(), {"torch"}, set()),
+    "sedd_diffusion": (set(), {"torch"}, set()),
+    "proteinmpnn_model": (set(), {"torch"}, set()),
+    "sequence_data": (set(), {"torch", "numpy"}, set()),
+    "structure_data": ({"sequence_data"}, {"torch", "numpy", "gemmi"}, set()),
+    "train_sedd_ddp": (SHARED | {"sequence_data", "sedd_model", "sedd_diffusion"}, {"torch", "numpy"}, set()),
+    "train_dpo_ddp": (SHARED | {"structure_data", "proteinmpnn_model"}, {"torch", "numpy"}, set()),
+    "sample_sedd": (MODELS | DATA, {"torch", "numpy"}, set()),
+    "sample_proteinmpnn": (MODELS | DATA, {"torch", "numpy"}, set()),
+    "prepare_uniref50": ({"sequence_data"}, {"torch", "numpy", "tqdm"}, set()),
+    "bench_ddp": (SHARED | MODELS | DATA | {"train_sedd_ddp", "train_dpo_ddp"}, {"torch", "numpy"},
+                  {"matplotlib"}),
+    "plot_run": ({"run_log"}, {"numpy"}, {"matplotlib"}),
+    "test_aurora_ddp": ({"ddp_setup"}, {"torch", "numpy", "pytest"}, {"mpi4py"}),
+    "test_dtype": ({"ddp_setup"} | MODELS, {"torch", "numpy", "pytest"}, {"intel_extension_for_pytorch"}),
+}
+
+# Not needed to train; whoever lacks them must be able to import every file.
+OPTIONAL = {"wandb", "tensorboard", "matplotlib", "mpi4py", "intel_extension_for_pytorch",
+            "oneccl_bindings_for_pytorch"}
+
+SOURCES = sorted(path for path in ROOT.glob("*.py"))
+JOBS = sorted(path for path in [*ROOT.glob("jobs/*"), ROOT / ".ci" / "run"] if path.is_file())
+FENCES = ("# >>> environment", "# <<< environment <<<")
+
+
+def imported_names(source):
+    """Packages that a Python source imports, by first name part: (set at its top, set inside functions).
+
+    The top is everything that runs at import: class bodies, `if` and `try` included. importlib.import_module
+    and __import__ with a literal name count as imports.
+    """
+    top, inside = set(), set()
+
+    def visit(node, found):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module if node.level == 0 else "." * node.level)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                found.add(str(node.args[0].value))
+        in_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside if in_function else found)
+
+    visit(ast.parse(source), top)
+    return ({name.partition(".")[0] or "." for name in names} for names in (top, inside))
+
+
+def broken_rules(name, source):
+    """Sentences about what in file `name` imports against the table; empty if it keeps to it."""
+    if name not in TABLE:
+        return [f"{name}.py is not in the table of files. Put it there with what it may import, or move it."]
+    ours, at_top, in_functions = TABLE[name]
+    top, inside = imported_names(source)
+    third_party = (top | inside) - sys.stdlib_module_names - TABLE.keys()
+    lazily = at_top | in_functions | ({"numpy"} if "torch" in at_top else set())
+    return [*(f"{name}.py imports {other}.py, which the table does not allow"
+              for other in sorted((top | inside) & TABLE.keys() - ours)),
+            *(f"{name}.py needs {package} to be imported; import it inside the function that uses it"
+              for package in sorted(top & OPTIONAL)),
+            *(f"{name}.py imports {package} at its top, allowed there: {sorted(at_top)}"
+              for package in sorted(top & third_party - at_top - OPTIONAL)),
+            *(f"{name}.py imports {package}, allowed inside functions: {sorted(lazily)}"
+              for package in sorted(inside & third_party - lazily))]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_every_file_imports_only_what_the_design_allows(path):
+    assert broken_rules(path.stem, path.read_text()) == []
+
+
+@pytest.mark.parametrize("name, source", [
+    ("stray_file", ""),
+    ("sedd_model", "import ddp_setup"),
+    ("sedd_model", "def f():\n    from ddp_setup import barrier"),
+    ("sedd_diffusion", "from sedd_model import SEDD"),
+    ("structure_data", "import importlib\nimportlib.import_module('proteinmpnn_model')"),
+    ("ddp_setup", "import numpy"),
+    ("ddp_setup", "try:\n    from mpi4py import MPI\nexcept ImportError:\n    MPI = None"),
+    ("ddp_setup", "def f():\n    import yaml"),
+    ("run_log", "class Log:\n    import wandb"),
+    ("train_sedd_ddp", "from . import sedd_model"),
+])
+def test_the_import_check_notices(name, source):
+    assert len(broken_rules(name, source)) == 1
+
+
+def test_the_import_check_accepts_optional_packages_inside_functions():
+    source = "import os, torch.distributed\ndef f():\n    from mpi4py import MPI"
+    assert broken_rules("ddp_setup", source) == []
+
+
+def requirements(name):
+    """{package: version condition} of a requirements file, comments left out."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    return dict(re.fullmatch(r"([A-Za-z0-9_-]+)(.*)", line).groups() for line in lines if line)
+
+
+def test_torch_is_pinned_and_nothing_optional_is_required():
+    required = requirements("requirements.txt")
+    assert required["torch"] == "==2.13.0"
+    assert required.keys() == {"torch", "numpy", "pyyaml", "tqdm", "gemmi", "mpi4py"}
+    for optional in ("wandb", "tensorboard", "matplotlib"):
+        assert re.search(rf"^#\s+{optional}\s+\w", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+
+
+def test_ipex_stands_apart_with_the_torch_it_was_made_for():
+    required = requirements("requirements-ipex.txt")
+    assert required["torch"] == required["intel-extension-for-pytorch"] == "==2.8.*"
+    assert required.keys() - {"intel-extension-for-pytorch"} == requirements("requirements.txt").keys()
+
+
+def test_every_package_the_design_imports_at_a_top_is_in_requirements():
+    installed_as = {"yaml": "pyyaml"}
+    tops = set().union(*(at_top for _, at_top, _ in TABLE.values())) - {"pytest"}
+    assert {installed_as.get(package, package) for package in tops} <= requirements("requirements.txt").keys()
+
+
+def test_copies_of_the_environment_block_are_equal():
+    blocks = {}
+    for path in JOBS:
+        text = path.read_text()
+        if FENCES[0] in text:
+            assert text.count(FENCES[0]) == text.count(FENCES[1]) == 1, path.name
+            blocks[path.name] = text[text.index(FENCES[0]):text.index(FENCES[1])]
+    assert {"local.sh", "test.sh"} <= blocks.keys()
+    assert len(set(blocks.values())) == 1, f"the lines between {FENCES} differ among {sorted(blocks)}"
+    mpi = {re.search(r"^MPI_WHEEL=.*", (ROOT / "jobs" / name).read_text(), re.M).group() for name in blocks}
+    assert len(mpi) == 1, f"scripts that share .venv want different MPIs in it: {mpi}"
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
+def test_job_scripts_are_valid_bash_that_stops_at_errors(path):
+    text = path.read_text()
+    assert text.startswith("#!/bin/bash")
+    assert re.search(r"^set -[a-z]*e", text, re.MULTILINE)
+    checked = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_ci_runs_the_quick_set_and_the_slow_set():
+    text = (ROOT / ".ci" / "run").read_text()
+    assert re.search(r"^bash jobs/test\.sh( <|$)", text, re.MULTILINE)
+    assert re.search(r"^bash jobs/test\.sh --slow", text, re.MULTILINE)
+
+
+def test_files_named_in_commands_of_the_readme_exist():
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("no README.md")
+    fenced = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = "\n".join(fenced)
+    named = set(re.findall(r"(?<![\w/.])(?:jobs|configs|tests)/[\w./-]*\w", blocks))
+    named |= {f"{name}.py" for name in TABLE if re.search(rf"(?<![\w/]){name}\.py", blocks)}
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_no_file_names_a_folder_of_somebodys_machine():
+    folders = [ROOT, *(ROOT / name for name in ("jobs", "configs", "tests", ".ci"))]
+    texts = [path for folder in folders for path in folder.glob("*")
+             if path.is_file() and path.suffix not in (".pt", ".gz", ".png")]
+    found = [f"{path.relative_to(ROOT)}:{number}: {line.strip()}" for path in texts
+             for number, line in enumerate(path.read_text().splitlines(), 1)
+             if re.search(r"(?<![\w.])/(home|Users|root|work|tmp/dev)/\w", line)]
+    assert found == []

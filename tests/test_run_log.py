@@ -1,0 +1,146 @@
+"""run_log: rows that survive kills and resumes, a screen that stays readable, silence on other ranks."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from run_log import RunLog, write_text_atomic
+
+
+def rows(folder):
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_row_is_in_the_file_as_soon_as_metrics_returns_with_step_first(tmp_path):
+    log = RunLog(tmp_path / "new" / "run", is_main=True)
+    log.metrics(3, {"loss": 2.5, "val/nll": 2})
+    text = (tmp_path / "new" / "run" / "metrics.jsonl").read_text()
+    assert text == '{"step": 3, "loss": 2.5, "val/nll": 2}\n'
+    log.close()
+
+
+def test_nan_and_infinity_leave_valid_json(tmp_path):
+    log = RunLog(tmp_path, is_main=True)
+    log.metrics(1, {"loss": float("nan"), "ppl": float("inf"), "lr": 1e-4})
+    refuse = lambda word: pytest.fail(f"{word} is not JSON")
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert row == {"step": 1, "loss": None, "ppl": None, "lr": 1e-4}
+    log.close()
+
+
+def test_a_resume_leaves_no_row_twice_and_none_missing(tmp_path):
+    first = RunLog(tmp_path, is_main=True)
+    for step in range(1, 8):
+        first.metrics(step, {"loss": step})
+    first.close()
+    second = RunLog(tmp_path, is_main=True)             # the checkpoint was of step 5
+    second.truncate(5)
+    for step in range(6, 10):
+        second.metrics(step, {"loss": step})
+    second.close()
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 10))
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_truncate_removes_half_a_row_even_if_its_step_would_stay(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "lo')
+    log = RunLog(tmp_path, is_main=True)
+    log.truncate(2)
+    log.metrics(2, {"loss": 1.5})
+    log.close()
+    assert rows(tmp_path) == [{"step": 1, "loss": 2}, {"step": 2, "loss": 1.5}]
+
+
+def test_truncate_works_between_rows_of_an_open_log(tmp_path):
+    log = RunLog(tmp_path, is_main=True)
+    log.metrics(1, {})
+    log.metrics(2, {})
+    log.truncate(1)
+    log.metrics(2, {"loss": 1})
+    log.close()
+    assert rows(tmp_path) == [{"step": 1}, {"step": 2, "loss": 1}]
+
+
+def test_appending_to_half_a_row_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+    with pytest.raises(ValueError, match="half a row.*truncate"):
+        RunLog(tmp_path, is_main=True).metrics(2, {"loss": 1})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "lo'
+
+
+def test_a_broken_row_in_the_middle_is_refused_with_its_line(tmp_path):
+    text = '{"step": 1}\nnot json\n{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
+        RunLog(tmp_path, is_main=True).truncate(2)
+    assert (tmp_path / "metrics.jsonl").read_text() == text
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
+    log = RunLog(tmp_path / "run", is_main=False, total_steps=10)
+    log.truncate(0)
+    log.metrics(1, {"loss": 1.0})
+    log.progress(1, loss=1.0)
+    log.say("hello")
+    log.close()
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "")
+
+
+def test_quiet_writes_metrics_and_prints_nothing(tmp_path, capsys):
+    log = RunLog(tmp_path, is_main=True, quiet=True)
+    log.metrics(1, {"loss": 1.0})
+    log.progress(1, loss=1.0)
+    log.say("hello")
+    log.close()
+    assert rows(tmp_path) == [{"step": 1, "loss": 1.0}] and capsys.readouterr() == ("", "")
+
+
+def test_without_a_terminal_progress_is_plain_lines_of_at_most_80_columns(tmp_path, capsys):
+    log = RunLog(tmp_path, is_main=True, total_steps=1_300_000)
+    log.progress(119_990, loss=2.81234, ppl=16.6, rate=12300)
+    log.progress(120_000, loss=2.81234, ppl=16.6, rate=1_234_567, accuracy=0.123456, note="a long remark")
+    log.close()
+    out, err = capsys.readouterr()
+    first, second = out.splitlines()
+    assert first == "step 119990/1300000  loss 2.812  ppl 16.6  12,300 res/s"
+    assert re.fullmatch(r"step 120000/1300000  loss 2.812  ppl 16.6  1,234,567 res/s  ETA \d+:\d\d:\d\d.*",
+                        second)
+    assert len(second) <= 80 and err == ""
+
+
+def test_on_a_terminal_a_bar_shows_the_numbers_and_say_does_not_break_it(tmp_path):
+    script = ("import sys; from run_log import RunLog; log = RunLog(sys.argv[1], True, total_steps=10)\n"
+              "log.progress(4, loss=2.81); log.say('saved last.pt')\n"
+              "log.progress(5, loss=2.75, rate=12300); log.close()")
+    main, terminal = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "COLUMNS": "100"}
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE,
+                          stderr=terminal, env=environment, timeout=60, text=True)
+    os.set_blocking(main, False)
+    drawn = os.read(main, 65536).decode()
+    os.close(main)
+    os.close(terminal)
+    assert done.returncode == 0 and done.stdout == "saved last.pt\n"
+    assert "step 5/10" in drawn and "loss 2.75" in drawn and "12,300 res/s" in drawn
+
+
+def test_write_text_atomic_replaces_whole_and_leaves_nothing_else(tmp_path):
+    target = tmp_path / "samples" / "step_10.fasta"
+    write_text_atomic(target, ">a\nMK\n")
+    write_text_atomic(target, ">b\nMKV\n")
+    assert target.read_bytes() == b">b\nMKV\n"
+    assert [path.name for path in target.parent.iterdir()] == ["step_10.fasta"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
+    target = tmp_path / "note.txt"
+    write_text_atomic(target, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text_atomic(target, "new \ud800")          # no encoding for it: fails while writing
+    assert target.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["note.txt"]

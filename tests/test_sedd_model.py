@@ -1,0 +1,353 @@
+"""The SEDD network, its averages and checkpoints, against the official code's numbers and closed forms."""
+import copy
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from sedd_diffusion import (AbsorbingGraph, make_graph, make_noise, sample, score_entropy_loss,
+                            stratified_times)
+from sedd_model import EMA, SEDD, load_official
+
+FIXTURE = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "sedd.pt"
+BOTH_GRAPHS = pytest.mark.parametrize("graph_name", ["absorb", "uniform"])
+CASES = pytest.mark.parametrize("graph_name, noise_name", list(itertools.product(
+    ["absorb", "uniform"], ["loglinear", "geometric"])))
+
+
+@pytest.fixture(scope="module")
+def fixture():
+    if not FIXTURE.exists():
+        pytest.skip(f"no {FIXTURE}: the official code's numbers are not part of the repository")
+    return torch.load(FIXTURE, weights_only=True)
+
+
+def official_state(fixture, graph_name):
+    start = f"{graph_name}/model/"
+    return {key[len(start):]: value for key, value in fixture.items() if key.startswith(start)}
+
+
+def official_model(fixture, graph_name, loaded=True, **kwargs):
+    sizes = [fixture[f"cfg_{key}"] for key in ("hidden", "blocks", "heads", "cond")]
+    model = SEDD(fixture[f"{graph_name}/vocab"], *sizes, scale_by_sigma=graph_name == "absorb", **kwargs)
+    if loaded:
+        assert load_official(model, official_state(fixture, graph_name)) == "model"
+    return model.eval()
+
+
+def small_model(graph, seed=0, **kwargs):
+    """A small model whose every parameter matters: what starts at zero is filled."""
+    torch.manual_seed(seed)
+    model = SEDD(graph.vocab_size, 32, 2, 4, cond_dim=16, scale_by_sigma=graph.absorb, **kwargs)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "adaLN" in name or "output_layer.linear" in name:
+                p.normal_(std=0.2)
+    return model
+
+
+def small_batch(graph, B=6, L=24, seed=0):
+    """x0, xt, sigma, dsigma and a mask of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    x0 = torch.randint(20, (B, L), generator=generator)
+    mask = torch.arange(L) < torch.randint(L // 2, L + 1, (B, 1), generator=generator)
+    x0 = torch.where(mask, x0, 20)
+    t = stratified_times(B, 0.5, torch.randperm(B, generator=generator)).float()
+    sigma, dsigma = make_noise("loglinear")(t)
+    return x0, torch.where(mask, graph.corrupt(x0, sigma, generator), 20), sigma, dsigma, mask
+
+
+def near(found, expected, rtol=0.0, atol=0.0):
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+# Against the official code
+
+
+@CASES
+def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name):
+    case = f"{graph_name}/{noise_name}/"
+    xt, sigma = fixture[case + "xt"], fixture[case + "sigma"]
+    model = official_model(fixture, graph_name)
+    assert [name for name, _ in model.named_parameters()] == fixture["param_names"].split("\n")
+    log_score = model(xt, sigma)
+    near(log_score, fixture[case + "log_score"], rtol=1e-4, atol=1e-4)
+    assert (log_score.gather(-1, xt[..., None]) == 0).all()
+    everything = torch.ones_like(xt, dtype=torch.bool)
+    near(model(xt, sigma, everything), fixture[case + "log_score"], rtol=1e-4, atol=1e-4)
+    fresh = official_model(fixture, graph_name, loaded=False)
+    near(fresh(xt[:2], sigma[:2]), fixture[case + "log_score_fresh"], rtol=1e-4, atol=1e-4)
+
+
+@CASES
+def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name):
+    case = f"{graph_name}/{noise_name}/"
+    xt, x0, sigma, dsigma = (fixture[case + key] for key in ("xt", "x0", "sigma", "dsigma"))
+    model, graph = official_model(fixture, graph_name), make_graph(graph_name, fixture["cfg_tokens"])
+    everything = torch.ones_like(xt, dtype=torch.bool)
+    score_entropy_loss(model(xt, sigma), sigma, dsigma, xt, x0, graph, everything)[0].mean().backward()
+    norms = torch.stack([p.grad.norm() for p in model.parameters()])
+    near(norms, fixture[case + "grad_norms"], rtol=1e-3)
+    for found, key in ((model.vocab_embed.embedding.grad, "grad_embed"),
+                       (model.output_layer.linear.weight.grad, "grad_out_weight")):
+        near(found, fixture[case + key], atol=1e-4 * fixture[case + key].abs().max().item())
+
+
+def test_three_training_steps_agree_with_the_official_code(fixture):
+    x0, xt, t = (fixture[f"absorb/loglinear/{key}"] for key in ("x0", "xt", "t"))
+    sigma, dsigma = make_noise("loglinear")(t)
+    graph, model = AbsorbingGraph(20), official_model(fixture, "absorb")
+    optim = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
+    ema = EMA(model.parameters(), decay=0.9999)
+    for step in range(3):
+        everything = torch.ones_like(xt, dtype=torch.bool)
+        loss = score_entropy_loss(model(xt, sigma), sigma, dsigma, xt, x0, graph, everything)[0].mean()
+        optim.zero_grad()
+        loss.backward()
+        optim.param_groups[0]["lr"] = 3e-4 * min((step + 1) / fixture["train3/warmup"], 1)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+        ema.update(model.parameters())
+        near(loss.detach(), fixture["train3/loss"][step], rtol=1e-4)
+        near(norm, fixture["train3/grad_norm"][step], rtol=1e-3)
+        near(torch.tensor(optim.param_groups[0]["lr"]), fixture["train3/lr"][step], rtol=1e-6)
+    assert ema.num_updates == fixture["train3/ema_num_updates"]
+    averages = dict(zip((name for name, _ in model.named_parameters()), ema.shadow_params))
+    for kind, found in (("param", dict(model.named_parameters())), ("ema", averages)):
+        keys = [key for key in fixture if key.startswith(f"train3/{kind}/")]
+        assert len(keys) == 4
+        for key in keys:        # Adam's first steps can flip the sign of a gradient that is almost zero
+            difference = (found[key.split("/")[-1]] - fixture[key]).abs()
+            assert (difference <= 2e-6).float().mean() >= 0.999
+
+
+# Closed forms
+
+
+def test_a_fresh_model_loses_ln_n_nats_per_residue():
+    # l[y] = ln r - ln n at a mask: the expectation over t and xt is exactly ln n.
+    graph, n, B, L = AbsorbingGraph(20), 20, 512, 64
+    generator = torch.Generator().manual_seed(0)
+    x0 = torch.randint(n, (B, L), generator=generator)
+    t = stratified_times(B, 0.3, torch.randperm(B, generator=generator))
+    sigma, dsigma = make_noise("loglinear")(t)
+    xt = graph.corrupt(x0, sigma, generator)
+    model = SEDD(21, 16, 1, 2, cond_dim=8)
+    with torch.no_grad():
+        loss, count = score_entropy_loss(model(xt, sigma.float()), sigma, dsigma, xt, x0, graph, x0 < n)
+    per_residue = loss.double() / L
+    # Given t the loss is (ln n / t) x masked share, of variance (ln n)^2 (1 - t) / (t L).
+    error = math.log(n) * ((1 - t) / (t * L)).sum().sqrt() / B
+    assert abs(per_residue.mean() - math.log(n)) < 4 * error and count.sum() == B * L
+
+
+def test_subs_makes_the_score_entropy_cross_entropy_over_t():
+    graph, noise, X = AbsorbingGraph(21), make_noise("loglinear", eps=1e-3), 20
+    model = small_model(graph, parameterization="subs", forbidden=(X,)).double().eval()
+    x0, _, _, _, mask = small_batch(graph)
+    t = torch.linspace(0.05, 1, len(x0), dtype=torch.float64)
+    sigma, dsigma = noise(t)
+    xt = graph.corrupt(x0, sigma, torch.Generator().manual_seed(1))
+    xt = torch.where(mask, xt, X)
+    logits = []
+    model.output_layer.register_forward_hook(lambda module, args, out: logits.append(out))
+    log_score = model(xt, sigma, mask)
+    loss, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, mask)
+    log_p = logits[0][..., :20].log_softmax(-1)          # over 20 amino acids: neither X nor mask
+    cross_entropy = -log_p.gather(-1, x0.clamp(max=19)[..., None])[..., 0]
+    masked = xt == graph.mask_id
+    near(loss, torch.where(masked & mask, cross_entropy, 0.0).sum(-1) / t, rtol=1e-9, atol=1e-9)
+    r = 1 / torch.expm1(sigma)[:, None].expand_as(xt)
+    near(log_score[masked][:, :20].exp().sum(-1), r[masked], rtol=1e-9)
+    assert (log_score[masked][:, X] == -math.inf).all() and (log_score.gather(-1, xt[..., None]) == 0).all()
+    loss.sum().backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("predictor", ["euler", "analytic"])
+def test_a_subs_model_is_sampled_as_any_other(predictor):
+    graph = AbsorbingGraph(21)
+    model = small_model(graph, parameterization="subs", forbidden=(20,)).eval()
+    x = sample(model, graph, make_noise("loglinear"), (4, 16), 4, predictor, forbidden=(20,),
+               generator=torch.Generator().manual_seed(0))
+    assert (x < 20).all() and len(x.unique()) > 5
+
+
+# Padding, dtypes, checkpointing
+
+
+@BOTH_GRAPHS
+def test_scores_of_real_residues_do_not_depend_on_padding(graph_name):
+    graph = make_graph(graph_name, 21)
+    model = small_model(graph).eval()
+    x = torch.randint(20, (3, 20), generator=torch.Generator().manual_seed(0))
+    sigma = torch.tensor([0.1, 1.0, 5.0])
+    lengths = (20, 13, 7)
+    alone = [model(x[i:i + 1, :n], sigma[i:i + 1])[0] for i, n in enumerate(lengths)]
+    for width in (20, 37):
+        for filler in (20, 4):
+            padded = torch.full((3, width), filler)
+            mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+            padded[:, :20] = torch.where(mask[:, :20], x, filler)
+            log_score = model(padded, sigma, mask)
+            assert log_score.isfinite().all()
+            for i, n in enumerate(lengths):
+                near(log_score[i, :n], alone[i], rtol=1e-5, atol=1e-5)
+
+
+def train_and_sample(model, graph, autocast):
+    """Losses of eight optimiser steps on one batch, and a sample."""
+    x0, xt, sigma, dsigma, mask = small_batch(graph)
+    optim, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    ema = EMA(model.parameters())
+    for _ in range(8):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            log_score = model(xt, sigma, mask)
+        assert log_score.dtype == torch.float32 and log_score.isfinite().all()
+        loss, count = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, mask)
+        optim.zero_grad()
+        (loss.sum() / count.sum()).backward()
+        optim.step()
+        ema.update(model.parameters())
+        losses.append((loss.sum() / count.sum()).item())
+    with ema.applied(model.eval()), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        x = sample(model, graph, make_noise("loglinear"), (4, 12), 4, forbidden=(20,),
+                   generator=torch.Generator().manual_seed(0))
+    return losses, x
+
+
+@BOTH_GRAPHS
+@pytest.mark.parametrize("how", ["float32", "autocast to bfloat16", "bfloat16 parameters",
+                                 "bfloat16 parameters under autocast"])
+def test_every_precision_trains_and_samples(graph_name, how):
+    graph = make_graph(graph_name, 21)
+    model = small_model(graph, dropout=0.0)
+    exact = train_and_sample(copy.deepcopy(model), graph, autocast=False)[0][0]
+    if "parameters" in how:
+        model = model.to(torch.bfloat16)
+    losses, x = train_and_sample(model, graph, autocast="autocast" in how)
+    assert losses[-1] < losses[0] and abs(losses[0] / exact - 1) < 0.02
+    assert (x < 20).all()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16 if "parameters" in how else torch.float32}
+
+
+def test_a_float64_model_computes_in_float64():
+    graph = AbsorbingGraph(21)
+    model = small_model(graph).eval()
+    _, xt, sigma, _, mask = small_batch(graph)
+    exact = copy.deepcopy(model).double()(xt, sigma.double(), mask)
+    assert exact.dtype == torch.float64
+    near(model(xt, sigma, mask).double(), exact, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(exact, exact.float().double())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients_with_dropout(autocast):
+    graph = AbsorbingGraph(21)
+    x0, xt, sigma, dsigma, mask = small_batch(graph)
+    found = []
+    for gradient_checkpointing in (False, True):
+        model = small_model(graph, dropout=0.3, gradient_checkpointing=gradient_checkpointing).train()
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            log_score = model(xt, sigma, mask)
+        score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, mask)[0].sum().backward()
+        found.append([p.grad for p in model.parameters()] + [torch.rand(3)])    # the generator ends alike
+    for plain, recomputed in zip(*found):
+        near(recomputed, plain)
+
+
+def test_dropout_acts_in_training_only():
+    graph = AbsorbingGraph(21)
+    model, (_, xt, sigma, _, mask) = small_model(graph, dropout=0.5), small_batch(graph)
+    assert torch.equal(model.eval()(xt, sigma, mask), model(xt, sigma, mask))
+    assert not torch.equal(model.train()(xt, sigma, mask), model(xt, sigma, mask))
+
+
+def test_wrong_inputs_are_refused_with_what_was_found():
+    model, xt, sigma = SEDD(22, 16, 1, 2), torch.zeros(2, 5, dtype=torch.int64), torch.ones(2)
+    cases = [((xt.float(), sigma), "torch.float32; expected"),
+             ((xt.bfloat16(), sigma), "bfloat16"),
+             ((xt[0], sigma), r"\(5,\)"),
+             ((xt, torch.ones(2, 1)), "not the time"),
+             ((xt, torch.ones(2, 5)), "not the time"),
+             ((xt, torch.tensor(1.0)), "not the time"),
+             ((xt, torch.ones(2, dtype=torch.int64)), "int64"),
+             ((xt, sigma, torch.ones(2, 5)), "True = residue"),
+             ((xt, sigma, torch.ones(2, 1, dtype=torch.bool)), "True = residue")]
+    for args, match in cases:
+        with pytest.raises(ValueError, match=match):
+            model(*args)
+    for kwargs, match in ((dict(n_heads=3), "n_heads"), (dict(parameterization="mdlm"), "mdlm"),
+                          (dict(parameterization="subs", scale_by_sigma=False), "absorbing")):
+        with pytest.raises(ValueError, match=match):
+            SEDD(**{**dict(vocab_size=22, hidden_size=16, n_blocks=1, n_heads=2), **kwargs})
+
+
+# Published weights and averages
+
+
+def test_official_checkpoints_load_with_and_without_their_averages(fixture):
+    state = official_state(fixture, "absorb")
+    frozen = {"rotary_emb.inv_freq"}
+    shadow = [value + 1 for name, value in state.items() if name not in frozen]
+    checkpoint = {"model": {f"module.{name}": value for name, value in state.items()}, "step": 7,
+                  "ema": {"decay": 0.9999, "num_updates": 7, "shadow_params": shadow}}
+    model = official_model(fixture, "absorb", loaded=False)
+    assert load_official(model, checkpoint) == "ema"
+    assert all(torch.equal(p, state[name] + 1) for name, p in model.named_parameters())
+    assert load_official(model, checkpoint, use_ema=False) == "model"
+    assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+    ema = EMA(model.parameters())
+    ema.load_state_dict(checkpoint["ema"])
+    assert ema.num_updates == 7 and all(torch.equal(a, b) for a, b in zip(ema.shadow_params, shadow))
+
+
+def test_weights_of_another_model_are_refused_by_name_and_change_nothing():
+    model = SEDD(22, 16, 2, 2, cond_dim=8)
+    before = copy.deepcopy(model.state_dict())
+    good = {name: value + 1 for name, value in before.items()}
+    wide, shallow = SEDD(22, 32, 2, 2, cond_dim=8).state_dict(), SEDD(22, 16, 1, 2, cond_dim=8).state_dict()
+    shadow = list(good.values())
+    cases = [(shallow, "missing blocks.1.norm1.weight"),
+             ({**good, "extra": torch.ones(1)}, "unexpected extra"),
+             (wide, r"vocab_embed.embedding is \(22, 32\), the model has \(22, 16\)"),
+             ({**good, "rotary_emb.inv_freq": torch.ones(2)}, "heads of width 4"),
+             ({"model": good, "ema": {"shadow_params": shadow[:-1]}}, "shadow_params"),
+             ({"model": good, "ema": {"shadow_params": shadow[::-1]}}, "vocab_embed.embedding is")]
+    for state, match in cases:
+        with pytest.raises(ValueError, match=match):
+            load_official(model, state)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_averages_follow_the_official_schedule():
+    p = torch.nn.Parameter(torch.zeros(3))
+    ema, expected = EMA([p], decay=0.25), 0.0
+    for k, decay in enumerate((2 / 11, 3 / 12, 0.25, 0.25), start=1):
+        with torch.no_grad():
+            p.fill_(float(k))
+        ema.update([p])
+        expected = decay * expected + (1 - decay) * k
+        near(ema.shadow_params[0], torch.full((3,), expected), rtol=1e-6)
+
+
+def test_averages_are_swapped_in_and_back_even_when_the_block_fails():
+    model = SEDD(22, 16, 1, 2, cond_dim=8).to(torch.bfloat16)
+    ema = EMA(model.parameters())
+    for s in ema.shadow_params:
+        s.add_(1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyError), ema.applied(model):
+        for p, s in zip(model.parameters(), ema.shadow_params):
+            assert torch.equal(p, s.bfloat16()) and s.dtype == torch.float32
+        raise KeyError
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    saved = ema.state_dict()
+    assert set(saved) == {"decay", "num_updates", "shadow_params"}
+    for wrong in (saved["shadow_params"][1:], saved["shadow_params"][::-1]):
+        with pytest.raises(ValueError, match="index 0"):
+            ema.load_state_dict({**saved, "shadow_params": wrong})

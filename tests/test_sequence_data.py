@@ -1,0 +1,572 @@
+"""sequence_data: what files may hold, the split, the plan of batches, and the demo source."""
+
+import gzip
+import hashlib
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from sequence_data import (AMINO_ACIDS, N_TOKENS, UNIREF50, X_ID, DemoSource, EpochPlan, Proteins,
+                           apply_max_length, collate, crop_start, crop_starts, decode, encode, eval_batches,
+                           eval_crop_starts, keyed_generator, keyed_seed, read_sequences, split_by_hash,
+                           unigram_counts, unigram_nll)
+
+
+def write(tmp_path, content, name="in.fasta"):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def texts(proteins):
+    return [decode(proteins[i]) for i in range(len(proteins))]
+
+
+def refusal(path, **options):
+    with pytest.raises(ValueError) as caught:
+        read_sequences(path, **options)
+    message = str(caught.value)
+    assert path.name in message
+    return message
+
+
+def random_lengths(n, top=512, seed=0):
+    draws = np.random.default_rng(seed).normal(5.3, 0.85, n)     # log-normal, as UniRef50: median 200, mean 286
+    return np.clip(np.exp(draws), 11, top).astype(np.int64)
+
+
+@pytest.fixture(scope="module")
+def real(shared):
+    return read_sequences(shared / "data" / "proteins.fasta.gz")
+
+
+# ---- keys and alphabet ----
+
+def test_keyed_seeds_are_equal_for_equal_parts_and_differ_otherwise():
+    parts = [(0,), (1,), ("1",), (1, 2), (12,), ("a", 1), ("a1",), (1, "a"), (-1,), (2**70,), ("1, 2",),
+             ("1", "2")]
+    seeds = [keyed_seed(*p) for p in parts]
+    assert len(set(seeds)) == len(parts) and all(0 <= s < 2**63 for s in seeds)
+    assert keyed_seed(np.int64(7), np.uint64(8)) == keyed_seed(7, 8) == keyed_seed(torch.tensor(7), 8)
+    draw = lambda *p: torch.rand(3, generator=keyed_generator(*p))
+    assert torch.equal(draw(0, "noise"), draw(0, "noise"))
+    assert not torch.equal(draw(0, "noise"), draw(1, "noise"))
+
+
+def test_a_keyed_seed_is_the_same_number_in_every_version():
+    digest = hashlib.blake2b(b"('crop', 3)", digest_size=8).digest()
+    assert keyed_seed("crop", 3) == int.from_bytes(digest, "little") // 2
+
+
+def test_the_alphabet_is_the_published_order_and_rare_letters_are_x():
+    assert encode("ACDEFGHIKLMNPQRSTVWY").tolist() == list(range(20))
+    assert encode("XBZUOJ").tolist() == [20] * 6
+    assert decode(encode("MKXV")) == "MKXV" and decode([]) == "" and N_TOKENS == 21
+
+
+@pytest.mark.parametrize("text", ["MKv", "MK-V", "M K", "MK*", "MKV1", "MKé"])
+def test_encode_refuses_what_only_a_file_reader_may_clean(text):
+    with pytest.raises(ValueError, match="position"):
+        encode(text)
+
+
+def test_decode_refuses_a_mask():
+    with pytest.raises(ValueError, match="0 to 20"):
+        decode([0, 21])
+
+
+# ---- reading ----
+
+def test_fasta_plain_and_gzipped_read_alike_with_lines_of_any_length(tmp_path):
+    fasta = ">a first\nMKV\nLA\n\n>b\nACDEFG\n>c\nW"
+    packed = gzip.compress(fasta.encode())
+    two_members = gzip.compress(fasta[:14].encode()) + gzip.compress(fasta[14:].encode())
+    for content, name in [(fasta, "x.fasta"), (fasta, "no_suffix"), (packed, "x.fa.gz"), (two_members, "y.gz"),
+                          (packed, "gz_without_its_suffix.fasta")]:
+        proteins, report = read_sequences(write(tmp_path, content, name))
+        assert texts(proteins) == ["MKVLA", "ACDEFG", "W"]
+        assert str(report) == "3 proteins, 12 residues, lengths 1 to 6 (median 5)"
+
+
+def test_lines_of_windows_and_old_macs_and_a_byte_order_mark_are_accepted(tmp_path):
+    for end in (b"\r\n", b"\r"):
+        content = b"\xef\xbb\xbf" + end + b">a" + end + b"MKV" + end + b"LA" + end + b">b" + end + b"ACD"
+        proteins, report = read_sequences(write(tmp_path, content))
+        assert texts(proteins) == ["MKVLA", "ACD"] and ";" not in str(report)
+
+
+def test_text_with_one_sequence_per_line_reads_like_fasta(tmp_path):
+    for name, pack in [("x.txt", bytes), ("x.seq", bytes), ("x.txt.gz", gzip.compress)]:
+        proteins, report = read_sequences(write(tmp_path, pack(b"MKVLA\r\n\n ACDEFG \nW*\n\n"), name))
+        assert texts(proteins) == ["MKVLA", "ACDEFG", "W"] and (report.n_empty, report.n_stops) == (1, 1)
+    assert texts(read_sequences(write(tmp_path, ">a\nMK\nV\n", "x.txt"))[0]) == ["MKV"]
+
+
+def test_the_pt_file_of_the_original_project_reads(tmp_path):
+    torch.save([{"protein_seq": "MKVU", "ligand": "CCO", "vector": torch.ones(3)}, {"protein_seq": "ACD*"},
+                {"protein_seq": ""}], tmp_path / "data.pt")
+    proteins, report = read_sequences(tmp_path / "data.pt")
+    assert texts(proteins) == ["MKVX", "ACD"] and (report.n_rare, report.n_stops, report.n_empty) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("entries, says", [
+    ({"protein_seq": ["MK"]}, "holds dict"), ([], "an empty list"), (["MK"], "entry 1: found str"),
+    ([{"protein_seq": "MK"}, {"seq": "MK"}], "entry 2: found a dict with the keys ['seq']"),
+    ([{"protein_seq": 3}], "protein_seq of type int"), ([{"protein_seq": None}], "NoneType"),
+    ([{"protein_seq": "MK"}, {"protein_seq": "MK-V"}], "entry 2, column 3: found b'-'"),
+    ([{"protein_seq": "MK\nV"}], "entry 1, column 3"), ([{"protein_seq": "MKé"}], "entry 1, column 3")])
+def test_a_pt_file_of_another_shape_is_refused_with_its_entry(tmp_path, entries, says):
+    torch.save(entries, tmp_path / "data.pt")
+    assert says in refusal(tmp_path / "data.pt")
+
+
+def test_a_pt_file_with_code_or_junk_in_it_is_refused(tmp_path):
+    torch.save([{"protein_seq": "MK", "run": print}], tmp_path / "code.pt")
+    assert "cannot be loaded" in refusal(tmp_path / "code.pt")
+    whole = (tmp_path / "code.pt").read_bytes()
+    for junk in (whole[:len(whole) // 2], b">a\nMKV\n", bytes(range(256)) * 4, b"\x80\x02}q\x00."):
+        assert "data.pt cannot be loaded" in refusal(write(tmp_path, junk, "data.pt"))
+
+
+def test_what_is_cleaned_is_counted_and_told(tmp_path):
+    fasta = (">a\nMKBZUOJX\n>b\nacdEF\n>c\nMKVL*\n>d\nMK VL\tA \n>e\n\n>f\nXXBX\n>g\nMK\n>h\nMKVL\n"
+             ">a again\nWWWW\n>h\nMKVL\n>\nYYY\n>\nWYW\n>i\n*\n")
+    proteins, report = read_sequences(write(tmp_path, fasta), min_length=3)
+    assert texts(proteins) == ["MKXXXXXX", "ACDEF", "MKVL", "MKVLA", "MKVL", "WWWW", "MKVL", "YYY", "WYW"]
+    assert str(report) == (
+        "9 proteins, 40 residues, lengths 3 to 8 (median 4); 6 letters B/Z/U/O/J read as X; 4 letters X; "
+        "3 lower-case letters read as upper case; 2 stops '*' at the end removed; 3 blanks removed; "
+        "2 empty records dropped; 1 proteins of X only dropped; 1 too short dropped; "
+        "2 exact duplicates kept; 1 names reused for another sequence")
+
+
+@pytest.mark.parametrize("fasta, place, says", [
+    (">a\nMKV\n>b\nMK*V\n", "line 4, column 3", "a stop inside"),
+    (">a\nMKV*\nMK\n>b\nMKV\n", "line 2, column 4", "a stop inside"),
+    (">a\nMKV**\n", "line 2, column 4", "a stop inside"),
+    (">a\nMKV\nLA-V\n", "line 3, column 3", "a gap"),
+    (">a\nMK.V\n", "line 2, column 3", "a gap"),
+    (">a\n1 MKVLA\n", "line 2, column 1", "a digit"),
+    (">a\nMKV>b\nMKV\n", "line 2, column 4", "a line end is missing"),
+    ("\r\n>a\r\nMKV\r\nM?V\r\n", "line 4, column 2", "not a letter"),
+    (">a\nMK\xc9V\n", "line 2, column 3", "not a letter"),
+    (">a-1 *\nMKV\n>b.2\n;x\n", "line 4, column 1", "not a letter")])
+def test_a_wrong_character_is_refused_with_its_line(tmp_path, fasta, place, says):
+    message = refusal(write(tmp_path, fasta))
+    assert place in message and says in message
+
+
+@pytest.mark.parametrize("text, place, says", [
+    ("MKV\n\nP1 MKV\n", "line 3, column 2", "a digit"), ("MKV\nseq MKV\n", "line 2, column 4", "a blank"),
+    ("MKV\nMKV\tACD\n", "line 2, column 4", "a blank"), ("MKV,ACD\n", "line 1, column 4", "not a letter"),
+    ("MKV\nM*V*\n", "line 2, column 2", "a stop inside")])
+def test_a_wrong_character_in_text_is_refused_with_its_line(tmp_path, text, place, says):
+    message = refusal(write(tmp_path, text, "x.txt"))
+    assert place in message and says in message
+
+
+@pytest.mark.parametrize("content, name, says", [
+    ("", "in.fasta", "is empty (0 bytes)"), ("", "in.fasta.gz", "is empty"), ("", "in.pt", "is empty"),
+    ("\n \n", "in.fasta", "only blank lines"), (gzip.compress(b""), "in.fasta.gz", "only blank lines"),
+    (">a\n>b\n", "in.fasta", "2 empty"), (">a\nXX\n", "in.fasta", "1 of X only"),
+    ("MKV\n", "in.fasta", "line 1: found b'MKV'; expected '>'"),
+    ("\n\nMKV\n>a\nMK\n", "in.fa", "line 3: found"),
+    ("<html>not found</html>", "in.fasta.gz", "is not gzip"),
+    (b"MKV\n\x00\x01", "in.txt", "line 2: found a zero byte"),
+    (">a\nMKV\n".encode("utf-16"), "in.fasta", "UTF-16"), (b"PK\x03\x04abc", "in.fasta", "zip"),
+    (b"BZh91AY", "in.fasta", "bzip2"), (b"\x89HDF\r\n", "in.h5", "expected '>'"),
+    (">a\n" + "ACGTN" * 300, "in.fasta", "nucleotides")])
+def test_a_file_that_is_no_protein_file_is_refused(tmp_path, content, name, says):
+    assert says in refusal(write(tmp_path, content, name))
+
+
+def test_random_bytes_are_refused_under_every_name(tmp_path):
+    for seed, name in itertools.product(range(20), ("in.fasta", "in.txt", "in.pt", "in.fasta.gz")):
+        refusal(write(tmp_path, np.random.default_rng(seed).bytes(3000), name))
+
+
+def test_a_truncated_or_damaged_gz_is_refused_with_the_line_it_reached(tmp_path):
+    rng = np.random.default_rng(0)
+    fasta = "".join(f">{i}\n{decode(rng.integers(0, 20, 60))}\n" for i in range(500)).encode()
+    packed = gzip.compress(fasta)
+    for cut in (len(packed) // 2, len(packed) - 4):
+        message = refusal(write(tmp_path, packed[:cut], "in.fasta.gz"))
+        line = int(message.split("line ")[1].split(";")[0].replace(",", ""))
+        assert "is truncated" in message and (line > 100 if cut < len(packed) - 4 else line > 900)
+    damaged = bytearray(packed)
+    damaged[-6] ^= 1
+    assert "is damaged" in refusal(write(tmp_path, bytes(damaged), "in.fasta.gz"))
+    assert "is damaged" in refusal(write(tmp_path, packed + b"tail", "in.fasta.gz"))
+
+
+def test_a_missing_file_and_a_directory_are_told_apart(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere.fasta does not exist"):
+        read_sequences(tmp_path / "nowhere.fasta")
+    (tmp_path / "folder.fasta").mkdir()
+    assert "is a directory" in refusal(tmp_path / "folder.fasta")
+
+
+def test_the_real_file_reads_quickly_and_wholly(shared, real):
+    proteins, report = real
+    began = time.process_time()
+    read_sequences(shared / "data" / "proteins.fasta.gz")
+    assert time.process_time() - began < 4                          # 0.4 s on an idle core
+    with gzip.open(shared / "data" / "proteins.fasta.gz", "rt") as file:
+        lines = file.read().split("\n")
+    assert len(proteins) == sum(line.startswith(">") for line in lines) == report.n_proteins
+    assert report.n_residues == sum(len(line) for line in lines if not line.startswith(">"))
+    assert (report.n_proteins, report.shortest, report.longest, report.median) == (18153, 20, 13100, 251)
+    letters = "".join(line for line in lines if not line.startswith(">"))
+    assert report.n_rare == sum(letters.count(c) for c in "BZUOJ") and report.n_x == letters.count("X")
+
+
+# ---- the table, split, crops ----
+
+def test_subset_and_crop_share_the_tokens_and_keep_the_keys():
+    proteins = Proteins.from_sequences(["MKV", encode("ACDEFG"), "WYW"])
+    part = proteins.subset([2, 1])
+    assert texts(part) == ["WYW", "ACDEFG"] and part.tokens is proteins.tokens
+    assert part.keys.tolist() == proteins.keys[[2, 1]].tolist()
+    cropped = part.crop(np.array([0, 2]), 3)
+    assert texts(cropped) == ["WYW", "DEF"] and cropped.keys.tolist() == part.keys.tolist()
+
+
+def test_a_key_is_the_blake2_of_the_cleaned_whole_sequence(tmp_path):
+    proteins, _ = read_sequences(write(tmp_path, ">a\nmk u\nV*\n"))
+    assert proteins.keys[0] == int.from_bytes(hashlib.blake2b(b"MKXV", digest_size=8).digest(), "little")
+    assert proteins.crop(np.array([1]), 2).keys[0] == proteins.keys[0]
+
+
+def test_the_split_stays_when_the_file_grows_or_is_reordered():
+    few = DemoSource().sample(400, seed=1)
+    more = Proteins.from_sequences([few[i] for i in range(399, -1, -1)] + ["MKV", "ACD"])
+    val_keys = lambda p: set(p.keys[split_by_hash(p, 0.1)[1]].tolist())
+    assert val_keys(few) == val_keys(more) & set(few.keys.tolist())
+    train, val = split_by_hash(few, 0.1)
+    assert sorted([*train, *val]) == list(range(400))
+    assert set(val) <= set(split_by_hash(few, 0.2)[1])              # a larger fraction only adds
+
+
+def test_exact_duplicates_are_never_on_both_sides(real):
+    proteins, _ = real
+    twice = Proteins.from_sequences([proteins[i] for i in range(300)] * 2)
+    train, val = split_by_hash(twice, 0.3)
+    assert not set(twice.keys[train].tolist()) & set(twice.keys[val].tolist()) and len(val) % 2 == 0
+
+
+def test_the_fraction_of_the_split_is_that_asked_for(real):
+    n, fraction = len(real[0]), 0.05
+    n_val = len(split_by_hash(real[0], fraction)[1])
+    assert abs(n_val - n * fraction) < 4 * math.sqrt(n * fraction * (1 - fraction))
+
+
+def test_an_empty_side_or_an_impossible_fraction_is_refused():
+    proteins = Proteins.from_sequences(["MKV", "ACD"])
+    for fraction in (1e-9, 1 - 1e-9):
+        with pytest.raises(ValueError, match="puts . proteins in training and . in validation"):
+            split_by_hash(proteins, fraction)
+    for fraction in (0, 1, -0.1, 2, float("nan")):
+        with pytest.raises(ValueError, match="more than 0 and less than 1"):
+            split_by_hash(proteins, fraction)
+
+
+def test_long_proteins_are_cropped_or_dropped_and_counted():
+    proteins = Proteins.from_sequences(["MKVLA", "ACD", "WYWYWYW"])
+    kept, lengths, n_long = apply_max_length(proteins, 4, "crop")
+    assert (len(kept), lengths.tolist(), n_long) == (3, [4, 3, 4], 2)
+    kept, lengths, n_long = apply_max_length(proteins, 4, "drop")
+    assert (texts(kept), lengths.tolist(), n_long) == (["ACD"], [3], 2)
+    with pytest.raises(ValueError, match="all 3 proteins are longer"):
+        apply_max_length(proteins, 2, "drop")
+    with pytest.raises(ValueError, match="crop or drop"):
+        apply_max_length(proteins, 4, "cut")
+
+
+def test_crops_are_uniform_over_all_windows_and_keyed_by_seed_epoch_and_protein():
+    draws = [crop_start(0, epoch, 123, 13, 10) for epoch in range(4000)]
+    counts = np.bincount(draws)
+    assert len(counts) == 4 and abs(counts - 1000).max() < 5 * math.sqrt(750)
+    assert crop_start(0, 1, 5, 10, 10) == 0 == crop_start(0, 1, 5, 3, 10)
+    varied = {crop_start(*key, 10**9, 10) for key in itertools.product((0, 1), repeat=3)}
+    assert len(varied) == 8
+
+
+def test_the_crop_of_a_protein_does_not_depend_on_its_place_in_file_or_batch():
+    proteins = DemoSource().sample(50, seed=3)
+    other = proteins.subset(np.arange(50)[::-1])
+    starts = crop_starts(proteins, np.arange(50), 45, seed=1, epoch=2)
+    assert (crop_starts(other, np.arange(50)[::-1], 45, seed=1, epoch=2) == starts).all()
+    assert (crop_starts(proteins, np.arange(50), 45, seed=1, epoch=3) != starts).any()
+    fixed = eval_crop_starts(proteins, [7, 8], 45)
+    assert (eval_crop_starts(proteins, np.arange(50), 45)[7:9] == fixed).all()
+
+
+# ---- the plan ----
+
+def computed(lengths, batch):
+    return len(batch) * int(lengths[batch].max())
+
+
+def all_steps(plan):
+    return [plan.global_batch(step) for step in range(plan.n_steps)]
+
+
+def all_batches(plan):
+    return [batch for step in all_steps(plan) for batch in step]
+
+
+BUDGETS = [dict(tokens=4096), dict(proteins=12)]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8])
+def test_an_epoch_takes_no_protein_twice_and_leaves_out_less_than_a_global_batch(budget, micro_batches):
+    lengths = random_lengths(3001)
+    plan = EpochPlan(lengths, seed=1, epoch=2, micro_batches=micro_batches, **budget)
+    steps = all_steps(plan)
+    seen = np.concatenate([batch for step in steps for batch in step])
+    assert all(len(step) == micro_batches for step in steps)
+    assert len(np.unique(seen)) == len(seen) == plan.n_proteins
+    largest = max(len(batch) for step in steps for batch in step)
+    assert 3001 - len(seen) < micro_batches * largest
+    for batch in (batch for step in steps for batch in step):
+        assert len(batch) == 12 if "proteins" in budget else computed(lengths, batch) <= 4096
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_plan_is_a_function_of_seed_and_epoch_and_has_equally_many_steps_in_all_epochs(budget):
+    lengths = random_lengths(2000)
+    make = lambda seed, epoch: EpochPlan(lengths, seed, epoch, 4, **budget)
+    step = lambda plan: [batch.tolist() for batch in plan.global_batch(3)]
+    assert step(make(0, 1)) == step(make(0, 1))
+    assert step(make(0, 1)) != step(make(0, 2)) and step(make(0, 1)) != step(make(1, 1))
+    assert len({make(seed, epoch).n_steps for seed in range(3) for epoch in range(10)}) == 1
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_proteins_meet_other_proteins_in_another_epoch(budget):
+    lengths = random_lengths(5000)
+    batches = lambda epoch: all_batches(EpochPlan(lengths, 0, epoch, 4, **budget))
+    home = np.full(5000, -1)
+    for number, batch in enumerate(batches(1)):
+        home[batch] = number
+    together = [np.unique(home[batch], return_counts=True)[1].max() / len(batch) for batch in batches(0)]
+    assert np.mean(together) < 0.35                      # 1 if only the order of batches changed
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_which_proteins_an_epoch_leaves_out_changes(budget):
+    lengths = random_lengths(1000)
+    missed = np.zeros(1000)
+    for epoch in range(200):
+        seen = np.concatenate(all_batches(EpochPlan(lengths, 0, epoch, 8, **budget)))
+        missed += ~np.isin(np.arange(1000), seen)
+    assert missed.sum() > 0 and missed.max() < 40         # never the same ones, such as the shortest
+    if "proteins" in budget:                              # equal chances: 8 to 40 of 1000 in each epoch
+        assert abs(missed[lengths < 100].mean() - missed[lengths > 400].mean()) < 0.3 * missed.mean()
+
+
+@pytest.mark.parametrize("budget, max_length", [(dict(tokens=8192), 512), (dict(tokens=8192), 1024),
+                                                (dict(tokens=32768), 1024), (dict(proteins=16), 512),
+                                                (dict(proteins=16), 1024), (dict(proteins=4), 512)])
+def test_at_most_five_percent_of_computed_positions_are_padding_on_real_proteins(real, budget, max_length):
+    lengths = np.minimum(real[0].lengths, max_length)
+    for epoch in range(2):
+        batches = all_batches(EpochPlan(lengths, 0, epoch, 4, **budget))
+        total = sum(computed(lengths, batch) for batch in batches)
+        residues = sum(int(lengths[batch].sum()) for batch in batches)
+        assert 1 - residues / total < 0.05
+
+
+def test_micro_batches_of_a_step_are_nearly_equal_work_with_a_token_budget(real):
+    for max_length, tokens in [(512, 8192), (1024, 8192), (1024, 32768)]:
+        lengths = np.minimum(real[0].lengths, max_length)
+        ratios = []
+        for step in all_steps(EpochPlan(lengths, 0, 0, 8, tokens=tokens)):
+            work = [computed(lengths, batch) for batch in step]
+            ratios.append(max(work) / min(work))
+        assert np.median(ratios) < 1.15 and np.percentile(ratios, 90) < 1.25
+
+
+def test_pairs_of_micro_batches_are_nearly_equal_work_with_a_number_of_proteins(real):
+    lengths = np.minimum(real[0].lengths, 512)
+    single, paired = [], []
+    for step in all_steps(EpochPlan(lengths, 0, 0, 8, proteins=16)):
+        work = np.array([computed(lengths, batch) for batch in step])
+        single.append(work.max() / work.min())
+        paired.append(work.reshape(4, 2).sum(1).max() / work.reshape(4, 2).sum(1).min())
+    assert np.median(paired) < 1.3 < np.median(single)
+
+
+@pytest.mark.parametrize("budget", [dict(tokens=8192), dict(proteins=16)])
+def test_each_global_batch_has_micro_batches_of_short_middling_and_long_proteins(real, budget):
+    lengths = np.minimum(real[0].lengths, 512)
+    ordered = np.sort(lengths)                           # each third holds a third of the residues
+    thirds = ordered[np.searchsorted(np.cumsum(ordered), lengths.sum() * np.array([1 / 3, 2 / 3]))]
+    for step in all_steps(EpochPlan(lengths, 0, 0, 8, **budget)):
+        means = [lengths[batch].mean() for batch in step]
+        assert set(np.searchsorted(thirds, means)) == {0, 1, 2}
+
+
+def test_a_budget_below_the_longest_protein_is_refused():
+    with pytest.raises(ValueError, match="longest protein has 30 residues.* at least 30"):
+        EpochPlan([10, 30], 0, 0, 1, tokens=29)
+
+
+def test_too_few_proteins_are_refused_with_numbers_that_work():
+    lengths = random_lengths(100)
+    with pytest.raises(ValueError, match="100 proteins fill 6 micro-batches of 16 proteins; one global batch needs "
+                                         "8. Give at most 6 micro-batches .* or at most 12 proteins"):
+        EpochPlan(lengths, 0, 0, 8, proteins=16)
+    assert EpochPlan(lengths, 0, 0, 6, proteins=16).n_steps == 1
+    assert EpochPlan(lengths, 0, 0, 8, proteins=12).n_steps == 1
+    for micro_batches, tokens in itertools.product((8, 20, 30), (10000, 20000, 10**7)):
+        with pytest.raises(ValueError, match="at most .* tokens per micro-batch") as caught:
+            EpochPlan(lengths, 0, 0, micro_batches, tokens=tokens)
+        advised = int(str(caught.value).split("at most ")[-1].split(" tokens")[0].replace(",", ""))
+        assert EpochPlan(lengths, 0, 0, micro_batches, tokens=advised).n_steps >= 1
+    with pytest.raises(ValueError, match="3 proteins fill 0 .* Give at most 1 proteins per micro-batch"):
+        EpochPlan([5, 6, 7], 0, 0, 3, proteins=4)
+    with pytest.raises(ValueError, match="Give at most 3 micro-batches"):
+        EpochPlan([5, 6, 7], 0, 0, 4, proteins=1)
+    with pytest.raises(ValueError, match="Give more proteins"):
+        EpochPlan([5, 6, 7], 0, 0, 4, proteins=4)
+
+
+@pytest.mark.parametrize("arguments", [dict(), dict(tokens=100, proteins=3), dict(tokens=0), dict(proteins=0),
+                                       dict(proteins=-1), dict(tokens=100, micro_batches=0)])
+def test_a_plan_needs_exactly_one_budget(arguments):
+    with pytest.raises(ValueError, match="expected one of tokens and proteins"):
+        EpochPlan([5, 6, 7], 0, 0, **{"micro_batches": 1, **arguments})
+
+
+def test_a_step_outside_the_epoch_and_an_empty_table_are_refused():
+    plan = EpochPlan([5, 6, 7, 8], 0, 0, 2, proteins=1)
+    for step in (-1, 2):
+        with pytest.raises(ValueError, match="expected 0 to 1"):
+            plan.global_batch(step)
+    for lengths in ([], [5, 0]):
+        with pytest.raises(ValueError, match="expected some, of at least 1"):
+            EpochPlan(lengths, 0, 0, 1, proteins=1)
+
+
+def test_a_million_proteins_are_planned_quickly():
+    lengths = random_lengths(1_000_000, top=1024)
+    began = time.process_time()
+    EpochPlan(lengths, 0, 0, 48, tokens=16384).global_batch(300)
+    assert time.process_time() - began < 3               # 0.15 s on an idle core
+
+
+# ---- evaluation batches, collate ----
+
+@pytest.mark.parametrize("tokens", [512, 2048, 10**7])
+def test_evaluation_takes_each_protein_once_within_the_budget_and_nearly_without_padding(real, tokens):
+    lengths = np.minimum(real[0].lengths[:2000], 512)
+    batches = eval_batches(lengths, tokens)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(2000))
+    total = sum(computed(lengths, batch) for batch in batches)
+    assert max(computed(lengths, batch) for batch in batches) <= tokens
+    assert tokens == 10**7 or 1 - lengths.sum() / total < 0.02
+
+
+def test_evaluation_refuses_a_protein_above_the_budget_and_an_empty_set():
+    for lengths in ([5, 30], []):
+        with pytest.raises(ValueError, match="budget"):
+            eval_batches(lengths, 29)
+
+
+def test_collate_crops_and_pads_with_a_mask():
+    proteins = Proteins.from_sequences(["MKVLA", "ACD", "WX"])
+    x0, mask = collate(proteins, [0, 2, 1], [1, 0, 0], 3)
+    assert x0.dtype == torch.int64 and mask.dtype == torch.bool
+    assert x0.tolist() == [encode("KVL").tolist(), [18, X_ID, X_ID], [0, 1, 2]]
+    assert mask.tolist() == [[True] * 3, [True, True, False], [True] * 3]
+    assert collate(proteins, [0, 1])[0].shape == (2, 5)
+    for starts in ([5, 0], [-1, 0], [0]):
+        with pytest.raises(ValueError, match="crop starts"):
+            collate(proteins, [0, 1], starts, 3)
+
+
+# ---- unigram and demo ----
+
+def test_unigram_counts_see_only_the_proteins_of_the_table():
+    proteins = Proteins.from_sequences(["AAC", "DDDDX", "YA"])
+    counts = unigram_counts(proteins.subset([0, 2]).crop(np.array([1, 0]), 2))
+    assert {(AMINO_ACIDS + "X")[i]: c for i, c in enumerate(counts) if c} == {"A": 2, "C": 1, "Y": 1}
+    assert unigram_counts(proteins)[X_ID] == 1
+
+
+def test_unigram_perplexity_is_20_for_equal_counts_leaves_x_out_and_is_finite_for_unseen_letters():
+    equal = np.array([7] * 20 + [1000])
+    total, n = unigram_nll(equal, equal)
+    assert n == 140 and math.isclose(math.exp(total / n), 20)
+    total, n = unigram_nll(np.zeros(21), np.array([3] + [0] * 19 + [5]))
+    assert n == 3 and math.isclose(total, 3 * math.log(20))
+    total, n = unigram_nll(np.array([18] + [0] * 20), np.array([1, 1] + [0] * 19))
+    assert math.isclose(total, math.log(38 / (18 + 1)) + math.log(38 / (0 + 1)))
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return DemoSource(seed=0)
+
+
+def test_the_demo_source_is_a_stationary_chain_with_the_letter_frequencies_of_uniref50(demo):
+    assert np.allclose(demo.transition.sum(2), 1, atol=1e-12) and (demo.transition > 0).all()
+    assert np.allclose(demo.pair.sum(1), demo.pair.sum(0), atol=1e-9)
+    assert np.allclose(np.einsum("ab,abc->bc", demo.pair, demo.transition), demo.pair, atol=1e-9)
+    assert np.allclose(demo.pair.sum(0), np.array(UNIREF50) / sum(UNIREF50), atol=1e-6)
+
+
+def test_the_demo_motifs_are_in_the_transitions(demo):
+    g, k, n, s, t = (AMINO_ACIDS.index(c) for c in "GKNST")
+    assert math.isclose(demo.transition[g, k, [s, t]].sum(), 0.9)
+    assert np.allclose(demo.transition[n][:, [s, t]].sum(1), 0.6)
+
+
+def test_the_likelihood_of_the_demo_source_is_a_distribution_over_all_proteins_of_a_length(demo):
+    every = Proteins.from_sequences(np.array(list(itertools.product(range(20), repeat=3)), np.uint8))
+    assert math.isclose(np.exp(-demo.nll(every)).sum(), 1, rel_tol=1e-9)
+    a, c, d = range(3)
+    assert math.isclose(demo.nll(Proteins.from_sequences(["ACD"]))[0],
+                        -math.log(demo.pair[a, c]) - math.log(demo.transition[a, c, d]))
+
+
+def test_demo_samples_follow_the_documented_distribution(demo):
+    proteins = demo.sample(4000, seed=5)
+    n = proteins.lengths.sum()
+    assert (proteins.lengths.min(), proteins.lengths.max()) == (40, 120)
+    assert abs(proteins.lengths.mean() - 80) < 4 * 23.4 / math.sqrt(4000)      # sd of uniform 40..120: 23.4
+    frequencies = unigram_counts(proteins)[:20] / n
+    assert abs(frequencies - np.array(UNIREF50) / sum(UNIREF50)).max() < 0.004
+    counts = np.zeros((20, 20, 20))
+    for i in range(len(proteins)):
+        x = proteins[i]
+        np.add.at(counts, (x[:-2], x[1:-1], x[2:]), 1)
+    expected = counts.sum(2, keepdims=True) * demo.transition
+    often = expected > 20
+    chi2 = ((counts - expected)[often] ** 2 / expected[often]).sum() / often.sum()
+    assert 0.9 < chi2 < 1.05                                                   # each term: 1 - p on average
+    source, _ = demo.entropy()
+    first_two = -sum(math.log(demo.pair[proteins[i][0], proteins[i][1]]) for i in range(4000))
+    inner = demo.nll(proteins).sum() - first_two
+    assert abs(inner / (n - 8000) - source) < 0.01
+
+
+def test_the_demo_source_has_structure_worth_learning_and_no_hidden_state(demo):
+    source, unigram = demo.entropy()
+    assert 2.0 < source < 2.3 and abs(unigram - 2.889) < 0.001                 # UniRef50's unigram, in nats
+    first, again, other = (demo.sample(30, seed) for seed in (1, 1, 2))
+    assert texts(first) == texts(again) != texts(other)
+    assert np.array_equal(DemoSource(0).transition, demo.transition)
+    assert not np.allclose(DemoSource(1).transition, demo.transition)
+
+
+def test_the_demo_likelihood_refuses_what_the_source_cannot_make(demo):
+    for sequence in ("MKX", "M"):
+        with pytest.raises(ValueError, match="demo source makes no other"):
+            demo.nll(Proteins.from_sequences([sequence]))

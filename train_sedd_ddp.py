@@ -1,0 +1,718 @@
+"""Pretrain SEDD (score entropy discrete diffusion) on protein sequences, on one process or many.
+
+    python train_sedd_ddp.py --config configs/sedd_demo.yaml
+    mpirun -n 4 python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data uniref50.fasta.gz
+    torchrun --nproc_per_node=4 train_sedd_ddp.py --config configs/sedd_cpu.yaml --data my.fasta optim.lr=1e-4
+    python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --plan 1,2,4,8      # what scaling will do; no device
+
+Reads a YAML config (every key below, with its default) and a file of proteins (sequence_data.py), or makes demo
+proteins. Writes into the run directory (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
+samples/step_N.fasta, checkpoints/last.pt and best.pt. The same command again continues from last.pt.
+
+A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and everything random is
+keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a stream of a rank.
+"""
+import argparse
+import math
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from ddp_setup import (add_launch_arguments, all_sum, autocast, broadcast, choose_dtype, grad_scaler, gradient_sync,
+                       hand_over, load_checkpoint, print0, save_checkpoint, scale_for_batch, setup_ddp, stop_all,
+                       wrap_ddp)
+from run_config import config_differences, config_to_dict, dump_yaml, load_config
+from run_log import RunLock, RunLog, write_text_atomic
+from sedd_diffusion import make_graph, make_noise, sample, score_entropy_loss, stratified_times
+from sedd_model import EMA, SEDD
+from sequence_data import (N_TOKENS, X_ID, DemoSource, EpochPlan, apply_max_length, collate, crop_starts, decode,
+                           eval_batches, eval_crop_starts, keyed_generator, keyed_seed, read_sequences, split_by_hash,
+                           unigram_counts, unigram_nll)
+
+
+# ------------------------------------------------------------------------------------------------------------ config
+@dataclass
+class Training:
+    batch_size: int | None = None        # proteins per rank and micro-step; or
+    tokens_per_batch: int | None = None  # computed positions (padding included) per rank and micro-step
+    accum: int = 1                       # micro-steps per optimizer step
+    num_workers: int = 0                 # processes that prepare batches, per rank
+    n_iters: int | None = None           # optimizer steps; or
+    num_epochs: int | None = None
+    eval_freq: int = 500                 # steps between evaluations
+    eval_samples: int = 1                # noise levels per validation protein
+    log_freq: int = 10                   # steps between rows of metrics.jsonl
+    snapshot_freq: int = 500             # steps between checkpoints
+    patience: int | None = None          # evaluations without improvement before an early stop
+    min_delta: float = 0.0               # nats per residue that count as an improvement
+    seed: int = 0
+
+
+@dataclass
+class Optim:
+    lr: float = 3e-4                     # at base_global_batch; scaled by `scale`
+    warmup: int = 2500                   # steps, linear; scaled likewise
+    scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
+    base_global_batch: int | None = None  # proteins (tokens, with tokens_per_batch) per step that lr was chosen for
+    grad_clip: float = 1.0               # global norm; 0 = none
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    ema: float = 0.9999
+
+
+@dataclass
+class Model:
+    hidden_size: int = 768
+    n_blocks: int = 12
+    n_heads: int = 12
+    cond_dim: int = 128
+    dropout: float = 0.1
+    parameterization: Literal["sedd", "subs"] = "sedd"
+
+
+@dataclass
+class Loss:
+    reduction: Literal["residue", "sequence"] = "residue"  # mean over residues; or sum over length, mean over proteins
+
+
+@dataclass
+class Noise:
+    type: Literal["loglinear", "geometric", "cosine"] = "loglinear"
+    eps: float = 1e-3                    # loglinear, cosine: share left clean at t = 1
+    sigma_min: float = 1e-4              # geometric
+    sigma_max: float = 20.0
+
+
+@dataclass
+class GraphSection:
+    type: Literal["absorb", "uniform"] = "absorb"
+
+
+@dataclass
+class Data:
+    file: str | None = None              # none: demo proteins, whose exact likelihood is known
+    max_length: int = 512
+    long: Literal["crop", "drop"] = "crop"   # what happens to longer proteins
+    min_length: int = 1
+    val_fraction: float = 0.05           # of the proteins, by hash of the sequence; 0 = no validation
+    demo_proteins: int = 20000
+
+
+@dataclass
+class Memory:
+    gradient_checkpointing: bool = False
+    mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = True   # true: bfloat16 where native
+    max_memory_per_gpu: float | None = None  # share of the device's memory this process may take
+
+
+@dataclass
+class DdpSection:
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    broadcast_buffers: bool = False      # the model has none
+    bucket_cap_mb: int | None = None
+
+
+@dataclass
+class Monitoring:
+    sample_frequency: int = 0            # steps between sampled proteins; 0 = only at the end
+    n_samples: int = 8
+    sample_steps: int = 128
+    predictor: Literal["euler", "analytic"] = "analytic"
+
+
+@dataclass
+class Config:
+    training: Training = field(default_factory=Training)
+    optim: Optim = field(default_factory=Optim)
+    model: Model = field(default_factory=Model)
+    loss: Loss = field(default_factory=Loss)
+    noise: Noise = field(default_factory=Noise)
+    graph: GraphSection = field(default_factory=GraphSection)
+    data: Data = field(default_factory=Data)
+    memory: Memory = field(default_factory=Memory)
+    ddp: DdpSection = field(default_factory=DdpSection)
+    monitoring: Monitoring = field(default_factory=Monitoring)
+
+
+# A resumed run may differ in these and in the number of ranks (accum follows); in nothing else.
+MAY_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq", "training.log_freq",
+              "training.snapshot_freq", "training.num_workers", "monitoring.sample_frequency",
+              "data.file")   # its content is compared instead
+TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
+
+
+def check_config(c):
+    """Refuse values that no type forbids. Raises ValueError naming the key."""
+    t, o, m = c.training, c.optim, c.memory
+    for ok, text in (
+            ((t.batch_size is None) != (t.tokens_per_batch is None),
+             f"training.batch_size is {t.batch_size} and training.tokens_per_batch {t.tokens_per_batch}; expected one of "
+             f"the two"),
+            ((t.n_iters is None) != (t.num_epochs is None),
+             f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of the two"),
+            (m.max_memory_per_gpu is None or 0 < m.max_memory_per_gpu <= 1,
+             f"memory.max_memory_per_gpu is {m.max_memory_per_gpu}; expected a share of the memory, above 0 up to 1"),
+            (o.scale == "none" or o.base_global_batch,
+             f"optim.scale is {o.scale} without optim.base_global_batch; give the global batch that lr was chosen for"),
+            (not isinstance(o.scale, dict) or (list(o.scale) == ["cap"] and o.scale["cap"] >= 1),
+             f"optim.scale is {o.scale}; expected none, linear, sqrt or {{cap: N}} with N of at least 1"),
+            (0 <= c.model.dropout < 1, f"model.dropout is {c.model.dropout}; expected 0 up to below 1"),
+            (0 <= c.data.val_fraction < 1, f"data.val_fraction is {c.data.val_fraction}; expected 0 up to below 1"),
+            (c.model.parameterization == "sedd" or c.graph.type == "absorb",
+             "model.parameterization is subs with the uniform graph; expected graph.type absorb"),
+            (t.tokens_per_batch is None or t.tokens_per_batch >= c.data.max_length,
+             f"training.tokens_per_batch is {t.tokens_per_batch}, data.max_length {c.data.max_length}; expected a budget "
+             f"that holds the longest protein")):
+        if not ok:
+            raise ValueError(f"config: {text}.")
+    at_least = {"training": dict(batch_size=1, tokens_per_batch=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
+                                 eval_freq=1, eval_samples=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0),
+                "optim": dict(lr=0, warmup=0, base_global_batch=1, grad_clip=0, eps=0, weight_decay=0, ema=0),
+                "model": dict(hidden_size=1, n_blocks=1, n_heads=1, cond_dim=1),
+                "data": dict(max_length=1, min_length=1, demo_proteins=1), "ddp": dict(bucket_cap_mb=1),
+                "monitoring": dict(sample_frequency=0, n_samples=1, sample_steps=1)}
+    for section, keys in at_least.items():
+        for key, low in keys.items():
+            value = getattr(getattr(c, section), key)
+            if value is not None and value < low:
+                raise ValueError(f"config: {section}.{key} is {value}; expected at least {low}.")
+
+
+# -------------------------------------------------------------------------------------------------------------- loss
+def micro_batch_loss(model, batch, graph, ddp, dtype):
+    """Loss of one micro-batch: (sum in nats, residues, proteins), 0-dimensional. X and padding do not count.
+
+    batch: see MicroBatches. The mean over the global batch is taken by the caller, over all its micro-batches.
+    """
+    xt, x0, mask, sigma, dsigma = (batch[k] for k in ("xt", "x0", "mask", "sigma", "dsigma"))
+    with autocast(dtype, ddp):
+        log_score = model(xt, sigma, None if batch["full"] else mask)
+    loss, count = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, mask & (x0 != X_ID))
+    return loss.sum(), count.sum(), len(loss)
+
+
+def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
+    """Gradient of the mean loss over the global batch, left in .grad on every rank (before clipping).
+
+    batches: list of this rank's micro-batches. A mean over residues that differ in number between ranks and micro-batches is
+    known only at the end: backward runs on sum / nominal, then one small all-reduce, then the gradients are
+    multiplied by ranks x nominal / count (DDP has divided by the ranks).
+    Returns [loss sum, count, residues] over all ranks, float64 on the device: nothing here waits for the device.
+    """
+    totals = torch.zeros(3, dtype=torch.float64, device=ddp.device)
+    for k, batch in enumerate(batches):
+        if config.model.dropout:
+            torch.manual_seed(batch["seed"])   # dropout too is keyed by the micro-batch
+        batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
+        with gradient_sync(model, last=k == len(batches) - 1):
+            loss, residues, proteins = micro_batch_loss(model, batch, graph, ddp, dtype)
+            scaled = loss / nominal
+            (scaler.scale(scaled) if scaler is not None else scaled).backward()
+        totals[0] += loss.detach()
+        totals[1] += residues if config.loss.reduction == "residue" else proteins
+        totals[2] += residues
+    totals = all_sum(totals, ddp)
+    factor = ddp.world_size * nominal / totals[1]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    return totals
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+class MicroBatches(torch.utils.data.Dataset):
+    """(step, micro, epoch, protein indices, times) -> tensors of one micro-batch, noised on the CPU.
+
+    Noise drawn here is the same on every device and with any number of workers.
+    x0, xt (B, L) int64; mask (B, L) bool, True = residue; full: no padding; sigma, dsigma (B,) float64.
+    """
+
+    def __init__(self, proteins, graph, noise, max_length, seed):
+        self.proteins, self.graph, self.noise, self.max_length, self.seed = proteins, graph, noise, max_length, seed
+
+    def __getitem__(self, item):
+        step, micro, epoch, indices, times = item
+        starts = crop_starts(self.proteins, indices, self.max_length, self.seed, epoch)
+        x0, mask = collate(self.proteins, indices, starts, self.max_length)
+        sigma, dsigma = self.noise(times)
+        xt = self.graph.corrupt(x0, sigma, keyed_generator(self.seed, "noise", step, micro))
+        return {"x0": x0, "xt": torch.where(mask, xt, X_ID), "mask": mask, "full": bool(mask.all()), "sigma": sigma,
+                "dsigma": dsigma, "seed": keyed_seed(self.seed, "dropout", step, micro)}
+
+
+class Schedule(torch.utils.data.Sampler):
+    """What this rank computes, from `first` step to `last`: items for MicroBatches. Any step is reached directly."""
+
+    def __init__(self, lengths, config, micro_batches, ddp, first=0, last=0):
+        self.lengths, self.config, self.micro_batches, self.ddp = lengths, config, micro_batches, ddp
+        self.first, self.last = first, last
+        self.plan, self.planned = self.plan_of(0), 0
+        self.steps_per_epoch = self.plan.n_steps
+        self.accum = micro_batches // ddp.world_size
+
+    def plan_of(self, epoch):
+        t = self.config.training
+        return EpochPlan(self.lengths, t.seed, epoch, self.micro_batches, tokens=t.tokens_per_batch,
+                         proteins=t.batch_size)
+
+    def global_batch(self, step):
+        """All items of a step: (step, micro, epoch, protein indices, times) per micro-batch."""
+        seed, (epoch, at) = self.config.training.seed, divmod(step, self.steps_per_epoch)
+        if self.planned != epoch:
+            self.plan, self.planned = self.plan_of(epoch), epoch
+        micros = self.plan.global_batch(at)
+        n = sum(map(len, micros))
+        offset = keyed_seed(seed, "time", step) / 2**63
+        permutation = torch.randperm(n, generator=keyed_generator(seed, "strata", step))
+        times = stratified_times(n, offset, permutation, TIME_EPS).split([len(m) for m in micros])
+        return [(step, k, epoch, micros[k], times[k]) for k in range(self.micro_batches)]
+
+    def __iter__(self):
+        # Consecutive micro-batches: the plan pairs a long with a short one.
+        mine = slice(self.ddp.rank * self.accum, (self.ddp.rank + 1) * self.accum)
+        for step in range(self.first, self.last):
+            yield from self.global_batch(step)[mine]
+
+    def __len__(self):
+        return (self.last - self.first) * self.accum
+
+
+def to_device(batch, device, dtype):
+    """The batch on the device, noise levels in the model's dtype but in float32 at least."""
+    move = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    exact = torch.promote_types(dtype, torch.float32)
+    return {**move, "sigma": move["sigma"].to(exact), "dsigma": move["dsigma"].to(exact)}
+
+
+def load_proteins(config, ddp):
+    """(training proteins, validation proteins or None, their exact NLL or None, description)."""
+    d = config.data
+    if d.file is None:
+        source = DemoSource(seed=0)
+        proteins = source.sample(d.demo_proteins, seed=config.training.seed)
+        report = f"{len(proteins):,} demo proteins from a second-order Markov source of known likelihood"
+    else:
+        source = None
+        proteins, report = read_sequences(d.file, min_length=d.min_length)
+    train, val = split_by_hash(proteins, d.val_fraction) if d.val_fraction else (np.arange(len(proteins)), None)
+    train, lengths, n_long = apply_max_length(proteins.subset(train), d.max_length, d.long)
+    what = f"{report}\n  {len(train):,} for training ({int(lengths.sum()):,} residues per epoch"
+    what += f"; {n_long:,} longer than {d.max_length} {'cropped' if d.long == 'crop' else 'dropped'})"
+    exact = None
+    if val is not None:
+        val, _, n_long = apply_max_length(proteins.subset(val), d.max_length, d.long)
+        what += f", {len(val):,} for validation" + (f" ({n_long:,} longer)" if n_long else "")
+        if source is not None:
+            exact = source.nll(val)
+    return train, val, exact, what
+
+
+# -------------------------------------------------------------------------------------------------------- evaluation
+class Validation:
+    """Bound on -ln p(x0) of every validation protein, the same for any number of ranks.
+
+    Noise is keyed by the protein; the times of all proteins together are stratified. Each protein is computed once,
+    on one rank; sums are taken over the gathered values, so they do not depend on the ranks even in rounding.
+    """
+
+    def __init__(self, proteins, config, graph, noise, train_counts, exact=None):
+        d, t = config.data, config.training
+        self.graph, self.noise, self.samples, self.exact = graph, noise, t.eval_samples, exact
+        everything = np.arange(len(proteins))
+        self.proteins = proteins.crop(eval_crop_starts(proteins, everything, d.max_length), d.max_length)
+        self.batches = eval_batches(self.proteins.lengths, max(t.tokens_per_batch or 16 * d.max_length, d.max_length))
+        # Protein i takes the i-th part of [0, 1] in an order that its key decides; further samples are 1/samples apart.
+        lot = np.array([keyed_seed("validation time", int(k)) for k in self.proteins.keys])
+        self.part = np.empty(len(lot))
+        self.part[np.argsort(lot, kind="stable")] = (np.arange(len(lot)) + 0.5) / len(lot)
+        self.counts = np.array([int((self.proteins[i] != X_ID).sum()) for i in everything])
+        nll, n = unigram_nll(train_counts, unigram_counts(self.proteins))
+        self.unigram = math.exp(nll / n)
+
+    @torch.no_grad()
+    def __call__(self, model, ddp, dtype):
+        """(n,) float64 bounds in nats, one per protein. model: the bare one; put into eval mode and back."""
+        bound = torch.zeros(len(self.proteins), dtype=torch.float64)
+        was_training, _ = model.training, model.eval()
+        for indices in self.batches[ddp.rank::ddp.world_size]:
+            x0, mask = collate(self.proteins, indices)
+            weight = mask & (x0 != X_ID)
+            for k in range(self.samples):
+                t = TIME_EPS + (1 - TIME_EPS) * (torch.from_numpy(self.part[indices]) + k) / self.samples
+                sigma, dsigma = self.noise(t)
+                xt = x0.clone()
+                for row, i in enumerate(indices.tolist()):
+                    n = int(self.proteins.lengths[i])
+                    g = keyed_generator("validation noise", int(self.proteins.keys[i]), k)
+                    xt[row:row + 1, :n] = self.graph.corrupt(x0[row:row + 1, :n], sigma[row:row + 1], g)
+                batch = to_device(dict(xt=xt, x0=x0, mask=mask, weight=weight, sigma=sigma, dsigma=dsigma), ddp.device,
+                                  next(model.parameters()).dtype)
+                with autocast(dtype, ddp):
+                    log_score = model(batch["xt"], batch["sigma"], None if bool(mask.all()) else batch["mask"])
+                loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"], batch["xt"], batch["x0"],
+                                             self.graph, batch["weight"])
+                bound[indices] += loss.double().cpu() * (1 - TIME_EPS) / self.samples
+        model.train(was_training)
+        prior = self.graph.prior_kl(self.noise(torch.ones((), dtype=torch.float64))[0])
+        return all_sum(bound, ddp) + prior * torch.from_numpy(self.counts)
+
+    def summarise(self, bound):
+        """Metrics of one evaluation."""
+        nll = float(bound.sum() / self.counts.sum())
+        return {"val/loss": nll, "val/perplexity": math.exp(nll), "val/unigram_perplexity": self.unigram}
+
+    def compare(self, bound):
+        """Where the exact NLL of the proteins is known: its mean per residue, and the standard error of the mean of
+        bound - exact (ratio estimator over proteins), both in nats per residue."""
+        if self.exact is None:
+            return {}
+        difference, n = bound.numpy() - self.exact, self.counts.sum()
+        rest = difference - difference.sum() / n * self.counts
+        return {"exact": float(self.exact.sum() / n), "standard_error": float(np.sqrt((rest**2).sum()) / n)}
+
+
+def sample_proteins(model, config, graph, noise, lengths, step, device):
+    """FASTA text of monitoring.n_samples proteins; lengths drawn from the training lengths. Keyed by (seed, step)."""
+    m, seed = config.monitoring, config.training.seed
+    generator = keyed_generator(seed, "sample", step)
+    chosen = lengths[torch.randint(len(lengths), (m.n_samples,), generator=generator).numpy()]
+    mask = torch.from_numpy(np.arange(chosen.max()) < chosen[:, None]).to(device)
+    keys = None if bool(mask.all()) else mask
+    was_training, _ = model.training, model.eval()
+    with torch.no_grad():
+        out = sample(lambda xt, sigma: model(xt, sigma, keys), graph, noise, tuple(mask.shape), m.sample_steps,
+                     predictor=m.predictor, forbidden=(X_ID,), mask=mask, generator=generator, device=device)
+    model.train(was_training)
+    return "".join(f">step_{step}_{i} length={n}\n{decode(row[:n])}\n"
+                   for i, (row, n) in enumerate(zip(out.cpu().numpy(), chosen.tolist())))
+
+
+# ------------------------------------------------------------------------------------------------------------ resume
+def find_checkpoint(work_dir, resume, fresh):
+    """What to continue from: a path or None. Called on rank 0; writes nothing."""
+    RunLock.refuse_live(work_dir)
+    last = work_dir / "checkpoints" / "last.pt"
+    if resume and last.exists() and not fresh and last.parent.resolve() != Path(resume).resolve().parent:
+        raise ValueError(f"{work_dir} holds a run already, and --resume {resume} is of another. Expected a checkpoint of the "
+                         f"same run. Give another --work_dir, or leave --resume out.")
+    return resume or (str(last) if last.exists() and not fresh else None)
+
+
+def open_run(work_dir, fresh):
+    """Take the run directory: rank 0 only. --fresh renames a former run's folder, never deletes it."""
+    if fresh and work_dir.exists():
+        old = next(p for k in range(1, 10**6) if not (p := work_dir.with_name(f"{work_dir.name}.old{k}")).exists())
+        work_dir.rename(old)
+        print(f"--fresh: the former run is now in {old}", flush=True)
+    return RunLock(work_dir)
+
+
+def check_resume(state, config, ddp, model, fingerprint, path):
+    """Refuse to continue from a checkpoint of something else. Returns the number of micro-batches per global batch."""
+    for key in ("model", "ema", "optimizer", "step", "config", "micro_batches", "lr", "warmup", "data"):
+        if key not in state:
+            raise ValueError(f"{path} has no {key!r}; expected a checkpoint of train_sedd_ddp.py.")
+    shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    found = {k: tuple(v.shape) for k, v in state["model"].items()}
+    if shapes != found:
+        wrong = [k for k in {**shapes, **found} if shapes.get(k) != found.get(k)]
+        raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first {wrong[0]}: "
+                         f"{found.get(wrong[0], 'absent')} in the file, {shapes.get(wrong[0], 'absent')} by the config. "
+                         f"Give the config it was trained with, another --work_dir, or --fresh.")
+    different = config_differences(state["config"], config_to_dict(config), ignore=MAY_CHANGE)
+    if different:
+        raise ValueError(f"{path} was trained with another config:\n    " + "\n    ".join(different) +
+                         "\n  Expected the same but for " + ", ".join(MAY_CHANGE) + ". Give another --work_dir, or "
+                         "--fresh to start over.")
+    if state["data"] != fingerprint:
+        raise ValueError(f"{path} was trained on other proteins ({state['data']['n']:,}, key sum {state['data']['keys']}; now "
+                         f"{fingerprint['n']:,}, {fingerprint['keys']}). Give the same data, another --work_dir, or --fresh.")
+    micro_batches = state["micro_batches"]
+    if micro_batches % ddp.world_size:
+        fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which {ddp.world_size} ranks cannot share "
+                         f"equally. Continue on {', '.join(map(str, fits))} ranks.")
+    return micro_batches
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+def describe_plan(config, ranks):
+    """Table of what each number of ranks would do: no device is touched."""
+    t, o, unit = config.training, config.optim, "proteins" if config.training.batch_size else "tokens"
+    rows = [f"optim.scale {o.scale}, base lr {o.lr:g}, base warm-up {o.warmup:,}, base global batch {o.base_global_batch}",
+            f"{'ranks':>6} {'effective batch (' + unit + ')':>26} {'learning rate':>14} {'warm-up steps':>14}"]
+    for n in ranks:
+        batch = n * t.accum * (t.batch_size or t.tokens_per_batch)
+        lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
+        rows.append(f"{n:>6} {batch:>26,} {lr:>14.4g} {warmup:>14,}")
+    return "\n".join(rows)
+
+
+def prepare(config, ddp, work_dir, resume=None, fresh=False):
+    """Everything before the first step: data, model, start or continue. Raises ValueError or OSError for input that
+    cannot be used, and then has written nothing."""
+    t, o = config.training, config.optim
+    work_dir = Path(work_dir)
+    check_config(config)
+    train, val, exact, described = load_proteins(config, ddp)
+    graph = make_graph(config.graph.type, N_TOKENS)
+    n = config.noise
+    noise = make_noise(n.type, **(dict(sigma_min=n.sigma_min, sigma_max=n.sigma_max) if n.type == "geometric" else
+                                  dict(eps=n.eps)))
+    dtype, dtype_why = choose_dtype(config.memory.mixed_precision, ddp.device)
+    memory_note = limit_memory(config.memory.max_memory_per_gpu, ddp)
+    bare = SEDD(graph.vocab_size, config.model.hidden_size, config.model.n_blocks, config.model.n_heads,
+                config.model.cond_dim, config.model.dropout, scale_by_sigma=graph.absorb,
+                parameterization=config.model.parameterization, forbidden=(X_ID,),
+                gradient_checkpointing=config.memory.gradient_checkpointing).to(ddp.device)
+    fingerprint = {"n": len(train), "keys": f"{train.keys.sum(dtype=np.uint64):016x}"}
+
+    # Start or continue: rank 0 decides, all read the same checkpoint.
+    path = broadcast(find_checkpoint(work_dir, resume, fresh) if ddp.is_main else None, ddp)
+    state = load_checkpoint(path) if path else None
+    micro_batches = t.accum * ddp.world_size if state is None else (
+        check_resume(state, config, ddp, bare, fingerprint, path))
+    accum = micro_batches // ddp.world_size
+    batch = micro_batches * (t.batch_size or t.tokens_per_batch)
+    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
+    progress = {"step": 0, "best": None, "bad_evals": 0, "recent": [0.0, 0.0], "finished": ""}
+    if state is not None:
+        lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
+        bare.load_state_dict(state["model"])
+    lengths = np.minimum(train.lengths, config.data.max_length)
+    schedule = Schedule(lengths, config, micro_batches, ddp, progress["step"])
+    n_iters = t.n_iters or t.num_epochs * schedule.steps_per_epoch
+    schedule.last = max(n_iters, progress["step"])
+    validation = None if val is None else Validation(val, config, graph, noise, unigram_counts(train), exact)
+
+    model = wrap_ddp(bare, ddp, **vars(config.ddp))
+    fused = {"fused": True} if ddp.device.type in ("cuda", "cpu", "xpu") else {"foreach": True}
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, **fused)
+    ema, scaler = EMA(bare.parameters(), o.ema), grad_scaler(dtype, ddp)
+    if state is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        ema.load_state_dict(state["ema"])
+        scaler.load_state_dict(state["scaler"])
+
+    unit = "proteins" if t.batch_size else "tokens"
+    accum_note = "" if accum == t.accum else f" (accum was {t.accum}: it follows the ranks, so that the global batch stays)"
+    print0(ddp, f"model: SEDD, {sum(p.numel() for p in bare.parameters()) / 1e6:.2f} million parameters, {config.graph.type} "
+                f"graph, {n.type} noise, {config.model.parameterization}\n"
+                f"  dtype {str(dtype)[6:]} ({dtype_why}){memory_note}\n"
+                f"data: {described}\n"
+                f"batch: {batch // micro_batches:,} {unit} x accum {accum} x {ddp.world_size} rank(s) = {batch:,} {unit} per "
+                f"step{accum_note}\n  {schedule.steps_per_epoch:,} steps per epoch, {n_iters:,} steps in all\n"
+                f"optim: lr {lr:g}, warm-up {warmup:,} steps "
+                + ("(kept from the checkpoint)" if state is not None else
+                   f"(scale {o.scale}; base lr {o.lr:g}, warm-up {o.warmup:,}, global batch {o.base_global_batch or batch:,})")
+                + f"\nresults: {work_dir}" + (f", continuing from step {progress['step']:,} of {path}" if state else ", a new run"))
+    lock = None
+    if ddp.is_main and not is_finished(progress, n_iters):
+        lock = open_run(work_dir, fresh)
+        write_text_atomic(work_dir / "config.yaml", dump_yaml(config))
+    return SimpleNamespace(**{k: v for k, v in locals().items() if k not in ("t", "o", "n", "state", "val", "exact", "unit")})
+
+
+def is_finished(progress, n_iters):
+    return progress["finished"] == "early stop" or progress["step"] >= n_iters
+
+
+def train(run, ddp):
+    """Train from where `prepare` left off. Returns a dict of the final metrics, the same on every rank."""
+    config, progress, bare, schedule, validation = run.config, run.progress, run.bare, run.schedule, run.validation
+    t, o, m, n_iters, work_dir = config.training, config.optim, config.monitoring, run.n_iters, run.work_dir
+    if is_finished(progress, n_iters):
+        print0(ddp, f"This run is finished: {progress['finished']} at step {progress['step']:,}. To go on, raise "
+                    f"training.n_iters (not after an early stop); to start over, --fresh.")
+        return {"step": progress["step"]}
+    progress["finished"] = ""
+    log = RunLog(work_dir, ddp.is_main, total_steps=n_iters)
+    log.truncate(progress["step"] if run.path else -1)
+
+    def save(name):
+        save_checkpoint(str(work_dir / "checkpoints" / name), ddp, model=bare.state_dict(), ema=run.ema.state_dict(),
+                        optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(), config=config_to_dict(config),
+                        epoch=progress["step"] // schedule.steps_per_epoch, micro_batches=run.micro_batches, lr=run.lr,
+                        warmup=run.warmup, data=run.fingerprint, **progress)
+
+    dataset = MicroBatches(run.train, run.graph, run.noise, config.data.max_length, t.seed)
+    batches = iter(torch.utils.data.DataLoader(dataset, sampler=schedule, batch_size=None, num_workers=t.num_workers,
+                                               pin_memory=ddp.device.type == "cuda", generator=torch.Generator()))
+    per_protein = 1.0 if t.tokens_per_batch or config.loss.reduction == "sequence" else float(schedule.lengths.mean())
+    nominal = run.batch * per_protein   # a fixed guess of the count, so that backward runs on numbers near 1
+    since, seen = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=ddp.device)
+    first_row, bound, values = run.path is None, None, {}
+    bare.train()
+    while not progress["finished"]:
+        for group in run.optimizer.param_groups:
+            group["lr"] = run.lr * min((progress["step"] + 1) / max(run.warmup, 1), 1.0)
+        totals = accumulate(run.model, [next(batches) for _ in range(run.accum)], run.graph, config, ddp, run.dtype, nominal,
+                            run.scaler)
+        run.scaler.unscale_(run.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), o.grad_clip or math.inf, foreach=True)
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        run.optimizer.zero_grad(set_to_none=True)
+        run.ema.update(bare.parameters())
+        progress["step"] += 1
+        seen += totals[2]
+        step, last = progress["step"], progress["step"] == n_iters
+
+        evaluate = last or step % t.eval_freq == 0
+        if evaluate or step % t.log_freq == 0:
+            loss, per_residue = float(totals[0] / totals[1]), float(totals[0] / totals[2])
+            if not math.isfinite(loss):
+                raise RuntimeError(f"the loss is {loss} at step {step}; expected a finite number. Lower optim.lr, raise "
+                                   f"optim.warmup, or set memory.mixed_precision: false.")
+            values = {"loss": loss, "perplexity": math.exp(min(per_residue, 50.0)), "grad_norm": float(norm),
+                      "lr": run.optimizer.param_groups[0]["lr"], "epoch": (step - 1) // schedule.steps_per_epoch,
+                      "residues_per_second": float(seen) / (time.perf_counter() - since)}
+            if first_row:
+                values.update({"ddp/world_size": ddp.world_size, "ddp/effective_batch_size": run.batch,
+                               "ddp/scaled_lr": run.lr, "ddp/scaled_warmup": run.warmup})
+            first_row = False
+            log.progress(step, loss=loss, ppl=values["perplexity"], rate=values["residues_per_second"])
+            progress["recent"] = [progress["recent"][0] + loss, progress["recent"][1] + 1]
+        if evaluate:
+            if validation is not None:
+                with run.ema.applied(bare):
+                    bound = validation(bare, ddp, run.dtype)
+                values.update(validation.summarise(bound))
+                score = values["val/loss"]
+                log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity {values['val/perplexity']:.3f} "
+                        f"(unigram {validation.unigram:.3f})")
+            else:
+                score = progress["recent"][0] / progress["recent"][1]   # training loss since the last evaluation
+            progress["recent"] = [0.0, 0.0]
+            improved, progress["bad_evals"], stop = broadcast(judge(score, progress, t), ddp)
+            if improved:
+                progress["best"] = {"step": step, "score": score}
+                save("best.pt")
+            progress["finished"] = "early stop" if stop else ""
+        if last and not progress["finished"]:
+            progress["finished"] = "all steps done"
+        if evaluate or step % t.log_freq == 0:
+            log.metrics(step, values)
+            since = time.perf_counter()
+            seen.zero_()
+        if progress["finished"] or step % t.snapshot_freq == 0:
+            save("last.pt")
+        if ddp.is_main and (progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0)):
+            with run.ema.applied(bare):
+                text = sample_proteins(bare, config, run.graph, run.noise, schedule.lengths, step, ddp.device)
+            write_text_atomic(work_dir / "samples" / f"step_{step}.fasta", text)
+    log.close()
+    if run.lock:
+        run.lock.release()
+    result = {"step": progress["step"], **values, **(validation.compare(bound) if validation is not None else {})}
+    print0(ddp, summary(result, progress, work_dir))
+    return result
+
+
+def main(config, ddp, work_dir, resume=None, fresh=False):
+    """prepare and train; importable."""
+    return train(prepare(config, ddp, work_dir, resume, fresh), ddp)
+
+
+def summary(result, progress, work_dir):
+    """What a person wants to know at the end."""
+    lines = [f"Finished at step {result['step']:,} ({progress['finished']}): training loss {result['loss']:.4f} nats"]
+    if "val/loss" in result:
+        rows = [("learned bound (EMA)", math.log(result["val/perplexity"])),
+                ("unigram", math.log(result["val/unigram_perplexity"]))]
+        if "exact" in result:
+            rows.append(("exact, of the source", result["exact"]))
+        lines += ["  the same validation proteins under   nats per residue   perplexity"]
+        lines += [f"    {name:<35}{nats:>14.4f}{math.exp(nats):>13.3f}" for name, nats in rows]
+        if "exact" in result:
+            lines.append(f"    (no model can be below the exact value; standard error {result['standard_error']:.4f})")
+    best = progress["best"]
+    return "\n".join(lines + [f"  weights   {work_dir / 'checkpoints' / 'best.pt'} (step {best['step']:,}) and last.pt",
+                              f"  samples   {work_dir / 'samples'}/step_{result['step']}.fasta",
+                              f"  metrics   {work_dir / 'metrics.jsonl'}"])
+
+
+def judge(score, progress, training):
+    """(is it the best so far, evaluations without improvement, stop early?)"""
+    improved = progress["best"] is None or score < progress["best"]["score"] - training.min_delta
+    bad_evals = 0 if improved else progress["bad_evals"] + 1
+    return improved, bad_evals, training.patience is not None and bad_evals >= training.patience
+
+
+def limit_memory(share, ddp):
+    """Apply memory.max_memory_per_gpu; returns what to say about it."""
+    if share is None:
+        return ""
+    setter = getattr(getattr(torch, ddp.device.type), "set_per_process_memory_fraction", None)
+    if ddp.device.type == "cpu" or setter is None:
+        return f"; max_memory_per_gpu {share} has no effect on {ddp.device.type}"
+    setter(share, ddp.device)
+    return f"; at most {share:.0%} of the device's memory"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):   # raised, so that it is printed once and not by every rank
+        raise ValueError(f"{message}. See --help.")
+
+
+def make_parser():
+    parser = Parser(description=__doc__.split("\n")[0], epilog="See the head of this file for examples and all keys.")
+    parser.add_argument("--config", required=True, help="YAML file")
+    parser.add_argument("--data", "--datafile", dest="data", help="file of proteins (sets data.file)")
+    parser.add_argument("--work_dir", help="run directory (default runs/CONFIG_NAME)")
+    parser.add_argument("--resume", help="continue from this checkpoint")
+    parser.add_argument("--fresh", action="store_true", help="start over; the old run directory is renamed")
+    parser.add_argument("--plan", help="print batch, learning rate and warm-up for these numbers of ranks, e.g. 1,2,4,8")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_launch_arguments(parser)
+    return parser
+
+
+def cli(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if "-h" in argv or "--help" in argv:
+        make_parser().parse_args(argv)
+    launch = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_launch_arguments(launch)
+    launch.add_argument("--plan")
+    early, _ = launch.parse_known_args(argv)
+    try:
+        if early.plan is not None:
+            args = make_parser().parse_intermixed_args(argv)
+            config = load_config(Config, args.config, args.overrides)
+            check_config(config)
+            if not re.fullmatch(r"\d+(,\d+)*", args.plan) or "0" in args.plan.split(","):
+                raise ValueError(f"--plan {args.plan}; expected numbers of ranks, such as 1,2,4,8")
+            return print(describe_plan(config, [int(n) for n in args.plan.split(",")]))
+        hand_over(early, argv)
+        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, init_timeout=early.init_timeout)
+    except (ValueError, RuntimeError) as e:
+        sys.exit(f"error: {e}")
+    with ddp:
+        try:
+            args = make_parser().parse_intermixed_args(argv)
+            if args.fresh and args.resume:
+                raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
+            config = load_config(Config, args.config, args.overrides)
+            if args.data:
+                config.data.file = args.data
+            torch.manual_seed(config.training.seed)
+            work_dir = args.work_dir or os.path.join("runs", Path(args.config).stem)
+            run = prepare(config, ddp, work_dir, args.resume, args.fresh)
+        except (ValueError, OSError) as e:
+            stop_all(ddp, f"error: {e}", code=2)
+        train(run, ddp)
+
+
+if __name__ == "__main__":
+    cli()
