@@ -122,7 +122,7 @@ def _read_yaml(path):
         raise ValueError(f"{path} {what}; expected a YAML configuration. Check the path (relative to "
                          f"{Path.cwd()}).")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; expected a readable YAML file.") from None
     except UnicodeDecodeError as error:

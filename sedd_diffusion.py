@@ -16,6 +16,7 @@ import math
 
 import torch
 
+
 class LogLinearNoise:
     """sigma = -ln(1 - (1 - eps) t): the noised share 1 - exp(-sigma) = (1 - eps) t grows linearly."""
 
@@ -80,7 +81,7 @@ def stratified_times(n, offset, permutation, eps=1e-3):
 
 
 class Graph:
-    """Which token may turn into which, and the formulas that follow. x, x0, xt (B, L) int64; sigma (B,).
+    """Which token may turn into which, and the formulas that follow. sigma (B,) > 0.
 
     corrupt(x0, sigma, generator)  x0 with noise. The draw is made on the generator's device: a CPU generator
                                    gives the same noise whatever accelerator x0 is on.
@@ -94,7 +95,7 @@ class Graph:
                                    at least, float64 for a float64 log_score.
     sample_limit(shape, generator, device)   tokens of full noise.
     prior_kl(sigma1)               KL(p(xt | x0) || full noise), nats per residue, at sigma1 = sigma(t = 1).
-    Wrong shapes or dtypes raise ValueError.
+    Tokens x, x0, xt are (B, L) int64. Wrong shapes or dtypes raise ValueError.
     """
 
     def reverse_rate(self, x, score):
@@ -247,7 +248,8 @@ def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", denoi
     generator:    draws are made on its device, so that a CPU generator serves every accelerator.
     on_step:      called as on_step(step, xt) after each draw.
     Returns (B, L) int64 without the mask and without forbidden tokens, by construction: they have no weight
-    in the last draw, and a residue left without any weight is drawn evenly from the others. Not so `fixed`.
+    in the last draw, and a residue left without any weight is drawn evenly from the others. (`fixed` may
+    hold forbidden ones.)
     Raises ValueError for bad arguments, RuntimeError if log_score_fn returned NaN.
     """
     if predictor not in ("euler", "analytic"):
@@ -258,8 +260,8 @@ def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", denoi
     B, V = shape[0], graph.vocab_size
     held, held_tokens = _held(graph, tuple(shape), fixed, mask, forbidden, device)
     returned = torch.tensor([y < graph.n_tokens and y not in forbidden for y in range(V)], device=device)
-    if not returned.any():
-        raise ValueError(f"forbidden = {tuple(forbidden)} leaves none of {graph.n_tokens} tokens to sample.")
+    if not returned.any() or not all(0 <= y < graph.n_tokens for y in forbidden):
+        raise ValueError(f"forbidden = {tuple(forbidden)}; expected some of 0 to {graph.n_tokens - 1}.")
     # Until the last draw, uniform noise passes through forbidden tokens too; a mask must never turn into one.
     entered = returned | graph.at_mask(device) if graph.absorb else torch.ones_like(returned)
 

@@ -220,7 +220,7 @@ def load_official(model, state, use_ema=True):
     stored = weights.pop("rotary_emb.inv_freq", None)
     if stored is not None and 2 * len(stored) != model.head_dim:
         raise ValueError(f"The weights are for heads of width {2 * len(stored)}; the model has "
-                         f"{model.n_heads} heads of width {model.head_dim}. Set n_heads as in the checkpoint.")
+                         f"{model.n_heads} heads of width {model.head_dim}. Set n_heads as there.")
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     problems = [f"missing {name}" for name in shapes if name not in weights]
     problems += [f"unexpected {name}" for name in weights if name not in shapes]

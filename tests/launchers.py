@@ -87,7 +87,7 @@ def clean_environment(launcher="python", env=None):
     """A copy of os.environ without any launcher's variables, with one thread per process and with `env`."""
     clean = {key: value for key, value in os.environ.items()
              if not key.startswith(_DROPPED_PREFIXES) and key not in _DROPPED}
-    # Not PYTHONUNBUFFERED: it writes every argument of print by itself, so that lines of several ranks get mixed.
+    # Not PYTHONUNBUFFERED: it writes every argument of print by itself, and lines of several ranks get mixed.
     clean.pop("PYTHONUNBUFFERED", None)
     clean["OMP_NUM_THREADS"] = "1"
     home = _mpi_home(launcher)

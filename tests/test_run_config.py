@@ -143,6 +143,13 @@ def test_a_choice_refuses_other_words_with_the_nearest_and_explains_yaml_boolean
     assert "absorb, uniform" in message and "Did you mean 'absorb'?" in message
     assert "quote" in refusal(tmp_path, "graph: off")
 
+    @dataclass
+    class Levels:
+        level: Literal[0, 1] = 0
+
+    with pytest.raises(ValueError, match="level: found True"):       # True == 1 in Python
+        load_config(Levels, None, ["level=true"])
+
 
 @pytest.mark.parametrize("text, advice", [
     ("optim: {warm_up: 3}", "unknown key 'optim.warm_up'. Did you mean 'optim.warmup'?"),

@@ -35,7 +35,7 @@ def refusal(path, **options):
 
 
 def random_lengths(n, top=512, seed=0):
-    draws = np.random.default_rng(seed).normal(5.3, 0.85, n)     # log-normal, as UniRef50: median 200, mean 286
+    draws = np.random.default_rng(seed).normal(5.3, 0.85, n)     # as UniRef50: median 200, mean 286
     return np.clip(np.exp(draws), 11, top).astype(np.int64)
 
 
@@ -85,8 +85,8 @@ def test_fasta_plain_and_gzipped_read_alike_with_lines_of_any_length(tmp_path):
     fasta = ">a first\nMKV\nLA\n\n>b\nACDEFG\n>c\nW"
     packed = gzip.compress(fasta.encode())
     two_members = gzip.compress(fasta[:14].encode()) + gzip.compress(fasta[14:].encode())
-    for content, name in [(fasta, "x.fasta"), (fasta, "no_suffix"), (packed, "x.fa.gz"), (two_members, "y.gz"),
-                          (packed, "gz_without_its_suffix.fasta")]:
+    for content, name in [(fasta, "x.fasta"), (fasta, "no_suffix"), (packed, "x.fa.gz"),
+                          (two_members, "y.gz"), (packed, "gz_without_its_suffix.fasta")]:
         proteins, report = read_sequences(write(tmp_path, content, name))
         assert texts(proteins) == ["MKVLA", "ACDEFG", "W"]
         assert str(report) == "3 proteins, 12 residues, lengths 1 to 6 (median 5)"
@@ -419,8 +419,8 @@ def test_a_budget_below_the_longest_protein_is_refused():
 
 def test_too_few_proteins_are_refused_with_numbers_that_work():
     lengths = random_lengths(100)
-    with pytest.raises(ValueError, match="100 proteins fill 6 micro-batches of 16 proteins; one global batch needs "
-                                         "8. Give at most 6 micro-batches .* or at most 12 proteins"):
+    with pytest.raises(ValueError, match="100 proteins fill 6 micro-batches of 16 proteins; one global batch "
+                                         "needs 8. Give at most 6 micro-batches .* or at most 12 proteins"):
         EpochPlan(lengths, 0, 0, 8, proteins=16)
     assert EpochPlan(lengths, 0, 0, 6, proteins=16).n_steps == 1
     assert EpochPlan(lengths, 0, 0, 8, proteins=12).n_steps == 1
