@@ -21,13 +21,17 @@ Environment read: the launcher variables of LAUNCHERS, and
   DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE, DDP_NODE_RANK   override every launcher (with DDP_WORLD_SIZE)
   DDP_RENDEZVOUS_DIR        folder that all hosts see, for the address file (default: the current folder)
   DDP_MPI4PY=0              never import mpi4py
+  DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (default 512)
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
-Environment set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT for libraries that look
-there (until cleanup_ddp), GLOO_SOCKET_IFNAME (the interface that routes to rank 0) where it is unset.
+Environment set, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT for
+libraries that look there; GLOO_SOCKET_IFNAME (the interface that routes to rank 0) where it is unset.
 """
 import argparse
+import atexit
+import collections
 import contextlib
 import datetime
+import faulthandler
 import hashlib
 import inspect
 import json
@@ -44,18 +48,18 @@ import tempfile
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 # Gloo connects every rank with every other: N - 1 sockets per rank, and most sites allow 1,024 open files. Above
-# this, objects, flags and barriers travel over the device's own backend instead (see `_control`).
+# this, objects, flags and barriers travel over the device's own backend instead (see _route).
 GLOO_MAX_RANKS = 512
 
 
-# ----------------------------------------------------------------------------------------------- launchers
+# ---------------------------------------------------------------- launchers
 @dataclass(frozen=True)
 class Launcher:
     """One row of LAUNCHERS: the variables in which a launcher tells a process its place (first one set wins)."""
@@ -72,14 +76,14 @@ class Launcher:
 
 # In the order of detection. It survives nesting: torchrun inside srun, mpirun inside an sbatch shell.
 LAUNCHERS = (
-    Launcher("DDP_* variables", ("DDP_RANK",), ("DDP_WORLD_SIZE",), ("DDP_LOCAL_RANK",), ("DDP_LOCAL_WORLD_SIZE",),
-             ("DDP_NODE_RANK",)),
+    Launcher("DDP_* variables", ("DDP_RANK",), ("DDP_WORLD_SIZE",), ("DDP_LOCAL_RANK",),
+             ("DDP_LOCAL_WORLD_SIZE",), ("DDP_NODE_RANK",)),
     Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ("GROUP_RANK",),
              needs=("MASTER_ADDR",)),
     # OMPI_COMM_WORLD_NODE_RANK is the rank within the node, not the node's index: not used.
     Launcher("Open MPI", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
              ("OMPI_COMM_WORLD_LOCAL_SIZE",), mpi=True),
-    # Polaris sets PMI_SIZE, Aurora nothing that can be relied on. Slurm's cray_shasta plugin sets these names too.
+    # Polaris sets PMI_SIZE, Aurora nothing dependable. Slurm's cray_shasta plugin sets these names too.
     Launcher("PALS", ("PALS_RANKID",), ("PMI_SIZE",), ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "PMIX_LOCAL_RANK"),
              ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"), ("PALS_NODEID",), mpi=True, size_optional=True),
     Launcher("MPICH or Intel MPI (Hydra)", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
@@ -95,233 +99,14 @@ LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class Place:
-    """What the launcher said: which rank this process is. `None` = not told, found out at the rendezvous."""
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int | None = None
-    node_rank: int | None = None
-    mpi: bool = False
-    notes: tuple = ()
-
-
-def _int(env, name):
-    text = env.get(name, "").strip()
-    if not text:
-        return None
-    if not re.fullmatch(r"-?\d+", text):
-        raise RuntimeError(f"{name}={text!r} is not an integer. Expected the number that the launcher sets; unset it "
-                           f"if it was exported by hand.")
-    return int(text)
-
-
-def _first(env, names):
-    """(value, name) of the first of `names` that is set, else (None, None)."""
-    return next(((_int(env, n), n) for n in names if env.get(n, "").strip()), (None, None))
-
-
-def _read_row(env, row):
-    values = {k: _first(env, getattr(row, k)) for k in ("rank", "size", "local_rank", "local_size", "node_rank")}
-    complete = (values["rank"][1] and values["local_rank"][1] and (values["size"][1] or row.size_optional)
-                and all(env.get(n, "").strip() for n in row.needs))
-    return values, bool(complete)
-
-
-def slurm_tasks_per_node(text):
-    """Expand Slurm's run-length list: '2(x3),1' -> [2, 2, 2, 1]."""
-    out = []
-    for part in text.split(","):
-        m = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if not m:
-            raise RuntimeError(f"cannot read {text!r} as Slurm's list of tasks per node; expected a form as 2(x3),1")
-        out += [int(m[1])] * int(m[2] or 1)
-    return out
-
-
-def slurm_first_host(nodelist):
-    """First host of a Slurm node list: 'a[003-5,9]-ib,b3' -> 'a003-ib'. scontrol is often missing in containers."""
-    depth, end = 0, len(nodelist)
-    for i, c in enumerate(nodelist):
-        depth += (c == "[") - (c == "]")
-        if c == "," and depth == 0:
-            end = i
-            break
-    return re.sub(r"\[([^\]]*)\]", lambda m: re.split("[-,]", m[1])[0], nodelist[:end])
-
-
-def detect_launcher(env, mpi=None):
-    """Which rank is this process? A pure function of the environment mapping `env` and, where an MPI launcher
-    started us and mpi4py was asked, `mpi` = (rank, size) of its COMM_WORLD.
-
-    The first complete row of LAUNCHERS wins; complete rows behind it are expected to differ and are noted.
-    Returns a Place (a plain process: rank 0 of 1). Raises RuntimeError, printing what was seen, where variables are
-    incomplete or sizes disagree: running as a single process instead would exit 0 with the wrong result.
-    """
-    notes, rows = [], [(row, *_read_row(env, row)) for row in LAUNCHERS]
-    complete = [(row, v) for row, v, ok in rows if ok]
-
-    def seen():
-        names = {n for row in LAUNCHERS for k in (row.rank, row.size, row.local_rank, row.local_size, row.node_rank)
-                 for n in k} | {"MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"}
-        return " ".join(f"{n}={env[n]}" for n in sorted(names) if env.get(n, "").strip()) or "none"
-
-    if not complete:
-        return _plain_process(env, rows, seen)
-    row, v = complete[0]
-    rank, size, local_rank = v["rank"][0], v["size"][0], v["local_rank"][0]
-    local_size, node_rank = v["local_size"][0], v["node_rank"][0]
-    if row.name == "Slurm step":
-        tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
-        if tasks and node_rank is not None and node_rank < len(slurm_tasks_per_node(tasks)):
-            local_size = slurm_tasks_per_node(tasks)[node_rank]
-
-    sizes = {v["size"][1]: size} if size is not None else {}
-    bare_torchrun = row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID")
-    if row.mpi and _int(env, "WORLD_SIZE") is not None:
-        sizes["WORLD_SIZE"] = _int(env, "WORLD_SIZE")
-    if bare_torchrun:   # RANK and friends exported by hand: an MPI launcher inside must say the same
-        for other, o in complete[1:]:
-            if other.mpi and (o["rank"][0] != rank or o["size"][0] not in (None, size)):
-                raise RuntimeError(
-                    f"RANK={rank} and WORLD_SIZE={size} disagree with {other.name}, which says rank {o['rank'][0]} of "
-                    f"{o['size'][0]}. Expected one of the two. Unset RANK, WORLD_SIZE and LOCAL_RANK (left over from "
-                    f"another launcher?). Seen: {seen()}")
-    if _int(env, "DDP_WORLD_SIZE") is not None:
-        sizes["DDP_WORLD_SIZE"] = _int(env, "DDP_WORLD_SIZE")
-    if mpi is not None:
-        sizes["mpi4py"] = mpi[1]
-        if mpi[1] == size and mpi[0] != rank:
-            raise RuntimeError(f"{row.name} says rank {rank}, mpi4py rank {mpi[0]} of {mpi[1]}. Expected the same. "
-                               f"Reinstall mpi4py against this MPI, or set DDP_MPI4PY=0. Seen: {seen()}")
-    if not sizes:
-        raise RuntimeError(f"{row.name} started rank {rank} but sets no number of ranks. Export DDP_WORLD_SIZE next to "
-                           f"the mpiexec call (nodes x ranks per node), or install mpi4py. Seen: {seen()}")
-    if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{k} says {n}" for k, n in sizes.items())
-        hint = ("mpi4py was probably built for another MPI than this launcher's: reinstall it, or export MASTER_ADDR "
-                "and MASTER_PORT to do without it" if "mpi4py" in sizes and len({*sizes.values()} - {mpi[1]}) == 1
-                else "Unset the variables that are left over from another launcher, or start the number that "
-                     "DDP_WORLD_SIZE names")
-        raise RuntimeError(f"{row.name}: the numbers of ranks disagree: {told}. {hint}. Seen: {seen()}")
-    size = next(iter(sizes.values()))
-    for what, value, limit in (("rank", rank, size), ("local rank", local_rank, local_size or size)):
-        if not 0 <= value < limit:
-            raise RuntimeError(f"{row.name}: {what} {value} is outside 0 to {limit - 1}. Seen: {seen()}")
-
-    told = ", ".join(f"{k.replace('_', ' ')} from {v[k][1]}" for k in ("rank", "size", "local_rank") if v[k][1])
-    notes.append(f"launcher {row.name}: {told}")
-    for other, o in complete[1:]:
-        notes.append(f"outer launcher {other.name} says rank {o['rank'][0]} of {o['size'][0]}: not used")
-    return Place(row.name, rank, size, local_rank, local_size, node_rank, row.mpi, tuple(notes))
-
-
-def _plain_process(env, rows, seen):
-    notes = []
-    harmless = {"RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # DDP_WORLD_SIZE alone is a check, made by the caller
-    found, local_only = set(), set()
-    for row, v, _ in rows:
-        if row.name == "Slurm step":
-            continue   # without SLURM_STEP_ID this is the batch shell
-        for key, (_, name) in v.items():
-            if name and name not in harmless:
-                (local_only if key == "local_rank" else found).add(name)
-    bare = all(env.get(n, "").strip() for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")) and _int(env, "WORLD_SIZE") > 1
-    if found or len(local_only) > 1 or bare:
-        raise RuntimeError(
-            f"a launcher seems to have started this process, but no set of its variables is complete. Seen: {seen()}. "
-            f"Expected for example RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR, or PMI_RANK, PMI_SIZE and "
-            f"MPI_LOCALRANKID. Unset what was exported by hand, or set DDP_RANK, DDP_WORLD_SIZE and DDP_LOCAL_RANK.")
-    if local_only:
-        notes.append(f"{min(local_only)} alone says nothing: ignored")
-    if env.get("RANK", "").strip() or env.get("WORLD_SIZE", "").strip():
-        notes.append(f"RANK={env.get('RANK', '')} WORLD_SIZE={env.get('WORLD_SIZE', '')} without LOCAL_RANK and "
-                     f"MASTER_ADDR are taken as left over: ignored")
-    tasks = _int(env, "SLURM_NTASKS") or 1
-    if env.get("SLURM_JOB_ID") and not env.get("SLURM_STEP_ID") and tasks > 1:
-        notes.append(f"ATTENTION: this is the shell of Slurm job {env['SLURM_JOB_ID']} with {tasks} tasks, and ONE "
-                     f"process runs. To start all: srun python {os.path.basename(sys.argv[0] or 'script.py')} ...")
-    return Place("plain process", 0, 1, 0, 1, 0, notes=(*notes, "launcher none: one process"))
-
-
-# ------------------------------------------------------------------------------------------ device and backend
-def choose_device(device, backend, local_rank, found):
-    """Choose device type, index and backend. A pure function.
-
-    device: auto | cpu | cuda | xpu.  backend: auto | nccl | gloo | ccl | xccl | xpu (xpu: the best one for XPU).
-    found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl' | 'ccl': bool}.
-    Returns (type, index or None, backend, reason). Raises RuntimeError for what is not there, saying what is.
-    """
-    def refuse(what):
-        have = ", ".join(k if v is True else f"{v} {k}" for k, v in found.items() if v) or "nothing"
-        raise RuntimeError(f"{what}. Available here: cpu, {have}. Choose --device auto and --backend auto, or what is "
-                           f"available.")
-    for name, value, allowed in (("device", device, ("auto", "cpu", "cuda", "xpu")),
-                                 ("backend", backend, ("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))):
-        if value not in allowed:
-            raise RuntimeError(f"--{name} {value} is not known; expected one of {', '.join(allowed)}")
-    kind, why = device, f"--device {device}"
-    if device == "auto":
-        wanted = {"nccl": "cuda", "xccl": "xpu", "ccl": "xpu", "xpu": "xpu"}.get(backend)
-        kind = wanted or ("cuda" if found["cuda"] else "xpu" if found["xpu"] else "cpu")
-        why = (f"--backend {backend}" if wanted else f"{found[kind]} {kind} device(s) visible" if kind != "cpu"
-               else "no accelerator visible")
-        if backend == "ccl" and not found["xpu"]:
-            kind, why = "cpu", "--backend ccl and no XPU visible"   # oneCCL serves CPUs too
-    if kind != "cpu" and not found[kind]:
-        refuse(f"{kind} was asked for ({why}), but no such device is visible")
-    if backend in ("auto", "xpu"):
-        if backend == "xpu" and kind != "xpu":
-            refuse(f"--backend xpu does not fit device {kind}")
-        choice = {"cpu": ("gloo",), "cuda": ("nccl", "gloo"), "xpu": ("xccl", "ccl")}[kind]
-        picked = next((b for b in choice if found[b]), None)
-        if picked is None:
-            refuse(f"no backend for {kind}: expected {' or '.join(choice)} in this torch")
-    else:
-        picked = backend
-        fits = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("cpu", "xpu")}[backend]
-        if kind not in fits:
-            refuse(f"--backend {backend} does not serve device {kind}")
-        if not found[backend]:
-            refuse(f"--backend {backend} is not in this torch")
-    index = None if kind == "cpu" else local_rank % found[kind]
-    where = "cpu" if index is None else f"{kind}:{index} of {found[kind]}"
-    return kind, index, picked, f"device {where} ({why}); backend {picked}"
-
-
-def _found_devices(need_ccl=False):
-    """What choose_device needs to know of this machine. oneCCL's bindings are imported only where torch lacks xccl."""
-    xpu = torch.xpu.device_count() if hasattr(torch, "xpu") else 0
-    xccl = bool(getattr(dist, "is_xccl_available", bool)())
-    ccl = False
-    if need_ccl or (xpu and not xccl):
-        try:
-            import oneccl_bindings_for_pytorch  # noqa: F401  (registers the backend "ccl")
-            ccl = True
-        except ImportError:
-            pass
-    return {"cuda": torch.cuda.device_count(), "xpu": xpu, "nccl": dist.is_nccl_available(),
-            "gloo": dist.is_gloo_available(), "xccl": xccl, "ccl": ccl}
-
-
-def _device_id(device):
-    """A name that is unique for an accelerator within its host, whatever is masked."""
-    properties = getattr(torch, device.type).get_device_properties(device.index)
-    uuid = getattr(properties, "uuid", None)
-    mask = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}[device.type]
-    return f"{device.type} {uuid}" if uuid else f"{device} of {mask}={os.environ.get(mask, '')}"
-
-
-# --------------------------------------------------------------------------------------------------- set-up
-@dataclass(frozen=True)
 class Ddp:
-    """This process' place in the run. `control`: process group for objects, flags and barriers (None: one rank)."""
+    """This process' place in the run. local_world_size and node_rank are None until the ranks have met, where the
+    launcher does not say. control: the gloo group for objects, flags and barriers (None: see _route)."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    local_world_size: int = 1
-    node_rank: int = 0
+    local_world_size: int | None = 1
+    node_rank: int | None = 0
     device: torch.device = torch.device("cpu")
     backend: str = "none"
     launcher: str = "plain process"
@@ -340,12 +125,203 @@ class Ddp:
         return self
 
     def __exit__(self, kind, error, tb):
-        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if error is None or isinstance(error, SystemExit) and error.code in (None, 0):
             cleanup_ddp(self)
         else:
             _fail_with(self, error)
 
 
+class SetupError(RuntimeError):
+    """Setting up failed. `speaks`: this rank says so; others see the same and leave quietly."""
+
+    def __init__(self, text, speaks=True):
+        super().__init__(text)
+        self.speaks = speaks
+
+
+def _int(env, name):
+    text = env.get(name, "").strip()
+    if text and not re.fullmatch(r"-?\d+", text):
+        raise SetupError(f"{name}={text!r} is not an integer. Expected the number that the launcher sets; "
+                         f"unset it if it was exported by hand.")
+    return int(text) if text else None
+
+
+def _read_row(env, row):
+    """{"rank": (value, variable), ...}, with (None, None) for what is not set, and whether the row is complete."""
+    v = {}
+    for key in ("rank", "size", "local_rank", "local_size", "node_rank"):
+        v[key] = next(((_int(env, n), n) for n in getattr(row, key) if env.get(n, "").strip()), (None, None))
+    complete = (v["rank"][1] and v["local_rank"][1] and (v["size"][1] or row.size_optional)
+                and all(env.get(n, "").strip() for n in row.needs)
+                # a step of one task, such as an interactive shell, is a plain process
+                and not (row.name == "Slurm step" and v["size"][0] == 1))
+    return v, bool(complete)
+
+
+def slurm_tasks_per_node(text):
+    """Expand Slurm's run-length list: '2(x3),1' -> [2, 2, 2, 1]."""
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()) for part in text.split(",")]
+    if not all(parts):
+        raise SetupError(f"cannot read {text!r} as Slurm's list of tasks per node; expected such as 2(x3),1")
+    return [int(m[1]) for m in parts for _ in range(int(m[2] or 1))]
+
+
+def slurm_first_host(nodelist):
+    """First host of a Slurm node list: 'a[003-5,9]-ib,b3' -> 'a003-ib'. Containers often have no scontrol."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist)[0]   # up to the first comma outside brackets
+    return re.sub(r"\[([^\]]*)\]", lambda m: re.split("[-,]", m[1])[0], first)
+
+
+def detect_launcher(env, mpi=None):
+    """Which rank is this process? A pure function of the environment mapping `env` and, where an MPI launcher
+    started us and mpi4py was asked, `mpi` = (rank, size) of its COMM_WORLD.
+
+    The first complete row of LAUNCHERS wins; complete rows behind it are expected to differ and are noted.
+    Returns a Ddp that knows its place (a plain process: rank 0 of 1). Raises SetupError, printing what was seen,
+    where variables are incomplete or sizes disagree: a single process instead would exit 0 with the wrong result.
+    """
+    rows = [(row, *_read_row(env, row)) for row in LAUNCHERS]
+    names = {n for row in LAUNCHERS for k in (row.rank, row.size, row.local_rank, row.local_size, row.node_rank)
+             for n in k} | {"MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"}
+    seen = "Seen: " + (" ".join(f"{n}={env[n]}" for n in sorted(names) if env.get(n, "").strip()) or "none")
+    complete = [(row, v) for row, v, ok in rows if ok]
+    if not complete:
+        return _plain_process(env, rows, seen)
+
+    row, v = complete[0]
+    rank, size, local_rank, local_size, node_rank = (value for value, _ in v.values())
+    first = local_rank == 0   # what all ranks of the host see alike, its first one says
+    if row.name == "Slurm step" and node_rank is not None:
+        text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
+        local_size = dict(enumerate(slurm_tasks_per_node(text) if text else ())).get(node_rank)
+    sizes = {v["size"][1]: size} if size is not None else {}
+    for name in ("WORLD_SIZE", "DDP_WORLD_SIZE"):
+        if _int(env, name) is not None and (row.mpi or name == "DDP_WORLD_SIZE"):
+            sizes[name] = _int(env, name)
+    if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand: MPI must say the same
+        for other, o in complete[1:]:
+            if other.mpi and (o["rank"][0] != rank or o["size"][0] not in (None, size)):
+                raise SetupError(f"RANK={rank} and WORLD_SIZE={size} disagree with {other.name}, which says "
+                                 f"rank {o['rank'][0]} of {o['size'][0]}. Expected the same. Unset RANK, "
+                                 f"WORLD_SIZE and LOCAL_RANK (left over from another launcher?). {seen}")
+    hint = "Unset what is left over from another launcher, or start the number that DDP_WORLD_SIZE names"
+    if mpi is not None:
+        sizes["mpi4py"] = mpi[1]
+        if mpi[1] == size and mpi[0] != rank:
+            raise SetupError(f"{row.name} says rank {rank}, mpi4py rank {mpi[0]} of {mpi[1]}. Expected the "
+                             f"same. Reinstall mpi4py against this MPI, or set DDP_MPI4PY=0. {seen}")
+        if len(set(sizes.values()) - {mpi[1]}) == 1:
+            hint = ("mpi4py was probably built for another MPI than this launcher's: reinstall it, or export "
+                    "MASTER_ADDR and MASTER_PORT to do without it")
+    if not sizes:
+        raise SetupError(f"{row.name} started rank {rank} but sets no number of ranks. Expected "
+                         f"DDP_WORLD_SIZE: export it next to the mpiexec call (nodes x ranks per node), or install mpi4py. {seen}", first)
+    if len(set(sizes.values())) > 1:
+        raise SetupError(f"{row.name}: the numbers of ranks disagree: "
+                         f"{', '.join(f'{k} says {n}' for k, n in sizes.items())}. {hint}. {seen}", first)
+    size = next(iter(sizes.values()))
+    for what, value, limit in (("rank", rank, size), ("local rank", local_rank, local_size or size)):
+        if not 0 <= value < limit:
+            raise SetupError(f"{row.name}: {what} {value} is outside 0 to {limit - 1}. {seen}")
+
+    told = ", ".join(f"{k.replace('_', ' ')} from {v[k][1]}" for k in ("rank", "size", "local_rank") if v[k][1])
+    outer = [f"outer launcher {other.name} says rank {o['rank'][0]} of {o['size'][0]}: not used"
+             for other, o in complete[1:]]
+    return Ddp(rank, size, local_rank, local_size, node_rank, launcher=row.name,
+               notes=(f"launcher {row.name}: {told}", *outer))
+
+
+def _plain_process(env, rows, seen):
+    harmless = {"RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # DDP_WORLD_SIZE alone is a check, made by setup_ddp
+    stray = {name: key for row, v, _ in rows for key, (_, name) in v.items() if name and name not in harmless
+             and (row.name != "Slurm step" or env.get("SLURM_STEP_ID") and v["size"][0] != 1)}   # else its shell
+    one_local_rank = list(stray.values()) == ["local_rank"]
+    if stray and not one_local_rank or "LOCAL_RANK" in stray and (_int(env, "WORLD_SIZE") or 1) > 1:
+        raise SetupError(
+            f"a launcher seems to have started this process, but no set of its variables is complete. "
+            f"{seen}. Expected for example RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR, or PMI_RANK, "
+            f"PMI_SIZE and MPI_LOCALRANKID. Unset what was exported by hand, or set DDP_RANK, DDP_WORLD_SIZE "
+            "and DDP_LOCAL_RANK.")
+    notes = ["launcher none: one process"]
+    if one_local_rank:
+        notes.append(f"{min(stray)} alone says nothing: ignored")
+    if env.get("RANK", "").strip() or env.get("WORLD_SIZE", "").strip():
+        notes.append(f"RANK={env.get('RANK', '')} WORLD_SIZE={env.get('WORLD_SIZE', '')} without LOCAL_RANK "
+                     f"and MASTER_ADDR are taken as left over: ignored")
+    if env.get("SLURM_JOB_ID") and (_int(env, "SLURM_NTASKS") or 1) > 1:
+        notes.append(f"ATTENTION: Slurm job {env['SLURM_JOB_ID']} has {env['SLURM_NTASKS']} tasks, and this "
+                     f"is ONE process in its shell. To start all: srun python "
+                     f"{os.path.basename(sys.argv[0]) or '...'}")
+    return Ddp(notes=tuple(notes))
+
+
+# ---------------------------------------------------------------- device and backend
+DEVICES = ("auto", "cpu", "cuda", "xpu")
+BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}   # what each serves
+BEST = {"cpu": ("gloo",), "cuda": ("nccl", "gloo"), "xpu": ("xccl", "ccl")}
+
+
+def choose_device(device, backend, local_rank, found):
+    """Choose device type, index and backend. A pure function.
+
+    device: auto | cpu | cuda | xpu.  backend: auto | nccl | gloo | ccl | xccl | xpu (xpu: the best one for XPU).
+    found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl' | 'ccl': bool}.
+    Returns (type, index or None, backend, reason). Raises SetupError for what is not there, saying what is.
+    """
+    def refuse(what):
+        have = ", ".join(["cpu", *(k if v is True else f"{v} {k}" for k, v in found.items() if v)])
+        raise SetupError(f"{what}. Available here: {have}. Choose --device auto and --backend auto, or among "
+                         "these.")
+
+    for name, value, known in (("device", device, DEVICES), ("backend", backend, ("auto", "xpu", *BACKENDS))):
+        if value not in known:
+            raise SetupError(f"--{name} {value} is not known; expected one of {', '.join(known)}")
+    if device != "auto":
+        kind, why = device, f"--device {device}"
+    elif backend in ("nccl", "xccl", "ccl", "xpu"):
+        kind, why = BACKENDS.get(backend, ("xpu",))[0], f"--backend {backend}"
+        if backend == "ccl" and not found["xpu"]:   # oneCCL serves CPUs too
+            kind, why = "cpu", "--backend ccl and no XPU visible"
+    else:
+        kind = next((k for k in ("cuda", "xpu") if found[k]), "cpu")
+        why = f"{found[kind]} {kind} device(s) visible" if kind != "cpu" else "no accelerator visible"
+    if kind != "cpu" and not found[kind]:
+        refuse(f"{kind} was asked for ({why}), but no such device is visible")
+    if backend == "xpu" and kind != "xpu" or backend in BACKENDS and kind not in BACKENDS[backend]:
+        refuse(f"--backend {backend} does not serve device {kind}")
+    choice = (backend,) if backend in BACKENDS else BEST[kind]
+    picked = next((b for b in choice if found[b]), None)
+    if picked is None:
+        refuse(f"no backend for {kind}: expected {' or '.join(choice)}, which this torch lacks")
+    # Folding serves all three: every device visible, a mask of some, and one visible device per task.
+    index = None if kind == "cpu" else local_rank % found[kind]
+    where = "cpu" if index is None else f"{kind}:{index} of {found[kind]}"
+    return kind, index, picked, f"device {where} ({why}); backend {picked}"
+
+
+def _found_devices(need_ccl=False):
+    """What choose_device needs to know of this machine. oneCCL's bindings are imported only where torch lacks xccl."""
+    xpu = torch.xpu.device_count() if hasattr(torch, "xpu") else 0
+    xccl, ccl = bool(getattr(dist, "is_xccl_available", bool)()), False
+    if need_ccl or (xpu and not xccl):
+        with contextlib.suppress(ImportError):
+            import oneccl_bindings_for_pytorch  # noqa: F401  (registers the backend "ccl")
+            ccl = True
+    return {"cuda": torch.cuda.device_count(), "xpu": xpu, "nccl": dist.is_nccl_available(),
+            "gloo": dist.is_gloo_available(), "xccl": xccl, "ccl": ccl}
+
+
+def _device_id(device):
+    """A name that is unique for an accelerator within its host, whatever is masked; None for a CPU."""
+    if device.type == "cpu":
+        return None
+    uuid = getattr(getattr(torch, device.type).get_device_properties(device.index), "uuid", None)
+    mask = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}[device.type]
+    return f"{device.type} {uuid}" if uuid else f"{device} of {mask}={os.environ.get(mask, '')}"
+
+
+# ---------------------------------------------------------------- set-up
 def seed_for(*parts):
     """Integer in [0, 2**63) made from integers and strings by blake2b: equal parts give equal seeds, everywhere."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
@@ -364,18 +340,17 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=1800.0,
     device, backend: see choose_device.  seed: equal initial weights on all ranks; wrap_ddp then gives every rank a
     stream of its own, keyed by (seed, rank).  ranks: refuse any other number of ranks.
     timeout: seconds a collective may take.  init_timeout: seconds to wait for all ranks to appear.
-    Called again in the same process it returns the same Ddp. Raises RuntimeError, saying what was found and what to
-    do; where ranks are missing, the message names them.
+    Called again in the same process it returns the same Ddp. Raises SetupError (a RuntimeError), saying what was
+    found and what to do; where ranks are missing, the message names them. What all ranks see alike is raised on one
+    of them; the others end with exit code 1.
     """
     if getattr(setup_ddp, "current", None) is not None:
         return setup_ddp.current   # one process has one process group, as in torch.distributed itself
-    env = dict(os.environ)
     try:
-        ddp = _setup(env, device, backend, seed, ranks, timeout, init_timeout)
-    except RuntimeError:
-        local_rank = _first(env, [n for row in LAUNCHERS for n in row.local_rank])[0]
-        if local_rank:           # every rank of the host finds the same: its first one says it, before the
-            time.sleep(2.0)      # launcher kills it because others have left
+        ddp = _setup(dict(os.environ), device, backend, seed, ranks, timeout, init_timeout)
+    except SetupError as e:
+        if not e.speaks:
+            time.sleep(4.0)   # let the one that speaks do so, before the launcher kills it because others have left
             _leave(1)
         raise
     setup_ddp.current = ddp
@@ -386,24 +361,32 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=1800.0,
 
 
 def _setup(env, device, backend, seed, ranks, timeout, init_timeout):
-    place = detect_launcher(env)
-    mpi = _mpi_comm(env, place)
-    if mpi is not None:
-        place = detect_launcher(env, (mpi.Get_rank(), mpi.Get_size()))
+    mpi, finalize = _start_mpi(env, init_timeout)
+    ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
     for name, wanted in (("--ranks", ranks), ("DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))):
-        if wanted is not None and wanted != place.world_size:
-            raise RuntimeError(f"{name} asks for {wanted} rank(s), but {place.world_size} was/were started. "
-                               f"{'; '.join(place.notes)}. Start {wanted} (mpirun -n, srun -n, torchrun "
-                               f"--nproc_per_node) or change {name}.")
-    kind, index, backend, reason = choose_device(device, backend, place.local_rank, _found_devices(backend == "ccl"))
-    target = torch.device(kind) if index is None else torch.device(kind, index)
-    if index is not None:
-        getattr(torch, kind).set_device(index)   # before the group is made: it binds to the current device
-    ddp = Ddp(place.rank, place.world_size, place.local_rank, place.local_world_size or 1, place.node_rank or 0, target,
-              backend if place.world_size > 1 else "none", place.launcher, seed, socket.gethostname(),
-              (*place.notes, reason), timeout=datetime.timedelta(seconds=timeout), state={"mpi": mpi})
-    if place.world_size > 1:
-        ddp = _join(ddp, place, env, backend, init_timeout)
+        if wanted is not None and wanted != ddp.world_size:
+            raise SetupError(f"{name} asks for {wanted} rank(s), but {ddp.world_size} were started. "
+                             f"{'; '.join(ddp.notes)}. Start {wanted} (mpirun -n, srun -n, torchrun "
+                             f"--nproc_per_node) or change {name}.", speaks=ddp.local_rank == 0)
+    error, reason, target = None, "", torch.device("cpu")
+    try:
+        kind, index, backend, reason = choose_device(device, backend, ddp.local_rank, _found_devices(backend == "ccl"))
+        if index is not None:
+            target = torch.device(kind, index)
+            getattr(torch, kind).set_device(index)   # before the group is made: it binds to the current device
+    except RuntimeError as e:
+        if ddp.world_size == 1:
+            raise
+        error = str(e)   # perhaps of this rank alone: rank 0 says it, see _join
+    ddp = replace(ddp, device=target, backend=backend if ddp.world_size > 1 else "none", seed=seed,
+                  host=socket.gethostname(), notes=(*ddp.notes, reason), timeout=datetime.timedelta(seconds=timeout),
+                  state={"mpi": mpi, "finalize_mpi": finalize})
+    if ddp.world_size > 1:
+        ddp = _join(ddp, env, init_timeout, error)
+    else:   # libraries that look there make a group of one
+        with _listen("127.0.0.1") as free:
+            _export(ddp, MASTER_ADDR=env.get("MASTER_ADDR") or "127.0.0.1",
+                    MASTER_PORT=env.get("MASTER_PORT") or free.getsockname()[1])
     _export(ddp, RANK=ddp.rank, WORLD_SIZE=ddp.world_size, LOCAL_RANK=ddp.local_rank,
             LOCAL_WORLD_SIZE=ddp.local_world_size)
     _seed_all(seed)
@@ -417,55 +400,66 @@ def _export(ddp, **variables):
         os.environ[name] = str(value)
 
 
-def _mpi_comm(env, place):
-    """COMM_WORLD, if an MPI launcher started us and mpi4py is there and wanted; else None. Importing mpi4py
-    initialises MPI, which freezes or misleads a process that no MPI launched: so never elsewhere."""
-    if not place.mpi or env.get("DDP_MPI4PY") == "0" or (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
-        return None
+def _start_mpi(env, limit):
+    """(COMM_WORLD of mpi4py, are we to finalise it?); (None, False) where it is absent, unwanted or not needed.
+    Importing it initialises MPI, which freezes or misleads a process that no MPI launched: so never elsewhere."""
+    row, v = next(((row, v) for row in LAUNCHERS for v, complete in [_read_row(env, row)] if complete), (None, None))
+    if row is None or not row.mpi or env.get("DDP_MPI4PY") == "0":
+        return None, False
+    if (v["size"][1] or env.get("DDP_WORLD_SIZE")) and env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
+        return None, False
+    ours = "mpi4py.MPI" not in sys.modules
     try:
-        import mpi4py
-        if "mpi4py.MPI" not in sys.modules:
+        if ours:
+            import mpi4py
             mpi4py.rc.finalize = False   # at exit it would wait for the others (measured: a raise hangs); see cleanup
+            # MPI_Init waits for all ranks without end and keeps Python's lock: only this timer gets through.
+            with contextlib.suppress(ValueError, AttributeError, OSError):   # no real stderr: no timer
+                faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
         from mpi4py import MPI
     except (ImportError, RuntimeError):   # RuntimeError: no MPI library found. Rank and size are known without it
-        return None
-    return MPI.COMM_WORLD
+        return None, False
+    finally:
+        if ours:
+            faulthandler.cancel_dump_traceback_later()
+    return (None, False) if MPI.Is_finalized() else (MPI.COMM_WORLD, ours)
 
 
-# ----------------------------------------------------------------------------------------------- rendezvous
+# ---------------------------------------------------------------- rendezvous
 def _listen(host, port=0):
     """A listening socket on the one address in use; port 0 lets the kernel choose a free one."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind(address)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(4096)
+        except OSError:
+            sock.close()
+            raise
     except OSError as e:
-        sock.close()
-        raise RuntimeError(
-            f"rank 0 on {socket.gethostname()} cannot listen on {host}:{port} ({address[0]}): {e.strerror}. MASTER_ADDR "
-            f"must be an address of rank 0's host, and MASTER_PORT free there. Leave both unset to have them found, "
-            f"or choose another port.") from None
-    sock.listen(4096)
+        raise SetupError(
+            f"rank 0 on {socket.gethostname()} cannot listen on {host}:{port}: {e.strerror}. Expected "
+            f"MASTER_ADDR to be an address of rank 0's host and MASTER_PORT to be free there. Leave both "
+            f"unset to have them found, or choose another port.") from None
     return sock
 
 
-def _resolves(name):
+def _resolve(name):
     try:
         return socket.gethostbyname(name)
     except OSError:
-        return None
+        return ""
 
 
 def _own_address():
     """The address under which other hosts reach this one."""
     host = socket.gethostname()
-    short = host.split(".")[0]
-    names = [host]
+    short, names = host.split(".")[0], [host]
     if re.fullmatch(r"x\d+c\d+s\d+b\d+n\d+", short) and ".hsn." not in host:   # HPE EX node: prefer its fabric name
         names = [f"{short}.hsn.cm.{m}.alcf.anl.gov" for m in ("aurora", "polaris")] + names
-    for name in names:
-        ip = _resolves(name)
+    for ip in map(_resolve, names):
         if ip and not ip.startswith("127."):   # Debian maps a host's own name to 127.0.1.1
             return ip
     return _route_to("192.0.2.1") or "127.0.0.1"   # a documentation address: the default route decides
@@ -473,12 +467,10 @@ def _own_address():
 
 def _route_to(host):
     """This host's address on the way to `host`. Connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        try:
-            s.connect((host, 9))
-            return s.getsockname()[0]
-        except OSError:
-            return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
+        s.connect((host, 9))
+        return s.getsockname()[0]
+    return None
 
 
 def _interface_of(ip):
@@ -490,222 +482,268 @@ def _interface_of(ip):
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):   # an interface without an address
                 packed = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))   # SIOCGIFADDR
-                if socket.inet_ntoa(packed[20:24]) == ip or (ip.startswith("127.") and name == "lo"):
+                if socket.inet_ntoa(packed[20:24]) == ip:
                     return name
     return None
 
 
-def _job_name(env, place, one_host):
+def _launch_name(env, ddp, one_host):
     """A name that only the ranks of this very launch share, or None. A killed run's file must not mislead the next."""
-    for parts in (("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"), ("PMIX_NAMESPACE",), ("PALS_APID",),
-                  ("FLUX_JOB_ID",), ("LSB_JOBID", "JSM_JSRUN_CMD")):
-        if env.get(parts[0]) and (place.launcher == "Slurm step" or parts[0] != "SLURM_JOB_ID"):
-            return "-".join(str(env.get(p, "")) for p in parts)
+    ids = {"Slurm step": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"), "Flux": ("FLUX_JOB_ID",),
+           "LSF jsrun": ("LSB_JOBID", "PMIX_NAMESPACE"), "PALS": ("PALS_APID",)}.get(ddp.launcher, ("PMIX_NAMESPACE",))
+    if env.get(ids[0]) and (not one_host or ddp.launcher == "Slurm step"):
+        return "-".join(env.get(name, "") for name in ids)
     if not one_host:
         return None
-    pid, variable = os.getppid(), next(r.rank[0] for r in LAUNCHERS if r.name == place.launcher)
+    # One host: the launcher's process id and start time. A wrapper around a rank has the rank's variable itself.
+    pid, variable = os.getppid(), next(r.rank[0] for r in LAUNCHERS if r.name == ddp.launcher)
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
-        while variable.encode() + b"=" in open(f"/proc/{pid}/environ", "rb").read():   # a wrapper around the rank
-            pid = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
-        return f"{pid}-{open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[19]}"   # and when it started
+        while True:
+            with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/environ", "rb") as environ:
+                fields = stat.read().rpartition(")")[2].split()   # from field 3 on: [1] parent, [19] start time
+                if variable.encode() + b"=" not in environ.read():
+                    return f"{pid}-{fields[19]}"
+            pid = int(fields[1])
     return str(pid)
 
 
-def _address_file(env, place, one_host):
-    name = _job_name(env, place, one_host)
+def _address_file(env, ddp, one_host):
+    name = _launch_name(env, ddp, one_host)
     if name is None:
-        raise RuntimeError(
-            f"{place.launcher} started ranks on several hosts, and nothing tells them where rank 0 is: mpi4py is not "
-            f"usable and MASTER_ADDR is unset. Install mpi4py for this MPI, or export MASTER_ADDR=<host of rank 0> "
-            f"and MASTER_PORT=<a free port> to all ranks.")
+        raise SetupError(
+            f"{ddp.launcher} started ranks that may be on several hosts, and nothing tells them where rank 0 "
+            f"is: mpi4py is not usable and MASTER_ADDR is unset. Install mpi4py for this MPI, or export "
+            f"MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to all ranks.", ddp.local_rank == 0)
+    folder = env.get("DDP_RENDEZVOUS_DIR") or os.getcwd()
     if one_host:
-        folder = os.path.join(tempfile.gettempdir(), f"ddp-{os.getuid() if hasattr(os, 'getuid') else 'user'}")
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        folder = os.path.join(tempfile.gettempdir(), f"ddp-{user}")
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        if hasattr(os, "getuid") and os.stat(folder).st_uid != os.getuid():
-            raise RuntimeError(f"{folder} belongs to another user; expected it to be yours. Set TMPDIR.")
-    else:
-        folder = env.get("DDP_RENDEZVOUS_DIR") or os.getcwd()
-    digest = hashlib.blake2b(f"{place.launcher} {name} {place.world_size}".encode(), digest_size=8).hexdigest()
+        if user and os.stat(folder).st_uid != user:
+            raise SetupError(f"{folder} belongs to another user; expected it to be yours. Set TMPDIR.",
+                             ddp.local_rank == 0)
+    digest = hashlib.blake2b(f"{ddp.launcher} {name} {ddp.world_size}".encode(), digest_size=8).hexdigest()
     return os.path.join(folder, f".ddp-rank0-{digest}")
 
 
-def _open_store(ddp, place, env, init_timeout):
-    """The TCPStore all ranks meet in. Returns (store, host, port, a word on how it was found)."""
-    limit = datetime.timedelta(seconds=init_timeout)
-    mpi, one_host = ddp.state["mpi"], place.local_world_size == place.world_size
-    host, port = env.get("MASTER_ADDR"), _int(env, "MASTER_PORT")
-    slurm_host = env.get("SLURM_STEP_NODELIST") if place.launcher == "Slurm step" else None
-    if slurm_host:
-        slurm_host = slurm_first_host(slurm_host)
-    listener, path, agent = None, None, env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and ddp.launcher == "torchrun"
-    if host or port:
-        how = f"from {'MASTER_ADDR' if host else 'MASTER_PORT'}"
-        host = host or ("127.0.0.1" if one_host else slurm_host)
-        if host is None:
-            raise RuntimeError(f"MASTER_PORT={port} is set, but not MASTER_ADDR, and the ranks are on several hosts. "
-                               f"Export MASTER_ADDR=<host of rank 0>, or unset both.")
-        port = port or 29500
-        if ddp.rank == 0 and not agent:
-            if not one_host and host == ddp.host and (_resolves(host) or "").startswith("127."):
-                host = _own_address()   # Debian maps a host's own name to 127.0.1.1; the others see its real address
+def _open_store(ddp, env, one_host, agent, init_timeout):
+    """Meet rank 0 in its TCPStore. Returns (store, host, port, a word on how it was found, the address file or None).
+
+    Rank 0 binds its socket first and then tells the others where it is, or that it could not: by MPI broadcast, or
+    in a file. Where neither is possible (torchrun, variables exported by hand, MASTER_ADDR on several hosts), the
+    others know MASTER_ADDR and MASTER_PORT only.
+    """
+    host, port, mpi, path = env.get("MASTER_ADDR"), _int(env, "MASTER_PORT"), ddp.state["mpi"], None
+    how = f"from {'MASTER_ADDR' if host else 'MASTER_PORT'}" if host or port else ""
+    by_hand = ddp.launcher in ("DDP_* variables", "torchrun")   # the ranks may share no parent process
+    if mpi is not None:
+        how += " by MPI broadcast"
+    elif not host or one_host and not by_hand:
+        path = _address_file(env, ddp, one_host)
+        how += f" through {path}"
+    port = port or (29500 if host else 0)
+    listener = failure = None
+    if ddp.rank == 0 and not agent:
+        slurm_host = slurm_first_host(env.get("SLURM_STEP_NODELIST", "")) if ddp.launcher == "Slurm step" else ""
+        host = host or ("127.0.0.1" if one_host else slurm_host or _own_address())
+        if not one_host and host in (ddp.host, slurm_host) and _resolve(host).startswith("127."):
+            host = _own_address()   # Debian maps a host's own name to 127.0.1.1; the others see its real address
+        try:
             listener = _listen(host, port)
+            port = listener.getsockname()[1]
+        except SetupError as e:
+            failure = e
+    if mpi is not None:
+        host, port, failed = mpi.bcast((host, port, failure is not None), root=0)
+        if failed and failure is None:
+            raise SetupError("rank 0 cannot listen", speaks=False)   # it has said why
+    elif path and ddp.rank == 0:
+        _write_address(path, host, port, failure)
+    if failure:
+        raise failure
+    if listener is not None:
+        store = dist.TCPStore(host, port, None, True, datetime.timedelta(seconds=init_timeout),
+                              wait_for_workers=False, master_listen_fd=listener.detach())
     else:
-        if ddp.rank == 0:
-            listener = _listen("127.0.0.1" if one_host else slurm_host or _own_address())
-            host, port = listener.getsockname()[:2]
-        if mpi is not None:
-            (host, port), how = mpi.bcast((host, port), root=0), "by MPI broadcast"
-        else:
-            path = _address_file(env, place, one_host)
-            host, port = _exchange_file(path, ddp.rank, host, port, init_timeout)
-            how = f"through {path}"
-    if ddp.rank != 0 or agent:
-        _await_port(host, port, init_timeout, path)
-    store = dist.TCPStore(host, port, None, listener is not None, limit, wait_for_workers=False,
-                          **({"master_listen_fd": listener.detach()} if listener is not None else {}))
-    if path and ddp.rank == 0:
-        ddp.state["address_file"] = path
-    # A torchrun agent keeps its store over restarts: keys of the attempt before must not be seen.
-    attempt = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return dist.PrefixStore(f"ddp/{attempt}", store), host, port, how
+        store, host, port = _connect(ddp, host, port, None if mpi is not None else path, init_timeout)
+    # Torchrun's agent keeps its store over restarts, and a script may set up twice: old keys must not be seen.
+    setup_ddp.count = getattr(setup_ddp, "count", 0) + 1
+    launch = env.get("TORCHELASTIC_RUN_ID") if by_hand else _launch_name(env, ddp, one_host)
+    store = dist.PrefixStore(f"ddp/{launch}/{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}", store)
+    if listener is not None:
+        store.set("rank0", "")
+    elif not agent:   # rank 0 owns this store: if it is not in it, another run does
+        _await_key(ddp, store, "rank0", 20.0, f"a store answers at {host}:{port}, but rank 0 of this run is "
+                                              f"not in it. Is it another run's? Choose another MASTER_PORT.")
+    return store, host, port, how.strip(), path
 
 
-def _exchange_file(path, rank, host, port, limit):
-    if rank == 0:
-        temporary = f"{path}.{os.getpid()}"
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
-            f.write(f"{host} {port}")
-        os.replace(temporary, path)
-        return host, port
-    deadline = time.monotonic() + limit
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"rank 0 did not appear within {limit:.0f} s: no file {path}. Did it start? Do all hosts "
-                               f"see this folder? If not, set DDP_RENDEZVOUS_DIR, or MASTER_ADDR and MASTER_PORT.")
-        time.sleep(0.02)
-    with open(path) as f:
-        host, port = f.read().split()
-    return host, int(port)
+def _write_address(path, host, port, failure):
+    try:
+        with open(f"{path}.{os.getpid()}", "w") as f:
+            json.dump([host, port, failure is not None], f)
+        os.replace(f.name, path)
+    except OSError as e:
+        raise SetupError(f"rank 0 cannot write the address file {path}: {e.strerror}. Expected a folder that all hosts "
+                         f"see. Set DDP_RENDEZVOUS_DIR, or MASTER_ADDR and MASTER_PORT.") from None
+    if failure:
+        time.sleep(2.0)   # the others read it
+        os.unlink(path)
 
 
-def _await_port(host, port, limit, path):
-    """Wait until somebody listens there: torch's own client prints a wall of stack frames when nobody does."""
-    deadline = time.monotonic() + limit
+def _connect(ddp, host, port, path, limit):
+    """(client of rank 0's store, host, port). Waits for the address file and the listener by itself: torch's client
+    prints a wall of C++ frames while nobody listens, and the file may be of a run that was killed."""
+    deadline, speaks, found = time.monotonic() + limit, ddp.local_rank == 0 or ddp.rank == 1, path is None
     while True:
         try:
+            if path is not None:
+                with open(path) as f:
+                    host, port, failed = json.load(f)
+                if failed:
+                    raise SetupError("rank 0 cannot listen", speaks=False)   # it has said why
+                found = True
             socket.create_connection((host, port), timeout=5).close()
-            return
+            break
         except OSError as e:
+            if time.monotonic() > deadline and found:
+                raise SetupError(
+                    f"rank 0 cannot be reached at {host}:{port} within {limit:.0f} s ({e}). Expected it to listen "
+                    f"there. Did it start? Is MASTER_ADDR right? Try `ping {host}` from {ddp.host}.", speaks) from None
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"rank 0 cannot be reached at {host}:{port} within {limit:.0f} s ({e}). Expected rank 0 to listen "
-                    f"there. Did it start? Try `ping {host}` from {socket.gethostname()}; is MASTER_ADDR right"
-                    f"{f', or {path} left over' if path else ''}?") from None
-            time.sleep(0.1)
+                raise SetupError(
+                    f"rank 0 did not appear within {limit:.0f} s: no file {path}. Did it start? Do all hosts see "
+                    f"this folder? If not, set DDP_RENDEZVOUS_DIR, or MASTER_ADDR and MASTER_PORT.", speaks) from None
+            time.sleep(0.05)
+    try:
+        store = dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=20), wait_for_workers=False)
+    except RuntimeError:
+        raise SetupError(f"something listens at {host}:{port} that is not this run's store. Expected rank 0. Choose "
+                         f"another MASTER_PORT.", speaks) from None
+    store.set_timeout(datetime.timedelta(seconds=limit))
+    return store, host, port
 
 
-def _join(ddp, place, env, backend, init_timeout):
-    """Meet all ranks in the store, check that they fit together, make the process groups."""
-    store, host, port, how = _open_store(ddp, place, env, init_timeout)
-    mine = {"host": ddp.host, "device": None if ddp.device.type == "cpu" else _device_id(ddp.device),
-            "local_rank": ddp.local_rank, "backend": backend, "torch": torch.__version__}
-    store.set(f"here/{ddp.rank}", json.dumps(mine))
+def _await_key(ddp, store, key, limit, otherwise):
+    try:
+        store.wait([key], datetime.timedelta(seconds=limit))
+        return store.get(key)
+    except RuntimeError:   # a timeout, or rank 0 is gone
+        raise SetupError(otherwise, speaks=ddp.local_rank == 0 or ddp.rank == 1) from None
+
+
+def _join(ddp, env, init_timeout, error):
+    """Meet all ranks in the store, check that they fit together, make the process groups. `error`: what this rank
+    has to report instead of joining."""
+    one_host = ddp.local_world_size == ddp.world_size
+    agent = ddp.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store, host, port, how, path = _open_store(ddp, env, one_host, agent, init_timeout)
+    store.set(f"here/{ddp.rank}", json.dumps({
+        "host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
+        "device": None if error else _device_id(ddp.device)}))
+    if store.add(f"claim/{ddp.rank}", 1) > 1:   # MASTER_PORT exported by hand, and two runs use it
+        store.set("twice", str(ddp.rank))
     joined = store.add("joined", 1)
+    server = None
     if ddp.rank == 0:
         deadline = time.monotonic() + init_timeout
         while (joined := store.add("joined", 0)) < ddp.world_size and time.monotonic() < deadline:
             time.sleep(0.02)
-        table = _check_table(store, ddp, joined, init_timeout)
-        server = None
+        table = _check_table(store, ddp.world_size, init_timeout)
         if "error" not in table:
             # Under torchrun MASTER_ADDR is the agent's host, which rank 0 may not share.
-            server = _LifelineServer(_listen(host if _is_local(host) else _own_address()), ddp, table["hosts"])
+            listener = _listen("127.0.0.1" if one_host else _own_address() if agent else host)
+            server = _LifelineServer(listener, ddp, table["hosts"])
             table["lifeline"] = [*server.address, server.token]
         store.set("table", json.dumps(table))
-        with contextlib.suppress(OSError, KeyError):
-            os.unlink(ddp.state.pop("address_file"))
-    else:
-        # Rank 0 gives up first and says why; only if it is gone itself does this wait run out.
-        store.wait(["table"], datetime.timedelta(seconds=init_timeout + 60))
-        table, server = json.loads(store.get("table")), None
+        if path:
+            os.unlink(path)
+    else:   # rank 0 gives up first and says why; only if it is gone itself does this wait run out
+        table = json.loads(_await_key(ddp, store, "table", init_timeout + 60, "rank 0 ended while the ranks "
+                                                                              "were "
+                                      "meeting. Expected it to stay; look for its own message."))
     if "error" in table:
-        if ddp.rank == 0:   # it owns the store: the others must have read the reason before it leaves
-            deadline = time.monotonic() + 5
-            while store.add("read", 0) < joined - 1 and time.monotonic() < deadline:
-                time.sleep(0.02)
-            raise RuntimeError(table["error"])
         store.add("read", 1)
-        _leave(1)   # rank 0 prints the reason once
+        if ddp.rank == 0:   # it says the reason, and owns the store: the others must have read before it leaves
+            _poll(lambda: store.add("read", 0) >= joined, 5.0)
+            raise SetupError(table["error"])
+        _leave(1)
     hosts = table["hosts"]
-    local = [r for r, h in enumerate(hosts) if h == ddp.host]
-    order = list(dict.fromkeys(hosts))
-    ddp.state.update(hosts=hosts, store=store, server=server)
-    ddp.state["lifeline"] = _Lifeline(ddp, table["lifeline"], server)
+    ddp.state.update(hosts=hosts, server=server, store=store)
+    ddp.state["lifeline"] = lifeline = _Lifeline(ddp, table["lifeline"], server)
     _export(ddp, MASTER_ADDR=host, MASTER_PORT=port)
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        name = _interface_of(_route_to(host) or "")
-        if name:
-            _export(ddp, GLOO_SOCKET_IFNAME=name)
-    arguments = {"device_id": ddp.device} if backend == "nccl" else {}
-    dist.init_process_group(backend, store=store, rank=ddp.rank, world_size=ddp.world_size, timeout=ddp.timeout,
-                            **arguments)
-    sys.excepthook = ddp.state["lifeline"]._excepthook   # torch has wrapped it in one that swallows what we print
-    control = dist.group.WORLD
-    if backend != "gloo" and ddp.world_size <= GLOO_MAX_RANKS:
-        control = dist.new_group(backend="gloo", timeout=ddp.timeout)
-    return Ddp(ddp.rank, ddp.world_size, ddp.local_rank, place.local_world_size or len(local),
-               order.index(ddp.host) if place.node_rank is None else place.node_rank, ddp.device, backend, ddp.launcher,
-               ddp.seed, ddp.host, (*ddp.notes, f"rank 0 at {host}:{port}, found {how}"), control, ddp.timeout, ddp.state)
+    interface = _interface_of("127.0.0.1" if one_host else _route_to(host))
+    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        _export(ddp, GLOO_SOCKET_IFNAME=interface)
+    dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, world_size=ddp.world_size, timeout=ddp.timeout,
+                            **({"device_id": ddp.device} if ddp.backend == "nccl" else {}))
+    sys.excepthook = lifeline.excepthook   # torch has wrapped it in one that swallows what we print
+    control = None
+    if ddp.world_size <= (_int(env, "DDP_GLOO_MAX_RANKS") or GLOO_MAX_RANKS):
+        control = dist.group.WORLD if ddp.backend == "gloo" else dist.new_group(backend="gloo", timeout=ddp.timeout)
+    node_rank = list(dict.fromkeys(hosts)).index(ddp.host) if ddp.node_rank is None else ddp.node_rank
+    return replace(ddp, local_world_size=ddp.local_world_size or hosts.count(ddp.host), node_rank=node_rank,
+                   control=control, notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
 
 
-def _is_local(host):
-    """Is `host` an address of this machine?"""
-    try:
-        _listen(host).close()
-        return True
-    except (RuntimeError, OSError):
-        return False
-
-
-def _check_table(store, ddp, joined, init_timeout):
+def _check_table(store, n, init_timeout):
     """On rank 0: {'hosts': [...]} if all ranks are there and fit together, else {'error': text}."""
-    n = ddp.world_size
-    if joined < n:
-        present = [r for r in range(n) if store.check([f"here/{r}"])]
-        missing = sorted(set(range(n)) - set(present))
-        where = sorted({json.loads(store.get(f"here/{r}"))["host"] for r in present})
-        shown = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
-        return {"error": f"{len(missing)} of {n} ranks did not appear within {init_timeout:.0f} s: rank(s) {shown}. "
-                         f"The others are on {', '.join(where[:20])}. Is a host down, or cannot it reach rank 0?"}
-    rows = [json.loads(x) for x in store.multi_get([f"here/{r}" for r in range(n)])]
-    users = {}
-    for r, row in enumerate(rows):
-        if row["device"]:
-            users.setdefault((row["host"], row["device"]), []).append(r)
-    for (host, device), ranks in users.items():
-        if len(ranks) > 1:
-            return {"error": f"ranks {', '.join(map(str, ranks))} on {host} share one accelerator ({device}); expected one "
-                             f"rank per accelerator. Start fewer ranks per host, or unset the mask "
-                             f"(CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK)."}
+    rows = {r: json.loads(store.get(f"here/{r}")) for r in range(n) if store.check([f"here/{r}"])}
+
+    def ranks_by(key):
+        groups = collections.defaultdict(list)
+        for r, row in rows.items():
+            groups[key(row)].append(r)
+        return groups
+
+    if store.check(["twice"]):
+        return dict(error=f"rank {store.get('twice').decode()} came twice. Expected each once. Was it "
+                          "started twice, or do "
+                      f"two runs use the same MASTER_PORT?")
+    for text, ranks in ranks_by(lambda row: row["error"]).items():
+        if text:
+            return dict(error=text if len(ranks) == n else f"rank {_some(ranks)} on "
+                                                           f"{rows[ranks[0]]['host']}: {text}")
+    if len(rows) < n:
+        return dict(error=f"{n - len(rows)} of {n} ranks did not appear within {init_timeout:.0f} s: rank(s) "
+                      f"{_some(sorted(set(range(n)) - set(rows)))}. The others are on "
+                      f"{_some(sorted({row['host'] for row in rows.values()}))}. Is a host down, or cannot "
+                      f"it reach rank 0?")
+    for (host, device), ranks in ranks_by(lambda row: (row["host"], row["device"])).items():
+        if device and len(ranks) > 1:
+            return dict(error=f"ranks {_some(ranks)} on {host} share one accelerator ({device}); expected "
+                              "one rank per "
+                          f"accelerator. Start fewer ranks per host, or unset the mask "
+                          f"(CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK).")
     for what in ("backend", "torch"):
-        values = sorted({row[what] for row in rows})
+        values = sorted(ranks_by(lambda row: row[what]))
         if len(values) > 1:
-            return {"error": f"the ranks differ in {what}: {', '.join(values)}; expected the same on all. Give --device "
-                             f"and --backend, and one environment for all hosts."}
-    return {"hosts": [row["host"] for row in rows]}
+            return dict(error=f"the ranks differ in {what}: {', '.join(values)}; expected the same on all. "
+                              "Give --device "
+                          f"and --backend, and one environment for all hosts.")
+    return {"hosts": [rows[r]["host"] for r in range(n)]}
 
 
-# -------------------------------------------------------------------------------------------- one fails, all end
+def _some(items):
+    shown = ", ".join(map(str, items[:20]))
+    return f"{shown} and {len(items) - 20} more" if len(items) > 20 else shown
+
+
+def _poll(condition, seconds):
+    """Wait until condition() is true, at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+# ---------------------------------------------------------------- one fails, all end
 # MPICH, Intel MPI and srun let the other ranks run on when one fails; a rank outside a collective never notices. So
-# every rank holds a connection to a small thread in rank 0. A rank that fails says so there; one that dies without
-# a word is seen by its connection closing. Each rank waits in recv(): no polling, no load, and no torch store, whose
-# client prints pages of C++ frames when its peer is gone.
+# every rank holds a connection to a small thread in rank 0, its lifeline. A rank that fails says so there; one that
+# dies without a word is seen by its connection closing. Each rank waits in recv(): no polling, no load, and no torch
+# store, whose client prints pages of C++ frames when its peer is gone. Messages are lines of JSON:
+#   rank -> server   {"token": ..., "rank": r}, {"failed": code, "secondary": bool}, {"bye": true}
+#   server -> ranks  {"failed": rank, "code": code}: all end; {"done": true}: everybody has said goodbye
 DIED = "died without a word (killed, out of memory, or a crash)"
-
-
-def _line(sock_file):
-    text = sock_file.readline()
-    return json.loads(text) if text.endswith(b"\n") else None
 
 
 def _send(sock, **message):
@@ -716,9 +754,9 @@ def _send(sock, **message):
 def _keep_alive(sock):
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):   # a host that vanishes
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):   # a host that vanishes
         if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class _LifelineServer(threading.Thread):
@@ -726,71 +764,82 @@ class _LifelineServer(threading.Thread):
 
     def __init__(self, listener, ddp, hosts):
         super().__init__(daemon=True, name="ddp-lifeline-server")
-        self.listener, self.ddp, self.hosts, self.world_size = listener, ddp, hosts, ddp.world_size
+        self.listener, self.ddp, self.hosts = listener, ddp, hosts
         self.address, self.token = listener.getsockname()[:2], secrets.token_hex(8)
-        self.peers, self.gone, self.verdict, self.pending = {}, set(), None, None
+        self.ranks, self.peers, self.gone = {}, {}, set()   # socket -> rank, rank -> socket, ranks that have left
+        self.verdict = self.pending = None
         self.start()
 
     def run(self):
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.listener, selectors.EVENT_READ)
-            buffers, ranks = {}, {}
-            while len(self.gone) < self.world_size:
-                # A failure that only reports a lost connection waits a moment for the failure that caused it.
-                limit = None if self.pending is None else max(0.0, self.pending[0] - time.monotonic())
-                for key, _ in selector.select(limit):
-                    sock = key.fileobj
-                    if sock is self.listener:
+        selector, buffers, told = selectors.DefaultSelector(), {}, False
+        selector.register(self.listener, selectors.EVENT_READ)
+        while self.peers or len(self.gone) < self.ddp.world_size:
+            # A failure that only reports a lost connection waits a moment for the failure that caused it.
+            limit = None if self.pending is None else max(0.0, self.pending[0] - time.monotonic())
+            for key, _ in selector.select(limit):
+                sock = key.fileobj
+                if sock is self.listener:
+                    with contextlib.suppress(OSError):   # it has gone again
                         sock, _ = self.listener.accept()
                         _keep_alive(sock)
                         selector.register(sock, selectors.EVENT_READ)
                         buffers[sock] = b""
-                        continue
-                    try:
-                        data = sock.recv(65536)
-                    except OSError:
-                        data = b""
+                    continue
+                try:
+                    data = sock.recv(4096)
                     *lines, buffers[sock] = (buffers[sock] + data).split(b"\n")
-                    for text in lines:
-                        self._message(sock, ranks, json.loads(text))
-                    if not data:
-                        selector.unregister(sock)
-                        sock.close()
-                        rank = ranks.get(sock)
-                        if rank is not None and rank not in self.gone:
-                            self.gone.add(rank)
-                            if self.verdict is None:
-                                _print_failure(self.ddp, rank, DIED, self.hosts[rank])
-                            self._judge(rank, 1, DIED, False)
-                if self.pending is not None and time.monotonic() >= self.pending[0]:
-                    self._announce(*self.pending[1:])
-            self._tell(done=True)
+                    for line in lines:
+                        self._hear(sock, json.loads(line))
+                except (OSError, ValueError, KeyError, TypeError):   # lost, or a stranger that talks nonsense
+                    data = b""
+                if not data or (sock not in self.ranks and len(buffers[sock]) > 4096):
+                    selector.unregister(sock)
+                    sock.close()
+                    self._closed(self.ranks.get(sock))
+            if self.pending is not None and time.monotonic() >= self.pending[0]:
+                self._announce(*self.pending[1:])
+            if len(self.gone) == self.ddp.world_size and not told:
+                told = True
+                self._tell(done=True)
+        selector.close()
+        self.listener.close()
 
-    def _message(self, sock, ranks, m):
-        if "token" in m:
-            if secrets.compare_digest(m["token"], self.token):
-                ranks[sock] = m["rank"]
-                self.peers[m["rank"]] = sock
-                if self.verdict:   # it came late: tell it what has happened
-                    _send(sock, **self.verdict)
-        elif sock in ranks and m.get("bye"):
-            self.gone.add(ranks[sock])
-        elif sock in ranks:
-            self._judge(ranks[sock], m["code"], m["text"], m["secondary"])
+    def _hear(self, sock, message):
+        if sock not in self.ranks:
+            if not secrets.compare_digest(message["token"], self.token):
+                raise ValueError("a stranger")
+            self.ranks[sock] = message["rank"]
+            self.peers[message["rank"]] = sock
+            if self.verdict:   # it came late: tell it what has happened
+                _send(sock, **self.verdict)
+        elif "bye" in message:
+            self.gone.add(self.ranks[sock])
+        elif self.verdict is None and not message["secondary"]:
+            self._announce(self.ranks[sock], message["failed"])
+        elif self.verdict is None and self.pending is None:
+            self.pending = (time.monotonic() + 1.0, self.ranks[sock], message["failed"])
 
-    def _judge(self, rank, code, text, secondary):
-        if self.verdict is None and secondary and self.pending is None:
-            self.pending = (time.monotonic() + 1.0, rank, code, text)
-        elif self.verdict is None and not secondary:
-            self._announce(rank, code, text)
+    def _closed(self, rank):
+        if rank is None:
+            return
+        self.peers.pop(rank, None)
+        if rank not in self.gone:
+            self.gone.add(rank)
+            if self.verdict is None:
+                _print_failure(self.ddp, DIED, rank, self.hosts[rank])
+                self._announce(rank, 1)
 
-    def _announce(self, rank, code, text):
-        self.pending, self.verdict = None, {"failed": rank, "code": code, "text": text}
+    def _announce(self, rank, code):
+        self.pending, self.verdict = None, {"failed": rank, "code": code}
         self._tell(**self.verdict)
 
     def _tell(self, **message):
         for sock in self.peers.values():
             _send(sock, **message)
+
+    def outlast(self, seconds):
+        """The others hear the news through this process: let them leave first, but wait no longer than `seconds`."""
+        _poll(lambda: not set(self.peers) - {0}, seconds)
 
 
 class _Lifeline(threading.Thread):
@@ -799,61 +848,66 @@ class _Lifeline(threading.Thread):
     def __init__(self, ddp, address, server):
         super().__init__(daemon=True, name="ddp-lifeline")
         host, port, token = address
-        self.ddp, self.server = ddp, server
+        self.ddp, self.server, self.pid = ddp, server, os.getpid()
         self.sock = socket.create_connection((host, port), timeout=60)
         self.sock.settimeout(None)
         _keep_alive(self.sock)
         _send(self.sock, token=token, rank=ddp.rank)
-        self.leaving, self.mine, self.answered = False, None, threading.Event()
+        self.leaving, self.failing, self.answered = False, False, threading.Event()
+        self.previous_hook, sys.excepthook = sys.excepthook, self.excepthook
+        self.exit_code, self.previous_exit, sys.exit = None, sys.exit, self.sys_exit
+        atexit.register(self.at_exit)
         if hasattr(os, "register_at_fork"):   # a forked DataLoader worker must not keep a dead rank's connection open
-            os.register_at_fork(after_in_child=self._close_in_child)
-        self.previous_hook, sys.excepthook = sys.excepthook, self._excepthook
+            os.register_at_fork(after_in_child=self.forget)
         self.start()
 
-    def _close_in_child(self):
-        for sock in (self.sock, *(self.server.peers.values() if self.server else ()),
-                     *((self.server.listener,) if self.server else ())):
-            with contextlib.suppress(OSError):
-                os.close(sock.detach())
-        sys.excepthook = self.previous_hook
-
     def run(self):
-        with self.sock.makefile("rb") as f:
-            try:
-                message = _line(f)
-            except OSError:
-                message = None
-        if message and message.get("done"):
-            self.answered.set()
+        try:
+            with self.sock.makefile("rb") as f:
+                message = json.loads(f.readline())
+        except (OSError, ValueError):   # rank 0 is gone: one of the survivors says so
+            message = None if self.leaving else {"failed": 0, "code": 1}
+            if message and self.ddp.rank == 1 and not self.failing:
+                _print_failure(self.ddp, DIED, 0, self.ddp.state["hosts"][0])
+        if message is None or "done" in message or (self.failing and message["failed"] == self.ddp.rank):
+            self.answered.set()   # a failing main thread prints its own failure
             return
-        if message is None:   # rank 0 is gone
-            if self.leaving:
-                self.answered.set()
-                return
-            message = {"failed": 0, "code": 1}
-            if self.ddp.rank == 1:   # one of the survivors says it
-                _print_failure(self.ddp, 0, DIED, self.ddp.state["hosts"][0])
-        if self.mine is not None and message["failed"] in (self.ddp.rank, None):
-            self.answered.set()   # the main thread prints its own failure
-            return
-        if self.server is not None:   # the others read the news from this process: let them before it ends
-            deadline = time.monotonic() + 3.0
-            while len(self.server.gone | {self.ddp.rank}) < self.ddp.world_size and time.monotonic() < deadline:
-                time.sleep(0.02)
-        _leave(message["code"], self.ddp)
+        if self.server is not None:
+            self.server.outlast(3.0)
+        _leave(message["code"])
 
-    def _excepthook(self, kind, error, tb):
+    def fail(self, code, secondary):
+        """Announce a failure. Returns if it is the first one, to be printed; else this process has ended."""
+        self.failing = True
+        _send(self.sock, failed=code, secondary=secondary)
+        self.answered.wait(8.0)
+
+    def excepthook(self, kind, error, tb):
         _fail_with(self.ddp, error)
 
-    def fail(self, text, code, secondary):
-        """Announce a failure. True: this rank was the first and should print it. False: another was; leave quietly."""
-        self.mine = text
-        _send(self.sock, code=code, text=text[:2000], secondary=secondary)
-        self.answered.wait(8.0)
-        return True
+    def sys_exit(self, code=None):
+        self.exit_code = code   # atexit handlers are not told
+        self.previous_exit(code)
+
+    def at_exit(self):
+        """The script ends without cleanup_ddp."""
+        if os.getpid() == self.pid:
+            cleanup_ddp(self.ddp) if self.exit_code in (None, 0) else _fail_with(self.ddp, SystemExit(self.exit_code))
+
+    def restore(self):
+        sys.excepthook, sys.exit = self.previous_hook, self.previous_exit
+        atexit.unregister(self.at_exit)
+
+    def forget(self):
+        if self.sock.fileno() < 0:   # cleaned up before the fork
+            return
+        self.restore()
+        for sock in (self.sock, *((self.server.listener, *self.server.peers.values()) if self.server else ())):
+            with contextlib.suppress(OSError):
+                os.close(sock.detach())
 
 
-def _print_failure(ddp, rank, text, host):
+def _print_failure(ddp, text, rank, host):
     print(f"\n[rank {rank} of {ddp.world_size} on {host}] {text}", file=sys.stderr, flush=True)
 
 
@@ -865,34 +919,39 @@ def _fail_with(ddp, error):
         code = error.code if isinstance(error.code, int) else 1
         stop_all(ddp, str(error.code) if isinstance(error.code, str) else f"left with exit code {code}", code)
     # A lost connection is most likely the consequence of a failure elsewhere: that one is to be printed.
-    secondary = isinstance(error, RuntimeError) and "onnection" in str(error)
-    stop_all(ddp, "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip(), 1, secondary)
+    secondary = isinstance(error, RuntimeError) and bool(re.search(
+        "connection|socket|timed out|communicator|successfully reached monitoredBarrier", str(error), re.I))
+    stop_all(ddp, "".join(traceback.format_exception(error)).rstrip(), 1, secondary)
 
 
 def stop_all(ddp, text, code=1, secondary=False):
-    """Print `text` once, with the rank, and end every rank with exit code `code`. Does not return."""
-    if ddp.state.get("lifeline") is None:
-        print(f"\n[rank {ddp.rank} of {ddp.world_size} on {ddp.host}] {text}" if ddp.world_size > 1 else text,
-              file=sys.stderr, flush=True)
-    elif ddp.state["lifeline"].fail(text, code, secondary):
-        _print_failure(ddp, ddp.rank, text, ddp.host)
-        server = ddp.state.get("server")
-        deadline = time.monotonic() + 3.0
-        while server and len(server.gone | {ddp.rank}) < ddp.world_size and time.monotonic() < deadline:
-            time.sleep(0.02)   # rank 0 owns the store and the lifeline: the others hear the news before it ends
-    _leave(code, ddp, abort=True)
+    """Print `text` once, with the rank, and end every rank with exit code `code`. Does not return.
+
+    secondary: another rank's failure within the next second is to be printed instead."""
+    lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
+    if lifeline is None:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        lifeline.fail(code, secondary)
+        _print_failure(ddp, text, ddp.rank, ddp.host)
+        if server:
+            server.outlast(3.0)
+    _leave(code, ddp.state.get("mpi"))
 
 
-def _leave(code, ddp=None, abort=False):
+def _leave(code, mpi=None):
     """End this process now: no atexit handlers, no destructors, which wait for other ranks or die by SIGABRT."""
+    last = threading.Timer(5.0, os._exit, (code,))   # whatever hangs below: a full pipe, MPI_Abort
+    last.daemon = True
+    last.start()
     multiprocessing = sys.modules.get("multiprocessing")
     for child in multiprocessing.active_children() if multiprocessing else ():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    if abort and ddp is not None and ddp.state.get("mpi") is not None:
-        ddp.state["mpi"].Abort(code)
+    if mpi is not None:
+        mpi.Abort(code)
     os._exit(code)
 
 
@@ -902,20 +961,19 @@ def cleanup_ddp(ddp):
     if ddp.state.get("clean"):
         return
     ddp.state["clean"] = True
-    lifeline = ddp.state.get("lifeline")
+    lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
     if lifeline is not None:
         lifeline.leaving = True
         _send(lifeline.sock, bye=True)
         lifeline.answered.wait(ddp.timeout.total_seconds())   # everybody has said goodbye: the final barrier
+        lifeline.restore()
         dist.destroy_process_group()
-        sys.excepthook = lifeline.previous_hook
-        ddp.state["store"].add("left", 1)
-        if ddp.state["server"] is not None:   # the store lives in this process: outlast the others' last request
-            deadline = time.monotonic() + 10
-            while ddp.state["store"].add("left", 0) < ddp.world_size and time.monotonic() < deadline:
-                time.sleep(0.01)
+        with contextlib.suppress(OSError):
+            lifeline.sock.shutdown(socket.SHUT_RDWR)
         lifeline.sock.close()
-    if ddp.state.get("mpi") is not None:
+        if server:   # the store lives in this process: outlast the others' last request
+            server.join(10.0)
+    if ddp.state.get("finalize_mpi"):
         from mpi4py import MPI
         if not MPI.Is_finalized():
             MPI.Finalize()
@@ -924,7 +982,7 @@ def cleanup_ddp(ddp):
     setup_ddp.current = None
 
 
-# ------------------------------------------------------------------------------------- wrap, shard, agree, reduce
+# ---------------------------------------------------------------- wrap, shard, agree, reduce
 def wrap_ddp(model, ddp, gradient_as_bucket_view=True, static_graph=False, find_unused_parameters=False,
              broadcast_buffers=True, bucket_cap_mb=None):
     """Wrap a model, already on ddp.device, in DistributedDataParallel (one rank: the model itself comes back).
@@ -934,8 +992,8 @@ def wrap_ddp(model, ddp, gradient_as_bucket_view=True, static_graph=False, find_
     """
     for name, p in model.named_parameters():
         if p.device != ddp.device:
-            raise ValueError(f"parameter {name} is on {p.device}; expected {ddp.device}. Call model.to(ddp.device) before "
-                             f"wrap_ddp (and before the optimizer is made).")
+            raise ValueError(f"parameter {name} is on {p.device}; expected {ddp.device}. Call "
+                             f"model.to(ddp.device) before wrap_ddp (and before the optimizer is made).")
     if ddp.world_size > 1:
         ids = {"device_ids": [ddp.device.index], "output_device": ddp.device.index} if ddp.device.type == "cuda" else {}
         # torch 2.13 renames the option, and warns of the old name
@@ -976,8 +1034,8 @@ class DdpSampler(torch.utils.data.Sampler):
 
     def __init__(self, n, rank, world_size, train, shuffle, seed):
         if n < world_size:
-            raise ValueError(f"{n} item(s) for {world_size} ranks; expected at least one each. Use fewer ranks or more "
-                             f"data.")
+            raise ValueError(f"{n} item(s) for {world_size} ranks; expected at least one each. Use fewer "
+                             f"ranks or more data.")
         self.n, self.rank, self.world_size, self.train, self.shuffle, self.seed = n, rank, world_size, train, shuffle, seed
         self.epoch, self.start = 0, 0
 
@@ -1022,64 +1080,60 @@ def print0(ddp, *values, **options):
         print(*values, **{"flush": True, **options})
 
 
-def _control(ddp):
-    """(group, device) over which small things travel: gloo, or above GLOO_MAX_RANKS the device's own backend."""
-    if ddp.control is not None and (ddp.backend == "gloo" or ddp.control is not dist.group.WORLD):
-        return ddp.control, torch.device("cpu")
+def _route(ddp, device):
+    """(group, device) over which something on `device` travels: small things, on the CPU, over gloo; above
+    GLOO_MAX_RANKS over the device's own backend."""
+    if device.type == "cpu" and ddp.control is not None:
+        return ddp.control, device
     return dist.group.WORLD, ddp.device
 
 
 def barrier(ddp, timeout=None):
-    """Wait for all ranks, at most `timeout` seconds (default: that of the set-up). Raises RuntimeError naming the ranks
-    that did not come (above GLOO_MAX_RANKS and on accelerators: without names)."""
-    if ddp.world_size == 1:
-        return
-    group, device = _control(ddp)
+    """Wait for all ranks, at most `timeout` seconds (default: that of the set-up). Raises RuntimeError naming the
+    ranks that did not come (above GLOO_MAX_RANKS: without names)."""
     limit = ddp.timeout if timeout is None else datetime.timedelta(seconds=timeout)
-    if device.type == "cpu":
-        dist.monitored_barrier(group, limit, wait_all_ranks=True)
-    else:
-        dist.barrier(group)
+    if ddp.world_size > 1 and ddp.control is not None:
+        dist.monitored_barrier(ddp.control, limit, wait_all_ranks=True)
+    elif ddp.world_size > 1:
+        dist.barrier(async_op=True).wait(limit)
 
 
 def broadcast(value, ddp, src=0):
     """`value` of rank `src`, on every rank. A tensor (same shape and dtype everywhere) is filled in place and returned;
-    anything else must be plain (None, bool, number, text, lists and dicts of these) and travels as JSON."""
-    if ddp.world_size == 1:
-        return value
+    anything else must be plain (None, bool, number, text, lists and dicts with text keys) and travels as JSON, so a
+    tuple comes back as a list."""
     if isinstance(value, torch.Tensor):
-        dist.broadcast(value, src, group=_control(ddp)[0] if value.device.type == "cpu" else None)
+        if ddp.world_size > 1:
+            group, device = _route(ddp, value.device)
+            moved = value.to(device)
+            dist.broadcast(moved, src, group=group)
+            value.copy_(moved)
         return value
-    group, device = _control(ddp)
-    data = json.dumps(value).encode() if ddp.rank == src else b""
-    size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, src, group=group)
-    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
-    if ddp.rank == src:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, src, group=group)
-    return json.loads(bytes(buffer.cpu().tolist()))
+    data = bytearray(json.dumps(value).encode() if ddp.rank == src else b"")
+    if ddp.world_size > 1:
+        size = broadcast(torch.tensor([len(data)]), ddp, src)
+        data = bytearray(int(size)) if ddp.rank != src else data
+        data = bytes(broadcast(torch.frombuffer(data, dtype=torch.uint8), ddp, src).tolist())
+    return json.loads(data)
 
 
 def all_sum(value, ddp):
     """Sum over ranks of a tensor (a new one is returned) or of a number or list of numbers (in float64)."""
-    if isinstance(value, torch.Tensor):
-        value = value.clone()
-        if ddp.world_size > 1:
-            group, device = _control(ddp) if value.device.type == "cpu" else (None, value.device)
-            moved = value.to(device)
-            dist.all_reduce(moved, group=group)
-            value = moved.to(value.device)
-        return value
-    return all_sum(torch.tensor(value, dtype=torch.float64), ddp).tolist()
+    if not isinstance(value, torch.Tensor):
+        return all_sum(torch.tensor(value, dtype=torch.float64), ddp).tolist()
+    if ddp.world_size == 1:
+        return value.clone()
+    group, device = _route(ddp, value.device)
+    total = value.to(device, copy=True)
+    dist.all_reduce(total, group=group)
+    return total.to(value.device)
 
 
 def all_mean(value, ddp):
     """Mean over ranks, as all_sum. Right only where every rank has the same share; else sum and count."""
-    if isinstance(value, torch.Tensor):
-        return all_sum(value, ddp) / ddp.world_size
-    mean = all_sum(torch.tensor(value, dtype=torch.float64), ddp) / ddp.world_size
-    return mean.tolist()
+    if not isinstance(value, torch.Tensor):
+        return all_mean(torch.tensor(value, dtype=torch.float64), ddp).tolist()
+    return all_sum(value, ddp) / ddp.world_size
 
 
 def scale_for_batch(lr, warmup, rule, global_batch, base):
@@ -1094,7 +1148,7 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
     return lr * f, round(warmup * f)
 
 
-# ------------------------------------------------------------------------------------------------------- precision
+# ---------------------------------------------------------------- precision
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -1122,10 +1176,12 @@ def choose_dtype(request, device):
         return (torch.bfloat16, f"{device.type} computes in bfloat16") if native else (
             torch.float32, f"{device.type} has no native bfloat16")
     if request not in DTYPES:
-        raise ValueError(f"mixed_precision is {request!r}; expected true, false or one of {', '.join(DTYPES)}")
+        raise ValueError(f"mixed_precision is {request!r}; expected true, false or one of "
+                         f"{', '.join(DTYPES)}")
     if request == "bfloat16" and not native:
         if device.type != "cpu":
-            raise RuntimeError(f"{device} has no bfloat16. Expected a newer device; use mixed_precision: float16 or false.")
+            raise RuntimeError(f"{device} has no bfloat16. Expected a newer device; use mixed_precision: "
+                               "float16 or false.")
         return torch.bfloat16, "asked for; emulated on this CPU, slow"
     return DTYPES[request], "asked for"
 
@@ -1143,19 +1199,18 @@ def grad_scaler(dtype, ddp):
     return torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
 
 
-# ------------------------------------------------------------------------------------------------------ checkpoints
+# ---------------------------------------------------------------- checkpoints
 def _check_plain(value, where):
-    if isinstance(value, dict):
+    if type(value) in (dict, collections.OrderedDict) and all(type(k) in (str, int) for k in value):
         for k, v in value.items():
-            if not isinstance(k, (str, int)):
-                raise ValueError(f"checkpoint: key {k!r} in {where} is {type(k).__name__}; expected text or int")
             _check_plain(v, f"{where}.{k}")
-    elif isinstance(value, (list, tuple)):
+    elif type(value) in (list, tuple, torch.Size):
         for i, v in enumerate(value):
             _check_plain(v, f"{where}[{i}]")
     elif value is not None and type(value) not in (bool, int, float, str) and not isinstance(value, torch.Tensor):
-        raise ValueError(f"checkpoint: {where} is {type(value).__name__}; expected tensors and plain types only, so that "
-                         f"torch.load(weights_only=True) reads it. Convert it (float(x), x.tolist(), dict(x)).")
+        raise ValueError(f"{where} is {type(value).__name__}; expected tensors and plain types (dicts with "
+                         f"text or int as keys), so that torch.load(weights_only=True) reads it. Convert it: "
+                         "float(x), x.tolist(), ...")
 
 
 def save_checkpoint(path, ddp, **state):
@@ -1163,35 +1218,36 @@ def save_checkpoint(path, ddp, **state):
     file and its folder, rename. Adds `world_size` and `versions`. A collective: all ranks must call it, all of them
     raise if writing failed (ValueError: something that is not plain; RuntimeError: the disk), and then the file of
     before is untouched."""
-    error = None
-    if ddp.is_main:
-        temporary = os.path.join(os.path.dirname(path) or ".", f".{os.path.basename(path)}.{os.getpid()}.tmp")
-        try:
-            state = {**state, "world_size": ddp.world_size,
-                     "versions": {"torch": str(torch.__version__), "python": sys.version.split()[0]}}
+    error, folder = None, os.path.dirname(path) or "."
+    temporary = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}.tmp")
+    try:
+        if ddp.is_main:
+            state.update(world_size=ddp.world_size,
+                         versions={"torch": str(torch.__version__), "python": sys.version.split()[0]})
             _check_plain(state, "checkpoint")
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
             with open(temporary, "wb") as f:
                 torch.save(state, f)
                 f.flush()
                 os.fsync(f.fileno())
             os.replace(temporary, path)
-            folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+            handle = os.open(folder, os.O_RDONLY)
             try:
-                os.fsync(folder)   # the rename itself must survive a power cut
+                os.fsync(handle)   # the rename itself must survive a power cut
             finally:
-                os.close(folder)
-        except ValueError as e:
-            error = ["ValueError", str(e)]
-        except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
-            error = ["RuntimeError", f"cannot write {path}: {e}. The checkpoint of before is untouched. Is the disk full "
-                                     f"or the folder read-only?"]
-        finally:
+                os.close(handle)
+    except ValueError as e:
+        error = ["ValueError", str(e)]
+    except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
+        error = ["RuntimeError", f"cannot write {path}: {e}. The checkpoint of before is untouched. Is the "
+                                 f"disk full or the folder read-only?"]
+    finally:
+        if ddp.is_main:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
     error = broadcast(error, ddp)
     if error:
-        raise {"ValueError": ValueError, "RuntimeError": RuntimeError}[error[0]](error[1])
+        raise (ValueError if error[0] == "ValueError" else RuntimeError)(error[1])
 
 
 def load_checkpoint(path, ddp=None, map_location="cpu"):
@@ -1202,11 +1258,12 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
     except FileNotFoundError:
         raise ValueError(f"no checkpoint {path}. Expected a file written by save_checkpoint.") from None
     except Exception as e:   # torch raises half a dozen kinds for a damaged file
-        raise ValueError(f"cannot read the checkpoint {path}: {type(e).__name__}: {str(e).splitlines()[0]}. Expected a "
-                         f"file written by save_checkpoint. Use another one, or start afresh.") from None
+        raise ValueError(f"cannot read the checkpoint {path}: {type(e).__name__}: {str(e).splitlines()[0]}. "
+                         f"Expected a file written by save_checkpoint. Use another one, or start "
+                         "afresh.") from None
 
 
-# ----------------------------------------------------------------------------------------------------- command line
+# ---------------------------------------------------------------- command line
 def add_launch_arguments(parser):
     """The launch options of a training script, for an argparse parser."""
     group = parser.add_argument_group("launch")
@@ -1218,7 +1275,8 @@ def add_launch_arguments(parser):
     group.add_argument("--node_rank", type=int, help="this node, 0 to nnodes - 1")
     group.add_argument("--master_addr", help="host of node 0")
     group.add_argument("--master_port", type=int, help="a free port of node 0 (default 29500)")
-    group.add_argument("--nproc_per_node", type=int, help="ranks on this node (default: its accelerators, else 1)")
+    group.add_argument("--nproc_per_node", type=int, help="ranks on this node (default: its accelerators, "
+                                                          "else 1)")
 
 
 def hand_over(args, argv):
@@ -1227,16 +1285,17 @@ def hand_over(args, argv):
     if args.nnodes is None and args.nproc_per_node is None:
         stray = [o for o in ("node_rank", "master_addr", "master_port") if getattr(args, o) is not None]
         if stray:
-            raise ValueError(f"--{stray[0]} is given without --nnodes. Expected --nnodes N --node_rank R --master_addr HOST "
-                             f"[--master_port P] [--nproc_per_node M].")
+            raise ValueError(f"--{stray[0]} is given without --nnodes. Expected --nnodes N --node_rank R "
+                             f"--master_addr HOST [--master_port P] [--nproc_per_node M].")
         return
     place = detect_launcher(os.environ)
     if place.world_size > 1:
-        raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has started {place.world_size} "
-                         f"already. Leave one of the two out.")
+        raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has started "
+                         f"{place.world_size} already. Leave one of the two out.")
     nnodes = args.nnodes or 1
     if nnodes > 1 and (args.node_rank is None or args.master_addr is None):
-        raise ValueError(f"--nnodes {nnodes} needs --node_rank (0 to {nnodes - 1}) and --master_addr (host of node 0)")
+        raise ValueError(f"--nnodes {nnodes} needs --node_rank (0 to {nnodes - 1}) and --master_addr (host "
+                         "of node 0)")
     if args.node_rank is not None and not 0 <= args.node_rank < nnodes:
         raise ValueError(f"--node_rank {args.node_rank} is outside 0 to {nnodes - 1}")
     per_node = args.nproc_per_node or (

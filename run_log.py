@@ -167,60 +167,76 @@ def _ends_a_line(path):
 
 
 class RunLock:
-    """Keeps a second live run out of a run directory. RUN_DIR/lock.json holds host, pid, job id and a beat (epoch
-    seconds), which a thread renews. A lock counts as dead if its process is gone on this host, or if its beat is older
-    than `stale` seconds on another."""
+    """Keeps a second live run out of a run directory.
+
+    RUN_DIR/lock.json holds host, pid, start of the process, job id, and a beat (epoch seconds) that a thread
+    renews every `every` seconds. A lock counts as dead if its process is gone on this host, or if its beat is
+    older than `stale` seconds on another; the next run then takes it over.
+    """
     every, stale = 15, 120
 
     def __init__(self, run_dir):
-        """Take the lock, making the folder. Raises ValueError if a live run holds it, OSError if it cannot be written."""
+        """Take the lock, making the folder. Raises ValueError if a live run holds it, OSError if it cannot be
+        written."""
         self.path = Path(run_dir) / "lock.json"
-        self.refuse_live(run_dir)
-        start = _process_start(os.getpid())
-        job = next((os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID") if k in os.environ), "")
-        self.holder = {"host": socket.gethostname(), "pid": os.getpid(), "start": start, "job": job}
+        if self.refuse_live(run_dir):
+            self.path.unlink(missing_ok=True)
+        job = next((os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+                    if k in os.environ), "")
+        self.holder = {"host": socket.gethostname(), "pid": os.getpid(), "start": _process_start(os.getpid()),
+                       "job": job}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._beat()
+        try:
+            with open(self.path, "x", encoding="utf-8") as file:      # of two that start at once, one gets it
+                file.write(self._text())
+        except FileExistsError:
+            raise ValueError(f"{run_dir} was taken by another run at this moment. Expected one run per folder. "
+                             "Give another --work_dir.") from None
         self.released = threading.Event()
-        threading.Thread(target=self._keep_beating, daemon=True, name="run-lock").start()
+        self.thread = threading.Thread(target=self._keep_beating, daemon=True, name="run-lock")
+        self.thread.start()
 
-    def _beat(self):
-        write_text_atomic(self.path, json.dumps({**self.holder, "beat": time.time()}))
+    def _text(self):
+        return json.dumps({**self.holder, "beat": time.time()})
 
     def _keep_beating(self):
         while not self.released.wait(self.every):
             try:
-                self._beat()
+                write_text_atomic(self.path, self._text())
             except OSError:   # a full disk is reported by what cannot be saved; the beat may come back
                 continue
 
     def release(self):
         self.released.set()
+        self.thread.join()          # or a beat under way would write it again
         self.path.unlink(missing_ok=True)
 
     @classmethod
     def refuse_live(cls, run_dir):
-        """Raise ValueError naming the holder, if a live run holds the lock of this directory."""
+        """Raise ValueError naming the holder if a live run holds this folder. Returns whether there is a lock,
+        of a dead run or of this process."""
         try:
-            lock = json.loads((Path(run_dir) / "lock.json").read_text())
+            lock = json.loads((Path(run_dir) / "lock.json").read_text(encoding="utf-8"))
             host, pid, age = lock["host"], lock["pid"], time.time() - lock["beat"]
         except (FileNotFoundError, NotADirectoryError):
-            return
-        except (ValueError, KeyError):
-            raise ValueError(f"{run_dir}/lock.json cannot be read as a lock; expected JSON. Remove it if no run is using "
-                             f"this folder.") from None
+            return False
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{run_dir}/lock.json cannot be read as a lock; expected JSON with host, pid and "
+                             f"beat. Remove it if no run is using this folder.") from None
         here = host == socket.gethostname()
-        if pid == os.getpid() and here:
-            return
-        alive = _process_start(pid) == lock.get("start") if here else age < cls.stale
-        if alive:
+        if here and pid == os.getpid():
+            return True
+        start = _process_start(pid) if here else None
+        if (start is not None and start == lock.get("start")) if here else age < cls.stale:
             job = f", job {lock['job']}" if lock.get("job") else ""
-            raise ValueError(f"{run_dir} is in use by process {pid} on {host}{job} (last sign of life {age:.0f} s ago). "
-                             f"Expected one run per folder. Wait for it, stop it, or give another --work_dir.")
+            raise ValueError(f"{run_dir} is in use by process {pid} on {host}{job} (last sign of life {age:.0f} s "
+                             f"ago). Expected one run per folder. Wait for it, stop it, or give another "
+                             f"--work_dir.")
+        return True
 
 
 def _process_start(pid):
-    """When the process started, in clock ticks since boot: with the pid a name that is not used again. None: no such."""
+    """When the process started, in clock ticks since boot: with the pid a name not used again. None: no such."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

@@ -570,25 +570,31 @@ class DemoSource:
     """Proteins of known likelihood: a second-order Markov source with the letter frequencies of UniRef50.
 
     P(c | a, b), for residue c after a, b, is proportional to
-        exp(bias[c] + 2 u1[b, c] + 1.4 u2[a, c]),        u1, u2 uniform in [-1, 1], drawn once from the seed,
-    but for two motifs: after "GK" comes S or T with probability 0.9 (the end of a P-loop), and two places
-    after another N comes S or T with probability 0.6 (the glycosylation site N-x-[ST]). bias is fitted so
-    that the stationary letter frequencies are UniRef50's. The first two residues have the stationary
-    distribution of pairs, the length is uniform over 40 to 120. There is no other state, so the likelihood of
-    a protein given its length is the product of these probabilities.
+        exp(bias[c] + 2 same[b, c] + same[a, c] + u1[b, c] + 0.7 u2[a, c]),
+    where same is 1 if both residues are of one class (which favour helix, strand or turn) and else 0, and
+    u1, u2 are uniform in [-1, 1], drawn once from the seed. Two motifs override this: after "GK" comes S or
+    T with probability 0.9 (the end of a P-loop), and two places after another N comes S or T with probability
+    0.6 (the glycosylation site N-x-[ST]). bias is fitted so that the stationary letter frequencies are
+    UniRef50's. The first two residues have the stationary distribution of pairs, so a window has the law of a
+    protein of its length; lengths are uniform over 40 to 120. There is no other state: the likelihood of a
+    protein given its length is the product of these probabilities.
+    With seed 0: 2.064 nats per residue; 2.889 by letter frequencies alone.
 
     transition: (20, 20, 20) float64, P(c | a, b).
     pair: (20, 20) float64, P(a, b) of two consecutive residues.
     """
     shortest, longest = 40, 120
+    classes = ("AEHKLMQR", "CFITVWY", "DGNPS")       # runs of a class are what a network learns first
 
     def __init__(self, seed=0):
         draw = np.random.Generator(np.random.PCG64(keyed_seed("demo source", seed))).random
         u1, u2 = 2 * draw((20, 20)) - 1, 2 * draw((20, 20)) - 1
+        kind = np.array([[c in group for group in self.classes].index(True) for c in AMINO_ACIDS])
+        same = (kind[:, None] == kind).astype(float)
         want = np.array(UNIREF50) / sum(UNIREF50)
         bias, self.pair = np.log(want), np.outer(want, want)
         for _ in range(2000):                                   # the chain forgets its start; bias follows it
-            self.transition = self._transition(bias + 2 * u1[None] + 1.4 * u2[:, None])
+            self.transition = self._transition(bias + (2 * same + u1)[None] + (same + 0.7 * u2)[:, None])
             self.pair = np.einsum("ab,abc->bc", self.pair, self.transition)
             bias = bias + 0.1 * np.log(want / self.pair.sum(0))
 

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,8 +158,8 @@ def check_config(c):
     t, o, m = c.training, c.optim, c.memory
     for ok, text in (
             ((t.batch_size is None) != (t.tokens_per_batch is None),
-             f"training.batch_size is {t.batch_size} and training.tokens_per_batch {t.tokens_per_batch}; expected one of "
-             f"the two"),
+             f"training.batch_size is {t.batch_size} and training.tokens_per_batch {t.tokens_per_batch}; "
+             f"expected one of the two"),
             ((t.n_iters is None) != (t.num_epochs is None),
              f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of the two"),
             (m.max_memory_per_gpu is None or 0 < m.max_memory_per_gpu <= 1,
@@ -172,8 +173,8 @@ def check_config(c):
             (c.model.parameterization == "sedd" or c.graph.type == "absorb",
              "model.parameterization is subs with the uniform graph; expected graph.type absorb"),
             (t.tokens_per_batch is None or t.tokens_per_batch >= c.data.max_length,
-             f"training.tokens_per_batch is {t.tokens_per_batch}, data.max_length {c.data.max_length}; expected a budget "
-             f"that holds the longest protein")):
+             f"training.tokens_per_batch is {t.tokens_per_batch}, data.max_length {c.data.max_length}; "
+             f"expected a budget that holds the longest protein")):
         if not ok:
             raise ValueError(f"config: {text}.")
     at_least = {"training": dict(batch_size=1, tokens_per_batch=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
@@ -205,9 +206,9 @@ def micro_batch_loss(model, batch, graph, ddp, dtype):
 def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
     """Gradient of the mean loss over the global batch, left in .grad on every rank (before clipping).
 
-    batches: list of this rank's micro-batches. A mean over residues that differ in number between ranks and micro-batches is
-    known only at the end: backward runs on sum / nominal, then one small all-reduce, then the gradients are
-    multiplied by ranks x nominal / count (DDP has divided by the ranks).
+    batches: list of this rank's micro-batches. The mean is over residues, and how many there are in the micro-batches
+    of all ranks is known only at the end: backward runs on sum / nominal, then comes one small all-reduce, then
+    the gradients are multiplied by ranks x nominal / count (DDP has divided by the ranks).
     Returns [loss sum, count, residues] over all ranks, float64 on the device: nothing here waits for the device.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=ddp.device)
@@ -223,7 +224,7 @@ def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
         totals[1] += residues if config.loss.reduction == "residue" else proteins
         totals[2] += residues
     totals = all_sum(totals, ddp)
-    factor = ddp.world_size * nominal / totals[1]
+    factor = ddp.world_size * nominal / totals[1].clamp(min=1)   # 0: every crop of the step was X only
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     return totals
@@ -294,27 +295,26 @@ def to_device(batch, device, dtype):
     return {**move, "sigma": move["sigma"].to(exact), "dsigma": move["dsigma"].to(exact)}
 
 
-def load_proteins(config, ddp):
-    """(training proteins, validation proteins or None, their exact NLL or None, description)."""
-    d = config.data
+def load_proteins(config):
+    """(training proteins, validation proteins or None, their source if they are demo proteins, description)."""
+    d, source = config.data, None
     if d.file is None:
         source = DemoSource(seed=0)
         proteins = source.sample(d.demo_proteins, seed=config.training.seed)
-        report = f"{len(proteins):,} demo proteins from a second-order Markov source of known likelihood"
+        report = f"{len(proteins):,} demo proteins of a second-order Markov source"
     else:
-        source = None
         proteins, report = read_sequences(d.file, min_length=d.min_length)
-    train, val = split_by_hash(proteins, d.val_fraction) if d.val_fraction else (np.arange(len(proteins)), None)
+        report = f"{d.file}: {report}"
+    everything = np.arange(len(proteins))
+    train, val = split_by_hash(proteins, d.val_fraction) if d.val_fraction else (everything, None)
     train, lengths, n_long = apply_max_length(proteins.subset(train), d.max_length, d.long)
-    what = f"{report}\n  {len(train):,} for training ({int(lengths.sum()):,} residues per epoch"
-    what += f"; {n_long:,} longer than {d.max_length} {'cropped' if d.long == 'crop' else 'dropped'})"
-    exact = None
+    how = "cropped" if d.long == "crop" else "dropped"
+    split = f"{len(train):,} for training, {int(lengths.sum()):,} residues per epoch"
+    split += f" ({n_long:,} longer than {d.max_length:,}: {how})" if n_long else ""
     if val is not None:
         val, _, n_long = apply_max_length(proteins.subset(val), d.max_length, d.long)
-        what += f", {len(val):,} for validation" + (f" ({n_long:,} longer)" if n_long else "")
-        if source is not None:
-            exact = source.nll(val)
-    return train, val, exact, what
+        split += f"; {len(val):,} for validation" + (f" ({n_long:,} {how})" if n_long else "")
+    return train, val, source, [str(report), split]
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
@@ -325,9 +325,10 @@ class Validation:
     on one rank; sums are taken over the gathered values, so they do not depend on the ranks even in rounding.
     """
 
-    def __init__(self, proteins, config, graph, noise, train_counts, exact=None):
+    def __init__(self, proteins, config, graph, noise, train_counts, source=None):
+        """train_counts: see unigram_counts. source: of demo proteins, whose exact likelihood it knows."""
         d, t = config.data, config.training
-        self.graph, self.noise, self.samples, self.exact = graph, noise, t.eval_samples, exact
+        self.graph, self.noise, self.samples = graph, noise, t.eval_samples
         everything = np.arange(len(proteins))
         self.proteins = proteins.crop(eval_crop_starts(proteins, everything, d.max_length), d.max_length)
         self.batches = eval_batches(self.proteins.lengths, max(t.tokens_per_batch or 16 * d.max_length, d.max_length))
@@ -338,6 +339,7 @@ class Validation:
         self.counts = np.array([int((self.proteins[i] != X_ID).sum()) for i in everything])
         nll, n = unigram_nll(train_counts, unigram_counts(self.proteins))
         self.unigram = math.exp(nll / n)
+        self.exact = None if source is None else source.nll(self.proteins)   # of the window that is evaluated
 
     @torch.no_grad()
     def __call__(self, model, ddp, dtype):
@@ -381,17 +383,17 @@ class Validation:
         return {"exact": float(self.exact.sum() / n), "standard_error": float(np.sqrt((rest**2).sum()) / n)}
 
 
-def sample_proteins(model, config, graph, noise, lengths, step, device):
+def sample_proteins(model, config, graph, noise, lengths, step, ddp, dtype):
     """FASTA text of monitoring.n_samples proteins; lengths drawn from the training lengths. Keyed by (seed, step)."""
     m, seed = config.monitoring, config.training.seed
     generator = keyed_generator(seed, "sample", step)
     chosen = lengths[torch.randint(len(lengths), (m.n_samples,), generator=generator).numpy()]
-    mask = torch.from_numpy(np.arange(chosen.max()) < chosen[:, None]).to(device)
+    mask = torch.from_numpy(np.arange(chosen.max()) < chosen[:, None]).to(ddp.device)
     keys = None if bool(mask.all()) else mask
     was_training, _ = model.training, model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), autocast(dtype, ddp):
         out = sample(lambda xt, sigma: model(xt, sigma, keys), graph, noise, tuple(mask.shape), m.sample_steps,
-                     predictor=m.predictor, forbidden=(X_ID,), mask=mask, generator=generator, device=device)
+                     predictor=m.predictor, forbidden=(X_ID,), mask=mask, generator=generator, device=ddp.device)
     model.train(was_training)
     return "".join(f">step_{step}_{i} length={n}\n{decode(row[:n])}\n"
                    for i, (row, n) in enumerate(zip(out.cpu().numpy(), chosen.tolist())))
@@ -399,13 +401,20 @@ def sample_proteins(model, config, graph, noise, lengths, step, device):
 
 # ------------------------------------------------------------------------------------------------------------ resume
 def find_checkpoint(work_dir, resume, fresh):
-    """What to continue from: a path or None. Called on rank 0; writes nothing."""
+    """What to continue from: a path (text) or None. Called on rank 0; writes nothing.
+
+    Raises ValueError for a run directory that is in use, that cannot be written, or that holds another run."""
+    there = next(p for p in (work_dir.absolute(), *work_dir.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "may not be written" if there.is_dir() else "is a file"
+        raise ValueError(f"the run directory {work_dir} cannot be used: {there} {what}. Expected a folder that can be "
+                         f"written, or made. Give another --work_dir.")
     RunLock.refuse_live(work_dir)
     last = work_dir / "checkpoints" / "last.pt"
-    if resume and last.exists() and not fresh and last.parent.resolve() != Path(resume).resolve().parent:
-        raise ValueError(f"{work_dir} holds a run already, and --resume {resume} is of another. Expected a checkpoint of the "
-                         f"same run. Give another --work_dir, or leave --resume out.")
-    return resume or (str(last) if last.exists() and not fresh else None)
+    if resume and last.exists() and last.parent.resolve() != Path(resume).resolve().parent:
+        raise ValueError(f"{work_dir} holds a run already, and --resume {resume} is of another. Expected a checkpoint "
+                         f"of the same run. Give another --work_dir; or leave --resume out to continue this run.")
+    return str(resume) if resume else str(last) if last.exists() and not fresh else None
 
 
 def open_run(work_dir, fresh):
@@ -419,39 +428,48 @@ def open_run(work_dir, fresh):
 
 def check_resume(state, config, ddp, model, fingerprint, path):
     """Refuse to continue from a checkpoint of something else. Returns the number of micro-batches per global batch."""
-    for key in ("model", "ema", "optimizer", "step", "config", "micro_batches", "lr", "warmup", "data"):
-        if key not in state:
-            raise ValueError(f"{path} has no {key!r}; expected a checkpoint of train_sedd_ddp.py.")
-    shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    found = {k: tuple(v.shape) for k, v in state["model"].items()}
-    if shapes != found:
-        wrong = [k for k in {**shapes, **found} if shapes.get(k) != found.get(k)]
-        raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first {wrong[0]}: "
-                         f"{found.get(wrong[0], 'absent')} in the file, {shapes.get(wrong[0], 'absent')} by the config. "
-                         f"Give the config it was trained with, another --work_dir, or --fresh.")
+    absent = [k for k in ("model", "ema", "optimizer", "scaler", "step", "best", "config", "micro_batches", "lr",
+                          "warmup", "data") if not isinstance(state, dict) or k not in state]
+    if absent:
+        raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of train_sedd_ddp.py.")
     different = config_differences(state["config"], config_to_dict(config), ignore=MAY_CHANGE)
     if different:
         raise ValueError(f"{path} was trained with another config:\n    " + "\n    ".join(different) +
                          "\n  Expected the same but for " + ", ".join(MAY_CHANGE) + ". Give another --work_dir, or "
                          "--fresh to start over.")
+    shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    found = {k: tuple(v.shape) for k, v in state["model"].items()}
+    if shapes != found:
+        wrong = [k for k in {**shapes, **found} if shapes.get(k) != found.get(k)]
+        raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first {wrong[0]}: "
+                         f"{found.get(wrong[0], 'absent')} in the file, {shapes.get(wrong[0], 'absent')} by the "
+                         f"config. Give a checkpoint of this model, another --work_dir, or --fresh.")
     if state["data"] != fingerprint:
-        raise ValueError(f"{path} was trained on other proteins ({state['data']['n']:,}, key sum {state['data']['keys']}; now "
-                         f"{fingerprint['n']:,}, {fingerprint['keys']}). Give the same data, another --work_dir, or --fresh.")
+        raise ValueError(f"{path} was trained on other proteins ({state['data']['n']:,}, key sum "
+                         f"{state['data']['keys']}; now {fingerprint['n']:,}, {fingerprint['keys']}). Give the same "
+                         f"data, another --work_dir, or --fresh.")
     micro_batches = state["micro_batches"]
     if micro_batches % ddp.world_size:
         fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
-        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which {ddp.world_size} ranks cannot share "
-                         f"equally. Continue on {', '.join(map(str, fits))} ranks.")
+        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which {ddp.world_size} ranks cannot "
+                         f"share equally. Continue on {', '.join(map(str, fits))} ranks.")
     return micro_batches
 
 
 # -------------------------------------------------------------------------------------------------------------- main
+def scale_name(scale):
+    return scale if isinstance(scale, str) else f"linear up to {scale['cap']:g} times"
+
+
 def describe_plan(config, ranks):
-    """Table of what each number of ranks would do: no device is touched."""
+    """Table of what each number of ranks (text such as "1,2,4,8") would do: no device is touched."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", ranks):
+        raise ValueError(f"--plan {ranks}; expected numbers of ranks, such as 1,2,4,8")
     t, o, unit = config.training, config.optim, "proteins" if config.training.batch_size else "tokens"
-    rows = [f"optim.scale {o.scale}, base lr {o.lr:g}, base warm-up {o.warmup:,}, base global batch {o.base_global_batch}",
+    rows = [f"optim.scale {scale_name(o.scale)}: from lr {o.lr:g} and warm-up {o.warmup:,}"
+            + (f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else ""),
             f"{'ranks':>6} {'effective batch (' + unit + ')':>26} {'learning rate':>14} {'warm-up steps':>14}"]
-    for n in ranks:
+    for n in map(int, ranks.split(",")):
         batch = n * t.accum * (t.batch_size or t.tokens_per_batch)
         lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
         rows.append(f"{n:>6} {batch:>26,} {lr:>14.4g} {warmup:>14,}")
@@ -459,45 +477,49 @@ def describe_plan(config, ranks):
 
 
 def prepare(config, ddp, work_dir, resume=None, fresh=False):
-    """Everything before the first step: data, model, start or continue. Raises ValueError or OSError for input that
-    cannot be used, and then has written nothing."""
-    t, o = config.training, config.optim
-    work_dir = Path(work_dir)
+    """Everything before the first step: data, model, start or continue, the lock. Returns what `train` needs.
+
+    Raises ValueError or OSError for input that cannot be used, and then has written nothing: the run directory is
+    touched last, when every rank has come through all checks."""
+    t, o, n, work_dir = config.training, config.optim, config.noise, Path(work_dir)
     check_config(config)
-    train, val, exact, described = load_proteins(config, ddp)
+    if fresh and resume:
+        raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
+    # Start or continue: rank 0 decides, all read the same checkpoint.
+    path = broadcast(find_checkpoint(work_dir, resume, fresh) if ddp.is_main else None, ddp)
+    state = load_checkpoint(path) if path else None
+
+    proteins, val, source, described = load_proteins(config)
+    fingerprint = {"n": len(proteins), "keys": f"{proteins.keys.sum(dtype=np.uint64):016x}"}
     graph = make_graph(config.graph.type, N_TOKENS)
-    n = config.noise
     noise = make_noise(n.type, **(dict(sigma_min=n.sigma_min, sigma_max=n.sigma_max) if n.type == "geometric" else
                                   dict(eps=n.eps)))
     dtype, dtype_why = choose_dtype(config.memory.mixed_precision, ddp.device)
     memory_note = limit_memory(config.memory.max_memory_per_gpu, ddp)
+    torch.manual_seed(t.seed)   # the same initial weights on every rank
     bare = SEDD(graph.vocab_size, config.model.hidden_size, config.model.n_blocks, config.model.n_heads,
                 config.model.cond_dim, config.model.dropout, scale_by_sigma=graph.absorb,
                 parameterization=config.model.parameterization, forbidden=(X_ID,),
                 gradient_checkpointing=config.memory.gradient_checkpointing).to(ddp.device)
-    fingerprint = {"n": len(train), "keys": f"{train.keys.sum(dtype=np.uint64):016x}"}
 
-    # Start or continue: rank 0 decides, all read the same checkpoint.
-    path = broadcast(find_checkpoint(work_dir, resume, fresh) if ddp.is_main else None, ddp)
-    state = load_checkpoint(path) if path else None
-    micro_batches = t.accum * ddp.world_size if state is None else (
-        check_resume(state, config, ddp, bare, fingerprint, path))
-    accum = micro_batches // ddp.world_size
-    batch = micro_batches * (t.batch_size or t.tokens_per_batch)
+    # A global batch is a number of micro-batches, fixed at the start of the run, whatever the ranks are later.
+    micro_batches = (t.accum * ddp.world_size if state is None else
+                     check_resume(state, config, ddp, bare, fingerprint, path))
+    accum, batch = micro_batches // ddp.world_size, micro_batches * (t.batch_size or t.tokens_per_batch)
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
     progress = {"step": 0, "best": None, "bad_evals": 0, "recent": [0.0, 0.0], "finished": ""}
     if state is not None:
         lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
         bare.load_state_dict(state["model"])
-    lengths = np.minimum(train.lengths, config.data.max_length)
+    lengths = np.minimum(proteins.lengths, config.data.max_length)
     schedule = Schedule(lengths, config, micro_batches, ddp, progress["step"])
     n_iters = t.n_iters or t.num_epochs * schedule.steps_per_epoch
     schedule.last = max(n_iters, progress["step"])
-    validation = None if val is None else Validation(val, config, graph, noise, unigram_counts(train), exact)
+    validation = None if val is None else Validation(val, config, graph, noise, unigram_counts(proteins), source)
 
     model = wrap_ddp(bare, ddp, **vars(config.ddp))
-    fused = {"fused": True} if ddp.device.type in ("cuda", "cpu", "xpu") else {"foreach": True}
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, **fused)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps,
+                                  weight_decay=o.weight_decay, fused=True)
     ema, scaler = EMA(bare.parameters(), o.ema), grad_scaler(dtype, ddp)
     if state is not None:
         optimizer.load_state_dict(state["optimizer"])
@@ -505,22 +527,31 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         scaler.load_state_dict(state["scaler"])
 
     unit = "proteins" if t.batch_size else "tokens"
-    accum_note = "" if accum == t.accum else f" (accum was {t.accum}: it follows the ranks, so that the global batch stays)"
-    print0(ddp, f"model: SEDD, {sum(p.numel() for p in bare.parameters()) / 1e6:.2f} million parameters, {config.graph.type} "
-                f"graph, {n.type} noise, {config.model.parameterization}\n"
-                f"  dtype {str(dtype)[6:]} ({dtype_why}){memory_note}\n"
-                f"data: {described}\n"
-                f"batch: {batch // micro_batches:,} {unit} x accum {accum} x {ddp.world_size} rank(s) = {batch:,} {unit} per "
-                f"step{accum_note}\n  {schedule.steps_per_epoch:,} steps per epoch, {n_iters:,} steps in all\n"
-                f"optim: lr {lr:g}, warm-up {warmup:,} steps "
-                + ("(kept from the checkpoint)" if state is not None else
-                   f"(scale {o.scale}; base lr {o.lr:g}, warm-up {o.warmup:,}, global batch {o.base_global_batch or batch:,})")
-                + f"\nresults: {work_dir}" + (f", continuing from step {progress['step']:,} of {path}" if state else ", a new run"))
+    n_parameters = sum(p.numel() for p in bare.parameters())
+    lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, {n.type} noise, "
+             f"{config.model.parameterization}",
+             f"  {str(dtype)[6:]} ({dtype_why}){memory_note}",
+             f"data: {described[0]}", f"  {described[1]}",
+             f"batch: {batch // micro_batches:,} {unit} x accum {accum} x {ddp.world_size} rank(s) = {batch:,} per "
+             f"step, {schedule.steps_per_epoch:,} steps per epoch, {n_iters:,} steps in all"]
+    if accum != t.accum:
+        lines.append(f"  accum is {accum} and not {t.accum}: it follows the ranks, so that the global batch stays")
+    lines.append(f"optim: lr {lr:g}, warm-up {warmup:,} steps, " + (
+        "kept from the checkpoint" if state is not None else "as given (scale none)" if o.scale == "none" else
+        f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} ({scale_name(o.scale)})"))
+    lines.append(f"results: {work_dir}, "
+                 + (f"continuing from step {progress['step']:,} of {path}" if path else "a new run"))
+    wrap = textwrap.TextWrapper(96, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    print0(ddp, "\n".join(map(wrap.fill, lines)))
     lock = None
     if ddp.is_main and not is_finished(progress, n_iters):
         lock = open_run(work_dir, fresh)
         write_text_atomic(work_dir / "config.yaml", dump_yaml(config))
-    return SimpleNamespace(**{k: v for k, v in locals().items() if k not in ("t", "o", "n", "state", "val", "exact", "unit")})
+    return SimpleNamespace(
+        config=config, work_dir=work_dir, path=path, lock=lock, proteins=proteins, fingerprint=fingerprint,
+        graph=graph, noise=noise, dtype=dtype, bare=bare, model=model, optimizer=optimizer, ema=ema, scaler=scaler,
+        schedule=schedule, validation=validation, progress=progress, n_iters=n_iters, accum=accum,
+        micro_batches=micro_batches, batch=batch, lr=lr, warmup=warmup)
 
 
 def is_finished(progress, n_iters):
@@ -532,8 +563,10 @@ def train(run, ddp):
     config, progress, bare, schedule, validation = run.config, run.progress, run.bare, run.schedule, run.validation
     t, o, m, n_iters, work_dir = config.training, config.optim, config.monitoring, run.n_iters, run.work_dir
     if is_finished(progress, n_iters):
-        print0(ddp, f"This run is finished: {progress['finished']} at step {progress['step']:,}. To go on, raise "
-                    f"training.n_iters (not after an early stop); to start over, --fresh.")
+        early = progress["finished"] == "early stop"
+        more = "" if early else " To go on, raise training.n_iters or num_epochs."
+        print0(ddp, f"This run is finished: {'early stop' if early else 'all steps done'} at step "
+                    f"{progress['step']:,}.{more} To start over, --fresh.")
         return {"step": progress["step"]}
     progress["finished"] = ""
     log = RunLog(work_dir, ddp.is_main, total_steps=n_iters)
@@ -541,23 +574,23 @@ def train(run, ddp):
 
     def save(name):
         save_checkpoint(str(work_dir / "checkpoints" / name), ddp, model=bare.state_dict(), ema=run.ema.state_dict(),
-                        optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(), config=config_to_dict(config),
-                        epoch=progress["step"] // schedule.steps_per_epoch, micro_batches=run.micro_batches, lr=run.lr,
-                        warmup=run.warmup, data=run.fingerprint, **progress)
+                        optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(),
+                        config=config_to_dict(config), epoch=progress["step"] // schedule.steps_per_epoch,
+                        micro_batches=run.micro_batches, lr=run.lr, warmup=run.warmup, data=run.fingerprint, **progress)
 
-    dataset = MicroBatches(run.train, run.graph, run.noise, config.data.max_length, t.seed)
+    dataset = MicroBatches(run.proteins, run.graph, run.noise, config.data.max_length, t.seed)
     batches = iter(torch.utils.data.DataLoader(dataset, sampler=schedule, batch_size=None, num_workers=t.num_workers,
                                                pin_memory=ddp.device.type == "cuda", generator=torch.Generator()))
     per_protein = 1.0 if t.tokens_per_batch or config.loss.reduction == "sequence" else float(schedule.lengths.mean())
     nominal = run.batch * per_protein   # a fixed guess of the count, so that backward runs on numbers near 1
     since, seen = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=ddp.device)
-    first_row, bound, values = run.path is None, None, {}
+    first_row, bound, values, began = True, None, {}, time.perf_counter()
     bare.train()
     while not progress["finished"]:
         for group in run.optimizer.param_groups:
             group["lr"] = run.lr * min((progress["step"] + 1) / max(run.warmup, 1), 1.0)
-        totals = accumulate(run.model, [next(batches) for _ in range(run.accum)], run.graph, config, ddp, run.dtype, nominal,
-                            run.scaler)
+        mine = [next(batches) for _ in range(run.accum)]
+        totals = accumulate(run.model, mine, run.graph, config, ddp, run.dtype, nominal, run.scaler)
         run.scaler.unscale_(run.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), o.grad_clip or math.inf, foreach=True)
         run.scaler.step(run.optimizer)
@@ -568,16 +601,22 @@ def train(run, ddp):
         seen += totals[2]
         step, last = progress["step"], progress["step"] == n_iters
 
-        evaluate = last or step % t.eval_freq == 0
-        if evaluate or step % t.log_freq == 0:
-            loss, per_residue = float(totals[0] / totals[1]), float(totals[0] / totals[2])
-            if not math.isfinite(loss):
-                raise RuntimeError(f"the loss is {loss} at step {step}; expected a finite number. Lower optim.lr, raise "
-                                   f"optim.warmup, or set memory.mixed_precision: false.")
-            values = {"loss": loss, "perplexity": math.exp(min(per_residue, 50.0)), "grad_norm": float(norm),
+        evaluate, save_last = last or step % t.eval_freq == 0, last or step % t.snapshot_freq == 0
+        report = evaluate or step % t.log_freq == 0
+        if report or save_last:
+            loss, per_residue, norm = float(totals[0] / totals[1]), float(totals[0] / totals[2]), float(norm)
+            # In float16 a gradient may overflow: the scaler has left out that step.
+            if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
+                raise RuntimeError(f"step {step}: the loss is {loss}, the norm of its gradient {norm}; expected finite "
+                                   f"numbers. Checkpoints are of before. Lower optim.lr, raise optim.warmup, or set "
+                                   f"memory.mixed_precision: false.")
+        if report:
+            values = {"loss": loss, "perplexity": math.exp(min(per_residue, 50.0)), "grad_norm": norm,
                       "lr": run.optimizer.param_groups[0]["lr"], "epoch": (step - 1) // schedule.steps_per_epoch,
                       "residues_per_second": float(seen) / (time.perf_counter() - since)}
-            if first_row:
+            if run.scaler.is_enabled():
+                values["loss_scale"] = run.scaler.get_scale()
+            if first_row:   # of every start: the ranks may be others
                 values.update({"ddp/world_size": ddp.world_size, "ddp/effective_batch_size": run.batch,
                                "ddp/scaled_lr": run.lr, "ddp/scaled_warmup": run.warmup})
             first_row = False
@@ -589,8 +628,8 @@ def train(run, ddp):
                     bound = validation(bare, ddp, run.dtype)
                 values.update(validation.summarise(bound))
                 score = values["val/loss"]
-                log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity {values['val/perplexity']:.3f} "
-                        f"(unigram {validation.unigram:.3f})")
+                log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
+                        f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
             else:
                 score = progress["recent"][0] / progress["recent"][1]   # training loss since the last evaluation
             progress["recent"] = [0.0, 0.0]
@@ -601,21 +640,22 @@ def train(run, ddp):
             progress["finished"] = "early stop" if stop else ""
         if last and not progress["finished"]:
             progress["finished"] = "all steps done"
-        if evaluate or step % t.log_freq == 0:
+        if report:
             log.metrics(step, values)
-            since = time.perf_counter()
-            seen.zero_()
-        if progress["finished"] or step % t.snapshot_freq == 0:
+        if progress["finished"] or save_last:
             save("last.pt")
         if ddp.is_main and (progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0)):
             with run.ema.applied(bare):
-                text = sample_proteins(bare, config, run.graph, run.noise, schedule.lengths, step, ddp.device)
+                text = sample_proteins(bare, config, run.graph, run.noise, schedule.lengths, step, ddp, run.dtype)
             write_text_atomic(work_dir / "samples" / f"step_{step}.fasta", text)
+        if report:   # evaluation, saving and sampling are not counted as training
+            since = time.perf_counter()
+            seen.zero_()
     log.close()
     if run.lock:
         run.lock.release()
     result = {"step": progress["step"], **values, **(validation.compare(bound) if validation is not None else {})}
-    print0(ddp, summary(result, progress, work_dir))
+    print0(ddp, summary(result, progress, work_dir, time.perf_counter() - began))
     return result
 
 
@@ -624,9 +664,10 @@ def main(config, ddp, work_dir, resume=None, fresh=False):
     return train(prepare(config, ddp, work_dir, resume, fresh), ddp)
 
 
-def summary(result, progress, work_dir):
+def summary(result, progress, work_dir, seconds):
     """What a person wants to know at the end."""
-    lines = [f"Finished at step {result['step']:,} ({progress['finished']}): training loss {result['loss']:.4f} nats"]
+    lines = [f"Finished at step {result['step']:,} ({progress['finished']}) after {seconds / 60:.1f} min, training "
+             f"loss {result['loss']:.4f}"]
     if "val/loss" in result:
         rows = [("learned bound (EMA)", math.log(result["val/perplexity"])),
                 ("unigram", math.log(result["val/unigram_perplexity"]))]
@@ -662,51 +703,58 @@ def limit_memory(share, ddp):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):   # raised, so that it is printed once and not by every rank
-        raise ValueError(f"{message}. See --help.")
+        raise ValueError(f"command line: {message}. See --help.")
 
 
 def make_parser():
-    parser = Parser(description=__doc__.split("\n")[0], epilog="See the head of this file for examples and all keys.")
+    parser = Parser(description=__doc__.split("\n")[0], epilog="See the head of this file for examples and all keys.",
+                    allow_abbrev=False)
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--data", "--datafile", dest="data", help="file of proteins (sets data.file)")
     parser.add_argument("--work_dir", help="run directory (default runs/CONFIG_NAME)")
     parser.add_argument("--resume", help="continue from this checkpoint")
     parser.add_argument("--fresh", action="store_true", help="start over; the old run directory is renamed")
-    parser.add_argument("--plan", help="print batch, learning rate and warm-up for these numbers of ranks, e.g. 1,2,4,8")
+    parser.add_argument("--plan", help="print batch, learning rate and warm-up for numbers of ranks such as 1,2,4,8")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     add_launch_arguments(parser)
     return parser
 
 
+def read_arguments(argv):
+    """(arguments, config). Raises ValueError."""
+    args = make_parser().parse_intermixed_args(argv)
+    config = load_config(Config, args.config, args.overrides)
+    if args.data:
+        config.data.file = args.data
+    check_config(config)
+    return args, config
+
+
 def cli(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
-        make_parser().parse_args(argv)
-    launch = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        make_parser().parse_args(["--help"])
+    launch = Parser(add_help=False, allow_abbrev=False)   # known before the ranks can meet
     add_launch_arguments(launch)
     launch.add_argument("--plan")
-    early, _ = launch.parse_known_args(argv)
+    early, problem = launch.parse_args([]), None
+    try:
+        early = launch.parse_known_args(argv)[0]
+        if early.plan is None:
+            hand_over(early, argv)
+    except ValueError as e:
+        problem = e   # told below, once
     try:
         if early.plan is not None:
-            args = make_parser().parse_intermixed_args(argv)
-            config = load_config(Config, args.config, args.overrides)
-            check_config(config)
-            if not re.fullmatch(r"\d+(,\d+)*", args.plan) or "0" in args.plan.split(","):
-                raise ValueError(f"--plan {args.plan}; expected numbers of ranks, such as 1,2,4,8")
-            return print(describe_plan(config, [int(n) for n in args.plan.split(",")]))
-        hand_over(early, argv)
+            return print(describe_plan(read_arguments(argv)[1], early.plan))
         ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, init_timeout=early.init_timeout)
     except (ValueError, RuntimeError) as e:
         sys.exit(f"error: {e}")
     with ddp:
         try:
-            args = make_parser().parse_intermixed_args(argv)
-            if args.fresh and args.resume:
-                raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
-            config = load_config(Config, args.config, args.overrides)
-            if args.data:
-                config.data.file = args.data
-            torch.manual_seed(config.training.seed)
+            if problem:
+                raise problem
+            args, config = read_arguments(argv)
             work_dir = args.work_dir or os.path.join("runs", Path(args.config).stem)
             run = prepare(config, ddp, work_dir, args.resume, args.fresh)
         except (ValueError, OSError) as e:

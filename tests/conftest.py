@@ -1,6 +1,6 @@
 """What all tests share: the --slow switch and the folder of reference material.
 
-The repository's folder and tests/ are on sys.path and a test has 120 s: both are set in pytest.ini.
+The repository's folder and tests/ are on sys.path and a test has a time limit: both are set in pytest.ini.
 """
 
 from pathlib import Path

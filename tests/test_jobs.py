@@ -63,7 +63,7 @@ def start_local_sh(folder, *arguments, **variables):
 def local_sh(folder, *arguments, **variables):
     """The same to its end: (exit code, everything printed)."""
     process = start_local_sh(folder, *arguments, **variables)
-    printed, _ = process.communicate(timeout=100)
+    printed, _ = process.communicate(timeout=800)
     return process.returncode, printed
 
 
@@ -112,7 +112,7 @@ def test_two_calls_at_once_make_one_environment(copy):
     if not shutil.which("flock"):
         pytest.skip("without flock calls do not wait for each other")
     both = [start_local_sh(copy, "1", name) for name in ("first", "second")]
-    printed = [process.communicate(timeout=100)[0] for process in both]
+    printed = [process.communicate(timeout=800)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], printed
     assert "".join(printed).count("making .venv") == 1
     assert "'first'" in printed[0] and "'second'" in printed[1]
@@ -157,7 +157,7 @@ def test_ranks_are_found_by_number_and_a_hang_ends_with_its_output_and_no_proces
     (tmp_path / "wait.py").write_text(WAIT)
     with start_ranks(launcher, 2, ["wait.py"], cwd=tmp_path) as running:
         for rank in (0, 1):
-            running.wait_for(f"rank {rank} is process", timeout=60)
+            running.wait_for(f"rank {rank} is process", timeout=600)
         pids = running.rank_pids()
         assert sorted(pids) == [0, 1]
         assert all(f"rank {rank} is process {pid}." in running.stdout() for rank, pid in pids.items())
@@ -171,7 +171,7 @@ def test_ranks_are_found_by_number_and_a_hang_ends_with_its_output_and_no_proces
 def test_a_process_left_behind_is_named_and_ended(tmp_path):
     (tmp_path / "wait.py").write_text(WAIT)
     with start_ranks("python", 1, ["wait.py", "leave"], cwd=tmp_path) as running:
-        result = running.wait(timeout=30, leftover_grace=0.2)
+        result = running.wait(timeout=600, leftover_grace=0.2)
         assert result.returncode == 0
         assert len(result.leftover) == 1 and "time.sleep(300)" in result.leftover[0]
         assert running.pids() == []
@@ -181,7 +181,7 @@ def test_waiting_for_words_of_a_process_that_ended_without_them_fails_at_once(tm
     (tmp_path / "short.py").write_text("print('something else')")
     with start_ranks("python", 1, ["short.py"], cwd=tmp_path) as running:
         with pytest.raises(TimeoutError, match=r"not printed before the end(.|\n)*something else"):
-            running.wait_for("step 1", timeout=60)
+            running.wait_for("step 1", timeout=600)
 
 
 def test_the_environment_of_started_ranks_holds_no_other_launchers_variables(monkeypatch):

@@ -1,0 +1,413 @@
+"""Do ranks that real launchers start find each other, work together, and end together?
+
+Ranks started "by hand" (DDP_* variables, no launcher that would end them) show what ddp_setup does by itself.
+"""
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import launchers
+from ddp_setup import DdpSampler
+from launchers import clean_environment, need, python_of, run_ranks, start_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAD = f"import json, os, sys, threading, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch\nfrom ddp_setup import *\n"
+GONE = 15.0    # seconds in which every process must be gone after a failure; 5 are wanted
+
+
+def script(folder, text, name="script.py", head=HEAD):
+    path = folder / name
+    path.write_text(head + text)
+    return path
+
+
+class ByHand:
+    """Ranks with DDP_* variables, each a process of its own."""
+
+    def __init__(self, path, ranks, size=None, **env):
+        size = size or len(ranks)
+        self.folder, self.processes = path.parent, {}
+        for r in ranks:
+            given = dict(DDP_RANK=r, DDP_WORLD_SIZE=size, DDP_LOCAL_RANK=r, DDP_LOCAL_WORLD_SIZE=size, **env)
+            with open(self.folder / f"out{r}", "wb") as out, open(self.folder / f"err{r}", "wb") as err:
+                self.processes[r] = subprocess.Popen([sys.executable, path], cwd=self.folder, stdout=out, stderr=err,
+                                                     env=clean_environment(env=given), start_new_session=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for p in self.processes.values():
+            p.kill()
+            p.wait()
+
+    def out(self, r):
+        return (self.folder / f"out{r}").read_text()
+
+    def err(self):
+        return "".join((self.folder / f"err{r}").read_text() for r in self.processes)
+
+    def wait_for(self, text, timeout=60):
+        deadline = time.monotonic() + timeout
+        while not all(text in self.out(r) for r in self.processes):
+            assert time.monotonic() < deadline, self.err()
+            time.sleep(0.02)
+
+    def codes(self, timeout=60):
+        deadline = time.monotonic() + timeout
+        return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.processes.values()]
+
+
+def own_tracebacks(text):
+    """Number of tracebacks without that of torchrun's agent, which reports every failed worker."""
+    return text.count("Traceback (most recent call last)") - text.count("raise ChildFailedError")
+
+
+# ------------------------------------------------------------------ the script of the design, in an empty folder
+FOREIGN_HEAD = """import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_default_dtype(torch.float64)
+g = torch.Generator().manual_seed(1)
+x = torch.rand(64, 5, generator=g)
+data = TensorDataset(x, x.sin().sum(1, keepdim=True))
+def MyModel():
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+"""
+
+
+def weights_of_one_process(global_batch):
+    """What the foreign script computes, in plain torch."""
+    names = {}
+    before = torch.get_default_dtype(), torch.get_rng_state()
+    try:
+        exec(FOREIGN_HEAD, names)
+        torch.manual_seed(0)
+        model = names["MyModel"]()
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_rng_state(before[1])
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    order = DdpSampler(64, 0, 1, True, True, 0)
+    for epoch in range(10):
+        order.set_epoch(epoch)
+        for batch in torch.tensor(list(order)).split(global_batch):
+            x, y = names["data"][batch]
+            optim.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optim.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 4), ("openmpi", 4), ("mpich", 4)])
+def test_the_script_of_the_design_gives_the_weights_of_one_process(launcher, n, tmp_path, shared):
+    need(launcher)
+    text = re.search(r"```python\n(from ddp_setup import.*?)```", (shared / "design.md").read_text(), re.S)[1]
+    shutil.copy(ROOT / "ddp_setup.py", tmp_path)
+    script(tmp_path, text, head=FOREIGN_HEAD)
+    result = run_ranks(launcher, n, ["script.py"], cwd=tmp_path, timeout=100)
+    assert (result.returncode, result.stderr, result.leftover) == (0, "", []), result.text
+    state = torch.load(tmp_path / "out" / "9.pt", weights_only=True)
+    assert (state["epoch"], state["world_size"]) == (9, n)
+    for name, expected in weights_of_one_process(8 * n).items():
+        torch.testing.assert_close(state["model"][name], expected, rtol=1e-9, atol=1e-12)
+
+
+# -------------------------------------------------------------------------------------------- one fails, all end
+RAISE = """
+ddp = setup_ddp(seed=0, quiet=True)
+failing = int(sys.argv[1])
+barrier(ddp)
+if ddp.rank == failing:
+    print("raising", flush=True)
+    raise ValueError("on purpose")
+if ddp.rank == max(r for r in range(3) if r != failing):
+    all_sum(1.0, ddp)                # waits for the rank that has raised
+for _ in range(600):                 # outside any collective
+    time.sleep(0.1)
+"""
+
+
+def check_one_fails(launcher, failing, env, folder):
+    path = script(folder, RAISE)
+    with start_ranks(launcher, 3, [path, failing], cwd=folder, env=env) as running:
+        running.wait_for("raising", timeout=90)
+        start = time.monotonic()
+        while running.pids() and time.monotonic() < start + GONE:
+            time.sleep(0.02)
+        seconds = time.monotonic() - start
+        result = running.wait(timeout=5, leftover_grace=0)
+    print(f"{launcher} {env}: rank {failing} raised, all processes gone after {seconds:.1f} s")
+    assert seconds < GONE and result.leftover == [], result.text
+    assert result.returncode != 0
+    assert result.stderr.count("ValueError: on purpose") == own_tracebacks(result.stderr) == 1, result.text
+    assert f"[rank {failing} of 3 on " in result.stderr
+
+
+@pytest.mark.parametrize("launcher, failing, env", [
+    ("torchrun", 1, {}), ("openmpi", 1, {}), ("openmpi", 0, {"DDP_MPI4PY": "0"}), ("mpich", 0, {}),
+    ("mpich", 1, {"DDP_MPI4PY": "0"})])
+def test_a_rank_that_raises_ends_all_in_and_outside_collectives(launcher, failing, env, tmp_path):
+    check_one_fails(launcher, failing, env, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher, failing, env", [
+    (launcher, failing, env) for launcher in ("torchrun", "openmpi", "mpich", "intel") for failing in (0, 1, 2)
+    for env in ({}, {"DDP_MPI4PY": "0"}) if launcher != "torchrun" or not env])
+def test_any_rank_that_raises_ends_all_under_every_launcher(launcher, failing, env, tmp_path):
+    check_one_fails(launcher, failing, env, tmp_path)
+
+
+@pytest.mark.parametrize("ending, code, words", [
+    ("os.kill(os.getpid(), 9)", -9, "died without a word"), ("sys.exit(3)", 3, "left with exit code 3"),
+    ("stop_all(ddp, 'no such file', 2)", 2, "no such file")])
+def test_without_a_launcher_too_the_end_of_one_is_the_end_of_all(ending, code, words, tmp_path):
+    path = script(tmp_path, f"""
+ddp = setup_ddp(quiet=True)
+barrier(ddp)
+if ddp.rank == 1:
+    {ending}
+time.sleep(60)
+""")
+    with ByHand(path, range(3)) as ranks:
+        codes = ranks.codes()
+        assert codes == [abs(code) if code > 0 else 1, code, abs(code) if code > 0 else 1], ranks.err()
+        assert ranks.err().count("[rank 1 of 3 on ") == ranks.err().count(words) == 1, ranks.err()
+        assert own_tracebacks(ranks.err()) == 0
+
+
+def test_the_death_of_rank_0_is_told_by_another(tmp_path):
+    path = script(tmp_path, "ddp = setup_ddp(quiet=True)\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    with ByHand(path, range(2)) as ranks:
+        ranks.wait_for("ready")
+        ranks.processes[0].kill()
+        assert ranks.codes(GONE) == [-signal.SIGKILL, 1]
+        assert ranks.err().count("[rank 0 of 2 on ") == ranks.err().count("died without a word") == 1, ranks.err()
+
+
+def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
+    need("mpich")
+    path = script(tmp_path, "with setup_ddp(quiet=True) as ddp:\n    open('/no/such/file')\n")
+    result = run_ranks("mpich", 3, [path], cwd=tmp_path)
+    assert result.returncode != 0 and result.leftover == []
+    assert result.stderr.count("No such file") == own_tracebacks(result.stderr) == 1, result.text
+
+
+def test_a_script_that_forgets_cleanup_ends_well_and_waits_for_the_others(tmp_path):
+    path = script(tmp_path, """
+ddp = setup_ddp(quiet=True)
+if ddp.rank == 1:
+    time.sleep(1.5)
+print(all_sum(1.0, ddp), flush=True)
+""")
+    with ByHand(path, range(2)) as ranks:
+        assert ranks.codes() == [0, 0]
+        assert (ranks.out(0), ranks.err()) == ("2.0\n", "")
+
+
+# ----------------------------------------------------------------------------------------------- working together
+TOGETHER = """
+import torch.distributed as dist
+def listening():
+    '''Addresses of the sockets on which this process listens.'''
+    own = {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}").readlines()[1:]]
+    return sorted({row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own})
+
+def gradients(model, ddp, accum):
+    model.zero_grad()
+    for step in range(2):            # the second step is the one that a static graph treats differently
+        for i in range(accum):
+            x = torch.full((3, 4), 1.0 + ddp.rank + 10 * i + step, dtype=torch.float64)
+            with gradient_sync(model, i == accum - 1):
+                model(x).sin().sum().backward()
+    return [p.grad.tolist() for p in model.parameters()]
+
+before, threads = dict(os.environ), threading.active_count()
+ddp = setup_ddp(seed=5, quiet=True)
+seen = dict(rank=ddp.rank, again=setup_ddp() is ddp, listening=listening(), local=[ddp.local_world_size, ddp.node_rank],
+            exported=[os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")])
+seen["object"] = broadcast({"from": ddp.rank, "text": "é", "none": [None, 1.5]}, ddp, src=1)
+tensor = torch.full((2, 2), float(ddp.rank))
+seen["tensor"] = [broadcast(tensor, ddp, src=2) is tensor, tensor.tolist()]
+seen["sums"] = [all_sum(ddp.rank + 0.5, ddp), all_sum([1, ddp.rank], ddp), all_sum(tensor, ddp).tolist(), all_mean(ddp.rank, ddp),
+                all_mean(torch.tensor([float(ddp.rank)]), ddp).tolist()]
+barrier(ddp)
+torch.set_default_dtype(torch.float64)
+bare = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+seen["weights"] = [p.tolist() for p in bare.parameters()]
+model = wrap_ddp(bare, ddp)
+seen["stream"] = torch.rand(2).tolist()
+static = wrap_ddp(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)), ddp, static_graph=True)
+unwrap_ddp(static).load_state_dict(bare.state_dict())
+seen["gradients"] = {str(accum): gradients(model, ddp, accum) for accum in (1, 3)}
+seen["static"] = {str(accum): gradients(static, ddp, accum) for accum in (3, 1)}
+try:
+    save_checkpoint(__file__ + "/under/a/file.pt", ddp, epoch=1)
+except RuntimeError as e:
+    seen["checkpoint"] = str(e)
+cleanup_ddp(ddp)
+cleanup_ddp(ddp)
+seen["left"] = [dict(os.environ) == before, threading.active_count() - threads, dist.is_initialized()]
+with setup_ddp(quiet=True) as ddp:   # once more in the same process
+    seen["second"] = all_sum(1, ddp)
+with open(f"seen{ddp.rank}.json", "w") as f:
+    json.dump(seen, f)
+"""
+
+
+def expected_gradients(weights, accum):
+    """Of the mean over three ranks of what gradients() in TOGETHER sums over two steps."""
+    w1, b1, w2, b2 = (torch.tensor(w, dtype=torch.float64, requires_grad=True) for w in weights)
+    for rank in range(3):
+        for step in range(2):
+            for i in range(accum):
+                x = torch.full((3, 4), 1.0 + rank + 10 * i + step, dtype=torch.float64)
+                (((x @ w1.T + b1) @ w2.T + b2).sin().sum() / 3).backward()
+    return [w.grad for w in (w1, b1, w2, b2)]
+
+
+@pytest.mark.parametrize("launcher, env", [("openmpi", {}), ("torchrun", {"DDP_GLOO_MAX_RANKS": "2"})],
+                         ids=["openmpi", "torchrun-objects-over-the-device-backend"])
+def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
+    need(launcher)
+    result = run_ranks(launcher, 3, [script(tmp_path, TOGETHER)], cwd=tmp_path, env=env, timeout=100)
+    assert (result.returncode, result.stdout, result.stderr, result.leftover) == (0, "", "", []), result.text
+    seen = [json.loads((tmp_path / f"seen{r}.json").read_text()) for r in range(3)]
+    for r, s in enumerate(seen):
+        assert s["rank"] == r and s["again"] and s["local"] == [3, 0]
+        assert s["exported"][:3] == [str(r), "3", str(r)] and all(s["exported"])
+        if launcher != "openmpi":    # whose own library listens on all addresses
+            assert set(s["listening"]) == {"0100007F"}, "only 127.0.0.1 may be listened on"
+        assert s["object"] == {"from": 1, "text": "é", "none": [None, 1.5]}
+        assert s["tensor"] == [True, [[2.0, 2.0], [2.0, 2.0]]]
+        assert s["sums"] == [4.5, [3, 3], [[6.0, 6.0], [6.0, 6.0]], 1.0, [1.0]]
+        assert s["weights"] == seen[0]["weights"]
+        assert "Is the disk full" in s["checkpoint"] or "cannot write" in s["checkpoint"]
+        assert s["left"] == [True, 0, False]
+        assert s["second"] == 3
+        for accum in (1, 3):
+            expected = expected_gradients(s["weights"], accum)
+            for kind in ("gradients", "static"):
+                for got, want in zip(s[kind][str(accum)], expected):
+                    torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), want, rtol=1e-11, atol=1e-12)
+    assert len({tuple(s["stream"]) for s in seen}) == 3
+
+
+def test_a_barrier_names_the_rank_that_does_not_come(tmp_path):
+    path = script(tmp_path, """
+ddp = setup_ddp(quiet=True)
+barrier(ddp)
+if ddp.rank == 2:
+    time.sleep(60)
+barrier(ddp, timeout=1.5)
+""")
+    with ByHand(path, range(3)) as ranks:
+        assert all(code != 0 for code in ranks.codes(GONE + 20))
+        assert re.search(r"Ranks? 2 failed to pass monitoredBarrier", ranks.err()), ranks.err()
+        assert own_tracebacks(ranks.err()) == 1, ranks.err()
+
+
+# ------------------------------------------------------------------------------------------------- finding rank 0
+WHERE = """
+ddp = setup_ddp(init_timeout=float(os.environ.get("LIMIT", 60)))
+print(f"{int(all_sum(1, ddp))} ranks met at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", flush=True)
+cleanup_ddp(ddp)
+"""
+
+
+def free_port(address="127.0.0.1"):
+    with socket.create_server((address, 0)) as s:
+        return s.getsockname()[1]
+
+
+def test_an_address_alone_means_port_29500(tmp_path):
+    need("mpich")
+    result = run_ranks("mpich", 2, [script(tmp_path, WHERE)], cwd=tmp_path, env={"MASTER_ADDR": "127.0.0.5"})
+    assert result.returncode == 0 and result.stdout.count("2 ranks met at 127.0.0.5:29500") == 2, result.text
+
+
+def test_a_port_alone_is_honoured_and_a_killed_runs_address_file_misleads_nobody(tmp_path):
+    path, env = script(tmp_path, WHERE), {"TMPDIR": str(tmp_path)}
+    with ByHand(path, [0], 2, **env) as killed:
+        while not list(tmp_path.glob("ddp-*/.ddp-rank0-*")):
+            assert killed.processes[0].poll() is None, killed.err()
+            time.sleep(0.02)
+    left = list(tmp_path.glob("ddp-*/.ddp-rank0-*"))
+    assert len(left) == 1
+    port = free_port()
+    with ByHand(path, [1, 0], 2, MASTER_PORT=port, **env) as ranks:    # same parent: the same file
+        assert ranks.codes() == [0, 0], ranks.err()
+        assert f"2 ranks met at 127.0.0.1:{port}" in ranks.out(1)
+    assert list(tmp_path.glob("ddp-*/.ddp-rank0-*")) == []
+
+
+def test_a_busy_port_is_an_error_at_once(tmp_path):
+    need("mpich")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        result = run_ranks("mpich", 2, [script(tmp_path, WHERE)], cwd=tmp_path,
+                           env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    assert result.returncode != 0 and result.seconds < 30
+    assert result.stderr.count(f"cannot listen on 127.0.0.1:{port}") == own_tracebacks(result.stderr) == 1, result.text
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path):
+    start = time.monotonic()
+    with ByHand(script(tmp_path, WHERE), [0, 2], 3, LIMIT=4) as ranks:
+        assert ranks.codes(45) == [1, 1]
+        assert ranks.err().count("1 of 3 ranks did not appear within 4 s: rank(s) 1.") == 1, ranks.err()
+        assert own_tracebacks(ranks.err()) == 1
+    assert time.monotonic() - start < 45
+
+
+def test_a_rank_whose_request_is_impossible_is_named_by_rank_0(tmp_path):
+    path = script(tmp_path, "setup_ddp(device='cuda' if os.environ['DDP_RANK'] == '1' else 'cpu')\n")
+    with ByHand(path, range(2), CUDA_VISIBLE_DEVICES="") as ranks:
+        assert ranks.codes() == [1, 1]
+        assert ranks.err().count("cuda was asked for") == 1 and "rank 1 on " in ranks.err(), ranks.err()
+
+
+def test_another_number_of_ranks_than_asked_for_is_refused_once(tmp_path):
+    need("mpich")
+    result = run_ranks("mpich", 2, [script(tmp_path, "setup_ddp(ranks=4)\n")], cwd=tmp_path)
+    assert result.returncode != 0
+    assert result.stderr.count("--ranks asks for 4 rank(s), but 2 were started") == 1, result.text
+    assert own_tracebacks(result.stderr) == 1
+
+
+def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tmp_path):
+    need("mpich")
+    need("openmpi")
+    words = launchers.command("mpich", 2, [script(tmp_path, WHERE)])
+    words = [python_of("openmpi") if word == sys.executable else word for word in words]
+    with launchers.Running(words, tmp_path, clean_environment("mpich")) as running:
+        result = running.wait(timeout=60)
+    assert result.returncode != 0 and "ranks met" not in result.stdout
+    assert result.stderr.count("mpi4py was probably built for another MPI") == 1, result.text
+
+
+def test_ranks_started_by_hand_over_are_those_of_torchs_launcher(tmp_path):
+    path = script(tmp_path, """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("word")
+add_launch_arguments(parser)
+args = parser.parse_args()
+hand_over(args, sys.argv[1:])
+with setup_ddp(ranks=args.ranks) as ddp:
+    print(ddp.rank, "of", ddp.world_size, args.word, flush=True)
+""")
+    result = run_ranks("python", 1, [path, "--nproc_per_node", "2", "hello", "--ranks=2"], cwd=tmp_path)
+    assert result.returncode == 0 and result.leftover == [], result.text
+    assert "0 of 2 hello\n" in result.stdout and "1 of 2 hello\n" in result.stdout

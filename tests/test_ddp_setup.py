@@ -1,0 +1,267 @@
+"""Does ddp_setup decide rightly? Pure decisions and one process; real launchers are in test_ddp_launch.py."""
+import os
+import types
+
+import pytest
+import torch
+
+import ddp_setup
+from ddp_setup import (Ddp, all_mean, all_sum, autocast, broadcast, choose_device, choose_dtype, cleanup_ddp, ddp_sampler,
+                       detect_launcher, hand_over, load_checkpoint, save_checkpoint, scale_for_batch, setup_ddp,
+                       slurm_first_host, slurm_tasks_per_node, wrap_ddp)
+
+# What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
+TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", GROUP_RANK="1", MASTER_ADDR="n0",
+                MASTER_PORT="29500", TORCHELASTIC_RUN_ID="none")
+OPENMPI = dict(OMPI_COMM_WORLD_RANK="5", OMPI_COMM_WORLD_SIZE="8", OMPI_COMM_WORLD_LOCAL_RANK="1",
+               OMPI_COMM_WORLD_LOCAL_SIZE="4", OMPI_COMM_WORLD_NODE_RANK="1", OMPI_UNIVERSE_SIZE="2", PMIX_RANK="5",
+               PMIX_NAMESPACE="prterun-n0-17@1")
+PALS_AURORA = dict(PALS_RANKID="5", PALS_LOCAL_RANKID="1", PALS_LOCAL_SIZE="4", PALS_NODEID="1", PMIX_RANK="5", PMI_SIZE="")
+PALS_POLARIS = dict(PALS_RANKID="5", PALS_LOCAL_RANKID="1", PALS_NODEID="1", PMI_RANK="5", PMI_SIZE="8",
+                    PMI_LOCAL_RANK="1", PMI_LOCAL_SIZE="4")
+HYDRA = dict(PMI_RANK="5", PMI_SIZE="8", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="4", PMI_FD="9")
+MVAPICH2 = dict(MV2_COMM_WORLD_RANK="5", MV2_COMM_WORLD_SIZE="8", MV2_COMM_WORLD_LOCAL_RANK="1",
+                MV2_COMM_WORLD_LOCAL_SIZE="4")
+FLUX = dict(FLUX_TASK_RANK="5", FLUX_JOB_SIZE="8", FLUX_TASK_LOCAL_ID="1", FLUX_JOB_NNODES="2")
+JSRUN = dict(JSM_NAMESPACE_RANK="5", JSM_NAMESPACE_SIZE="8", JSM_NAMESPACE_LOCAL_RANK="1")
+BATCH_SHELL = dict(SLURM_JOB_ID="77", SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_LOCALID="0", SLURM_NODEID="0",
+                   SLURM_TASKS_PER_NODE="4(x2)")
+SLURM = dict(BATCH_SHELL, SLURM_STEP_ID="0", SLURM_PROCID="5", SLURM_STEP_NUM_TASKS="8", SLURM_NTASKS="16", SLURM_LOCALID="1",
+             SLURM_NODEID="1", SLURM_STEP_TASKS_PER_NODE="4(x2)")
+
+
+@pytest.mark.parametrize("env, name", [
+    (dict(DDP_RANK="5", DDP_WORLD_SIZE="8", DDP_LOCAL_RANK="1"), "DDP_*"), (TORCHRUN, "torchrun"), (OPENMPI, "Open MPI"),
+    (dict(PALS_AURORA, DDP_WORLD_SIZE="8"), "PALS"), (PALS_POLARIS, "PALS"), (HYDRA, "Hydra"), (MVAPICH2, "MVAPICH2"),
+    (FLUX, "Flux"), (JSRUN, "jsrun"), (SLURM, "Slurm"),
+    # nested and doubled sets: the innermost launcher decides
+    ({**SLURM, "SLURM_PROCID": "1", **TORCHRUN}, "torchrun"), ({**BATCH_SHELL, **OPENMPI}, "Open MPI"),
+    ({**SLURM, **PALS_POLARIS}, "PALS"), ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}, "Slurm"),
+    ({**OPENMPI, "DDP_RANK": "5", "DDP_WORLD_SIZE": "8", "DDP_LOCAL_RANK": "1"}, "DDP_*"),
+    ({**OPENMPI, "RANK": "0", "WORLD_SIZE": "8"}, "Open MPI"), ({**HYDRA, "PALS_LOCAL_RANKID": "0"}, "Hydra")])
+def test_every_launcher_is_known_by_its_variables(env, name):
+    place = detect_launcher(env)
+    assert name in place.launcher
+    assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
+    assert place.local_world_size in (4, None)
+
+
+def test_mpi4py_gives_the_size_that_aurora_does_not():
+    assert detect_launcher(PALS_AURORA, mpi=(5, 8)).world_size == 8
+
+
+@pytest.mark.parametrize("env", [
+    {}, {"RANK": "3", "WORLD_SIZE": "4"}, {"PALS_LOCAL_RANKID": "0"}, {"MASTER_ADDR": "x", "MASTER_PORT": "1"},
+    {"DDP_WORLD_SIZE": "4"}, {"PBS_JOBID": "1.x", "SLURM_JOB_ID": "4"}, BATCH_SHELL,
+    dict(SLURM, SLURM_STEP_NUM_TASKS="1", SLURM_NTASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0",
+         SLURM_STEP_TASKS_PER_NODE="1", SLURM_NODEID="0")])
+def test_what_no_launcher_started_is_one_process(env):
+    place = detect_launcher(env)
+    assert (place.rank, place.world_size, place.local_rank) == (0, 1, 0)
+
+
+def test_the_shell_of_a_slurm_job_is_one_process_with_a_loud_hint():
+    notes = " ".join(detect_launcher(BATCH_SHELL).notes)
+    assert "ATTENTION" in notes and "8 tasks" in notes and "srun python" in notes
+
+
+@pytest.mark.parametrize("env, mpi, words", [
+    ({k: v for k, v in OPENMPI.items() if k != "OMPI_COMM_WORLD_SIZE"}, None, ("OMPI_COMM_WORLD_RANK=5", "no set")),
+    ({"PMI_RANK": "1", "PMI_SIZE": "4"}, None, ("PMI_RANK=1", "no set")),
+    ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, None, ("RANK=1", "no set")),
+    ({"PALS_LOCAL_RANKID": "0", "MPI_LOCALRANKID": "0"}, None, ("PALS_LOCAL_RANKID=0", "no set")),
+    (dict(OPENMPI, WORLD_SIZE="4"), None, ("WORLD_SIZE says 4", "OMPI_COMM_WORLD_SIZE says 8")),
+    (dict(HYDRA, DDP_WORLD_SIZE="4"), None, ("DDP_WORLD_SIZE says 4", "PMI_SIZE says 8")),
+    (HYDRA, (0, 1), ("mpi4py says 1", "PMI_SIZE says 8", "built for another MPI")),
+    (PALS_AURORA, None, ("DDP_WORLD_SIZE", "no number of ranks")),
+    ({**OPENMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "", "WORLD_SIZE": "4", "RANK": "0"}, None, ("disagree with Open MPI",)),
+    (dict(HYDRA, PMI_RANK="8"), None, ("rank 8 is outside 0 to 7",)),
+    (dict(HYDRA, PMI_SIZE="eight"), None, ("PMI_SIZE='eight'", "not an integer"))])
+def test_contradictions_are_refused_and_shown(env, mpi, words):
+    with pytest.raises(RuntimeError) as e:
+        detect_launcher(env, mpi)
+    assert all(word in str(e.value) for word in words), str(e.value)
+
+
+@pytest.mark.parametrize("text, host", [
+    ("n1", "n1"), ("n1,n2", "n1"), ("a[003-5,9]-ib,b3", "a003-ib"), ("a[1-2],b3", "a1"), ("r[07-10]n[1-4]", "r07n1"),
+    ("x-1-[12,14-16]", "x-1-12")])
+def test_first_host_of_a_slurm_list(text, host):
+    assert slurm_first_host(text) == host
+
+
+def test_tasks_per_node_are_run_length_coded():
+    assert slurm_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(RuntimeError, match="two"):
+        slurm_tasks_per_node("two")
+
+
+FOUND = dict(cuda=0, xpu=0, nccl=False, gloo=True, xccl=False, ccl=False)
+
+
+@pytest.mark.parametrize("device, backend, local_rank, found, expected", [
+    ("auto", "auto", 2, {}, ("cpu", None, "gloo")),
+    ("auto", "auto", 2, dict(cuda=3, nccl=True), ("cuda", 2, "nccl")),      # CUDA_VISIBLE_DEVICES=3,4,5: index 2 is card 5
+    ("auto", "auto", 3, dict(cuda=1, nccl=True), ("cuda", 0, "nccl")),      # one visible card per task
+    ("auto", "auto", 11, dict(xpu=12, xccl=True), ("xpu", 11, "xccl")),
+    ("auto", "auto", 11, dict(xpu=12, ccl=True), ("xpu", 11, "ccl")),
+    ("auto", "xpu", 0, dict(xpu=12, xccl=True, ccl=True), ("xpu", 0, "xccl")),
+    ("auto", "auto", 0, dict(xpu=1, cuda=1, nccl=True), ("cuda", 0, "nccl")),
+    ("cpu", "auto", 1, dict(cuda=4, nccl=True), ("cpu", None, "gloo")),
+    ("cuda", "gloo", 1, dict(cuda=4, nccl=True), ("cuda", 1, "gloo")),
+    ("auto", "gloo", 1, dict(cuda=4, nccl=True), ("cuda", 1, "gloo")),
+    ("auto", "ccl", 1, dict(ccl=True), ("cpu", None, "ccl"))])
+def test_device_and_backend(device, backend, local_rank, found, expected):
+    assert choose_device(device, backend, local_rank, {**FOUND, **found})[:3] == expected
+
+
+@pytest.mark.parametrize("device, backend, found", [
+    ("cuda", "auto", {}), ("xpu", "auto", dict(cuda=1, nccl=True)), ("cpu", "nccl", dict(cuda=1, nccl=True)),
+    ("auto", "nccl", {}), ("auto", "xpu", {}), ("xpu", "gloo", dict(xpu=1, xccl=True)), ("xpu", "xccl", dict(xpu=1)),
+    ("xpu", "auto", dict(xpu=1)), ("cpu", "ccl", {}), ("tpu", "auto", {}), ("auto", "mpi", {})])
+def test_impossible_requests_are_refused_with_what_is_there(device, backend, found):
+    with pytest.raises(RuntimeError, match="[Aa]vailable|expected one of"):
+        choose_device(device, backend, 0, {**FOUND, **found})
+
+
+def place(rank, size):
+    return Ddp(rank=rank, world_size=size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sampler_deals_every_item_once_in_evaluation_and_equal_steps_in_training(size):
+    data = range(23)
+    dealt = [list(ddp_sampler(data, place(r, size), train=False)) for r in range(size)]
+    assert sorted(sum(dealt, [])) == list(data)
+    samplers = [ddp_sampler(data, place(r, size), seed=0) for r in range(size)]
+    trained = [list(s) for s in samplers]
+    assert {len(t) for t in trained} == {23 // size} == {len(s) for s in samplers}
+    assert len(set(sum(trained, []))) == 23 // size * size
+
+
+def test_sampler_order_is_that_of_one_process_and_continues_at_any_offset_on_other_ranks():
+    data = range(40)
+    one = ddp_sampler(data, place(0, 1), seed=3)
+    one.set_epoch(2)
+    order = list(one)
+    assert order != list(data)
+    two = [ddp_sampler(data, place(r, 2), seed=3) for r in range(2)]
+    three = [ddp_sampler(data, place(r, 3), seed=3) for r in range(3)]
+    for s in two:
+        s.set_epoch(2)
+    for s in three:
+        s.set_epoch(2, start=10)
+    interleaved = [x for pair in zip(*two) for x in pair]
+    assert interleaved == order
+    assert [x for triple in zip(*three) for x in triple] == order[10:]
+    one.set_epoch(3)
+    assert list(one) != order
+
+
+def test_sampler_refuses_fewer_items_than_ranks():
+    with pytest.raises(ValueError, match="3 item.*4 ranks"):
+        ddp_sampler(range(3), place(0, 4))
+
+
+def test_scaling_gives_the_published_tables():
+    table = [(16, 1, 64, 5e-5, 5000), (16, 2, 128, 1e-4, 10000), (16, 4, 256, 2e-4, 20000), (16, 8, 512, 4e-4, 40000),
+             (12, 8, 384, 3e-4, 30000)]
+    for batch, ranks, effective, lr, warmup in table:
+        assert batch * 4 * ranks == effective
+        scaled = scale_for_batch(5e-5, 5000, "linear", effective, 64)
+        assert scaled == (pytest.approx(lr, rel=1e-12), warmup)
+    assert scale_for_batch(3e-7, 0, "linear", 4, 1)[0] == pytest.approx(1.2e-6, rel=1e-12)
+    assert scale_for_batch(1e-4, 100, "sqrt", 256, 64) == (pytest.approx(2e-4), 200)
+    assert scale_for_batch(1e-4, 100, {"cap": 4}, 512, 64) == (pytest.approx(4e-4), 400)
+    assert scale_for_batch(1e-4, 100, "none", 512, None) == (1e-4, 100)
+
+
+def test_precision_is_chosen_with_a_reason_or_refused():
+    cpu = torch.device("cpu")
+    assert choose_dtype(False, cpu)[0] == choose_dtype("float32", cpu)[0] == torch.float32
+    assert choose_dtype("bfloat16", cpu)[0] == torch.bfloat16
+    assert choose_dtype(True, cpu)[0] in (torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match="float8.*expected"):
+        choose_dtype("float8", cpu)
+    with autocast(torch.float32, Ddp()):
+        assert not torch.is_autocast_enabled("cpu")
+    with autocast(torch.bfloat16, Ddp()):
+        assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_a_checkpoint_is_whole_or_the_one_of_before(tmp_path, monkeypatch):
+    path, ddp = str(tmp_path / "a" / "b.pt"), Ddp()
+    save_checkpoint(path, ddp, model={"w": torch.ones(3)}, epoch=4, names=["x", None], rate=0.5)
+    state = torch.load(path, weights_only=True)
+    assert state["epoch"] == 4 and state["world_size"] == 1 and state["versions"]["torch"] == str(torch.__version__)
+    before = (tmp_path / "a" / "b.pt").read_bytes()
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(RuntimeError, match="No space left"):
+        save_checkpoint(path, ddp, model={"w": torch.zeros(3)})
+    with pytest.raises(ValueError, match="checkpoint.thing is object"):
+        save_checkpoint(path, ddp, thing=object())
+    assert (tmp_path / "a" / "b.pt").read_bytes() == before
+    assert os.listdir(tmp_path / "a") == ["b.pt"]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "bad.pt").write_bytes(b"not a checkpoint")
+    for name in ("bad.pt", "none.pt"):
+        with pytest.raises(ValueError, match=name):
+            load_checkpoint(tmp_path / name)
+
+
+def test_one_process_needs_no_launcher_and_leaves_the_environment_as_it_was(monkeypatch, capsys):
+    for row in ddp_setup.LAUNCHERS:
+        for names in (row.rank, row.size, row.local_rank, row.local_size, row.node_rank, row.needs):
+            for name in names:
+                monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    ddp = setup_ddp(seed=0)
+    assert setup_ddp() is ddp
+    assert [os.environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
+    model = wrap_ddp(torch.nn.Linear(2, 2), ddp)
+    assert isinstance(model, torch.nn.Linear)
+    assert all_sum([1.5, 2], ddp) == [1.5, 2.0] and all_mean(3, ddp) == 3.0
+    assert broadcast({"a": [1, None]}, ddp) == {"a": [1, None]}
+    cleanup_ddp(ddp)
+    cleanup_ddp(ddp)
+    assert dict(os.environ) == before
+    assert "Initialized DDP: 1 rank" in capsys.readouterr().out
+
+
+def test_the_seed_gives_equal_weights_and_then_a_stream_per_rank():
+    weights, streams = [], []
+    for rank in range(2):
+        ddp_setup._seed_all(0)
+        model = torch.nn.Linear(3, 3)
+        weights.append(model.weight.detach().clone())
+        wrap_ddp(model, Ddp(rank=rank, seed=0))
+        streams.append(torch.rand(4))
+    assert torch.equal(*weights) and not torch.equal(*streams)
+
+
+def test_a_model_on_another_device_is_refused():
+    with pytest.raises(ValueError, match="weight is on meta; expected cpu"):
+        wrap_ddp(torch.nn.Linear(2, 2, device="meta"), Ddp())
+
+
+@pytest.mark.parametrize("given, words", [
+    (dict(nnodes=2), "--node_rank"), (dict(nnodes=2, node_rank=2, master_addr="h"), "outside 0 to 1"),
+    (dict(master_addr="h"), "without --nnodes")])
+def test_incomplete_manual_launch_is_refused(given, words):
+    args = dict(nnodes=None, node_rank=None, master_addr=None, master_port=None, nproc_per_node=None, device="cpu")
+    with pytest.raises(ValueError, match=words):
+        hand_over(types.SimpleNamespace(**{**args, **given}), [])
+
+
+def test_a_manual_launch_becomes_torchs_launcher_with_the_other_arguments(monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "execv", lambda path, words: seen.extend(words))
+    args = types.SimpleNamespace(nnodes=2, node_rank=1, master_addr="10.0.0.1", master_port=None, nproc_per_node=4, device="cpu")
+    hand_over(args, ["--config", "c.yaml", "--nnodes", "2", "--node_rank=1", "--master_addr", "10.0.0.1", "a.b=1"])
+    assert seen[1:3] == ["-m", "torch.distributed.run"] and seen[-3:] == ["--config", "c.yaml", "a.b=1"]
+    assert {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500", "--nproc-per-node=4"} <= set(seen)
