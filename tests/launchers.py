@@ -236,7 +236,7 @@ def _mpi_home(launcher):
 
 
 def stolen_seconds():
-    """Seconds, since boot, in which the machine below gave our busiest-waiting core to others (0 where unknown).
+    """Seconds, since boot, in which the machine below gave one of our cores to others (the core that lost most) (0 where unknown).
 
     Limits in seconds are meant for a machine that runs; a virtual one may be away for most of them.
     """

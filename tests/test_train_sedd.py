@@ -119,7 +119,7 @@ def demo(tmp_path_factory):
         if launcher not in done:
             n, folder = RANKS[launcher], tmp_path_factory.mktemp(launcher)
             more = [f"training.accum={4 // n}", f"training.num_workers={1 if launcher == 'torchrun' else 0}"]
-            result = run_ranks(launcher, n, [SCRIPT, "--config", DEMO, *ALIKE, *more], folder, timeout=100)
+            result = run_ranks(launcher, n, [SCRIPT, "--config", DEMO, *ALIKE, *more], folder, timeout=600)
             assert result.returncode == 0 and not result.leftover, result.text
             done[launcher] = folder / "runs" / "sedd_demo", result
         return done[launcher]
@@ -185,7 +185,7 @@ def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(f
         found = {name: accumulated(proteins, Ddp(), **s) for name, s in SETTINGS.items()}
     else:
         script = [ROOT / "tests" / "accumulate_gradients.py", fasta, "out.pt"]
-        done = run_ranks(launcher, n, script, tmp_path, timeout=100)
+        done = run_ranks(launcher, n, script, tmp_path, timeout=600)
         assert done.returncode == 0, done.text
         found = torch.load(tmp_path / "out.pt", weights_only=True)
     worst = {name: worst_difference(found[name], references[name]) for name in SETTINGS}
@@ -295,7 +295,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_by_the_same_command(fasta
     (tmp_path / "c.yaml").write_text("training: {}\n")
     start = [SCRIPT, "--config", "c.yaml", *config, "training.n_iters=100000"]
     with start_ranks("python", 1, start, tmp_path) as running:
-        running.wait_for("step 7/", timeout=60)
+        running.wait_for("step 7/", timeout=600)
         os.kill(running.process.pid, signal.SIGKILL)
     killed = tmp_path / "runs" / "c"
     at = load_checkpoint(str(killed / "checkpoints" / "last.pt"))["step"]
@@ -574,27 +574,27 @@ def test_the_bound_holds_where_nothing_was_learned(tmp_path, model):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("model", ["sedd", "subs", "uniform"])
 def test_a_longer_demo_comes_near_the_exact_value_and_not_below(tmp_path, model):
-    result = learn(tmp_path, 1500, model, training__eval_samples=32)
+    result = learn(tmp_path, 500, model, training__eval_samples=16)
     assert_a_bound(result)
-    assert result["val/loss"] < result["exact"] + 0.2                      # measured: see the printed line
+    assert result["val/loss"] < result["exact"] + 0.2      # measured after 400 steps: 0.11, 0.11 and 0.16 above
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3000)
 def test_real_proteins_are_learned_on_two_ranks(shared, tmp_path):
     more = ["training.n_iters=300", "training.eval_freq=300", "optim.warmup=50", "optim.ema=0.98",
             "monitoring.sample_steps=16"]
     done = run_ranks("torchrun", 2, [SCRIPT, "--config", ROOT / "configs" / "sedd_cpu.yaml", "--data",
-                                     shared / "data" / "proteins.fasta.gz", *more], tmp_path, timeout=580)
+                                     shared / "data" / "proteins.fasta.gz", *more], tmp_path, timeout=2900)
     assert done.returncode == 0, done.text
     last = rows(tmp_path / "runs" / "sedd_cpu")[-1]
     ratio = last["val/perplexity"] / last["val/unigram_perplexity"]
     print(f"perplexity {last['val/perplexity']:.3f}, unigram {last['val/unigram_perplexity']:.3f}, ratio {ratio:.4f}, "
           f"{done.seconds:.0f} s")
-    assert ratio < 0.985
+    assert ratio < 0.985                                   # measured after 300 steps with a slower warm-up: 0.979
 
 
 # ---- config ----
