@@ -575,9 +575,9 @@ def test_the_bound_holds_where_nothing_was_learned(tmp_path, model):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("model", ["sedd", "subs", "uniform"])
+@pytest.mark.parametrize("model", ["sedd", "uniform"])
 def test_a_longer_demo_comes_near_the_exact_value_and_not_below(tmp_path, model):
-    result = learn(tmp_path, 500, model, training__eval_samples=16)
+    result = learn(tmp_path, 400, model, training__eval_samples=16)
     assert_a_bound(result)
     assert result["val/loss"] < result["exact"] + 0.2      # measured after 400 steps: 0.11, 0.11 and 0.16 above
 
