@@ -213,6 +213,16 @@ def make_graph(type, n_tokens):
     return choices[type](n_tokens)
 
 
+def independent_log_score(p, sigma, xt, graph):
+    """Exact log scores (B, L, V) where residues are independent: the law of each is p (n_tokens,), float64.
+
+    sigma (B,) float64; xt (B, L) int64. -inf at tokens that p makes impossible.
+    """
+    x0 = torch.arange(graph.n_tokens, device=xt.device).expand(len(sigma), -1)
+    log_pt = torch.log(torch.einsum("n,bnv->bv", p, graph.transition(x0, sigma)))        # law of a noised residue
+    return log_pt[:, None] - log_pt.gather(-1, xt)[..., None]
+
+
 def score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, weight):
     """dsigma x score entropy, summed over the residues of each protein that count.
 

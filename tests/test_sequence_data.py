@@ -13,7 +13,7 @@ import torch
 from sequence_data import (AMINO_ACIDS, N_TOKENS, UNIREF50, X_ID, DemoSource, EpochPlan, Proteins,
                            apply_max_length, collate, crop_start, crop_starts, decode, encode, eval_batches,
                            eval_crop_starts, keyed_generator, keyed_seed, read_sequences, split_by_hash,
-                           unigram_counts, unigram_nll)
+                           unigram_counts, unigram_frequencies)
 
 
 def write(tmp_path, content, name="in.fasta"):
@@ -500,14 +500,10 @@ def test_unigram_counts_see_only_the_proteins_of_the_table():
     assert unigram_counts(proteins)[X_ID] == 1
 
 
-def test_unigram_perplexity_is_20_for_equal_counts_leaves_x_out_and_is_finite_for_unseen_letters():
-    equal = np.array([7] * 20 + [1000])
-    total, n = unigram_nll(equal, equal)
-    assert n == 140 and math.isclose(math.exp(total / n), 20)
-    total, n = unigram_nll(np.zeros(21), np.array([3] + [0] * 19 + [5]))
-    assert n == 3 and math.isclose(total, 3 * math.log(20))
-    total, n = unigram_nll(np.array([18] + [0] * 20), np.array([1, 1] + [0] * 19))
-    assert math.isclose(total, math.log(38 / (18 + 1)) + math.log(38 / (0 + 1)))
+def test_unigram_frequencies_leave_x_out_and_are_not_zero_for_unseen_letters():
+    assert np.allclose(unigram_frequencies(np.array([7] * 20 + [1000])), np.full(20, 1 / 20))
+    assert np.allclose(unigram_frequencies(np.zeros(21)), np.full(20, 1 / 20))
+    assert np.allclose(unigram_frequencies(np.array([18] + [0] * 20)), np.array([19] + [1] * 19) / 38)
 
 
 @pytest.fixture(scope="module")

@@ -525,6 +525,21 @@ def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, no
     assert abs(float(difference.sum() / counts.sum())) < 3 * error + 0.002 * exact
 
 
+@pytest.mark.parametrize("graph, noise", [("absorb", "loglinear"), ("uniform", "loglinear"), ("uniform", "geometric")])
+def test_one_draw_of_the_noise_tells_how_a_model_differs_from_the_unigram(graph, noise):
+    p, proteins = iid_proteins()
+    config = load_config(Config, None, ["training.batch_size=1", "training.eval_samples=1", "data.max_length=80"])
+    graph, counts = make_graph(graph, N_TOKENS), unigram_counts(proteins)
+    validation = Validation(proteins, config, graph, make_noise(noise), counts)
+    own = (counts[:20] + 1) / (counts[:20] + 1).sum()
+    bound = validation(TrueScores(torch.from_numpy(own), graph), Ddp(), torch.float32)
+    exact = np.array([-np.log(own[proteins[i]]).sum() for i in range(len(proteins))])
+    # Residues that are not masked even at t = 1 cost nothing, as is usual.
+    left = float(torch.exp(-make_noise(noise)(torch.ones(1))[0])) if graph.absorb else 0.0
+    assert np.allclose(bound, exact * (1 - left), rtol=1e-4) and validation.unigram == pytest.approx(
+        math.exp(exact.sum() / proteins.lengths.sum()))
+
+
 def test_the_exact_value_beside_the_bound_is_that_of_the_residues_evaluated():
     source = DemoSource(seed=0)
     proteins = source.sample(30, seed=3)
