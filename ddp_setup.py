@@ -216,7 +216,8 @@ def detect_launcher(env, mpi=None):
                     "MASTER_ADDR and MASTER_PORT to do without it")
     if not sizes:
         raise SetupError(f"{row.name} started rank {rank} but sets no number of ranks. Expected "
-                         f"DDP_WORLD_SIZE: export it next to the mpiexec call (nodes x ranks per node), or install mpi4py. {seen}", first)
+                         f"DDP_WORLD_SIZE: export it next to the mpiexec call (nodes x ranks per node), or "
+                         f"install mpi4py. {seen}", first)
     if len(set(sizes.values())) > 1:
         raise SetupError(f"{row.name}: the numbers of ranks disagree: "
                          f"{', '.join(f'{k} says {n}' for k, n in sizes.items())}. {hint}. {seen}", first)
@@ -367,7 +368,7 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout):
         if wanted is not None and wanted != ddp.world_size:
             raise SetupError(f"{name} asks for {wanted} rank(s), but {ddp.world_size} were started. "
                              f"{'; '.join(ddp.notes)}. Start {wanted} (mpirun -n, srun -n, torchrun "
-                             f"--nproc_per_node) or change {name}.", speaks=ddp.local_rank == 0)
+                             f"--nproc_per_node) or change {name}.", speaks=ddp.rank == 0)
     error, reason, target = None, "", torch.device("cpu")
     try:
         kind, index, backend, reason = choose_device(device, backend, ddp.local_rank, _found_devices(backend == "ccl"))
@@ -513,7 +514,7 @@ def _address_file(env, ddp, one_host):
         raise SetupError(
             f"{ddp.launcher} started ranks that may be on several hosts, and nothing tells them where rank 0 "
             f"is: mpi4py is not usable and MASTER_ADDR is unset. Install mpi4py for this MPI, or export "
-            f"MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to all ranks.", ddp.local_rank == 0)
+            f"MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to all ranks.", ddp.rank == 0)
     folder = env.get("DDP_RENDEZVOUS_DIR") or os.getcwd()
     if one_host:
         user = os.getuid() if hasattr(os, "getuid") else 0
@@ -659,8 +660,7 @@ def _join(ddp, env, init_timeout, error):
         if path:
             os.unlink(path)
     else:   # rank 0 gives up first and says why; only if it is gone itself does this wait run out
-        table = json.loads(_await_key(ddp, store, "table", init_timeout + 60, "rank 0 ended while the ranks "
-                                                                              "were "
+        table = json.loads(_await_key(ddp, store, "table", init_timeout + 60, "rank 0 ended while the ranks were "
                                       "meeting. Expected it to stay; look for its own message."))
     if "error" in table:
         store.add("read", 1)
@@ -697,30 +697,27 @@ def _check_table(store, n, init_timeout):
         return groups
 
     if store.check(["twice"]):
-        return dict(error=f"rank {store.get('twice').decode()} came twice. Expected each once. Was it "
-                          "started twice, or do "
-                      f"two runs use the same MASTER_PORT?")
+        return dict(error=f"rank {store.get('twice').decode()} came twice. Expected each once. Was it started twice, "
+                          f"or do two runs use the same MASTER_PORT?")
     for text, ranks in ranks_by(lambda row: row["error"]).items():
         if text:
-            return dict(error=text if len(ranks) == n else f"rank {_some(ranks)} on "
-                                                           f"{rows[ranks[0]]['host']}: {text}")
+            who = "" if len(ranks) == n else f"rank {_some(ranks)} on {rows[ranks[0]]['host']}: "
+            return dict(error=who + text)
     if len(rows) < n:
         return dict(error=f"{n - len(rows)} of {n} ranks did not appear within {init_timeout:.0f} s: rank(s) "
-                      f"{_some(sorted(set(range(n)) - set(rows)))}. The others are on "
-                      f"{_some(sorted({row['host'] for row in rows.values()}))}. Is a host down, or cannot "
-                      f"it reach rank 0?")
+                          f"{_some(sorted(set(range(n)) - set(rows)))}. The others are on "
+                          f"{_some(sorted({row['host'] for row in rows.values()}))}. Is a host down, or cannot it "
+                          f"reach rank 0?")
     for (host, device), ranks in ranks_by(lambda row: (row["host"], row["device"])).items():
         if device and len(ranks) > 1:
-            return dict(error=f"ranks {_some(ranks)} on {host} share one accelerator ({device}); expected "
-                              "one rank per "
-                          f"accelerator. Start fewer ranks per host, or unset the mask "
-                          f"(CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK).")
+            return dict(error=f"ranks {_some(ranks)} on {host} share one accelerator ({device}); expected one rank per "
+                              f"accelerator. Start fewer ranks per host, or unset the mask "
+                              f"(CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK).")
     for what in ("backend", "torch"):
         values = sorted(ranks_by(lambda row: row[what]))
         if len(values) > 1:
-            return dict(error=f"the ranks differ in {what}: {', '.join(values)}; expected the same on all. "
-                              "Give --device "
-                          f"and --backend, and one environment for all hosts.")
+            return dict(error=f"the ranks differ in {what}: {', '.join(values)}; expected the same on all. Give "
+                              f"--device and --backend, and one environment for all hosts.")
     return {"hosts": [rows[r]["host"] for r in range(n)]}
 
 

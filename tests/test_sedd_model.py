@@ -143,6 +143,20 @@ def test_a_fresh_model_loses_ln_n_nats_per_residue():
     assert abs(per_residue.mean() - math.log(n)) < 4 * error and count.sum() == B * L
 
 
+def test_init_logits_is_the_spread_of_a_fresh_models_logits_and_lets_the_gradient_into_the_blocks():
+    graph = make_graph("uniform", 21)                       # its log scores are the logits
+    x0, xt, sigma, _, mask = small_batch(graph)
+    found = {}
+    for init in (0.0, 3.0):
+        torch.manual_seed(0)
+        model = SEDD(21, 64, 1, 2, cond_dim=8, scale_by_sigma=False, init_logits=init)
+        log_score = model(xt, sigma.float(), mask)
+        log_score.square().sum().backward()
+        others = log_score.detach()[torch.arange(21) != xt[..., None]]
+        found[init] = float(others.std()), float(model.blocks[0].adaLN_modulation.bias.grad.abs().sum())
+    assert found[0.0] == (0.0, 0.0) and abs(found[3.0][0] - 3) < 0.5 and found[3.0][1] > 0
+
+
 def test_subs_makes_the_score_entropy_cross_entropy_over_t():
     graph, noise, X = AbsorbingGraph(21), make_noise("loglinear", eps=1e-3), 20
     model = small_model(graph, parameterization="subs", forbidden=(X,)).double().eval()

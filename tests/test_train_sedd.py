@@ -600,8 +600,7 @@ def test_a_longer_demo_comes_near_the_exact_value_and_not_below(tmp_path, model)
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_real_proteins_are_learned_on_two_ranks(shared, tmp_path):
-    more = ["training.n_iters=300", "training.eval_freq=300", "optim.warmup=50", "optim.ema=0.98",
-            "monitoring.sample_steps=16"]
+    more = ["training.n_iters=300", "training.eval_freq=300", "optim.ema=0.98", "monitoring.sample_steps=16"]
     done = run_ranks("torchrun", 2, [SCRIPT, "--config", ROOT / "configs" / "sedd_cpu.yaml", "--data",
                                      shared / "data" / "proteins.fasta.gz", *more], tmp_path, timeout=2900)
     assert done.returncode == 0, done.text
@@ -609,7 +608,7 @@ def test_real_proteins_are_learned_on_two_ranks(shared, tmp_path):
     ratio = last["val/perplexity"] / last["val/unigram_perplexity"]
     print(f"perplexity {last['val/perplexity']:.3f}, unigram {last['val/unigram_perplexity']:.3f}, ratio {ratio:.4f}, "
           f"{done.seconds:.0f} s")
-    assert ratio < 0.985                                   # measured after 300 steps with a slower warm-up: 0.979
+    assert ratio < 0.985                                   # a model that knows only letter frequencies is at 1
 
 
 # ---- config ----
