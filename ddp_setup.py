@@ -21,7 +21,7 @@ Environment read: the launcher variables of LAUNCHERS, and
   DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE, DDP_NODE_RANK   override every launcher (with DDP_WORLD_SIZE)
   DDP_RENDEZVOUS_DIR        folder that all hosts see, for the address file (default: the current folder)
   DDP_MPI4PY=0              never import mpi4py
-  DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (default 512)
+  DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (default 256)
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
 Environment set, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT for
 libraries that look there; GLOO_SOCKET_IFNAME (the interface that routes to rank 0) where it is unset.
@@ -54,9 +54,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-# Gloo connects every rank with every other: N - 1 sockets per rank, and most sites allow 1,024 open files. Above
-# this, objects, flags and barriers travel over the device's own backend instead (see _route).
-GLOO_MAX_RANKS = 512
+# Gloo connects every rank with every other, and rank 0 holds a connection to each for the store and one for the
+# lifeline: 3 N sockets, and many sites allow 1,024 open files. Above this, objects, flags and barriers travel over the
+# device's own backend instead (see _route).
+GLOO_MAX_RANKS = 256
 
 
 # ---------------------------------------------------------------- launchers
@@ -546,6 +547,7 @@ def _open_store(ddp, env, one_host, agent, init_timeout):
     listener = failure = None
     if ddp.rank == 0 and not agent:
         slurm_host = slurm_first_host(env.get("SLURM_STEP_NODELIST", "")) if ddp.launcher == "Slurm step" else ""
+        slurm_host = slurm_host if _resolve(slurm_host) else ""   # in a cloud its names may mean nothing
         host = host or ("127.0.0.1" if one_host else slurm_host or _own_address())
         if not one_host and host in (ddp.host, slurm_host) and _resolve(host).startswith("127."):
             host = _own_address()   # Debian maps a host's own name to 127.0.1.1; the others see its real address
@@ -864,7 +866,7 @@ class _Lifeline(threading.Thread):
                 message = json.loads(f.readline())
         except (OSError, ValueError):   # rank 0 is gone: one of the survivors says so
             message = None if self.leaving else {"failed": 0, "code": 1}
-            if message and self.ddp.rank == 1 and not self.failing:
+            if message and self.ddp.rank == 1:   # even if a lost connection is what it is about to report
                 _print_failure(self.ddp, DIED, 0, self.ddp.state["hosts"][0])
         if message is None or "done" in message or (self.failing and message["failed"] == self.ddp.rank):
             self.answered.set()   # a failing main thread prints its own failure
@@ -884,7 +886,7 @@ class _Lifeline(threading.Thread):
 
     def sys_exit(self, code=None):
         self.exit_code = code   # atexit handlers are not told
-        self.previous_exit(code)
+        self.previous_exit(1 if isinstance(code, str) else code)   # a text is printed by us, with the rank
 
     def at_exit(self):
         """The script ends without cleanup_ddp."""
@@ -1302,8 +1304,8 @@ def hand_over(args, argv):
     for option in ("--nnodes", "--node_rank", "--master_addr", "--master_port", "--nproc_per_node"):
         rest.add_argument(option)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc-per-node={per_node}"]
-    if nnodes > 1:
-        command += [f"--node-rank={args.node_rank}", f"--master-addr={args.master_addr}",
+    if nnodes > 1 or args.master_addr or args.master_port:
+        command += [f"--node-rank={args.node_rank or 0}", f"--master-addr={args.master_addr or '127.0.0.1'}",
                     f"--master-port={args.master_port or 29500}"]
     else:
         command += ["--standalone"]

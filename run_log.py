@@ -64,19 +64,9 @@ class RunLog:
         if self.file is not None:
             self.file.close()
             self.file = None
-        text = self.path.read_text(encoding="utf-8", errors="replace")
-        lines = text.split("\n")
-        kept = []
-        for number, line in enumerate(lines[:-1], 1):    # after the last line end: nothing, or half a row
-            try:
-                row_step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{self.path}, line {number}: found {line[:60]!r}; expected a JSON object "
-                                 f"with 'step'. Repair or remove the line.") from None
-            if row_step <= step:
-                kept.append(line + "\n")
-        if "".join(kept) != text:
-            write_text_atomic(self.path, "".join(kept))
+        kept = rows_up_to(self.path, step)
+        if kept != self.path.read_text(encoding="utf-8", errors="replace"):
+            write_text_atomic(self.path, kept)
 
     def progress(self, step, loss=None, ppl=None, rate=None, **more):
         """Show where the run is. rate: residues/s of all ranks; more: other short numbers or texts."""
@@ -180,19 +170,28 @@ class RunLock:
         written."""
         self.path = Path(run_dir) / "lock.json"
         if self.refuse_live(run_dir):
-            self.path.unlink(missing_ok=True)
+            dead = self.path.read_bytes()
+            aside = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
+            self.path.replace(aside)
+            if aside.read_bytes() != dead:   # another start has taken it over in between: put its lock back
+                aside.replace(self.path)
+                self.refuse_live(run_dir)
+            aside.unlink(missing_ok=True)
         job = next((os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
                     if k in os.environ), "")
         self.holder = {"host": socket.gethostname(), "pid": os.getpid(), "start": _process_start(os.getpid()),
                        "job": job}
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
+        whole.write_text(self._text(), encoding="utf-8")
         try:
-            with open(self.path, "x", encoding="utf-8") as file:      # of two that start at once, one gets it
-                file.write(self._text())
+            os.link(whole, self.path)        # whole or not at all; of two that start at once, one gets it
         except FileExistsError:
             raise ValueError(f"{run_dir} was taken by another run at this moment. Expected one run per folder. "
                              "Give another --work_dir.") from None
-        self.released = threading.Event()
+        finally:
+            whole.unlink()
+        self.released, self.lost = threading.Event(), ""
         self.thread = threading.Thread(target=self._keep_beating, daemon=True, name="run-lock")
         self.thread.start()
 
@@ -202,14 +201,26 @@ class RunLock:
     def _keep_beating(self):
         while not self.released.wait(self.every):
             try:
+                now = json.loads(self.path.read_text(encoding="utf-8"))
+                if any(now.get(key) != value for key, value in self.holder.items()):   # after a long standstill
+                    self.lost = f"process {now.get('pid')} on {now.get('host')}"
+                    return
                 write_text_atomic(self.path, self._text())
-            except OSError:   # a full disk is reported by what cannot be saved; the beat may come back
+            except (OSError, ValueError):   # a full disk is reported by what cannot be saved; the beat may come back
                 continue
 
-    def release(self):
+    def check(self):
+        """Raise RuntimeError if another run has taken the folder over, which a run that stood still must learn."""
+        if self.lost:
+            raise RuntimeError(f"{self.path.parent} has been taken over by {self.lost}, as this run gave no sign of "
+                               f"life for {self.stale} s. Nothing more is written here.")
+
+    def release(self, at=None):
+        """Give the folder free. at: where it is now, if it was renamed."""
         self.released.set()
         self.thread.join()          # or a beat under way would write it again
-        self.path.unlink(missing_ok=True)
+        if not self.lost:
+            (self.path if at is None else Path(at) / "lock.json").unlink(missing_ok=True)
 
     @classmethod
     def refuse_live(cls, run_dir):
@@ -233,6 +244,21 @@ class RunLock:
                              f"ago). Expected one run per folder. Wait for it, stop it, or give another "
                              f"--work_dir.")
         return True
+
+
+def rows_up_to(path, step):
+    """The rows of a metrics.jsonl up to `step`, as text, without a last one that was left half written."""
+    kept = []
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines[:-1], 1):    # after the last line end: nothing, or half a row
+        try:
+            row_step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number}: found {line[:60]!r}; expected a JSON object "
+                             f"with 'step'. Repair or remove the line.") from None
+        if row_step <= step:
+            kept.append(line + "\n")
+    return "".join(kept)
 
 
 def _process_start(pid):

@@ -13,6 +13,7 @@ A run does not depend on the number of ranks: the unit of distribution is the mi
 keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a stream of a rank.
 """
 import argparse
+import hashlib
 import math
 import os
 import re
@@ -31,7 +32,7 @@ from ddp_setup import (add_launch_arguments, all_sum, autocast, broadcast, choos
                        hand_over, load_checkpoint, print0, save_checkpoint, scale_for_batch, setup_ddp, stop_all,
                        wrap_ddp)
 from run_config import config_differences, config_to_dict, dump_yaml, load_config
-from run_log import RunLock, RunLog, write_text_atomic
+from run_log import RunLock, RunLog, rows_up_to, write_text_atomic
 from sedd_diffusion import (independent_log_score, make_graph, make_noise, sample, score_entropy_loss,
                             stratified_times)
 from sedd_model import EMA, SEDD
@@ -329,7 +330,8 @@ class Validation:
     Most of the variance comes from how many residues the noise happens to change, which is alike for every model.
     So the same noise is given to the unigram model, whose scores and likelihood are known exactly, and the bound is
     its exact -ln p plus the estimated difference between the two (a control variate: no bias, several times less
-    noise). What happens below TIME_EPS, where no score is learned, is thereby counted at the unigram's price.
+    noise). What happens below TIME_EPS, where no score is learned, is thereby counted at the unigram's price, so that
+    this is a bound for every noise schedule.
     """
 
     def __init__(self, proteins, config, graph, noise, train_counts, source=None):
@@ -348,11 +350,12 @@ class Validation:
         nll = -np.log(np.append(frequencies[:X_ID], 1.0))                 # of each token, in nats
         self.unigram = math.exp(sum(nll[self.proteins[i]].sum() for i in everything) / self.counts.sum())
         self.frequencies = torch.from_numpy(frequencies)
-        # The unigram model's cost of a residue here: its -ln p, but for the noise at t = 1, where the prior is ours.
+        # The unigram model's cost of a residue: its -ln p. With the uniform graph its noise at t = 1 is replaced by the
+        # prior of a model; with the absorbing graph residues that are not even masked at t = 1 are paid for too.
         sigma1 = noise(torch.ones(1, dtype=torch.float64))[0]
         p1 = graph.transition(torch.arange(graph.n_tokens)[None], sigma1)[0]                     # (n_tokens, V)
         own_prior = (torch.xlogy(p1, p1) - torch.xlogy(p1, self.frequencies @ p1)).sum(-1).numpy()
-        cost = np.where(nll > 0, nll - own_prior + graph.prior_kl(sigma1), 0.0)
+        cost = nll if graph.absorb else np.where(nll > 0, nll - own_prior + graph.prior_kl(sigma1), 0.0)
         self.baseline = torch.tensor([cost[self.proteins[i]].sum() for i in everything], dtype=torch.float64)
         self.exact = None if source is None else source.nll(self.proteins)   # of the window that is evaluated
 
@@ -387,7 +390,7 @@ class Validation:
     def summarise(self, bound):
         """Metrics of one evaluation."""
         nll = float(bound.sum() / self.counts.sum())
-        return {"val/loss": nll, "val/perplexity": math.exp(nll), "val/unigram_perplexity": self.unigram}
+        return {"val/loss": nll, "val/perplexity": math.exp(min(nll, 50.0)), "val/unigram_perplexity": self.unigram}
 
     def compare(self, bound):
         """Where the exact NLL of the proteins is known: its mean per residue, and the standard error of the mean of
@@ -416,10 +419,11 @@ def sample_proteins(model, config, graph, noise, lengths, step, ddp, dtype):
 
 
 # ------------------------------------------------------------------------------------------------------------ resume
-def find_checkpoint(work_dir, resume, fresh):
+def find_checkpoint(work_dir, resume, fresh, config):
     """What to continue from: a path (text) or None. Called on rank 0; writes nothing.
 
-    Raises ValueError for a run directory that is in use, that cannot be written, or that holds another run."""
+    Raises ValueError for a run directory that is in use, that cannot be written, that holds another run, or that is
+    none."""
     there = next(p for p in (work_dir.absolute(), *work_dir.absolute().parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "may not be written" if there.is_dir() else "is a file"
@@ -430,18 +434,35 @@ def find_checkpoint(work_dir, resume, fresh):
     if resume and last.exists() and last.parent.resolve() != Path(resume).resolve().parent:
         raise ValueError(f"{work_dir} holds a run already, and --resume {resume} is of another. Expected a checkpoint "
                          f"of the same run. Give another --work_dir; or leave --resume out to continue this run.")
+    there = sorted(p.name for p in work_dir.iterdir()) if work_dir.exists() else []
+    if there and not {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml"} & set(there):
+        raise ValueError(f"{work_dir} is not a run directory: it holds {', '.join(there[:5])}. Expected an empty or "
+                         f"new folder, or that of a run. Give another --work_dir.")
+    if "metrics.jsonl" in there and not fresh:
+        rows_up_to(work_dir / "metrics.jsonl", 0)   # readable?
+    if not resume and not fresh and not last.exists() and "config.yaml" in there:
+        before = config_to_dict(load_config(Config, work_dir / "config.yaml"))
+        different = config_differences(before, config_to_dict(config), ignore=MAY_CHANGE)
+        if different:
+            raise ValueError(f"{work_dir} holds a run with another config, which came to no checkpoint:\n    " +
+                             "\n    ".join(different) + "\n  Expected the same config. Give another --work_dir, or "
+                             "--fresh to start over.")
     return str(resume) if resume else str(last) if last.exists() and not fresh else None
 
 
 def open_run(work_dir, fresh):
     """Take the run directory: rank 0 only. --fresh renames a former run's folder, never deletes it."""
-    if fresh and work_dir.exists():
+    former = fresh and work_dir.exists() and any(work_dir.iterdir())
+    lock = RunLock(work_dir)
+    if former:   # under the lock, so that of two at once one is refused
         old = next(p for k in range(1, 10**6) if not (p := work_dir.with_name(f"{work_dir.name}.old{k}")).exists())
         work_dir.rename(old)
+        lock.release(at=old)
         print(f"--fresh: the former run is now in {old}", flush=True)
-    lock = RunLock(work_dir)
-    for half in work_dir.rglob(".*.tmp"):   # what a killed run was writing: the lock says that it is not running
-        half.unlink(missing_ok=True)
+        lock = RunLock(work_dir)
+    for folder in (work_dir, work_dir / "checkpoints", work_dir / "samples"):
+        for half in folder.glob(".*.tmp"):   # what a killed run was writing: the lock says that it is not running
+            half.unlink(missing_ok=True)
     return lock
 
 
@@ -464,8 +485,8 @@ def check_resume(state, config, ddp, model, fingerprint, path):
                          f"{found.get(wrong[0], 'absent')} in the file, {shapes.get(wrong[0], 'absent')} by the "
                          f"config. Give a checkpoint of this model, another --work_dir, or --fresh.")
     if state["data"] != fingerprint:
-        raise ValueError(f"{path} was trained on other proteins ({state['data']['n']:,}, key sum "
-                         f"{state['data']['keys']}; now {fingerprint['n']:,}, {fingerprint['keys']}). Give the same "
+        raise ValueError(f"{path} was trained on other proteins, or in another order ({state['data']['n']:,}, hash "
+                         f"{state['data']['hash']}; now {fingerprint['n']:,}, {fingerprint['hash']}). Give the same "
                          f"data, another --work_dir, or --fresh.")
     micro_batches = state["micro_batches"]
     if micro_batches % ddp.world_size:
@@ -505,15 +526,19 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
     # Start or continue: rank 0 decides, all read the same checkpoint.
-    path = broadcast(find_checkpoint(work_dir, resume, fresh) if ddp.is_main else None, ddp)
+    path = broadcast(find_checkpoint(work_dir, resume, fresh, config) if ddp.is_main else None, ddp)
     state = load_checkpoint(path) if path else None
 
     proteins, val, source, described = load_proteins(config)
-    fingerprint = {"n": len(proteins), "keys": f"{proteins.keys.sum(dtype=np.uint64):016x}"}
+    keys = proteins.keys.tobytes() + (b"" if val is None else val.keys.tobytes())   # the plan goes by their order
+    fingerprint = {"n": len(proteins), "hash": hashlib.blake2b(keys, digest_size=8).hexdigest()}
     graph = make_graph(config.graph.type, N_TOKENS)
     noise = make_noise(n.type, **(dict(sigma_min=n.sigma_min, sigma_max=n.sigma_max) if n.type == "geometric" else
                                   dict(eps=n.eps)))
-    dtype, dtype_why = choose_dtype(config.memory.mixed_precision, ddp.device)
+    try:
+        dtype, dtype_why = choose_dtype(config.memory.mixed_precision, ddp.device)
+    except RuntimeError as e:
+        raise ValueError(f"config: {e}") from None
     memory_note = limit_memory(config.memory.max_memory_per_gpu, ddp)
     torch.manual_seed(t.seed)   # the same initial weights on every rank
     bare = SEDD(graph.vocab_size, config.model.hidden_size, config.model.n_blocks, config.model.n_heads,
@@ -592,6 +617,8 @@ def train(run, ddp):
     log.truncate(progress["step"] if run.path else -1)
 
     def save(name):
+        if run.lock:
+            run.lock.check()
         save_checkpoint(str(work_dir / "checkpoints" / name), ddp, model=bare.state_dict(), ema=run.ema.state_dict(),
                         optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(),
                         config=config_to_dict(config), epoch=progress["step"] // schedule.steps_per_epoch,
@@ -623,7 +650,8 @@ def train(run, ddp):
         evaluate, save_last = last or step % t.eval_freq == 0, last or step % t.snapshot_freq == 0
         report = evaluate or step % t.log_freq == 0
         if report or save_last:
-            loss, per_residue, norm = float(totals[0] / totals[1]), float(totals[0] / totals[2]), float(norm)
+            loss, per_residue = (float(totals[0] / totals[k].clamp(min=1)) for k in (1, 2))
+            norm = float(norm)
             # In float16 a gradient may overflow: the scaler has left out that step.
             if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
                 raise RuntimeError(f"step {step}: the loss is {loss}, the norm of its gradient {norm}; expected finite "
@@ -647,6 +675,9 @@ def train(run, ddp):
                     bound = validation(bare, ddp, run.dtype)
                 values.update(validation.summarise(bound))
                 score = values["val/loss"]
+                if not math.isfinite(score):
+                    raise RuntimeError(f"step {step}: the validation bound is {score}; expected a finite number. "
+                                       f"Checkpoints are of before. Lower optim.lr, or raise optim.warmup.")
                 log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
                         f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
             else:
@@ -661,12 +692,12 @@ def train(run, ddp):
             progress["finished"] = "all steps done"
         if report:
             log.metrics(step, values)
-        if progress["finished"] or save_last:
-            save("last.pt")
         if ddp.is_main and (progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0)):
             with run.ema.applied(bare):
                 text = sample_proteins(bare, config, run.graph, run.noise, schedule.lengths, step, ddp, run.dtype)
             write_text_atomic(work_dir / "samples" / f"step_{step}.fasta", text)
+        if progress["finished"] or save_last:   # after sampling: what says "finished" has everything
+            save("last.pt")
         if report:   # evaluation, saving and sampling are not counted as training
             since = time.perf_counter()
             seen.zero_()
@@ -761,13 +792,13 @@ def cli(argv=None):
         early = launch.parse_known_args(argv)[0]
         if early.plan is None:
             hand_over(early, argv)
-    except ValueError as e:
-        problem = e   # told below, once
+    except (ValueError, RuntimeError) as e:
+        problem = ValueError(e)   # told below, once
     try:
         if early.plan is not None:
             return print(describe_plan(read_arguments(argv)[1], early.plan))
         ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, init_timeout=early.init_timeout)
-    except (ValueError, RuntimeError) as e:
+    except (ValueError, RuntimeError, OSError) as e:
         sys.exit(f"error: {e}")
     with ddp:
         try:
