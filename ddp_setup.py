@@ -28,6 +28,7 @@ libraries that look there; GLOO_SOCKET_IFNAME (the interface that routes to rank
 """
 import argparse
 import atexit
+import builtins
 import collections
 import contextlib
 import datetime
@@ -854,7 +855,9 @@ class _Lifeline(threading.Thread):
         _send(self.sock, token=token, rank=ddp.rank)
         self.leaving, self.failing, self.answered = False, False, threading.Event()
         self.previous_hook, sys.excepthook = sys.excepthook, self.excepthook
-        self.exit_code, self.previous_exit, sys.exit = None, sys.exit, self.sys_exit
+        # Python does not tell atexit handlers the exit code. `raise SystemExit(1)` is seen by `with setup_ddp()` only.
+        self.exit_code, self.previous_exits = None, (sys.exit, getattr(builtins, "exit", None), getattr(builtins, "quit", None))
+        sys.exit = builtins.exit = builtins.quit = self.sys_exit
         atexit.register(self.at_exit)
         if hasattr(os, "register_at_fork"):   # a forked DataLoader worker must not keep a dead rank's connection open
             os.register_at_fork(after_in_child=self.forget)
@@ -885,8 +888,8 @@ class _Lifeline(threading.Thread):
         _fail_with(self.ddp, error)
 
     def sys_exit(self, code=None):
-        self.exit_code = code   # atexit handlers are not told
-        self.previous_exit(1 if isinstance(code, str) else code)   # a text is printed by us, with the rank
+        self.exit_code = code
+        self.previous_exits[0](1 if isinstance(code, str) else code)   # a text is printed by us, with the rank
 
     def at_exit(self):
         """The script ends without cleanup_ddp."""
@@ -894,7 +897,8 @@ class _Lifeline(threading.Thread):
             cleanup_ddp(self.ddp) if self.exit_code in (None, 0) else _fail_with(self.ddp, SystemExit(self.exit_code))
 
     def restore(self):
-        sys.excepthook, sys.exit = self.previous_hook, self.previous_exit
+        sys.excepthook = self.previous_hook
+        sys.exit, builtins.exit, builtins.quit = self.previous_exits
         atexit.unregister(self.at_exit)
 
     def forget(self):

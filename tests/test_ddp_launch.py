@@ -171,7 +171,8 @@ def test_any_rank_that_raises_ends_all_under_every_launcher(launcher, failing, e
 
 @pytest.mark.parametrize("ending, code, words", [
     ("os.kill(os.getpid(), 9)", -9, "died without a word"), ("sys.exit(3)", 3, "left with exit code 3"),
-    ("stop_all(ddp, 'no such file', 2)", 2, "no such file")])
+    ("stop_all(ddp, 'no such file', 2)", 2, "no such file"), ("sys.exit('no data')", 1, "no data"),
+    ("exit(4)", 4, "left with exit code 4")])
 def test_without_a_launcher_too_the_end_of_one_is_the_end_of_all(ending, code, words, tmp_path):
     path = script(tmp_path, f"""
 ddp = setup_ddp(quiet=True)
@@ -192,6 +193,19 @@ def test_the_death_of_rank_0_is_told_by_another(tmp_path):
     with ByHand(path, range(2)) as ranks:
         ranks.wait_for("ready")
         ranks.processes[0].kill()
+        assert ranks.codes() == [-signal.SIGKILL, 1]
+        assert ranks.err().count("[rank 0 of 2 on ") == ranks.err().count("died without a word") == 1, ranks.err()
+
+
+def test_the_death_of_rank_0_is_told_even_where_its_loss_is_what_the_other_runs_into(tmp_path):
+    path = script(tmp_path, """
+ddp = setup_ddp(quiet=True)
+barrier(ddp)
+if ddp.rank == 0:
+    os.kill(os.getpid(), 9)
+all_sum(1, ddp)
+""")
+    with ByHand(path, range(2)) as ranks:
         assert ranks.codes() == [-signal.SIGKILL, 1]
         assert ranks.err().count("[rank 0 of 2 on ") == ranks.err().count("died without a word") == 1, ranks.err()
 

@@ -265,3 +265,6 @@ def test_a_manual_launch_becomes_torchs_launcher_with_the_other_arguments(monkey
     hand_over(args, ["--config", "c.yaml", "--nnodes", "2", "--node_rank=1", "--master_addr", "10.0.0.1", "a.b=1"])
     assert seen[1:3] == ["-m", "torch.distributed.run"] and seen[-3:] == ["--config", "c.yaml", "a.b=1"]
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500", "--nproc-per-node=4"} <= set(seen)
+    args = types.SimpleNamespace(nnodes=None, node_rank=None, master_addr=None, master_port=29501, nproc_per_node=2, device="cpu")
+    hand_over(args, [])
+    assert "--master-port=29501" in seen and "--standalone" not in seen
