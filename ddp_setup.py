@@ -373,7 +373,10 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout):
                              f"--nproc_per_node) or change {name}.", speaks=ddp.rank == 0)
     error, reason, target = None, "", torch.device("cpu")
     try:
-        kind, index, backend, reason = choose_device(device, backend, ddp.local_rank, _found_devices(backend == "ccl"))
+        found = _found_devices(backend == "ccl")
+        if ddp.world_size == 1 and backend == "auto":   # one process needs none: do not refuse for the lack of one
+            found.update(dict.fromkeys(BACKENDS, True))
+        kind, index, backend, reason = choose_device(device, backend, ddp.local_rank, found)
         if index is not None:
             target = torch.device(kind, index)
             getattr(torch, kind).set_device(index)   # before the group is made: it binds to the current device
@@ -779,11 +782,13 @@ class _LifelineServer(threading.Thread):
             for key, _ in selector.select(limit):
                 sock = key.fileobj
                 if sock is self.listener:
-                    with contextlib.suppress(OSError):   # it has gone again
+                    try:
                         sock, _ = self.listener.accept()
                         _keep_alive(sock)
                         selector.register(sock, selectors.EVENT_READ)
                         buffers[sock] = b""
+                    except OSError:   # it has gone again; or no file may be opened, and then it goes on knocking
+                        time.sleep(0.05)
                     continue
                 try:
                     data = sock.recv(4096)
@@ -856,7 +861,8 @@ class _Lifeline(threading.Thread):
         self.leaving, self.failing, self.answered = False, False, threading.Event()
         self.previous_hook, sys.excepthook = sys.excepthook, self.excepthook
         # Python does not tell atexit handlers the exit code. `raise SystemExit(1)` is seen by `with setup_ddp()` only.
-        self.exit_code, self.previous_exits = None, (sys.exit, getattr(builtins, "exit", None), getattr(builtins, "quit", None))
+        self.exit_code = None
+        self.previous_exits = sys.exit, getattr(builtins, "exit", None), getattr(builtins, "quit", None)
         sys.exit = builtins.exit = builtins.quit = self.sys_exit
         atexit.register(self.at_exit)
         if hasattr(os, "register_at_fork"):   # a forked DataLoader worker must not keep a dead rank's connection open
@@ -1039,7 +1045,8 @@ class DdpSampler(torch.utils.data.Sampler):
         if n < world_size:
             raise ValueError(f"{n} item(s) for {world_size} ranks; expected at least one each. Use fewer "
                              f"ranks or more data.")
-        self.n, self.rank, self.world_size, self.train, self.shuffle, self.seed = n, rank, world_size, train, shuffle, seed
+        self.n, self.rank, self.world_size = n, rank, world_size
+        self.train, self.shuffle, self.seed = train, shuffle, seed
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch, start=0):

@@ -46,7 +46,7 @@ from sequence_data import (N_TOKENS, X_ID, DemoSource, EpochPlan, apply_max_leng
 class Training:
     batch_size: int | None = None        # proteins per rank and micro-step; or
     tokens_per_batch: int | None = None  # computed positions (padding included) per rank and micro-step
-    accum: int = 1                       # micro-steps per optimizer step
+    accum: int = 1                       # micro-steps per optimizer step; even: equal work per rank with batch_size
     num_workers: int = 0                 # processes that prepare batches, per rank
     n_iters: int | None = None           # optimizer steps; or
     num_epochs: int | None = None
@@ -584,8 +584,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         "kept from the checkpoint" if state is not None else "as given (scale none)" if o.scale == "none" else
         f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} ({scale_name(o.scale)})"))
     lines.append(f"results: {work_dir}, "
-                 + (f"continuing from step {progress['step']:,} of {path}" if path else "a new run"))
-    wrap = textwrap.TextWrapper(96, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+                 + ("a new run" if not path else f"finished, {path}" if is_finished(progress, n_iters) else
+                    f"continuing from step {progress['step']:,} of {path}"))
+    wrap = textwrap.TextWrapper(80, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     print0(ddp, "\n".join(map(wrap.fill, lines)))
     lock = None
     if ddp.is_main and not is_finished(progress, n_iters):
@@ -608,7 +609,8 @@ def train(run, ddp):
     t, o, m, n_iters, work_dir = config.training, config.optim, config.monitoring, run.n_iters, run.work_dir
     if is_finished(progress, n_iters):
         early = progress["finished"] == "early stop"
-        more = "" if early else " To go on, raise training.n_iters or num_epochs."
+        more = f" Weights: {work_dir / 'checkpoints' / 'best.pt'}."
+        more += "" if early else " To go on, raise training.n_iters or num_epochs."
         print0(ddp, f"This run is finished: {'early stop' if early else 'all steps done'} at step "
                     f"{progress['step']:,}.{more} To start over, --fresh.")
         return {"step": progress["step"]}
@@ -799,7 +801,8 @@ def cli(argv=None):
             return print(describe_plan(read_arguments(argv)[1], early.plan))
         ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, init_timeout=early.init_timeout)
     except (ValueError, RuntimeError, OSError) as e:
-        sys.exit(f"error: {e}")
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
     with ddp:
         try:
             if problem:

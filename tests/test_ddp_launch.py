@@ -419,8 +419,17 @@ add_launch_arguments(parser)
 args = parser.parse_args()
 hand_over(args, sys.argv[1:])
 with setup_ddp(ranks=args.ranks) as ddp:
-    print(ddp.rank, "of", ddp.world_size, args.word, flush=True)
+    os.write(1, f"{ddp.rank} of {ddp.world_size} {args.word}\\n".encode())   # in one piece
 """)
     result = run_ranks("python", 1, [path, "--nproc_per_node", "2", "hello", "--ranks=2"], cwd=tmp_path)
     assert result.returncode == 0 and result.leftover == [], result.text
     assert "0 of 2 hello\n" in result.stdout and "1 of 2 hello\n" in result.stdout
+
+
+def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "script.py").write_text(next(block for block in blocks if "setup_ddp" in block))
+    shutil.copy(ROOT / "ddp_setup.py", tmp_path)
+    result = run_ranks("python", 1, ["script.py"], cwd=tmp_path, timeout=600)
+    assert result.returncode == 0 and "epoch 9  loss" in result.stdout, result.text
+    assert (tmp_path / "out" / "9.pt").exists()
