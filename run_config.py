@@ -88,24 +88,27 @@ def dump_yaml(config):
 
 # ---- YAML ----
 
-class _StrictLoader(yaml.SafeLoader):
-    """safe_load that refuses a key given twice, where YAML would silently take the last."""
-
-    def construct_mapping(self, node, deep=False):
-        seen = {}
-        for key_node, _ in node.value:
-            key = key_node.value
-            if key in seen and key != "<<":
-                raise yaml.MarkedYAMLError(problem=f"found the key '{key}' again (first in line "
-                                                   f"{seen[key]}); expected each "
-                                           f"key once. Remove one", problem_mark=key_node.start_mark)
-            seen[key] = key_node.start_mark.line + 1
-        return super().construct_mapping(node, deep)
+def _refuse_repeated_keys(node, visited):
+    """YAML itself would silently take the last. visited: ids of nodes, as an alias may lead back to its anchor."""
+    if id(node) in visited or not isinstance(node, yaml.CollectionNode):
+        return
+    visited.add(id(node))
+    seen = {}
+    for child in node.value:
+        key, child = child if isinstance(node, yaml.MappingNode) else (None, child)
+        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"found the key '{key.value}' again (first in line "
+                                                   f"{seen[key.value]}); expected each key once. Remove one",
+                                           problem_mark=key.start_mark)
+            seen[key.value] = key.start_mark.line + 1
+        _refuse_repeated_keys(child, visited)
 
 
 def _parse(text, where):
     try:
-        return yaml.load(text, _StrictLoader)
+        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), set())
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         line = f", line {mark.line + 1}" if mark else ""

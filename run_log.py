@@ -185,7 +185,13 @@ class RunLock:
         whole = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
         whole.write_text(self._text(), encoding="utf-8")
         try:
-            os.link(whole, self.path)        # whole or not at all; of two that start at once, one gets it
+            try:
+                os.link(whole, self.path)    # whole or not at all; of two that start at once, one gets it
+            except FileExistsError:
+                raise
+            except OSError:                  # a file system without hard links
+                with open(self.path, "x", encoding="utf-8") as file:
+                    file.write(self._text())
         except FileExistsError:
             raise ValueError(f"{run_dir} was taken by another run at this moment. Expected one run per folder. "
                              "Give another --work_dir.") from None
@@ -201,12 +207,15 @@ class RunLock:
     def _keep_beating(self):
         while not self.released.wait(self.every):
             try:
-                now = json.loads(self.path.read_text(encoding="utf-8"))
+                try:
+                    now = json.loads(self.path.read_text(encoding="utf-8"))
+                except (FileNotFoundError, ValueError):   # removed or spoilt by hand: this run is alive, and says so
+                    now = self.holder
                 if any(now.get(key) != value for key, value in self.holder.items()):   # after a long standstill
                     self.lost = f"process {now.get('pid')} on {now.get('host')}"
                     return
                 write_text_atomic(self.path, self._text())
-            except (OSError, ValueError):   # a full disk is reported by what cannot be saved; the beat may come back
+            except OSError:   # a full disk is reported by what cannot be saved; the beat may come back
                 continue
 
     def check(self):

@@ -33,7 +33,7 @@ class SEDD(nn.Module):
     forbidden:        ids that are never a target, such as X, for "subs"; free scores learn it from the data.
     init_logits:      standard deviation of a fresh model's logits. The published 0 is a saddle: the head first
                       learns one direction, the one to which the last layer norm is blind, so hardly any gradient
-                      reaches the blocks, for millions of residues of weakly structured data such as proteins.
+                      reaches the blocks, for a million residues and more of weakly structured data such as proteins.
     gradient_checkpointing: keep only the blocks' inputs for backward and recompute the rest: less memory,
                       about a third more time, the same dropout.
     """

@@ -350,12 +350,12 @@ class Validation:
         nll = -np.log(np.append(frequencies[:X_ID], 1.0))                 # of each token, in nats
         self.unigram = math.exp(sum(nll[self.proteins[i]].sum() for i in everything) / self.counts.sum())
         self.frequencies = torch.from_numpy(frequencies)
-        # The unigram model's cost of a residue: its -ln p. With the uniform graph its noise at t = 1 is replaced by the
-        # prior of a model; with the absorbing graph residues that are not even masked at t = 1 are paid for too.
-        sigma1 = noise(torch.ones(1, dtype=torch.float64))[0]
-        p1 = graph.transition(torch.arange(graph.n_tokens)[None], sigma1)[0]                     # (n_tokens, V)
-        own_prior = (torch.xlogy(p1, p1) - torch.xlogy(p1, self.frequencies @ p1)).sum(-1).numpy()
-        cost = nll if graph.absorb else np.where(nll > 0, nll - own_prior + graph.prior_kl(sigma1), 0.0)
+        cost = nll   # the absorbing graph: residues that are not even masked at t = 1 are paid for too
+        if not graph.absorb:   # what the unigram model knows of the noise at t = 1 is replaced by the prior of a model
+            sigma1 = noise(torch.ones(1, dtype=torch.float64))[0]
+            p1 = graph.transition(torch.arange(graph.n_tokens)[None], sigma1)[0]                 # (n_tokens, V)
+            own_prior = (torch.xlogy(p1, p1) - torch.xlogy(p1, self.frequencies @ p1)).sum(-1).numpy()
+            cost = np.where(nll > 0, nll - own_prior + graph.prior_kl(sigma1), 0.0)
         self.baseline = torch.tensor([cost[self.proteins[i]].sum() for i in everything], dtype=torch.float64)
         self.exact = None if source is None else source.nll(self.proteins)   # of the window that is evaluated
 

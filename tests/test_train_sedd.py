@@ -411,6 +411,22 @@ def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_
     assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
 
 
+def test_a_lock_that_was_removed_by_hand_comes_back_and_needs_no_hard_links(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(RunLock, "every", 0.01)
+    monkeypatch.setattr(os, "link", refused)
+    lock = RunLock(tmp_path)
+    lock.path.unlink()
+    end = time.monotonic() + 60
+    while not lock.path.exists() and time.monotonic() < end:
+        pass
+    assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_is_no_run_directory_is_refused_and_left_alone(fasta, tmp_path):
     (tmp_path / "project" / "src").mkdir(parents=True)
     (tmp_path / "project" / ".notes.tmp").write_text("mine")
