@@ -13,7 +13,10 @@ under `python`, `mpirun`, `mpiexec`, `srun`, `torchrun`, `jsrun` and `flux run`,
         save_checkpoint(f"out/{epoch}.pt", ddp, model=unwrap_ddp(model).state_dict(), epoch=epoch)
     cleanup_ddp(ddp)
 
-Or `with setup_ddp(seed=0) as ddp:`. A rank that raises brings all others down; the traceback is printed once.
+Or `with setup_ddp(seed=0) as ddp:`. A rank that raises brings all others down; the traceback is printed once. With
+`if stop_reason(ddp, step): save and leave` at each step, a run also stops in good order on a signal, before the
+walltime or on a STOP file, and one that hangs is ended, with the stacks of all ranks (see watch_run).
+`python ddp_setup.py --doctor` tells what this file finds here.
 
 Environment read: the launcher variables of LAUNCHERS, and
   MASTER_ADDR, MASTER_PORT  rendezvous; the address alone means port 29500, the port alone is honoured
@@ -23,6 +26,7 @@ Environment read: the launcher variables of LAUNCHERS, and
   DDP_MPI4PY=0              never import mpi4py
   DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (default 256)
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
+  DDP_DEADLINE              epoch seconds at which stop_reason says stop: the end of the walltime, less what saving takes
 Environment set, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT for
 libraries that look there; GLOO_SOCKET_IFNAME (the interface that routes to rank 0) where it is unset.
 """
@@ -35,12 +39,15 @@ import datetime
 import faulthandler
 import hashlib
 import inspect
+import io
 import json
 import os
 import random
 import re
 import secrets
 import selectors
+import shlex
+import signal
 import socket
 import struct
 import subprocess
@@ -49,6 +56,7 @@ import tempfile
 import threading
 import time
 import traceback
+import zipfile
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -364,6 +372,7 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=1800.0,
 
 
 def _setup(env, device, backend, seed, ranks, timeout, init_timeout):
+    _deadline(env)
     mpi, finalize = _start_mpi(env, init_timeout)
     ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
     for name, wanted in (("--ranks", ranks), ("DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))):
@@ -647,6 +656,7 @@ def _join(ddp, env, init_timeout, error):
     store, host, port, how, path = _open_store(ddp, env, one_host, agent, init_timeout)
     store.set(f"here/{ddp.rank}", json.dumps({
         "host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
+        "process": [os.getpid(), _process_start(os.getpid())],
         "device": None if error else _device_id(ddp.device)}))
     if store.add(f"claim/{ddp.rank}", 1) > 1:   # MASTER_PORT exported by hand, and two runs use it
         store.set("twice", str(ddp.rank))
@@ -675,7 +685,7 @@ def _join(ddp, env, init_timeout, error):
             raise SetupError(table["error"])
         _leave(1)
     hosts = table["hosts"]
-    ddp.state.update(hosts=hosts, server=server, store=store)
+    ddp.state.update(hosts=hosts, processes=table["processes"], server=server, store=store)
     ddp.state["lifeline"] = lifeline = _Lifeline(ddp, table["lifeline"], server)
     _export(ddp, MASTER_ADDR=host, MASTER_PORT=port)
     interface = _interface_of("127.0.0.1" if one_host else _route_to(host))
@@ -724,7 +734,7 @@ def _check_table(store, n, init_timeout):
         if len(values) > 1:
             return dict(error=f"the ranks differ in {what}: {', '.join(values)}; expected the same on all. Give "
                               f"--device and --backend, and one environment for all hosts.")
-    return {"hosts": [rows[r]["host"] for r in range(n)]}
+    return {"hosts": [rows[r]["host"] for r in range(n)], "processes": [rows[r]["process"] for r in range(n)]}
 
 
 def _some(items):
@@ -744,8 +754,10 @@ def _poll(condition, seconds):
 # every rank holds a connection to a small thread in rank 0, its lifeline. A rank that fails says so there; one that
 # dies without a word is seen by its connection closing. Each rank waits in recv(): no polling, no load, and no torch
 # store, whose client prints pages of C++ frames when its peer is gone. Messages are lines of JSON:
-#   rank -> server   {"token": ..., "rank": r}, {"failed": code, "secondary": bool}, {"bye": true}
-#   server -> ranks  {"failed": rank, "code": code}: all end; {"done": true}: everybody has said goodbye
+#   rank -> server   {"token": ..., "rank": r}, {"failed": code, "cause": text, "secondary": bool}, {"bye": true},
+#                    {"beat": [step, beats, age, collectives, where]}, see _Watch
+#   server -> ranks  {"failed": rank, "code": code, "cause": text, "silent": [ranks]}: all end; {"alive": true}: the
+#                    answer to a beat; {"done": true}: everybody has said goodbye
 DIED = "died without a word (killed, out of memory, or a crash)"
 
 
@@ -770,6 +782,7 @@ class _LifelineServer(threading.Thread):
         self.listener, self.ddp, self.hosts = listener, ddp, hosts
         self.address, self.token = listener.getsockname()[:2], secrets.token_hex(8)
         self.ranks, self.peers, self.gone = {}, {}, set()   # socket -> rank, rank -> socket, ranks that have left
+        self.beats = {}                                     # rank -> (when heard, its last beat)
         self.verdict = self.pending = None
         self.start()
 
@@ -778,7 +791,9 @@ class _LifelineServer(threading.Thread):
         selector.register(self.listener, selectors.EVENT_READ)
         while self.peers or len(self.gone) < self.ddp.world_size:
             # A failure that only reports a lost connection waits a moment for the failure that caused it.
-            limit = None if self.pending is None else max(0.0, self.pending[0] - time.monotonic())
+            limit = 1.0 if self.beats else None
+            if self.pending is not None:
+                limit = max(0.0, self.pending[0] - time.monotonic())
             for key, _ in selector.select(limit):
                 sock = key.fileobj
                 if sock is self.listener:
@@ -806,6 +821,8 @@ class _LifelineServer(threading.Thread):
             if len(self.gone) == self.ddp.world_size and not told:
                 told = True
                 self._tell(done=True)
+            if self.verdict is None and self.beats:
+                self._look_for_a_hang()
         selector.close()
         self.listener.close()
 
@@ -819,10 +836,16 @@ class _LifelineServer(threading.Thread):
                 _send(sock, **self.verdict)
         elif "bye" in message:
             self.gone.add(self.ranks[sock])
+            self.beats.pop(self.ranks[sock], None)
+        elif "beat" in message:
+            self.beats[self.ranks[sock]] = time.monotonic(), message["beat"]
+            if message["beat"] is None:
+                del self.beats[self.ranks[sock]]
+            _send(sock, alive=True)
         elif self.verdict is None and not message["secondary"]:
-            self._announce(self.ranks[sock], message["failed"])
+            self._announce(self.ranks[sock], message["failed"], message["cause"])
         elif self.verdict is None and self.pending is None:
-            self.pending = (time.monotonic() + 1.0, self.ranks[sock], message["failed"])
+            self.pending = (time.monotonic() + 1.0, self.ranks[sock], message["failed"], message["cause"])
 
     def _closed(self, rank):
         if rank is None:
@@ -832,11 +855,25 @@ class _LifelineServer(threading.Thread):
             self.gone.add(rank)
             if self.verdict is None:
                 _print_failure(self.ddp, DIED, rank, self.hosts[rank])
-                self._announce(rank, 1)
+                self._announce(rank, 1, DIED)
 
-    def _announce(self, rank, code):
-        self.pending, self.verdict = None, {"failed": rank, "code": code}
+    def _announce(self, rank, code, cause, silent=()):
+        self.pending, self.verdict = None, {"failed": rank, "code": code, "cause": cause, "silent": silent}
         self._tell(**self.verdict)
+
+    def _look_for_a_hang(self):
+        """End all where no rank has made progress for the limit: one that waits for another's long work is no hang."""
+        watch, now = self.ddp.state.get("watch"), time.monotonic()
+        if watch is None or not watch.limit:
+            return
+        if min(now - heard + beat[2] for heard, beat in self.beats.values()) < watch.limit:
+            return
+        ranks = [r for r in range(self.ddp.world_size) if r not in self.gone]
+        silent = [r for r in ranks if r not in self.beats or now - self.beats[r][0] > watch.silence]
+        late, text = describe_hang({r: self.beats[r][1] for r in ranks if r in self.beats}, ranks, silent, self.hosts)
+        text = f"no progress for {watch.limit:.0f} s (the watchdog's limit). {text} {watch.stacks_note()}"
+        _print_failure(self.ddp, text, late, self.hosts[late])
+        self._announce(late, WATCHDOG, text.splitlines()[0], silent)
 
     def _tell(self, **message):
         for sock in self.peers.values():
@@ -859,6 +896,7 @@ class _Lifeline(threading.Thread):
         _keep_alive(self.sock)
         _send(self.sock, token=token, rank=ddp.rank)
         self.leaving, self.failing, self.answered = False, False, threading.Event()
+        self.sending, self.heard = threading.Lock(), time.monotonic()
         self.previous_hook, sys.excepthook = sys.excepthook, self.excepthook
         # Python does not tell atexit handlers the exit code. `raise SystemExit(1)` is seen by `with setup_ddp()` only.
         self.exit_code = None
@@ -872,22 +910,26 @@ class _Lifeline(threading.Thread):
     def run(self):
         try:
             with self.sock.makefile("rb") as f:
-                message = json.loads(f.readline())
+                while "alive" in (message := json.loads(f.readline())):
+                    self.heard = time.monotonic()
         except (OSError, ValueError):   # rank 0 is gone: one of the survivors says so
-            message = None if self.leaving else {"failed": 0, "code": 1}
+            message = None if self.leaving else {"failed": 0, "code": 1, "cause": DIED}
             if message and self.ddp.rank == 1:   # even if a lost connection is what it is about to report
+                _write_status(self.ddp, 1, f"rank 0 on {self.ddp.state['hosts'][0]}: {DIED}", for_rank_0=True)
                 _print_failure(self.ddp, DIED, 0, self.ddp.state["hosts"][0])
         if message is None or "done" in message or (self.failing and message["failed"] == self.ddp.rank):
             self.answered.set()   # a failing main thread prints its own failure
             return
-        if self.server is not None:
-            self.server.outlast(3.0)
-        _leave(message["code"])
+        end_here(self.ddp, message["failed"], message["code"], message["cause"], message.get("silent", ()))
 
-    def fail(self, code, secondary):
+    def send(self, **message):
+        with self.sending:
+            _send(self.sock, **message)
+
+    def fail(self, code, cause, secondary):
         """Announce a failure. Returns if it is the first one, to be printed; else this process has ended."""
         self.failing = True
-        _send(self.sock, failed=code, secondary=secondary)
+        self.send(failed=code, cause=cause, secondary=secondary)
         self.answered.wait(8.0)
 
     def excepthook(self, kind, error, tb):
@@ -916,8 +958,14 @@ class _Lifeline(threading.Thread):
                 os.close(sock.detach())
 
 
-def _print_failure(ddp, text, rank, host):
-    print(f"\n[rank {rank} of {ddp.world_size} on {host}] {text}", file=sys.stderr, flush=True)
+def _print_failure(ddp, text, rank, host, cause=None):
+    """What happened, and as the last line who failed, why, what is saved and how to go on."""
+    path, step = ddp.state.get("checkpoint", (None, None))
+    saved = f"Last checkpoint: {path}" + (f" (step {step})" if step is not None else "") if path else "No checkpoint yet"
+    command = shlex.join(["python", *getattr(sys, "orig_argv", sys.argv)[1:]])
+    story = f"\n[rank {rank} of {ddp.world_size} on {host}] {text}" if "\n" in text else ""
+    print(f"{story}\nFAILED: rank {rank} of {ddp.world_size} on {host}: {cause or text.splitlines()[0]}. {saved}. "
+          f"To go on, give the same command again ({ddp.launcher}, {ddp.world_size} rank(s)): {command}", file=sys.stderr, flush=True)
 
 
 def _fail_with(ddp, error):
@@ -930,22 +978,63 @@ def _fail_with(ddp, error):
     # A lost connection is most likely the consequence of a failure elsewhere: that one is to be printed.
     secondary = isinstance(error, RuntimeError) and bool(re.search(
         "connection|socket|timed out|communicator|successfully reached monitoredBarrier", str(error), re.I))
-    stop_all(ddp, "".join(traceback.format_exception(error)).rstrip(), 1, secondary)
+    cause = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    stop_all(ddp, "".join(traceback.format_exception(error)).rstrip(), 1, secondary, cause)
 
 
-def stop_all(ddp, text, code=1, secondary=False):
+def stop_all(ddp, text, code=1, secondary=False, cause=None):
     """Print `text` once, with the rank, and end every rank with exit code `code`. Does not return.
 
-    secondary: another rank's failure within the next second is to be printed instead."""
+    secondary: another rank's failure within the next second is to be printed instead. cause: one line (default: the
+    first of the text)."""
     lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
-    if lifeline is None:
-        print(text, file=sys.stderr, flush=True)
+    cause = cause or text.splitlines()[0]
+    if lifeline is not None:
+        lifeline.fail(code, cause, secondary)
+    _write_status(ddp, code, f"rank {ddp.rank} on {ddp.host}: {cause}" if lifeline else cause)
+    if code == BAD_INPUT:   # nothing ran: nothing to go on with
+        print(f"\n[rank {ddp.rank} of {ddp.world_size} on {ddp.host}] {text}" if lifeline else text, file=sys.stderr,
+              flush=True)
     else:
-        lifeline.fail(code, secondary)
-        _print_failure(ddp, text, ddp.rank, ddp.host)
-        if server:
-            server.outlast(3.0)
+        _print_failure(ddp, text, ddp.rank, ddp.host, cause)
+    if server:
+        server.outlast(3.0)
     _leave(code, ddp.state.get("mpi"))
+
+
+def end_here(ddp, rank, code, cause, silent=()):
+    """End this process because of what happened in `rank`; silent: ranks that no longer answer."""
+    _write_status(ddp, code, f"rank {rank} on {ddp.state['hosts'][rank]}: {cause}")
+    if code == WATCHDOG:
+        if ddp.state.get("watch"):
+            ddp.state["watch"].dump_stacks()
+        _kill_silent(ddp, silent)
+    if ddp.state.get("server"):
+        ddp.state["server"].outlast(3.0)
+    _leave(code)
+
+
+def _kill_silent(ddp, silent):
+    """End the ranks of this host that do not answer (stopped, or stuck with the interpreter's lock held); the first
+    other rank of the host does it. They have some seconds to end by their own timer, which writes their stacks."""
+    here = [r for r, host in enumerate(ddp.state["hosts"]) if host == ddp.host]
+    targets = [ddp.state["processes"][r] for r in here if r in silent]
+    if not targets or ddp.rank != min(set(here) - set(silent), default=None):
+        return
+    alive = lambda: [pid for pid, start in targets if start and _process_start(pid) == start]
+    _poll(lambda: not alive(), 6.0)
+    for pid in alive():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _process_start(pid):
+    """When a process started, in clock ticks since boot; with its number, a name not used again. None: no such one."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return int(f.read().rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return None
 
 
 def _leave(code, mpi=None):
@@ -955,7 +1044,7 @@ def _leave(code, mpi=None):
     last.start()
     multiprocessing = sys.modules.get("multiprocessing")
     for child in multiprocessing.active_children() if multiprocessing else ():
-        child.terminate()
+        child.kill()   # DataLoader workers ignore SIGTERM, see worker_init
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -970,10 +1059,12 @@ def cleanup_ddp(ddp):
     if ddp.state.get("clean"):
         return
     ddp.state["clean"] = True
+    if ddp.state.get("watch"):
+        ddp.state["watch"].close()
     lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
     if lifeline is not None:
         lifeline.leaving = True
-        _send(lifeline.sock, bye=True)
+        lifeline.send(bye=True)
         lifeline.answered.wait(ddp.timeout.total_seconds())   # everybody has said goodbye: the final barrier
         lifeline.restore()
         dist.destroy_process_group()
@@ -989,6 +1080,276 @@ def cleanup_ddp(ddp):
     for name, value in ddp.state.get("environment", {}).items():
         os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     setup_ddp.current = None
+
+
+# ---------------------------------------------------------------- no progress, stop requests, outcome
+AGAIN, WATCHDOG, BAD_INPUT = 75, 70, 2   # exit codes, beside 0 finished, 1 error, 130 a second Ctrl-C
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+
+
+def watch_run(ddp, run_dir=None, minutes=30.0, signals=STOP_SIGNALS):
+    """Watch over the run from here on; stop_reason calls it with the defaults where nobody else has.
+
+    Signals, the time DDP_DEADLINE and a file RUN_DIR/STOP only ask for a stop: stop_reason tells all ranks at the same
+    step. A second Ctrl-C ends at once, with exit code 130.
+    From the first stop_reason on, a run in which no rank makes progress for `minutes` (0: no limit) is ended with exit
+    code 70; progress is a call of stop_reason or beat. Every rank writes the stacks of its threads to
+    RUN_DIR/stacks/rank_R.txt (without a run_dir: below the temporary folder), and the message names the late ranks.
+    Each rank sends rank 0 at most a line per limit/8, or per minute for limits above 8 minutes: 12,288 ranks make 205
+    lines of 100 bytes a second. A job that is suspended for longer than the limit is ended too.
+    Rank 0 writes RUN_DIR/status.json {code, reason, step}: code null while the run is on, see close_run.
+    """
+    if ddp.state.get("watch"):
+        ddp.state["watch"].close()
+    ddp.state["watch"] = _Watch(ddp, run_dir, minutes * 60, signals)
+    _write_status(ddp, None, "running")
+
+
+def stop_wanted(ddp):
+    """1.0 if this rank has been asked to stop, else 0.0: to be summed over ranks, for stop_reason."""
+    watch = ddp.state.get("watch")
+    return 0.0 if watch is None else float(watch.wanted())
+
+
+def stop_reason(ddp, step, wanted=None):
+    """At each step boundary, on all ranks: '' to go on, else why all shall now save and leave, the same on every rank.
+    It is a sign of life too, see watch_run.
+
+    wanted: the sum of stop_wanted over ranks, where the caller has it from an all-reduce of its own (perhaps of the
+    step before); None: it is taken here, a small all-reduce per call."""
+    if ddp.state.get("watch") is None:
+        watch_run(ddp)
+    beat(ddp, step, arm=True)
+    wanted = all_sum(stop_wanted(ddp), ddp) if wanted is None else wanted
+    if not wanted:
+        return ""
+    watch = ddp.state["watch"]
+    watch.wanted()
+    asked = all_sum([float(bool(watch.requested) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
+    return broadcast(watch.requested, ddp, src=next(r for r, n in enumerate(asked) if n))
+
+
+def beat(ddp, step=None, arm=False):
+    """A sign of life between step boundaries: during evaluation, sampling, saving. Without an armed watch, nothing."""
+    watch = ddp.state.get("watch")
+    if watch is not None and (arm or watch.last is not None):
+        watch.beat(step)
+
+
+def close_run(ddp, code, reason):
+    """The run ends well: status.json gets code and reason, the watch ends. Codes: 0 finished, 75 (AGAIN) run me again;
+    the file writes 1 (an error), 2 (bad input), 70 (no progress) and 130 by itself where it ends the ranks."""
+    _write_status(ddp, code, reason)
+    if ddp.state.get("watch"):
+        ddp.state["watch"].close()
+
+
+def worker_init(worker_id=0):
+    """worker_init_fn for a DataLoader: a stop signal sent to the whole session must not end the workers, without which
+    the main process would raise instead of saving."""
+    for name in STOP_SIGNALS:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def _deadline(env):
+    text = env.get("DDP_DEADLINE", "").strip()
+    try:
+        return float(text or "inf")
+    except ValueError:
+        raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected such as $(( $(date +%s) + "
+                         f"3000 )).") from None
+
+
+def _write_status(ddp, code, reason, for_rank_0=False):
+    watch = ddp.state.get("watch")
+    if watch is None or watch.run_dir is None or watch.told or not (ddp.is_main or for_rank_0):
+        return
+    watch.told = code is not None   # the first reason is the cause
+    path = os.path.join(watch.run_dir, "status.json")
+    with contextlib.suppress(OSError):   # a full disk is what is being reported, perhaps
+        with open(f"{path}.{os.getpid()}.tmp", "w") as f:
+            json.dump({"code": code, "reason": reason, "step": watch.step}, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(f.name, path)
+
+
+def describe_hang(beats, ranks, silent, hosts):
+    """(a late rank, text naming all late ones). beats: {rank: [step, beats, age, collectives entered, where]}.
+
+    Late are the ranks that do not answer, else those that have entered the fewest collectives (the others wait for them
+    in the next one), else those at the lowest step, else those at another place than most."""
+    def fewest(key):
+        low = min(key(beats[r]) for r in ranks)
+        found = [r for r in ranks if key(beats[r]) == low]
+        return found if len(found) < len(ranks) else []
+
+    late = list(silent) or fewest(lambda b: b[3]) or fewest(lambda b: -1 if b[0] is None else b[0])
+    if not late:
+        places = collections.Counter(beats[r][4] for r in ranks)
+        late = [r for r in ranks if beats[r][4] != places.most_common(1)[0][0]] or list(ranks)
+
+    def row(r):
+        step = f"last step {beats[r][0]}" if r in beats else "not yet at a step"
+        where = "does not answer: stopped, or stuck outside Python" if r in silent else f"in {beats[r][4]}"
+        return f"rank {r} on {hosts[r]}, {step}, {where}"
+
+    text = "Late: " + "; ".join(map(row, late[:8])) + (f"; and {len(late) - 8} more" if len(late) > 8 else "") + "."
+    waiting = collections.defaultdict(list)
+    for r in ranks:
+        if r not in late:
+            waiting[beats[r][4]].append(r)
+    return late[0], "\n  ".join([text, *(f"waiting: rank {_some(group)} in {place}" for place, group in waiting.items())])
+
+
+class _Watch(threading.Thread):
+    """In every rank: hears signals, sends signs of life to rank 0, and knows how long there was none."""
+
+    def __init__(self, ddp, run_dir, limit, signals):
+        super().__init__(daemon=True, name="ddp-watch")
+        self.ddp, self.run_dir, self.limit = ddp, None if run_dir is None else os.fspath(run_dir), limit
+        self.stacks = os.path.join(self.run_dir or os.path.join(tempfile.gettempdir(), f"ddp-{os.getppid()}"), "stacks")
+        self.period = min(max(limit / 8, 0.25), 60.0)
+        self.silence = max(3 * self.period, 2.0)   # seconds without a line that mean: does not answer
+        self.requested, self.deadline, self.looked = "", _deadline(os.environ), 0.0
+        self.step, self.beats, self.last, self.file = None, 0, None, None
+        self.sent = self.sent_age = self.sent_beats = 0
+        self.told, self.closed, self.interrupts, self.handlers = False, False, 0, {}
+        self.inbox, self.signalled = socket.socketpair()
+        self.signalled.setblocking(False)
+        if threading.current_thread() is threading.main_thread():   # only there can signals be had
+            # The interpreter writes a signal's number to the socket even while the main thread is stuck in a
+            # collective; a handler would have to wait for that.
+            self.handlers = {s: signal.signal(s, lambda *_: None) for s in
+                             (getattr(signal, name) for name in signals if hasattr(signal, name))}
+            self.wakeup = signal.set_wakeup_fd(self.signalled.fileno(), warn_on_full_buffer=False)
+            if hasattr(os, "register_at_fork"):   # signals to a worker are not ours
+                os.register_at_fork(after_in_child=lambda: None if self.closed else signal.set_wakeup_fd(-1))
+        self.start()
+
+    def wanted(self):
+        """Has this rank been asked to stop? Rank 0 looks for the deadline and the STOP file, once a second."""
+        now = time.monotonic()
+        if self.ddp.is_main and not self.requested and now - self.looked > 1.0:
+            self.looked = now
+            if time.time() >= self.deadline:
+                self.requested = "DDP_DEADLINE is reached"
+            elif self.run_dir and os.path.exists(os.path.join(self.run_dir, "STOP")):
+                self.requested = f"{os.path.join(self.run_dir, 'STOP')} exists"
+        return bool(self.requested)
+
+    def beat(self, step):
+        if self.last is None and self.limit:
+            link = self.ddp.state.get("lifeline")
+            if link:
+                link.heard = time.monotonic()
+            with contextlib.suppress(OSError):   # then the stacks go to stderr
+                os.makedirs(self.stacks, exist_ok=True)
+                self.file = open(os.path.join(self.stacks, f"rank_{self.ddp.rank}.txt"), "w")
+        self.step = self.step if step is None else step
+        self.beats += 1
+        self.last = time.monotonic()
+
+    def run(self):
+        while not self.closed:
+            self.inbox.settimeout(min(1.0, self.period))
+            try:
+                numbers = self.inbox.recv(64)
+            except TimeoutError:
+                numbers = b""
+            except OSError:
+                return
+            for number in numbers:
+                if number in self.handlers:
+                    self._signalled(signal.Signals(number))
+            if self.limit and self.last is not None and not self.closed:
+                self._tick(time.monotonic())
+
+    def _signalled(self, number):
+        self.interrupts += number == signal.SIGINT
+        if self.interrupts > 1:
+            stop_all(self.ddp, "interrupted twice (Ctrl-C)", 130)
+        if not self.requested:
+            self.requested = f"{number.name} on rank {self.ddp.rank} ({self.ddp.host})"
+            again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
+            print0(self.ddp, f"\n{number.name}: the run stops after this step and saves{again}", file=sys.stderr)
+
+    def _tick(self, now):
+        # A second line, should the interpreter's lock be held so that no thread runs: a timer in C.
+        faulthandler.dump_traceback_later(self.limit + 6.0, exit=True, file=self.file or sys.__stderr__)
+        age, link, ddp = now - self.last, self.ddp.state.get("lifeline"), self.ddp
+        if link is None:
+            if age > self.limit:
+                text = f"no progress for {self.limit:.0f} s (the watchdog's limit), last step {self.step}, in {_where()}."
+                self.dump_stacks()
+                _write_status(ddp, WATCHDOG, text)
+                _print_failure(ddp, f"{text} {self.stacks_note()}", 0, ddp.host, text)
+                _leave(WATCHDOG)
+            return
+        # News at once where rank 0 may take this rank for a late one, else at times.
+        if now - self.sent >= self.period or (self.sent_age > self.period and self.sent_beats != self.beats):
+            link.send(beat=[self.step, self.beats, round(age, 2), _collectives(), _where() if age > 0.5 else ""])
+            self.sent, self.sent_age, self.sent_beats = now, age, self.beats
+        if age > self.limit and now - link.heard > self.silence + 2.0:
+            host = ddp.state["hosts"][0]
+            text = (f"no progress for {self.limit:.0f} s (the watchdog's limit). Late: rank 0 on {host}, which does not "
+                    f"answer: stopped, or stuck outside Python.")
+            if ddp.rank == 1:
+                _write_status(ddp, WATCHDOG, text, for_rank_0=True)
+                _print_failure(ddp, f"{text} {self.stacks_note()}", 0, host, text)
+            end_here(ddp, 0, WATCHDOG, text, silent=(0,))
+
+    def stacks_note(self):
+        return f"\n  The stacks of all ranks are in {self.stacks}/."
+
+    def dump_stacks(self):
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback(file=self.file or sys.__stderr__, all_threads=True)
+
+    def close(self):
+        if self.closed:
+            return
+        self.closed = True
+        self.ddp.state.pop("watch", None)
+        link = self.ddp.state.get("lifeline")
+        if self.last is not None and link:
+            link.send(beat=None)
+        if self.handlers:
+            signal.set_wakeup_fd(self.wakeup)
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        self.signalled.close()   # ends the thread
+        if threading.current_thread() is not self:
+            self.join(2.0)
+        self.inbox.close()
+        if self.limit:
+            faulthandler.cancel_dump_traceback_later()
+        if self.file:
+            self.file.close()
+            with contextlib.suppress(OSError):
+                if os.path.getsize(self.file.name) == 0:
+                    os.unlink(self.file.name)
+                os.rmdir(self.stacks)
+
+
+def _collectives():
+    """How many collectives this rank has entered, DDP's own included."""
+    try:
+        return dist.group.WORLD._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError):   # a backend that does not count
+        return 0
+
+
+def _where():
+    """What the main thread is doing: its innermost frames outside torch and the standard library."""
+    frame, libraries, places = sys._current_frames().get(threading.main_thread().ident), os.path.dirname(os.__file__), []
+    while frame is not None and len(places) < 2:
+        path = frame.f_code.co_filename
+        if not path.startswith((libraries, "<")) and "site-packages" not in path:
+            places.append(f"{frame.f_code.co_name} ({os.path.basename(path)}:{frame.f_lineno})")
+        frame = frame.f_back
+    return " < ".join(places) or "?"
 
 
 # ---------------------------------------------------------------- wrap, shard, agree, reduce
@@ -1146,6 +1507,27 @@ def all_mean(value, ddp):
     return all_sum(value, ddp) / ddp.world_size
 
 
+def check_in_sync(model, ddp):
+    """Compare the parameters of all ranks, bit by bit by a checksum each. Raises RuntimeError on every rank, naming the
+    ranks that differ and their first differing parameter."""
+    if ddp.world_size == 1:
+        return
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    names, parameters = zip(*unwrap_ddp(model).named_parameters())
+    sums = torch.stack([p.detach().contiguous().view(words[p.element_size()]).sum(dtype=torch.int64) for p in parameters])
+    differs = (sums != broadcast(sums.clone(), ddp)).tolist()
+    first = differs.index(True) + 1 if any(differs) else 0
+    found = [int(n) for n in all_sum([first if r == ddp.rank else 0 for r in range(ddp.world_size)], ddp)]
+    if any(found):
+        ranks = [r for r, n in enumerate(found) if n]
+        name, hosts = names[found[ranks[0]] - 1], ddp.state["hosts"]
+        who = f"rank {_some([f'{r} on {hosts[r]}' for r in ranks])} differ from rank 0"
+        if len(ranks) > ddp.world_size / 2 and ddp.world_size > 2:
+            who = f"rank 0 on {hosts[0]} differs from most others"
+        raise RuntimeError(f"the parameters are no longer equal on all ranks: {who}, first in {name}. Expected equal "
+                           f"bits. Is a device faulty, or does a rank change weights by itself?")
+
+
 def scale_for_batch(lr, warmup, rule, global_batch, base):
     """(learning rate, warm-up steps) for a global batch that differs from the one they were chosen for.
 
@@ -1223,16 +1605,23 @@ def _check_plain(value, where):
                          "float(x), x.tolist(), ...")
 
 
-def save_checkpoint(path, ddp, **state):
+def kept_checkpoint(path, k):
+    """Where save_checkpoint(path, keep_last=...) keeps the k-th former one: last.pt -> last-1.pt."""
+    base, end = os.path.splitext(path)
+    return f"{base}-{k}{end}" if k else path
+
+
+def save_checkpoint(path, ddp, keep_last=1, **state):
     """Write `state` (tensors and plain types, nested) to `path`, from rank 0, atomically: temporary name, fsync of the
-    file and its folder, rename. Adds `world_size` and `versions`. A collective: all ranks must call it, all of them
-    raise if writing failed (ValueError: something that is not plain; RuntimeError: the disk), and then the file of
-    before is untouched."""
+    file and its folder, rename. Adds `world_size`, `versions` and `machine`. A collective: all ranks must call it, all of
+    them raise if writing failed (ValueError: something that is not plain; RuntimeError: the disk), and then the file of
+    before is untouched. keep_last: how many to keep, this one included; the former ones as path-1, path-2, ..."""
     error, folder = None, os.path.dirname(path) or "."
     temporary = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}.tmp")
+    beat(ddp)
     try:
         if ddp.is_main:
-            state.update(world_size=ddp.world_size,
+            state.update(world_size=ddp.world_size, machine=describe_machine(ddp),
                          versions={"torch": str(torch.__version__), "python": sys.version.split()[0]})
             _check_plain(state, "checkpoint")
             os.makedirs(folder, exist_ok=True)
@@ -1240,6 +1629,9 @@ def save_checkpoint(path, ddp, **state):
                 torch.save(state, f)
                 f.flush()
                 os.fsync(f.fileno())
+            for k in range(keep_last - 1, 0, -1):   # a kill in between leaves each of them whole, under one name or two
+                if os.path.exists(kept_checkpoint(path, k - 1)):
+                    _move(kept_checkpoint(path, k - 1), kept_checkpoint(path, k), stays=k == 1)
             os.replace(temporary, path)
             handle = os.open(folder, os.O_RDONLY)
             try:
@@ -1249,28 +1641,97 @@ def save_checkpoint(path, ddp, **state):
     except ValueError as e:
         error = ["ValueError", str(e)]
     except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
-        error = ["RuntimeError", f"cannot write {path}: {e}. The checkpoint of before is untouched. Is the "
-                                 f"disk full or the folder read-only?"]
+        error = ["RuntimeError", f"cannot write {path}: {str(e).splitlines()[0]}. The checkpoint of before is untouched. "
+                                 f"Is the disk full or the folder read-only?"]
     finally:
         if ddp.is_main:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
     error = broadcast(error, ddp)
+    beat(ddp)
     if error:
         raise (ValueError if error[0] == "ValueError" else RuntimeError)(error[1])
+    ddp.state["checkpoint"] = path, state.get("step")
+
+
+def _move(old, new, stays):
+    """Rename; stays: the file keeps its old name too, where the file system has hard links."""
+    if stays:
+        extra = f"{new}.{os.getpid()}.tmp"
+        with contextlib.suppress(OSError):
+            os.link(old, extra)
+            old = extra
+    os.replace(old, new)
+
+
+def describe_machine(ddp):
+    """What the last bits of a result depend on, beside the number of ranks: plain values, for a checkpoint."""
+    device = ddp.device.type if ddp.device.type == "cpu" else getattr(torch, ddp.device.type).get_device_name(ddp.device)
+    return {"device": device, "threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
+def machine_differences(state, ddp):
+    """Text: in what this machine differs from the one that wrote the checkpoint `state`, as far as it may change the
+    last bits of results ('': in nothing)."""
+    now = {"world_size": ddp.world_size, "torch": str(torch.__version__), **describe_machine(ddp)}
+    then = {"world_size": state.get("world_size"), "torch": state.get("versions", {}).get("torch"),
+            **state.get("machine", {})}
+    return ", ".join(f"{k} {then[k]} -> {now[k]}" for k in now if k in then and then[k] != now[k])
 
 
 def load_checkpoint(path, ddp=None, map_location="cpu"):
     """Read what save_checkpoint wrote; tensors come on `map_location`. Raises ValueError for a file that is missing,
-    damaged, or holds more than tensors and plain types."""
+    damaged (each record has a checksum), or holds more than tensors and plain types.
+
+    With ddp, a collective: rank 0 reads the file, goes back to the one kept before it if it is damaged, saying so, and
+    sends the bytes to the others. All ranks raise where none is good."""
+    data, troubles, used = None, [], path
+    if ddp is None or ddp.is_main:
+        files = [p for k in range(100) if os.path.exists(p := kept_checkpoint(path, k))] if ddp is not None else []
+        for used in files or [path]:
+            try:
+                data, state = _read_checkpoint(used, map_location)
+                break
+            except ValueError as e:
+                troubles.append(str(e))
+    if ddp is None:
+        if data is None:
+            raise ValueError(troubles[0])
+        return state
+    used, troubles, size = broadcast([used, troubles, len(data or b"")], ddp)
+    if not size:
+        raise ValueError("\n".join(troubles))
+    if troubles:
+        print0(ddp, "\n".join(f"ATTENTION: {t}" for t in troubles) + f"\n  Going back to {used}.")
+    for start in range(0, size, 1 << 26) if ddp.world_size > 1 else ():   # 64 MiB at a time
+        beat(ddp)
+        part = bytearray(data[start:start + (1 << 26)] if ddp.is_main else min(1 << 26, size - start))
+        part = broadcast(torch.frombuffer(part, dtype=torch.uint8), ddp)
+        if not ddp.is_main:
+            data = (data or bytearray()) + part.numpy().tobytes()
+    if not ddp.is_main:
+        state = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
+    ddp.state["checkpoint"] = used, state.get("step") if isinstance(state, dict) else None
+    return state
+
+
+def _read_checkpoint(path, map_location):
+    """(the file's bytes, what they hold)."""
+    otherwise = "Expected a file written by save_checkpoint. Use another one, or start afresh."
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
+        with open(path, "rb") as f:
+            data = f.read()
+        broken = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load itself does not look at the checksums
+        if broken is not None:
+            raise ValueError(f"the checkpoint {path} is damaged: the checksum of its record {broken} is wrong. {otherwise}")
+        return data, torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no checkpoint {path}. Expected a file written by save_checkpoint.") from None
     except Exception as e:   # torch raises half a dozen kinds for a damaged file
-        raise ValueError(f"cannot read the checkpoint {path}: {type(e).__name__}: {str(e).splitlines()[0]}. "
-                         f"Expected a file written by save_checkpoint. Use another one, or start "
-                         "afresh.") from None
+        if "the checksum of its record" in str(e):
+            raise
+        raise ValueError(f"cannot read the checkpoint {path}: {type(e).__name__}: "
+                         f"{(str(e).splitlines() or [''])[0]}. {otherwise}") from None
 
 
 # ---------------------------------------------------------------- command line

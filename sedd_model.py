@@ -261,13 +261,18 @@ class EMA:
                               for p in parameters if p.requires_grad]
 
     @torch.no_grad()
-    def update(self, parameters):
-        """Move the averages towards the parameters; call once after each optimiser step."""
+    def update(self, parameters, skip=None):
+        """Move the averages towards the parameters; call once after each optimiser step.
+
+        skip: 0-dimensional bool on the parameters' device; True: nothing moves (num_updates is the caller's to mend:
+        it knows the flag on the host only later).
+        """
         live = self._matched([p.detach() for p in parameters if p.requires_grad], "parameters")
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         live = [p.to(s.dtype) for p, s in zip(live, self.shadow_params)]
-        torch._foreach_lerp_(self.shadow_params, live, 1 - decay)
+        weight = 1 - decay if skip is None else [torch.where(skip, 0.0, 1 - decay)] * len(live)
+        torch._foreach_lerp_(self.shadow_params, live, weight)
 
     @contextlib.contextmanager
     def applied(self, model):

@@ -7,16 +7,20 @@
 
 Reads a YAML config (every key below, with its default) and a file of proteins (sequence_data.py), or makes demo
 proteins. Writes into the run directory (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
-samples/step_N.fasta, checkpoints/last.pt and best.pt. The same command again continues from last.pt.
+samples/step_N.fasta, checkpoints/last.pt (before it last-1.pt) and best.pt, and at the end status.json. The same
+command again continues from last.pt. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE and a file STOP in the run
+directory end a run in good order: it saves, and leaves with exit code 75.
 
 A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and everything random is
 keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a stream of a rank.
 """
 import argparse
 import hashlib
+import json
 import math
 import os
 import re
+import signal
 import sys
 import textwrap
 import time
@@ -28,9 +32,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ddp_setup import (add_launch_arguments, all_sum, autocast, broadcast, choose_dtype, grad_scaler, gradient_sync,
-                       hand_over, load_checkpoint, print0, save_checkpoint, scale_for_batch, setup_ddp, stop_all,
-                       wrap_ddp)
+from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat, broadcast,
+                       check_in_sync, choose_dtype, close_run, grad_scaler, gradient_sync, hand_over, kept_checkpoint,
+                       load_checkpoint, machine_differences, print0, save_checkpoint, scale_for_batch, setup_ddp,
+                       stop_all, stop_reason, stop_wanted, watch_run, worker_init, wrap_ddp)
 from run_config import config_differences, config_to_dict, dump_yaml, load_config
 from run_log import RunLock, RunLog, rows_up_to, write_text_atomic
 from sedd_diffusion import (independent_log_score, make_graph, make_noise, sample, score_entropy_loss,
@@ -54,6 +59,9 @@ class Training:
     eval_samples: int = 1                # noise levels per validation protein
     log_freq: int = 10                   # steps between rows of metrics.jsonl
     snapshot_freq: int = 500             # steps between checkpoints
+    keep_last: int = 2                   # of them are kept: last.pt, last-1.pt, ...
+    max_bad_steps: int = 10              # steps in a row with a nan or infinite loss or gradient that end the run
+    stop_signals: tuple[str, ...] = STOP_SIGNALS   # that end the run in good order
     patience: int | None = None          # evaluations without improvement before an early stop
     min_delta: float = 0.0               # nats per residue that count as an improvement
     seed: int = 0
@@ -133,6 +141,8 @@ class Monitoring:
     n_samples: int = 8
     sample_steps: int = 128
     predictor: Literal["euler", "analytic"] = "analytic"
+    watchdog_minutes: float = 30.0       # without progress, after which the run is ended; 0 = never
+    check_sync_every: int = 1000         # steps between comparisons of the weights over ranks; 0 = never
 
 
 @dataclass
@@ -151,8 +161,9 @@ class Config:
 
 # A resumed run may differ in these and in the number of ranks (accum follows); in nothing else.
 MAY_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq", "training.log_freq",
-              "training.snapshot_freq", "training.num_workers", "monitoring.sample_frequency",
-              "data.file")   # its content is compared instead
+              "training.snapshot_freq", "training.keep_last", "training.max_bad_steps", "training.stop_signals",
+              "training.num_workers", "monitoring.sample_frequency", "monitoring.watchdog_minutes",
+              "monitoring.check_sync_every", "data.file")   # its content is compared instead
 TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
 
 
@@ -177,15 +188,20 @@ def check_config(c):
              "model.parameterization is subs with the uniform graph; expected graph.type absorb"),
             (t.tokens_per_batch is None or t.tokens_per_batch >= c.data.max_length,
              f"training.tokens_per_batch is {t.tokens_per_batch}, data.max_length {c.data.max_length}; "
-             f"expected a budget that holds the longest protein")):
+             f"expected a budget that holds the longest protein"),
+            (set(t.stop_signals) <= {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"},
+             f"training.stop_signals is {list(t.stop_signals)}; expected names such as SIGTERM, of signals that a "
+             f"program may handle")):
         if not ok:
             raise ValueError(f"config: {text}.")
     at_least = {"training": dict(batch_size=1, tokens_per_batch=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
-                                 eval_freq=1, eval_samples=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0),
+                                 eval_freq=1, eval_samples=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
+                                 keep_last=1, max_bad_steps=0),
                 "optim": dict(lr=0, warmup=0, base_global_batch=1, grad_clip=0, eps=0, weight_decay=0, ema=0),
                 "model": dict(hidden_size=1, n_blocks=1, n_heads=1, cond_dim=1, init_logits=0),
                 "data": dict(max_length=1, min_length=1, demo_proteins=1), "ddp": dict(bucket_cap_mb=1),
-                "monitoring": dict(sample_frequency=0, n_samples=1, sample_steps=1)}
+                "monitoring": dict(sample_frequency=0, n_samples=1, sample_steps=1, watchdog_minutes=0,
+                                   check_sync_every=0)}
     for section, keys in at_least.items():
         for key, low in keys.items():
             value = getattr(getattr(c, section), key)
@@ -212,9 +228,11 @@ def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
     batches: list of this rank's micro-batches. The mean is over residues, and how many there are in the micro-batches
     of all ranks is known only at the end: backward runs on sum / nominal, then comes one small all-reduce, then
     the gradients are multiplied by ranks x nominal / count (DDP has divided by the ranks).
-    Returns [loss sum, count, residues] over all ranks, float64 on the device: nothing here waits for the device.
+    Returns (totals, norm). totals: float64 on the device, over all ranks: [loss sum, count, residues, ranks with a
+    loss or gradient that is not finite, ranks with such a loss, ranks asked to stop]. norm: of the gradient. If totals[3]
+    is not 0, all gradients are nan. Nothing here waits for the device.
     """
-    totals = torch.zeros(3, dtype=torch.float64, device=ddp.device)
+    totals = torch.zeros(6, dtype=torch.float64, device=ddp.device)
     for k, batch in enumerate(batches):
         if config.model.dropout:
             torch.manual_seed(batch["seed"])   # dropout too is keyed by the micro-batch
@@ -226,11 +244,21 @@ def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
         totals[0] += loss.detach()
         totals[1] += residues if config.loss.reduction == "residue" else proteins
         totals[2] += residues
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    bad_loss = ~totals[0].isfinite()
+    totals[3], totals[4], totals[5] = bad_loss | ~norm.isfinite(), bad_loss, stop_wanted(ddp)
     totals = all_sum(totals, ddp)
     factor = ddp.world_size * nominal / totals[1].clamp(min=1)   # 0: every crop of the step was X only
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-    return totals
+    factor = torch.where(totals[3] > 0, math.nan, factor).to(gradients[0].dtype)
+    torch._foreach_mul_(gradients, factor)
+    return totals, norm * factor
+
+
+def skip_where_bad(optimizer, totals):
+    """Have the next optimizer.step() change nothing where totals[3] says so, decided on the device. A GradScaler that is
+    on does this by itself, as all gradients are nan."""
+    optimizer.grad_scale, optimizer.found_inf = None, (totals[3] > 0).float()
 
 
 # -------------------------------------------------------------------------------------------------------------- data
@@ -381,6 +409,7 @@ class Validation:
                     log_score = model(batch["xt"], batch["sigma"], None if bool(mask.all()) else batch["mask"])
                 loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"], batch["xt"], batch["x0"],
                                              self.graph, batch["weight"])
+                beat(ddp)
                 log_score = independent_log_score(self.frequencies, sigma, xt, self.graph)
                 unigram, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, self.graph, weight)
                 gain[indices] += (unigram - loss.double().cpu()) * (1 - TIME_EPS) / self.samples
@@ -410,8 +439,12 @@ def sample_proteins(model, config, graph, noise, lengths, step, ddp, dtype):
     mask = torch.from_numpy(np.arange(chosen.max()) < chosen[:, None]).to(ddp.device)
     keys = None if bool(mask.all()) else mask
     was_training, _ = model.training, model.eval()
+    def log_score(xt, sigma):
+        beat(ddp)
+        return model(xt, sigma, keys)
+
     with torch.no_grad(), autocast(dtype, ddp):
-        out = sample(lambda xt, sigma: model(xt, sigma, keys), graph, noise, tuple(mask.shape), m.sample_steps,
+        out = sample(log_score, graph, noise, tuple(mask.shape), m.sample_steps,
                      predictor=m.predictor, forbidden=(X_ID,), mask=mask, generator=generator, device=ddp.device)
     model.train(was_training)
     return "".join(f">step_{step}_{i} length={n}\n{decode(row[:n])}\n"
@@ -430,24 +463,27 @@ def find_checkpoint(work_dir, resume, fresh, config):
         raise ValueError(f"the run directory {work_dir} cannot be used: {there} {what}. Expected a folder that can be "
                          f"written, or made. Give another --work_dir.")
     RunLock.refuse_live(work_dir)
+    if (work_dir / "STOP").exists() and not fresh:
+        raise ValueError(f"{work_dir / 'STOP'} exists: this run was asked to stop. Remove the file to continue it.")
     last = work_dir / "checkpoints" / "last.pt"
-    if resume and last.exists() and last.parent.resolve() != Path(resume).resolve().parent:
+    saved = any(os.path.exists(kept_checkpoint(last, k)) for k in (0, 1))   # 1 alone: killed while saving, see _move
+    if resume and saved and last.parent.resolve() != Path(resume).resolve().parent:
         raise ValueError(f"{work_dir} holds a run already, and --resume {resume} is of another. Expected a checkpoint "
                          f"of the same run. Give another --work_dir; or leave --resume out to continue this run.")
     there = sorted(p.name for p in work_dir.iterdir()) if work_dir.exists() else []
-    if there and not {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml"} & set(there):
+    if there and not {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"} & set(there):
         raise ValueError(f"{work_dir} is not a run directory: it holds {', '.join(there[:5])}. Expected an empty or "
                          f"new folder, or that of a run. Give another --work_dir.")
     if "metrics.jsonl" in there and not fresh:
         rows_up_to(work_dir / "metrics.jsonl", 0)   # readable?
-    if not resume and not fresh and not last.exists() and "config.yaml" in there:
+    if not resume and not fresh and not saved and "config.yaml" in there:
         before = config_to_dict(load_config(Config, work_dir / "config.yaml"))
         different = config_differences(before, config_to_dict(config), ignore=MAY_CHANGE)
         if different:
             raise ValueError(f"{work_dir} holds a run with another config, which came to no checkpoint:\n    " +
                              "\n    ".join(different) + "\n  Expected the same config. Give another --work_dir, or "
                              "--fresh to start over.")
-    return str(resume) if resume else str(last) if last.exists() and not fresh else None
+    return str(resume) if resume else str(last) if saved and not fresh else None
 
 
 def open_run(work_dir, fresh):
@@ -466,10 +502,25 @@ def open_run(work_dir, fresh):
     return lock
 
 
+def write_status(work_dir, code, reason, step=None):
+    """status.json for a start that did not train. See close_run."""
+    write_text_atomic(work_dir / "status.json", json.dumps({"code": code, "reason": reason, "step": step}))
+
+
+def record_refusal(work_dir, reason):
+    """Rank 0: a status.json that an earlier start left must not speak for this one, unless a live run goes on here."""
+    try:
+        RunLock.refuse_live(work_dir)
+        if (work_dir / "status.json").exists():
+            write_status(work_dir, BAD_INPUT, reason)
+    except (ValueError, OSError):
+        return
+
+
 def check_resume(state, config, ddp, model, fingerprint, path):
     """Refuse to continue from a checkpoint of something else. Returns the number of micro-batches per global batch."""
-    absent = [k for k in ("model", "ema", "optimizer", "scaler", "step", "best", "config", "micro_batches", "lr",
-                          "warmup", "data") if not isinstance(state, dict) or k not in state]
+    absent = [k for k in ("model", "ema", "optimizer", "scaler", "step", "best", "bad_steps", "config", "micro_batches",
+                          "lr", "warmup", "data") if not isinstance(state, dict) or k not in state]
     if absent:
         raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of train_sedd_ddp.py.")
     different = config_differences(state["config"], config_to_dict(config), ignore=MAY_CHANGE)
@@ -527,7 +578,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
     # Start or continue: rank 0 decides, all read the same checkpoint.
     path = broadcast(find_checkpoint(work_dir, resume, fresh, config) if ddp.is_main else None, ddp)
-    state = load_checkpoint(path) if path else None
+    state = load_checkpoint(path, ddp) if path else None
 
     proteins, val, source, described = load_proteins(config)
     keys = proteins.keys.tobytes() + (b"" if val is None else val.keys.tobytes())   # the plan goes by their order
@@ -551,8 +602,10 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
                      check_resume(state, config, ddp, bare, fingerprint, path))
     accum, batch = micro_batches // ddp.world_size, micro_batches * (t.batch_size or t.tokens_per_batch)
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
-    progress = {"step": 0, "best": None, "bad_evals": 0, "recent": [0.0, 0.0], "finished": ""}
+    progress = {"step": 0, "best": None, "bad_evals": 0, "recent": [0.0, 0.0], "finished": "",
+                "bad_steps": [0, 0]}   # with a loss or gradient that is not finite: in all, and in a row now
     if state is not None:
+        path = ddp.state["checkpoint"][0]   # perhaps the one before
         lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
         bare.load_state_dict(state["model"])
     lengths = np.minimum(proteins.lengths, config.data.max_length)
@@ -586,12 +639,18 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     lines.append(f"results: {work_dir}, "
                  + ("a new run" if not path else f"finished, {path}" if is_finished(progress, n_iters) else
                     f"continuing from step {progress['step']:,} of {path}"))
+    differences = machine_differences(state, ddp) if state is not None else ""
+    if differences:
+        lines.append(f"  saved elsewhere ({differences}): the run goes on, but not to the last bit as it would have")
     wrap = textwrap.TextWrapper(80, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     print0(ddp, "\n".join(map(wrap.fill, lines)))
     lock = None
     if ddp.is_main and not is_finished(progress, n_iters):
         lock = open_run(work_dir, fresh)
         write_text_atomic(work_dir / "config.yaml", dump_yaml(config))
+    if not is_finished(progress, n_iters):
+        barrier(ddp)   # the run directory is there, on all ranks
+        watch_run(ddp, work_dir, config.monitoring.watchdog_minutes, t.stop_signals)
     return SimpleNamespace(
         config=config, work_dir=work_dir, path=path, lock=lock, proteins=proteins, fingerprint=fingerprint,
         graph=graph, noise=noise, dtype=dtype, bare=bare, model=model, optimizer=optimizer, ema=ema, scaler=scaler,
@@ -613,64 +672,102 @@ def train(run, ddp):
         more += "" if early else " To go on, raise training.n_iters or num_epochs."
         print0(ddp, f"This run is finished: {'early stop' if early else 'all steps done'} at step "
                     f"{progress['step']:,}.{more} To start over, --fresh.")
+        if ddp.is_main:
+            write_status(work_dir, 0, progress["finished"], progress["step"])
         return {"step": progress["step"]}
     progress["finished"] = ""
     log = RunLog(work_dir, ddp.is_main, total_steps=n_iters)
     log.truncate(progress["step"] if run.path else -1)
+    before = "The checkpoints are of before. Lower optim.lr, raise optim.warmup, or set memory.mixed_precision: false."
 
-    def save(name):
+    def save(name, keep_last=1):
         if run.lock:
             run.lock.check()
-        save_checkpoint(str(work_dir / "checkpoints" / name), ddp, model=bare.state_dict(), ema=run.ema.state_dict(),
-                        optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(),
+        if progress["bad_steps"][1] and not all(bool(p.isfinite().all()) for p in bare.parameters()):
+            raise RuntimeError(f"step {progress['step']}: weights are nan or infinite; expected finite numbers. {before}")
+        save_checkpoint(str(work_dir / "checkpoints" / name), ddp, keep_last, model=bare.state_dict(),
+                        ema=run.ema.state_dict(), optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(),
                         config=config_to_dict(config), epoch=progress["step"] // schedule.steps_per_epoch,
                         micro_batches=run.micro_batches, lr=run.lr, warmup=run.warmup, data=run.fingerprint, **progress)
 
+    def settle(totals):
+        """Read the flags of a step: a bad one has changed nothing. Returns how many ranks were asked to stop."""
+        bad, bad_loss, wanted = totals[3:].tolist()
+        if not bad:
+            progress["bad_steps"][1] = 0
+            return wanted
+        run.ema.num_updates -= 1
+        if bad_loss or not run.scaler.is_enabled():   # in float16 a gradient may overflow: so the scale is found
+            progress["bad_steps"][0] += 1
+            progress["bad_steps"][1] += 1
+        if progress["bad_steps"][1] > t.max_bad_steps:
+            raise RuntimeError(f"step {progress['step']}: the loss or its gradient was nan or infinite in "
+                               f"{progress['bad_steps'][1]} steps in a row, on {bad:.0f} rank(s) in the last; expected at "
+                               f"most {t.max_bad_steps}. These steps were skipped. {before}")
+        return wanted
+
     dataset = MicroBatches(run.proteins, run.graph, run.noise, config.data.max_length, t.seed)
     batches = iter(torch.utils.data.DataLoader(dataset, sampler=schedule, batch_size=None, num_workers=t.num_workers,
-                                               pin_memory=ddp.device.type == "cuda", generator=torch.Generator()))
+                                               pin_memory=ddp.device.type == "cuda", generator=torch.Generator(),
+                                               worker_init_fn=worker_init))
     per_protein = 1.0 if t.tokens_per_batch or config.loss.reduction == "sequence" else float(schedule.lengths.mean())
     nominal = run.batch * per_protein   # a fixed guess of the count, so that backward runs on numbers near 1
-    since, seen = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=ddp.device)
-    first_row, bound, values, began = True, None, {}, time.perf_counter()
     bare.train()
-    while not progress["finished"]:
+    # DDP lays out its buckets anew after its first backward, which changes the order of sums from 3 ranks on. One
+    # backward whose gradient is thrown away, at every start, and a resumed run has the layout of the one before.
+    if ddp.world_size > 1:
+        first = dataset[schedule.global_batch(progress["step"])[ddp.rank * run.accum]]
+        accumulate(run.model, [first], run.graph, config, ddp, run.dtype, nominal)
+        run.optimizer.zero_grad(set_to_none=True)
+    since, seen = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=ddp.device)
+    first_row, bound, values, pending, began = True, None, {}, None, time.perf_counter()
+    reason = stop_reason(ddp, progress["step"])
+    while not progress["finished"] and not reason:
         for group in run.optimizer.param_groups:
             group["lr"] = run.lr * min((progress["step"] + 1) / max(run.warmup, 1), 1.0)
         mine = [next(batches) for _ in range(run.accum)]
-        totals = accumulate(run.model, mine, run.graph, config, ddp, run.dtype, nominal, run.scaler)
-        run.scaler.unscale_(run.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), o.grad_clip or math.inf, foreach=True)
+        totals, norm = accumulate(run.model, mine, run.graph, config, ddp, run.dtype, nominal, run.scaler)
+        wanted = 0.0 if pending is None else settle(pending)   # of the step before: the device has long done it
+        if run.scaler.is_enabled():
+            run.scaler.unscale_(run.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), o.grad_clip or math.inf, foreach=True)
+        else:
+            torch.nn.utils.clip_grads_with_norm_(bare.parameters(), o.grad_clip or math.inf, norm, foreach=True)
+            skip_where_bad(run.optimizer, totals)
         run.scaler.step(run.optimizer)
         run.scaler.update()
         run.optimizer.zero_grad(set_to_none=True)
-        run.ema.update(bare.parameters())
+        run.ema.update(bare.parameters(), skip=totals[3] > 0)
         progress["step"] += 1
         seen += totals[2]
         step, last = progress["step"], progress["step"] == n_iters
 
         evaluate, save_last = last or step % t.eval_freq == 0, last or step % t.snapshot_freq == 0
-        report = evaluate or step % t.log_freq == 0
-        if report or save_last:
-            loss, per_residue = (float(totals[0] / totals[k].clamp(min=1)) for k in (1, 2))
-            norm = float(norm)
-            # In float16 a gradient may overflow: the scaler has left out that step.
-            if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
-                raise RuntimeError(f"step {step}: the loss is {loss}, the norm of its gradient {norm}; expected finite "
-                                   f"numbers. Checkpoints are of before. Lower optim.lr, raise optim.warmup, or set "
-                                   f"memory.mixed_precision: false.")
+        report, pending = evaluate or step % t.log_freq == 0, totals
+        if report or save_last or ddp.device.type == "cpu":   # here the flags of this very step are at hand
+            wanted, pending = settle(pending), None
+        reason = stop_reason(ddp, step, wanted)
+        if reason and pending is not None:
+            settle(pending)
+        if m.check_sync_every and (step % m.check_sync_every == 0 or last):
+            check_in_sync(bare, ddp)
         if report:
-            values = {"loss": loss, "perplexity": math.exp(min(per_residue, 50.0)), "grad_norm": norm,
+            loss, per_residue = (float(totals[0] / totals[k].clamp(min=1)) for k in (1, 2))
+            values = {"loss": loss, "perplexity": math.exp(min(per_residue, 50.0)), "grad_norm": float(norm),
                       "lr": run.optimizer.param_groups[0]["lr"], "epoch": (step - 1) // schedule.steps_per_epoch,
                       "residues_per_second": float(seen) / (time.perf_counter() - since)}
+            if progress["bad_steps"][0]:
+                values["bad_steps"] = progress["bad_steps"][0]
             if run.scaler.is_enabled():
                 values["loss_scale"] = run.scaler.get_scale()
             if first_row:   # of every start: the ranks may be others
                 values.update({"ddp/world_size": ddp.world_size, "ddp/effective_batch_size": run.batch,
                                "ddp/scaled_lr": run.lr, "ddp/scaled_warmup": run.warmup})
             first_row = False
-            log.progress(step, loss=loss, ppl=values["perplexity"], rate=values["residues_per_second"])
-            progress["recent"] = [progress["recent"][0] + loss, progress["recent"][1] + 1]
+            more = {"bad steps": progress["bad_steps"][0]} if progress["bad_steps"][0] else {}
+            log.progress(step, loss=loss, ppl=values["perplexity"], rate=values["residues_per_second"], **more)
+            if math.isfinite(loss):
+                progress["recent"] = [progress["recent"][0] + loss, progress["recent"][1] + 1]
         if evaluate:
             if validation is not None:
                 with run.ema.applied(bare):
@@ -678,12 +775,11 @@ def train(run, ddp):
                 values.update(validation.summarise(bound))
                 score = values["val/loss"]
                 if not math.isfinite(score):
-                    raise RuntimeError(f"step {step}: the validation bound is {score}; expected a finite number. "
-                                       f"Checkpoints are of before. Lower optim.lr, or raise optim.warmup.")
+                    raise RuntimeError(f"step {step}: the validation bound is {score}; expected a finite number. {before}")
                 log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
                         f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
-            else:
-                score = progress["recent"][0] / progress["recent"][1]   # training loss since the last evaluation
+            else:   # training loss since the last evaluation
+                score = progress["recent"][0] / progress["recent"][1] if progress["recent"][1] else math.inf
             progress["recent"] = [0.0, 0.0]
             improved, progress["bad_evals"], stop = broadcast(judge(score, progress, t), ddp)
             if improved:
@@ -698,16 +794,23 @@ def train(run, ddp):
             with run.ema.applied(bare):
                 text = sample_proteins(bare, config, run.graph, run.noise, schedule.lengths, step, ddp, run.dtype)
             write_text_atomic(work_dir / "samples" / f"step_{step}.fasta", text)
-        if progress["finished"] or save_last:   # after sampling: what says "finished" has everything
-            save("last.pt")
+        if progress["finished"] or save_last or reason:   # after sampling: what says "finished" has everything
+            save("last.pt", t.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             since = time.perf_counter()
             seen.zero_()
     log.close()
     if run.lock:
         run.lock.release()
-    result = {"step": progress["step"], **values, **(validation.compare(bound) if validation is not None else {})}
+    result = {"step": progress["step"], **values, **(validation.compare(bound) if bound is not None else {})}
+    if not progress["finished"]:
+        saved = ddp.state.get("checkpoint", ("nothing yet",))[0]
+        print0(ddp, f"Stopped at step {progress['step']:,} of {n_iters:,}: {reason}. Saved: {saved}. The same command "
+                    f"continues.")
+        close_run(ddp, AGAIN, reason)
+        return {**result, "stopped": reason}
     print0(ddp, summary(result, progress, work_dir, time.perf_counter() - began))
+    close_run(ddp, 0, progress["finished"])
     return result
 
 
@@ -803,16 +906,21 @@ def cli(argv=None):
     except (ValueError, RuntimeError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
+    work_dir = None
     with ddp:
         try:
             if problem:
                 raise problem
             args, config = read_arguments(argv)
-            work_dir = args.work_dir or os.path.join("runs", Path(args.config).stem)
+            work_dir = Path(args.work_dir or os.path.join("runs", Path(args.config).stem))
             run = prepare(config, ddp, work_dir, args.resume, args.fresh)
         except (ValueError, OSError) as e:
-            stop_all(ddp, f"error: {e}", code=2)
-        train(run, ddp)
+            if ddp.is_main and work_dir is not None:
+                record_refusal(work_dir, str(e))
+            stop_all(ddp, f"error: {e}", code=BAD_INPUT)
+        result = train(run, ddp)
+    if "stopped" in result:
+        sys.exit(AGAIN)
 
 
 if __name__ == "__main__":

@@ -150,8 +150,11 @@ def check_one_fails(launcher, failing, env, folder):
     print(f"{launcher} {env}: rank {failing} raised, all processes gone after {seconds:.1f} s")
     assert seconds < GONE and result.leftover == [], result.text
     assert result.returncode != 0
-    assert result.stderr.count("ValueError: on purpose") == own_tracebacks(result.stderr) == 1, result.text
+    assert result.stderr.count("\nValueError: on purpose") == own_tracebacks(result.stderr) == 1, result.text
     assert f"[rank {failing} of 3 on " in result.stderr
+    last = [line for line in result.stderr.splitlines() if line.startswith("FAILED: ")]
+    assert len(last) == 1 and all(text in last[0] for text in (f"rank {failing} of 3 on ", ": ValueError: on purpose.",
+                                                               "No checkpoint yet", f"script.py {failing}")), result.text
 
 
 @pytest.mark.parametrize("launcher, failing, env", [
@@ -184,7 +187,7 @@ time.sleep(60)
     with ByHand(path, range(3)) as ranks:
         codes = ranks.codes()
         assert codes == [abs(code) if code > 0 else 1, code, abs(code) if code > 0 else 1], ranks.err()
-        assert ranks.err().count("[rank 1 of 3 on ") == ranks.err().count(words) == 1, ranks.err()
+        assert ranks.err().count("rank 1 of 3 on ") == ranks.err().count(words) == 1, ranks.err()
         assert own_tracebacks(ranks.err()) == 0
 
 
@@ -194,7 +197,7 @@ def test_the_death_of_rank_0_is_told_by_another(tmp_path):
         ranks.wait_for("ready")
         ranks.processes[0].kill()
         assert ranks.codes() == [-signal.SIGKILL, 1]
-        assert ranks.err().count("[rank 0 of 2 on ") == ranks.err().count("died without a word") == 1, ranks.err()
+        assert ranks.err().count("FAILED: rank 0 of 2 on ") == ranks.err().count("died without a word") == 1, ranks.err()
 
 
 def test_the_death_of_rank_0_is_told_even_where_its_loss_is_what_the_other_runs_into(tmp_path):
@@ -207,7 +210,7 @@ all_sum(1, ddp)
 """)
     with ByHand(path, range(2)) as ranks:
         assert ranks.codes() == [-signal.SIGKILL, 1]
-        assert ranks.err().count("[rank 0 of 2 on ") == ranks.err().count("died without a word") == 1, ranks.err()
+        assert ranks.err().count("FAILED: rank 0 of 2 on ") == ranks.err().count("died without a word") == 1, ranks.err()
 
 
 def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
@@ -215,7 +218,7 @@ def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
     path = script(tmp_path, "with setup_ddp(quiet=True) as ddp:\n    open('/no/such/file')\n")
     result = run_ranks("mpich", 3, [path], cwd=tmp_path)
     assert result.returncode != 0 and result.leftover == []
-    assert result.stderr.count("No such file") == own_tracebacks(result.stderr) == 1, result.text
+    assert result.stderr.count("\nFileNotFoundError") == own_tracebacks(result.stderr) == 1, result.text
 
 
 def test_a_script_that_forgets_cleanup_ends_well_and_waits_for_the_others(tmp_path):
