@@ -963,9 +963,11 @@ def _print_failure(ddp, text, rank, host, cause=None):
     path, step = ddp.state.get("checkpoint", (None, None))
     saved = f"Last checkpoint: {path}" + (f" (step {step})" if step is not None else "") if path else "No checkpoint yet"
     command = shlex.join(["python", *getattr(sys, "orig_argv", sys.argv)[1:]])
-    story = f"\n[rank {rank} of {ddp.world_size} on {host}] {text}" if "\n" in text else ""
-    print(f"{story}\nFAILED: rank {rank} of {ddp.world_size} on {host}: {cause or text.splitlines()[0]}. {saved}. "
-          f"To go on, give the same command again ({ddp.launcher}, {ddp.world_size} rank(s)): {command}", file=sys.stderr, flush=True)
+    place, cause = f"rank {rank} of {ddp.world_size} on {host}", cause or text.splitlines()[0]
+    cause = cause.rstrip(".") if len(cause) < 250 else cause[:250] + " ..."
+    story = f"\n[{place}] {text}" if "\n" in text else ""
+    print(f"{story}\nFAILED: {place}: {cause}. {saved}. To go on, give the same command again ({ddp.launcher}, "
+          f"{ddp.world_size} rank(s)): {command}", file=sys.stderr, flush=True)
 
 
 def _fail_with(ddp, error):
@@ -1292,7 +1294,7 @@ class _Watch(threading.Thread):
             link.send(beat=[self.step, self.beats, round(age, 2), _collectives(), _where() if age > 0.5 else ""])
             self.sent, self.sent_age, self.sent_beats = now, age, self.beats
         if age > self.limit and now - link.heard > self.silence + 2.0:
-            host = ddp.state["hosts"][0]
+            link.leaving, host = True, ddp.state["hosts"][0]   # its end, when it comes, is no news
             text = (f"no progress for {self.limit:.0f} s (the watchdog's limit). Late: rank 0 on {host}, which does not "
                     f"answer: stopped, or stuck outside Python.")
             if ddp.rank == 1:

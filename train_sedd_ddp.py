@@ -702,7 +702,7 @@ def train(run, ddp):
             progress["bad_steps"][1] += 1
         if progress["bad_steps"][1] > t.max_bad_steps:
             raise RuntimeError(f"step {progress['step']}: the loss or its gradient was nan or infinite in "
-                               f"{progress['bad_steps'][1]} steps in a row, on {bad:.0f} rank(s) in the last; expected at "
+                               f"{progress['bad_steps'][1]} steps in a row, on {bad_loss or bad:.0f} rank(s) in the last; expected at "
                                f"most {t.max_bad_steps}. These steps were skipped. {before}")
         return wanted
 

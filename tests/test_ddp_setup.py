@@ -1,14 +1,22 @@
 """Does ddp_setup decide rightly? Pure decisions and one process; real launchers are in test_ddp_launch.py."""
+import json
 import os
+import re
+import signal
+import struct
+import threading
+import time
 import types
+import zipfile
 
 import pytest
 import torch
 
 import ddp_setup
-from ddp_setup import (Ddp, all_mean, all_sum, autocast, broadcast, choose_device, choose_dtype, cleanup_ddp, ddp_sampler,
-                       detect_launcher, hand_over, load_checkpoint, save_checkpoint, scale_for_batch, setup_ddp,
-                       slurm_first_host, slurm_tasks_per_node, wrap_ddp)
+from ddp_setup import (Ddp, all_mean, all_sum, autocast, broadcast, choose_device, choose_dtype, cleanup_ddp, close_run,
+                       ddp_sampler, describe_hang, detect_launcher, hand_over, load_checkpoint, machine_differences,
+                       save_checkpoint, scale_for_batch, setup_ddp, slurm_first_host, slurm_tasks_per_node, stop_reason,
+                       stop_wanted, watch_run, wrap_ddp)
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
 TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", GROUP_RANK="1", MASTER_ADDR="n0",
@@ -268,3 +276,122 @@ def test_a_manual_launch_becomes_torchs_launcher_with_the_other_arguments(monkey
     args = types.SimpleNamespace(nnodes=None, node_rank=None, master_addr=None, master_port=29501, nproc_per_node=2, device="cpu")
     hand_over(args, [])
     assert "--master-port=29501" in seen and "--standalone" not in seen
+
+
+# ------------------------------------------------------------------------------------------- checkpoints that survive
+def flip_a_bit(path, of="data/0"):
+    """Flip one bit in the middle of a record of the zip file that torch writes."""
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as z:
+        record = next(i for i in z.infolist() if i.filename.endswith(of))
+    with open(path, "rb") as f:
+        f.seek(record.header_offset + 26)
+        skip = sum(struct.unpack("<HH", f.read(4)))
+    data[record.header_offset + 30 + skip + record.file_size // 2] ^= 16
+    path.write_bytes(data)
+
+
+def test_the_former_checkpoints_are_kept_and_only_as_many_as_wanted(tmp_path):
+    path = tmp_path / "last.pt"
+    for step in range(1, 6):
+        save_checkpoint(str(path), Ddp(), keep_last=3, step=step)
+    assert {p.name: load_checkpoint(str(p))["step"] for p in tmp_path.iterdir()} == {
+        "last.pt": 5, "last-1.pt": 4, "last-2.pt": 3}
+
+
+def test_without_hard_links_too_a_checkpoint_is_whole_under_some_name_at_any_moment(tmp_path, monkeypatch):
+    path, seen, replace = tmp_path / "last.pt", [], os.replace
+
+    def watched(old, new):
+        replace(old, new)
+        seen.append(sorted(load_checkpoint(str(p))["step"] for p in tmp_path.glob("last*.pt")))
+
+    def refused(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "replace", watched)
+    monkeypatch.setattr(os, "link", refused)
+    for step in (1, 2, 3):
+        save_checkpoint(str(path), Ddp(), keep_last=2, step=step)
+    assert seen == [[1], [1], [1, 2], [2], [2, 3]]
+
+
+def test_a_flipped_bit_that_torch_does_not_see_is_told_and_the_checkpoint_before_is_used(tmp_path, capsys):
+    path = tmp_path / "last.pt"
+    for step in (1, 2):
+        save_checkpoint(str(path), Ddp(), keep_last=2, step=step, weight=torch.zeros(1000))
+    flip_a_bit(path)
+    assert torch.load(path, weights_only=True)["weight"].count_nonzero() == 1, "torch loads it without a word"
+    ddp = Ddp()
+    assert load_checkpoint(str(path), ddp)["step"] == 1
+    assert ddp.state["checkpoint"] == (str(tmp_path / "last-1.pt"), 1)
+    said = capsys.readouterr().out
+    assert "last.pt is damaged" in said and f"Going back to {tmp_path / 'last-1.pt'}" in said
+    with pytest.raises(ValueError, match="last.pt is damaged: the checksum of its record .*data/0 is wrong"):
+        load_checkpoint(str(path))
+    (tmp_path / "last-1.pt").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="(?s)last.pt is damaged.*cannot read the checkpoint .*last-1.pt"):
+        load_checkpoint(str(path), Ddp())
+
+
+def test_a_checkpoint_cut_off_at_any_length_is_refused(tmp_path):
+    path = tmp_path / "last.pt"
+    save_checkpoint(str(path), Ddp(), weight=torch.arange(100.0))
+    data = path.read_bytes()
+    for n in range(0, len(data), 61):
+        path.write_bytes(data[:n])
+        with pytest.raises(ValueError, match="cannot read|damaged"):
+            load_checkpoint(str(path))
+
+
+def test_another_machine_is_told_by_what_may_change_the_last_bits(tmp_path):
+    path = tmp_path / "last.pt"
+    save_checkpoint(str(path), Ddp(), step=1)
+    state = load_checkpoint(str(path))
+    assert machine_differences(state, Ddp()) == ""
+    state["machine"]["threads"], state["world_size"] = 99, 7
+    assert machine_differences(state, Ddp()) == f"world_size 7 -> 1, threads 99 -> {torch.get_num_threads()}"
+
+
+# ------------------------------------------------------------------------------------------------ who is late, and where
+@pytest.mark.parametrize("beats, silent, late, waiting", [
+    ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"], 2: [7, 9, 9.0, 29, "loop"]}, [], [2], "rank 0, 1 in a"),
+    ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"]}, [2], [2], "rank 0, 1 in a"),
+    ({0: [7, 9, 5.0, 30, "a"], 1: [6, 9, 5.0, 30, "b"], 2: [7, 9, 9.0, 30, "a"]}, [], [1], "rank 0, 2 in a"),
+    ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "b"], 2: [7, 9, 9.0, 30, "a"]}, [], [1], "rank 0, 2 in a"),
+    ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"], 2: [7, 9, 9.0, 30, "a"]}, [], [0, 1, 2], "")],
+    ids=["fewer collectives", "silent", "an earlier step", "another place", "no difference"])
+def test_a_hang_is_told_with_the_late_ranks_their_host_step_and_place(beats, silent, late, waiting):
+    first, text = describe_hang(beats, [0, 1, 2], silent, ["x", "y", "z"])
+    named = re.findall(r"rank (\d) on (\w), (?:last step \d|not yet at a step)", text.splitlines()[0])
+    assert first == late[0] and named == [(str(r), "xyz"[r]) for r in late]
+    assert ("waiting: " + waiting in text) if waiting else "waiting" not in text
+
+
+def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp_path, monkeypatch):
+    for cause, expected in (("none", ""), ("deadline", "DDP_DEADLINE is reached"), ("file", f"{tmp_path}/STOP exists")):
+        monkeypatch.setenv("DDP_DEADLINE", str(time.time() - 1 if cause == "deadline" else time.time() + 3600))
+        if cause == "file":
+            (tmp_path / "STOP").touch()
+        ddp = Ddp()
+        watch_run(ddp, tmp_path)
+        assert json.loads((tmp_path / "status.json").read_text()) == {"code": None, "reason": "running", "step": None}
+        assert stop_reason(ddp, 3) == expected
+        close_run(ddp, 75, "because")
+        assert json.loads((tmp_path / "status.json").read_text()) == {"code": 75, "reason": "because", "step": 3}
+    monkeypatch.setenv("DDP_DEADLINE", "soon")
+    with pytest.raises(RuntimeError, match="DDP_DEADLINE='soon' is not a time"):
+        watch_run(Ddp(), tmp_path)
+
+
+def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
+    before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
+    ddp = Ddp()
+    stop_reason(ddp, 0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    end = time.monotonic() + 60
+    while not stop_wanted(ddp) and time.monotonic() < end:
+        pass
+    assert stop_reason(ddp, 1).startswith("SIGTERM on rank 0")
+    close_run(ddp, 75, "")
+    assert (signal.getsignal(signal.SIGTERM), threading.active_count()) == (before, threads)

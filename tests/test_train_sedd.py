@@ -25,7 +25,7 @@ import torch
 from accumulate_gradients import SETTINGS, accumulated, build, reference
 from ddp_setup import Ddp, load_checkpoint, scale_for_batch
 from launchers import clean_environment, need, run_ranks, start_ranks
-from run_config import load_config
+from run_config import dump_yaml, load_config
 from run_log import RunLock
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sequence_data import AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences, unigram_counts
@@ -530,10 +530,74 @@ def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_
     ready = prepare(config, Ddp(), tmp_path / "w")
     ready.optimizer.register_step_post_hook(lambda *_: (
         ready.progress["step"] == 4 and ready.bare.output_layer.linear.bias.data.fill_(math.nan)))
-    with pytest.raises(RuntimeError, match="step 6: the loss is nan.*optim.lr"):
+    with pytest.raises(RuntimeError, match="step 6: weights are nan.*optim.lr"):
         train(ready, Ddp())
     state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
     assert state["step"] == 3 and all(p.isfinite().all() for p in state["model"].values())
+
+
+NAN_LOSS = """
+import os, sys
+sys.path.insert(0, {root!r})
+import train_sedd_ddp
+real, calls = train_sedd_ddp.micro_batch_loss, []
+def micro_batch_loss(model, batch, *rest):
+    loss, count, proteins = real(model, batch, *rest)
+    calls.append(1)      # the first call is the one that lays out DDP's buckets
+    bad = os.environ["RANK"] == "1" and len(calls) - 1 in {bad}
+    return loss * float("nan") if bad else loss, count, proteins
+train_sedd_ddp.micro_batch_loss = micro_batch_loss
+train_sedd_ddp.cli()
+"""
+
+
+def run_with_nan(fasta, folder, bad, *more):
+    """Two ranks; the loss is nan on rank 1 in the steps `bad`; every step is saved."""
+    (folder / "driver.py").write_text(NAN_LOSS.format(root=str(ROOT), bad=bad))
+    (folder / "c.yaml").write_text(dump_yaml(tiny(fasta, training__n_iters=6, training__snapshot_freq=1, training__accum=1,
+                                                  training__eval_freq=100, training__keep_last=9, data__val_fraction=0.0)))
+    return run_ranks("torchrun", 2, ["driver.py", "--config", "c.yaml", "--work_dir", "w", *more], cwd=folder)
+
+
+def test_a_nan_on_one_rank_is_skipped_by_all_counted_and_logged(fasta, tmp_path):
+    result = run_with_nan(fasta, tmp_path, {3})
+    assert result.returncode == 0, result.text
+    states = {s["step"]: s for s in (load_checkpoint(str(p)) for p in (tmp_path / "w" / "checkpoints").glob("last*.pt"))}
+    assert sorted(states) == [1, 2, 3, 4, 5, 6]
+    for part in (lambda s: s["model"], lambda s: s["ema"], lambda s: s["optimizer"]["state"]):
+        torch.testing.assert_close(part(states[3]), part(states[2]), rtol=0, atol=0)   # a bad step changes nothing
+    assert not all(torch.equal(states[4]["model"][k], v) for k, v in states[3]["model"].items())
+    assert [s["bad_steps"] for _, s in sorted(states.items())] == [[0, 0], [0, 0], [1, 1], [1, 0], [1, 0], [1, 0]]
+    rows = [json.loads(line) for line in (tmp_path / "w" / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("bad_steps") for row in rows] == [None, None, 1, 1, 1, 1] and rows[2]["loss"] is None
+
+
+def test_more_bad_steps_in_a_row_than_allowed_end_the_run_with_the_checkpoint_of_before(fasta, tmp_path):
+    result = run_with_nan(fasta, tmp_path, {2, 4, 5, 6}, "training.max_bad_steps=2")
+    assert result.returncode != 0
+    assert result.stderr.count("in 3 steps in a row, on 1 rank(s)") == 2, result.text    # the story and the last line
+    assert json.loads((tmp_path / "w" / "status.json").read_text())["code"] == 1
+    state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
+    assert state["step"] == 5 and all(p.isfinite().all() for p in state["model"].values())
+
+
+def test_weights_that_have_come_apart_are_told_with_rank_and_parameter(tmp_path):
+    (tmp_path / "s.py").write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from ddp_setup import *
+with setup_ddp(quiet=True) as ddp:
+    model = wrap_ddp(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).to(torch.bfloat16), ddp)
+    check_in_sync(model, ddp)
+    if ddp.rank == 2:
+        with torch.no_grad():
+            unwrap_ddp(model)[1].weight[2, 1] += 0.01
+    check_in_sync(model, ddp)
+""")
+    result = run_ranks("torchrun", 3, ["s.py"], cwd=tmp_path)
+    assert result.returncode != 0
+    assert re.search(r"FAILED: .*rank 2 on \S+ differ from rank 0, first in 1.weight", result.stderr), result.text
 
 
 class TrueScores(torch.nn.Module):
