@@ -38,6 +38,7 @@ import contextlib
 import datetime
 import faulthandler
 import hashlib
+import importlib.metadata
 import inspect
 import io
 import json
@@ -53,6 +54,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -1786,3 +1788,106 @@ def hand_over(args, argv):
     command += [sys.argv[0], *rest.parse_known_args(argv)[1]]
     print("handing over to torch's launcher:", subprocess.list2cmdline(command), flush=True)
     os.execv(sys.executable, command)
+
+
+# ---------------------------------------------------------------- python ddp_setup.py --doctor
+READ = ("DDP_RENDEZVOUS_DIR", "DDP_MPI4PY", "DDP_GLOO_MAX_RANKS", "DDP_LOG_ALL", "DDP_DEADLINE", "MASTER_ADDR",
+        "MASTER_PORT", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "TMPDIR", "OMP_NUM_THREADS",
+        "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
+        "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_RESTART_COUNT",
+        "FLUX_JOB_ID", "LSB_JOBID", "PALS_APID", "PMIX_NAMESPACE")
+SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+
+
+def doctor(env):
+    """(text, exit code): what this file finds here and would do, without joining other ranks. Code 1: it found a
+    problem; each is marked PROBLEM."""
+    def lines(title, rows):
+        return [title, *(textwrap.fill(r, 80, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+                         for r in rows)]
+
+    def version(name):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            return f"{name} absent"
+
+    found = _found_devices()
+    names = [f"{k}:{i} {getattr(torch, k).get_device_name(i)}" for k in ("cuda", "xpu") for i in range(found[k])]
+    text = lines("versions", [f"ddp_setup.py {_own_hash()}, Python {sys.version.split()[0]}, torch {torch.__version__}",
+                              ", ".join(map(version, ("numpy", "mpi4py", "intel-extension-for-pytorch"))),
+                              f"{sys.platform}, {os.cpu_count()} CPU cores, torch uses {torch.get_num_threads()} "
+                              f"threads ({torch.backends.cpu.get_cpu_capability()})"])
+    text += lines("devices", names or ["no accelerator visible"])
+    text += lines("backends", [", ".join(f"{b} {'yes' if found[b] else 'no'}" for b in ("nccl", "xccl", "ccl", "gloo"))])
+    mpi, finalize = None, False
+    try:
+        mpi, finalize = _start_mpi(env, 60.0)
+        ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
+        text += lines("launcher", [f"rank {ddp.rank} of {ddp.world_size}", *ddp.notes,
+                                   *([f"mpi4py agrees: {mpi.Get_size()} ranks"] if mpi else [])])
+        if ddp.rank:
+            return "", 0
+        text += lines("choice", [choose_device("auto", "auto", ddp.local_rank, found)[3]])
+    except (SetupError, ValueError) as e:
+        text += lines("launcher", [f"PROBLEM: {e}"])
+    finally:
+        if finalize:
+            sys.modules["mpi4py"].MPI.Finalize()
+    own, master = _own_address(), env.get("MASTER_ADDR")
+    rows = [f"this host {socket.gethostname()} is {own}, on interface {_interface_of(own)}"]
+    if not master:
+        rows.append("MASTER_ADDR is unset: rank 0 tells the others where it is")
+    elif _resolve(master):
+        rows.append(f"MASTER_ADDR {master} is {_resolve(master)}, reached through {_interface_of(_route_to(master))}")
+    else:
+        rows.append(f"PROBLEM: MASTER_ADDR={master} cannot be resolved here. Expected a host name or address")
+    rows.append("interfaces: " + ", ".join(name for _, name in socket.if_nameindex()))
+    text += lines("network", rows)
+    text += lines("limits", _limits(env))
+    known = sorted({n for row in LAUNCHERS for group in (row.rank, row.size, row.local_rank, row.local_size,
+                                                         row.node_rank, row.needs) for n in group} | {*READ, *SET})
+    text += lines("environment (* = set for libraries, until cleanup_ddp)",
+                  [f"{n}{'*' if n in SET else ''} = {env[n]}" for n in known if n in env] or ["none of them"])
+    text += lines("not set", [" ".join(n + "*" * (n in SET) for n in known if n not in env)])
+    return "\n".join(text), int(any("PROBLEM" in line for line in text))
+
+
+def _own_hash():
+    with open(__file__, "rb") as f:
+        return hashlib.blake2b(f.read(), digest_size=4).hexdigest()
+
+
+def _limits(env):
+    """Sentences on what runs out first."""
+    rows = []
+    with contextlib.suppress(ImportError):
+        import resource
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        rows.append(f"open files {soft} (at most {hard}): enough for {max(soft - 100, 0) // 3} ranks over gloo, of which "
+                    f"rank 0 holds 3 connections each")
+    with contextlib.suppress(OSError, AttributeError):
+        disk = os.statvfs("/dev/shm")
+        size = disk.f_bavail * disk.f_frsize
+        rows.append(("PROBLEM: " if size < 1 << 27 else "") + f"shared memory {size / 2**30:.1f} GiB free in /dev/shm"
+                    + ("; DataLoader workers need some: enlarge it (docker --shm-size), or num_workers 0"
+                       if size < 1 << 27 else ""))
+    folder = tempfile.gettempdir()
+    free = os.statvfs(folder) if hasattr(os, "statvfs") else None
+    longest = len(os.path.join(folder, "pymp-xxxxxxxx", "listener-xxxxxxxx"))   # a Unix socket's name has 108 bytes
+    rows.append(f"temporary files in {folder}" + (f", {free.f_bavail * free.f_frsize / 2**30:.1f} GiB free" if free else ""))
+    if env.get("TMPDIR") and os.path.realpath(env["TMPDIR"]) != os.path.realpath(folder):
+        rows.append(f"PROBLEM: TMPDIR={env['TMPDIR']} cannot be used, {folder} is. Expected a folder that can be written")
+    if longest > 107:
+        rows.append(f"PROBLEM: {folder} is too long for the Unix sockets of DataLoader workers and MPI ({longest} of "
+                    f"107 bytes). export TMPDIR=/tmp")
+    return rows
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--doctor"]:
+        sys.exit(f"usage: python {sys.argv[0]} --doctor")
+    report, code = doctor(dict(os.environ))
+    if report:
+        print(report)
+    sys.exit(code)

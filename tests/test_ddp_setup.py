@@ -4,6 +4,8 @@ import os
 import re
 import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -17,6 +19,7 @@ from ddp_setup import (Ddp, all_mean, all_sum, autocast, broadcast, choose_devic
                        ddp_sampler, describe_hang, detect_launcher, hand_over, load_checkpoint, machine_differences,
                        save_checkpoint, scale_for_batch, setup_ddp, slurm_first_host, slurm_tasks_per_node, stop_reason,
                        stop_wanted, watch_run, wrap_ddp)
+from launchers import clean_environment
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
 TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", GROUP_RANK="1", MASTER_ADDR="n0",
@@ -395,3 +398,42 @@ def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
     assert stop_reason(ddp, 1).startswith("SIGTERM on rank 0")
     close_run(ddp, 75, "")
     assert (signal.getsignal(signal.SIGTERM), threading.active_count()) == (before, threads)
+
+
+# ----------------------------------------------------------------------------------------------------------- --doctor
+def doctor(env, *launcher):
+    words = [*launcher, sys.executable, ddp_setup.__file__, "--doctor"]
+    done = subprocess.run(words, env=clean_environment(env=env), capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_doctor_shows_every_variable_that_the_file_reads_or_sets_with_its_value(tmp_path):
+    source = open(ddp_setup.__file__).read()
+    names = set(re.findall(r"""(?:env|environ)(?:\.get)?[\[(]["']([A-Z0-9_]+)["']""", source))
+    names |= {n for row in ddp_setup.LAUNCHERS for n in (*row.rank, *row.size, *row.local_rank, *row.node_rank, *row.needs)}
+    assert len(names) > 40
+    code, out, err = doctor({"DDP_RANK": "0", "DDP_WORLD_SIZE": "2", "DDP_LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
+    assert (code, err) == (0, ""), out + err
+    missing = {n for n in names if not re.search(rf"\b{n}\b", out)}
+    assert not missing and "DDP_WORLD_SIZE = 2" in out and "MASTER_ADDR* = 127.0.0.1" in out
+    assert "rank 0 of 2" in out and "rank from DDP_RANK" in out
+    assert max(map(len, out.splitlines())) <= 80
+    for word in (torch.__version__, "gloo yes", "open files", "/dev/shm", "interfaces: lo"):
+        assert word in out
+
+
+def test_the_doctor_marks_problems_and_says_what_to_do(tmp_path):
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    code, out, err = doctor({"MASTER_ADDR": "no-such-host.invalid", "TMPDIR": str(deep), "PMI_RANK": "1"})
+    assert (code, err) == (1, "")
+    problems = " ".join(out.split())
+    for words in ("no set of its variables is complete", "MASTER_ADDR=no-such-host.invalid cannot be resolved",
+                  "too long for the Unix sockets", "export TMPDIR=/tmp"):
+        assert words in problems, out
+
+
+def test_under_a_launcher_the_doctor_speaks_once():
+    code, out, err = doctor({}, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                            "--no-python")
+    assert (code, out.count("versions"), out.count("rank 0 of 2"), out.count("launcher torchrun")) == (0, 1, 1, 1), out + err
