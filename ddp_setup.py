@@ -26,7 +26,7 @@ Environment read: the launcher variables of LAUNCHERS, and
   DDP_MPI4PY=0              never import mpi4py
   DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (default 256)
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
-  DDP_DEADLINE              epoch seconds at which stop_reason says stop: the end of the walltime, less what saving takes
+  DDP_DEADLINE              epoch seconds at which stop_reason says stop: the end of the walltime less the time to save
 Environment set, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT for
 libraries that look there; GLOO_SOCKET_IFNAME (the interface that routes to rank 0) where it is unset.
 """
@@ -771,7 +771,8 @@ def _send(sock, **message):
 def _keep_alive(sock):
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):   # a host that vanishes
+    # A host that vanishes is missed after a minute, with or without something on its way to it.
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 60000)):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -963,7 +964,8 @@ class _Lifeline(threading.Thread):
 def _print_failure(ddp, text, rank, host, cause=None):
     """What happened, and as the last line who failed, why, what is saved and how to go on."""
     path, step = ddp.state.get("checkpoint", (None, None))
-    saved = f"Last checkpoint: {path}" + (f" (step {step})" if step is not None else "") if path else "No checkpoint yet"
+    saved = "No checkpoint yet" if path is None else f"Last checkpoint: {path}"
+    saved += "" if step is None else f" (step {step})"
     command = shlex.join(["python", *getattr(sys, "orig_argv", sys.argv)[1:]])
     place, cause = f"rank {rank} of {ddp.world_size} on {host}", cause or text.splitlines()[0]
     cause = cause.rstrip(".") if len(cause) < 250 else cause[:250] + " ..."
@@ -1053,6 +1055,7 @@ def _leave(code, mpi=None):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if mpi is not None:
+        time.sleep(0.5)   # Hydra drops what it has not yet passed on of our last words when Abort comes
         mpi.Abort(code)
     os._exit(code)
 
@@ -1069,8 +1072,13 @@ def cleanup_ddp(ddp):
     if lifeline is not None:
         lifeline.leaving = True
         lifeline.send(bye=True)
-        lifeline.answered.wait(ddp.timeout.total_seconds())   # everybody has said goodbye: the final barrier
+        seconds = ddp.timeout.total_seconds()
+        if not lifeline.answered.wait(seconds):   # everybody has said goodbye: the final barrier
+            missing = _some(sorted(set(range(ddp.world_size)) - server.gone)) if server else "some"
+            stop_all(ddp, f"{missing} of {ddp.world_size} ranks did not come to cleanup_ddp within {seconds:.0f} s")
         lifeline.restore()
+        with contextlib.suppress(ValueError, AttributeError, OSError):   # no real stderr: no timer
+            faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)   # what follows waits without end
         dist.destroy_process_group()
         with contextlib.suppress(OSError):
             lifeline.sock.shutdown(socket.SHUT_RDWR)
@@ -1081,6 +1089,8 @@ def cleanup_ddp(ddp):
         from mpi4py import MPI
         if not MPI.Is_finalized():
             MPI.Finalize()
+    if lifeline is not None:
+        faulthandler.cancel_dump_traceback_later()
     for name, value in ddp.state.get("environment", {}).items():
         os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     setup_ddp.current = None
@@ -1204,7 +1214,8 @@ def describe_hang(beats, ranks, silent, hosts):
     for r in ranks:
         if r not in late:
             waiting[beats[r][4]].append(r)
-    return late[0], "\n  ".join([text, *(f"waiting: rank {_some(group)} in {place}" for place, group in waiting.items())])
+    text = [text, *(f"waiting: rank {_some(group)} in {place}" for place, group in waiting.items())]
+    return late[0], "\n  ".join(text)
 
 
 class _Watch(threading.Thread):
@@ -1285,7 +1296,8 @@ class _Watch(threading.Thread):
         age, link, ddp = now - self.last, self.ddp.state.get("lifeline"), self.ddp
         if link is None:
             if age > self.limit:
-                text = f"no progress for {self.limit:.0f} s (the watchdog's limit), last step {self.step}, in {_where()}."
+                text = (f"no progress for {self.limit:.0f} s (the watchdog's limit), last step {self.step}, in "
+                        f"{_where()}.")
                 self.dump_stacks()
                 _write_status(ddp, WATCHDOG, text)
                 _print_failure(ddp, f"{text} {self.stacks_note()}", 0, ddp.host, text)
@@ -1297,8 +1309,8 @@ class _Watch(threading.Thread):
             self.sent, self.sent_age, self.sent_beats = now, age, self.beats
         if age > self.limit and now - link.heard > self.silence + 2.0:
             link.leaving, host = True, ddp.state["hosts"][0]   # its end, when it comes, is no news
-            text = (f"no progress for {self.limit:.0f} s (the watchdog's limit). Late: rank 0 on {host}, which does not "
-                    f"answer: stopped, or stuck outside Python.")
+            text = (f"no progress for {self.limit:.0f} s (the watchdog's limit). Late: rank 0 on {host}, which does "
+                    f"not answer: stopped, or stuck outside Python.")
             if ddp.rank == 1:
                 _write_status(ddp, WATCHDOG, text, for_rank_0=True)
                 _print_failure(ddp, f"{text} {self.stacks_note()}", 0, host, text)
@@ -1347,7 +1359,8 @@ def _collectives():
 
 def _where():
     """What the main thread is doing: its innermost frames outside torch and the standard library."""
-    frame, libraries, places = sys._current_frames().get(threading.main_thread().ident), os.path.dirname(os.__file__), []
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    libraries, places = os.path.dirname(os.__file__), []
     while frame is not None and len(places) < 2:
         path = frame.f_code.co_filename
         if not path.startswith((libraries, "<")) and "site-packages" not in path:
@@ -1518,7 +1531,8 @@ def check_in_sync(model, ddp):
         return
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     names, parameters = zip(*unwrap_ddp(model).named_parameters())
-    sums = torch.stack([p.detach().contiguous().view(words[p.element_size()]).sum(dtype=torch.int64) for p in parameters])
+    sums = torch.stack([p.detach().contiguous().view(words[p.element_size()]).sum(dtype=torch.int64)
+                        for p in parameters])
     differs = (sums != broadcast(sums.clone(), ddp)).tolist()
     first = differs.index(True) + 1 if any(differs) else 0
     found = [int(n) for n in all_sum([first if r == ddp.rank else 0 for r in range(ddp.world_size)], ddp)]
@@ -1536,8 +1550,8 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
     """(learning rate, warm-up steps) for a global batch that differs from the one they were chosen for.
 
     rule: "none"; "linear": both times f = global_batch / base (Goyal et al. 2017, arXiv 1706.02677); "sqrt": times
-    sqrt(f), usual for Adam; {"cap": N}: times min(f, N). Warm-up is rounded to whole steps. As it is scaled in steps and
-    each step takes f times the data, N times the ranks warm up on N x N times the data.
+    sqrt(f), usual for Adam; {"cap": N}: times min(f, N). Warm-up is rounded to whole steps. As it is scaled in steps,
+    and each step takes f times the data, N times the ranks warm up on N x N times the data.
     """
     f = 1.0 if rule == "none" else global_batch / base
     f = min(f, rule["cap"]) if isinstance(rule, dict) else f**0.5 if rule == "sqrt" else f
@@ -1617,9 +1631,9 @@ def kept_checkpoint(path, k):
 
 def save_checkpoint(path, ddp, keep_last=1, **state):
     """Write `state` (tensors and plain types, nested) to `path`, from rank 0, atomically: temporary name, fsync of the
-    file and its folder, rename. Adds `world_size`, `versions` and `machine`. A collective: all ranks must call it, all of
-    them raise if writing failed (ValueError: something that is not plain; RuntimeError: the disk), and then the file of
-    before is untouched. keep_last: how many to keep, this one included; the former ones as path-1, path-2, ..."""
+    file and its folder, rename. Adds `world_size`, `versions` and `machine`. A collective: all ranks must call it, all
+    of them raise if writing failed (ValueError: something that is not plain; RuntimeError: the disk), and then the file
+    of before is untouched. keep_last: how many to keep, this one included; the former ones as path-1, path-2, ..."""
     error, folder = None, os.path.dirname(path) or "."
     temporary = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}.tmp")
     beat(ddp)
@@ -1645,8 +1659,8 @@ def save_checkpoint(path, ddp, keep_last=1, **state):
     except ValueError as e:
         error = ["ValueError", str(e)]
     except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
-        error = ["RuntimeError", f"cannot write {path}: {str(e).splitlines()[0]}. The checkpoint of before is untouched. "
-                                 f"Is the disk full or the folder read-only?"]
+        error = ["RuntimeError", f"cannot write {path}: {str(e).splitlines()[0]}. The checkpoint of before is "
+                                 f"untouched. Is the disk full or the folder read-only?"]
     finally:
         if ddp.is_main:
             with contextlib.suppress(OSError):
@@ -1670,7 +1684,8 @@ def _move(old, new, stays):
 
 def describe_machine(ddp):
     """What the last bits of a result depend on, beside the number of ranks: plain values, for a checkpoint."""
-    device = ddp.device.type if ddp.device.type == "cpu" else getattr(torch, ddp.device.type).get_device_name(ddp.device)
+    kind = ddp.device.type
+    device = kind if kind == "cpu" else getattr(torch, kind).get_device_name(ddp.device)
     return {"device": device, "threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
@@ -1727,7 +1742,8 @@ def _read_checkpoint(path, map_location):
             data = f.read()
         broken = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load itself does not look at the checksums
         if broken is not None:
-            raise ValueError(f"the checkpoint {path} is damaged: the checksum of its record {broken} is wrong. {otherwise}")
+            raise ValueError(f"the checkpoint {path} is damaged: the checksum of its record {broken} is wrong. "
+                             f"{otherwise}")
         return data, torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no checkpoint {path}. Expected a file written by save_checkpoint.") from None
@@ -1780,6 +1796,8 @@ def hand_over(args, argv):
     for option in ("--nnodes", "--node_rank", "--master_addr", "--master_port", "--nproc_per_node"):
         rest.add_argument(option)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc-per-node={per_node}"]
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 9):   # else SIGUSR1 ends it, not the ranks
+        command += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
     if nnodes > 1 or args.master_addr or args.master_port:
         command += [f"--node-rank={args.node_rank or 0}", f"--master-addr={args.master_addr or '127.0.0.1'}",
                     f"--master-port={args.master_port or 29500}"]
@@ -1819,7 +1837,7 @@ def doctor(env):
                               f"{sys.platform}, {os.cpu_count()} CPU cores, torch uses {torch.get_num_threads()} "
                               f"threads ({torch.backends.cpu.get_cpu_capability()})"])
     text += lines("devices", names or ["no accelerator visible"])
-    text += lines("backends", [", ".join(f"{b} {'yes' if found[b] else 'no'}" for b in ("nccl", "xccl", "ccl", "gloo"))])
+    text += lines("backends", [", ".join(f"{b} {'yes' if found[b] else 'no'}" for b in BACKENDS)])
     mpi, finalize = None, False
     try:
         mpi, finalize = _start_mpi(env, 60.0)
@@ -1864,8 +1882,8 @@ def _limits(env):
     with contextlib.suppress(ImportError):
         import resource
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        rows.append(f"open files {soft} (at most {hard}): enough for {max(soft - 100, 0) // 3} ranks over gloo, of which "
-                    f"rank 0 holds 3 connections each")
+        rows.append(f"open files {soft} (at most {hard}): enough for {max(soft - 100, 0) // 3} ranks over gloo, of "
+                    f"which rank 0 holds 3 connections each")
     with contextlib.suppress(OSError, AttributeError):
         disk = os.statvfs("/dev/shm")
         size = disk.f_bavail * disk.f_frsize
@@ -1875,9 +1893,11 @@ def _limits(env):
     folder = tempfile.gettempdir()
     free = os.statvfs(folder) if hasattr(os, "statvfs") else None
     longest = len(os.path.join(folder, "pymp-xxxxxxxx", "listener-xxxxxxxx"))   # a Unix socket's name has 108 bytes
-    rows.append(f"temporary files in {folder}" + (f", {free.f_bavail * free.f_frsize / 2**30:.1f} GiB free" if free else ""))
+    rows.append(f"temporary files in {folder}" +
+                (f", {free.f_bavail * free.f_frsize / 2**30:.1f} GiB free" if free else ""))
     if env.get("TMPDIR") and os.path.realpath(env["TMPDIR"]) != os.path.realpath(folder):
-        rows.append(f"PROBLEM: TMPDIR={env['TMPDIR']} cannot be used, {folder} is. Expected a folder that can be written")
+        rows.append(f"PROBLEM: TMPDIR={env['TMPDIR']} cannot be used, {folder} is. Expected a folder that may be "
+                    f"written")
     if longest > 107:
         rows.append(f"PROBLEM: {folder} is too long for the Unix sockets of DataLoader workers and MPI ({longest} of "
                     f"107 bytes). export TMPDIR=/tmp")

@@ -16,7 +16,6 @@ keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a st
 """
 import argparse
 import hashlib
-import json
 import math
 import os
 import re
@@ -32,12 +31,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat, broadcast,
-                       check_in_sync, choose_dtype, close_run, grad_scaler, gradient_sync, hand_over, kept_checkpoint,
-                       load_checkpoint, machine_differences, print0, save_checkpoint, scale_for_batch, setup_ddp,
-                       stop_all, stop_reason, stop_wanted, watch_run, worker_init, wrap_ddp)
+from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
+                       broadcast, check_in_sync, choose_dtype, close_run, grad_scaler, gradient_sync, hand_over,
+                       load_checkpoint, machine_differences, print0, save_checkpoint, scale_for_batch,
+                       setup_ddp, stop_all, stop_reason, stop_wanted, watch_run, worker_init, wrap_ddp)
 from run_config import config_differences, config_to_dict, dump_yaml, load_config
-from run_log import RunLock, RunLog, rows_up_to, write_text_atomic
+from run_log import (RunLog, check_resume, find_checkpoint, open_run, record_refusal, write_status,
+                     write_text_atomic)
 from sedd_diffusion import (independent_log_score, make_graph, make_noise, sample, score_entropy_loss,
                             stratified_times)
 from sedd_model import EMA, SEDD
@@ -164,6 +164,8 @@ MAY_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq", "
               "training.snapshot_freq", "training.keep_last", "training.max_bad_steps", "training.stop_signals",
               "training.num_workers", "monitoring.sample_frequency", "monitoring.watchdog_minutes",
               "monitoring.check_sync_every", "data.file")   # its content is compared instead
+KEPT = ("model", "ema", "optimizer", "scaler", "step", "best", "bad_steps", "config", "micro_batches", "lr", "warmup",
+        "data")   # what a checkpoint must hold
 TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
 
 
@@ -229,8 +231,8 @@ def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
     of all ranks is known only at the end: backward runs on sum / nominal, then comes one small all-reduce, then
     the gradients are multiplied by ranks x nominal / count (DDP has divided by the ranks).
     Returns (totals, norm). totals: float64 on the device, over all ranks: [loss sum, count, residues, ranks with a
-    loss or gradient that is not finite, ranks with such a loss, ranks asked to stop]. norm: of the gradient. If totals[3]
-    is not 0, all gradients are nan. Nothing here waits for the device.
+    loss or gradient that is not finite, ranks with such a loss, ranks asked to stop]. norm: of the gradient. If
+    totals[3] is not 0, all gradients are nan. Nothing here waits for the device.
     """
     totals = torch.zeros(6, dtype=torch.float64, device=ddp.device)
     for k, batch in enumerate(batches):
@@ -256,8 +258,8 @@ def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
 
 
 def skip_where_bad(optimizer, totals):
-    """Have the next optimizer.step() change nothing where totals[3] says so, decided on the device. A GradScaler that is
-    on does this by itself, as all gradients are nan."""
+    """Have the next optimizer.step() change nothing where totals[3] says so, decided on the device. A GradScaler that
+    is on does this by itself, as all gradients are nan."""
     optimizer.grad_scale, optimizer.found_inf = None, (totals[3] > 0).float()
 
 
@@ -451,102 +453,6 @@ def sample_proteins(model, config, graph, noise, lengths, step, ddp, dtype):
                    for i, (row, n) in enumerate(zip(out.cpu().numpy(), chosen.tolist())))
 
 
-# ------------------------------------------------------------------------------------------------------------ resume
-def find_checkpoint(work_dir, resume, fresh, config):
-    """What to continue from: a path (text) or None. Called on rank 0; writes nothing.
-
-    Raises ValueError for a run directory that is in use, that cannot be written, that holds another run, or that is
-    none."""
-    there = next(p for p in (work_dir.absolute(), *work_dir.absolute().parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "may not be written" if there.is_dir() else "is a file"
-        raise ValueError(f"the run directory {work_dir} cannot be used: {there} {what}. Expected a folder that can be "
-                         f"written, or made. Give another --work_dir.")
-    RunLock.refuse_live(work_dir)
-    if (work_dir / "STOP").exists() and not fresh:
-        raise ValueError(f"{work_dir / 'STOP'} exists: this run was asked to stop. Remove the file to continue it.")
-    last = work_dir / "checkpoints" / "last.pt"
-    saved = any(os.path.exists(kept_checkpoint(last, k)) for k in (0, 1))   # 1 alone: killed while saving, see _move
-    if resume and saved and last.parent.resolve() != Path(resume).resolve().parent:
-        raise ValueError(f"{work_dir} holds a run already, and --resume {resume} is of another. Expected a checkpoint "
-                         f"of the same run. Give another --work_dir; or leave --resume out to continue this run.")
-    there = sorted(p.name for p in work_dir.iterdir()) if work_dir.exists() else []
-    if there and not {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"} & set(there):
-        raise ValueError(f"{work_dir} is not a run directory: it holds {', '.join(there[:5])}. Expected an empty or "
-                         f"new folder, or that of a run. Give another --work_dir.")
-    if "metrics.jsonl" in there and not fresh:
-        rows_up_to(work_dir / "metrics.jsonl", 0)   # readable?
-    if not resume and not fresh and not saved and "config.yaml" in there:
-        before = config_to_dict(load_config(Config, work_dir / "config.yaml"))
-        different = config_differences(before, config_to_dict(config), ignore=MAY_CHANGE)
-        if different:
-            raise ValueError(f"{work_dir} holds a run with another config, which came to no checkpoint:\n    " +
-                             "\n    ".join(different) + "\n  Expected the same config. Give another --work_dir, or "
-                             "--fresh to start over.")
-    return str(resume) if resume else str(last) if saved and not fresh else None
-
-
-def open_run(work_dir, fresh):
-    """Take the run directory: rank 0 only. --fresh renames a former run's folder, never deletes it."""
-    former = fresh and work_dir.exists() and any(work_dir.iterdir())
-    lock = RunLock(work_dir)
-    if former:   # under the lock, so that of two at once one is refused
-        old = next(p for k in range(1, 10**6) if not (p := work_dir.with_name(f"{work_dir.name}.old{k}")).exists())
-        work_dir.rename(old)
-        lock.release(at=old)
-        print(f"--fresh: the former run is now in {old}", flush=True)
-        lock = RunLock(work_dir)
-    for folder in (work_dir, work_dir / "checkpoints", work_dir / "samples"):
-        for half in folder.glob(".*.tmp"):   # what a killed run was writing: the lock says that it is not running
-            half.unlink(missing_ok=True)
-    return lock
-
-
-def write_status(work_dir, code, reason, step=None):
-    """status.json for a start that did not train. See close_run."""
-    write_text_atomic(work_dir / "status.json", json.dumps({"code": code, "reason": reason, "step": step}))
-
-
-def record_refusal(work_dir, reason):
-    """Rank 0: a status.json that an earlier start left must not speak for this one, unless a live run goes on here."""
-    try:
-        RunLock.refuse_live(work_dir)
-        if (work_dir / "status.json").exists():
-            write_status(work_dir, BAD_INPUT, reason)
-    except (ValueError, OSError):
-        return
-
-
-def check_resume(state, config, ddp, model, fingerprint, path):
-    """Refuse to continue from a checkpoint of something else. Returns the number of micro-batches per global batch."""
-    absent = [k for k in ("model", "ema", "optimizer", "scaler", "step", "best", "bad_steps", "config", "micro_batches",
-                          "lr", "warmup", "data") if not isinstance(state, dict) or k not in state]
-    if absent:
-        raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of train_sedd_ddp.py.")
-    different = config_differences(state["config"], config_to_dict(config), ignore=MAY_CHANGE)
-    if different:
-        raise ValueError(f"{path} was trained with another config:\n    " + "\n    ".join(different) +
-                         "\n  Expected the same but for " + ", ".join(MAY_CHANGE) + ". Give another --work_dir, or "
-                         "--fresh to start over.")
-    shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    found = {k: tuple(v.shape) for k, v in state["model"].items()}
-    if shapes != found:
-        wrong = [k for k in {**shapes, **found} if shapes.get(k) != found.get(k)]
-        raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first {wrong[0]}: "
-                         f"{found.get(wrong[0], 'absent')} in the file, {shapes.get(wrong[0], 'absent')} by the "
-                         f"config. Give a checkpoint of this model, another --work_dir, or --fresh.")
-    if state["data"] != fingerprint:
-        raise ValueError(f"{path} was trained on other proteins, or in another order ({state['data']['n']:,}, hash "
-                         f"{state['data']['hash']}; now {fingerprint['n']:,}, {fingerprint['hash']}). Give the same "
-                         f"data, another --work_dir, or --fresh.")
-    micro_batches = state["micro_batches"]
-    if micro_batches % ddp.world_size:
-        fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
-        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which {ddp.world_size} ranks cannot "
-                         f"share equally. Continue on {', '.join(map(str, fits))} ranks.")
-    return micro_batches
-
-
 # -------------------------------------------------------------------------------------------------------------- main
 def scale_name(scale):
     return scale if isinstance(scale, str) else f"linear up to {scale['cap']:g} times"
@@ -577,7 +483,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
     # Start or continue: rank 0 decides, all read the same checkpoint.
-    path = broadcast(find_checkpoint(work_dir, resume, fresh, config) if ddp.is_main else None, ddp)
+    differences = lambda before: config_differences(before, config_to_dict(config), ignore=MAY_CHANGE)
+    unlike = lambda file: differences(config_to_dict(load_config(Config, file)))
+    path = broadcast(find_checkpoint(work_dir, resume, fresh, unlike) if ddp.is_main else None, ddp)
     state = load_checkpoint(path, ddp) if path else None
 
     proteins, val, source, described = load_proteins(config)
@@ -595,11 +503,14 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     bare = SEDD(graph.vocab_size, config.model.hidden_size, config.model.n_blocks, config.model.n_heads,
                 config.model.cond_dim, config.model.dropout, scale_by_sigma=graph.absorb,
                 parameterization=config.model.parameterization, forbidden=(X_ID,),
-                gradient_checkpointing=config.memory.gradient_checkpointing, init_logits=config.model.init_logits).to(ddp.device)
+                gradient_checkpointing=config.memory.gradient_checkpointing,
+                init_logits=config.model.init_logits).to(ddp.device)
 
     # A global batch is a number of micro-batches, fixed at the start of the run, whatever the ranks are later.
-    micro_batches = (t.accum * ddp.world_size if state is None else
-                     check_resume(state, config, ddp, bare, fingerprint, path))
+    micro_batches = t.accum * ddp.world_size
+    if state is not None:
+        micro_batches = check_resume(state, path, __file__, KEPT, differences, MAY_CHANGE, bare.state_dict(), "proteins",
+                                     fingerprint, ddp.world_size)
     accum, batch = micro_batches // ddp.world_size, micro_batches * (t.batch_size or t.tokens_per_batch)
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
     progress = {"step": 0, "best": None, "bad_evals": 0, "recent": [0.0, 0.0], "finished": "",
@@ -639,14 +550,14 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     lines.append(f"results: {work_dir}, "
                  + ("a new run" if not path else f"finished, {path}" if is_finished(progress, n_iters) else
                     f"continuing from step {progress['step']:,} of {path}"))
-    differences = machine_differences(state, ddp) if state is not None else ""
-    if differences:
-        lines.append(f"  saved elsewhere ({differences}): the run goes on, but not to the last bit as it would have")
+    elsewhere = machine_differences(state, ddp) if state is not None else ""
+    if elsewhere:
+        lines.append(f"  saved elsewhere ({elsewhere}): the run goes on, but not to the last bit as it would have")
     wrap = textwrap.TextWrapper(80, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     print0(ddp, "\n".join(map(wrap.fill, lines)))
     lock = None
     if ddp.is_main and not is_finished(progress, n_iters):
-        lock = open_run(work_dir, fresh)
+        lock = open_run(work_dir, fresh, ("checkpoints", "samples"))
         write_text_atomic(work_dir / "config.yaml", dump_yaml(config))
     if not is_finished(progress, n_iters):
         barrier(ddp)   # the run directory is there, on all ranks
@@ -684,7 +595,8 @@ def train(run, ddp):
         if run.lock:
             run.lock.check()
         if progress["bad_steps"][1] and not all(bool(p.isfinite().all()) for p in bare.parameters()):
-            raise RuntimeError(f"step {progress['step']}: weights are nan or infinite; expected finite numbers. {before}")
+            raise RuntimeError(f"step {progress['step']}: weights are nan or infinite; expected finite numbers. "
+                               f"{before}")
         save_checkpoint(str(work_dir / "checkpoints" / name), ddp, keep_last, model=bare.state_dict(),
                         ema=run.ema.state_dict(), optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(),
                         config=config_to_dict(config), epoch=progress["step"] // schedule.steps_per_epoch,
@@ -702,8 +614,8 @@ def train(run, ddp):
             progress["bad_steps"][1] += 1
         if progress["bad_steps"][1] > t.max_bad_steps:
             raise RuntimeError(f"step {progress['step']}: the loss or its gradient was nan or infinite in "
-                               f"{progress['bad_steps'][1]} steps in a row, on {bad_loss or bad:.0f} rank(s) in the last; expected at "
-                               f"most {t.max_bad_steps}. These steps were skipped. {before}")
+                               f"{progress['bad_steps'][1]} steps in a row, on {bad_loss or bad:.0f} rank(s) in the "
+                               f"last; expected at most {t.max_bad_steps}. These steps were skipped. {before}")
         return wanted
 
     dataset = MicroBatches(run.proteins, run.graph, run.noise, config.data.max_length, t.seed)
@@ -775,7 +687,8 @@ def train(run, ddp):
                 values.update(validation.summarise(bound))
                 score = values["val/loss"]
                 if not math.isfinite(score):
-                    raise RuntimeError(f"step {step}: the validation bound is {score}; expected a finite number. {before}")
+                    raise RuntimeError(f"step {step}: the validation bound is {score}; expected a finite number. "
+                                       f"{before}")
                 log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
                         f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
             else:   # training loss since the last evaluation
@@ -916,7 +829,7 @@ def cli(argv=None):
             run = prepare(config, ddp, work_dir, args.resume, args.fresh)
         except (ValueError, OSError) as e:
             if ddp.is_main and work_dir is not None:
-                record_refusal(work_dir, str(e))
+                record_refusal(work_dir, BAD_INPUT, str(e))
             stop_all(ddp, f"error: {e}", code=BAD_INPUT)
         result = train(run, ddp)
     if "stopped" in result:

@@ -97,7 +97,7 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 if [ "$LAUNCHER" = torchrun ]; then
   exec .venv/bin/python -m torch.distributed.run --standalone --nproc_per_node="$NPROC" \
-    "$SCRIPT" --config "$CONFIG" "$@"
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$SCRIPT" --config "$CONFIG" "$@"
 fi
 mpirun=.venv/bin/mpirun
 [ -n "$MPI_WHEEL" ] || mpirun=$(command -v mpirun) || fail "MPI_WHEEL is empty and no mpirun is on PATH."

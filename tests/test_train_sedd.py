@@ -310,6 +310,74 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_by_the_same_command(fasta
     assert not (killed / "lock.json").exists() and not list(killed.rglob("*.tmp"))
 
 
+def same_run(a, b):
+    """Are the last checkpoints and the metrics of two run directories alike, to the last bit?"""
+    one, other = (load_checkpoint(str(d / "checkpoints" / "last.pt")) for d in (a, b))
+    for key in ("model", "ema", "optimizer"):
+        torch.testing.assert_close(one[key], other[key], rtol=0, atol=0)
+    for key in one.keys() - {"model", "ema", "optimizer", "config"}:
+        assert one[key] == other[key], key
+    differ = lambda row: {k: v for k, v in row.items() if k != "residues_per_second" and not k.startswith("ddp/")}
+    assert list(map(differ, rows(a))) == list(map(differ, rows(b)))
+
+
+def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_uninterrupted_run(fasta, tmp_path):
+    (tmp_path / "c.yaml").write_text("training: {}\n")
+    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__num_workers=1)]
+    with start_ranks("torchrun", 3, [*argv, "--work_dir", "parts"], tmp_path) as running:
+        running.wait_for("step 2/", timeout=600)
+        os.kill(running.rank_pids()[1], signal.SIGTERM)
+        result = running.wait(timeout=600)
+    status = json.loads((tmp_path / "parts" / "status.json").read_text())
+    assert status["code"] == 75 and status["reason"].startswith("SIGTERM on rank 1 ("), result.text
+    assert load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))["step"] == status["step"] < 12
+    for work_dir in ("parts", "straight"):
+        result = run_ranks("torchrun", 3, [*argv, "--work_dir", work_dir], tmp_path)
+        assert result.returncode == 0, result.text
+        assert ("continuing from step" in result.stdout) == (work_dir == "parts")
+    same_run(tmp_path / "straight", tmp_path / "parts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 2), ("mpich", 4)])
+def test_a_run_killed_at_any_moment_again_and_again_equals_an_uninterrupted_one(fasta, tmp_path, launcher, n):
+    need(launcher)
+    (tmp_path / "c.yaml").write_text("training: {}\n")
+    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__num_workers=1, training__n_iters=60,
+                                                 training__snapshot_freq=3, training__eval_freq=20, training__patience=9)]
+    result = run_ranks(launcher, n, [*argv, "--work_dir", "straight"], tmp_path)
+    assert result.returncode == 0, result.text
+    random = np.random.default_rng(n)
+    for at in sorted(random.choice(np.arange(1, 56), 4, replace=False).tolist()):
+        with start_ranks(launcher, n, [*argv, "--work_dir", "parts"], tmp_path) as running:
+            running.wait_for(f"step {at + 1}/", timeout=600)
+            os.kill(running.rank_pids()[int(random.integers(n))] if n > 1 else running.process.pid, signal.SIGKILL)
+            running.wait(timeout=600)
+    result = run_ranks(launcher, n, [*argv, "--work_dir", "parts"], tmp_path)
+    assert result.returncode == 0 and "continuing from step" in result.stdout, result.text
+    same_run(tmp_path / "straight", tmp_path / "parts")
+
+
+@pytest.mark.slow
+def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one_and_not_on_five(fasta, tmp_path):
+    (tmp_path / "c.yaml").write_text("training: {}\n")
+    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__accum=3, training__batch_size=2,
+                                                 training__eval_freq=100, optim__scale="linear", optim__base_global_batch=8)]
+    result = run_ranks("torchrun", 4, [*argv, "training.n_iters=5", "--work_dir", "four"], tmp_path)
+    assert result.returncode == 0, result.text
+    for n in (3, 2, 1, 5):
+        shutil.copytree(tmp_path / "four", tmp_path / f"on{n}")
+    for n, work_dir in ((4, "four"), (3, "on3"), (2, "on2"), (1, "on1")):
+        result = run_ranks("torchrun", n, [*argv, "training.n_iters=15", "--work_dir", work_dir], tmp_path)
+        assert result.returncode == 0 and "lr 0.009, warm-up 12 steps, kept" in result.stdout, result.text
+        assert (n == 4) or f"saved elsewhere (world_size 4 -> {n})" in result.stdout, result.text
+        found, expected = rows(tmp_path / work_dir), rows(tmp_path / "four")
+        assert [row["loss"] for row in found[5:]] == pytest.approx([row["loss"] for row in expected[5:]], rel=1e-5)
+        assert [row["lr"] for row in found] == [row["lr"] for row in expected] and len(found) == 15
+    result = run_ranks("torchrun", 5, [*argv, "training.n_iters=15", "--work_dir", "on5"], tmp_path)
+    assert result.returncode != 0 and "Continue on 1, 2, 3, 4, 6, 12 ranks" in result.stderr, result.text
+
+
 def test_a_finished_run_says_so_and_may_be_lengthened(fasta, tmp_path):
     (tmp_path / "c.yaml").write_text("training: {}\n")
     argv = ["--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__n_iters=3), "--work_dir", "w"]

@@ -1,0 +1,165 @@
+"""Does the pre-flight pass where all is well, and does it find what is wrong, naming the host?
+
+Faults are made on one rank of real launchers: a driver script starts test_aurora_ddp.py with one function of torch,
+Python or the system behaving differently there, or with other files.
+"""
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from launchers import need, run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+HOST = socket.gethostname()
+CHECKS = ["barrier", "place", "versions", "all-reduce", "matmul", "folder", "visible"]
+DRIVER = """import os, sys, time
+rank = int(os.environ["PMI_RANK"])
+sys.path.insert(0, {folder!r} if rank == 1 else {root!r})
+import platform, torch, test_aurora_ddp
+import torch.distributed as dist
+if rank == 1:
+    {fault}
+test_aurora_ddp.cli()
+"""
+
+
+def check(tmp_path, *options, fault=None, launcher="mpich", n=2, folder=ROOT, env=None):
+    """Run the pre-flight in `tmp_path`. fault: Python text that is executed on rank 1 beforehand; folder: where rank 1
+    takes the project's files from."""
+    need(launcher)
+    path = ROOT / "test_aurora_ddp.py"
+    if fault is not None:
+        path = tmp_path / "driver.py"
+        path.write_text(DRIVER.format(folder=str(folder), root=str(ROOT), fault=fault))
+    # A small share: of two ranks on a busy machine, one may run much slower than the other.
+    options = ["--device", "cpu", "--slow", "0.02", "--suspects", "bad_hosts", *options]
+    return run_ranks(launcher, n, [path, *options], cwd=tmp_path, env=env, timeout=120)
+
+
+def lines_of(result):
+    """{name of the check: (status, figure)} as printed"""
+    found = re.findall(r"^(PASS|FAIL|SKIP)  (\S+) +(.*)$", result.stdout, re.M)
+    assert len({name for _, name, _ in found}) == len(found), result.text
+    return {name: (status, figure) for status, name, figure in found}
+
+
+def assert_found(result, tmp_path, **expected):
+    """Exactly the checks `expected` failed, each naming rank 1 alone, with these words; the host is suspected in both
+    forms, and all have ended with exit code 3."""
+    checks = lines_of(result)
+    assert result.returncode == 3, result.text
+    assert [name for name, (status, _) in checks.items() if status == "FAIL"] == list(expected), result.text
+    for name, words in expected.items():
+        assert re.findall(r"rank \d+ on (?:\S+)", checks[name][1]) == [f"rank 1 on {HOST}"], result.text
+        assert words in checks[name][1], result.text
+    assert result.stdout.splitlines()[-1] == f"suspect hosts: {HOST}", result.text
+    assert (tmp_path / "bad_hosts").read_text() == f"{HOST}\n"
+    assert result.leftover == [] and "Traceback" not in result.text, result.text
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpich"])
+def test_two_healthy_ranks_pass_and_the_bandwidth_is_a_table(tmp_path, launcher):
+    (tmp_path / "bad_hosts").write_text("of-before\n")
+    result = check(tmp_path, "--preflight", "--bandwidth", "--max_mib", "4", "--repeats", "3", "--work_dir", "runs",
+                   launcher=launcher)
+    assert result.returncode == 0, result.text
+    found = [(name, status) for name, (status, _) in lines_of(result).items()]
+    assert found == [(name, "PASS") for name in [*CHECKS, "bandwidth"]], result.text
+    assert re.search(rf"^ +1  {re.escape(HOST)} +1  cpu ", result.stdout, re.M), result.text
+    assert "suspect" not in result.stdout and (tmp_path / "bad_hosts").read_text() == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["bad_hosts"]    # the run folder is as it was
+    rows = re.findall(r"^ +(\d+) (KiB|MiB) +([\d.]+) +([\d.]+)\b", result.stdout, re.M)
+    sizes = [int(size) * {"KiB": 2**10, "MiB": 2**20}[unit] for size, unit, _, _ in rows]
+    assert sizes == [2**10 * 4**k for k in range(7)], result.text
+    for size, (_, _, time, rate) in zip(sizes, rows):   # each of two ranks sends the size once
+        assert float(rate) == pytest.approx(size / (float(time) * 1e-6) / 1e9, rel=1e-2, abs=6e-5), result.text
+    assert all(len(line) <= 80 for line in result.stdout.splitlines() if re.match(r" +\d+ [KM]iB", line))
+
+
+def test_one_rank_skips_what_needs_two_and_says_why(tmp_path):
+    result = check(tmp_path, "--preflight", "--bandwidth", launcher="python", n=1)
+    assert result.returncode == 0, result.text
+    assert {name: figure for name, (status, figure) in lines_of(result).items() if status == "SKIP"} == {
+        "all-reduce": "one rank: nothing to sum over", "folder": "no --work_dir given",
+        "visible": "nothing was written", "bandwidth": "one rank: nothing to reduce over"}
+
+
+# ------------------------------------------------------------------ faults on rank 1
+def test_wrong_place_version_sum_product_and_folder_are_each_found(tmp_path):
+    (tmp_path / "elsewhere").mkdir()   # as with a run folder on a disk of each host's own
+    fault = """import dataclasses
+    set_up, reduce, mm = test_aurora_ddp.setup_ddp, dist.all_reduce, torch.mm
+    test_aurora_ddp.setup_ddp = lambda *a, **k: dataclasses.replace(set_up(*a, **k), local_rank=0)
+    platform.python_version = lambda: "3.9.1"
+    dist.all_reduce = lambda x, *a, **k: reduce(x.mul_(1 + 2**-20) if len(x) > 9999 else x, *a, **k)
+    torch.mm = lambda a, b: mm(a, b).index_fill_(0, torch.tensor([7]), 1.0)
+    os.chdir("elsewhere")"""
+    result = check(tmp_path, "--work_dir", "runs", "--timeout", "4", "--bandwidth", "--preflight", fault=fault)
+    assert_found(result, tmp_path, **{
+        "place": "has the same local rank as rank 0: 0",
+        "versions": "has python 3.9.1, most have 3.1",
+        "all-reduce": "its share of the sum is wrong on 2 rank(s)",
+        "matmul": "cpu: 1 of 384 rows are wrong, and 0 of",
+        "visible": f"what rank 0 wrote is not in {tmp_path / 'elsewhere' / 'runs'}"})
+    assert lines_of(result)["bandwidth"] == ("SKIP", "the all-reduce failed")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_other_code_a_sum_received_wrongly_and_a_slow_device_are_each_found(tmp_path):
+    folder = tmp_path / "older"
+    folder.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    with open(folder / "test_aurora_ddp.py", "a") as f:
+        f.write("# of another day\n")
+    fault = """reduce, mm = dist.all_reduce, torch.mm
+    dist.all_reduce = lambda x, *a, **k: (reduce(x, *a, **k), x[5:6].zero_() if len(x) > 9999 else 0)
+    torch.mm = lambda a, b: (time.sleep(0.1), mm(a, b))[1]"""
+    result = check(tmp_path, fault=fault, folder=folder)
+    assert_found(result, tmp_path, **{
+        "versions": f"(*.py in {folder})",
+        "all-reduce": "received 1 wrong elements",
+        "matmul": "GFLOP/s, the median is"})
+
+
+def test_a_folder_that_cannot_be_written_is_found(tmp_path):
+    (tmp_path / "file").touch()        # permissions would not stop root
+    result = check(tmp_path, "--work_dir", "file/runs")
+    assert result.returncode == 3, result.text
+    status, figure = lines_of(result)["folder"]
+    assert status == "FAIL" and f"rank 0 on {HOST} NotADirectoryError" in figure, result.text
+    assert lines_of(result)["visible"] == ("SKIP", "nothing was written")
+    assert result.stdout.splitlines()[-1] == f"suspect hosts: {HOST}"
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(tmp_path):
+    fault = """set_up = test_aurora_ddp.setup_ddp
+    test_aurora_ddp.setup_ddp = lambda *a, **k: (set_up(*a, **k), time.sleep(1000))[0]"""
+    result = check(tmp_path, "--timeout", "2", fault=fault)
+    assert_found(result, tmp_path, barrier="did not come within 2 s")
+    assert result.seconds < 60, result.text
+    assert result.text.count("check barrier: ranks are missing or stuck") == 1, result.text
+
+
+@pytest.mark.parametrize("fault, words", [
+    ("torch.zeros_like = lambda x: time.sleep(1000)", "did not end within 3 s"),     # before the collective
+    ("dist.all_reduce = lambda x: x.no_such_thing", "AttributeError: 'Tensor' object has no attribute")])
+def test_of_ranks_that_wait_for_each_other_the_one_at_fault_is_named(tmp_path, fault, words):
+    result = check(tmp_path, "--timeout", "3", fault=fault)
+    assert_found(result, tmp_path, **{"all-reduce": words})
+
+
+def test_wrong_arguments_are_told_once_and_exit_with_2(tmp_path):
+    result = check(tmp_path, "--preflight", "--max_mib", "0")
+    assert result.returncode == 2, result.text
+    assert result.text.count("error: command line: --max_mib is 0, expected more than 0") == 1, result.text
+
+
+def test_a_rank_that_was_never_started_is_named_by_the_set_up(tmp_path):
+    env = {"DDP_RANK": 0, "DDP_WORLD_SIZE": 2, "DDP_LOCAL_RANK": 0, "DDP_LOCAL_WORLD_SIZE": 2}
+    result = check(tmp_path, "--init_timeout", "1", launcher="python", n=1, env=env)
+    assert result.returncode == 3, result.text
+    assert "1 of 2 ranks did not appear within 1 s: rank(s) 1" in lines_of(result)["set-up"][1], result.text
