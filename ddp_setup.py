@@ -144,11 +144,12 @@ class Ddp:
 
 
 class SetupError(RuntimeError):
-    """Setting up failed. `speaks`: this rank says so; others see the same and leave quietly."""
+    """Setting up failed. `speaks`: this rank says so; others see the same and leave quietly. `code`: for sys.exit: 2
+    where a person must look, 1 where a rank or host is missing, which the next start may find."""
 
-    def __init__(self, text, speaks=True):
+    def __init__(self, text, speaks=True, code=2):
         super().__init__(text)
-        self.speaks = speaks
+        self.speaks, self.code = speaks, code
 
 
 def _int(env, name):
@@ -627,11 +628,11 @@ def _connect(ddp, host, port, path, limit):
             if time.monotonic() > deadline and found:
                 raise SetupError(
                     f"rank 0 cannot be reached at {host}:{port} within {limit:.0f} s ({e}). Expected it to listen "
-                    f"there. Did it start? Is MASTER_ADDR right? Try `ping {host}` from {ddp.host}.", speaks) from None
+                    f"there. Did it start? Is MASTER_ADDR right? Try `ping {host}` from {ddp.host}.", speaks, 1) from None
             if time.monotonic() > deadline:
                 raise SetupError(
                     f"rank 0 did not appear within {limit:.0f} s: no file {path}. Did it start? Do all hosts see "
-                    f"this folder? If not, set DDP_RENDEZVOUS_DIR, or MASTER_ADDR and MASTER_PORT.", speaks) from None
+                    f"this folder? If not, set DDP_RENDEZVOUS_DIR, or MASTER_ADDR and MASTER_PORT.", speaks, 1) from None
             time.sleep(0.05)
     try:
         store = dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=20), wait_for_workers=False)
@@ -647,7 +648,7 @@ def _await_key(ddp, store, key, limit, otherwise):
         store.wait([key], datetime.timedelta(seconds=limit))
         return store.get(key)
     except RuntimeError:   # a timeout, or rank 0 is gone
-        raise SetupError(otherwise, speaks=ddp.local_rank == 0 or ddp.rank == 1) from None
+        raise SetupError(otherwise, speaks=ddp.local_rank == 0 or ddp.rank == 1, code=1) from None
 
 
 def _join(ddp, env, init_timeout, error):
@@ -684,7 +685,7 @@ def _join(ddp, env, init_timeout, error):
         store.add("read", 1)
         if ddp.rank == 0:   # it says the reason, and owns the store: the others must have read before it leaves
             _poll(lambda: store.add("read", 0) >= joined, 5.0)
-            raise SetupError(table["error"])
+            raise SetupError(table["error"], code=table.get("code", 2))
         _leave(1)
     hosts = table["hosts"]
     ddp.state.update(hosts=hosts, processes=table["processes"], server=server, store=store)
@@ -693,12 +694,14 @@ def _join(ddp, env, init_timeout, error):
     interface = _interface_of("127.0.0.1" if one_host else _route_to(host))
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         _export(ddp, GLOO_SOCKET_IFNAME=interface)
+    watch_run(ddp, None, init_timeout / 60, signals=(), arm=True)   # backends may wait for a lost rank without end
     dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, world_size=ddp.world_size, timeout=ddp.timeout,
                             **({"device_id": ddp.device} if ddp.backend == "nccl" else {}))
     sys.excepthook = lifeline.excepthook   # torch has wrapped it in one that swallows what we print
     control = None
     if ddp.world_size <= (_int(env, "DDP_GLOO_MAX_RANKS") or GLOO_MAX_RANKS):
         control = dist.group.WORLD if ddp.backend == "gloo" else dist.new_group(backend="gloo", timeout=ddp.timeout)
+    end_watch(ddp)
     node_rank = list(dict.fromkeys(hosts)).index(ddp.host) if ddp.node_rank is None else ddp.node_rank
     return replace(ddp, local_world_size=ddp.local_world_size or hosts.count(ddp.host), node_rank=node_rank,
                    control=control, notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
@@ -722,7 +725,7 @@ def _check_table(store, n, init_timeout):
             who = "" if len(ranks) == n else f"rank {_some(ranks)} on {rows[ranks[0]]['host']}: "
             return dict(error=who + text)
     if len(rows) < n:
-        return dict(error=f"{n - len(rows)} of {n} ranks did not appear within {init_timeout:.0f} s: rank(s) "
+        return dict(code=1, error=f"{n - len(rows)} of {n} ranks did not appear within {init_timeout:.0f} s: rank(s) "
                           f"{_some(sorted(set(range(n)) - set(rows)))}. The others are on "
                           f"{_some(sorted({row['host'] for row in rows.values()}))}. Is a host down, or cannot it "
                           f"reach rank 0?")
@@ -785,7 +788,7 @@ class _LifelineServer(threading.Thread):
         self.listener, self.ddp, self.hosts = listener, ddp, hosts
         self.address, self.token = listener.getsockname()[:2], secrets.token_hex(8)
         self.ranks, self.peers, self.gone = {}, {}, set()   # socket -> rank, rank -> socket, ranks that have left
-        self.beats = {}                                     # rank -> (when heard, its last beat)
+        self.beats, self.looked = {}, 0.0                   # rank -> (when heard, its last beat); when last looked at
         self.verdict = self.pending = None
         self.start()
 
@@ -861,14 +864,16 @@ class _LifelineServer(threading.Thread):
                 self._announce(rank, 1, DIED)
 
     def _announce(self, rank, code, cause, silent=()):
-        self.pending, self.verdict = None, {"failed": rank, "code": code, "cause": cause, "silent": silent}
+        self.pending = None   # the silent ones are for their neighbours: beyond a thousand it is no single host
+        self.verdict = {"failed": rank, "code": code, "cause": cause, "silent": list(silent)[:1000]}
         self._tell(**self.verdict)
 
     def _look_for_a_hang(self):
         """End all where no rank has made progress for the limit: one that waits for another's long work is no hang."""
         watch, now = self.ddp.state.get("watch"), time.monotonic()
-        if watch is None or not watch.limit:
+        if watch is None or not watch.limit or now - self.looked < 1.0:
             return
+        self.looked = now
         if min(now - heard + beat[2] for heard, beat in self.beats.values()) < watch.limit:
             return
         ranks = [r for r in range(self.ddp.world_size) if r not in self.gone]
@@ -879,8 +884,10 @@ class _LifelineServer(threading.Thread):
         self._announce(late, WATCHDOG, text.splitlines()[0], silent)
 
     def _tell(self, **message):
+        line = json.dumps(message).encode() + b"\n"
         for sock in self.peers.values():
-            _send(sock, **message)
+            with contextlib.suppress(OSError):
+                sock.sendall(line)
 
     def outlast(self, seconds):
         """The others hear the news through this process: let them leave first, but wait no longer than `seconds`."""
@@ -917,7 +924,7 @@ class _Lifeline(threading.Thread):
                     self.heard = time.monotonic()
         except (OSError, ValueError):   # rank 0 is gone: one of the survivors says so
             message = None if self.leaving else {"failed": 0, "code": 1, "cause": DIED}
-            if message and self.ddp.rank == 1:   # even if a lost connection is what it is about to report
+            if message and _speaks_for_rank_0(self.ddp):   # even if a lost connection is what it is about to report
                 _write_status(self.ddp, 1, f"rank 0 on {self.ddp.state['hosts'][0]}: {DIED}", for_rank_0=True)
                 _print_failure(self.ddp, DIED, 0, self.ddp.state["hosts"][0])
         if message is None or "done" in message or (self.failing and message["failed"] == self.ddp.rank):
@@ -961,6 +968,12 @@ class _Lifeline(threading.Thread):
                 os.close(sock.detach())
 
 
+def _speaks_for_rank_0(ddp):
+    """Rank 1 tells that rank 0 is gone, and the first rank of the next host, should the whole host be gone."""
+    hosts = ddp.state["hosts"]
+    return ddp.rank in (1, next((r for r, host in enumerate(hosts) if host != hosts[0]), 1))
+
+
 def _print_failure(ddp, text, rank, host, cause=None):
     """What happened, and as the last line who failed, why, what is saved and how to go on."""
     path, step = ddp.state.get("checkpoint", (None, None))
@@ -997,12 +1010,13 @@ def stop_all(ddp, text, code=1, secondary=False, cause=None):
     cause = cause or text.splitlines()[0]
     if lifeline is not None:
         lifeline.fail(code, cause, secondary)
-    _write_status(ddp, code, f"rank {ddp.rank} on {ddp.host}: {cause}" if lifeline else cause)
+    _end_soon()
     if code == BAD_INPUT:   # nothing ran: nothing to go on with
         print(f"\n[rank {ddp.rank} of {ddp.world_size} on {ddp.host}] {text}" if lifeline else text, file=sys.stderr,
               flush=True)
     else:
         _print_failure(ddp, text, ddp.rank, ddp.host, cause)
+    _write_status(ddp, code, f"rank {ddp.rank} on {ddp.host}: {cause}" if lifeline else cause)
     if server:
         server.outlast(3.0)
     _leave(code, ddp.state.get("mpi"))
@@ -1010,6 +1024,7 @@ def stop_all(ddp, text, code=1, secondary=False, cause=None):
 
 def end_here(ddp, rank, code, cause, silent=()):
     """End this process because of what happened in `rank`; silent: ranks that no longer answer."""
+    _end_soon()
     _write_status(ddp, code, f"rank {rank} on {ddp.state['hosts'][rank]}: {cause}")
     if code == WATCHDOG:
         if ddp.state.get("watch"):
@@ -1018,6 +1033,12 @@ def end_here(ddp, rank, code, cause, silent=()):
     if ddp.state.get("server"):
         ddp.state["server"].outlast(3.0)
     _leave(code)
+
+
+def _end_soon(seconds=25):
+    """A file system that hangs must not keep a failed run from ending: the kernel does it then (SIGALRM)."""
+    if hasattr(signal, "alarm"):
+        signal.alarm(seconds)
 
 
 def _kill_silent(ddp, silent):
@@ -1038,7 +1059,8 @@ def _process_start(pid):
     """When a process started, in clock ticks since boot; with its number, a name not used again. None: no such one."""
     try:
         with open(f"/proc/{pid}/stat") as f:
-            return int(f.read().rpartition(")")[2].split()[19])
+            fields = f.read().rpartition(")")[2].split()   # from field 3 on: [0] state, [19] start
+        return None if fields[0] in "ZX" else int(fields[19])
     except (OSError, IndexError):
         return None
 
@@ -1061,21 +1083,23 @@ def _leave(code, mpi=None):
 
 
 def cleanup_ddp(ddp):
-    """Leave in good order: wait for the others (at most ddp.timeout), destroy the groups, finalise MPI, put the
+    """Leave in good order: wait for the others (at most ddp.timeout and half an hour), destroy the groups, finalise MPI, put the
     environment back. Harmless when called twice."""
     if ddp.state.get("clean"):
         return
     ddp.state["clean"] = True
-    if ddp.state.get("watch"):
-        ddp.state["watch"].close()
+    watch = ddp.state.get("watch")
+    if watch is not None:   # a script without close_run
+        _write_status(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
+        end_watch(ddp)
     lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
     if lifeline is not None:
         lifeline.leaving = True
         lifeline.send(bye=True)
-        seconds = ddp.timeout.total_seconds()
+        seconds = min(ddp.timeout.total_seconds(), 1800.0)
         if not lifeline.answered.wait(seconds):   # everybody has said goodbye: the final barrier
-            missing = _some(sorted(set(range(ddp.world_size)) - server.gone)) if server else "some"
-            stop_all(ddp, f"{missing} of {ddp.world_size} ranks did not come to cleanup_ddp within {seconds:.0f} s")
+            missing = f" {_some(sorted(set(range(ddp.world_size)) - server.gone))}" if server else "s"
+            stop_all(ddp, f"rank{missing} of {ddp.world_size} did not come to cleanup_ddp within {seconds:.0f} s")
         lifeline.restore()
         with contextlib.suppress(ValueError, AttributeError, OSError):   # no real stderr: no timer
             faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)   # what follows waits without end
@@ -1101,21 +1125,23 @@ AGAIN, WATCHDOG, BAD_INPUT = 75, 70, 2   # exit codes, beside 0 finished, 1 erro
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
-def watch_run(ddp, run_dir=None, minutes=30.0, signals=STOP_SIGNALS):
+def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS, arm=False):
     """Watch over the run from here on; stop_reason calls it with the defaults where nobody else has.
 
     Signals, the time DDP_DEADLINE and a file RUN_DIR/STOP only ask for a stop: stop_reason tells all ranks at the same
     step. A second Ctrl-C ends at once, with exit code 130.
-    From the first stop_reason on, a run in which no rank makes progress for `minutes` (0: no limit) is ended with exit
-    code 70; progress is a call of stop_reason or beat. Every rank writes the stacks of its threads to
+    From the first stop_reason on (arm: from now on), a run in which no rank makes progress for `minutes` (0: no limit)
+    is ended with exit code 70; progress is a call of stop_reason or beat. Every rank writes the stacks of its threads to
     RUN_DIR/stacks/rank_R.txt (without a run_dir: below the temporary folder), and the message names the late ranks.
     Each rank sends rank 0 at most a line per limit/8, or per minute for limits above 8 minutes: 12,288 ranks make 205
-    lines of 100 bytes a second. A job that is suspended for longer than the limit is ended too.
+    lines of 100 bytes a second. A job that is suspended for longer than the limit is ended too. The limit must be below
+    the `timeout` of setup_ddp, or the backend, which names nobody, is sooner. A process that holds the interpreter's lock
+    is ended by a timer in C, with code 1.
     Rank 0 writes RUN_DIR/status.json {code, reason, step}: code null while the run is on, see close_run.
     """
-    if ddp.state.get("watch"):
-        ddp.state["watch"].close()
+    end_watch(ddp)
     ddp.state["watch"] = _Watch(ddp, run_dir, minutes * 60, signals)
+    beat(ddp, arm=arm)
     _write_status(ddp, None, "running")
 
 
@@ -1154,14 +1180,19 @@ def close_run(ddp, code, reason):
     """The run ends well: status.json gets code and reason, the watch ends. Codes: 0 finished, 75 (AGAIN) run me again;
     the file writes 1 (an error), 2 (bad input), 70 (no progress) and 130 by itself where it ends the ranks."""
     _write_status(ddp, code, reason)
+    end_watch(ddp)
+
+
+def end_watch(ddp):
+    """No longer watch, without a word: for a caller that goes on after an exception, such as a notebook."""
     if ddp.state.get("watch"):
         ddp.state["watch"].close()
 
 
-def worker_init(worker_id=0):
+def worker_init(worker_id=0, signals=STOP_SIGNALS):
     """worker_init_fn for a DataLoader: a stop signal sent to the whole session must not end the workers, without which
     the main process would raise instead of saving."""
-    for name in STOP_SIGNALS:
+    for name in signals:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
@@ -1182,7 +1213,7 @@ def _write_status(ddp, code, reason, for_rank_0=False):
     watch.told = code is not None   # the first reason is the cause
     path = os.path.join(watch.run_dir, "status.json")
     with contextlib.suppress(OSError):   # a full disk is what is being reported, perhaps
-        with open(f"{path}.{os.getpid()}.tmp", "w") as f:
+        with open(os.path.join(watch.run_dir, f".status.json.{os.getpid()}.tmp"), "w") as f:
             json.dump({"code": code, "reason": reason, "step": watch.step}, f)
             f.flush()
             os.fsync(f.fileno())
@@ -1205,9 +1236,10 @@ def describe_hang(beats, ranks, silent, hosts):
         late = [r for r in ranks if beats[r][4] != places.most_common(1)[0][0]] or list(ranks)
 
     def row(r):
-        step = f"last step {beats[r][0]}" if r in beats else "not yet at a step"
+        if r not in beats:
+            return f"rank {r} on {hosts[r]}, which has not come to where the others are"
         where = "does not answer: stopped, or stuck outside Python" if r in silent else f"in {beats[r][4]}"
-        return f"rank {r} on {hosts[r]}, {step}, {where}"
+        return f"rank {r} on {hosts[r]}, last step {beats[r][0]}, {where}"
 
     text = "Late: " + "; ".join(map(row, late[:8])) + (f"; and {len(late) - 8} more" if len(late) > 8 else "") + "."
     waiting = collections.defaultdict(list)
@@ -1220,11 +1252,14 @@ def describe_hang(beats, ranks, silent, hosts):
 
 class _Watch(threading.Thread):
     """In every rank: hears signals, sends signs of life to rank 0, and knows how long there was none."""
+    live = None   # the one watch that is on (False: was, and has ended)
 
     def __init__(self, ddp, run_dir, limit, signals):
         super().__init__(daemon=True, name="ddp-watch")
         self.ddp, self.run_dir, self.limit = ddp, None if run_dir is None else os.fspath(run_dir), limit
-        self.stacks = os.path.join(self.run_dir or os.path.join(tempfile.gettempdir(), f"ddp-{os.getppid()}"), "stacks")
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        self.stacks = (os.path.join(self.run_dir, "stacks") if self.run_dir else
+                       os.path.join(tempfile.gettempdir(), f"ddp-{user}", f"stacks-{os.getppid()}"))
         self.period = min(max(limit / 8, 0.25), 60.0)
         self.silence = max(3 * self.period, 2.0)   # seconds without a line that mean: does not answer
         self.requested, self.deadline, self.looked = "", _deadline(os.environ), 0.0
@@ -1233,14 +1268,18 @@ class _Watch(threading.Thread):
         self.told, self.closed, self.interrupts, self.handlers = False, False, 0, {}
         self.inbox, self.signalled = socket.socketpair()
         self.signalled.setblocking(False)
-        if threading.current_thread() is threading.main_thread():   # only there can signals be had
+        self.wakeup = None
+        if signals and threading.current_thread() is threading.main_thread():   # only there can signals be had
             # The interpreter writes a signal's number to the socket even while the main thread is stuck in a
             # collective; a handler would have to wait for that.
             self.handlers = {s: signal.signal(s, lambda *_: None) for s in
                              (getattr(signal, name) for name in signals if hasattr(signal, name))}
             self.wakeup = signal.set_wakeup_fd(self.signalled.fileno(), warn_on_full_buffer=False)
-            if hasattr(os, "register_at_fork"):   # signals to a worker are not ours
-                os.register_at_fork(after_in_child=lambda: None if self.closed else signal.set_wakeup_fd(-1))
+        if hasattr(os, "register_at_fork") and _Watch.live is None:
+            # The timer's thread is not in a child, whose interpreter would wait for it; it is set again at the next tick.
+            os.register_at_fork(before=lambda: _Watch.live and faulthandler.cancel_dump_traceback_later(),
+                                after_in_child=lambda: _Watch.live and _Watch.live.forget())
+        _Watch.live = self
         self.start()
 
     def wanted(self):
@@ -1260,8 +1299,8 @@ class _Watch(threading.Thread):
             if link:
                 link.heard = time.monotonic()
             with contextlib.suppress(OSError):   # then the stacks go to stderr
-                os.makedirs(self.stacks, exist_ok=True)
-                self.file = open(os.path.join(self.stacks, f"rank_{self.ddp.rank}.txt"), "w")
+                os.makedirs(self.stacks, mode=0o777 if self.run_dir else 0o700, exist_ok=True)
+                self.file = open(os.path.join(self.stacks, f"rank_{self.ddp.rank}.txt"), "a")   # older ones stay
         self.step = self.step if step is None else step
         self.beats += 1
         self.last = time.monotonic()
@@ -1298,9 +1337,10 @@ class _Watch(threading.Thread):
             if age > self.limit:
                 text = (f"no progress for {self.limit:.0f} s (the watchdog's limit), last step {self.step}, in "
                         f"{_where()}.")
-                self.dump_stacks()
-                _write_status(ddp, WATCHDOG, text)
+                _end_soon()
                 _print_failure(ddp, f"{text} {self.stacks_note()}", 0, ddp.host, text)
+                _write_status(ddp, WATCHDOG, text)
+                self.dump_stacks()
                 _leave(WATCHDOG)
             return
         # News at once where rank 0 may take this rank for a late one, else at times.
@@ -1311,7 +1351,7 @@ class _Watch(threading.Thread):
             link.leaving, host = True, ddp.state["hosts"][0]   # its end, when it comes, is no news
             text = (f"no progress for {self.limit:.0f} s (the watchdog's limit). Late: rank 0 on {host}, which does "
                     f"not answer: stopped, or stuck outside Python.")
-            if ddp.rank == 1:
+            if _speaks_for_rank_0(ddp):
                 _write_status(ddp, WATCHDOG, text, for_rank_0=True)
                 _print_failure(ddp, f"{text} {self.stacks_note()}", 0, host, text)
             end_here(ddp, 0, WATCHDOG, text, silent=(0,))
@@ -1323,6 +1363,21 @@ class _Watch(threading.Thread):
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self.file or sys.__stderr__, all_threads=True)
 
+    def restore(self, wakeup):
+        """Give signals back to whoever had them."""
+        if self.wakeup is not None and threading.current_thread() is threading.main_thread():
+            try:
+                signal.set_wakeup_fd(wakeup)
+            except (OSError, ValueError):   # who had it before is gone
+                signal.set_wakeup_fd(-1)
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+
+    def forget(self):
+        """In a forked child, whose signals are its own."""
+        _Watch.live, self.closed = False, True
+        self.restore(-1)
+
     def close(self):
         if self.closed:
             return
@@ -1331,10 +1386,9 @@ class _Watch(threading.Thread):
         link = self.ddp.state.get("lifeline")
         if self.last is not None and link:
             link.send(beat=None)
-        if self.handlers:
-            signal.set_wakeup_fd(self.wakeup)
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
+        if _Watch.live is self:
+            _Watch.live = False
+        self.restore(self.wakeup)
         self.signalled.close()   # ends the thread
         if threading.current_thread() is not self:
             self.join(2.0)
@@ -1629,11 +1683,23 @@ def kept_checkpoint(path, k):
     return f"{base}-{k}{end}" if k else path
 
 
-def save_checkpoint(path, ddp, keep_last=1, **state):
+class _Beating:
+    """A file to write to; every write is a sign of life."""
+
+    def __init__(self, file, ddp):
+        self.file, self.ddp, self.flush = file, ddp, file.flush
+
+    def write(self, data):
+        beat(self.ddp)
+        return self.file.write(data)
+
+
+def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
     """Write `state` (tensors and plain types, nested) to `path`, from rank 0, atomically: temporary name, fsync of the
     file and its folder, rename. Adds `world_size`, `versions` and `machine`. A collective: all ranks must call it, all
     of them raise if writing failed (ValueError: something that is not plain; RuntimeError: the disk), and then the file
-    of before is untouched. keep_last: how many to keep, this one included; the former ones as path-1, path-2, ..."""
+    of before is untouched. keep_last: how many to keep, this one included; the former ones as path-1, path-2, ...
+    resumes: this is what a next start continues from, to be named when something fails."""
     error, folder = None, os.path.dirname(path) or "."
     temporary = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}.tmp")
     beat(ddp)
@@ -1644,11 +1710,12 @@ def save_checkpoint(path, ddp, keep_last=1, **state):
             _check_plain(state, "checkpoint")
             os.makedirs(folder, exist_ok=True)
             with open(temporary, "wb") as f:
-                torch.save(state, f)
+                torch.save(state, _Beating(f, ddp))
                 f.flush()
                 os.fsync(f.fileno())
+            damaged = ddp.state.pop("damaged", None) == path   # then the good ones before it keep their names
             for k in range(keep_last - 1, 0, -1):   # a kill in between leaves each of them whole, under one name or two
-                if os.path.exists(kept_checkpoint(path, k - 1)):
+                if not damaged and os.path.exists(kept_checkpoint(path, k - 1)):
                     _move(kept_checkpoint(path, k - 1), kept_checkpoint(path, k), stays=k == 1)
             os.replace(temporary, path)
             handle = os.open(folder, os.O_RDONLY)
@@ -1669,16 +1736,20 @@ def save_checkpoint(path, ddp, keep_last=1, **state):
     beat(ddp)
     if error:
         raise (ValueError if error[0] == "ValueError" else RuntimeError)(error[1])
-    ddp.state["checkpoint"] = path, state.get("step")
+    if resumes:
+        ddp.state["checkpoint"] = path, state.get("step")
 
 
 def _move(old, new, stays):
     """Rename; stays: the file keeps its old name too, where the file system has hard links."""
     if stays:
-        extra = f"{new}.{os.getpid()}.tmp"
+        extra = os.path.join(os.path.dirname(new), f".{os.path.basename(new)}.{os.getpid()}.tmp")
         with contextlib.suppress(OSError):
             os.link(old, extra)
-            old = extra
+            os.replace(extra, new)
+            if os.path.exists(extra):   # both were one file already, and rename has done nothing
+                os.unlink(extra)
+            return
     os.replace(old, new)
 
 
@@ -1722,12 +1793,14 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
         raise ValueError("\n".join(troubles))
     if troubles:
         print0(ddp, "\n".join(f"ATTENTION: {t}" for t in troubles) + f"\n  Going back to {used}.")
-    for start in range(0, size, 1 << 26) if ddp.world_size > 1 else ():   # 64 MiB at a time
-        beat(ddp)
-        part = bytearray(data[start:start + (1 << 26)] if ddp.is_main else min(1 << 26, size - start))
-        part = broadcast(torch.frombuffer(part, dtype=torch.uint8), ddp)
-        if not ddp.is_main:
-            data = (data or bytearray()) + part.numpy().tobytes()
+    if used != path:
+        ddp.state["damaged"] = path
+    if ddp.world_size > 1:
+        whole = torch.frombuffer(bytearray(data if ddp.is_main else size), dtype=torch.uint8)
+        for part in whole.split(1 << 26):   # 64 MiB at a time
+            beat(ddp)
+            broadcast(part, ddp)
+        data = whole.numpy()
     if not ddp.is_main:
         state = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
     ddp.state["checkpoint"] = used, state.get("step") if isinstance(state, dict) else None
@@ -1747,6 +1820,8 @@ def _read_checkpoint(path, map_location):
         return data, torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no checkpoint {path}. Expected a file written by save_checkpoint.") from None
+    except (OSError, MemoryError):   # it may be good: an older one must not take its place
+        raise
     except Exception as e:   # torch raises half a dozen kinds for a damaged file
         if "the checksum of its record" in str(e):
             raise

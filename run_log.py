@@ -8,6 +8,7 @@
     log.close()
 
 Writes RUN_DIR/metrics.jsonl, one JSON object per row. Other places for metrics belong behind RunLog.metrics.
+Below it: the run directory itself (its lock, what to continue from, what is refused), for all training scripts.
 """
 
 import json
@@ -273,7 +274,8 @@ def rows_up_to(path, step):
 def _process_start(pid):
     """When the process started, in clock ticks since boot: with the pid a name not used again. None: no such."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()   # from field 3 on
+        return None if fields[0] in "ZX" else int(fields[19])   # ended, though nobody has asked after it
     except OSError:
         if os.path.isdir("/proc/self"):
             return None
@@ -284,3 +286,104 @@ def _process_start(pid):
         return None
     except PermissionError:
         return 0
+
+
+# ---- the run directory ----
+
+def find_checkpoint(run_dir, resume, fresh, differences):
+    """What to continue from: a path (text) or None. For rank 0; writes nothing.
+
+    differences: called with the config.yaml of a run that came to no checkpoint; returns lines, none if alike.
+    Raises ValueError for a run directory that is in use, that cannot be written, that holds another run, or that is
+    none."""
+    there = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "may not be written" if there.is_dir() else "is a file"
+        raise ValueError(f"the run directory {run_dir} cannot be used: {there} {what}. Expected a folder that can be "
+                         f"written, or made. Give another --work_dir.")
+    RunLock.refuse_live(run_dir)
+    if (run_dir / "STOP").exists() and not fresh:
+        raise ValueError(f"{run_dir / 'STOP'} exists: this run was asked to stop. Remove the file to continue it.")
+    last = run_dir / "checkpoints" / "last.pt"
+    saved = any(last.with_name(name).exists() for name in ("last.pt", "last-1.pt"))   # the second: killed while saving
+    if resume and saved and last.parent.resolve() != Path(resume).resolve().parent:
+        raise ValueError(f"{run_dir} holds a run already, and --resume {resume} is of another. Expected a checkpoint "
+                         f"of the same run. Give another --work_dir; or leave --resume out to continue this run.")
+    there = sorted(p.name for p in run_dir.iterdir()) if run_dir.exists() else []
+    if there and not {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"} & set(there):
+        raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(there[:5])}. Expected an empty or "
+                         f"new folder, or that of a run. Give another --work_dir.")
+    if "metrics.jsonl" in there and not fresh:
+        rows_up_to(run_dir / "metrics.jsonl", 0)   # readable?
+    if not resume and not fresh and not saved and "config.yaml" in there:
+        different = differences(run_dir / "config.yaml")
+        if different:
+            raise ValueError(f"{run_dir} holds a run with another config, which came to no checkpoint:\n    " +
+                             "\n    ".join(different) + "\n  Expected the same config. Give another --work_dir, or "
+                             "--fresh to start over.")
+    return str(resume) if resume else str(last) if saved and not fresh else None
+
+
+def open_run(run_dir, fresh, folders):
+    """Take the run directory: rank 0 only. --fresh renames a former run's folder, never deletes it.
+
+    folders: those below it, in which a killed run may have left half a file."""
+    former = fresh and run_dir.exists() and any(run_dir.iterdir())
+    lock = RunLock(run_dir)
+    if former:   # under the lock, so that of two at once one is refused
+        old = next(p for k in range(1, 10**6) if not (p := run_dir.with_name(f"{run_dir.name}.old{k}")).exists())
+        run_dir.rename(old)
+        lock.release(at=old)
+        print(f"--fresh: the former run is now in {old}", flush=True)
+        lock = RunLock(run_dir)
+    for folder in (run_dir, *(run_dir / name for name in folders)):
+        for half in folder.glob(".*.tmp"):   # what a killed run was writing: the lock says that it is not running
+            half.unlink(missing_ok=True)
+    return lock
+
+
+def write_status(run_dir, code, reason, step=None):
+    """status.json for a start that did not train. See ddp_setup.close_run."""
+    write_text_atomic(run_dir / "status.json", json.dumps({"code": code, "reason": reason, "step": step}))
+
+
+def record_refusal(run_dir, code, reason):
+    """Rank 0: a status.json that an earlier start left must not speak for this one, unless a live run goes on here."""
+    try:
+        RunLock.refuse_live(run_dir)
+        if (run_dir / "status.json").exists():
+            write_status(run_dir, code, reason)
+    except (ValueError, OSError):
+        return
+
+
+def check_resume(state, path, script, needed, differences, may_change, model, things, fingerprint, world_size):
+    """Refuse to continue from a checkpoint of something else. Returns its number of micro-batches per global batch.
+
+    state: what the file `path` holds; it must have the keys `needed`. differences: called with its config; returns
+    lines, those of the keys may_change left out. model: a state_dict of the same shapes. things, fingerprint: what is
+    trained on, a word and {"n", "hash"}."""
+    absent = [k for k in needed if not isinstance(state, dict) or k not in state]
+    if absent:
+        raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of {os.path.basename(script)}.")
+    different = differences(state["config"])
+    if different:
+        raise ValueError(f"{path} was trained with another config:\n    " + "\n    ".join(different) +
+                         "\n  Expected the same but for " + ", ".join(may_change) + ". Give another --work_dir, or "
+                         "--fresh to start over.")
+    shapes, found = ({k: tuple(v.shape) for k, v in weights.items()} for weights in (model, state["model"]))
+    if shapes != found:
+        wrong = [k for k in {**shapes, **found} if shapes.get(k) != found.get(k)]
+        raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first {wrong[0]}: "
+                         f"{found.get(wrong[0], 'absent')} in the file, {shapes.get(wrong[0], 'absent')} by the "
+                         f"config. Give a checkpoint of this model, another --work_dir, or --fresh.")
+    if state["data"] != fingerprint:
+        raise ValueError(f"{path} was trained on other {things}, or in another order ({state['data']['n']:,}, hash "
+                         f"{state['data']['hash']}; now {fingerprint['n']:,}, {fingerprint['hash']}). Give the same "
+                         f"data, another --work_dir, or --fresh.")
+    micro_batches = state["micro_batches"]
+    if micro_batches % world_size:
+        fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which {world_size} ranks cannot "
+                         f"share equally. Continue on {', '.join(map(str, fits))} ranks.")
+    return micro_batches

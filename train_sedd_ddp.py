@@ -15,6 +15,7 @@ A run does not depend on the number of ranks: the unit of distribution is the mi
 keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a stream of a rank.
 """
 import argparse
+import functools
 import hashlib
 import math
 import os
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 
 from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
-                       broadcast, check_in_sync, choose_dtype, close_run, grad_scaler, gradient_sync, hand_over,
+                       broadcast, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler, gradient_sync, hand_over,
                        load_checkpoint, machine_differences, print0, save_checkpoint, scale_for_batch,
                        setup_ddp, stop_all, stop_reason, stop_wanted, watch_run, worker_init, wrap_ddp)
 from run_config import config_differences, config_to_dict, dump_yaml, load_config
@@ -255,6 +256,17 @@ def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
     factor = torch.where(totals[3] > 0, math.nan, factor).to(gradients[0].dtype)
     torch._foreach_mul_(gradients, factor)
     return totals, norm * factor
+
+
+def to_host(totals):
+    """(a copy in the host's memory, an event or None that says when it is there): the copy waits for this step only,
+    not for what is queued behind it."""
+    if totals.device.type == "cpu":
+        return totals, None
+    copy, arrived = torch.empty_like(totals, device="cpu", pin_memory=True), getattr(torch, totals.device.type).Event()
+    copy.copy_(totals, non_blocking=True)
+    arrived.record()
+    return copy, arrived
 
 
 def skip_where_bad(optimizer, totals):
@@ -489,6 +501,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     state = load_checkpoint(path, ddp) if path else None
 
     proteins, val, source, described = load_proteins(config)
+    beat(ddp)
     keys = proteins.keys.tobytes() + (b"" if val is None else val.keys.tobytes())   # the plan goes by their order
     fingerprint = {"n": len(proteins), "hash": hashlib.blake2b(keys, digest_size=8).hexdigest()}
     graph = make_graph(config.graph.type, N_TOKENS)
@@ -561,7 +574,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         write_text_atomic(work_dir / "config.yaml", dump_yaml(config))
     if not is_finished(progress, n_iters):
         barrier(ddp)   # the run directory is there, on all ranks
-        watch_run(ddp, work_dir, config.monitoring.watchdog_minutes, t.stop_signals)
+        watch_run(ddp, work_dir, config.monitoring.watchdog_minutes, t.stop_signals, arm=True)
     return SimpleNamespace(
         config=config, work_dir=work_dir, path=path, lock=lock, proteins=proteins, fingerprint=fingerprint,
         graph=graph, noise=noise, dtype=dtype, bare=bare, model=model, optimizer=optimizer, ema=ema, scaler=scaler,
@@ -591,25 +604,28 @@ def train(run, ddp):
     log.truncate(progress["step"] if run.path else -1)
     before = "The checkpoints are of before. Lower optim.lr, raise optim.warmup, or set memory.mixed_precision: false."
 
-    def save(name, keep_last=1):
+    def save(name, keep_last=1, resumes=True):
         if run.lock:
             run.lock.check()
         if progress["bad_steps"][1] and not all(bool(p.isfinite().all()) for p in bare.parameters()):
             raise RuntimeError(f"step {progress['step']}: weights are nan or infinite; expected finite numbers. "
                                f"{before}")
-        save_checkpoint(str(work_dir / "checkpoints" / name), ddp, keep_last, model=bare.state_dict(),
+        save_checkpoint(str(work_dir / "checkpoints" / name), ddp, keep_last, resumes, model=bare.state_dict(),
                         ema=run.ema.state_dict(), optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(),
                         config=config_to_dict(config), epoch=progress["step"] // schedule.steps_per_epoch,
                         micro_batches=run.micro_batches, lr=run.lr, warmup=run.warmup, data=run.fingerprint, **progress)
 
-    def settle(totals):
+    def settle(totals, arrived):
         """Read the flags of a step: a bad one has changed nothing. Returns how many ranks were asked to stop."""
+        if arrived is not None:
+            arrived.synchronize()
         bad, bad_loss, wanted = totals[3:].tolist()
         if not bad:
             progress["bad_steps"][1] = 0
             return wanted
         run.ema.num_updates -= 1
-        if bad_loss or not run.scaler.is_enabled():   # in float16 a gradient may overflow: so the scale is found
+        # In float16 a gradient may overflow: so the scale is found. At a scale below 1 it is the gradient itself.
+        if bad_loss or not run.scaler.is_enabled() or run.scaler.get_scale() < 1:
             progress["bad_steps"][0] += 1
             progress["bad_steps"][1] += 1
         if progress["bad_steps"][1] > t.max_bad_steps:
@@ -621,7 +637,7 @@ def train(run, ddp):
     dataset = MicroBatches(run.proteins, run.graph, run.noise, config.data.max_length, t.seed)
     batches = iter(torch.utils.data.DataLoader(dataset, sampler=schedule, batch_size=None, num_workers=t.num_workers,
                                                pin_memory=ddp.device.type == "cuda", generator=torch.Generator(),
-                                               worker_init_fn=worker_init))
+                                               worker_init_fn=functools.partial(worker_init, signals=t.stop_signals)))
     per_protein = 1.0 if t.tokens_per_batch or config.loss.reduction == "sequence" else float(schedule.lengths.mean())
     nominal = run.batch * per_protein   # a fixed guess of the count, so that backward runs on numbers near 1
     bare.train()
@@ -639,7 +655,7 @@ def train(run, ddp):
             group["lr"] = run.lr * min((progress["step"] + 1) / max(run.warmup, 1), 1.0)
         mine = [next(batches) for _ in range(run.accum)]
         totals, norm = accumulate(run.model, mine, run.graph, config, ddp, run.dtype, nominal, run.scaler)
-        wanted = 0.0 if pending is None else settle(pending)   # of the step before: the device has long done it
+        wanted = 0.0 if pending is None else settle(*pending)   # of the step before, which the device has long done
         if run.scaler.is_enabled():
             run.scaler.unscale_(run.optimizer)
             norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), o.grad_clip or math.inf, foreach=True)
@@ -655,12 +671,12 @@ def train(run, ddp):
         step, last = progress["step"], progress["step"] == n_iters
 
         evaluate, save_last = last or step % t.eval_freq == 0, last or step % t.snapshot_freq == 0
-        report, pending = evaluate or step % t.log_freq == 0, totals
+        report, pending = evaluate or step % t.log_freq == 0, to_host(totals)
         if report or save_last or ddp.device.type == "cpu":   # here the flags of this very step are at hand
-            wanted, pending = settle(pending), None
+            wanted, pending = settle(*pending), None
         reason = stop_reason(ddp, step, wanted)
         if reason and pending is not None:
-            settle(pending)
+            settle(*pending)
         if m.check_sync_every and (step % m.check_sync_every == 0 or last):
             check_in_sync(bare, ddp)
         if report:
@@ -697,7 +713,7 @@ def train(run, ddp):
             improved, progress["bad_evals"], stop = broadcast(judge(score, progress, t), ddp)
             if improved:
                 progress["best"] = {"step": step, "score": score}
-                save("best.pt")
+                save("best.pt", resumes=False)
             progress["finished"] = "early stop" if stop else ""
         if last and not progress["finished"]:
             progress["finished"] = "all steps done"
@@ -729,7 +745,10 @@ def train(run, ddp):
 
 def main(config, ddp, work_dir, resume=None, fresh=False):
     """prepare and train; importable."""
-    return train(prepare(config, ddp, work_dir, resume, fresh), ddp)
+    try:
+        return train(prepare(config, ddp, work_dir, resume, fresh), ddp)
+    finally:
+        end_watch(ddp)
 
 
 def summary(result, progress, work_dir, seconds):
@@ -815,10 +834,11 @@ def cli(argv=None):
     try:
         if early.plan is not None:
             return print(describe_plan(read_arguments(argv)[1], early.plan))
-        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, init_timeout=early.init_timeout)
+        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, init_timeout=early.init_timeout,
+                        timeout=6 * 3600.0)   # the watchdog, which names who is late, is to be sooner
     except (ValueError, RuntimeError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(getattr(e, "code", BAD_INPUT))
     work_dir = None
     with ddp:
         try:
@@ -826,6 +846,9 @@ def cli(argv=None):
                 raise problem
             args, config = read_arguments(argv)
             work_dir = Path(args.work_dir or os.path.join("runs", Path(args.config).stem))
+            if ddp.is_main:
+                record_refusal(work_dir, None, "starting")
+            watch_run(ddp, None, config.monitoring.watchdog_minutes, signals=(), arm=True)
             run = prepare(config, ddp, work_dir, args.resume, args.fresh)
         except (ValueError, OSError) as e:
             if ddp.is_main and work_dir is not None:

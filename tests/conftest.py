@@ -1,11 +1,19 @@
-"""What all tests share: the --slow switch and the folder of reference material.
+"""What all tests share: the --slow switch, the folder of reference material, a real Slurm, two hosts on one machine.
 
 The repository's folder and tests/ are on sys.path and a test has a time limit: both are set in pytest.ini.
 """
 
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
+
+import launchers
 
 
 def pytest_addoption(parser):
@@ -26,3 +34,67 @@ def shared():
     if not folder.is_dir():
         pytest.skip(f"no reference material at {folder}")
     return folder
+
+
+@contextlib.contextmanager
+def only_one(name):
+    """Wait until no other session of tests on this machine uses `name`, whose addresses and names exist once."""
+    with open(Path(tempfile.gettempdir(), f"{name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def cluster_script(path, **env):
+    done = subprocess.run(["bash", path], env=launchers.clean_environment(env=env), text=True, timeout=120,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.returncode, done.stdout
+
+
+@pytest.fixture(scope="session")
+def slurm(shared):
+    """A real Slurm of two nodes, n1 and n2, on this machine, for the launcher "srun"; skips where it cannot be."""
+    lacking = [name for name in ("slurmctld", "slurmd", "srun", "munged") if not shutil.which(name)]
+    if os.getuid() or lacking:
+        pytest.skip(f"Slurm needs root and the packages slurm-wlm and munge (no {', '.join(lacking) or 'root'}); "
+                    f"`bash {shared}/cluster/slurm_up.sh -i` installs them")
+    # Not pytest's folder for temporary files, which other users (munge) may not enter. A fixed name, so that what a
+    # killed session left running is found and stopped.
+    folder = Path(tempfile.gettempdir(), "slurm-of-tests")
+    env = dict(SLURM_DIR=folder, CTLPORT=26817, BASEPORT=27000)
+    with only_one("slurm-of-tests"):
+        if folder.exists():
+            cluster_script(shared / "cluster" / "slurm_down.sh", **env)
+        try:
+            code, output = cluster_script(shared / "cluster" / "slurm_up.sh", **env)
+            if code:
+                pytest.fail(f"slurm_up.sh ended with {code}:\n{output}")
+            launchers.SLURM_CONF = folder / "slurm.conf"
+            yield folder
+        finally:
+            launchers.SLURM_CONF = None
+            cluster_script(shared / "cluster" / "slurm_down.sh", **env)
+
+
+@pytest.fixture(scope="session")
+def two_hosts(shared):
+    """Two hosts, hostA and hostB, as network namespaces, for torchrun-2hosts and mpich-2hosts. Yields a function:
+    cable(False) unplugs hostB, cable(True) plugs it in. Skips where namespaces cannot be made."""
+    probe = ["ip", "netns", "add", "probe-of-tests"]
+    if os.getuid() or not shutil.which("ip") or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("two hosts on one machine need root, `ip` and the right to make network namespaces")
+    subprocess.run(["ip", "netns", "del", "probe-of-tests"], check=True)
+
+    def cable(plugged):
+        subprocess.run(["ip", "-n", "labsw", "link", "set", "pB", "up" if plugged else "down"], check=True)
+
+    with only_one("two-hosts-of-tests"):
+        cluster_script(shared / "cluster" / "netns_down.sh")   # what a killed session left
+        try:
+            code, output = cluster_script(shared / "cluster" / "netns_up.sh")
+            if code:
+                pytest.fail(f"netns_up.sh ended with {code}:\n{output}")
+            launchers.HOST_SHELL = shared / "cluster" / "nsrsh.sh"
+            yield cable
+        finally:
+            launchers.HOST_SHELL = None
+            cluster_script(shared / "cluster" / "netns_down.sh")

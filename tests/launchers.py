@@ -1,4 +1,4 @@
-"""Starts scripts under real launchers, for tests: python, torchrun, Open MPI, MPICH, Intel MPI.
+"""Starts scripts under real launchers, for tests: python, torchrun, Open MPI, MPICH, Intel MPI, srun, two hosts.
 
     result = run_ranks("openmpi", 4, [script, "--config", config], cwd=tmp_path)
     assert result.returncode == 0, result.text
@@ -13,9 +13,13 @@ id, whatever process group or session a launcher gave them; this needs /proc (Li
 that a hang shows what was printed. Scripts should print whole lines with flush=True: what is not flushed is
 lost when they are killed. MPICH is looked for in the environment that runs the tests, the others in its
 folder mpi/ (see jobs/test.sh).
+
+srun needs a Slurm, torchrun-2hosts and mpich-2hosts two hosts: the fixtures `slurm` and `two_hosts` of conftest.py
+bring them up for a session, on this machine (root only), and tell this file by SLURM_CONF and HOST_SHELL below.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,8 +31,11 @@ from pathlib import Path
 
 import pytest
 
-LAUNCHERS = ("python", "torchrun", "openmpi", "mpich", "intel")
+LAUNCHERS = ("python", "torchrun", "openmpi", "mpich", "intel", "srun", "torchrun-2hosts", "mpich-2hosts")
 MARK = "TEST_RUN_MARK"
+SLURM_CONF = None     # configuration file of the running two-node Slurm
+HOST_SHELL = None     # program that runs a command on a host that is a network namespace: HOST_SHELL HOST COMMAND...
+HOSTS = {"hostA": "10.77.0.1", "hostB": "10.77.0.2"}
 
 # What a batch system or an outer launcher may have left in our own environment.
 _DROPPED_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "OMPI_", "PRTE_", "PALS_", "MPI_LOCAL",
@@ -37,7 +44,7 @@ _DROPPED_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "OMPI_", "PR
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
             "PYTHONPATH")
 # Where a rank's number stands in its environment, innermost launcher first.
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 @dataclass
@@ -64,7 +71,13 @@ def why_unavailable(launcher):
         return None
     if not Path("/proc/self/environ").exists():
         return "processes are followed through /proc, which only Linux has"
-    program = _mpi_home(launcher) / "bin" / ("mpiexec" if launcher == "mpich" else "mpirun")
+    if launcher == "srun":
+        return None if SLURM_CONF else "srun: no Slurm is up; the fixture `slurm` brings one up, or skips with a reason"
+    if launcher.endswith("-2hosts") and not HOST_SHELL:
+        return f"{launcher}: no hosts; the fixture `two_hosts` brings them up, or skips with a reason"
+    if launcher == "torchrun-2hosts":
+        return None
+    program = _mpi_home(launcher) / "bin" / ("mpiexec" if launcher.startswith("mpich") else "mpirun")
     if program.exists():
         return None
     slow = " --slow" if launcher == "intel" else ""
@@ -94,6 +107,8 @@ def clean_environment(launcher="python", env=None):
     if home:
         # Intel's mpirun is a shell script that looks for mpiexec.hydra on PATH.
         clean["PATH"] = f"{home / 'bin'}{os.pathsep}{clean.get('PATH', os.defpath)}"
+    if launcher == "srun":
+        clean["SLURM_CONF"] = str(SLURM_CONF)
     for key, value in (env or {}).items():
         if value is None:
             clean.pop(key, None)
@@ -102,10 +117,22 @@ def clean_environment(launcher="python", env=None):
     return clean
 
 
-def command(launcher, n, argv):
-    """The command line, as a list, that starts `python argv` on n ranks of this machine."""
+def command(launcher, n, argv, flags=()):
+    """The command line, as a list, that starts `python argv` on n ranks of this machine.
+
+    flags: more words for the launcher itself. Of srun's ranks half are on each of its two nodes, of mpich-2hosts too.
+    """
     argv = [str(word) for word in argv]
     python = python_of(launcher)
+    if flags:
+        words = command(launcher, n, argv)
+        at = words.index("torch.distributed.run") + 1 if launcher == "torchrun" else 1
+        return [*words[:at], *flags, *words[at:]]
+    if launcher.endswith("-2hosts"):
+        return host_commands(launcher, n, argv)[0]
+    if launcher == "srun":
+        nodes = min(n, 2)
+        return ["srun", f"--nodes={nodes}", f"--ntasks={n}", f"--ntasks-per-node={n // nodes}", python, *argv]
     if launcher == "python":
         if n != 1:
             raise ValueError(f"plain python starts one rank, {n} were asked for")
@@ -120,7 +147,20 @@ def command(launcher, n, argv):
     return [str(_mpi_home(launcher) / "bin" / program), "-n", str(n), python, *argv]
 
 
-def run_ranks(launcher, n, argv, cwd, env=None, timeout=600, leftover_grace=2.0):
+def host_commands(launcher, n, argv):
+    """The command lines, as a list, that together start `python argv` on n ranks, half of them on each of two hosts."""
+    python, half, argv = python_of(launcher), n // 2, [str(word) for word in argv]
+    if launcher == "torchrun-2hosts":
+        run = [python, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={half}", "--rdzv_backend=c10d",
+               f"--rdzv_endpoint={HOSTS['hostA']}:29400", *argv]
+        return [[str(HOST_SHELL), host, "exec " + shlex.join(run)] for host in HOSTS]
+    # The agents on the hosts connect back to mpiexec, so it must run on one of them too.
+    run = [str(_mpi_home(launcher) / "bin" / "mpiexec"), "-launcher", "rsh", "-launcher-exec", str(HOST_SHELL),
+           "-hosts", ",".join(HOSTS), "-ppn", str(half), "-n", str(n), python, *argv]
+    return [[str(HOST_SHELL), "hostA", "exec " + shlex.join(run)]]
+
+
+def run_ranks(launcher, n, argv, cwd, env=None, timeout=600, leftover_grace=2.0, flags=()):
     """Run `python argv` on n ranks in folder `cwd` to its end and return a Result.
 
     env:             variables added to a clean environment; a value of None removes one.
@@ -128,27 +168,33 @@ def run_ranks(launcher, n, argv, cwd, env=None, timeout=600, leftover_grace=2.0)
     leftover_grace:  seconds in which processes may end after the launcher before they count as left over.
     Processes left over are named in the Result and then killed.
     """
-    with start_ranks(launcher, n, argv, cwd, env) as running:
+    with start_ranks(launcher, n, argv, cwd, env, flags) as running:
         return running.wait(timeout, leftover_grace)
 
 
-def start_ranks(launcher, n, argv, cwd, env=None):
+def start_ranks(launcher, n, argv, cwd, env=None, flags=()):
     """As run_ranks, but returns at once: a Running, to be used in a `with`, whose end kills what is left."""
     need(launcher)
-    return Running(command(launcher, n, argv), cwd, clean_environment(launcher, env))
+    more = host_commands(launcher, n, argv)[1:] if launcher.endswith("-2hosts") else ()
+    return Running(command(launcher, n, argv, flags), cwd, clean_environment(launcher, env), more)
 
 
 class Running:
-    """A started launcher. `process` is its Popen; `stdout()` and `stderr()` are what was printed so far."""
+    """A started launcher. `process` is its Popen; `stdout()` and `stderr()` are what was printed so far.
 
-    def __init__(self, words, cwd, env):
+    more: command lines of the same run's launchers on other hosts; `processes` are the Popens of all.
+    """
+
+    def __init__(self, words, cwd, env, more=()):
         self.words = words
         mark = uuid.uuid4().hex
         self._mark = f"{MARK}={mark}"
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self._start = time.monotonic()
-        self.process = subprocess.Popen(words, cwd=cwd, env=env | {MARK: mark}, start_new_session=True,
-                                        stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err)
+        self.processes = [subprocess.Popen(each, cwd=cwd, env=env | {MARK: mark}, start_new_session=True,
+                                           stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err)
+                          for each in (words, *more)]
+        self.process = self.processes[0]
 
     def __enter__(self):
         return self
@@ -193,7 +239,8 @@ class Running:
     def wait(self, timeout, leftover_grace=2.0):
         """Wait for the launcher to end and return a Result; TimeoutError with the output if it does not."""
         try:
-            returncode = self.process.wait(timeout)
+            end = time.monotonic() + timeout
+            returncodes = [process.wait(max(0.0, end - time.monotonic())) for process in self.processes]
         except subprocess.TimeoutExpired:
             alive = [_describe(pid) for pid in self.pids()]
             self.kill()
@@ -205,15 +252,17 @@ class Running:
             time.sleep(0.05)
         leftover = [_describe(pid) for pid in self.pids()]
         self.kill()
+        returncode = next((code for code in returncodes if code != 0), 0)
         return Result(returncode, self.stdout(), self.stderr(), seconds, leftover)
 
     def kill(self):
         """End every process of this run by SIGKILL, each by its id, and wait until none is left."""
         deadline = time.monotonic() + 10
         while True:
-            if self.process.poll() is None:
-                self.process.kill()
-                self.process.wait()
+            for process in self.processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
             pids = self.pids()
             if not pids:
                 return
@@ -231,7 +280,7 @@ class Running:
 
 
 def _mpi_home(launcher):
-    return {"mpich": Path(sys.prefix), "openmpi": Path(sys.prefix, "mpi", "openmpi"),
+    return {"mpich": Path(sys.prefix), "mpich-2hosts": Path(sys.prefix), "openmpi": Path(sys.prefix, "mpi", "openmpi"),
             "intel": Path(sys.prefix, "mpi", "intel")}.get(launcher)
 
 

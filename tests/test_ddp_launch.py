@@ -34,13 +34,13 @@ def script(folder, text, name="script.py", head=HEAD):
 class ByHand:
     """Ranks with DDP_* variables, each a process of its own."""
 
-    def __init__(self, path, ranks, size=None, **env):
+    def __init__(self, path, ranks, size=None, argv=(), **env):
         size = size or len(ranks)
         self.folder, self.processes = path.parent, {}
         for r in ranks:
             given = dict(DDP_RANK=r, DDP_WORLD_SIZE=size, DDP_LOCAL_RANK=r, DDP_LOCAL_WORLD_SIZE=size, **env)
             with open(self.folder / f"out{r}", "wb") as out, open(self.folder / f"err{r}", "wb") as err:
-                self.processes[r] = subprocess.Popen([sys.executable, path], cwd=self.folder, stdout=out, stderr=err,
+                self.processes[r] = subprocess.Popen([sys.executable, path, *map(str, argv)], cwd=self.folder, stdout=out, stderr=err,
                                                      env=clean_environment(env=given), start_new_session=True)
 
     def __enter__(self):
@@ -211,6 +211,90 @@ all_sum(1, ddp)
     with ByHand(path, range(2)) as ranks:
         assert ranks.codes() == [-signal.SIGKILL, 1]
         assert ranks.err().count("FAILED: rank 0 of 2 on ") == ranks.err().count("died without a word") == 1, ranks.err()
+
+
+HANG = """
+import ctypes
+import torch.distributed as dist
+mode, late = sys.argv[1], int(sys.argv[2])
+ddp = setup_ddp(quiet=True)
+watch_run(ddp, "out", minutes=3 / 60)
+def stuck():
+    if mode == "loop":
+        while True:
+            pass
+    if mode == "lock":                       # a call in C that does not give the interpreter's lock back
+        ctypes.PyDLL(None).sleep(120)
+    if mode == "alone":                      # in a collective to which nobody else comes
+        dist.all_reduce(torch.ones(1000))
+        time.sleep(120)
+for step in range(8):
+    stop_reason(ddp, step)
+    if step == 5:
+        if ddp.rank == late:
+            stuck()
+        elif mode == "alone":
+            time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("mode, n, late", [("loop", 3, 1), *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+    ("loop", 2, 0), ("lock", 2, 1), ("lock", 2, 0), ("alone", 2, 0), ("loop", 1, 0)))])
+def test_a_hang_is_ended_with_the_late_rank_its_step_and_place_and_all_stacks(mode, n, late, tmp_path):
+    (tmp_path / "out").mkdir()
+    path = script(tmp_path, HANG)
+    with ByHand(path, range(n), argv=(mode, late)) if n > 1 else start_ranks("python", 1, [path, mode, late], cwd=tmp_path) as ranks:
+        codes = ranks.codes() if n > 1 else [ranks.wait(timeout=600).returncode]
+        text = ranks.err() if n > 1 else ranks.stderr()
+    locked = [1, -signal.SIGKILL]            # by the timer in C, or by its neighbour
+    assert all(code == 70 or (mode == "lock" and r == late and code in locked) for r, code in enumerate(codes)), text
+    assert f"FAILED: rank {late if mode != 'alone' else 1} of {n} on " in text and "no progress for 3 s" in text
+    assert text.count("FAILED: ") == 1
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert status["code"] == 70 and status["step"] in (5, 6) and "no progress" in status["reason"]
+    where = {"loop": "stuck (script.py:", "lock": "does not answer", "alone": "<module> (script.py:"}[mode]
+    assert where in text, text
+    for r in range(n):
+        assert "script.py" in (tmp_path / "out" / "stacks" / f"rank_{r}.txt").read_text(), r
+
+
+def test_a_run_in_which_one_rank_works_long_while_the_others_wait_is_no_hang(tmp_path):
+    path = script(tmp_path, """
+ddp = setup_ddp(quiet=True)
+watch_run(ddp, None, minutes=1 / 60)
+stop_reason(ddp, 0)
+end = time.monotonic() + 6
+while ddp.rank == 0 and time.monotonic() < end:
+    beat(ddp)                                # as sampling does
+barrier(ddp)
+print(stop_reason(ddp, 1) or "went on", flush=True)
+""")
+    with ByHand(path, range(2)) as ranks:
+        assert ranks.codes() == [0, 0], ranks.err()
+        assert (ranks.out(0), ranks.out(1), ranks.err()) == ("went on\n", "went on\n", "")
+
+
+def test_a_script_that_only_asks_for_the_reason_leaves_an_outcome_and_children_can_be_ended(tmp_path):
+    (tmp_path / "out").mkdir()
+    path = script(tmp_path, """
+import multiprocessing, signal
+ddp = setup_ddp(quiet=True)
+watch_run(ddp, "out")
+stop_reason(ddp, 0)
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+child.start()
+child.terminate()
+child.join(60)
+print(child.exitcode)
+os.kill(os.getpid(), signal.SIGUSR1)
+while not stop_reason(ddp, 1):
+    pass
+cleanup_ddp(ddp)
+""")
+    result = run_ranks("python", 1, [path], cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "-15\n"), result.text
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert status["code"] == 75 and status["reason"].startswith("SIGUSR1 on rank 0")
 
 
 def test_what_all_ranks_find_wrong_is_said_once(tmp_path):

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -48,6 +49,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_watch_left():
+    """train, when it raises, leaves the watch to the end of the process, which here goes on."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "ddp-watch":
+            thread.close()
 
 
 @pytest.fixture(scope="module")

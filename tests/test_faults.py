@@ -1,0 +1,701 @@
+"""Does a run of train_sedd_ddp.py end soon, say why, lose nothing and go on to the same weights, whatever happens?
+
+Launcher x fault on real processes. The faults of one launcher hit one run after the other: every row starts by
+continuing from what the row before has left, the checkpoint of every row is compared with that of an undisturbed run
+at the same step, and at the end the run is finished and compared. A table of what happened is printed at the end, and
+written to the file named by the environment variable FAULT_TABLE.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_setup import load_checkpoint
+from launchers import clean_environment, need, run_ranks, start_ranks, stolen_seconds
+
+ROOT = Path(__file__).resolve().parents[1]
+GONE = 15.0         # seconds in which every process must be gone after a failure; 5 are wanted
+WATCHDOG = 12.0     # seconds without progress after which a run is ended, in the rows that wait for it
+STEPS, SAVE_EVERY = 60, 2
+FAILED = r"^FAILED: rank (\d+)(?: of \d+)? on \S+: (.*)$"
+CONFIG = f"""
+training: {{batch_size: 4, n_iters: {STEPS}, eval_freq: {STEPS // 2}, log_freq: 1, snapshot_freq: {SAVE_EVERY}}}
+optim: {{lr: 3e-3, warmup: 4, ema: 0.9}}
+model: {{hidden_size: 32, n_blocks: 2, n_heads: 2, cond_dim: 16, dropout: 0.1}}
+data: {{max_length: 48, val_fraction: 0.05, demo_proteins: 300}}
+memory: {{mixed_precision: false}}
+monitoring: {{n_samples: 2, sample_steps: 2}}
+"""
+
+# Runs train_sedd_ddp.py with one thing going wrong: FAULT, on rank FAULT_RANK, in the step after FAULT_STEP - 1. The
+# file FAULT_FILE appears when it does.
+DRIVER = f"""
+import os, shutil, signal, subprocess, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+fault, fault_file = os.environ.get("FAULT", ""), os.environ.get("FAULT_FILE")
+fault_step, fault_rank = (int(os.environ.get(name, -1)) for name in ("FAULT_STEP", "FAULT_RANK"))
+names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+rank = int(next((os.environ[name] for name in names if name in os.environ), 0))
+mine = rank == fault_rank
+
+
+def now():
+    open(fault_file, "w").close()
+
+
+if fault == "early" and mine:
+    now()
+    raise RuntimeError("on purpose")
+
+import train_sedd_ddp
+progress, micro_batch_loss = train_sedd_ddp.RunLog.progress, train_sedd_ddp.micro_batch_loss
+save_checkpoint, done = train_sedd_ddp.save_checkpoint, {{}}
+
+
+def new_progress(log, step, *values, **more):
+    progress(log, step, *values, **more)
+    done["step"] = step
+    if fault == "slow" and step >= fault_step - 1:   # so that what comes from outside comes between two steps
+        if mine and step == fault_step - 1:
+            now()
+        time.sleep(float(os.environ.get("PACE", 0.3)))
+
+
+def new_micro_batch_loss(*values):
+    result = micro_batch_loss(*values)
+    if fault in ACTIONS and done.get("step") == fault_step - 1:
+        if mine:
+            now()
+            ACTIONS[fault]()
+        if fault == "raise, others busy":
+            while True:
+                time.sleep(0.1)
+    return result
+
+
+def new_save_checkpoint(path, ddp, *values, **state):
+    if mine and fault in ON_SAVING and state["step"] >= fault_step:
+        now()
+        ON_SAVING[fault](os.path.dirname(path))
+    save_checkpoint(path, ddp, *values, **state)
+    if os.environ.get("KEEP_ALL") and ddp.is_main and os.path.basename(path) == "last.pt":
+        shutil.copy(path, os.path.join(os.environ["KEEP_ALL"], f"step_{{state['step']}}.pt"))
+
+
+def fail():
+    raise ValueError("on purpose")
+
+
+def wait():
+    while True:
+        time.sleep(0.01)
+        print(".", end="", flush=True)
+
+
+def fill(folder):
+    with open(os.path.join(folder, "..", "filler"), "wb", buffering=0) as f:
+        try:
+            while f.write(bytes(1 << 12)):
+                pass
+        except OSError:
+            return
+
+
+def make_read_only(folder):   # this mount only: the disk itself is in use
+    for options in (["--bind", folder, folder], ["-o", "remount,ro,bind", folder]):
+        subprocess.run(["mount", *options], check=True)
+
+
+ACTIONS = {{"raise": fail, "raise, others busy": fail, "exit": lambda: sys.exit(1), "wait": wait,
+           "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP)}}
+ON_SAVING = {{"fill": fill, "make read-only": make_read_only}}
+train_sedd_ddp.RunLog.progress, train_sedd_ddp.micro_batch_loss = new_progress, new_micro_batch_loss
+train_sedd_ddp.save_checkpoint = new_save_checkpoint
+if __name__ == "__main__":
+    train_sedd_ddp.cli(sys.argv[1:])
+"""
+
+# Of each launcher: the name for launchers.py, ranks, words for the launcher, environment.
+LAUNCHERS = {
+    "torchrun": ("torchrun", 2, [], {}), "openmpi": ("openmpi", 2, [], {}), "mpich": ("mpich", 2, [], {}),
+    "intel": ("intel", 2, [], {}), "srun": ("srun", 4, ["--kill-on-bad-exit=0"], {}),
+    "srun --kill-on-bad-exit": ("srun", 2, ["--kill-on-bad-exit=1"], {}),
+    "openmpi without mpi4py": ("openmpi", 2, [], {"DDP_MPI4PY": "0"}),
+    "mpich without mpi4py": ("mpich", 2, [], {"DDP_MPI4PY": "0"}),
+    "torchrun with signals": ("torchrun", 2, ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"], {}),
+    "two hosts, torchrun": ("torchrun-2hosts", 2, [], {}), "two hosts, mpich": ("mpich-2hosts", 2, [], {}),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """fault, rank: see DRIVER (rank -1: the last one). code: in status.json. says: pattern of the cause.
+
+    act: what the test does to the run when the fault file has appeared. env, overrides: of the faulty run.
+    """
+    fault: str
+    rank: int
+    code: int | None
+    says: str
+    act: object = None
+    env: dict = field(default_factory=dict)
+    overrides: tuple = ()
+    arguments: tuple = ()
+    watchdog: bool = False
+
+
+def to_launcher(number):
+    def act(running, folder):
+        # Intel's mpirun is a shell script, which dies of the signal and passes nothing on. Its mpiexec.hydra does.
+        pids = [pid for pid in running.pids() if Path(f"/proc/{pid}/comm").read_text().startswith("mpiexec.hydra")]
+        os.kill(pids[0] if pids else running.process.pid, number)
+    return act
+
+
+def to_all(number):
+    def act(running, folder):
+        for pid in running.pids():
+            with contextlib.suppress(OSError):      # it has just ended
+                if Path(f"/proc/{pid}/comm").read_text() != "srun\n":      # see scancel
+                    os.kill(pid, number)
+    return act
+
+
+def scancel(*flags):
+    """Slurm sends its signals to the tasks. srun itself, when it gets SIGTERM, has all tasks killed at once."""
+    def act(running, folder):
+        environ = Path(f"/proc/{running.rank_pids()[0]}/environ").read_bytes().decode().split("\0")
+        job = next(entry.partition("=")[2] for entry in environ if entry.startswith("SLURM_JOB_ID="))
+        subprocess.run(["scancel", *flags, job], env=clean_environment("srun"), check=True)
+    return act
+
+
+# Where a signal ends a rank, these send SIGKILL to the others at once: sometimes before one of them could say a word.
+# Then the launcher has told it.
+KILLS_AT_ONCE = ("mpich", "mpich-2hosts", "openmpi", "intel")
+WORKERS = ("training.num_workers=2",)
+FAULTS = {
+    "exception in forward": Fault("raise", 1, 1, "ValueError: on purpose"),
+    "exception, others busy": Fault("raise, others busy", 0, 1, "ValueError: on purpose"),
+    "exit code 1": Fault("exit", 1, 1, "left with exit code 1"),
+    "kill -9 of rank 0": Fault("kill", 0, 1, "died without a word"),
+    "kill -9 of the last rank": Fault("kill", -1, 1, "died without a word"),
+    "SIGSTOP": Fault("stop", 1, 70, "no progress for 12 s", watchdog=True),
+    "SIGSTOP of rank 0": Fault("stop", 0, 70, "no progress for 12 s", watchdog=True),
+    "before the group": Fault("early", 1, None, "on purpose", arguments=("--init_timeout", "8")),
+    "SIGTERM": Fault("slow", 0, 75, "SIGTERM", act=to_launcher(signal.SIGTERM)),
+    "SIGUSR1": Fault("slow", 0, 75, "SIGUSR1", act=to_launcher(signal.SIGUSR1)),
+    "SIGTERM to all, 2 workers": Fault("slow", 0, 75, "SIGTERM", act=to_all(signal.SIGTERM), overrides=WORKERS),
+    "SIGUSR1 to all, 2 workers": Fault("slow", 0, 75, "SIGUSR1", act=to_all(signal.SIGUSR1), overrides=WORKERS),
+    "scancel -s TERM": Fault("slow", 0, 75, "SIGTERM", act=scancel("-s", "TERM")),
+    "scancel": Fault("slow", 0, 75, "SIGTERM", act=scancel()),
+    "SIGTERM to srun": Fault("slow", 0, None, "", act=to_launcher(signal.SIGTERM)),
+    "STOP file": Fault("slow", 0, 75, "STOP", act=lambda running, folder: (folder / "run" / "STOP").touch()),
+    "DDP_DEADLINE": Fault("slow", 0, 75, "DDP_DEADLINE"),
+}
+QUICK = {"torchrun": ("exception in forward", "kill -9 of rank 0", "SIGTERM"),
+         "mpich": ("exit code 1", "kill -9 of the last rank", "SIGUSR1")}
+EVERYWHERE = ("exception in forward", "exception, others busy", "exit code 1", "kill -9 of rank 0",
+              "kill -9 of the last rank", "SIGSTOP", "before the group", "SIGTERM", "SIGUSR1")
+SLOW = {**{launcher: EVERYWHERE for launcher in ("torchrun", "openmpi", "mpich", "intel", "srun",
+                                                 "srun --kill-on-bad-exit")},
+        "openmpi without mpi4py": ("exception, others busy", "exit code 1", "kill -9 of rank 0"),
+        "mpich without mpi4py": ("exception, others busy", "exit code 1", "kill -9 of rank 0", "before the group"),
+        "torchrun with signals": ("SIGUSR1",),
+        "two hosts, torchrun": ("exception, others busy", "kill -9 of rank 0", "cable pulled"),
+        "two hosts, mpich": ("exception, others busy", "kill -9 of rank 0", "cable pulled")}
+SLOW["torchrun"] += ("SIGTERM to all, 2 workers", "STOP file")
+SLOW["mpich"] += ("SIGTERM to all, 2 workers", "SIGSTOP of rank 0", "STOP file", "DDP_DEADLINE")
+for name, more in (("srun", ("scancel -s TERM", "SIGTERM to all, 2 workers", "SIGTERM to srun")),
+                   ("srun --kill-on-bad-exit", ("scancel",))):
+    SLOW[name] = tuple(fault for fault in SLOW[name] if fault != "SIGTERM") + more
+SLOW["openmpi"] += ("SIGUSR1 to all, 2 workers",)
+
+
+# ------------------------------------------------------------------------------------------------ the table
+@dataclass
+class Row:
+    launcher: str
+    fault: str
+    gone: float = float("nan")
+    exit: str = ""
+    status: str = ""
+    continued: str = "not tried"
+
+
+@pytest.fixture(scope="session")
+def table(request):
+    """Rows of what happened; printed when the session ends."""
+    rows = []
+    yield rows
+    cells = [["launcher", "fault", "gone after s", "exit", "status.json", "continued"]]
+    cells += [[r.launcher, r.fault, f"{r.gone:.1f}", r.exit, r.status, r.continued] for r in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    text = "\n".join(" | ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{text}")
+    if os.environ.get("FAULT_TABLE"):
+        Path(os.environ["FAULT_TABLE"]).write_text(text + "\n")
+
+
+# ------------------------------------------------------------------------------------------------ runs
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """undisturbed(n) -> folder of a run on n ranks to which nothing happened, with step_N.pt of every step."""
+    done = {}
+
+    def get(n):
+        if n not in done:
+            folder = tmp_path_factory.mktemp(f"undisturbed{n}")
+            arguments = prepare(folder) + ["training.snapshot_freq=1"]
+            launcher = "python" if n == 1 else "torchrun"
+            result = run_ranks(launcher, n, arguments, folder, env={"KEEP_ALL": folder}, timeout=600)
+            assert result.returncode == 0 and not result.leftover, result.text
+            done[n] = folder
+        return done[n]
+    return get
+
+
+def prepare(folder):
+    """Write driver and config into `folder`; returns the words to start the run there."""
+    (folder / "driver.py").write_text(DRIVER)
+    (folder / "config.yaml").write_text(CONFIG)
+    return ["driver.py", "--config", "config.yaml", "--work_dir", "run"]
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def check_checkpoint(run_dir, reference):
+    """Load last.pt; its step. It must be, to the last bit, what the undisturbed run had at this step."""
+    state = load_checkpoint(str(run_dir / "checkpoints" / "last.pt"))
+    wanted = load_checkpoint(str(reference / f"step_{state['step']}.pt"))
+    for key in ("model", "ema", "optimizer", "scaler", "best", "recent", "bad_evals"):
+        assert equal(state[key], wanted[key]), f"{key} differs from the undisturbed run at step {state['step']}"
+    return state["step"]
+
+
+def check_finished(run_dir, reference):
+    assert check_checkpoint(run_dir, reference) == STEPS
+    best = [load_checkpoint(str(folder / "checkpoints" / "best.pt"))["model"]
+            for folder in (run_dir, reference / "run")]
+    assert equal(*best)
+    tables = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+              for folder in (run_dir, reference / "run")]
+    kept = [[(row["step"], row["loss"], row["lr"], row.get("val/loss")) for row in rows] for rows in tables]
+    assert kept[0] == kept[1], "rows of metrics.jsonl are missing, doubled or different"
+
+
+def read_status(run_dir):
+    path = run_dir / "status.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def plain(text):
+    """Text without its line breaks: a path may have been wrapped."""
+    return " ".join(text.split())
+
+
+def own_tracebacks(text):
+    """Number of tracebacks without those of torchrun's agent, which reports every failed worker and every signal."""
+    return text.count("Traceback (most recent call last)") - len(re.findall("raise (?:Child|Signal)", text))
+
+
+def await_file(path, running, timeout=300):
+    deadline = time.monotonic() + timeout
+    while not path.exists():
+        ended = running.process.poll() is not None
+        if ended and not path.exists() or time.monotonic() > deadline:
+            raise AssertionError(f"no fault came about (ended: {ended}):\n{running.stdout()}\n{running.stderr()}")
+        time.sleep(0.02)
+
+
+def seconds_until(condition, limit):
+    """Seconds until condition() holds, without those in which this machine was away; gives up after `limit`."""
+    start, stolen = time.monotonic(), stolen_seconds()
+    while not condition() and time.monotonic() < start + limit:
+        time.sleep(0.02)
+    return time.monotonic() - start - (stolen_seconds() - stolen)
+
+
+class Chain:
+    """One run in one folder, hit by one fault after the other."""
+
+    def __init__(self, label, folder, reference, table):
+        self.label, self.folder, self.reference, self.table = label, folder, reference, table
+        self.launcher, self.n, self.flags, self.env = LAUNCHERS[label]
+        self.words, self.step, self.rows = prepare(folder), 0, []   # rows: those whose continuing is yet to be seen
+        self.run_dir = folder / "run"
+
+    def start(self, *more, **env):
+        return start_ranks(self.launcher, self.n, [*self.words, *more], self.folder, env={**self.env, **env},
+                           flags=self.flags)
+
+    def check_continued(self, printed):
+        """Has this start, which printed this, gone on from where the one before has left off?"""
+        expected = f"continuing from step {self.step}" if self.step else "a new run"
+        ok = expected in plain(printed)
+        for row in self.rows:
+            row.continued = "yes" if ok else "NO"
+        assert ok, f"after {[row.fault for row in self.rows]}: expected {expected!r} in\n{printed}"
+        self.rows.clear()
+
+    def hit(self, name, fault):
+        """Continue the run, have the fault happen, and check what it leaves."""
+        flag = self.folder / "fault"
+        flag.unlink(missing_ok=True)
+        rank, step = fault.rank % self.n, self.step + 3
+        env = dict(FAULT=fault.fault, FAULT_RANK=rank, FAULT_STEP=step, FAULT_FILE=flag, **fault.env)
+        deadline = time.time() + 10
+        if name == "DDP_DEADLINE":
+            env.update(DDP_DEADLINE=deadline, PACE=1)
+        limit = WATCHDOG if fault.watchdog else 0.0
+        overrides = [f"monitoring.watchdog_minutes={limit / 60}"] if limit else []
+        row = Row(self.label, name)
+        self.table.append(row)
+        before = read_status(self.run_dir)
+        with self.start(*fault.overrides, *overrides, *fault.arguments, **env) as running:
+            if name == "DDP_DEADLINE":
+                seconds_until(lambda: time.time() > deadline, 60)
+                running.wait_for("continuing from" if self.step else "a new run", 60)
+            else:
+                await_file(flag, running)
+            if fault.fault != "early":
+                self.check_continued(running.stdout())
+            if fault.act:
+                fault.act(running, self.folder)
+            row.gone = seconds_until(lambda: not running.pids(), limit + 45.0)
+            result = running.wait(timeout=5, leftover_grace=0)
+        row.exit, status = str(result.returncode), read_status(self.run_dir)
+        row.status = str(status.get("code")) if fault.fault != "early" else "-"
+        self.rows.append(row)
+        (self.run_dir / "STOP").unlink(missing_ok=True)
+        print(f"{self.label}: {name}: gone after {row.gone:.1f} s, exit {row.exit}, {status}\n{result.text}")
+
+        assert row.gone - limit < (10.0 if limit else GONE), result.text
+        assert result.returncode != 0
+        if fault.fault == "early":
+            assert result.stderr.count("RuntimeError: on purpose") == 1, result.text
+            assert status == before
+            assert self.step == (check_checkpoint(self.run_dir, self.reference) if self.step else 0)
+            return
+        saved = check_checkpoint(self.run_dir, self.reference)
+        # The last periodic one. A fault from outside comes during the step before, perhaps before it is saved.
+        periodic = (step - 1 - (fault.fault == "slow")) // SAVE_EVERY * SAVE_EVERY
+        if fault.code is None:
+            assert status.get("code") is None and saved >= max(periodic, self.step), (status, result.text)
+        elif fault.code == 75:
+            self.check_stopped_well(fault, result, status, saved, max(periodic, self.step))
+        else:
+            self.check_failed(fault, result, status, rank)
+            assert saved == periodic, "the last periodic checkpoint is another"
+        if fault.watchdog:
+            stacks = [self.run_dir / "stacks" / f"rank_{r}.txt" for r in range(self.n)]
+            assert all("most recent call first" in path.read_text() for path in stacks if path != stacks[rank])
+        self.step = saved
+
+    def check_failed(self, fault, result, status, rank):
+        told = re.findall(FAILED, result.stderr, re.M)
+        if fault.fault == "kill" and self.launcher in KILLS_AT_ONCE and status.get("code") is None and len(told) < 2:
+            own_words = r"signal 9|EXIT CODE: 9|\(Killed\)|KILLED BY SIGNAL: 9"
+            assert re.search(own_words, result.stdout + result.stderr), result.text
+            return
+        assert len(told) == 1 and own_tracebacks(result.stderr) <= 1, result.text
+        assert int(told[0][0]) == rank and re.search(fault.says, told[0][1]), result.text
+        assert "last.pt" in told[0][1] and "--config config.yaml --work_dir run" in told[0][1], result.text
+        assert status.get("code") == fault.code and re.search(fault.says, status["reason"]), (status, result.text)
+
+    def check_stopped_well(self, fault, result, status, saved, periodic):
+        if self.launcher == "openmpi" and status.get("code") != 75:
+            # mpirun passes SIGTERM on and kills about a second later: the last periodic checkpoint must do.
+            assert saved >= periodic and fault.says == "SIGTERM", (status, result.text)
+            return
+        assert "FAILED: rank" not in result.stderr and own_tracebacks(result.stderr) == 0, result.text
+        assert status.get("code") == 75 and re.search(fault.says, status["reason"]), (status, result.text)
+        assert saved == status["step"] and self.step <= saved < STEPS, (saved, result.text)
+
+    def finish(self):
+        with self.start() as running:
+            result = running.wait(timeout=300)
+        self.check_continued(result.stdout)
+        assert result.returncode == 0 and result.leftover == [], result.text
+        assert read_status(self.run_dir).get("code") == 0, result.text
+        check_finished(self.run_dir, self.reference)
+
+
+@pytest.fixture(scope="session")
+def chains(tmp_path_factory, undisturbed, table):
+    """The run of each launcher that faults have hit so far: {launcher: Chain}; get(launcher) starts one."""
+    done = {}
+
+    def get(request, label):
+        if LAUNCHERS[label][0] == "srun":
+            request.getfixturevalue("slurm")
+        if LAUNCHERS[label][0].endswith("-2hosts"):
+            request.getfixturevalue("two_hosts")
+        need(LAUNCHERS[label][0])
+        if label not in done:
+            folder = tmp_path_factory.mktemp(re.sub(r"\W+", "-", label))
+            done[label] = Chain(label, folder, undisturbed(LAUNCHERS[label][1]), table)
+        return done[label]
+    get.done = done
+    return get
+
+
+@contextlib.contextmanager
+def fresh_after_failure(chains, label):
+    """A row that fails must not fail the following ones: these begin a new run."""
+    try:
+        yield
+    except BaseException:
+        chains.done.pop(label, None)
+        raise
+
+
+def rows_of(quick, slow):
+    return [*((launcher, name) for launcher, names in quick.items() for name in names),
+            *(pytest.param(launcher, name, marks=pytest.mark.slow) for launcher, names in slow.items()
+              for name in names)]
+
+
+@pytest.mark.parametrize("launcher, name", rows_of(QUICK, SLOW))
+def test_after_a_fault_all_end_and_the_last_checkpoint_is_that_of_an_undisturbed_run(launcher, name, chains, request):
+    with fresh_after_failure(chains, launcher):
+        chain = chains(request, launcher)
+        if name == "cable pulled":
+            pull_the_cable(chain, request.getfixturevalue("two_hosts"))
+        elif launcher == "torchrun" and name == "SIGUSR1":
+            signal_that_torchrun_does_not_pass_on(chain)
+        else:
+            chain.hit(name, FAULTS[name])
+
+
+@pytest.mark.parametrize("launcher", [*QUICK, *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in SLOW)])
+def test_after_all_faults_the_same_command_ends_with_the_weights_of_an_undisturbed_run(launcher, chains, request):
+    with fresh_after_failure(chains, launcher):
+        chains(request, launcher).finish()
+
+
+def signal_that_torchrun_does_not_pass_on(chain):
+    """SIGUSR1 ends torchrun's agent and nothing else: the ranks train on, and stop well when asked themselves."""
+    flag, row = chain.folder / "fault", Row(chain.label, "SIGUSR1, agent alone")
+    flag.unlink(missing_ok=True)
+    chain.table.append(row)
+    with chain.start(FAULT="slow", FAULT_RANK=0, FAULT_STEP=chain.step + 3, FAULT_FILE=flag) as running:
+        await_file(flag, running)
+        chain.check_continued(running.stdout())
+        ranks = running.rank_pids()
+        running.process.send_signal(signal.SIGUSR1)
+        running.process.wait(30)
+        seconds_until(lambda: f"step {chain.step + 5}/" in running.stdout() or not running.pids(), 60)
+        assert running.rank_pids() == ranks, running.stdout() + running.stderr()
+        for pid in ranks.values():
+            os.kill(pid, signal.SIGUSR1)
+        row.gone = seconds_until(lambda: not running.pids(), 45.0)
+        result = running.wait(timeout=5, leftover_grace=0)
+    row.exit, status = str(result.returncode), read_status(chain.run_dir)
+    row.status = str(status.get("code"))
+    chain.rows.append(row)
+    assert row.gone < GONE and result.returncode == -signal.SIGUSR1 and status["code"] == 75, result.text
+    chain.step = check_checkpoint(chain.run_dir, chain.reference)
+    assert chain.step == status["step"]
+
+
+def pull_the_cable(chain, cable):
+    """Each half of a run whose hosts no longer reach each other ends by itself, and says what it knows. Launchers may
+    stay, waiting for the other host: torchrun's agent on the far one, mpiexec of MPICH on the near one."""
+    flag, row = chain.folder / "fault", Row(chain.label, "cable pulled")
+    flag.unlink(missing_ok=True)
+    chain.table.append(row)
+    try:
+        with chain.start(f"monitoring.watchdog_minutes={WATCHDOG / 60}", FAULT="slow", FAULT_RANK=0,
+                         FAULT_STEP=chain.step + 3, FAULT_FILE=flag) as running:
+            await_file(flag, running)
+            chain.check_continued(running.stdout())
+            cable(False)
+            ranks = seconds_until(lambda: not running.rank_pids(), WATCHDOG + 60.0)
+            near = seconds_until(lambda: running.process.poll() is not None, 20.0)
+            row.exit, far = str(running.process.poll()), running.pids()
+            text = f"ranks gone after {ranks:.1f} s, near launcher {near:.1f} s later; left {far}\n" \
+                   f"{running.stdout()}\n{running.stderr()}"
+    finally:
+        cable(True)
+    print(text)
+    status = read_status(chain.run_dir)
+    row.status = str(status.get("code"))
+    chain.rows.append(row)
+    assert ranks - WATCHDOG < 10.0, text
+    row.gone = ranks
+    if chain.launcher == "torchrun-2hosts":
+        assert near < GONE and row.exit not in ("0", "None") and far, text
+        row.exit += "; far agent stays"
+    else:
+        assert row.exit != "0", text
+        row.exit = row.exit.replace("None", "mpiexec stays")
+    assert status["code"] in (70, 1) and re.search("no progress|died without a word", status["reason"]), (status, text)
+    assert sorted(rank for rank, _ in re.findall(FAILED, text, re.M)) in (["1"], ["0", "1"]), text   # one per half
+    saved = check_checkpoint(chain.run_dir, chain.reference)
+    assert saved >= (chain.step + 1) // SAVE_EVERY * SAVE_EVERY
+    chain.step = saved
+
+
+# ------------------------------------------------------------------------------------------------ disks
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 16 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a small disk needs root and the right to mount: {made.stderr.strip()}")
+    yield folder
+    for path in (folder / "run" / "checkpoints", folder):
+        while os.path.ismount(path) and not subprocess.run(["umount", path]).returncode:
+            pass
+
+
+@pytest.mark.parametrize("fault, launcher, says", [
+    ("fill", "mpich", "No space left|disk full|file write failed"),
+    pytest.param("make read-only", "torchrun", "Read-only file system|read-only", marks=pytest.mark.slow)])
+def test_a_save_that_fails_ends_all_with_one_message_and_the_checkpoint_of_before(fault, launcher, says, small_disk,
+                                                                                  table, undisturbed):
+    need(launcher)
+    chain = Chain(launcher, small_disk, undisturbed(2), table)
+    flag, row = small_disk.parent / "fault", Row(launcher, f"disk: {fault}")
+    table.append(row)
+    with chain.start(FAULT=fault, FAULT_RANK=0, FAULT_STEP=5, FAULT_FILE=flag) as running:
+        await_file(flag, running)
+        row.gone = seconds_until(lambda: not running.pids(), 60.0)
+        result = running.wait(timeout=5, leftover_grace=0)
+    status = read_status(chain.run_dir)
+    row.exit, row.status = str(result.returncode), str(status.get("code"))
+    chain.rows.append(row)
+    print(result.text)
+    assert row.gone < GONE and result.returncode != 0
+    told = re.findall(FAILED, result.stderr, re.M)
+    assert len(told) == 1 and own_tracebacks(result.stderr) <= 1, result.text
+    assert re.search(says, told[0][1]) and "last.pt" in told[0][1], result.text
+    assert status["code"] == 1 or fault == "fill" and status["code"] is None    # where there is no room for a word
+    chain.step = check_checkpoint(chain.run_dir, chain.reference)
+    assert chain.step == 4
+    (small_disk / "run" / "filler").unlink(missing_ok=True)
+    if fault == "make read-only":
+        subprocess.run(["umount", chain.run_dir / "checkpoints"], check=True)
+    chain.finish()
+
+
+# The saves of a run of one process are interrupted, each at a random moment. A process that has imported torch is
+# forked for every start, so that a start costs what it does and not the seconds that importing torch takes.
+KILLED_SAVES = """
+import json, os, random, signal, sys, time
+import driver
+draw, kills, argv = random.Random(0), int(sys.argv[1]), sys.argv[2:]
+
+
+def start(nth, kill_in):
+    '''One start, killed `kill_in` seconds into its nth save (None: not at all) -> seconds its whole saves took.'''
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        save, began = driver.train_sedd_ddp.save_checkpoint, []
+
+        def timed_save(*values, **state):
+            began.append(time.monotonic())
+            if len(began) == nth:
+                os.write(write, b"s")
+            save(*values, **state)
+            os.write(write, f"{time.monotonic() - began[-1]} ".encode())
+        driver.train_sedd_ddp.save_checkpoint = timed_save
+        with open("out", "ab") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        try:
+            driver.train_sedd_ddp.cli(argv)
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    os.close(write)
+    heard = b""
+    while b"s" not in heard and (more := os.read(read, 1)):
+        heard += more
+    if kill_in is not None:
+        end = time.monotonic() + kill_in
+        while time.monotonic() < end:
+            pass
+        os.kill(pid, signal.SIGKILL)
+    while more := os.read(read, 100):
+        heard += more
+    os.waitpid(pid, 0)
+    os.close(read)
+    return [float(word) for word in heard.decode().replace("s", "").split()]
+
+
+usual = sorted(start(8, 0.0))[3]
+print(json.dumps({"usual": usual}), flush=True)
+for _ in range(kills):
+    finished = len(start(2, draw.uniform(0, 1.1 * usual)))
+    print(json.dumps({"finished": finished, "files": sorted(os.listdir("run/checkpoints"))}), flush=True)
+start(0, None)
+"""
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_kill_at_a_random_moment_of_a_save_leaves_a_checkpoint_to_go_on_from(kills, tmp_path, undisturbed, table):
+    words = prepare(tmp_path)
+    (tmp_path / "saves.py").write_text(KILLED_SAVES)
+    done = subprocess.run([sys.executable, "saves.py", str(kills), *words[1:], "training.snapshot_freq=1"],
+                          cwd=tmp_path, env=clean_environment(), text=True, capture_output=True, timeout=600)
+    out = (tmp_path / "out").read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + out
+    kept = [json.loads(line) for line in done.stdout.splitlines()]
+    inside = sum(row["finished"] == 1 for row in kept[1:])
+    print(f"{inside} of {kills} kills hit a save, of {kept[0]['usual'] * 1000:.0f} ms\n{done.stdout}\n{out[-3000:]}")
+    assert inside >= kills // 4
+    starts = [int(step) for step in re.findall(r"continuing from step (\d+)", plain(out))]
+    assert len(starts) == kills + 1 and plain(out).count("a new run") == 1, out
+    # Every start makes a whole save before the one that is hit.
+    assert all(after - before in (1, 2, 3) for before, after in zip(starts[:-1], starts[1:])), starts
+    check_finished(tmp_path / "run", undisturbed(1))
+    table.append(Row("python", f"kill -9 in a save, {kills} times, {inside} inside", 0.0, "-9", "-", "yes"))
+
+
+# ------------------------------------------------------------------------------------------------ Ctrl-C
+@pytest.mark.parametrize("launcher, n", [("python", 1), pytest.param("mpich", 2, marks=pytest.mark.slow)])
+def test_a_second_ctrl_c_ends_at_once_with_130_and_without_a_wall_of_tracebacks(launcher, n, tmp_path, table):
+    need(launcher)
+    flag, row = tmp_path / "fault", Row(launcher, "Ctrl-C twice")
+    table.append(row)
+    env = dict(FAULT="wait", FAULT_RANK=0, FAULT_STEP=3, FAULT_FILE=flag)
+    with start_ranks(launcher, n, prepare(tmp_path), tmp_path, env=env) as running:
+        await_file(flag, running)
+        for _ in range(2):
+            for pid in running.rank_pids().values() if n > 1 else [running.process.pid]:
+                os.kill(pid, signal.SIGINT)
+            dots = running.stdout().count(".")      # the main thread waits in Python, printing dots
+            seconds_until(lambda: running.stdout().count(".") > dots + 20 or not running.pids(), 30.0)
+            if _ == 0:
+                assert running.process.poll() is None
+        row.gone = seconds_until(lambda: not running.pids(), 45.0)
+        result = running.wait(timeout=5, leftover_grace=0)
+    row.exit, status = str(result.returncode), read_status(tmp_path / "run")
+    row.status = str(status.get("code"))
+    assert row.gone < GONE and result.returncode == 130 and status["code"] == 130, (status, result.text)
+    assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) < 12, result.text
