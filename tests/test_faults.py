@@ -657,7 +657,7 @@ start(0, None)
 """
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_kill_at_a_random_moment_of_a_save_leaves_a_checkpoint_to_go_on_from(kills, tmp_path, undisturbed, table):
     words = prepare(tmp_path)
     (tmp_path / "saves.py").write_text(KILLED_SAVES)
