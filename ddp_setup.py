@@ -679,7 +679,7 @@ def _join(ddp, env, init_timeout, error):
         if path:
             os.unlink(path)
     else:   # rank 0 gives up first and says why; only if it is gone itself does this wait run out
-        table = json.loads(_await_key(ddp, store, "table", init_timeout + 60, "rank 0 ended while the ranks were "
+        table = json.loads(_await_key(ddp, store, "table", init_timeout + 20, "rank 0 ended while the ranks were "
                                       "meeting. Expected it to stay; look for its own message."))
     if "error" in table:
         store.add("read", 1)

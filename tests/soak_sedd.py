@@ -91,7 +91,8 @@ def hit(launcher, words, folder, draw):
         except ProcessLookupError:
             return None, 0.0, running.wait(60), running.stdout()
         start, stolen = time.monotonic(), stolen_seconds()
-        limit = GONE + (max(WATCHDOG, INIT) + 10.0 if kind == signal.SIGSTOP else 0.0)
+        # Stopped before the ranks have met: one waits for the other for INIT + 20 s, then torchrun for 30 s.
+        limit = GONE + (INIT + 20.0 + 30.0 if kind == signal.SIGSTOP else 0.0)
         gone = lambda: time.monotonic() - start - (stolen_seconds() - stolen)
         while running.pids() and gone() < limit + 60.0:
             time.sleep(0.05)

@@ -208,10 +208,10 @@ QUICK = {"torchrun": ("exception in forward", "kill -9 of rank 0", "SIGTERM"),
          "mpich": ("exit code 1", "kill -9 of the last rank", "SIGUSR1")}
 EVERYWHERE = ("exception in forward", "exception, others busy", "exit code 1", "kill -9 of rank 0",
               "kill -9 of the last rank", "SIGSTOP", "before the group", "SIGTERM", "SIGUSR1")
-SLOW = {**{launcher: EVERYWHERE for launcher in ("torchrun", "openmpi", "mpich", "intel", "srun",
-                                                 "srun --kill-on-bad-exit")},
-        "openmpi without mpi4py": ("exception, others busy", "exit code 1", "kill -9 of rank 0"),
-        "mpich without mpi4py": ("exception, others busy", "exit code 1", "kill -9 of rank 0", "before the group"),
+SLOW = {**{launcher: EVERYWHERE for launcher in ("torchrun", "openmpi", "mpich", "intel", "srun")},
+        "srun --kill-on-bad-exit": ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "before the group"),
+        "openmpi without mpi4py": ("exception, others busy", "kill -9 of rank 0"),
+        "mpich without mpi4py": ("exception, others busy", "exit code 1", "kill -9 of rank 0"),
         "torchrun with signals": ("SIGUSR1",),
         "two hosts, torchrun": ("exception, others busy", "kill -9 of rank 0", "cable pulled"),
         "two hosts, mpich": ("exception, others busy", "kill -9 of rank 0", "cable pulled")}
