@@ -1042,27 +1042,34 @@ def _end_soon(seconds=25):
 
 
 def _kill_silent(ddp, silent):
-    """End the ranks of this host that do not answer (stopped, or stuck with the interpreter's lock held); the first
-    other rank of the host does it. They have some seconds to end by their own timer, which writes their stacks."""
+    """End the ranks of this host that do not answer; the first other rank of the host does it. One that holds the
+    interpreter's lock has some seconds to end by its own timer, which writes its stacks; one that is stopped has none."""
     here = [r for r, host in enumerate(ddp.state["hosts"]) if host == ddp.host]
     targets = [ddp.state["processes"][r] for r in here if r in silent]
     if not targets or ddp.rank != min(set(here) - set(silent), default=None):
         return
     alive = lambda: [pid for pid, start in targets if start and _process_start(pid) == start]
-    _poll(lambda: not alive(), 6.0)
+    _poll(lambda: all(_process_stat(pid)[:1] == ["T"] for pid in alive()), 6.0)
     for pid in alive():
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _process_start(pid):
-    """When a process started, in clock ticks since boot; with its number, a name not used again. None: no such one."""
+def _process_stat(pid):
+    """The fields of /proc/PID/stat from the third on: [0] state, [1] parent, [19] start in clock ticks since boot. Empty
+    for a process that is not there, or has ended though nobody has asked after it."""
     try:
         with open(f"/proc/{pid}/stat") as f:
-            fields = f.read().rpartition(")")[2].split()   # from field 3 on: [0] state, [19] start
-        return None if fields[0] in "ZX" else int(fields[19])
+            fields = f.read().rpartition(")")[2].split()
+        return fields if fields[0] not in "ZX" else []
     except (OSError, IndexError):
-        return None
+        return []
+
+
+def _process_start(pid):
+    """With the process number, a name not used again. None: no such process."""
+    fields = _process_stat(pid)
+    return int(fields[19]) if fields else None
 
 
 def _leave(code, mpi=None):
@@ -1294,16 +1301,17 @@ class _Watch(threading.Thread):
         return bool(self.requested)
 
     def beat(self, step):
-        if self.last is None and self.limit:
+        self.step = self.step if step is None else step
+        self.beats += 1
+        first, self.last = self.last is None, time.monotonic()
+        if first and self.limit:
             link = self.ddp.state.get("lifeline")
-            if link:
-                link.heard = time.monotonic()
             with contextlib.suppress(OSError):   # then the stacks go to stderr
                 os.makedirs(self.stacks, mode=0o777 if self.run_dir else 0o700, exist_ok=True)
                 self.file = open(os.path.join(self.stacks, f"rank_{self.ddp.rank}.txt"), "a")   # older ones stay
-        self.step = self.step if step is None else step
-        self.beats += 1
-        self.last = time.monotonic()
+            if link:
+                link.heard = self.last
+            self._tick(self.last)   # at once: nothing may run later
 
     def run(self):
         while not self.closed:
