@@ -3,8 +3,12 @@
     python bench_ddp.py save                                    # a checkpoint: write, check and read
     python bench_ddp.py save --folder /lus/flare/projects/X     # on that file system
     mpirun -n 4 python bench_ddp.py save configs/sedd_cpu.yaml  # load: read by rank 0 and sent to the others
+    python bench_ddp.py dpo                                     # a DPO step against a plain one; on one CPU thread
+    python bench_ddp.py dpo --pdb 5L33.pdb --long               # on this structure; memory at 2,000 residues too
 """
 import argparse
+import copy
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -13,13 +17,18 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
+import train_dpo_ddp as dpo
 from ddp_setup import add_launch_arguments, broadcast, load_checkpoint, print0, save_checkpoint, setup_ddp
+from proteinmpnn_model import ATOMS, PAIRS, random_proteinmpnn
 from run_config import load_config
 from sedd_diffusion import make_graph
 from sedd_model import EMA, SEDD
-from sequence_data import N_TOKENS, X_ID
+from sequence_data import AMINO_ACIDS, N_TOKENS, X_ID
+from structure_data import NAMES, PHI_PSI, Complex, Pair, build_backbone, collate, read_structure
 from train_sedd_ddp import Config
 
 CONFIGS = Path(__file__).with_name("configs")
@@ -69,16 +78,227 @@ def bench_save(args, ddp):
     print0(ddp, "'every 15 min': the share of the time that saving takes. Training waits while it saves.")
 
 
+# ---- a DPO step ----
+
+def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
+    """What ProteinMPNN computes, as its paper and the published code describe it, without any saving: all L x L
+    distances, concatenated inputs, the order as one-hot matrices. Weights of `model`; log-probabilities (B, L, 21)."""
+    B, L = S.shape
+    N, CA, C, O = X.unbind(2)
+    b, c = CA - N, C - CA
+    atoms = dict(N=N, CA=CA, C=C, O=O)
+    atoms["CB"] = -0.58273431 * torch.linalg.cross(b, c) + 0.56802827 * b - 0.54067466 * c + CA
+
+    def distances(p, q):
+        return ((atoms[p][:, :, None] - atoms[q][:, None]).square().sum(-1) + 1e-6).sqrt()      # (B, L, L)
+
+    def gather(x, index):                               # (B, L, H), (B, L, K) -> (B, L, K, H)
+        flat = index.flatten(1)[..., None].expand(-1, -1, x.shape[-1])
+        return x.gather(1, flat).view(*index.shape, x.shape[-1])
+
+    pair_mask = mask[:, :, None] * mask[:, None]
+    D = pair_mask * distances("CA", "CA")
+    nearest, E_idx = (D + (1 - pair_mask) * D.amax(-1, keepdim=True)).topk(min(model.num_edges, L), largest=False)
+    centres = torch.linspace(2, 22, 16)
+    rbf = []
+    for k, pair in enumerate(PAIRS.split()):
+        d = nearest if k == 0 else distances(*pair.split("-")).gather(2, E_idx)
+        rbf.append(torch.exp(-((d[..., None] - centres) / 1.25).square()))
+    offset = (residue_idx[:, :, None] - residue_idx[:, None]).gather(2, E_idx)
+    same = (chain_id[:, :, None] == chain_id[:, None]).gather(2, E_idx)
+    kind = torch.where(same, (offset + 32).clamp(0, 64), 65)
+    f = model.features
+    positional = f.embeddings.linear(F.one_hot(kind, 66).float())
+    h_E = model.W_e(f.norm_edges(f.edge_embedding(torch.cat([positional, *rbf], -1))))
+    h_V = torch.zeros(B, L, h_E.shape[-1])
+    edge_mask = mask[..., None] * gather(mask[..., None], E_idx)[..., 0]
+
+    def message(x, *layers):
+        return layers[2](F.gelu(layers[1](F.gelu(layers[0](x)))))
+
+    def centre(h_V, rest):
+        return torch.cat([h_V[:, :, None].expand(-1, -1, rest.shape[2], -1), rest], -1)
+
+    def update(layer, h_V, m):
+        h_V = layer.norm1(h_V + m.sum(2) / 30)
+        return layer.norm2(h_V + layer.dense(h_V)) * mask[..., None]
+
+    for layer in model.encoder_layers:
+        x = centre(h_V, torch.cat([h_E, gather(h_V, E_idx)], -1))
+        h_V = update(layer, h_V, message(x, layer.W1, layer.W2, layer.W3) * edge_mask[..., None])
+        x = centre(h_V, torch.cat([h_E, gather(h_V, E_idx)], -1))
+        h_E = layer.norm3(h_E + message(x, layer.W11, layer.W12, layer.W13))
+    one_hot = F.one_hot(order, L).float()                                                           # step, residue
+    visible = torch.einsum("ij,biq,bjp->bqp", torch.ones(L, L).tril(-1), one_hot, one_hot)
+    visible = visible.gather(2, E_idx)[..., None]
+    h_S = model.W_s(S)
+    blind = torch.cat([h_E, torch.zeros_like(h_E), gather(h_V, E_idx)], -1) * (1 - visible) * mask[..., None, None]
+    for layer in model.decoder_layers:
+        seen = torch.cat([h_E, gather(h_S, E_idx), gather(h_V, E_idx)], -1) * visible * mask[..., None, None]
+        h_V = update(layer, h_V, message(centre(h_V, seen + blind), layer.W1, layer.W2, layer.W3))
+    return torch.log_softmax(model.W_out(h_V), -1)
+
+
+def plain_loss(policy, reference, path, pairs, beta):
+    """Mean DPO loss of pairs on one structure, which is read anew: four forward passes, nothing kept or shared."""
+    structure = read_structure(path)
+    complex = Complex(structure, sorted(structure.chains))
+    batch = collate([Pair(complex, pair.chosen, pair.rejected, pair.chain_M) for pair in pairs], range(len(pairs)))
+    rows, scores = batch["complex"], []
+    X, mask, residue_idx, chain_id = (batch[name][rows] for name in ("X", "mask", "residue_idx", "chain_id"))
+    order = torch.arange(X.shape[1]).expand(len(pairs), -1)
+    order = order.gather(1, (batch["chain_M"] * mask).gather(1, order).argsort(dim=1, stable=True))
+    for model, grad in ((policy, True), (reference, False)):
+        for name in ("chosen", "rejected"):
+            with torch.set_grad_enabled(grad):
+                log_probs = plain_log_probs(model, X, batch[name], mask, residue_idx, chain_id, order)
+                token = log_probs.gather(-1, batch[name][..., None])[..., 0]
+                scores.append((token * mask * batch["chain_M"]).sum(1))
+    chosen, rejected, ref_chosen, ref_rejected = scores
+    return -F.logsigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
+
+
+class DpoSteps:
+    """The plain step and ours, from equal weights, on the same pairs. A step is loss, gradient, clipping and Adam."""
+
+    def __init__(self, path, n_pairs, ddp, order="arange", dtype="float32", seed=0):
+        self.path, self.n, self.ddp = path, n_pairs, ddp
+        self.config = dpo.Config()
+        self.config.loss.order = order
+        self.dtype = getattr(torch, dtype)
+        structure = read_structure(path)
+        complex, rng = Complex(structure, sorted(structure.chains)), np.random.default_rng(seed)
+        L = len(complex)
+        self.pairs = [Pair(complex, *np.where(complex.mask, rng.integers(0, 20, (2, L)), complex.S).astype(np.uint8),
+                           np.ones(L, bool)) for _ in range(4)]
+        self.base = random_proteinmpnn(seed).eval()
+        policy = copy.deepcopy(self.base)
+        with torch.no_grad():                              # away from the reference, where every loss is log 2
+            for p in policy.parameters():
+                p += 0.003 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed + 1))
+        self.models = {"plain": policy, "ours": copy.deepcopy(policy)}
+        self.optimizers = {k: torch.optim.Adam(m.parameters(), lr=3e-6) for k, m in self.models.items()}
+        self.reference = dpo.Reference(self.base, self.pairs, self.config, ddp)
+        self.at, self.epoch = {"plain": 0, "ours": 0}, 0
+        if order != "random":                              # once per run, not per step
+            self.epoch = None
+            with torch.no_grad():
+                batch = self.reference.to_device(self.batch(range(4)))
+                log_probs = self.reference.log_probs(batch)
+            self.reference.table = dpo.pair_scores(log_probs, batch, 1.0)[0]
+
+    def batch(self, indices):
+        return dpo.make_batch(self.pairs, list(indices), self.config.loss, 0, self.epoch)
+
+    def gradient(self, kind):
+        """(loss, norm of the gradient) of the next pairs; the gradient is left in .grad."""
+        model, some = self.models[kind], [(self.at[kind] + i) % 4 for i in range(self.n)]
+        self.at[kind] += self.n
+        model.zero_grad()
+        if kind == "plain":
+            loss = plain_loss(model, self.base, self.path, [self.pairs[i] for i in some], self.config.loss.beta)
+            loss.backward()
+            return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+        self.epoch = self.epoch if self.epoch is None else self.at[kind]
+        totals, norm = dpo.accumulate(model, [self.batch(some)], self.reference, self.config, self.ddp, self.dtype,
+                                      self.n)
+        return float(totals[0] / totals[-4]), norm.item()
+
+    def step(self, kind):
+        """CPU seconds of one step."""
+        start = time.process_time()
+        self.gradient(kind)
+        torch.nn.utils.clip_grad_norm_(self.models[kind].parameters(), self.config.optim.grad_clip)
+        self.optimizers[kind].step()
+        return time.process_time() - start
+
+
+def write_demo_pdb(path, n_residues):
+    """Helices and strands of 12 residues in turns, as a PDB file with one chain."""
+    kinds = [("helix", "strand")[i // 12 % 2] for i in range(n_residues)]
+    X = build_backbone(*zip(*(PHI_PSI[kind] for kind in kinds)))
+    X -= X.min((0, 1))                                     # a column of the format has no room for -1,000
+    path.write_text("".join(
+        f"ATOM  {4 * i + k + 1:5d}  {atom:<3} {NAMES[i * 7 % 20]} A{i + 1:4d}    {x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00"
+        f"           {atom[0]}\n" for i, residue in enumerate(X)
+        for k, (atom, (x, y, z)) in enumerate(zip(ATOMS, residue.tolist()))))
+
+
+def resident(field):
+    """VmRSS or VmHWM (its peak) of this process in GB; Linux only."""
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1e6
+
+
+def memory_of_a_step(kind, path, queue):
+    """Puts the growth of the peak memory in GB, with all that is kept for the step, and its CPU seconds."""
+    torch.set_num_threads(1)
+    with setup_ddp("cpu", quiet=True) as ddp:
+        before = resident("VmRSS")
+        steps = DpoSteps(path, 1, ddp)
+        Path("/proc/self/clear_refs").write_text("5")      # the peak counts from here on, but what is kept counts
+        took = steps.step(kind)
+        queue.put((resident("VmHWM") - before, took))
+
+
+def bench_dpo(args, ddp):
+    """Pairs per CPU second of our DPO step and of a plain one, in turns on one thread; differences of the results."""
+    if ddp.world_size > 1 or ddp.device.type != "cpu":
+        raise ValueError(f"found {ddp.world_size} ranks on {ddp.device}; expected one process: bench_ddp.py dpo "
+                         "compares CPU seconds. Start it by python alone, with --device cpu.")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.pdb or Path(folder, "demo.pdb")
+        if args.pdb is None:
+            write_demo_pdb(path, 106)
+        n = sum(len(chain.S) for chain in read_structure(path).chains.values())
+        print(f"DPO step, {path.name}, {n} rows, all designed; one thread, in turns, median of {args.repeats};\n"
+              f"loss and gradient norm before the first step\n{'':<34}{'pairs per CPU second':^24}\n{'ours is':<34}"
+              f"{'plain':>8}{'ours':>8}{'ratio':>8}  {'(min-max)':<14}{'loss differs':>13}{'norm, relative':>16}")
+        for pairs, order, dtype in ((1, "arange", "float32"), (1, "random", "float32"), (4, "arange", "float32"),
+                                    (4, "arange", "bfloat16")):
+            steps = DpoSteps(path, pairs, ddp, order, dtype)
+            (loss, norm), (our_loss, our_norm) = steps.gradient("plain"), steps.gradient("ours")
+            steps.step("ours")                             # Adam's state, and what is kept per structure
+            took = [(steps.step("plain"), *(steps.step("ours") for _ in range(3))) for _ in range(args.repeats)]
+            plain, ours = statistics.median(t[0] for t in took), statistics.median(x for t in took for x in t[1:])
+            ratios = [t[0] / statistics.mean(t[1:]) for t in took]
+            differ = (f"{abs(loss - our_loss):>13.1e}{abs(norm / our_norm - 1):>16.1e}" if order == "arange" else
+                      f"{'another order':>13}")
+            print(f"{f'{pairs} per structure, {order}, {dtype}':<34}{pairs / plain:>8.2f}{pairs / ours:>8.2f}"
+                  f"{plain / ours:>7.1f}x  {f'({min(ratios):.1f}-{max(ratios):.1f})':<14}{differ}", flush=True)
+        print("plain: reads the file and runs four forward passes in float32 each step. Order random computes the "
+              "reference\neach step too, and compares with the plain step's order arange.")
+        if args.long:
+            path = Path(folder, "long.pdb")
+            write_demo_pdb(path, 2000)
+            for kind in ("plain", "ours"):
+                context = multiprocessing.get_context("spawn")
+                queue = context.Queue()
+                process = context.Process(target=memory_of_a_step, args=(kind, path, queue))
+                process.start()
+                process.join()
+                if process.exitcode:
+                    raise RuntimeError(f"the {kind} step on 2,000 residues ended with {process.exitcode}; expected 0. "
+                                       "-9: the system's memory did not suffice.")
+                grown, took = queue.get()
+                print(f"2,000 residues, 1 pair, {kind}: peak memory grows by {grown:.2f} GB, {took:.1f} CPU seconds",
+                      flush=True)
+
+
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("save",))
-    parser.add_argument("configs", nargs="*", type=Path, help="default: all of configs/")
+    parser.add_argument("what", choices=("save", "dpo"))
+    parser.add_argument("configs", nargs="*", type=Path, help="of save; default: configs/sedd_*.yaml")
     parser.add_argument("--folder", default=".", help="where to write (and remove) checkpoints")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pdb", type=Path, help="structure for dpo, all its chains designed; default: a built one")
+    parser.add_argument("--long", action="store_true", help="dpo: memory at 2,000 residues; takes GB and minutes")
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
+    if args.what == "dpo" and args.device == "auto":
+        args.device = "cpu"
     with setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout, quiet=True) as ddp:
-        bench_save(args, ddp)
+        {"save": bench_save, "dpo": bench_dpo}[args.what](args, ddp)
 
 
 if __name__ == "__main__":

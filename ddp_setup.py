@@ -1608,6 +1608,17 @@ def check_in_sync(model, ddp):
                            f"bits. Is a device faulty, or does a rank change weights by itself?")
 
 
+def to_host(totals):
+    """(a copy in the host's memory, an event or None that says when it is there): the copy waits for this step only,
+    not for what is queued behind it."""
+    if totals.device.type == "cpu":
+        return totals, None
+    copy, arrived = torch.empty_like(totals, device="cpu", pin_memory=True), getattr(torch, totals.device.type).Event()
+    copy.copy_(totals, non_blocking=True)
+    arrived.record()
+    return copy, arrived
+
+
 def scale_for_batch(lr, warmup, rule, global_batch, base):
     """(learning rate, warm-up steps) for a global batch that differs from the one they were chosen for.
 

@@ -347,7 +347,7 @@ def write_status(run_dir, code, reason, step=None):
     write_text_atomic(run_dir / "status.json", json.dumps({"code": code, "reason": reason, "step": step}))
 
 
-def record_refusal(run_dir, code, reason):
+def replace_status(run_dir, code, reason):
     """Rank 0: a status.json that an earlier start left must not speak for this one, unless a live run goes on here."""
     try:
         RunLock.refuse_live(run_dir)

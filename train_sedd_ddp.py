@@ -33,11 +33,11 @@ import numpy as np
 import torch
 
 from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
-                       broadcast, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler, gradient_sync, hand_over,
-                       load_checkpoint, machine_differences, print0, save_checkpoint, scale_for_batch,
-                       setup_ddp, stop_all, stop_reason, stop_wanted, watch_run, worker_init, wrap_ddp)
+                       broadcast, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler, gradient_sync,
+                       hand_over, load_checkpoint, machine_differences, print0, save_checkpoint, scale_for_batch,
+                       setup_ddp, stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
 from run_config import config_differences, config_to_dict, dump_yaml, load_config
-from run_log import (RunLog, check_resume, find_checkpoint, open_run, record_refusal, write_status,
+from run_log import (RunLog, check_resume, find_checkpoint, open_run, replace_status, write_status,
                      write_text_atomic)
 from sedd_diffusion import (independent_log_score, make_graph, make_noise, sample, score_entropy_loss,
                             stratified_times)
@@ -256,17 +256,6 @@ def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
     factor = torch.where(totals[3] > 0, math.nan, factor).to(gradients[0].dtype)
     torch._foreach_mul_(gradients, factor)
     return totals, norm * factor
-
-
-def to_host(totals):
-    """(a copy in the host's memory, an event or None that says when it is there): the copy waits for this step only,
-    not for what is queued behind it."""
-    if totals.device.type == "cpu":
-        return totals, None
-    copy, arrived = torch.empty_like(totals, device="cpu", pin_memory=True), getattr(torch, totals.device.type).Event()
-    copy.copy_(totals, non_blocking=True)
-    arrived.record()
-    return copy, arrived
 
 
 def skip_where_bad(optimizer, totals):
@@ -847,12 +836,13 @@ def cli(argv=None):
             args, config = read_arguments(argv)
             work_dir = Path(args.work_dir or os.path.join("runs", Path(args.config).stem))
             if ddp.is_main:
-                record_refusal(work_dir, None, "starting")
-            watch_run(ddp, None, config.monitoring.watchdog_minutes, signals=(), arm=True)
+                replace_status(work_dir, None, "starting")
+            minutes = config.monitoring.watchdog_minutes   # loading gives no sign of life: no less than for meeting
+            watch_run(ddp, None, minutes and max(minutes, early.init_timeout / 60), signals=(), arm=True)
             run = prepare(config, ddp, work_dir, args.resume, args.fresh)
         except (ValueError, OSError) as e:
             if ddp.is_main and work_dir is not None:
-                record_refusal(work_dir, BAD_INPUT, str(e))
+                replace_status(work_dir, BAD_INPUT, str(e))
             stop_all(ddp, f"error: {e}", code=BAD_INPUT)
         result = train(run, ddp)
     if "stopped" in result:

@@ -4,7 +4,8 @@
 #   bash jobs/local.sh 4                                     4 ranks
 #   bash jobs/local.sh 2 --data my.fasta optim.lr=1e-4       what follows NPROC goes to the training script
 #   CONFIG=configs/sedd_cpu.yaml LAUNCHER=mpirun bash jobs/local.sh 2
-# The first argument is the number of ranks only if it is a number. The exit code is that of the training.
+# The first argument is the number of ranks only if it is a number. The exit code is that of the training. Output goes
+# to the screen and to logs/CONFIG-DATE.out and .err, for tail -f.
 #
 # It works in the repository's folder from wherever it is called, so that the same command always finds the
 # same run folder (runs/...) again: relative paths, yours as well (CONFIG, --data), are taken from there.
@@ -20,6 +21,8 @@ SCRIPT=${SCRIPT:-train_sedd_ddp.py}
 CONFIG=${CONFIG:-configs/sedd_demo.yaml}
 NPROC=${NPROC:-2}                        # ranks; with GPUs, one per GPU
 LAUNCHER=${LAUNCHER:-torchrun}           # torchrun | mpirun
+ARGS=${ARGS:-}                           # more arguments of the training script, separated by blanks
+LOGS=${LOGS:-1}                          # 0: to the screen alone, where a terminal shows a bar of progress
 # The MPI of .venv, in which only one can live. MPICH, because it needs no flags to run as root or with more
 # ranks than cores. MPI_WHEEL= (empty) installs none: LAUNCHER=mpirun then takes the mpirun of your PATH.
 MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
@@ -94,6 +97,14 @@ locked make_env
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
   cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
   export OMP_NUM_THREADS=$(( cores > NPROC ? cores / NPROC : 1 ))
+fi
+read -r -a arguments <<< "$ARGS"
+set -- ${arguments[@]+"${arguments[@]}"} "$@"     # bash 3.2 calls an empty array unset
+if [ "$LOGS" = 1 ]; then
+  mkdir -p logs
+  log=logs/$(basename "${CONFIG%.*}")-$(date +%Y%m%d-%H%M%S)-$$
+  # A signal from the terminal must not end what writes the last words down.
+  exec > >(trap '' INT TERM HUP; exec tee -a "$log.out") 2> >(trap '' INT TERM HUP; exec tee -a "$log.err" >&2)
 fi
 if [ "$LAUNCHER" = torchrun ]; then
   exec .venv/bin/python -m torch.distributed.run --standalone --nproc_per_node="$NPROC" \

@@ -83,6 +83,7 @@ make_test_env() {
   make_env
   if [ "$(cat .venv/stamp.tests 2>/dev/null)" != "$PYTEST" ]; then
     echo "installing $PYTEST into .venv"
+    # shellcheck disable=SC2086
     install .venv/bin/python $PYTEST
     echo "$PYTEST" > .venv/stamp.tests
   fi
