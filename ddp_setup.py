@@ -628,11 +628,13 @@ def _connect(ddp, host, port, path, limit):
             if time.monotonic() > deadline and found:
                 raise SetupError(
                     f"rank 0 cannot be reached at {host}:{port} within {limit:.0f} s ({e}). Expected it to listen "
-                    f"there. Did it start? Is MASTER_ADDR right? Try `ping {host}` from {ddp.host}.", speaks, 1) from None
+                    f"there. Did it start? Is MASTER_ADDR right? Try `ping {host}` from {ddp.host}.", speaks,
+                    code=1) from None
             if time.monotonic() > deadline:
                 raise SetupError(
                     f"rank 0 did not appear within {limit:.0f} s: no file {path}. Did it start? Do all hosts see "
-                    f"this folder? If not, set DDP_RENDEZVOUS_DIR, or MASTER_ADDR and MASTER_PORT.", speaks, 1) from None
+                    f"this folder? If not, set DDP_RENDEZVOUS_DIR, or MASTER_ADDR and MASTER_PORT.", speaks,
+                    code=1) from None
             time.sleep(0.05)
     try:
         store = dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=20), wait_for_workers=False)
@@ -1043,7 +1045,8 @@ def _end_soon(seconds=25):
 
 def _kill_silent(ddp, silent):
     """End the ranks of this host that do not answer; the first other rank of the host does it. One that holds the
-    interpreter's lock has some seconds to end by its own timer, which writes its stacks; one that is stopped has none."""
+    interpreter's lock has some seconds to end by its own timer, which writes its stacks; one that is stopped has
+    none."""
     here = [r for r, host in enumerate(ddp.state["hosts"]) if host == ddp.host]
     targets = [ddp.state["processes"][r] for r in here if r in silent]
     if not targets or ddp.rank != min(set(here) - set(silent), default=None):
@@ -1056,8 +1059,8 @@ def _kill_silent(ddp, silent):
 
 
 def _process_stat(pid):
-    """The fields of /proc/PID/stat from the third on: [0] state, [1] parent, [19] start in clock ticks since boot. Empty
-    for a process that is not there, or has ended though nobody has asked after it."""
+    """The fields of /proc/PID/stat from the third on: [0] state, [1] parent, [19] start in clock ticks since boot.
+    Empty for a process that is not there, or has ended though nobody has asked after it."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             fields = f.read().rpartition(")")[2].split()
@@ -1090,8 +1093,8 @@ def _leave(code, mpi=None):
 
 
 def cleanup_ddp(ddp):
-    """Leave in good order: wait for the others (at most ddp.timeout and half an hour), destroy the groups, finalise MPI, put the
-    environment back. Harmless when called twice."""
+    """Leave in good order: wait for the others (at most ddp.timeout and half an hour), destroy the groups, finalise
+    MPI, put the environment back. Harmless when called twice."""
     if ddp.state.get("clean"):
         return
     ddp.state["clean"] = True
@@ -1138,12 +1141,12 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS, arm=False):
     Signals, the time DDP_DEADLINE and a file RUN_DIR/STOP only ask for a stop: stop_reason tells all ranks at the same
     step. A second Ctrl-C ends at once, with exit code 130.
     From the first stop_reason on (arm: from now on), a run in which no rank makes progress for `minutes` (0: no limit)
-    is ended with exit code 70; progress is a call of stop_reason or beat. Every rank writes the stacks of its threads to
-    RUN_DIR/stacks/rank_R.txt (without a run_dir: below the temporary folder), and the message names the late ranks.
+    is ended with exit code 70; progress is a call of stop_reason or beat. Every rank writes the stacks of its threads
+    to RUN_DIR/stacks/rank_R.txt (without a run_dir: below the temporary folder), and the message names the late ranks.
     Each rank sends rank 0 at most a line per limit/8, or per minute for limits above 8 minutes: 12,288 ranks make 205
     lines of 100 bytes a second. A job that is suspended for longer than the limit is ended too. The limit must be below
-    the `timeout` of setup_ddp, or the backend, which names nobody, is sooner. A process that holds the interpreter's lock
-    is ended by a timer in C, with code 1.
+    the `timeout` of setup_ddp, or the backend, which names nobody, is sooner. A process that holds the interpreter's
+    lock is ended by a timer in C, with code 1.
     Rank 0 writes RUN_DIR/status.json {code, reason, step}: code null while the run is on, see close_run.
     """
     end_watch(ddp)
@@ -1283,7 +1286,7 @@ class _Watch(threading.Thread):
                              (getattr(signal, name) for name in signals if hasattr(signal, name))}
             self.wakeup = signal.set_wakeup_fd(self.signalled.fileno(), warn_on_full_buffer=False)
         if hasattr(os, "register_at_fork") and _Watch.live is None:
-            # The timer's thread is not in a child, whose interpreter would wait for it; it is set again at the next tick.
+            # The timer's thread is not in a child, whose interpreter would wait for it; the next tick sets it again.
             os.register_at_fork(before=lambda: _Watch.live and faulthandler.cancel_dump_traceback_later(),
                                 after_in_child=lambda: _Watch.live and _Watch.live.forget())
         _Watch.live = self

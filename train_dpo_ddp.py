@@ -770,7 +770,8 @@ def train(run, ddp):
                                f"{before}")
         epoch = progress["step"] // schedule.steps_per_epoch
         model = "best_model.pt" if name == "best" else "latest_model.pt"
-        save_checkpoint(str(work_dir / model), ddp, resumes=False, **to_checkpoint(bare, epoch=epoch, step=progress["step"]))
+        save_checkpoint(str(work_dir / model), ddp, resumes=False,
+                        **to_checkpoint(bare, epoch=epoch, step=progress["step"]))
         if name != "best":
             save_checkpoint(str(work_dir / "checkpoints" / name), ddp, keep_last, model=bare.state_dict(),
                             optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(),

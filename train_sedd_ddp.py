@@ -511,8 +511,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     # A global batch is a number of micro-batches, fixed at the start of the run, whatever the ranks are later.
     micro_batches = t.accum * ddp.world_size
     if state is not None:
-        micro_batches = check_resume(state, path, __file__, KEPT, differences, MAY_CHANGE, bare.state_dict(), "proteins",
-                                     fingerprint, ddp.world_size)
+        micro_batches = check_resume(state, path, __file__, KEPT, differences, MAY_CHANGE, bare.state_dict(),
+                                     "proteins", fingerprint, ddp.world_size)
     accum, batch = micro_batches // ddp.world_size, micro_batches * (t.batch_size or t.tokens_per_batch)
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
     progress = {"step": 0, "best": None, "bad_evals": 0, "recent": [0.0, 0.0], "finished": "",
