@@ -1286,8 +1286,8 @@ class _Watch(threading.Thread):
                              (getattr(signal, name) for name in signals if hasattr(signal, name))}
             self.wakeup = signal.set_wakeup_fd(self.signalled.fileno(), warn_on_full_buffer=False)
         if hasattr(os, "register_at_fork") and _Watch.live is None:
-            # The timer's thread is not in a child, whose interpreter would wait for it; the next tick sets it again.
-            os.register_at_fork(before=lambda: _Watch.live and faulthandler.cancel_dump_traceback_later(),
+            os.register_at_fork(before=lambda: _Watch.live and _Watch.live.before_fork(),
+                                after_in_parent=lambda: _Watch.live and _Watch.live.after_fork(),
                                 after_in_child=lambda: _Watch.live and _Watch.live.forget())
         _Watch.live = self
         self.start()
@@ -1384,10 +1384,20 @@ class _Watch(threading.Thread):
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
 
+    def before_fork(self):
+        """The timer's thread is not in a child, whose interpreter would wait for it (the next tick sets it again), and a
+        signal that comes to the child before its handlers are its own must wait."""
+        faulthandler.cancel_dump_traceback_later()
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self.handlers)
+
+    def after_fork(self):
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
     def forget(self):
         """In a forked child, whose signals are its own."""
         _Watch.live, self.closed = False, True
         self.restore(-1)
+        self.after_fork()
 
     def close(self):
         if self.closed:

@@ -281,11 +281,12 @@ import multiprocessing, signal
 ddp = setup_ddp(quiet=True)
 watch_run(ddp, "out")
 stop_reason(ddp, 0)
-child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
 child.start()
 child.terminate()
 child.join(60)
 print(child.exitcode)
+child.kill()
 os.kill(os.getpid(), signal.SIGUSR1)
 while not stop_reason(ddp, 1):
     pass
