@@ -359,14 +359,15 @@ def test_another_machine_is_told_by_what_may_change_the_last_bits(tmp_path):
 # ------------------------------------------------------------------------------------------------ who is late, and where
 @pytest.mark.parametrize("beats, silent, late, waiting", [
     ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"], 2: [7, 9, 9.0, 29, "loop"]}, [], [2], "rank 0, 1 in a"),
+    ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"], 2: [7, 9, 9.0, 30, ""]}, [2], [2], "rank 0, 1 in a"),
     ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"]}, [2], [2], "rank 0, 1 in a"),
     ({0: [7, 9, 5.0, 30, "a"], 1: [6, 9, 5.0, 30, "b"], 2: [7, 9, 9.0, 30, "a"]}, [], [1], "rank 0, 2 in a"),
     ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "b"], 2: [7, 9, 9.0, 30, "a"]}, [], [1], "rank 0, 2 in a"),
     ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"], 2: [7, 9, 9.0, 30, "a"]}, [], [0, 1, 2], "")],
-    ids=["fewer collectives", "silent", "an earlier step", "another place", "no difference"])
+    ids=["fewer collectives", "silent", "never came", "an earlier step", "another place", "no difference"])
 def test_a_hang_is_told_with_the_late_ranks_their_host_step_and_place(beats, silent, late, waiting):
     first, text = describe_hang(beats, [0, 1, 2], silent, ["x", "y", "z"])
-    named = re.findall(r"rank (\d) on (\w), (?:last step \d|not yet at a step)", text.splitlines()[0])
+    named = re.findall(r"rank (\d) on (\w), (?:last step \d|which has not come)", text.splitlines()[0])
     assert first == late[0] and named == [(str(r), "xyz"[r]) for r in late]
     assert ("waiting: " + waiting in text) if waiting else "waiting" not in text
 
