@@ -27,7 +27,7 @@ from proteinmpnn_model import ATOMS, PAIRS, random_proteinmpnn
 from run_config import load_config
 from sedd_diffusion import make_graph
 from sedd_model import EMA, SEDD
-from sequence_data import AMINO_ACIDS, N_TOKENS, X_ID
+from sequence_data import N_TOKENS, X_ID
 from structure_data import NAMES, PHI_PSI, Complex, Pair, build_backbone, collate, read_structure
 from train_sedd_ddp import Config
 

@@ -1143,7 +1143,7 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS, arm=False):
     From the first stop_reason on (arm: from now on), a run in which no rank makes progress for `minutes` (0: no limit)
     is ended with exit code 70; progress is a call of stop_reason or beat. Every rank writes the stacks of its threads
     to RUN_DIR/stacks/rank_R.txt (without a run_dir: below the temporary folder), and the message names the late ranks.
-    Each rank sends rank 0 at most a line per limit/8, or per minute for limits above 8 minutes: 12,288 ranks make 205
+    Each rank sends rank 0 about a line per limit/8, or per minute for limits above 8 minutes: 12,288 ranks make 205
     lines of 100 bytes a second. A job that is suspended for longer than the limit is ended too. The limit must be below
     the `timeout` of setup_ddp, or the backend, which names nobody, is sooner. A process that holds the interpreter's
     lock is ended by a timer in C, with code 1.
@@ -1385,8 +1385,8 @@ class _Watch(threading.Thread):
                 signal.signal(number, handler)
 
     def before_fork(self):
-        """The timer's thread is not in a child, whose interpreter would wait for it (the next tick sets it again), and a
-        signal that comes to the child before its handlers are its own must wait."""
+        """The timer's thread is not in a child, whose interpreter would wait for it (the next tick sets it again); and
+        a signal that comes to the child before its handlers are its own must wait."""
         faulthandler.cancel_dump_traceback_later()
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self.handlers)
 
@@ -1632,6 +1632,33 @@ def to_host(totals):
     return copy, arrived
 
 
+def read_flags(totals, arrived, counts, scaler, most, where, advice):
+    """(1 if the step was bad, else 0; the number of ranks asked to stop), from the last three of a step's totals over
+    ranks: ranks with a loss or gradient that is not finite, ranks with such a loss, ranks asked to stop.
+
+    totals, arrived: see to_host.  counts: [bad steps in all, in a row], brought up to date. Raises RuntimeError for
+    more than `most` in a row, with where (which step) and advice."""
+    if arrived is not None:
+        arrived.synchronize()
+    bad, bad_loss, wanted = totals[-3:].tolist()
+    if not bad:
+        counts[1] = 0
+    # In float16 a gradient may overflow: so the scale is found. At a scale below 1 it is the gradient itself.
+    elif bad_loss or not scaler.is_enabled() or scaler.get_scale() < 1:
+        counts[:] = counts[0] + 1, counts[1] + 1
+    if counts[1] > most:
+        raise RuntimeError(f"{where}: the loss or its gradient was nan or infinite in {counts[1]} steps in a row, on "
+                           f"{bad_loss or bad:.0f} rank(s) in the last; expected at most {most}. These steps were "
+                           f"skipped. {advice}")
+    return int(bad > 0), wanted
+
+
+def skip_where_bad(optimizer, bad):
+    """Have the next step() of a fused optimizer change nothing where `bad`, a 0-dimensional tensor, is above 0: decided
+    on the device. A GradScaler that is on does this by itself if the gradients are nan."""
+    optimizer.grad_scale, optimizer.found_inf = None, (bad > 0).float()
+
+
 def scale_for_batch(lr, warmup, rule, global_batch, base):
     """(learning rate, warm-up steps) for a global batch that differs from the one they were chosen for.
 
@@ -1642,6 +1669,11 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
     f = 1.0 if rule == "none" else global_batch / base
     f = min(f, rule["cap"]) if isinstance(rule, dict) else f**0.5 if rule == "sqrt" else f
     return lr * f, round(warmup * f)
+
+
+def scale_name(scale):
+    """The rule of scale_for_batch in words."""
+    return scale if isinstance(scale, str) else f"linear up to {scale['cap']:g} times"
 
 
 # ---------------------------------------------------------------- precision
@@ -1693,6 +1725,17 @@ def grad_scaler(dtype, ddp):
     """A GradScaler that scales for float16 and passes everything through otherwise. A step it skips because of an
     overflow is its way of finding the scale, not a failure."""
     return torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
+
+
+def limit_memory(share, ddp):
+    """Let this process take at most `share` of its device's memory (None: all); returns what to say about it."""
+    if share is None:
+        return ""
+    setter = getattr(getattr(torch, ddp.device.type), "set_per_process_memory_fraction", None)
+    if ddp.device.type == "cpu" or setter is None:
+        return f"; max_memory_per_gpu {share} has no effect on {ddp.device.type}"
+    setter(share, ddp.device)
+    return f"; at most {share:.0%} of the device's memory"
 
 
 # ---------------------------------------------------------------- checkpoints

@@ -23,6 +23,7 @@ the key, what was found and what was expected. How values are read, by the type 
     list[T], tuple[T, U], tuple[T, ...], dict[str, T], and plain list, tuple, dict
 """
 
+import argparse
 import dataclasses
 import difflib
 import math
@@ -84,6 +85,13 @@ def config_differences(old, new, ignore=()):
 def dump_yaml(config):
     """The configuration as YAML text that load_config reads back to an equal one."""
     return yaml.safe_dump(config_to_dict(config), sort_keys=False, default_flow_style=None, width=100)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ValueErrors."""
+
+    def error(self, message):   # raised, so that it is printed once and not by every rank
+        raise ValueError(f"command line: {message}. See --help.")
 
 
 # ---- YAML ----

@@ -15,7 +15,6 @@ a run in good order: it saves, and leaves with exit code 75.
 A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and everything random is
 keyed by (seed, purpose, pair, epoch), never drawn from a stream of a rank.
 """
-import argparse
 import functools
 import copy
 import hashlib
@@ -36,12 +35,12 @@ import torch.nn.functional as F
 
 from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
                        broadcast, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler, gradient_sync,
-                       hand_over, load_checkpoint, machine_differences, print0, save_checkpoint, scale_for_batch,
-                       seed_for, setup_ddp, stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init,
-                       wrap_ddp)
+                       hand_over, limit_memory, load_checkpoint, machine_differences, print0, read_flags,
+                       save_checkpoint, scale_for_batch, scale_name, seed_for, setup_ddp, skip_where_bad, stop_all,
+                       stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
 from proteinmpnn_model import (ALPHABET, PUBLISHED, decoding_order, load_proteinmpnn, random_proteinmpnn,
                                to_checkpoint)
-from run_config import config_differences, config_to_dict, dump_yaml, load_config
+from run_config import Parser, config_differences, config_to_dict, dump_yaml, load_config
 from run_log import (RunLog, check_resume, find_checkpoint, open_run, replace_status, write_status,
                      write_text_atomic)
 from structure_data import (EpochPlan, Pair, collate, collate_complexes, demo_pairs, describe, eval_batches,
@@ -331,12 +330,6 @@ def accumulate(model, batches, reference, config, ddp, dtype, nominal, scaler=No
     return totals, norm * factor
 
 
-def skip_where_bad(optimizer, totals):
-    """Have the next optimizer.step() change nothing where totals[-3] says so, decided on the device. A GradScaler that
-    is on does this by itself, as all gradients are nan."""
-    optimizer.grad_scale, optimizer.found_inf = None, (totals[-3] > 0).float()
-
-
 # -------------------------------------------------------------------------------------------------------------- data
 def orders_of(pair, loss, seed, epoch=None):
     """(n_orders, L) decoding orders of a pair, fixed residues first: the same for its four scores.
@@ -624,10 +617,6 @@ class Validation:
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-def scale_name(scale):
-    return scale if isinstance(scale, str) else f"linear up to {scale['cap']:g} times"
-
-
 def describe_plan(config, ranks):
     """Table of what each number of ranks (text such as "1,2,4,8") would do: no device is touched."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", ranks):
@@ -781,20 +770,8 @@ def train(run, ddp):
 
     def settle(totals, arrived):
         """Read the flags of a step: a bad one has changed nothing. Returns how many ranks were asked to stop."""
-        if arrived is not None:
-            arrived.synchronize()
-        bad, bad_loss, wanted = totals[-3:].tolist()
-        if not bad:
-            progress["bad_steps"][1] = 0
-            return wanted
-        # In float16 a gradient may overflow: so the scale is found. At a scale below 1 it is the gradient itself.
-        if bad_loss or not run.scaler.is_enabled() or run.scaler.get_scale() < 1:
-            progress["bad_steps"][0] += 1
-            progress["bad_steps"][1] += 1
-        if progress["bad_steps"][1] > t.max_bad_steps:
-            raise RuntimeError(f"step {progress['step']}: the loss or its gradient was nan or infinite in "
-                               f"{progress['bad_steps'][1]} steps in a row, on {bad_loss or bad:.0f} rank(s) in the "
-                               f"last; expected at most {t.max_bad_steps}. These steps were skipped. {before}")
+        bad, wanted = read_flags(totals, arrived, progress["bad_steps"], run.scaler, t.max_bad_steps,
+                                 f"step {progress['step']}", before)
         return wanted
 
     def evaluated(values, score):
@@ -861,7 +838,7 @@ def train(run, ddp):
             norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), o.grad_clip or math.inf, foreach=True)
         else:
             torch.nn.utils.clip_grads_with_norm_(bare.parameters(), o.grad_clip or math.inf, norm, foreach=True)
-            skip_where_bad(run.optimizer, totals)
+            skip_where_bad(run.optimizer, totals[-3])
         run.scaler.step(run.optimizer)
         run.scaler.update()
         run.optimizer.zero_grad(set_to_none=True)
@@ -975,22 +952,6 @@ def judge(score, progress, training):
     improved = progress["best"] is None or score < progress["best"]["score"] - training.min_delta
     bad_evals = 0 if improved else progress["bad_evals"] + 1
     return improved, bad_evals, training.patience is not None and bad_evals >= training.patience
-
-
-def limit_memory(share, ddp):
-    """Apply memory.max_memory_per_gpu; returns what to say about it."""
-    if share is None:
-        return ""
-    setter = getattr(getattr(torch, ddp.device.type), "set_per_process_memory_fraction", None)
-    if ddp.device.type == "cpu" or setter is None:
-        return f"; max_memory_per_gpu {share} has no effect on {ddp.device.type}"
-    setter(share, ddp.device)
-    return f"; at most {share:.0%} of the device's memory"
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):   # raised, so that it is printed once and not by every rank
-        raise ValueError(f"command line: {message}. See --help.")
 
 
 FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs",

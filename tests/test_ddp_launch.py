@@ -3,7 +3,6 @@
 Ranks started "by hand" (DDP_* variables, no launcher that would end them) show what ddp_setup does by itself.
 """
 import json
-import os
 import re
 import shutil
 import signal
