@@ -316,6 +316,14 @@ def _environment(pid):
         return []
 
 
+def _command(pid):
+    """The command line of a process, with blanks; empty for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
 def _parent(pid):
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

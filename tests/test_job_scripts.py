@@ -537,7 +537,9 @@ class SlurmJob:
                    lambda: f"{states}, but {self.told('JobState')}\n{logs(self.folder)}")
 
     def pids(self):
-        return [pid for pid in launchers._all_pids() if self.mark in launchers._environment(pid)]
+        """Of this job, with Slurm's own: one that is still there may yet report the end of an earlier start."""
+        return [pid for pid in launchers._all_pids() if self.mark in launchers._environment(pid)
+                or launchers._command(pid).startswith(f"slurmstepd: [{self.id}.")]
 
     def rank_pid(self, rank):
         """Process id of a rank of the training."""

@@ -1,10 +1,14 @@
-"""Do jobs/local.sh, the environments made by jobs/test.sh, and the helpers in launchers.py work?
+"""Do jobs/local.sh, the environments made by jobs/test.sh, the README's commands, and the helpers in launchers.py work?
 
 local.sh runs in copies whose requirements.txt is empty, so that making an environment takes seconds and no
 network; the real list is installed by whoever runs jobs/test.sh.
 """
 
+import importlib
+import itertools
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -191,3 +195,44 @@ def test_the_environment_of_started_ranks_holds_no_other_launchers_variables(mon
     before = {name for name in os.environ if name.endswith(("RANK", "RANKID", "PROCID", "SIZE", "ADDR"))}
     after = clean_environment(env={"RANK": 0})
     assert {name: after[name] for name in before if name in after} == {"RANK": "0"}
+
+
+def readme_commands():
+    """[(variables given, words)] of the README's shell lines; sbatch's and qsub's -v count as variables."""
+    readme = ROOT / "README.md"
+    text = readme.read_text() if readme.exists() else ""
+    commands = []
+    for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            words = shlex.split(line.replace(";", " "), comments=True)
+            given = dict(word.split("=", 1) for word in itertools.takewhile(re.compile(r"[A-Z_]+=").match, words))
+            words = words[len(given):]
+            if words[:1] == ["qsub"] and "-v" in words:
+                k = words.index("-v")
+                given |= dict(entry.split("=", 1) for entry in words[k + 1].split(","))
+            commands.append((given, words))
+    return commands
+
+
+COMMANDS = [pytest.param(given, words, id=" ".join(words)[:60]) for given, words in readme_commands()
+            if any(re.fullmatch(r"(jobs/|tests/)?\w+\.(py|sh|pbs)", word) for word in words)]
+
+
+@pytest.mark.parametrize("given, words", COMMANDS)
+def test_a_command_of_the_readme_is_understood_by_the_script_it_names(given, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    place = next(k for k, word in enumerate(words) if re.fullmatch(r"(jobs/|tests/)?\w+\.(py|sh|pbs)", word))
+    script, argv = words[place], [word for word in words[place + 1:] if word != "..."]
+    text = (ROOT / script).read_text()
+    if script.startswith("jobs/"):
+        known = set(re.findall(r"^(?:export )?(\w+)=\$\{\1", text, re.MULTILINE))
+        assert given.keys() <= known, f"{script} reads {sorted(known)}"
+        if argv[:1] == ["--install"] or script == "jobs/test.sh":
+            return
+        settings = {name: given.get(name) or re.search(rf"^{name}=\$\{{{name}:-(.*)\}}", text, re.MULTILINE)[1]
+                    for name in ("SCRIPT", "CONFIG")}
+        argv = argv[1:] if argv and argv[0].isdigit() else argv
+        script, argv = settings["SCRIPT"], ["--config", settings["CONFIG"], *given.get("ARGS", "").split(), *argv]
+    module = importlib.import_module(Path(script).stem)
+    if hasattr(module, "read_arguments") and argv != ["--help"]:
+        module.read_arguments(argv)
