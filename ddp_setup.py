@@ -314,16 +314,39 @@ def choose_device(device, backend, local_rank, found):
     return kind, index, picked, f"device {where} ({why}); backend {picked}"
 
 
-def _found_devices(need_ccl=False):
-    """What choose_device needs to know of this machine. oneCCL's bindings are imported only where torch lacks xccl."""
+def _found_devices(need_ccl=False, ipex="auto"):
+    """What choose_device needs to know of this machine. Intel's own packages are imported only where torch lacks what
+    they bring: IPEX the device (before torch 2.4), oneCCL's bindings the backend (before xccl, 2.8)."""
+    if ipex != "off" and not hasattr(torch, "xpu"):
+        _import_ipex()
     xpu = torch.xpu.device_count() if hasattr(torch, "xpu") else 0
-    xccl, ccl = bool(getattr(dist, "is_xccl_available", bool)()), False
+    xccl, ccl = _has_xccl(), False
     if need_ccl or (xpu and not xccl):
+        if xpu and ipex != "off":
+            _import_ipex()   # first: the bindings' XPU half is built on it
         with contextlib.suppress(ImportError):
             import oneccl_bindings_for_pytorch  # noqa: F401  (registers the backend "ccl")
             ccl = True
     return {"cuda": torch.cuda.device_count(), "xpu": xpu, "nccl": dist.is_nccl_available(),
             "gloo": dist.is_gloo_available(), "xccl": xccl, "ccl": ccl}
+
+
+def _has_xccl():
+    return bool(getattr(dist, "is_xccl_available", bool)())
+
+
+def _import_ipex():
+    """(the module intel_extension_for_pytorch, "") or (None, why it cannot be used)."""
+    ours = torch.__version__.split(".")[:2]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("intel-extension-for-pytorch")
+        if version.split(".")[:2] != ours:   # importing it would print an error on every rank and try to exit
+            return None, f"intel_extension_for_pytorch {version} does not fit torch {torch.__version__}"
+    try:
+        import intel_extension_for_pytorch
+        return intel_extension_for_pytorch, ""
+    except (Exception, SystemExit) as e:   # a library that is missing, a CPU that is too old: many kinds
+        return None, f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
 
 
 def _device_id(device):
@@ -348,12 +371,14 @@ def _seed_all(seed):
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=1800.0, init_timeout=300.0, quiet=False):
+def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=1800.0, init_timeout=300.0, quiet=False,
+              ipex="auto"):
     """Find this process' rank and device, join the others, and return a Ddp.
 
     device, backend: see choose_device.  seed: equal initial weights on all ranks; wrap_ddp then gives every rank a
     stream of its own, keyed by (seed, rank).  ranks: refuse any other number of ranks.
     timeout: seconds a collective may take.  init_timeout: seconds to wait for all ranks to appear.
+    ipex: auto | on | off, see optimize_with_ipex.
     Called again in the same process it returns the same Ddp. Raises SetupError (a RuntimeError), saying what was
     found and what to do; where ranks are missing, the message names them. What all ranks see alike is raised on one
     of them; the others end with exit code 1.
@@ -361,7 +386,7 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=1800.0,
     if getattr(setup_ddp, "current", None) is not None:
         return setup_ddp.current   # one process has one process group, as in torch.distributed itself
     try:
-        ddp = _setup(dict(os.environ), device, backend, seed, ranks, timeout, init_timeout)
+        ddp = _setup(dict(os.environ), device, backend, seed, ranks, timeout, init_timeout, ipex)
     except SetupError as e:
         if not e.speaks:
             time.sleep(4.0)   # let the one that speaks do so, before the launcher kills it because others have left
@@ -374,8 +399,10 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=1800.0,
     return ddp
 
 
-def _setup(env, device, backend, seed, ranks, timeout, init_timeout):
+def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
     _deadline(env)
+    if ipex not in ("auto", "on", "off"):
+        raise SetupError(f"ipex is {ipex!r}; expected auto, on or off")
     mpi, finalize = _start_mpi(env, init_timeout)
     ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
     for name, wanted in (("--ranks", ranks), ("DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))):
@@ -385,7 +412,7 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout):
                              f"--nproc_per_node) or change {name}.", speaks=ddp.rank == 0)
     error, reason, target = None, "", torch.device("cpu")
     try:
-        found = _found_devices(backend == "ccl")
+        found = _found_devices(backend == "ccl", ipex)
         if ddp.world_size == 1 and backend == "auto":   # one process needs none: do not refuse for the lack of one
             found.update(dict.fromkeys(BACKENDS, True))
         kind, index, backend, reason = choose_device(device, backend, ddp.local_rank, found)
@@ -398,7 +425,7 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout):
         error = str(e)   # perhaps of this rank alone: rank 0 says it, see _join
     ddp = replace(ddp, device=target, backend=backend if ddp.world_size > 1 else "none", seed=seed,
                   host=socket.gethostname(), notes=(*ddp.notes, reason), timeout=datetime.timedelta(seconds=timeout),
-                  state={"mpi": mpi, "finalize_mpi": finalize})
+                  state={"mpi": mpi, "finalize_mpi": finalize, "ipex": ipex})
     if ddp.world_size > 1:
         ddp = _join(ddp, env, init_timeout, error)
     else:   # libraries that look there make a group of one
@@ -791,6 +818,7 @@ class _LifelineServer(threading.Thread):
         self.address, self.token = listener.getsockname()[:2], secrets.token_hex(8)
         self.ranks, self.peers, self.gone = {}, {}, set()   # socket -> rank, rank -> socket, ranks that have left
         self.beats, self.looked = {}, 0.0                   # rank -> (when heard, its last beat); when last looked at
+        self.parting = None                                 # when the first rank said goodbye
         self.verdict = self.pending = None
         self.start()
 
@@ -799,7 +827,7 @@ class _LifelineServer(threading.Thread):
         selector.register(self.listener, selectors.EVENT_READ)
         while self.peers or len(self.gone) < self.ddp.world_size:
             # A failure that only reports a lost connection waits a moment for the failure that caused it.
-            limit = 1.0 if self.beats else None
+            limit = 1.0 if self.beats or self.gone else None
             if self.pending is not None:
                 limit = max(0.0, self.pending[0] - time.monotonic())
             for key, _ in selector.select(limit):
@@ -831,6 +859,8 @@ class _LifelineServer(threading.Thread):
                 self._tell(done=True)
             if self.verdict is None and self.beats:
                 self._look_for_a_hang()
+            if self.verdict is None and self.parting and time.monotonic() > self.parting + _patience(self.ddp):
+                self._end_the_parting()
         selector.close()
         self.listener.close()
 
@@ -845,6 +875,7 @@ class _LifelineServer(threading.Thread):
         elif "bye" in message:
             self.gone.add(self.ranks[sock])
             self.beats.pop(self.ranks[sock], None)
+            self.parting = self.parting or time.monotonic()
         elif "beat" in message:
             self.beats[self.ranks[sock]] = time.monotonic(), message["beat"]
             if message["beat"] is None:
@@ -884,6 +915,15 @@ class _LifelineServer(threading.Thread):
         text = f"no progress for {watch.limit:.0f} s (the watchdog's limit). {text} {watch.stacks_note()}"
         _print_failure(self.ddp, text, late, self.hosts[late])
         self._announce(late, WATCHDOG, text.splitlines()[0], silent)
+
+    def _end_the_parting(self):
+        """End all where some do not come to cleanup_ddp."""
+        missing = [r for r in range(self.ddp.world_size) if r not in self.gone]
+        if missing:
+            text = (f"rank {_some(missing)} of {self.ddp.world_size} did not come to cleanup_ddp within "
+                    f"{_patience(self.ddp):.0f} s")
+            _print_failure(self.ddp, text, missing[0], self.hosts[missing[0]])
+            self._announce(missing[0], WATCHDOG, text, missing)
 
     def _tell(self, **message):
         line = json.dumps(message).encode() + b"\n"
@@ -1043,6 +1083,11 @@ def _end_soon(seconds=25):
         signal.alarm(seconds)
 
 
+def _patience(ddp):
+    """Seconds that ranks wait for each other in cleanup_ddp: after close_run no longer than the watch would have."""
+    return ddp.state.get("patience") or min(ddp.timeout.total_seconds(), 1800.0)
+
+
 def _kill_silent(ddp, silent):
     """End the ranks of this host that do not answer; the first other rank of the host does it. One that holds the
     interpreter's lock has some seconds to end by its own timer, which writes its stacks; one that is stopped has
@@ -1093,8 +1138,8 @@ def _leave(code, mpi=None):
 
 
 def cleanup_ddp(ddp):
-    """Leave in good order: wait for the others (at most ddp.timeout and half an hour), destroy the groups, finalise
-    MPI, put the environment back. Harmless when called twice."""
+    """Leave in good order: wait for the others (at most ddp.timeout and half an hour; after close_run, the limit of the
+    watch), destroy the groups, finalise MPI, put the environment back. Harmless when called twice."""
     if ddp.state.get("clean"):
         return
     ddp.state["clean"] = True
@@ -1106,10 +1151,10 @@ def cleanup_ddp(ddp):
     if lifeline is not None:
         lifeline.leaving = True
         lifeline.send(bye=True)
-        seconds = min(ddp.timeout.total_seconds(), 1800.0)
+        seconds = _patience(ddp) + 5.0   # by then rank 0 has named who is missing, unless it is stopped itself
         if not lifeline.answered.wait(seconds):   # everybody has said goodbye: the final barrier
-            missing = f" {_some(sorted(set(range(ddp.world_size)) - server.gone))}" if server else "s"
-            stop_all(ddp, f"rank{missing} of {ddp.world_size} did not come to cleanup_ddp within {seconds:.0f} s")
+            _kill_silent(ddp, [0])
+            stop_all(ddp, f"rank 0 of {ddp.world_size} has not answered in cleanup_ddp for {seconds:.0f} s", WATCHDOG)
         lifeline.restore()
         with contextlib.suppress(ValueError, AttributeError, OSError):   # no real stderr: no timer
             faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)   # what follows waits without end
@@ -1187,9 +1232,12 @@ def beat(ddp, step=None, arm=False):
 
 
 def close_run(ddp, code, reason):
-    """The run ends well: status.json gets code and reason, the watch ends. Codes: 0 finished, 75 (AGAIN) run me again;
-    the file writes 1 (an error), 2 (bad input), 70 (no progress) and 130 by itself where it ends the ranks."""
+    """The run ends well: status.json gets code and reason, the watch ends; within its limit all ranks must come to
+    cleanup_ddp. Codes: 0 finished, 75 (AGAIN) run me again; the file writes 1 (an error), 2 (bad input), 70 (no
+    progress) and 130 by itself where it ends the ranks."""
     _write_status(ddp, code, reason)
+    if ddp.state.get("watch"):
+        ddp.state["patience"] = ddp.state["watch"].limit
     end_watch(ddp)
 
 
@@ -1445,6 +1493,47 @@ def _where():
 
 
 # ---------------------------------------------------------------- wrap, shard, agree, reduce
+def optimize_with_ipex(model, optimizer, ddp, dtype=None):
+    """(model, optimizer) as ipex.optimize returns them, or as given where it is not wanted or does not work.
+
+    Between making the optimizer and wrap_ddp:
+        model, optimizer = optimize_with_ipex(model, optimizer, ddp)
+    What comes back are copies: the old ones must not be used. setup_ddp's `ipex` decides: "on", "off", or "auto", which
+    is only on an XPU whose torch has no xccl, since newer ones need no IPEX. Whatever fails on any rank, all go on
+    without, and rank 0 says why. A collective where it is wanted. state_dict() keeps names, shapes and float32.
+    dtype: None leaves the weights in float32, and autocast computes. torch.bfloat16 converts those of linear layers:
+    then forward works under autocast only, and averages of the weights see rounded ones.
+    """
+    mode = ddp.state.get("ipex", "auto")
+    if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or _has_xccl()):
+        return model, optimizer
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("the model is wrapped already. Expected optimize_with_ipex before wrap_ddp.")
+    ipex, problem = _import_ipex()
+    problem, result = _first_problem(problem, ddp), None
+    if not problem:
+        # IPEX keeps a float32 copy beside each bfloat16 weight. DDP aligns only the latter, and the optimizer then
+        # writes each rank's own copy back into it: ranks drift apart, without a word (measured).
+        for tensor in (*model.parameters(), *model.buffers()):
+            broadcast(tensor.detach(), ddp)
+        # Prepacking, which comes with a dtype, changes the shape of weights, and models may look at theirs.
+        how = {} if dtype is None else {"dtype": dtype, "weights_prepack": False}
+        try:
+            result = ipex.optimize(model, optimizer=optimizer, **how)
+        except Exception as e:
+            problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        problem = _first_problem(problem, ddp)
+    print0(ddp, f"IPEX not used: {problem}" if problem else
+           f"IPEX {ipex.__version__} optimized the model, {str(dtype)[6:] if dtype else 'weights stay float32'}")
+    return (model, optimizer) if problem else result
+
+
+def _first_problem(problem, ddp):
+    """The first rank's text that is not empty, on every rank, or ""."""
+    found = all_sum([float(bool(problem) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
+    return broadcast(problem, ddp, found.index(1.0)) if any(found) else ""
+
+
 def wrap_ddp(model, ddp, gradient_as_bucket_view=True, static_graph=False, find_unused_parameters=False,
              broadcast_buffers=True, bucket_cap_mb=None):
     """Wrap a model, already on ddp.device, in DistributedDataParallel (one rank: the model itself comes back).
@@ -1910,6 +1999,8 @@ def add_launch_arguments(parser):
     group = parser.add_argument_group("launch")
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
     group.add_argument("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
+    group.add_argument("--ipex", default="auto", choices=("auto", "on", "off"),
+                       help="Intel's extension for PyTorch; auto: on an XPU whose torch has no xccl")
     group.add_argument("--ranks", type=int, help="refuse any other number of ranks")
     group.add_argument("--init_timeout", type=float, default=300.0, help="seconds to wait for all ranks")
     group.add_argument("--nnodes", type=int, help="start with torch's launcher on this many nodes, by hand")

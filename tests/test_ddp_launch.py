@@ -273,6 +273,27 @@ print(stop_reason(ddp, 1) or "went on", flush=True)
         assert (ranks.out(0), ranks.out(1), ranks.err()) == ("went on\n", "went on\n", "")
 
 
+@pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_that_stands_still_after_the_end_of_a_run_keeps_nobody(late, tmp_path):
+    (tmp_path / "out").mkdir()
+    path = script(tmp_path, """
+import signal
+ddp = setup_ddp(quiet=True)
+watch_run(ddp, "out", minutes=3 / 60)
+stop_reason(ddp, 0)
+close_run(ddp, 0, "done")
+if ddp.rank == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGSTOP)
+cleanup_ddp(ddp)
+""")
+    with ByHand(path, range(2), argv=[late]) as ranks:
+        codes = ranks.codes(60)
+    assert codes[late] == -signal.SIGKILL and codes[1 - late] == 70, ranks.err()
+    says = "rank 0 of 2 has not answered in cleanup_ddp" if late == 0 else "rank 1 of 2 did not come to cleanup_ddp"
+    assert says in ranks.err() and ranks.err().count("FAILED: ") == 1
+    assert json.loads((tmp_path / "out" / "status.json").read_text())["code"] == 0
+
+
 def test_a_script_that_only_asks_for_the_reason_leaves_an_outcome_and_children_can_be_ended(tmp_path):
     (tmp_path / "out").mkdir()
     path = script(tmp_path, """
