@@ -1322,7 +1322,7 @@ class _Watch(threading.Thread):
         self.silence = max(3 * self.period, 2.0)   # seconds without a line that mean: does not answer
         self.requested, self.deadline, self.looked = "", _deadline(os.environ), 0.0
         self.step, self.beats, self.last, self.file = None, 0, None, None
-        self.sent = self.sent_age = self.sent_beats = 0
+        self.sent = self.sent_age = self.sent_beats = self.ticked = 0
         self.told, self.closed, self.interrupts, self.handlers = False, False, 0, {}
         self.inbox, self.signalled = socket.socketpair()
         self.signalled.setblocking(False)
@@ -1402,6 +1402,9 @@ class _Watch(threading.Thread):
                 self.dump_stacks()
                 _leave(WATCHDOG)
             return
+        if now - self.ticked > self.silence:   # this process stood still itself: rank 0's words wait to be read
+            link.heard = now
+        self.ticked = now
         # News at once where rank 0 may take this rank for a late one, else at times.
         if now - self.sent >= self.period or (self.sent_age > self.period and self.sent_beats != self.beats):
             link.send(beat=[self.step, self.beats, round(age, 2), _collectives(), _where() if age > 0.5 else ""])

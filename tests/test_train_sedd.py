@@ -331,6 +331,7 @@ def same_run(a, b):
     assert list(map(differ, rows(a))) == list(map(differ, rows(b)))
 
 
+@pytest.mark.slow
 def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_uninterrupted_run(fasta, tmp_path):
     (tmp_path / "c.yaml").write_text("training: {}\n")
     argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__num_workers=1)]
