@@ -33,9 +33,9 @@ import torch
 
 from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
                        broadcast, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler, gradient_sync,
-                       hand_over, limit_memory, load_checkpoint, machine_differences, print0, read_flags,
-                       save_checkpoint, scale_for_batch, scale_name, setup_ddp, skip_where_bad, stop_all, stop_reason,
-                       stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
+                       hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex, print0,
+                       read_flags, save_checkpoint, scale_for_batch, scale_name, setup_ddp, skip_where_bad, stop_all,
+                       stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
 from run_config import Parser, config_differences, config_to_dict, dump_yaml, load_config
 from run_log import (RunLog, check_resume, find_checkpoint, open_run, replace_status, write_status,
                      write_text_atomic)
@@ -517,9 +517,10 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     schedule.last = max(n_iters, progress["step"])
     validation = None if val is None else Validation(val, config, graph, noise, unigram_counts(proteins), source)
 
-    model = wrap_ddp(bare, ddp, **vars(config.ddp))
     optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps,
                                   weight_decay=o.weight_decay, fused=True)
+    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
+    model = wrap_ddp(bare, ddp, **vars(config.ddp))
     ema, scaler = EMA(bare.parameters(), o.ema), grad_scaler(dtype, ddp)
     if state is not None:
         optimizer.load_state_dict(state["optimizer"])
@@ -785,8 +786,9 @@ def cli(argv=None):
     try:
         if early.plan is not None:
             return print(describe_plan(read_arguments(argv)[1], early.plan))
-        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, init_timeout=early.init_timeout,
-                        timeout=6 * 3600.0)   # the watchdog, which names who is late, is to be sooner
+        # A collective's own limit is long: the watchdog, which names who is late, is to be sooner.
+        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=6 * 3600.0,
+                        init_timeout=early.init_timeout, ipex=early.ipex)
     except (ValueError, RuntimeError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(getattr(e, "code", BAD_INPUT))

@@ -1,4 +1,6 @@
 """Does ddp_setup decide rightly? Pure decisions and one process; real launchers are in test_ddp_launch.py."""
+import importlib.machinery
+import importlib.metadata
 import json
 import os
 import re
@@ -17,8 +19,8 @@ import torch
 import ddp_setup
 from ddp_setup import (Ddp, all_mean, all_sum, autocast, broadcast, choose_device, choose_dtype, cleanup_ddp, close_run,
                        ddp_sampler, describe_hang, detect_launcher, hand_over, load_checkpoint, machine_differences,
-                       save_checkpoint, scale_for_batch, setup_ddp, slurm_first_host, slurm_tasks_per_node, stop_reason,
-                       stop_wanted, watch_run, wrap_ddp)
+                       optimize_with_ipex, save_checkpoint, scale_for_batch, setup_ddp, slurm_first_host,
+                       slurm_tasks_per_node, stop_reason, stop_wanted, watch_run, wrap_ddp)
 from launchers import clean_environment
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
@@ -133,6 +135,108 @@ def test_device_and_backend(device, backend, local_rank, found, expected):
 def test_impossible_requests_are_refused_with_what_is_there(device, backend, found):
     with pytest.raises(RuntimeError, match="[Aa]vailable|expected one of"):
         choose_device(device, backend, 0, {**FOUND, **found})
+
+
+XPU = torch.device("xpu", 0)
+
+
+def pretend(monkeypatch, xpu=1, xccl=False, **modules):
+    """A machine with XPUs, for choosing only: `modules` stand for Intel's packages, and the order in which they are
+    imported is recorded in the list that is returned."""
+    imported = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
+                imported.append(name)
+                if name not in modules:
+                    raise ImportError(f"no {name} here")
+                return importlib.machinery.ModuleSpec(name, Finder)
+
+        @staticmethod
+        def create_module(spec):
+            return modules[spec.name]
+
+        @staticmethod
+        def exec_module(module):
+            pass
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    for name in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        if name in modules:   # what the test imports is forgotten after it
+            monkeypatch.setitem(sys.modules, name, None)
+            del sys.modules[name]
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: xpu)
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: xccl)
+    return imported
+
+
+def fake_ipex(optimize):
+    module = types.ModuleType("intel_extension_for_pytorch")
+    module.optimize, module.__version__ = optimize, "0"
+    return module
+
+
+@pytest.mark.parametrize("machine, ipex, expected, imported", [
+    (dict(xpu=12, xccl=True), "auto", ("xccl", "xpu"), []),                  # native first: nothing of Intel's is needed
+    (dict(xpu=0), "auto", ("gloo", "cpu"), []),
+    (dict(xpu=12), "auto", ("ccl", "xpu"), ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"]),
+    (dict(xpu=12), "off", ("ccl", "xpu"), ["oneccl_bindings_for_pytorch"])])
+def test_intels_packages_are_imported_only_where_torch_has_no_xccl(monkeypatch, machine, ipex, expected, imported):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    order = pretend(monkeypatch, **machine, oneccl_bindings_for_pytorch=types.ModuleType("oneccl_bindings_for_pytorch"))
+    kind, _, backend, _ = choose_device("auto", "auto", 0, ddp_setup._found_devices(ipex=ipex))
+    assert (backend, kind, order) == (*expected, imported)
+
+
+@pytest.mark.parametrize("mode, device, xccl, wanted", [
+    ("auto", XPU, False, True), ("auto", XPU, True, False), ("auto", torch.device("cpu"), False, False),
+    ("off", XPU, False, False), ("on", XPU, True, True), ("on", torch.device("cpu"), False, True)])
+def test_ipex_optimizes_where_asked_or_where_torch_has_no_xccl(monkeypatch, capsys, mode, device, xccl, wanted):
+    calls, theirs = [], (torch.nn.Linear(2, 2), "their optimizer")
+    imported = pretend(monkeypatch, xccl=xccl, intel_extension_for_pytorch=fake_ipex(
+        lambda *given, **how: calls.append((given, how)) or theirs))
+    model = torch.nn.Linear(2, 2)
+    found = optimize_with_ipex(model, "optimizer", Ddp(device=device, state={"ipex": mode}))
+    if wanted:   # without dtype: the weights stay float32; what it returns is used, not what was given
+        assert found == theirs and calls == [((model,), {"optimizer": "optimizer"})]
+        assert "IPEX 0 optimized the model" in capsys.readouterr().out
+    else:
+        assert found == (model, "optimizer") and not calls and not imported and capsys.readouterr().out == ""
+
+
+def refuse(*_, **__):
+    raise AssertionError("The optimizer should be given\nfor training mode")
+
+
+@pytest.mark.parametrize("modules, reason", [
+    ({}, "ImportError: no intel_extension_for_pytorch here"),
+    ({"intel_extension_for_pytorch": fake_ipex(refuse)}, "AssertionError: The optimizer should be given")])
+def test_where_ipex_fails_the_run_goes_on_without_it_and_says_why_once(monkeypatch, capsys, modules, reason):
+    pretend(monkeypatch, **modules)
+    model = torch.nn.Linear(2, 2)
+    found = optimize_with_ipex(model, "optimizer", Ddp(device=XPU, state={"ipex": "auto"}))
+    assert found == (model, "optimizer")
+    assert capsys.readouterr().out.splitlines() == [f"IPEX not used: {reason}"]
+
+
+def test_ipex_for_another_torch_is_not_even_imported(monkeypatch, capsys):
+    imported = pretend(monkeypatch, intel_extension_for_pytorch=fake_ipex(refuse))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3+xpu")
+    optimize_with_ipex(torch.nn.Linear(2, 2), None, Ddp(device=XPU, state={"ipex": "on"}))
+    assert not imported and "1.2.3+xpu does not fit torch" in capsys.readouterr().out
+
+
+def test_weights_are_made_equal_over_ranks_before_ipex_copies_them(monkeypatch):
+    order = []
+    pretend(monkeypatch, intel_extension_for_pytorch=fake_ipex(
+        lambda model, **how: order.append("optimize") or (model, how["optimizer"])))
+    monkeypatch.setattr(ddp_setup, "all_sum", lambda value, ddp: value)
+    monkeypatch.setattr(ddp_setup, "broadcast", lambda value, ddp, src=0: order.append(tuple(value.shape)))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimize_with_ipex(model, None, Ddp(world_size=2, device=XPU, state={"ipex": "on"}))
+    assert order == [(2, 3), (2,), (2,), (2,), (2,), (2,), (), "optimize"]   # parameters, then buffers
 
 
 def place(rank, size):
