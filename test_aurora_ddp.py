@@ -1,19 +1,25 @@
 """Is this machine right, in parallel? About two minutes before a large allocation is spent.
 
+    mpirun -n 2 python test_aurora_ddp.py                 everything; also mpiexec, srun, torchrun, or python alone
     mpiexec -n 24 --ppn 12 python test_aurora_ddp.py --preflight --work_dir runs/mine --suspects bad_hosts
     srun python test_aurora_ddp.py --preflight --bandwidth
     pytest test_aurora_ddp.py                             the same checks, on two ranks of this machine's CPU
 
 Start it exactly as the training. Rank 0 prints one line per check: PASS, FAIL or SKIP, its name, its figure.
-  --preflight  (also without options) do all ranks come; has each a device of its own; do all run the same code and
+  --preflight  do all ranks come; where are they (a table); has each a device of its own; do all run the same code and
                versions; is a sum over ranks and a product on each device right, and none slow; does the last rank see
                what rank 0 writes into the run folder (--work_dir)
+  --claims     (also without options) the pre-flight, and then: do messages arrive, and does a barrier hold all; are the
+               gradients of a wrapped model, in one piece and accumulated, those of one process with all the data; are
+               the weights equal on all ranks after 20 steps, and with IPEX, where it is used (--ipex); does the sampler
+               deal each item once; does a checkpoint come back, bit by bit; is nothing left after cleaning up
   --bandwidth  time and bus bandwidth of the all-reduce, 1 KiB to 256 MiB (--max_mib)
 
 Where hosts are to blame, the last line is `suspect hosts: n1,n2`, as Slurm's --exclude takes it; --suspects FILE holds
 one per line (empty: none), for `grep -vwFf FILE $PBS_NODEFILE > hosts`. What cannot be blamed on one host (no network)
 names none. Exit code of every rank: 0 all passed, 3 a check failed, 2 wrong arguments.
-Reads the project's *.py files; writes and removes .preflight-* in the run folder, and FILE.
+Reads the project's *.py files; writes and removes .preflight-* in the run folder (without one: the temporary folder of
+rank 0), and FILE.
 
 Ranks report through the store of ddp_setup, one request each, and not by collectives: those are what is in doubt here,
 and on some devices they wait without end. So every check says who did not come, at any number of ranks.
@@ -21,57 +27,67 @@ and on some devices they wait without end. So every check says who did not come,
 import argparse
 import collections
 import contextlib
+import copy
 import datetime
 import faulthandler
+import functools
 import hashlib
+import importlib.util
 import json
 import os
 import platform
+import re
 import secrets
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
+import textwrap
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import ddp_setup
-from ddp_setup import add_launch_arguments, broadcast, detect_launcher, hand_over, print0, setup_ddp, stop_all
+from ddp_setup import (add_launch_arguments, barrier, broadcast, check_in_sync, cleanup_ddp, ddp_sampler,
+                       detect_launcher, gradient_sync, hand_over, load_checkpoint, optimize_with_ipex, print0,
+                       save_checkpoint, setup_ddp, stop_all, unwrap_ddp, wrap_ddp)
 
 FAILED, USAGE = 3, 2        # exit codes
 TABLE_ROWS = 32             # up to this many ranks the table of ranks is printed: some sites choke on more output
 COLLECTIVE = "collective"   # what row["at"] says while this rank can be held up by others
+ITEMS, STEPS = 12, 20       # of each rank, in the claims
+CLOSE = 1e-4                # relative, for gradients: float32 comes to 1e-6, TF32 and bfloat16 only to 1e-3
 
 
 # ---------------------------------------------------------------- the checks: what each rank measures
 # measure(row, ddp, args, told) fills `row` (plain values); raising is a failure of this rank. told: rank 0's row of
 # the check before, and "failed", the names of the checks that failed.
 # judge(rows, args), on rank 0: (problems, figure, lines). problems: [(rank or None, text)], empty for PASS.
+def judge_arrival(rows, args):
+    return [], f"all {len(rows)} rank(s) came, the last {rows[0]['waited']:.2f} s after rank 0", []
+
+
 def place(row, ddp, args, told):
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    row.update(local=ddp.local_rank, device=str(ddp.device), id=None, cores=ranges(cores), name="cpu", free=None)
+    row.update(local=ddp.local_rank, device=str(ddp.device), cores=ranges(cores), name="cpu", free=None)
     if ddp.device.type == "cpu":
         with contextlib.suppress(OSError, StopIteration):   # not Linux
             with open("/proc/meminfo") as f:
                 row["free"] = int(next(line for line in f if line.startswith("MemAvailable")).split()[1]) * 1024
         return
     module = getattr(torch, ddp.device.type)
-    properties = module.get_device_properties(ddp.device)
-    row.update(name=properties.name, id=str(getattr(properties, "uuid", "")) or None)
+    row["name"] = module.get_device_name(ddp.device)
     with contextlib.suppress(AttributeError, RuntimeError):   # XPU: not in every torch, not on every driver
         row["free"] = module.mem_get_info(ddp.device)[0]
 
 
 def judge_places(rows, args):
-    problems, seen = [], {}
-    for r, row in enumerate(rows):
-        for key, what in (("local", "local rank"), ("id", "device")):
-            first = seen.setdefault((row["host"], key, row[key]), r)
-            if first != r and row[key] is not None:
-                problems.append((r, f"has the same {what} as rank {first}: {row[key]}"))
+    problems = twice(rows, "local", "local rank")
     per_host = collections.Counter(row["host"] for row in rows)
     free = [row["free"] for row in rows if row["free"] is not None]
     figure = (f"{len(rows)} ranks on {len(per_host)} host(s), {span(per_host.values())} per host; "
@@ -86,6 +102,16 @@ def judge_places(rows, args):
     return problems, figure, lines
 
 
+def identify_device(row, ddp, args, told):
+    row["id"] = ddp_setup._device_id(ddp.device)
+    if row["id"] is None:
+        row["skip"] = "all ranks are on the CPU"
+
+
+def judge_devices(rows, args):
+    return twice(rows, "id", "device"), f"{len(rows)} different device(s)", []
+
+
 def list_versions(row, ddp, args, told):
     folder = Path(__file__).resolve().parent
     row.update(python=platform.python_version(), torch=str(torch.__version__),
@@ -97,7 +123,7 @@ def judge_versions(rows, args):
     problems, figure = [], []
     for what in ("python", "torch", "ddp_setup", "code"):
         common, others = odd([row[what] for row in rows])
-        figure.append(f"{what} {common}")
+        figure += [f"{what} {common}"] * (what != "ddp_setup")   # one line
         problems += [(r, f"has {what} {rows[r][what]}, most have {common}" + (
             f" (*.py in {rows[r]['folder']})" if what == "code" else "")) for r in others]
     return problems, ", ".join(figure), []
@@ -112,10 +138,11 @@ def sum_over_ranks(row, ddp, args, told):
     mine = torch.zeros_like(values)
     mine[ddp.rank::n] = values[ddp.rank::n]
     mine = mine.to(ddp.device)
-    row["at"], start = COLLECTIVE, time.monotonic()
-    dist.all_reduce(mine)   # not all_sum: that may send what is on a CPU by another backend
-    result = mine.cpu()
-    row.update(at="after", seconds=time.monotonic() - start)
+    start = time.monotonic()
+    with together(row):
+        dist.all_reduce(mine)   # not all_sum: that may send what is on a CPU by another backend
+        result = mine.cpu()
+    row["seconds"] = time.monotonic() - start
     wrong = (result != values).nonzero().flatten()
     row.update(wrong=len(wrong), senders=(wrong % n).unique().tolist()[:9])
 
@@ -223,7 +250,7 @@ def reduce_all_sizes(row, ddp, args, told):
 
 def judge_bandwidth(rows, args):
     n, best = len(rows), (0.0, 0)
-    lines = [f"{'size':>9}  {'time [us]':>12}  {'bus [GB/s]':>10}  slowest rank, where ranks differ by a fifth"]
+    lines = [f"{'size':>9}  {'time [us]':>12}  {'bus [GB/s]':>10}  slowest rank, if by a fifth"]
     for k, size in enumerate(rows[0]["bytes"]):
         times = [row["seconds"][k] for row in rows]
         slowest = max(range(n), key=times.__getitem__)
@@ -235,24 +262,228 @@ def judge_bandwidth(rows, args):
                 f"{in_words(rows[0]['bytes'][0])} in {max(row['seconds'][0] for row in rows) * 1e6:.0f} us"), lines
 
 
-def judge_arrival(rows, args):
-    return [], f"all {len(rows)} rank(s) came, the last {rows[0]['waited']:.2f} s after rank 0", []
+# ---------------------------------------------------------------- the claims: is what is trained here right?
+def pass_messages(row, ddp, args, told):
+    """From the last rank, as most defaults point to rank 0. A counter tells who had come when a barrier let go."""
+    n, store = ddp.world_size, ddp.state.get("store")
+    if n == 1:
+        row["skip"] = "one rank: nobody to talk to"
+        return
+    values = [[n - 1.0] * 1024, {"text": "\u00e9", "list": [None, True, 0.5]}]
+    mine, start = torch.full((1024,), float(ddp.rank), device=ddp.device), time.monotonic()
+    with together(row):
+        got = [broadcast(mine, ddp, n - 1).tolist(), broadcast(values[1] if ddp.rank == n - 1 else None, ddp, n - 1)]
+    row.update(seconds=time.monotonic() - start, wrong=got != values)
+    if ddp.rank == n - 1:
+        time.sleep(0.1)   # the others must wait for it
+    store.add("check/at the barrier", 1)
+    start = time.monotonic()
+    with together(row):
+        barrier(ddp, args.timeout)
+    row.update(late=n - store.add("check/at the barrier", 0), waited=time.monotonic() - start)
+
+
+def judge_messages(rows, args):
+    problems = [(r, f"received something else than rank {len(rows) - 1} sent")
+                for r, row in enumerate(rows) if row["wrong"]]
+    problems += [(r, f"left the barrier before {row['late']} rank(s) had come")
+                 for r, row in enumerate(rows) if row["late"]]
+    return problems, (f"4 KiB and an object in {max(row['seconds'] for row in rows) * 1e3:.1f} ms, barrier in "
+                      f"{rows[-1]['waited'] * 1e3:.1f} ms"), []
+
+
+def items_of(ranks):
+    """(x (n, 16), y (n, 1)) float32 on the CPU: the ITEMS items of each of `ranks`."""
+    x = torch.cat([torch.randn(ITEMS, 16, generator=torch.Generator().manual_seed(r)) for r in ranks])
+    return x, x[:, :1] * x[:, 1:2]
+
+
+def prepare(row, ddp, args=None):
+    """(wrapped model, its optimizer, x, y), the items of this rank on its device. The weights differ between ranks:
+    wrapping has to make them rank 0's. args: with IPEX, as they say."""
+    torch.manual_seed(ddp.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.LayerNorm(64),
+                                torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(ddp.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with together(row):
+        if args is not None:
+            given, (model, optimizer) = model, optimize_with_ipex(model, optimizer, ddp)
+            if model is given:
+                row["skip"] = f"not used here with --ipex {args.ipex}" + (
+                    "" if importlib.util.find_spec("intel_extension_for_pytorch") else ", and not installed")
+        model = wrap_ddp(model, ddp, bucket_cap_mb=0.01)   # small buckets: several all-reduces per step
+    return model, optimizer, *(t.to(ddp.device) for t in items_of([ddp.rank]))
+
+
+def backward(model, x, y, row, pieces=1):
+    """Gradient of the mean loss of the items, in `pieces` micro-steps of which only the last averages over ranks.
+    Returns the loss."""
+    total = 0.0
+    for k, (a, b) in enumerate(zip(x.chunk(pieces), y.chunk(pieces))):
+        with together(row), gradient_sync(model, last=k == pieces - 1):
+            loss = ((model(a) - b) ** 2).sum() / len(x)
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+def plain_gradients(model, ranks, device="cpu", dtype=torch.float64):
+    """Those of one process with the items of all `ranks`."""
+    bare = copy.deepcopy(unwrap_ddp(model)).to(device, dtype)
+    backward(bare, *(t.to(device, dtype) for t in items_of(ranks)), {})
+    return [p.grad for p in bare.parameters()]
+
+
+def distance(gradients, right):
+    """The largest relative one of a parameter."""
+    return torch.stack([(g.cpu().double() - r).norm() / r.norm() for g, r in zip(gradients, right)]).max().item()
+
+
+def average_gradients(row, ddp, args, told, pieces=1):
+    model, _, x, y = prepare(row, ddp)
+    row["own"] = distance(plain_gradients(model, [ddp.rank], ddp.device, torch.float32),
+                          plain_gradients(model, [ddp.rank]))
+    backward(model, x, y, row, pieces)
+    row["mean"] = distance([p.grad for p in model.parameters()], plain_gradients(model, range(ddp.world_size)))
+    row["pieces"] = pieces
+
+
+def judge_gradients(rows, args):
+    own, mean = ([r for r, row in enumerate(rows) if not row[key] <= CLOSE] for key in ("own", "mean"))   # or nan
+    problems = [(r, f"computes its own gradient {rows[r]['own']:.1g} off") for r in own] or [
+        (r, f"has a mean over ranks {rows[r]['mean']:.1g} off one process's gradient") for r in mean]
+    if not own and len(mean) == len(rows) > 1:
+        problems = [(None, f"on every rank the mean over ranks is {rows[0]['mean']:.1g} off one process's gradient")]
+    pieces = f" in {rows[0]['pieces']} micro-steps" if rows[0]["pieces"] > 1 else ""
+    return problems, (f"{len(rows) * ITEMS} items{pieces} as in one process, within "
+                      f"{max(row['mean'] for row in rows):.1g}"), []
+
+
+def take_steps(row, ddp, args, told, ipex=False):
+    model, optimizer, x, y = prepare(row, ddp, args if ipex else None)
+    if "skip" in row:
+        if args.ipex == "on":
+            raise RuntimeError("asked for by --ipex on, and not used: see above")
+        return
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(backward(model, x, y, row))
+        optimizer.step()
+    row.update(first=losses[0], last=losses[-1], weights=digest(unwrap_ddp(model).state_dict()), said="")
+    with together(row):
+        try:
+            check_in_sync(model, ddp)
+        except RuntimeError as e:
+            row["said"] = str(e)
+
+
+def judge_steps(rows, args):
+    others, said = odd([row["weights"] for row in rows])[1], rows[0]["said"]
+    first, last = (statistics.fmean(row[key] for row in rows) for key in ("first", "last"))
+    problems = [(r, f"has other weights after {STEPS} steps") for r in others]
+    if bool(said) != bool(others):
+        problems.append((None, f"check_in_sync says {said!r}"))
+    if not last < first:
+        problems.append((None, f"the loss went from {first:.3g} to {last:.3g}"))
+    return problems, f"equal weights on {len(rows)} rank(s) after {STEPS} steps, loss {first:.2g} -> {last:.2g}", []
+
+
+def deal_items(row, ddp, args, told):
+    data = range(10 * ddp.world_size + 1)
+    row.update(each=list(ddp_sampler(data, ddp, train=False)), train=list(ddp_sampler(data, ddp)))
+
+
+def judge_items(rows, args):
+    n, problems = len(rows), []
+    for key, items in (("each", 10 * n + 1), ("train", 10 * n + (n == 1))):   # training cuts the epoch to equal steps
+        owner = {}
+        for r, row in enumerate(rows):
+            if len(row[key]) != len(range(r, items, n)):
+                problems.append((r, f"has {len(row[key])} of {items} items, expected {len(range(r, items, n))}"))
+            problems += [(r, f"has item {i}, which rank {owner[i]} has too") for i in row[key] if i in owner][:1]
+            owner.update(dict.fromkeys(row[key], r))
+    return problems, f"each of {10 * n + 1} items once, and {10 * n + (n == 1)} shuffled", []
+
+
+def save_and_load(row, ddp, args, told):
+    model, optimizer, x, y = prepare(row, ddp)
+    backward(model, x, y, row)
+    optimizer.step()
+    saved = {"model": unwrap_ddp(model).state_dict(), "optimizer": optimizer.state_dict()}
+    with together(row):
+        folder = broadcast(str(probe(args, secrets.token_hex(8)).absolute()), ddp)   # rank 0's
+        path, times = os.path.join(folder, "last.pt"), [time.monotonic()]
+        try:
+            save_checkpoint(path, ddp, resumes=False, **saved)
+            times.append(time.monotonic())
+            row["size"] = os.path.getsize(path) if ddp.is_main else 0
+            loaded = load_checkpoint(path, ddp)
+        finally:
+            if ddp.is_main:
+                shutil.rmtree(folder, ignore_errors=True)
+        ddp.state.pop("checkpoint")   # else a later failure names it as what to go on from
+    row.update(save=times[1] - times[0], load=time.monotonic() - times[1],
+               differs=[key for key in saved if digest(loaded[key]) != digest(saved[key])])
+
+
+def judge_loaded(rows, args):
+    problems = [(r, f"loaded another {' and '.join(row['differs'])} than was saved")
+                for r, row in enumerate(rows) if row["differs"]]
+    return problems, (f"{in_words(rows[0]['size'])}, equal bits; saved in {rows[0]['save'] * 1e3:.0f} ms, loaded in "
+                      f"{max(row['load'] for row in rows) * 1e3:.0f} ms"), []
+
+
+def leave(row, ddp, args, told):
+    """The last check: ranks can still report, as the store ends only with the process that holds it."""
+    cleanup_ddp(ddp)
+    end = time.monotonic() + 5.0
+    while (left := what_is_here(args) - args.before) and time.monotonic() < end:
+        time.sleep(0.02)
+    row["left"] = sorted(left)
+
+
+def judge_left(rows, args):
+    return ([(r, f"is left with {', '.join(row['left'])[:300]}") for r, row in enumerate(rows) if row["left"]],
+            "no thread, process, variable or warning of ours is left", [])
+
+
+def what_is_here(args):
+    """Texts: the threads, child processes (Linux) and variables of this process, and the warnings it has given."""
+    here = {f"thread {t.name}" for t in threading.enumerate() if type(t).__name__ != "_DummyThread"}   # not Python's
+    here |= {f"variable {name}={os.environ[name]}" for name in ddp_setup.SET if name in os.environ}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):   # it has just ended
+            name, fields = stat.read_text().rsplit(")", 1)
+            here |= {f"process {name})"} if int(fields.split()[1]) == os.getpid() else set()
+    return here | set(args.warned)
 
 
 def checks_for(args):
     """[(name, measure, judge, seconds it may take)]. The first one only waits for all ranks."""
-    chosen = []
-    if args.preflight or not args.bandwidth:
-        chosen += [("barrier", None, judge_arrival, args.timeout),
-                   ("place", place, judge_places, args.timeout),
-                   ("versions", list_versions, judge_versions, args.timeout),
-                   ("all-reduce", sum_over_ranks, judge_sum, args.timeout),
-                   ("matmul", multiply, judge_products, args.timeout),
-                   ("folder", write_folder, judge_written, args.timeout),
-                   ("visible", read_folder, judge_read, args.timeout)]
+    chosen, claims = [], args.claims or not (args.preflight or args.bandwidth)
+    if args.preflight or claims:
+        chosen += [("barrier", None, judge_arrival),
+                   ("place", place, judge_places),
+                   ("device", identify_device, judge_devices),
+                   ("versions", list_versions, judge_versions),
+                   ("all-reduce", sum_over_ranks, judge_sum),
+                   ("matmul", multiply, judge_products),
+                   ("folder", write_folder, judge_written),
+                   ("visible", read_folder, judge_read)]
+    if claims:
+        chosen += [("messages", pass_messages, judge_messages),
+                   ("gradients", average_gradients, judge_gradients),
+                   ("accumulate", functools.partial(average_gradients, pieces=3), judge_gradients),
+                   ("steps", take_steps, judge_steps),
+                   ("ipex", functools.partial(take_steps, ipex=True), judge_steps),
+                   ("sampler", deal_items, judge_items),
+                   ("checkpoint", save_and_load, judge_loaded)]
     if args.bandwidth:
-        chosen += [("bandwidth", reduce_all_sizes, judge_bandwidth, args.timeout + 120.0)]
-    return chosen
+        chosen += [("bandwidth", reduce_all_sizes, judge_bandwidth)]
+    if claims:
+        chosen += [("clean-up", leave, judge_left)]
+    return [(*check, args.timeout + 120.0 * (check[0] == "bandwidth")) for check in chosen]
 
 
 # ---------------------------------------------------------------- running them: every wait has an end
@@ -269,11 +500,14 @@ def bounded(measure, limit, ddp, args, told):
             problem.append(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:300]}")
 
     thread = threading.Thread(target=work, daemon=True)
-    if measure:
+    if measure is leave:   # MPI wants to be finalised by the thread that has initialised it
+        work()
+    elif measure:
         thread.start()
         thread.join(limit)
-    if measure and thread.is_alive():
-        return {**row, "error": f"did not end within {limit:.0f} s", "hangs": True}
+    if thread.is_alive():
+        return {**row, "error": f"did not end within {limit:.0f} s, in {innermost(thread)}", "hangs": True,
+                "entered": ddp_setup._collectives()}
     return {**row, "error": problem[0]} if problem else row
 
 
@@ -296,12 +530,21 @@ def meet(ddp, name, row, deadline):
 
 
 def blame(rows, limit):
-    """[(rank, text)] for ranks that did not come or failed, without those that only wait for them in a collective."""
+    """[(rank, text)] for ranks that did not come or failed, without those that only wait for them in a collective:
+    these have entered more of them. (None, text) where all failed alike."""
     bad = [r for r, row in enumerate(rows) if row is None or "error" in row]
     outside = [r for r in bad if rows[r] is None or rows[r].get("at") != COLLECTIVE]
     raised = [r for r in bad if rows[r] is not None and "hangs" not in rows[r]]
+    if len(raised) == len(rows) > 1 and alike(rows):
+        return [(None, f"on every rank {rows[0]['error']}")]
+    late = [] if outside or raised or not bad else [
+        r for r in bad if rows[r]["entered"] == min(rows[other]["entered"] for other in bad)]
     return [(r, f"did not come within {limit:.0f} s" if rows[r] is None else rows[r]["error"])
-            for r in outside or raised or bad]
+            for r in outside or raised or late]
+
+
+def alike(rows):
+    return len({row.get("error") for row in rows if row is not None}) == 1
 
 
 def conclude(rows, judge, limit, args):
@@ -321,7 +564,8 @@ def run_checks(ddp, args):
     told, count, suspects, written, lost = {"failed": []}, collections.Counter(), {}, {}, False
     host = ddp.launcher == "Slurm step" and os.environ.get("SLURMD_NODENAME") or ddp.host   # as --exclude wants it
     for name, measure, judge, limit in checks_for(args):
-        faulthandler.dump_traceback_later(limit + 60.0, exit=True, file=sys.__stderr__)   # Python's lock may be held
+        # Python's lock may be held. cleanup_ddp has a limit of its own, timeout + 60, and then names the missing ranks.
+        faulthandler.dump_traceback_later(limit + (120.0 if measure is leave else 60.0), exit=True, file=sys.__stderr__)
         start = time.monotonic()
         row = {"host": host, **bounded(measure, limit, ddp, args, told)}
         rows = meet(ddp, name, row, start + limit + (10.0 if measure else 0.0))
@@ -334,7 +578,7 @@ def run_checks(ddp, args):
         if problems:
             shown = [text if r is None else f"rank {r} on {hosts[r]} {text}" for r, text in problems[:6]]
             figure = "; ".join(shown + [f"and {len(problems) - 6} more"] * (len(problems) > 6))
-        print0(ddp, "\n".join([f"{status}  {name:<10}  {figure}", *("      " + line for line in lines)]))
+        print0(ddp, "\n".join([in_lines(status, name, figure), *("      " + line for line in lines)]))
         guilty = {r for r, _ in problems} - {None}
         if len(guilty) < ddp.world_size:   # else it is not the fault of a host
             suspects.update(dict.fromkeys(hosts[r] for r in sorted(guilty)))
@@ -342,12 +586,18 @@ def run_checks(ddp, args):
         written = rows[0] if "made" in rows[0] else written
         told = {**rows[0], "failed": told["failed"] + [name] * (status == "FAIL")}
         # a backend that failed within a collective cannot be used again, perhaps not even closed
-        lost = any(row is None or "hangs" in row or "error" in row and row.get("at") == COLLECTIVE for row in rows)
+        lost = any(row is None or "hangs" in row or "error" in row and row.get("at") == COLLECTIVE and not alike(rows)
+                   for row in rows)
         if lost:
             break   # the others wait for the answer until stop_all ends them
         if ddp.world_size > 1:
             ddp.state["store"].set(f"check/{name}/answer", json.dumps(told))
     faulthandler.cancel_dump_traceback_later()
+    if ddp.world_size > 1 and not lost:   # the store lives in rank 0's process: it stays until all have read
+        came, end = ddp.state["store"].add("check/read", 1), time.monotonic() + 10.0
+        while ddp.is_main and came < ddp.world_size and time.monotonic() < end:
+            time.sleep(0.01)
+            came = ddp.state["store"].add("check/read", 0)
     if ddp.is_main:
         remove_probe(args, written)
         print0(ddp, f"{count['PASS']} passed, {count['FAIL']} failed, {count['SKIP']} skipped")
@@ -378,6 +628,46 @@ def name_suspects(args, hosts):
 
 
 # ---------------------------------------------------------------- helpers
+@contextlib.contextmanager
+def together(row):
+    """Within, this rank can be held up by others (and is, after an exception: they may be left waiting)."""
+    row["at"] = COLLECTIVE
+    yield
+    row["at"] = "after"
+
+
+def innermost(thread):
+    """Where in this file a thread is."""
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code.co_filename != __file__:
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_name} (line {frame.f_lineno})"
+
+
+def in_lines(status, name, figure):
+    """One line of 80 columns, where the figure fits."""
+    return textwrap.fill(f"{status}  {name:<10}  {figure}", 80, subsequent_indent=" " * 18, break_long_words=False,
+                         break_on_hyphens=False)
+
+
+def digest(value):
+    """Text that is equal for equal bits, of nested dicts and lists of tensors (on any device) and plain values."""
+    if isinstance(value, torch.Tensor):
+        data = bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+    elif isinstance(value, (dict, list, tuple)):
+        data = repr([digest(v) for v in (value.items() if isinstance(value, dict) else value)]).encode()
+    else:
+        data = repr(value).encode()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def twice(rows, key, what):
+    """[(rank, text)] of ranks that have the same row[key] as an earlier one of their host."""
+    first = {}
+    return [(r, f"has the same {what} as rank {first[row['host'], row[key]]}: {row[key]}")
+            for r, row in enumerate(rows) if first.setdefault((row["host"], row[key]), r) != r]
+
+
 def odd(values):
     """(the most common value, places of the others). In a tie the first one's counts as common."""
     common = collections.Counter(values).most_common(1)[0][0]
@@ -429,7 +719,7 @@ def synchronize(ddp):
 
 
 def probe(args, token):
-    return Path(args.work_dir) / f".preflight-{token}"
+    return Path(args.work_dir or tempfile.gettempdir()) / f".preflight-{token}"
 
 
 def remove_probe(args, written):
@@ -450,6 +740,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--preflight", action="store_true", help="check ranks, devices, versions, results, run folder")
+    parser.add_argument("--claims", action="store_true", help="the same, and training itself (default)")
     parser.add_argument("--bandwidth", action="store_true", help="measure the all-reduce")
     parser.add_argument("--work_dir", help="run folder of the training to come")
     parser.add_argument("--suspects", metavar="FILE", help="write the suspect hosts there, one per line")
@@ -477,7 +768,7 @@ def give_up(seconds):
     """Setting up hangs below Python, in a device's own backend: no rank can tell another."""
     with contextlib.suppress(RuntimeError):
         if detect_launcher(os.environ).rank == 0:
-            print(f"FAIL  set-up      did not end within {seconds:.0f} s", flush=True)
+            print(in_lines("FAIL", "set-up", f"did not end within {seconds:.0f} s"), flush=True)
     os._exit(FAILED)
 
 
@@ -490,6 +781,11 @@ def cli(argv=None):
         args = read_arguments(argv)
     except (ValueError, RuntimeError) as e:
         args, problem = make_parser().parse_args(["--device", "cpu"]), e
+    args.warned, show = [], warnings.showwarning
+    warnings.showwarning = lambda message, category, *more, **options: (
+        args.warned.append(f"{category.__name__}: {str(message).strip()[:100]}"),
+        show(message, category, *more, **options))
+    args.before = what_is_here(args)
     limit = args.init_timeout + 90.0   # setup_ddp's own limits are below
     guard = threading.Timer(limit, give_up, (limit,))
     guard.daemon = True
@@ -497,9 +793,9 @@ def cli(argv=None):
     try:
         # The backend's own limit lies behind that of the checks: who waits in a collective then differs from who fails.
         ddp = setup_ddp(args.device, args.backend, ranks=args.ranks, timeout=args.timeout + 60.0,
-                        init_timeout=args.init_timeout)
+                        init_timeout=args.init_timeout, ipex=args.ipex)
     except RuntimeError as e:
-        print(f"FAIL  set-up      {e}", flush=True)
+        print(in_lines("FAIL", "set-up", str(e)), flush=True)
         name_suspects(args, [])
         sys.exit(USAGE if problem else FAILED)
     guard.cancel()
@@ -510,14 +806,37 @@ def cli(argv=None):
     sys.exit(USAGE if problem else FAILED if failed else 0)
 
 
-def test_the_checks_pass_on_two_ranks_of_this_cpu(tmp_path):
+# ---------------------------------------------------------------- pytest
+def pytest_generate_tests(metafunc):
+    if "check" in metafunc.fixturenames:
+        args = make_parser().parse_args(["--claims", "--bandwidth"])
+        metafunc.parametrize("check", [name for name, *_ in checks_for(args)])
+
+
+@functools.lru_cache(maxsize=None)   # no fixture: where the training is, there may be no pytest to import
+def two_ranks():
+    """The finished process of two ranks on this machine's CPU; its stdout has a line per check."""
     # A small share: a busy machine may run one of two ranks much slower than the other.
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__,
-             "--preflight", "--bandwidth", "--device=cpu", "--max_mib=1", "--slow=0.01", f"--work_dir={tmp_path}"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, "--claims",
+             "--bandwidth", "--device=cpu", "--max_mib=1", "--slow=0.01", "--work_dir=run"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("DDP_")} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 passed, 0 failed, 0 skipped" in done.stdout, done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+        return done, os.listdir(folder)
+
+
+def test_two_ranks_of_this_cpu(check):
+    import pytest
+    done, _ = two_ranks()
+    line = re.search(rf"^(PASS|FAIL|SKIP)  {check} (.*(?:\n {{18}}.*)*)", done.stdout, re.M)
+    assert line and line[1] != "FAIL", done.stdout + done.stderr
+    if line[1] == "SKIP":
+        pytest.skip(line[2].strip())
+
+
+def test_two_ranks_of_this_cpu_end_well_and_leave_nothing():
+    done, left = two_ranks()
+    assert (done.returncode, done.stderr, left) == (0, "", []), done.stdout
 
 
 if __name__ == "__main__":

@@ -714,7 +714,7 @@ def test_a_pbs_job_saves_at_the_walltime_and_its_successor_ends_with_the_weights
     assert successor["words"][-1] == f"jobs/{script}" and site.deleted() == []
 
     (project / "slow").unlink()
-    with site.start(script, "102.site", on="hostA", **successor["variables"], **more) as job:
+    with site.start(script, "102.site", on="hostA", **successor["variables"]) as job:
         result = job.wait(timeout=400)
     text = logs(project)
     assert result.returncode == 0 and result.leftover == [], result.text + text

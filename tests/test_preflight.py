@@ -1,4 +1,4 @@
-"""Does the pre-flight pass where all is well, and does it find what is wrong, naming the host?
+"""Do the checks of test_aurora_ddp.py pass where all is well, and do they find what is wrong, naming the host?
 
 Faults are made on one rank of real launchers: a driver script starts test_aurora_ddp.py with one function of torch,
 Python or the system behaving differently there, or with other files.
@@ -14,7 +14,8 @@ from launchers import need, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = socket.gethostname()
-CHECKS = ["barrier", "place", "versions", "all-reduce", "matmul", "folder", "visible"]
+CHECKS = ["barrier", "place", "device", "versions", "all-reduce", "matmul", "folder", "visible"]
+CLAIMS = ["messages", "gradients", "accumulate", "steps", "ipex", "sampler", "checkpoint", "clean-up"]
 DRIVER = """import os, sys, time
 rank = int(os.environ["PMI_RANK"])
 sys.path.insert(0, {folder!r} if rank == 1 else {root!r})
@@ -27,33 +28,35 @@ test_aurora_ddp.cli()
 
 
 def check(tmp_path, *options, fault=None, launcher="mpich", n=2, folder=ROOT, env=None):
-    """Run the pre-flight in `tmp_path`. fault: Python text that is executed on rank 1 beforehand; folder: where rank 1
-    takes the project's files from."""
+    """Run the pre-flight in `tmp_path`, and with the option --claims all. fault: Python text that is executed on rank 1
+    beforehand; folder: where rank 1 takes the project's files from."""
     need(launcher)
     path = ROOT / "test_aurora_ddp.py"
     if fault is not None:
         path = tmp_path / "driver.py"
         path.write_text(DRIVER.format(folder=str(folder), root=str(ROOT), fault=fault))
     # A small share: of two ranks on a busy machine, one may run much slower than the other.
-    options = ["--device", "cpu", "--slow", "0.02", "--suspects", "bad_hosts", *options]
+    what = [] if "--claims" in options else ["--preflight"]
+    options = ["--device", "cpu", "--slow", "0.02", "--suspects", "bad_hosts", *what, *options]
     return run_ranks(launcher, n, [path, *options], cwd=tmp_path, env=env, timeout=120)
 
 
 def lines_of(result):
     """{name of the check: (status, figure)} as printed"""
-    found = re.findall(r"^(PASS|FAIL|SKIP)  (\S+) +(.*)$", result.stdout, re.M)
+    found = re.findall(r"^(PASS|FAIL|SKIP)  (\S+) +(.*(?:\n {18}.*)*)$", result.stdout, re.M)
     assert len({name for _, name, _ in found}) == len(found), result.text
-    return {name: (status, figure) for status, name, figure in found}
+    return {name: (status, re.sub("\n +", " ", figure)) for status, name, figure in found}
 
 
 def assert_found(result, tmp_path, **expected):
-    """Exactly the checks `expected` failed, each naming rank 1 alone, with these words; the host is suspected in both
-    forms, and all have ended with exit code 3."""
+    """Exactly the checks `expected` failed ("_" for a hyphen), each naming rank 1 alone, with these words; the host is
+    suspected in both forms, and all have ended with exit code 3."""
+    expected = {name.replace("_", "-"): words for name, words in expected.items()}
     checks = lines_of(result)
     assert result.returncode == 3, result.text
     assert [name for name, (status, _) in checks.items() if status == "FAIL"] == list(expected), result.text
     for name, words in expected.items():
-        assert re.findall(r"rank \d+ on (?:\S+)", checks[name][1]) == [f"rank 1 on {HOST}"], result.text
+        assert set(re.findall(r"rank \d+ on (?:\S+)", checks[name][1])) == {f"rank 1 on {HOST}"}, result.text
         assert words in checks[name][1], result.text
     assert result.stdout.splitlines()[-1] == f"suspect hosts: {HOST}", result.text
     assert (tmp_path / "bad_hosts").read_text() == f"{HOST}\n"
@@ -63,11 +66,11 @@ def assert_found(result, tmp_path, **expected):
 @pytest.mark.parametrize("launcher", ["torchrun", "mpich"])
 def test_two_healthy_ranks_pass_and_the_bandwidth_is_a_table(tmp_path, launcher):
     (tmp_path / "bad_hosts").write_text("of-before\n")
-    result = check(tmp_path, "--preflight", "--bandwidth", "--max_mib", "4", "--repeats", "3", "--work_dir", "runs",
+    result = check(tmp_path, "--bandwidth", "--max_mib", "4", "--repeats", "3", "--work_dir", "runs",
                    launcher=launcher)
     assert result.returncode == 0, result.text
     found = [(name, status) for name, (status, _) in lines_of(result).items()]
-    assert found == [(name, "PASS") for name in [*CHECKS, "bandwidth"]], result.text
+    assert found == [(name, "SKIP" if name == "device" else "PASS") for name in [*CHECKS, "bandwidth"]], result.text
     assert re.search(rf"^ +1  {re.escape(HOST)} +1  cpu ", result.stdout, re.M), result.text
     assert "suspect" not in result.stdout and (tmp_path / "bad_hosts").read_text() == ""
     assert [p.name for p in tmp_path.iterdir()] == ["bad_hosts"]    # the run folder is as it was
@@ -80,11 +83,23 @@ def test_two_healthy_ranks_pass_and_the_bandwidth_is_a_table(tmp_path, launcher)
 
 
 def test_one_rank_skips_what_needs_two_and_says_why(tmp_path):
-    result = check(tmp_path, "--preflight", "--bandwidth", launcher="python", n=1)
+    result = check(tmp_path, "--bandwidth", launcher="python", n=1)
     assert result.returncode == 0, result.text
     assert {name: figure for name, (status, figure) in lines_of(result).items() if status == "SKIP"} == {
-        "all-reduce": "one rank: nothing to sum over", "folder": "no --work_dir given",
-        "visible": "nothing was written", "bandwidth": "one rank: nothing to reduce over"}
+        "device": "all ranks are on the CPU", "all-reduce": "one rank: nothing to sum over",
+        "folder": "no --work_dir given", "visible": "nothing was written",
+        "bandwidth": "one rank: nothing to reduce over"}
+
+
+@pytest.mark.parametrize("launcher", ["mpich", "openmpi"])
+def test_all_claims_hold_on_two_ranks_that_leave_nothing_behind(tmp_path, launcher):
+    result = check(tmp_path, "--claims", launcher=launcher)
+    assert result.returncode == 0 and result.leftover == [] and result.stderr == "", result.text
+    assert max(len(line) for line in result.stdout.partition("PASS")[2].splitlines()) <= 80, result.text
+    skipped = {"device", "folder", "visible", "ipex"}
+    assert [(name, status) for name, (status, _) in lines_of(result).items()] == [
+        (name, "SKIP" if name in skipped else "PASS") for name in CHECKS + CLAIMS], result.text
+    assert [p.name for p in tmp_path.iterdir()] == ["bad_hosts"]
 
 
 # ------------------------------------------------------------------ faults on rank 1
@@ -97,7 +112,7 @@ def test_wrong_place_version_sum_product_and_folder_are_each_found(tmp_path):
     dist.all_reduce = lambda x, *a, **k: reduce(x.mul_(1 + 2**-20) if len(x) > 9999 else x, *a, **k)
     torch.mm = lambda a, b: mm(a, b).index_fill_(0, torch.tensor([7]), 1.0)
     os.chdir("elsewhere")"""
-    result = check(tmp_path, "--work_dir", "runs", "--timeout", "4", "--bandwidth", "--preflight", fault=fault)
+    result = check(tmp_path, "--work_dir", "runs", "--timeout", "4", "--bandwidth", fault=fault)
     assert_found(result, tmp_path, **{
         "place": "has the same local rank as rank 0: 0",
         "versions": "has python 3.9.1, most have 3.1",
@@ -153,7 +168,7 @@ def test_of_ranks_that_wait_for_each_other_the_one_at_fault_is_named(tmp_path, f
 
 
 def test_wrong_arguments_are_told_once_and_exit_with_2(tmp_path):
-    result = check(tmp_path, "--preflight", "--max_mib", "0")
+    result = check(tmp_path, "--max_mib", "0")
     assert result.returncode == 2, result.text
     assert result.text.count("error: command line: --max_mib is 0, expected more than 0") == 1, result.text
 
@@ -163,3 +178,30 @@ def test_a_rank_that_was_never_started_is_named_by_the_set_up(tmp_path):
     result = check(tmp_path, "--init_timeout", "1", launcher="python", n=1, env=env)
     assert result.returncode == 3, result.text
     assert "1 of 2 ranks did not appear within 1 s: rank(s) 1" in lines_of(result)["set-up"][1], result.text
+
+
+def test_every_claim_can_fail_and_names_the_rank(tmp_path):
+    fault = """import dataclasses, threading
+    t, halve = test_aurora_ddp, lambda p: p.grad.mul_(0.5)
+    send, back, deal, load, clean = t.broadcast, t.backward, t.ddp_sampler, t.load_checkpoint, t.cleanup_ddp
+    t.broadcast = lambda value, *a: (lambda got: got + 1 if torch.is_tensor(got) else got)(send(value, *a))
+    t.backward = lambda model, *a: (back(model, *a),
+                                    [halve(p) for p in model.parameters() if hasattr(model, "module")])[0]
+    t.ddp_sampler = lambda data, ddp, **k: deal(data, dataclasses.replace(ddp, rank=0), **k)
+    t.load_checkpoint = lambda *a: (lambda state: (state["model"]["0.bias"].add_(1), state)[1])(load(*a))
+    t.cleanup_ddp = lambda ddp: (clean(ddp), threading.Thread(target=time.sleep, args=(60,), daemon=True,
+                                                              name="stray").start())"""
+    result = check(tmp_path, "--claims", fault=fault)
+    assert_found(result, tmp_path, messages="received something else than rank 1 sent",
+                 gradients="has a mean over ranks 0.5 off", accumulate="has a mean over ranks 0.5 off",
+                 steps="has other weights after 20 steps", sampler="which rank 0 has too",
+                 checkpoint="loaded another model", clean_up="is left with thread stray")
+
+
+def test_a_rank_that_hangs_in_a_claim_is_told_from_the_one_that_waits_for_it(tmp_path):
+    fault = """count, back = [], torch.Tensor.backward
+    torch.Tensor.backward = lambda loss: (count.append(0), time.sleep(1000 if len(count) == 9 else 0), back(loss))"""
+    result = check(tmp_path, "--claims", "--timeout", "10", fault=fault)
+    failed = [name for name, (status, _) in lines_of(result).items() if status == "FAIL"]
+    assert_found(result, tmp_path, **{name: "did not end within 10 s, in backward (line" for name in failed})
+    assert len(failed) == 1 and result.seconds < 60, result.text
