@@ -4,7 +4,8 @@
     python bench_ddp.py save --folder /lus/flare/projects/X     # on that file system
     mpirun -n 4 python bench_ddp.py save configs/sedd_cpu.yaml  # load: read by rank 0 and sent to the others
     python bench_ddp.py dpo                                     # a DPO step against a plain one; on one CPU thread
-    python bench_ddp.py dpo --pdb 5L33.pdb --long               # on this structure; memory at 2,000 residues too
+    python bench_ddp.py dpo --device cuda                       # the same on a device: pairs per second
+    python bench_ddp.py dpo --pdb 5L33.pdb --long               # on this structure; memory of the plain step too
 """
 import argparse
 import copy
@@ -28,7 +29,7 @@ from run_config import load_config
 from sedd_diffusion import make_graph
 from sedd_model import EMA, SEDD
 from sequence_data import N_TOKENS, X_ID
-from structure_data import NAMES, PHI_PSI, Complex, Pair, build_backbone, collate, read_structure
+from structure_data import NAMES, PHI_PSI, Complex, Pair, build_backbone, collate, collate_complexes, read_structure
 from train_sedd_ddp import Config
 
 CONFIGS = Path(__file__).with_name("configs")
@@ -99,7 +100,7 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
     pair_mask = mask[:, :, None] * mask[:, None]
     D = pair_mask * distances("CA", "CA")
     nearest, E_idx = (D + (1 - pair_mask) * D.amax(-1, keepdim=True)).topk(min(model.num_edges, L), largest=False)
-    centres = torch.linspace(2, 22, 16)
+    centres = torch.linspace(2, 22, 16, device=X.device)
     rbf = []
     for k, pair in enumerate(PAIRS.split()):
         d = nearest if k == 0 else distances(*pair.split("-")).gather(2, E_idx)
@@ -110,7 +111,7 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
     f = model.features
     positional = f.embeddings.linear(F.one_hot(kind, 66).float())
     h_E = model.W_e(f.norm_edges(f.edge_embedding(torch.cat([positional, *rbf], -1))))
-    h_V = torch.zeros(B, L, h_E.shape[-1])
+    h_V = h_E.new_zeros(B, L, h_E.shape[-1])
     edge_mask = mask[..., None] * gather(mask[..., None], E_idx)[..., 0]
 
     def message(x, *layers):
@@ -129,7 +130,7 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
         x = centre(h_V, torch.cat([h_E, gather(h_V, E_idx)], -1))
         h_E = layer.norm3(h_E + message(x, layer.W11, layer.W12, layer.W13))
     one_hot = F.one_hot(order, L).float()                                                           # step, residue
-    visible = torch.einsum("ij,biq,bjp->bqp", torch.ones(L, L).tril(-1), one_hot, one_hot)
+    visible = torch.einsum("ij,biq,bjp->bqp", one_hot.new_ones(L, L).tril(-1), one_hot, one_hot)
     visible = visible.gather(2, E_idx)[..., None]
     h_S = model.W_s(S)
     blind = torch.cat([h_E, torch.zeros_like(h_E), gather(h_V, E_idx)], -1) * (1 - visible) * mask[..., None, None]
@@ -144,9 +145,11 @@ def plain_loss(policy, reference, path, pairs, beta):
     structure = read_structure(path)
     complex = Complex(structure, sorted(structure.chains))
     batch = collate([Pair(complex, pair.chosen, pair.rejected, pair.chain_M) for pair in pairs], range(len(pairs)))
+    device = policy.W_s.weight.device
+    batch = {name: value.to(device) for name, value in {**batch, **collate_complexes([complex])}.items()}
     rows, scores = batch["complex"], []
     X, mask, residue_idx, chain_id = (batch[name][rows] for name in ("X", "mask", "residue_idx", "chain_id"))
-    order = torch.arange(X.shape[1]).expand(len(pairs), -1)
+    order = torch.arange(X.shape[1], device=device).expand(len(pairs), -1)
     order = order.gather(1, (batch["chain_M"] * mask).gather(1, order).argsort(dim=1, stable=True))
     for model, grad in ((policy, True), (reference, False)):
         for name in ("chosen", "rejected"):
@@ -161,7 +164,7 @@ def plain_loss(policy, reference, path, pairs, beta):
 class DpoSteps:
     """The plain step and ours, from equal weights, on the same pairs. A step is loss, gradient, clipping and Adam."""
 
-    def __init__(self, path, n_pairs, ddp, order="arange", dtype="float32", seed=0):
+    def __init__(self, path, n_pairs, ddp, order="arange", dtype="float32", seed=0, made=4):
         self.path, self.n, self.ddp = path, n_pairs, ddp
         self.config = dpo.Config()
         self.config.loss.order = order
@@ -170,20 +173,22 @@ class DpoSteps:
         complex, rng = Complex(structure, sorted(structure.chains)), np.random.default_rng(seed)
         L = len(complex)
         self.pairs = [Pair(complex, *np.where(complex.mask, rng.integers(0, 20, (2, L)), complex.S).astype(np.uint8),
-                           np.ones(L, bool)) for _ in range(4)]
+                           np.ones(L, bool)) for _ in range(made)]
         self.base = random_proteinmpnn(seed).eval()
         policy = copy.deepcopy(self.base)
+        self.base = self.base.to(ddp.device)
         with torch.no_grad():                              # away from the reference, where every loss is log 2
             for p in policy.parameters():
                 p += 0.003 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed + 1))
+        policy = policy.to(ddp.device)
         self.models = {"plain": policy, "ours": copy.deepcopy(policy)}
         self.optimizers = {k: torch.optim.Adam(m.parameters(), lr=3e-6) for k, m in self.models.items()}
         self.reference = dpo.Reference(self.base, self.pairs, self.config, ddp)
-        self.at, self.epoch = {"plain": 0, "ours": 0}, 0
+        self.at, self.epoch, self.waited = {"plain": 0, "ours": 0}, 0, 0.0
         if order != "random":                              # once per run, not per step
             self.epoch = None
             with torch.no_grad():
-                batch = self.reference.to_device(self.batch(range(4)))
+                batch = self.reference.to_device(self.batch(range(made)))
                 log_probs = self.reference.log_probs(batch)
             self.reference.table = dpo.pair_scores(log_probs, batch, 1.0)[0]
 
@@ -191,26 +196,41 @@ class DpoSteps:
         return dpo.make_batch(self.pairs, list(indices), self.config.loss, 0, self.epoch)
 
     def gradient(self, kind):
-        """(loss, norm of the gradient) of the next pairs; the gradient is left in .grad."""
-        model, some = self.models[kind], [(self.at[kind] + i) % 4 for i in range(self.n)]
+        """(loss, norm of the gradient) of the next pairs, tensors; the gradient is left in .grad."""
+        model, some = self.models[kind], [(self.at[kind] + i) % len(self.pairs) for i in range(self.n)]
         self.at[kind] += self.n
         model.zero_grad()
         if kind == "plain":
             loss = plain_loss(model, self.base, self.path, [self.pairs[i] for i in some], self.config.loss.beta)
             loss.backward()
-            return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+            return loss.detach(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         self.epoch = self.epoch if self.epoch is None else self.at[kind]
-        totals, norm = dpo.accumulate(model, [self.batch(some)], self.reference, self.config, self.ddp, self.dtype,
-                                      self.n)
-        return float(totals[0] / totals[-4]), norm.item()
+        asked = self.now()
+        batch = self.batch(some)
+        self.waited += self.now() - asked
+        totals, norm = dpo.accumulate(model, [batch], self.reference, self.config, self.ddp, self.dtype, self.n)
+        return totals[0] / totals[-4], norm
 
-    def step(self, kind):
-        """CPU seconds of one step."""
-        start = time.process_time()
-        self.gradient(kind)
-        torch.nn.utils.clip_grad_norm_(self.models[kind].parameters(), self.config.optim.grad_clip)
-        self.optimizers[kind].step()
-        return time.process_time() - start
+    def now(self):
+        """CPU seconds of this process; of a device, which works beside it, seconds."""
+        return time.process_time() if self.ddp.device.type == "cpu" else time.perf_counter()
+
+    def finish(self):
+        if self.ddp.device.type != "cpu":
+            getattr(torch, self.ddp.device.type).synchronize()
+
+    def step(self, kind, n=1):
+        """(seconds of each of n steps, share of them in which the next pairs were made). The device is not waited for
+        between them."""
+        self.finish()
+        start, self.waited = self.now(), 0.0
+        for _ in range(n):
+            self.gradient(kind)
+            torch.nn.utils.clip_grad_norm_(self.models[kind].parameters(), self.config.optim.grad_clip)
+            self.optimizers[kind].step()
+        self.finish()
+        took = self.now() - start
+        return took / n, self.waited / took
 
 
 def write_demo_pdb(path, n_residues):
@@ -230,48 +250,67 @@ def resident(field):
 
 
 def memory_of_a_step(kind, path, queue):
-    """Puts the growth of the peak memory in GB, with all that is kept for the step, and its CPU seconds."""
+    """Puts the growth of the peak memory in GB, with all that is kept for the step, and its CPU seconds. In a process
+    of its own."""
     torch.set_num_threads(1)
     with setup_ddp("cpu", quiet=True) as ddp:
         before = resident("VmRSS")
-        steps = DpoSteps(path, 1, ddp)
+        steps = DpoSteps(path, 1, ddp, made=1)
         Path("/proc/self/clear_refs").write_text("5")      # the peak counts from here on, but what is kept counts
-        took = steps.step(kind)
+        took = steps.step(kind)[0]
         queue.put((resident("VmHWM") - before, took))
 
 
+def memory_on_the_device(kind, path, ddp):
+    """The same of a device."""
+    backend = getattr(torch, ddp.device.type)
+    before = backend.memory_allocated()
+    steps = DpoSteps(path, 1, ddp, made=1)
+    backend.reset_peak_memory_stats()
+    took = steps.step(kind)[0]
+    return (backend.max_memory_allocated() - before) / 1e9, took
+
+
 def bench_dpo(args, ddp):
-    """Pairs per CPU second of our DPO step and of a plain one, in turns on one thread; differences of the results."""
-    if ddp.world_size > 1 or ddp.device.type != "cpu":
-        raise ValueError(f"found {ddp.world_size} ranks on {ddp.device}; expected one process: bench_ddp.py dpo "
-                         "compares CPU seconds. Start it by python alone, with --device cpu.")
-    torch.set_num_threads(1)
+    """Pairs per CPU second, or per second of a device, of our DPO step and of a plain one, in turns; differences of the
+    results; memory at 2,000 residues."""
+    if ddp.world_size > 1:
+        raise ValueError(f"found {ddp.world_size} ranks; expected one process: bench_ddp.py dpo compares steps, on "
+                         "one device. Start it by python alone.")
+    on_cpu = ddp.device.type == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)
+    second = "CPU second" if on_cpu else "second"
     with tempfile.TemporaryDirectory() as folder:
         path = args.pdb or Path(folder, "demo.pdb")
         if args.pdb is None:
             write_demo_pdb(path, 106)
         n = sum(len(chain.S) for chain in read_structure(path).chains.values())
-        print(f"DPO step, {path.name}, {n} rows, all designed; one thread, in turns, median of {args.repeats};\n"
-              f"loss and gradient norm before the first step\n{'':<34}{'pairs per CPU second':^24}\n{'ours is':<34}"
-              f"{'plain':>8}{'ours':>8}{'ratio':>8}  {'(min-max)':<14}{'loss differs':>13}{'norm, relative':>16}")
+        print(f"DPO step, {path.name}, {n} rows, all designed; {'one thread' if on_cpu else ddp.device}, in turns, "
+              f"median of {args.repeats};\nloss and gradient norm before the first step\n"
+              f"{'':<34}{f'pairs per {second}':^24}\n{'ours is':<34}"
+              f"{'plain':>8}{'ours':>8}{'ratio':>8}  {'(min-max)':<14}{'data':>5}"
+              f"{'loss differs':>13}{'norm, relative':>16}")
         for pairs, order, dtype in ((1, "arange", "float32"), (1, "random", "float32"), (4, "arange", "float32"),
                                     (4, "arange", "bfloat16")):
             steps = DpoSteps(path, pairs, ddp, order, dtype)
-            (loss, norm), (our_loss, our_norm) = steps.gradient("plain"), steps.gradient("ours")
-            steps.step("ours")                             # Adam's state, and what is kept per structure
-            took = [(steps.step("plain"), *(steps.step("ours") for _ in range(3))) for _ in range(args.repeats)]
-            plain, ours = statistics.median(t[0] for t in took), statistics.median(x for t in took for x in t[1:])
-            ratios = [t[0] / statistics.mean(t[1:]) for t in took]
+            loss, norm, our_loss, our_norm = map(float, (*steps.gradient("plain"), *steps.gradient("ours")))
+            steps.step("ours", 3)                          # Adam's state, and what is kept per structure
+            took = [(steps.step("plain")[0], *steps.step("ours", 3 if on_cpu else 20)) for _ in range(args.repeats)]
+            plain, ours, data = (statistics.median(column) for column in zip(*took))
+            ratios = [a / b for a, b, _ in took]
             differ = (f"{abs(loss - our_loss):>13.1e}{abs(norm / our_norm - 1):>16.1e}" if order == "arange" else
                       f"{'another order':>13}")
             print(f"{f'{pairs} per structure, {order}, {dtype}':<34}{pairs / plain:>8.2f}{pairs / ours:>8.2f}"
-                  f"{plain / ours:>7.1f}x  {f'({min(ratios):.1f}-{max(ratios):.1f})':<14}{differ}", flush=True)
+                  f"{plain / ours:>7.1f}x  {f'({min(ratios):.1f}-{max(ratios):.1f})':<14}{data:>5.1%}{differ}",
+                  flush=True)
         print("plain: reads the file and runs four forward passes in float32 each step. Order random computes the "
-              "reference\neach step too, and compares with the plain step's order arange.")
-        if args.long:
-            path = Path(folder, "long.pdb")
-            write_demo_pdb(path, 2000)
-            for kind in ("plain", "ours"):
+              "reference\neach step too, and compares with the plain step's order arange. data: share of our step in "
+              "which its pairs are\nmade, as without --num_workers.")
+        path = Path(folder, "long.pdb")
+        write_demo_pdb(path, 2000)
+        for kind in ("ours", "plain")[:1 + args.long]:
+            if on_cpu:
                 context = multiprocessing.get_context("spawn")
                 queue = context.Queue()
                 process = context.Process(target=memory_of_a_step, args=(kind, path, queue))
@@ -281,8 +320,10 @@ def bench_dpo(args, ddp):
                     raise RuntimeError(f"the {kind} step on 2,000 residues ended with {process.exitcode}; expected 0. "
                                        "-9: the system's memory did not suffice.")
                 grown, took = queue.get()
-                print(f"2,000 residues, 1 pair, {kind}: peak memory grows by {grown:.2f} GB, {took:.1f} CPU seconds",
-                      flush=True)
+            else:
+                grown, took = memory_on_the_device(kind, path, ddp)
+            print(f"2,000 residues, 1 pair, {kind}: peak memory grows by {grown:.2f} GB, {took:.1f} {second}s",
+                  flush=True)
 
 
 def main(argv):
@@ -292,7 +333,7 @@ def main(argv):
     parser.add_argument("--folder", default=".", help="where to write (and remove) checkpoints")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pdb", type=Path, help="structure for dpo, all its chains designed; default: a built one")
-    parser.add_argument("--long", action="store_true", help="dpo: memory at 2,000 residues; takes GB and minutes")
+    parser.add_argument("--long", action="store_true", help="dpo: memory of the plain step too; takes GB and minutes")
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     if args.what == "dpo" and args.device == "auto":

@@ -16,6 +16,7 @@ a message commutes with the sum over neighbours. Padding never changes a score. 
 autocast work. No buffers. Needs torch only; only load and save touch files.
 Source: Dauparas et al. 2022, Science 378, 49; published code and weights: github.com/dauparas/ProteinMPNN.
 """
+import math
 import os
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"      # the index of a letter in S; X = unknow
 PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) lie in vanilla_model_weights and "
              "soluble_model_weights of github.com/dauparas/ProteinMPNN.")
 MESSAGE_SCALE = 30                      # divides each sum over neighbours, whatever their number
+MAX_TEMPERATURE = 1e6                   # here all letters are equally likely; far above, float32 would overflow
+MAX_EDGES, MAX_HIDDEN, MAX_LAYERS = 10_000, 2_048, 100      # of a file; published models: 48, 128, 3
 N_CLASSES = 66                          # residue offsets -32 .. 32, and 65 = another chain
 N_RBF = 16
 # Columns of edge_embedding: distance from this atom of residue i to that atom of neighbour j.
@@ -81,7 +84,8 @@ class ProteinMPNN(nn.Module):
 
         X:           (B, L, 4, 3) floating point, N, CA, C, O in Angstrom. mask: (B, L), 1 = resolved.
         residue_idx: (B, L) int64. chain_id: (B, L) int64, 1, 2, ... and 0 = padding. An unresolved residue is
-                     not padding: others see it, as in the published code.
+                     not padding: others see it, as in the published code, with the atoms it has; the coordinates
+                     of an atom that is missing are 0 or not finite.
         Returns a Graph. Raises ValueError for other shapes and dtypes, and for resolved residues that are padding
         or not finite (values are checked on the CPU only: elsewhere that would stall the device).
         """
@@ -152,10 +156,12 @@ class ProteinMPNN(nn.Module):
         (M, L), V = S.shape, len(ALPHABET)
         bias = torch.as_tensor(bias, device=S.device)
         fits = bias.dim() <= 3 and all(n in (1, N) for n, N in zip(bias.shape[::-1], (V, L, M)))
-        if chain_M.shape not in ((M, L), (1, L)) or not temperature >= 0 or not fits or set(omit) - set(ALPHABET):
+        if chain_M.shape not in ((M, L), (1, L)) or not fits or set(omit) - set(ALPHABET) or (
+                not 0 <= temperature <= MAX_TEMPERATURE):
             raise ValueError(f"chain_M is {tuple(chain_M.shape)}, temperature {temperature}, bias "
-                             f"{tuple(bias.shape)}, omit {omit!r}; expected ({M}, {L}) or (1, {L}), a number >= 0, "
-                             f"a shape that broadcasts to ({M}, {L}, {V}), and letters of {ALPHABET}.")
+                             f"{tuple(bias.shape)}, omit {omit!r}; expected ({M}, {L}) or (1, {L}), a number from 0 "
+                             f"to {MAX_TEMPERATURE:g}, a shape that broadcasts to ({M}, {L}, {V}), and letters of "
+                             f"{ALPHABET}.")
         chain_M = chain_M.bool().expand(M, L)
         draw = chain_M & take(encoding.mask, structure)
         bias = torch.zeros(M, L, V, device=S.device) + bias
@@ -320,7 +326,7 @@ def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
     """See ProteinMPNN.graph. Nothing larger than (B, L, L) and (B, L, K, 25) is made."""
     check_structure(X, mask, residue_idx, chain_id)
     mask, real = mask.bool(), chain_id != 0
-    X = torch.where(mask[..., None, None], X, 0)
+    X = torch.where(X.isfinite() & real[..., None, None], X, 0)     # each atom for itself, as in the published code
     N, CA, C, O = X.unbind(2)
     b, c = CA - N, C - CA
     CB = -0.58273431 * torch.linalg.cross(b, c) + 0.56802827 * b - 0.54067466 * c + CA
@@ -477,11 +483,18 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
     if not set(keys) <= set(found):
         raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}. {PUBLISHED}")
     num_edges, noise_level, weights = (checkpoint[key] for key in keys)
-    if type(num_edges) is not int or num_edges < 1 or type(noise_level) not in (int, float):
-        raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r}; expected a positive int "
-                         f"and a number of Angstrom.")
-    if not isinstance(weights, dict) or not all(torch.is_tensor(value) for value in weights.values()):
+    if (type(num_edges) is not int or not 1 <= num_edges <= MAX_EDGES or type(noise_level) not in (int, float)
+            or not 0 <= noise_level < math.inf):
+        raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r}; expected an int from 1 to "
+                         f"{MAX_EDGES:,} and a number of Angstrom.")
+    if not isinstance(weights, dict):
         raise ValueError(f"model_state_dict of {name} is {type(weights).__name__}; expected a dict of tensors.")
+    for key, value in weights.items():
+        if type(key) is not str or not torch.is_tensor(value) or value.layout != torch.strided or (
+                value.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16)):
+            found = f"{value.layout} {value.dtype}" if torch.is_tensor(value) else type(value).__name__
+            raise ValueError(f"model_state_dict of {name} has {key!r}: {found}; expected a dict of tensors by name, "
+                             f"dense, of 16, 32 or 64 bit floating point.")
     weights = {key.removeprefix("module."): value for key, value in weights.items()}
     other = ("a LigandMPNN with ligand context" if any(key.startswith("context_encoder_layers.") for key in weights)
              else "a CA-only ProteinMPNN" if any(key.startswith(("W_v.", "features.node_embedding."))
@@ -492,8 +505,13 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
     hidden_size = weights["W_e.bias"].numel() if "W_e.bias" in weights else 128
     n_layers = [len({key.split(".")[1] for key in weights if key.startswith(part)})
                 for part in ("encoder_layers.", "decoder_layers.")]
-    with torch.device("meta"):
-        model = ProteinMPNN(num_edges, hidden_size, *n_layers, dropout, noise_level)
+    if not 1 <= hidden_size <= MAX_HIDDEN or not all(1 <= n <= MAX_LAYERS for n in n_layers):
+        raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size:,} numbers, and it has "
+                         f"{n_layers[0]} + {n_layers[1]} layers; expected 1 to {MAX_HIDDEN:,} and 1 to {MAX_LAYERS}. "
+                         f"{PUBLISHED}")
+    # Not on the device "meta", whose first use imports a compiler for more than a second.
+    model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size, n_encoder=n_layers[0],
+                               n_decoder=n_layers[1], dropout=dropout, noise_level=noise_level)
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     problems = [f"missing {key}" for key in shapes if key not in weights]
     problems += [f"unexpected {key}" for key in weights if key not in shapes]
@@ -503,7 +521,7 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
     if problems:
         raise ValueError(f"{name} is not a ProteinMPNN of {n_layers[0]} + {n_layers[1]} layers ({len(problems)} "
                          f"differences): {'; '.join(problems[:8])}. {PUBLISHED}")
-    model.to_empty(device="cpu").load_state_dict(weights)
+    model.load_state_dict(weights)
     return model
 
 

@@ -14,8 +14,9 @@ Positions are chain and number in the file (A12, A12B with insertion code, A10-A
 0-based rows of the designed chains joined in the order of --chains, gap rows counted.
 
 In the header lines: score, the mean negative log-probability in nats of the designed, resolved residues; global_score,
-of all resolved residues; seq_recovery, the share of designed, resolved residues that are as in the structure. Scores
-are means over --orders decoding orders, fixed residues first, which are the same for all sequences: scores compare.
+of all resolved residues; seq_recovery, the share of designed, resolved residues that are as in the structure; each
+over residues whose letter is known (not X), and left out where there is none. Scores are means over --orders decoding
+orders, fixed residues first, which are the same for all sequences: scores compare.
 Sequence k depends on the seed and k alone, not on --num or --batch_size (but for rounding, where two letters tie).
 """
 import argparse
@@ -28,10 +29,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from proteinmpnn_model import decoding_order, load_proteinmpnn
+from proteinmpnn_model import MAX_TEMPERATURE, decoding_order, load_proteinmpnn
 from sequence_data import AMINO_ACIDS, LETTERS, X_ID, decode, encode, keyed_generator
 from structure_data import Complex, collate_complexes, parse_positions, read_structure
 
+MAX_BIAS = 1e4          # nats; with more, float32 would not hold the logits beside it
 ONLY_DRAWING = ("num", "temperature", "omit", "bias", "tied_positions", "homomer")
 
 
@@ -70,11 +72,15 @@ def parse_arguments(argv):
     for name in ("num", "batch_size", "orders"):
         if getattr(args, name) < 1:
             raise ValueError(f"found --{name} {getattr(args, name)}; expected at least 1.")
-    if not 0 <= args.temperature < math.inf:
-        raise ValueError(f"found --temperature {args.temperature}; expected a number of at least 0, such as 0.1.")
+    if not 0 <= args.temperature <= MAX_TEMPERATURE:
+        raise ValueError(f"found --temperature {args.temperature}; expected a number of at least 0, such as 0.1, and "
+                         f"not above {MAX_TEMPERATURE:g}.")
     if args.out is not None and (args.out.is_dir() or not args.out.parent.is_dir()):
         raise ValueError(f"found --out {args.out}, {'a folder' if args.out.is_dir() else 'in a folder that is missing'}"
                          "; expected the name of a file in a folder that exists.")
+    for path in (args.checkpoint, args.structure, *(args.score_only or ())):
+        if args.out is not None and args.out.exists() and os.path.exists(path) and os.path.samefile(path, args.out):
+            raise ValueError(f"found --out {args.out}, which is the input {path}; expected another file.")
     return args
 
 
@@ -221,17 +227,19 @@ def read_fasta(path):
 
 def letter_bias(args):
     """(21,) nats, -inf for what is never drawn."""
-    bias = torch.zeros(len(LETTERS))
+    bias, seen = torch.zeros(len(LETTERS)), set()
     for text in args.bias or ():
         letter, _, value = text.partition("=")
         try:
             number = float(value)
         except ValueError:
             number = math.nan
-        if letter not in AMINO_ACIDS or len(letter) != 1 or not math.isfinite(number):
-            raise ValueError(f"--bias: found {text}; expected an amino acid and nats, such as E=0.5 or K=-1.")
-        if bias[LETTERS.index(letter)]:
+        if letter not in AMINO_ACIDS or len(letter) != 1 or not abs(number) <= MAX_BIAS:
+            raise ValueError(f"--bias: found {text}; expected an amino acid and nats, such as E=0.5 or K=-1, up to "
+                             f"{MAX_BIAS:g} either way.")
+        if letter in seen:
             raise ValueError(f"--bias: found {letter} twice; expected each amino acid once.")
+        seen.add(letter)
         bias[LETTERS.index(letter)] = number
     omitted = set((args.omit or "") + "X")
     if omitted - set(LETTERS) or omitted == set(LETTERS):
@@ -315,7 +323,9 @@ def make_records(args):
     lines = []
     for heads, S in batches:
         for head, row, (mean, whole) in zip(heads, S.numpy(), score(model, encoding, design, args, S).tolist()):
-            scores = f"score={mean:.4f}, global_score={whole:.4f}, seq_recovery={recovery(design, row):.4f}"
+            scores = {"score": mean, "global_score": whole, "seq_recovery": recovery(design, row)}
+            scores = ", ".join(f"{key}={value:.4f}" for key, value in scores.items() if not math.isnan(value))
+            scores = scores or "no residue of known letter"
             lines += [">" + scores.join(head.rsplit("SCORES", 1)), design.text(row)]
     return "\n".join(lines) + "\n", [*design.told, f"{device}: {args.checkpoint}, {len(lines) // 2} sequences"]
 

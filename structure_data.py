@@ -23,6 +23,7 @@ more per insertion code; a number without a residue is an X row without coordina
 import difflib
 import gzip
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -112,12 +113,19 @@ def _pdb(text):
     # The official parser sees nothing but these records. gemmi would stop at END, and read a broken number as 0.
     lines = re.findall(rb"^(?:ATOM|HETATM.{11}MSE)[^\r\n]*", text, re.MULTILINE)
     for line in lines:
-        try:
-            int(line[22:26]), float(line[30:38]), float(line[38:46]), float(line[46:54])
-        except ValueError:
+        if not re.fullmatch(rb" *-?\d+ *", line[22:26]) or not all(
+                re.fullmatch(rb" *([+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf) *", line[i:i + 8], re.IGNORECASE)
+                for i in (30, 38, 46)):
             raise ValueError(f"found {line.decode('latin-1')[:54]!r}; expected a residue number in columns 23 to 26 "
-                             "and coordinates in columns 31 to 54") from None
-    return gemmi.read_pdb_string(b"\n".join(lines) + b"\n")
+                             "and coordinates in columns 31 to 54")
+    # Without a name, two chains that restart their numbers would be one, the second lost. Models do so by intent.
+    first_model = re.findall(rb"^ATOM[^\r\n]*", re.split(rb"^ENDMDL", text, flags=re.MULTILINE)[0], re.MULTILINE)
+    blank = [place for place, _ in itertools.groupby(line[22:27] for line in first_model if line[21:22] == b" ")]
+    if len(set(blank)) < len(blank):
+        again = next(place for i, place in enumerate(blank) if place in blank[:i]).decode("latin-1").strip()
+        raise ValueError(f"residue {again} comes again in a chain without a name; expected names in column 22, which "
+                         "keep chains apart")
+    return gemmi.read_pdb_string(b"\n".join(line[:20] + b" " + line[21:] for line in lines) + b"\n")   # 21: no name
 
 
 def _mmcif(text):
@@ -125,6 +133,14 @@ def _mmcif(text):
     blocks = [block for block in document if block.find_values("_atom_site.Cartn_x")]
     if len(blocks) != 1:
         raise ValueError(f"{len(blocks)} data blocks have atoms (_atom_site); expected one")
+    # gemmi would take every row for an ATOM, label numbers for the author's, and what is no number for unknown.
+    if not blocks[0].find_values("_atom_site.group_PDB"):
+        raise ValueError("_atom_site has no group_PDB; expected ATOM and HETATM there, which tell protein from water")
+    numeric = dict.fromkeys(("Cartn_x", "Cartn_y", "Cartn_z"), r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?(\(\d+\))?|[?.]")
+    for key, pattern in {**numeric, "auth_seq_id": r"-?\d+"}.items():
+        for value in blocks[0].find_values(f"_atom_site.{key}"):
+            if not re.fullmatch(pattern, value):
+                raise ValueError(f"_atom_site.{key} is {value!a}; expected a number")
     return gemmi.make_structure_from_block(blocks[0])
 
 
@@ -231,32 +247,45 @@ class Pair:
         self.key = _key(complex.key, chosen, rejected, chain_M)
 
 
-def read_pairs(path, structures=None, mutable=None, max_length=None):
+def read_pairs(path, structures=None, mutable=None, max_length=None, told=None):
     """Read and check a file of preference pairs -> list of Pair, in the order of the file.
 
     structures: dict that keeps what was read of each structure file, to be shared between calls.
     mutable:    positions, as parse_positions takes them, for the pairs that have none of their own.
     max_length: most rows of a designed sequence.
+    told:       list that gets a text on how `mutable` was understood, where it is first needed.
     Letters at unresolved rows may be any, X or '-': they are not scored, and the structure's own are used. X in both
     sequences, at a residue to which the structure gives no letter either, takes this row out of the design.
     Raises one ValueError with the problems of all items, counted from 0, and FileNotFoundError for a missing file.
     """
     entries, pairs, problems = _read_entries(Path(path)), [], {}
-    reader = _Reader(Path(path).parent, {} if structures is None else structures, mutable, max_length)
+    reader = _Reader(Path(path).parent, {} if structures is None else structures, mutable, max_length,
+                     [] if told is None else told)
     for number, entry in enumerate(entries):
-        told = []
-        pairs.append(reader.pair(entry, told.append))
-        for problem in told:
+        found = []
+        pairs.append(reader.pair(entry, found.append))
+        for problem in found:
             problems.setdefault(problem, []).append(number)
     if problems:
         n_bad = len(set().union(*problems.values()))
         lines = [f"{path}: found problems in {n_bad:,} of {len(entries):,} pairs; expected none. Mend the file:"]
-        for problem, items in list(problems.items())[:MAX_TOLD]:
-            others = f", ... ({len(items):,} items)" * (len(items) > 5)
-            lines.append(f"item{'s' * (len(items) > 1)} {', '.join(map(str, items[:5]))}{others}: {problem}")
-        lines += [f"and {len(problems) - MAX_TOLD:,} more problems"] * (len(problems) > MAX_TOLD)
+        lines += [f"{_items(items)}: {problem}" for problem, items in list(problems.items())[:MAX_TOLD]]
+        more = list(problems.values())[MAX_TOLD:]
+        lines += [f"and {len(more):,} more problems, in {_items(set().union(*more))}"] * bool(more)
         raise ValueError("\n  ".join(lines))
     return pairs
+
+
+def _items(numbers):
+    """Numbers of items -> text, such as "items 0, 3-7"."""
+    runs = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
+    return f"item{'s' * (len(numbers) > 1)} {text}"
 
 
 def describe(pairs):
@@ -327,9 +356,9 @@ def _read_entries(path):
 class _Reader:
     """Makes pairs of JSON objects. Every method says what is wrong by say(text), and then returns None."""
 
-    def __init__(self, folder, structures, positions, max_length):
+    def __init__(self, folder, structures, positions, max_length, told):
         self.folder, self.structures = folder, structures           # path: Structure, or text of the error
-        self.positions, self.max_length = positions, max_length
+        self.positions, self.max_length, self.told = positions, max_length, told
         self.complexes, self.masks = {}, {}
 
     def pair(self, entry, say):
@@ -357,6 +386,8 @@ class _Reader:
         if len(set(sizes)) == 2:
             say(f"preferred ({sizes[0]}) and unpreferred ({sizes[1]}) lengths differ")
 
+        own = [name for name in ("mutable_positions", "mutable_ranges") if name in entry]
+        is_mutable = self.mutable(entry, own, max(sizes, default=0), say) if own else None
         design, fixed = self.chains(entry, say) or (None, None)
         structure = self.structure(texts["pdb_file"], say) if "pdb_file" in texts else None
         if not design or structure is None:
@@ -380,7 +411,8 @@ class _Reader:
             unresolved = f" of which {n - resolved.sum()} unresolved (write X there)" * (not resolved.all())
             chains = f"chain{'s' * (len(design) > 1)} {' '.join(design)}"
             say(f"length mismatch: sequence {size}, structure {chains} {n}{unresolved}")
-        is_mutable = self.mutable(entry, n, structure, design, say)
+        if not own:
+            is_mutable = self.default_mask(n, structure, design, say)
         if is_mutable is None or sizes != [n, n] or any(wrong.values()):
             return None
 
@@ -439,13 +471,10 @@ class _Reader:
         found = self.structures[path]
         return found if isinstance(found, Structure) else say(found)
 
-    def mutable(self, entry, n, structure, design, say):
-        """(n,) bool in the order of the sequences."""
-        given = [name for name in ("mutable_positions", "mutable_ranges") if name in entry]
+    def mutable(self, entry, given, n, say):
+        """(n,) bool in the order of the sequences, whose length is n; 0: not known."""
         if len(given) == 2:
             return say("mutable_positions and mutable_ranges given together; expected one of them")
-        if not given:
-            return self.default_mask(n, structure, design, say)
         values, ranges = entry[given[0]], entry[given[0]]
         if given == ["mutable_positions"] and isinstance(values, list):
             ranges = [[value, value] for value in values]
@@ -454,7 +483,7 @@ class _Reader:
             example = "[0, 1, 5]" if given == ["mutable_positions"] else "[[0, 5], [10, 12]], both ends included"
             return say(f"{given[0]} is {_short(values)}; expected whole numbers from 0, such as {example}")
         mask = np.zeros(n, bool)
-        for first, last in ranges:
+        for first, last in ranges if n else ():
             text = f"mutable position {first}" if given == ["mutable_positions"] else f"mutable range {first}-{last}"
             if min(first, last) < 0 or max(first, last) >= n:
                 return say(f"{text:.60} outside 0..{n - 1}")
@@ -465,10 +494,13 @@ class _Reader:
 
     def default_mask(self, n, structure, design, say):
         """(n,) bool in the order of the sequences, for pairs without positions."""
-        place = (structure.key, *design)
+        place = (structure, *design)    # not its key, which leaves the numbers of residues out
         if place not in self.masks:
             try:
-                some = slice(None) if self.positions is None else parse_positions(self.positions, structure, design)[0]
+                some = slice(None)
+                if self.positions is not None:
+                    some, text = parse_positions(self.positions, structure, design)
+                    self.told += [text] * (not self.told)
                 self.masks[place] = np.zeros(n, bool)
                 self.masks[place][some] = True
             except ValueError as error:
@@ -497,7 +529,8 @@ def split_pairs(pairs, val_fraction, seed):
     keys, counts = np.unique(groups, return_counts=True)
     if len(keys) < 2:
         raise ValueError(f"all {len(pairs):,} pairs are of one structure and linked by the sequences that they share, "
-                         "so none can be held out; expected pairs that can be split. Give a file for it (--val_data).")
+                         "so none can be held out; expected pairs that can be split. Give a file for it (--val_data), "
+                         "or train without validation (data.val_fraction=0).")
     order = np.argsort([_words(1, 1, seed, key)[0] for key in keys.tolist()], kind="stable").tolist()
     if by_sequence:
         held_out, room = [], max(1, val_fraction * len(pairs))
@@ -516,18 +549,27 @@ def split_pairs(pairs, val_fraction, seed):
 
 
 def _linked_by_sequence(pairs):
-    """(n,) int64, equal for pairs that share a sequence, directly or through other pairs; independent of the order."""
+    """(n,) int64, equal for pairs that share a chain's sequence, directly or through other pairs; independent of the
+    order. A chain that is alike in both sequences of every pair shows no preference, and links none."""
     parent = {}
+
+    def chains(pair):
+        """[(chosen, rejected)], the letters of each designed chain."""
+        number = pair.complex.chain_id[:len(pair.chosen)]
+        return [tuple(S[number == k].tobytes() for S in (pair.chosen, pair.rejected)) for k in np.unique(number)]
 
     def root(text):
         while parent.setdefault(text, text) != text:
             parent[text] = text = parent[parent[text]]
         return text
 
-    for pair in pairs:
-        low, high = sorted((root(pair.chosen.tobytes()), root(pair.rejected.tobytes())))
-        parent[high] = low
-    return np.array([_key(root(pair.chosen.tobytes())) for pair in pairs], np.int64)
+    varied = {S for pair in pairs for both in chains(pair) if both[0] != both[1] for S in both}
+    linked = [[S for both in chains(pair) for S in both if S in varied] for pair in pairs]
+    for texts in linked:
+        for text in texts:
+            low, high = sorted((root(texts[0]), root(text)))
+            parent[high] = low
+    return np.array([_key(root(texts[0])) for texts in linked], np.int64)
 
 
 def shared_structures(train, val):
@@ -591,16 +633,16 @@ def eval_batches(pairs, batch_size):
     return [np.array(order[k:k + batch_size], np.int64) for k in range(0, len(order), batch_size)]
 
 
-def collate_complexes(complexes):
-    """U complexes -> dict of tensors, padded to the longest, L rows.
+def collate_complexes(complexes, names=("X", "S", "mask", "residue_idx", "chain_id")):
+    """U complexes -> dict of tensors, those of these names, padded to the longest, L rows.
 
     X (U, L, 4, 3) float32 Angstrom; S (U, L) int64 native letters; mask (U, L) float32, 1 = resolved;
     residue_idx, chain_id (U, L) int64. Padding is 0, and -100 in residue_idx.
     """
     shape = len(complexes), max(map(len, complexes))
-    arrays = {"X": np.zeros((*shape, 4, 3), np.float32), "S": np.zeros(shape, np.int64),
-              "mask": np.zeros(shape, np.float32), "residue_idx": np.full(shape, -100, np.int64),
-              "chain_id": np.zeros(shape, np.int64)}
+    kinds = {"X": ((4, 3), np.float32, 0), "S": ((), np.int64, 0), "mask": ((), np.float32, 0),
+             "residue_idx": ((), np.int64, -100), "chain_id": ((), np.int64, 0)}
+    arrays = {name: np.full((*shape, *more), fill, dtype) for name in names for more, dtype, fill in [kinds[name]]}
     for row, complex in enumerate(complexes):
         for name, values in arrays.items():
             values[row, :len(complex)] = getattr(complex, name)
@@ -608,17 +650,17 @@ def collate_complexes(complexes):
 
 
 def collate(pairs, indices):
-    """P pairs -> dict of tensors: those of collate_complexes, for the U complexes of these pairs, each once, and
+    """P pairs -> dict of tensors: S and mask of collate_complexes, for the U complexes of these pairs, each once, and
 
     complex (P,) int64, the row of the pair's complex in them; chosen, rejected (P, L) int64, the letters of the whole
-    complex; chain_M (P, L) float32, 1 = designed: scored is chain_M x mask[complex]; key (P,) int64, Pair.key.
+    complex; chain_M (P, L) float32, 1 = designed: scored is chain_M x mask[complex]. Coordinates are left out: what the
+    network sees of them is kept per complex.
     """
     some, rows = [pairs[i] for i in indices], {}
     for pair in some:
         rows.setdefault(pair.complex.key, (len(rows), pair.complex))
-    batch = collate_complexes([complex for _, complex in rows.values()])
+    batch = collate_complexes([complex for _, complex in rows.values()], ("S", "mask"))
     batch["complex"] = torch.tensor([rows[pair.complex.key][0] for pair in some])
-    batch["key"] = torch.tensor([pair.key for pair in some])
     batch["chosen"], batch["rejected"] = batch["S"][batch["complex"]], batch["S"][batch["complex"]]
     batch["chain_M"] = torch.zeros(batch["chosen"].shape)
     for i, pair in enumerate(some):

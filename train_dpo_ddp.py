@@ -21,6 +21,7 @@ import hashlib
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import textwrap
@@ -35,16 +36,16 @@ import torch.nn.functional as F
 
 from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
                        broadcast, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler, gradient_sync,
-                       hand_over, limit_memory, load_checkpoint, machine_differences, print0, read_flags,
-                       save_checkpoint, scale_for_batch, scale_name, seed_for, setup_ddp, skip_where_bad, stop_all,
-                       stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
+                       hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex, print0,
+                       read_flags, save_checkpoint, scale_for_batch, scale_name, seed_for, setup_ddp, skip_where_bad,
+                       stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
 from proteinmpnn_model import (ALPHABET, PUBLISHED, decoding_order, load_proteinmpnn, random_proteinmpnn,
                                to_checkpoint)
 from run_config import Parser, config_differences, config_to_dict, dump_yaml, load_config
 from run_log import (RunLog, check_resume, find_checkpoint, open_run, replace_status, write_status,
                      write_text_atomic)
 from structure_data import (EpochPlan, Pair, collate, collate_complexes, demo_pairs, describe, eval_batches,
-                            parse_positions, read_pairs, shared_structures, split_pairs)
+                            read_pairs, shared_structures, split_pairs)
 
 
 # ------------------------------------------------------------------------------------------------------------ config
@@ -175,6 +176,16 @@ WITHOUT_REFERENCE = ("reference_free", "simpo")
 def check_config(c):
     """Refuse values that no type forbids. Raises ValueError naming the key."""
     t, o, m, d = c.training, c.optim, c.memory, c.data
+
+    def refuse_infinite(value, key):
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            refuse_infinite(inner, f"{key}.{name}" if key else name)
+        if isinstance(value, float) and math.isinf(value):
+            raise ValueError(f"config: {key} is infinite; expected a finite number.")
+    refuse_infinite(config_to_dict(c), "")
+    for key in ("train_data", "val_data", "mutable_positions", "mutable_ranges", "reference_cache"):
+        if getattr(d, key) is not None and not getattr(d, key).strip():
+            raise ValueError(f"config: data.{key} is empty; expected a value. To do without, leave it out.")
     for ok, text in (
             (m.max_memory_per_gpu is None or 0 < m.max_memory_per_gpu <= 1,
              f"memory.max_memory_per_gpu is {m.max_memory_per_gpu}; expected a share of the memory, above 0 up to 1"),
@@ -184,8 +195,9 @@ def check_config(c):
              f"optim.scale is {o.scale}; expected none, linear, sqrt or {{cap: N}} with N of at least 1"),
             (0 <= c.model.dropout < 1, f"model.dropout is {c.model.dropout}; expected 0 up to below 1"),
             (0 <= d.val_fraction < 1, f"data.val_fraction is {d.val_fraction}; expected 0 up to below 1"),
-            (0 < c.loss.beta < math.inf, f"loss.beta is {c.loss.beta}; expected a number above 0"),
-            (0 < c.loss.temperature < math.inf, f"loss.temperature is {c.loss.temperature}; expected a number above 0"),
+            (1e-6 <= c.loss.beta <= 1e6, f"loss.beta is {c.loss.beta}; expected 1e-6 to 1e6"),
+            (1e-3 <= c.loss.temperature <= 1e3, f"loss.temperature is {c.loss.temperature}; expected 0.001 to 1,000"),
+            (all(0 <= b < 1 for b in o.betas), f"optim.betas is {list(o.betas)}; expected 0 up to below 1"),
             (0 <= c.loss.label_smoothing < 0.5,
              f"loss.label_smoothing is {c.loss.label_smoothing}; expected 0 up to below 0.5"),
             (c.loss.order != "arange" or c.loss.n_orders == 1,
@@ -282,7 +294,7 @@ def objective(log_probs, batch, reference, loss):
 
 def metrics_of(sums, pairs, prefix=""):
     """Means over pairs, by name."""
-    values = dict(zip((prefix + name for name in SUMS), (float(x) / max(float(pairs), 1.0) for x in sums)))
+    values = dict(zip((prefix + name for name in SUMS), (float(x) / (float(pairs) or math.nan) for x in sums)))
     values.pop(f"{prefix}residues")
     values[f"{prefix}rewards/margins"] = values[f"{prefix}rewards/chosen"] - values[f"{prefix}rewards/rejected"]
     return values
@@ -486,16 +498,20 @@ class Reference:
         """
         t, loss, ddp = self.config.training, self.config.loss, self.ddp
         order = "arange" if loss.order == "arange" else ("fixed", t.seed, loss.n_orders, loss.share_order)
-        key = hashlib.blake2b(repr((1, weights_hash, order, loss.temperature, t.batch_size, self.model.num_edges,
+        key = hashlib.blake2b(repr((2, weights_hash, order, loss.temperature, t.batch_size, self.model.num_edges,
+                                    ddp.device.type, torch.__version__,   # other sums: step 0 would not be log 2
                                     [pair.key for pair in pairs])).encode(), digest_size=12).hexdigest()
         path, table, trouble = Path(folder) / f"{key}.pt", torch.zeros(len(pairs), 2), ""
         if ddp.is_main and path.exists():
             try:
-                table = load_checkpoint(str(path))["scores"]
-            except (ValueError, KeyError) as e:
-                trouble = f"; {path} could not be read ({str(e).splitlines()[0]})"
-        found, shape = broadcast([ddp.is_main and path.exists() and not trouble, list(table.shape)], ddp)
-        if found and shape == [len(pairs), 2]:
+                found = load_checkpoint(str(path))["scores"]
+                if not torch.is_tensor(found) or found.dtype != table.dtype or found.shape != table.shape or (
+                        not found.isfinite().all()):
+                    raise ValueError(f"scores are not {tuple(table.shape)} finite {table.dtype}")
+                table = found
+            except (ValueError, KeyError, TypeError) as e:
+                trouble = f"; {path} could not be used ({str(e).splitlines()[0]})"
+        if broadcast(ddp.is_main and path.exists() and not trouble, ddp):
             return broadcast(table, ddp).to(ddp.device), f"read from {path}"
         table = torch.zeros(len(pairs), 2, dtype=torch.float64)
         for indices in eval_batches(pairs, t.batch_size)[ddp.rank::ddp.world_size]:
@@ -509,20 +525,32 @@ class Reference:
         return table.to(ddp.device), f"computed, kept in {path}{trouble}"
 
 
+def try_all(*functions):
+    """What the functions return. Raises one ValueError with all that is wrong with their input."""
+    found, problems = [], []
+    for function in functions:
+        try:
+            found.append(function())
+        except (ValueError, OSError) as e:
+            problems.append(str(e))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
+
+
 def load_pairs(config):
     """(training pairs, validation pairs or None, lines that describe them, warnings)."""
-    d, seed, structures, warnings = config.data, config.training.seed, {}, []
+    d, seed, structures, told, warnings = config.data, config.training.seed, {}, [], []
     positions = d.mutable_positions or d.mutable_ranges
+    read = lambda path: path and read_pairs(path, structures, positions, d.max_length, told)
+    pairs, val = try_all(lambda: read(d.train_data), lambda: read(d.val_data))
     if d.train_data is None:
-        pairs, name = demo_pairs(seed, d.demo_structures, d.demo_pairs), "demo"
-    else:
-        pairs, name = read_pairs(d.train_data, structures, positions, d.max_length), d.train_data
-    lines = [f"{name}: {describe(pairs)}"]
+        pairs = demo_pairs(seed, d.demo_structures, d.demo_pairs)
+    lines = [f"{d.train_data or 'demo'}: {describe(pairs)}"]
     if positions:
-        first = pairs[0].complex
-        lines.append("mutable where a pair gives none: " + parse_positions(positions, first.structure, first.design)[1])
+        lines.append(f"mutable where a pair gives none: {told[0] if told else 'not needed, each pair gives its own'}")
     if d.val_data is not None:
-        train, val = pairs, read_pairs(d.val_data, structures, positions, d.max_length)
+        train = pairs
         lines.append(f"{d.val_data}, for validation: {describe(val)}")
         shared = shared_structures(train, val)
         if shared:
@@ -554,6 +582,28 @@ def load_base(config):
                          f"only.")
     model = load_proteinmpnn(str(path), m.dropout)
     return model, f"{path}, trained with {model.noise_level:g} Angstrom of noise"
+
+
+def check_cache(config, ddp):
+    """Refuse a data.reference_cache that rank 0 could not write."""
+    folder = Path(config.data.reference_cache or ".").absolute()
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if config.data.reference_cache and ddp.is_main and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ValueError(f"data.reference_cache {config.data.reference_cache} cannot be used: {there} "
+                         f"{'may not be written' if there.is_dir() else 'is a file'}. Expected a folder that can be "
+                         f"written, or made.")
+
+
+def check_alike(read, ddp):
+    """Refuse, on every rank, what a rank has read differently from rank 0: its plan would be another, and the others
+    would wait for it without end, or its reference would. read: {what: hash}."""
+    first, unlike = broadcast(read, ddp), torch.zeros(len(read), ddp.world_size)
+    unlike[:, ddp.rank] = torch.tensor([float(first[what] != found) for what, found in read.items()])
+    unlike = {what: row.nonzero().flatten().tolist() for what, row in zip(read, all_sum(unlike, ddp))}
+    told = [f"other {what} on rank {', '.join(map(str, ranks))}" for what, ranks in unlike.items() if ranks]
+    if told:
+        raise ValueError(f"the ranks have read different files: found {' and '.join(told)} than on rank 0; expected "
+                         f"the same everywhere. Are there copies of the files, one of them old?")
 
 
 def hash_of(weights):
@@ -647,7 +697,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     path = broadcast(find_checkpoint(work_dir, resume, fresh, unlike) if ddp.is_main else None, ddp)
     state = load_checkpoint(path, ddp) if path else None
 
-    pairs, val, described, warnings = load_pairs(config)
+    (pairs, val, described, warnings), (bare, base), _ = try_all(
+        lambda: load_pairs(config), lambda: load_base(config), lambda: check_cache(config, ddp))
     keys = repr([[pair.key for pair in some] for some in (pairs, val or [])])   # the plan goes by their order
     fingerprint = {"n": len(pairs), "hash": hashlib.blake2b(keys.encode(), digest_size=8).hexdigest()}
     try:
@@ -655,8 +706,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     except RuntimeError as e:
         raise ValueError(f"config: {e}") from None
     memory_note = limit_memory(config.memory.max_memory_per_gpu, ddp)
-    bare, base = load_base(config)
     base_hash = hash_of(bare.state_dict())
+    check_alike({"pairs": fingerprint["hash"], "base weights": base_hash}, ddp)
     bare = bare.to(ddp.device)
     reference = Reference(copy.deepcopy(bare), pairs, config, ddp)
 
@@ -683,9 +734,10 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     schedule.last = max(n_iters, progress["step"])
     validation = None if val is None else Validation(val, reference, config)
 
-    model = wrap_ddp(bare, ddp, **vars(config.ddp))
     optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps,
                                   weight_decay=o.weight_decay, fused=True)
+    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
+    model = wrap_ddp(bare, ddp, **vars(config.ddp))
     scaler = grad_scaler(dtype, ddp)
     if state is not None:
         optimizer.load_state_dict(state["optimizer"])
@@ -720,12 +772,31 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         write_text_atomic(work_dir / "config.yaml", dump_yaml(config))
     if not is_finished(progress, n_iters):
         barrier(ddp)   # the run directory is there, on all ranks
+        if progress["best"] and not broadcast(ddp.is_main and bring_best(work_dir, path, progress["best"]), ddp):
+            progress["best"] = None
+            print0(ddp, "best_model.pt of the run so far is not at hand: the best is looked for from here on")
         watch_run(ddp, work_dir, config.monitoring.watchdog_minutes, t.stop_signals, arm=True)
     return SimpleNamespace(
         config=config, work_dir=work_dir, path=path, lock=lock, pairs=pairs, fingerprint=fingerprint, base=base_hash,
         reference=reference, dtype=dtype, bare=bare, model=model, optimizer=optimizer, scaler=scaler, sums=sums,
         schedule=schedule, validation=validation, progress=progress, n_iters=n_iters, accum=accum,
         micro_batches=micro_batches, batch=batch, lr=lr, warmup=warmup)
+
+
+def bring_best(work_dir, path, best):
+    """Is best_model.pt in work_dir? If not, it is copied from the run of checkpoint `path`, if its step is right."""
+    here, there = work_dir / "best_model.pt", Path(path).absolute().parent.parent / "best_model.pt"
+    if here.exists():
+        return True
+    try:
+        if not there.is_file() or load_checkpoint(str(there))["step"] != best["step"]:
+            return False
+    except (ValueError, KeyError, TypeError):   # no model of ours
+        return False
+    half = here.with_name(f".{here.name}.tmp")
+    shutil.copyfile(there, half)
+    os.replace(half, here)
+    return True
 
 
 def is_finished(progress, n_iters):
@@ -738,7 +809,8 @@ def train(run, ddp):
     t, o, m, n_iters, work_dir = config.training, config.optim, config.monitoring, run.n_iters, run.work_dir
     if is_finished(progress, n_iters):
         early = progress["finished"] == "early stop"
-        more = f" Weights: {work_dir / 'best_model.pt'}."
+        home = work_dir if (work_dir / "best_model.pt").exists() else Path(run.path).absolute().parent.parent
+        more = f" Weights: {home / 'best_model.pt'}."
         more += "" if early else " To go on, raise training.num_epochs or n_iters."
         print0(ddp, f"This run is finished: {'early stop' if early else 'all steps done'} at step "
                     f"{progress['step']:,}.{more} To start over, --fresh.")
@@ -804,6 +876,10 @@ def train(run, ddp):
     if validation is not None and run.reference.needed:
         validation.table, told = run.reference.precompute(validation.pairs, run.base, folder)
         print0(ddp, f"reference, validation pairs: {told}")
+    # Without validation, training itself tells how far log-probabilities are from those under the base weights; where
+    # it cannot, as these are not known or without dropout, how far from those of the first epoch.
+    if validation is None and run.reference.needed and not config.model.dropout and progress["start"] is None:
+        progress["start"] = 0.0
     values, epoch_began, began = {}, time.perf_counter(), time.perf_counter()
     if validation is not None and progress["start"] is None:   # what the base weights do
         values = validation(bare, ddp)
@@ -824,13 +900,16 @@ def train(run, ddp):
         first = dataset[schedule.global_batch(progress["step"])[ddp.rank * run.accum]]
         accumulate(run.model, [first], run.reference, config, ddp, run.dtype, nominal)
         run.optimizer.zero_grad(set_to_none=True)
-    since, seen = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=ddp.device)
+    since, waited = time.perf_counter(), 0.0
+    seen = torch.zeros((), dtype=torch.float64, device=ddp.device)
     first_row, pending, per_epoch = True, None, schedule.steps_per_epoch
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
         for group in run.optimizer.param_groups:
             group["lr"] = run.lr * min((progress["step"] + 1) / max(run.warmup, 1), 1.0)
+        asked = time.perf_counter()
         mine = [next(batches) for _ in range(run.accum)]
+        waited += time.perf_counter() - asked
         totals, norm = accumulate(run.model, mine, run.reference, config, ddp, run.dtype, nominal, run.scaler)
         wanted = 0.0 if pending is None else settle(*pending)   # of the step before, which the device has long done
         if run.scaler.is_enabled():
@@ -853,6 +932,8 @@ def train(run, ddp):
         report, pending = evaluate or step % t.log_freq == 0, to_host(totals)
         if report or save_last or ddp.device.type == "cpu":   # here the flags of this very step are at hand
             wanted, pending = settle(*pending), None
+        if step == 1 and validation is None:   # the sums are of before the step
+            log.say(f"step 0: train loss {metrics_of(totals[:len(SUMS)], totals[-4])['loss']:.4f}")
         reason = stop_reason(ddp, step, wanted)
         if reason and pending is not None:
             settle(*pending)
@@ -861,7 +942,8 @@ def train(run, ddp):
         if report:
             values = {**metrics_of(totals[:len(SUMS)], totals[-4]), "grad_norm": float(norm),
                       "lr": run.optimizer.param_groups[0]["lr"], "epoch": (step - 1) // per_epoch,
-                      "pairs_per_second": float(seen) / (time.perf_counter() - since)}
+                      "pairs_per_second": float(seen) / (time.perf_counter() - since),
+                      "data_wait": waited / (time.perf_counter() - since)}   # share of the time, on rank 0
             if progress["bad_steps"][0]:
                 values["bad_steps"] = progress["bad_steps"][0]
             if run.scaler.is_enabled():
@@ -884,8 +966,8 @@ def train(run, ddp):
                     log.say(f"step {step:,}: validation {told_of(found)}")
                 watch_chosen(found["val/logps/chosen_per_residue"])
             elif float(run.sums[-4]) and (epoch_ends or last):
-                k, n = SUMS.index("logps/chosen"), SUMS.index("residues")
-                watch_chosen(float(run.sums[k] / run.sums[n]))
+                k, n = SUMS.index("rewards/chosen"), SUMS.index("residues")
+                watch_chosen(float(run.sums[k] / run.sums[n]) / config.loss.beta)
             if epoch_ends or last:
                 log.say(f"epoch {-(-step // per_epoch)}/{-(-n_iters // per_epoch)}: {told}, "
                         f"{time.perf_counter() - epoch_began:.0f} s")
@@ -894,6 +976,9 @@ def train(run, ddp):
                 values.update({f"epoch/{k}": trained[k] for k in ("loss", "rewards/accuracies")})
             if validation is not None or float(run.sums[-4]):
                 evaluated(values, values.get("val/loss", trained["loss"]))
+            elif last and progress["best"] is None:
+                raise RuntimeError(f"step {step}: all steps had a nan or infinite loss or gradient; expected finite "
+                                   f"numbers. {before}")
         if last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
@@ -903,7 +988,7 @@ def train(run, ddp):
         if progress["finished"] or save_last or reason:
             save("last.pt", t.keep_last)
         if report:   # evaluation and saving are not counted as training
-            since = time.perf_counter()
+            since, waited = time.perf_counter(), 0.0
             seen.zero_()
     log.close()
     if run.lock:
@@ -985,12 +1070,15 @@ def read_arguments(argv):
     """(arguments, config). Raises ValueError."""
     args = make_parser().parse_intermixed_args(argv)
     for name in ("mutable_positions", "mutable_ranges"):   # as many words as there are: overrides may stand among them
-        given = getattr(args, name) or []
-        args.overrides += [word for word in given if "=" in word]
-        setattr(args, name, " ".join(word for word in given if "=" not in word) or None)
+        if (given := getattr(args, name)) is not None:
+            args.overrides += [word for word in given if "=" in word]
+            setattr(args, name, " ".join(word for word in given if "=" not in word))
     numbers = [f"{key}={getattr(args, flag)}" for flag, key in FLAGS.items()
                if flag not in TEXTS and getattr(args, flag) is not None]
     config = load_config(Config, args.config, [*args.overrides, *numbers])
+    if args.num_epochs is not None and config.training.n_iters is not None:
+        raise ValueError(f"command line: --num_epochs {args.num_epochs} with training.n_iters "
+                         f"{config.training.n_iters}; expected one of the two (training.n_iters=null takes it away).")
     for flag in TEXTS:
         if getattr(args, flag) is not None:
             section, key = FLAGS[flag].split(".")
@@ -1021,8 +1109,9 @@ def cli(argv=None):
     try:
         if early.plan is not None:
             return print(describe_plan(read_arguments(argv)[1], early.plan))
-        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, init_timeout=early.init_timeout,
-                        timeout=6 * 3600.0)   # the watchdog, which names who is late, is to be sooner
+        # A collective's own limit is long: the watchdog, which names who is late, is to be sooner.
+        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=6 * 3600.0,
+                        init_timeout=early.init_timeout, ipex=early.ipex)
     except (ValueError, RuntimeError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(getattr(e, "code", BAD_INPUT))

@@ -145,7 +145,8 @@ def small_model(seed=0, **kwargs):
 
 
 def protein(lengths, unresolved=(), seed=0, width=None):
-    """X, mask, residue_idx, chain_id and S of one protein with chains of these lengths, padded to `width`."""
+    """X, mask, residue_idx, chain_id and S of one protein with chains of these lengths, padded to `width`. Of the
+    unresolved residues, those of even number lack O alone, the others all atoms."""
     generator = torch.Generator().manual_seed(seed)
     L = sum(lengths)
     step = F.normalize(torch.randn(L, 3, generator=generator, dtype=torch.float64), dim=-1)
@@ -155,6 +156,8 @@ def protein(lengths, unresolved=(), seed=0, width=None):
     residue_idx = torch.arange(L) + 100 * (chain_id - 1)
     mask = torch.ones(L)
     mask[list(unresolved)] = 0
+    for i in unresolved:
+        X[i, 0 if i % 2 else 3:] = math.nan
     S = torch.randint(20, (L,), generator=generator)
     S[mask == 0] = X_LETTER
     fill = (math.nan, 0, -100, 0, 7)
@@ -196,7 +199,7 @@ def plain_log_probs(model, X, mask, residue_idx, chain_id, S, order):
     def distance(a, b):
         return math.sqrt(((a - b) ** 2).sum() + 1e-6)
 
-    N, CA, C, O = X.where(mask[:, None, None] == 1, 0).unbind(1)
+    N, CA, C, O = X.where(X.isfinite(), 0).unbind(1)
     a, b = CA - N, C - CA
     CB = -0.58273431 * torch.linalg.cross(a, b) + 0.56802827 * a - 0.54067466 * b + CA
     atoms = {"N": N, "CA": CA, "C": C, "O": O, "CB": CB}
@@ -329,12 +332,17 @@ def test_padding_changes_neither_scores_nor_gradients(num_edges):
                 near(found, expected, atol=1e-10)
 
 
-def test_coordinates_and_order_of_unresolved_residues_do_not_matter():
-    model, (X, *others, S) = small_model(), protein([20], unresolved=(4, 11))
-    expected = model(model.graph(X, *others), S, torch.arange(20)[None])
-    moved = X.clone()
-    moved[0, [4, 11]] = torch.tensor([math.nan, 1e6], dtype=X.dtype)[:, None, None]
-    near(model(model.graph(moved, *others), S, torch.arange(20)[None]), expected)
+def test_an_unresolved_residue_is_seen_by_the_atoms_it_has_and_a_missing_atom_is_one_at_0():
+    model, (X, *others, S) = small_model(num_edges=20), protein([20], unresolved=(4, 11))
+    resolved, score = others[0][0] == 1, lambda X: model(model.graph(X, *others), S, torch.arange(20)[None])[0]
+    expected, moved = score(X)[resolved], X.clone()
+    for value in (0, math.inf):
+        moved[~X.isfinite()] = value
+        near(score(moved)[resolved], expected)
+    moved[0, 4, 0] += 1                               # N of the residue that lacks O
+    assert (score(moved)[resolved] - expected).abs().max() > 1e-6
+    model.num_edges = 8                               # nearer residues are enough: unresolved ones are no neighbours
+    near(score(moved)[resolved], score(X)[resolved])
 
 
 def test_no_tensor_is_larger_than_all_distances_or_the_neighbours_features():
@@ -507,7 +515,7 @@ def test_sampling_refuses_what_cannot_be_drawn():
                           (dict(chain_M=uneven, tied=[[0, 1]]), "same drawn positions"),
                           (dict(bias=never), r"\[0, 7\], \[1, 7\]"), (dict(omit=ALPHABET), "no letter"),
                           (dict(omit="B"), "'B'; expected"), (dict(temperature=-1.0), "temperature -1"),
-                          (dict(temperature=math.nan), "temperature nan"),
+                          (dict(temperature=math.nan), "temperature nan"), (dict(temperature=1e40), "temperature 1e"),
                           (dict(chain_M=ones[0]), r"chain_M is \(20,\)"),
                           (dict(bias=torch.zeros(3, 20, 21)), r"bias \(3, 20, 21\)")):
         with pytest.raises(ValueError, match=match):
@@ -617,7 +625,17 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
              (weights(extra=torch.ones(1)), "unexpected extra"),
              (weights(**{"W_s.weight": torch.ones(22, 8)}), r"W_s.weight is \(22, 8\), not \(21, 8\)"),
              (weights(**{"W_e.weight": torch.full((8, 8), math.nan)}), "W_e.weight has values that are not finite"),
-             (weights(**{"W_e.bias": [1.0]}), "dict of tensors"), (good["model_state_dict"], "expected num_edges"),
+             (weights(**{"W_e.bias": [1.0]}), "'W_e.bias': list; expected a dict of tensors"),
+             (weights(**{"W_e.bias": torch.ones(8).char()}), "'W_e.bias': torch.strided torch.int8"),
+             (weights(**{"W_e.bias": torch.ones(8) + 0j}), "complex64"),
+             (weights(**{"W_e.bias": torch.ones(0)}), "has 0"), (weights(**{"W_e.bias": torch.ones(9999)}), "9,999"),
+             (weights(**{"W_s.weight": torch.ones(21, 8).to_sparse()}), "torch.sparse_coo"),
+             ({**good, "model_state_dict": {**good["model_state_dict"], 3: torch.ones(1)}}, "has 3: "),
+             ({**good, "model_state_dict": {k: v for k, v in good["model_state_dict"].items() if "coder" not in k}},
+              r"0 \+ 0 layers"), ({**good, "num_edges": 10 ** 12}, "num_edges 1000000000000"),
+             ({**good, "noise_level": math.nan}, "noise_level nan"),
+             ({**good, "noise_level": -0.1}, "noise_level -0.1"),
+             (good["model_state_dict"], "expected num_edges"),
              (without("num_edges"), "holds noise_level"), (without("noise_level"), "expected .*noise_level"),
              (without("model_state_dict"), "expected .*model_state_dict"), ({**good, "num_edges": 0}, "num_edges 0"),
              ({**good, "num_edges": 48.0}, "48.0"), ({**good, "noise_level": "0.2"}, "'0.2'"), ([1, 2], "holds a list")]

@@ -260,7 +260,10 @@ BAD = {                                                             # arguments:
     "--bias W": "found W; expected an amino acid and nats",
     "--bias W=nan": "found W=nan",
     "--bias W=1 W=2": "found W twice",
+    "--bias W=0 W=2": "found W twice",
+    "--bias W=1e40": "found W=1e40",
     "--temperature -1": "number of at least 0",
+    "--temperature 1e40": "found --temperature 1e+40",
     "--num 0": "found --num 0",
     "--batch_size 0": "found --batch_size 0",
     "--orders 0": "found --orders 0",
@@ -306,6 +309,32 @@ def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_
     assert "a folder" in sample(pdb, "--out", tmp_path, code=2)[1]
     if not torch.xpu.is_available():
         assert "--device xpu" in sample(pdb, "--device", "xpu", code=2)[1]
+
+
+def test_an_input_is_never_written_over(weights, dimer, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "given.fasta").write_text(f">a\n{NATIVE}/{NATIVE}\n")
+    (tmp_path / "w.pt").write_bytes(weights.read_bytes())
+    (tmp_path / "link.pdb").symlink_to(dimer)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for out in ("w.pt", "dimer.pdb", str(dimer), "link.pdb", "given.fasta"):
+        assert sample_proteinmpnn.main(["w.pt", "./dimer.pdb", "--score_only", "given.fasta", "--out", out]) == 2
+        assert f"found --out {out}, which is the input" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_designs_of_unknown_letters_have_scores_where_there_are_letters_and_no_nan(sample, tmp_path):
+    pdb = write_pdb(tmp_path / "unknown.pdb", {"A": NATIVE})
+    pdb.write_text(re.sub("|".join(NAMES), "UNK", pdb.read_text()))
+    text = sample(pdb)[0]
+    (native, letters), (drawn, _) = read(text)
+    assert "no residue of known letter" in text and letters == "X" * 22 and native.keys() == {"seed"}
+    assert drawn.keys() == {"T", "sample", "score", "global_score"} and "nan" not in text
+
+
+def test_two_chains_without_a_name_are_refused(sample, dimer):
+    dimer.write_text("".join(f"{line[:21]} {line[22:]}\n" for line in dimer.read_text().splitlines()))
+    assert "residue 10 comes again in a chain without a name" in sample(dimer, code=2)[1]
 
 
 def test_a_homomer_whose_letters_differ_is_refused(sample, tmp_path):

@@ -189,6 +189,21 @@ def test_records_between_and_after_the_atoms_change_nothing(tmp_path):
         assert all(same(found.chains[c], expected.chains[c]) for c in "AB") and found.key == expected.key
 
 
+def test_a_chain_has_the_name_of_column_22_alone_or_none(tmp_path):
+    atoms = Atoms().add(" ", 1, "SER", altloc="A").add(" ", 1, "SER", altloc="B").add(" ", 2, "THR")
+    atoms.add(" ", 1, "SER", model=2)                                   # models are merged by intent
+    for text, name in ((ONE.replace(" A ", "ZA "), "A"), (atoms.pdb(), "")):
+        (tmp_path / "s.pdb").write_text(text)
+        assert list(read_structure(tmp_path / "s.pdb").chains) == [name]
+
+
+def test_unknown_coordinates_of_mmcif_are_missing_atoms_and_errors_in_brackets_no_part_of_them(tmp_path):
+    text = Atoms().add("A", 1, "ALA").add("A", 2, "GLY").mmcif()
+    (tmp_path / "s.cif").write_text(text.replace(" 0.125 ", " ? ").replace(" 4.125 ", " 4.125(7) "))
+    chain = read_structure(tmp_path / "s.cif").chains["A"]
+    assert chain.resolved.tolist() == [False, True] and chain.X[1, 0, 0] == 4.125
+
+
 def test_mmcif_chains_may_have_long_names(tmp_path):
     (tmp_path / "s.cif").write_text(Atoms().add("AB-2", 7, "TRP").mmcif())
     assert read_structure(tmp_path / "s.cif").chains["AB-2"].numbers == ("7",)
@@ -209,7 +224,15 @@ ONE = Atoms().add("A", 1, "ALA").pdb()
     ("s.cif", Atoms().add("A", 1, "ALA").mmcif() * 2, "cannot be read"),
     ("s.cif", "data_x\nloop_\n_a.b\n'x", "cannot be read"),
     ("s.cif", Atoms().add("A", 1, "ALA").add("A", 900_000, "ALA").mmcif(), "100,000 rows"),
-    ("s.cif", Atoms().add("A", "?", "ALA").mmcif().replace("500", "."), "without a number"),
+    ("s.cif", Atoms().add("A", "?", "ALA").mmcif().replace("500", "."), "auth_seq_id is '?'"),
+    ("s.cif", Atoms().add("A", ".", "ALA").mmcif(), "auth_seq_id is '.'; expected a number"),
+    ("s.cif", Atoms().add("A", "1x", "ALA").mmcif(), "auth_seq_id is '1x'"),
+    ("s.cif", Atoms().add("A", 1, "ALA").mmcif().replace(" 0.125 ", " foo "), "Cartn_x is 'foo'; expected a number"),
+    ("s.cif", Atoms().add("A", 1, "ALA").mmcif().replace(" -0.125 ", " 1.2.3 "), "Cartn_y is '1.2.3'"),
+    ("s.cif", Atoms().add("A", 1, "ALA").mmcif().replace("group_PDB", "group"), "no group_PDB"),
+    ("s.pdb", ONE.replace("   0.125", "   1_0.5"), "columns 31"),
+    ("s.pdb", ONE.replace("A   1 ", "A 1_1 "), "columns 23"),
+    ("s.pdb", "".join(Atoms().add(" ", i, "ALA").pdb() for i in (1, 2, 1)), "residue 1 comes again in a chain"),
     ("s.pdb/", "", "not a file")])
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path, name, content, says):
     path = tmp_path / name
@@ -427,11 +450,17 @@ def test_a_missing_file_a_directory_and_a_bad_line_are_told(small):
 def test_all_problems_are_told_at_once_equal_ones_together_and_not_without_end(small):
     wrong = [{**GOOD, "pdb_file": "nope.pdb"}] * 7 + [{**GOOD, "preferred_seq": "Z", "chain_id": "Q", "extra": 1}]
     message = refusal(write(small, [GOOD] + wrong))
-    assert "8 of 9 pairs" in message and "items 1, 2, 3, 4, 5, ... (7 items): file not found: nope.pdb" in message
+    assert "8 of 9 pairs" in message and "items 1-7: file not found: nope.pdb" in message
     for words in ("unknown key extra", "unknown residue letter 'Z'", "chain Q not in"):
         assert f"item 8: {words}" in message
+    odd = [{**GOOD, "extra": 1} if i in (0, 2, 3, 4, 7) else GOOD for i in range(8)]
+    assert "items 0, 2-4, 7: unknown key extra" in refusal(write(small, odd))
+    for bad in ({"chain_id": "Q"}, {"pdb_file": "nope.pdb"}, {"chain_id": ...}, {"preferred_seq": ...}):
+        entry = {k: v for k, v in {**GOOD, "mutable_ranges": [[5, 9]], **bad}.items() if v is not ...}
+        message = refusal(write(small, [entry]))
+        assert len(message.splitlines()) == 3 and "item 0: mutable range 5-9 outside 0..6" in message
     many = refusal(write(small, [{**GOOD, "chain_id": f"Q{i}"} for i in range(50)]))
-    assert len(many.splitlines()) == 1 + 20 + 1 and many.endswith("and 30 more problems")
+    assert len(many.splitlines()) == 1 + 20 + 1 and many.endswith("and 30 more problems, in items 20-49")
 
 
 def test_lines_and_a_byte_order_mark_and_windows_line_ends_read_like_a_list(small):
@@ -487,6 +516,23 @@ def test_positions_for_all_pairs_hold_where_a_pair_has_none_of_its_own(small):
     assert designed == [[1, 5], [1, 3, 4, 5]]                   # row 2 is X in both
     assert "item 0: preferred and unpreferred differ at 1 fixed positions: [5]" in refusal(path, mutable="A2")
     assert "item 0: the mutable positions for all pairs: position A9" in refusal(path, mutable="A9")
+    told = []
+    read_pairs(path, mutable=["A2", "A5A"], told=told)
+    assert told == ["2 positions by chain and number in the file: A2 A5A"]
+
+
+def test_a_copy_with_other_residue_numbers_has_positions_of_its_own(small):
+    entries = []
+    for start, other in ((1, "AAAAG"), (3, "AAGAA")):
+        atoms = Atoms()
+        for i in range(5):
+            atoms.add("A", start + i, "ALA")
+        (small / f"{start}.pdb").write_text(atoms.pdb())
+        entries.append({"pdb_file": f"{start}.pdb", "preferred_seq": "AAAAA", "unpreferred_seq": other,
+                        "chain_id": "A"})
+    first, second = read_pairs(write(small, entries), mutable="A5")
+    assert first.complex.structure.key == second.complex.structure.key
+    assert [np.flatnonzero(pair.chain_M).tolist() for pair in (first, second)] == [[4], [2]]
 
 
 def test_designs_beyond_max_length_are_refused_not_cut(small):
@@ -558,10 +604,25 @@ def test_a_single_structure_is_split_by_sequence_with_a_warning():
     assert len(train) == len(val) == 1
 
 
+def test_pairs_that_share_the_sequence_of_one_chain_are_on_one_side_of_the_split():
+    chain, draw = made(30, 1)[0].complex.structure.chains["A"], np.random.default_rng(1)
+    structure = Structure("two", {"A": chain, "B": chain})
+    one, two = Complex(structure, ["A"], ["B"]), Complex(structure, ["A", "B"])
+    letters = lambda n=30: draw.integers(0, 20, n).astype(np.uint8)
+    pairs, constant = [], letters()
+    for _ in range(20):                           # designs of A alone, and of A with a B that is alike in all
+        first, second = letters(), letters()
+        pairs.append(Pair(one, first, second, np.ones(30, bool)))
+        pairs.append(Pair(two, np.r_[first, constant], np.r_[letters(), constant], np.ones(60, bool)))
+    train, val, _ = split_pairs(pairs, 0.2, seed=0)
+    of_a = lambda some: {S[:30].tobytes() for pair in some for S in (pair.chosen, pair.rejected)}
+    assert len(val) == 8 and not of_a(train) & of_a(val)
+
+
 def test_pairs_that_cannot_be_split_are_refused():
     native = np.zeros(30, np.uint8)
     for pairs in (made(30, 12, chosen=native), made(30, 1)):
-        with pytest.raises(ValueError, match="--val_data"):
+        with pytest.raises(ValueError, match=r"--val_data.*data.val_fraction=0\)"):
             split_pairs(pairs, 0.1, seed=0)
     for fraction in (0, 1, -0.1, math.nan):
         with pytest.raises(ValueError, match="val_fraction"):
@@ -647,16 +708,18 @@ def test_a_batch_holds_each_complex_once_padded_to_the_longest(small):
                        "unpreferred_seq": "GY"})
     pairs = read_pairs(write(small, entries))
     batch = collate(pairs, [2, 1, 0])
-    assert batch["complex"].tolist() == [0, 1, 0] and batch["X"].shape == (2, 9, 4, 3)
+    assert batch["complex"].tolist() == [0, 1, 0]
     text = lambda rows: ["".join(LETTERS[t] for t in row) for row in rows.tolist()]
     assert text(batch["S"]) == ["MKXXVLAAA", "GWMKXXVLA"]                     # A under padding, as 0 is A
     assert text(batch["chosen"]) == ["MWXXVWAAA", "GFMKXXVLA", "MKXXVLAAA"]
     assert text(batch["rejected"]) == ["MRXXVIAAA", "GYMKXXVLA", "MRXXVIAAA"]
     assert batch["chain_M"].tolist() == [[1, 1, 0, 1, 1, 1, 1, 0, 0], [1, 1] + [0] * 7, [0, 1, 0, 0, 0, 1, 0, 0, 0]]
     assert batch["mask"].tolist() == [[1, 1, 1, 0, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 1, 1, 0]]
-    assert batch["key"].tolist() == [pair.key for pair in pairs[::-1]]
-    assert batch["residue_idx"][0].tolist() == [*range(7), -100, -100] and not batch["chain_id"][0, 7:].any()
-    assert not batch["X"][0, 7:].any() and not batch["X"][0, 3].any()
+    assert batch.keys() == {"complex", "S", "chosen", "rejected", "chain_M", "mask"}      # what is used, and no more
+    whole = collate_complexes([pairs[2].complex, pairs[1].complex])
+    assert torch.equal(whole["S"], batch["S"]) and whole["X"].shape == (2, 9, 4, 3)
+    assert whole["residue_idx"][0].tolist() == [*range(7), -100, -100] and not whole["chain_id"][0, 7:].any()
+    assert not whole["X"][0, 7:].any() and not whole["X"][0, 3].any()
 
 
 def test_the_designed_part_of_a_complex_equals_the_official_one(fixtures, shared):

@@ -18,15 +18,17 @@ import numpy as np
 import pytest
 import torch
 
+import bench_ddp
+import train_dpo_ddp
 from ddp_setup import Ddp, load_checkpoint
 from launchers import clean_environment, need, run_ranks, start_ranks
-from proteinmpnn_model import ALPHABET, from_checkpoint, load_proteinmpnn, random_proteinmpnn
+from proteinmpnn_model import ALPHABET, from_checkpoint, load_proteinmpnn, random_proteinmpnn, save_proteinmpnn
 from run_config import dump_yaml, load_config
 from structure_data import Chain, Complex, Pair, Structure, demo_pairs, read_pairs
 from test_proteinmpnn_model import plain_log_probs
 from train_dpo_ddp import (Config, Loss, MicroBatches, Reference, Schedule, Validation, accumulate, check_config,
-                           describe_plan, main, make_batch, objective, orders_of, pair_scores, preference_loss,
-                           prepare, read_arguments, train)
+                           describe_plan, load_pairs, main, make_batch, objective, orders_of, pair_scores,
+                           preference_loss, prepare, read_arguments, train)
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, DEMO = ROOT / "train_dpo_ddp.py", ROOT / "configs" / "dpo_demo.yaml"
@@ -34,6 +36,8 @@ SMALL = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}
 TINY = {"training.batch_size": 3, "training.accum": 2, "training.n_iters": 12, "training.log_freq": 1, "optim.lr": 3e-3,
         "optim.warmup": 3, "model.base_model_name": "random", "data.demo_structures": 6, "data.demo_pairs": 5,
         **{f"model.random.{k}": v for k, v in SMALL.items()}}
+
+CLOCK = ("pairs_per_second", "data_wait")            # metrics that time tells
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,13 +78,13 @@ def same_run(a, b):
         one, other = (torch.load(d / name, weights_only=True) for d in (a, b))
         torch.testing.assert_close(one["model_state_dict"], other["model_state_dict"], rtol=0, atol=0)
         assert one["step"] == other["step"]
-    differ = lambda row: {k: v for k, v in row.items() if k != "pairs_per_second" and not k.startswith("ddp/")}
+    differ = lambda row: {k: v for k, v in row.items() if k not in CLOCK and not k.startswith("ddp/")}
     assert list(map(differ, rows(a))) == list(map(differ, rows(b)))
 
 
 def command_lines(cases, cwd):
     """Run each list of arguments as `python train_dpo_ddp.py ARGUMENTS` -> list of (exit code, stdout, stderr)."""
-    driver = ("import json, sys; sys.path[:0] = sys.argv[1:3]; import forked_cli, train_dpo_ddp; "
+    driver = ("import json, sys; sys.path[:0] = sys.argv[1:3]; import forked_cli, train_dpo_ddp, torch._dynamo; "
               "forked_cli.train_sedd_ddp = train_dpo_ddp; "
               "json.dump([forked_cli.run(argv) for argv in json.load(sys.stdin)], sys.stdout)")
     done = subprocess.run([sys.executable, "-c", driver, ROOT, ROOT / "tests"], cwd=cwd, env=clean_environment(),
@@ -130,10 +134,10 @@ def test_losses_and_rewards_have_the_values_of_the_official_model(official, case
         tolerance = dict(rtol=1e-3, atol=0) if name == "ipo" else dict(rtol=0, atol=3e-4)
         torch.testing.assert_close(values, expected, **tolerance)
         if name == "sigmoid":
-            found = [columns[0, k].item() for k in (0, 2, 3, 5, 6, 8)]
-            expected = [case["dpo"][k].item() for k in ("loss", "rewards_chosen", "rewards_rejected",
-                                                        "policy_chosen_logps", "policy_rejected_logps", "n_scored")]
-            assert found == pytest.approx(expected, abs=2e-3)
+            near = {"loss": 1e-4, "rewards_chosen": 3e-4, "rewards_rejected": 3e-4, "policy_chosen_logps": 2e-3,
+                    "policy_rejected_logps": 2e-3, "n_scored": 0}
+            for k, (key, atol) in zip((0, 2, 3, 5, 6, 8), near.items()):
+                assert columns[0, k].item() == pytest.approx(case["dpo"][key].item(), abs=atol), key
 
 
 @pytest.mark.parametrize("case", ["monomer_official", "monomer_small", "peptide_small"])
@@ -259,21 +263,25 @@ def sizes(config, **more):
 @torch.no_grad()
 def alone(model, pair, S, orders, temperature=1.0, plain=False):
     """log p(S) of one pair scored by itself, averaged over orders. plain: by the formulas as they are written down."""
+    total = 0.0
+    for order in orders:
+        log_probs, letters, weight = everywhere(model, pair, S, order, plain)
+        log_probs = torch.log_softmax(log_probs / temperature, -1)
+        total += float((log_probs.gather(-1, letters[:, None])[:, 0] * weight).sum())
+    return total / len(orders)
+
+
+def everywhere(model, pair, S, order, plain=False):
+    """(log-probabilities (L, 21), letters (L,), weight (L,), 1 = scored) of a sequence S of a pair under an order."""
     c = pair.complex
     X, mask, residue_idx, chain_id, letters = (torch.from_numpy(np.asarray(x)) for x in (
         c.X, c.mask.astype(np.float32), c.residue_idx, c.chain_id, np.concatenate([S, c.S[len(S):]]).astype(np.int64)))
     weight = torch.zeros(len(c))
     weight[:len(S)] = torch.from_numpy(pair.chain_M & c.mask[:len(S)]).float()
-    total = 0.0
-    for order in orders:
-        if plain:
-            log_probs = plain_log_probs(model, X, mask, residue_idx, chain_id, letters, order)
-        else:
-            graph = model.graph(X[None], mask[None], residue_idx[None], chain_id[None])
-            log_probs = model(graph, letters[None], order[None])[0]
-        log_probs = torch.log_softmax(log_probs / temperature, -1)
-        total += float((log_probs.gather(-1, letters[:, None])[:, 0] * weight).sum())
-    return total / len(orders)
+    if plain:
+        return plain_log_probs(model, X, mask, residue_idx, chain_id, letters, order), letters, weight
+    graph = model.graph(X[None], mask[None], residue_idx[None], chain_id[None])
+    return model(graph, letters[None], order[None])[0], letters, weight
 
 
 @pytest.mark.parametrize("settings", [{}, {"n_orders": 2, "temperature": 0.5}, {"order": "arange"},
@@ -308,7 +316,15 @@ def test_validation_means_are_over_pairs_each_once_with_recovery_and_kl_on_nativ
     assert found["val/rewards/accuracies"] == pytest.approx(float((margin > 0).float().mean()))
     assert found["val/rewards/margins"] == pytest.approx(float(margin.mean()), abs=1e-4)
     assert found["val/logps/rejected"] == pytest.approx(float(scores[:, 1].mean()), rel=1e-5)
-    assert 0 < found["val/kl"] < 1 and 0 < found["val/recovery"] < 0.5 and policy.training
+    sums = torch.zeros(4)                            # KL(policy | reference), the reverse, recovered, residues
+    for p in v.natives:
+        order = orders_of(p, config.loss, 0)[0]
+        (a, letters, weight), (b, _, _) = (everywhere(m, p, p.chosen, order) for m in (policy, reference.model))
+        each = (a.exp() * (a - b)).sum(-1), (b.exp() * (b - a)).sum(-1), a.argmax(-1) == letters, torch.ones(len(a))
+        sums += torch.stack([(x * weight).sum() for x in each]).detach()
+    kl, reverse, recovered = (sums[:3] / sums[3]).tolist()
+    assert found["val/kl"] == pytest.approx(kl, rel=1e-3) and kl != pytest.approx(reverse, rel=1e-2)
+    assert found["val/recovery"] == pytest.approx(recovered) and recovered > 0 and policy.training
     assert v(copy.deepcopy(reference.model).train(), Ddp())["val/kl"] == pytest.approx(0, abs=1e-6)
     assert len(v.natives) == len({(p.complex.key, p.chain_M.tobytes()) for p in pairs})
 
@@ -375,7 +391,8 @@ def gradients(ddp, reference=False):
     return out
 
 
-@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 2), ("mpich", 4)])
+@pytest.mark.parametrize("launcher, n", [("python", 1), pytest.param("torchrun", 2, marks=pytest.mark.slow),
+                                         ("mpich", 4)])
 def test_any_number_of_ranks_makes_the_gradient_of_the_mean_over_all_pairs(tmp_path, launcher, n):
     need(launcher)
     if n == 1:
@@ -403,38 +420,39 @@ def alike(tmp_path_factory):
 
     def get(launcher):
         if launcher not in done:
-            n, folder = RANKS[launcher], tmp_path_factory.mktemp(launcher)
+            n, folder, result = RANKS[launcher], tmp_path_factory.mktemp(launcher), None
             more = [f"training.accum={4 // n}", f"training.num_workers={1 if launcher == 'torchrun' else 0}"]
-            result = run_ranks(launcher, n, [SCRIPT, "--output_dir", "w", *ALIKE, *more], folder, timeout=600)
-            assert result.returncode == 0 and not result.leftover, result.text
+            if n == 1:
+                run(load_config(Config, None, [*ALIKE, *more]), folder / "w")
+            else:
+                result = run_ranks(launcher, n, [SCRIPT, "--output_dir", "w", *ALIKE, *more], folder, timeout=600)
+                assert result.returncode == 0 and not result.leftover, result.text
             done[launcher] = folder / "w", result
         return done[launcher]
     return get
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpich"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "mpich"])
 def test_the_same_global_batch_gives_the_same_losses_under_any_launcher(alike, launcher):
     need(launcher)
     one, other = rows(alike("python")[0]), rows(alike(launcher)[0])
     assert [row["step"] for row in other] == list(range(9))
     for a, b in zip(one, other):
-        keys = [k for k in a if k not in ("pairs_per_second", "epoch") and not k.startswith("ddp/")]
+        keys = [k for k in a if k not in (*CLOCK, "epoch") and not k.startswith("ddp/")]
         assert [b[k] for k in keys] == pytest.approx([a[k] for k in keys], rel=1e-4, abs=1e-5), a["step"]
     assert one[-1]["loss"] != pytest.approx(one[1]["loss"], rel=1e-2)      # there was something to differ
     assert other[1]["ddp/world_size"] == RANKS[launcher] and other[1]["ddp/effective_batch_size"] == 12
     assert alike(launcher)[1].stdout.count("step 8/8") == 1                # rank 0 alone speaks
 
 
-def test_a_run_saved_on_two_ranks_goes_on_alone_with_the_same_global_batch(alike, tmp_path):
+def test_a_run_saved_on_two_ranks_goes_on_alone_with_the_same_global_batch(alike, tmp_path, capsys):
     need("mpich")
-    for launcher in ("python", "mpich"):
+    for launcher, accum in (("python", 4), ("mpich", 2)):
         shutil.copytree(alike(launcher)[0], tmp_path / launcher)
-    go_on = [*ALIKE, "training.n_iters=11"]
-    out = command_lines([[*go_on, "training.accum=4", "--output_dir", "python"],
-                         [*go_on, "training.accum=2", "--output_dir", "mpich"]], tmp_path)
-    for code, stdout, stderr in out:
-        assert code == 0 and "continuing from step 8" in stdout, stdout + stderr
-    assert "accum is 4 and not 2" in out[1][1] and "saved elsewhere (world_size 2 -> 1)" in out[1][1]
+        run(load_config(Config, None, [*ALIKE, "training.n_iters=11", f"training.accum={accum}"]), tmp_path / launcher)
+    text = capsys.readouterr().out
+    assert text.count("continuing from step 8") == 2
+    assert "accum is 4 and not 2" in text and text.count("world_size 2 -> 1") == 1
     one, other = rows(tmp_path / "python"), rows(tmp_path / "mpich")
     assert [row["step"] for row in other] == list(range(12))
     assert [row["loss"] for row in other[1:]] == pytest.approx([row["loss"] for row in one[1:]], rel=1e-4)
@@ -456,6 +474,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert rows(tmp_path / "random")[-1]["loss"] != rows(tmp_path / "fixed")[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_uninterrupted_run(tmp_path):
     argv = [SCRIPT, *words(TINY, training__accum=1, training__batch_size=1, training__num_workers=1,
                            model__dropout=0.1)]
@@ -475,7 +494,7 @@ def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_unin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 3), ("mpich", 2)])
+@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 3)])
 def test_a_run_killed_at_any_moment_again_and_again_equals_an_uninterrupted_one(tmp_path, launcher, n):
     need(launcher)
     argv = [SCRIPT, *words(TINY, training__accum=1, training__n_iters=60, training__snapshot_freq=3,
@@ -483,7 +502,7 @@ def test_a_run_killed_at_any_moment_again_and_again_equals_an_uninterrupted_one(
     result = run_ranks(launcher, n, [*argv, "--output_dir", "straight"], tmp_path)
     assert result.returncode == 0, result.text
     random = np.random.default_rng(n)
-    for at in sorted(random.choice(np.arange(1, 56), 4, replace=False).tolist()):
+    for at in sorted(random.choice(np.arange(1, 56), 4 if n == 1 else 2, replace=False).tolist()):
         with start_ranks(launcher, n, [*argv, "--output_dir", "parts"], tmp_path) as running:
             running.wait_for(f"step {at + 1}/", timeout=600)
             os.kill(running.rank_pids()[int(random.integers(n))] if n > 1 else running.process.pid, signal.SIGKILL)
@@ -506,6 +525,19 @@ def test_a_resume_is_refused_for_another_config_other_pairs_or_other_base_weight
         with pytest.raises(ValueError, match=text):
             run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_goes_on_in_another_folder_takes_its_best_model_along(tmp_path, capsys):
+    run(tiny(training__n_iters=2, optim__lr=0), tmp_path / "w")
+    last = tmp_path / "w" / "checkpoints" / "last.pt"
+    run(tiny(training__n_iters=3, optim__lr=0), tmp_path / "new", resume=last)
+    assert (tmp_path / "new" / "best_model.pt").read_bytes() == (tmp_path / "w" / "best_model.pt").read_bytes()
+    run(tiny(training__n_iters=2, optim__lr=0), tmp_path / "done", resume=last)
+    assert f"Weights: {tmp_path / 'w' / 'best_model.pt'}" in capsys.readouterr().out
+    (tmp_path / "w" / "best_model.pt").unlink()
+    run(tiny(training__n_iters=3, optim__lr=0), tmp_path / "lost", resume=last)
+    assert "is looked for from here on" in capsys.readouterr().out
+    assert torch.load(tmp_path / "lost" / "best_model.pt", weights_only=True)["step"] == 3
 
 
 def test_fresh_renames_and_a_finished_run_says_so_and_may_be_lengthened(tmp_path, capsys):
@@ -548,6 +580,9 @@ def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path
     assert text.count("ATTENTION: chosen sequences have become less likely") == 1 and "loss.sft" in text
     held = run(tiny(loss__sft=1, **settings), tmp_path / "sft")
     assert "become less likely" not in capsys.readouterr().out
+    run(tiny(data__val_fraction=0, **{**settings, "training__n_iters": 5}), tmp_path / "blind")   # one epoch
+    text = capsys.readouterr().out
+    assert text.count("step 0: train loss 0.6931") == 1 and text.count("chosen sequences have become less likely") == 1
     start = rows(tmp_path / "sft")[0]["val/logps/chosen"]
     assert result["val/logps/chosen"] < start < held["val/logps/chosen"]
 
@@ -605,25 +640,31 @@ def test_the_gradient_changes_with_the_weight_of_diversity_and_training_on_it_ra
     assert entropy[10][-1] > entropy[10][0] and entropy[10][-1] > entropy[0][-1] + 0.05
 
 
-def test_scores_under_the_reference_are_kept_on_disk_for_orders_that_stay(tmp_path, capsys):
+def test_scores_under_the_reference_are_kept_on_disk_for_orders_that_stay(tmp_path, capsys, monkeypatch):
     run(tiny(loss__order="fixed", training__n_iters=3), tmp_path / "a")
     assert capsys.readouterr().out.count("computed, kept in") == 2
     shutil.copytree(tmp_path / "a" / "reference", tmp_path / "cache")
     with_cache = dict(loss__order="fixed", training__n_iters=3, data__reference_cache=tmp_path / "cache")
     run(tiny(**with_cache), tmp_path / "b")
     assert capsys.readouterr().out.count("read from") == 2
-    differ = lambda row: {k: v for k, v in row.items() if k != "pairs_per_second"}
+    differ = lambda row: {k: v for k, v in row.items() if k not in CLOCK}
     assert list(map(differ, rows(tmp_path / "a"))) == list(map(differ, rows(tmp_path / "b")))
     before = sorted((tmp_path / "cache").iterdir())
     for change in (dict(training__seed=1), dict(loss__n_orders=2), dict(loss__temperature=0.5),
                    dict(loss__order="arange"), dict(data__demo_pairs=4), dict(model__random__num_edges=9)):
         run(tiny(**{**with_cache, **change}), tmp_path / str(change))
         assert capsys.readouterr().out.count("computed, kept in") == 2, change
-    path = before[0]
-    path.write_bytes(b"junk")
-    run(tiny(**with_cache), tmp_path / "c")
-    assert "could not be read" in capsys.readouterr().out
-    assert rows(tmp_path / "c")[-1]["loss"] == rows(tmp_path / "a")[-1]["loss"]
+    size = load_checkpoint(str(before[0]))["scores"].shape
+    for i, scores in enumerate((torch.full(size, math.nan), torch.zeros(size).int(), torch.zeros(3, 2), None)):
+        torch.save({"scores": scores}, before[0])
+        if i == 0:
+            before[1].write_bytes(b"junk")
+        run(tiny(**with_cache), tmp_path / f"c{i}")
+        assert capsys.readouterr().out.count("could not be used") == 1 + (i == 0)
+        assert rows(tmp_path / f"c{i}")[-1]["loss"] == rows(tmp_path / "a")[-1]["loss"]
+    monkeypatch.setattr(torch, "__version__", "0.0")     # sums of another build are not those of the policy here
+    run(tiny(**with_cache), tmp_path / "d")
+    assert capsys.readouterr().out.count("computed, kept in") == 2
 
 
 def test_reference_scores_for_fixed_orders_are_those_of_the_base_weights(tmp_path):
@@ -659,6 +700,20 @@ def test_mixed_precision_trains_near_float32_with_a_step_0_in_float32(tmp_path, 
         [row["val/loss"] for row in b if "val/loss" in row], abs=0.05)
 
 
+def test_the_plain_step_of_the_benchmark_has_our_loss_and_gradient(tmp_path):
+    """On a chain with fewer rows than neighbours, a gap and a residue that lacks O: all are seen by all."""
+    bench_ddp.write_demo_pdb(tmp_path / "s.pdb", 30)
+    lines = [line for line in (tmp_path / "s.pdb").read_text().splitlines(keepends=True)
+             if int(line[22:26]) != 9 and (int(line[22:26]) != 17 or line[13] != "O")]
+    (tmp_path / "s.pdb").write_text("".join(lines))
+    steps = bench_ddp.DpoSteps(tmp_path / "s.pdb", 2, Ddp())
+    (plain, norm), (ours, our_norm) = (map(float, steps.gradient(kind)) for kind in ("plain", "ours"))
+    assert plain == pytest.approx(ours, abs=4e-6) and abs(plain - math.log(2)) > 1e-3
+    assert norm == pytest.approx(our_norm, rel=1e-4)
+    for (name, p), q in zip(steps.models["plain"].named_parameters(), steps.models["ours"].parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5 * norm, msg=name)
+
+
 # ---- the demo, and real proteins ----
 
 @pytest.fixture(scope="module")
@@ -687,7 +742,9 @@ def test_the_demo_says_what_it_does_and_begins_at_log_2(demo):
         assert text.count(said) == 1, said
     assert re.search(r"epoch 2/5: train loss 0\.\d{4} acc [01]\.\d{3}, validation loss 0\.\d{4} acc [01]\.\d{3}, \d+ s",
                      text)
-    assert re.search(r"step 5/55  loss \d\S*  ETA \S+  pairs/s \S+  acc \S+  margin \S+", text) or "step 5/" in text
+    assert re.search(r"^step 5/55  loss \d\S*  pairs/s \d\S*  acc \d\S*  margin -?\d\S*$", text, re.MULTILINE)
+    assert re.search(r"^step 10/55  loss \d\S*  ETA \d:\d\d:\d\d  pairs/s \d\S*  acc \d\S*  margin -?\d\S*$", text,
+                     re.MULTILINE)
     table = rows(folder)
     assert table[0]["val/rewards/margins"] == 0 == table[0]["val/kl"]
     for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
@@ -695,6 +752,7 @@ def test_the_demo_says_what_it_does_and_begins_at_log_2(demo):
         assert key in table[-1] and f"val/{key}" in table[-1]
     assert table[-1]["rewards/margins"] == pytest.approx(table[-1]["rewards/chosen"] - table[-1]["rewards/rejected"])
     assert {"grad_norm", "lr", "val/recovery", "val/kl", "entropy"} <= table[-1].keys()
+    assert all(0 < row["data_wait"] < 1 for row in table[1:])
     assert json.loads((folder / "status.json").read_text())["code"] == 0
 
 
@@ -718,8 +776,7 @@ def published_shapes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher, data, more", [
-    ("torchrun", "pairs_monomer.json", []), ("mpich", "pairs_monomer.json", ["loss.order=fixed"]),
-    ("torchrun", "pairs_multichain.json", []), ("mpich", "pairs_multichain.json", ["loss.order=fixed"])])
+    ("torchrun", "pairs_monomer.json", []), ("mpich", "pairs_multichain.json", ["loss.order=fixed"])])
 def test_real_pairs_are_learned_and_the_result_reads_as_a_published_file(shared, tmp_path, launcher, data, more):
     need(launcher)
     fixture = torch.load(shared / "fixtures" / "proteinmpnn.pt", weights_only=True)["checkpoint_official"]
@@ -799,7 +856,6 @@ def pdb_text(X, letters):
 @pytest.fixture
 def files(tmp_path):
     """A folder with pairs.json (6 pairs on 3 structures) and base weights."""
-    from proteinmpnn_model import save_proteinmpnn
     entries = []
     for i, pair in enumerate(demo_pairs(seed=5, n_structures=3, pairs_per_structure=2)):
         chosen, rejected, native = ("".join(ALPHABET[k] for k in S)
@@ -813,34 +869,71 @@ def files(tmp_path):
     return tmp_path
 
 
-def test_a_run_from_files_as_the_original_was_called(files):
-    argv = ["--train_data", "pairs.json", "--base_model_dir", "w", "--num_epochs", "2", "--lr", "1e-3", "--no_cuda",
-            "--batch_size", "2", "--output_dir"]
-    plain, narrow, outside = command_lines([[*argv, "out", "--base_model_config_dir", "cfg"],
-                                            [*argv, "narrow", "--mutable_ranges", "0-200"],
-                                            [*argv, "narrow", "--mutable_positions", "A1", "A2"]], files)
+def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_command_line(files):
+    entries = json.loads((files / "pairs.json").read_text())
+    for entry in entries:
+        entry["unpreferred_seq"] = entry["preferred_seq"][:4] + "GGGGG" + entry["preferred_seq"][9:]
+    (files / "few.json").write_text(json.dumps(entries))
+    plain, by_number, by_index = command_lines([
+        ["--train_data", "pairs.json", "--base_model_dir", "w", "--num_epochs", "2", "--lr", "1e-3", "--no_cuda",
+         "--batch_size", "2", "--output_dir", "out", "--base_model_config_dir", "cfg"],
+        ["--train_data", "few.json", "--base_model_dir", "w", "--num_epochs", "1", "--output_dir", "a",
+         "--mutable_positions", "A5-A9"],
+        ["--train_data", "few.json", "--base_model_dir", "w", "--num_epochs", "1", "--output_dir", "b",
+         "--mutable_ranges", "4-8", "optim.lr=3e-6"]], files)
     assert plain[0] == 0 and "--base_model_config_dir cfg is not needed" in plain[1], plain
     assert "6 pairs on 3 structures" in plain[1] and "4 pairs for training, 2 on 1 structure(s)" in plain[1]
     assert "v_48_020.pt, trained with 0.2 Angstrom of noise" in plain[1]
     model = load_proteinmpnn(files / "out" / "latest_model.pt")
     assert model.noise_level == 0.2 and model.num_edges == 8
-    assert narrow[0] == 2 and "position 0-200 is not there" in narrow[2]
-    assert outside[0] == 2 and "preferred and unpreferred differ at" in outside[2]
-
-
-def test_positions_on_the_command_line_restrict_what_is_scored_and_are_told(files):
-    entries = json.loads((files / "pairs.json").read_text())
-    for entry in entries:
-        entry["unpreferred_seq"] = entry["preferred_seq"][:4] + "GGGGG" + entry["preferred_seq"][9:]
-    (files / "few.json").write_text(json.dumps(entries))
-    argv = ["--train_data", "few.json", "--base_model_dir", "w", "--num_epochs", "1", "--output_dir"]
-    by_number, by_index = command_lines([[*argv, "a", "--mutable_positions", "A5-A9"],
-                                         [*argv, "b", "--mutable_ranges", "4-8", "optim.lr=3e-6"]], files)
     assert "5 positions by chain and number in the file: A5-A9" in " ".join(by_number[1].split()), by_number
     assert "5 positions by 0-based number in the sequence: 4-8" in " ".join(by_index[1].split()), by_index
     a, b = rows(files / "a"), rows(files / "b")
     assert a[0] == b[0] and -5 * 6 < a[0]["val/logps/chosen"] < -5         # of 5 residues, not of 30
     assert a[0]["val/logps/chosen_per_residue"] == pytest.approx(a[0]["val/logps/chosen"] / 5)
+
+
+def test_positions_for_all_pairs_need_fit_those_alone_that_have_none_of_their_own(files):
+    entries = json.loads((files / "pairs.json").read_text())[::2]
+    lengths = [len(entry["preferred_seq"]) for entry in entries]
+    entries = [entries[i] for i in np.argsort(lengths)]                    # the shortest first, without the position
+    last = max(lengths)
+    for entry in entries:
+        entry["unpreferred_seq"] = entry["preferred_seq"][:-1] + ("W" if entry["preferred_seq"][-1] != "W" else "A")
+        if len(entry["preferred_seq"]) < last:
+            entry["mutable_positions"] = [len(entry["preferred_seq"]) - 1]
+    (files / "own.json").write_text(json.dumps(entries))
+    config = load_config(Config, None, [f"data.train_data={files}/own.json", f"data.mutable_positions=A{last}"])
+    told = " ".join(load_pairs(config)[2])
+    assert min(lengths) < last
+    assert f"mutable where a pair gives none: 1 positions by chain and number in the file: A{last}" in told
+
+
+CONFIG_CASES = [
+    ([], ["data.train_data is not given", "dpo_demo.yaml"]), (["--train_data", ""], ["data.train_data is empty"]),
+    (["--mutable_positions", "1", "--mutable_ranges", "1-2"], ["given together"]),
+    (["--mutable_positions", ""], ["data.mutable_positions is empty"]),
+    (["--mutable_ranges", "training.accum=2"], ["data.mutable_ranges is empty"]),
+    (["data.mutable_positions=' '"], ["data.mutable_positions is empty"]),
+    (["data.reference_cache=''"], ["data.reference_cache is empty"]),
+    (["--lr", "nan"], ["optim.lr", "expected a number"]), (["--lr", "fast"], ["optim.lr", "'fast'"]),
+    (["--lr", "-1"], ["optim.lr is -1.0; expected at least 0"]), (["--lr", ".inf"], ["optim.lr is infinite"]),
+    (["loss.sft=.inf"], ["loss.sft is infinite"]), (["optim.scale={cap: .inf}"], ["optim.scale.cap is infinite"]),
+    (["optim.betas=[0.9, 1]"], ["optim.betas is [0.9, 1.0]"]), (["--beta", "0"], ["loss.beta is 0"]),
+    (["--beta", "1e-300"], ["loss.beta is 1e-300; expected 1e-6"]), (["--temperature", "0"], ["loss.temperature is 0"]),
+    (["--temperature", "1e-300"], ["loss.temperature is 1e-300; expected 0.001"]),
+    (["--num_epochs", "3", "training.n_iters=4"], ["--num_epochs 3 with training.n_iters 4"]),
+    (["loss.name=dpo"], ["loss.name", "sigmoid"]), (["loss.nmae=dpo"], ["unknown key 'loss.nmae'"]),
+    (["loss.label_smoothing=0.5"], ["below 0.5"]), (["loss.order=arange", "loss.n_orders=2"], ["single order"]),
+    (["model.random.hidden_size=64"], ["expected random"]), (["--config", "none.yaml"], ["none.yaml does not exist"]),
+    (["--rank", "2"], ["unrecognized arguments: --rank"])]
+
+
+@pytest.mark.parametrize("argv, expected", CONFIG_CASES, ids=[" ".join(argv) for argv, _ in CONFIG_CASES])
+def test_a_wrong_config_is_refused_by_the_name_of_its_key(argv, expected):
+    with pytest.raises(ValueError) as caught:
+        read_arguments([*(["--train_data", "a"] if argv and "--train_data" not in argv else []), *argv])
+    assert all(words in str(caught.value) for words in expected)
 
 
 def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
@@ -852,38 +945,25 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
     (files / "c.yaml").write_text("training: {batch_size: 2}\n")
     base = ["--train_data", "pairs.json", "--base_model_dir", "w", "--output_dir", "new", "--num_epochs", "1"]
     cases = [
-        ([*base, "--base_model_name", "v_48_030"], ["no file w/v_48_030.pt", "github.com/dauparas/ProteinMPNN",
-                                                    "--base_model_dir FOLDER", "--base_model_name random"]),
+        ([*base, "--train_data", "short.json", "--val_data", "none.json", "--base_model_name", "v_48_030"],
+         ["item 0", "lengths differ", "none.json does not exist", "no file w/v_48_030.pt",   # all at once
+          "github.com/dauparas/ProteinMPNN", "--base_model_dir FOLDER", "--base_model_name random"]),
         (["--train_data", "pairs.json"], ["no file vanilla_model_weights/v_48_020.pt"]),
         ([*base, "--base_model_name", "broken"], ["broken.pt cannot be read"]),
-        ([], ["data.train_data is not given", "dpo_demo.yaml"]),
-        ([*base, "--train_data", "none.json"], ["none.json does not exist"]),
         ([*base, "--train_data", "text.json"], ["text.json: this is no JSON"]),
-        ([*base, "--train_data", "short.json"], ["item 0", "lengths differ"]),
         ([*base, "--train_data", "one.json"], ["none can be held out", "--val_data"]),
-        ([*base, "--val_data", "none.json"], ["none.json does not exist"]),
         ([*base, "--max_length", "10"], ["more than max_length 10"]),
-        ([*base, "--mutable_positions", "B7"], ["B7"]),
-        ([*base, "--mutable_positions", "1", "--mutable_ranges", "1-2"], ["given together"]),
-        ([*base, "training.accum=9"], ["9 micro-batches"]),
-        ([*base, "--lr", "nan"], ["optim.lr", "expected a number"]),
+        ([*base, "--mutable_positions", "A1", "A2"], ["preferred and unpreferred differ at"]),
+        ([*base, "--mutable_ranges", "0-200"], ["position 0-200 is not there"]),
         ([*base, "--lr", "fast"], ["optim.lr", "'fast'"]),
-        ([*base, "--lr", "-1"], ["optim.lr is -1.0; expected at least 0"]),
-        ([*base, "--beta", "0"], ["loss.beta is 0"]),
-        ([*base, "--temperature", "0"], ["loss.temperature is 0"]),
-        ([*base, "loss.name=dpo"], ["loss.name", "sigmoid"]),
-        ([*base, "loss.nmae=dpo"], ["unknown key 'loss.nmae'"]),
-        ([*base, "loss.label_smoothing=0.5"], ["below 0.5"]),
-        ([*base, "loss.order=arange", "loss.n_orders=2"], ["single order"]),
-        ([*base, "model.random.hidden_size=64"], ["expected random"]),
+        ([*base, "training.accum=9"], ["9 micro-batches"]),
+        ([*base, "data.reference_cache=c.yaml/cache"], ["c.yaml is a file"]),
         ([*base, "--no_cuda", "--device", "cuda"], ["--no_cuda with --device cuda"]),
         ([*base, "--fresh", "--resume", "x.pt"], ["exclude each other"]),
         ([*base, "--resume", "x.pt"], ["no checkpoint x.pt"]),
         ([*base, "--output_dir", "c.yaml/run"], ["c.yaml/run cannot be used"]),
         ([*base, "--output_dir", "w"], ["w is not a run directory"]),
-        ([*base, "--config", "none.yaml"], ["none.yaml does not exist"]),
-        ([*base, "--plan", "x"], ["--plan x"]),
-        ([*base, "--rank", "2"], ["unrecognized arguments: --rank"])]
+        ([*base, "--plan", "x"], ["--plan x"])]
     before = sorted(p.name for p in files.rglob("*"))
     for (argv, expected), (code, out, err) in zip(cases, command_lines([argv for argv, _ in cases], files)):
         text = f"{argv}\nexit code {code}\n{out}\n{err}"
@@ -893,12 +973,35 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
     assert sorted(p.name for p in files.rglob("*")) == before
 
 
-def test_two_ranks_refuse_with_one_message(files):
-    (files / "bad.json").write_text('[{"pdb_file": "s0.pdb"}]')
+OWN_FILES = """
+import os, sys
+sys.path.insert(0, {root!r})
+import train_dpo_ddp
+os.chdir(os.environ["PMI_RANK"])
+train_dpo_ddp.cli()
+"""
+
+
+@pytest.mark.parametrize("alike", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_ranks_refuse_with_one_message_also_when_each_could_go_on_with_what_it_has_read(files, alike):
+    """alike: both read a bad file. Else each reads good ones, which differ."""
+    need("mpich")
+    for rank in ("0", "1"):
+        shutil.copytree(files / "w", files / rank / "w")
+        for path in files.glob("*.pdb"):
+            shutil.copy(path, files / rank)
+        entries = [{"pdb_file": "s0.pdb"}] if alike else json.loads((files / "pairs.json").read_text())
+        (files / rank / "p.json").write_text(json.dumps(entries[::-1] if rank == "1" else entries))
+    if not alike:
+        save_proteinmpnn(files / "1" / "w" / "v_48_020.pt", random_proteinmpnn(1, **SMALL))
+    (files / "driver.py").write_text(OWN_FILES.format(root=str(ROOT)))
     before = sorted(p.name for p in files.rglob("*"))
-    done = run_ranks("mpich", 2, [SCRIPT, "--train_data", "bad.json", "--base_model_dir", "w"], files)
+    argv = ["driver.py", "--train_data", "p.json", "--base_model_dir", "w"]
+    done = run_ranks("mpich", 2, argv, files, timeout=300)
     assert done.returncode != 0 and not done.leftover, done.text          # 2, or what the launcher makes of it
-    assert done.stderr.count("missing key preferred_seq") == 1 and done.stderr.count("error: ") == 1, done.text
+    said = ("missing key preferred_seq" if alike else
+            "found other pairs on rank 1 and other base weights on rank 1 than on rank 0")
+    assert done.stderr.count(said) == 1 and done.stderr.count("error: ") == 1, done.text
     assert "Traceback" not in done.text and sorted(p.name for p in files.rglob("*")) == before
 
 
@@ -908,10 +1011,18 @@ def test_all_malformed_files_are_refused_before_anything_is_written(shared, tmp_
     for i, case in enumerate(cases):
         (tmp_path / f"{i}.json").write_text(json.dumps(case["data"]))
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    argv = [["--train_data", f"{i}.json", "--base_model_name", "random"] for i in range(len(cases))]
-    for case, (code, out, err) in zip(cases, command_lines(argv, tmp_path)):
-        assert code == 2 and err.count("error:") == 1, f"{case['name']}\n{out}\n{err}"
+    for i in range(len(cases)):
+        with pytest.raises(ValueError, match=f"{i}.json"):
+            run(tiny(data__train_data=tmp_path / f"{i}.json"), tmp_path / "new")
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_a_run_without_a_good_step_says_so(tmp_path, monkeypatch):
+    real = train_dpo_ddp.micro_batch_loss
+    bad = lambda loss, sums, pairs: (math.nan * loss, math.nan * sums, pairs)
+    monkeypatch.setattr(train_dpo_ddp, "micro_batch_loss", lambda *a: bad(*real(*a)))
+    with pytest.raises(RuntimeError, match="all steps had a nan or infinite loss.*optim.lr"):
+        run(tiny(training__n_iters=2, data__val_fraction=0), tmp_path / "w")
 
 
 def test_a_run_that_breaks_down_leaves_finite_models(tmp_path):
