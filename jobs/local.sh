@@ -4,8 +4,8 @@
 #   bash jobs/local.sh 4                                     4 ranks
 #   bash jobs/local.sh 2 --data my.fasta optim.lr=1e-4       what follows NPROC goes to the training script
 #   CONFIG=configs/sedd_cpu.yaml LAUNCHER=mpirun bash jobs/local.sh 2
-# The first argument is the number of ranks only if it is a number. The exit code is that of the training. Output goes
-# to the screen and to logs/CONFIG-DATE.out and .err, for tail -f.
+# The first argument is the number of ranks only if it is a number. The exit code is that of the training (README.md);
+# launchers' own say less. Output goes to the screen and to logs/CONFIG-DATE.out and .err, for tail -f.
 #
 # It works in the repository's folder from wherever it is called, so that the same command always finds the
 # same run folder (runs/...) again: relative paths, yours as well (CONFIG, --data), are taken from there.
@@ -14,6 +14,7 @@
 # interpreter. On a Linux computer without a GPU the download is much smaller from PyTorch's CPU wheel index
 # (its address stands on pytorch.org):
 #   PIP_EXTRA_INDEX_URL=ADDRESS bash jobs/local.sh
+# shellcheck disable=SC2317     # functions that others call by name
 set -euo pipefail
 
 # What you may want to edit; each can also be given in front of the command.
@@ -26,6 +27,10 @@ LOGS=${LOGS:-1}                          # 0: to the screen alone, where a termi
 # The MPI of .venv, in which only one can live. MPICH, because it needs no flags to run as root or with more
 # ranks than cores. MPI_WHEEL= (empty) installs none: LAUNCHER=mpirun then takes the mpirun of your PATH.
 MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
+# For debugging:
+# export NCCL_DEBUG=INFO
+# export NCCL_SOCKET_IFNAME=^docker0,lo   # never this form in GLOO_SOCKET_IFNAME, which wants one name
+# export CUDA_DEVICE_ORDER=PCI_BUS_ID
 
 # >>> environment: the same lines in jobs/local.sh and jobs/test.sh >>>
 fail() { printf '%s: %s\n' "$0" "$*" >&2; exit 1; }
@@ -80,6 +85,25 @@ locked() {   # run a function while no other call works on .venv
 }
 # <<< environment <<<
 
+# >>> follow: the same lines in local.sh and torchrun_multinode.sh >>>
+follow() {   # follow PID: wait for a launcher in a process group of its own, and pass signals on to it, once
+  local pid=$1 result name
+  for name in TERM INT USR1; do
+    # shellcheck disable=SC2064
+    trap "signalled=1 stopped=1; kill -$name $pid || true" "$name"
+  done
+  # shellcheck disable=SC2064
+  trap "signalled=1 stopped=1; kill -TERM $pid || true" HUP   # the terminal was closed
+  signalled=1
+  while [ "$signalled" = 1 ]; do   # a signal ends the waiting, not the launcher
+    signalled=0 result=0
+    wait "$pid" || result=$?
+  done
+  trap - TERM INT USR1 HUP
+  return "$result"
+}
+# <<< follow <<<
+
 if [[ ${1:-} =~ ^[0-9]+$ ]]; then NPROC=$1; shift; fi
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a number of ranks, 1 or more."
 [[ $LAUNCHER == torchrun || $LAUNCHER == mpirun ]] ||
@@ -107,9 +131,30 @@ if [ "$LOGS" = 1 ]; then
   exec > >(trap '' INT TERM HUP; exec tee -a "$log.out") 2> >(trap '' INT TERM HUP; exec tee -a "$log.err" >&2)
 fi
 if [ "$LAUNCHER" = torchrun ]; then
-  exec .venv/bin/python -m torch.distributed.run --standalone --nproc_per_node="$NPROC" \
-    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$SCRIPT" --config "$CONFIG" "$@"
+  command=(.venv/bin/python -m torch.distributed.run --standalone --nproc_per_node="$NPROC"
+    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+else
+  mpirun=.venv/bin/mpirun
+  [ -n "$MPI_WHEEL" ] || mpirun=$(command -v mpirun) || fail "MPI_WHEEL is empty and no mpirun is on PATH."
+  command=("$mpirun" -n "$NPROC" .venv/bin/python)
 fi
-mpirun=.venv/bin/mpirun
-[ -n "$MPI_WHEEL" ] || mpirun=$(command -v mpirun) || fail "MPI_WHEEL is empty and no mpirun is on PATH."
-exec "$mpirun" -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG" "$@"
+
+# Where the run leaves what its exit code was: the last of these options holds.
+status=runs/$(basename "${CONFIG%.*}") before=''
+for word in "$@"; do
+  case $before in --work_dir | --output_dir) status=$word ;; esac
+  case $word in --work_dir=* | --output_dir=*) status=${word#*=} ;; esac
+  before=$word
+done
+status=$status/status.json stamp=.venv/started.$$ code=0
+touch "$stamp"
+set -m
+"${command[@]}" "$SCRIPT" --config "$CONFIG" "$@" &
+set +m
+follow "$!" || code=$?
+if [ "$code" != 0 ] && [ "$status" -nt "$stamp" ]; then
+  told=$(sed -n 's/^{"code": *\([1-9][0-9]*\),.*/\1/p' "$status")
+  code=${told:-$code}
+fi
+rm -f "$stamp"
+exit "$code"

@@ -1,10 +1,11 @@
 #!/bin/bash
 # Train under Slurm: one task per GPU, on any number of nodes.
-#   sbatch -A MyProject jobs/slurm.sh                                   1 node with 4 GPUs, SEDD
-#   sbatch -A MyProject --nodes=4 jobs/slurm.sh --data my.fasta         what follows goes to the training script
+#   sbatch -A MyProject jobs/slurm.sh --data my.fasta                   1 node with 4 GPUs, SEDD; what follows the
+#                       script goes to the training script; without --data: uniref50.fasta.gz, in this folder
+#   sbatch -A MyProject --nodes=4 jobs/slurm.sh --data my.fasta
 #   CONFIG=configs/sedd_cpu.yaml RUN_DIR=runs/mine sbatch --gres=none jobs/slurm.sh      without GPUs
 #   SCRIPT=train_dpo_ddp.py CONFIG=configs/dpo.yaml sbatch jobs/slurm.sh
-# Submit from the repository's folder, where .venv is (`bash jobs/local.sh` makes it), or set VENV or a module below.
+# Submit from the repository's folder, where .venv is (`bash jobs/local.sh 1 --help` makes it), or set VENV or a module below.
 #   watch      tail -f logs/sedd-JOBID.out logs/sedd-JOBID.err (slurm-JOBID.out: what Slurm itself has to say)
 #   stop       touch RUN_DIR/STOP (saves and ends); scancel JOBID saves too, where Slurm leaves the time (KillWait)
 #   continue   the same sbatch again (after STOP: remove that file). At the end of its time a job does so by itself:
@@ -46,19 +47,24 @@ set -euo pipefail
 # Slurm runs a copy of this script from its own folder, so nothing is read from beside it.
 
 # >>> run: the same lines in aurora.pbs, polaris.pbs, slurm.sh and torchrun_multinode.sh >>>
-fail() { printf 'job script: %s\n' "$*" >&2; exit 2; }
+leave() { set +eu; exit "$1"; }   # in a login shell ~/.bash_logout runs now, and is not written for them
+
+fail() { printf 'job script: %s\n' "$*" >&2; leave 2; }
 
 check_settings() {
   local word
+  RUN_DIR=${RUN_DIR%/}
   [ -f "$SCRIPT" ] || fail "SCRIPT=$SCRIPT is not a file in $PWD. Start this from the folder that holds it."
   [ -f "$CONFIG" ] || fail "CONFIG=$CONFIG is not a file in $PWD. Start this from the folder that holds it."
   [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a number of ranks per node, 1 or more."
   [[ $NODES =~ ^[1-9][0-9]*$ ]] || fail "the number of nodes is '$NODES', expected 1 or more."
   command -v "$PYTHON" > /dev/null || fail "PYTHON=$PYTHON is not a program. Load a module, set VENV or PYTHON."
-  for word in "${arguments[@]}"; do
+  for word in ${arguments[@]+"${arguments[@]}"}; do   # bash before 4.4 calls an empty array unset
     case $word in
       --fresh) fail "--fresh would start over at every continuation. Move $RUN_DIR away instead." ;;
-      --work_dir | --work_dir=*) fail "give the run folder as RUN_DIR=..., this script looks into it." ;;
+      --work_dir | --work_dir=* | --output_dir | --output_dir=*)
+        fail "give the run folder as RUN_DIR=..., this script looks into it." ;;
+      --resume | --resume=*) fail "--resume would be refused at the first continuation. Start from it once by hand." ;;
     esac
   done
   mkdir -p "$(dirname "$RUN_DIR")"
@@ -68,7 +74,7 @@ guard() {   # ends what should not start (again)
   local mark before='' idle=0 rest=''
   if [ -e "$RUN_DIR/DONE" ]; then
     echo "$RUN_DIR/DONE exists: this run is finished. Remove the file to train longer."
-    exit 0
+    leave 0
   fi
   [ ! -e "$RUN_DIR/STOP" ] || fail "$RUN_DIR/STOP exists: this run was asked to stop. Remove the file to go on."
   # The file lies beside the run folder, so that a first start finds that folder as it was.
@@ -84,10 +90,10 @@ train() {   # sets code: what the training says in status.json, else the launche
   local status=$RUN_DIR/status.json told launcher=0
   # An earlier start must not speak for this one. Not removed: a refusal is recorded only where there is such a file.
   if [ -e "$status" ]; then
-    printf '{"code": null, "reason": "starting", "step": null}\n' > "$status.new"
-    mv "$status.new" "$status"
+    printf '{"code": null, "reason": "starting", "step": null}\n' > "$status.$HOSTNAME.$$"
+    mv "$status.$HOSTNAME.$$" "$status"
   fi
-  launch "$PYTHON" -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" "${arguments[@]}" || launcher=$?
+  launch "$PYTHON" -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"} || launcher=$?
   told=$(sed -n 's/^{"code": *\([^,]*\),.*/\1/p' "$status" 2> /dev/null || true)
   case $told in
     '') conclude "$launcher" "$launcher" ;;                    # a script that writes no status.json
@@ -114,8 +120,12 @@ check_hosts() {
 preflight() {   # leaves in the file HOSTS the NODES hosts to train on, without those that failed
   local suspects=$LOG.suspects words try
   read -r -a words <<< "$PREFLIGHT"
+  if [ -n "$PREFLIGHT" ] && ! [ -f test_aurora_ddp.py ]; then
+    echo "no pre-flight: there is no test_aurora_ddp.py in $PWD" >&2
+    PREFLIGHT=''
+  fi
   for try in 1 2; do
-    if [ -z "$PREFLIGHT" ] || ! [ -f test_aurora_ddp.py ]; then break; fi
+    if [ -z "$PREFLIGHT" ]; then break; fi
     echo "pre-flight, try $try, on $(paste -sd ' ' "$HOSTS")"
     rm -f "$suspects"
     if launch "$PYTHON" -u test_aurora_ddp.py "${words[@]}" --work_dir "$RUN_DIR" --suspects "$suspects"; then

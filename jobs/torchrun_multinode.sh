@@ -3,11 +3,11 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=192.168.1.100 bash jobs/torchrun_multinode.sh --data my.fasta
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=192.168.1.100 bash jobs/torchrun_multinode.sh --data my.fasta
 # MASTER_ADDR is the host of node 0, as the others reach it. What follows the script goes to the training script.
-# The hosts need the same files; RUN_DIR, which rank 0 writes, must be one that all see for the pre-flight to pass.
+# The hosts need the same files; RUN_DIR is written on node 0 alone.
 #   watch      here, or tail -f logs/RUN-NODE_RANK-DATE.out and .err
 #   stop       Ctrl-C or kill of this script on one host, or touch RUN_DIR/STOP on node 0: all save and end
 #   continue   the same commands again (after STOP: remove that file)
-# The exit code on node 0 is that of the training, see README.md, on others torchrun's; 3: the pre-flight failed.
+# The exit code is that of the training, see README.md, where RUN_DIR is seen, else torchrun's; 3: the pre-flight failed.
 
 # What you may want to edit; each can also be given in front of the command.
 NNODES=${NNODES:?the number of hosts}
@@ -33,19 +33,24 @@ export WANDB_MODE=${WANDB_MODE:-offline}
 set -euo pipefail
 
 # >>> run: the same lines in aurora.pbs, polaris.pbs, slurm.sh and torchrun_multinode.sh >>>
-fail() { printf 'job script: %s\n' "$*" >&2; exit 2; }
+leave() { set +eu; exit "$1"; }   # in a login shell ~/.bash_logout runs now, and is not written for them
+
+fail() { printf 'job script: %s\n' "$*" >&2; leave 2; }
 
 check_settings() {
   local word
+  RUN_DIR=${RUN_DIR%/}
   [ -f "$SCRIPT" ] || fail "SCRIPT=$SCRIPT is not a file in $PWD. Start this from the folder that holds it."
   [ -f "$CONFIG" ] || fail "CONFIG=$CONFIG is not a file in $PWD. Start this from the folder that holds it."
   [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a number of ranks per node, 1 or more."
   [[ $NODES =~ ^[1-9][0-9]*$ ]] || fail "the number of nodes is '$NODES', expected 1 or more."
   command -v "$PYTHON" > /dev/null || fail "PYTHON=$PYTHON is not a program. Load a module, set VENV or PYTHON."
-  for word in "${arguments[@]}"; do
+  for word in ${arguments[@]+"${arguments[@]}"}; do   # bash before 4.4 calls an empty array unset
     case $word in
       --fresh) fail "--fresh would start over at every continuation. Move $RUN_DIR away instead." ;;
-      --work_dir | --work_dir=*) fail "give the run folder as RUN_DIR=..., this script looks into it." ;;
+      --work_dir | --work_dir=* | --output_dir | --output_dir=*)
+        fail "give the run folder as RUN_DIR=..., this script looks into it." ;;
+      --resume | --resume=*) fail "--resume would be refused at the first continuation. Start from it once by hand." ;;
     esac
   done
   mkdir -p "$(dirname "$RUN_DIR")"
@@ -55,7 +60,7 @@ guard() {   # ends what should not start (again)
   local mark before='' idle=0 rest=''
   if [ -e "$RUN_DIR/DONE" ]; then
     echo "$RUN_DIR/DONE exists: this run is finished. Remove the file to train longer."
-    exit 0
+    leave 0
   fi
   [ ! -e "$RUN_DIR/STOP" ] || fail "$RUN_DIR/STOP exists: this run was asked to stop. Remove the file to go on."
   # The file lies beside the run folder, so that a first start finds that folder as it was.
@@ -71,10 +76,10 @@ train() {   # sets code: what the training says in status.json, else the launche
   local status=$RUN_DIR/status.json told launcher=0
   # An earlier start must not speak for this one. Not removed: a refusal is recorded only where there is such a file.
   if [ -e "$status" ]; then
-    printf '{"code": null, "reason": "starting", "step": null}\n' > "$status.new"
-    mv "$status.new" "$status"
+    printf '{"code": null, "reason": "starting", "step": null}\n' > "$status.$HOSTNAME.$$"
+    mv "$status.$HOSTNAME.$$" "$status"
   fi
-  launch "$PYTHON" -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" "${arguments[@]}" || launcher=$?
+  launch "$PYTHON" -u "$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"} || launcher=$?
   told=$(sed -n 's/^{"code": *\([^,]*\),.*/\1/p' "$status" 2> /dev/null || true)
   case $told in
     '') conclude "$launcher" "$launcher" ;;                    # a script that writes no status.json
@@ -91,26 +96,32 @@ conclude() {   # conclude CODE OUTCOME: OUTCOME is CODE, or "killed"
 }
 # <<< run <<<
 
-launch() {   # launch PYTHON -u SCRIPT ARGUMENTS...: NPROC ranks here, which meet those of the other hosts at host 0
-  local pid result name
-  shift 2   # torch's launcher starts its own
-  # In a process group of its own, so that a signal reaches it once, from here, and it can pass it on to its ranks.
-  set -m
-  "$PYTHON" -m torch.distributed.run --nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" \
-    --master-port="$port" --nproc-per-node="$NPROC" ${handled:+"--signals-to-handle=$handled"} "$@" &
-  pid=$!
-  set +m
+# >>> follow: the same lines in local.sh and torchrun_multinode.sh >>>
+follow() {   # follow PID: wait for a launcher in a process group of its own, and pass signals on to it, once
+  local pid=$1 result name
   for name in TERM INT USR1; do
     # shellcheck disable=SC2064
-    trap "signalled=1; kill -$name $pid || true" "$name"
+    trap "signalled=1 stopped=1; kill -$name $pid || true" "$name"
   done
+  # shellcheck disable=SC2064
+  trap "signalled=1 stopped=1; kill -TERM $pid || true" HUP   # the terminal was closed
   signalled=1
   while [ "$signalled" = 1 ]; do   # a signal ends the waiting, not the launcher
     signalled=0 result=0
     wait "$pid" || result=$?
   done
-  trap - TERM INT USR1
+  trap - TERM INT USR1 HUP
   return "$result"
+}
+# <<< follow <<<
+
+launch() {   # launch PYTHON -u SCRIPT ARGUMENTS...: NPROC ranks here, which meet those of the other hosts at host 0
+  shift 2   # torch's launcher starts its own
+  set -m
+  "$PYTHON" -m torch.distributed.run --nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" \
+    --master-port="$port" --nproc-per-node="$NPROC" ${handled:+"--signals-to-handle=$handled"} "$@" &
+  set +m
+  follow "$!"
 }
 
 LOG=logs/$(basename "$RUN_DIR")-$NODE_RANK-$(date +%Y%m%d-%H%M%S)
@@ -145,13 +156,17 @@ fi
 
 # By hand no host can be left out: a second try is for a passing fault.
 read -r -a words <<< "$PREFLIGHT"
-code=0
+code=0 stopped=0
+if [ -n "$PREFLIGHT" ] && ! [ -f test_aurora_ddp.py ]; then
+  echo "no pre-flight: there is no test_aurora_ddp.py in $PWD" >&2
+  PREFLIGHT=''
+fi
 for try in 1 2; do
-  if [ -z "$PREFLIGHT" ] || ! [ -f test_aurora_ddp.py ]; then break; fi
+  if [ -z "$PREFLIGHT" ]; then break; fi
   echo "pre-flight, try $try"
   port=$((MASTER_PORT + try)) code=0
-  launch "$PYTHON" -u test_aurora_ddp.py "${words[@]}" --work_dir "$RUN_DIR" || code=3
-  if [ "$code" = 0 ]; then break; fi
+  launch "$PYTHON" -u test_aurora_ddp.py "${words[@]}" || code=3
+  if [ "$code" = 0 ] || [ "$stopped" = 1 ]; then break; fi
 done
 port=$MASTER_PORT
 if [ "$code" = 0 ]; then train; else again=0; fi

@@ -170,7 +170,9 @@ def test_blocks_that_job_scripts_share_are_equal_and_stand_where_they_say():
 def test_a_job_script_names_no_account_and_defines_what_it_uses_before_it_stops_at_errors(name):
     text = (JOBS / name).read_text()
     assert not re.search(r"^#(PBS|SBATCH) .*(-A|--account)", text, re.M)
-    assert len(re.findall(r"^set -euo pipefail$", text, re.M)) == 1
+    assert len(re.findall(r"^set -euo pipefail\b", text, re.M)) == 1
+    modules = re.search(r"^site_modules |^# module load ", text, re.M)
+    assert modules is None and name == "torchrun_multinode.sh" or modules.start() < text.index("\nset -euo pipefail")
     directives = [number for number, line in enumerate(text.splitlines()) if line.startswith(("#PBS", "#SBATCH"))]
     assert directives == list(range(min(directives, default=0), max(directives, default=-1) + 1)), "comments between"
     commented = "CCL_LOG_LEVEL=info" if name == "aurora.pbs" else "NCCL_DEBUG=INFO"
@@ -388,6 +390,8 @@ def test_a_pbs_chain_ends_where_it_should_not_go_on(script, site, project):
 @pytest.mark.parametrize("variables, message", [
     ({"ARGS": "--fresh"}, "--fresh would start over at every continuation"),
     ({"ARGS": "--work_dir here"}, "give the run folder as RUN_DIR"),
+    ({"ARGS": "--output_dir here"}, "give the run folder as RUN_DIR"),
+    ({"ARGS": "--resume last.pt"}, "--resume would be refused"),
     ({"NPROC": "many"}, "NPROC is 'many'"), ({"SCRIPT": "no.py"}, "SCRIPT=no.py is not a file"),
     ({"CONFIG": "no.yaml"}, "CONFIG=no.yaml is not a file"), ({"NODES": "3"}, "NODES=3, but the job has 2: hostA hostB"),
     ({"PYTHON": "no-python"}, "PYTHON=no-python is not a program"),
@@ -397,6 +401,25 @@ def test_a_pbs_job_refuses_before_it_trains_or_submits(variables, message, site,
     assert site.run("aurora.pbs", "101.site", **variables) == 2
     assert message in (project / "logs" / "sedd-101.err").read_text()
     assert site.launched() == [] and site.submitted(102) is None
+
+
+@pytest.mark.parametrize("script", PBS)
+def test_modules_that_cannot_be_loaded_and_a_users_logout_file_do_not_hide_how_a_job_ends(script, site, project):
+    site.fake_launcher("75 143", "75 143")
+    (site.folder / "home" / ".bash_logout").write_text("false\n$no_such_variable\n")
+    assert site.run(script, "101.site", PREFLIGHT="", RUN_DIR="runs/mine/") == 75, logs(project)
+    profile = site.folder / "home" / ".bash_profile"
+    profile.write_text(profile.read_text() + "module() { return 1; }\n")
+    assert site.run(script, "102.site", PREFLIGHT="") == 2 and len(site.launched()) == 1
+
+
+def test_the_successor_of_a_changed_copy_is_that_copy(site, project):
+    site.fake_launcher("75 143")
+    copy_of_it = project / "mine.pbs"
+    copy_of_it.write_text((project / "jobs" / "aurora.pbs").read_text() + "# mine\n")
+    shutil.copy(copy_of_it, project / "jobs" / "mine.pbs")
+    assert site.run("mine.pbs", "101.site", PREFLIGHT="") == 75, logs(project)
+    assert site.submitted(102)["words"][-1].endswith("101.site.SC")
 
 
 def test_the_deadline_is_the_walltime_less_the_time_to_save(site, project):

@@ -111,6 +111,25 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
     assert code == 0 and "making .venv" in printed, printed
 
 
+def test_the_exit_code_of_local_sh_is_what_the_run_has_left_though_its_launcher_says_1(copy):
+    (copy / "script.py").write_text("""
+import json, os, sys
+run_dir = sys.argv[sys.argv.index("--work_dir") + 1]
+os.makedirs(run_dir, exist_ok=True)
+if "silent" not in sys.argv:
+    with open(f"{run_dir}/status.json", "w") as f:
+        json.dump({"code": 75, "reason": "", "step": 1}, f)
+""")
+    mpirun = copy / "bin" / "mpirun"                  # like torchrun, which has one code for all failures
+    mpirun.parent.mkdir()
+    mpirun.write_text('#!/bin/bash\n"${@:3}"; exit 1\n')
+    mpirun.chmod(0o755)
+    variables = {"PATH": f"{mpirun.parent}:{os.environ['PATH']}"}
+    mine = ("1", "--work_dir", str(copy / "runs" / "mine"))
+    assert local_sh(copy, *mine, **variables)[0] == 75
+    assert local_sh(copy, *mine, "silent", **variables)[0] == 1      # that file is of an earlier start
+
+
 def test_two_calls_at_once_make_one_environment(copy):
     need("mpich")
     if not shutil.which("flock"):
