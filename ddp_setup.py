@@ -280,11 +280,12 @@ def choose_device(device, backend, local_rank, found):
     """Choose device type, index and backend. A pure function.
 
     device: auto | cpu | cuda | xpu.  backend: auto | nccl | gloo | ccl | xccl | xpu (xpu: the best one for XPU).
-    found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl' | 'ccl': bool}.
+    found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl' | 'ccl': bool}, perhaps 'trouble':
+    why there is no ccl.
     Returns (type, index or None, backend, reason). Raises SetupError for what is not there, saying what is.
     """
     def refuse(what):
-        have = ", ".join(["cpu", *(k if v is True else f"{v} {k}" for k, v in found.items() if v)])
+        have = ", ".join(["cpu", *(k if v is True else f"{v} {k}" for k, v in found.items() if v and k != "trouble")])
         raise SetupError(f"{what}. Available here: {have}. Choose --device auto and --backend auto, or among "
                          "these.")
 
@@ -307,7 +308,8 @@ def choose_device(device, backend, local_rank, found):
     choice = (backend,) if backend in BACKENDS else BEST[kind]
     picked = next((b for b in choice if found[b]), None)
     if picked is None:
-        refuse(f"no backend for {kind}: expected {' or '.join(choice)}, which this torch lacks")
+        refuse(f"no backend for {kind}: expected {' or '.join(choice)}, which this torch lacks"
+               + (f" ({found['trouble']})" if "ccl" in choice and "trouble" in found else ""))
     # Folding serves all three: every device visible, a mask of some, and one visible device per task.
     index = None if kind == "cpu" else local_rank % found[kind]
     where = "cpu" if index is None else f"{kind}:{index} of {found[kind]}"
@@ -320,15 +322,17 @@ def _found_devices(need_ccl=False, ipex="auto"):
     if ipex != "off" and not hasattr(torch, "xpu"):
         _import_ipex()
     xpu = torch.xpu.device_count() if hasattr(torch, "xpu") else 0
-    xccl, ccl = _has_xccl(), False
+    xccl, ccl, trouble = _has_xccl(), False, ""
     if need_ccl or (xpu and not xccl):
         if xpu and ipex != "off":
             _import_ipex()   # first: the bindings' XPU half is built on it
-        with contextlib.suppress(ImportError):
+        try:
             import oneccl_bindings_for_pytorch  # noqa: F401  (registers the backend "ccl")
             ccl = True
+        except Exception as e:   # missing, or its libraries are, or made for another torch: many kinds
+            trouble = f"oneccl_bindings_for_pytorch: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
     return {"cuda": torch.cuda.device_count(), "xpu": xpu, "nccl": dist.is_nccl_available(),
-            "gloo": dist.is_gloo_available(), "xccl": xccl, "ccl": ccl}
+            "gloo": dist.is_gloo_available(), "xccl": xccl, "ccl": ccl, **({"trouble": trouble} if trouble else {})}
 
 
 def _has_xccl():

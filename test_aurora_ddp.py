@@ -11,7 +11,7 @@ Start it exactly as the training. Rank 0 prints one line per check: PASS, FAIL o
                what rank 0 writes into the run folder (--work_dir)
   --claims     (also without options) the pre-flight, and then: do messages arrive, and does a barrier hold all; are the
                gradients of a wrapped model, in one piece and accumulated, those of one process with all the data; are
-               the weights equal on all ranks after 20 steps, and with IPEX, where it is used (--ipex); does the sampler
+               the weights equal on all ranks after 20 steps, and with IPEX where it is installed; does the sampler
                deal each item once; does a checkpoint come back, bit by bit; is nothing left after cleaning up
   --bandwidth  time and bus bandwidth of the all-reduce, 1 KiB to 256 MiB (--max_mib)
 
@@ -187,7 +187,7 @@ def judge_products(rows, args):
                 if row["wrong"] or row["changed"]]
     rates = [row["rate"] for row in rows]
     problems += [(r, f"{rows[r]['device']}: {rates[r]:,.0f} GFLOP/s, the median is {middle:,.0f}")
-                 for r, middle in low(rates, args.slow)]
+                 for r, middle in low(rates, args.slow or (0.1 if rows[0]["device"] == "cpu" else 0.5))]
     return problems, f"exact, {span([round(rate) for rate in rates])} GFLOP/s (float32)", []
 
 
@@ -307,10 +307,13 @@ def prepare(row, ddp, args=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with together(row):
         if args is not None:
+            present = broadcast(importlib.util.find_spec("intel_extension_for_pytorch") is not None, ddp)
+            if present and args.ipex == "auto":   # tried where it is, needed or not
+                ddp.state["ipex"] = "on"
             given, (model, optimizer) = model, optimize_with_ipex(model, optimizer, ddp)
+            ddp.state["ipex"] = args.ipex
             if model is given:
-                row["skip"] = f"not used here with --ipex {args.ipex}" + (
-                    "" if importlib.util.find_spec("intel_extension_for_pytorch") else ", and not installed")
+                row["skip"] = f"not used here with --ipex {args.ipex}" + ("" if present else ", and not installed")
         model = wrap_ddp(model, ddp, bucket_cap_mb=0.01)   # small buckets: several all-reduces per step
     return model, optimizer, *(t.to(ddp.device) for t in items_of([ddp.rank]))
 
@@ -745,7 +748,8 @@ def make_parser():
     parser.add_argument("--work_dir", help="run folder of the training to come")
     parser.add_argument("--suspects", metavar="FILE", help="write the suspect hosts there, one per line")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a check may take (default 60)")
-    parser.add_argument("--slow", type=float, default=0.5, help="share of the median rate below which a device is slow")
+    parser.add_argument("--slow", type=float, help="share of the median rate below which a device is "
+                        "slow (default 0.5; on CPUs, whose cores others may use, 0.1)")
     parser.add_argument("--max_mib", type=int, default=256, help="largest all-reduce in MiB (default 256)")
     parser.add_argument("--repeats", type=int, default=7, help="timed all-reduces per size (default 7)")
     add_launch_arguments(parser)
@@ -758,8 +762,8 @@ def read_arguments(argv):
     for name in ("timeout", "max_mib", "repeats"):
         if not getattr(args, name) > 0:
             raise ValueError(f"command line: --{name} is {getattr(args, name)}, expected more than 0")
-    if not 0 <= args.slow < 1:
-        raise ValueError(f"command line: --slow is {args.slow}, expected a share from 0 to below 1")
+    if args.slow is not None and not 0 < args.slow < 1:
+        raise ValueError(f"command line: --slow is {args.slow}, expected a share between 0 and 1")
     hand_over(args, argv)
     return args
 

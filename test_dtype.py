@@ -174,8 +174,11 @@ def measure(ddp, limit):
         placed = {d: move(*make(name, sizes[size - 2]), ddp.device, d) for d in good if d != FLOAT64}
         works[name] = {d: lambda step=step, d=d, at=at: step(*at, d, ddp)[1].backward() for d, at in placed.items()}
     for what, some in works.items():
-        for dtype, best in best_times(some, ddp, limit).items():
-            rows[dtype]["times"][what] = best
+        try:
+            for dtype, best in best_times(some, ddp, limit).items():
+                rows[dtype]["times"][what] = best
+        except RuntimeError as e:   # out of memory, say: then nothing is known of the speed
+            print(f"{what} could not be timed: {str(e).splitlines()[0]}", file=sys.stderr)
     return rows
 
 

@@ -190,6 +190,12 @@ def test_intels_packages_are_imported_only_where_torch_has_no_xccl(monkeypatch, 
     assert (backend, kind, order) == (*expected, imported)
 
 
+def test_bindings_that_cannot_be_imported_are_told_with_the_reason(monkeypatch):
+    pretend(monkeypatch, xpu=12)
+    with pytest.raises(ddp_setup.SetupError, match="no backend for xpu.*ImportError: no oneccl_bindings_for_pytorch here"):
+        choose_device("xpu", "auto", 0, ddp_setup._found_devices(ipex="off"))
+
+
 @pytest.mark.parametrize("mode, device, xccl, wanted", [
     ("auto", XPU, False, True), ("auto", XPU, True, False), ("auto", torch.device("cpu"), False, False),
     ("off", XPU, False, False), ("on", XPU, True, True), ("on", torch.device("cpu"), False, True)])

@@ -153,8 +153,8 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path):
 def test_a_rank_that_does_not_come_is_named_in_time(tmp_path):
     fault = """set_up = test_aurora_ddp.setup_ddp
     test_aurora_ddp.setup_ddp = lambda *a, **k: (set_up(*a, **k), time.sleep(1000))[0]"""
-    result = check(tmp_path, "--timeout", "2", fault=fault)
-    assert_found(result, tmp_path, barrier="did not come within 2 s")
+    result = check(tmp_path, "--timeout", "5", fault=fault)
+    assert_found(result, tmp_path, barrier="did not come within 5 s")
     assert result.seconds < 60, result.text
     assert result.text.count("check barrier: ranks are missing or stuck") == 1, result.text
 
