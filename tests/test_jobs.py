@@ -253,5 +253,5 @@ def test_a_command_of_the_readme_is_understood_by_the_script_it_names(given, wor
         argv = argv[1:] if argv and argv[0].isdigit() else argv
         script, argv = settings["SCRIPT"], ["--config", settings["CONFIG"], *given.get("ARGS", "").split(), *argv]
     module = importlib.import_module(Path(script).stem)
-    if hasattr(module, "read_arguments") and argv != ["--help"]:
+    if hasattr(module, "read_arguments") and "--help" not in argv:
         module.read_arguments(argv)
