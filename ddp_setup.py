@@ -417,9 +417,12 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
     error, reason, target = None, "", torch.device("cpu")
     try:
         found = _found_devices(backend == "ccl", ipex)
-        if ddp.world_size == 1 and backend == "auto":   # one process needs none: do not refuse for the lack of one
-            found.update(dict.fromkeys(BACKENDS, True))
-        kind, index, backend, reason = choose_device(device, backend, ddp.local_rank, found)
+        needs_none = ddp.world_size == 1 and backend == "auto"   # one process is not refused for the lack of a backend
+        try:
+            offered = {**found, **dict.fromkeys(BACKENDS, True)} if needs_none else found
+            kind, index, backend, reason = choose_device(device, backend, ddp.local_rank, offered)
+        except SetupError:   # the message names what there really is
+            kind, index, backend, reason = choose_device(device, backend, ddp.local_rank, found)
         if index is not None:
             target = torch.device(kind, index)
             getattr(torch, kind).set_device(index)   # before the group is made: it binds to the current device
@@ -1063,6 +1066,8 @@ def stop_all(ddp, text, code=1, secondary=False, cause=None):
     else:
         _print_failure(ddp, text, ddp.rank, ddp.host, cause)
     _write_status(ddp, code, f"rank {ddp.rank} on {ddp.host}: {cause}" if lifeline else cause)
+    if ddp.state.get("watch"):
+        ddp.state["watch"].drop_file()
     if server:
         server.outlast(3.0)
     _leave(code, ddp.state.get("mpi"))
@@ -1076,6 +1081,8 @@ def end_here(ddp, rank, code, cause, silent=()):
         if ddp.state.get("watch"):
             ddp.state["watch"].dump_stacks()
         _kill_silent(ddp, silent)
+    elif ddp.state.get("watch"):
+        ddp.state["watch"].drop_file()
     if ddp.state.get("server"):
         ddp.state["server"].outlast(3.0)
     _leave(code)
@@ -1473,9 +1480,13 @@ class _Watch(threading.Thread):
             faulthandler.cancel_dump_traceback_later()
         if self.file:
             self.file.close()
-            with contextlib.suppress(OSError):
-                if os.path.getsize(self.file.name) == 0:
-                    os.unlink(self.file.name)
+            self.drop_file()
+
+    def drop_file(self):
+        """Remove the file for the stacks, if there are none in it."""
+        with contextlib.suppress(OSError):
+            if self.file and os.path.getsize(self.file.name) == 0:
+                os.unlink(self.file.name)
                 os.rmdir(self.stacks)
 
 

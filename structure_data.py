@@ -426,7 +426,8 @@ class _Reader:
         differ = (chosen != rejected) & resolved
         outside = np.flatnonzero(differ & ~is_mutable)
         if len(outside):
-            say(f"preferred and unpreferred differ at {len(outside)} fixed positions: {outside[:5].tolist()} (0-based)")
+            say(f"preferred and unpreferred differ at {len(outside)} fixed positions: {outside[:5].tolist()} (0-based"
+                f"{', and more' * (len(outside) > 5)}), which are not among the mutable ones: they must be equal there")
         elif not differ.any():
             say("preferred and unpreferred are equal at all resolved positions: no preference")
         chosen, rejected = (np.where(resolved, ids, native)[places] for ids in (chosen, rejected))

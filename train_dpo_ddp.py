@@ -546,7 +546,7 @@ def load_pairs(config):
     pairs, val = try_all(lambda: read(d.train_data), lambda: read(d.val_data))
     if d.train_data is None:
         pairs = demo_pairs(seed, d.demo_structures, d.demo_pairs)
-    lines = [f"{d.train_data or 'demo'}: {describe(pairs)}"]
+    lines = [f"{d.train_data or 'demo (no --train_data)'}: {describe(pairs)}"]
     if positions:
         lines.append(f"mutable where a pair gives none: {told[0] if told else 'not needed, each pair gives its own'}")
     if d.val_data is not None:

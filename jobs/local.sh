@@ -129,6 +129,7 @@ if [ "$LOGS" = 1 ]; then
   log=logs/$(basename "${CONFIG%.*}")-$(date +%Y%m%d-%H%M%S)-$$
   # A signal from the terminal must not end what writes the last words down.
   exec > >(trap '' INT TERM HUP; exec tee -a "$log.out") 2> >(trap '' INT TERM HUP; exec tee -a "$log.err" >&2)
+  echo "output: $PWD/$log.out and .err"
 fi
 if [ "$LAUNCHER" = torchrun ]; then
   command=(.venv/bin/python -m torch.distributed.run --standalone --nproc_per_node="$NPROC"
@@ -155,6 +156,7 @@ follow "$!" || code=$?
 if [ "$code" != 0 ] && [ "$status" -nt "$stamp" ]; then
   told=$(sed -n 's/^{"code": *\([1-9][0-9]*\),.*/\1/p' "$status")
   code=${told:-$code}
+  printf '\n%s: %s\n' "$status" "$(cat "$status")" >&2     # after a launcher's own words, which say less
 fi
 rm -f "$stamp"
 exit "$code"
