@@ -466,7 +466,7 @@ def _start_mpi(env, limit):
             import mpi4py
             mpi4py.rc.finalize = False   # at exit it would wait for the others (measured: a raise hangs); see cleanup
             # MPI_Init waits for all ranks without end and keeps Python's lock: only this timer gets through.
-            with contextlib.suppress(ValueError, AttributeError, OSError):   # no real stderr: no timer
+            with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no real stderr: no timer
                 faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
         from mpi4py import MPI
     except (ImportError, RuntimeError):   # RuntimeError: no MPI library found. Rank and size are known without it
@@ -974,6 +974,7 @@ class _Lifeline(threading.Thread):
         except (OSError, ValueError):   # rank 0 is gone: one of the survivors says so
             message = None if self.leaving else {"failed": 0, "code": 1, "cause": DIED}
             if message and _speaks_for_rank_0(self.ddp):   # even if a lost connection is what it is about to report
+                _end_soon()
                 _write_status(self.ddp, 1, f"rank 0 on {self.ddp.state['hosts'][0]}: {DIED}", for_rank_0=True)
                 _print_failure(self.ddp, DIED, 0, self.ddp.state["hosts"][0])
         if message is None or "done" in message or (self.failing and message["failed"] == self.ddp.rank):
@@ -1000,8 +1001,12 @@ class _Lifeline(threading.Thread):
 
     def at_exit(self):
         """The script ends without cleanup_ddp."""
-        if os.getpid() == self.pid:
-            cleanup_ddp(self.ddp) if self.exit_code in (None, 0) else _fail_with(self.ddp, SystemExit(self.exit_code))
+        if os.getpid() != self.pid:
+            return
+        error = getattr(sys, "last_value", None)   # of an exception that nobody caught, whoever's hook has printed it
+        if error is not None or self.failing or self.exit_code not in (None, 0):
+            _fail_with(self.ddp, error or SystemExit(self.exit_code or 1))
+        cleanup_ddp(self.ddp)
 
     def restore(self):
         sys.excepthook = self.previous_hook
@@ -1018,13 +1023,24 @@ class _Lifeline(threading.Thread):
 
 
 def _speaks_for_rank_0(ddp):
-    """Rank 1 tells that rank 0 is gone, and the first rank of the next host, should the whole host be gone."""
-    hosts = ddp.state["hosts"]
-    return ddp.rank in (1, next((r for r, host in enumerate(hosts) if host != hosts[0]), 1))
+    """The first other rank that lives on its host tells that rank 0 is gone, and the first rank of the next host,
+    should the whole host be gone."""
+    hosts, processes = ddp.state["hosts"], ddp.state["processes"]
+    if ddp.host != hosts[0]:
+        return ddp.rank == next(r for r, host in enumerate(hosts) if host != hosts[0])
+    lives = lambda r: r == ddp.rank or not processes[r][1] or _process_start(processes[r][0]) == processes[r][1]
+    return ddp.rank == next(r for r, host in enumerate(hosts) if r and host == ddp.host and lives(r))
+
+
+def _say(text):
+    """To stderr, where that still works: a full disk or a reader that is gone must not keep a run from ending."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _print_failure(ddp, text, rank, host, cause=None):
     """What happened, and as the last line who failed, why, what is saved and how to go on."""
+    _end_soon()   # whoever tells a failure ends, even if nobody reads what is written here
     path, step = ddp.state.get("checkpoint", (None, None))
     saved = "No checkpoint yet" if path is None else f"Last checkpoint: {path}"
     saved += "" if step is None else f" (step {step})"
@@ -1032,8 +1048,8 @@ def _print_failure(ddp, text, rank, host, cause=None):
     place, cause = f"rank {rank} of {ddp.world_size} on {host}", cause or text.splitlines()[0]
     cause = cause.rstrip(".") if len(cause) < 250 else cause[:250] + " ..."
     story = f"\n[{place}] {text}" if "\n" in text else ""
-    print(f"{story}\nFAILED: {place}: {cause}. {saved}. To go on, give the same command again ({ddp.launcher}, "
-          f"{ddp.world_size} rank(s)): {command}", file=sys.stderr, flush=True)
+    _say(f"{story}\nFAILED: {place}: {cause}. {saved}. To go on, give the same command again ({ddp.launcher}, "
+         f"{ddp.world_size} rank(s)): {command}")
 
 
 def _fail_with(ddp, error):
@@ -1041,8 +1057,10 @@ def _fail_with(ddp, error):
     if isinstance(error, KeyboardInterrupt):
         stop_all(ddp, "interrupted (Ctrl-C)", 130)
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-        stop_all(ddp, str(error.code) if isinstance(error.code, str) else f"left with exit code {code}", code)
+        said = getattr(ddp.state.get("lifeline"), "exit_code", None)   # the text of sys.exit(text), see sys_exit
+        said = said if isinstance(said, str) else error.code
+        code = said if isinstance(said, int) else 1
+        stop_all(ddp, said if isinstance(said, str) and said else f"left with exit code {code}", code)
     # A lost connection is most likely the consequence of a failure elsewhere: that one is to be printed.
     secondary = isinstance(error, RuntimeError) and bool(re.search(
         "connection|socket|timed out|communicator|successfully reached monitoredBarrier", str(error), re.I))
@@ -1056,13 +1074,12 @@ def stop_all(ddp, text, code=1, secondary=False, cause=None):
     secondary: another rank's failure within the next second is to be printed instead. cause: one line (default: the
     first of the text)."""
     lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
-    cause = cause or text.splitlines()[0]
+    cause = cause or (text.splitlines() or [""])[0]
+    _end_soon(35)
     if lifeline is not None:
         lifeline.fail(code, cause, secondary)
-    _end_soon()
     if code == BAD_INPUT:   # nothing ran: nothing to go on with
-        print(f"\n[rank {ddp.rank} of {ddp.world_size} on {ddp.host}] {text}" if lifeline else text, file=sys.stderr,
-              flush=True)
+        _say(f"\n[rank {ddp.rank} of {ddp.world_size} on {ddp.host}] {text}" if lifeline else text)
     else:
         _print_failure(ddp, text, ddp.rank, ddp.host, cause)
     _write_status(ddp, code, f"rank {ddp.rank} on {ddp.host}: {cause}" if lifeline else cause)
@@ -1085,6 +1102,7 @@ def end_here(ddp, rank, code, cause, silent=()):
         ddp.state["watch"].drop_file()
     if ddp.state.get("server"):
         ddp.state["server"].outlast(3.0)
+    time.sleep(0.7)   # at the first end launchers kill the others: the one that failed must have spoken by then
     _leave(code)
 
 
@@ -1140,7 +1158,7 @@ def _leave(code, mpi=None):
     for child in multiprocessing.active_children() if multiprocessing else ():
         child.kill()   # DataLoader workers ignore SIGTERM, see worker_init
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     if mpi is not None:
         time.sleep(0.5)   # Hydra drops what it has not yet passed on of our last words when Abort comes
@@ -1156,8 +1174,8 @@ def cleanup_ddp(ddp):
     ddp.state["clean"] = True
     watch = ddp.state.get("watch")
     if watch is not None:   # a script without close_run
-        _write_status(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
         end_watch(ddp)
+        ddp.state["watch"] = watch   # another rank may still fail: that is then the outcome
     lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
     if lifeline is not None:
         lifeline.leaving = True
@@ -1166,8 +1184,12 @@ def cleanup_ddp(ddp):
         if not lifeline.answered.wait(seconds):   # everybody has said goodbye: the final barrier
             _kill_silent(ddp, [0])
             stop_all(ddp, f"rank 0 of {ddp.world_size} has not answered in cleanup_ddp for {seconds:.0f} s", WATCHDOG)
+    if watch is not None:
+        _write_status(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
+        ddp.state.pop("watch", None)
+    if lifeline is not None:
         lifeline.restore()
-        with contextlib.suppress(ValueError, AttributeError, OSError):   # no real stderr: no timer
+        with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no real stderr: no timer
             faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)   # what follows waits without end
         dist.destroy_process_group()
         with contextlib.suppress(OSError):
@@ -1276,7 +1298,9 @@ def _deadline(env):
 
 
 def _write_status(ddp, code, reason, for_rank_0=False):
-    watch = ddp.state.get("watch")
+    watch, tell = ddp.state.get("watch"), ddp.state.get("tell_outcome")
+    if tell and code is not None and ddp.is_main and (watch is None or watch.run_dir is None):
+        tell(code, reason)   # the run has no folder yet: what a training script wants done then
     if watch is None or watch.run_dir is None or watch.told or not (ddp.is_main or for_rank_0):
         return
     watch.told = code is not None   # the first reason is the cause
@@ -1368,9 +1392,11 @@ class _Watch(threading.Thread):
         first, self.last = self.last is None, time.monotonic()
         if first and self.limit:
             link = self.ddp.state.get("lifeline")
-            with contextlib.suppress(OSError):   # then the stacks go to stderr
-                os.makedirs(self.stacks, mode=0o777 if self.run_dir else 0o700, exist_ok=True)
-                self.file = open(os.path.join(self.stacks, f"rank_{self.ddp.rank}.txt"), "a")   # older ones stay
+            for _ in range(3):   # another rank may be removing the empty folder; without a file they go to stderr
+                with contextlib.suppress(OSError):
+                    os.makedirs(self.stacks, mode=0o777 if self.run_dir else 0o700, exist_ok=True)
+                    self.file = open(os.path.join(self.stacks, f"rank_{self.ddp.rank}.txt"), "a")   # older ones stay
+                    break
             if link:
                 link.heard = self.last
             self._tick(self.last)   # at once: nothing may run later
@@ -1397,11 +1423,13 @@ class _Watch(threading.Thread):
         if not self.requested:
             self.requested = f"{number.name} on rank {self.ddp.rank} ({self.ddp.host})"
             again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
-            print0(self.ddp, f"\n{number.name}: the run stops after this step and saves{again}", file=sys.stderr)
+            if self.ddp.is_main:
+                _say(f"\n{number.name}: the run stops after this step and saves{again}")
 
     def _tick(self, now):
         # A second line, should the interpreter's lock be held so that no thread runs: a timer in C.
-        faulthandler.dump_traceback_later(self.limit + 6.0, exit=True, file=self.file or sys.__stderr__)
+        with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no file, no real stderr
+            faulthandler.dump_traceback_later(self.limit + 6.0, exit=True, file=self.file or sys.__stderr__)
         age, link, ddp = now - self.last, self.ddp.state.get("lifeline"), self.ddp
         if link is None:
             if age > self.limit:
@@ -1425,6 +1453,7 @@ class _Watch(threading.Thread):
             text = (f"no progress for {self.limit:.0f} s (the watchdog's limit). Late: rank 0 on {host}, which does "
                     f"not answer: stopped, or stuck outside Python.")
             if _speaks_for_rank_0(ddp):
+                _end_soon()
                 _write_status(ddp, WATCHDOG, text, for_rank_0=True)
                 _print_failure(ddp, f"{text} {self.stacks_note()}", 0, host, text)
             end_here(ddp, 0, WATCHDOG, text, silent=(0,))
@@ -1895,11 +1924,13 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
                 torch.save(state, _Beating(f, ddp))
                 f.flush()
                 os.fsync(f.fileno())
-            damaged = ddp.state.pop("damaged", None) == path   # then the good ones before it keep their names
+            damaged = ddp.state.get("damaged") == os.path.realpath(path)   # then the good ones keep their names
             for k in range(keep_last - 1, 0, -1):   # a kill in between leaves each of them whole, under one name or two
                 if not damaged and os.path.exists(kept_checkpoint(path, k - 1)):
                     _move(kept_checkpoint(path, k - 1), kept_checkpoint(path, k), stays=k == 1)
             os.replace(temporary, path)
+            if damaged:
+                del ddp.state["damaged"]
             handle = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(handle)   # the rename itself must survive a power cut
@@ -1975,8 +2006,7 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
         raise ValueError("\n".join(troubles))
     if troubles:
         print0(ddp, "\n".join(f"ATTENTION: {t}" for t in troubles) + f"\n  Going back to {used}.")
-    if used != path:
-        ddp.state["damaged"] = path
+    ddp.state["damaged"] = os.path.realpath(path) if used != path else None
     if ddp.world_size > 1:
         whole = torch.frombuffer(bytearray(data if ddp.is_main else size), dtype=torch.uint8)
         for part in whole.split(1 << 26):   # 64 MiB at a time

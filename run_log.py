@@ -233,6 +233,25 @@ class RunLock:
             (self.path if at is None else Path(at) / "lock.json").unlink(missing_ok=True)
 
     @classmethod
+    def _beats(cls, run_dir, beat, age):
+        """Does the holder on another host renew its lock? Waits for that until it would be stale: what was killed there
+        a moment ago must not keep the same command, now started here, from going on."""
+        end = time.time() + min(cls.stale - age, cls.stale)
+        if end > time.time():
+            print(f"{run_dir} was in use {age:.0f} s ago on another host: waiting for a sign of life, at most "
+                  f"{min(cls.stale - age, cls.stale):.0f} s", flush=True)
+        while time.time() < end:
+            time.sleep(min(1.0, cls.every))
+            try:
+                if json.loads((Path(run_dir) / "lock.json").read_text(encoding="utf-8"))["beat"] != beat:
+                    return True
+            except FileNotFoundError:   # it has ended
+                return False
+            except (ValueError, KeyError, TypeError):
+                continue
+        return False
+
+    @classmethod
     def refuse_live(cls, run_dir):
         """Raise ValueError naming the holder if a live run holds this folder. Returns whether there is a lock,
         of a dead run or of this process."""
@@ -248,7 +267,7 @@ class RunLock:
         if here and pid == os.getpid():
             return True
         start = _process_start(pid) if here else None
-        if (start is not None and start == lock.get("start")) if here else age < cls.stale:
+        if (start is not None and start == lock.get("start")) if here else cls._beats(run_dir, lock["beat"], age):
             job = f", job {lock['job']}" if lock.get("job") else ""
             raise ValueError(f"{run_dir} is in use by process {pid} on {host}{job} (last sign of life {age:.0f} s "
                              f"ago). Expected one run per folder. Wait for it, stop it, or give another "

@@ -521,7 +521,7 @@ class Reference:
             table[indices] = pair_scores(log_probs, batch, loss.temperature)[0].double().cpu()
             beat(ddp)
         table = all_sum(table, ddp).float()
-        save_checkpoint(str(path), ddp, scores=table)
+        save_checkpoint(str(path), ddp, resumes=False, scores=table)
         return table.to(ddp.device), f"computed, kept in {path}{trouble}"
 
 
@@ -1114,7 +1114,7 @@ def cli(argv=None):
                         init_timeout=early.init_timeout, ipex=early.ipex)
     except (ValueError, RuntimeError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
-        sys.exit(getattr(e, "code", BAD_INPUT))
+        sys.exit(getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1))
     work_dir = None
     with ddp:
         try:
@@ -1127,13 +1127,16 @@ def cli(argv=None):
                             f"weights say how the model is made")
             if ddp.is_main:
                 replace_status(work_dir, None, "starting")
+                ddp.state["tell_outcome"] = functools.partial(replace_status, work_dir)   # of what fails until then
             minutes = config.monitoring.watchdog_minutes   # loading gives no sign of life: no less than for meeting
             watch_run(ddp, None, minutes and max(minutes, early.init_timeout / 60), signals=(), arm=True)
             run = prepare(config, ddp, work_dir, args.resume, args.fresh)
         except (ValueError, OSError) as e:
             if ddp.is_main and work_dir is not None:
                 replace_status(work_dir, BAD_INPUT, str(e))
+                ddp.state.pop("tell_outcome", None)
             stop_all(ddp, f"error: {e}", code=BAD_INPUT)
+        ddp.state.pop("tell_outcome", None)
         result = train(run, ddp)
     if "stopped" in result:
         sys.exit(AGAIN)

@@ -174,6 +174,7 @@ def test_any_rank_that_raises_ends_all_under_every_launcher(launcher, failing, e
 @pytest.mark.parametrize("ending, code, words", [
     ("os.kill(os.getpid(), 9)", -9, "died without a word"), ("sys.exit(3)", 3, "left with exit code 3"),
     ("stop_all(ddp, 'no such file', 2)", 2, "no such file"), ("sys.exit('no data')", 1, "no data"),
+    ("exec('with ddp: sys.exit(\"no data\")')", 1, "no data"),
     ("exit(4)", 4, "left with exit code 4")])
 def test_without_a_launcher_too_the_end_of_one_is_the_end_of_all(ending, code, words, tmp_path):
     path = script(tmp_path, f"""
@@ -188,6 +189,27 @@ time.sleep(60)
         assert codes == [abs(code) if code > 0 else 1, code, abs(code) if code > 0 else 1], ranks.err()
         assert ranks.err().count("rank 1 of 3 on ") == ranks.err().count(words) == 1, ranks.err()
         assert own_tracebacks(ranks.err()) == 0
+
+
+@pytest.mark.parametrize("fault, stderr", [
+    ("raise ValueError('on purpose')", "/dev/full"),                                 # a full disk under the log
+    ("sys.excepthook = lambda *a: None; raise ValueError('on purpose')", None),      # a library with a hook of its own
+    ("ddp.rank and os._exit(1)", "/dev/full"), ("ddp.rank and time.sleep(2); ddp.rank and os._exit(1)", None)])
+def test_an_end_that_nobody_can_print_or_that_comes_late_is_an_error_all_the_same(fault, stderr, tmp_path):
+    (tmp_path / "out").mkdir()
+    path = script(tmp_path, f"""
+if {stderr!r}:
+    os.dup2(os.open({stderr!r}, os.O_WRONLY), 2)
+ddp = setup_ddp(quiet=True)
+watch_run(ddp, "out")
+stop_reason(ddp, 0)
+{fault}
+cleanup_ddp(ddp)
+""")
+    with ByHand(path, range(2)) as ranks:
+        codes = ranks.codes(100)
+    assert 0 not in codes, ranks.err()
+    assert json.loads((tmp_path / "out" / "status.json").read_text())["code"] == 1
 
 
 def test_the_death_of_rank_0_is_told_by_another(tmp_path):

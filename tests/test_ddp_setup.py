@@ -442,7 +442,8 @@ def test_a_flipped_bit_that_torch_does_not_see_is_told_and_the_checkpoint_before
     assert "last.pt is damaged" in said and f"Going back to {tmp_path / 'last-1.pt'}" in said
     with pytest.raises(ValueError, match="last.pt is damaged: the checksum of its record .*data/0 is wrong"):
         load_checkpoint(str(path))
-    save_checkpoint(str(path), ddp, keep_last=2, step=3, weight=torch.zeros(1000))   # the good one keeps its name, the damaged one goes
+    save_checkpoint(str(tmp_path / "best.pt"), ddp, step=2)
+    save_checkpoint(str(path), ddp, keep_last=2, step=3, weight=torch.zeros(1000))   # the damaged one goes, no other
     assert [load_checkpoint(str(tmp_path / name))["step"] for name in ("last-1.pt", "last.pt")] == [1, 3]
     flip_a_bit(path)
     (tmp_path / "last-1.pt").write_bytes(b"nonsense")

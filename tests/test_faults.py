@@ -415,7 +415,7 @@ class Chain:
         told = re.findall(FAILED, result.stderr, re.M)
         if fault.fault == "kill" and self.label.split(" without")[0] in KILLS_AT_ONCE and (
                 not told or status.get("code") is None and len(told) < 2):
-            own_words = r"signal 9|EXIT CODE: 9|\(Killed\)|KILLED BY SIGNAL: 9"
+            own_words = r"task \d+: Killed|signal 9|EXIT CODE: 9|\(Killed\)|KILLED BY SIGNAL: 9"
             assert re.search(own_words, result.stdout + result.stderr), result.text
             return
         # The death of rank 0 is told by rank 1, and by the first rank of the next host.

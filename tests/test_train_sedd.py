@@ -27,7 +27,7 @@ from accumulate_gradients import SETTINGS, accumulated, build, reference
 from ddp_setup import Ddp, load_checkpoint, scale_for_batch
 from launchers import clean_environment, need, run_ranks, start_ranks
 from run_config import dump_yaml, load_config
-from run_log import RunLock
+from run_log import RunLock, write_text_atomic
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sequence_data import AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences, unigram_counts
 from train_sedd_ddp import (Config, MicroBatches, Schedule, Validation, check_config, describe_plan, main, prepare,
@@ -455,7 +455,7 @@ def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "w")] == [1, 2]
 
 
-def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_over(fasta, tmp_path):
+def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_over(fasta, tmp_path, monkeypatch):
     hold = "import sys, time; from run_log import RunLock; RunLock('w'); print('held', flush=True); time.sleep(100)"
     with subprocess.Popen([sys.executable, "-c", hold], cwd=tmp_path, stdout=subprocess.PIPE,
                           env=clean_environment(env={"PYTHONPATH": ROOT, "SLURM_JOB_ID": "77"})) as holder:
@@ -468,13 +468,21 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
     run(tiny(fasta, training__n_iters=1), tmp_path / "w")
     lock = tmp_path / "w" / "lock.json"
     assert not lock.exists()
-    for age, refused in ((10, True), (1000, False)):                       # on another host the beat decides
-        lock.write_text(json.dumps({"host": "elsewhere", "pid": 1, "start": 5, "beat": time.time() - age}))
-        if refused:
-            with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
-                RunLock(tmp_path / "w")
-        else:
-            RunLock(tmp_path / "w").release()
+    # On another host it counts whether the beat goes on: it does; it does not, since a moment; since long.
+    monkeypatch.setattr(RunLock, "stale", 3)
+    write = lambda age: write_text_atomic(lock, json.dumps({"host": "elsewhere", "pid": 1, "start": 5,
+                                                            "beat": time.time() - age}))
+    write(0)
+    beating = threading.Timer(0.5, write, [0])
+    beating.start()
+    with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
+        RunLock(tmp_path / "w")
+    beating.join()
+    for age, seconds in ((0, (2, 60)), (1000, (0, 2))):
+        write(age)
+        start = time.monotonic()
+        RunLock(tmp_path / "w").release()
+        assert seconds[0] <= time.monotonic() - start <= seconds[1]
 
 
 def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_path, monkeypatch):
