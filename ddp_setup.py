@@ -1076,6 +1076,8 @@ def stop_all(ddp, text, code=1, secondary=False, cause=None):
     lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
     cause = cause or (text.splitlines() or [""])[0]
     _end_soon(35)
+    if ddp.state.get("ending") not in (None, threading.get_ident()):
+        time.sleep(60)   # another thread is ending this process: what the end of others brings about is no news
     if lifeline is not None:
         lifeline.fail(code, cause, secondary)
     if code == BAD_INPUT:   # nothing ran: nothing to go on with
@@ -1093,6 +1095,7 @@ def stop_all(ddp, text, code=1, secondary=False, cause=None):
 def end_here(ddp, rank, code, cause, silent=()):
     """End this process because of what happened in `rank`; silent: ranks that no longer answer."""
     _end_soon()
+    ddp.state["ending"] = threading.get_ident()
     _write_status(ddp, code, f"rank {rank} on {ddp.state['hosts'][rank]}: {cause}")
     if code == WATCHDOG:
         if ddp.state.get("watch"):
