@@ -14,7 +14,7 @@
 Reads one YAML file; writes nothing. Every refusal is a ValueError that names the file (or the command line),
 the key, what was found and what was expected. How values are read, by the type of the field:
 
-    float    1e-4 too, which YAML 1.1 hands over as text; whole numbers; not nan
+    float    1e-4 too, which YAML 1.1 hands over as text; whole numbers; not nan, not infinite
     int      whole numbers, also written 1e6 or 2.0; not 1.5
     bool     true and false (YAML 1.1 reads yes, no, on, off as these too); not 0 and 1
     str      text only: a number or yes/no/on/off needs quotes
@@ -311,10 +311,10 @@ def _convert(value, kind):
 def _number(value, kind, refuse):
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value):
         value = float(value)                          # 1e-4: a number to everyone but YAML 1.1
-    if type(value) not in (int, float) or math.isnan(value):
+    if type(value) not in (int, float) or not math.isfinite(value):
         raise refuse
     if kind is int:
-        if not math.isfinite(value) or value != int(value):
+        if value != int(value):
             raise refuse
         return int(value)
     return float(value)

@@ -236,10 +236,11 @@ class RunLock:
     def _beats(cls, run_dir, beat, age):
         """Does the holder on another host renew its lock? Waits for that until it would be stale: what was killed there
         a moment ago must not keep the same command, now started here, from going on."""
-        end = time.time() + min(cls.stale - age, cls.stale)
-        if end > time.time():
+        limit = min(cls.stale - age, cls.stale)   # clocks of hosts may differ
+        end = time.time() + limit
+        if limit > 0:
             print(f"{run_dir} was in use {age:.0f} s ago on another host: waiting for a sign of life, at most "
-                  f"{min(cls.stale - age, cls.stale):.0f} s", flush=True)
+                  f"{limit:.0f} s", flush=True)
         while time.time() < end:
             time.sleep(min(1.0, cls.every))
             try:
@@ -252,9 +253,10 @@ class RunLock:
         return False
 
     @classmethod
-    def refuse_live(cls, run_dir):
+    def refuse_live(cls, run_dir, wait=True):
         """Raise ValueError naming the holder if a live run holds this folder. Returns whether there is a lock,
-        of a dead run or of this process."""
+        of a dead run or of this process. wait: watch whether a holder on another host still beats; else a beat that is
+        not stale counts as life."""
         try:
             lock = json.loads((Path(run_dir) / "lock.json").read_text(encoding="utf-8"))
             host, pid, age = lock["host"], lock["pid"], time.time() - lock["beat"]
@@ -267,7 +269,8 @@ class RunLock:
         if here and pid == os.getpid():
             return True
         start = _process_start(pid) if here else None
-        if (start is not None and start == lock.get("start")) if here else cls._beats(run_dir, lock["beat"], age):
+        if (start is not None and start == lock.get("start")) if here else (
+                cls._beats(run_dir, lock["beat"], age) if wait else age < cls.stale):
             job = f", job {lock['job']}" if lock.get("job") else ""
             raise ValueError(f"{run_dir} is in use by process {pid} on {host}{job} (last sign of life {age:.0f} s "
                              f"ago). Expected one run per folder. Wait for it, stop it, or give another "
@@ -369,7 +372,7 @@ def write_status(run_dir, code, reason, step=None):
 def replace_status(run_dir, code, reason):
     """Rank 0: a status.json that an earlier start left must not speak for this one, unless a live run goes on here."""
     try:
-        RunLock.refuse_live(run_dir)
+        RunLock.refuse_live(run_dir, wait=False)   # it may be the last thing that a failing process does
         if (run_dir / "status.json").exists():
             write_status(run_dir, code, reason)
     except (ValueError, OSError):

@@ -176,13 +176,6 @@ WITHOUT_REFERENCE = ("reference_free", "simpo")
 def check_config(c):
     """Refuse values that no type forbids. Raises ValueError naming the key."""
     t, o, m, d = c.training, c.optim, c.memory, c.data
-
-    def refuse_infinite(value, key):
-        for name, inner in value.items() if isinstance(value, dict) else ():
-            refuse_infinite(inner, f"{key}.{name}" if key else name)
-        if isinstance(value, float) and math.isinf(value):
-            raise ValueError(f"config: {key} is infinite; expected a finite number.")
-    refuse_infinite(config_to_dict(c), "")
     for key in ("train_data", "val_data", "mutable_positions", "mutable_ranges", "reference_cache"):
         if getattr(d, key) is not None and not getattr(d, key).strip():
             raise ValueError(f"config: data.{key} is empty; expected a value. To do without, leave it out.")
@@ -793,8 +786,11 @@ def bring_best(work_dir, path, best):
             return False
     except (ValueError, KeyError, TypeError):   # no model of ours
         return False
-    half = here.with_name(f".{here.name}.tmp")
-    shutil.copyfile(there, half)
+    half = here.with_name(f".{here.name}.{os.getpid()}.tmp")
+    with open(there, "rb") as source, open(half, "wb") as copied:
+        shutil.copyfileobj(source, copied)
+        copied.flush()
+        os.fsync(copied.fileno())
     os.replace(half, here)
     return True
 

@@ -5,7 +5,8 @@
 #   sbatch -A MyProject --nodes=4 jobs/slurm.sh --data my.fasta
 #   CONFIG=configs/sedd_cpu.yaml RUN_DIR=runs/mine sbatch --gres=none jobs/slurm.sh      without GPUs
 #   SCRIPT=train_dpo_ddp.py CONFIG=configs/dpo.yaml sbatch jobs/slurm.sh
-# Submit from the repository's folder, where .venv is (`bash jobs/local.sh 1 --help` makes it), or set VENV or a module below.
+# Submit from the repository's folder, where .venv is (`bash jobs/local.sh 1 --help` makes it), or set VENV below, or
+# load a module.
 #   watch      tail -f logs/sedd-JOBID.out logs/sedd-JOBID.err (slurm-JOBID.out: what Slurm itself has to say)
 #   stop       touch RUN_DIR/STOP (saves and ends); scancel JOBID saves too, where Slurm leaves the time (KillWait)
 #   continue   the same sbatch again (after STOP: remove that file). At the end of its time a job does so by itself:

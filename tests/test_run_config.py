@@ -85,13 +85,13 @@ def test_keys_given_nowhere_keep_their_defaults_and_no_file_gives_defaults(tmp_p
 
 
 @pytest.mark.parametrize("text, value", [("1e-4", 1e-4), ("5E-5", 5e-5), ("3", 3.0), (".5", 0.5), ("1.", 1.0),
-                                         ("+2.5e+3", 2500.0), ("'1e-4'", 1e-4), (".inf", float("inf"))])
+                                         ("+2.5e+3", 2500.0), ("'1e-4'", 1e-4)])
 def test_a_float_field_takes_every_way_to_write_a_number(tmp_path, text, value):
     config = load(tmp_path, f"optim: {{lr: {text}}}")
     assert config.optim.lr == value and type(config.optim.lr) is float
 
 
-@pytest.mark.parametrize("text", ["true", "nan", ".nan", "inf", "1e", "abc", "[1]", "null", "0x1f.8", "1 e3"])
+@pytest.mark.parametrize("text", ["true", "nan", ".nan", "inf", ".inf", "-.inf", "1e999", "1e", "abc", "[1]", "null", "0x1f.8", "1 e3"])
 def test_a_float_field_refuses_what_is_no_number(tmp_path, text):
     message = refusal(tmp_path, f"optim: {{lr: {text}}}")
     assert "config.yaml: optim.lr: found" in message and "expected a number" in message

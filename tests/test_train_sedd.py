@@ -27,7 +27,7 @@ from accumulate_gradients import SETTINGS, accumulated, build, reference
 from ddp_setup import Ddp, load_checkpoint, scale_for_batch
 from launchers import clean_environment, need, run_ranks, start_ranks
 from run_config import dump_yaml, load_config
-from run_log import RunLock, write_text_atomic
+from run_log import RunLock, replace_status, write_text_atomic
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sequence_data import AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences, unigram_counts
 from train_sedd_ddp import (Config, MicroBatches, Schedule, Validation, check_config, describe_plan, main, prepare,
@@ -480,6 +480,9 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
     beating.join()
     for age, seconds in ((0, (2, 60)), (1000, (0, 2))):
         write(age)
+        write_text_atomic(tmp_path / "w" / "status.json", "{}")      # a process that fails here does not wait
+        replace_status(tmp_path / "w", 2, "bad input")
+        assert ((tmp_path / "w" / "status.json").read_text() == "{}") == (age == 0)
         start = time.monotonic()
         RunLock(tmp_path / "w").release()
         assert seconds[0] <= time.monotonic() - start <= seconds[1]
