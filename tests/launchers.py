@@ -19,6 +19,7 @@ bring them up for a session, on this machine (root only), and tell this file by 
 """
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -45,6 +46,13 @@ _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK",
             "PYTHONPATH")
 # Where a rank's number stands in its environment, innermost launcher first.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def own_tracebacks(text):
+    """Number of tracebacks in `text` without those of torchrun's agent, which reports every failed worker, every signal
+    and every other agent that has left."""
+    agents = r'Traceback \(most recent call last\):\n(?:[ \t].*\n)*?[ \t]+File ".*/torch/distributed/(?:run\.py|elastic/)'
+    return text.count("Traceback (most recent call last)") - len(re.findall(agents, text))
 
 
 @dataclass

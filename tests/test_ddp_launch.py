@@ -17,7 +17,7 @@ import torch
 
 import launchers
 from ddp_setup import DdpSampler
-from launchers import clean_environment, need, python_of, run_ranks, start_ranks, stolen_seconds
+from launchers import clean_environment, need, own_tracebacks, python_of, run_ranks, start_ranks, stolen_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = f"import json, os, sys, threading, time\nsys.path.insert(0, {str(ROOT)!r})\nimport torch\nfrom ddp_setup import *\n"
@@ -65,11 +65,6 @@ class ByHand:
     def codes(self, timeout=600):
         deadline = time.monotonic() + timeout
         return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.processes.values()]
-
-
-def own_tracebacks(text):
-    """Number of tracebacks without that of torchrun's agent, which reports every failed worker."""
-    return text.count("Traceback (most recent call last)") - text.count("raise ChildFailedError")
 
 
 # ------------------------------------------------------------------ the script of the design, in an empty folder

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from ddp_setup import load_checkpoint
-from launchers import clean_environment, need, run_ranks, start_ranks, stolen_seconds
+from launchers import clean_environment, need, own_tracebacks, run_ranks, start_ranks, stolen_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 GONE = 15.0         # seconds in which every process must be gone after a failure; 5 are wanted
@@ -111,12 +111,21 @@ def fill(folder):
             return
 
 
+def run_out_of_memory():   # among 64 MB, which the kernel gives to this process alone
+    with open(os.path.join(os.environ["MEMORY_GROUP"], "cgroup.procs"), "w") as f:
+        f.write(str(os.getpid()))
+    taken = []
+    while True:
+        taken.append(b"x" * (1 << 20))
+
+
 def make_read_only(folder):   # this mount only: the disk itself is in use
     for options in (["--bind", folder, folder], ["-o", "remount,ro,bind", folder]):
         subprocess.run(["mount", *options], check=True)
 
 
 ACTIONS = {{"raise": fail, "raise, others busy": fail, "exit": lambda: sys.exit(1), "wait": wait,
+           "abort": os.abort, "exhaust": run_out_of_memory,
            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP)}}
 ON_SAVING = {{"fill": fill, "make read-only": make_read_only}}
 train_sedd_ddp.RunLog.progress, train_sedd_ddp.micro_batch_loss = new_progress, new_micro_batch_loss
@@ -183,6 +192,7 @@ def scancel(*flags):
 # Where a signal ends a rank, these send SIGKILL to the others at once: sometimes before one of them could say a word.
 # Then the launcher has told it.
 KILLS_AT_ONCE = ("mpich", "two hosts, mpich", "openmpi", "intel", "srun --kill-on-bad-exit")
+OF_A_SIGNAL = ("kill", "abort", "exhaust")
 WORKERS = ("training.num_workers=2",)
 FAULTS = {
     "exception in forward": Fault("raise", 1, 1, "ValueError: on purpose"),
@@ -190,6 +200,8 @@ FAULTS = {
     "exit code 1": Fault("exit", 1, 1, "left with exit code 1"),
     "kill -9 of rank 0": Fault("kill", 0, 1, "died without a word"),
     "kill -9 of the last rank": Fault("kill", -1, 1, "died without a word"),
+    "os.abort": Fault("abort", 1, 1, "died without a word"),
+    "out of memory": Fault("exhaust", 1, 1, "died without a word"),
     "SIGSTOP": Fault("stop", 1, 70, "no progress for 12 s", watchdog=True),
     "SIGSTOP of rank 0": Fault("stop", 0, 70, "no progress for 12 s", watchdog=True),
     "before the group": Fault("early", 1, None, "on purpose", arguments=("--init_timeout", "8")),
@@ -206,7 +218,7 @@ FAULTS = {
 QUICK = {"torchrun": ("exception in forward", "kill -9 of rank 0", "SIGTERM"),
          "mpich": ("exit code 1", "kill -9 of the last rank", "SIGUSR1")}
 EVERYWHERE = ("exception in forward", "exception, others busy", "exit code 1", "kill -9 of rank 0",
-              "kill -9 of the last rank", "SIGSTOP", "before the group", "SIGTERM", "SIGUSR1")
+              "kill -9 of the last rank", "os.abort", "out of memory", "SIGSTOP", "before the group", "SIGTERM", "SIGUSR1")
 SLOW = {**{launcher: EVERYWHERE for launcher in ("torchrun", "openmpi", "mpich", "intel", "srun")},
         "srun --kill-on-bad-exit": ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "before the group"),
         "openmpi without mpi4py": ("exception, others busy", "kill -9 of rank 0"),
@@ -313,11 +325,6 @@ def plain(text):
     return " ".join(text.split())
 
 
-def own_tracebacks(text):
-    """Number of tracebacks without those of torchrun's agent, which reports every failed worker and every signal."""
-    return text.count("Traceback (most recent call last)") - len(re.findall("raise (?:Child|Signal)", text))
-
-
 def await_file(path, running, timeout=300):
     deadline = time.monotonic() + timeout
     while not path.exists():
@@ -357,12 +364,12 @@ class Chain:
         assert ok, f"after {[row.fault for row in self.rows]}: expected {expected!r} in\n{printed}"
         self.rows.clear()
 
-    def hit(self, name, fault):
-        """Continue the run, have the fault happen, and check what it leaves."""
+    def hit(self, name, fault, **env):
+        """Continue the run, have the fault happen, and check what it leaves. env: of the faulty run, besides its own."""
         flag = self.folder / "fault"
         flag.unlink(missing_ok=True)
         rank, step = fault.rank % self.n, self.step + 3
-        env = dict(FAULT=fault.fault, FAULT_RANK=rank, FAULT_STEP=step, FAULT_FILE=flag, **fault.env)
+        env = dict(FAULT=fault.fault, FAULT_RANK=rank, FAULT_STEP=step, FAULT_FILE=flag, **fault.env, **env)
         deadline = time.time() + 10
         if name == "DDP_DEADLINE":
             env.update(DDP_DEADLINE=deadline, PACE=1)
@@ -415,13 +422,14 @@ class Chain:
 
     def check_failed(self, fault, result, status, rank):
         told = re.findall(FAILED, result.stderr, re.M)
-        if fault.fault == "kill" and self.label.split(" without")[0] in KILLS_AT_ONCE and (
+        if fault.fault in OF_A_SIGNAL and self.label.split(" without")[0] in KILLS_AT_ONCE and (
                 not told or status.get("code") is None and len(told) < 2):
-            own_words = r"task \d+: Killed|signal 9|EXIT CODE: 9|\(Killed\)|KILLED BY SIGNAL: 9"
+            own_words = r"task \d+: (?:Killed|Aborted)|signal [69]|EXIT CODE: [69]|\((?:Killed|Aborted)\)|" \
+                        r"KILLED BY SIGNAL: [69]"
             assert re.search(own_words, result.stdout + result.stderr), result.text
             return
         # The death of rank 0 is told by rank 1, and by the first rank of the next host.
-        assert 1 <= len(told) <= (2 if fault.fault == "kill" and rank == 0 else 1), result.text
+        assert 1 <= len(told) <= (2 if fault.fault in OF_A_SIGNAL and rank == 0 else 1), result.text
         assert own_tracebacks(result.stderr) <= 1, result.text
         assert int(told[0][0]) == rank and re.search(fault.says, told[0][1]), result.text
         assert "last.pt" in told[0][1] and "--config config.yaml --work_dir run" in told[0][1], result.text
@@ -464,6 +472,26 @@ def chains(tmp_path_factory, undisturbed, table):
     return get
 
 
+@pytest.fixture
+def memory_group():
+    """Folder of a group of processes that may have 64 MB; the kernel ends the one that wants more."""
+    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    group = (old if old.is_dir() else new) / f"ddp-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"a group of processes with little memory needs root and a writable cgroup: {error}")
+    try:
+        (group / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")).write_text(str(64 << 20))
+        if (group / "memory.swap.max").exists():
+            (group / "memory.swap.max").write_text("0")
+        yield group
+    except FileNotFoundError as error:
+        pytest.skip(f"the memory of a group of processes cannot be limited here: {error}")
+    finally:
+        group.rmdir()
+
+
 @contextlib.contextmanager
 def fresh_after_failure(chains, label):
     """A row that fails must not fail the following ones: these begin a new run."""
@@ -489,7 +517,8 @@ def test_after_a_fault_all_end_and_the_last_checkpoint_is_that_of_an_undisturbed
         elif launcher == "torchrun" and name == "SIGUSR1":
             signal_that_torchrun_does_not_pass_on(chain)
         else:
-            chain.hit(name, FAULTS[name])
+            group = request.getfixturevalue("memory_group") if name == "out of memory" else None
+            chain.hit(name, FAULTS[name], MEMORY_GROUP=group)
 
 
 @pytest.mark.parametrize("launcher", [*QUICK, *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in SLOW)])
