@@ -37,6 +37,7 @@ import collections
 import contextlib
 import datetime
 import faulthandler
+import glob
 import hashlib
 import importlib.metadata
 import inspect
@@ -139,8 +140,16 @@ class Ddp:
     def __exit__(self, kind, error, tb):
         if error is None or isinstance(error, SystemExit) and error.code in (None, 0):
             cleanup_ddp(self)
+        elif _alone_in_a_notebook(self):   # nobody else is to be ended, and the kernel lives on
+            _write_status(self, 1, f"{kind.__name__}: {error}")
+            end_watch(self)
         else:
             _fail_with(self, error)
+
+
+def _alone_in_a_notebook(ddp):
+    """One process with a person before it: it is not ended, neither for an exception nor for standing still."""
+    return ddp.world_size == 1 and hasattr(sys, "ps1")
 
 
 class SetupError(RuntimeError):
@@ -733,7 +742,7 @@ def _join(ddp, env, init_timeout, error):
     watch_run(ddp, None, init_timeout / 60, signals=(), arm=True)   # backends may wait for a lost rank without end
     dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, world_size=ddp.world_size, timeout=ddp.timeout,
                             **({"device_id": ddp.device} if ddp.backend == "nccl" else {}))
-    sys.excepthook = lifeline.excepthook   # torch has wrapped it in one that swallows what we print
+    sys.excepthook = lifeline.endings.excepthook   # torch has wrapped it in one that swallows what we print
     control = None
     if ddp.world_size <= (_int(env, "DDP_GLOO_MAX_RANKS") or GLOO_MAX_RANKS):
         control = dist.group.WORLD if ddp.backend == "gloo" else dist.new_group(backend="gloo", timeout=ddp.timeout)
@@ -949,19 +958,13 @@ class _Lifeline(threading.Thread):
     def __init__(self, ddp, address, server):
         super().__init__(daemon=True, name="ddp-lifeline")
         host, port, token = address
-        self.ddp, self.server, self.pid = ddp, server, os.getpid()
+        self.ddp, self.server, self.endings = ddp, server, _Endings(ddp)
         self.sock = socket.create_connection((host, port), timeout=60)
         self.sock.settimeout(None)
         _keep_alive(self.sock)
         _send(self.sock, token=token, rank=ddp.rank)
         self.leaving, self.failing, self.answered = False, False, threading.Event()
         self.sending, self.heard = threading.Lock(), time.monotonic()
-        self.previous_hook, sys.excepthook = sys.excepthook, self.excepthook
-        # Python does not tell atexit handlers the exit code. `raise SystemExit(1)` is seen by `with setup_ddp()` only.
-        self.exit_code = None
-        self.previous_exits = sys.exit, getattr(builtins, "exit", None), getattr(builtins, "quit", None)
-        sys.exit = builtins.exit = builtins.quit = self.sys_exit
-        atexit.register(self.at_exit)
         if hasattr(os, "register_at_fork"):   # a forked DataLoader worker must not keep a dead rank's connection open
             os.register_at_fork(after_in_child=self.forget)
         self.start()
@@ -992,8 +995,32 @@ class _Lifeline(threading.Thread):
         self.send(failed=code, cause=cause, secondary=secondary)
         self.answered.wait(8.0)
 
+    def forget(self):
+        if self.sock.fileno() < 0:   # cleaned up before the fork
+            return
+        self.endings.restore()
+        for sock in (self.sock, *((self.server.listener, *self.server.peers.values()) if self.server else ())):
+            with contextlib.suppress(OSError):
+                os.close(sock.detach())
+
+
+class _Endings:
+    """How a script may end without a word to us: by an exception that nobody catches, by sys.exit, without
+    cleanup_ddp."""
+
+    def __init__(self, ddp):
+        self.ddp, self.pid = ddp, os.getpid()
+        self.previous_hook, sys.excepthook = sys.excepthook, self.excepthook
+        # Python does not tell atexit handlers the exit code. `raise SystemExit(1)` is seen by `with setup_ddp()` only.
+        self.exit_code = None
+        self.previous_exits = sys.exit, getattr(builtins, "exit", None), getattr(builtins, "quit", None)
+        sys.exit = builtins.exit = builtins.quit = self.sys_exit
+        atexit.register(self.at_exit)
+
     def excepthook(self, kind, error, tb):
-        _fail_with(self.ddp, error)
+        if os.getpid() == self.pid:
+            _fail_with(self.ddp, error)
+        self.previous_hook(kind, error, tb)
 
     def sys_exit(self, code=None):
         self.exit_code = code
@@ -1004,7 +1031,8 @@ class _Lifeline(threading.Thread):
         if os.getpid() != self.pid:
             return
         error = getattr(sys, "last_value", None)   # of an exception that nobody caught, whoever's hook has printed it
-        if error is not None or self.failing or self.exit_code not in (None, 0):
+        lifeline = self.ddp.state.get("lifeline")
+        if error is not None or self.exit_code not in (None, 0) or lifeline and lifeline.failing:
             _fail_with(self.ddp, error or SystemExit(self.exit_code or 1))
         cleanup_ddp(self.ddp)
 
@@ -1012,14 +1040,6 @@ class _Lifeline(threading.Thread):
         sys.excepthook = self.previous_hook
         sys.exit, builtins.exit, builtins.quit = self.previous_exits
         atexit.unregister(self.at_exit)
-
-    def forget(self):
-        if self.sock.fileno() < 0:   # cleaned up before the fork
-            return
-        self.restore()
-        for sock in (self.sock, *((self.server.listener, *self.server.peers.values()) if self.server else ())):
-            with contextlib.suppress(OSError):
-                os.close(sock.detach())
 
 
 def _speaks_for_rank_0(ddp):
@@ -1057,7 +1077,8 @@ def _fail_with(ddp, error):
     if isinstance(error, KeyboardInterrupt):
         stop_all(ddp, "interrupted (Ctrl-C)", 130)
     if isinstance(error, SystemExit):
-        said = getattr(ddp.state.get("lifeline"), "exit_code", None)   # the text of sys.exit(text), see sys_exit
+        endings = getattr(ddp.state.get("lifeline") or ddp.state.get("watch"), "endings", None)
+        said = getattr(endings, "exit_code", None)   # the text of sys.exit(text), see sys_exit
         said = said if isinstance(said, str) else error.code
         code = said if isinstance(said, int) else 1
         stop_all(ddp, said if isinstance(said, str) and said else f"left with exit code {code}", code)
@@ -1156,7 +1177,10 @@ def _leave(code, mpi=None):
     """End this process now: no atexit handlers, no destructors, which wait for other ranks or die by SIGABRT."""
     last = threading.Timer(5.0, os._exit, (code,))   # whatever hangs below: a full pipe, MPI_Abort
     last.daemon = True
-    last.start()
+    try:
+        last.start()
+    except RuntimeError:   # no more threads: while the interpreter ends (Python 3.12), or by a limit
+        _end_soon(5)
     multiprocessing = sys.modules.get("multiprocessing")
     for child in multiprocessing.active_children() if multiprocessing else ():
         child.kill()   # DataLoader workers ignore SIGTERM, see worker_init
@@ -1191,7 +1215,7 @@ def cleanup_ddp(ddp):
         _write_status(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
         ddp.state.pop("watch", None)
     if lifeline is not None:
-        lifeline.restore()
+        lifeline.endings.restore()
         with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no real stderr: no timer
             faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)   # what follows waits without end
         dist.destroy_process_group()
@@ -1230,8 +1254,11 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS, arm=False):
     lock is ended by a timer in C, with code 1.
     Rank 0 writes RUN_DIR/status.json {code, reason, step}: code null while the run is on, see close_run.
     """
+    former = ddp.state.get("watch")
     end_watch(ddp)
     ddp.state["watch"] = _Watch(ddp, run_dir, minutes * 60, signals)
+    if former:   # asked to stop while it was loading, say
+        ddp.state["watch"].requested = former.requested
     beat(ddp, arm=arm)
     _write_status(ddp, None, "running")
 
@@ -1257,7 +1284,8 @@ def stop_reason(ddp, step, wanted=None):
     watch = ddp.state["watch"]
     watch.wanted()
     asked = all_sum([float(bool(watch.requested) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
-    return broadcast(watch.requested, ddp, src=next(r for r, n in enumerate(asked) if n))
+    watch.requested = broadcast(watch.requested, ddp, src=next(r for r, n in enumerate(asked) if n))
+    return watch.requested   # rank 0 writes it down when the run ends, whoever was asked
 
 
 def beat(ddp, step=None, arm=False):
@@ -1352,6 +1380,8 @@ class _Watch(threading.Thread):
 
     def __init__(self, ddp, run_dir, limit, signals):
         super().__init__(daemon=True, name="ddp-watch")
+        alone = _alone_in_a_notebook(ddp)
+        limit, signals = (0, ()) if alone else (limit, signals)
         self.ddp, self.run_dir, self.limit = ddp, None if run_dir is None else os.fspath(run_dir), limit
         user = os.getuid() if hasattr(os, "getuid") else 0
         self.stacks = (os.path.join(self.run_dir, "stacks") if self.run_dir else
@@ -1376,6 +1406,7 @@ class _Watch(threading.Thread):
                                 after_in_parent=lambda: _Watch.live and _Watch.live.after_fork(),
                                 after_in_child=lambda: _Watch.live and _Watch.live.forget())
         _Watch.live = self
+        self.endings = _Endings(ddp) if ddp.world_size == 1 and run_dir and not alone else None
         self.start()
 
     def wanted(self):
@@ -1490,6 +1521,8 @@ class _Watch(threading.Thread):
     def forget(self):
         """In a forked child, whose signals are its own."""
         _Watch.live, self.closed = False, True
+        if self.endings:
+            self.endings.restore()
         self.restore(-1)
         self.after_fork()
 
@@ -1498,6 +1531,8 @@ class _Watch(threading.Thread):
             return
         self.closed = True
         self.ddp.state.pop("watch", None)
+        if self.endings:
+            self.endings.restore()
         link = self.ddp.state.get("lifeline")
         if self.last is not None and link:
             link.send(beat=None)
@@ -1566,8 +1601,9 @@ def optimize_with_ipex(model, optimizer, ddp, dtype=None):
         # writes each rank's own copy back into it: ranks drift apart, without a word (measured).
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor.detach(), ddp)
-        # Prepacking, which comes with a dtype, changes the shape of weights, and models may look at theirs.
-        how = {} if dtype is None else {"dtype": dtype, "weights_prepack": False}
+        # IPEX's own step of the optimizer, on XPUs, does not know found_inf, see skip_where_bad. Prepacking, which
+        # comes with a dtype, changes the shape of weights, and models may look at theirs.
+        how = {"fuse_update_step": False} | ({} if dtype is None else {"dtype": dtype, "weights_prepack": False})
         try:
             result = ipex.optimize(model, optimizer=optimizer, **how)
         except Exception as e:
@@ -1736,6 +1772,19 @@ def all_mean(value, ddp):
     if not isinstance(value, torch.Tensor):
         return all_mean(torch.tensor(value, dtype=torch.float64), ddp).tolist()
     return all_sum(value, ddp) / ddp.world_size
+
+
+def check_alike(values, ddp):
+    """Refuse what a rank has otherwise than rank 0, such as a setting or the hash of a file: {what: plain value}. A
+    collective; raises ValueError on every rank, naming the first rank that differs and what it has."""
+    first = broadcast(values, ddp)
+    other = [f"{what} {json.dumps(mine)} (rank 0: {json.dumps(first.get(what))})" for what, mine in values.items()
+             if first.get(what) != mine]
+    more = f" and {len(other) - 4} more" if len(other) > 4 else ""
+    problem = _first_problem(other and f"rank {ddp.rank} on {ddp.host} has {', '.join(other[:4])}{more}", ddp)
+    if problem:
+        raise ValueError(f"{problem}. Expected the same on all ranks. Is a file that every host has a copy of an old "
+                         f"one somewhere, or was another command given there?")
 
 
 def check_in_sync(model, ddp):
@@ -1923,6 +1972,9 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
                          versions={"torch": str(torch.__version__), "python": sys.version.split()[0]})
             _check_plain(state, "checkpoint")
             os.makedirs(folder, exist_ok=True)
+            for half in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(os.path.basename(path))}.*.tmp")):
+                with contextlib.suppress(OSError):
+                    os.unlink(half)   # of a run that was killed while it saved
             with open(temporary, "wb") as f:
                 torch.save(state, _Beating(f, ddp))
                 f.flush()

@@ -61,6 +61,12 @@ def config_to_dict(config):
     return plain(dataclasses.asdict(config))
 
 
+def config_items(config, ignore=()):
+    """{"section.key": plain value} of all keys but those to ignore."""
+    return {f"{section}.{key}": value for section, keys in config_to_dict(config).items()
+            for key, value in keys.items() if f"{section}.{key}" not in ignore}
+
+
 def config_differences(old, new, ignore=()):
     """What differs between two nested dicts of config_to_dict: list of "section.key: old -> new".
 

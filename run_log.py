@@ -36,7 +36,7 @@ class RunLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def metrics(self, step, values):
-        """Append one row {"step": step, **values}; values are numbers. It is in the file when this returns.
+        """Append one row {"step": step, **values}; values are numbers. Another process sees it when this returns.
 
         nan and infinities are written as null: JSON has no word for them, and tables take null as missing.
         """
@@ -53,6 +53,11 @@ class RunLog:
             self.file = open(self.path, "a", encoding="utf-8")
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
+
+    def sync(self):
+        """Have the rows on the disk: before the checkpoint that a next start continues from, and after a power cut."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
 
     def truncate(self, step):
         """Drop the rows after `step`, and a last row that a killed run left half written.
@@ -184,8 +189,8 @@ class RunLock:
                        "job": job}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         whole = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
-        whole.write_text(self._text(), encoding="utf-8")
         try:
+            whole.write_text(self._text(), encoding="utf-8")
             try:
                 os.link(whole, self.path)    # whole or not at all; of two that start at once, one gets it
             except FileExistsError:
@@ -197,7 +202,7 @@ class RunLock:
             raise ValueError(f"{run_dir} was taken by another run at this moment. Expected one run per folder. "
                              "Give another --work_dir.") from None
         finally:
-            whole.unlink()
+            whole.unlink(missing_ok=True)
         self.released, self.lost = threading.Event(), ""
         self.thread = threading.Thread(target=self._keep_beating, daemon=True, name="run-lock")
         self.thread.start()
@@ -226,7 +231,9 @@ class RunLock:
                                f"life for {self.stale} s. Nothing more is written here.")
 
     def release(self, at=None):
-        """Give the folder free. at: where it is now, if it was renamed."""
+        """Give the folder free. at: where it is now, if it was renamed. Harmless when called twice."""
+        if self.released.is_set():
+            return
         self.released.set()
         self.thread.join()          # or a beat under way would write it again
         if not self.lost:
@@ -236,7 +243,8 @@ class RunLock:
     def _beats(cls, run_dir, beat, age):
         """Does the holder on another host renew its lock? Waits for that until it would be stale: what was killed there
         a moment ago must not keep the same command, now started here, from going on."""
-        limit = min(cls.stale - age, cls.stale)   # clocks of hosts may differ
+        wrong_clock = 2 * cls.every + 5 if age < 3600 else 0   # clocks of hosts may differ, either way
+        limit = min(max(cls.stale - age, wrong_clock), cls.stale)
         end = time.time() + limit
         if limit > 0:
             print(f"{run_dir} was in use {age:.0f} s ago on another host: waiting for a sign of life, at most "
@@ -331,7 +339,7 @@ def find_checkpoint(run_dir, resume, fresh, differences):
     if resume and saved and last.parent.resolve() != Path(resume).resolve().parent:
         raise ValueError(f"{run_dir} holds a run already, and --resume {resume} is of another. Expected a checkpoint "
                          f"of the same run. Give another --work_dir; or leave --resume out to continue this run.")
-    there = sorted(p.name for p in run_dir.iterdir()) if run_dir.exists() else []
+    there = sorted({*os.listdir(run_dir)} - {p.name for p in run_dir.glob(".lock.json.*.tmp")}) if run_dir.exists() else []
     if there and not {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"} & set(there):
         raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(there[:5])}. Expected an empty or "
                          f"new folder, or that of a run. Give another --work_dir.")
@@ -370,7 +378,11 @@ def write_status(run_dir, code, reason, step=None):
 
 
 def replace_status(run_dir, code, reason):
-    """Rank 0: a status.json that an earlier start left must not speak for this one, unless a live run goes on here."""
+    """Rank 0: a status.json that an earlier start left must not speak for this one, unless a live run goes on here.
+    run_dir: None where the command did not say."""
+    if run_dir is None:
+        return
+    run_dir = Path(run_dir)
     try:
         RunLock.refuse_live(run_dir, wait=False)   # it may be the last thing that a failing process does
         if (run_dir / "status.json").exists():

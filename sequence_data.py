@@ -14,6 +14,7 @@ Everything random is keyed by integers (`keyed_seed`), never drawn from a stream
 advanced; so what a step sees depends on the seed, the epoch and the step, not on ranks, workers or restarts.
 """
 
+import functools
 import gzip
 import hashlib
 import operator
@@ -165,7 +166,7 @@ class ReadReport:
         return "; ".join([head] + [f"{n:,} {what}" for n, what in notes if n])
 
 
-def read_sequences(path, min_length=1):
+def read_sequences(path, min_length=1, alive=lambda: None):
     """Read a file of proteins -> (Proteins, ReadReport).
 
     What it is follows from name and content: .pt is a torch file with a list of dicts that have
@@ -175,11 +176,12 @@ def read_sequences(path, min_length=1):
     Cleaned, and counted in the report: B, Z, U, O, J become X; lower case (soft-masked regions) becomes upper
     case; one '*' at the end is removed, and so are blanks inside FASTA sequences; empty records, proteins of
     X only and proteins shorter than min_length are dropped; repeated sequences and names are kept.
+    alive: called again and again, so that what watches over a run knows that reading a large file goes on.
     Refused, by ValueError with file and line (or entry): an inner '*', gaps '-' and '.', digits, any other
     character, blanks inside a line of text (a second column?), nucleotides, binary files, other encodings, a
     truncated or damaged .gz, an empty file, a directory. FileNotFoundError for a missing file.
     """
-    path, report, names = Path(path), ReadReport(), None
+    path, report, names, each = Path(path), ReadReport(), None, functools.partial(_each, alive=alive)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected a FASTA, text or .pt file of proteins. "
                                 f"Check the path (relative to {Path.cwd()}).")
@@ -190,22 +192,22 @@ def read_sequences(path, min_length=1):
     if path.suffix == ".pt":
         text, bodies = None, _read_pt(path)
     else:
-        text = _read_text(path)
+        text = _read_text(path, alive)
         if text.lstrip()[:1] == b">":
-            records = [record.partition(b"\n") for record in text.lstrip()[1:].split(b"\n>")]
-            names = [name for name, _, _ in records]
-            bodies = [body.translate(None, b"\n \t") for _, _, body in records]
-            report.n_blanks = sum(body.count(b" ") + body.count(b"\t") for _, _, body in records)
+            records = [record.partition(b"\n") for record in each(text.lstrip()[1:].split(b"\n>"))]
+            names = [name for name, _, _ in each(records)]
+            bodies = [body.translate(None, b"\n \t") for _, _, body in each(records)]
+            report.n_blanks = sum(body.count(b" ") + body.count(b"\t") for _, _, body in each(records))
         elif Path(path.name.removesuffix(".gz")).suffix in (".txt", ".seq"):
-            bodies = [line.strip(b" \t") for line in text.rstrip().split(b"\n")]
+            bodies = [line.strip(b" \t") for line in each(text.rstrip().split(b"\n"))]
         else:
             first = text.lstrip()
             line = text.count(b"\n", 0, len(text) - len(first)) + 1
             raise ValueError(f"{path}, line {line}: found {first.splitlines()[0][:20]!r}; expected '>', with "
                              f"which FASTA begins. If it has one sequence per line, name it .txt or .seq.")
 
-    report.n_stops = sum(body[-1:] == b"*" for body in bodies)
-    bodies = [body[:-1] if body[-1:] == b"*" else body for body in bodies]
+    report.n_stops = sum(body[-1:] == b"*" for body in each(bodies))
+    bodies = [body[:-1] if body[-1:] == b"*" else body for body in each(bodies)]
     letters = b"".join(bodies)
     tokens = np.frombuffer(letters.translate(TO_TOKEN), np.uint8)
     lengths = np.fromiter(map(len, bodies), np.int64, len(bodies))
@@ -234,7 +236,7 @@ def read_sequences(path, min_length=1):
     proteins = Proteins(tokens, offsets[keep], lengths[keep])
     if names is not None:
         key_of = {}
-        words = [names[i].split(None, 1)[:1] for i in keep.tolist()]
+        words = [names[i].split(None, 1)[:1] for i in each(keep.tolist())]
         report.n_same_name = sum(key_of.setdefault(word[0], key) != key
                                  for word, key in zip(words, proteins.keys.tolist()) if word)
     report.n_proteins, report.n_residues = len(proteins), int(proteins.lengths.sum())
@@ -244,7 +246,13 @@ def read_sequences(path, min_length=1):
     return proteins, report
 
 
-def _read_text(path):
+def _each(items, alive):
+    for start in range(0, len(items), 1 << 16):
+        alive()
+        yield from items[start:start + (1 << 16)]
+
+
+def _read_text(path, alive):
     with open(path, "rb") as file:
         head = file.read(4)
     if head[:2] == b"\x1f\x8b":
@@ -253,6 +261,7 @@ def _read_text(path):
             with gzip.open(path) as file:
                 while chunk := file.read1(1 << 20):
                     chunks.append(chunk)
+                    alive()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             line = b"".join(chunks).count(b"\n") + 1
             what = "is truncated" if isinstance(error, EOFError) else f"is damaged ({error})"
@@ -263,7 +272,12 @@ def _read_text(path):
         raise ValueError(f"{path} is not gzip: it begins with {head!r}; expected b'\\x1f\\x8b'. Was an error "
                          f"page saved in its place? If it is plain text, remove .gz from its name.")
     else:
-        text = path.read_bytes()
+        chunks = []
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 24):
+                chunks.append(chunk)
+                alive()
+        text = b"".join(chunks)
     if head in (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zX") or head[:3] == b"BZh":
         raise ValueError(f"{path} begins with {head!r}, as zip, zstd, xz, bzip2 and torch files do; expected "
                          f"text or gzip. Unpack it first; a torch file needs .pt in its name.")

@@ -40,6 +40,7 @@ from sequence_data import AMINO_ACIDS, LETTERS, X_ID, encode
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
 FORMATS = (".pdb", ".ent", ".cif", ".mmcif")
 MAX_ROWS = 100_000              # of a chain: no protein is as long, so its residue numbers are wrong
+MAX_ANGSTROM = 100_000          # of a coordinate: ten times what a PDB file's %8.3f holds
 MAX_TOLD = 20                   # problems of a file told in full
 LENGTH_RATIO = 1.1              # longest / shortest complex that are mixed at will in a step
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
@@ -160,6 +161,10 @@ def _rows(name, places):
             atoms = [residue.find_atom(atom, "*") for residue in residues]
             X[i, k] = next((atom.pos.tolist() for atom in atoms if atom is not None), np.nan)
     there = np.isfinite(X)
+    for i, k, axis in np.argwhere(there & (np.abs(X) > MAX_ANGSTROM))[:1]:
+        number, code = rows[i]
+        raise ValueError(f"chain {name} has {('N', 'CA', 'C', 'O')[k]} of residue {number}{code} at "
+                         f"{'xyz'[axis]} = {X[i, k, axis]:g}; expected Angstrom, at most {MAX_ANGSTROM:,}")
     return Chain(S, np.where(there, X, 0).astype(np.float32), there.all((1, 2)),
                  tuple(f"{number}{code}" if (number, code) in places else None for number, code in rows))
 
@@ -247,13 +252,14 @@ class Pair:
         self.key = _key(complex.key, chosen, rejected, chain_M)
 
 
-def read_pairs(path, structures=None, mutable=None, max_length=None, told=None):
+def read_pairs(path, structures=None, mutable=None, max_length=None, told=None, alive=lambda: None):
     """Read and check a file of preference pairs -> list of Pair, in the order of the file.
 
     structures: dict that keeps what was read of each structure file, to be shared between calls.
     mutable:    positions, as parse_positions takes them, for the pairs that have none of their own.
     max_length: most rows of a designed sequence.
     told:       list that gets a text on how `mutable` was understood, where it is first needed.
+    alive:      called before each pair: what watches over a run may want to know that reading goes on.
     Letters at unresolved rows may be any, X or '-': they are not scored, and the structure's own are used. X in both
     sequences, at a residue to which the structure gives no letter either, takes this row out of the design.
     Raises one ValueError with the problems of all items, counted from 0, and FileNotFoundError for a missing file.
@@ -262,6 +268,7 @@ def read_pairs(path, structures=None, mutable=None, max_length=None, told=None):
     reader = _Reader(Path(path).parent, {} if structures is None else structures, mutable, max_length,
                      [] if told is None else told)
     for number, entry in enumerate(entries):
+        alive()
         found = []
         pairs.append(reader.pair(entry, found.append))
         for problem in found:

@@ -15,8 +15,8 @@ a run in good order: it saves, and leaves with exit code 75.
 A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and everything random is
 keyed by (seed, purpose, pair, epoch), never drawn from a stream of a rank.
 """
-import functools
 import copy
+import functools
 import hashlib
 import math
 import os
@@ -35,13 +35,13 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
-                       broadcast, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler, gradient_sync,
-                       hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex, print0,
-                       read_flags, save_checkpoint, scale_for_batch, scale_name, seed_for, setup_ddp, skip_where_bad,
-                       stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
+                       broadcast, check_alike, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler,
+                       gradient_sync, hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex,
+                       print0, read_flags, save_checkpoint, scale_for_batch, scale_name, seed_for, setup_ddp,
+                       skip_where_bad, stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
 from proteinmpnn_model import (ALPHABET, PUBLISHED, decoding_order, load_proteinmpnn, random_proteinmpnn,
                                to_checkpoint)
-from run_config import Parser, config_differences, config_to_dict, dump_yaml, load_config
+from run_config import Parser, config_differences, config_items, config_to_dict, dump_yaml, load_config
 from run_log import (RunLog, check_resume, find_checkpoint, open_run, replace_status, write_status,
                      write_text_atomic)
 from structure_data import (EpochPlan, Pair, collate, collate_complexes, demo_pairs, describe, eval_batches,
@@ -168,6 +168,8 @@ MAY_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq", "
               "training.num_workers", "memory.structure_cache_mb", "monitoring.watchdog_minutes",
               "monitoring.check_sync_every", "monitoring.fall", "data.reference_cache", "data.train_data",
               "data.val_data", "model.base_model_name", "model.base_model_dir")   # the content of files is compared
+PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.base_model_name", "model.base_model_dir",
+            "training.num_workers", "memory.structure_cache_mb", "memory.max_memory_per_gpu")   # need not be equal
 KEPT = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "sums", "config", "micro_batches", "lr", "warmup",
         "data", "base")   # what a checkpoint must hold
 WITHOUT_REFERENCE = ("reference_free", "simpo")
@@ -531,11 +533,11 @@ def try_all(*functions):
     return found
 
 
-def load_pairs(config):
-    """(training pairs, validation pairs or None, lines that describe them, warnings)."""
+def load_pairs(config, alive):
+    """(training pairs, validation pairs or None, lines that describe them, warnings). alive: see read_pairs."""
     d, seed, structures, told, warnings = config.data, config.training.seed, {}, [], []
     positions = d.mutable_positions or d.mutable_ranges
-    read = lambda path: path and read_pairs(path, structures, positions, d.max_length, told)
+    read = lambda path: path and read_pairs(path, structures, positions, d.max_length, told, alive)
     pairs, val = try_all(lambda: read(d.train_data), lambda: read(d.val_data))
     if d.train_data is None:
         pairs = demo_pairs(seed, d.demo_structures, d.demo_pairs)
@@ -585,18 +587,6 @@ def check_cache(config, ddp):
         raise ValueError(f"data.reference_cache {config.data.reference_cache} cannot be used: {there} "
                          f"{'may not be written' if there.is_dir() else 'is a file'}. Expected a folder that can be "
                          f"written, or made.")
-
-
-def check_alike(read, ddp):
-    """Refuse, on every rank, what a rank has read differently from rank 0: its plan would be another, and the others
-    would wait for it without end, or its reference would. read: {what: hash}."""
-    first, unlike = broadcast(read, ddp), torch.zeros(len(read), ddp.world_size)
-    unlike[:, ddp.rank] = torch.tensor([float(first[what] != found) for what, found in read.items()])
-    unlike = {what: row.nonzero().flatten().tolist() for what, row in zip(read, all_sum(unlike, ddp))}
-    told = [f"other {what} on rank {', '.join(map(str, ranks))}" for what, ranks in unlike.items() if ranks]
-    if told:
-        raise ValueError(f"the ranks have read different files: found {' and '.join(told)} than on rank 0; expected "
-                         f"the same everywhere. Are there copies of the files, one of them old?")
 
 
 def hash_of(weights):
@@ -684,6 +674,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     check_config(config)
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
+    check_alike(config_items(config, PER_HOST), ddp)   # of several hosts, each may have a copy of its own
     # Start or continue: rank 0 decides, all read the same checkpoint.
     differences = lambda before: config_differences(before, config_to_dict(config), ignore=MAY_CHANGE)
     unlike = lambda file: differences(config_to_dict(load_config(Config, file)))
@@ -691,7 +682,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     state = load_checkpoint(path, ddp) if path else None
 
     (pairs, val, described, warnings), (bare, base), _ = try_all(
-        lambda: load_pairs(config), lambda: load_base(config), lambda: check_cache(config, ddp))
+        lambda: load_pairs(config, functools.partial(beat, ddp)), lambda: load_base(config),
+        lambda: check_cache(config, ddp))
     keys = repr([[pair.key for pair in some] for some in (pairs, val or [])])   # the plan goes by their order
     fingerprint = {"n": len(pairs), "hash": hashlib.blake2b(keys.encode(), digest_size=8).hexdigest()}
     try:
@@ -700,7 +692,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         raise ValueError(f"config: {e}") from None
     memory_note = limit_memory(config.memory.max_memory_per_gpu, ddp)
     base_hash = hash_of(bare.state_dict())
-    check_alike({"pairs": fingerprint["hash"], "base weights": base_hash}, ddp)
+    check_alike({"pairs (hash)": fingerprint["hash"], "base weights (hash)": base_hash}, ddp)
     bare = bare.to(ddp.device)
     reference = Reference(copy.deepcopy(bare), pairs, config, ddp)
 
@@ -713,7 +705,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
             raise ValueError(f"{path} was trained from other base weights (hash {state['base']}; {base}: {base_hash}). "
                              f"Give the same, another --work_dir, or --fresh.")
     accum, batch = micro_batches // ddp.world_size, micro_batches * t.batch_size
-    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
+    filled = min(batch, len(pairs))   # a small file does not fill the global batch
+    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
     progress = {"step": 0, "best": None, "bad_evals": 0, "start": None, "fallen": False, "finished": "",
                 "bad_steps": [0, 0]}   # with a loss or gradient that is not finite: in all, and in a row now
     sums = torch.zeros(len(SUMS) + 4, dtype=torch.float64, device=ddp.device)   # of the epoch so far
@@ -750,7 +743,11 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         lines.append(f"  accum is {accum} and not {t.accum}: it follows the ranks, so that the global batch stays")
     lines.append(f"optim: lr {lr:g}, warm-up {warmup:,} steps, " + (
         "kept from the checkpoint" if state is not None else "as given (scale none)" if o.scale == "none" else
-        f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} pairs ({scale_name(o.scale)})"))
+        f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} pairs ({scale_name(o.scale)})"
+        + f", to the {filled:,} pairs that there are" * (filled < batch)))
+    if state is None and warmup >= n_iters:
+        lines.append(f"ATTENTION: the warm-up ({warmup:,} steps) lasts to the end ({n_iters:,} steps): the learning "
+                     f"rate reaches {100 * n_iters / warmup:.0f} % of its value; lower optim.warmup or train longer")
     lines.append(f"results: {work_dir}, "
                  + ("a new run" if not path else f"finished, {path}" if is_finished(progress, n_iters) else
                     f"continuing from step {progress['step']:,} of {path}"))
@@ -818,10 +815,16 @@ def train(run, ddp):
     log.truncate(progress["step"] if run.path else -1)
     before = "The checkpoints are of before. Lower optim.lr, or set memory.mixed_precision: false."
 
+    def check_lock():
+        """Another run may have taken the folder over: then nothing more is written there, status.json included."""
+        if run.lock and run.lock.lost:
+            end_watch(ddp)
+            run.lock.check()
+
     def save(name, keep_last=1):
         """The model for other tools; last.pt: and all that is needed to continue."""
-        if run.lock:
-            run.lock.check()
+        check_lock()
+        log.sync()   # the rows before a checkpoint are on the disk no later than it
         if progress["bad_steps"][1] and not all(bool(p.isfinite().all()) for p in bare.parameters()):
             raise RuntimeError(f"step {progress['step']}: weights are nan or infinite; expected finite numbers. "
                                f"{before}")
@@ -978,6 +981,7 @@ def train(run, ddp):
         if last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
+            check_lock()
             log.metrics(step, values)
         if epoch_ends:
             run.sums.zero_()
@@ -1007,10 +1011,14 @@ def told_of(values, prefix="val/"):
 
 def main(config, ddp, work_dir, resume=None, fresh=False):
     """prepare and train; importable."""
+    run = None
     try:
-        return train(prepare(config, ddp, work_dir, resume, fresh), ddp)
+        run = prepare(config, ddp, work_dir, resume, fresh)
+        return train(run, ddp)
     finally:
         end_watch(ddp)
+        if run is not None and run.lock:
+            run.lock.release()
 
 
 def summary(result, progress, work_dir, seconds):
@@ -1089,7 +1097,8 @@ def cli(argv=None):
         make_parser().parse_args(["--help"])
     launch = Parser(add_help=False, allow_abbrev=False)   # known before the ranks can meet
     add_launch_arguments(launch)
-    launch.add_argument("--plan")
+    for option in (("--config",), ("--output_dir", "--work_dir"), ("--plan",)):
+        launch.add_argument(*option, dest=option[-1][2:])
     launch.add_argument("--no_cuda", action="store_true")
     early, problem = launch.parse_args([]), None
     try:
@@ -1102,6 +1111,7 @@ def cli(argv=None):
             hand_over(early, argv)
     except (ValueError, RuntimeError) as e:
         problem = ValueError(e)   # told below, once
+    work_dir = None if problem else early.work_dir or os.path.join("runs", Path(early.config or "dpo").stem)
     try:
         if early.plan is not None:
             return print(describe_plan(read_arguments(argv)[1], early.plan))
@@ -1109,26 +1119,30 @@ def cli(argv=None):
         ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=6 * 3600.0,
                         init_timeout=early.init_timeout, ipex=early.ipex)
     except (ValueError, RuntimeError, OSError) as e:
+        code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
-        sys.exit(getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1))
-    work_dir = None
+        if early.plan is None:
+            replace_status(work_dir, code, str(e))
+        sys.exit(code)
+    except KeyboardInterrupt:   # the ranks have not met: nothing runs
+        sys.exit(130)
     with ddp:
         try:
-            if problem:
-                raise problem
-            args, config = read_arguments(argv)
-            work_dir = Path(args.work_dir or os.path.join("runs", Path(args.config or "dpo").stem))
-            if args.base_model_config_dir:
-                print0(ddp, f"--base_model_config_dir {args.base_model_config_dir} is not needed, and not read: the "
-                            f"weights say how the model is made")
             if ddp.is_main:
                 replace_status(work_dir, None, "starting")
                 ddp.state["tell_outcome"] = functools.partial(replace_status, work_dir)   # of what fails until then
-            minutes = config.monitoring.watchdog_minutes   # loading gives no sign of life: no less than for meeting
-            watch_run(ddp, None, minutes and max(minutes, early.init_timeout / 60), signals=(), arm=True)
+            if problem:
+                raise problem
+            args, config = read_arguments(argv)
+            if args.base_model_config_dir:
+                print0(ddp, f"--base_model_config_dir {args.base_model_config_dir} is not needed, and not read: the "
+                            f"weights say how the model is made")
+            minutes = config.monitoring.watchdog_minutes   # while loading no less than for meeting
+            signals = [name for name in config.training.stop_signals if name != "SIGINT"]   # Ctrl-C ends it at once
+            watch_run(ddp, None, minutes and max(minutes, early.init_timeout / 60), signals, arm=True)
             run = prepare(config, ddp, work_dir, args.resume, args.fresh)
         except (ValueError, OSError) as e:
-            if ddp.is_main and work_dir is not None:
+            if ddp.is_main:
                 replace_status(work_dir, BAD_INPUT, str(e))
                 ddp.state.pop("tell_outcome", None)
             stop_all(ddp, f"error: {e}", code=BAD_INPUT)

@@ -32,11 +32,11 @@ import numpy as np
 import torch
 
 from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
-                       broadcast, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler, gradient_sync,
-                       hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex, print0,
-                       read_flags, save_checkpoint, scale_for_batch, scale_name, setup_ddp, skip_where_bad, stop_all,
-                       stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
-from run_config import Parser, config_differences, config_to_dict, dump_yaml, load_config
+                       broadcast, check_alike, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler,
+                       gradient_sync, hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex,
+                       print0, read_flags, save_checkpoint, scale_for_batch, scale_name, setup_ddp, skip_where_bad,
+                       stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
+from run_config import Parser, config_differences, config_items, config_to_dict, dump_yaml, load_config
 from run_log import (RunLog, check_resume, find_checkpoint, open_run, replace_status, write_status,
                      write_text_atomic)
 from sedd_diffusion import (independent_log_score, make_graph, make_noise, sample, score_entropy_loss,
@@ -165,6 +165,7 @@ MAY_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq", "
               "training.snapshot_freq", "training.keep_last", "training.max_bad_steps", "training.stop_signals",
               "training.num_workers", "monitoring.sample_frequency", "monitoring.watchdog_minutes",
               "monitoring.check_sync_every", "data.file")   # its content is compared instead
+PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # need not be equal
 KEPT = ("model", "ema", "optimizer", "scaler", "step", "best", "bad_steps", "config", "micro_batches", "lr", "warmup",
         "data")   # what a checkpoint must hold
 TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
@@ -323,7 +324,7 @@ def to_device(batch, device, dtype):
     return {**move, "sigma": move["sigma"].to(exact), "dsigma": move["dsigma"].to(exact)}
 
 
-def load_proteins(config):
+def load_proteins(config, alive):
     """(training proteins, validation proteins or None, their source if they are demo proteins, description)."""
     d, source = config.data, None
     if d.file is None:
@@ -331,7 +332,7 @@ def load_proteins(config):
         proteins = source.sample(d.demo_proteins, seed=config.training.seed)
         report = f"{len(proteins):,} demo proteins of a second-order Markov source"
     else:
-        proteins, report = read_sequences(d.file, min_length=d.min_length)
+        proteins, report = read_sequences(d.file, d.min_length, alive)
         report = f"{d.file}: {report}"
     everything = np.arange(len(proteins))
     train, val = split_by_hash(proteins, d.val_fraction) if d.val_fraction else (everything, None)
@@ -473,16 +474,18 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     check_config(config)
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
+    check_alike(config_items(config, PER_HOST), ddp)   # of several hosts, each may have a copy of its own
     # Start or continue: rank 0 decides, all read the same checkpoint.
     differences = lambda before: config_differences(before, config_to_dict(config), ignore=MAY_CHANGE)
     unlike = lambda file: differences(config_to_dict(load_config(Config, file)))
     path = broadcast(find_checkpoint(work_dir, resume, fresh, unlike) if ddp.is_main else None, ddp)
     state = load_checkpoint(path, ddp) if path else None
 
-    proteins, val, source, described = load_proteins(config)
+    proteins, val, source, described = load_proteins(config, functools.partial(beat, ddp))
     beat(ddp)
     keys = proteins.keys.tobytes() + (b"" if val is None else val.keys.tobytes())   # the plan goes by their order
     fingerprint = {"n": len(proteins), "hash": hashlib.blake2b(keys, digest_size=8).hexdigest()}
+    check_alike({"data (hash)": fingerprint["hash"]}, ddp)
     graph = make_graph(config.graph.type, N_TOKENS)
     noise = make_noise(n.type, **(dict(sigma_min=n.sigma_min, sigma_max=n.sigma_max) if n.type == "geometric" else
                                   dict(eps=n.eps)))
@@ -584,9 +587,15 @@ def train(run, ddp):
     log.truncate(progress["step"] if run.path else -1)
     before = "The checkpoints are of before. Lower optim.lr, raise optim.warmup, or set memory.mixed_precision: false."
 
-    def save(name, keep_last=1, resumes=True):
-        if run.lock:
+    def check_lock():
+        """Another run may have taken the folder over: then nothing more is written there, status.json included."""
+        if run.lock and run.lock.lost:
+            end_watch(ddp)
             run.lock.check()
+
+    def save(name, keep_last=1, resumes=True):
+        check_lock()
+        log.sync()   # the rows before a checkpoint are on the disk no later than it
         if progress["bad_steps"][1] and not all(bool(p.isfinite().all()) for p in bare.parameters()):
             raise RuntimeError(f"step {progress['step']}: weights are nan or infinite; expected finite numbers. "
                                f"{before}")
@@ -686,6 +695,7 @@ def train(run, ddp):
         if last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
+            check_lock()
             log.metrics(step, values)
         if ddp.is_main and (progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0)):
             with run.ema.applied(bare):
@@ -713,10 +723,14 @@ def train(run, ddp):
 
 def main(config, ddp, work_dir, resume=None, fresh=False):
     """prepare and train; importable."""
+    run = None
     try:
-        return train(prepare(config, ddp, work_dir, resume, fresh), ddp)
+        run = prepare(config, ddp, work_dir, resume, fresh)
+        return train(run, ddp)
     finally:
         end_watch(ddp)
+        if run is not None and run.lock:
+            run.lock.release()
 
 
 def summary(result, progress, work_dir, seconds):
@@ -775,7 +789,8 @@ def cli(argv=None):
         make_parser().parse_args(["--help"])
     launch = Parser(add_help=False, allow_abbrev=False)   # known before the ranks can meet
     add_launch_arguments(launch)
-    launch.add_argument("--plan")
+    for option in ("--config", "--work_dir", "--plan"):
+        launch.add_argument(option)
     early, problem = launch.parse_args([]), None
     try:
         early = launch.parse_known_args(argv)[0]
@@ -783,6 +798,7 @@ def cli(argv=None):
             hand_over(early, argv)
     except (ValueError, RuntimeError) as e:
         problem = ValueError(e)   # told below, once
+    work_dir = early.work_dir or early.config and os.path.join("runs", Path(early.config).stem)
     try:
         if early.plan is not None:
             return print(describe_plan(read_arguments(argv)[1], early.plan))
@@ -790,23 +806,27 @@ def cli(argv=None):
         ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=6 * 3600.0,
                         init_timeout=early.init_timeout, ipex=early.ipex)
     except (ValueError, RuntimeError, OSError) as e:
+        code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
-        sys.exit(getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1))
-    work_dir = None
+        if early.plan is None:
+            replace_status(work_dir, code, str(e))
+        sys.exit(code)
+    except KeyboardInterrupt:   # the ranks have not met: nothing runs
+        sys.exit(130)
     with ddp:
         try:
-            if problem:
-                raise problem
-            args, config = read_arguments(argv)
-            work_dir = Path(args.work_dir or os.path.join("runs", Path(args.config).stem))
             if ddp.is_main:
                 replace_status(work_dir, None, "starting")
                 ddp.state["tell_outcome"] = functools.partial(replace_status, work_dir)   # of what fails until then
-            minutes = config.monitoring.watchdog_minutes   # loading gives no sign of life: no less than for meeting
-            watch_run(ddp, None, minutes and max(minutes, early.init_timeout / 60), signals=(), arm=True)
+            if problem:
+                raise problem
+            args, config = read_arguments(argv)
+            minutes = config.monitoring.watchdog_minutes   # while loading no less than for meeting
+            signals = [name for name in config.training.stop_signals if name != "SIGINT"]   # Ctrl-C ends it at once
+            watch_run(ddp, None, minutes and max(minutes, early.init_timeout / 60), signals, arm=True)
             run = prepare(config, ddp, work_dir, args.resume, args.fresh)
         except (ValueError, OSError) as e:
-            if ddp.is_main and work_dir is not None:
+            if ddp.is_main:
                 replace_status(work_dir, BAD_INPUT, str(e))
                 ddp.state.pop("tell_outcome", None)
             stop_all(ddp, f"error: {e}", code=BAD_INPUT)

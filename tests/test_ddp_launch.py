@@ -335,6 +335,55 @@ cleanup_ddp(ddp)
     assert status["code"] == 75 and status["reason"].startswith("SIGUSR1 on rank 0")
 
 
+def test_a_stop_that_another_rank_was_asked_for_is_the_outcome_and_files_of_killed_saves_go(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".last.pt.1.tmp").write_text("half")
+    path = script(tmp_path, """
+import signal
+ddp = setup_ddp(quiet=True)
+watch_run(ddp, "out")
+stop_reason(ddp, 0)
+if ddp.rank == 1:
+    os.kill(os.getpid(), signal.SIGUSR1)
+while not stop_reason(ddp, 1):
+    pass
+save_checkpoint("out/last.pt", ddp, step=1)
+cleanup_ddp(ddp)
+""")
+    with ByHand(path, range(2)) as ranks:
+        assert ranks.codes() == [0, 0], ranks.err()
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert status["code"] == 75 and status["reason"].startswith("SIGUSR1 on rank 1"), status
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["last.pt", "status.json"]
+
+
+def test_a_notebook_lives_on_after_an_exception_and_a_script_of_one_process_says_how_it_ended(tmp_path):
+    path = script(tmp_path, """
+for folder in ("notebook", "script"):
+    os.mkdir(folder)
+sys.ps1 = ">>> "      # what makes a session interactive
+try:
+    with setup_ddp(quiet=True) as ddp:
+        watch_run(ddp, "notebook", minutes=0.2 / 60, arm=True)
+        time.sleep(1)
+        raise ValueError("of a cell")
+except ValueError:
+    print("lives on", flush=True)
+del sys.ps1
+watch_run(setup_ddp(), "script")
+def refused(self):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+threading.Timer.start = refused
+raise ValueError("on purpose")
+""")
+    result = run_ranks("python", 1, [path], cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "lives on\n"), result.text
+    assert result.stderr.count("FAILED: rank 0 of 1") == 1 == own_tracebacks(result.stderr), result.text
+    for folder, reason in (("notebook", "ValueError: of a cell"), ("script", "ValueError: on purpose")):
+        status = json.loads((tmp_path / folder / "status.json").read_text())
+        assert (status["code"], status["reason"]) == (1, reason)
+
+
 def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
     need("mpich")
     path = script(tmp_path, "with setup_ddp(quiet=True) as ddp:\n    open('/no/such/file')\n")
@@ -386,6 +435,11 @@ seen["tensor"] = [broadcast(tensor, ddp, src=2) is tensor, tensor.tolist()]
 seen["sums"] = [all_sum(ddp.rank + 0.5, ddp), all_sum([1, ddp.rank], ddp), all_sum(tensor, ddp).tolist(), all_mean(ddp.rank, ddp),
                 all_mean(torch.tensor([float(ddp.rank)]), ddp).tolist()]
 barrier(ddp)
+check_alike({"lr": 1e-3, "betas": [0.9, 0.95], "file": None}, ddp)
+try:
+    check_alike({"lr": 1e-3, "batch_size": 4 + ddp.rank // 2}, ddp)
+except ValueError as e:
+    seen["alike"] = str(e)
 torch.set_default_dtype(torch.float64)
 bare = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
 seen["weights"] = [p.tolist() for p in bare.parameters()]
@@ -436,6 +490,7 @@ def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
         assert s["tensor"] == [True, [[2.0, 2.0], [2.0, 2.0]]]
         assert s["sums"] == [4.5, [3, 3], [[6.0, 6.0], [6.0, 6.0]], 1.0, [1.0]]
         assert s["weights"] == seen[0]["weights"]
+        assert re.match(r"rank 2 on \S+ has batch_size 5 \(rank 0: 4\)\. ", s["alike"])
         assert "Is the disk full" in s["checkpoint"] or "cannot write" in s["checkpoint"]
         assert s["left"] == [True, 0, False]
         assert s["second"] == 3

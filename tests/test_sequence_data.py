@@ -573,3 +573,10 @@ def test_neighbours_of_one_class_are_more_frequent_than_by_chance(demo):
     same = np.array([[any(a in k and b in k for k in kind) for b in AMINO_ACIDS] for a in AMINO_ACIDS])
     letters = demo.pair.sum(0)
     assert demo.pair[same].sum() > 1.5 * np.outer(letters, letters)[same].sum()
+
+
+def test_reading_gives_signs_of_life(tmp_path):
+    (tmp_path / "many.fasta").write_text(">a\nACDEF\n" * 150_000)
+    told = []
+    read_sequences(tmp_path / "many.fasta", 1, lambda: told.append(1))
+    assert len(told) >= 9       # each pass over the records, several times

@@ -842,6 +842,20 @@ def test_the_plan_scales_the_learning_rate():
     assert table == [["1", "4", "3e-07", "10"], ["4", "16", "1.2e-06", "40"]]
 
 
+def test_a_small_file_scales_to_its_pairs_and_a_warm_up_that_outlasts_the_run_is_told_once(tmp_path, capsys):
+    config = tiny(training__batch_size=64, training__n_iters=2, optim__scale="linear", optim__base_global_batch=5)
+    run(config, tmp_path / "w")          # 5 structures of 5 pairs: 5 times the base, where a full batch were 25.6 times
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "lr 0.015, warm-up 15 steps, scaled from 0.003 and 3 at 5 pairs (linear), to the 25 pairs" in printed
+    assert "ATTENTION: the warm-up (15 steps) lasts to the end (2 steps): the learning rate reaches 13 %" in printed
+    assert rows(tmp_path / "w")[-1]["lr"] == pytest.approx(0.015 * 2 / 15)
+    config.training.n_iters = 3
+    run(config, tmp_path / "w")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "lr 0.015, warm-up 15 steps, kept from the checkpoint" in printed and "lasts to the end" not in printed
+    assert rows(tmp_path / "w")[-1]["lr"] == pytest.approx(0.015 * 3 / 15)
+
+
 def pdb_text(X, letters):
     names = dict(zip("ACDEFGHIKLMNPQRSTVWY", "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL "
                                              "TRP TYR".split()))
@@ -904,7 +918,7 @@ def test_positions_for_all_pairs_need_fit_those_alone_that_have_none_of_their_ow
             entry["mutable_positions"] = [len(entry["preferred_seq"]) - 1]
     (files / "own.json").write_text(json.dumps(entries))
     config = load_config(Config, None, [f"data.train_data={files}/own.json", f"data.mutable_positions=A{last}"])
-    told = " ".join(load_pairs(config)[2])
+    told = " ".join(load_pairs(config, lambda: None)[2])
     assert min(lengths) < last
     assert f"mutable where a pair gives none: 1 positions by chain and number in the file: A{last}" in told
 
@@ -1000,8 +1014,8 @@ def test_two_ranks_refuse_with_one_message_also_when_each_could_go_on_with_what_
     done = run_ranks("mpich", 2, argv, files, timeout=300)
     assert done.returncode != 0 and not done.leftover, done.text          # 2, or what the launcher makes of it
     said = ("missing key preferred_seq" if alike else
-            "found other pairs on rank 1 and other base weights on rank 1 than on rank 0")
-    assert done.stderr.count(said) == 1 and done.stderr.count("error: ") == 1, done.text
+            r'rank 1 on \S+ has pairs \(hash\) "\w+" \(rank 0: "\w+"\), base weights \(hash\) "')
+    assert len(re.findall(said, done.stderr)) == 1 and done.stderr.count("error: ") == 1, done.text
     assert "Traceback" not in done.text and sorted(p.name for p in files.rglob("*")) == before
 
 

@@ -25,7 +25,7 @@ import torch
 
 from accumulate_gradients import SETTINGS, accumulated, build, reference
 from ddp_setup import Ddp, load_checkpoint, scale_for_batch
-from launchers import clean_environment, need, run_ranks, start_ranks
+from launchers import clean_environment, need, own_tracebacks, run_ranks, start_ranks
 from run_config import dump_yaml, load_config
 from run_log import RunLock, replace_status, write_text_atomic
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
@@ -478,7 +478,7 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
     with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
         RunLock(tmp_path / "w")
     beating.join()
-    for age, seconds in ((0, (2, 60)), (1000, (0, 2))):
+    for age, seconds in ((0, (2, 60)), (1000, (2, 60)), (10000, (0, 2))):   # in between: perhaps a clock that is wrong
         write(age)
         write_text_atomic(tmp_path / "w" / "status.json", "{}")      # a process that fails here does not wait
         replace_status(tmp_path / "w", 2, "bad input")
@@ -524,6 +524,16 @@ def test_a_folder_that_is_no_run_directory_is_refused_and_left_alone(fasta, tmp_
         with pytest.raises(ValueError, match="not a run directory: it holds .notes.tmp, src"):
             run(tiny(fasta), tmp_path / "project", **options)
     assert sorted(p.name for p in (tmp_path / "project").iterdir()) == [".notes.tmp", "src"]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".lock.json.1.tmp").write_text("half")   # of a start that found the disk full
+    run(tiny(fasta, training__n_iters=1), tmp_path / "new")
+    assert not list((tmp_path / "new").glob(".*"))
+
+
+def test_a_run_that_fails_gives_its_folder_free_where_the_process_goes_on(fasta, tmp_path):
+    with pytest.raises(RuntimeError, match="weights are nan|losses and gradients|in a row"):
+        run(tiny(fasta, optim__lr=1e9, optim__warmup=0, optim__grad_clip=0, training__max_bad_steps=0), tmp_path / "w")
+    assert not (tmp_path / "w" / "lock.json").exists()
 
 
 def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_config(fasta, tmp_path):
@@ -886,7 +896,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
              ([*base, "--lr", "3"], ["unrecognized arguments: --lr"]),
              ([*base, "--rank", "2"], ["unrecognized arguments: --rank"]),
              ([*base, "--device", "tpu"], ["--device", "tpu"]),
-             ([*base, "--ranks", "2"], ["--ranks asks for 2"]),
+             ([*base[:-1], "asked", "--ranks", "2"], ["--ranks asks for 2"]),
              ([*base, "--fresh", "--resume", "other.pt"], ["exclude each other"]),
              ([*base, "--resume", "other.pt"], ["cannot read the checkpoint other.pt"]),
              ([*base, "--work_dir", "c.yaml/run"], ["c.yaml/run cannot be used", "c.yaml is a file"]),
@@ -901,6 +911,9 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
              ([*base, "model.n_heads=5"], ["n_heads"]),
              (["--config", "c.yaml", *good, "--plan", "1,x"], ["--plan 1,x"]),
              ([*base, "training.accum=0"], ["training.accum is 0; expected at least 1"])]
+    for folder in ("runs/bad", "new", "asked"):     # an outcome of before must not speak for the start that was refused
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "status.json").write_text('{"code": 75}')
     before = sorted(p.name for p in tmp_path.rglob("*"))
     for (argv, expected), (code, out, err) in zip(cases, command_lines([argv for argv, _ in cases], tmp_path)):
         text = f"{argv}\nexit code {code}\n{out}\n{err}"
@@ -908,6 +921,8 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
         assert all(e in err for e in expected) and err.count("error:") == 1, text
         assert "Traceback" not in out + err and len(err.strip().splitlines()) <= 3, text
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
+    for folder in ("runs/bad", "new", "asked"):
+        assert json.loads((tmp_path / folder / "status.json").read_text())["code"] == 2
 
 
 @pytest.mark.parametrize("launcher, argv, expected", [
@@ -927,6 +942,44 @@ def test_two_ranks_refuse_with_one_message(fasta, tmp_path, launcher, argv, expe
     assert (done.stdout + done.stderr).count(expected) == 1 and done.stderr.count("error: ") == 1, done.text
     assert "Traceback" not in done.text or launcher == "torchrun"          # torchrun adds one of its own
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+# train_sedd_ddp.py, where rank 1 is asked to stop while it reads the proteins, or has been given something else.
+LOADING = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import train_sedd_ddp
+real, rank, argv = train_sedd_ddp.load_proteins, int(os.environ["RANK"]), sys.argv[1:]
+def load_proteins(config, alive):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(config, alive)
+if {case!r} == "stop":
+    train_sedd_ddp.load_proteins = load_proteins
+if {case!r} == "setting":
+    argv.append(f"optim.lr=0.00{{rank + 1}}")
+if {case!r} == "file":
+    argv.append(f"data.file=file{{rank}}.fasta")
+train_sedd_ddp.cli(argv)
+"""
+
+
+@pytest.mark.parametrize("case, code, expected", [
+    ("stop", 75, r"SIGTERM on rank 1"), ("setting", 2, r"rank 1 on \S+ has optim.lr 0.002 \(rank 0: 0.001\)\. "),
+    ("file", 2, r'rank 1 on \S+ has data \(hash\) "\w+" \(rank 0: "\w+"\)\. ')])
+def test_what_happens_to_one_rank_before_the_training_is_the_outcome_of_all(case, code, expected, fasta, tmp_path):
+    text = Path(fasta).read_text()
+    for name, whole in (("file0.fasta", text), ("file1.fasta", text[:text.rindex(">")])):
+        (tmp_path / name).write_text(whole)
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "status.json").write_text('{"code": 0}')
+    (tmp_path / "c.yaml").write_text(dump_yaml(tiny(fasta)))
+    (tmp_path / "driver.py").write_text(LOADING.format(root=str(ROOT), case=case))
+    result = run_ranks("torchrun", 2, ["driver.py", "--config", "c.yaml", "--work_dir", "w"], cwd=tmp_path)
+    status = json.loads((tmp_path / "w" / "status.json").read_text())
+    assert result.returncode != 0 and status["code"] == code and re.search(expected, status["reason"]), (status, result.text)
+    assert own_tracebacks(result.stderr) == 0, result.text
+    assert (result.stdout if code == 75 else result.stderr).count(status["reason"][:40]) == 1, result.text
 
 
 def test_a_wrong_option_is_told_once_by_two_ranks(tmp_path):
