@@ -12,6 +12,7 @@ any, 2 for wrong arguments. Reads nothing (on Linux /proc/cpuinfo), writes nothi
 import argparse
 import contextlib
 import functools
+import math
 import re
 import sys
 import textwrap
@@ -169,16 +170,18 @@ def measure(ddp, limit):
         except (RuntimeError, TypeError) as e:   # kernels that this torch or device has not got
             row["error"] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
     good = [dtype for dtype in DTYPES if "error" not in rows[dtype]] if limit else []
-    works = {"matmul": {d: lambda x=a.to(ddp.device, d), y=b.to(ddp.device, d): x @ y for d in good}}
-    for name, (_, step, *sizes) in MODELS.items():   # nobody trains in float64
-        placed = {d: move(*make(name, sizes[size - 2]), ddp.device, d) for d in good if d != FLOAT64}
-        works[name] = {d: lambda step=step, d=d, at=at: step(*at, d, ddp)[1].backward() for d, at in placed.items()}
-    for what, some in works.items():
+    for what in ("matmul", *MODELS):
         try:
-            for dtype, best in best_times(some, ddp, limit).items():
+            if what == "matmul":
+                works = {d: lambda x=a.to(ddp.device, d), y=b.to(ddp.device, d): x @ y for d in good}
+            else:   # nobody trains in float64
+                placed = {d: move(*make(what, MODELS[what][size]), ddp.device, d) for d in good if d != FLOAT64}
+                works = {d: lambda step=MODELS[what][1], d=d, at=at: step(*at, d, ddp)[1].backward()
+                         for d, at in placed.items()}
+            for dtype, best in best_times(works, ddp, limit).items():
                 rows[dtype]["times"][what] = best
         except RuntimeError as e:   # out of memory, say: then nothing is known of the speed
-            print(f"{what} could not be timed: {str(e).splitlines()[0]}", file=sys.stderr)
+            print(f"{what} could not be timed: {(str(e).splitlines() or [''])[0]}", file=sys.stderr)
     return rows
 
 
@@ -349,11 +352,13 @@ def recommend(rows):
     first, as it has float32's range and needs no GradScaler."""
     reasons = []
     for dtype in (BFLOAT16, FLOAT16):
-        row, gain, name = rows[dtype], speed(rows, dtype, "SEDD") or 0.0, str(dtype)[6:]
+        row, gain, name = rows[dtype], speed(rows, dtype, "SEDD"), str(dtype)[6:]
         if "error" in row or row["native"] in ("no", "?"):
             reasons.append(f"{name} does not work" if "error" in row else f"{name} is not known to be native")
         elif not all(e <= allowed(dtype, NETWORK_EPS) for model in MODELS for e in row[model][:2]):
             reasons.append(f"{name} is not close")
+        elif gain is None:
+            reasons.append(f"SEDD's speed in {name} was not measured")
         else:
             reasons.append(f"SEDD trains {gain:.1f} x as fast in {name} as in float32")
             if gain >= FASTER:
@@ -386,21 +391,45 @@ def report(ddp, limit):
     return failed
 
 
-def cli(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+class Parser(argparse.ArgumentParser):
+    def error(self, message):   # raised, so that it is printed once and not by every rank
+        raise ValueError(f"command line: {message}. See --help.")
+
+
+def make_parser():
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=0.5, help="per time that is taken (default 0.5)")
     add_launch_arguments(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def read_arguments(argv):
+    args = make_parser().parse_args(argv)
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"command line: --seconds is {args.seconds}, expected a number above 0")
+    hand_over(args, argv)
+    return args
+
+
+def cli(argv):
+    if "-h" in argv or "--help" in argv:
+        make_parser().parse_args(["--help"])
+    problem = None
     try:
-        hand_over(args, argv)
+        args = read_arguments(argv)
+    except (ValueError, RuntimeError) as e:   # told below, once
+        args, problem = make_parser().parse_args(["--device", "cpu"]), e
+    try:
         ddp = setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout, ipex=args.ipex,
                         quiet=True)
     except (ValueError, RuntimeError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(getattr(e, "code", 2))
     with ddp:
-        failed = report(ddp, args.seconds)
-    sys.exit(FAILED if failed else 0)
+        if problem:
+            print0(ddp, f"error: {problem}", file=sys.stderr)
+        failed = [] if problem else report(ddp, args.seconds)
+    sys.exit(2 if problem else FAILED if failed else 0)
 
 
 # ---------------------------------------------------------------- pytest test_dtype.py

@@ -90,10 +90,10 @@ follow() {   # follow PID: wait for a launcher in a process group of its own, an
   local pid=$1 result name
   for name in TERM INT USR1; do
     # shellcheck disable=SC2064
-    trap "signalled=1 stopped=1; kill -$name $pid || true" "$name"
+    trap "signalled=1 stopped=$name; kill -$name $pid || true" "$name"
   done
   # shellcheck disable=SC2064
-  trap "signalled=1 stopped=1; kill -TERM $pid || true" HUP   # the terminal was closed
+  trap "signalled=1 stopped=HUP; kill -TERM $pid || true" HUP   # the terminal was closed
   signalled=1
   while [ "$signalled" = 1 ]; do   # a signal ends the waiting, not the launcher
     signalled=0 result=0

@@ -7,7 +7,8 @@
 #   watch      here, or tail -f logs/RUN-NODE_RANK-DATE.out and .err
 #   stop       Ctrl-C or kill of this script on one host, or touch RUN_DIR/STOP on node 0: all save and end
 #   continue   the same commands again (after STOP: remove that file)
-# The exit code is that of the training, see README.md, where RUN_DIR is seen, else torchrun's; 3: the pre-flight failed.
+# The exit code is that of the training, see README.md, where RUN_DIR is seen, else torchrun's; 3: the pre-flight
+# failed; 130: Ctrl-C ended it (143: SIGTERM).
 
 # What you may want to edit; each can also be given in front of the command.
 NNODES=${NNODES:?the number of hosts}
@@ -101,10 +102,10 @@ follow() {   # follow PID: wait for a launcher in a process group of its own, an
   local pid=$1 result name
   for name in TERM INT USR1; do
     # shellcheck disable=SC2064
-    trap "signalled=1 stopped=1; kill -$name $pid || true" "$name"
+    trap "signalled=1 stopped=$name; kill -$name $pid || true" "$name"
   done
   # shellcheck disable=SC2064
-  trap "signalled=1 stopped=1; kill -TERM $pid || true" HUP   # the terminal was closed
+  trap "signalled=1 stopped=HUP; kill -TERM $pid || true" HUP   # the terminal was closed
   signalled=1
   while [ "$signalled" = 1 ]; do   # a signal ends the waiting, not the launcher
     signalled=0 result=0
@@ -128,9 +129,9 @@ LOG=logs/$(basename "$RUN_DIR")-$NODE_RANK-$(date +%Y%m%d-%H%M%S)
 mkdir -p logs
 # A signal from the terminal must not end what writes the last words down.
 exec > >(trap '' INT TERM HUP; exec tee -a "$LOG.out")
-writers=$!
+writers=${!:-}   # bash before 4.4 does not tell
 exec 2> >(trap '' INT TERM HUP; exec tee -a "$LOG.err" >&2)
-writers+=" $!"
+writers+=" ${!:-}"
 echo "output: $PWD/$LOG.out and .err"
 # shellcheck disable=SC1091
 if [ -f "$VENV/bin/activate" ]; then source "$VENV/bin/activate"; fi
@@ -150,13 +151,13 @@ guard
 export DDP_WORLD_SIZE=$((NNODES * NPROC))
 if [ -n "$MINUTES" ]; then export DDP_DEADLINE=$((started + MINUTES * 60)); fi
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
-  cores=$(nproc)
+  cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
   export OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
 fi
 
 # By hand no host can be left out: a second try is for a passing fault.
 read -r -a words <<< "$PREFLIGHT"
-code=0 stopped=0
+code=0 stopped=''
 if [ -n "$PREFLIGHT" ] && ! [ -f test_aurora_ddp.py ]; then
   echo "no pre-flight: there is no test_aurora_ddp.py in $PWD" >&2
   PREFLIGHT=''
@@ -166,8 +167,12 @@ for try in 1 2; do
   echo "pre-flight, try $try"
   port=$((MASTER_PORT + try)) code=0
   launch "$PYTHON" -u test_aurora_ddp.py "${words[@]}" || code=3
-  if [ "$code" = 0 ] || [ "$stopped" = 1 ]; then break; fi
+  if [ "$code" = 0 ] || [ -n "$stopped" ]; then break; fi
 done
+if [ -n "$stopped" ]; then   # also where the pre-flight had just passed
+  echo "SIG$stopped during the pre-flight: nothing is trained" >&2
+  code=$((128 + $(kill -l "$stopped")))   # as of a program that a signal ends: 130 at Ctrl-C
+fi
 port=$MASTER_PORT
 if [ "$code" = 0 ]; then train; else again=0; fi
 if [ "$again" = 1 ]; then echo "exit code $code: the same commands again go on from the last checkpoint"; fi

@@ -8,7 +8,7 @@ import torch
 
 import test_dtype as script
 from ddp_setup import Ddp
-from launchers import clean_environment
+from launchers import clean_environment, run_ranks
 from run_config import load_config
 from sequence_data import DemoSource, collate
 from train_sedd_ddp import Config, sample_proteins, to_device
@@ -95,6 +95,35 @@ def test_the_report_fits_a_terminal_and_ends_with_the_setting(monkeypatch, capsy
     assert sum(line.startswith(("PASS ", "SKIP ")) for line in lines) == len(script.CLAIMS)
     setting = lines[-1].removeprefix("recommended: ").replace(": ", "=")
     load_config(Config, ROOT / "configs" / "sedd_demo.yaml", [setting])
+
+
+def test_where_the_models_do_not_fit_their_speed_is_told_to_be_unknown(monkeypatch, capsys):
+    make = script.make
+
+    def out_of_memory(name, size):
+        if size == "large":
+            raise torch.OutOfMemoryError("out of memory")
+        return make(name, size)
+    monkeypatch.setattr(script, "make", out_of_memory)
+    for name, (*most, _, _) in script.MODELS.items():
+        monkeypatch.setitem(script.MODELS, name, (*most, "large", "large"))
+    found = script.measure(Ddp(), limit=0.02)
+    assert all(row["times"].keys() == {"matmul"} for row in found.values())
+    assert "SEDD could not be timed: out of memory" in capsys.readouterr().err
+    dtype, why = script.recommend({dtype: {**row, "native": "yes"} for dtype, row in found.items()})
+    assert dtype == torch.float32 and "SEDD's speed in bfloat16 was not measured" in why and " x " not in why
+
+
+@pytest.mark.parametrize("word", ["--seconds=0", "--seconds=-1", "--seconds=inf", "--seconds=x", "--secnds=1"])
+def test_arguments_that_measure_nothing_or_are_unknown_are_refused(word):
+    with pytest.raises(ValueError, match="command line: .*--sec"):
+        script.read_arguments([word])
+
+
+def test_wrong_arguments_are_told_once_and_by_every_ranks_exit_code(tmp_path):
+    done = run_ranks("torchrun", 2, [ROOT / "test_dtype.py", "--device=cpu", "--seconds=nan"], tmp_path, timeout=240)
+    assert done.stderr.count("error: command line: --seconds is nan") == 1 and "recommended" not in done.stdout
+    assert done.stderr.count("exitcode  : 2 ") == 2, done.text
 
 
 FAULTY = """

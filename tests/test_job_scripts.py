@@ -815,6 +815,39 @@ def test_the_script_for_hosts_without_a_scheduler_tells_torchrun_where_and_how_m
     assert [path.read_text() for path in (project / "logs").glob("mine-1-*.out")] == [result.stdout]
 
 
+def alone(project, python, **more):
+    """That script on a single host, with a program `python` in place of Python: a Running."""
+    (project / "python").write_text(f'#!/bin/bash\nif [ "$1" = -c ]; then echo "3 SIGTERM"; exit; fi\n{python}')
+    (project / "python").chmod(0o755)
+    env = clean_environment(env={**SETTINGS, "PYTHON": "./python", "VENV": "none", "NNODES": 1, "NODE_RANK": 0,
+                                 "MASTER_ADDR": "localhost", "NPROC": "", **more})
+    return Running(["bash", "jobs/torchrun_multinode.sh"], project, env)
+
+
+@pytest.mark.parametrize("name, code, passes", [("SIGINT", 130, 1), ("SIGTERM", 143, 1), ("SIGINT", 130, 0)])
+def test_a_signal_during_the_preflight_by_hand_ends_it_with_the_signals_own_code_and_nothing_is_trained(
+        name, code, passes, project):
+    wait = f"echo $* >> asked\ntrap 'exit {passes}' INT TERM\necho checking\nwhile :; do sleep 0.1; done\n"
+    with alone(project, wait) as running:
+        running.wait_for("checking", timeout=60)
+        running.process.send_signal(getattr(signal, name))
+        result = running.wait(60)
+    assert result.returncode == code and f"{name} during the pre-flight: nothing is trained" in result.stderr, result.text
+    asked = (project / "asked").read_text()
+    assert asked.count("test_aurora_ddp.py") == 1 and "driver.py" not in asked
+
+
+def test_cores_are_counted_where_there_is_no_nproc(project):
+    (project / "bin").mkdir()
+    for program, text in (("nproc", "exit 127"), ("getconf", "echo 8")):
+        (project / "bin" / program).write_text(f"#!/bin/bash\n{text}\n")
+        (project / "bin" / program).chmod(0o755)
+    path = f"{project / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    with alone(project, "echo threads $OMP_NUM_THREADS\n", PATH=path, OMP_NUM_THREADS=None) as running:
+        result = running.wait(60)
+    assert result.returncode == 0 and result.stdout.count("threads 2\n") == 2, result.text    # 8 cores, 3 ranks
+
+
 @pytest.mark.slow
 def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_commands(two_hosts, project, reference):
     run_dir = project / "runs" / "mine"

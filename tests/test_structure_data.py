@@ -233,6 +233,11 @@ ONE = Atoms().add("A", 1, "ALA").pdb()
     ("s.pdb", ONE.replace("   0.125", "   1_0.5"), "columns 31"),
     ("s.pdb", ONE.replace("A   1 ", "A 1_1 "), "columns 23"),
     ("s.pdb", "".join(Atoms().add(" ", i, "ALA").pdb() for i in (1, 2, 1)), "residue 1 comes again in a chain"),
+    ("s.pdb", ONE.replace("   0.125", "    1e39"), "chain A has N of residue 1 at x = 1e+39; expected Angstrom"),
+    ("s.pdb", ONE.replace("  -1.125", "-100001 "),
+     "CA of residue 1 at y = -100001; expected Angstrom, at most 100,000"),
+    ("s.cif", Atoms().add("B", 7, "ALA").mmcif().replace(" 0.125 ", " 1e30 "),
+     "chain B has N of residue 7 at x = 1e+30"),
     ("s.pdb/", "", "not a file")])
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path, name, content, says):
     path = tmp_path / name
@@ -368,6 +373,7 @@ NAN, TWO = float("nan"), {"design_chains": ["A", "B"], "preferred_seq": "MKXXVLA
     ({"pdb_file": "."}, "not a file"), ({"pdb_file": "pairs.json"}, ".mmcif"),
     ({"pdb_file": "a\0.pdb"}, "a\\u0000.pdb"), ({"pdb_file": "x" * 5000 + ".pdb"}, "too long"),
     ({"pdb_file": "é\ud800.pdb"}, "\\"), ({"pdb_file": "empty.pdb"}, "empty"),
+    ({"pdb_file": "far.pdb"}, "far.pdb cannot be read: chain A has N of residue 1 at x = 1e+39"),
     ({"preferred_seq": NAN}, "preferred_seq is NaN"), ({"preferred_seq": ""}, "preferred_seq is \"\""),
     ({"preferred_seq": ["M"]}, "preferred_seq is [\"M\"]"), ({"preferred_seq": "mkXXVLA"}, "write upper case"),
     ({"preferred_seq": "MKXXVL "}, "letter ' ' at position 7"),
@@ -416,6 +422,7 @@ NAN, TWO = float("nan"), {"design_chains": ["A", "B"], "preferred_seq": "MKXXVLA
     ({"unpreferred_seq": ...}, "missing key unpreferred_seq")])
 def test_siblings_of_the_malformed_cases_are_refused_with_their_item(small, change, says):
     (small / "empty.pdb").write_text("")
+    (small / "far.pdb").write_text(SMALL.pdb().replace("   0.125", "    1e39"))
     entry = {key: value for key, value in {**GOOD, **change}.items() if value is not ...}
     path = write(small, [GOOD, entry])
     if says is None:
