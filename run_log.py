@@ -339,7 +339,8 @@ def find_checkpoint(run_dir, resume, fresh, differences):
     if resume and saved and last.parent.resolve() != Path(resume).resolve().parent:
         raise ValueError(f"{run_dir} holds a run already, and --resume {resume} is of another. Expected a checkpoint "
                          f"of the same run. Give another --work_dir; or leave --resume out to continue this run.")
-    there = sorted({*os.listdir(run_dir)} - {p.name for p in run_dir.glob(".lock.json.*.tmp")}) if run_dir.exists() else []
+    half = {p.name for p in run_dir.glob(".lock.json.*.tmp")}   # of a start that came to nothing
+    there = sorted({*os.listdir(run_dir)} - half) if run_dir.exists() else []
     if there and not {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"} & set(there):
         raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(there[:5])}. Expected an empty or "
                          f"new folder, or that of a run. Give another --work_dir.")

@@ -543,6 +543,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     lines.append(f"optim: lr {lr:g}, warm-up {warmup:,} steps, " + (
         "kept from the checkpoint" if state is not None else "as given (scale none)" if o.scale == "none" else
         f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} ({scale_name(o.scale)})"))
+    if state is None and warmup >= n_iters:
+        lines.append(f"ATTENTION: the warm-up ({warmup:,} steps) lasts to the end ({n_iters:,} steps): the learning "
+                     f"rate reaches {100 * n_iters / warmup:.0f} % of its value; lower optim.warmup or train longer")
     lines.append(f"results: {work_dir}, "
                  + ("a new run" if not path else f"finished, {path}" if is_finished(progress, n_iters) else
                     f"continuing from step {progress['step']:,} of {path}"))
