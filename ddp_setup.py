@@ -958,13 +958,14 @@ class _Lifeline(threading.Thread):
     def __init__(self, ddp, address, server):
         super().__init__(daemon=True, name="ddp-lifeline")
         host, port, token = address
-        self.ddp, self.server, self.endings = ddp, server, _Endings(ddp)
+        self.ddp, self.server = ddp, server
         self.sock = socket.create_connection((host, port), timeout=60)
         self.sock.settimeout(None)
         _keep_alive(self.sock)
         _send(self.sock, token=token, rank=ddp.rank)
         self.leaving, self.failing, self.answered = False, False, threading.Event()
         self.sending, self.heard = threading.Lock(), time.monotonic()
+        self.endings = _Endings(ddp)
         if hasattr(os, "register_at_fork"):   # a forked DataLoader worker must not keep a dead rank's connection open
             os.register_at_fork(after_in_child=self.forget)
         self.start()
@@ -1012,19 +1013,20 @@ class _Endings:
         self.ddp, self.pid = ddp, os.getpid()
         self.previous_hook, sys.excepthook = sys.excepthook, self.excepthook
         # Python does not tell atexit handlers the exit code. `raise SystemExit(1)` is seen by `with setup_ddp()` only.
-        self.exit_code = None
+        self.exit_code, self.restored = None, False
         self.previous_exits = sys.exit, getattr(builtins, "exit", None), getattr(builtins, "quit", None)
         sys.exit = builtins.exit = builtins.quit = self.sys_exit
         atexit.register(self.at_exit)
 
     def excepthook(self, kind, error, tb):
-        if os.getpid() == self.pid:
+        if os.getpid() == self.pid and not self.restored:
             _fail_with(self.ddp, error)
         self.previous_hook(kind, error, tb)
 
     def sys_exit(self, code=None):
         self.exit_code = code
-        self.previous_exits[0](1 if isinstance(code, str) else code)   # a text is printed by us, with the rank
+        told = isinstance(code, str) and self.ddp.world_size > 1   # by us, with the rank
+        self.previous_exits[0](1 if told else code)
 
     def at_exit(self):
         """The script ends without cleanup_ddp."""
@@ -1037,9 +1039,12 @@ class _Endings:
         cleanup_ddp(self.ddp)
 
     def restore(self):
-        sys.excepthook = self.previous_hook
-        sys.exit, builtins.exit, builtins.quit = self.previous_exits
+        self.restored = True
         atexit.unregister(self.at_exit)
+        names = ((sys, "excepthook"), (sys, "exit"), (builtins, "exit"), (builtins, "quit"))
+        for (module, name), before in zip(names, (self.previous_hook, *self.previous_exits)):
+            if getattr(module, name, None) in (self.excepthook, self.sys_exit):   # else it is somebody's who came later
+                setattr(module, name, before)
 
 
 def _speaks_for_rank_0(ddp):
@@ -1090,12 +1095,17 @@ def _fail_with(ddp, error):
 
 
 def stop_all(ddp, text, code=1, secondary=False, cause=None):
-    """Print `text` once, with the rank, and end every rank with exit code `code`. Does not return.
+    """Print `text` once, with the rank, and end every rank with exit code `code`. Does not return (in a notebook of one
+    process: raises SystemExit).
 
     secondary: another rank's failure within the next second is to be printed instead. cause: one line (default: the
     first of the text)."""
     lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
     cause = cause or (text.splitlines() or [""])[0]
+    if _alone_in_a_notebook(ddp):
+        _say(text)
+        _write_status(ddp, code, cause)
+        raise SystemExit(code)
     _end_soon(35)
     if ddp.state.get("ending") not in (None, threading.get_ident()):
         time.sleep(60)   # another thread is ending this process: what the end of others brings about is no news
@@ -1257,7 +1267,7 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS, arm=False):
     former = ddp.state.get("watch")
     end_watch(ddp)
     ddp.state["watch"] = _Watch(ddp, run_dir, minutes * 60, signals)
-    if former:   # asked to stop while it was loading, say
+    if former and former.requested:   # asked to stop while it was loading, say
         ddp.state["watch"].requested = former.requested
     beat(ddp, arm=arm)
     _write_status(ddp, None, "running")
@@ -1337,7 +1347,8 @@ def _write_status(ddp, code, reason, for_rank_0=False):
     watch.told = code is not None   # the first reason is the cause
     path = os.path.join(watch.run_dir, "status.json")
     with contextlib.suppress(OSError):   # a full disk is what is being reported, perhaps
-        with open(os.path.join(watch.run_dir, f".status.json.{os.getpid()}.tmp"), "w") as f:
+        half = f".status.json.{os.getpid()}-{threading.get_ident()}.tmp"   # two threads may end a run
+        with open(os.path.join(watch.run_dir, half), "w") as f:
             json.dump({"code": code, "reason": reason, "step": watch.step}, f)
             f.flush()
             os.fsync(f.fileno())

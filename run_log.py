@@ -133,7 +133,7 @@ def write_text_atomic(path, text):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")   # two threads may end a run
     try:
         with open(temporary, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
@@ -170,6 +170,7 @@ class RunLock:
     older than `stale` seconds on another; the next run then takes it over.
     """
     every, stale = 15, 120
+    silent = None    # (folder, beat) that this process has watched in vain
 
     def __init__(self, run_dir):
         """Take the lock, making the folder. Raises ValueError if a live run holds it, OSError if it cannot be
@@ -243,6 +244,8 @@ class RunLock:
     def _beats(cls, run_dir, beat, age):
         """Does the holder on another host renew its lock? Waits for that until it would be stale: what was killed there
         a moment ago must not keep the same command, now started here, from going on."""
+        if cls.silent == (str(run_dir), beat):
+            return False
         wrong_clock = 2 * cls.every + 5 if age < 3600 else 0   # clocks of hosts may differ, either way
         limit = min(max(cls.stale - age, wrong_clock), cls.stale)
         end = time.time() + limit
@@ -258,6 +261,7 @@ class RunLock:
                 return False
             except (ValueError, KeyError, TypeError):
                 continue
+        cls.silent = str(run_dir), beat
         return False
 
     @classmethod
@@ -378,15 +382,15 @@ def write_status(run_dir, code, reason, step=None):
     write_text_atomic(run_dir / "status.json", json.dumps({"code": code, "reason": reason, "step": step}))
 
 
-def replace_status(run_dir, code, reason):
+def replace_status(run_dir, code, reason, since=math.inf):
     """Rank 0: a status.json that an earlier start left must not speak for this one, unless a live run goes on here.
-    run_dir: None where the command did not say."""
+    run_dir: None where the command did not say. since: what was written later (epoch seconds) stays."""
     if run_dir is None:
         return
     run_dir = Path(run_dir)
     try:
         RunLock.refuse_live(run_dir, wait=False)   # it may be the last thing that a failing process does
-        if (run_dir / "status.json").exists():
+        if (run_dir / "status.json").stat().st_mtime < since:
             write_status(run_dir, code, reason)
     except (ValueError, OSError):
         return

@@ -662,7 +662,7 @@ def describe_plan(config, ranks):
         batch = n * t.accum * t.batch_size
         lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
         rows.append(f"{n:>6} {batch:>26,} {lr:>14.4g} {warmup:>14,}")
-    return "\n".join(rows)
+    return "\n".join([*rows, "With fewer training pairs than a batch, their number counts."])
 
 
 def prepare(config, ddp, work_dir, resume=None, fresh=False):
@@ -1015,6 +1015,9 @@ def main(config, ddp, work_dir, resume=None, fresh=False):
     try:
         run = prepare(config, ddp, work_dir, resume, fresh)
         return train(run, ddp)
+    except BaseException as e:
+        close_run(ddp, 130 if isinstance(e, KeyboardInterrupt) else 1, f"{type(e).__name__}: {e}")
+        raise
     finally:
         end_watch(ddp)
         if run is not None and run.lock:
@@ -1100,9 +1103,10 @@ def cli(argv=None):
     for option in (("--config",), ("--output_dir", "--work_dir"), ("--plan",)):
         launch.add_argument(*option, dest=option[-1][2:])
     launch.add_argument("--no_cuda", action="store_true")
-    early, problem = launch.parse_args([]), None
+    early, problem, work_dir, began = launch.parse_args([]), None, None, time.time()
     try:
         early = launch.parse_known_args(argv)[0]
+        work_dir = early.work_dir or os.path.join("runs", Path(early.config or "dpo").stem)
         if early.no_cuda:
             asked, early.device = early.device, "cpu"
             if asked not in ("auto", "cpu"):
@@ -1111,7 +1115,6 @@ def cli(argv=None):
             hand_over(early, argv)
     except (ValueError, RuntimeError) as e:
         problem = ValueError(e)   # told below, once
-    work_dir = None if problem else early.work_dir or os.path.join("runs", Path(early.config or "dpo").stem)
     try:
         if early.plan is not None:
             return print(describe_plan(read_arguments(argv)[1], early.plan))
@@ -1122,9 +1125,10 @@ def cli(argv=None):
         code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
         if early.plan is None:
-            replace_status(work_dir, code, str(e))
+            replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first tells the cause
         sys.exit(code)
-    except KeyboardInterrupt:   # the ranks have not met: nothing runs
+    except KeyboardInterrupt:   # nothing runs yet
+        replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)
         sys.exit(130)
     with ddp:
         try:

@@ -730,6 +730,9 @@ def main(config, ddp, work_dir, resume=None, fresh=False):
     try:
         run = prepare(config, ddp, work_dir, resume, fresh)
         return train(run, ddp)
+    except BaseException as e:
+        close_run(ddp, 130 if isinstance(e, KeyboardInterrupt) else 1, f"{type(e).__name__}: {e}")
+        raise
     finally:
         end_watch(ddp)
         if run is not None and run.lock:
@@ -794,14 +797,14 @@ def cli(argv=None):
     add_launch_arguments(launch)
     for option in ("--config", "--work_dir", "--plan"):
         launch.add_argument(option)
-    early, problem = launch.parse_args([]), None
+    early, problem, work_dir, began = launch.parse_args([]), None, None, time.time()
     try:
         early = launch.parse_known_args(argv)[0]
+        work_dir = early.work_dir or early.config and os.path.join("runs", Path(early.config).stem)
         if early.plan is None:
             hand_over(early, argv)
     except (ValueError, RuntimeError) as e:
         problem = ValueError(e)   # told below, once
-    work_dir = early.work_dir or early.config and os.path.join("runs", Path(early.config).stem)
     try:
         if early.plan is not None:
             return print(describe_plan(read_arguments(argv)[1], early.plan))
@@ -812,9 +815,10 @@ def cli(argv=None):
         code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
         if early.plan is None:
-            replace_status(work_dir, code, str(e))
+            replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first tells the cause
         sys.exit(code)
-    except KeyboardInterrupt:   # the ranks have not met: nothing runs
+    except KeyboardInterrupt:   # nothing runs yet
+        replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)
         sys.exit(130)
     with ddp:
         try:
