@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,6 +19,12 @@ import launchers
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run only the tests marked slow")
+
+
+def pytest_configure(config):
+    # A shell that starts us in the background has us ignore Ctrl-C, and a bash that we start could then not trap it.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):
