@@ -1245,26 +1245,6 @@ def cleanup_ddp(ddp):
     setup_ddp.current = None
 
 
-def run_script(function):
-    """Call `function`; where it ended well (code 0 or 75), end the process at once, once atexit's handlers have run.
-    Python takes most of a second to take torch apart (measured: 0.75 s), after the ranks have said goodbye: a process
-    that is stopped there would keep its launcher waiting, as nobody is left to end it."""
-    code = 0
-    try:
-        function()
-    except SystemExit as e:
-        code = e.code or 0
-        if code not in (0, AGAIN):
-            raise
-    if sys.gettrace() or sys.getprofile() or sys.flags.interactive:   # somebody wants to look at the end
-        sys.exit(code)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(code)
-
-
 # ---------------------------------------------------------------- no progress, stop requests, outcome
 AGAIN, WATCHDOG, BAD_INPUT = 75, 70, 2   # exit codes, beside 0 finished, 1 error, 130 a second Ctrl-C
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")

@@ -37,9 +37,8 @@ import torch.nn.functional as F
 from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
                        broadcast, check_alike, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler,
                        gradient_sync, hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex,
-                       print0, read_flags, run_script, save_checkpoint, scale_for_batch, scale_name, seed_for,
-                       setup_ddp, skip_where_bad, stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init,
-                       wrap_ddp)
+                       print0, read_flags, save_checkpoint, scale_for_batch, scale_name, seed_for, setup_ddp,
+                       skip_where_bad, stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
 from proteinmpnn_model import (ALPHABET, PUBLISHED, decoding_order, load_proteinmpnn, random_proteinmpnn,
                                to_checkpoint)
 from run_config import Parser, config_differences, config_items, config_to_dict, dump_yaml, load_config
@@ -1158,4 +1157,4 @@ def cli(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(cli)
+    cli()

@@ -34,8 +34,8 @@ import torch
 from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
                        broadcast, check_alike, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler,
                        gradient_sync, hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex,
-                       print0, read_flags, run_script, save_checkpoint, scale_for_batch, scale_name, setup_ddp,
-                       skip_where_bad, stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
+                       print0, read_flags, save_checkpoint, scale_for_batch, scale_name, setup_ddp, skip_where_bad,
+                       stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
 from run_config import Parser, config_differences, config_items, config_to_dict, dump_yaml, load_config
 from run_log import (RunLog, check_resume, find_checkpoint, open_run, replace_status, write_status,
                      write_text_atomic)
@@ -844,4 +844,4 @@ def cli(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(cli)
+    cli()
