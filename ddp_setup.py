@@ -35,14 +35,17 @@ import atexit
 import builtins
 import collections
 import contextlib
+import ctypes
 import datetime
 import faulthandler
+import functools
 import glob
 import hashlib
 import importlib.metadata
 import inspect
 import io
 import json
+import math
 import os
 import random
 import re
@@ -965,6 +968,8 @@ class _Lifeline(threading.Thread):
         _send(self.sock, token=token, rank=ddp.rank)
         self.leaving, self.failing, self.answered = False, False, threading.Event()
         self.sending, self.heard = threading.Lock(), time.monotonic()
+        atexit.unregister(_last_seconds)
+        atexit.register(_last_seconds)   # of all that is registered from here on, it runs last
         self.endings = _Endings(ddp)
         if hasattr(os, "register_at_fork"):   # a forked DataLoader worker must not keep a dead rank's connection open
             os.register_at_fork(after_in_child=self.forget)
@@ -1146,6 +1151,29 @@ def _end_soon(seconds=25):
         signal.alarm(seconds)
 
 
+@functools.cache
+def _kernel_timer(pid):
+    """A POSIX timer of process `pid`, this one: (C library, timer), or None where there is none (not Linux)."""
+    try:
+        clib, timer = ctypes.CDLL("librt.so.1"), ctypes.c_void_p()
+        wish = ctypes.create_string_buffer(struct.pack("@Pii", 0, signal.SIGKILL, 0), 64)   # struct sigevent: a signal
+        return (clib, timer) if clib.timer_create(time.CLOCK_MONOTONIC, wish, ctypes.byref(timer)) == 0 else None
+    except (OSError, AttributeError):
+        return None
+
+
+def _end_by_kernel(seconds):
+    """Have the kernel kill this process in `seconds`, even if it is stopped by then (SIGSTOP); 0: no longer."""
+    if found := _kernel_timer(os.getpid()):
+        clib, timer = found
+        clib.timer_settime(timer, 0, struct.pack("@4l", 0, 0, math.ceil(seconds), 0), None)   # once; s, ns
+
+
+def _last_seconds():
+    """After the goodbye nobody watches, and Python takes most of a second to take torch apart."""
+    _end_by_kernel(LAST_SECONDS)
+
+
 def _patience(ddp):
     """Seconds that ranks wait for each other in cleanup_ddp: after close_run no longer than the watch would have."""
     return ddp.state.get("patience") or min(ddp.timeout.total_seconds(), 1800.0)
@@ -1215,6 +1243,7 @@ def cleanup_ddp(ddp):
         ddp.state["watch"] = watch   # another rank may still fail: that is then the outcome
     lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
     if lifeline is not None:
+        _end_by_kernel(_patience(ddp) + LAST_SECONDS)
         lifeline.leaving = True
         lifeline.send(bye=True)
         seconds = _patience(ddp) + 5.0   # by then rank 0 has named who is missing, unless it is stopped itself
@@ -1226,6 +1255,7 @@ def cleanup_ddp(ddp):
         ddp.state.pop("watch", None)
     if lifeline is not None:
         lifeline.endings.restore()
+        _end_by_kernel(60.0 + LAST_SECONDS)
         with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no real stderr: no timer
             faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)   # what follows waits without end
         dist.destroy_process_group()
@@ -1240,6 +1270,7 @@ def cleanup_ddp(ddp):
             MPI.Finalize()
     if lifeline is not None:
         faulthandler.cancel_dump_traceback_later()
+        _end_by_kernel(0)
     for name, value in ddp.state.get("environment", {}).items():
         os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     setup_ddp.current = None
@@ -1247,6 +1278,7 @@ def cleanup_ddp(ddp):
 
 # ---------------------------------------------------------------- no progress, stop requests, outcome
 AGAIN, WATCHDOG, BAD_INPUT = 75, 70, 2   # exit codes, beside 0 finished, 1 error, 130 a second Ctrl-C
+LAST_SECONDS = 40.0   # then the kernel ends a process that is stopped, where nobody else does, see _end_by_kernel
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
@@ -1261,7 +1293,7 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS, arm=False):
     Each rank sends rank 0 about a line per limit/8, or per minute for limits above 8 minutes: 12,288 ranks make 205
     lines of 100 bytes a second. A job that is suspended for longer than the limit is ended too. The limit must be below
     the `timeout` of setup_ddp, or the backend, which names nobody, is sooner. A process that holds the interpreter's
-    lock is ended by a timer in C, with code 1.
+    lock is ended by a timer in C, with code 1; one that is stopped by a neighbour or, on Linux, by the kernel.
     Rank 0 writes RUN_DIR/status.json {code, reason, step}: code null while the run is on, see close_run.
     """
     former = ddp.state.get("watch")
@@ -1486,6 +1518,7 @@ class _Watch(threading.Thread):
                 self.dump_stacks()
                 _leave(WATCHDOG)
             return
+        _end_by_kernel(self.limit + LAST_SECONDS)   # it may be stopped, and have no neighbour that would end it
         if now - self.ticked > self.silence:   # this process stood still itself: rank 0's words wait to be read
             link.heard = now
         self.ticked = now
@@ -1556,6 +1589,7 @@ class _Watch(threading.Thread):
         self.inbox.close()
         if self.limit:
             faulthandler.cancel_dump_traceback_later()
+            _end_by_kernel(0)
         if self.file:
             self.file.close()
             self.drop_file()

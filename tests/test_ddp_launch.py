@@ -311,6 +311,24 @@ cleanup_ddp(ddp)
     assert json.loads((tmp_path / "out" / "status.json").read_text())["code"] == 0
 
 
+def test_a_rank_that_is_stopped_while_python_ends_is_ended_by_the_kernel(tmp_path):
+    (tmp_path / "out").mkdir()
+    path = script(tmp_path, """
+import atexit, signal
+import ddp_setup
+ddp_setup.LAST_SECONDS = 2.0
+if os.environ["DDP_RANK"] == "1":
+    atexit.register(os.kill, os.getpid(), signal.SIGSTOP)   # what is registered first runs last
+ddp = setup_ddp(quiet=True)
+watch_run(ddp, "out")
+stop_reason(ddp, 0)
+cleanup_ddp(ddp)
+""")
+    with ByHand(path, range(2)) as ranks:
+        assert ranks.codes(60) == [0, -signal.SIGKILL] and ranks.err() == "", ranks.err()
+    assert json.loads((tmp_path / "out" / "status.json").read_text())["code"] == 0
+
+
 def test_a_script_that_only_asks_for_the_reason_leaves_an_outcome_and_children_can_be_ended(tmp_path):
     (tmp_path / "out").mkdir()
     path = script(tmp_path, """

@@ -1,4 +1,6 @@
 """Does test_dtype.py notice what it is for? Its claims on this CPU are tests themselves: `pytest test_dtype.py`."""
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -123,7 +125,8 @@ def test_arguments_that_measure_nothing_or_are_unknown_are_refused(word):
 def test_wrong_arguments_are_told_once_and_by_every_ranks_exit_code(tmp_path):
     done = run_ranks("torchrun", 2, [ROOT / "test_dtype.py", "--device=cpu", "--seconds=nan"], tmp_path, timeout=240)
     assert done.stderr.count("error: command line: --seconds is nan") == 1 and "recommended" not in done.stdout
-    assert done.stderr.count("exitcode  : 2 ") == 2, done.text
+    codes = sorted(map(int, re.findall(r"exitcode  : (-?\d+)", done.stderr)))
+    assert codes in ([2, 2], [-signal.SIGTERM, 2]), done.text   # torchrun ends who is a moment later than the first
 
 
 FAULTY = """
