@@ -652,7 +652,7 @@ def _write_address(path, host, port, failure):
         raise SetupError(f"rank 0 cannot write the address file {path}: {e.strerror}. Expected a folder that all hosts "
                          f"see. Set DDP_RENDEZVOUS_DIR, or MASTER_ADDR and MASTER_PORT.") from None
     if failure:
-        time.sleep(2.0)   # the others read it
+        time.sleep(5.0)   # the others read it
         os.unlink(path)
 
 

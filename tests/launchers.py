@@ -244,6 +244,17 @@ class Running:
                 raise TimeoutError(f"{text!r} was not printed {when}: {self._story()}")
             time.sleep(0.05)
 
+    def wait_for_step(self, step, timeout):
+        """Return once optimizer step `step` or a later one was printed; TimeoutError as in wait_for."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self.process.poll() is not None
+            if max(map(int, re.findall(r"^step (\d+)/\d+  loss", self.stdout(), re.M)), default=0) >= step:
+                return
+            if ended or time.monotonic() > deadline:
+                raise TimeoutError(f"step {step} was not printed: {self._story()}")
+            time.sleep(0.05)
+
     def wait(self, timeout, leftover_grace=2.0):
         """Wait for the launcher to end and return a Result; TimeoutError with the output if it does not."""
         try:

@@ -620,7 +620,7 @@ def test_a_rank_that_dies_takes_the_slurm_job_down(slurm, project):
         assert job.told("JobState") == "FAILED" and job.told("Restarts") == "0", logs(project)
         await_that(lambda: not job.pids(), 30, job.pids)
         assert job.told("ExitCode") not in ("0:0", "75:0", "2:0")
-    assert steps_saved(project / "runs" / "mine") == 5 and not (project / "runs" / "mine" / "DONE").exists()
+    assert steps_saved(project / "runs" / "mine") in (5, 10) and not (project / "runs" / "mine" / "DONE").exists()
     assert "rank 3" in (project / "logs" / f"sedd-{job.id}.err").read_text()
 
 

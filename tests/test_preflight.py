@@ -112,7 +112,7 @@ def test_wrong_place_version_sum_product_and_folder_are_each_found(tmp_path):
     dist.all_reduce = lambda x, *a, **k: reduce(x.mul_(1 + 2**-20) if len(x) > 9999 else x, *a, **k)
     torch.mm = lambda a, b: mm(a, b).index_fill_(0, torch.tensor([7]), 1.0)
     os.chdir("elsewhere")"""
-    result = check(tmp_path, "--work_dir", "runs", "--timeout", "4", "--bandwidth", fault=fault)
+    result = check(tmp_path, "--work_dir", "runs", "--timeout", "8", "--bandwidth", fault=fault)
     assert_found(result, tmp_path, **{
         "place": "has the same local rank as rank 0: 0",
         "versions": "has python 3.9.1, most have 3.1",
@@ -133,7 +133,7 @@ def test_other_code_a_sum_received_wrongly_and_a_slow_device_are_each_found(tmp_
     fault = """reduce, mm = dist.all_reduce, torch.mm
     dist.all_reduce = lambda x, *a, **k: (reduce(x, *a, **k), x[5:6].zero_() if len(x) > 9999 else 0)
     torch.mm = lambda a, b: (time.sleep(0.1), mm(a, b))[1]"""
-    result = check(tmp_path, fault=fault, folder=folder)
+    result = check(tmp_path, "--slow", "0.5", fault=fault, folder=folder)   # 0.1 s are 1.1 GFLOP/s
     assert_found(result, tmp_path, **{
         "versions": f"(*.py in {folder})",
         "all-reduce": "received 1 wrong elements",

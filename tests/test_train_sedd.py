@@ -334,14 +334,15 @@ def same_run(a, b):
 @pytest.mark.slow
 def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_uninterrupted_run(fasta, tmp_path):
     (tmp_path / "c.yaml").write_text("training: {}\n")
-    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__num_workers=1)]
+    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__num_workers=1,
+                                                 training__n_iters=60, training__eval_freq=50)]
     with start_ranks("torchrun", 3, [*argv, "--work_dir", "parts"], tmp_path) as running:
-        running.wait_for("step 2/", timeout=600)
+        running.wait_for_step(2, timeout=600)
         os.kill(running.rank_pids()[1], signal.SIGTERM)
         result = running.wait(timeout=600)
     status = json.loads((tmp_path / "parts" / "status.json").read_text())
     assert status["code"] == 75 and status["reason"].startswith("SIGTERM on rank 1 ("), result.text
-    assert load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))["step"] == status["step"] < 12
+    assert load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))["step"] == status["step"] < 60
     for work_dir in ("parts", "straight"):
         result = run_ranks("torchrun", 3, [*argv, "--work_dir", work_dir], tmp_path)
         assert result.returncode == 0, result.text
@@ -354,14 +355,14 @@ def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_unin
 def test_a_run_killed_at_any_moment_again_and_again_equals_an_uninterrupted_one(fasta, tmp_path, launcher, n):
     need(launcher)
     (tmp_path / "c.yaml").write_text("training: {}\n")
-    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__num_workers=1, training__n_iters=60,
+    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__num_workers=1, training__n_iters=90,
                                                  training__snapshot_freq=3, training__eval_freq=20, training__patience=9)]
     result = run_ranks(launcher, n, [*argv, "--work_dir", "straight"], tmp_path)
     assert result.returncode == 0, result.text
     random = np.random.default_rng(n)
     for at in sorted(random.choice(np.arange(1, 56), 4, replace=False).tolist()):
         with start_ranks(launcher, n, [*argv, "--work_dir", "parts"], tmp_path) as running:
-            running.wait_for(f"step {at + 1}/", timeout=600)
+            running.wait_for_step(at + 1, timeout=600)
             os.kill(running.rank_pids()[int(random.integers(n))] if n > 1 else running.process.pid, signal.SIGKILL)
             running.wait(timeout=600)
     result = run_ranks(launcher, n, [*argv, "--work_dir", "parts"], tmp_path)
@@ -473,10 +474,12 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
     write = lambda age: write_text_atomic(lock, json.dumps({"host": "elsewhere", "pid": 1, "start": 5,
                                                             "beat": time.time() - age}))
     write(0)
-    beating = threading.Timer(0.5, write, [0])
+    enough = threading.Event()
+    beating = threading.Thread(target=lambda: [write(0) for _ in iter(lambda: enough.wait(0.3), True)])
     beating.start()
     with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
         RunLock(tmp_path / "w")
+    enough.set()
     beating.join()
     for age, seconds in ((0, (2, 60)), (1000, (2, 60)), (10000, (0, 2))):   # in between: perhaps a clock that is wrong
         write(age)
@@ -625,7 +628,7 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(fasta, tmp_path):
 
 
 def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_path):
-    config = tiny(fasta, training__log_freq=100, training__eval_freq=100, training__n_iters=100,
+    config = tiny(fasta, training__log_freq=100, training__eval_freq=100, training__n_iters=60,
                   training__snapshot_freq=3)
     ready = prepare(config, Ddp(), tmp_path / "w")
     ready.optimizer.register_step_post_hook(lambda *_: (
