@@ -38,7 +38,6 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
-import functools
 import glob
 import hashlib
 import importlib.metadata
@@ -46,6 +45,7 @@ import inspect
 import io
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -968,8 +968,7 @@ class _Lifeline(threading.Thread):
         _send(self.sock, token=token, rank=ddp.rank)
         self.leaving, self.failing, self.answered = False, False, threading.Event()
         self.sending, self.heard = threading.Lock(), time.monotonic()
-        atexit.unregister(_last_seconds)
-        atexit.register(_last_seconds)   # of all that is registered from here on, it runs last
+        _make_kernel_timer()
         self.endings = _Endings(ddp)
         if hasattr(os, "register_at_fork"):   # a forked DataLoader worker must not keep a dead rank's connection open
             os.register_at_fork(after_in_child=self.forget)
@@ -1151,27 +1150,32 @@ def _end_soon(seconds=25):
         signal.alarm(seconds)
 
 
-@functools.cache
-def _kernel_timer(pid):
-    """A POSIX timer of process `pid`, this one: (C library, timer), or None where there is none (not Linux)."""
-    try:
+_kernel_timers = {}   # process number (a forked child has none) -> C library, timer
+
+
+def _make_kernel_timer():
+    """Give this process a POSIX timer that sends SIGKILL, see _end_by_kernel; not where there is none, as on macOS."""
+    with contextlib.suppress(OSError, AttributeError):
         clib, timer = ctypes.CDLL("librt.so.1"), ctypes.c_void_p()
         wish = ctypes.create_string_buffer(struct.pack("@Pii", 0, signal.SIGKILL, 0), 64)   # struct sigevent: a signal
-        return (clib, timer) if clib.timer_create(time.CLOCK_MONOTONIC, wish, ctypes.byref(timer)) == 0 else None
-    except (OSError, AttributeError):
-        return None
+        if os.getpid() not in _kernel_timers and not clib.timer_create(time.CLOCK_MONOTONIC, wish, ctypes.byref(timer)):
+            _kernel_timers[os.getpid()] = clib, timer
 
 
 def _end_by_kernel(seconds):
     """Have the kernel kill this process in `seconds`, even if it is stopped by then (SIGSTOP); 0: no longer."""
-    if found := _kernel_timer(os.getpid()):
-        clib, timer = found
+    if os.getpid() in _kernel_timers:
+        clib, timer = _kernel_timers[os.getpid()]
         clib.timer_settime(timer, 0, struct.pack("@4l", 0, 0, math.ceil(seconds), 0), None)   # once; s, ns
 
 
+@atexit.register   # this early, so that it runs after the handlers of all that is imported or made later
 def _last_seconds():
     """After the goodbye nobody watches, and Python takes most of a second to take torch apart."""
-    _end_by_kernel(LAST_SECONDS)
+    mpi = sys.modules.get("mpi4py.MPI")   # one that the script itself started waits for all ranks when it ends
+    children = multiprocessing.active_children() if os.getpid() in _kernel_timers else []
+    if not (mpi and mpi.Is_initialized() and not mpi.Is_finalized()) and all(child.daemon for child in children):
+        _end_by_kernel(EXIT_SECONDS)
 
 
 def _patience(ddp):
@@ -1219,8 +1223,7 @@ def _leave(code, mpi=None):
         last.start()
     except RuntimeError:   # no more threads: while the interpreter ends (Python 3.12), or by a limit
         _end_soon(5)
-    multiprocessing = sys.modules.get("multiprocessing")
-    for child in multiprocessing.active_children() if multiprocessing else ():
+    for child in multiprocessing.active_children():
         child.kill()   # DataLoader workers ignore SIGTERM, see worker_init
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -1233,7 +1236,8 @@ def _leave(code, mpi=None):
 
 def cleanup_ddp(ddp):
     """Leave in good order: wait for the others (at most ddp.timeout and half an hour; after close_run, the limit of the
-    watch), destroy the groups, finalise MPI, put the environment back. Harmless when called twice."""
+    watch), destroy the groups, finalise MPI, put the environment back. Harmless when called twice. On Linux, a process
+    that still ends two minutes after its atexit handlers began is then killed: it is stopped, or stuck."""
     if ddp.state.get("clean"):
         return
     ddp.state["clean"] = True
@@ -1242,35 +1246,38 @@ def cleanup_ddp(ddp):
         end_watch(ddp)
         ddp.state["watch"] = watch   # another rank may still fail: that is then the outcome
     lifeline, server = ddp.state.get("lifeline"), ddp.state.get("server")
-    if lifeline is not None:
-        _end_by_kernel(_patience(ddp) + LAST_SECONDS)
-        lifeline.leaving = True
-        lifeline.send(bye=True)
-        seconds = _patience(ddp) + 5.0   # by then rank 0 has named who is missing, unless it is stopped itself
-        if not lifeline.answered.wait(seconds):   # everybody has said goodbye: the final barrier
-            _kill_silent(ddp, [0])
-            stop_all(ddp, f"rank 0 of {ddp.world_size} has not answered in cleanup_ddp for {seconds:.0f} s", WATCHDOG)
-    if watch is not None:
-        _write_status(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
-        ddp.state.pop("watch", None)
-    if lifeline is not None:
-        lifeline.endings.restore()
-        _end_by_kernel(60.0 + LAST_SECONDS)
-        with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no real stderr: no timer
-            faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)   # what follows waits without end
-        dist.destroy_process_group()
-        with contextlib.suppress(OSError):
-            lifeline.sock.shutdown(socket.SHUT_RDWR)
-        lifeline.sock.close()
-        if server:   # the store lives in this process: outlast the others' last request
-            server.join(10.0)
-    if ddp.state.get("finalize_mpi"):
-        from mpi4py import MPI
-        if not MPI.Is_finalized():
-            MPI.Finalize()
-    if lifeline is not None:
-        faulthandler.cancel_dump_traceback_later()
-        _end_by_kernel(0)
+    try:
+        if lifeline is not None:
+            _end_by_kernel(_patience(ddp) + LAST_SECONDS)
+            lifeline.leaving = True
+            lifeline.send(bye=True)
+            seconds = _patience(ddp) + 5.0   # by then rank 0 has named who is missing, unless it is stopped itself
+            if not lifeline.answered.wait(seconds):   # everybody has said goodbye: the final barrier
+                _kill_silent(ddp, [0])
+                stop_all(ddp, f"rank 0 of {ddp.world_size} has not answered in cleanup_ddp for {seconds:.0f} s",
+                         WATCHDOG)
+            _end_by_kernel(60.0 + EXIT_SECONDS)
+        if watch is not None:
+            _write_status(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
+            ddp.state.pop("watch", None)
+        if lifeline is not None:
+            lifeline.endings.restore()
+            with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no real stderr: no timer
+                faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)   # what follows may wait
+            dist.destroy_process_group()
+            with contextlib.suppress(OSError):
+                lifeline.sock.shutdown(socket.SHUT_RDWR)
+            lifeline.sock.close()
+            if server:   # the store lives in this process: outlast the others' last request
+                server.join(10.0)
+        if ddp.state.get("finalize_mpi"):
+            from mpi4py import MPI
+            if not MPI.Is_finalized():
+                MPI.Finalize()
+    finally:   # whatever happens, the caller may go on
+        if lifeline is not None:
+            faulthandler.cancel_dump_traceback_later()
+            _end_by_kernel(0)
     for name, value in ddp.state.get("environment", {}).items():
         os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     setup_ddp.current = None
@@ -1278,7 +1285,9 @@ def cleanup_ddp(ddp):
 
 # ---------------------------------------------------------------- no progress, stop requests, outcome
 AGAIN, WATCHDOG, BAD_INPUT = 75, 70, 2   # exit codes, beside 0 finished, 1 error, 130 a second Ctrl-C
-LAST_SECONDS = 40.0   # then the kernel ends a process that is stopped, where nobody else does, see _end_by_kernel
+# Seconds after which the kernel ends a process that nobody else ends: a stopped rank, after the limit of the watch; one
+# that has said goodbye, once Python begins to end it. Traces of a profiler may be written then.
+LAST_SECONDS, EXIT_SECONDS = 40.0, 120.0
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
@@ -1293,7 +1302,8 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS, arm=False):
     Each rank sends rank 0 about a line per limit/8, or per minute for limits above 8 minutes: 12,288 ranks make 205
     lines of 100 bytes a second. A job that is suspended for longer than the limit is ended too. The limit must be below
     the `timeout` of setup_ddp, or the backend, which names nobody, is sooner. A process that holds the interpreter's
-    lock is ended by a timer in C, with code 1; one that is stopped by a neighbour or, on Linux, by the kernel.
+    lock is ended by a timer in C, with code 1; of several ranks, one that is stopped by a neighbour or, on Linux, 40 s
+    after the limit by the kernel.
     Rank 0 writes RUN_DIR/status.json {code, reason, step}: code null while the run is on, see close_run.
     """
     former = ddp.state.get("watch")
@@ -1519,6 +1529,10 @@ class _Watch(threading.Thread):
                 _leave(WATCHDOG)
             return
         _end_by_kernel(self.limit + LAST_SECONDS)   # it may be stopped, and have no neighbour that would end it
+        if self.closed:   # in between
+            faulthandler.cancel_dump_traceback_later()
+            _end_by_kernel(0)
+            return
         if now - self.ticked > self.silence:   # this process stood still itself: rank 0's words wait to be read
             link.heard = now
         self.ticked = now

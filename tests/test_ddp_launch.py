@@ -314,11 +314,13 @@ cleanup_ddp(ddp)
 def test_a_rank_that_is_stopped_while_python_ends_is_ended_by_the_kernel(tmp_path):
     (tmp_path / "out").mkdir()
     path = script(tmp_path, """
-import atexit, signal
+import signal
 import ddp_setup
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid()):
+        kill(pid, signal.SIGSTOP)
 if os.environ["DDP_RANK"] == "1":
-    ddp_setup.LAST_SECONDS = 2.0
-    atexit.register(os.kill, os.getpid(), signal.SIGSTOP)   # what is registered first runs last
+    ddp_setup.EXIT_SECONDS, last = 2.0, Last()     # goes with the module, after all handlers
 ddp = setup_ddp(quiet=True)
 watch_run(ddp, "out")
 stop_reason(ddp, 0)
@@ -327,6 +329,29 @@ cleanup_ddp(ddp)
     with ByHand(path, range(2)) as ranks:
         assert ranks.codes(60) == [0, -signal.SIGKILL] and ranks.err() == "", ranks.err()
     assert json.loads((tmp_path / "out" / "status.json").read_text())["code"] == 0
+
+
+@pytest.mark.slow
+def test_the_kernels_timer_ends_nobody_who_works_on_after_the_watch_or_the_clean_up_or_has_a_child(tmp_path):
+    path = script(tmp_path, """
+import multiprocessing
+import ddp_setup
+for _ in range(2):
+    ddp = setup_ddp(quiet=True)
+    ddp_setup.LAST_SECONDS, ddp_setup.EXIT_SECONDS = 1.0, -55.0        # in the clean-up 60 s are added
+    watch_run(ddp, None, minutes=2 / 60, arm=True)
+    stop_reason(ddp, 0)
+    end_watch(ddp)
+    time.sleep(4)
+    watch_run(ddp, None, minutes=2 / 60, arm=True)
+    cleanup_ddp(ddp)
+time.sleep(6)
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(4,)).start()
+ddp_setup.EXIT_SECONDS = 1.0
+print("well", flush=True)
+""")
+    with ByHand(path, range(2)) as ranks:
+        assert ranks.codes(100) == [0, 0] and ranks.out(0) == ranks.out(1) == "well\n", ranks.err()
 
 
 def test_a_script_that_only_asks_for_the_reason_leaves_an_outcome_and_children_can_be_ended(tmp_path):

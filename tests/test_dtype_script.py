@@ -122,7 +122,7 @@ def test_arguments_that_measure_nothing_or_are_unknown_are_refused(word):
         script.read_arguments([word])
 
 
-def test_wrong_arguments_are_told_once_and_by_every_ranks_exit_code(tmp_path):
+def test_wrong_arguments_are_told_once_and_end_every_rank_with_an_error(tmp_path):
     done = run_ranks("torchrun", 2, [ROOT / "test_dtype.py", "--device=cpu", "--seconds=nan"], tmp_path, timeout=240)
     assert done.stderr.count("error: command line: --seconds is nan") == 1 and "recommended" not in done.stdout
     codes = sorted(map(int, re.findall(r"exitcode  : (-?\d+)", done.stderr)))

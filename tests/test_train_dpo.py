@@ -477,14 +477,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 @pytest.mark.slow
 def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_uninterrupted_run(tmp_path):
     argv = [SCRIPT, *words(TINY, training__accum=1, training__batch_size=1, training__num_workers=1,
-                           training__n_iters=60, training__patience=99, model__dropout=0.1)]
+                           training__n_iters=60, training__patience=99, model__dropout=0.1,
+                           data__demo_structures=20)]
     with start_ranks("torchrun", 3, [*argv, "--output_dir", "parts"], tmp_path) as running:
-        running.wait_for_step(2, timeout=600)      # an epoch has 25 // 3 steps
+        running.wait_for_step(2, timeout=600)
         os.kill(running.rank_pids()[1], signal.SIGTERM)
         result = running.wait(timeout=600)
     status = json.loads((tmp_path / "parts" / "status.json").read_text())
     assert status["code"] == 75 and status["reason"].startswith("SIGTERM on rank 1 ("), result.text
     assert load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))["step"] == status["step"] < 60
+    assert status["step"] % int(re.search(r"(\d+) steps per epoch", result.stdout)[1]), result.text
     for work_dir in ("parts", "straight"):
         result = run_ranks("torchrun", 3, [*argv, "--output_dir", work_dir], tmp_path)
         assert result.returncode == 0, result.text
