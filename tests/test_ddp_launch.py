@@ -274,6 +274,7 @@ def test_a_hang_is_ended_with_the_late_rank_its_step_and_place_and_all_stacks(mo
         assert "script.py" in (tmp_path / "out" / "stacks" / f"rank_{r}.txt").read_text(), r
 
 
+@pytest.mark.slow
 def test_a_run_in_which_one_rank_works_long_while_the_others_wait_is_no_hang(tmp_path):
     path = script(tmp_path, """
 ddp = setup_ddp(quiet=True)
