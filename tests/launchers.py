@@ -234,25 +234,22 @@ class Running:
 
     def wait_for(self, text, timeout):
         """Return once `text` was printed on either stream; TimeoutError if launcher or time end first."""
-        deadline = time.monotonic() + timeout
-        while True:
-            ended = self.process.poll() is not None     # asked before reading, so as not to miss last words
-            if text in self.stdout() or text in self.stderr():
-                return
-            if ended or time.monotonic() > deadline:
-                when = "before the end" if ended else f"within {timeout} s"
-                raise TimeoutError(f"{text!r} was not printed {when}: {self._story()}")
-            time.sleep(0.05)
+        self._wait_until(lambda: text in self.stdout() or text in self.stderr(), repr(text), timeout)
 
     def wait_for_step(self, step, timeout):
         """Return once optimizer step `step` or a later one was printed; TimeoutError as in wait_for."""
+        printed = lambda: map(int, re.findall(r"^step (\d+)/\d+  loss", self.stdout(), re.M))
+        self._wait_until(lambda: max(printed(), default=0) >= step, f"step {step}", timeout)
+
+    def _wait_until(self, seen, what, timeout):
         deadline = time.monotonic() + timeout
         while True:
-            ended = self.process.poll() is not None
-            if max(map(int, re.findall(r"^step (\d+)/\d+  loss", self.stdout(), re.M)), default=0) >= step:
+            ended = self.process.poll() is not None     # asked before reading, so as not to miss last words
+            if seen():
                 return
             if ended or time.monotonic() > deadline:
-                raise TimeoutError(f"step {step} was not printed: {self._story()}")
+                when = "before the end" if ended else f"within {timeout} s"
+                raise TimeoutError(f"{what} was not printed {when}: {self._story()}")
             time.sleep(0.05)
 
     def wait(self, timeout, leftover_grace=2.0):

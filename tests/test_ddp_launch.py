@@ -318,8 +318,8 @@ def test_a_rank_that_is_stopped_while_python_ends_is_ended_by_the_kernel(tmp_pat
 import signal
 import ddp_setup
 class Last:
-    def __del__(self, kill=os.kill, pid=os.getpid()):
-        kill(pid, signal.SIGSTOP)
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGSTOP):   # globals may be gone by then
+        kill(pid, number)
 if os.environ["DDP_RANK"] == "1":
     ddp_setup.EXIT_SECONDS, last = 2.0, Last()     # goes with the module, after all handlers
 ddp = setup_ddp(quiet=True)

@@ -477,10 +477,12 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
     enough = threading.Event()
     beating = threading.Thread(target=lambda: [write(0) for _ in iter(lambda: enough.wait(0.3), True)])
     beating.start()
-    with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
-        RunLock(tmp_path / "w")
-    enough.set()
-    beating.join()
+    try:
+        with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
+            RunLock(tmp_path / "w")
+    finally:
+        enough.set()
+        beating.join()
     for age, seconds in ((0, (2, 60)), (1000, (2, 60)), (10000, (0, 2))):   # in between: perhaps a clock that is wrong
         write(age)
         write_text_atomic(tmp_path / "w" / "status.json", "{}")      # a process that fails here does not wait
@@ -628,7 +630,7 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(fasta, tmp_path):
 
 
 def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_path):
-    config = tiny(fasta, training__log_freq=100, training__eval_freq=100, training__n_iters=60,
+    config = tiny(fasta, training__log_freq=100, training__eval_freq=100, training__n_iters=100,
                   training__snapshot_freq=3)
     ready = prepare(config, Ddp(), tmp_path / "w")
     ready.optimizer.register_step_post_hook(lambda *_: (
