@@ -17,8 +17,12 @@ advanced; so what a step sees depends on the seed, the epoch and the step, not o
 import functools
 import gzip
 import hashlib
+import json
+import math
 import operator
+import os
 import re
+import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +43,7 @@ TO_TOKEN = bytes(LETTERS.find(c) if c in LETTERS else X_ID if c in RARE else STO
 UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
             .022, .041, .050, .038, .059, .074, .057, .065, .013, .030)
 
-BUCKET_RATIO = 0.94             # shortest / longest protein of a length bucket: about 3 % padding on average
+BUCKET_RATIO = 0.96             # shortest / longest protein of a bucket of lengths: about 2 % padding
 
 
 # ---- keys ----
@@ -126,6 +130,38 @@ class Proteins:
         """Each protein from its start (n,) on, at most max_length residues of it."""
         lengths = np.minimum(self.lengths - starts, max_length)
         return Proteins(self.tokens, self.offsets + starts, lengths, self.keys)
+
+    def compact(self):
+        """The same proteins with tokens of their own, one protein after the other."""
+        ends = np.cumsum(self.lengths)
+        index = np.repeat(self.offsets - (ends - self.lengths), self.lengths) + np.arange(self.lengths.sum())
+        return Proteins(self.tokens[index], ends - self.lengths, self.lengths, self.keys)
+
+    @classmethod
+    def join(cls, parts):
+        """The proteins of several tables, one table after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        begins = np.cumsum([0] + [len(p.tokens) for p in parts])
+        return cls(np.concatenate([p.tokens for p in parts]),
+                   np.concatenate([p.offsets + begin for p, begin in zip(parts, begins)]),
+                   np.concatenate([p.lengths for p in parts]), np.concatenate([p.keys for p in parts]))
+
+    def length_counts(self):
+        """(lengths that occur, ascending; number of proteins of each), both int64."""
+        return np.unique(self.lengths, return_counts=True)
+
+    def letter_counts(self):
+        """How often each of the 21 tokens occurs: (21,) int64."""
+        return unigram_counts(self)
+
+    def lengths_of(self, first, last):
+        """Residues of proteins first to last - 1."""
+        return self.lengths[first:last]
+
+    def read(self, first, last, token=None):
+        """Proteins first to last - 1. token: for PreparedProteins.read, which needs it."""
+        return self.subset(slice(first, last)).compact()
 
     def _hash(self):
         table = np.frombuffer(LETTERS.encode(), np.uint8)
@@ -406,93 +442,398 @@ def eval_crop_starts(proteins, indices, max_length):
     return crop_starts(proteins, indices, max_length, seed="validation", epoch=0)
 
 
-# ---- batches ----
+# ---- prepared folders ----
 
-class EpochPlan:
-    """Which proteins are in which micro-batch of which step of an epoch.
+SETS = ("train", "val")
+PARTS = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin": np.dtype("<u8")}
 
-    A function of the arguments alone: every rank makes the same plan and takes its own micro-batches from it.
 
-    lengths:       (n,) residues of each protein after cropping.
-    micro_batches: micro-batches per global batch = ranks x accumulation.
-    tokens:        budget of a micro-batch in computed positions (number x longest, padding included); or
-    proteins:      number of proteins in each micro-batch. Exactly one of the two.
+def read_meta(folder):
+    """The dict in meta.json of a folder made by prepare_uniref50.py, whose head describes the format.
 
-    Proteins are shuffled inside buckets of nearly equal length and cut, longest first, into micro-batches:
-    little padding, other company in every epoch. The micro-batches are then dealt to the steps from
-    `micro_batches` strata of length, one from each, so that a global batch spans all lengths.
-    With `tokens` every micro-batch is about the same work (only the one with the shortest proteins may be
-    smaller). With `proteins` that cannot be: equal numbers, mixed lengths and little padding exclude it. So
-    micro-batches 2k and 2k + 1 of a step are a long and a short one, and a rank that takes an even number of
-    consecutive micro-batches has nearly its share.
-    Less than a global batch is left out of an epoch, chosen at random. n_steps is the same in all epochs.
+    Raises FileNotFoundError where it is missing, and ValueError for another format or version.
+    """
+    path = Path(folder) / "meta.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; expected a folder made by prepare_uniref50.py. Is it "
+                                f"half copied? Copy it again, or make it: python prepare_uniref50.py {folder}")
+    try:
+        meta = json.loads(path.read_text())
+        found = meta["format"], meta["version"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} cannot be read; expected the JSON of prepare_uniref50.py. Copy the folder "
+                         f"again.") from None
+    if found != ("prepared proteins", 1):
+        raise ValueError(f"{path} is of format {found[0]!r}, version {found[1]}; expected 'prepared proteins', "
+                         f"version 1. Prepare the data again with this version of prepare_uniref50.py.")
+    return meta
 
-    Raises ValueError for a protein longer than the budget and for fewer proteins than a global batch needs.
-    Cost: one sort of n words; loops run over length buckets (about 100), never over proteins.
+
+def check_prepared(folder, val_fraction, min_length):
+    """Refuse a prepared folder that is not whole, or was prepared with other settings than these.
+
+    Only names and sizes are looked at; the content is checked by the keys while it is read. One rank does this.
+    Raises ValueError naming what differs.
+    """
+    meta, differs = read_meta(folder), []
+    for name in SETS:
+        for part, about in meta["sets"][name]["files"].items():
+            path = Path(folder) / name / part
+            size = path.stat().st_size if path.exists() else None
+            if size != about["bytes"]:
+                differs.append(f"{name}/{part} {'is missing' if size is None else f'has {size:,} bytes'} "
+                               f"(expected {about['bytes']:,})")
+    if differs:
+        raise ValueError(f"{folder} is not whole: {'; '.join(differs)}. Is it half copied, or still being "
+                         f"copied? Copy it again, or prepare it again.")
+    for key, value in (("val_fraction", val_fraction), ("min_length", min_length)):
+        if meta[key] != value:
+            raise ValueError(f"data.{key} is {value}, but {folder} was prepared with {meta[key]}; expected the "
+                             f"same. Set data.{key}={meta[key]}, or prepare again with --{key} {value}.")
+
+
+def keys_hash(keys):
+    """Text that two sets of proteins in the same order share: blake2b (8 bytes) of their keys."""
+    return hashlib.blake2b(keys.astype("<u8").tobytes(), digest_size=8).hexdigest()
+
+
+class PreparedProteins:
+    """One set of a prepared folder, read piece by piece, with the names of Proteins that a BatchPlan needs.
+
+    len(): number of proteins. length_counts() and letter_counts(): see Proteins.
+    bytes_read: how many bytes were read so far.
     """
 
-    def __init__(self, lengths, seed, epoch, micro_batches, tokens=None, proteins=None):
-        lengths = np.asarray(lengths, np.int64)
-        budgets = [budget for budget in (tokens, proteins) if budget is not None]
+    def __init__(self, folder, name="train"):
+        self.folder, self.name, self.meta = Path(folder), name, read_meta(folder)["sets"][name]
+        self.bytes_read = 0
+        self.files = {part: open(self.folder / name / part, "rb", buffering=0) for part in PARTS}
+        self.state = self._state()
+
+    def __len__(self):
+        return self.meta["proteins"]
+
+    def length_counts(self):
+        return tuple(np.array(self.meta["length_histogram"], np.int64).reshape(-1, 2).T)
+
+    def letter_counts(self):
+        return np.array(self.meta["letter_counts"], np.int64)
+
+    def lengths_of(self, first, last):
+        """Residues of proteins first to last - 1: (last - first,) int64."""
+        return self._read("lengths.bin", first, last).astype(np.int64)
+
+    def read(self, first, last, token):
+        """Proteins first to last - 1, of which the first begins at residue `token` of the set -> Proteins.
+
+        Raises OSError where a file changed since it was opened, and where the tokens do not give the keys.
+        """
+        lengths = self.lengths_of(first, last)
+        tokens = self._read("tokens.bin", token, token + int(lengths.sum()))
+        proteins = Proteins(tokens, np.cumsum(lengths) - lengths, lengths)      # with keys of these tokens
+        bad = np.flatnonzero(proteins.keys != self._read("keys.bin", first, last))
+        if len(bad) or self.state != self._state():
+            what = f"protein {first + bad[0]:,} does not have its key" if len(bad) else "a file has changed"
+            raise OSError(f"{self.folder / self.name} is damaged or was changed under the run: {what}; expected "
+                          f"what prepare_uniref50.py wrote. Copy or prepare the folder again.")
+        return proteins
+
+    def read_all(self):
+        """The whole set as Proteins in memory."""
+        return self.read(0, len(self), 0)
+
+    def _read(self, part, first, last):
+        kind = PARTS[part]
+        start, left, pieces = first * kind.itemsize, (last - first) * kind.itemsize, []
+        while left and (piece := os.pread(self.files[part].fileno(), left, start)):
+            pieces.append(piece)
+            start, left = start + len(piece), left - len(piece)
+            self.bytes_read += len(piece)
+        if left:
+            raise OSError(f"{self.folder / self.name / part} ends {left:,} bytes too early; expected the size of "
+                          f"when it was checked. Copy or prepare the folder again.")
+        return np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), kind)
+
+    def _state(self):
+        return [(s.st_size, s.st_mtime_ns) for s in (os.fstat(f.fileno()) for f in self.files.values())]
+
+
+def stage_prepared(folder, target, report):
+    """Copy a prepared folder to `target`, checking every file against its checksum; returns `target` as a Path.
+
+    A whole copy of the same data that is there already is used. report(bytes done, bytes in all) is called now
+    and then. Raises OSError or ValueError where there is no room, a checksum differs, or something else is there.
+    """
+    folder, target, meta = Path(folder), Path(target), read_meta(folder)
+    if (target / "meta.json").exists() and read_meta(target) == meta:
+        check_prepared(target, meta["val_fraction"], meta["min_length"])
+        return target
+    partial = target.with_name(target.name + ".partial")
+    files = [(f"{name}/{part}", about) for name in SETS for part, about in meta["sets"][name]["files"].items()]
+    total, done = sum(about["bytes"] for _, about in files), 0
+    if target.exists():
+        raise ValueError(f"{target} is there and is not a copy of {folder}; expected a free name for the copy. "
+                         f"Remove it, or name another folder.")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    free = shutil.disk_usage(partial).free
+    if free < total * 1.01:
+        raise ValueError(f"{target} has {free / 1e9:,.1f} GB free; expected {total / 1e9:,.1f} GB for a copy of "
+                         f"{folder}. Name another folder, or train without --stage.")
+    for name, about in files:
+        (partial / name).parent.mkdir(exist_ok=True)
+        digest = hashlib.blake2b(digest_size=16)
+        with open(folder / name, "rb") as source, open(partial / name, "wb") as copy:
+            while piece := source.read(16 << 20):
+                copy.write(piece)
+                digest.update(piece)
+                done += len(piece)
+                report(done, total)
+        if digest.hexdigest() != about["blake2b"]:
+            raise OSError(f"{folder / name} does not have its checksum; expected {about['blake2b']}. Copy or "
+                          f"prepare the folder again.")
+    shutil.copy(folder / "meta.json", partial / "meta.json")
+    os.rename(partial, target)
+    return target
+
+
+# ---- batches ----
+
+ROW = 256                       # proteins per row of the table of sums
+WINDOW_BYTES = 64 << 20         # residues of all lanes in a window, where that gives each lane enough
+READ_BYTES = 256 << 10          # least residues that a lane reads in one piece
+WINDOW_STEPS = 256              # least global batches in a window: 16 proteins each fill the buckets of a unit
+EQUAL_WORK = 0.97               # a shape is used if it holds at least this share of the work of a micro-batch
+WIDEST_STEP = 0.80              # unless the next such shape is shorter than this share of the one before
+MEAN_WITHIN = 0.02              # how near the mean of batch_size or tokens is to what was asked for
+
+
+class BatchPlan:
+    """Which proteins are in which micro-batch of which step, found without reading or sorting them all.
+
+    The work of a protein is what its residues and its attention cost: length x (6 x hidden_size + length), of the
+    cropped length, as integers. The set is cut, in its own order (random, but the same always), into units of equal
+    work. An epoch turns the cuts by a random distance and deals the units in random order: one to each of
+    `micro_batches` lanes in each of `windows` windows. A lane shuffles the proteins of its unit inside buckets of nearly
+    equal length and cuts them, longest first, into micro-batches of equal work. In a window each step takes one micro-batch
+    from every lane, evenly spaced from long to short. Lanes belong to the global batch, not to ranks: any
+    number of ranks trains on the same batches, and a rank reads the units of its own lanes, each in one piece.
+
+    length_counts: (lengths, counts), int64, of the proteins in the set, see Proteins.length_counts.
+    max_length, long: longer proteins are cropped to max_length residues, or left out (long="drop").
+    micro_batches: micro-batches per global batch = ranks x accumulation.
+    batch_size: mean number of proteins in a micro-batch; or
+    tokens: mean number of computed positions in a micro-batch, padding included. Exactly one of the two.
+    hidden_size: width of the model, which says how much attention costs beside the rest.
+
+    steps_per_epoch, windows, window_steps: as the names say, the same in all epochs.
+    tops, sizes: shapes of micro-batches: up to sizes[b] proteins, padded to tops[b] residues.
+    work, work_of: work of a full micro-batch; of a protein by its length in the file, (longest + 1,) int64.
+    proteins, residues: per epoch, of the cropped proteins. used: the share of them that is not left out.
+    Raises ValueError for a budget that cannot hold the longest protein, and for less than a global batch.
+    """
+
+    def __init__(self, length_counts, max_length, micro_batches, batch_size=None, tokens=None, long="crop",
+                 hidden_size=768, seed=0):
+        budgets = [budget for budget in (tokens, batch_size) if budget is not None]
         if len(budgets) != 1 or budgets[0] < 1 or micro_batches < 1:
-            raise ValueError(f"found tokens = {tokens}, proteins = {proteins}, micro_batches = "
-                             f"{micro_batches}; expected one of tokens and proteins, and at least 1 of each.")
-        if lengths.min(initial=1) < 1 or not len(lengths):
-            raise ValueError(f"found {len(lengths)} proteins, the shortest of {lengths.min(initial=0)} "
-                             f"residues; expected some, of at least 1.")
-        top = int(lengths.max())
-        if tokens is not None and tokens < top:
-            raise ValueError(f"the longest protein has {top:,} residues, more than the budget of {tokens:,} "
-                             f"tokens per micro-batch; expected a budget of at least {top:,}. Raise it, or "
-                             "lower max_length.")
+            raise ValueError(f"found tokens = {tokens}, batch_size = {batch_size}, micro_batches = "
+                             f"{micro_batches}; expected one of tokens and batch_size, and at least 1 of each.")
+        self.seed, self.micro_batches, self.max_length, self.long = seed, micro_batches, max_length, long
+        in_file, counts = (np.asarray(x, np.int64) for x in length_counts)
+        if not len(in_file) or in_file.min() < 1:
+            raise ValueError(f"found {counts.sum():,} proteins, the shortest of {in_file.min(initial=0)} residues; "
+                             f"expected some, of at least 1.")
+        taken = in_file <= max_length if long == "drop" else np.ones(len(in_file), bool)
+        if not taken.any():
+            raise ValueError(f"all {counts.sum():,} proteins are longer than max_length = {max_length:,}, the "
+                             f"shortest has {in_file.min():,}; expected some to keep. Raise max_length, or crop.")
+        lengths = np.arange(in_file.max() + 1)
+        cropped = np.where((long == "drop") & (lengths > max_length), 0, np.minimum(lengths, max_length))
+        self.work_of = cropped * (6 * hidden_size + cropped)
+        self.counts = np.bincount(cropped[in_file[taken]], counts[taken]).astype(np.int64)   # by cropped length
+        self.n_long = int(counts[in_file > max_length].sum())
+        self.proteins = int(counts[taken].sum())
+        self.residues = int((self.counts * np.arange(len(self.counts))).sum())
+        self._choose_shapes(budgets[0], tokens is not None)
 
-        # Bucket k holds lengths in (top * ratio**(k+1), top * ratio**k], by a table, since lengths repeat.
-        table = np.log(top / np.arange(1, top + 1)) / -np.log(BUCKET_RATIO)
-        bucket = (table + 1e-9).astype(np.uint64)[lengths - 1]
-        words = _random_words(len(lengths), "plan", seed, epoch)
-        left_out = 0 if proteins is None else len(lengths) % proteins
-        if left_out:
-            bucket[np.argpartition(words, left_out - 1)[:left_out]] = 0xFFFF    # sorts last, then cut off
+        bytes_each = (in_file * counts).sum() / self.expected        # in the file, per micro-batch
+        least = max(WINDOW_STEPS, READ_BYTES / bytes_each, WINDOW_BYTES / (bytes_each * micro_batches))
+        self.windows = max(1, int(self.expected / micro_batches / least))
+        self.window_steps = int(self.expected / micro_batches / self.windows)
+        self.steps_per_epoch = self.windows * self.window_steps
+        if self.steps_per_epoch == 0:
+            self._refuse_too_few(tokens, batch_size)
+        self.used = self.steps_per_epoch * micro_batches / self.expected
+        self._order = None, None
+
+    def _choose_shapes(self, asked, by_tokens):
+        """Find the work of a micro-batch whose mean is what was asked for, and the shapes that hold this work."""
+        top = len(self.counts) - 1
+        work = self.work_of[:top + 1]                                   # of cropped lengths
+        at_least = np.append(np.cumsum(self.counts[::-1])[::-1], 0)     # proteins of this length or longer
+
+        def shapes(budget):
+            """(tops, sizes, expected number of micro-batches, mean of what was asked for, share of work filled)"""
+            number = budget // np.maximum(work, 1)
+            good = np.flatnonzero(number * work >= EQUAL_WORK * budget)
+            tops = [top]
+            while tops[-1] > 1:     # next: the shortest good length within the ratio, or else the nearest good one
+                below, near, far = np.searchsorted(good, [tops[-1], BUCKET_RATIO * tops[-1], WIDEST_STEP * tops[-1]])
+                tops.append(int(good[near if near < below else below - 1]) if far < below else
+                            min(int(BUCKET_RATIO * tops[-1]), tops[-1] - 1))
+            tops = np.array(tops)
+            members = at_least[np.append(tops[1:], 0) + 1] - at_least[tops + 1]
+            tops, members = tops[members > 0], members[members > 0]
+            sizes = np.maximum(number[tops], 1)
+            filled = members / sizes
+            mean = (filled * sizes * tops).sum() / filled.sum() if by_tokens else self.proteins / filled.sum()
+            return tops, sizes, filled.sum(), mean, (filled * sizes * work[tops]).sum() / filled.sum() / budget
+
+        least = int(work[top])                                          # one protein is the least that fits
+        self.least = math.ceil(shapes(least)[3] * 0.99)
+        if asked < self.least:
+            raise ValueError(f"{asked:,} {'tokens' if by_tokens else 'protein(s)'} in a micro-batch are, on average, "
+                             f"less work than the longest protein, of {top:,} residues; expected at least "
+                             f"{self.least:,}, which takes no more memory than that protein alone. Raise it, or lower "
+                             f"max_length.")
+        budget = least
+        for _ in range(20):                                             # near the mean, then the best filled
+            budget = max(int(budget * asked / shapes(budget)[3]), least)
+        tried = [max(int(budget * x), least) for x in np.linspace(0.85, 1.15, 61)]
+        error = lambda budget: abs(shapes(budget)[3] / asked - 1)
+        close = [b for b in tried if error(b) <= MEAN_WITHIN] or [min(tried, key=error)]
+        self.work = max(close, key=lambda budget: shapes(budget)[4])
+        self.tops, self.sizes, self.expected, self.mean, self.filled = shapes(self.work)
+        self.bucket_of = np.searchsorted(-self.tops, -np.arange(top + 1), side="right") - 1
+
+    def _refuse_too_few(self, tokens, batch_size):
+        fills, asked = int(self.expected), tokens or batch_size
+        name = "tokens" if tokens else "proteins"
+        smaller = int(0.97 * asked * self.expected / self.micro_batches)
+        advice = [f"at most {fills:,} micro-batches per step (ranks x accumulation)"] if fills else []
+        if smaller >= self.least:
+            advice.append(f"at most {smaller:,} {name} per micro-batch")
+        raise ValueError(f"{self.proteins:,} proteins fill {fills:,} micro-batches of {asked:,} {name}; one global "
+                         f"batch needs {self.micro_batches:,}. Give {', or '.join(advice) or 'more proteins'}.")
+
+    def place(self, step):
+        """(epoch, window of the epoch, step of the window) of a step of the run."""
+        epoch, at = divmod(step, self.steps_per_epoch)
+        return (epoch, *divmod(at, self.window_steps))
+
+    def turn(self, step, lane):
+        """Which micro-batch of its unit, counted from the longest proteins, a lane gives to a step."""
+        epoch, window, at = self.place(step)
+        turns = _shuffled(self.window_steps, "turns", self.seed, epoch, window)
+        return int(turns[at] + lane * self.window_steps // self.micro_batches) % self.window_steps
+
+    def unit(self, epoch, window, lane, total):
+        """Work before the unit of a lane and after it, of the `total` work of the set; it may end beyond the total,
+        and then goes on at the beginning."""
+        if self._order[0] != epoch:
+            units = self.windows * self.micro_batches
+            self._order = epoch, _shuffled(units, "units", self.seed, epoch)
+        order, units = self._order[1], self.windows * self.micro_batches
+        unit, turned = int(order[window * self.micro_batches + lane]), keyed_seed("turned", self.seed, epoch) % total
+        first = unit * total // units + turned
+        last = (unit + 1) * total // units + turned
+        return (first - total, last - total) if first >= total else (first, last)
+
+    def cut(self, lengths, *key):
+        """Cut the proteins of a unit into `window_steps` micro-batches: list of (indices, width to pad to), longest
+        first. lengths: (n,) in the file. Proteins left over are left out at random; what lacks is split off."""
+        cropped = np.minimum(lengths, self.max_length)
+        taken = np.flatnonzero(self.work_of[lengths])
+        bucket = self.bucket_of[cropped[taken]]
         # One sort for both: the bucket in the high bits, a random word below it.
-        order = np.argsort((bucket << np.uint64(48)) | (words >> np.uint64(16)), kind="stable")
-        self.order = order[:len(order) - left_out]
-
-        counts = np.bincount(bucket[self.order].astype(np.int64))
-        counts = counts[counts > 0]
-        if tokens is None:
-            sizes = [proteins] * len(counts)
-        else:
-            sizes = (tokens // np.maximum.reduceat(lengths[self.order], np.cumsum(counts) - counts)).tolist()
-        starts = _cut(counts, sizes)
-        self.starts = np.append(starts, len(self.order))    # micro-batch k is order[starts[k]:starts[k + 1]]
-        self.n_steps = len(starts) // micro_batches
-        if self.n_steps == 0:
-            _refuse_too_few(lengths, micro_batches, len(starts), tokens, proteins)
-
-        # Leave out the remainder at random. Stratum j is the j-th longest part of the micro-batches.
-        n_kept = self.n_steps * micro_batches
-        kept = np.sort(_shuffled(len(starts), "remainder", seed, epoch)[:n_kept])
-        self.n_proteins = int(np.diff(self.starts)[kept].sum())
-        strata = _shuffled((micro_batches, self.n_steps), "strata", seed, epoch)
-        steps = np.take_along_axis(kept.reshape(micro_batches, self.n_steps), strata, axis=1).T
-
-        # Pair the longest stratum with the shortest and so on inwards, and shuffle the pairs of each step.
-        half = micro_batches // 2
-        pairs = np.stack([steps[:, :half], steps[:, ::-1][:, :half]], axis=2)            # (n_steps, half, 2)
-        lot = _shuffled((self.n_steps, half), "pairs", seed, epoch)
-        pairs = np.take_along_axis(pairs, lot[:, :, None], axis=1).reshape(self.n_steps, 2 * half)
-        middle = steps[:, half:micro_batches - half]                                     # one column if odd
-        self.steps = np.concatenate([pairs, middle], axis=1)
-
-    def global_batch(self, step):
-        """The micro-batches of a step: list of `micro_batches` int64 arrays of indices into lengths."""
-        if not 0 <= step < self.n_steps:
-            raise ValueError(f"found step {step} of the epoch; expected 0 to {self.n_steps - 1}.")
-        return [self.order[self.starts[k]:self.starts[k + 1]] for k in self.steps[step]]
+        words = _random_words(len(taken), "company", self.seed, *key) >> np.uint64(16)
+        order = np.argsort((bucket.astype(np.uint64) << np.uint64(48)) | words, kind="stable")
+        starts = _cut(np.bincount(bucket, minlength=len(self.tops)), self.sizes.tolist())
+        batches = [(taken[part], int(self.tops[bucket[part[0]]]))
+                   for part in np.split(order, starts[1:]) if len(part)]
+        if len(batches) > self.window_steps:
+            keep = np.sort(_shuffled(len(batches), "left out", self.seed, *key)[:self.window_steps])
+            return [batches[k] for k in keep]
+        while len(batches) < self.window_steps:
+            most = max(range(len(batches)), key=lambda k: len(batches[k][0]), default=None)
+            if most is None or len(batches[most][0]) < 2:
+                batches.append((np.zeros(0, np.int64), 1))              # of a set of a few proteins
+            else:
+                indices, width = batches[most]
+                batches[most:most + 1] = [(indices[::2], width), (indices[1::2], width)]
+        return batches
 
 
-def _shuffled(shape, *parts):
-    return np.argsort(_random_words(shape, *parts), axis=-1, kind="stable")
+def count_rows(n):
+    """Number of sums that sum_rows gives for n proteins."""
+    return -(-n // ROW) + 1
+
+
+def sum_rows(proteins, work_of):
+    """Work and residues before each row of ROW proteins, and before the end: (2, rows + 1) int64.
+
+    proteins: Proteins or PreparedProteins. work_of: see BatchPlan. One pass over the lengths, in pieces.
+    """
+    n = len(proteins)
+    sums = np.zeros((2, count_rows(n)), np.int64)
+    for first in range(0, n, ROW << 12):
+        lengths = proteins.lengths_of(first, min(first + (ROW << 12), n))
+        starts = np.arange(0, len(lengths), ROW)
+        here = slice(first // ROW + 1, first // ROW + 1 + len(starts))
+        sums[0, here] = np.add.reduceat(work_of[lengths], starts)
+        sums[1, here] = np.add.reduceat(lengths, starts)
+    return np.cumsum(sums, axis=1)
+
+
+class BatchReader:
+    """Reads the micro-batches of a BatchPlan: a unit at a time, for the lanes that it is asked for.
+
+    proteins: Proteins or PreparedProteins, the set that the plan was made for.
+    rows: sum_rows(proteins, plan.work_of).
+    """
+
+    def __init__(self, plan, proteins, rows):
+        self.plan, self.proteins, self.rows = plan, proteins, rows
+        self.units = {}                                     # lane: ((epoch, window), proteins, micro-batches)
+
+    def micro_batch(self, step, lane):
+        """(Proteins, width): what a lane gives to a step of the run, and the length to pad it to.
+
+        Where a lane of a set of a few proteins has nothing left it is one X, which does not count.
+        """
+        epoch, window, _ = self.plan.place(step)
+        if lane not in self.units or self.units[lane][0] != (epoch, window):
+            self.units.pop(lane, None)                      # never two units of a lane in memory
+            self.units[lane] = (epoch, window), *self._read_unit(epoch, window, lane)
+        _, proteins, batches = self.units[lane]
+        indices, width = batches[self.plan.turn(step, lane)]
+        if not len(indices):
+            return Proteins.from_sequences(["X"]), 1
+        return proteins.subset(indices).compact(), width
+
+    def _read_unit(self, epoch, window, lane):
+        total = int(self.rows[0, -1])
+        first, last = self.plan.unit(epoch, window, lane, total)
+        spans = [(first, last)] if last <= total else [(first, total), (0, last - total)]
+        parts = []
+        for first, last in spans:
+            (begin, token), (end, _) = self._locate(first), self._locate(last)
+            parts.append(self.proteins.read(begin, end, token))
+        proteins = Proteins.join(parts)
+        return proteins, self.plan.cut(proteins.lengths, epoch, window, lane)
+
+    def _locate(self, work):
+        """(index, first residue) of the first protein before which there is this work."""
+        row = min(int(np.searchsorted(self.rows[0], work, "right")), self.rows.shape[1] - 1) - 1
+        lengths = self.proteins.lengths_of(row * ROW, min((row + 1) * ROW, len(self.proteins)))
+        before = np.cumsum(np.append(self.rows[0, row], self.plan.work_of[lengths]))
+        k = int(np.searchsorted(before, work))
+        return row * ROW + k, int(self.rows[1, row] + lengths[:k].sum())
+
+
+def _shuffled(n, *parts):
+    return np.argsort(_random_words(n, *parts), kind="stable")
 
 
 def _cut(counts, sizes):
@@ -507,20 +848,6 @@ def _cut(counts, sizes):
             starts.append(np.arange(position, end, size))
             position = int(starts[-1][-1]) + size
     return np.concatenate(starts)
-
-
-def _refuse_too_few(lengths, micro_batches, n_filled, tokens, proteins):
-    advice = [f"at most {n_filled:,} micro-batches per step (ranks x accumulation)"] if n_filled else []
-    if proteins and len(lengths) >= micro_batches:
-        advice.append(f"at most {len(lengths) // micro_batches:,} proteins per micro-batch")
-    top = int(lengths.max())
-    fits = tokens and next((t for t in np.geomspace(tokens, top, 50).astype(int).clip(min=top).tolist()
-                            if len(eval_batches(lengths, t)) > micro_batches), None)
-    if fits:
-        advice.append(f"at most {fits:,} tokens per micro-batch")
-    raise ValueError(f"{len(lengths):,} proteins fill {n_filled:,} micro-batches of {tokens or proteins:,} "
-                     f"{'tokens' if tokens else 'proteins'}; one global batch needs {micro_batches:,}. "
-                     f"Give {', or '.join(advice) or 'more proteins'}.")
 
 
 def eval_batches(lengths, tokens):
@@ -539,10 +866,11 @@ def eval_batches(lengths, tokens):
     return np.split(order, _cut(counts, (tokens // -distinct).tolist())[1:])
 
 
-def collate(proteins, indices, starts=None, max_length=None):
+def collate(proteins, indices, starts=None, max_length=None, width=0):
     """-> x0 (B, L) int64 with X under padding, and mask (B, L) bool, True = a real residue.
 
     starts: (B,) first residue of each (default 0); at most max_length residues are taken of each.
+    width: least L; otherwise L is that of the longest.
     """
     starts = np.zeros(len(indices), np.int64) if starts is None else np.asarray(starts, np.int64)
     if len(starts) != len(indices) or (starts < 0).any() or (starts >= proteins.lengths[indices]).any():
@@ -550,7 +878,7 @@ def collate(proteins, indices, starts=None, max_length=None):
                          f"{proteins.lengths[indices][:8].tolist()} residues; expected one inside each.")
     sizes = proteins.lengths[indices] - starts
     sizes = sizes if max_length is None else np.minimum(sizes, max_length)
-    x0 = np.full((len(sizes), sizes.max()), X_ID, np.int64)
+    x0 = np.full((len(sizes), max(width, sizes.max())), X_ID, np.int64)
     for row, begin, size in zip(x0, (proteins.offsets[indices] + starts).tolist(), sizes.tolist()):
         row[:size] = proteins.tokens[begin:begin + size]
     return torch.from_numpy(x0), torch.from_numpy(np.arange(x0.shape[1]) < sizes[:, None])

@@ -1,12 +1,12 @@
 """Pretrain SEDD (score entropy discrete diffusion) on protein sequences, on one process or many.
 
     python train_sedd_ddp.py --config configs/sedd_demo.yaml
-    mpirun -n 4 python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data uniref50.fasta.gz
+    mpirun -n 4 python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data data/uniref50
     torchrun --nproc_per_node=4 train_sedd_ddp.py --config configs/sedd_cpu.yaml --data my.fasta optim.lr=1e-4
     python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --plan 1,2,4,8      # what scaling will do; no device
 
-Reads a YAML config (every key below, with its default) and a file of proteins (sequence_data.py), or makes demo
-proteins. Writes into the run directory (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
+Reads a YAML config (every key below, with its default) and proteins: a file (sequence_data.py), a folder made by
+prepare_uniref50.py, or demo proteins that it makes. Writes into the run directory (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
 samples/step_N.fasta, checkpoints/last.pt (before it last-1.pt) and best.pt, and at the end status.json. The same
 command again continues from last.pt. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE and a file STOP in the run
 directory end a run in good order: it saves, and leaves with exit code 75.
@@ -19,6 +19,7 @@ import hashlib
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import textwrap
@@ -26,12 +27,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all_sum, autocast, barrier, beat,
+from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, Ddp, add_launch_arguments, all_sum, autocast, barrier, beat,
                        broadcast, check_alike, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler,
                        gradient_sync, hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex,
                        print0, read_flags, save_checkpoint, scale_for_batch, scale_name, setup_ddp, skip_where_bad,
@@ -42,17 +43,18 @@ from run_log import (RunLog, check_resume, find_checkpoint, open_run, replace_st
 from sedd_diffusion import (independent_log_score, make_graph, make_noise, sample, score_entropy_loss,
                             stratified_times)
 from sedd_model import EMA, SEDD
-from sequence_data import (N_TOKENS, X_ID, DemoSource, EpochPlan, apply_max_length, collate, crop_starts, decode,
-                           eval_batches, eval_crop_starts, keyed_generator, keyed_seed, read_sequences, split_by_hash,
-                           unigram_counts, unigram_frequencies)
+from sequence_data import (N_TOKENS, X_ID, BatchPlan, BatchReader, DemoSource, PreparedProteins, apply_max_length,
+                           check_prepared, collate, count_rows, crop_starts, decode, eval_batches, eval_crop_starts,
+                           keyed_generator, keyed_seed, keys_hash, read_meta, read_sequences, split_by_hash,
+                           stage_prepared, sum_rows, unigram_frequencies)
 
 
 # ------------------------------------------------------------------------------------------------------------ config
 @dataclass
 class Training:
-    batch_size: int | None = None        # proteins per rank and micro-step; or
-    tokens_per_batch: int | None = None  # computed positions (padding included) per rank and micro-step
-    accum: int = 1                       # micro-steps per optimizer step; even: equal work per rank with batch_size
+    batch_size: int | None = None        # proteins per rank and micro-step, on average: the work is equal; or
+    tokens_per_batch: int | None = None  # computed positions (padding included) per rank and micro-step, on average
+    accum: int = 1                       # micro-steps per optimizer step
     num_workers: int = 0                 # processes that prepare batches, per rank
     n_iters: int | None = None           # optimizer steps; or
     num_epochs: int | None = None
@@ -112,7 +114,7 @@ class GraphSection:
 
 @dataclass
 class Data:
-    file: str | None = None              # none: demo proteins, whose exact likelihood is known
+    file: str | None = None              # file or prepared folder; none: demo proteins, of known likelihood
     max_length: int = 512
     long: Literal["crop", "drop"] = "crop"   # what happens to longer proteins
     min_length: int = 1
@@ -168,6 +170,9 @@ MAY_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq", "
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # need not be equal
 KEPT = ("model", "ema", "optimizer", "scaler", "step", "best", "bad_steps", "config", "micro_batches", "lr", "warmup",
         "data")   # what a checkpoint must hold
+SAVED_BYTES = {"float32": 104, "16 bits": 68}   # kept for backward per position, width and block (measured)
+LARGE_FILE = 1_000_000   # proteins in a file, from which on preparing it pays
+STAGE_SECONDS = 3 * 3600.0   # for the slowest host to copy the data: 20 GB at 2 MB/s
 TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
 
 
@@ -198,6 +203,11 @@ def check_config(c):
              f"program may handle")):
         if not ok:
             raise ValueError(f"config: {text}.")
+    width, heads = c.model.hidden_size, c.model.n_heads
+    if width % (2 * max(heads, 1)):   # rotary positions turn pairs
+        fit = [n for n in range(1, width // 2 + 1) if width % (2 * n) == 0]
+        raise ValueError(f"config: model.n_heads is {heads}, model.hidden_size {width}; expected heads of an even width "
+                         f"hidden_size / n_heads: n_heads one of {', '.join(map(str, fit)) or 'none: make it even'}.")
     at_least = {"training": dict(batch_size=1, tokens_per_batch=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
                                  eval_freq=1, eval_samples=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
                                  keep_last=1, max_bad_steps=0),
@@ -261,20 +271,25 @@ def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
 
 # -------------------------------------------------------------------------------------------------------------- data
 class MicroBatches(torch.utils.data.Dataset):
-    """(step, micro, epoch, protein indices, times) -> tensors of one micro-batch, noised on the CPU.
+    """(step, micro, epoch, proteins, width) -> tensors of one micro-batch, noised on the CPU.
 
     Noise drawn here is the same on every device and with any number of workers.
-    x0, xt (B, L) int64; mask (B, L) bool, True = residue; full: no padding; sigma, dsigma (B,) float64.
+    x0, xt (B, L) int64, L = width; mask (B, L) bool, True = residue; full: no padding; sigma, dsigma (B,) float64.
     """
 
-    def __init__(self, proteins, graph, noise, max_length, seed):
-        self.proteins, self.graph, self.noise, self.max_length, self.seed = proteins, graph, noise, max_length, seed
+    def __init__(self, graph, noise, max_length, micro_batches, seed):
+        self.graph, self.noise, self.max_length = graph, noise, max_length
+        self.micro_batches, self.seed = micro_batches, seed
 
     def __getitem__(self, item):
-        step, micro, epoch, indices, times = item
-        starts = crop_starts(self.proteins, indices, self.max_length, self.seed, epoch)
-        x0, mask = collate(self.proteins, indices, starts, self.max_length)
-        sigma, dsigma = self.noise(times)
+        step, micro, epoch, proteins, width = item
+        n = len(proteins)
+        starts = crop_starts(proteins, np.arange(n), self.max_length, self.seed, epoch)
+        x0, mask = collate(proteins, np.arange(n), starts, self.max_length, width)
+        # One time in each of n parts of [0, 1], shifted evenly over the micro-batches: together they cover it finely.
+        offset = (keyed_seed(self.seed, "time", step) / 2**63 + micro / self.micro_batches) % 1
+        permutation = torch.randperm(n, generator=keyed_generator(self.seed, "strata", step, micro))
+        sigma, dsigma = self.noise(stratified_times(n, offset, permutation, TIME_EPS))
         xt = self.graph.corrupt(x0, sigma, keyed_generator(self.seed, "noise", step, micro))
         return {"x0": x0, "xt": torch.where(mask, xt, X_ID), "mask": mask, "full": bool(mask.all()), "sigma": sigma,
                 "dsigma": dsigma, "seed": keyed_seed(self.seed, "dropout", step, micro)}
@@ -283,38 +298,21 @@ class MicroBatches(torch.utils.data.Dataset):
 class Schedule(torch.utils.data.Sampler):
     """What this rank computes, from `first` step to `last`: items for MicroBatches. Any step is reached directly."""
 
-    def __init__(self, lengths, config, micro_batches, ddp, first=0, last=0):
-        self.lengths, self.config, self.micro_batches, self.ddp = lengths, config, micro_batches, ddp
-        self.first, self.last = first, last
-        self.plan, self.planned = self.plan_of(0), 0
-        self.steps_per_epoch = self.plan.n_steps
-        self.accum = micro_batches // ddp.world_size
+    def __init__(self, reader, ddp, first=0, last=0):
+        self.reader, self.first, self.last = reader, first, last
+        accum = reader.plan.micro_batches // ddp.world_size
+        self.mine = range(ddp.rank * accum, (ddp.rank + 1) * accum)
 
-    def plan_of(self, epoch):
-        t = self.config.training
-        return EpochPlan(self.lengths, t.seed, epoch, self.micro_batches, tokens=t.tokens_per_batch,
-                         proteins=t.batch_size)
-
-    def global_batch(self, step):
-        """All items of a step: (step, micro, epoch, protein indices, times) per micro-batch."""
-        seed, (epoch, at) = self.config.training.seed, divmod(step, self.steps_per_epoch)
-        if self.planned != epoch:
-            self.plan, self.planned = self.plan_of(epoch), epoch
-        micros = self.plan.global_batch(at)
-        n = sum(map(len, micros))
-        offset = keyed_seed(seed, "time", step) / 2**63
-        permutation = torch.randperm(n, generator=keyed_generator(seed, "strata", step))
-        times = stratified_times(n, offset, permutation, TIME_EPS).split([len(m) for m in micros])
-        return [(step, k, epoch, micros[k], times[k]) for k in range(self.micro_batches)]
+    def item(self, step, micro):
+        return (step, micro, self.reader.plan.place(step)[0], *self.reader.micro_batch(step, micro))
 
     def __iter__(self):
-        # Consecutive micro-batches: the plan pairs a long with a short one.
-        mine = slice(self.ddp.rank * self.accum, (self.ddp.rank + 1) * self.accum)
         for step in range(self.first, self.last):
-            yield from self.global_batch(step)[mine]
+            for micro in self.mine:
+                yield self.item(step, micro)
 
     def __len__(self):
-        return (self.last - self.first) * self.accum
+        return (self.last - self.first) * len(self.mine)
 
 
 def to_device(batch, device, dtype):
@@ -324,26 +322,78 @@ def to_device(batch, device, dtype):
     return {**move, "sigma": move["sigma"].to(exact), "dsigma": move["dsigma"].to(exact)}
 
 
-def load_proteins(config, alive):
-    """(training proteins, validation proteins or None, their source if they are demo proteins, description)."""
-    d, source = config.data, None
-    if d.file is None:
-        source = DemoSource(seed=0)
-        proteins = source.sample(d.demo_proteins, seed=config.training.seed)
-        report = f"{len(proteins):,} demo proteins of a second-order Markov source"
+def missing_data(file):
+    """What to say where data.file is not there: one line."""
+    make = (f"To make the folder: python prepare_uniref50.py {file} (its --help says how large)"
+            if not Path(file).suffix else "Check the path")
+    return f"data.file {file} does not exist (relative to {Path.cwd()}). {make}."
+
+
+class TrainingData(NamedTuple):
+    train: object           # Proteins or PreparedProteins
+    val: object             # Proteins, or None
+    source: object          # a DemoSource that knows the likelihood of the proteins, or None
+    fingerprint: dict       # what a resumed run must have alike
+    description: str
+    staged: Path | None = None   # the copy on this host that this rank removes at the end
+
+
+def load_data(config, ddp, stage=None):
+    """The proteins to train on and to validate with. stage: folder on each host to copy a prepared folder to.
+
+    Raises ValueError or OSError for data that cannot be used."""
+    d, source, alive = config.data, None, functools.partial(beat, ddp)
+    if d.file and not os.path.exists(d.file):
+        raise FileNotFoundError(missing_data(d.file))
+    if d.file and os.path.isdir(d.file):
+        folder = load_prepared(config, ddp, stage)
+        meta, train, val = read_meta(folder), PreparedProteins(folder), PreparedProteins(folder, "val").read_all()
+        hashes = [meta["sets"][name]["keys_hash"] for name in ("train", "val")]
+        description = f"{d.file}: {len(train):,} proteins, prepared from {meta['release'] or ', '.join(meta['source'])}"
     else:
-        proteins, report = read_sequences(d.file, d.min_length, alive)
-        report = f"{d.file}: {report}"
-    everything = np.arange(len(proteins))
-    train, val = split_by_hash(proteins, d.val_fraction) if d.val_fraction else (everything, None)
-    train, lengths, n_long = apply_max_length(proteins.subset(train), d.max_length, d.long)
-    how = "cropped" if d.long == "crop" else "dropped"
-    split = f"{len(train):,} for training, {int(lengths.sum()):,} residues per epoch"
-    split += f" ({n_long:,} longer than {d.max_length:,}: {how})" if n_long else ""
-    if val is not None:
-        val, _, n_long = apply_max_length(proteins.subset(val), d.max_length, d.long)
-        split += f"; {len(val):,} for validation" + (f" ({n_long:,} {how})" if n_long else "")
-    return train, val, source, [str(report), split]
+        if stage:
+            raise ValueError(f"--stage copies a folder made by prepare_uniref50.py; data.file is {d.file}.")
+        if d.file is None:
+            source = DemoSource(seed=0)
+            proteins = source.sample(d.demo_proteins, seed=config.training.seed)
+            description = f"{len(proteins):,} demo proteins of a second-order Markov source"
+        else:
+            proteins, report = read_sequences(d.file, d.min_length, alive)
+            description = f"{d.file}: {report}"
+        train, val = proteins, proteins.subset([])
+        if d.val_fraction:
+            train, val = map(proteins.subset, split_by_hash(proteins, d.val_fraction))
+        hashes = [keys_hash(part.keys) for part in (train, val)]
+        if len(proteins) > LARGE_FILE and ddp.is_main:
+            description += (f". This took {len(proteins) * 0.6e-6:.1f} GB on every rank. Once "
+                            f"`python prepare_uniref50.py FOLDER --fasta {d.file}`, then --data FOLDER: starts in "
+                            f"seconds, in 0.3 GB")
+    alive()
+    return TrainingData(train, val if len(val) else None, source, {"n": len(train), "hash": "".join(hashes)},
+                        description, folder if stage and ddp.local_rank == 0 else None)
+
+
+def load_prepared(config, ddp, stage):
+    """Where to read the prepared folder data.file: rank 0 checks it; with `stage`, one rank per host copies it there."""
+    d = config.data
+    if ddp.is_main:
+        check_prepared(d.file, d.val_fraction, d.min_length)
+    if not stage:
+        return d.file
+    said = [time.monotonic()]
+
+    def report(done, total):
+        beat(ddp)
+        if time.monotonic() > said[0] + 10 and ddp.is_main:
+            said[0] = time.monotonic()
+            print0(ddp, f"copying {d.file} to {stage}: {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
+
+    barrier(ddp)   # checked, before anything is copied
+    target = Path(stage) / Path(d.file).resolve().name
+    if ddp.local_rank == 0:
+        stage_prepared(d.file, target, report)
+    barrier(ddp, timeout=STAGE_SECONDS)
+    return target
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
@@ -360,8 +410,8 @@ class Validation:
     this is a bound for every noise schedule.
     """
 
-    def __init__(self, proteins, config, graph, noise, train_counts, source=None):
-        """train_counts: see unigram_counts. source: of demo proteins, whose exact likelihood it knows."""
+    def __init__(self, proteins, config, graph, noise, letter_counts, source=None):
+        """letter_counts: of the training proteins, see Proteins.letter_counts. source: of demo proteins, whose exact likelihood it knows."""
         d, t = config.data, config.training
         self.graph, self.noise, self.samples = graph, noise, t.eval_samples
         everything = np.arange(len(proteins))
@@ -372,7 +422,7 @@ class Validation:
         self.part = np.empty(len(lot))
         self.part[np.argsort(lot, kind="stable")] = (np.arange(len(lot)) + 0.5) / len(lot)
         self.counts = np.array([int((self.proteins[i] != X_ID).sum()) for i in everything])
-        frequencies = np.append(unigram_frequencies(train_counts), 0.0)   # X, which is never a target: 0
+        frequencies = np.append(unigram_frequencies(letter_counts), 0.0)   # X, which is never a target: 0
         nll = -np.log(np.append(frequencies[:X_ID], 1.0))                 # of each token, in nats
         self.unigram = math.exp(sum(nll[self.proteins[i]].sum() for i in everything) / self.counts.sum())
         self.frequencies = torch.from_numpy(frequencies)
@@ -429,11 +479,14 @@ class Validation:
         return {"exact": float(self.exact.sum() / n), "standard_error": float(np.sqrt((rest**2).sum()) / n)}
 
 
-def sample_proteins(model, config, graph, noise, lengths, step, ddp, dtype):
-    """FASTA text of monitoring.n_samples proteins; lengths drawn from the training lengths. Keyed by (seed, step)."""
+def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
+    """FASTA text of monitoring.n_samples proteins. Keyed by (seed, step).
+
+    counts: (longest + 1,) number of training proteins of each length, from which lengths are drawn."""
     m, seed = config.monitoring, config.training.seed
     generator = keyed_generator(seed, "sample", step)
-    chosen = lengths[torch.randint(len(lengths), (m.n_samples,), generator=generator).numpy()]
+    ends = np.cumsum(counts)
+    chosen = np.searchsorted(ends, torch.randint(int(ends[-1]), (m.n_samples,), generator=generator).numpy(), "right")
     mask = torch.from_numpy(np.arange(chosen.max()) < chosen[:, None]).to(ddp.device)
     keys = None if bool(mask.all()) else mask
     was_training, _ = model.training, model.eval()
@@ -451,21 +504,84 @@ def sample_proteins(model, config, graph, noise, lengths, step, ddp, dtype):
 
 # -------------------------------------------------------------------------------------------------------------- main
 def describe_plan(config, ranks):
-    """Table of what each number of ranks (text such as "1,2,4,8") would do: no device is touched."""
+    """Table of what each number of ranks (text such as "1,2,4,8") would do, and the memory: no device is touched.
+
+    Raises ValueError for what training would refuse, other than content of the data."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", ranks):
         raise ValueError(f"--plan {ranks}; expected numbers of ranks, such as 1,2,4,8")
-    t, o, unit = config.training, config.optim, "proteins" if config.training.batch_size else "tokens"
+    t, o, d, unit = config.training, config.optim, config.data, "proteins" if config.training.batch_size else "tokens"
     rows = [f"optim.scale {scale_name(o.scale)}: from lr {o.lr:g} and warm-up {o.warmup:,}"
-            + (f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else ""),
-            f"{'ranks':>6} {'effective batch (' + unit + ')':>26} {'learning rate':>14} {'warm-up steps':>14}"]
+            + (f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else "")]
+    counts, positions = None, t.tokens_per_batch
+    if d.file and not os.path.exists(d.file):
+        rows.append(f"steps per epoch are not known: {missing_data(d.file)}")
+    else:
+        data = load_data(config, Ddp())
+        counts, rows = data.train.length_counts(), [f"data: {data.description}", *rows]
+    rows.append(f"{'ranks':>6} {f'batch ({unit})':>17} {'learning rate':>14} {'warm-up steps':>14} {'steps/epoch':>12} "
+                f"{'epochs':>8}")
     for n in map(int, ranks.split(",")):
         batch = n * t.accum * (t.batch_size or t.tokens_per_batch)
         lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
-        rows.append(f"{n:>6} {batch:>26,} {lr:>14.4g} {warmup:>14,}")
-    return "\n".join(rows)
+        steps = epochs = "?"
+        if counts is not None:
+            plan = make_batch_plan(config, counts, n * t.accum)
+            positions = int((plan.sizes * plan.tops).max())
+            steps = f"{plan.steps_per_epoch:,}"
+            epochs = f"{t.num_epochs or t.n_iters / plan.steps_per_epoch:,.2f}"
+        rows.append(f"{n:>6} {batch:>17,} {lr:>14.4g} {warmup:>14,} {steps:>12} {epochs:>8}")
+    return "\n".join([*rows, *describe_memory(config, positions or t.batch_size * d.max_length)])
 
 
-def prepare(config, ddp, work_dir, resume=None, fresh=False):
+def describe_memory(config, positions):
+    """Lines on the memory of a rank. positions: most of them in a micro-batch."""
+    m = config.model
+    with torch.device("meta"):
+        n = sum(p.numel() for p in make_model(config, make_graph(config.graph.type, N_TOKENS)).parameters())
+    per_block = SAVED_BYTES["float32" if config.memory.mixed_precision in (False, "float32") else "16 bits"]
+    blocks = 1 + 4 / per_block * m.n_blocks if config.memory.gradient_checkpointing else m.n_blocks
+    activations = positions * m.hidden_size * blocks * per_block
+    return [f"memory of a rank, {n / 1e6:,.2f} million parameters in float32:",
+            f"  weights {4 * n / 1e9:.2f} GB, gradients {4 * n / 1e9:.2f}, AdamW {8 * n / 1e9:.2f}, averages (EMA) "
+            f"{4 * n / 1e9:.2f}: {20 * n / 1e9:.2f} GB",
+            f"  activations about {activations / 1e9:.2f} GB: an estimate, for micro-batches of up to {positions:,} "
+            f"positions"]
+
+
+def make_batch_plan(config, length_counts, micro_batches):
+    """The BatchPlan of this config."""
+    t, d = config.training, config.data
+    return BatchPlan(length_counts, d.max_length, micro_batches, t.batch_size, t.tokens_per_batch, d.long,
+                     config.model.hidden_size, t.seed)
+
+
+def make_reader(config, proteins, micro_batches, ddp):
+    """A BatchReader of this config's plan. Rank 0 alone reads all lengths: a collective."""
+    plan = make_batch_plan(config, proteins.length_counts(), micro_batches)
+    check_alike({"batches (work, windows, steps)": [plan.work, plan.windows, plan.window_steps]}, ddp)
+    rows = (torch.from_numpy(sum_rows(proteins, plan.work_of)) if ddp.is_main else
+            torch.zeros(2, count_rows(len(proteins)), dtype=torch.int64))
+    return BatchReader(plan, proteins, broadcast(rows, ddp).numpy())
+
+
+def make_model(config, graph):
+    m = config.model
+    return SEDD(graph.vocab_size, m.hidden_size, m.n_blocks, m.n_heads, m.cond_dim, m.dropout,
+                scale_by_sigma=graph.absorb, parameterization=m.parameterization, forbidden=(X_ID,),
+                gradient_checkpointing=config.memory.gradient_checkpointing, init_logits=m.init_logits)
+
+
+def describe_split(plan, val, data):
+    """One line: how many proteins there are to train on and to validate with, and what becomes of long ones."""
+    how = "cropped" if data.long == "crop" else "dropped"
+    text = f"{plan.proteins:,} for training, {plan.residues:,} residues per epoch"
+    text += f" ({plan.n_long:,} longer than {plan.max_length:,}: {how})" if plan.n_long else ""
+    if plan.used < 0.995:
+        text += f", {1 - plan.used:.1%} of the proteins are left out of each epoch, others each time"
+    return text if val is None else f"{text}; {len(val):,} for validation"
+
+
+def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     """Everything before the first step: data, model, start or continue, the lock. Returns what `train` needs.
 
     Raises ValueError or OSError for input that cannot be used, and then has written nothing: the run directory is
@@ -481,11 +597,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     path = broadcast(find_checkpoint(work_dir, resume, fresh, unlike) if ddp.is_main else None, ddp)
     state = load_checkpoint(path, ddp) if path else None
 
-    proteins, val, source, described = load_proteins(config, functools.partial(beat, ddp))
-    beat(ddp)
-    keys = proteins.keys.tobytes() + (b"" if val is None else val.keys.tobytes())   # the plan goes by their order
-    fingerprint = {"n": len(proteins), "hash": hashlib.blake2b(keys, digest_size=8).hexdigest()}
-    check_alike({"data (hash)": fingerprint["hash"]}, ddp)
+    data = load_data(config, ddp, stage)
+    check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     graph = make_graph(config.graph.type, N_TOKENS)
     noise = make_noise(n.type, **(dict(sigma_min=n.sigma_min, sigma_max=n.sigma_max) if n.type == "geometric" else
                                   dict(eps=n.eps)))
@@ -495,17 +608,13 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         raise ValueError(f"config: {e}") from None
     memory_note = limit_memory(config.memory.max_memory_per_gpu, ddp)
     torch.manual_seed(t.seed)   # the same initial weights on every rank
-    bare = SEDD(graph.vocab_size, config.model.hidden_size, config.model.n_blocks, config.model.n_heads,
-                config.model.cond_dim, config.model.dropout, scale_by_sigma=graph.absorb,
-                parameterization=config.model.parameterization, forbidden=(X_ID,),
-                gradient_checkpointing=config.memory.gradient_checkpointing,
-                init_logits=config.model.init_logits).to(ddp.device)
+    bare = make_model(config, graph).to(ddp.device)
 
     # A global batch is a number of micro-batches, fixed at the start of the run, whatever the ranks are later.
     micro_batches = t.accum * ddp.world_size
     if state is not None:
         micro_batches = check_resume(state, path, __file__, KEPT, differences, MAY_CHANGE, bare.state_dict(),
-                                     "proteins", fingerprint, ddp.world_size)
+                                     "proteins", data.fingerprint, ddp.world_size)
     accum, batch = micro_batches // ddp.world_size, micro_batches * (t.batch_size or t.tokens_per_batch)
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
     progress = {"step": 0, "best": None, "bad_evals": 0, "recent": [0.0, 0.0], "finished": "",
@@ -514,11 +623,14 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         path = ddp.state["checkpoint"][0]   # perhaps the one before
         lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
         bare.load_state_dict(state["model"])
-    lengths = np.minimum(proteins.lengths, config.data.max_length)
-    schedule = Schedule(lengths, config, micro_batches, ddp, progress["step"])
-    n_iters = t.n_iters or t.num_epochs * schedule.steps_per_epoch
-    schedule.last = max(n_iters, progress["step"])
-    validation = None if val is None else Validation(val, config, graph, noise, unigram_counts(proteins), source)
+    reader = make_reader(config, data.train, micro_batches, ddp)
+    plan = reader.plan
+    n_iters = t.n_iters or t.num_epochs * plan.steps_per_epoch
+    schedule = Schedule(reader, ddp, progress["step"], max(n_iters, progress["step"]))
+    validation, split = None, describe_split(plan, data.val, config.data)
+    if data.val is not None:
+        val, _, _ = apply_max_length(data.val, config.data.max_length, config.data.long)
+        validation = Validation(val, config, graph, noise, data.train.letter_counts(), data.source)
 
     optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps,
                                   weight_decay=o.weight_decay, fused=True)
@@ -535,9 +647,11 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, {n.type} noise, "
              f"{config.model.parameterization}",
              f"  {str(dtype)[6:]} ({dtype_why}){memory_note}",
-             f"data: {described[0]}", f"  {described[1]}",
+             f"data: {data.description}", f"  {split}",
              f"batch: {batch // micro_batches:,} {unit} x accum {accum} x {ddp.world_size} rank(s) = {batch:,} per "
-             f"step, {schedule.steps_per_epoch:,} steps per epoch, {n_iters:,} steps in all"]
+             f"step on average, {plan.steps_per_epoch:,} steps per epoch, {n_iters:,} steps in all"]
+    if abs(plan.mean / (batch // micro_batches) - 1) > 0.03:
+        lines.append(f"  long proteins do not fill such batches evenly: the average is {plan.mean:,.4g} {unit}")
     if accum != t.accum:
         lines.append(f"  accum is {accum} and not {t.accum}: it follows the ranks, so that the global batch stays")
     lines.append(f"optim: lr {lr:g}, warm-up {warmup:,} steps, " + (
@@ -562,7 +676,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         barrier(ddp)   # the run directory is there, on all ranks
         watch_run(ddp, work_dir, config.monitoring.watchdog_minutes, t.stop_signals, arm=True)
     return SimpleNamespace(
-        config=config, work_dir=work_dir, path=path, lock=lock, proteins=proteins, fingerprint=fingerprint,
+        config=config, work_dir=work_dir, path=path, lock=lock, data=data, plan=plan,
         graph=graph, noise=noise, dtype=dtype, bare=bare, model=model, optimizer=optimizer, ema=ema, scaler=scaler,
         schedule=schedule, validation=validation, progress=progress, n_iters=n_iters, accum=accum,
         micro_batches=micro_batches, batch=batch, lr=lr, warmup=warmup)
@@ -604,8 +718,8 @@ def train(run, ddp):
                                f"{before}")
         save_checkpoint(str(work_dir / "checkpoints" / name), ddp, keep_last, resumes, model=bare.state_dict(),
                         ema=run.ema.state_dict(), optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(),
-                        config=config_to_dict(config), epoch=progress["step"] // schedule.steps_per_epoch,
-                        micro_batches=run.micro_batches, lr=run.lr, warmup=run.warmup, data=run.fingerprint, **progress)
+                        config=config_to_dict(config), epoch=progress["step"] // run.plan.steps_per_epoch,
+                        micro_batches=run.micro_batches, lr=run.lr, warmup=run.warmup, data=run.data.fingerprint, **progress)
 
     def settle(totals, arrived):
         """Read the flags of a step: a bad one has changed nothing. Returns how many ranks were asked to stop."""
@@ -614,17 +728,18 @@ def train(run, ddp):
         run.ema.num_updates -= bad   # a skipped step has not moved the averages
         return wanted
 
-    dataset = MicroBatches(run.proteins, run.graph, run.noise, config.data.max_length, t.seed)
+    dataset = MicroBatches(run.graph, run.noise, config.data.max_length, run.micro_batches, t.seed)
     batches = iter(torch.utils.data.DataLoader(dataset, sampler=schedule, batch_size=None, num_workers=t.num_workers,
                                                pin_memory=ddp.device.type == "cuda", generator=torch.Generator(),
                                                worker_init_fn=functools.partial(worker_init, signals=t.stop_signals)))
-    per_protein = 1.0 if t.tokens_per_batch or config.loss.reduction == "sequence" else float(schedule.lengths.mean())
+    per_protein = (1.0 if t.tokens_per_batch or config.loss.reduction == "sequence" else
+                   run.plan.residues / run.plan.proteins)
     nominal = run.batch * per_protein   # a fixed guess of the count, so that backward runs on numbers near 1
     bare.train()
     # DDP lays out its buckets anew after its first backward, which changes the order of sums from 3 ranks on. One
     # backward whose gradient is thrown away, at every start, and a resumed run has the layout of the one before.
     if ddp.world_size > 1:
-        first = dataset[schedule.global_batch(progress["step"])[ddp.rank * run.accum]]
+        first = dataset[schedule.item(progress["step"], schedule.mine[0])]
         accumulate(run.model, [first], run.graph, config, ddp, run.dtype, nominal)
         run.optimizer.zero_grad(set_to_none=True)
     since, seen = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=ddp.device)
@@ -662,7 +777,7 @@ def train(run, ddp):
         if report:
             loss, per_residue = (float(totals[0] / totals[k].clamp(min=1)) for k in (1, 2))
             values = {"loss": loss, "perplexity": math.exp(min(per_residue, 50.0)), "grad_norm": float(norm),
-                      "lr": run.optimizer.param_groups[0]["lr"], "epoch": (step - 1) // schedule.steps_per_epoch,
+                      "lr": run.optimizer.param_groups[0]["lr"], "epoch": (step - 1) // run.plan.steps_per_epoch,
                       "residues_per_second": float(seen) / (time.perf_counter() - since)}
             if progress["bad_steps"][0]:
                 values["bad_steps"] = progress["bad_steps"][0]
@@ -702,7 +817,7 @@ def train(run, ddp):
             log.metrics(step, values)
         if ddp.is_main and (progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0)):
             with run.ema.applied(bare):
-                text = sample_proteins(bare, config, run.graph, run.noise, schedule.lengths, step, ddp, run.dtype)
+                text = sample_proteins(bare, config, run.graph, run.noise, run.plan.counts, step, ddp, run.dtype)
             write_text_atomic(work_dir / "samples" / f"step_{step}.fasta", text)
         if progress["finished"] or save_last or reason:   # after sampling: what says "finished" has everything
             save("last.pt", t.keep_last)
@@ -710,6 +825,8 @@ def train(run, ddp):
             since = time.perf_counter()
             seen.zero_()
     log.close()
+    if run.data.staged:   # what other ranks of this host have open stays readable
+        shutil.rmtree(run.data.staged)
     if run.lock:
         run.lock.release()
     result = {"step": progress["step"], **values, **(validation.compare(bound) if bound is not None else {})}
@@ -724,11 +841,11 @@ def train(run, ddp):
     return result
 
 
-def main(config, ddp, work_dir, resume=None, fresh=False):
+def main(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     """prepare and train; importable."""
     run = None
     try:
-        run = prepare(config, ddp, work_dir, resume, fresh)
+        run = prepare(config, ddp, work_dir, resume, fresh, stage)
         return train(run, ddp)
     except BaseException as e:
         close_run(ddp, 130 if isinstance(e, KeyboardInterrupt) else 1, f"{type(e).__name__}: {e}")
@@ -769,7 +886,8 @@ def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], epilog="See the head of this file for examples and all keys.",
                     allow_abbrev=False)
     parser.add_argument("--config", required=True, help="YAML file")
-    parser.add_argument("--data", "--datafile", dest="data", help="file of proteins (sets data.file)")
+    parser.add_argument("--data", "--datafile", dest="data", help="file of proteins, or folder of prepare_uniref50.py (sets data.file)")
+    parser.add_argument("--stage", metavar="DIR", help="copy the prepared folder to DIR on each host, and read it there")
     parser.add_argument("--work_dir", help="run directory (default runs/CONFIG_NAME)")
     parser.add_argument("--resume", help="continue from this checkpoint")
     parser.add_argument("--fresh", action="store_true", help="start over; the old run directory is renamed")
@@ -831,7 +949,7 @@ def cli(argv=None):
             minutes = config.monitoring.watchdog_minutes   # while loading no less than for meeting
             signals = [name for name in config.training.stop_signals if name != "SIGINT"]   # Ctrl-C ends it at once
             watch_run(ddp, None, minutes and max(minutes, early.init_timeout / 60), signals, arm=True)
-            run = prepare(config, ddp, work_dir, args.resume, args.fresh)
+            run = prepare(config, ddp, work_dir, args.resume, args.fresh, args.stage)
         except (ValueError, OSError) as e:
             if ddp.is_main:
                 replace_status(work_dir, BAD_INPUT, str(e))

@@ -15,7 +15,7 @@ from ddp_setup import cleanup_ddp, grad_scaler, setup_ddp, wrap_ddp  # noqa: E40
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss  # noqa: E402
 from sedd_model import SEDD  # noqa: E402
 from sequence_data import N_TOKENS, X_ID, read_sequences  # noqa: E402
-from train_sedd_ddp import Config, MicroBatches, Schedule, accumulate  # noqa: E402
+from train_sedd_ddp import Config, MicroBatches, Schedule, accumulate, make_reader  # noqa: E402
 
 MAX_LENGTH, NOMINAL = 50, 123.0
 SETTINGS = {f"{dtype} {reduction} {micro} micro-batches{' static graph' if static else ''}":
@@ -28,7 +28,7 @@ def build(proteins, ddp, dtype, reduction, micro, static, dropout=0.1):
     """(model with no zero gradient, dataset, schedule, graph, config)."""
     config = Config()
     config.training.batch_size, config.training.seed = 3, 5
-    config.loss.reduction, config.model.dropout = reduction, dropout
+    config.loss.reduction, config.model.dropout, config.data.max_length = reduction, dropout, MAX_LENGTH
     graph, noise = make_graph("absorb", N_TOKENS), make_noise("loglinear")
     torch.manual_seed(0)
     model = SEDD(graph.vocab_size, 32, 2, 2, 16, dropout, forbidden=(X_ID,)).to(getattr(torch, dtype))
@@ -36,9 +36,8 @@ def build(proteins, ddp, dtype, reduction, micro, static, dropout=0.1):
     with torch.no_grad():   # a fresh model has zeros in places, and zero gradients behind them
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype))
-    lengths = proteins.lengths.clip(max=MAX_LENGTH)
-    return (model, MicroBatches(proteins, graph, noise, MAX_LENGTH, config.training.seed),
-            Schedule(lengths, config, micro, ddp, 0, 2), graph, config)
+    return (model, MicroBatches(graph, noise, MAX_LENGTH, micro, config.training.seed),
+            Schedule(make_reader(config, proteins, micro, ddp), ddp, 0, 2), graph, config)
 
 
 def accumulated(proteins, ddp, static, **setting):
@@ -46,7 +45,7 @@ def accumulated(proteins, ddp, static, **setting):
     model, dataset, schedule, graph, config = build(proteins, ddp, static=static, **setting)
     wrapped, items, out = wrap_ddp(model, ddp, static_graph=static), iter(schedule), []
     for _ in range(2):
-        batches = [dataset[next(items)] for _ in range(schedule.accum)]
+        batches = [dataset[next(items)] for _ in schedule.mine]
         accumulate(wrapped, batches, graph, config, ddp, torch.float32, NOMINAL, grad_scaler(torch.float32, ddp))
         out.append({name: p.grad.clone() for name, p in model.named_parameters()})
         model.zero_grad()
@@ -59,8 +58,8 @@ def reference(proteins, ddp, **setting):
     exact, out = next(model.parameters()).dtype, []
     for step in range(2):
         total, count = 0.0, 0
-        for item in schedule.global_batch(step):
-            b = dataset[item]
+        for micro in range(schedule.reader.plan.micro_batches):
+            b = dataset[schedule.item(step, micro)]
             torch.manual_seed(b["seed"])
             sigma = b["sigma"].to(exact)
             score = model(b["xt"], sigma, b["mask"])

@@ -30,7 +30,7 @@ from run_config import dump_yaml, load_config
 from run_log import RunLock, replace_status, write_text_atomic
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sequence_data import AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences, unigram_counts
-from train_sedd_ddp import (Config, MicroBatches, Schedule, Validation, check_config, describe_plan, main, prepare,
+from train_sedd_ddp import (Config, MicroBatches, Schedule, Validation, check_config, describe_plan, main, make_reader, prepare,
                             sample_proteins, train)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -210,7 +210,7 @@ def test_without_dropout_the_gradient_is_that_of_all_proteins_in_one_padded_batc
     model, dataset, schedule, graph, _ = build(proteins, Ddp(), **setting)
     expected = []
     for step in range(2):
-        parts = [dataset[item] for item in schedule.global_batch(step)]
+        parts = [dataset[schedule.item(step, micro)] for micro in range(4)]
         width = max(p["x0"].shape[1] for p in parts)
         wide = lambda name, fill: torch.cat([torch.nn.functional.pad(p[name], (0, width - p[name].shape[1]), value=fill)
                                              for p in parts])
@@ -227,41 +227,45 @@ def items_of(schedule, n):
     """Items of n ranks by (step, micro-batch), from generators of `schedule(ddp)`."""
     found = {}
     for rank in range(n):
-        for step, micro, epoch, indices, times in schedule(Ddp(rank=rank, world_size=n)):
+        for step, micro, epoch, proteins, width in schedule(Ddp(rank=rank, world_size=n)):
             assert (step, micro) not in found
-            found[step, micro] = epoch, indices.tolist(), times.tolist()
+            found[step, micro] = epoch, [decode(proteins[i]) for i in range(len(proteins))], width
     return found
 
 
 @pytest.mark.parametrize("budget", ["training.batch_size=3", "training.tokens_per_batch=200"])
 def test_any_number_of_ranks_computes_the_same_micro_batches_from_any_step_on(fasta, budget):
     proteins, _ = read_sequences(fasta)
-    config = load_config(Config, None, [budget, "training.seed=7"])
-    make = lambda first: lambda ddp: Schedule(proteins.lengths.clip(max=50), config, 4, ddp, first, 45)
+    config = load_config(Config, None, [budget, "training.seed=7", "data.max_length=50"])
+    make = lambda first: lambda ddp: Schedule(make_reader(config, proteins, 4, Ddp()), ddp, first, 45)
     one = items_of(make(0), 1)
     assert len({epoch for epoch, _, _ in one.values()}) >= 2 and len(one) == 45 * 4
     assert items_of(make(0), 2) == items_of(make(0), 4) == one
     assert items_of(make(31), 2) == {k: v for k, v in one.items() if k[0] >= 31}
 
 
-def test_the_times_of_a_global_batch_hit_each_stratum_once_in_an_order_that_changes(fasta):
-    proteins, _ = read_sequences(fasta)
-    schedule = Schedule(proteins.lengths, load_config(Config, None, ["training.batch_size=3"]), 4, Ddp())
+def test_the_times_of_a_micro_batch_hit_each_stratum_once_and_those_of_a_global_batch_lie_closer():
+    proteins = Proteins.from_sequences(["ACDEF" * 4] * 16)
+    dataset = MicroBatches(make_graph("absorb", N_TOKENS), make_noise("loglinear"), 50, 4, seed=1)
     orders = set()
     for step in range(6):
-        times = torch.cat([item[4] for item in schedule.global_batch(step)])
-        strata = ((times - 1e-3) / (1 - 1e-3) * len(times)).floor().long().tolist()
-        assert sorted(strata) == list(range(len(times)))
-        orders.add(tuple(strata))
-    assert len(orders) == 6
+        batches = [dataset[step, micro, 0, proteins, 20] for micro in range(4)]
+        times = torch.stack([(1 - (-b["sigma"]).exp()) / (1 - 1e-3) for b in batches])     # of log-linear noise
+        shares = (times - 1e-3) / (1 - 1e-3)
+        strata = (shares * 16).floor().long()
+        assert all(sorted(row) == list(range(16)) for row in strata.tolist())
+        assert sorted((shares.flatten() * 64).floor().long().tolist()) == list(range(64))
+        orders.update(map(tuple, strata.tolist()))
+    assert len(orders) == 24
 
 
 def test_noise_is_keyed_by_step_and_micro_batch_and_spares_padding(fasta):
     proteins, _ = read_sequences(fasta)
-    dataset = MicroBatches(proteins, make_graph("absorb", N_TOKENS), make_noise("loglinear"), 50, seed=1)
-    make = lambda step, micro: dataset[step, micro, 0, np.arange(8), torch.full((8,), 0.5, dtype=torch.float64)]
+    dataset = MicroBatches(make_graph("absorb", N_TOKENS), make_noise("loglinear"), 50, 2, seed=1)
+    make = lambda step, micro: dataset[step, micro, 0, proteins.subset(np.arange(8)), 60]
     a, b = make(0, 0), make(0, 0)
     assert all(torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a)
+    assert a["x0"].shape == (8, 60)
     for other in (make(1, 0), make(0, 1)):
         assert not torch.equal(a["xt"], other["xt"]) and a["seed"] != other["seed"]
     assert (a["xt"][~a["mask"]] == X_ID).all() and not a["full"]
@@ -614,7 +618,7 @@ def test_mixed_precision_trains_near_float32_and_samples(fasta, tmp_path, capsys
 def test_a_model_in_bfloat16_samples_residues_only(fasta):
     config = tiny(fasta)
     model, _, schedule, graph, _ = build(read_sequences(fasta)[0], Ddp(), "bfloat16", "residue", 4, False)
-    text = sample_proteins(model, config, graph, make_noise("loglinear"), schedule.lengths, 3, Ddp(), torch.bfloat16)
+    text = sample_proteins(model, config, graph, make_noise("loglinear"), schedule.reader.plan.counts, 3, Ddp(), torch.bfloat16)
     assert re.fullmatch(rf"(>step_3_\d length=\d+\n[{AMINO_ACIDS}]+\n){{2}}", text)
 
 
@@ -867,11 +871,12 @@ def test_every_shipped_config_is_accepted():
 
 def test_the_plan_is_the_table_of_the_original():
     c = load_config(Config, ROOT / "configs" / "sedd_uniref50.yaml")
-    table = [re.split(r"\s{2,}", line.strip()) for line in describe_plan(c, "1,2,4,8").splitlines()[-4:]]
-    assert table == [["1", "64", "5e-05", "5,000"], ["2", "128", "0.0001", "10,000"],
+    table_of = lambda ranks: [re.split(r"\s{2,}", line.strip())[:4] for line in describe_plan(c, ranks).splitlines()
+                              if re.match(r" +\d", line)]
+    assert table_of("1,2,4,8") == [["1", "64", "5e-05", "5,000"], ["2", "128", "0.0001", "10,000"],
                      ["4", "256", "0.0002", "20,000"], ["8", "512", "0.0004", "40,000"]]
     c.training.batch_size = 12
-    assert re.split(r"\s{2,}", describe_plan(c, "8").splitlines()[-1].strip()) == ["8", "384", "0.0003", "30,000"]
+    assert table_of("8") == [["8", "384", "0.0003", "30,000"]]
     assert scale_for_batch(3e-7, 0, "linear", 4, 1)[0] == pytest.approx(1.2e-6)      # the original's DPO
     assert scale_for_batch(1e-4, 1000, "sqrt", 256, 64) == (2e-4, 2000)
     assert scale_for_batch(1e-4, 1000, {"cap": 4}, 1024, 64) == (4e-4, 4000)
@@ -888,11 +893,12 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
         (tmp_path / name).write_bytes(b"\x1f\x8b\x08\0junk" if text is None else text.encode())
     base = ["--config", "c.yaml", *good, "--work_dir", "new"]
     cases = [([*base, "--data", "none.fasta"], ["none.fasta does not exist"]),
+             ([*base, "--data", "data/none"], ["data/none does not exist", "python prepare_uniref50.py data/none"]),
              ([*base, "--datafile", "broken.fasta"], ["broken.fasta, line 4, column 3: found b'1'"]),
              ([*base, "--data", "cut.fasta.gz"], ["cut.fasta.gz"]),
              ([*base, "--data", "empty.fasta"], ["empty.fasta is empty"]),
              ([*base, "--data", "few.fasta", "data.val_fraction=0"], ["3 proteins fill", "one global batch needs 2"]),
-             ([*base, "--data", "."], ["is a directory"]),
+             ([*base, "--data", "."], ["meta.json does not exist", "prepare_uniref50.py"]),
              (["--config", "none.yaml"], ["none.yaml does not exist"]),
              (["--config", "."], ["is a directory"]),
              (["--config", "bad.yaml"], ["bad.yaml, line 2"]),
@@ -913,7 +919,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
              ([*base, "graph.type=uniform", "model.parameterization=subs"], ["expected graph.type absorb"]),
              ([*base, "optim.scale=linear"], ["without optim.base_global_batch"]),
              ([*base, "noise.eps=2"], ["eps = 2"]),
-             ([*base, "model.n_heads=5"], ["n_heads"]),
+             ([*base, "model.n_heads=5"], ["model.n_heads is 5", "n_heads one of 1, 2, 4, 8, 16"]),
              (["--config", "c.yaml", *good, "--plan", "1,x"], ["--plan 1,x"]),
              ([*base, "training.accum=0"], ["training.accum is 0; expected at least 1"])]
     for folder in ("runs/bad", "new", "asked"):     # an outcome of before must not speak for the start that was refused
@@ -954,13 +960,13 @@ LOADING = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 import train_sedd_ddp
-real, rank, argv = train_sedd_ddp.load_proteins, int(os.environ["RANK"]), sys.argv[1:]
-def load_proteins(config, alive):
+real, rank, argv = train_sedd_ddp.load_data, int(os.environ["RANK"]), sys.argv[1:]
+def load_data(config, ddp, stage):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    return real(config, alive)
+    return real(config, ddp, stage)
 if {case!r} == "stop":
-    train_sedd_ddp.load_proteins = load_proteins
+    train_sedd_ddp.load_data = load_data
 if {case!r} == "setting":
     argv.append(f"optim.lr=0.00{{rank + 1}}")
 if {case!r} == "file":
