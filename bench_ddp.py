@@ -6,9 +6,12 @@
     python bench_ddp.py dpo                                     # a DPO step against a plain one; on one CPU thread
     python bench_ddp.py dpo --device cuda                       # the same on a device: pairs per second
     python bench_ddp.py dpo --pdb 5L33.pdb --long               # on this structure; memory of the plain step too
+    python bench_ddp.py data --proteins 60000000 --folder /tmp  # planning and reading of a made prepared set, 17 GB
+    mpirun -n 2 python bench_ddp.py data                        # the second part of it (training) with 2 ranks
 """
 import argparse
 import copy
+import json
 import multiprocessing
 import os
 import shutil
@@ -23,14 +26,15 @@ import torch
 import torch.nn.functional as F
 
 import train_dpo_ddp as dpo
-from ddp_setup import add_launch_arguments, broadcast, load_checkpoint, print0, save_checkpoint, setup_ddp
+from ddp_setup import (add_launch_arguments, all_sum, barrier, broadcast, load_checkpoint, print0, save_checkpoint,
+                       setup_ddp, wrap_ddp)
 from proteinmpnn_model import ATOMS, PAIRS, random_proteinmpnn
 from run_config import load_config
-from sedd_diffusion import make_graph
+from sedd_diffusion import make_graph, make_noise
 from sedd_model import EMA, SEDD
-from sequence_data import N_TOKENS, X_ID
+from sequence_data import N_TOKENS, PARTS, SETS, X_ID, BatchReader, PreparedProteins, sequence_keys, sum_rows
 from structure_data import NAMES, PHI_PSI, Complex, Pair, build_backbone, collate, collate_complexes, read_structure
-from train_sedd_ddp import Config
+from train_sedd_ddp import Config, MicroBatches, Schedule, accumulate, make_batch_plan, make_model, make_reader
 
 CONFIGS = Path(__file__).with_name("configs")
 
@@ -326,20 +330,183 @@ def bench_dpo(args, ddp):
                   flush=True)
 
 
+# ---- data ----
+
+UNIREF50_LENGTHS = dict(mean=np.log(200), sigma=0.85, shortest=11, longest=45_000)   # log-normal, mean 287 residues
+
+
+def write_prepared(folder, n):
+    """A prepared folder of n made proteins, with UniRef50's length distribution and random letters."""
+    law, random = UNIREF50_LENGTHS, np.random.default_rng(0)
+    for name in SETS:
+        (folder / name).mkdir(parents=True)
+        for part in PARTS:
+            (folder / name / part).touch()
+    histogram, letters = np.zeros(law["longest"] + 1, np.int64), np.ones(N_TOKENS, np.int64)
+    parts = [open(folder / "train" / part, "wb") for part in PARTS]
+    for first in range(0, n, 250_000):
+        lengths = np.exp(random.normal(law["mean"], law["sigma"], min(250_000, n - first)))
+        lengths = lengths.clip(law["shortest"], law["longest"]).astype(np.int64)
+        tokens = random.integers(0, X_ID, lengths.sum(), np.uint8)
+        keys = sequence_keys(tokens, np.cumsum(lengths) - lengths, lengths)
+        for file, part, kind in zip(parts, (tokens, lengths, keys), PARTS.values()):
+            part.astype(kind).tofile(file)
+        histogram += np.bincount(lengths, minlength=len(histogram))
+    for file in parts:
+        file.close()
+    lengths = np.flatnonzero(histogram)
+    sets = {name: {"proteins": 0, "residues": 0, "length_histogram": [], "letter_counts": [0] * N_TOKENS,
+                   "keys_hash": "", "files": {p: {"bytes": (folder / name / p).stat().st_size} for p in PARTS}}
+            for name in SETS}
+    sets["train"].update(proteins=n, residues=int((histogram[lengths] * lengths).sum()),
+                         length_histogram=np.stack([lengths, histogram[lengths]], 1).tolist(),
+                         letter_counts=letters.tolist())
+    (folder / "meta.json").write_text(json.dumps({
+        "format": "prepared proteins", "version": 1, "release": "made", "source": [], "val_fraction": 0.0,
+        "min_length": 1, "sets": sets}))
+
+
+def private_megabytes():
+    """Memory of this process that it shares with no other, in MB."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private")) / 1e3
+
+
+def start_a_rank(folder, config, micro_batches, accum, queue):
+    """What rank 0 of a run needs until its first batch, and what its batches are, put on the queue."""
+    torch.set_num_threads(1)
+    before, began = private_megabytes(), time.process_time()
+    proteins = PreparedProteins(folder)
+    plan = make_batch_plan(config, proteins.length_counts(), micro_batches)
+    reader = BatchReader(plan, proteins, sum_rows(proteins, plan.work_of))
+    for lane in range(accum):
+        reader.micro_batch(0, lane)
+    first, memory = time.process_time() - began, private_megabytes() - before
+    table = 4 * len(proteins)                              # the lengths, read once, by rank 0 alone
+    began, far = time.perf_counter(), plan.steps_per_epoch * 5 // 3
+    for lane in range(accum):
+        reader.micro_batch(far, lane)
+    reach = time.perf_counter() - began
+    read_before, used, positions, residues, waits = proteins.bytes_read, 0, 0, 0, []
+    lanes = np.linspace(0, micro_batches - 1, min(micro_batches, 64)).astype(int)
+    reader.units.clear()
+    window = [plan.window_steps * (plan.windows // 2) + k for k in range(plan.window_steps)]
+    steps = window if len(lanes) * len(window) <= 20_000 else window[::len(window) * len(lanes) // 20_000 + 1]
+    share = len(window) / len(steps)
+    for step in steps:
+        work = []
+        for lane in lanes:
+            part, width = reader.micro_batch(step, lane)
+            lengths = np.minimum(part.lengths, plan.max_length)
+            positions, residues = positions + len(part) * width, residues + int(lengths.sum())
+            used += share * int(part.lengths.sum())
+            work.append(len(part) * width * (6 * config.model.hidden_size + width))
+        waits.append(max(work) / (sum(work) / len(work)) - 1)
+    queue.put(dict(first=first, memory=memory, reach=reach, padding=1 - residues / positions, wait=np.mean(waits),
+                   read=(proteins.bytes_read - read_before) / used, table=table / 1e6, steps=plan.steps_per_epoch,
+                   windows=plan.windows, unit=len(proteins) and proteins.meta["residues"] / plan.windows / micro_batches))
+
+
+def in_a_child(function, *arguments):
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=function, args=(*arguments, queue))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{function.__name__} ended with {process.exitcode}; expected 0. -9: memory did not suffice.")
+    return queue.get()
+
+
+def bench_data(args, ddp):
+    """Planning at any number of ranks, and training from a prepared set against the same set in memory."""
+    folder = Path(broadcast(tempfile.mkdtemp(prefix="bench-", dir=args.folder) if ddp.is_main else None, ddp))
+    try:
+        if ddp.world_size == 1:
+            table_of_ranks(args, folder)
+        if ddp.is_main:
+            write_prepared(folder / "small", 100_000)
+        barrier(ddp)
+        train_from_both(args, folder / "small", ddp)
+    finally:
+        barrier(ddp)
+        if ddp.is_main:
+            shutil.rmtree(folder)
+
+
+def table_of_ranks(args, folder):
+    free = shutil.disk_usage(folder).free
+    n = min(args.proteins, int(free * 0.9 / 300))
+    began = time.perf_counter()
+    write_prepared(folder / "large", n)
+    config = load_config(Config, CONFIGS / "sedd_uniref50.yaml")
+    accum = config.training.accum
+    print(f"prepared set of {n:,} made proteins{'' if n == args.proteins else ' (the disk has room for no more)'}, "
+          f"written in {time.perf_counter() - began:.0f} s; sedd_uniref50.yaml, accum {accum}\n"
+          f"{'ranks':>6}{'steps/epoch':>12}{'windows':>8}{'unit kB':>8}{'CPU s to batch 1':>17}{'private MB':>11}"
+          f"{'s to step k':>12}{'padding':>8}{'waits':>6}{'read/used':>10}")
+    for ranks in (1, 12, 1536, 12288):
+        r = in_a_child(start_a_rank, folder / "large", config, ranks * accum, accum)
+        print(f"{ranks:>6}{r['steps']:>12,}{r['windows']:>8,}{r['unit'] / 1e3:>8,.0f}{r['first']:>17.2f}"
+              f"{r['memory']:>11.0f}{r['reach']:>12.3f}{r['padding']:>8.1%}{r['wait']:>6.1%}{r['read']:>10.3f}",
+              flush=True)
+    print(f"rank 0, which alone reads all lengths ({r['table']:,.0f} MB) at the start; k is in the second epoch; waits: by how "
+          f"much the\nslowest of up to 64 micro-batches of a step is above their mean; read/used: bytes read per byte "
+          f"of proteins trained on")
+
+
+def train_from_both(args, folder, ddp):
+    """Residues per second of training from disk, in turns with the same batches from memory; of the loader alone."""
+    torch.set_num_threads(1)
+    config = load_config(Config, CONFIGS / "sedd_cpu.yaml")
+    graph, noise = make_graph("absorb", N_TOKENS), make_noise("loglinear")
+    model = wrap_ddp(make_model(config, graph).to(ddp.device), ddp)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    dataset = MicroBatches(graph, noise, config.data.max_length, ddp.world_size, 0)
+    on_disk = PreparedProteins(folder)
+
+    def run(proteins, first, last, train):
+        schedule = Schedule(make_reader(config, proteins, ddp.world_size, ddp), ddp, first, last)
+        barrier(ddp)
+        began, residues = time.perf_counter(), 0.0
+        for item in schedule:
+            batch = dataset[item]
+            residues += float(batch["mask"].sum())
+            if train:
+                accumulate(model, [batch], graph, config, ddp, torch.float32, 2048.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        return all_sum(residues, ddp) / (time.perf_counter() - began)
+
+    in_memory = on_disk.read_all()
+    run(on_disk, 0, 5, True)
+    ratios, rates = [], []
+    for k in range(args.repeats):                          # each time other steps, from the start of reading on
+        first, last = 1000 * k, 1000 * k + args.steps
+        rates.append([run(proteins, first, last, True) for proteins in (on_disk, in_memory)][::1])
+        ratios.append(rates[-1][0] / rates[-1][1])
+    alone = run(on_disk, 0, 200, False)
+    print0(ddp, f"{ddp.world_size} rank(s), sedd_cpu.yaml, {args.steps} steps, {args.repeats} times in turns: "
+                f"{statistics.median(r[0] for r in rates):,.0f} residues/s from disk, {statistics.median(ratios):.3f} "
+                f"({min(ratios):.3f}-{max(ratios):.3f}) of that from memory; the loader alone {alone:,.0f} residues/s")
+
+
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("save", "dpo"))
+    parser.add_argument("what", choices=("save", "dpo", "data"))
     parser.add_argument("configs", nargs="*", type=Path, help="of save; default: configs/sedd_*.yaml")
     parser.add_argument("--folder", default=".", help="where to write (and remove) checkpoints")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--proteins", type=int, default=1_000_000, help="data: size of the made set (60000000: 17 GB)")
+    parser.add_argument("--steps", type=int, default=60, help="data: steps of each training")
     parser.add_argument("--pdb", type=Path, help="structure for dpo, all its chains designed; default: a built one")
     parser.add_argument("--long", action="store_true", help="dpo: memory of the plain step too; takes GB and minutes")
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
-    if args.what == "dpo" and args.device == "auto":
+    if args.what in ("dpo", "data") and args.device == "auto":
         args.device = "cpu"
     with setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout, quiet=True) as ddp:
-        {"save": bench_save, "dpo": bench_dpo}[args.what](args, ddp)
+        {"save": bench_save, "dpo": bench_dpo, "data": bench_data}[args.what](args, ddp)
 
 
 if __name__ == "__main__":

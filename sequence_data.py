@@ -605,6 +605,7 @@ READ_BYTES = 256 << 10          # least residues that a lane reads in one piece
 WINDOW_STEPS = 256              # least global batches in a window: 16 proteins each fill the buckets of a unit
 EQUAL_WORK = 0.97               # a shape is used if it holds at least this share of the work of a micro-batch
 WIDEST_STEP = 0.80              # unless the next such shape is shorter than this share of the one before
+TAIL_BATCHES = 2.2              # micro-batches that a unit fills beyond its share of all: from bucket to bucket (measured)
 MEAN_WITHIN = 0.02              # how near the mean of batch_size or tokens is to what was asked for
 
 
@@ -629,7 +630,7 @@ class BatchPlan:
     steps_per_epoch, windows, window_steps: as the names say, the same in all epochs.
     tops, sizes: shapes of micro-batches: up to sizes[b] proteins, padded to tops[b] residues.
     work, work_of: work of a full micro-batch; of a protein by its length in the file, (longest + 1,) int64.
-    proteins, residues: per epoch, of the cropped proteins. used: the share of them that is not left out.
+    proteins, residues: in the set, of the cropped proteins. left_out: about which share of them an epoch leaves out.
     Raises ValueError for a budget that cannot hold the longest protein, and for less than a global batch.
     """
 
@@ -660,11 +661,13 @@ class BatchPlan:
         bytes_each = (in_file * counts).sum() / self.expected        # in the file, per micro-batch
         least = max(WINDOW_STEPS, READ_BYTES / bytes_each, WINDOW_BYTES / (bytes_each * micro_batches))
         self.windows = max(1, int(self.expected / micro_batches / least))
-        self.window_steps = int(self.expected / micro_batches / self.windows)
+        per_unit = self.expected / micro_batches / self.windows
+        per_unit += min(TAIL_BATCHES, per_unit / 8)
+        self.window_steps = int(per_unit)
         self.steps_per_epoch = self.windows * self.window_steps
         if self.steps_per_epoch == 0:
             self._refuse_too_few(tokens, batch_size)
-        self.used = self.steps_per_epoch * micro_batches / self.expected
+        self.left_out = 1 - self.window_steps / per_unit
         self._order = None, None
 
     def _choose_shapes(self, asked, by_tokens):
@@ -695,7 +698,7 @@ class BatchPlan:
         if asked < self.least:
             raise ValueError(f"{asked:,} {'tokens' if by_tokens else 'protein(s)'} in a micro-batch are, on average, "
                              f"less work than the longest protein, of {top:,} residues; expected at least "
-                             f"{self.least:,}, which takes no more memory than that protein alone. Raise it, or lower "
+                             f"{self.least:,}, which is as much work as that protein alone. Raise it, or lower "
                              f"max_length.")
         budget = least
         for _ in range(20):                                             # near the mean, then the best filled

@@ -396,6 +396,12 @@ def load_prepared(config, ddp, stage):
     return target
 
 
+def remove_staged(data):
+    """Remove this host's copy of the data; what other ranks of the host have open stays readable."""
+    if data.staged:
+        shutil.rmtree(data.staged)
+
+
 # -------------------------------------------------------------------------------------------------------- evaluation
 class Validation:
     """Bound on -ln p(x0) of every validation protein, the same for any number of ranks.
@@ -576,8 +582,8 @@ def describe_split(plan, val, data):
     how = "cropped" if data.long == "crop" else "dropped"
     text = f"{plan.proteins:,} for training, {plan.residues:,} residues per epoch"
     text += f" ({plan.n_long:,} longer than {plan.max_length:,}: {how})" if plan.n_long else ""
-    if plan.used < 0.995:
-        text += f", {1 - plan.used:.1%} of the proteins are left out of each epoch, others each time"
+    if plan.left_out > 0.005:
+        text += f", about {plan.left_out:.1%} of them left out of each epoch, others each time"
     return text if val is None else f"{text}; {len(val):,} for validation"
 
 
@@ -698,6 +704,7 @@ def train(run, ddp):
                     f"{progress['step']:,}.{more} To start over, --fresh.")
         if ddp.is_main:
             write_status(work_dir, 0, progress["finished"], progress["step"])
+        remove_staged(run.data)
         return {"step": progress["step"]}
     progress["finished"] = ""
     log = RunLog(work_dir, ddp.is_main, total_steps=n_iters)
@@ -825,8 +832,7 @@ def train(run, ddp):
             since = time.perf_counter()
             seen.zero_()
     log.close()
-    if run.data.staged:   # what other ranks of this host have open stays readable
-        shutil.rmtree(run.data.staged)
+    remove_staged(run.data)
     if run.lock:
         run.lock.release()
     result = {"step": progress["step"], **values, **(validation.compare(bound) if bound is not None else {})}
