@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train under Slurm: one task per GPU, on any number of nodes.
 #   sbatch -A MyProject jobs/slurm.sh --data my.fasta                   1 node with 4 GPUs, SEDD; what follows the
-#                       script goes to the training script; without --data: uniref50.fasta.gz, in this folder
+#                       script goes to the training script; without --data: data/uniref50 (python prepare_uniref50.py data/uniref50)
 #   sbatch -A MyProject --nodes=4 jobs/slurm.sh --data my.fasta
 #   CONFIG=configs/sedd_cpu.yaml RUN_DIR=runs/mine sbatch --gres=none jobs/slurm.sh      without GPUs
 #   SCRIPT=train_dpo_ddp.py CONFIG=configs/dpo.yaml sbatch jobs/slurm.sh
