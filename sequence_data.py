@@ -8,15 +8,19 @@
         x0, mask = collate(kept, indices, crop_starts(kept, indices, 512, seed=0, epoch=0), 512)
 
 Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), and .pt files that hold
-a list of dicts with `protein_seq`. Writes nothing.
+a list of dicts with `protein_seq`. Writes nothing. read_blocks is the one reader of such files: it cleans
+some thousand proteins at a time, so that a file of any size passes through a few MB of memory.
 
 Everything random is keyed by integers (`keyed_seed`), never drawn from a stream that someone else may have
 advanced; so what a step sees depends on the seed, the epoch and the step, not on ranks, workers or restarts.
 """
 
+import collections
+import concurrent.futures
+import contextlib
 import functools
-import gzip
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -35,13 +39,17 @@ X_ID = 20                       # unknown residue: an ordinary input, never a ta
 N_TOKENS = 21
 LETTERS = AMINO_ACIDS + "X"
 RARE = "BZUOJ"                  # Asx, Glx, Sec, Pyl, Leu/Ile: below 2e-6 each in UniRef50, read as X
-STOP, BAD = 254, 255            # marks in the translation table only, never tokens
-TO_TOKEN = bytes(LETTERS.find(c) if c in LETTERS else X_ID if c in RARE else STOP if c == "*" else BAD
-                 for c in (chr(i).upper() if i < 128 else "\0" for i in range(256)))
+BAD, STOP, PAD = 253, 254, 255  # marks while a file is read, never tokens; "\r" is free to stand for PAD
+TO_TOKEN = bytes(LETTERS.find(c) if c in LETTERS else X_ID if c in RARE else STOP if c == "*" else
+                 PAD if c == "\r" else BAD for c in (chr(i).upper() if i < 128 else "?" for i in range(256)))
 
 # Share of each letter of AMINO_ACIDS in UniRef50 (18.8 million residues, EvoDiff's test split).
 UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
             .022, .041, .050, .038, .059, .074, .057, .065, .013, .030)
+
+BLOCK_BYTES = 1 << 20           # text that is cleaned at a time: long against a protein, fits into a cache
+ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
+HEADER = b">" + b" " * 8 + b"\n"   # a header long enough for _split
 
 BUCKET_RATIO = 0.96             # shortest / longest protein of a bucket of lengths: about 2 % padding
 
@@ -62,6 +70,82 @@ def keyed_generator(*parts, device="cpu"):
 def _random_words(shape, *parts):
     # Raw 64-bit words: numpy promises this stream for good, unlike that of permutation() or shuffle().
     return np.random.PCG64(keyed_seed(*parts)).random_raw(shape)
+
+
+def sequence_keys(tokens, offsets, lengths):
+    """Hash of each protein's letters: (n,) uint64, the same wherever the protein stands, on every machine.
+
+    tokens: (total,) uint8. offsets, lengths: (n,) int64, as in Proteins. Two of N proteins share a key by
+    chance with probability N**2 / 2**65: 1e-4 for 60 million.
+    """
+    keys = np.empty(len(lengths), np.uint64)
+    for piece in _pieces(lengths):
+        keys[piece] = _keys_of_words(_padded_words(tokens, offsets[piece], lengths[piece]), lengths[piece])
+    return keys
+
+
+def order_words(keys, seed):
+    """Words whose order is a random order of proteins: (n,) uint64, for a seed one to one with their keys."""
+    return _avalanche(keys + np.uint64(keyed_seed("order", seed)))
+
+
+def _avalanche(words):
+    # The last step of splitmix64: one to one, and each bit of the result depends on all bits of the word.
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _keys_of_words(words, lengths):
+    """words: each protein's tokens as whole little-endian words, see Block. -> keys (n,) uint64.
+
+    A polynomial in an odd constant whose coefficients are the mixed words of a protein, modulo 2**64.
+    """
+    counts = (lengths + 7) // 8
+    starts = np.cumsum(counts) - counts
+    mixed = words * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(29)
+    # Powers by the place in `words`, and the sums divided by the power at which a protein starts.
+    base = 0xDA942042E4DD58B5
+    mixed *= _powers(base, len(words).bit_length())[:len(words)]
+    keys = lengths.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
+    some = counts > 0                               # reduceat has no empty sums
+    if some.any():
+        begin = starts[some]
+        inverse = _powers(pow(base, -1, 1 << 64), len(words).bit_length())
+        keys[some] += np.add.reduceat(mixed, begin) * inverse[begin]
+    return _avalanche(keys)
+
+
+@functools.lru_cache(maxsize=2)
+def _powers(base, bits):
+    """base**0, base**1, ... modulo 2**64: (2**bits,) uint64."""
+    factors = np.full(1 << bits, base, np.uint64)
+    factors[0] = 1
+    return np.cumprod(factors)
+
+
+def _padded_words(tokens, offsets, lengths):
+    """The tokens of these proteins as whole little-endian words, each protein filled up with PAD."""
+    counts = (lengths + 7) // 8
+    padded = np.full(8 * counts.sum(), PAD, np.uint8)
+    padded[_places(8 * (np.cumsum(counts) - counts), lengths)] = tokens[_places(offsets, lengths)]
+    return padded.view("<u8")
+
+
+def _places(offsets, lengths):
+    """Index of each residue of these proteins, one protein after the other: (lengths.sum(),) int64."""
+    return np.repeat(offsets - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+
+
+def _pieces(lengths, residues=1 << 20):
+    """Slices of a table, each of about this many residues (or one longer protein), to bound memory."""
+    ends = np.cumsum(lengths)
+    cuts = np.searchsorted(ends, np.arange(residues, ends[-1] if len(ends) else 0, residues))
+    bounds = np.unique([0, *cuts, len(lengths)]).tolist()
+    return [slice(*bound) for bound in zip(bounds, bounds[1:])]
 
 
 # ---- alphabet and the table of proteins ----
@@ -93,8 +177,8 @@ class Proteins:
     tokens:  (total,) uint8, ids 0..20.
     offsets: (n,) int64, where each protein starts in tokens.
     lengths: (n,) int64, residues.
-    keys:    (n,) uint64, blake2b (8 bytes, little endian) of the letters of the whole cleaned protein; a crop
-             keeps the key of its protein. Computed here if not given.
+    keys:    (n,) uint64, sequence_keys of the whole cleaned protein; a crop keeps the key of its protein.
+             Computed here if not given.
     Indexing gives one protein as a uint8 view; subset and crop share the tokens.
     """
 
@@ -102,7 +186,8 @@ class Proteins:
         self.tokens = tokens
         self.offsets = np.asarray(offsets, np.int64)
         self.lengths = np.asarray(lengths, np.int64)
-        self.keys = self._hash() if keys is None else np.asarray(keys, np.uint64)
+        self.keys = np.asarray(sequence_keys(tokens, self.offsets, self.lengths) if keys is None else keys,
+                               np.uint64)
         if not self.offsets.shape == self.lengths.shape == self.keys.shape:
             raise ValueError(f"found offsets {self.offsets.shape}, lengths {self.lengths.shape}, keys "
                              f"{self.keys.shape}; expected one entry of each per protein.")
@@ -132,10 +217,34 @@ class Proteins:
         return Proteins(self.tokens, self.offsets + starts, lengths, self.keys)
 
     def compact(self):
-        """The same proteins with tokens of their own, one protein after the other."""
-        ends = np.cumsum(self.lengths)
-        index = np.repeat(self.offsets - (ends - self.lengths), self.lengths) + np.arange(self.lengths.sum())
-        return Proteins(self.tokens[index], ends - self.lengths, self.lengths, self.keys)
+        """These proteins over tokens of their own, one after the other in the order of this table."""
+        tokens = np.empty(self.lengths.sum(), np.uint8)
+        offsets = np.cumsum(self.lengths) - self.lengths
+        for piece in _pieces(self.lengths):
+            size = self.lengths[piece].sum()
+            begin = offsets[piece][0]
+            tokens[begin:begin + size] = self.tokens[_places(self.offsets[piece], self.lengths[piece])]
+        return Proteins(tokens, offsets, self.lengths, self.keys)
+
+    def unique_order(self, seed):
+        """Indices that put the proteins into the order of order_words, each distinct protein once.
+
+        Which one of several equal proteins is taken does not matter; different proteins that share a key
+        are all kept.
+        """
+        words = order_words(self.keys, seed)
+        order = np.argsort(words)
+        again = np.flatnonzero(words[order[1:]] == words[order[:-1]])
+        first, second = order[again], order[again + 1]
+        equal = self.lengths[first] == self.lengths[second]
+        again, first, second = again[equal], first[equal], second[equal]
+        differs = np.zeros(len(again), bool)
+        for piece in _pieces(self.lengths[first]):
+            sizes = self.lengths[first[piece]]
+            same = (self.tokens[_places(self.offsets[first[piece]], sizes)]
+                    == self.tokens[_places(self.offsets[second[piece]], sizes)])
+            differs[piece] = np.logical_or.reduceat(~same, np.cumsum(sizes) - sizes)
+        return np.delete(order, again[~differs] + 1)
 
     @classmethod
     def join(cls, parts):
@@ -163,11 +272,6 @@ class Proteins:
         """Proteins first to last - 1. token: for PreparedProteins.read, which needs it."""
         return self.subset(slice(first, last)).compact()
 
-    def _hash(self):
-        table = np.frombuffer(LETTERS.encode(), np.uint8)
-        digest = lambda tokens: hashlib.blake2b(table[tokens].tobytes(), digest_size=8).digest()
-        return np.frombuffer(b"".join(digest(self[i]) for i in range(len(self))), "<u8").astype(np.uint64)
-
 
 # ---- files ----
 
@@ -187,22 +291,20 @@ class ReadReport:
     n_empty: int = 0            # records without a residue, dropped
     n_all_x: int = 0            # proteins with nothing but X, dropped: nothing to learn from
     n_short: int = 0            # proteins shorter than min_length, dropped
-    n_duplicates: int = 0       # proteins equal to an earlier one, kept: the split holds them on one side
-    n_same_name: int = 0        # names used again for another sequence, kept
+    n_duplicates: int = 0       # proteins equal to another one, dropped: each is kept once
 
     def __str__(self):
         notes = [(self.n_rare, "letters B/Z/U/O/J read as X"), (self.n_x, "letters X"),
                  (self.n_lower, "lower-case letters read as upper case"),
                  (self.n_stops, "stops '*' at the end removed"), (self.n_blanks, "blanks removed"),
                  (self.n_empty, "empty records dropped"), (self.n_all_x, "proteins of X only dropped"),
-                 (self.n_short, "too short dropped"), (self.n_duplicates, "exact duplicates kept"),
-                 (self.n_same_name, "names reused for another sequence")]
+                 (self.n_short, "too short dropped"), (self.n_duplicates, "exact duplicates dropped")]
         head = (f"{self.n_proteins:,} proteins, {self.n_residues:,} residues, lengths {self.shortest:,} to "
                 f"{self.longest:,} (median {self.median:,})")
         return "; ".join([head] + [f"{n:,} {what}" for n, what in notes if n])
 
 
-def read_sequences(path, min_length=1, alive=lambda: None):
+def read_sequences(path, min_length=1, alive=lambda: None, block_bytes=BLOCK_BYTES):
     """Read a file of proteins -> (Proteins, ReadReport).
 
     What it is follows from name and content: .pt is a torch file with a list of dicts that have
@@ -211,13 +313,95 @@ def read_sequences(path, min_length=1, alive=lambda: None):
 
     Cleaned, and counted in the report: B, Z, U, O, J become X; lower case (soft-masked regions) becomes upper
     case; one '*' at the end is removed, and so are blanks inside FASTA sequences; empty records, proteins of
-    X only and proteins shorter than min_length are dropped; repeated sequences and names are kept.
-    alive: called again and again, so that what watches over a run knows that reading a large file goes on.
+    X only and proteins shorter than min_length are dropped; of equal proteins one is kept.
+    The table is in the order of order_words(keys, ORDER_SEED), whatever their order in the file.
+    alive: called after each block, so that what watches over a run knows that reading a large file goes on.
+    block_bytes: about how much text is cleaned at a time.
     Refused, by ValueError with file and line (or entry): an inner '*', gaps '-' and '.', digits, any other
     character, blanks inside a line of text (a second column?), nucleotides, binary files, other encodings, a
     truncated or damaged .gz, an empty file, a directory. FileNotFoundError for a missing file.
     """
-    path, report, names, each = Path(path), ReadReport(), None, functools.partial(_each, alive=alive)
+    report, tokens = ReadReport(), bytearray()
+    lengths, keys = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+    for block in read_blocks(path, report, min_length, block_bytes):
+        tokens += block.tokens()
+        lengths.append(block.lengths)
+        keys.append(block.keys)
+        alive()
+    lengths, keys = np.concatenate(lengths), np.concatenate(keys)
+    if not len(lengths):
+        refuse_nothing_left(path, report, min_length)
+    proteins = Proteins(np.frombuffer(tokens, np.uint8), np.cumsum(lengths) - lengths, lengths, keys)
+    order = proteins.unique_order(ORDER_SEED)
+    report.n_duplicates = len(proteins) - len(order)
+    proteins = proteins.subset(order)
+    report.n_proteins, report.n_residues = len(proteins), int(proteins.lengths.sum())
+    report.shortest, report.longest = int(proteins.lengths.min()), int(proteins.lengths.max())
+    report.median = int(np.median(proteins.lengths))
+    alive()
+    return proteins, report
+
+
+@dataclass
+class Block:
+    """The proteins of one piece of a file, cleaned.
+
+    words:   (number of words,) uint64, little endian: the tokens, each protein filled up with PAD to whole
+             words of 8.
+    lengths: (n,) int64, residues. keys: (n,) uint64.
+    """
+    words: np.ndarray
+    lengths: np.ndarray
+    keys: np.ndarray
+
+    def tokens(self):
+        """The tokens as bytes, one protein after the other, without the padding."""
+        return self.words.tobytes().translate(None, bytes([PAD]))
+
+
+def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES):
+    """Clean the proteins of a file block by block: what read_sequences says of cleaning and refusals.
+
+    source: path, or an object with read(size) and name, at its beginning.
+    report: ReadReport; what is cleaned and dropped is added to it, not the number of proteins.
+    Yields Block, in the order of the file, with duplicates. Memory: some 10 blocks, or one long record.
+    """
+    name, n_letters, nucleotides_only = getattr(source, "name", source), 0, True
+    with contextlib.ExitStack() as stack:
+        if Path(name).suffix == ".pt":
+            parts = _parts_of_pt(_checked(source), block_bytes)
+        else:
+            stream = source if hasattr(source, "read") else stack.enter_context(open(_checked(source), "rb"))
+            chunks = _ahead(_unpacked(name, stream, min(max(block_bytes, 4), 1 << 18)))
+            parts = _parts_of_text(name, stack.enter_context(contextlib.closing(chunks)), block_bytes)
+        for kind, number, text in parts:
+            fasta = _as_fasta(kind, text)
+            block = None
+            if fasta is not None:
+                data, starts, lengths = _split(fasta)
+                n_letters += int(lengths.sum())
+                nucleotides_only = nucleotides_only and not data.translate(None, b"ACGTUNacgtun* \t\n\0")
+                if nucleotides_only and n_letters >= 1_000_000:
+                    break
+                block = _cleaned(data, starts, lengths, min_length, report)
+            if block is None:
+                _refuse_character(name, kind, number, text.split(b"\n"))
+            yield block
+    if nucleotides_only and n_letters >= 1000:
+        raise ValueError(f"{name}: all {n_letters:,} letters are among ACGTUN, which is nucleotides; "
+                         f"expected proteins. Translate them first.")
+
+
+def refuse_nothing_left(name, report, min_length):
+    """Raise ValueError: nothing was left of a file by the cleaning that the report tells of."""
+    n_records = report.n_empty + report.n_all_x + report.n_short
+    raise ValueError(f"{name}: no protein is left of {n_records:,} records ({report.n_empty:,} empty, "
+                     f"{report.n_all_x:,} of X only, {report.n_short:,} shorter than min_length = "
+                     f"{min_length}); expected at least one. Check the file, or lower min_length.")
+
+
+def _checked(path):
+    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected a FASTA, text or .pt file of proteins. "
                                 f"Check the path (relative to {Path.cwd()}).")
@@ -225,112 +409,216 @@ def read_sequences(path, min_length=1, alive=lambda: None):
         raise ValueError(f"{path} is a directory; expected a file of sequences. Name the file inside it.")
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty (0 bytes); expected sequences. Was its download interrupted?")
-    if path.suffix == ".pt":
-        text, bodies = None, _read_pt(path)
-    else:
-        text = _read_text(path, alive)
-        if text.lstrip()[:1] == b">":
-            records = [record.partition(b"\n") for record in each(text.lstrip()[1:].split(b"\n>"))]
-            names = [name for name, _, _ in each(records)]
-            bodies = [body.translate(None, b"\n \t") for _, _, body in each(records)]
-            report.n_blanks = sum(body.count(b" ") + body.count(b"\t") for _, _, body in each(records))
-        elif Path(path.name.removesuffix(".gz")).suffix in (".txt", ".seq"):
-            bodies = [line.strip(b" \t") for line in each(text.rstrip().split(b"\n"))]
+    return path
+
+
+def _split(text):
+    """Tell headers from sequences in text of whole FASTA records.
+
+    text: bytes that begin with '>' and hold no zero. Returns
+    data:    bytearray, the text with zeros in place of the n headers and of one more behind the end,
+    starts:  (n + 1,) where each of these headers stands; each has at least 8 bytes,
+    lengths: (n,) characters between a header and the next that are no line ends.
+    """
+    data = bytearray().join([text, b"\n", HEADER])
+    letters = np.frombuffer(data, np.uint8)
+    line_ends = np.flatnonzero(letters == ord("\n"))
+    first = np.flatnonzero(letters[line_ends[:-1] + 1] == ord(">")) + 1
+    first = np.append(0, first)                                 # which line end ends each header
+    starts, ends = np.append(0, line_ends[first[1:] - 1] + 1), line_ends[first]
+    if (ends - starts)[1:].min() < 8:
+        return _split(text.replace(b"\n>", b"\n" + HEADER[:-1]))
+    sizes = np.diff(np.stack([starts, ends], axis=1).ravel(), append=len(data))     # header, body, header...
+    letters *= np.repeat(np.arange(len(sizes), dtype=np.uint8) % 2, sizes)
+    return data, starts, starts[1:] - ends[:-1] - (first[1:] - first[:-1])
+
+
+def _cleaned(data, starts, lengths, min_length, report):
+    """Clean what _split gives -> Block, or None if there is a wrong character."""
+    letters = np.frombuffer(data, np.uint8)
+    if b" " in data or b"\t" in data:
+        blanks = np.flatnonzero((letters == ord(" ")) | (letters == ord("\t")))
+        report.n_blanks += len(blanks)
+        lengths = lengths - np.bincount(np.searchsorted(starts, blanks) - 1, minlength=len(lengths))
+    n_lower = np.count_nonzero(letters >= ord("a"))
+    n_x = np.count_nonzero(letters == ord("X")) + (data.count(b"x") if n_lower else 0)
+    # Behind each protein, where the next header was, what fills it up to whole words.
+    marks = np.frombuffer(b"".join((b"\r" * n).ljust(8, b"\0") for n in range(8)), np.uint8).reshape(8, 8)
+    letters[starts[1:, None] + np.arange(8)] = marks[-lengths % 8]
+    tokens = data.translate(TO_TOKEN, b"\0\n \t")
+    letters = np.frombuffer(tokens, np.uint8)
+    words, counts = letters.view("<u8"), (lengths + 7) // 8
+
+    if STOP in tokens:
+        some = np.flatnonzero(lengths)
+        last = 8 * (np.cumsum(counts) - counts)[some] + lengths[some] - 1
+        some, last = some[letters[last] == STOP], last[letters[last] == STOP]
+        report.n_stops += len(some)
+        letters[last] = PAD
+        lengths = lengths.copy()
+        lengths[some] -= 1
+        words = np.delete(words, last[lengths[some] % 8 == 0] // 8)     # words of PAD only
+        counts = (lengths + 7) // 8
+    if STOP in tokens or BAD in tokens:
+        return None
+
+    n_unknown = np.count_nonzero(words.view(np.uint8) == X_ID)
+    report.n_lower += int(n_lower)
+    report.n_x += int(n_x)
+    report.n_rare += int(n_unknown - n_x)
+    empty = lengths == 0
+    all_x = _all_x(words, lengths) if n_unknown else np.zeros_like(empty)
+    short = ~(empty | all_x) & (lengths < min_length)
+    dropped = empty | all_x | short
+    if dropped.any():
+        report.n_empty += int(empty.sum())
+        report.n_all_x += int(all_x.sum())
+        report.n_short += int(short.sum())
+        words, lengths = words[np.repeat(~dropped, counts)], lengths[~dropped]
+    return Block(words, lengths, _keys_of_words(words, lengths))
+
+
+def _all_x(words, lengths):
+    """Which proteins are X and nothing else: (n,) bool. Only those that begin with X are looked through."""
+    counts = (lengths + 7) // 8
+    result, starts = lengths > 0, np.cumsum(counts) - counts
+    tokens = words.view(np.uint8).reshape(-1, 8)
+    result[result] = tokens[starts[result], 0] == X_ID
+    if result.any():
+        known = (tokens[_places(starts[result], counts[result])] < X_ID).any(1)
+        result[result] = ~np.logical_or.reduceat(known, np.cumsum(counts[result]) - counts[result])
+    return result
+
+
+def _ahead(chunks, depth=4):
+    """The items of a generator, made up to `depth` ahead in a thread, which ends with this generator."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    try:
+        pending = collections.deque(pool.submit(next, chunks, None) for _ in range(depth))
+        while (chunk := pending.popleft().result()) is not None:
+            pending.append(pool.submit(next, chunks, None))
+            yield chunk
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _unpacked(name, stream, size):
+    """The bytes of a stream, unpacked if they are gzip, in chunks of at most 4 `size`; the first has 4 bytes.
+
+    Raises ValueError if only the name says gzip, EOFError for truncated and zlib.error for damaged data.
+    """
+    data = stream.read(size)
+    if data[:2] != b"\x1f\x8b":
+        if data and Path(name).suffix == ".gz":
+            raise ValueError(f"{name} is not gzip: it begins with {data[:4]!r}; expected b'\\x1f\\x8b'. Was "
+                             f"an error page saved in its place? If it is plain text, remove .gz from its name.")
+        while data:
+            yield data
+            data = stream.read(4 * size)
+        return
+    unpacker = zlib.decompressobj(31)
+    while data:
+        if text := unpacker.decompress(data, 4 * size):
+            yield text
+        if unpacker.eof:                                        # another member may follow, or zeros
+            data = unpacker.unused_data.lstrip(b"\0")
+            while not data and (more := stream.read(size)):
+                data = more.lstrip(b"\0")
+            unpacker = zlib.decompressobj(31) if data else unpacker
         else:
-            first = text.lstrip()
-            line = text.count(b"\n", 0, len(text) - len(first)) + 1
-            raise ValueError(f"{path}, line {line}: found {first.splitlines()[0][:20]!r}; expected '>', with "
-                             f"which FASTA begins. If it has one sequence per line, name it .txt or .seq.")
-
-    report.n_stops = sum(body[-1:] == b"*" for body in each(bodies))
-    bodies = [body[:-1] if body[-1:] == b"*" else body for body in each(bodies)]
-    letters = b"".join(bodies)
-    tokens = np.frombuffer(letters.translate(TO_TOKEN), np.uint8)
-    lengths = np.fromiter(map(len, bodies), np.int64, len(bodies))
-    offsets = np.cumsum(lengths) - lengths
-    if tokens.size and tokens.max() > X_ID:
-        _refuse_character(path, text, bodies, is_fasta=names is not None)
-
-    count = np.bincount(np.frombuffer(letters, np.uint8), minlength=256)
-    count_of = lambda some: int(count[list((some + some.lower()).encode())].sum())
-    if len(letters) >= 1000 and count_of("ACGTUN") == len(letters):
-        raise ValueError(f"{path}: all {len(letters):,} letters are among ACGTUN, which is nucleotides; "
-                         f"expected proteins. Translate them first.")
-    report.n_rare, report.n_x = count_of(RARE), count_of("X")
-    report.n_lower = int(count[ord("a"):ord("z") + 1].sum())
-
-    known = np.concatenate([[0], np.cumsum(tokens != X_ID)])
-    known = known[offsets + lengths] - known[offsets]           # residues other than X, per protein
-    empty, all_x, short = lengths == 0, (lengths > 0) & (known == 0), (known > 0) & (lengths < min_length)
-    report.n_empty, report.n_all_x, report.n_short = int(empty.sum()), int(all_x.sum()), int(short.sum())
-    keep = np.flatnonzero(~(empty | all_x | short))
-    if not len(keep):
-        raise ValueError(f"{path}: no protein is left of {len(bodies):,} records ({report.n_empty:,} empty, "
-                         f"{report.n_all_x:,} of X only, {report.n_short:,} shorter than min_length = "
-                         f"{min_length}); expected at least one. Check the file, or lower min_length.")
-
-    proteins = Proteins(tokens, offsets[keep], lengths[keep])
-    if names is not None:
-        key_of = {}
-        words = [names[i].split(None, 1)[:1] for i in each(keep.tolist())]
-        report.n_same_name = sum(key_of.setdefault(word[0], key) != key
-                                 for word, key in zip(words, proteins.keys.tolist()) if word)
-    report.n_proteins, report.n_residues = len(proteins), int(proteins.lengths.sum())
-    report.shortest, report.longest = int(proteins.lengths.min()), int(proteins.lengths.max())
-    report.median = int(np.median(proteins.lengths))
-    report.n_duplicates = len(proteins) - len(np.unique(proteins.keys))
-    return proteins, report
+            data = unpacker.unconsumed_tail or stream.read(size)
+    if not unpacker.eof:
+        raise EOFError("the gzip data ends too early")
 
 
-def _each(items, alive):
-    for start in range(0, len(items), 1 << 16):
-        alive()
-        yield from items[start:start + (1 << 16)]
+def _plain_text(name, chunks):
+    """Chunks of text with '\\n' at all line ends and without blanks and line ends at the end of each chunk.
 
-
-def _read_text(path, alive):
-    with open(path, "rb") as file:
-        head = file.read(4)
-    if head[:2] == b"\x1f\x8b":
-        chunks = []
-        try:
-            with gzip.open(path) as file:
-                while chunk := file.read1(1 << 20):
-                    chunks.append(chunk)
-                    alive()
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            line = b"".join(chunks).count(b"\n") + 1
-            what = "is truncated" if isinstance(error, EOFError) else f"is damaged ({error})"
-            raise ValueError(f"{path} {what}: its gzip data can be read up to line {line}; expected a whole "
-                             f"file. Download or copy it again.") from None
-        text = b"".join(chunks)
-    elif path.suffix == ".gz":
-        raise ValueError(f"{path} is not gzip: it begins with {head!r}; expected b'\\x1f\\x8b'. Was an error "
-                         f"page saved in its place? If it is plain text, remove .gz from its name.")
-    else:
-        chunks = []
-        with open(path, "rb") as file:
-            while chunk := file.read(1 << 24):
-                chunks.append(chunk)
-                alive()
-        text = b"".join(chunks)
-    if head in (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zX") or head[:3] == b"BZh":
-        raise ValueError(f"{path} begins with {head!r}, as zip, zstd, xz, bzip2 and torch files do; expected "
-                         f"text or gzip. Unpack it first; a torch file needs .pt in its name.")
-    if text[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{path}, line 1: found UTF-16 text; expected ASCII or UTF-8. Save it again as "
+    What is taken off comes with the next chunk, so that no line end and no "\\n>" is ever cut in two.
+    """
+    held = b""
+    while len(held) < 4 and (chunk := next(chunks, b"")):
+        held += chunk
+    if held[:4] in (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zX") or held[:3] == b"BZh":
+        raise ValueError(f"{name} begins with {held[:4]!r}, as zip, zstd, xz, bzip2 and torch files do; "
+                         f"expected text or gzip. Unpack it first; a torch file needs .pt in its name.")
+    if held[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError(f"{name}, line 1: found UTF-16 text; expected ASCII or UTF-8. Save it again as "
                          "UTF-8.")
-    zero = text.find(b"\0")
-    if zero >= 0:
-        line = text.count(b"\n", 0, zero) + 1
-        raise ValueError(f"{path}, line {line}: found a zero byte, so the file is binary or damaged; "
-                         "expected text.")
-    text = text.removeprefix(b"\xef\xbb\xbf")
-    if b"\r" in text:
-        text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    if not text.strip():
-        raise ValueError(f"{path} holds only blank lines; expected sequences.")
-    return text
+    held = held.removeprefix(b"\xef\xbb\xbf")
+    for chunk in itertools.chain([b""], chunks):
+        chunk = held + chunk
+        text = chunk.rstrip()
+        held = chunk[len(text):]
+        if b"\r" in text:
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if text:
+            yield text
+
+
+def _parts_of_text(name, chunks, block_bytes):
+    """Cut text at records -> ("fasta" or "line", number of its first line, whole records of text)."""
+    line, parts, size, kind = 1, [], 0, None
+    try:
+        for chunk in _plain_text(name, chunks):
+            if b"\0" in chunk:
+                line += b"".join(parts).count(b"\n") + chunk.count(b"\n", 0, chunk.find(b"\0"))
+                raise ValueError(f"{name}, line {line}: found a zero byte, so the file is binary or damaged; "
+                                 "expected text.")
+            if kind is None:
+                kind = _kind_of_text(name, chunk)
+                if kind == "fasta":
+                    line, chunk = 1 + chunk.count(b"\n", 0, chunk.find(b">")), chunk.lstrip()
+            parts.append(chunk)
+            size += len(chunk)
+            cut = chunk.rfind(b"\n>" if kind == "fasta" else b"\n") if size >= block_bytes else -1
+            if cut >= 0:
+                parts[-1] = chunk[:cut]
+                text = b"".join(parts)
+                yield kind, line, text
+                line += int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))) + 1
+                parts, size = [chunk[cut + 1:]], len(chunk) - cut - 1
+    except (EOFError, zlib.error) as error:
+        line += b"".join(parts).count(b"\n")
+        what = "is truncated" if isinstance(error, EOFError) else f"is damaged ({error})"
+        raise ValueError(f"{name} {what}: its gzip data can be read up to line {line}; expected a whole "
+                         f"file. Download or copy it again.") from None
+    if not parts:
+        raise ValueError(f"{name} holds only blank lines; expected sequences.")
+    yield kind, line, b"".join(parts)
+
+
+def _kind_of_text(name, beginning):
+    """"fasta" or "line", by the first letter of a text and by its name."""
+    first = beginning.lstrip()
+    if first[:1] == b">":
+        return "fasta"
+    if Path(Path(name).name.removesuffix(".gz")).suffix in (".txt", ".seq"):
+        return "line"
+    line = 1 + beginning.count(b"\n", 0, len(beginning) - len(first))
+    raise ValueError(f"{name}, line {line}: found {first.splitlines()[0][:20]!r}; expected '>', with which "
+                     f"FASTA begins. If it has one sequence per line, name it .txt or .seq.")
+
+
+def _as_fasta(kind, text):
+    """Text of one sequence per line as FASTA without names; None if a line holds a blank or a '>'."""
+    if kind == "fasta":
+        return text
+    if kind == "line" and (b" " in text or b"\t" in text):
+        text = re.sub(rb"(?m)^[ \t]+|[ \t]+$", b"", text)
+    if b">" in text or b" " in text or b"\t" in text:
+        return None
+    return HEADER + text.replace(b"\n", b"\n" + HEADER)
+
+
+def _parts_of_pt(path, block_bytes):
+    """The same from a .pt file -> ("entry", number of the first one, one sequence per line)."""
+    bodies, step = _read_pt(path), max(1, block_bytes >> 9)
+    for first in range(0, len(bodies), step):
+        for number, body in enumerate(bodies[first:first + step], first + 1):
+            if re.search(rb"[\n\r\0]", body):
+                _refuse_character(path, "entry", number, [body])
+        yield "entry", first + 1, b"\n".join(bodies[first:first + step])
 
 
 def _read_pt(path):
@@ -357,24 +645,27 @@ def _read_pt(path):
     return [entry["protein_seq"].encode() for entry in entries]
 
 
-def _refuse_character(path, text, bodies, is_fasta):
-    """Raise ValueError for the first character that cannot be read, saying where it is. The slow path."""
-    place, lines = ("entry", bodies) if text is None else ("line", text.split(b"\n"))
+def _refuse_character(name, kind, number, lines):
+    """Raise ValueError for the first character that cannot be read, saying where it is. The slow path.
+
+    kind: "fasta", "line" or "entry"; number: of the first of these lines (or entries).
+    """
+    is_fasta, column, found, star = kind == "fasta", 0, b"*", None
     wrong = re.compile(rb"[^A-Za-z* \t]|\*(?=.)" if is_fasta else rb"[^A-Za-z*]|\*(?=.)", re.DOTALL)
-    number, column, found, star = 0, 0, b"*", None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, number):
         if is_fasta and line[:1] == b">":
             star = None
             continue
-        stripped = line if text is None else line.rstrip(b" \t")
+        stripped = line if kind == "entry" else line.rstrip(b" \t")
         if star and stripped:                       # the sequence goes on after a line that ended in '*'
             number, column, found = *star, b"*"
             break
-        bad = wrong.search(stripped, 0 if text is None or is_fasta else len(line) - len(line.lstrip(b" \t")))
+        bad = wrong.search(stripped, len(line) - len(line.lstrip(b" \t")) if kind == "line" else 0)
         if bad:
             column, found = bad.start() + 1, bad.group()
             break
-        star = (number, len(stripped)) if is_fasta and stripped[-1:] == b"*" else None
+        star = (number, len(stripped)) if is_fasta and stripped[-1:] == b"*" else star if is_fasta else None
+    place = "entry" if kind == "entry" else "line"
     why = ("a stop inside a sequence. Translate up to the first stop, or remove the "
            "record" if found == b"*" else
            "a gap, so this is an alignment. Give the sequences without gaps" if found in b"-." else
@@ -383,7 +674,7 @@ def _refuse_character(path, text, bodies, is_fasta):
            "FASTA" if found.isspace() else
            "so a line end is missing before it (files joined without one?). Insert it" if found == b">" else
            "not a letter of a protein sequence. Check that the file is what its name says")
-    raise ValueError(f"{path}, {place} {number}, column {column}: found {found!r}, {why}. Expected the "
+    raise ValueError(f"{name}, {place} {number}, column {column}: found {found!r}, {why}. Expected the "
                      f"letters {LETTERS} and {RARE}, and at most one '*' at the end.")
 
 
