@@ -971,11 +971,15 @@ class BatchPlan:
             """(tops, sizes, expected number of micro-batches, mean of what was asked for, share of work filled)"""
             number = budget // np.maximum(work, 1)
             good = np.flatnonzero(number * work >= EQUAL_WORK * budget)
-            tops = [top]
-            while tops[-1] > 1:     # next: the shortest good length within the ratio, or else the nearest good one
-                below, near, far = np.searchsorted(good, [tops[-1], BUCKET_RATIO * tops[-1], WIDEST_STEP * tops[-1]])
-                tops.append(int(good[near if near < below else below - 1]) if far < below else
-                            min(int(BUCKET_RATIO * tops[-1]), tops[-1] - 1))
+            # The length below each: the shortest good one within the ratio, or else the nearest good one.
+            every = np.arange(top + 1)
+            below, near, far = (np.searchsorted(good, every * share) for share in (1, BUCKET_RATIO, WIDEST_STEP))
+            step = np.minimum((every * BUCKET_RATIO).astype(np.int64), every - 1)
+            if len(good):
+                step = np.where(far < below, good[np.where(near < below, near, below - 1) % len(good)], step)
+            tops, step = [top], step.tolist()
+            while tops[-1] > 1:
+                tops.append(step[tops[-1]])
             tops = np.array(tops)
             members = at_least[np.append(tops[1:], 0) + 1] - at_least[tops + 1]
             tops, members = tops[members > 0], members[members > 0]
@@ -994,11 +998,11 @@ class BatchPlan:
         budget = least
         for _ in range(20):                                             # near the mean, then the best filled
             budget = max(int(budget * asked / shapes(budget)[3]), least)
-        tried = [max(int(budget * x), least) for x in np.linspace(0.85, 1.15, 61)]
-        error = lambda budget: abs(shapes(budget)[3] / asked - 1)
-        close = [b for b in tried if error(b) <= MEAN_WITHIN] or [min(tried, key=error)]
-        self.work = max(close, key=lambda budget: shapes(budget)[4])
-        self.tops, self.sizes, self.expected, self.mean, self.filled = shapes(self.work)
+        tried = [(b, *shapes(b)) for b in (max(int(budget * x), least) for x in np.linspace(0.85, 1.15, 61))]
+        error = lambda found: abs(found[4] / asked - 1)
+        close = [found for found in tried if error(found) <= MEAN_WITHIN] or [min(tried, key=error)]
+        best = max(close, key=lambda found: found[5])
+        self.work, self.tops, self.sizes, self.expected, self.mean, _ = best
         self.bucket_of = np.searchsorted(-self.tops, -np.arange(top + 1), side="right") - 1
 
     def _refuse_too_few(self, tokens, batch_size):
