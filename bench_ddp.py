@@ -446,6 +446,9 @@ def table_of_ranks(args, folder):
           f"{'ranks':>6}{'steps/epoch':>12}{'windows':>8}{'unit kB':>8}{'CPU s to batch 1':>17}{'private MB':>11}"
           f"{'s to step k':>12}{'padding':>8}{'waits':>6}{'read/used':>10}")
     for ranks in (1, 12, 1536, 12288):
+        if n < 2 * ranks * accum * config.training.batch_size:
+            print(f"{ranks:>6}  too few proteins for this number of ranks: see --proteins")
+            continue
         r = in_a_child(start_a_rank, folder / "large", config, ranks * accum, accum)
         print(f"{ranks:>6}{r['steps']:>12,}{r['windows']:>8,}{r['unit'] / 1e3:>8,.0f}{r['first']:>17.2f}"
               f"{r['memory']:>11.0f}{r['reach']:>12.3f}{r['padding']:>8.1%}{r['wait']:>6.1%}{r['read']:>10.3f}",
@@ -483,7 +486,7 @@ def train_from_both(args, folder, ddp):
     ratios, rates = [], []
     for k in range(args.repeats):                          # each time other steps, from the start of reading on
         first, last = 1000 * k, 1000 * k + args.steps
-        rates.append([run(proteins, first, last, True) for proteins in (on_disk, in_memory)][::1])
+        rates.append([run(proteins, first, last, True) for proteins in (on_disk, in_memory)])
         ratios.append(rates[-1][0] / rates[-1][1])
     alone = run(on_disk, 0, 200, False)
     print0(ddp, f"{ddp.world_size} rank(s), sedd_cpu.yaml, {args.steps} steps, {args.repeats} times in turns: "

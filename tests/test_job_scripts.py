@@ -755,6 +755,19 @@ def test_a_pbs_job_saves_at_the_walltime_and_its_successor_ends_with_the_weights
     assert result.returncode == 0 and "this run is finished" in logs(project) and site.submitted(104) is None
 
 
+@pytest.mark.parametrize("script", PBS)
+def test_the_default_job_without_its_data_says_in_one_line_how_to_make_it(script, pals_site, project):
+    site = pals_site(script)
+    shutil.copytree(ROOT / "configs", project / "configs")
+    more = {"SCRIPT": "train_sedd_ddp.py", "CONFIG": "configs/sedd_uniref50.yaml", "PREFLIGHT": ""}
+    with site.start(script, "101.site", on="hostA", **more) as job:
+        result = job.wait(timeout=60)
+    assert result.returncode == 2 and not result.leftover, result.text + logs(project)
+    said = [line for line in logs(project).splitlines() if "python prepare_uniref50.py data/uniref50" in line]
+    assert len(said) == 1 and "data/uniref50 does not exist" in said[0] and "error: " in said[0], logs(project)
+    assert site.deleted() == ["102.site"], "a job that was refused needs no successor"
+
+
 @pytest.mark.slow
 def test_a_pbs_job_stops_by_the_clock_before_its_walltime(pals_site, project):
     site, run_dir = pals_site("aurora.pbs"), project / "runs" / "mine"
