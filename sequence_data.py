@@ -959,7 +959,7 @@ class BatchPlan:
         if self.steps_per_epoch == 0:
             self._refuse_too_few(tokens, batch_size)
         self.left_out = 1 - self.window_steps / per_unit
-        self._order = None, None
+        self._shuffles = {}
 
     def _choose_shapes(self, asked, by_tokens):
         """Find the work of a micro-batch whose mean is what was asked for, and the shapes that hold this work."""
@@ -1023,20 +1023,23 @@ class BatchPlan:
     def turn(self, step, lane):
         """Which micro-batch of its unit, counted from the longest proteins, a lane gives to a step."""
         epoch, window, at = self.place(step)
-        turns = _shuffled(self.window_steps, "turns", self.seed, epoch, window)
+        turns = self._shuffle_once("turns", self.window_steps, epoch, window)
         return int(turns[at] + lane * self.window_steps // self.micro_batches) % self.window_steps
 
     def unit(self, epoch, window, lane, total):
         """Work before the unit of a lane and after it, of the `total` work of the set; it may end beyond the total,
         and then goes on at the beginning."""
-        if self._order[0] != epoch:
-            units = self.windows * self.micro_batches
-            self._order = epoch, _shuffled(units, "units", self.seed, epoch)
-        order, units = self._order[1], self.windows * self.micro_batches
-        unit, turned = int(order[window * self.micro_batches + lane]), keyed_seed("turned", self.seed, epoch) % total
+        units = self.windows * self.micro_batches
+        unit = int(self._shuffle_once("units", units, epoch)[window * self.micro_batches + lane])
+        turned = keyed_seed("turned", self.seed, epoch) % total
         first = unit * total // units + turned
         last = (unit + 1) * total // units + turned
         return (first - total, last - total) if first >= total else (first, last)
+
+    def _shuffle_once(self, what, n, *key):
+        if self._shuffles.get(what, (None,))[0] != key:     # the last of each kind is kept
+            self._shuffles[what] = key, _shuffled(n, what, self.seed, *key)
+        return self._shuffles[what][1]
 
     def cut(self, lengths, *key):
         """Cut the proteins of a unit into `window_steps` micro-batches: list of (indices, width to pad to), longest

@@ -26,12 +26,15 @@ import torch
 from accumulate_gradients import SETTINGS, accumulated, build, reference
 from ddp_setup import Ddp, load_checkpoint, scale_for_batch
 from launchers import clean_environment, need, own_tracebacks, run_ranks, start_ranks
+import prepare_uniref50
+import sequence_data
 from run_config import dump_yaml, load_config
 from run_log import RunLock, replace_status, write_text_atomic
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
-from sequence_data import AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences, unigram_counts
-from train_sedd_ddp import (Config, MicroBatches, Schedule, Validation, check_config, describe_plan, main, make_reader, prepare,
-                            sample_proteins, train)
+from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences, stage_prepared,
+                           unigram_counts)
+from train_sedd_ddp import (Config, MicroBatches, Schedule, Validation, check_config, describe_plan, main, make_reader,
+                            prepare, sample_proteins, train)
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, DEMO = ROOT / "train_sedd_ddp.py", ROOT / "configs" / "sedd_demo.yaml"
@@ -285,6 +288,124 @@ def test_another_seed_gives_another_run(fasta, tmp_path):
     run(tiny(fasta), tmp_path / "a")
     run(tiny(fasta, training__seed=1), tmp_path / "b")
     assert all(losses(tmp_path / "a")[k] != losses(tmp_path / "b")[k] for k in range(1, 13))
+
+
+# ---- prepared folders ----
+
+@pytest.fixture(scope="module")
+def prepared(fasta, tmp_path_factory):
+    """Folder prepared from `fasta`."""
+    folder = tmp_path_factory.mktemp("prepared") / "folder"
+    prepare_uniref50.main([str(folder), "--fasta", str(fasta), "--val_fraction", "0.1"])
+    return folder
+
+
+@pytest.fixture
+def own_copy(prepared, tmp_path):
+    return shutil.copytree(prepared, tmp_path / "copy")
+
+
+def test_real_proteins_train_alike_from_fasta_and_from_the_folder_prepared_of_them(shared, tmp_path):
+    file = shared / "data" / "proteins.fasta.gz"
+    prepare_uniref50.main([str(tmp_path / "folder"), "--fasta", str(file), "--val_fraction", "0.01"])
+    settings = dict(data__val_fraction=0.01, training__n_iters=20, training__eval_freq=20, data__max_length=200)
+    run(tiny(file, **settings), tmp_path / "a")
+    run(tiny(tmp_path / "folder", **settings), tmp_path / "b")
+    assert_equal_weights(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert len(losses(tmp_path / "a")) == 20 and losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert rows(tmp_path / "a")[-1]["val/loss"] == rows(tmp_path / "b")[-1]["val/loss"]
+    sampled = [(tmp_path / name / "samples" / "step_20.fasta").read_text() for name in "ab"]
+    assert sampled[0] == sampled[1]
+
+
+@pytest.mark.parametrize("launcher, n", [("mpich", 2), ("torchrun", 4)])
+def test_ranks_read_the_same_from_a_prepared_folder_or_from_a_copy_on_their_host(launcher, n, fasta, prepared, tmp_path):
+    need(launcher)
+    run(tiny(fasta, training__accum=4), tmp_path / "one")
+    for stage in ([], ["--stage", "local"]):
+        settings = words({**TINY, "data.file": prepared}, training__accum=4 // n)
+        (tmp_path / "c.yaml").write_text("training: {}\n")
+        done = run_ranks(launcher, n, [SCRIPT, "--config", "c.yaml", "--work_dir", f"w{len(stage)}", *settings, *stage],
+                         tmp_path, timeout=300)
+        assert done.returncode == 0, done.text
+        assert list(losses(tmp_path / f"w{len(stage)}").values()) == pytest.approx(
+            list(losses(tmp_path / "one").values()), rel=1e-5)
+    assert list((tmp_path / "local").iterdir()) == []
+
+
+def test_a_run_begun_from_fasta_goes_on_from_the_folder_and_not_from_another(fasta, prepared, tmp_path):
+    run(tiny(fasta), tmp_path / "straight")
+    run(tiny(fasta, training__n_iters=7), tmp_path / "parts")
+    run(tiny(prepared), tmp_path / "parts")
+    assert_equal_weights(weights(tmp_path / "straight"), weights(tmp_path / "parts"))
+    text = Path(fasta).read_text()
+    (tmp_path / "other.fasta").write_text(text[:text.rindex(">")])
+    prepare_uniref50.main([str(tmp_path / "other"), "--fasta", str(tmp_path / "other.fasta"), "--val_fraction", "0.1"])
+    with pytest.raises(ValueError, match="proteins"):
+        run(tiny(tmp_path / "other", training__n_iters=20), tmp_path / "parts")
+
+
+def damage(folder, kind):
+    tokens, meta = folder / "train" / "tokens.bin", folder / "meta.json"
+    if kind == "short":
+        tokens.write_bytes(tokens.read_bytes()[:-1])
+    elif kind == "missing":
+        (folder / "train" / "lengths.bin").unlink()
+    elif kind == "meta":
+        meta.unlink()
+    elif kind == "version":
+        meta.write_text(json.dumps({**json.loads(meta.read_text()), "version": 2}))
+    elif kind == "torn":
+        meta.write_text(meta.read_text()[:100])
+    elif kind == "hole":       # a copy that wrote the size first
+        tokens.write_bytes(tokens.read_bytes()[:1000].ljust(tokens.stat().st_size, b"\0"))
+
+
+@pytest.mark.parametrize("kind, expected", [
+    ("short", r"train/tokens.bin has [\d,]+ bytes \(expected"), ("missing", "train/lengths.bin is missing"),
+    ("meta", "meta.json does not exist"), ("version", "version 2; expected"), ("torn", "cannot be read"),
+    ("hole", "is damaged or was changed under the run: protein .* does not have its key")])
+def test_a_damaged_folder_is_refused_with_what_differs(kind, expected, own_copy, tmp_path):
+    damage(own_copy, kind)
+    with pytest.raises((ValueError, OSError), match=expected):
+        run(tiny(own_copy), tmp_path / "w")
+
+
+def test_a_folder_prepared_with_other_settings_is_refused(prepared, tmp_path):
+    with pytest.raises(ValueError, match="data.val_fraction is 0.2, but .* was prepared with 0.1"):
+        run(tiny(prepared, data__val_fraction=0.2), tmp_path / "w")
+    with pytest.raises(ValueError, match="data.min_length is 9, but .* was prepared with 1"):
+        run(tiny(prepared, data__min_length=9), tmp_path / "w")
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_file_changed_under_a_run_is_noticed(own_copy, tmp_path, monkeypatch):
+    monkeypatch.setattr(sequence_data, "WINDOW_BYTES", 0)
+    monkeypatch.setattr(sequence_data, "READ_BYTES", 0)
+    monkeypatch.setattr(sequence_data, "WINDOW_STEPS", 4)
+    ready = prepare(tiny(own_copy), Ddp(), tmp_path / "w")
+    assert ready.plan.windows > 1
+    os.utime(own_copy / "train" / "tokens.bin", (1, 1))
+    with pytest.raises(OSError, match="was changed under the run: a file has changed"):
+        train(ready, Ddp())
+
+
+def test_staging_refuses_what_is_no_copy_and_uses_a_whole_one(prepared, own_copy, tmp_path):
+    calls = []
+    target = tmp_path / "local" / "folder"
+    assert stage_prepared(prepared, target, lambda done, total: calls.append((done, total))) == target
+    assert calls[-1][0] == calls[-1][1] > 0
+    assert stage_prepared(prepared, target, lambda *_: pytest.fail("copied again")) == target
+    other = tmp_path / "taken"
+    other.mkdir()
+    with pytest.raises(ValueError, match="is there and is not a copy"):
+        stage_prepared(prepared, other, print)
+    damage(own_copy, "hole")
+    with pytest.raises(OSError, match="tokens.bin does not have its checksum"):
+        stage_prepared(own_copy, tmp_path / "new", print)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="--stage copies a folder made by"):
+        run(tiny(Path(__file__)), tmp_path / "w", stage="x")
 
 
 # ---- stop and go on ----
