@@ -131,12 +131,12 @@ def _padded_words(tokens, offsets, lengths):
     """The tokens of these proteins as whole little-endian words, each protein filled up with PAD."""
     counts = (lengths + 7) // 8
     padded = np.full(8 * counts.sum(), PAD, np.uint8)
-    padded[_places(8 * (np.cumsum(counts) - counts), lengths)] = tokens[_places(offsets, lengths)]
+    padded[places(8 * (np.cumsum(counts) - counts), lengths)] = tokens[places(offsets, lengths)]
     return padded.view("<u8")
 
 
-def _places(offsets, lengths):
-    """Index of each residue of these proteins, one protein after the other: (lengths.sum(),) int64."""
+def places(offsets, lengths):
+    """Index of each item of these stretches of an array, one after the other: (lengths.sum(),) int64."""
     return np.repeat(offsets - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
 
 
@@ -223,7 +223,7 @@ class Proteins:
         for piece in _pieces(self.lengths):
             size = self.lengths[piece].sum()
             begin = offsets[piece][0]
-            tokens[begin:begin + size] = self.tokens[_places(self.offsets[piece], self.lengths[piece])]
+            tokens[begin:begin + size] = self.tokens[places(self.offsets[piece], self.lengths[piece])]
         return Proteins(tokens, offsets, self.lengths, self.keys)
 
     def unique_order(self, seed):
@@ -241,8 +241,8 @@ class Proteins:
         differs = np.zeros(len(again), bool)
         for piece in _pieces(self.lengths[first]):
             sizes = self.lengths[first[piece]]
-            same = (self.tokens[_places(self.offsets[first[piece]], sizes)]
-                    == self.tokens[_places(self.offsets[second[piece]], sizes)])
+            same = (self.tokens[places(self.offsets[first[piece]], sizes)]
+                    == self.tokens[places(self.offsets[second[piece]], sizes)])
             differs[piece] = np.logical_or.reduceat(~same, np.cumsum(sizes) - sizes)
         return np.delete(order, again[~differs] + 1)
 
@@ -359,14 +359,16 @@ class Block:
         return self.words.tobytes().translate(None, bytes([PAD]))
 
 
-def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES):
+def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_records=None):
     """Clean the proteins of a file block by block: what read_sequences says of cleaning and refusals.
 
     source: path, or an object with read(size) and name, at its beginning.
     report: ReadReport; what is cleaned and dropped is added to it, not the number of proteins.
+    max_records: how many records are read, those that are dropped included; None for all.
     Yields Block, in the order of the file, with duplicates. Memory: some 10 blocks, or one long record.
     """
-    name, n_letters, nucleotides_only = getattr(source, "name", source), 0, True
+    name = getattr(source, "name", source)
+    n_records, n_letters, nucleotides_only = 0, 0, True
     with contextlib.ExitStack() as stack:
         if Path(name).suffix == ".pt":
             parts = _parts_of_pt(_checked(source), block_bytes)
@@ -379,6 +381,9 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES):
             block = None
             if fasta is not None:
                 data, starts, lengths = _split(fasta)
+                if max_records is not None and len(lengths) >= max_records - n_records:
+                    n = max_records - n_records
+                    data, starts, lengths = data[:starts[n] + 8], starts[:n + 1], lengths[:n]
                 n_letters += int(lengths.sum())
                 nucleotides_only = nucleotides_only and not data.translate(None, b"ACGTUNacgtun* \t\n\0")
                 if nucleotides_only and n_letters >= 1_000_000:
@@ -387,6 +392,9 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES):
             if block is None:
                 _refuse_character(name, kind, number, text.split(b"\n"))
             yield block
+            n_records += len(lengths)
+            if n_records == max_records:
+                break
     if nucleotides_only and n_letters >= 1000:
         raise ValueError(f"{name}: all {n_letters:,} letters are among ACGTUN, which is nucleotides; "
                          f"expected proteins. Translate them first.")
@@ -485,7 +493,7 @@ def _all_x(words, lengths):
     tokens = words.view(np.uint8).reshape(-1, 8)
     result[result] = tokens[starts[result], 0] == X_ID
     if result.any():
-        known = (tokens[_places(starts[result], counts[result])] < X_ID).any(1)
+        known = (tokens[places(starts[result], counts[result])] < X_ID).any(1)
         result[result] = ~np.logical_or.reduceat(known, np.cumsum(counts[result]) - counts[result])
     return result
 

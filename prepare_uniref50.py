@@ -1,0 +1,596 @@
+"""Download UniRef50 (or read files of proteins) and write a prepared folder, from which training reads.
+
+    python prepare_uniref50.py FOLDER                                # the current release, whole
+    python prepare_uniref50.py FOLDER --max_sequences 10000          # only its first records: no whole download
+    python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # files of one's own
+    python prepare_uniref50.py FOLDER --bench FILE.gz                # how fast is this here? Writes no FOLDER
+
+Files, cleaning and refusals are those of sequence_data.py. Exact duplicates are kept once. The folder holds,
+all numbers little endian and without headers, for SET = train and val:
+
+    meta.json            format and its version, source, release, letters, settings, the report of the cleaning;
+                         of each set: proteins, residues, letter counts, length histogram, sizes and blake2b
+    SET/tokens.bin       uint8, the residues of all proteins one after the other: places in `letters`, 0..20
+    SET/lengths.bin      uint32, residues of each protein
+    SET/keys.bin         uint64, sequence_data.sequence_keys of each protein
+
+Proteins stand in the order of order_words(keys, seed), which is random, and the same whatever their order in
+the sources: training reads long runs of the file and still sees a sample. A protein is in val if its key is in
+the lowest val_fraction of all keys, as with split_by_hash.
+
+Two passes: the text is cleaned and dealt to some hundred files by the first bits of the order; then each of
+these is sorted in memory. Work in progress is in FOLDER.partial; FOLDER appears at the very end, by a rename.
+After an interruption the same command starts the passes again; a finished download is kept.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import gzip
+import hashlib
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from sequence_data import (LETTERS, N_TOKENS, PAD, Proteins, ReadReport, order_words, places,
+                           read_blocks, refuse_nothing_left)
+
+FORMAT, VERSION = "prepared proteins", 1
+NAMES = ("tokens.bin", "lengths.bin", "keys.bin")
+FLUSH_BYTES = 64 << 20          # of tokens that are gathered in memory before they are dealt to the files
+BUCKET_BYTES = 48 << 20         # of such a file, about; the number of files follows
+LARGEST_BUCKET = 128 << 20      # above it a file is dealt once more
+LONGEST = 1 << 24               # residues; the longest known protein has 45,000
+SAMPLE_BYTES = 8 << 20          # of each source, from which the size of the result is estimated
+MARGIN = 1.1                    # for what the sample does not show
+
+
+# ---- main: the steps in the order of time ----
+
+def main(argv=None):
+    """Exit code: 0 done (or done before), 2 refused or failed, 130 interrupted."""
+    args = parse(argv)
+    try:
+        if args.bench:
+            bench(args.bench, args.folder)
+        else:
+            prepare(args.folder, args.fasta, args.url, args.max_sequences, args.val_fraction, args.min_length,
+                    args.seed)
+    except KeyboardInterrupt:
+        print("interrupted; the same command starts the unfinished part again", file=sys.stderr)
+        return 130
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        print(f"error: {error}" + "; the disk is full. Make room and run the same command again" * full,
+              file=sys.stderr)
+        return 2
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="what is made")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--url", default=UNIREF50_URL, help="a mirror (default: %(default)s)")
+    source.add_argument("--fasta", type=Path, nargs="+", metavar="FILE", help="FASTA, text or .pt instead")
+    parser.add_argument("--max_sequences", type=int, metavar="N", help="only the first N records")
+    parser.add_argument("--val_fraction", type=float, default=0.001, help="default %(default)s")
+    parser.add_argument("--min_length", type=int, default=1, help="drop shorter ones; default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the order; default %(default)s")
+    parser.add_argument("--bench", type=Path, metavar="FILE", help="measure on a .gz file, and write nothing")
+    return parser.parse_args(argv)
+
+
+def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_length=1, seed=0):
+    """Make the folder. Raises ValueError for settings and data, OSError for disk and network."""
+    if not 0 <= val_fraction < 1 or min_length < 1 or max_sequences is not None and max_sequences < 1:
+        raise ValueError(f"found val_fraction = {val_fraction}, min_length = {min_length}, max_sequences = "
+                         f"{max_sequences}; expected 0 <= val_fraction < 1, and at least 1 of the others.")
+    settings = {"seed": seed, "val_fraction": val_fraction, "min_length": min_length,
+                "max_sequences": max_sequences}
+    if files:                                                   # a missing one is refused when it is read
+        named = sorted((file.name, file.stat().st_size if file.exists() else None) for file in files)
+        settings |= {"source": [name for name, _ in named], "source_bytes": [size for _, size in named]}
+    else:
+        settings["source"] = [shown(url)]
+    folder = Path(os.path.abspath(folder))
+    with working_folder(folder) as partial:
+        if is_finished(folder, settings):
+            print(f"{folder} is finished already, with these settings; nothing to do.")
+            shutil.rmtree(partial)
+            return
+        for name in ("buckets", "result"):                      # of a run that was interrupted
+            shutil.rmtree(partial / name, ignore_errors=True)
+        inputs, release = (([Input.of_file(file) for file in files], None) if files
+                           else download_input(url, partial / "download", max_sequences))
+        n_bytes, n_sequences = estimate(inputs, max_sequences, min_length)
+        check_disk(partial, n_bytes)
+        report = ReadReport()
+        bits = max(0, math.ceil(math.log2(max(1, n_bytes) / BUCKET_BYTES)))
+        n_read = deal(inputs, partial / "buckets", bits, n_sequences, report, settings)
+        sets = collect(partial / "buckets", bits, partial / "result", n_read, settings)
+        finish_report(report, sets, n_read, settings)
+        meta = {"format": FORMAT, "version": VERSION, "release": release, "letters": LETTERS, **settings,
+                "report": dataclasses.asdict(report), "sets": sets}
+        publish(partial / "result", meta, folder)
+        shutil.rmtree(partial)
+    print_summary(folder, meta, report)
+
+
+# ---- sources ----
+
+class Input(NamedTuple):
+    """A source: its name, its bytes (None if not known), and a function that opens it."""
+    name: str
+    size: int | None
+    open: object
+
+    @classmethod
+    def of_file(cls, path):
+        size = path.stat().st_size if path.is_file() else 0
+        if path.suffix == ".pt" or not size:                    # read_blocks reads it as a whole, or refuses
+            return cls(str(path), size, lambda: path)
+        return cls(str(path), size, lambda: open(path, "rb"))
+
+
+class Counted:
+    """What read_blocks needs of a stream; count: bytes read so far."""
+
+    def __init__(self, stream, name):
+        self.stream, self.name, self.count = stream, name, 0
+
+    def read(self, size):
+        data = self.stream.read(size)
+        self.count += len(data)
+        return data
+
+
+def download_input(url, folder, max_sequences):
+    """-> ([Input], release or None). The whole file is downloaded first, unless only its head is wanted."""
+    source, name = look_up(url), shown(url)
+    if max_sequences and Path(name).suffix != ".pt":
+        return [Input(name, None, lambda: open_stream(source))], source.release
+    path = folder / Path(name).name
+    folder.mkdir(exist_ok=True)
+    if not path.exists():
+        streamed = Input(name, source.size, lambda: open_stream(source))
+        if source.size:
+            begun = sum(entry.stat().st_size for entry in folder.iterdir())
+            check_disk(folder, estimate([streamed], None, 1)[0], max(0, source.size - begun))
+    download(source, path)
+    return [Input.of_file(path)], source.release
+
+
+@contextlib.contextmanager
+def opened(entry):
+    """What read_blocks takes, and a function that says how many bytes of it are read."""
+    stream = entry.open()
+    if isinstance(stream, Path):
+        yield stream, lambda: 0
+        return
+    with stream:
+        counted = Counted(stream, entry.name)
+        yield counted, lambda: counted.count
+
+
+def estimate(inputs, max_sequences, min_length):
+    """Read the head of each source -> (bytes of tokens, lengths and keys, sequences), both about."""
+    n_bytes, n_sequences, left = 0.0, 0.0, max_sequences or math.inf
+    for entry in inputs:
+        is_pt = Path(entry.name).suffix == ".pt"
+        found = np.array([entry.size, entry.size / 300]) if is_pt else sampled(entry, left, min_length)
+        found *= min(1, left / max(1, found[1]))
+        n_bytes, n_sequences, left = n_bytes + found[0], n_sequences + found[1], left - found[1]
+        if left <= 0:
+            break
+    return int(n_bytes * MARGIN), int(n_sequences)
+
+
+def sampled(entry, n_records, min_length):
+    """(bytes, sequences) of a source, exact for a short one, else by the part that SAMPLE_BYTES hold."""
+    found, begin = np.zeros(2), None
+    max_records = None if math.isinf(n_records) else math.ceil(n_records)
+    with opened(entry) as (stream, position), contextlib.closing(
+            read_blocks(stream, ReadReport(), min_length, max_records=max_records)) as blocks:
+        for block in blocks:
+            found += block_bytes(block), len(block.lengths)
+            if begin is None:               # the reading runs ahead of the blocks, by about as much all the time
+                begin, before = position(), found.copy()
+            elif position() - begin >= SAMPLE_BYTES:
+                if entry.size is None:
+                    return found * max(1, n_records / found[1])
+                return (found - before) / (position() - begin) * entry.size
+    return found
+
+
+def block_bytes(block):
+    return block.words.nbytes + 12 * len(block.lengths)
+
+
+def check_disk(folder, n_bytes, n_download=0):
+    """Raise ValueError if there is no room for the result, of about n_bytes, and for the download."""
+    need, free = n_download + n_bytes + 2 * BUCKET_BYTES, shutil.disk_usage(folder).free
+    if free < need:
+        raise ValueError(f"{folder} has {free / 1e9:,.3f} GB free; expected about {need / 1e9:,.3f} GB "
+                         f"({n_download / 1e9:,.3f} GB to download, {n_bytes / 1e9:,.3f} GB of proteins, "
+                         f"{2 * BUCKET_BYTES / 1e9:,.3f} GB to work in). Make room, or name a folder on "
+                         f"another disk.")
+
+
+# ---- pass 1: clean, and deal to buckets ----
+
+def deal(inputs, folder, bits, n_sequences, report, settings):
+    """Write the proteins of all inputs to 2**bits files by the first bits of their order -> proteins read."""
+    folder.mkdir()
+    blocks, size, n_read = [], 0, 0
+    with beside() as run:
+        for block in all_blocks(inputs, n_sequences, report, settings):
+            blocks.append(block)
+            size += block_bytes(block)
+            n_read += len(block.lengths)
+            if size >= FLUSH_BYTES:
+                run(append, folder, concatenate(blocks), settings["seed"], 0, bits)
+                blocks, size = [], 0
+        run(append, folder, concatenate(blocks), settings["seed"], 0, bits)
+    if not n_read:
+        refuse_nothing_left(", ".join(entry.name for entry in inputs), report, settings["min_length"])
+    return n_read
+
+
+@contextlib.contextmanager
+def beside():
+    """A function that makes calls in a thread, one after the other, each begun when the one before has ended.
+
+    What a call raises comes out of the next one, or of the end of the context.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pending = collections.deque()
+
+        def run(work, *arguments):
+            while pending:
+                pending.popleft().result()
+            pending.append(pool.submit(work, *arguments))
+        yield run
+        run(int)
+        pending.pop().result()
+
+
+def all_blocks(inputs, n_sequences, report, settings):
+    """The blocks of all inputs, one input after the other, up to max_sequences records, with a progress bar."""
+    left, n_read, n_bytes = settings["max_sequences"], 0, 0
+    unit, total = ("B", sum(entry.size for entry in inputs)) if left is None else (" sequences", n_sequences)
+    dropped = lambda: report.n_empty + report.n_all_x + report.n_short
+    with pass_bar("1/2 reading", total, unit) as bar:
+        for entry in inputs:
+            before = n_read + dropped()
+            with opened(entry) as (stream, position), contextlib.closing(
+                    read_blocks(stream, report, settings["min_length"], max_records=left)) as blocks:
+                for block in blocks:
+                    if block.lengths.max(initial=0) > LONGEST:
+                        raise ValueError(f"{entry.name}: found a protein of {block.lengths.max():,} residues; "
+                                         f"expected at most {LONGEST:,}. Is this a genome?")
+                    n_read += len(block.lengths)
+                    bar.set_postfix_str(f"{n_read / 1e6:.2f} M sequences", refresh=False)
+                    bar.update((n_bytes + position() if left is None else n_read) - bar.n)
+                    yield block
+            n_bytes += entry.size or 0
+            if left is not None:
+                left -= n_read + dropped() - before
+                if left == 0:
+                    break
+
+
+class Rows(NamedTuple):
+    """Proteins as in sequence_data.Block."""
+    words: np.ndarray
+    lengths: np.ndarray
+    keys: np.ndarray
+
+    def order(self, seed):
+        """Indices in the order of order_words, each distinct protein once."""
+        starts, _ = self.layout()
+        return Proteins(self.words.view(np.uint8), 8 * starts, self.lengths, self.keys).unique_order(seed)
+
+    def layout(self):
+        counts = (self.lengths + 7) // 8
+        return np.cumsum(counts) - counts, counts
+
+    def pieces(self, order, n_words=1 << 19):
+        """Rows in this order, as many at a time as have about n_words words."""
+        starts, counts = self.layout()
+        cuts = np.cumsum(counts[order]) // n_words
+        for rows in np.split(order, np.flatnonzero(np.diff(cuts)) + 1):
+            yield Rows(self.words[places(starts[rows], counts[rows])], self.lengths[rows], self.keys[rows])
+
+
+def concatenate(blocks):
+    empty = Rows(np.zeros(0, "<u8"), np.zeros(0, np.int64), np.zeros(0, np.uint64))
+    return Rows(*(np.concatenate([getattr(block, name) for block in [empty, *blocks]]) for name in Rows._fields))
+
+
+def append(folder, rows, seed, first_bit, bits):
+    """Append the rows to 2**bits files of the folder by the bits of their order from first_bit on."""
+    order = rows.order(seed)
+    words = order_words(rows.keys[order], seed) << np.uint64(first_bit)
+    edges = np.searchsorted(words, np.arange(1 << bits, dtype=np.uint64) << np.uint64((64 - bits) % 64))
+    for bucket, part in enumerate(np.split(order, edges[1:])):
+        if len(part):
+            with open(folder / f"{bucket:06d}", "ab") as file:
+                for piece in rows.pieces(part):
+                    file.write(np.array([len(piece.lengths), len(piece.words)], "<u8"))
+                    file.write(piece.lengths.astype("<u4"))
+                    file.write(piece.keys.astype("<u8"))
+                    file.write(piece.words)
+
+
+# ---- pass 2: sort each bucket, and write the sets ----
+
+def collect(folder, bits, result, n_read, settings):
+    """Write the sets from the buckets, which are removed on the way -> {"train": {...}, "val": {...}}."""
+    limit = np.uint64(int(settings["val_fraction"] * 2.0**64))
+    with contextlib.ExitStack() as stack:
+        sets = {name: stack.enter_context(SetWriter(result / name)) for name in ("train", "val")}
+        run = stack.enter_context(beside())
+        bar = stack.enter_context(pass_bar("2/2 sorting", n_read, " sequences"))
+        for rows in buckets(folder, bits, settings["seed"]):
+            order = rows.order(settings["seed"])
+            is_val = rows.keys[order] < limit
+            for name, part in (("train", order[~is_val]), ("val", order[is_val])):
+                for piece in rows.pieces(part):
+                    run(sets[name].write, piece)
+            bar.update(len(rows.lengths))
+    return {name: writer.meta() for name, writer in sets.items()}
+
+
+def buckets(folder, bits, seed):
+    """Yield Rows of each bucket in order; its file is removed afterwards. bits: those all its rows share."""
+    for path in sorted(folder.iterdir()):
+        if path.stat().st_size > LARGEST_BUCKET and bits < 60:
+            deeper = path.with_suffix(".more")
+            deeper.mkdir()
+            for piece in read_bucket(path):
+                append(deeper, piece, seed, bits, 4)
+            path.unlink()
+            yield from buckets(deeper, bits + 4, seed)
+        else:
+            yield concatenate(list(read_bucket(path)))
+            path.unlink()
+    folder.rmdir()
+
+
+def read_bucket(path):
+    """Yield the Rows that were appended to a bucket, piece by piece."""
+    with open(path, "rb") as file:
+        while head := file.read(16):
+            n_rows, n_words = np.frombuffer(head, "<u8").tolist()
+            lengths, keys, words = (np.frombuffer(file.read(n * np.dtype(kind).itemsize), kind)
+                                    for n, kind in ((n_rows, "<u4"), (n_rows, "<u8"), (n_words, "<u8")))
+            yield Rows(words, lengths.astype(np.int64), keys)
+
+
+class SetWriter:
+    """Writes the three files of a set and sums up what meta.json says of it."""
+
+    def __init__(self, folder):
+        folder.mkdir(parents=True)
+        self.files = {name: open(folder / name, "xb") for name in NAMES}
+        self.hashes = {name: hashlib.blake2b(digest_size=16) for name in NAMES}
+        self.keys_hash = hashlib.blake2b(digest_size=8)
+        self.pairs = np.zeros(1 << 16, np.int64)                # of neighbouring bytes: twice as fast as of bytes
+        self.histogram = np.zeros(0, np.int64)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for file in self.files.values():
+            file.close()
+
+    def write(self, rows):
+        keys = rows.keys.astype("<u8").tobytes()
+        self.keys_hash.update(keys)
+        tokens = rows.words.tobytes().translate(None, bytes([PAD]))
+        for name, data in zip(NAMES, (tokens, rows.lengths.astype("<u4").tobytes(), keys)):
+            self.files[name].write(data)
+            self.hashes[name].update(data)
+        self.pairs += np.bincount(rows.words.view(np.uint16), minlength=1 << 16)
+        more = np.bincount(rows.lengths, minlength=len(self.histogram))
+        more[:len(self.histogram)] += self.histogram
+        self.histogram = more
+
+    def meta(self):
+        lengths = np.flatnonzero(self.histogram)
+        counts = self.histogram[lengths]
+        pairs = self.pairs.reshape(256, 256)
+        return {"proteins": int(counts.sum()), "residues": int((lengths * counts).sum()),
+                "letter_counts": (pairs.sum(0) + pairs.sum(1))[:N_TOKENS].tolist(),
+                "length_histogram": np.stack([lengths, counts], 1).tolist(),
+                "keys_hash": self.keys_hash.hexdigest(),
+                "files": {name: {"bytes": os.path.getsize(self.files[name].name), "blake2b": digest.hexdigest()}
+                          for name, digest in self.hashes.items()}}
+
+
+# ---- the folder ----
+
+@contextlib.contextmanager
+def working_folder(folder):
+    """FOLDER.partial, for one process at a time; it stays if there is more in it than the lock."""
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with open(partial / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / "lock"))
+        except (BlockingIOError, FileNotFoundError):            # held, or removed by who has just finished
+            mine = False
+        if not mine:
+            raise RuntimeError(f"another process is making {folder} (it holds {partial / 'lock'}); expected "
+                               f"none. Wait for it, or name another folder.")
+        try:
+            yield partial
+        finally:
+            if partial.exists() and os.listdir(partial) == ["lock"]:
+                shutil.rmtree(partial)
+
+
+def is_finished(folder, settings):
+    """Whether the folder is there, made with these settings. Raises ValueError if it is anything else."""
+    if not os.path.lexists(folder):
+        return False
+    here = {"format": FORMAT, "version": VERSION, **settings}
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        there = {key: meta.get(key) for key in here}
+    except (OSError, ValueError, AttributeError):
+        raise ValueError(f"{folder} exists, and is no prepared folder; expected nothing of this name. Name "
+                         f"another folder, or remove it.") from None
+    differences = [f"{key} is {there[key]!r} there and {value!r} here"
+                   for key, value in here.items() if there[key] != value]
+    if differences:
+        raise ValueError(f"{folder} was made with other settings: {'; '.join(differences)}. Name another "
+                         f"folder, or remove it.")
+    return True
+
+
+def finish_report(report, sets, n_read, settings):
+    """Fill in what is known at the end only. Raises ValueError if nothing is left to train on."""
+    rows = np.concatenate([np.zeros((0, 2), np.int64)]
+                          + [np.array(entry["length_histogram"], np.int64).reshape(-1, 2) for entry in sets.values()])
+    histogram = np.bincount(rows[:, 0], rows[:, 1]).astype(np.int64)
+    n, ends = int(histogram.sum()), np.cumsum(histogram)
+    report.n_proteins, report.n_residues = n, sum(entry["residues"] for entry in sets.values())
+    report.shortest, report.longest = int(rows[:, 0].min()), int(rows[:, 0].max())
+    report.median = int(np.searchsorted(ends, [(n - 1) // 2, n // 2], "right").mean())
+    report.n_duplicates = n_read - n
+    if not sets["train"]["proteins"]:
+        raise ValueError(f"val_fraction = {settings['val_fraction']} puts all {n:,} proteins into validation; "
+                         f"expected some to train on. Give more proteins, or a smaller fraction.")
+
+
+def publish(result, meta, folder):
+    """Write meta.json, bring everything to the disk, and give the result its name."""
+    (result / "meta.json").write_text(json.dumps(meta) + "\n")
+    for path in [*result.rglob("*"), result]:
+        synchronise(path)
+    os.rename(result, folder)
+    synchronise(folder.parent)
+
+
+def synchronise(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def pass_bar(what, total, unit):
+    """A progress bar; where nobody watches, as in a job's log, a line per half minute."""
+    return tqdm(desc=what, total=total, unit=unit, unit_scale=True, ncols=80, file=sys.stderr,
+                mininterval=0.2 if sys.stderr.isatty() else 30)
+
+
+def print_summary(folder, meta, report):
+    sizes = {name: sum(file["bytes"] for file in entry["files"].values()) for name, entry in meta["sets"].items()}
+    print(report)
+    for name, entry in meta["sets"].items():
+        print(f"{name}: {entry['proteins']:,} proteins, {entry['residues']:,} residues, {sizes[name] / 1e6:,.1f} MB")
+    if not meta["sets"]["val"]["proteins"]:
+        print("No protein is in validation; if some are needed, raise --val_fraction.")
+    print(f"{folder} is ready{' (release ' + meta['release'] + ')' if meta['release'] else ''}. Next:\n"
+          f"  python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data {folder}")
+
+
+# ---- bench ----
+
+def bench(path, folder, rounds=3):
+    """Time gzip, our pass over the text, the whole preparing and a plain loop in turns, and print ratios."""
+    with open(path, "rb") as file:
+        if file.read(2) != b"\x1f\x8b":
+            raise ValueError(f"{path} is not gzip; expected a .gz file, to compare with gzip -dc.")
+    seconds, n_text = {}, 0
+    with tempfile.TemporaryDirectory(dir=Path(os.path.abspath(folder)).parent, prefix="bench-") as scratch:
+        for number in range(rounds):
+            def timed(name, work, *arguments):
+                began = time.perf_counter()
+                result = work(*arguments)
+                seconds.setdefault(name, []).append(time.perf_counter() - began)
+                return result
+            command = 'gzip -dc "$1" | wc -c'
+            n_text = int(timed("gzip -dc FILE | wc -c", subprocess.check_output, ["bash", "-c", command, "-", path]))
+            n = timed("pass over the text", lambda: sum(len(b.lengths) for b in read_blocks(path, ReadReport())))
+            with contextlib.redirect_stdout(None):
+                timed("preparing, both passes", prepare, Path(scratch, str(number)), [path], None)
+            shutil.rmtree(Path(scratch, str(number)))
+            part = timed("plain loop", plain_loop, path, 20 << 20)
+            seconds["plain loop"][-1] *= n_text / part
+    print(f"{path}: {n:,} sequences, {n_text:,} bytes of text; median of {rounds} rounds. The plain loop ran "
+          f"over the first {part:,} bytes and is scaled.")
+    reference = seconds["gzip -dc FILE | wc -c"]
+    for name, times in seconds.items():
+        speed = statistics.median(a / b for a, b in zip(reference, times))
+        print(f"{name:24s}{statistics.median(times):9.2f} s {statistics.median(times) / n * 1e6:8.2f} us/sequence"
+              f"   speed {speed:6.2f} of gzip")
+    ratio = statistics.median(a / b for a, b in zip(seconds["plain loop"], seconds["pass over the text"]))
+    print(f"The pass over the text is {ratio:.1f} times as fast as the plain loop.")
+
+
+def plain_loop(path, n_text):
+    """The same work line by line and letter by letter -> bytes of text read, n_text or a little more."""
+    token, done, parts, rows = {letter: i for i, letter in enumerate(LETTERS)}, 0, [], {}
+    with gzip.open(path, "rt") as file:
+        for line in file:
+            done += len(line)
+            if not line.startswith(">"):
+                parts.append(line.strip())
+            elif parts:
+                sequence = "".join(parts).upper().removesuffix("*")
+                ids = np.array([token[letter if letter in token else "X"] for letter in sequence], np.uint8)
+                rows[hashlib.blake2b(sequence.encode(), digest_size=8).digest()] = ids
+                parts = []
+                if done >= n_text:
+                    break
+    return done
+
+
+# ---- download: look_up(url) -> Source, download(source, path), open_stream(source), shown(url) ----
+
+UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
+
+
+def look_up(url):
+    raise NotImplementedError("downloading is not there yet; give --fasta")
+
+
+def download(source, path):
+    raise NotImplementedError("downloading is not there yet; give --fasta")
+
+
+def open_stream(source):
+    raise NotImplementedError("downloading is not there yet; give --fasta")
+
+
+def shown(url):
+    return url
+
+
+if __name__ == "__main__":
+    sys.exit(main())

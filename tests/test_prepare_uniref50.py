@@ -1,0 +1,464 @@
+"""prepare_uniref50: what the folder holds, whatever interrupts its making, and what is refused."""
+
+import errno
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import prepare_uniref50
+from prepare_uniref50 import main
+from sequence_data import (AMINO_ACIDS, LETTERS, Proteins, decode, order_words, read_sequences, split_by_hash,
+                           unigram_counts)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def random_proteins(n, seed=0, longest=300):
+    rng = np.random.default_rng(seed)
+    return [decode(rng.integers(0, 20, size)) for size in rng.integers(20, longest, n)]
+
+
+def write_fasta(path, sequences):
+    text = "".join(f">{i} some protein\n{sequence}\n" for i, sequence in enumerate(sequences)).encode()
+    path.write_bytes(gzip.compress(text, 1) if path.suffix == ".gz" else text)
+    return path
+
+
+def contents(folder):
+    """{name of a file: its bytes} of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def load(folder, name):
+    """A set of a prepared folder -> (Proteins without keys of its own, keys), by the documented layout."""
+    tokens, lengths, keys = (np.fromfile(folder / name / f"{what}.bin", kind) for what, kind in
+                             (("tokens", "u1"), ("lengths", "<u4"), ("keys", "<u8")))
+    lengths = lengths.astype(np.int64)
+    assert lengths.sum() == len(tokens) and len(keys) == len(lengths)
+    return Proteins(tokens, np.cumsum(lengths) - lengths, lengths), keys
+
+
+def texts(proteins):
+    return [decode(proteins[i]) for i in range(len(proteins))]
+
+
+def refusal(capsys, *argv):
+    assert main(list(map(str, argv))) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: ")
+    return message
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Many flushes, many buckets, and buckets that are dealt once more, already with some kB."""
+    for name, size in [("FLUSH_BYTES", 20_000), ("BUCKET_BYTES", 12_000), ("LARGEST_BUCKET", 9_000)]:
+        monkeypatch.setattr(prepare_uniref50, name, size)
+
+
+# ---- what the folder holds ----
+
+@pytest.mark.parametrize("pieces", ["usual", "small"])
+def test_the_folder_holds_what_read_sequences_reads(tmp_path, shared, request, pieces):
+    if pieces == "small":
+        request.getfixturevalue("small_pieces")
+    file = shared / "data" / "proteins.fasta.gz"
+    assert main([str(tmp_path / "out"), "--fasta", str(file), "--val_fraction", "0.05"]) == 0
+    proteins, report = read_sequences(file)
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    train, val = split_by_hash(proteins, 0.05)
+    for name, indices in (("train", train), ("val", val)):
+        found, keys = load(tmp_path / "out", name)
+        expected = proteins.subset(indices)
+        assert texts(found) == texts(expected)                  # in the same order, too
+        assert (keys == expected.keys).all() and (keys == found.keys).all()
+        entry = meta["sets"][name]
+        assert (entry["proteins"], entry["residues"]) == (len(expected), expected.lengths.sum())
+        assert entry["letter_counts"] == unigram_counts(expected).tolist()
+        lengths, counts = np.unique(expected.lengths, return_counts=True)
+        assert entry["length_histogram"] == [list(pair) for pair in zip(lengths.tolist(), counts.tolist())]
+        for file_name, about in entry["files"].items():
+            data = (tmp_path / "out" / name / file_name).read_bytes()
+            assert about == {"bytes": len(data), "blake2b": hashlib.blake2b(data, digest_size=16).hexdigest()}
+        assert entry["keys_hash"] == hashlib.blake2b(keys.tobytes(), digest_size=8).hexdigest()
+    assert meta["report"] == vars(report)
+    assert (meta["format"], meta["version"], meta["letters"]) == ("prepared proteins", 1, AMINO_ACIDS + "X")
+    assert (meta["seed"], meta["val_fraction"], meta["min_length"]) == (0, 0.05, 1)
+    assert meta["source"] == ["proteins.fasta.gz"] and meta["release"] is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]      # nothing is left beside it
+
+
+def test_the_order_of_records_files_and_pieces_does_not_matter(tmp_path, monkeypatch):
+    sequences = random_proteins(600)
+    whole = write_fasta(tmp_path / "whole.fasta", sequences)
+    random.Random(0).shuffle(sequences)
+    again = sequences[:100] + sequences                         # 100 duplicates, across files and pieces
+    parts = [write_fasta(tmp_path / "a.fa.gz", again[:300]), write_fasta(tmp_path / "b.fasta", again[300:])]
+    main([str(tmp_path / "one"), "--fasta", str(whole), "--val_fraction", "0.1"])
+    for number, size in enumerate((5_000, 40_000)):
+        for name in ("FLUSH_BYTES", "BUCKET_BYTES", "LARGEST_BUCKET"):
+            monkeypatch.setattr(prepare_uniref50, name, size)
+        for files in (parts, parts[::-1]):
+            out = tmp_path / f"out{number}{files[0].name}"
+            main([str(out), "--fasta", *map(str, files), "--val_fraction", "0.1"])
+            one, other = contents(tmp_path / "one"), contents(out)
+            metas = [json.loads(files.pop("meta.json")) for files in (one, other)]
+            assert one == other and metas[0]["sets"] == metas[1]["sets"]
+            assert [meta["report"].pop("n_duplicates") for meta in metas] == [0, 100]
+            assert metas[0]["report"] == metas[1]["report"] and metas[1]["source"] == ["a.fa.gz", "b.fasta"]
+
+
+def test_the_seed_changes_the_order_and_not_the_sides(tmp_path):
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(300))
+    for seed in ("0", "1"):
+        main([str(tmp_path / seed), "--fasta", str(file), "--seed", seed, "--val_fraction", "0.2"])
+        keys = load(tmp_path / seed, "train")[1]
+        assert (np.diff(order_words(keys, int(seed)).astype(float)) > 0).all()
+    for name in ("train", "val"):
+        first, second = (texts(load(tmp_path / seed, name)[0]) for seed in ("0", "1"))
+        assert first != second and sorted(first) == sorted(second)
+
+
+def test_cleaning_is_that_of_the_reader_and_a_set_may_be_empty(tmp_path, capsys):
+    (tmp_path / "in.fasta").write_text(">a\nmkv u*\n>b\nXX\n>c\n\n>d\nMK\n>e\nMKVX\n>f\nACDEFGH*\n")
+    assert main([str(tmp_path / "out"), "--fasta", str(tmp_path / "in.fasta"), "--min_length", "3",
+                 "--val_fraction", "0"]) == 0
+    assert sorted(texts(load(tmp_path / "out", "train")[0])) == ["ACDEFGH", "MKVX"]
+    assert all((tmp_path / "out" / "val" / f"{name}.bin").read_bytes() == b"" for name in
+               ("tokens", "lengths", "keys"))
+    out = capsys.readouterr().out
+    proteins, report = read_sequences(tmp_path / "in.fasta", 3)
+    assert str(report) in out and "No protein is in validation" in out
+    assert f"python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data {tmp_path / 'out'}" in out
+
+
+def test_text_and_pt_files_are_taken_together_with_fasta(tmp_path, small_pieces):
+    sequences = random_proteins(60)
+    write_fasta(tmp_path / "a.fasta", sequences[:20])
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress("\r\n".join(sequences[20:40]).encode()))
+    torch.save([{"protein_seq": sequence} for sequence in sequences[40:]], tmp_path / "c.pt")
+    files = [str(tmp_path / name) for name in ("a.fasta", "b.txt.gz", "c.pt")]
+    main([str(tmp_path / "out"), "--fasta", *files])
+    assert sorted(sum((texts(load(tmp_path / "out", name)[0]) for name in ("train", "val")), [])) == sorted(sequences)
+
+
+@pytest.mark.parametrize("wanted", [1, 7, 40, 41, 59, 60, 1000])
+def test_max_sequences_takes_the_first_records_of_all_files(tmp_path, wanted):
+    sequences = random_proteins(60)
+    sequences[3] = ""                                           # an empty record counts as one
+    files = [write_fasta(tmp_path / "a.fasta", sequences[:40]), write_fasta(tmp_path / "b.fasta.gz", sequences[40:])]
+    assert main([str(tmp_path / "out"), "--fasta", *map(str, files), "--max_sequences", str(wanted),
+                 "--val_fraction", "0"]) == 0
+    expected = [sequence for sequence in sequences[:wanted] if sequence]
+    assert sorted(texts(load(tmp_path / "out", "train")[0])) == sorted(expected)
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["max_sequences"] == wanted
+
+
+def test_what_stands_behind_the_records_wanted_is_not_read(tmp_path):
+    path = write_fasta(tmp_path / "in.fasta", random_proteins(60))
+    path.write_text(path.read_text() + ">bad\nM-K\n")
+    assert main([str(tmp_path / "out"), "--fasta", str(path), "--max_sequences", "60"]) == 0
+    assert main([str(tmp_path / "other"), "--fasta", str(path), "--max_sequences", "61"]) == 2
+
+
+def test_many_copies_of_few_proteins_and_a_skewed_bucket_fit(tmp_path, small_pieces):
+    few = random_proteins(3)
+    file = write_fasta(tmp_path / "in.fasta", few * 1000)
+    assert main([str(tmp_path / "out"), "--fasta", str(file), "--val_fraction", "0"]) == 0
+    assert sorted(texts(load(tmp_path / "out", "train")[0])) == sorted(few)
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["report"]["n_duplicates"] == 2997
+
+
+# ---- a source on the net, by a stand-in for the download ----
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """What the download part does, from a file; .opened and .downloaded are counted."""
+    log = SimpleNamespace(opened=0, downloaded=0, file=write_fasta(tmp_path / "net.fasta.gz", random_proteins(500)))
+
+    def download(source, path):
+        log.downloaded += 1
+        shutil.copy(log.file, path)
+
+    def open_stream(source):
+        log.opened += 1
+        return open(log.file, "rb")
+    look_up = lambda url: SimpleNamespace(size=log.file.stat().st_size, release="2026_01")
+    for name, work in (("download", download), ("open_stream", open_stream), ("look_up", look_up)):
+        monkeypatch.setattr(prepare_uniref50, name, work)
+    return log
+
+
+def test_a_url_is_downloaded_once_and_its_release_is_written_down(tmp_path, server, monkeypatch, capsys):
+    url, out = "https://example.org/net.fasta.gz", tmp_path / "out"
+
+    def fails(*_):
+        raise RuntimeError("interrupted here")
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_uniref50, "collect", fails)
+        assert "interrupted here" in refusal(capsys, out, "--url", url)
+    assert server.downloaded == 1 and not out.exists()
+    server.downloaded = 0
+    assert (tmp_path / "out.partial" / "download" / "net.fasta.gz").exists()
+    assert main([str(out), "--url", url]) == 0
+    meta = json.loads((out / "meta.json").read_text())
+    assert meta["release"] == "2026_01" and meta["source"] == [url]
+    assert meta["report"]["n_proteins"] == 500 and not (tmp_path / "out.partial").exists()
+    assert main([str(out), "--url", url]) == 0 and "finished already" in capsys.readouterr().out
+
+
+def test_only_the_head_of_a_url_is_read_for_some_sequences(tmp_path, server):
+    url = "https://example.org/net.fasta.gz"
+    assert main([str(tmp_path / "out"), "--url", url, "--max_sequences", "50", "--val_fraction", "0"]) == 0
+    assert server.downloaded == 0 and server.opened >= 1
+    found, _ = load(tmp_path / "out", "train")
+    assert sorted(texts(found)) == sorted(random_proteins(500)[:50])
+
+
+# ---- refusals ----
+
+@pytest.mark.parametrize("content, name, says", [
+    (">a\nMKV\n>b\nMK-V\n", "in.fasta", "line 4, column 3"), ("MKV\nMK V\n", "in.txt", "line 2, column 3"),
+    ("", "in.fasta", "is empty (0 bytes)"), (">a\nXX\n", "in.fasta", "no protein is left of 1 records"),
+    ("<html>", "in.fasta.gz", "is not gzip"), (gzip.compress(b">a\nMKVLA\n" * 9)[:-9], "in.fa.gz", "is truncated"),
+    (">a\n" + "ACGT" * 300, "in.fasta", "nucleotides"), (b"junk", "in.pt", "cannot be loaded"),
+    (None, "in.fasta", "does not exist")])
+def test_a_bad_file_is_refused_by_name_and_leaves_no_folder(tmp_path, capsys, content, name, says):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    fine = write_fasta(tmp_path / "fine.fasta", random_proteins(10))
+    message = refusal(capsys, tmp_path / "out", "--fasta", *([path] if "left" in says else [fine, path]))
+    assert says in message and name in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_letter_far_behind_is_refused_and_the_corrected_file_is_prepared(tmp_path, capsys, small_pieces):
+    sequences = random_proteins(20_000)
+    path = write_fasta(tmp_path / "in.fasta.gz", [*sequences, "MK?V"])
+    assert "in.fasta.gz, line 40002, column 3" in refusal(capsys, tmp_path / "out", "--fasta", path)
+    assert not (tmp_path / "out").exists()
+    write_fasta(path, sequences[:1000])
+    assert main([str(tmp_path / "out"), "--fasta", str(path)]) == 0
+    assert main([str(tmp_path / "other"), "--fasta", str(path)]) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "other")
+
+
+@pytest.mark.parametrize("options", [("--val_fraction", "1"), ("--val_fraction", "-0.1"), ("--val_fraction", "nan"),
+                                     ("--min_length", "0"), ("--max_sequences", "0")])
+def test_impossible_settings_are_refused(tmp_path, capsys, options):
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(5))
+    message = refusal(capsys, tmp_path / "out", "--fasta", file, *options)
+    assert options[0][2:] in message and "expected" in message and not (tmp_path / "out.partial").exists()
+
+
+def test_a_set_without_training_proteins_is_refused(tmp_path, capsys):
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(3))
+    message = refusal(capsys, tmp_path / "out", "--fasta", file, "--val_fraction", "0.9999999")
+    assert "all 3 proteins into validation" in message and not (tmp_path / "out").exists()
+
+
+def test_too_little_free_disk_is_refused_with_numbers_before_anything_is_written(tmp_path, capsys, monkeypatch,
+                                                                               server):
+    file = write_fasta(tmp_path / "in.fasta.gz", random_proteins(20_000))
+    result = sum(len(sequence) + 12 for sequence in random_proteins(20_000))
+    work = 2 * prepare_uniref50.BUCKET_BYTES
+    space = SimpleNamespace(free=work + result)                 # not for the padding of a protein to whole words
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: space)
+    message = refusal(capsys, tmp_path / "out", "--fasta", file)
+    need = float(re.search(r"expected about ([\d.]+) GB", message)[1]) * 1e9
+    assert work + result < need < work + 1.3 * result + 1e7 and "GB free" in message
+    assert not (tmp_path / "out.partial").exists() or os.listdir(tmp_path / "out.partial") == []
+    space.free = 1.02 * need
+    assert main([str(tmp_path / "out"), "--fasta", str(file)]) == 0
+    space.free = 50_000
+    message = refusal(capsys, tmp_path / "net", "--url", "https://example.org/net.fasta.gz")
+    assert "to download" in message and server.downloaded == 0
+
+
+def test_a_disk_that_is_full_later_is_told_in_words(tmp_path, capsys, monkeypatch):
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(50))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "tokens.bin")
+    for owner, name in ((prepare_uniref50.SetWriter, "write"), (prepare_uniref50, "append")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            message = refusal(capsys, tmp_path / "out", "--fasta", file)
+        assert "the disk is full. Make room and run the same command again" in message and "tokens.bin" in message
+    assert main([str(tmp_path / "out"), "--fasta", str(file)]) == 0
+
+
+def test_ctrl_c_ends_with_130_and_one_line(tmp_path, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(50))
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_uniref50, "collect", interrupt)
+        assert main([str(tmp_path / "out"), "--fasta", str(file)]) == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("interrupted; the same command")
+    assert not (tmp_path / "out").exists()
+    assert main([str(tmp_path / "out"), "--fasta", str(file)]) == 0
+
+
+def test_a_finished_folder_is_left_alone_and_one_of_other_settings_refused(tmp_path, capsys):
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(50))
+    out, command = tmp_path / "out", [str(tmp_path / "out"), "--fasta", str(file)]
+    assert main(command) == 0
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert main(command) == 0 and "finished already" in capsys.readouterr().out
+    for options, says in [(("--seed", "1"), "seed is 0 there and 1 here"),
+                          (("--val_fraction", "0.5"), "val_fraction is 0.001 there and 0.5 here"),
+                          (("--max_sequences", "9"), "max_sequences is None there and 9 here"),
+                          (("--min_length", "2"), "min_length is 1 there and 2 here")]:
+        assert says in refusal(capsys, *command, *options)
+    other = write_fasta(tmp_path / "other.fasta", random_proteins(50))
+    assert "source is ['in.fasta'] there and ['other.fasta'] here" in refusal(capsys, out, "--fasta", other)
+    file.write_text(file.read_text() + ">more\nMKV\n")
+    assert "source_bytes is" in refusal(capsys, *command)
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.fasta", "other.fasta", "out"]
+
+
+def test_anything_else_of_the_name_of_the_folder_is_refused_and_untouched(tmp_path, capsys):
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(5))
+    (tmp_path / "text").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "meta.json").write_text("[]")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("text", "folder", "json", "link"):
+        message = refusal(capsys, tmp_path / name, "--fasta", file)
+        assert f"{name} exists, and is no prepared folder" in message
+    assert (tmp_path / "text").read_text() == "mine" and not any((tmp_path / "folder").iterdir())
+
+
+def test_two_at_once_on_one_folder_are_refused_and_the_first_goes_on(tmp_path, capsys, monkeypatch):
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(50))
+    command, collect, codes = [str(tmp_path / "out"), "--fasta", str(file)], prepare_uniref50.collect, []
+
+    def with_another(*arguments):
+        codes.append(subprocess.run([sys.executable, ROOT / "prepare_uniref50.py", *command], capture_output=True,
+                                    text=True))
+        return collect(*arguments)
+    monkeypatch.setattr(prepare_uniref50, "collect", with_another)
+    assert main(command) == 0
+    assert codes[0].returncode == 2 and "another process is making" in codes[0].stderr
+    assert len(codes[0].stderr.splitlines()) == 1
+    assert len(load(tmp_path / "out", "train")[0]) + len(load(tmp_path / "out", "val")[0]) == 50
+
+
+# ---- kills ----
+
+def killed_at(moment, argv):
+    """Run in a forked process that is killed at its moment-th step: opening, making, renaming or removing a
+    file, or writing a part of one. -> (exit status, number of steps)."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        lock, count = threading.Lock(), 0
+
+        def step(event, arguments):
+            nonlocal count
+            if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock"):
+                with lock:
+                    count += 1
+                    if count == moment:
+                        os.kill(os.getpid(), signal.SIGKILL)
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        sys.addaudithook(step)
+        code = main(argv)
+        os.write(writer, str(count).encode())
+        os._exit(code)
+    os.close(writer)
+    status = os.waitpid(pid, 0)[1]
+    with open(reader, "rb") as file:
+        return os.waitstatus_to_exitcode(status), int(file.read() or 0)
+
+
+def check_kills(tmp_path, n_kills, seed):
+    file = write_fasta(tmp_path / "in.fasta.gz", random_proteins(3000))
+    command = lambda name: [str(tmp_path / name), "--fasta", str(file), "--val_fraction", "0.1"]
+    code, n_steps = killed_at(None, command("whole"))
+    assert code == 0 and n_steps > 100
+    rng = random.Random(seed)
+    for number in range(n_kills):
+        for moment in sorted(rng.sample(range(1, n_steps), 2)):     # twice on one folder
+            code, _ = killed_at(moment, command(str(number)))
+            out = tmp_path / str(number)
+            assert code == -signal.SIGKILL or contents(out) == contents(tmp_path / "whole")
+            assert not out.exists() or contents(out) == contents(tmp_path / "whole")
+        assert killed_at(None, command(str(number)))[0] == 0
+        assert contents(out) == contents(tmp_path / "whole")
+        assert not (tmp_path / f"{number}.partial").exists()
+        shutil.rmtree(out)
+
+
+def test_a_preparing_that_is_killed_is_done_by_the_same_command_with_the_same_result(tmp_path, small_pieces):
+    check_kills(tmp_path, 3, seed=0)
+
+
+@pytest.mark.slow
+def test_forty_kills_at_random_moments_leave_no_folder_that_looks_finished(tmp_path, small_pieces):
+    check_kills(tmp_path, 20, seed=1)
+
+
+# ---- memory, bench, help ----
+
+def test_memory_is_bounded_whatever_the_size_of_the_source(tmp_path):
+    rng, peaks = np.random.default_rng(0), []
+    letters = np.frombuffer(AMINO_ACIDS.encode(), np.uint8)
+    path = tmp_path / "in.fasta"
+    for n in (250_000, 500_000):                                # 75 and 150 MB: one and two pieces in memory
+        with open(path, "wb") as file:
+            for _ in range(n // 50_000):
+                rows = np.full((50_000, 302), ord("\n"), np.uint8)
+                rows[:, 0] = ord(">")
+                rows[:, 2:301] = letters[rng.integers(0, 20, (50_000, 299), np.uint8)]
+                file.write(rows.tobytes())
+        script = ("import resource, sys, prepare_uniref50 as p; code = p.main(sys.argv[1:]); "
+                  "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)")
+        done = subprocess.run([sys.executable, "-c", script, tmp_path / str(n), "--fasta", path], cwd=ROOT,
+                              capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.splitlines()[-1]) * 1024)
+        shutil.rmtree(tmp_path / str(n))
+    assert max(peaks) < 1 << 30 and peaks[1] - peaks[0] < 40 << 20, peaks
+
+
+def test_the_bench_prints_ratios_and_leaves_nothing(tmp_path, capsys):
+    file = write_fasta(tmp_path / "in.fasta.gz", random_proteins(2000))
+    assert main([str(tmp_path / "out"), "--bench", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{file}: 2,000 sequences")
+    assert [re.match(r"(.*?)\s+[\d.]+ s +[\d.]+ us/sequence +speed +[\d.]+ of gzip$", line)[1] for line in
+            lines[1:5]] == ["gzip -dc FILE | wc -c", "pass over the text", "preparing, both passes", "plain loop"]
+    assert re.match(r"The pass over the text is [\d.]+ times as fast", lines[5])
+    assert os.listdir(tmp_path) == ["in.fasta.gz"]
+    assert "is not gzip" in refusal(capsys, tmp_path / "out", "--bench", write_fasta(tmp_path / "x.fasta", ["MKV"]))
+
+
+def test_progress_lines_fit_into_80_columns_and_say_bytes_sequences_and_rate(tmp_path):
+    file = write_fasta(tmp_path / "in.fasta.gz", random_proteins(5000))
+    done = subprocess.run([sys.executable, ROOT / "prepare_uniref50.py", tmp_path / "out", "--fasta", file],
+                          capture_output=True, text=True, check=True)
+    lines = [line for line in re.split("[\r\n]", done.stderr) if line.strip()]
+    assert all(len(line) <= 80 for line in lines)
+    assert re.search(r"1/2 reading: 100%.* \d.*B/s, 0.0[01] M sequences", lines[-3] + lines[-2] + lines[-1] + done.stderr)
+    assert re.search(r"2/2 sorting: 100%.* sequences/s", lines[-1])
