@@ -24,6 +24,7 @@ After an interruption the same command starts the passes again; a finished downl
 """
 
 import argparse
+import base64
 import collections
 import concurrent.futures
 import contextlib
@@ -32,17 +33,26 @@ import errno
 import fcntl
 import gzip
 import hashlib
+import http.client
+import io
 import json
 import math
 import os
+import re
 import shutil
+import socket
+import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
+import xml.etree.ElementTree
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 import numpy as np
 from tqdm import tqdm
@@ -571,25 +581,310 @@ def plain_loop(path, n_text):
     return done
 
 
-# ---- download: look_up(url) -> Source, download(source, path), open_stream(source), shown(url) ----
+# ---- download ----
 
 UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
+METALINK = "RELEASE.metalink"   # UniProt's list of files with size and MD5, beside the files
+METALINK_BYTES = 4 << 20        # read at most of it; it has some kB
+CHUNK = 1 << 20                 # bytes per read, at most
+TIMEOUT = 60                    # seconds without a byte, after which a connection counts as dropped
+TRIES = 10                      # in a row without progress; with BACKOFF about four minutes
+BACKOFF = 1.0                   # seconds before the second try; doubled each time
+LONGEST_WAIT = 60               # seconds
+GZIP = b"\x1f\x8b"              # with which gzip begins
+NOT_THERE = (socket.gaierror, ConnectionRefusedError, ssl.SSLCertVerificationError)
 
 
-def look_up(url):
-    raise NotImplementedError("downloading is not there yet; give --fasta")
+class Source(NamedTuple):
+    """A file to download: size in bytes, MD5 in hex and release, each None where not known."""
+    url: str
+    size: int | None = None
+    md5: str | None = None
+    release: str | None = None
 
 
-def download(source, path):
-    raise NotImplementedError("downloading is not there yet; give --fasta")
+class _Dropped(OSError):
+    """What another try may mend: a lost connection, too little data, a busy server."""
 
 
-def open_stream(source):
-    raise NotImplementedError("downloading is not there yet; give --fasta")
+def look_up(url, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
+    """Source of the url, with what RELEASE.metalink beside it says, if anything.
+
+    Raises ValueError for a url that is not http or https, OSError where the server does not answer.
+    """
+    _check_url(url)
+    listing, name = Source(urljoin(url, METALINK)), unquote(urlsplit(url).path.rpartition("/")[2])
+
+    def read():
+        with io.BufferedReader(_Body(listing, timeout)) as body:
+            return body.read(METALINK_BYTES)
+    try:
+        text = _retry(read, tries, backoff).decode()
+        if "<!DOCTYPE" in text:
+            raise ValueError(f"{METALINK} defines entities")     # which could expand without end
+        root = xml.etree.ElementTree.fromstring(text)
+        file = next((f for f in root.iterfind(".//{*}file") if f.get("name") == name), None)
+        md5 = [] if file is None else [h.text for h in file.iterfind(".//{*}hash[@type='md5']")]
+        if not md5 or not re.fullmatch("[0-9a-fA-F]{32}", md5[0] or ""):
+            raise ValueError(f"{METALINK} has no MD5 of {name}")
+        size, release = file.findtext("{*}size"), root.findtext("{*}version")
+        return Source(url, int(size), md5[0].lower(), release)
+    except (ValueError, RuntimeError, TypeError, xml.etree.ElementTree.ParseError) as error:
+        _say(f"{shown(url)}: MD5 and release are not known and not checked ({error}).")
+        return Source(url)
+
+
+def download(source, path, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
+    """Download a Source to path, which is there only when whole and checked; the same call goes on.
+
+    Until then the data is in path.part, and path.part.json says of what (it stays, and then says
+    what path is: the same call finds it done). timeout and backoff in seconds.
+    Raises ValueError for what is not such a file (url, 4xx, a page), OSError or RuntimeError for
+    network, server and disk.
+    """
+    part = _Part(source, Path(path))
+    if part.finished:
+        return
+    with open(part.name, "ab", buffering=0) as part.file:
+        part.keep_if_same()
+        _retry(lambda: _receive(source, part, timeout), tries, backoff, lambda: part.size)
+        os.fsync(part.file.fileno())
+    if source.md5 and (found := _md5(part.name)) != source.md5:
+        part.name.unlink()
+        raise RuntimeError(f"{shown(source.url)}: found MD5 {found}, expected {source.md5}. "
+                           f"The data is removed; run the same command again, or name a mirror.")
+    os.replace(part.name, path)
+
+
+def open_stream(source, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
+    """Readable binary object over a Source from its first byte on; close it after what is needed.
+
+    Its read raises OSError where the connection drops or stalls, or the data ends early.
+    """
+    return _retry(lambda: _Body(source, timeout), tries, backoff)
+
+
+class _Part:
+    """The bytes that have arrived of a file, and `about`: a dict of what they are the start of."""
+
+    def __init__(self, source, path):
+        self.path, self.name, self.json = path, Path(f"{path}.part"), Path(f"{path}.part.json")
+        query = hashlib.blake2b(urlsplit(source.url).query.encode(), digest_size=8).hexdigest()
+        self.wanted = {**source._asdict(), "url": shown(source.url), "query_digest": query}
+        try:
+            self.about = json.loads(self.json.read_text())
+        except (OSError, ValueError):
+            self.about = {}
+        self.other = [key for key, value in self.wanted.items() if self.about.get(key) != value
+                      and (key, value) != ("size", None)]      # which the server may have said
+        self.finished = path.exists() and not self.other
+
+    @property
+    def size(self):
+        return os.fstat(self.file.fileno()).st_size
+
+    def keep_if_same(self):
+        if self.other and self.size:
+            _say(f"{self.name} is of another file ({', '.join(self.other)} differ); thrown away.")
+        if self.other:
+            self.clear()
+
+    def clear(self):
+        self.file.truncate(0)
+        self.about = {}
+
+    def begin(self, about):
+        # In this order: whenever killed, the JSON is right about what is there.
+        self.clear()
+        self.path.unlink(missing_ok=True)
+        self.about = {**self.wanted, **about}
+        self.json.write_text(json.dumps(self.about))
+
+    def write(self, data):
+        try:
+            while data:
+                data = data[self.file.write(data):]
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}; {self.size:,} bytes are kept. Make room "
+                          f"and run the same command again", str(self.name)) from None
+
+
+def _receive(source, part, timeout):
+    # By one connection from the byte reached to the end, or _Dropped.
+    start, about = part.size, part.about
+    if start and start == about.get("size"):
+        return
+    etag = about.get("etag") or "W/"      # weak, which promises not the same bytes
+    unchanged = about.get("last_modified") if etag.startswith("W/") else etag
+    if not (unchanged or source.md5):
+        start = 0           # nothing would show that the rest is of another file
+    with _Body(source, timeout, start, unchanged) as body:
+        seen = {"etag": body.answer.headers["ETag"], "size": body.total,
+                "last_modified": body.answer.headers["Last-Modified"]}
+        why = ", ".join(f"{key} was {about[key]} and is {value}" for key, value in seen.items()
+                        if about.get(key) and value and about[key] != value)
+        if body.status == 416 and body.total == part.size and not why:
+            return
+        if body.status == 416 or body.status == 206 and why:
+            part.clear()
+            raise _Dropped(f"{part.name} is thrown away: not of {body.url} ({why or 'too long'})")
+        if body.status == 200 and part.size:
+            _say(f"{body.url} begins anew ({why or 'the server does not continue files'}); the "
+                 f"{part.size:,} bytes in {part.name} are thrown away.")
+        if body.status == 200:
+            part.begin(seen)
+        buffer = memoryview(bytearray(CHUNK))
+        with _bar(part.path.name, part.size, part.about["size"]) as bar:
+            while count := body.readinto(buffer):
+                part.write(buffer[:count])
+                bar.update(count)
+
+
+class _Body(io.RawIOBase):
+    """A file from byte `start` on, as it arrives. Refuses what is not the file.
+
+    status: 200 (the server sends all of it), 206 (from start on) or 416 (start is behind its end).
+    total: bytes of the whole file. A read before its end raises _Dropped if no more comes.
+    """
+    answer = None       # for close(), where none came
+
+    def __init__(self, source, timeout, start=0, unchanged=None):
+        super().__init__()
+        headers = {"Range": f"bytes={start}-", "If-Range": unchanged} if start else {}
+        self.answer = answer = _ask(source.url, timeout, {k: v for k, v in headers.items() if v})
+        self.url, self.status, self.count, self.head = shown(source.url), answer.status, 0, b""
+        stated = answer.headers["Content-Range"] or ""
+        span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", stated)
+        self.total = answer.length if self.status == 200 else int(span[2]) if span else None
+        if self.status == 200 and answer.headers.get_content_type() == "text/html":
+            raise ValueError(f"{self.url}: found a page (text/html), expected a file. Check the "
+                             f"address, and whether a proxy or a login stands before it.")
+        if None not in (self.total, source.size) and self.total != source.size:
+            raise RuntimeError(f"{self.url}: found {self.total:,} bytes, expected {source.size:,} "
+                               f"({METALINK}). Try again later (a new release?), or name a mirror.")
+        if self.status == 206 and (not span or span[1] != str(start)):
+            raise _Dropped(f"{self.url}: found Content-Range {stated!r}, expected bytes {start}-")
+        self.total = source.size if self.total is None else self.total
+        if self.status == 200 and self.total is None and not (answer.chunked or source.md5):
+            raise RuntimeError(f"{self.url}: found no Content-Length, so an early end would not "
+                               f"show; expected one, or a size in {METALINK}. Name a mirror.")
+        self.left = self.total
+        if self.status == 206:
+            self.left -= start
+        if self.status == 200:
+            self.head = self.read(1) + self.read(1)
+            if urlsplit(source.url).path.endswith(".gz") and self.head != GZIP:
+                raise ValueError(f"{self.url}: found {self.head} at its head, expected {GZIP} "
+                                 f"(gzip). Check the address.")
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        data, self.head = self.head[:len(buffer)], self.head[len(buffer):]
+        if not data and self.left != 0:
+            try:      # read1, because read loses what came before an error
+                size = len(buffer) if self.left is None else min(len(buffer), self.left)
+                data = self.answer.read1(size)
+            except (OSError, http.client.HTTPException) as error:
+                raise _Dropped(f"{self.url}: lost after {self.count:,} bytes ({error!r})") from None
+            self.count += len(data)
+            self.left = self.left and self.left - len(data)
+            if self.left and not data:
+                raise _Dropped(f"{self.url}: ended after {self.count:,} bytes; expected "
+                               f"{self.left:,} more")
+        buffer[:len(data)] = data
+        return len(data)
+
+    def close(self):
+        if self.answer:
+            self.answer.close()
+        super().close()
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, request, answer, code, message, headers, url):
+        _check_url(url, ("https",) if request.type == "https" else ("http", "https"))
+        return super().redirect_request(request, answer, code, message, headers, url)
+
+
+def _check_url(url, schemes=("http", "https")):
+    if urlsplit(url).scheme not in schemes or not urlsplit(url).hostname:
+        raise ValueError(f"found the address {shown(url)}; expected "
+                         f"{' or '.join(schemes)}://HOST/FILE.")
+
+
+def _ask(url, timeout, headers):
+    # The answer to one GET: of status 200, or 206 or 416 if a Range was asked for.
+    _check_url(url)
+    login, _, host = urlsplit(url).netloc.rpartition("@")
+    bare_url = urlunsplit(urlsplit(url)._replace(netloc=host))
+    try:
+        request = urllib.request.Request(bare_url, headers=headers)
+        request.add_header("User-Agent", "protein-ddp")
+        if login:
+            secret = base64.b64encode(unquote(login).encode()).decode()
+            request.add_unredirected_header("Authorization", f"Basic {secret}")
+        answer = urllib.request.build_opener(_Redirects).open(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        answer = error
+    except (http.client.InvalidURL, UnicodeError):
+        raise ValueError(f"found the address {shown(url)!r}; expected %20 for a blank, and the "
+                         f"like for what is not ASCII.") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        cause = reason if isinstance(reason, Exception) else error
+        raise _Dropped(f"{shown(url)}: no answer ({reason!r})") from cause
+    if answer.status == 200 or answer.status in (206, 416) and "Range" in headers:
+        return answer
+    answer.close()
+    kind = _Dropped if answer.status == 429 or answer.status >= 500 else ValueError
+    raise kind(f"{shown(url)}: found the answer {answer.status} {answer.reason}, expected the file")
+
+
+def _retry(work, tries, backoff, reached=lambda: 0):
+    # work(), again after _Dropped; a try in which reached() grew begins the count anew.
+    failures, first = 0, True
+    while True:
+        before = reached()
+        try:
+            return work()
+        except _Dropped as error:
+            failures = 1 if reached() > before else failures + 1
+            kept = f"{reached():,} bytes are kept; " if reached() else ""
+            state = f"{kept}tries without progress: {failures} of {tries}"
+            if failures >= tries or first and isinstance(error.__cause__, NOT_THERE):
+                raise OSError(f"{error}. {state}. Check the network (on a cluster: a login node, "
+                              f"or set https_proxy), or name a mirror; the same command "
+                              f"goes on.") from None
+            first, wait = False, min(LONGEST_WAIT, backoff * 2 ** (failures - 1))
+            _say(f"{error}; {state}. Next in {wait:g} s.")
+            time.sleep(wait)
+
+
+def _md5(path):
+    digest = hashlib.md5(usedforsecurity=False)
+    with open(path, "rb") as file, _bar("checking MD5", 0, path.stat().st_size) as bar:
+        while data := file.read(CHUNK):
+            digest.update(data)
+            bar.update(len(data))
+    return digest.hexdigest()
+
+
+def _bar(what, at, total):
+    # A line per half minute where nobody watches, as in a job's log.
+    return tqdm(desc=what, initial=at, total=total, unit="B", unit_scale=True, ncols=80,
+                file=sys.stderr, mininterval=0.5 if sys.stderr.isatty() else 30)
 
 
 def shown(url):
-    return url
+    """The url without user, password and query, which may be secret: for screens and files."""
+    split = urlsplit(url)
+    return urlunsplit((split.scheme, split.netloc.rpartition("@")[2], split.path, "", ""))
+
+
+def _say(text):
+    tqdm.write(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ A run does not depend on the number of ranks: the unit of distribution is the mi
 keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a stream of a rank.
 """
 import functools
-import hashlib
 import math
 import os
 import re

@@ -3,7 +3,6 @@
 import errno
 import gzip
 import hashlib
-import io
 import json
 import os
 import random
@@ -13,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +21,7 @@ import torch
 
 import prepare_uniref50
 from prepare_uniref50 import main
-from sequence_data import (AMINO_ACIDS, LETTERS, Proteins, decode, order_words, read_sequences, split_by_hash,
+from sequence_data import (AMINO_ACIDS, Proteins, decode, order_words, read_sequences, split_by_hash,
                            unigram_counts)
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -318,7 +318,7 @@ def test_real_proteins_train_alike_from_fasta_and_from_the_folder_prepared_of_th
     assert sampled[0] == sampled[1]
 
 
-@pytest.mark.parametrize("launcher, n", [("mpich", 2), ("torchrun", 4)])
+@pytest.mark.parametrize("launcher, n", [("mpich", 2), pytest.param("torchrun", 4, marks=pytest.mark.slow)])
 def test_ranks_read_the_same_from_a_prepared_folder_or_from_a_copy_on_their_host(launcher, n, fasta, prepared, tmp_path):
     need(launcher)
     run(tiny(fasta, training__accum=4), tmp_path / "one")

@@ -1,0 +1,716 @@
+"""prepare_uniref50: does the download survive, or refuse in words, what servers and networks do?
+
+A real HTTP server on this machine plays each fault: `web.faults` has a function for each request.
+"""
+
+import base64
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+
+import prepare_uniref50
+from prepare_uniref50 import Source, download, look_up, open_stream
+
+DATA = gzip.compress(random.Random(0).randbytes(300_000), mtime=0)
+OTHER = gzip.compress(random.Random(1).randbytes(300_000), mtime=0)
+MD5 = hashlib.md5(DATA).hexdigest()
+HALF = len(DATA) // 2
+FAST = dict(backoff=0, timeout=20, tries=4)
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    """One request: a sane server of web.files, unless web.faults has something else for it."""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        web = self.server
+        web.asked.append((self.path, self.headers))
+        listing = self.path.endswith("RELEASE.metalink")
+        faults = web.listing_faults if listing else web.faults
+        otherwise = answers(404) if listing and self.path not in web.files else Answer.sane
+        fault = faults.pop(0) if faults else otherwise
+        fault(self)
+
+    def log_message(self, *_):
+        pass
+
+    @property
+    def data(self):
+        return self.server.files[self.path.partition("?")[0]]
+
+    @property
+    def start(self):
+        return int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+
+    def sane(self, stop=None):
+        """As the standard says: 206, 200 if If-Range does not hold, 416. Ends after byte `stop`."""
+        held = self.headers["If-Range"] in (None, *self.server.validators.values())
+        if not self.headers["Range"] or not held:
+            self.whole(stop)
+        elif self.start >= len(self.data):
+            self.head(416, 0, {"Content-Range": f"bytes */{len(self.data)}"})
+        else:
+            self.rest(self.start, stop)
+
+    def whole(self, stop=None, headers={}):
+        self.head(200, len(self.data), headers)
+        self.send(self.data[:stop])
+
+    def rest(self, start, stop=None):
+        span = f"bytes {start}-{len(self.data) - 1}/{len(self.data)}"
+        self.head(206, len(self.data) - start, {"Content-Range": span})
+        self.send(self.data[start:stop])
+
+    def head(self, code, length, headers={}):
+        self.send_response(code)
+        for name, value in {"Content-Length": length, **self.server.validators, **headers}.items():
+            if value is not None:
+                self.send_header(name, value)
+        self.end_headers()
+
+    def send(self, data):
+        self.wfile.write(data)
+        self.wfile.flush()
+        self.close_connection = True      # before Content-Length, too: a clean end of too little
+
+    def reset(self):
+        """Drop the connection as a crash does: the client sees a reset."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self.connection.shutdown(socket.SHUT_RD)
+        self.close_connection = True
+
+    def error(self, code, body=b"<html>sorry</html>"):
+        self.head(code, len(body), {"Content-Type": "text/html"})
+        self.send(body)
+
+
+def drops_after(count):
+    """Sends `count` bytes more of what was asked for, then ends the connection."""
+    return lambda answer: answer.sane(answer.start + count)
+
+
+def answers(code):
+    return lambda answer: answer.error(code)
+
+
+@pytest.fixture
+def web():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server.daemon_threads = True
+    server.files = {"/u/uniref50.fasta.gz": DATA}
+    server.validators = {"ETag": '"one"', "Last-Modified": formatdate(1e9, usegmt=True)}
+    server.faults, server.listing_faults, server.asked = [], [], []
+    server.root = f"http://127.0.0.1:{server.server_address[1]}"
+    server.url = f"{server.root}/u/uniref50.fasta.gz"
+    server.ranges = lambda: [headers["Range"] for path, headers in server.asked]
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "uniref50.fasta.gz"
+
+
+def part_of(path):
+    return Path(f"{path}.part")
+
+
+def refusal(expected, call, *args, **options):
+    with pytest.raises(expected) as caught:
+        call(*args, **{**FAST, **options})
+    assert type(caught.value) in (expected, *expected.__subclasses__())
+    return str(caught.value)
+
+
+def half_arrives(web, path, source=None, count=HALF):
+    """Download until `count` bytes are there; the try after that is answered 404."""
+    web.faults += [drops_after(count), answers(404)]
+    refusal(ValueError, download, source or Source(web.url), path)
+    assert part_of(path).stat().st_size == count and not path.exists()
+    web.asked.clear()
+
+
+def metalink(md5=MD5, size=len(DATA), name="uniref50.fasta.gz", head=""):
+    return f"""<?xml version="1.0" encoding="UTF-8"?>{head}
+        <metalink version="3.0" xmlns="http://www.metalinker.org/" type="dynamic">
+          <publisher><name>UniProt</name></publisher><version>2025_04</version>
+          <files>
+            <file name="README"><size>5</size>
+              <verification><hash type="md5">{'0' * 32}</hash></verification></file>
+            <file name="{name}"><size>{size}</size>
+              <verification><hash type="sha1">ff</hash><hash type="md5">{md5}</hash></verification>
+              <resources><url type="http" location="us">http://x/y</url></resources></file>
+          </files></metalink>""".encode()
+
+
+# ---- the source ----
+
+def test_the_official_address_is_that_of_uniprot_by_https():
+    folder, _, name = prepare_uniref50.UNIREF50_URL.rpartition("/")
+    assert folder == "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50"
+    assert name == "uniref50.fasta.gz"
+
+
+def test_the_metalink_beside_the_file_gives_size_md5_and_release(web, capsys):
+    web.files["/u/RELEASE.metalink"] = metalink()
+    assert look_up(web.url, **FAST) == Source(web.url, len(DATA), MD5, "2025_04")
+    assert capsys.readouterr().err == ""
+    web.listing_faults = [answers(503), *(drops_after(count) for count in (100, 0))]
+    assert look_up(web.url, **FAST).md5 == MD5
+
+
+def test_without_a_metalink_or_an_entry_nothing_is_known_and_one_line_says_so(web, capsys):
+    loop = '<!DOCTYPE m [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]>'
+    endless = metalink(head=f"<!--{' ' * prepare_uniref50.METALINK_BYTES}-->")
+    for text in (None, metalink(name="other.gz"), metalink(md5="none"), metalink(size=""),
+                 b"<html>", b"\xff\xfe", metalink(name="&b;", head=loop), endless):
+        web.files.pop("/u/RELEASE.metalink", None)
+        if text is not None:
+            web.files["/u/RELEASE.metalink"] = text
+        assert look_up(web.url, **FAST) == Source(web.url)
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_document_with_entities_is_not_parsed(web, capsys):
+    web.files["/u/RELEASE.metalink"] = metalink(head='<!DOCTYPE m [<!ENTITY a "b">]>')
+    assert look_up(web.url, **FAST) == Source(web.url)
+
+
+# ---- what goes well ----
+
+def test_a_download_is_the_file_and_leaves_no_part(web, path, capsys):
+    download(Source(web.url, len(DATA), MD5), path, **FAST)
+    assert path.read_bytes() == DATA and not part_of(path).exists()
+    assert web.ranges() == [None]
+    lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    assert any("300k/300k" in line and "B/s" in line and "<" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+    name = web.asked[0][1]["User-Agent"]
+    assert name.startswith("protein-ddp")
+
+
+def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_downloaded(web, path):
+    download(Source(web.url), path, **FAST)
+    download(Source(web.url), path, **FAST)
+    assert len(web.asked) == 1
+    web.files["/u/uniref50.fasta.gz"] = OTHER
+    download(Source(web.url, md5=hashlib.md5(OTHER).hexdigest()), path, **FAST)
+    assert path.read_bytes() == OTHER
+    web.files["/u/uniref50.fasta.gz"] = DATA
+    download(Source(f"{web.url}?version=2"), path, **FAST)
+    assert path.read_bytes() == DATA
+
+
+def test_a_file_that_is_there_stays_until_another_begins_to_arrive(web, path):
+    path.write_bytes(b"mine")
+    web.faults = [answers(404)]
+    refusal(ValueError, download, Source(web.url), path)
+    assert path.read_bytes() == b"mine"
+    web.faults = [drops_after(HALF), answers(404)]
+    refusal(ValueError, download, Source(web.url), path)
+    assert not path.exists()
+
+
+def test_the_data_is_on_the_disk_before_it_gets_its_name(web, path, monkeypatch):
+    steps, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.fstat(file).st_size))
+    monkeypatch.setattr(os, "replace", lambda *names: (steps.append(names), replace(*names)))
+    download(Source(web.url), path, **FAST)
+    assert steps == [len(DATA), (part_of(path), path)]
+
+
+def test_proxies_of_the_environment_are_used(web, path, monkeypatch):
+    monkeypatch.setenv("http_proxy", web.root)
+    web.files["http://uniprot.invalid/u/uniref50.fasta.gz"] = DATA
+    download(Source("http://uniprot.invalid/u/uniref50.fasta.gz"), path, **FAST)
+    assert path.read_bytes() == DATA
+
+
+def test_user_and_password_go_to_the_server_and_nowhere_else(web, path, capsys):
+    web.faults = [drops_after(HALF)]
+    url = web.url.replace("//", "//me:s%40fe@") + "?key=hidden"
+    download(look_up(url, **FAST), path, **FAST)
+    sent = {headers["Authorization"] for _, headers in web.asked}
+    assert sent == {"Basic " + base64.b64encode(b"me:s@fe").decode()}
+    message = refusal(ValueError, download, Source(url.replace("u/", "n o/")), path)
+    message += refusal(OSError, download, Source(url.replace("127.0.0.1", "no.invalid")), path)
+    web.faults = [answers(404), answers(503)]
+    message += refusal(ValueError, download, Source(url + "4"), path)
+    message += refusal(OSError, download, Source(url + "5"), path, tries=1)
+    message += capsys.readouterr().err + Path(f"{path}.part.json").read_text()
+    for secret in ("me:", "s%40fe", "s@fe", "hidden"):
+        assert secret not in message
+
+
+def test_a_redirect_is_followed_but_does_not_carry_the_password(web, path):
+    web.files["/moved.gz"] = DATA
+    web.faults = [lambda answer: answer.head(302, 0, {"Location": "/moved.gz"})]
+    download(Source(web.url.replace("//", "//me:safe@")), path, **FAST)
+    assert path.read_bytes() == DATA and web.asked[1][1]["Authorization"] is None
+
+
+# ---- connections that break ----
+
+def test_dropped_connections_continue_at_the_byte_reached(web, path, capsys):
+    web.faults = [drops_after(100_000), drops_after(50_000), drops_after(50_000)]
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA
+    assert web.ranges() == [None, "bytes=100000-", "bytes=150000-", "bytes=200000-"]
+    assert {headers["If-Range"] for _, headers in web.asked[1:]} == {'"one"'}
+    assert "100,000 bytes" in capsys.readouterr().err
+
+
+def test_a_reset_is_a_dropped_connection(web, path):
+    def resets(answer):
+        answer.sane(100_000)
+        time.sleep(0.05)
+        answer.reset()
+    web.faults = [resets, resets]
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and len(web.asked) == 3
+
+
+def test_a_server_that_stalls_is_a_dropped_connection(web, path):
+    go_on = threading.Event()
+    def stalls(answer):
+        answer.sane(100_000)
+        go_on.wait(20)
+    web.faults = [stalls, lambda answer: go_on.wait(20)]
+    download(Source(web.url), path, **{**FAST, "timeout": 0.5})
+    go_on.set()
+    assert path.read_bytes() == DATA and web.ranges()[-2:] == ["bytes=100000-"] * 2
+
+
+def test_tries_count_only_in_a_row_without_progress(web, path):
+    nothing = drops_after(0)
+    web.faults = [nothing] * 3 + [drops_after(10), nothing, nothing] * 2
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and len(web.asked) == 10
+
+
+def test_without_progress_it_gives_up_saying_what_arrived_and_the_same_call_goes_on(web, path):
+    web.faults = [drops_after(HALF)] + [drops_after(0)] * 3
+    message = refusal(OSError, download, Source(web.url), path)
+    assert f"{HALF:,} bytes" in message and "same command" in message and web.url in message
+    assert len(web.asked) == 4
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and web.ranges()[-1] == f"bytes={HALF}-"
+
+
+def test_waits_double_up_to_a_minute(web, path, monkeypatch):
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    web.faults = [answers(503)] * 9
+    refusal(OSError, download, Source(web.url), path, tries=9, backoff=1)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.parametrize("code", [429, 500, 502, 503])
+def test_a_busy_or_broken_server_is_tried_again(web, path, code):
+    web.faults = [answers(code), answers(code), drops_after(HALF), answers(code)]
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and len(web.asked) == 5
+    web.faults = [answers(code)] * 4
+    path.unlink()
+    message = refusal(OSError, download, Source(web.url), path)
+    assert str(code) in message and web.url in message
+
+
+@pytest.mark.parametrize("code", [401, 403, 404, 410])
+def test_a_wrong_address_is_refused_at_once(web, path, code):
+    web.faults = [answers(code)]
+    message = refusal(ValueError, download, Source(web.url), path)
+    assert str(code) in message and web.url in message and len(web.asked) == 1
+
+
+def test_no_server_and_no_such_host_are_refused_at_once(path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{unused.getsockname()[1]}/f.gz"
+        for url in (closed, "http://no.such.host.invalid/f.gz"):
+            for call in (lambda **options: download(Source(url), path, **options),
+                         lambda **options: look_up(url, **options)):
+                message = refusal(OSError, call)
+                assert url.rpartition("/")[0] in message and "https_proxy" in message
+
+
+def test_a_server_that_goes_away_in_mid_download_is_waited_for(web, path, monkeypatch):
+    waits = []
+    def gone(answer):
+        answer.sane(HALF)
+        web.socket.close()
+    monkeypatch.setattr(time, "sleep", waits.append)
+    web.faults = [gone]
+    message = refusal(OSError, download, Source(web.url), path, backoff=1)
+    assert len(waits) == 3 and f"{HALF:,} bytes" in message
+
+
+# ---- too little, too much, something else ----
+
+def test_too_little_by_a_clean_end_is_continued(web, path):
+    web.faults = [lambda answer: answer.whole(HALF)]
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and web.ranges() == [None, f"bytes={HALF}-"]
+
+
+def test_a_shorter_range_than_asked_for_is_continued(web, path):
+    half_arrives(web, path)
+    def short(answer):
+        answer.head(206, 1000, {"Content-Range": f"bytes {HALF}-{HALF + 999}/{len(DATA)}"})
+        answer.send(DATA[HALF:HALF + 1000])
+    web.faults = [short]
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and web.ranges()[1] == f"bytes={HALF + 1000}-"
+
+
+def test_a_server_that_ignores_range_starts_over_and_says_so(web, path, capsys):
+    half_arrives(web, path)
+    web.faults = [Answer.whole]
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and len(web.asked) == 1
+    assert f"{HALF:,} bytes" in capsys.readouterr().err
+
+
+def test_a_server_that_ignores_range_and_always_drops_ends_in_words(web, path):
+    web.faults = [lambda answer: answer.whole(HALF)] * 9
+    assert "same command" in refusal(OSError, download, Source(web.url), path)
+    assert len(web.asked) == 4
+
+
+@pytest.mark.parametrize("rude", [False, True], ids=["If-Range", "no If-Range"])
+@pytest.mark.parametrize("change", [
+    {"ETag": '"two"'}, {"ETag": None, "Last-Modified": formatdate(2e9, usegmt=True)}])
+def test_another_file_after_a_resume_is_never_mixed_with_the_old(web, path, change, rude, capsys):
+    if change["ETag"] is None:
+        web.validators["ETag"] = None
+    half_arrives(web, path)
+    web.files["/u/uniref50.fasta.gz"] = OTHER
+    web.validators.update(change)
+    web.faults = [lambda answer: answer.rest(HALF)] if rude else []
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == OTHER and "thrown away" in capsys.readouterr().err
+
+
+def test_another_size_after_a_resume_throws_the_part_away(web, path, capsys):
+    half_arrives(web, path)
+    web.files["/u/uniref50.fasta.gz"] = OTHER + b"more"
+    web.faults = [lambda answer: answer.rest(HALF)]
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == OTHER + b"more" and "thrown away" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field, old, new", [
+    ("md5", None, MD5), ("md5", "0" * 32, MD5), ("release", "2025_03", "2025_04"),
+    ("size", 5, len(DATA))])
+def test_a_part_of_another_source_is_thrown_away(web, path, field, old, new, capsys):
+    half_arrives(web, path)
+    note = Path(f"{path}.part.json")
+    note.write_text(json.dumps({**json.loads(note.read_text()), field: old}))
+    download(Source(web.url, **{field: new}), path, **FAST)
+    assert path.read_bytes() == DATA and web.ranges() == [None]
+    assert field in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [None, "", '{"url"'])
+def test_a_part_that_says_not_what_it_is_of_is_thrown_away(web, path, text):
+    part_of(path).write_bytes(DATA[:HALF])
+    if text is not None:
+        Path(f"{path}.part.json").write_text(text)
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and web.ranges() == [None]
+
+
+def test_without_anything_to_tell_files_apart_nothing_is_continued(web, path):
+    web.validators = {"ETag": 'W/"weak"'}
+    half_arrives(web, path)
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and web.ranges() == [None]
+    path.unlink()
+    half_arrives(web, path, Source(web.url, md5=MD5))
+    download(Source(web.url, md5=MD5), path, **FAST)
+    assert web.ranges() == [f"bytes={HALF}-"] and web.asked[0][1]["If-Range"] is None
+
+
+def test_a_206_from_elsewhere_is_not_appended(web, path):
+    half_arrives(web, path)
+    web.faults = [lambda answer: answer.rest(HALF - 1), lambda answer: answer.rest(0),
+                  lambda answer: answer.head(206, 0)]
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and len(web.asked) == 4
+    path.unlink()
+    half_arrives(web, path)
+    web.faults = [lambda answer: answer.rest(HALF - 1)] * 4
+    message = refusal(OSError, download, Source(web.url), path)
+    assert f"{HALF - 1}-" in message and f"{HALF}-" in message
+    assert part_of(path).stat().st_size == HALF
+
+
+def test_a_206_or_416_that_nobody_asked_for_is_refused(web, path):
+    web.validators = {}
+    half_arrives(web, path)
+    for fault in (lambda answer: answer.rest(0), answers(416)):
+        web.faults = [fault]
+        refusal(ValueError, download, Source(web.url), path)
+        web.faults = [fault]
+        refusal(ValueError, open_stream, Source(web.url))
+    assert part_of(path).read_bytes() == DATA[:HALF]
+
+
+def test_a_part_that_is_whole_is_checked_and_finished(web, path):
+    half_arrives(web, path)
+    part_of(path).write_bytes(DATA)
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and web.asked == []
+
+
+def test_a_416_for_a_whole_part_of_unknown_size_finishes_it(web, path):
+    half_arrives(web, path)
+    note = Path(f"{path}.part.json")
+    note.write_text(json.dumps({**json.loads(note.read_text()), "size": None}))
+    part_of(path).write_bytes(DATA)
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and web.ranges() == [f"bytes={len(DATA)}-"]
+
+
+def test_a_416_for_a_part_that_is_too_long_or_of_an_older_file_starts_over(web, path, capsys):
+    for size, etag in ((len(DATA), '"one"'), (None, '"zero"')):
+        half_arrives(web, path)
+        note = Path(f"{path}.part.json")
+        note.write_text(json.dumps({**json.loads(note.read_text()), "size": size, "etag": etag}))
+        part_of(path).write_bytes(DATA + b"more" if size else DATA)
+        web.faults = [lambda answer: answer.head(416, 0, {"Content-Range": f"bytes */{len(DATA)}"})]
+        download(Source(web.url), path, **FAST)
+        assert path.read_bytes() == DATA and "thrown away" in capsys.readouterr().err
+        path.unlink()
+
+
+def test_a_wrong_md5_is_refused_and_the_file_removed(web, path):
+    wrong = "0" * 32
+    message = refusal(RuntimeError, download, Source(web.url, md5=wrong), path)
+    assert MD5 in message and wrong in message
+    assert not path.exists() and not part_of(path).exists()
+
+
+def test_a_whole_part_with_wrong_bytes_is_refused_too(web, path):
+    half_arrives(web, path, Source(web.url, md5=MD5))
+    part_of(path).write_bytes(OTHER[:HALF])
+    refusal(RuntimeError, download, Source(web.url, md5=MD5), path)
+    download(Source(web.url, md5=MD5), path, **FAST)
+    assert path.read_bytes() == DATA
+
+
+def test_another_size_than_the_metalink_says_is_refused_before_anything_is_read(web, path):
+    message = refusal(RuntimeError, download, Source(web.url, size=5), path)
+    assert f"{len(DATA):,}" in message and "5" in message
+    assert not path.exists() and part_of(path).stat().st_size == 0
+
+
+def test_a_page_instead_of_the_file_is_refused_and_spares_the_part(web, path):
+    half_arrives(web, path)
+    for kind, body in (("text/html; charset=utf-8", DATA), ("text/plain", b"<html>log in</html>"),
+                       ("application/gzip", b"sorry"), ("application/gzip", b"\x1f"),
+                       ("application/gzip", b"")):
+        web.faults = [lambda answer: (answer.head(200, len(body), {"Content-Type": kind}),
+                                      answer.send(body))]
+        message = refusal(ValueError, download, Source(web.url), path)
+        assert web.url in message and part_of(path).stat().st_size == HALF
+
+
+def test_a_file_without_gz_in_its_name_need_not_be_gzip(web, path):
+    web.files["/a.fasta"] = b">a\nMKV\n"
+    download(Source(f"{web.root}/a.fasta"), path, **FAST)
+    assert path.read_bytes() == b">a\nMKV\n"
+
+
+@pytest.mark.parametrize("target", ["file:///etc/hostname", "ftp://127.0.0.1/f.gz", "data:,x"])
+def test_only_http_and_https_are_asked_also_after_a_redirect(web, path, target):
+    web.faults = [lambda answer: answer.head(302, 0, {"Location": target})]
+    refusal(ValueError, download, Source(web.url), path)
+    assert not path.exists() and len(web.asked) == 1
+    for call in (look_up, lambda url, **options: download(Source(url), path, **options)):
+        assert "http" in refusal(ValueError, call, target)
+
+
+def test_a_redirect_from_https_to_http_is_refused(web):
+    request = urllib.request.Request("https://a.invalid/f.gz")
+    redirects = prepare_uniref50._Redirects()
+    with pytest.raises(ValueError, match="https://"):
+        redirects.redirect_request(request, None, 302, "", {}, "http://a.invalid/f.gz")
+    assert redirects.redirect_request(request, None, 302, "", {}, "https://b.invalid/f.gz")
+
+
+def chunked(data, clean=True):
+    """Sends data in one chunk, then says that this is all, or ends within the chunk."""
+    def answer_chunked(answer):
+        answer.head(200, None, {"Transfer-Encoding": "chunked"})
+        size = len(data) if clean else len(DATA)
+        answer.send(b"%x\r\n%b" % (size, data) + b"\r\n0\r\n\r\n" * clean)
+    return answer_chunked
+
+
+def test_chunks_without_a_length_count_only_with_a_clean_end(web, path):
+    web.faults = [chunked(DATA)]
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and len(web.asked) == 1
+    path.unlink()
+    web.faults = [chunked(DATA[:HALF], clean=False)]
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and web.ranges()[2] == f"bytes={HALF}-"
+    path.unlink()
+    web.faults = [chunked(DATA[:HALF])]
+    refusal(OSError, download, Source(web.url, size=len(DATA)), path, tries=1)
+
+
+def unstated(data):
+    return lambda answer: (answer.head(200, None, {"Connection": "close"}), answer.send(data))
+
+
+def test_an_end_without_length_or_chunks_counts_only_with_a_size_or_md5(web, path):
+    web.faults = [unstated(DATA)]
+    assert "Content-Length" in refusal(RuntimeError, download, Source(web.url), path)
+    for known in (dict(size=len(DATA)), dict(md5=MD5)):
+        web.faults = [unstated(DATA)]
+        download(Source(web.url, **known), path, **FAST)
+        assert path.read_bytes() == DATA
+    web.faults = [unstated(DATA[:HALF])]
+    path.unlink()
+    refusal(RuntimeError, download, Source(web.url, md5=MD5), path)
+    web.faults = [unstated(DATA[:HALF])]
+    download(Source(web.url, size=len(DATA)), path, **FAST)
+    assert path.read_bytes() == DATA
+
+
+def test_an_untrusted_certificate_is_refused_at_once(path, tmp_path):
+    if not shutil.which("openssl"):
+        pytest.skip("no openssl to make a certificate with")
+    pem = tmp_path / "both.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost",
+               "-keyout", pem, "-out", tmp_path / "cert.pem"]
+    subprocess.run(command, check=True, capture_output=True)
+    pem.write_text(pem.read_text() + (tmp_path / "cert.pem").read_text())
+    server = http.server.HTTPServer(("127.0.0.1", 0), Answer)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.handle_error = lambda *_: None
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    url = f"https://localhost:{server.server_address[1]}/f.gz"
+    message = refusal(OSError, download, Source(url), path)
+    thread.join()
+    server.server_close()
+    assert "certificate" in message.lower()
+
+
+# ---- killed, and no room ----
+
+def child(url, path, head=""):
+    code = (f"{head}\nfrom prepare_uniref50 import Source, download\n"
+            f"download(Source({url!r}), {str(path)!r}, backoff=0)")
+    root = Path(prepare_uniref50.__file__).parent
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_midway_the_same_call_asks_only_for_the_rest(web, path):
+    held = threading.Event()
+    def sends_half_and_waits(answer):
+        answer.sane(HALF)
+        held.wait(60)
+    web.faults = [sends_half_and_waits]
+    with child(web.url, path) as process:
+        arrived = lambda: part_of(path).exists() and part_of(path).stat().st_size == HALF
+        while process.poll() is None and not arrived():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    held.set()
+    assert process.returncode == -signal.SIGKILL and not path.exists()
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and web.ranges() == [None, f"bytes={HALF}-"]
+
+
+def test_no_room_is_refused_naming_the_file_and_keeps_what_arrived(web, path):
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({HALF}, {HALF}))"
+    with child(web.url, path, limit) as process:
+        errors = process.communicate()[1]
+    assert process.returncode == 1 and f"{HALF:,} bytes" in errors
+    assert "OSError" in errors.splitlines()[-1] and str(part_of(path)) in errors.splitlines()[-1]
+    assert len(web.asked) == 1
+    download(Source(web.url), path, **FAST)
+    assert path.read_bytes() == DATA and web.ranges()[1] == f"bytes={HALF}-"
+
+
+# ---- the stream ----
+
+def test_a_stream_is_the_file_and_reads_no_more_than_asked_for(web):
+    with gzip.open(open_stream(Source(web.url), **FAST)) as file:
+        assert file.read() == gzip.decompress(DATA)
+    sent, closed = [], threading.Event()
+    def endless(answer):
+        answer.head(200, 1 << 40)
+        try:
+            answer.wfile.write(DATA)
+            while True:
+                answer.wfile.write(bytes(1 << 16))
+                sent.append(1 << 16)
+        except OSError:
+            closed.set()
+    web.faults = [endless]
+    stream = open_stream(Source(web.url), **FAST)
+    assert stream.read(2) == DATA[:2] and len(stream.read(1000)) > 0
+    stream.close()
+    assert closed.wait(20) and sum(sent) < 64 << 20
+
+
+def test_a_stream_that_ends_early_or_stalls_is_an_error_in_words(web):
+    held = threading.Event()
+    def stalls(answer):
+        answer.whole(HALF)
+        held.wait(20)
+    for fault in (lambda answer: answer.whole(HALF), chunked(DATA[:HALF], clean=False), stalls):
+        web.faults = [fault]
+        with open_stream(Source(web.url), timeout=1) as stream:
+            with pytest.raises(OSError, match=f"{web.url}.* {HALF:,} bytes"):
+                while stream.read(1 << 16):
+                    pass
+    held.set()
+
+
+def test_opening_a_stream_is_tried_again_and_refuses_what_is_no_file(web):
+    web.faults = [answers(503), drops_after(0)]
+    open_stream(Source(web.url), **FAST).close()
+    web.faults = [answers(404)]
+    assert "404" in refusal(ValueError, open_stream, Source(web.url))
+    web.faults = [lambda answer: answer.whole(headers={"Content-Type": "text/html"})]
+    assert "html" in refusal(ValueError, open_stream, Source(web.url))
+    web.files["/u/uniref50.fasta.gz"] = b"no gzip"
+    assert "gzip" in refusal(ValueError, open_stream, Source(web.url))
