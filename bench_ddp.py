@@ -32,7 +32,8 @@ from proteinmpnn_model import ATOMS, PAIRS, random_proteinmpnn
 from run_config import load_config
 from sedd_diffusion import make_graph, make_noise
 from sedd_model import EMA, SEDD
-from sequence_data import N_TOKENS, PARTS, SETS, X_ID, BatchReader, PreparedProteins, sequence_keys, sum_rows
+from sequence_data import (FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, BatchReader, PreparedProteins, sequence_keys,
+                           sum_rows)
 from structure_data import NAMES, PHI_PSI, Complex, Pair, build_backbone, collate, collate_complexes, read_structure
 from train_sedd_ddp import Config, MicroBatches, Schedule, accumulate, make_batch_plan, make_model, make_reader
 
@@ -362,7 +363,7 @@ def write_prepared(folder, n):
                          length_histogram=np.stack([lengths, histogram[lengths]], 1).tolist(),
                          letter_counts=letters.tolist())
     (folder / "meta.json").write_text(json.dumps({
-        "format": "prepared proteins", "version": 1, "release": "made", "source": [], "val_fraction": 0.0,
+        "format": FORMAT, "version": VERSION, "release": "made", "source": [], "val_fraction": 0.0,
         "min_length": 1, "sets": sets}))
 
 

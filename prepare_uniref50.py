@@ -1,26 +1,28 @@
-"""Download UniRef50 (or read files of proteins) and write a prepared folder, from which training reads.
+"""Download UniRef50 (or read files of proteins) and write a prepared folder, for training to read.
 
     python prepare_uniref50.py FOLDER                                # the current release, whole
-    python prepare_uniref50.py FOLDER --max_sequences 10000          # only its first records: no whole download
+    python prepare_uniref50.py FOLDER --max_sequences 10000          # its first records only
     python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # files of one's own
-    python prepare_uniref50.py FOLDER --bench FILE.gz                # how fast is this here? Writes no FOLDER
+    python prepare_uniref50.py FOLDER --bench FILE.gz                # speed here; makes no FOLDER
 
-Files, cleaning and refusals are those of sequence_data.py. Exact duplicates are kept once. The folder holds,
-all numbers little endian and without headers, for SET = train and val:
+Files, cleaning and refusals are those of sequence_data.py. Exact duplicates are kept once. The
+folder holds, all numbers little endian and without headers, for SET = train and val:
 
-    meta.json            format and its version, source, release, letters, settings, the report of the cleaning;
-                         of each set: proteins, residues, letter counts, length histogram, sizes and blake2b
-    SET/tokens.bin       uint8, the residues of all proteins one after the other: places in `letters`, 0..20
-    SET/lengths.bin      uint32, residues of each protein
-    SET/keys.bin         uint64, sequence_data.sequence_keys of each protein
+    meta.json          format and its version, source, release, letters, settings, report of the
+                       cleaning; of each set: proteins, residues, letter counts, length histogram,
+                       sizes and blake2b of the files
+    SET/tokens.bin     uint8, residues of all proteins one after the other: places in `letters`
+    SET/lengths.bin    uint32, residues of each protein
+    SET/keys.bin       uint64, sequence_data.sequence_keys of each protein
 
-Proteins stand in the order of order_words(keys, seed), which is random, and the same whatever their order in
-the sources: training reads long runs of the file and still sees a sample. A protein is in val if its key is in
-the lowest val_fraction of all keys, as with split_by_hash.
+Proteins stand in the order of order_words(keys, seed), a random one, the same whatever their order
+in the sources: training reads long runs of a file and still sees a sample. A protein is in val if
+its key is in the lowest val_fraction of all keys, as with split_by_hash.
 
-Two passes: the text is cleaned and dealt to some hundred files by the first bits of the order; then each of
-these is sorted in memory. Work in progress is in FOLDER.partial; FOLDER appears at the very end, by a rename.
-After an interruption the same command starts the passes again; a finished download is kept.
+Two passes: the text is cleaned and dealt to some hundred files ("buckets") by the first bits of the
+order; then each of these is sorted in memory. Work in progress is in FOLDER.partial, and FOLDER
+appears at the very end, by a rename. After an interruption the same command starts the passes
+again; a finished download is kept.
 """
 
 import argparse
@@ -57,16 +59,14 @@ from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 import numpy as np
 from tqdm import tqdm
 
-from sequence_data import (LETTERS, N_TOKENS, PAD, Proteins, ReadReport, order_words, places,
-                           read_blocks, refuse_nothing_left)
+from sequence_data import (FORMAT, LETTERS, N_TOKENS, PAD, PARTS, SETS, VERSION, Proteins, ReadReport,
+                           order_words, places, read_blocks, refuse_nothing_left)
 
-FORMAT, VERSION = "prepared proteins", 1
-NAMES = ("tokens.bin", "lengths.bin", "keys.bin")
-FLUSH_BYTES = 64 << 20          # of tokens that are gathered in memory before they are dealt to the files
-BUCKET_BYTES = 48 << 20         # of such a file, about; the number of files follows
-LARGEST_BUCKET = 128 << 20      # above it a file is dealt once more
+FLUSH_BYTES = 64 << 20          # of proteins that are gathered in memory, then dealt to the buckets
+BUCKET_BYTES = 48 << 20         # of a bucket, about; their number follows
+LARGEST_BUCKET = 128 << 20      # a larger one is dealt once more
 LONGEST = 1 << 24               # residues; the longest known protein has 45,000
-SAMPLE_BYTES = 8 << 20          # of each source, from which the size of the result is estimated
+SAMPLE_BYTES = 8 << 20          # of each source, by which the size of the result is estimated
 MARGIN = 1.1                    # for what the sample does not show
 
 
@@ -79,46 +79,47 @@ def main(argv=None):
         if args.bench:
             bench(args.bench, args.folder)
         else:
-            prepare(args.folder, args.fasta, args.url, args.max_sequences, args.val_fraction, args.min_length,
-                    args.seed)
+            prepare(args.folder, args.fasta, args.url, args.max_sequences, args.val_fraction,
+                    args.min_length, args.seed)
+        return 0
     except KeyboardInterrupt:
         print("interrupted; the same command starts the unfinished part again", file=sys.stderr)
         return 130
-    except OSError as error:
-        full = error.errno == errno.ENOSPC
-        print(f"error: {error}" + "; the disk is full. Make room and run the same command again" * full,
-              file=sys.stderr)
+    except (ValueError, RuntimeError, OSError) as error:
+        is_full = getattr(error, "errno", None) == errno.ENOSPC
+        advice = "; the disk is full. Make room and run the same command again" if is_full else ""
+        print(f"error: {error}{advice}", file=sys.stderr)
         return 2
-    except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what is made")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--url", default=UNIREF50_URL, help="a mirror (default: %(default)s)")
-    source.add_argument("--fasta", type=Path, nargs="+", metavar="FILE", help="FASTA, text or .pt instead")
+    source.add_argument("--fasta", type=Path, nargs="+", metavar="FILE", help="FASTA, text or .pt")
     parser.add_argument("--max_sequences", type=int, metavar="N", help="only the first N records")
     parser.add_argument("--val_fraction", type=float, default=0.001, help="default %(default)s")
-    parser.add_argument("--min_length", type=int, default=1, help="drop shorter ones; default %(default)s")
+    parser.add_argument("--min_length", type=int, default=1, help="residues; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the order; default %(default)s")
-    parser.add_argument("--bench", type=Path, metavar="FILE", help="measure on a .gz file, and write nothing")
+    parser.add_argument("--bench", type=Path, metavar="FILE", help="measure on a .gz file only")
     return parser.parse_args(argv)
 
 
 def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_length=1, seed=0):
     """Make the folder. Raises ValueError for settings and data, OSError for disk and network."""
-    if not 0 <= val_fraction < 1 or min_length < 1 or max_sequences is not None and max_sequences < 1:
-        raise ValueError(f"found val_fraction = {val_fraction}, min_length = {min_length}, max_sequences = "
-                         f"{max_sequences}; expected 0 <= val_fraction < 1, and at least 1 of the others.")
+    n_wanted = 1 if max_sequences is None else max_sequences
+    if not 0 <= val_fraction < 1 or min_length < 1 or n_wanted < 1:
+        raise ValueError(f"found val_fraction = {val_fraction}, min_length = {min_length}, "
+                         f"max_sequences = {max_sequences}; expected 0 <= val_fraction < 1, and at "
+                         f"least 1 of the others.")
     settings = {"seed": seed, "val_fraction": val_fraction, "min_length": min_length,
                 "max_sequences": max_sequences}
-    if files:                                                   # a missing one is refused when it is read
-        named = sorted((file.name, file.stat().st_size if file.exists() else None) for file in files)
-        settings |= {"source": [name for name, _ in named], "source_bytes": [size for _, size in named]}
+    inputs, release = [Input.of_file(file) for file in files or ()], None
+    if files:
+        named = sorted((Path(entry.name).name, entry.size) for entry in inputs)
+        settings["source"], settings["source_bytes"] = map(list, zip(*named))
     else:
         settings["source"] = [shown(url)]
     folder = Path(os.path.abspath(folder))
@@ -129,8 +130,8 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
             return
         for name in ("buckets", "result"):                      # of a run that was interrupted
             shutil.rmtree(partial / name, ignore_errors=True)
-        inputs, release = (([Input.of_file(file) for file in files], None) if files
-                           else download_input(url, partial / "download", max_sequences))
+        if not files:
+            inputs, release = download_input(url, partial / "download", max_sequences)
         n_bytes, n_sequences = estimate(inputs, max_sequences, min_length)
         check_disk(partial, n_bytes)
         report = ReadReport()
@@ -138,8 +139,8 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
         n_read = deal(inputs, partial / "buckets", bits, n_sequences, report, settings)
         sets = collect(partial / "buckets", bits, partial / "result", n_read, settings)
         finish_report(report, sets, n_read, settings)
-        meta = {"format": FORMAT, "version": VERSION, "release": release, "letters": LETTERS, **settings,
-                "report": dataclasses.asdict(report), "sets": sets}
+        meta = {"format": FORMAT, "version": VERSION, "release": release, "letters": LETTERS,
+                **settings, "report": dataclasses.asdict(report), "sets": sets}
         publish(partial / "result", meta, folder)
         shutil.rmtree(partial)
     print_summary(folder, meta, report)
@@ -147,87 +148,77 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
 
 # ---- sources ----
 
-class Input(NamedTuple):
-    """A source: its name, its bytes (None if not known), and a function that opens it."""
-    name: str
-    size: int | None
-    open: object
+class Input:
+    """A source: name, size in bytes (None if not known), count of the bytes that are read.
+
+    open_source() gives a binary stream; None for what read_blocks takes, or refuses, as a path.
+    """
+
+    def __init__(self, name, size, open_source):
+        self.name, self.size, self.open_source, self.count = name, size, open_source, 0
 
     @classmethod
     def of_file(cls, path):
         size = path.stat().st_size if path.is_file() else 0
-        if path.suffix == ".pt" or not size:                    # read_blocks reads it as a whole, or refuses
-            return cls(str(path), size, lambda: path)
-        return cls(str(path), size, lambda: open(path, "rb"))
-
-
-class Counted:
-    """What read_blocks needs of a stream; count: bytes read so far."""
-
-    def __init__(self, stream, name):
-        self.stream, self.name, self.count = stream, name, 0
+        as_path = path.suffix == ".pt" or not size
+        return cls(str(path), size, None if as_path else lambda: open(path, "rb"))
 
     def read(self, size):
         data = self.stream.read(size)
         self.count += len(data)
         return data
 
+    def blocks(self, report, min_length, max_records=None):
+        """read_blocks of this source, from its beginning."""
+        self.count = 0
+        if self.open_source is None:
+            yield from read_blocks(self.name, report, min_length, max_records=max_records)
+        else:
+            with self.open_source() as self.stream:
+                yield from read_blocks(self, report, min_length, max_records=max_records)
+
 
 def download_input(url, folder, max_sequences):
-    """-> ([Input], release or None). The whole file is downloaded first, unless only its head is wanted."""
-    source, name = look_up(url), shown(url)
-    if max_sequences and Path(name).suffix != ".pt":
-        return [Input(name, None, lambda: open_stream(source))], source.release
-    path = folder / Path(name).name
+    """-> ([Input], release or None). Downloads the whole file, unless only its head is wanted."""
+    source, path = look_up(url), folder / Path(shown(url)).name
+    streamed = Input(shown(url), source.size, lambda: open_stream(source))
+    if max_sequences and path.suffix != ".pt":
+        return [streamed], source.release
     folder.mkdir(exist_ok=True)
-    if not path.exists():
-        streamed = Input(name, source.size, lambda: open_stream(source))
-        if source.size:
-            begun = sum(entry.stat().st_size for entry in folder.iterdir())
-            check_disk(folder, estimate([streamed], None, 1)[0], max(0, source.size - begun))
+    if not path.exists() and source.size:
+        begun = sum(entry.stat().st_size for entry in folder.iterdir())
+        check_disk(folder, estimate([streamed], None, 1)[0], max(0, source.size - begun))
     download(source, path)
     return [Input.of_file(path)], source.release
 
 
-@contextlib.contextmanager
-def opened(entry):
-    """What read_blocks takes, and a function that says how many bytes of it are read."""
-    stream = entry.open()
-    if isinstance(stream, Path):
-        yield stream, lambda: 0
-        return
-    with stream:
-        counted = Counted(stream, entry.name)
-        yield counted, lambda: counted.count
-
-
 def estimate(inputs, max_sequences, min_length):
-    """Read the head of each source -> (bytes of tokens, lengths and keys, sequences), both about."""
-    n_bytes, n_sequences, left = 0.0, 0.0, max_sequences or math.inf
+    """Read the head of each source -> (bytes of all proteins, sequences), both about."""
+    total, left = np.zeros(2), max_sequences or math.inf
     for entry in inputs:
         is_pt = Path(entry.name).suffix == ".pt"
-        found = np.array([entry.size, entry.size / 300]) if is_pt else sampled(entry, left, min_length)
-        found *= min(1, left / max(1, found[1]))
-        n_bytes, n_sequences, left = n_bytes + found[0], n_sequences + found[1], left - found[1]
+        found = (np.array([entry.size, entry.size / 300]) if is_pt
+                 else sampled(entry, left, min_length))
+        found = found * min(1, left / max(1, found[1]))
+        total, left = total + found, left - found[1]
         if left <= 0:
             break
-    return int(n_bytes * MARGIN), int(n_sequences)
+    return int(total[0] * MARGIN), int(total[1])
 
 
 def sampled(entry, n_records, min_length):
-    """(bytes, sequences) of a source, exact for a short one, else by the part that SAMPLE_BYTES hold."""
+    """(bytes, sequences) of a source: exact if it is short, else by SAMPLE_BYTES of it."""
     found, begin = np.zeros(2), None
     max_records = None if math.isinf(n_records) else math.ceil(n_records)
-    with opened(entry) as (stream, position), contextlib.closing(
-            read_blocks(stream, ReadReport(), min_length, max_records=max_records)) as blocks:
+    with contextlib.closing(entry.blocks(ReadReport(), min_length, max_records)) as blocks:
         for block in blocks:
             found += block_bytes(block), len(block.lengths)
-            if begin is None:               # the reading runs ahead of the blocks, by about as much all the time
-                begin, before = position(), found.copy()
-            elif position() - begin >= SAMPLE_BYTES:
+            if begin is None:       # the reading is ahead of the blocks, by always as much
+                begin, before = entry.count, found.copy()
+            elif entry.count - begin >= SAMPLE_BYTES:
                 if entry.size is None:
                     return found * max(1, n_records / found[1])
-                return (found - before) / (position() - begin) * entry.size
+                return (found - before) / (entry.count - begin) * entry.size
     return found
 
 
@@ -236,19 +227,23 @@ def block_bytes(block):
 
 
 def check_disk(folder, n_bytes, n_download=0):
-    """Raise ValueError if there is no room for the result, of about n_bytes, and for the download."""
-    need, free = n_download + n_bytes + 2 * BUCKET_BYTES, shutil.disk_usage(folder).free
+    """Raise ValueError if there is no room for about n_bytes of proteins and for the download.
+
+    The proteins take their room once: each bucket is removed when the result has it.
+    """
+    n_work, free = 2 * BUCKET_BYTES, shutil.disk_usage(folder).free
+    need = n_download + n_bytes + n_work
     if free < need:
-        raise ValueError(f"{folder} has {free / 1e9:,.3f} GB free; expected about {need / 1e9:,.3f} GB "
-                         f"({n_download / 1e9:,.3f} GB to download, {n_bytes / 1e9:,.3f} GB of proteins, "
-                         f"{2 * BUCKET_BYTES / 1e9:,.3f} GB to work in). Make room, or name a folder on "
-                         f"another disk.")
+        size = lambda n: f"{n / 1e9:,.3f} GB"
+        raise ValueError(f"{folder} has {size(free)} free; expected about {size(need)} "
+                         f"({size(n_download)} to download, {size(n_bytes)} of proteins, "
+                         f"{size(n_work)} to work in). Make room, or take another disk.")
 
 
 # ---- pass 1: clean, and deal to buckets ----
 
 def deal(inputs, folder, bits, n_sequences, report, settings):
-    """Write the proteins of all inputs to 2**bits files by the first bits of their order -> proteins read."""
+    """Write the proteins to 2**bits buckets by the first bits of their order -> proteins read."""
     folder.mkdir()
     blocks, size, n_read = [], 0, 0
     with beside() as run:
@@ -261,13 +256,38 @@ def deal(inputs, folder, bits, n_sequences, report, settings):
                 blocks, size = [], 0
         run(append, folder, concatenate(blocks), settings["seed"], 0, bits)
     if not n_read:
-        refuse_nothing_left(", ".join(entry.name for entry in inputs), report, settings["min_length"])
+        names = ", ".join(entry.name for entry in inputs)
+        refuse_nothing_left(names, report, settings["min_length"])
     return n_read
+
+
+def all_blocks(inputs, n_sequences, report, settings):
+    """The blocks of one input after the other, up to max_sequences records, with a progress bar."""
+    left, n_read, n_bytes = settings["max_sequences"], 0, 0
+    by_bytes = left is None
+    total = sum(entry.size for entry in inputs) if by_bytes else n_sequences
+    n_dropped = lambda: report.n_empty + report.n_all_x + report.n_short
+    with pass_bar("1/2 reading", total, "B" if by_bytes else " sequences") as bar:
+        for entry in inputs:
+            before = n_read + n_dropped()
+            for block in entry.blocks(report, settings["min_length"], left):
+                if block.lengths.max(initial=0) > LONGEST:
+                    raise ValueError(f"{entry.name}: found a protein of {block.lengths.max():,} "
+                                     f"residues; expected at most {LONGEST:,}. Is this a genome?")
+                n_read += len(block.lengths)
+                bar.set_postfix_str(f"{n_read / 1e6:.2f} M sequences", refresh=False)
+                bar.update((n_bytes + entry.count if by_bytes else n_read) - bar.n)
+                yield block
+            n_bytes += entry.count
+            if not by_bytes:
+                left -= n_read + n_dropped() - before
+                if left == 0:
+                    break
 
 
 @contextlib.contextmanager
 def beside():
-    """A function that makes calls in a thread, one after the other, each begun when the one before has ended.
+    """A function that makes calls in a thread, each begun when the one before has ended.
 
     What a call raises comes out of the next one, or of the end of the context.
     """
@@ -279,33 +299,7 @@ def beside():
                 pending.popleft().result()
             pending.append(pool.submit(work, *arguments))
         yield run
-        run(int)
         pending.pop().result()
-
-
-def all_blocks(inputs, n_sequences, report, settings):
-    """The blocks of all inputs, one input after the other, up to max_sequences records, with a progress bar."""
-    left, n_read, n_bytes = settings["max_sequences"], 0, 0
-    unit, total = ("B", sum(entry.size for entry in inputs)) if left is None else (" sequences", n_sequences)
-    dropped = lambda: report.n_empty + report.n_all_x + report.n_short
-    with pass_bar("1/2 reading", total, unit) as bar:
-        for entry in inputs:
-            before = n_read + dropped()
-            with opened(entry) as (stream, position), contextlib.closing(
-                    read_blocks(stream, report, settings["min_length"], max_records=left)) as blocks:
-                for block in blocks:
-                    if block.lengths.max(initial=0) > LONGEST:
-                        raise ValueError(f"{entry.name}: found a protein of {block.lengths.max():,} residues; "
-                                         f"expected at most {LONGEST:,}. Is this a genome?")
-                    n_read += len(block.lengths)
-                    bar.set_postfix_str(f"{n_read / 1e6:.2f} M sequences", refresh=False)
-                    bar.update((n_bytes + position() if left is None else n_read) - bar.n)
-                    yield block
-            n_bytes += entry.size or 0
-            if left is not None:
-                left -= n_read + dropped() - before
-                if left == 0:
-                    break
 
 
 class Rows(NamedTuple):
@@ -314,34 +308,36 @@ class Rows(NamedTuple):
     lengths: np.ndarray
     keys: np.ndarray
 
-    def order(self, seed):
-        """Indices in the order of order_words, each distinct protein once."""
-        starts, _ = self.layout()
-        return Proteins(self.words.view(np.uint8), 8 * starts, self.lengths, self.keys).unique_order(seed)
-
     def layout(self):
         counts = (self.lengths + 7) // 8
         return np.cumsum(counts) - counts, counts
 
-    def pieces(self, order, n_words=1 << 19):
+    def order(self, seed):
+        """Indices in the order of order_words, each distinct protein once."""
+        tokens, (starts, _) = self.words.view(np.uint8), self.layout()
+        return Proteins(tokens, 8 * starts, self.lengths, self.keys).unique_order(seed)
+
+    def pieces(self, order, n_words=1 << 17):
         """Rows in this order, as many at a time as have about n_words words."""
         starts, counts = self.layout()
         cuts = np.cumsum(counts[order]) // n_words
         for rows in np.split(order, np.flatnonzero(np.diff(cuts)) + 1):
-            yield Rows(self.words[places(starts[rows], counts[rows])], self.lengths[rows], self.keys[rows])
+            yield Rows(self.words[places(starts[rows], counts[rows])], self.lengths[rows],
+                       self.keys[rows])
 
 
 def concatenate(blocks):
     empty = Rows(np.zeros(0, "<u8"), np.zeros(0, np.int64), np.zeros(0, np.uint64))
-    return Rows(*(np.concatenate([getattr(block, name) for block in [empty, *blocks]]) for name in Rows._fields))
+    columns = ([getattr(block, name) for block in [empty, *blocks]] for name in Rows._fields)
+    return Rows(*map(np.concatenate, columns))
 
 
 def append(folder, rows, seed, first_bit, bits):
-    """Append the rows to 2**bits files of the folder by the bits of their order from first_bit on."""
+    """Append the rows to 2**bits files of the folder by bits of their order, from first_bit on."""
     order = rows.order(seed)
     words = order_words(rows.keys[order], seed) << np.uint64(first_bit)
-    edges = np.searchsorted(words, np.arange(1 << bits, dtype=np.uint64) << np.uint64((64 - bits) % 64))
-    for bucket, part in enumerate(np.split(order, edges[1:])):
+    firsts = np.arange(1, 1 << bits, dtype=np.uint64) << np.uint64(64 - max(1, bits))
+    for bucket, part in enumerate(np.split(order, np.searchsorted(words, firsts))):
         if len(part):
             with open(folder / f"{bucket:06d}", "ab") as file:
                 for piece in rows.pieces(part):
@@ -354,10 +350,10 @@ def append(folder, rows, seed, first_bit, bits):
 # ---- pass 2: sort each bucket, and write the sets ----
 
 def collect(folder, bits, result, n_read, settings):
-    """Write the sets from the buckets, which are removed on the way -> {"train": {...}, "val": {...}}."""
+    """Write the sets from the buckets, which are removed then -> {set: what meta.json says}."""
     limit = np.uint64(int(settings["val_fraction"] * 2.0**64))
     with contextlib.ExitStack() as stack:
-        sets = {name: stack.enter_context(SetWriter(result / name)) for name in ("train", "val")}
+        sets = {name: stack.enter_context(SetWriter(result / name)) for name in SETS}
         run = stack.enter_context(beside())
         bar = stack.enter_context(pass_bar("2/2 sorting", n_read, " sequences"))
         for rows in buckets(folder, bits, settings["seed"]):
@@ -371,7 +367,7 @@ def collect(folder, bits, result, n_read, settings):
 
 
 def buckets(folder, bits, seed):
-    """Yield Rows of each bucket in order; its file is removed afterwards. bits: those all its rows share."""
+    """Yield Rows of each bucket in order, and remove its file. bits: how many name a bucket."""
     for path in sorted(folder.iterdir()):
         if path.stat().st_size > LARGEST_BUCKET and bits < 60:
             deeper = path.with_suffix(".more")
@@ -391,9 +387,9 @@ def read_bucket(path):
     with open(path, "rb") as file:
         while head := file.read(16):
             n_rows, n_words = np.frombuffer(head, "<u8").tolist()
-            lengths, keys, words = (np.frombuffer(file.read(n * np.dtype(kind).itemsize), kind)
-                                    for n, kind in ((n_rows, "<u4"), (n_rows, "<u8"), (n_words, "<u8")))
-            yield Rows(words, lengths.astype(np.int64), keys)
+            lengths = np.frombuffer(file.read(4 * n_rows), "<u4").astype(np.int64)
+            keys = np.frombuffer(file.read(8 * n_rows), "<u8")
+            yield Rows(np.frombuffer(file.read(8 * n_words), "<u8"), lengths, keys)
 
 
 class SetWriter:
@@ -401,10 +397,10 @@ class SetWriter:
 
     def __init__(self, folder):
         folder.mkdir(parents=True)
-        self.files = {name: open(folder / name, "xb") for name in NAMES}
-        self.hashes = {name: hashlib.blake2b(digest_size=16) for name in NAMES}
+        self.files = {name: open(folder / name, "xb") for name in PARTS}
+        self.hashes = {name: hashlib.blake2b(digest_size=16) for name in PARTS}
         self.keys_hash = hashlib.blake2b(digest_size=8)
-        self.pairs = np.zeros(1 << 16, np.int64)                # of neighbouring bytes: twice as fast as of bytes
+        self.pairs = np.zeros((256, 256), np.int64)     # of neighbours: faster to count than bytes
         self.histogram = np.zeros(0, np.int64)
 
     def __enter__(self):
@@ -415,27 +411,26 @@ class SetWriter:
             file.close()
 
     def write(self, rows):
-        keys = rows.keys.astype("<u8").tobytes()
-        self.keys_hash.update(keys)
         tokens = rows.words.tobytes().translate(None, bytes([PAD]))
-        for name, data in zip(NAMES, (tokens, rows.lengths.astype("<u4").tobytes(), keys)):
+        lengths, keys = rows.lengths.astype("<u4").tobytes(), rows.keys.astype("<u8").tobytes()
+        for name, data in zip(PARTS, (tokens, lengths, keys)):
             self.files[name].write(data)
             self.hashes[name].update(data)
-        self.pairs += np.bincount(rows.words.view(np.uint16), minlength=1 << 16)
-        more = np.bincount(rows.lengths, minlength=len(self.histogram))
-        more[:len(self.histogram)] += self.histogram
-        self.histogram = more
+        self.keys_hash.update(keys)
+        self.pairs += np.bincount(rows.words.view(np.uint16), minlength=1 << 16).reshape(256, 256)
+        histogram = np.bincount(rows.lengths, minlength=len(self.histogram))
+        histogram[:len(self.histogram)] += self.histogram
+        self.histogram = histogram
 
     def meta(self):
         lengths = np.flatnonzero(self.histogram)
         counts = self.histogram[lengths]
-        pairs = self.pairs.reshape(256, 256)
         return {"proteins": int(counts.sum()), "residues": int((lengths * counts).sum()),
-                "letter_counts": (pairs.sum(0) + pairs.sum(1))[:N_TOKENS].tolist(),
-                "length_histogram": np.stack([lengths, counts], 1).tolist(),
+                "letter_counts": (self.pairs.sum(0) + self.pairs.sum(1))[:N_TOKENS].tolist(),
+                "length_histogram": np.stack([lengths, counts], axis=1).tolist(),
                 "keys_hash": self.keys_hash.hexdigest(),
-                "files": {name: {"bytes": os.path.getsize(self.files[name].name), "blake2b": digest.hexdigest()}
-                          for name, digest in self.hashes.items()}}
+                "files": {name: {"bytes": os.path.getsize(self.files[name].name),
+                                 "blake2b": self.hashes[name].hexdigest()} for name in PARTS}}
 
 
 # ---- the folder ----
@@ -448,12 +443,12 @@ def working_folder(folder):
     with open(partial / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / "lock"))
-        except (BlockingIOError, FileNotFoundError):            # held, or removed by who has just finished
-            mine = False
-        if not mine:
-            raise RuntimeError(f"another process is making {folder} (it holds {partial / 'lock'}); expected "
-                               f"none. Wait for it, or name another folder.")
+            is_ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / "lock"))
+        except (BlockingIOError, FileNotFoundError):    # held, or removed by who has just finished
+            is_ours = False
+        if not is_ours:
+            raise RuntimeError(f"another process is making {folder} (it holds {partial / 'lock'}); "
+                               f"expected none. Wait for it, or name another folder.")
         try:
             yield partial
         finally:
@@ -462,7 +457,7 @@ def working_folder(folder):
 
 
 def is_finished(folder, settings):
-    """Whether the folder is there, made with these settings. Raises ValueError if it is anything else."""
+    """Whether the folder was made with these settings. Raises ValueError if it is anything else."""
     if not os.path.lexists(folder):
         return False
     here = {"format": FORMAT, "version": VERSION, **settings}
@@ -470,29 +465,28 @@ def is_finished(folder, settings):
         meta = json.loads((folder / "meta.json").read_text())
         there = {key: meta.get(key) for key in here}
     except (OSError, ValueError, AttributeError):
-        raise ValueError(f"{folder} exists, and is no prepared folder; expected nothing of this name. Name "
-                         f"another folder, or remove it.") from None
+        raise ValueError(f"{folder} exists, and is no prepared folder; expected nothing of this "
+                         f"name. Name another folder, or remove it.") from None
     differences = [f"{key} is {there[key]!r} there and {value!r} here"
                    for key, value in here.items() if there[key] != value]
     if differences:
-        raise ValueError(f"{folder} was made with other settings: {'; '.join(differences)}. Name another "
-                         f"folder, or remove it.")
+        raise ValueError(f"{folder} was made with other settings: {'; '.join(differences)}. Name "
+                         f"another folder, or remove it.")
     return True
 
 
 def finish_report(report, sets, n_read, settings):
-    """Fill in what is known at the end only. Raises ValueError if nothing is left to train on."""
-    rows = np.concatenate([np.zeros((0, 2), np.int64)]
-                          + [np.array(entry["length_histogram"], np.int64).reshape(-1, 2) for entry in sets.values()])
+    """Fill in what is known at the end. Raises ValueError if nothing is left to train on."""
+    rows = np.array([row for entry in sets.values() for row in entry["length_histogram"]])
     histogram = np.bincount(rows[:, 0], rows[:, 1]).astype(np.int64)
-    n, ends = int(histogram.sum()), np.cumsum(histogram)
-    report.n_proteins, report.n_residues = n, sum(entry["residues"] for entry in sets.values())
-    report.shortest, report.longest = int(rows[:, 0].min()), int(rows[:, 0].max())
-    report.median = int(np.searchsorted(ends, [(n - 1) // 2, n // 2], "right").mean())
-    report.n_duplicates = n_read - n
+    n, lengths = int(histogram.sum()), np.flatnonzero(histogram)
+    report.n_proteins, report.n_residues = n, int((rows[:, 0] * rows[:, 1]).sum())
+    report.shortest, report.longest = int(lengths[0]), int(lengths[-1])
+    middle = np.searchsorted(np.cumsum(histogram), [(n - 1) // 2, n // 2], "right")
+    report.median, report.n_duplicates = int(middle.mean()), n_read - n
     if not sets["train"]["proteins"]:
-        raise ValueError(f"val_fraction = {settings['val_fraction']} puts all {n:,} proteins into validation; "
-                         f"expected some to train on. Give more proteins, or a smaller fraction.")
+        raise ValueError(f"val_fraction = {settings['val_fraction']} puts all {n:,} proteins into "
+                         f"validation; expected some to train on. Give more, or lower it.")
 
 
 def publish(result, meta, folder):
@@ -519,52 +513,58 @@ def pass_bar(what, total, unit):
 
 
 def print_summary(folder, meta, report):
-    sizes = {name: sum(file["bytes"] for file in entry["files"].values()) for name, entry in meta["sets"].items()}
     print(report)
     for name, entry in meta["sets"].items():
-        print(f"{name}: {entry['proteins']:,} proteins, {entry['residues']:,} residues, {sizes[name] / 1e6:,.1f} MB")
+        size = sum(file["bytes"] for file in entry["files"].values())
+        print(f"{name}: {entry['proteins']:,} proteins, {entry['residues']:,} residues, "
+              f"{size / 1e6:,.1f} MB")
     if not meta["sets"]["val"]["proteins"]:
         print("No protein is in validation; if some are needed, raise --val_fraction.")
-    print(f"{folder} is ready{' (release ' + meta['release'] + ')' if meta['release'] else ''}. Next:\n"
+    release = f" (release {meta['release']})" if meta["release"] else ""
+    print(f"{folder} is ready{release}. Next:\n"
           f"  python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data {folder}")
 
 
 # ---- bench ----
 
 def bench(path, folder, rounds=3):
-    """Time gzip, our pass over the text, the whole preparing and a plain loop in turns, and print ratios."""
+    """Time gzip, our pass over the text, the whole preparing and a plain loop, in turns."""
     with open(path, "rb") as file:
         if file.read(2) != b"\x1f\x8b":
             raise ValueError(f"{path} is not gzip; expected a .gz file, to compare with gzip -dc.")
-    seconds, n_text = {}, 0
-    with tempfile.TemporaryDirectory(dir=Path(os.path.abspath(folder)).parent, prefix="bench-") as scratch:
-        for number in range(rounds):
-            def timed(name, work, *arguments):
-                began = time.perf_counter()
-                result = work(*arguments)
-                seconds.setdefault(name, []).append(time.perf_counter() - began)
-                return result
-            command = 'gzip -dc "$1" | wc -c'
-            n_text = int(timed("gzip -dc FILE | wc -c", subprocess.check_output, ["bash", "-c", command, "-", path]))
-            n = timed("pass over the text", lambda: sum(len(b.lengths) for b in read_blocks(path, ReadReport())))
+    seconds = collections.defaultdict(list)
+
+    def timed(name, work, *arguments):
+        began = time.perf_counter()
+        result = work(*arguments)
+        seconds[name].append(time.perf_counter() - began)
+        return result
+    shell = ["bash", "-c", 'gzip -dc "$1" | wc -c', "-", path]
+    count = lambda: sum(len(block.lengths) for block in read_blocks(path, ReadReport()))
+    parent = Path(os.path.abspath(folder)).parent
+    for _ in range(rounds):
+        n_text = int(timed("gzip -dc FILE | wc -c", subprocess.check_output, shell))
+        n = timed("pass over the text", count)
+        with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as scratch:
             with contextlib.redirect_stdout(None):
-                timed("preparing, both passes", prepare, Path(scratch, str(number)), [path], None)
-            shutil.rmtree(Path(scratch, str(number)))
-            part = timed("plain loop", plain_loop, path, 20 << 20)
-            seconds["plain loop"][-1] *= n_text / part
-    print(f"{path}: {n:,} sequences, {n_text:,} bytes of text; median of {rounds} rounds. The plain loop ran "
-          f"over the first {part:,} bytes and is scaled.")
-    reference = seconds["gzip -dc FILE | wc -c"]
+                timed("preparing, both passes", prepare, Path(scratch, "out"), [path], None)
+        part = timed("plain loop", plain_loop, path, 20 << 20)
+        seconds["plain loop"][-1] *= n_text / part
+    print(f"{path}: {n:,} sequences, {n_text:,} bytes of text; medians of {rounds} rounds. The "
+          f"plain loop ran over the first {part:,} bytes and is scaled.")
+
+    def faster(name, other):
+        return statistics.median(b / a for a, b in zip(seconds[name], seconds[other]))
     for name, times in seconds.items():
-        speed = statistics.median(a / b for a, b in zip(reference, times))
-        print(f"{name:24s}{statistics.median(times):9.2f} s {statistics.median(times) / n * 1e6:8.2f} us/sequence"
-              f"   speed {speed:6.2f} of gzip")
-    ratio = statistics.median(a / b for a, b in zip(seconds["plain loop"], seconds["pass over the text"]))
-    print(f"The pass over the text is {ratio:.1f} times as fast as the plain loop.")
+        middle, speed = statistics.median(times), faster(name, "gzip -dc FILE | wc -c")
+        print(f"{name:24s}{middle:9.2f} s {middle / n * 1e6:8.2f} us/sequence   "
+              f"speed {speed:6.2f} of gzip")
+    print(f"The pass over the text is {faster('pass over the text', 'plain loop'):.1f} times as "
+          f"fast as the plain loop.")
 
 
 def plain_loop(path, n_text):
-    """The same work line by line and letter by letter -> bytes of text read, n_text or a little more."""
+    """The same work by line and letter -> bytes of text read, n_text or a little more (or all)."""
     token, done, parts, rows = {letter: i for i, letter in enumerate(LETTERS)}, 0, [], {}
     with gzip.open(path, "rt") as file:
         for line in file:
@@ -573,9 +573,9 @@ def plain_loop(path, n_text):
                 parts.append(line.strip())
             elif parts:
                 sequence = "".join(parts).upper().removesuffix("*")
-                ids = np.array([token[letter if letter in token else "X"] for letter in sequence], np.uint8)
-                rows[hashlib.blake2b(sequence.encode(), digest_size=8).digest()] = ids
-                parts = []
+                ids = [token[letter if letter in token else "X"] for letter in sequence]
+                key = hashlib.blake2b(sequence.encode(), digest_size=8).digest()
+                rows[key], parts = np.array(ids, np.uint8), []
                 if done >= n_text:
                     break
     return done

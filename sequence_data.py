@@ -743,6 +743,7 @@ def eval_crop_starts(proteins, indices, max_length):
 
 # ---- prepared folders ----
 
+FORMAT, VERSION = "prepared proteins", 1
 SETS = ("train", "val")
 PARTS = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin": np.dtype("<u8")}
 
@@ -762,9 +763,9 @@ def read_meta(folder):
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} cannot be read; expected the JSON of prepare_uniref50.py. Copy the folder "
                          f"again.") from None
-    if found != ("prepared proteins", 1):
-        raise ValueError(f"{path} is of format {found[0]!r}, version {found[1]}; expected 'prepared proteins', "
-                         f"version 1. Prepare the data again with this version of prepare_uniref50.py.")
+    if found != (FORMAT, VERSION):
+        raise ValueError(f"{path} is of format {found[0]!r}, version {found[1]}; expected {FORMAT!r}, "
+                         f"version {VERSION}. Prepare the data again with this version of prepare_uniref50.py.")
     return meta
 
 

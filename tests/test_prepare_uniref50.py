@@ -21,8 +21,8 @@ import torch
 
 import prepare_uniref50
 from prepare_uniref50 import main
-from sequence_data import (AMINO_ACIDS, Proteins, decode, order_words, read_sequences, split_by_hash,
-                           unigram_counts)
+from sequence_data import (AMINO_ACIDS, Proteins, ReadReport, decode, order_words, read_blocks,
+                           read_sequences, split_by_hash, unigram_counts)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,7 +40,8 @@ def write_fasta(path, sequences):
 
 def contents(folder):
     """{name of a file: its bytes} of a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def load(folder, name):
@@ -153,14 +154,16 @@ def test_text_and_pt_files_are_taken_together_with_fasta(tmp_path, small_pieces)
     torch.save([{"protein_seq": sequence} for sequence in sequences[40:]], tmp_path / "c.pt")
     files = [str(tmp_path / name) for name in ("a.fasta", "b.txt.gz", "c.pt")]
     main([str(tmp_path / "out"), "--fasta", *files])
-    assert sorted(sum((texts(load(tmp_path / "out", name)[0]) for name in ("train", "val")), [])) == sorted(sequences)
+    train, val = (texts(load(tmp_path / "out", name)[0]) for name in ("train", "val"))
+    assert sorted(train + val) == sorted(sequences)
 
 
 @pytest.mark.parametrize("wanted", [1, 7, 40, 41, 59, 60, 1000])
 def test_max_sequences_takes_the_first_records_of_all_files(tmp_path, wanted):
     sequences = random_proteins(60)
     sequences[3] = ""                                           # an empty record counts as one
-    files = [write_fasta(tmp_path / "a.fasta", sequences[:40]), write_fasta(tmp_path / "b.fasta.gz", sequences[40:])]
+    files = [write_fasta(tmp_path / "a.fasta", sequences[:40]),
+             write_fasta(tmp_path / "b.fasta.gz", sequences[40:])]
     assert main([str(tmp_path / "out"), "--fasta", *map(str, files), "--max_sequences", str(wanted),
                  "--val_fraction", "0"]) == 0
     expected = [sequence for sequence in sequences[:wanted] if sequence]
@@ -183,12 +186,28 @@ def test_many_copies_of_few_proteins_and_a_skewed_bucket_fit(tmp_path, small_pie
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["report"]["n_duplicates"] == 2997
 
 
+def test_a_bucket_that_is_too_large_is_dealt_once_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_uniref50, "LARGEST_BUCKET", 20_000)
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(2000))
+    rows = prepare_uniref50.concatenate(list(read_blocks(file, ReadReport())))
+    (tmp_path / "buckets").mkdir()
+    prepare_uniref50.append(tmp_path / "buckets", rows, 3, 0, 1)
+    sizes, words = [], []
+    for part in prepare_uniref50.buckets(tmp_path / "buckets", 1, 3):
+        sizes.append(part.words.nbytes)
+        words.append(np.sort(order_words(part.keys, 3)))
+    words = np.concatenate(words)
+    assert max(sizes) < 20_000 and len(sizes) < 1000
+    assert (words == np.sort(order_words(rows.keys, 3))).all() and not (tmp_path / "buckets").exists()
+
+
 # ---- a source on the net, by a stand-in for the download ----
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """What the download part does, from a file; .opened and .downloaded are counted."""
-    log = SimpleNamespace(opened=0, downloaded=0, file=write_fasta(tmp_path / "net.fasta.gz", random_proteins(500)))
+    file = write_fasta(tmp_path / "net.fasta.gz", random_proteins(500))
+    log = SimpleNamespace(opened=0, downloaded=0, file=file)
 
     def download(source, path):
         log.downloaded += 1
@@ -234,7 +253,8 @@ def test_only_the_head_of_a_url_is_read_for_some_sequences(tmp_path, server):
 @pytest.mark.parametrize("content, name, says", [
     (">a\nMKV\n>b\nMK-V\n", "in.fasta", "line 4, column 3"), ("MKV\nMK V\n", "in.txt", "line 2, column 3"),
     ("", "in.fasta", "is empty (0 bytes)"), (">a\nXX\n", "in.fasta", "no protein is left of 1 records"),
-    ("<html>", "in.fasta.gz", "is not gzip"), (gzip.compress(b">a\nMKVLA\n" * 9)[:-9], "in.fa.gz", "is truncated"),
+    ("<html>", "in.fasta.gz", "is not gzip"),
+    (gzip.compress(b">a\nMKVLA\n" * 9)[:-9], "in.fa.gz", "is truncated"),
     (">a\n" + "ACGT" * 300, "in.fasta", "nucleotides"), (b"junk", "in.pt", "cannot be loaded"),
     (None, "in.fasta", "does not exist")])
 def test_a_bad_file_is_refused_by_name_and_leaves_no_folder(tmp_path, capsys, content, name, says):
@@ -247,7 +267,7 @@ def test_a_bad_file_is_refused_by_name_and_leaves_no_folder(tmp_path, capsys, co
     assert not (tmp_path / "out").exists()
 
 
-def test_a_wrong_letter_far_behind_is_refused_and_the_corrected_file_is_prepared(tmp_path, capsys, small_pieces):
+def test_a_wrong_letter_far_behind_is_refused_and_the_corrected_file_prepared(tmp_path, capsys, small_pieces):
     sequences = random_proteins(20_000)
     path = write_fasta(tmp_path / "in.fasta.gz", [*sequences, "MK?V"])
     assert "in.fasta.gz, line 40002, column 3" in refusal(capsys, tmp_path / "out", "--fasta", path)
@@ -258,8 +278,9 @@ def test_a_wrong_letter_far_behind_is_refused_and_the_corrected_file_is_prepared
     assert contents(tmp_path / "out") == contents(tmp_path / "other")
 
 
-@pytest.mark.parametrize("options", [("--val_fraction", "1"), ("--val_fraction", "-0.1"), ("--val_fraction", "nan"),
-                                     ("--min_length", "0"), ("--max_sequences", "0")])
+@pytest.mark.parametrize("options", [("--val_fraction", "1"), ("--val_fraction", "-0.1"),
+                                     ("--val_fraction", "nan"), ("--min_length", "0"),
+                                     ("--max_sequences", "0")])
 def test_impossible_settings_are_refused(tmp_path, capsys, options):
     file = write_fasta(tmp_path / "in.fasta", random_proteins(5))
     message = refusal(capsys, tmp_path / "out", "--fasta", file, *options)
@@ -272,12 +293,11 @@ def test_a_set_without_training_proteins_is_refused(tmp_path, capsys):
     assert "all 3 proteins into validation" in message and not (tmp_path / "out").exists()
 
 
-def test_too_little_free_disk_is_refused_with_numbers_before_anything_is_written(tmp_path, capsys, monkeypatch,
-                                                                               server):
+def test_too_little_free_disk_is_refused_with_numbers_beforehand(tmp_path, capsys, monkeypatch, server):
     file = write_fasta(tmp_path / "in.fasta.gz", random_proteins(20_000))
     result = sum(len(sequence) + 12 for sequence in random_proteins(20_000))
     work = 2 * prepare_uniref50.BUCKET_BYTES
-    space = SimpleNamespace(free=work + result)                 # not for the padding of a protein to whole words
+    space = SimpleNamespace(free=work + result)                 # without the padding of proteins to words
     monkeypatch.setattr(shutil, "disk_usage", lambda path: space)
     message = refusal(capsys, tmp_path / "out", "--fasta", file)
     need = float(re.search(r"expected about ([\d.]+) GB", message)[1]) * 1e9
@@ -299,7 +319,8 @@ def test_a_disk_that_is_full_later_is_told_in_words(tmp_path, capsys, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)
             message = refusal(capsys, tmp_path / "out", "--fasta", file)
-        assert "the disk is full. Make room and run the same command again" in message and "tokens.bin" in message
+        assert "the disk is full. Make room and run the same command again" in message
+        assert "tokens.bin" in message
     assert main([str(tmp_path / "out"), "--fasta", str(file)]) == 0
 
 
@@ -352,8 +373,8 @@ def test_two_at_once_on_one_folder_are_refused_and_the_first_goes_on(tmp_path, c
     command, collect, codes = [str(tmp_path / "out"), "--fasta", str(file)], prepare_uniref50.collect, []
 
     def with_another(*arguments):
-        codes.append(subprocess.run([sys.executable, ROOT / "prepare_uniref50.py", *command], capture_output=True,
-                                    text=True))
+        codes.append(subprocess.run([sys.executable, ROOT / "prepare_uniref50.py", *command],
+                                    capture_output=True, text=True))
         return collect(*arguments)
     monkeypatch.setattr(prepare_uniref50, "collect", with_another)
     assert main(command) == 0
@@ -413,6 +434,22 @@ def test_a_preparing_that_is_killed_is_done_by_the_same_command_with_the_same_re
     check_kills(tmp_path, 3, seed=0)
 
 
+def test_a_kill_at_any_step_leaves_no_folder_or_a_whole_one(tmp_path):
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(10))
+    command = lambda name: [str(tmp_path / name), "--fasta", str(file)]
+    killed_at(None, command("whole"))
+    code, n_kills, n_whole = None, 0, 0
+    while code != 0:                                            # on what the kill before has left
+        code, _ = killed_at(n_kills + 1, command("out"))
+        n_kills += code == -signal.SIGKILL
+        if (tmp_path / "out").exists():
+            assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+            n_whole += 1
+            if code:
+                shutil.rmtree(tmp_path / "out")
+    assert code == 0 and 30 < n_kills < 200 and n_whole > 1
+
+
 @pytest.mark.slow
 def test_forty_kills_at_random_moments_leave_no_folder_that_looks_finished(tmp_path, small_pieces):
     check_kills(tmp_path, 20, seed=1)
@@ -433,11 +470,13 @@ def test_memory_is_bounded_whatever_the_size_of_the_source(tmp_path):
                 file.write(rows.tobytes())
         script = ("import resource, sys, prepare_uniref50 as p; code = p.main(sys.argv[1:]); "
                   "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)")
-        done = subprocess.run([sys.executable, "-c", script, tmp_path / str(n), "--fasta", path], cwd=ROOT,
+        # By way of a shell that forks: a child of this process would begin with our own peak.
+        command = ["sh", "-c", '"$@"; exit $?', "-", sys.executable, "-c", script]
+        done = subprocess.run([*command, tmp_path / str(n), "--fasta", path], cwd=ROOT,
                               capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout.splitlines()[-1]) * 1024)
         shutil.rmtree(tmp_path / str(n))
-    assert max(peaks) < 1 << 30 and peaks[1] - peaks[0] < 40 << 20, peaks
+    assert max(peaks) < 600 << 20 and abs(peaks[1] - peaks[0]) < 40 << 20, peaks
 
 
 def test_the_bench_prints_ratios_and_leaves_nothing(tmp_path, capsys):
@@ -445,11 +484,13 @@ def test_the_bench_prints_ratios_and_leaves_nothing(tmp_path, capsys):
     assert main([str(tmp_path / "out"), "--bench", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{file}: 2,000 sequences")
-    assert [re.match(r"(.*?)\s+[\d.]+ s +[\d.]+ us/sequence +speed +[\d.]+ of gzip$", line)[1] for line in
-            lines[1:5]] == ["gzip -dc FILE | wc -c", "pass over the text", "preparing, both passes", "plain loop"]
+    row = re.compile(r"(.*?)\s+[\d.]+ s +[\d.]+ us/sequence +speed +[\d.]+ of gzip$")
+    assert [row.match(line)[1] for line in lines[1:5]] == [
+        "gzip -dc FILE | wc -c", "pass over the text", "preparing, both passes", "plain loop"]
     assert re.match(r"The pass over the text is [\d.]+ times as fast", lines[5])
     assert os.listdir(tmp_path) == ["in.fasta.gz"]
-    assert "is not gzip" in refusal(capsys, tmp_path / "out", "--bench", write_fasta(tmp_path / "x.fasta", ["MKV"]))
+    file = write_fasta(tmp_path / "x.fasta", ["MKV"])
+    assert "is not gzip" in refusal(capsys, tmp_path / "out", "--bench", file)
 
 
 def test_progress_lines_fit_into_80_columns_and_say_bytes_sequences_and_rate(tmp_path):
@@ -458,5 +499,5 @@ def test_progress_lines_fit_into_80_columns_and_say_bytes_sequences_and_rate(tmp
                           capture_output=True, text=True, check=True)
     lines = [line for line in re.split("[\r\n]", done.stderr) if line.strip()]
     assert all(len(line) <= 80 for line in lines)
-    assert re.search(r"1/2 reading: 100%.* \d.*B/s, 0.0[01] M sequences", lines[-3] + lines[-2] + lines[-1] + done.stderr)
-    assert re.search(r"2/2 sorting: 100%.* sequences/s", lines[-1])
+    assert any(re.match(r"1/2 reading: 100%.* \d.*B/s, 0.0[01] M sequences", line) for line in lines)
+    assert re.match(r"2/2 sorting: 100%.* sequences/s", lines[-1])
