@@ -343,7 +343,7 @@ def write_prepared(folder, n):
         (folder / name).mkdir(parents=True)
         for part in PARTS:
             (folder / name / part).touch()
-    histogram, letters = np.zeros(law["longest"] + 1, np.int64), np.ones(N_TOKENS, np.int64)
+    histogram = np.zeros(law["longest"] + 1, np.int64)
     parts = [open(folder / "train" / part, "wb") for part in PARTS]
     for first in range(0, n, 250_000):
         lengths = np.exp(random.normal(law["mean"], law["sigma"], min(250_000, n - first)))
@@ -361,7 +361,7 @@ def write_prepared(folder, n):
             for name in SETS}
     sets["train"].update(proteins=n, residues=int((histogram[lengths] * lengths).sum()),
                          length_histogram=np.stack([lengths, histogram[lengths]], 1).tolist(),
-                         letter_counts=letters.tolist())
+                         letter_counts=[1] * N_TOKENS)
     (folder / "meta.json").write_text(json.dumps({
         "format": FORMAT, "version": VERSION, "release": "made", "source": [], "val_fraction": 0.0,
         "min_length": 1, "sets": sets}))
@@ -379,7 +379,7 @@ def start_a_rank(folder, config, micro_batches, accum, queue):
     before, began = private_megabytes(), time.process_time()
     proteins = PreparedProteins(folder)
     plan = make_batch_plan(config, proteins.length_counts(), micro_batches)
-    reader = BatchReader(plan, proteins, sum_rows(proteins, plan.work_of))
+    reader = BatchReader(plan, proteins, sum_rows(proteins, plan))
     for lane in range(accum):
         reader.micro_batch(0, lane)
     first, memory = time.process_time() - began, private_megabytes() - before
@@ -388,7 +388,7 @@ def start_a_rank(folder, config, micro_batches, accum, queue):
     for lane in range(accum):
         reader.micro_batch(far, lane)
     reach = time.perf_counter() - began
-    read_before, used, positions, residues, waits = proteins.bytes_read, 0, 0, 0, []
+    read_before, whole, positions, residues, waits = proteins.bytes_read, 0, 0, 0, []
     lanes = np.linspace(0, micro_batches - 1, min(micro_batches, 64)).astype(int)
     reader.units.clear()
     window = [plan.window_steps * (plan.windows // 2) + k for k in range(plan.window_steps)]
@@ -400,12 +400,13 @@ def start_a_rank(folder, config, micro_batches, accum, queue):
             part, width = reader.micro_batch(step, lane)
             lengths = np.minimum(part.lengths, plan.max_length)
             positions, residues = positions + len(part) * width, residues + int(lengths.sum())
-            used += share * int(part.lengths.sum())
+            whole += share * int(part.lengths.sum())
             work.append(len(part) * width * (6 * config.model.hidden_size + width))
         waits.append(max(work) / (sum(work) / len(work)) - 1)
     queue.put(dict(first=first, memory=memory, reach=reach, padding=1 - residues / positions, wait=np.mean(waits),
-                   read=(proteins.bytes_read - read_before) / used, table=table / 1e6, steps=plan.steps_per_epoch,
-                   windows=plan.windows, unit=len(proteins) and proteins.meta["residues"] / plan.windows / micro_batches))
+                   read=(proteins.bytes_read - read_before) / whole,
+                   read_cropped=(proteins.bytes_read - read_before) / (share * residues), table=table / 1e6, steps=plan.steps_per_epoch,
+                   windows=plan.windows, unit=proteins.meta["residues"] / plan.windows / micro_batches))
 
 
 def in_a_child(function, *arguments):
@@ -445,18 +446,18 @@ def table_of_ranks(args, folder):
     print(f"prepared set of {n:,} made proteins{'' if n == args.proteins else ' (the disk has room for no more)'}, "
           f"written in {time.perf_counter() - began:.0f} s; sedd_uniref50.yaml, accum {accum}\n"
           f"{'ranks':>6}{'steps/epoch':>12}{'windows':>8}{'unit kB':>8}{'CPU s to batch 1':>17}{'private MB':>11}"
-          f"{'s to step k':>12}{'padding':>8}{'waits':>6}{'read/used':>10}")
+          f"{'s to step k':>12}{'padding':>8}{'waits':>6}{'read/used':>10}{'cropped':>8}")
     for ranks in (1, 12, 1536, 12288):
         if n < 2 * ranks * accum * config.training.batch_size:
             print(f"{ranks:>6}  too few proteins for this number of ranks: see --proteins")
             continue
         r = in_a_child(start_a_rank, folder / "large", config, ranks * accum, accum)
         print(f"{ranks:>6}{r['steps']:>12,}{r['windows']:>8,}{r['unit'] / 1e3:>8,.0f}{r['first']:>17.2f}"
-              f"{r['memory']:>11.0f}{r['reach']:>12.3f}{r['padding']:>8.1%}{r['wait']:>6.1%}{r['read']:>10.3f}",
+              f"{r['memory']:>11.0f}{r['reach']:>12.3f}{r['padding']:>8.1%}{r['wait']:>6.1%}{r['read']:>10.3f}{r['read_cropped']:>8.3f}",
               flush=True)
     print(f"rank 0, which alone reads all lengths ({r['table']:,.0f} MB) at the start; k is in the second epoch; waits: by how "
-          f"much the\nslowest of up to 64 micro-batches of a step is above their mean; read/used: bytes read per byte "
-          f"of proteins trained on")
+          f"much the\nslowest of up to 64 micro-batches of a step is above their mean; read/used: bytes read per "
+          f"residue\nof the proteins trained on; cropped: per residue that their crops leave")
 
 
 def train_from_both(args, folder, ddp):
@@ -501,7 +502,7 @@ def main(argv):
     parser.add_argument("configs", nargs="*", type=Path, help="of save; default: configs/sedd_*.yaml")
     parser.add_argument("--folder", default=".", help="where to write (and remove) checkpoints")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--proteins", type=int, default=1_000_000, help="data: size of the made set (60000000: 17 GB)")
+    parser.add_argument("--proteins", type=int, default=2_000_000, help="data: size of the made set (60000000: 17 GB)")
     parser.add_argument("--steps", type=int, default=60, help="data: steps of each training")
     parser.add_argument("--pdb", type=Path, help="structure for dpo, all its chains designed; default: a built one")
     parser.add_argument("--long", action="store_true", help="dpo: memory of the plain step too; takes GB and minutes")

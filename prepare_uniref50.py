@@ -1,6 +1,6 @@
 """Download UniRef50 (or read files of proteins) and write a prepared folder, for training to read.
 
-    python prepare_uniref50.py FOLDER                                # the current release, whole
+    python prepare_uniref50.py FOLDER                                # UniRef50: download 13 GB, leave 18 GB
     python prepare_uniref50.py FOLDER --max_sequences 10000          # its first records only
     python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # files of one's own
     python prepare_uniref50.py FOLDER --bench FILE.gz                # speed here; makes no FOLDER
@@ -48,6 +48,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import urllib.error
 import urllib.request
@@ -60,12 +61,14 @@ import numpy as np
 from tqdm import tqdm
 
 from sequence_data import (FORMAT, LETTERS, N_TOKENS, PAD, PARTS, SETS, VERSION, Proteins, ReadReport,
-                           order_words, places, read_blocks, refuse_nothing_left)
+                           check_prepared, order_words, places, read_blocks, refuse_nothing_left)
+
+# The current release: some 13 GB, about 60 million proteins.
+UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
 
 FLUSH_BYTES = 64 << 20          # of proteins that are gathered in memory, then dealt to the buckets
 BUCKET_BYTES = 48 << 20         # of a bucket, about; their number follows
 LARGEST_BUCKET = 128 << 20      # a larger one is dealt once more
-LONGEST = 1 << 24               # residues; the longest known protein has 45,000
 SAMPLE_BYTES = 8 << 20          # of each source, by which the size of the result is estimated
 MARGIN = 1.1                    # for what the sample does not show
 
@@ -118,8 +121,8 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
                 "max_sequences": max_sequences}
     inputs, release = [Input.of_file(file) for file in files or ()], None
     if files:
-        named = sorted((Path(entry.name).name, entry.size) for entry in inputs)
-        settings["source"], settings["source_bytes"] = map(list, zip(*named))
+        named = sorted((Path(entry.name).name, entry.size, entry.digest()) for entry in inputs)
+        settings["source"], settings["source_bytes"], settings["source_digest"] = map(list, zip(*named))
     else:
         settings["source"] = [shown(url)]
     folder = Path(os.path.abspath(folder))
@@ -162,6 +165,15 @@ class Input:
         size = path.stat().st_size if path.is_file() else 0
         as_path = path.suffix == ".pt" or not size
         return cls(str(path), size, None if as_path else lambda: open(path, "rb"))
+
+    def digest(self):
+        """Hash of the first and the last MiB of a file, by which a changed one is known."""
+        if not self.size:
+            return ""
+        with open(self.name, "rb") as file:
+            head = file.read(1 << 20)
+            file.seek(max(0, self.size - (1 << 20)))
+            return hashlib.blake2b(head + file.read(), digest_size=8).hexdigest()
 
     def read(self, size):
         data = self.stream.read(size)
@@ -271,9 +283,6 @@ def all_blocks(inputs, n_sequences, report, settings):
         for entry in inputs:
             before = n_read + n_dropped()
             for block in entry.blocks(report, settings["min_length"], left):
-                if block.lengths.max(initial=0) > LONGEST:
-                    raise ValueError(f"{entry.name}: found a protein of {block.lengths.max():,} "
-                                     f"residues; expected at most {LONGEST:,}. Is this a genome?")
                 n_read += len(block.lengths)
                 bar.set_postfix_str(f"{n_read / 1e6:.2f} M sequences", refresh=False)
                 bar.update((n_bytes + entry.count if by_bytes else n_read) - bar.n)
@@ -466,17 +475,18 @@ def is_finished(folder, settings):
         there = {key: meta.get(key) for key in here}
     except (OSError, ValueError, AttributeError):
         raise ValueError(f"{folder} exists, and is no prepared folder; expected nothing of this "
-                         f"name. Name another folder, or remove it.") from None
+                         f"name. Name another folder.") from None
     differences = [f"{key} is {there[key]!r} there and {value!r} here"
                    for key, value in here.items() if there[key] != value]
     if differences:
         raise ValueError(f"{folder} was made with other settings: {'; '.join(differences)}. Name "
                          f"another folder, or remove it.")
+    check_prepared(folder)
     return True
 
 
 def finish_report(report, sets, n_read, settings):
-    """Fill in what is known at the end. Raises ValueError if nothing is left to train on."""
+    """Fill in what is known at the end. Raises ValueError if one of the sets is empty."""
     rows = np.array([row for entry in sets.values() for row in entry["length_histogram"]])
     histogram = np.bincount(rows[:, 0], rows[:, 1]).astype(np.int64)
     n, lengths = int(histogram.sum()), np.flatnonzero(histogram)
@@ -484,9 +494,11 @@ def finish_report(report, sets, n_read, settings):
     report.shortest, report.longest = int(lengths[0]), int(lengths[-1])
     middle = np.searchsorted(np.cumsum(histogram), [(n - 1) // 2, n // 2], "right")
     report.median, report.n_duplicates = int(middle.mean()), n_read - n
-    if not sets["train"]["proteins"]:
-        raise ValueError(f"val_fraction = {settings['val_fraction']} puts all {n:,} proteins into "
-                         f"validation; expected some to train on. Give more, or lower it.")
+    n_train, n_val = (sets[name]["proteins"] for name in SETS)
+    if not n_train or settings["val_fraction"] and not n_val:
+        raise ValueError(f"val_fraction = {settings['val_fraction']} puts {n_train:,} proteins in "
+                         f"training and {n_val:,} in validation; expected some in each. Give more "
+                         f"proteins, or another --val_fraction (0: no validation).")
 
 
 def publish(result, meta, folder):
@@ -513,16 +525,16 @@ def pass_bar(what, total, unit):
 
 
 def print_summary(folder, meta, report):
-    print(report)
+    print(textwrap.fill(str(report), 80))
     for name, entry in meta["sets"].items():
         size = sum(file["bytes"] for file in entry["files"].values())
         print(f"{name}: {entry['proteins']:,} proteins, {entry['residues']:,} residues, "
               f"{size / 1e6:,.1f} MB")
-    if not meta["sets"]["val"]["proteins"]:
-        print("No protein is in validation; if some are needed, raise --val_fraction.")
     release = f" (release {meta['release']})" if meta["release"] else ""
+    config = "uniref50" if meta["sets"]["train"]["proteins"] > 1_000_000 else "cpu"
     print(f"{folder} is ready{release}. Next:\n"
-          f"  python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data {folder}")
+          f"  python train_sedd_ddp.py --config configs/sedd_{config}.yaml --data {os.path.relpath(folder)} \\\n"
+          f"    data.val_fraction={meta['val_fraction']} data.min_length={meta['min_length']}")
 
 
 # ---- bench ----
@@ -583,7 +595,6 @@ def plain_loop(path, n_text):
 
 # ---- download ----
 
-UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
 METALINK = "RELEASE.metalink"   # UniProt's list of files with size and MD5, beside the files
 METALINK_BYTES = 4 << 20        # read at most of it; it has some kB
 CHUNK = 1 << 20                 # bytes per read, at most
@@ -853,10 +864,12 @@ def _retry(work, tries, backoff, reached=lambda: 0):
             failures = 1 if reached() > before else failures + 1
             kept = f"{reached():,} bytes are kept; " if reached() else ""
             state = f"{kept}tries without progress: {failures} of {tries}"
-            if failures >= tries or first and isinstance(error.__cause__, NOT_THERE):
-                raise OSError(f"{error}. {state}. Check the network (on a cluster: a login node, "
-                              f"or set https_proxy), or name a mirror; the same command "
-                              f"goes on.") from None
+            advice = ("Check the network (on a cluster: a login node, or set https_proxy), name a "
+                      "mirror (--url), or give files of your own (--fasta)")
+            if first and isinstance(error.__cause__, NOT_THERE):
+                raise OSError(f"{error}. {advice}.") from None
+            if failures >= tries:
+                raise OSError(f"{error}. {state}. {advice}; the same command goes on.") from None
             first, wait = False, min(LONGEST_WAIT, backoff * 2 ** (failures - 1))
             _say(f"{error}; {state}. Next in {wait:g} s.")
             time.sleep(wait)

@@ -2,10 +2,11 @@
 
     proteins, report = read_sequences("proteins.fasta.gz")      # print(report): what was read and cleaned
     train, val = split_by_hash(proteins, 0.05)                  # index arrays
-    kept, lengths, n_long = apply_max_length(proteins.subset(train), 512, long="crop")
-    plan = EpochPlan(lengths, seed=0, epoch=0, micro_batches=4, tokens=8192)
-    for indices in plan.global_batch(step):                     # 4 micro-batches on any number of ranks
-        x0, mask = collate(kept, indices, crop_starts(kept, indices, 512, seed=0, epoch=0), 512)
+    train = proteins.subset(train)
+    plan = BatchPlan(train.length_counts(), 512, micro_batches=4, tokens=8192)
+    reader = BatchReader(plan, train, sum_rows(train, plan))
+    batch, width = reader.micro_batch(step, lane)               # one of 4, on any number of ranks
+    x0, mask = collate(batch, range(len(batch)), max_length=512, width=width)
 
 Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), and .pt files that hold
 a list of dicts with `protein_seq`. Writes nothing. read_blocks is the one reader of such files: it cleans
@@ -49,6 +50,7 @@ UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
 
 BLOCK_BYTES = 1 << 20           # text that is cleaned at a time: long against a protein, fits into a cache
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
+LONGEST = 1 << 24               # residues of a protein that is read; the longest known has 45,000
 HEADER = b">" + b" " * 8 + b"\n"   # a header long enough for _split
 
 BUCKET_RATIO = 0.96             # shortest / longest protein of a bucket of lengths: about 2 % padding
@@ -262,14 +264,18 @@ class Proteins:
 
     def letter_counts(self):
         """How often each of the 21 tokens occurs: (21,) int64."""
-        return unigram_counts(self)
+        counts = np.zeros(N_TOKENS, np.int64)
+        for piece in _pieces(self.lengths):
+            tokens = self.tokens[places(self.offsets[piece], self.lengths[piece])]
+            counts += np.bincount(tokens, minlength=N_TOKENS)
+        return counts
 
     def lengths_of(self, first, last):
         """Residues of proteins first to last - 1."""
         return self.lengths[first:last]
 
-    def read(self, first, last, token=None):
-        """Proteins first to last - 1. token: for PreparedProteins.read, which needs it."""
+    def read(self, first, last, token):
+        """Proteins first to last - 1. token: as in PreparedProteins.read; not needed here."""
         return self.subset(slice(first, last)).compact()
 
 
@@ -579,6 +585,9 @@ def _parts_of_text(name, chunks, block_bytes):
                     line, chunk = 1 + chunk.count(b"\n", 0, chunk.find(b">")), chunk.lstrip()
             parts.append(chunk)
             size += len(chunk)
+            if size > 2 * max(LONGEST, block_bytes):
+                raise ValueError(f"{name}, line {line}: found a record of more than {size:,} characters; "
+                                 f"expected a protein, of at most {LONGEST:,}. Is this a genome?")
             cut = chunk.rfind(b"\n>" if kind == "fasta" else b"\n") if size >= block_bytes else -1
             if cut >= 0:
                 parts[-1] = chunk[:cut]
@@ -748,6 +757,9 @@ SETS = ("train", "val")
 PARTS = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin": np.dtype("<u8")}
 
 
+REMAKE = "Remove it, then copy or prepare it again."
+
+
 def read_meta(folder):
     """The dict in meta.json of a folder made by prepare_uniref50.py, whose head describes the format.
 
@@ -755,41 +767,41 @@ def read_meta(folder):
     """
     path = Path(folder) / "meta.json"
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; expected a folder made by prepare_uniref50.py. Is it "
-                                f"half copied? Copy it again, or make it: python prepare_uniref50.py {folder}")
+        raise FileNotFoundError(f"{path} does not exist; expected a folder made by prepare_uniref50.py. "
+                                f"If {folder} holds sequence files: python prepare_uniref50.py "
+                                f"NEW_FOLDER --fasta FILES. If it is a copy, copy it again.")
     try:
         meta = json.loads(path.read_text())
         found = meta["format"], meta["version"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} cannot be read; expected the JSON of prepare_uniref50.py. Copy the folder "
-                         f"again.") from None
+        raise ValueError(f"{path} cannot be read; expected the JSON of prepare_uniref50.py. "
+                         f"{REMAKE}") from None
     if found != (FORMAT, VERSION):
         raise ValueError(f"{path} is of format {found[0]!r}, version {found[1]}; expected {FORMAT!r}, "
-                         f"version {VERSION}. Prepare the data again with this version of prepare_uniref50.py.")
+                         f"version {VERSION}. Prepare the data again with this prepare_uniref50.py.")
     return meta
 
 
-def check_prepared(folder, val_fraction, min_length):
+def check_prepared(folder, val_fraction=None, min_length=None):
     """Refuse a prepared folder that is not whole, or was prepared with other settings than these.
 
-    Only names and sizes are looked at; the content is checked by the keys while it is read. One rank does this.
+    Only names and sizes are looked at: the content is checked by its keys when it is read. Done by one rank.
     Raises ValueError naming what differs.
     """
     meta, differs = read_meta(folder), []
     for name in SETS:
-        for part, about in meta["sets"][name]["files"].items():
-            path = Path(folder) / name / part
-            size = path.stat().st_size if path.exists() else None
-            if size != about["bytes"]:
-                differs.append(f"{name}/{part} {'is missing' if size is None else f'has {size:,} bytes'} "
-                               f"(expected {about['bytes']:,})")
+        for part in PARTS:
+            path, expected = Path(folder) / name / part, meta["sets"][name]["files"][part]["bytes"]
+            found = path.stat().st_size if path.exists() else None
+            if found != expected:
+                differs.append(f"{name}/{part} is missing" if found is None else
+                               f"{name}/{part} has {found:,} bytes (expected {expected:,})")
     if differs:
-        raise ValueError(f"{folder} is not whole: {'; '.join(differs)}. Is it half copied, or still being "
-                         f"copied? Copy it again, or prepare it again.")
+        raise ValueError(f"{folder} is not whole: {'; '.join(differs)}. Is it half copied? {REMAKE}")
     for key, value in (("val_fraction", val_fraction), ("min_length", min_length)):
-        if meta[key] != value:
-            raise ValueError(f"data.{key} is {value}, but {folder} was prepared with {meta[key]}; expected the "
-                             f"same. Set data.{key}={meta[key]}, or prepare again with --{key} {value}.")
+        if value is not None and meta[key] != value:
+            raise ValueError(f"data.{key} is {value}, but {folder} was prepared with {meta[key]}; expected "
+                             f"the same. Set data.{key}={meta[key]}, or prepare again with --{key} {value}.")
 
 
 def keys_hash(keys):
@@ -833,9 +845,10 @@ class PreparedProteins:
         proteins = Proteins(tokens, np.cumsum(lengths) - lengths, lengths)      # with keys of these tokens
         bad = np.flatnonzero(proteins.keys != self._read("keys.bin", first, last))
         if len(bad) or self.state != self._state():
-            what = f"protein {first + bad[0]:,} does not have its key" if len(bad) else "a file has changed"
-            raise OSError(f"{self.folder / self.name} is damaged or was changed under the run: {what}; expected "
-                          f"what prepare_uniref50.py wrote. Copy or prepare the folder again.")
+            what = (f"tokens.bin, lengths.bin or keys.bin is wrong at or before protein {first + bad[0]:,}"
+                    if len(bad) else "a file has changed")
+            raise OSError(f"{self.folder / self.name} is damaged or was changed under the run: {what}; "
+                          f"expected what prepare_uniref50.py wrote. {REMAKE}")
         return proteins
 
     def read_all(self):
@@ -850,8 +863,8 @@ class PreparedProteins:
             start, left = start + len(piece), left - len(piece)
             self.bytes_read += len(piece)
         if left:
-            raise OSError(f"{self.folder / self.name / part} ends {left:,} bytes too early; expected the size of "
-                          f"when it was checked. Copy or prepare the folder again.")
+            raise OSError(f"{self.folder / self.name / part} ends {left:,} bytes too early; expected the "
+                          f"size that it had when it was checked. {REMAKE}")
         return np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), kind)
 
     def _state(self):
@@ -859,42 +872,37 @@ class PreparedProteins:
 
 
 def stage_prepared(folder, target, report):
-    """Copy a prepared folder to `target`, checking every file against its checksum; returns `target` as a Path.
+    """Copy a prepared folder to `target`, which must not exist, and check every file by its checksum.
 
-    A whole copy of the same data that is there already is used. report(bytes done, bytes in all) is called now
-    and then. Raises OSError or ValueError where there is no room, a checksum differs, or something else is there.
+    report(bytes done, bytes in all) is called now and then. If it fails, the copy is removed.
+    Raises ValueError where there is no room, OSError where a checksum differs or the disk fails.
     """
     folder, target, meta = Path(folder), Path(target), read_meta(folder)
-    if (target / "meta.json").exists() and read_meta(target) == meta:
-        check_prepared(target, meta["val_fraction"], meta["min_length"])
-        return target
-    partial = target.with_name(target.name + ".partial")
-    files = [(f"{name}/{part}", about) for name in SETS for part, about in meta["sets"][name]["files"].items()]
-    total, done = sum(about["bytes"] for _, about in files), 0
-    if target.exists():
-        raise ValueError(f"{target} is there and is not a copy of {folder}; expected a free name for the copy. "
-                         f"Remove it, or name another folder.")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    free = shutil.disk_usage(partial).free
-    if free < total * 1.01:
-        raise ValueError(f"{target} has {free / 1e9:,.1f} GB free; expected {total / 1e9:,.1f} GB for a copy of "
-                         f"{folder}. Name another folder, or train without --stage.")
-    for name, about in files:
-        (partial / name).parent.mkdir(exist_ok=True)
-        digest = hashlib.blake2b(digest_size=16)
-        with open(folder / name, "rb") as source, open(partial / name, "wb") as copy:
-            while piece := source.read(16 << 20):
-                copy.write(piece)
-                digest.update(piece)
-                done += len(piece)
-                report(done, total)
-        if digest.hexdigest() != about["blake2b"]:
-            raise OSError(f"{folder / name} does not have its checksum; expected {about['blake2b']}. Copy or "
-                          f"prepare the folder again.")
-    shutil.copy(folder / "meta.json", partial / "meta.json")
-    os.rename(partial, target)
-    return target
+    files = {f"{name}/{part}": meta["sets"][name]["files"][part] for name in SETS for part in PARTS}
+    total, done = sum(expected["bytes"] for expected in files.values()), 0
+    target.mkdir(parents=True)
+    try:
+        free = shutil.disk_usage(target).free
+        if free < total * 1.01:
+            raise ValueError(f"{target.parent} has {free / 1e9:,.1f} GB free; expected "
+                             f"{total / 1e9:,.1f} GB for a copy of {folder}. Name another folder, or "
+                             f"train without --stage.")
+        for name, expected in files.items():
+            (target / name).parent.mkdir(exist_ok=True)
+            digest = hashlib.blake2b(digest_size=16)
+            with open(folder / name, "rb") as source, open(target / name, "wb") as copy:
+                while piece := source.read(16 << 20):
+                    copy.write(piece)
+                    digest.update(piece)
+                    done += len(piece)
+                    report(done, total)
+            if digest.hexdigest() != expected["blake2b"]:
+                raise OSError(f"{folder / name} does not have its checksum; expected "
+                              f"{expected['blake2b']}. {REMAKE}")
+        shutil.copy(folder / "meta.json", target / "meta.json")
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 # ---- batches ----
@@ -914,7 +922,7 @@ class BatchPlan:
 
     The work of a protein is what its residues and its attention cost: length x (6 x hidden_size + length), of the
     cropped length, as integers. The set is cut, in its own order (random, but the same always), into units of equal
-    work. An epoch turns the cuts by a random distance and deals the units in random order: one to each of
+    work. An epoch shifts the cuts by a random distance and deals the units in random order: one to each of
     `micro_batches` lanes in each of `windows` windows. A lane shuffles the proteins of its unit inside buckets of nearly
     equal length and cuts them, longest first, into micro-batches of equal work. In a window each step takes one micro-batch
     from every lane, evenly spaced from long to short. Lanes belong to the global batch, not to ranks: any
@@ -929,7 +937,9 @@ class BatchPlan:
 
     steps_per_epoch, windows, window_steps: as the names say, the same in all epochs.
     tops, sizes: shapes of micro-batches: up to sizes[b] proteins, padded to tops[b] residues.
+    filled: mean work of a micro-batch as a share of that of the fullest, for which a step waits.
     work, work_of: work of a full micro-batch; of a protein by its length in the file, (longest + 1,) int64.
+    totals: [work, residues as in the file] of the set.
     proteins, residues: in the set, of the cropped proteins. left_out: about which share of them an epoch leaves out.
     Raises ValueError for a budget that cannot hold the longest protein, and for less than a global batch.
     """
@@ -952,6 +962,7 @@ class BatchPlan:
         lengths = np.arange(in_file.max() + 1)
         cropped = np.where((long == "drop") & (lengths > max_length), 0, np.minimum(lengths, max_length))
         self.work_of = cropped * (6 * hidden_size + cropped)
+        self.totals = [int((self.work_of[in_file] * counts).sum()), int((in_file * counts).sum())]
         self.counts = np.bincount(cropped[in_file[taken]], counts[taken]).astype(np.int64)   # by cropped length
         self.n_long = int(counts[in_file > max_length].sum())
         self.proteins = int(counts[taken].sum())
@@ -959,8 +970,8 @@ class BatchPlan:
         self._choose_shapes(budgets[0], tokens is not None)
 
         bytes_each = (in_file * counts).sum() / self.expected        # in the file, per micro-batch
-        least = max(WINDOW_STEPS, READ_BYTES / bytes_each, WINDOW_BYTES / (bytes_each * micro_batches))
-        self.windows = max(1, int(self.expected / micro_batches / least))
+        fewest_steps = max(WINDOW_STEPS, READ_BYTES / bytes_each, WINDOW_BYTES / (bytes_each * micro_batches))
+        self.windows = max(1, int(self.expected / micro_batches / fewest_steps))
         per_unit = self.expected / micro_batches / self.windows
         per_unit += min(TAIL_BATCHES, per_unit / 8)
         self.window_steps = int(per_unit)
@@ -1000,10 +1011,10 @@ class BatchPlan:
         least = int(work[top])                                          # one protein is the least that fits
         self.least = math.ceil(shapes(least)[3] * 0.99)
         if asked < self.least:
-            raise ValueError(f"{asked:,} {'tokens' if by_tokens else 'protein(s)'} in a micro-batch are, on average, "
-                             f"less work than the longest protein, of {top:,} residues; expected at least "
-                             f"{self.least:,}, which is as much work as that protein alone. Raise it, or lower "
-                             f"max_length.")
+            name = "tokens_per_batch" if by_tokens else "batch_size"
+            raise ValueError(f"{name} {asked:,} is less work per micro-batch than the longest protein "
+                             f"alone, of {top:,} residues; expected at least {self.least:,}. Raise "
+                             f"training.{name}, or lower data.max_length.")
         budget = least
         for _ in range(20):                                             # near the mean, then the best filled
             budget = max(int(budget * asked / shapes(budget)[3]), least)
@@ -1011,7 +1022,7 @@ class BatchPlan:
         error = lambda found: abs(found[4] / asked - 1)
         close = [found for found in tried if error(found) <= MEAN_WITHIN] or [min(tried, key=error)]
         best = max(close, key=lambda found: found[5])
-        self.work, self.tops, self.sizes, self.expected, self.mean, _ = best
+        self.work, self.tops, self.sizes, self.expected, self.mean, self.filled = best
         self.bucket_of = np.searchsorted(-self.tops, -np.arange(top + 1), side="right") - 1
 
     def _refuse_too_few(self, tokens, batch_size):
@@ -1023,6 +1034,11 @@ class BatchPlan:
             advice.append(f"at most {smaller:,} {name} per micro-batch")
         raise ValueError(f"{self.proteins:,} proteins fill {fills:,} micro-batches of {asked:,} {name}; one global "
                          f"batch needs {self.micro_batches:,}. Give {', or '.join(advice) or 'more proteins'}.")
+
+    def identity(self):
+        """Text that only plans of the same batches share."""
+        plan = [self.work, self.windows, self.window_steps, self.tops.tolist(), self.sizes.tolist()]
+        return hashlib.blake2b(json.dumps(plan).encode(), digest_size=8).hexdigest()
 
     def place(self, step):
         """(epoch, window of the epoch, step of the window) of a step of the run."""
@@ -1040,9 +1056,9 @@ class BatchPlan:
         and then goes on at the beginning."""
         units = self.windows * self.micro_batches
         unit = int(self._shuffle_once("units", units, epoch)[window * self.micro_batches + lane])
-        turned = keyed_seed("turned", self.seed, epoch) % total
-        first = unit * total // units + turned
-        last = (unit + 1) * total // units + turned
+        shift = keyed_seed("shift", self.seed, epoch) % total
+        first = unit * total // units + shift
+        last = (unit + 1) * total // units + shift
         return (first - total, last - total) if first >= total else (first, last)
 
     def _shuffle_once(self, what, n, *key):
@@ -1080,10 +1096,11 @@ def count_rows(n):
     return -(-n // ROW) + 1
 
 
-def sum_rows(proteins, work_of):
+def sum_rows(proteins, plan):
     """Work and residues before each row of ROW proteins, and before the end: (2, rows + 1) int64.
 
-    proteins: Proteins or PreparedProteins. work_of: see BatchPlan. One pass over the lengths, in pieces.
+    proteins: Proteins or PreparedProteins, the set that the plan was made for. One pass over the lengths.
+    Raises OSError where these are not the lengths that the plan was made for.
     """
     n = len(proteins)
     sums = np.zeros((2, count_rows(n)), np.int64)
@@ -1091,16 +1108,21 @@ def sum_rows(proteins, work_of):
         lengths = proteins.lengths_of(first, min(first + (ROW << 12), n))
         starts = np.arange(0, len(lengths), ROW)
         here = slice(first // ROW + 1, first // ROW + 1 + len(starts))
-        sums[0, here] = np.add.reduceat(work_of[lengths], starts)
+        known = np.minimum(lengths, len(plan.work_of) - 1)          # a damaged file may hold anything
+        sums[0, here] = np.add.reduceat(plan.work_of[known], starts)
         sums[1, here] = np.add.reduceat(lengths, starts)
-    return np.cumsum(sums, axis=1)
+    sums = np.cumsum(sums, axis=1)
+    if sums[:, -1].tolist() != plan.totals:
+        raise OSError(f"the lengths of {n:,} proteins add up to {sums[1, -1]:,} residues; expected "
+                      f"{plan.totals[1]:,}, as meta.json says: lengths.bin of the data is damaged. {REMAKE}")
+    return sums
 
 
 class BatchReader:
     """Reads the micro-batches of a BatchPlan: a unit at a time, for the lanes that it is asked for.
 
     proteins: Proteins or PreparedProteins, the set that the plan was made for.
-    rows: sum_rows(proteins, plan.work_of).
+    rows: sum_rows(proteins, plan).
     """
 
     def __init__(self, plan, proteins, rows):
@@ -1196,22 +1218,12 @@ def collate(proteins, indices, starts=None, max_length=None, width=0):
 
 # ---- unigram: what a model that knows only letter frequencies would reach ----
 
-def unigram_counts(proteins):
-    """How often each of the 21 tokens occurs: (21,) int64."""
-    counts = np.zeros(N_TOKENS, np.int64)
-    for first in range(0, len(proteins), 16384):                # in pieces, to bound the memory of the index
-        sizes, offsets = proteins.lengths[first:first + 16384], proteins.offsets[first:first + 16384]
-        index = np.repeat(offsets - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
-        counts += np.bincount(proteins.tokens[index], minlength=N_TOKENS)
-    return counts
-
-
-def unigram_frequencies(train_counts):
+def unigram_frequencies(letter_counts):
     """(count + 1) / (total + 20) of the 20 amino acids, so that one never seen has some: (20,) float64.
 
-    train_counts: (21,) from unigram_counts; X is left out.
+    letter_counts: (21,), see Proteins.letter_counts; X is left out.
     """
-    seen = np.asarray(train_counts, np.float64)[:X_ID] + 1
+    seen = np.asarray(letter_counts, np.float64)[:X_ID] + 1
     return seen / seen.sum()
 
 

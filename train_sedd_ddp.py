@@ -168,9 +168,10 @@ MAY_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq", "
               "monitoring.check_sync_every", "data.file")   # its content is compared instead
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # need not be equal
 KEPT = ("model", "ema", "optimizer", "scaler", "step", "best", "bad_steps", "config", "micro_batches", "lr", "warmup",
-        "data")   # what a checkpoint must hold
+        "data", "plan")   # what a checkpoint must hold
 SAVED_BYTES = {"float32": 104, "16 bits": 68}   # kept for backward per position, width and block (measured)
-LARGE_FILE = 1_000_000   # proteins in a file, from which on preparing it pays
+LARGE_FILE = 200_000_000   # bytes of a file, from which on preparing it pays
+PREPARED_VAL_FRACTION = 0.001   # default of prepare_uniref50.py
 STAGE_SECONDS = 3 * 3600.0   # for the slowest host to copy the data: 20 GB at 2 MB/s
 TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
 
@@ -232,7 +233,7 @@ def micro_batch_loss(model, batch, graph, ddp, dtype):
     with autocast(dtype, ddp):
         log_score = model(xt, sigma, None if batch["full"] else mask)
     loss, count = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, mask & (x0 != X_ID))
-    return loss.sum(), count.sum(), len(loss)
+    return loss.sum(), count.sum(), (count > 0).sum()
 
 
 def accumulate(model, batches, graph, config, ddp, dtype, nominal, scaler=None):
@@ -321,11 +322,24 @@ def to_device(batch, device, dtype):
     return {**move, "sigma": move["sigma"].to(exact), "dsigma": move["dsigma"].to(exact)}
 
 
-def missing_data(file):
+def missing_data(config):
     """What to say where data.file is not there: one line."""
-    make = (f"To make the folder: python prepare_uniref50.py {file} (its --help says how large)"
-            if not Path(file).suffix else "Check the path")
-    return f"data.file {file} does not exist (relative to {Path.cwd()}). {make}."
+    path = Path(config.data.file)
+    problem = f"data.file {path} does not exist (relative to {Path.cwd()})."
+    if path.suffix in (".fasta", ".fa", ".faa", ".fas", ".gz", ".txt", ".seq", ".pt"):
+        return f"{problem} Check the path."
+    if os.path.exists(f"{path}.partial"):
+        return f"{problem} Its preparing is not finished: give the same command of prepare_uniref50.py again."
+    return f"{problem} To download and prepare UniRef50 (13 GB): {prepare_command(config, path)}; " \
+           f"from your own files: the same with --fasta FILE."
+
+
+def prepare_command(config, folder):
+    """The command that prepares data as this config wants it."""
+    d, options = config.data, ""
+    options += f" --val_fraction {d.val_fraction}" if d.val_fraction != PREPARED_VAL_FRACTION else ""
+    options += f" --min_length {d.min_length}" if d.min_length != 1 else ""
+    return f"python prepare_uniref50.py {folder}{options}"
 
 
 class TrainingData(NamedTuple):
@@ -334,21 +348,20 @@ class TrainingData(NamedTuple):
     source: object          # a DemoSource that knows the likelihood of the proteins, or None
     fingerprint: dict       # what a resumed run must have alike
     description: str
-    staged: Path | None = None   # the copy on this host that this rank removes at the end
 
 
 def load_data(config, ddp, stage=None):
     """The proteins to train on and to validate with. stage: folder on each host to copy a prepared folder to.
 
     Raises ValueError or OSError for data that cannot be used."""
-    d, source, alive = config.data, None, functools.partial(beat, ddp)
+    d, source = config.data, None
     if d.file and not os.path.exists(d.file):
-        raise FileNotFoundError(missing_data(d.file))
+        raise FileNotFoundError(missing_data(config))
     if d.file and os.path.isdir(d.file):
-        folder = load_prepared(config, ddp, stage)
-        meta, train, val = read_meta(folder), PreparedProteins(folder), PreparedProteins(folder, "val").read_all()
+        meta, train, val = open_prepared(config, ddp, stage)
         hashes = [meta["sets"][name]["keys_hash"] for name in ("train", "val")]
-        description = f"{d.file}: {len(train):,} proteins, prepared from {meta['release'] or ', '.join(meta['source'])}"
+        made_of = meta.get("release") or ", ".join(map(str, meta.get("source", ())))
+        description = f"{d.file}: {len(train) + len(val):,} proteins, prepared from {made_of}"
     else:
         if stage:
             raise ValueError(f"--stage copies a folder made by prepare_uniref50.py; data.file is {d.file}.")
@@ -357,48 +370,49 @@ def load_data(config, ddp, stage=None):
             proteins = source.sample(d.demo_proteins, seed=config.training.seed)
             description = f"{len(proteins):,} demo proteins of a second-order Markov source"
         else:
-            proteins, report = read_sequences(d.file, d.min_length, alive)
+            if os.path.getsize(d.file) > LARGE_FILE:
+                print0(ddp, f"NOTE: every rank reads {d.file} ({os.path.getsize(d.file) / 1e9:.1f} GB) and keeps some 0.4 "
+                            f"GB per million proteins. Prepared once, it starts in seconds and 0.1 GB:\n  "
+                            f"{prepare_command(config, 'FOLDER')} --fasta {d.file}   then --data FOLDER")
+            proteins, report = read_sequences(d.file, d.min_length, functools.partial(beat, ddp))
             description = f"{d.file}: {report}"
         train, val = proteins, proteins.subset([])
         if d.val_fraction:
             train, val = map(proteins.subset, split_by_hash(proteins, d.val_fraction))
         hashes = [keys_hash(part.keys) for part in (train, val)]
-        if len(proteins) > LARGE_FILE and ddp.is_main:
-            description += (f". This took {len(proteins) * 0.6e-6:.1f} GB on every rank. Once "
-                            f"`python prepare_uniref50.py FOLDER --fasta {d.file}`, then --data FOLDER: starts in "
-                            f"seconds, in 0.3 GB")
-    alive()
+    beat(ddp)
     return TrainingData(train, val if len(val) else None, source, {"n": len(train), "hash": "".join(hashes)},
-                        description, folder if stage and ddp.local_rank == 0 else None)
+                        description)
 
 
-def load_prepared(config, ddp, stage):
-    """Where to read the prepared folder data.file: rank 0 checks it; with `stage`, one rank per host copies it there."""
-    d = config.data
+def open_prepared(config, ddp, stage):
+    """(meta, training proteins, validation proteins) of the prepared folder data.file, which rank 0 checks.
+
+    stage: one rank of each host copies the folder there, all open the copy, and its names are removed at once: the
+    data stays until the last of them closes it, and is gone however the run ends."""
+    d, folder = config.data, Path(config.data.file)
     if ddp.is_main:
-        check_prepared(d.file, d.val_fraction, d.min_length)
-    if not stage:
-        return d.file
-    said = [time.monotonic()]
+        check_prepared(folder, d.val_fraction, d.min_length)
+    barrier(ddp)   # so that what is wrong is said once
+    if stage:
+        name = broadcast(f"{folder.resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None, ddp)
+        folder, last = Path(stage) / f"{name}-{ddp.host or 'here'}", [time.monotonic()]
 
-    def report(done, total):
-        beat(ddp)
-        if time.monotonic() > said[0] + 10 and ddp.is_main:
-            said[0] = time.monotonic()
-            print0(ddp, f"copying {d.file} to {stage}: {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
+        def report(done, total):
+            beat(ddp)
+            if ddp.is_main and (done == total or time.monotonic() > last[0] + 10):
+                last[0] = time.monotonic()
+                print0(ddp, f"copying {d.file} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
 
-    barrier(ddp)   # checked, before anything is copied
-    target = Path(stage) / Path(d.file).resolve().name
-    if ddp.local_rank == 0:
-        stage_prepared(d.file, target, report)
-    barrier(ddp, timeout=STAGE_SECONDS)
-    return target
-
-
-def remove_staged(data):
-    """Remove this host's copy of the data; what other ranks of the host have open stays readable."""
-    if data.staged:
-        shutil.rmtree(data.staged)
+        if ddp.local_rank == 0:
+            stage_prepared(d.file, folder, report)
+        barrier(ddp, timeout=STAGE_SECONDS)
+    meta, train, val = read_meta(folder), PreparedProteins(folder), PreparedProteins(folder, "val").read_all()
+    if stage:
+        barrier(ddp)
+        if ddp.local_rank == 0:
+            shutil.rmtree(folder)
+    return meta, train, val
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
@@ -517,9 +531,10 @@ def describe_plan(config, ranks):
     t, o, d, unit = config.training, config.optim, config.data, "proteins" if config.training.batch_size else "tokens"
     rows = [f"optim.scale {scale_name(o.scale)}: from lr {o.lr:g} and warm-up {o.warmup:,}"
             + (f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else "")]
-    counts, positions = None, t.tokens_per_batch
+    counts, positions, problems = None, None, []
+    make_config_noise(config)
     if d.file and not os.path.exists(d.file):
-        rows.append(f"steps per epoch are not known: {missing_data(d.file)}")
+        rows.append(f"steps per epoch are not known: {missing_data(config)}")
     else:
         data = load_data(config, Ddp())
         counts, rows = data.train.length_counts(), [f"data: {data.description}", *rows]
@@ -530,12 +545,19 @@ def describe_plan(config, ranks):
         lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
         steps = epochs = "?"
         if counts is not None:
-            plan = make_batch_plan(config, counts, n * t.accum)
+            try:
+                plan = make_batch_plan(config, counts, n * t.accum)
+            except ValueError as e:
+                problems.append(f"refused with {n} rank(s): {e}")
+                rows.append(f"{n:>6} {batch:>17,} {'refused, see below':>14}")
+                continue
             positions = int((plan.sizes * plan.tops).max())
             steps = f"{plan.steps_per_epoch:,}"
             epochs = f"{t.num_epochs or t.n_iters / plan.steps_per_epoch:,.2f}"
         rows.append(f"{n:>6} {batch:>17,} {lr:>14.4g} {warmup:>14,} {steps:>12} {epochs:>8}")
-    return "\n".join([*rows, *describe_memory(config, positions or t.batch_size * d.max_length)])
+    if problems and positions is None:
+        raise ValueError("\n".join(problems))
+    return "\n".join([*rows, *problems, *describe_memory(config, positions or t.tokens_per_batch or t.batch_size * d.max_length)])
 
 
 def describe_memory(config, positions):
@@ -563,10 +585,16 @@ def make_batch_plan(config, length_counts, micro_batches):
 def make_reader(config, proteins, micro_batches, ddp):
     """A BatchReader of this config's plan. Rank 0 alone reads all lengths: a collective."""
     plan = make_batch_plan(config, proteins.length_counts(), micro_batches)
-    check_alike({"batches (work, windows, steps)": [plan.work, plan.windows, plan.window_steps]}, ddp)
-    rows = (torch.from_numpy(sum_rows(proteins, plan.work_of)) if ddp.is_main else
+    check_alike({"batches (hash)": plan.identity()}, ddp)
+    rows = (torch.from_numpy(sum_rows(proteins, plan)) if ddp.is_main else
             torch.zeros(2, count_rows(len(proteins)), dtype=torch.int64))
     return BatchReader(plan, proteins, broadcast(rows, ddp).numpy())
+
+
+def make_config_noise(config):
+    n = config.noise
+    return make_noise(n.type, **(dict(sigma_min=n.sigma_min, sigma_max=n.sigma_max) if n.type == "geometric" else
+                                 dict(eps=n.eps)))
 
 
 def make_model(config, graph):
@@ -591,7 +619,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
 
     Raises ValueError or OSError for input that cannot be used, and then has written nothing: the run directory is
     touched last, when every rank has come through all checks."""
-    t, o, n, work_dir = config.training, config.optim, config.noise, Path(work_dir)
+    t, o, work_dir = config.training, config.optim, Path(work_dir)
     check_config(config)
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
@@ -605,8 +633,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     graph = make_graph(config.graph.type, N_TOKENS)
-    noise = make_noise(n.type, **(dict(sigma_min=n.sigma_min, sigma_max=n.sigma_max) if n.type == "geometric" else
-                                  dict(eps=n.eps)))
+    noise = make_config_noise(config)
     try:
         dtype, dtype_why = choose_dtype(config.memory.mixed_precision, ddp.device)
     except RuntimeError as e:
@@ -630,8 +657,13 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         bare.load_state_dict(state["model"])
     reader = make_reader(config, data.train, micro_batches, ddp)
     plan = reader.plan
+    if state is not None and state["plan"] != plan.identity():
+        raise ValueError(f"{path} was saved by a run with other batches (hash {state['plan']}, now {plan.identity()}); "
+                         f"expected the same. Continue with the version of this project that saved it, or --fresh.")
     n_iters = t.n_iters or t.num_epochs * plan.steps_per_epoch
     schedule = Schedule(reader, ddp, progress["step"], max(n_iters, progress["step"]))
+    if not is_finished(progress, n_iters):
+        schedule.item(progress["step"], schedule.mine[0])   # damaged data is refused before anything is written
     validation, split = None, describe_split(plan, data.val, config.data)
     if data.val is not None:
         val, _, _ = apply_max_length(data.val, config.data.max_length, config.data.long)
@@ -649,14 +681,15 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
 
     unit = "proteins" if t.batch_size else "tokens"
     n_parameters = sum(p.numel() for p in bare.parameters())
-    lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, {n.type} noise, "
+    lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, {config.noise.type} noise, "
              f"{config.model.parameterization}",
              f"  {str(dtype)[6:]} ({dtype_why}){memory_note}",
              f"data: {data.description}", f"  {split}",
              f"batch: {batch // micro_batches:,} {unit} x accum {accum} x {ddp.world_size} rank(s) = {batch:,} per "
              f"step on average, {plan.steps_per_epoch:,} steps per epoch, {n_iters:,} steps in all"]
-    if abs(plan.mean / (batch // micro_batches) - 1) > 0.03:
-        lines.append(f"  long proteins do not fill such batches evenly: the average is {plan.mean:,.4g} {unit}")
+    if plan.filled < 0.95 and micro_batches > 1:
+        lines.append(f"  few of the longest proteins fit into such a batch: on average {plan.mean:,.4g} {unit}, and a step "
+                     f"waits up to {1 / plan.filled - 1:.0%} longer than with larger batches")
     if accum != t.accum:
         lines.append(f"  accum is {accum} and not {t.accum}: it follows the ranks, so that the global batch stays")
     lines.append(f"optim: lr {lr:g}, warm-up {warmup:,} steps, " + (
@@ -703,8 +736,7 @@ def train(run, ddp):
                     f"{progress['step']:,}.{more} To start over, --fresh.")
         if ddp.is_main:
             write_status(work_dir, 0, progress["finished"], progress["step"])
-        remove_staged(run.data)
-        return {"step": progress["step"]}
+            return {"step": progress["step"]}
     progress["finished"] = ""
     log = RunLog(work_dir, ddp.is_main, total_steps=n_iters)
     log.truncate(progress["step"] if run.path else -1)
@@ -725,7 +757,8 @@ def train(run, ddp):
         save_checkpoint(str(work_dir / "checkpoints" / name), ddp, keep_last, resumes, model=bare.state_dict(),
                         ema=run.ema.state_dict(), optimizer=run.optimizer.state_dict(), scaler=run.scaler.state_dict(),
                         config=config_to_dict(config), epoch=progress["step"] // run.plan.steps_per_epoch,
-                        micro_batches=run.micro_batches, lr=run.lr, warmup=run.warmup, data=run.data.fingerprint, **progress)
+                        micro_batches=run.micro_batches, lr=run.lr, warmup=run.warmup, data=run.data.fingerprint,
+                        plan=run.plan.identity(), **progress)
 
     def settle(totals, arrived):
         """Read the flags of a step: a bad one has changed nothing. Returns how many ranks were asked to stop."""
@@ -831,7 +864,6 @@ def train(run, ddp):
             since = time.perf_counter()
             seen.zero_()
     log.close()
-    remove_staged(run.data)
     if run.lock:
         run.lock.release()
     result = {"step": progress["step"], **values, **(validation.compare(bound) if bound is not None else {})}

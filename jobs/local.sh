@@ -72,6 +72,7 @@ make_env() {
 }
 
 locked() {   # run a function while no other call works on .venv
+  [ ! -L .venv ] || fail "$PWD/.venv is a link, and what it points to would be overwritten. Remove the link."
   if [ -e .venv ] && ! [ -e .venv/stamp ] && ! [ -e .venv.lock ]; then
     fail "$PWD/.venv is there but was not made by this script. Move it away, or use it without this script."
   fi

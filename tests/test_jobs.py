@@ -164,6 +164,15 @@ def test_local_sh_leaves_an_environment_alone_that_it_did_not_make(copy):
     assert (copy / ".venv" / "mine").exists()
 
 
+def test_local_sh_does_not_write_through_a_link_to_another_environment(copy, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "stamp").write_text("of another folder")
+    (copy / ".venv").symlink_to(tmp_path / "other")
+    code, printed = local_sh(copy)
+    assert code == 1 and ".venv is a link" in printed
+    assert (tmp_path / "other" / "stamp").read_text() == "of another folder"
+
+
 @pytest.mark.parametrize("launcher, library", [
     ("mpich", "MPICH"), ("openmpi", "Open"), pytest.param("intel", "Intel(R)", marks=pytest.mark.slow)])
 def test_mpi4py_loads_the_mpi_of_its_launcher(tmp_path, launcher, library):

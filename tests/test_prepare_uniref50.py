@@ -22,7 +22,7 @@ import torch
 import prepare_uniref50
 from prepare_uniref50 import main
 from sequence_data import (AMINO_ACIDS, Proteins, ReadReport, decode, order_words, read_blocks,
-                           read_sequences, split_by_hash, unigram_counts)
+                           read_sequences, split_by_hash)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -89,7 +89,7 @@ def test_the_folder_holds_what_read_sequences_reads(tmp_path, shared, request, p
         assert (keys == expected.keys).all() and (keys == found.keys).all()
         entry = meta["sets"][name]
         assert (entry["proteins"], entry["residues"]) == (len(expected), expected.lengths.sum())
-        assert entry["letter_counts"] == unigram_counts(expected).tolist()
+        assert entry["letter_counts"] == expected.letter_counts().tolist()
         lengths, counts = np.unique(expected.lengths, return_counts=True)
         assert entry["length_histogram"] == [list(pair) for pair in zip(lengths.tolist(), counts.tolist())]
         for file_name, about in entry["files"].items():

@@ -22,7 +22,7 @@ import sequence_data
 from sequence_data import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID, BatchPlan, BatchReader, DemoSource,
                            Proteins, ReadReport, apply_max_length, collate, crop_start, crop_starts, decode,
                            encode, eval_batches, eval_crop_starts, keyed_generator, keyed_seed, order_words,
-                           read_blocks, read_sequences, sequence_keys, split_by_hash, sum_rows, unigram_counts,
+                           read_blocks, read_sequences, sequence_keys, split_by_hash, sum_rows,
                            unigram_frequencies)
 
 
@@ -587,7 +587,7 @@ def plan_of(proteins, max_length=512, micro_batches=4, **settings):
         tokens = np.random.default_rng(1).integers(0, 20, lengths.sum()).astype(np.uint8)
         proteins = Proteins(tokens, np.cumsum(lengths) - lengths, lengths, np.arange(len(lengths), dtype=np.uint64))
     plan = BatchPlan(proteins.length_counts(), max_length, micro_batches, **settings)
-    return BatchReader(plan, proteins, sum_rows(proteins, plan.work_of))
+    return BatchReader(plan, proteins, sum_rows(proteins, plan))
 
 
 def steps_of(reader, epoch=0):
@@ -712,9 +712,9 @@ def test_long_proteins_are_left_out_of_the_plan_if_they_are_to_be_dropped():
 
 
 def test_a_budget_below_the_longest_protein_is_refused():
-    with pytest.raises(ValueError, match=r"2 protein\(s\) in a micro-batch .* of 900 residues; expected at least"):
+    with pytest.raises(ValueError, match="batch_size 2 is less work .* of 900 residues; expected at least"):
         plan_of([20] * 500 + [900], 1000, 1, batch_size=2)
-    with pytest.raises(ValueError, match=r"800 tokens in a micro-batch .* of 900 residues"):
+    with pytest.raises(ValueError, match="tokens_per_batch 800 is less work .* of 900 residues"):
         plan_of([20] * 500 + [900], 1000, 1, tokens=800)
 
 
@@ -801,9 +801,9 @@ def test_collate_crops_and_pads_with_a_mask():
 
 def test_unigram_counts_see_only_the_proteins_of_the_table():
     proteins = Proteins.from_sequences(["AAC", "DDDDX", "YA"])
-    counts = unigram_counts(proteins.subset([0, 2]).crop(np.array([1, 0]), 2))
+    counts = proteins.subset([0, 2]).crop(np.array([1, 0]), 2).letter_counts()
     assert {(AMINO_ACIDS + "X")[i]: c for i, c in enumerate(counts) if c} == {"A": 2, "C": 1, "Y": 1}
-    assert unigram_counts(proteins)[X_ID] == 1
+    assert proteins.letter_counts()[X_ID] == 1
 
 
 def test_unigram_frequencies_leave_x_out_and_are_not_zero_for_unseen_letters():
@@ -843,7 +843,7 @@ def test_demo_samples_follow_the_documented_distribution(demo):
     n = proteins.lengths.sum()
     assert (proteins.lengths.min(), proteins.lengths.max()) == (40, 120)
     assert abs(proteins.lengths.mean() - 80) < 4 * 23.4 / math.sqrt(4000)      # sd of uniform 40..120: 23.4
-    frequencies = unigram_counts(proteins)[:20] / n
+    frequencies = proteins.letter_counts()[:20] / n
     assert abs(frequencies - np.array(UNIREF50) / sum(UNIREF50)).max() < 0.004
     counts = np.zeros((20, 20, 20))
     for i in range(len(proteins)):

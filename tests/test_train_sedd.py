@@ -26,13 +26,13 @@ import torch
 from accumulate_gradients import SETTINGS, accumulated, build, reference
 from ddp_setup import Ddp, load_checkpoint, scale_for_batch
 from launchers import clean_environment, need, own_tracebacks, run_ranks, start_ranks
+import bench_ddp
 import prepare_uniref50
 import sequence_data
 from run_config import dump_yaml, load_config
 from run_log import RunLock, replace_status, write_text_atomic
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
-from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences, stage_prepared,
-                           unigram_counts)
+from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences)
 from train_sedd_ddp import (Config, MicroBatches, Schedule, Validation, check_config, describe_plan, main, make_reader,
                             prepare, sample_proteins, train)
 
@@ -357,6 +357,9 @@ def damage(folder, kind):
         meta.write_text(json.dumps({**json.loads(meta.read_text()), "version": 2}))
     elif kind == "torn":
         meta.write_text(meta.read_text()[:100])
+    elif kind == "lengths":
+        lengths = folder / "train" / "lengths.bin"
+        lengths.write_bytes(os.urandom(lengths.stat().st_size))
     elif kind == "hole":       # a copy that wrote the size first
         tokens.write_bytes(tokens.read_bytes()[:1000].ljust(tokens.stat().st_size, b"\0"))
 
@@ -364,11 +367,13 @@ def damage(folder, kind):
 @pytest.mark.parametrize("kind, expected", [
     ("short", r"train/tokens.bin has [\d,]+ bytes \(expected"), ("missing", "train/lengths.bin is missing"),
     ("meta", "meta.json does not exist"), ("version", "version 2; expected"), ("torn", "cannot be read"),
-    ("hole", "is damaged or was changed under the run: protein .* does not have its key")])
-def test_a_damaged_folder_is_refused_with_what_differs(kind, expected, own_copy, tmp_path):
+    ("hole", "is damaged or was changed under the run: tokens.bin, .* is wrong at or before protein"),
+    ("lengths", "lengths.bin of the data is damaged")])
+def test_a_damaged_folder_is_refused_with_what_differs_before_anything_is_written(kind, expected, own_copy, tmp_path):
     damage(own_copy, kind)
     with pytest.raises((ValueError, OSError), match=expected):
         run(tiny(own_copy), tmp_path / "w")
+    assert not (tmp_path / "w").exists()
 
 
 def test_a_folder_prepared_with_other_settings_is_refused(prepared, tmp_path):
@@ -390,22 +395,36 @@ def test_a_file_changed_under_a_run_is_noticed(own_copy, tmp_path, monkeypatch):
         train(ready, Ddp())
 
 
-def test_staging_refuses_what_is_no_copy_and_uses_a_whole_one(prepared, own_copy, tmp_path):
-    calls = []
-    target = tmp_path / "local" / "folder"
-    assert stage_prepared(prepared, target, lambda done, total: calls.append((done, total))) == target
-    assert calls[-1][0] == calls[-1][1] > 0
-    assert stage_prepared(prepared, target, lambda *_: pytest.fail("copied again")) == target
-    other = tmp_path / "taken"
-    other.mkdir()
-    with pytest.raises(ValueError, match="is there and is not a copy"):
-        stage_prepared(prepared, other, print)
+def test_staging_leaves_nothing_whatever_happens_and_never_touches_the_original(prepared, own_copy, tmp_path):
+    before = sorted(prepared.rglob("*"))
+    run(tiny(prepared), tmp_path / "w", stage=str(prepared.parent))        # beside the original
+    assert sorted(prepared.rglob("*")) == before and [prepared] == list(prepared.parent.iterdir())
+    stage = tmp_path / "stage"
+    ready = prepare(tiny(prepared), Ddp(), tmp_path / "v", stage=str(stage))
+    assert list(stage.iterdir()) == []                                     # while it is read
+    assert train(ready, Ddp())["step"] == 12
+    assert_equal_weights(weights(tmp_path / "w"), weights(tmp_path / "v"))
     damage(own_copy, "hole")
     with pytest.raises(OSError, match="tokens.bin does not have its checksum"):
-        stage_prepared(own_copy, tmp_path / "new", print)
-    assert not (tmp_path / "new").exists()
+        run(tiny(own_copy), tmp_path / "x", stage=str(stage))
     with pytest.raises(ValueError, match="--stage copies a folder made by"):
-        run(tiny(Path(__file__)), tmp_path / "w", stage="x")
+        run(tiny(Path(__file__)), tmp_path / "x", stage=str(stage))
+    assert list(stage.iterdir()) == [] and not (tmp_path / "x").exists()
+
+
+def test_staging_without_room_is_refused_with_numbers(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 10**3))
+    with pytest.raises(ValueError, match="0.0 GB free; expected .* for a copy of"):
+        run(tiny(prepared), tmp_path / "w", stage=str(tmp_path / "stage"))
+
+
+def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
+    bench_ddp.write_prepared(tmp_path / "large", 200_000)
+    config = load_config(Config, ROOT / "configs" / "sedd_uniref50.yaml")
+    for micro_batches in (4, 48):
+        found = bench_ddp.in_a_child(bench_ddp.start_a_rank, tmp_path / "large", config, micro_batches, 4)
+        assert found["memory"] < 150 and found["first"] < 5 and found["reach"] < 2, found
+        assert found["read"] < 1.1, found
 
 
 # ---- stop and go on ----
@@ -681,13 +700,21 @@ def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_conf
     assert not (tmp_path / "w" / "lock.json").exists()
 
 
-def test_a_resume_on_the_same_proteins_in_another_order_is_refused(fasta, tmp_path):
+def test_a_resume_on_the_same_proteins_in_another_order_of_the_file_is_the_same_run(fasta, tmp_path):
+    run(tiny(fasta), tmp_path / "straight")
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
     records = fasta.read_text().split(">")[1:]
     turned = tmp_path / "turned.fasta"
     turned.write_text("".join(">" + record for record in records[::-1]))
-    with pytest.raises(ValueError, match="other proteins, or in another order"):
-        run(tiny(turned, training__n_iters=4), tmp_path / "w")
+    run(tiny(turned), tmp_path / "w")
+    assert_equal_weights(weights(tmp_path / "straight"), weights(tmp_path / "w"))
+
+
+def test_a_resume_with_other_batches_is_refused(fasta, tmp_path, monkeypatch):
+    run(tiny(fasta, training__n_iters=2), tmp_path / "w")
+    monkeypatch.setattr(sequence_data, "BUCKET_RATIO", 0.9)                # another version of the project
+    with pytest.raises(ValueError, match="was saved by a run with other batches"):
+        run(tiny(fasta), tmp_path / "w")
 
 
 # ---- decisions ----
@@ -887,7 +914,7 @@ def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, no
 def test_one_draw_of_the_noise_tells_how_a_model_differs_from_the_unigram(graph, noise, arguments):
     p, proteins = iid_proteins()
     config = load_config(Config, None, ["training.batch_size=1", "training.eval_samples=1", "data.max_length=80"])
-    graph, counts = make_graph(graph, N_TOKENS), unigram_counts(proteins)
+    graph, counts = make_graph(graph, N_TOKENS), proteins.letter_counts()
     validation = Validation(proteins, config, graph, make_noise(noise, **arguments), counts)
     own = (counts[:20] + 1) / (counts[:20] + 1).sum()
     bound = validation(TrueScores(torch.from_numpy(own), graph), Ddp(), torch.float32)
@@ -901,7 +928,7 @@ def test_the_exact_value_beside_the_bound_is_that_of_the_residues_evaluated():
     proteins = source.sample(30, seed=3)
     config = load_config(Config, None, ["training.batch_size=1", "data.max_length=48"])
     graph = make_graph("absorb", N_TOKENS)
-    v = Validation(proteins, config, graph, make_noise("loglinear"), unigram_counts(proteins), source)
+    v = Validation(proteins, config, graph, make_noise("loglinear"), proteins.letter_counts(), source)
     assert v.counts.max() == 48 and proteins.lengths.max() > 48            # cropped
     again = source.nll(Proteins.from_sequences([v.proteins[i] for i in range(30)]))
     assert v.compare(torch.from_numpy(again)) == {"exact": pytest.approx(again.sum() / v.counts.sum()),
