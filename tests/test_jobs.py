@@ -220,7 +220,7 @@ def test_the_environment_of_started_ranks_holds_no_other_launchers_variables(mon
     for name in ("RANK", "MASTER_ADDR", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "PALS_RANKID",
                  "DDP_RANK"):
         monkeypatch.setenv(name, "3")
-    before = {name for name in os.environ if name.endswith(("RANK", "RANKID", "PROCID", "SIZE", "ADDR"))}
+    before = {name for name in os.environ if name.endswith(("RANK", "RANKID", "PROCID", "WORLD_SIZE", "ADDR"))}
     after = clean_environment(env={"RANK": 0})
     assert {name: after[name] for name in before if name in after} == {"RANK": "0"}
 
