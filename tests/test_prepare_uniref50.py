@@ -20,11 +20,15 @@ import pytest
 import torch
 
 import prepare_uniref50
-from prepare_uniref50 import main
 from sequence_data import (AMINO_ACIDS, Proteins, ReadReport, decode, order_words, read_blocks,
                            read_sequences, split_by_hash)
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(argv):
+    """prepare_uniref50.main, without validation unless a test asks for it: few proteins would leave it empty."""
+    return prepare_uniref50.main([*argv, *([] if "--val_fraction" in argv else ["--val_fraction", "0"])])
 
 
 def random_proteins(n, seed=0, longest=300):
@@ -143,8 +147,9 @@ def test_cleaning_is_that_of_the_reader_and_a_set_may_be_empty(tmp_path, capsys)
                ("tokens", "lengths", "keys"))
     out = capsys.readouterr().out
     proteins, report = read_sequences(tmp_path / "in.fasta", 3)
-    assert str(report) in out and "No protein is in validation" in out
-    assert f"python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data {tmp_path / 'out'}" in out
+    assert str(report) in " ".join(out.split()) and max(map(len, out.splitlines()[:5])) <= 80
+    assert f"--config configs/sedd_cpu.yaml --data {os.path.relpath(tmp_path / 'out')}" in out
+    assert "data.val_fraction=0.0 data.min_length=3" in out
 
 
 def test_text_and_pt_files_are_taken_together_with_fasta(tmp_path, small_pieces):
@@ -290,7 +295,7 @@ def test_impossible_settings_are_refused(tmp_path, capsys, options):
 def test_a_set_without_training_proteins_is_refused(tmp_path, capsys):
     file = write_fasta(tmp_path / "in.fasta", random_proteins(3))
     message = refusal(capsys, tmp_path / "out", "--fasta", file, "--val_fraction", "0.9999999")
-    assert "all 3 proteins into validation" in message and not (tmp_path / "out").exists()
+    assert "puts 0 proteins in training and 3 in validation" in message and not (tmp_path / "out").exists()
 
 
 def test_too_little_free_disk_is_refused_with_numbers_beforehand(tmp_path, capsys, monkeypatch, server):
@@ -336,6 +341,20 @@ def test_ctrl_c_ends_with_130_and_one_line(tmp_path, capsys, monkeypatch):
     assert main([str(tmp_path / "out"), "--fasta", str(file)]) == 0
 
 
+def test_a_finished_folder_that_is_no_longer_whole_is_not_called_finished(tmp_path, capsys):
+    file = write_fasta(tmp_path / "in.fasta", random_proteins(30))
+    assert main([str(tmp_path / "out"), "--fasta", str(file)]) == 0
+    (tmp_path / "out" / "train" / "keys.bin").unlink()
+    assert "train/keys.bin is missing" in refusal(capsys, tmp_path / "out", "--fasta", file)
+
+
+def test_a_source_of_the_same_name_and_size_but_other_letters_is_another(tmp_path, capsys):
+    file = write_fasta(tmp_path / "in.fasta", ["ACDEFG" * 20])
+    assert main([str(tmp_path / "out"), "--fasta", str(file)]) == 0
+    write_fasta(file, ["ACDEFH" * 20])
+    assert "source_digest is" in refusal(capsys, tmp_path / "out", "--fasta", file)
+
+
 def test_a_finished_folder_is_left_alone_and_one_of_other_settings_refused(tmp_path, capsys):
     file = write_fasta(tmp_path / "in.fasta", random_proteins(50))
     out, command = tmp_path / "out", [str(tmp_path / "out"), "--fasta", str(file)]
@@ -343,7 +362,7 @@ def test_a_finished_folder_is_left_alone_and_one_of_other_settings_refused(tmp_p
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     assert main(command) == 0 and "finished already" in capsys.readouterr().out
     for options, says in [(("--seed", "1"), "seed is 0 there and 1 here"),
-                          (("--val_fraction", "0.5"), "val_fraction is 0.001 there and 0.5 here"),
+                          (("--val_fraction", "0.5"), "val_fraction is 0.0 there and 0.5 here"),
                           (("--max_sequences", "9"), "max_sequences is None there and 9 here"),
                           (("--min_length", "2"), "min_length is 1 there and 2 here")]:
         assert says in refusal(capsys, *command, *options)
