@@ -657,11 +657,14 @@ def test_windows_of_an_epoch_hold_each_protein_once_too(monkeypatch):
 def test_proteins_meet_other_proteins_in_another_epoch(budget):
     reader = plan_of(random_lengths(5000), 2000, 4, **budget)
     batches = lambda epoch: [keys.astype(int) for step in steps_of(reader, epoch) for keys, _, _ in step]
-    home = np.full(5000, -1)
-    for number, keys in enumerate(batches(1)):
-        home[keys] = number
-    together = [np.unique(home[keys], return_counts=True)[1].max() / len(keys) for keys in batches(0)]
-    assert np.mean(together) < 0.4                       # 1 if only the order of batches changed
+    together = []
+    for epoch in range(1, 7):
+        home = np.full(5000, -1)
+        for number, keys in enumerate(batches(epoch)):
+            home[keys] = number
+        together += [np.unique(home[keys], return_counts=True)[1].max() / len(keys) for keys in batches(0)]
+    assert np.mean(together) < 0.45                      # 1 if only the order of batches changed
+    print(np.mean(together))
 
 
 def test_which_proteins_an_epoch_leaves_out_changes():

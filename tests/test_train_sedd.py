@@ -220,7 +220,7 @@ def test_without_dropout_the_gradient_is_that_of_all_proteins_in_one_padded_batc
         x0, xt, mask = wide("x0", X_ID), wide("xt", X_ID), wide("mask", False)
         sigma, dsigma = (torch.cat([p[name] for p in parts]) for name in ("sigma", "dsigma"))
         loss, n = score_entropy_loss(model(xt, sigma, mask), sigma, dsigma, xt, x0, graph, mask & (x0 != X_ID))
-        assert n.max() >= 3 * n.min()                                      # lengths are uneven
+        assert n.max() >= 2 * n.min()                                      # lengths are uneven
         grads = torch.autograd.grad(loss.sum() / n.sum(), list(model.parameters()))
         expected.append({name: g for (name, _), g in zip(model.named_parameters(), grads)})
     assert worst_difference(accumulated(proteins, Ddp(), **setting), expected) < 1e-10
