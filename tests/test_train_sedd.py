@@ -977,7 +977,8 @@ def test_the_bound_holds_where_nothing_was_learned(tmp_path, model):
 def test_a_longer_demo_comes_near_the_exact_value_and_not_below(tmp_path, model):
     result = learn(tmp_path, 400, model, training__eval_samples=16)
     assert_a_bound(result)
-    assert result["val/loss"] < result["exact"] + 0.2      # measured after 400 steps: 0.11, 0.11 and 0.16 above
+    # Measured after 400 steps, 4 and 8 seeds: sedd 0.15 to 0.17 above, uniform 0.17 to 0.22.
+    assert result["val/loss"] < result["exact"] + {"sedd": 0.2, "uniform": 0.25}[model]
 
 
 @pytest.mark.slow
