@@ -430,7 +430,8 @@ class Validation:
     """
 
     def __init__(self, proteins, config, graph, noise, letter_counts, source=None):
-        """letter_counts: of the training proteins, see Proteins.letter_counts. source: of demo proteins, whose exact likelihood it knows."""
+        """letter_counts: of the training proteins, see Proteins.letter_counts. source: of demo proteins, whose exact
+        likelihood it knows."""
         d, t = config.data, config.training
         self.graph, self.noise, self.samples = graph, noise, t.eval_samples
         everything = np.arange(len(proteins))
@@ -557,7 +558,8 @@ def describe_plan(config, ranks):
         rows.append(f"{n:>6} {batch:>17,} {lr:>14.4g} {warmup:>14,} {steps:>12} {epochs:>8}")
     if problems and positions is None:
         raise ValueError("\n".join(problems))
-    return "\n".join([*rows, *problems, *describe_memory(config, positions or t.tokens_per_batch or t.batch_size * d.max_length)])
+    positions = positions or t.tokens_per_batch or t.batch_size * d.max_length
+    return "\n".join([*rows, *problems, *describe_memory(config, positions)])
 
 
 def describe_memory(config, positions):
