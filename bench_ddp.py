@@ -405,8 +405,9 @@ def start_a_rank(folder, config, micro_batches, accum, queue):
         waits.append(max(work) / (sum(work) / len(work)) - 1)
     queue.put(dict(first=first, memory=memory, reach=reach, padding=1 - residues / positions, wait=np.mean(waits),
                    read=(proteins.bytes_read - read_before) / whole,
-                   read_cropped=(proteins.bytes_read - read_before) / (share * residues), table=table / 1e6, steps=plan.steps_per_epoch,
-                   windows=plan.windows, unit=proteins.meta["residues"] / plan.windows / micro_batches))
+                   read_cropped=(proteins.bytes_read - read_before) / (share * residues), table=table / 1e6,
+                   steps=plan.steps_per_epoch, windows=plan.windows,
+                   unit=proteins.meta["residues"] / plan.windows / micro_batches))
 
 
 def in_a_child(function, *arguments):
@@ -416,7 +417,8 @@ def in_a_child(function, *arguments):
     process.start()
     process.join()
     if process.exitcode:
-        raise RuntimeError(f"{function.__name__} ended with {process.exitcode}; expected 0. -9: memory did not suffice.")
+        raise RuntimeError(f"{function.__name__} ended with {process.exitcode}; expected 0. -9: memory did not "
+                           f"suffice.")
     return queue.get()
 
 
@@ -453,10 +455,11 @@ def table_of_ranks(args, folder):
             continue
         r = in_a_child(start_a_rank, folder / "large", config, ranks * accum, accum)
         print(f"{ranks:>6}{r['steps']:>12,}{r['windows']:>8,}{r['unit'] / 1e3:>8,.0f}{r['first']:>17.2f}"
-              f"{r['memory']:>11.0f}{r['reach']:>12.3f}{r['padding']:>8.1%}{r['wait']:>6.1%}{r['read']:>10.3f}{r['read_cropped']:>8.3f}",
+              f"{r['memory']:>11.0f}{r['reach']:>12.3f}{r['padding']:>8.1%}{r['wait']:>6.1%}{r['read']:>10.3f}"
+              f"{r['read_cropped']:>8.3f}",
               flush=True)
-    print(f"rank 0, which alone reads all lengths ({r['table']:,.0f} MB) at the start; k is in the second epoch; waits: by how "
-          f"much the\nslowest of up to 64 micro-batches of a step is above their mean; read/used: bytes read per "
+    print(f"rank 0, which alone reads all lengths ({r['table']:,.0f} MB) at the start; k is in the second epoch; waits: by "
+          f"how much the\nslowest of up to 64 micro-batches of a step is above their mean; read/used: bytes read per "
           f"residue\nof the proteins trained on; cropped: per residue that their crops leave")
 
 

@@ -913,20 +913,23 @@ READ_BYTES = 256 << 10          # least residues that a lane reads in one piece
 WINDOW_STEPS = 256              # least global batches in a window: 16 proteins each fill the buckets of a unit
 EQUAL_WORK = 0.97               # a shape is used if it holds at least this share of the work of a micro-batch
 WIDEST_STEP = 0.80              # unless the next such shape is shorter than this share of the one before
-TAIL_BATCHES = 2.2              # micro-batches that a unit fills beyond its share of all: from bucket to bucket (measured)
+# Micro-batches that a unit fills beyond its share of all, as they run on from bucket to bucket (measured).
+TAIL_BATCHES = 2.2
 MEAN_WITHIN = 0.02              # how near the mean of batch_size or tokens is to what was asked for
 
 
 class BatchPlan:
     """Which proteins are in which micro-batch of which step, found without reading or sorting them all.
 
-    The work of a protein is what its residues and its attention cost: length x (6 x hidden_size + length), of the
-    cropped length, as integers. The set is cut, in its own order (random, but the same always), into units of equal
-    work. An epoch shifts the cuts by a random distance and deals the units in random order: one to each of
-    `micro_batches` lanes in each of `windows` windows. A lane shuffles the proteins of its unit inside buckets of nearly
-    equal length and cuts them, longest first, into micro-batches of equal work. In a window each step takes one micro-batch
-    from every lane, evenly spaced from long to short. Lanes belong to the global batch, not to ranks: any
-    number of ranks trains on the same batches, and a rank reads the units of its own lanes, each in one piece.
+    The work of a protein is what its residues and its attention cost: length x (6 x hidden_size +
+    length), of the cropped length, as integers. The set is cut, in its own order (random, but the
+    same always), into units of equal work. An epoch shifts the cuts by a random distance and deals
+    the units in random order: one to each of `micro_batches` lanes in each of `windows` windows. A
+    lane shuffles the proteins of its unit inside buckets of nearly equal length and cuts them,
+    longest first, into micro-batches of equal work. In a window each step takes one micro-batch
+    from every lane, evenly spaced from long to short. Lanes belong to the global batch, not to
+    ranks: any number of ranks trains on the same batches, and a rank reads the units of its own
+    lanes, each in one piece.
 
     length_counts: (lengths, counts), int64, of the proteins in the set, see Proteins.length_counts.
     max_length, long: longer proteins are cropped to max_length residues, or left out (long="drop").

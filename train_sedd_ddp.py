@@ -6,10 +6,10 @@
     python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --plan 1,2,4,8      # what scaling will do; no device
 
 Reads a YAML config (every key below, with its default) and proteins: a file (sequence_data.py), a folder made by
-prepare_uniref50.py, or demo proteins that it makes. Writes into the run directory (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
-samples/step_N.fasta, checkpoints/last.pt (before it last-1.pt) and best.pt, and at the end status.json. The same
-command again continues from last.pt. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE and a file STOP in the run
-directory end a run in good order: it saves, and leaves with exit code 75.
+prepare_uniref50.py, or demo proteins that it makes. Writes into the run directory (--work_dir, default
+runs/CONFIG_NAME): metrics.jsonl, config.yaml, samples/step_N.fasta, checkpoints/last.pt (before it last-1.pt) and
+best.pt, and at the end status.json. The same command again continues from last.pt. SIGTERM, SIGUSR1, Ctrl-C, the
+time DDP_DEADLINE and a file STOP in the run directory end a run in good order: it saves, and leaves with exit code 75.
 
 A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and everything random is
 keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a stream of a rank.
@@ -206,8 +206,8 @@ def check_config(c):
     width, heads = c.model.hidden_size, c.model.n_heads
     if width % (2 * max(heads, 1)):   # rotary positions turn pairs
         fit = [n for n in range(1, width // 2 + 1) if width % (2 * n) == 0]
-        raise ValueError(f"config: model.n_heads is {heads}, model.hidden_size {width}; expected heads of an even width "
-                         f"hidden_size / n_heads: n_heads one of {', '.join(map(str, fit)) or 'none: make it even'}.")
+        raise ValueError(f"config: model.n_heads is {heads}, model.hidden_size {width}; expected heads of an even "
+                         f"width hidden_size / n_heads: n_heads one of {', '.join(map(str, fit)) or 'none'}.")
     at_least = {"training": dict(batch_size=1, tokens_per_batch=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
                                  eval_freq=1, eval_samples=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
                                  keep_last=1, max_bad_steps=0),
@@ -371,8 +371,8 @@ def load_data(config, ddp, stage=None):
             description = f"{len(proteins):,} demo proteins of a second-order Markov source"
         else:
             if os.path.getsize(d.file) > LARGE_FILE:
-                print0(ddp, f"NOTE: every rank reads {d.file} ({os.path.getsize(d.file) / 1e9:.1f} GB) and keeps some 0.4 "
-                            f"GB per million proteins. Prepared once, it starts in seconds and 0.1 GB:\n  "
+                print0(ddp, f"NOTE: every rank reads {d.file} ({os.path.getsize(d.file) / 1e9:.1f} GB) and keeps "
+                            f"some 0.4 GB per million proteins. Prepared once, it starts in seconds and 0.1 GB:\n  "
                             f"{prepare_command(config, 'FOLDER')} --fasta {d.file}   then --data FOLDER")
             proteins, report = read_sequences(d.file, d.min_length, functools.partial(beat, ddp))
             description = f"{d.file}: {report}"
@@ -683,15 +683,15 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
 
     unit = "proteins" if t.batch_size else "tokens"
     n_parameters = sum(p.numel() for p in bare.parameters())
-    lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, {config.noise.type} noise, "
-             f"{config.model.parameterization}",
+    lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, "
+             f"{config.noise.type} noise, {config.model.parameterization}",
              f"  {str(dtype)[6:]} ({dtype_why}){memory_note}",
              f"data: {data.description}", f"  {split}",
              f"batch: {batch // micro_batches:,} {unit} x accum {accum} x {ddp.world_size} rank(s) = {batch:,} per "
              f"step on average, {plan.steps_per_epoch:,} steps per epoch, {n_iters:,} steps in all"]
     if plan.filled < 0.95 and micro_batches > 1:
-        lines.append(f"  few of the longest proteins fit into such a batch: on average {plan.mean:,.4g} {unit}, and a step "
-                     f"waits up to {1 / plan.filled - 1:.0%} longer than with larger batches")
+        lines.append(f"  few of the longest proteins fit into such a batch: on average {plan.mean:,.4g} {unit}, "
+                     f"and a step waits up to {1 / plan.filled - 1:.0%} longer than with larger batches")
     if accum != t.accum:
         lines.append(f"  accum is {accum} and not {t.accum}: it follows the ranks, so that the global batch stays")
     lines.append(f"optim: lr {lr:g}, warm-up {warmup:,} steps, " + (
@@ -925,8 +925,10 @@ def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], epilog="See the head of this file for examples and all keys.",
                     allow_abbrev=False)
     parser.add_argument("--config", required=True, help="YAML file")
-    parser.add_argument("--data", "--datafile", dest="data", help="file of proteins, or folder of prepare_uniref50.py (sets data.file)")
-    parser.add_argument("--stage", metavar="DIR", help="copy the prepared folder to DIR on each host, and read it there")
+    parser.add_argument("--data", "--datafile", dest="data",
+                        help="file of proteins, or folder of prepare_uniref50.py (sets data.file)")
+    parser.add_argument("--stage", metavar="DIR",
+                        help="copy the prepared folder to DIR on each host, and read it there")
     parser.add_argument("--work_dir", help="run directory (default runs/CONFIG_NAME)")
     parser.add_argument("--resume", help="continue from this checkpoint")
     parser.add_argument("--fresh", action="store_true", help="start over; the old run directory is renamed")
