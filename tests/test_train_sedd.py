@@ -423,7 +423,7 @@ def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
     config = load_config(Config, ROOT / "configs" / "sedd_uniref50.yaml")
     for micro_batches in (4, 48):
         found = bench_ddp.in_a_child(bench_ddp.start_a_rank, tmp_path / "large", config, micro_batches, 4)
-        assert found["memory"] < 150 and found["first"] < 5 and found["reach"] < 2, found
+        assert found["memory"] < 300 and found["first"] < 5 and found["reach"] < 2, found
         assert found["read"] < 1.1, found
 
 
