@@ -169,7 +169,7 @@ MAY_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq", "
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # need not be equal
 KEPT = ("model", "ema", "optimizer", "scaler", "step", "best", "bad_steps", "config", "micro_batches", "lr", "warmup",
         "data", "plan")   # what a checkpoint must hold
-SAVED_BYTES = {"float32": 104, "16 bits": 68}   # kept for backward per position, width and block (measured)
+SAVED_BYTES = {"float32": 104, "16 bits": 68}   # kept for backward per position, width and block; measured
 LARGE_FILE = 200_000_000   # bytes of a file, from which on preparing it pays
 PREPARED_VAL_FRACTION = 0.001   # default of prepare_uniref50.py
 STAGE_SECONDS = 3 * 3600.0   # for the slowest host to copy the data: 20 GB at 2 MB/s

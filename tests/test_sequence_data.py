@@ -664,7 +664,6 @@ def test_proteins_meet_other_proteins_in_another_epoch(budget):
             home[keys] = number
         together += [np.unique(home[keys], return_counts=True)[1].max() / len(keys) for keys in batches(0)]
     assert np.mean(together) < 0.45                      # 1 if only the order of batches changed
-    print(np.mean(together))
 
 
 def test_which_proteins_an_epoch_leaves_out_changes():
