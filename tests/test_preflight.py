@@ -50,10 +50,11 @@ def lines_of(result):
 
 def assert_found(result, tmp_path, **expected):
     """Exactly the checks `expected` failed ("_" for a hyphen), each naming rank 1 alone, with these words; the host is
-    suspected in both forms, and all have ended with exit code 3."""
+    suspected in both forms, and all have ended. MPICH reports exit code 3, or 9 where it killed rank 0 because rank 1
+    was the first to leave."""
     expected = {name.replace("_", "-"): words for name, words in expected.items()}
     checks = lines_of(result)
-    assert result.returncode == 3, result.text
+    assert result.returncode in (3, 9), result.text
     assert [name for name, (status, _) in checks.items() if status == "FAIL"] == list(expected), result.text
     for name, words in expected.items():
         assert set(re.findall(r"rank \d+ on (?:\S+)", checks[name][1])) == {f"rank 1 on {HOST}"}, result.text
