@@ -11,23 +11,26 @@
 
     config = load_config(Config, "configs/demo.yaml", ["optim.lr=1e-4"])
 
-Reads one YAML file; writes nothing. Every refusal is a ValueError that names the file (or the command line),
-the key, what was found and what was expected. How values are read, by the type of the field:
+Reads one YAML file and writes nothing. Every refusal is a ValueError that names the file (or the
+command line), the key, what was found and what was expected. How values are read, by the type of
+the field:
 
     float    1e-4 too, which YAML 1.1 hands over as text; whole numbers; not nan, not infinite
     int      whole numbers, also written 1e6 or 2.0; not 1.5
     bool     true and false (YAML 1.1 reads yes, no, on, off as these too); not 0 and 1
     str      text only: a number or yes/no/on/off needs quotes
     Literal  one of the values, of the same type
-    A | B    the first member, in the order of the annotation, that takes the value; None for Optional
+    A | B    the first member, in the order of the annotation, that takes the value
     list[T], tuple[T, U], tuple[T, ...], dict[str, T], and plain list, tuple, dict
+
+010 and 1:30 are refused: YAML 1.1 would read them as 8 (octal) and 90 (to the base of 60).
 """
 
 import argparse
 import dataclasses
 import difflib
-import math
 import re
+import sys
 import types
 import typing
 from pathlib import Path
@@ -36,28 +39,63 @@ import yaml
 
 
 def load_config(cls, path=None, overrides=()):
-    """Instance of the dataclass cls from a YAML file (None: defaults only) and strings "section.key=value".
+    """Make a configuration from defaults, a YAML file and the command line.
 
-    Values of overrides are parsed as YAML; the last one for a key wins. Keys that are given nowhere keep the
-    dataclass default. A ValueError raised by a __post_init__ is passed on with the name of its section.
+    Args:
+        cls:       dataclass with a field per key; a field that is a dataclass is a section.
+        path:      YAML file; None: defaults only. A key that it lacks keeps its default.
+        overrides: texts "section.key=value", whose values are YAML; the last one for a key wins.
+    Returns: an instance of cls.
+    Raises: ValueError for what cannot be read as declared. One that a __post_init__ raises is
+        passed on with the name of its section.
     """
     raw = {} if path is None else _read_yaml(path)
-    given_as = {}                                     # dotted key -> the override as typed, for messages
+    given_as = {}                       # dotted key -> the override as typed, for messages
     for text in overrides:
         dotted, equals, value = text.partition("=")
         dotted = dotted.strip()
         if not equals or not dotted:
-            raise ValueError(f"command line: found {text!r}; expected section.key=value without blanks "
-                             f"around '=', such as {_names(cls)[0]}=...")
+            raise ValueError(f"command line: found {text!r}; expected section.key=value without "
+                             f"blanks around '=', such as {_names(cls)[0]}=...")
         _override(cls, raw, dotted, _parse(value, f"command line, {text!r}"), text, path)
         given_as[dotted] = f"command line, {text!r}"
-    return _section(cls, raw, "", str(path) if path is not None else "configuration", given_as)
+    where = str(path) if path is not None else "configuration"
+    return _make_section(cls, raw, "", where, given_as)
+
+
+def check_ranges(config, ranges):
+    """Refuse numbers that lie outside their range.
+
+    Args:
+        config: instance of the dataclass. Keys that are None pass; of a list every number counts.
+        ranges: {"section.key": range}, a range such as "[0, 1)", from 0 up to but not including 1,
+                or "[1, inf)", at least 1.
+    Raises: ValueError with the key, its value and the range.
+    """
+    for dotted, text in ranges.items():
+        opening, low, high, closing = re.fullmatch(r"([\[(])(.+), (.+)([\])])", text).groups()
+        value = config
+        for name in dotted.split("."):
+            value = getattr(value, name)
+        expected = [("at least " if opening == "[" else "above ") + low,
+                    ("at most " if closing == "]" else "below ") + high]
+        expected = " and ".join(part for part in expected if not part.endswith("inf"))
+        low, high = float(low), float(high)
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if number is not None and not (
+                    (low <= number if opening == "[" else low < number)
+                    and (number <= high if closing == "]" else number < high)):
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ValueError(f"config: {dotted} is {shown}; expected {expected}.")
 
 
 def config_to_dict(config):
     """Nested dict of plain types (tuples become lists), fit for a checkpoint and for YAML."""
-    plain = lambda v: ({k: plain(x) for k, x in v.items()} if isinstance(v, dict) else
-                       [plain(x) for x in v] if isinstance(v, (list, tuple)) else v)
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
     return plain(dataclasses.asdict(config))
 
 
@@ -68,29 +106,36 @@ def config_items(config, ignore=()):
 
 
 def config_differences(old, new, ignore=()):
-    """What differs between two nested dicts of config_to_dict: list of "section.key: old -> new".
+    """List what differs between two configurations.
 
-    ignore: dotted keys, or names of whole sections. A key that one side lacks is shown as (absent).
+    Args:
+        old, new: nested dicts as of config_to_dict.
+        ignore:   dotted keys, or names of whole sections.
+    Returns: list of "section.key: old -> new"; a key that one side lacks is shown as (absent).
     """
-    absent, found = object(), []
-    show = lambda v: "(absent)" if v is absent else repr(v)
+    absent, differences = object(), []
 
-    def compare(a, b, dotted):
+    def show(value):
+        return "(absent)" if value is absent else repr(value)
+
+    def compare(before, after, dotted):
         if dotted in ignore:
             return
-        if isinstance(a, dict) and isinstance(b, dict):
-            for key in [*a, *(k for k in b if k not in a)]:
-                compare(a.get(key, absent), b.get(key, absent), f"{dotted}.{key}" if dotted else str(key))
-        elif a != b or isinstance(a, bool) != isinstance(b, bool):
-            found.append(f"{dotted}: {show(a)} -> {show(b)}")
+        if isinstance(before, dict) and isinstance(after, dict):
+            for key in [*before, *(key for key in after if key not in before)]:
+                compare(before.get(key, absent), after.get(key, absent),
+                        f"{dotted}.{key}" if dotted else str(key))
+        elif before != after or isinstance(before, bool) != isinstance(after, bool):
+            differences.append(f"{dotted}: {show(before)} -> {show(after)}")
 
     compare(old, new, "")
-    return found
+    return differences
 
 
 def dump_yaml(config):
     """The configuration as YAML text that load_config reads back to an equal one."""
-    return yaml.safe_dump(config_to_dict(config), sort_keys=False, default_flow_style=None, width=100)
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False, default_flow_style=None,
+                          width=100)
 
 
 class Parser(argparse.ArgumentParser):
@@ -102,82 +147,114 @@ class Parser(argparse.ArgumentParser):
 
 # ---- YAML ----
 
-def _refuse_repeated_keys(node, visited):
-    """YAML itself would silently take the last. visited: ids of nodes, as an alias may lead back to its anchor."""
-    if id(node) in visited or not isinstance(node, yaml.CollectionNode):
+class _Misread(yaml.MarkedYAMLError):
+    """Something that YAML would accept and take for something else than what was meant."""
+
+
+def _check_nodes(node, visited, key=""):
+    """Refuse repeated keys, of which YAML would take the last, and numbers with a hidden base.
+
+    visited: ids of nodes, as an alias may lead back to its anchor. key: what the node belongs to.
+    """
+    if id(node) in visited:
         return
     visited.add(id(node))
-    seen = {}
-    for child in node.value:
-        key, child = child if isinstance(node, yaml.MappingNode) else (None, child)
-        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"found the key '{key.value}' again (first in line "
-                                                   f"{seen[key.value]}); expected each key once. Remove one",
-                                           problem_mark=key.start_mark)
-            seen[key.value] = key.start_mark.line + 1
-        _refuse_repeated_keys(child, visited)
+    if isinstance(node, yaml.ScalarNode):
+        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        if is_number and (":" in node.value or re.fullmatch(r"[-+]?0[0-7_]+", node.value)):
+            value = yaml.SafeLoader("").construct_object(node)
+            raise _Misread(problem=f"{key}found {node.value}, which YAML 1.1 reads as {value:g}; "
+                                   "expected a number without ':' and without a leading 0. Write "
+                                   "it so, or quote it if it is text", problem_mark=node.start_mark)
+    elif isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _check_nodes(child, visited, key)
+    elif isinstance(node, yaml.MappingNode):
+        first_line = {}
+        for name, child in node.value:
+            if isinstance(name, yaml.ScalarNode) and name.value != "<<":
+                if name.value in first_line:
+                    raise _Misread(problem=f"found the key '{name.value}' again (first in line "
+                                           f"{first_line[name.value]}); expected each key once. "
+                                           "Remove one", problem_mark=name.start_mark)
+                first_line[name.value] = name.start_mark.line + 1
+            _check_nodes(name, visited, key)
+            is_text = isinstance(name, yaml.ScalarNode)
+            _check_nodes(child, visited, f"{name.value}: " if is_text else key)
 
 
 def _parse(text, where):
     try:
-        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), set())
+        _check_nodes(yaml.compose(text, yaml.SafeLoader), set())
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{where}{line}: {problem}. This is not valid YAML as expected (section:, then "
-                         f"indented key: value lines; blanks, no tabs).") from None
-    except (ValueError, TypeError) as error:             # e.g. the date 2020-13-45, or a list as a key
-        raise ValueError(f"{where}: {error}. YAML cannot read one of the values: quote it.") from None
+        problem = getattr(error, "problem", None) or str(error)
+        advice = "" if isinstance(error, _Misread) else (
+            " This is not valid YAML as expected (section:, then indented key: value lines; "
+            "blanks, no tabs).")
+        raise ValueError(f"{where}{line}: {problem}.{advice}") from None
+    except (ValueError, TypeError) as error:    # such as the date 2020-13-45, or a list as a key
+        raise ValueError(f"{where}: {error}. YAML cannot read one of the values: "
+                         "quote it.") from None
 
 
 def _read_yaml(path):
     path = Path(path)
     if not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
-        raise ValueError(f"{path} {what}; expected a YAML configuration. Check the path (relative to "
-                         f"{Path.cwd()}).")
+        problem = "is a directory" if path.is_dir() else "does not exist"
+        raise ValueError(f"{path} {problem}; expected a YAML configuration. Check the path "
+                         f"(relative to {Path.cwd()}).")
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; expected a readable YAML file.") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror}; expected a readable YAML "
+                         "file.") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); expected YAML. Is it the right "
-                         "file?") from None
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); expected YAML. Is it the "
+                         "right file?") from None
     raw = _parse(text, str(path))
     if raw is None:
-        raise ValueError(f"{path} is empty; expected sections with keys. For the defaults, give no file or "
-                         "one key.")
+        raise ValueError(f"{path} is empty; expected sections with keys. For the defaults, give no "
+                         "file or one key.")
     if not isinstance(raw, dict):
-        raise ValueError(f"{path}: found {_show(raw)} at the top level; expected sections, as in 'optim: "
-                         f"{{lr: 1e-4}}'.")
+        raise ValueError(f"{path}: found {_show(raw)} at the top level; expected sections, as in "
+                         "'optim: {lr: 1e-4}'.")
     return raw
 
 
 # ---- dataclasses ----
 
+class _Field(typing.NamedTuple):
+    type: object
+    is_section: bool            # the type is a dataclass
+
+
 def _fields(cls):
-    """name -> (type, dataclass of the section or None)."""
+    """{name: _Field} of what a dataclass takes."""
     hints = typing.get_type_hints(cls)
-    return {f.name: (hints[f.name], hints[f.name] if dataclasses.is_dataclass(hints[f.name]) else None)
-            for f in dataclasses.fields(cls) if f.init}
+    return {field.name: _Field(hints[field.name], dataclasses.is_dataclass(hints[field.name]))
+            for field in dataclasses.fields(cls) if field.init}
 
 
 def _names(cls, prefix=""):
+    """Dotted names of all keys, those of sections included."""
     names = []
-    for name, (_, section) in _fields(cls).items():
-        names += _names(section, f"{prefix}{name}.") if section else [prefix + name]
+    for name, field in _fields(cls).items():
+        dotted = prefix + name
+        names += _names(field.type, dotted + ".") if field.is_section else [dotted]
     return names
 
 
 def _unknown(root, cls, key, prefix, where):
     """ValueError for a key that cls lacks, with the nearest name: here, else in another section."""
     here = list(_fields(cls))
-    near = [prefix + n for n in difflib.get_close_matches(str(key), here, 1)]
+    near = [prefix + name for name in difflib.get_close_matches(str(key), here, 1)]
     if not near:
-        everywhere = {n.rpartition(".")[2]: n for n in reversed(_names(root))}
-        near = [everywhere[n] for n in difflib.get_close_matches(str(key), list(everywhere), 1, 0.75)]
+        everywhere = {name.rpartition(".")[2]: name for name in reversed(_names(root))}
+        near = [everywhere[name]
+                for name in difflib.get_close_matches(str(key), list(everywhere), 1, 0.75)]
     advice = f"Did you mean {near[0]!r}?" if near else f"Known here: {', '.join(here)}."
     kind = "section or key" if not prefix else "key"
     return ValueError(f"{where}: unknown {kind} {prefix + str(key)!r}. {advice}")
@@ -192,46 +269,53 @@ def _override(cls, raw, dotted, value, text, path):
         if part not in fields:
             raise _unknown(cls, owner, part, prefix, where)
         prefix += part + "."
-        owner = fields[part][1]
-        if owner is None:
+        if not fields[part].is_section:
             raise ValueError(f"{where}: {prefix[:-1]!r} is a key, not a section; expected "
                              f"{prefix[:-1]}=value, where the value may be YAML such as "
                              f"'{{{dotted[len(prefix):]}: ...}}'.")
+        owner = fields[part].type
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise ValueError(f"{path}: section {prefix[:-1]!r} is {_show(node)}; expected 'key: value' lines "
-                             "under it.")
+            raise ValueError(f"{path}: section {prefix[:-1]!r} is {_show(node)}; expected "
+                             "'key: value' lines under it.")
     fields = _fields(owner)
     if parts[-1] not in fields:
         raise _unknown(cls, owner, parts[-1], prefix, where)
-    if fields[parts[-1]][1]:
+    if fields[parts[-1]].is_section:
         raise ValueError(f"{where}: {dotted!r} is a section; expected one of its keys, such as "
-                         f"{_names(fields[parts[-1]][1], dotted + '.')[0]}=...")
+                         f"{_names(fields[parts[-1]].type, dotted + '.')[0]}=...")
     node[parts[-1]] = value
 
 
-def _section(cls, raw, prefix, where, given_as, root=None):
+def _make_section(cls, raw, prefix, where, given_as, root=None):
+    """Instance of the dataclass cls from a dict as YAML gave it.
+
+    prefix: "" or "section." in front of its keys. where: the file, for messages; given_as: for keys
+    of the command line, what to say instead. root: dataclass of the whole, to find near names in.
+    """
     root = root or cls
     fields, values = _fields(cls), {}
     for key, value in raw.items():
         if key not in fields:
             raise _unknown(root, cls, key, prefix, where)
-        dotted, (kind, section) = f"{prefix}{key}", fields[key]
-        if section:
+        dotted, field = f"{prefix}{key}", fields[key]
+        if field.is_section:
             if not isinstance(value, dict):
-                raise ValueError(f"{where}: section {dotted!r} is {_show(value)}; expected 'key: value' "
-                                 f"lines under it. For its defaults leave the section out.")
-            values[key] = _section(section, value, dotted + ".", where, given_as, root)
+                raise ValueError(f"{where}: section {dotted!r} is {_show(value)}; expected "
+                                 "'key: value' lines under it. For its defaults leave the section "
+                                 "out.")
+            values[key] = _make_section(field.type, value, dotted + ".", where, given_as, root)
         else:
             try:
-                values[key] = _convert(value, kind)
+                values[key] = _convert(value, field.type)
             except ValueError as error:
                 raise ValueError(f"{given_as.get(dotted, where)}: {dotted}: {error}") from None
-    missing = [f.name for f in dataclasses.fields(cls) if f.init and f.name not in values
-               and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    missing = [prefix + field.name for field in dataclasses.fields(cls)
+               if field.init and field.name not in values and field.default is dataclasses.MISSING
+               and field.default_factory is dataclasses.MISSING]
     if missing:
-        raise ValueError(f"{where}: nothing given for {', '.join(repr(prefix + m) for m in missing)}; "
-                         f"expected a value, since there is no default.")
+        raise ValueError(f"{where}: nothing given for {', '.join(map(repr, missing))}; expected a "
+                         "value, since there is no default.")
     try:
         return cls(**values)
     except ValueError as error:
@@ -241,6 +325,7 @@ def _section(cls, raw, prefix, where, given_as, root=None):
 # ---- values ----
 
 def _show(value):
+    """A value and its kind, as a reader of YAML would name it."""
     if value is None:
         return "nothing (null)"
     kinds = {bool: "true/false", int: "whole number", float: "number", str: "text", dict: "mapping",
@@ -248,27 +333,29 @@ def _show(value):
     return f"{value!r} ({kinds.get(type(value), type(value).__name__)})"
 
 
-def _say(kind):
+def _name_type(kind):
     """A type as a reader of YAML would name it."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_say(a) for a in args)
+        return " or ".join(_name_type(member) for member in args)
     if origin is typing.Literal:
-        return "one of " + ", ".join("true" if a is True else "false" if a is False else str(a) for a in args)
+        return "one of " + ", ".join(
+            str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in args)
     if origin in (list, tuple) or kind in (list, tuple):
-        items = [_say(a) for a in args if a is not Ellipsis]
-        fixed = origin is tuple and Ellipsis not in args
-        return f"[{', '.join(items)}]" if fixed else f"a list, each {items[0]}" if items else "a list"
+        items = [_name_type(item) for item in args if item is not Ellipsis]
+        if origin is tuple and Ellipsis not in args:
+            return f"[{', '.join(items)}]"
+        return f"a list, each {items[0]}" if items else "a list"
     if dataclasses.is_dataclass(kind):
         return f"a mapping with the keys {', '.join(_fields(kind))}"
-    return {float: "a number", int: "a whole number", bool: "true or false", str: "text", dict: "a mapping",
-            type(None): "null"}.get(origin or kind, str(kind))
+    return {float: "a number", int: "a whole number", bool: "true or false", str: "text",
+            dict: "a mapping", type(None): "null"}.get(origin or kind, str(kind))
 
 
 def _convert(value, kind):
     """value as YAML gave it -> a value of the annotated type, or ValueError."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    refuse = ValueError(f"found {_show(value)}; expected {_say(kind)}.")
+    refusal = ValueError(f"found {_show(value)}; expected {_name_type(kind)}.")
     if kind is typing.Any:
         return value
     if origin in (typing.Union, types.UnionType):
@@ -277,50 +364,55 @@ def _convert(value, kind):
                 return _convert(value, member)
             except ValueError:
                 continue
-        raise refuse
+        raise refusal
     if origin is typing.Literal:
-        for choice in args:
-            if type(choice) is type(value) and choice == value:
-                return choice
-        if isinstance(value, bool) and any(isinstance(a, str) for a in args):
-            raise ValueError(f"found {_show(value)}; expected {_say(kind)}. YAML reads on, off, yes and no "
-                             f"without quotes as true and false: quote them.")
-        near = difflib.get_close_matches(str(value), [a for a in args if isinstance(a, str)], 1)
-        raise ValueError(f"{refuse}" + (f" Did you mean {near[0]!r}?" if near else ""))
+        return _choose(value, args, refusal)
     if kind in (float, int):
-        return _number(value, kind, refuse)
+        return _number(value, kind, refusal)
     if kind in (bool, str, type(None)):
         if type(value) is not kind:
-            raise ValueError(f"{refuse} Quote "
-                             "it." if kind is str and type(value) in (bool, int, float) else f"{refuse}")
+            quote = kind is str and type(value) in (bool, int, float)
+            raise ValueError(f"{refusal}{' Quote it.' if quote else ''}")
         return value
     if origin in (list, tuple) or kind in (list, tuple):
         if not isinstance(value, list):
-            raise refuse
-        fixed = origin is tuple and Ellipsis not in args
-        if fixed and len(value) != len(args):
-            raise ValueError(f"found {len(value)} values, {value!r}; expected {len(args)}: {_say(kind)}.")
-        kinds = args if fixed else (args[:1] or (typing.Any,)) * len(value)
-        return (origin or kind)(_convert(v, k) for v, k in zip(value, kinds))
+            raise refusal
+        has_fixed_length = origin is tuple and Ellipsis not in args
+        if has_fixed_length and len(value) != len(args):
+            raise ValueError(f"found {len(value)} values, {value!r}; expected {len(args)}: "
+                             f"{_name_type(kind)}.")
+        kinds = args if has_fixed_length else (args[:1] or (typing.Any,)) * len(value)
+        return (origin or kind)(map(_convert, value, kinds))
     if origin is dict or kind is dict:
         if not isinstance(value, dict):
-            raise refuse
-        key_kind, value_kind = args or (typing.Any, typing.Any)
-        return {_convert(k, key_kind): _convert(v, value_kind) for k, v in value.items()}
+            raise refusal
+        key_kind, item_kind = args or (typing.Any, typing.Any)
+        return {_convert(key, key_kind): _convert(item, item_kind) for key, item in value.items()}
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
-            raise refuse
-        return _section(kind, value, "", "in this section", {})
+            raise refusal
+        return _make_section(kind, value, "", "in this section", {})
     raise TypeError(f"a configuration field has the type {kind}, which run_config does not read")
 
 
-def _number(value, kind, refuse):
+def _choose(value, choices, refusal):
+    """The choice of a Literal that equals value and has its type: 1 is not True."""
+    for choice in choices:
+        if type(choice) is type(value) and choice == value:
+            return choice
+    words = [choice for choice in choices if isinstance(choice, str)]
+    if isinstance(value, bool) and words:
+        raise ValueError(f"{refusal} YAML reads on, off, yes and no without quotes as true and "
+                         "false: quote them.")
+    near = difflib.get_close_matches(str(value), words, 1)
+    raise ValueError(f"{refusal}" + (f" Did you mean {near[0]!r}?" if near else ""))
+
+
+def _number(value, kind, refusal):
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value):
-        value = float(value)                          # 1e-4: a number to everyone but YAML 1.1
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise refuse
-    if kind is int:
-        if value != int(value):
-            raise refuse
-        return int(value)
-    return float(value)
+        value = float(value)                    # 1e-4: a number to everyone but YAML 1.1
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:     # nan, infinite
+        raise refusal
+    if kind is int and value != int(value):
+        raise refusal
+    return kind(value)
