@@ -6,7 +6,7 @@
 # The exit code is pytest's (5: no test matched).
 set -euo pipefail
 
-PYTEST="pytest>=8 pytest-timeout>=2.3"
+PYTEST="pytest>=8 pytest-timeout>=2.3 ruff==0.17.6"
 # The MPI of .venv, in which only one can live (as in jobs/local.sh).
 MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
 # The other MPIs that people start us with, each in a small environment of its own, .venv/mpi/NAME.

@@ -1,6 +1,6 @@
-"""What all tests share: the --slow switch, the folder of reference material, a real Slurm, two hosts on one machine.
+"""What tests share: the switch --slow, reference material, a real Slurm, two hosts on one machine.
 
-The repository's folder and tests/ are on sys.path and a test has a time limit: both are set in pytest.ini.
+The repository's folder and tests/ are on sys.path, and a test has a time limit: see pytest.ini.
 """
 
 import contextlib
@@ -17,12 +17,17 @@ import pytest
 import launchers
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser, pluginmanager):
     parser.addoption("--slow", action="store_true", help="run only the tests marked slow")
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "no effect without pytest-timeout")
 
 
 def pytest_configure(config):
-    # A shell that starts us in the background has us ignore Ctrl-C, and a bash that we start could then not trap it.
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): no effect without pytest-timeout")
+    # A shell that starts us in the background makes us ignore Ctrl-C, and a bash that we start
+    # could then not trap it.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def shared():
-    """The folder of reference material (fixtures, real proteins) beside the repository; skips without it."""
+    """The folder of reference material beside the repository; skips without it."""
     folder = Path(__file__).resolve().parents[2] / "shared"
     if not folder.is_dir():
         pytest.skip(f"no reference material at {folder}")
@@ -45,27 +50,32 @@ def shared():
 
 @contextlib.contextmanager
 def only_one(name):
-    """Wait until no other session of tests on this machine uses `name`, whose addresses and names exist once."""
+    """Wait until no other run of the tests on this machine uses `name`, which can exist once."""
     with open(Path(tempfile.gettempdir(), f"{name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def cluster_script(path, **env):
-    done = subprocess.run(["bash", path], env=launchers.clean_environment(env=env), text=True, timeout=120,
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(["bash", path], env=launchers.clean_environment(env=env), text=True,
+                          timeout=120, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
     return done.returncode, done.stdout
 
 
 @pytest.fixture(scope="session")
 def slurm(shared):
-    """A real Slurm of two nodes, n1 and n2, on this machine, for the launcher "srun"; skips where it cannot be."""
-    lacking = [name for name in ("slurmctld", "slurmd", "srun", "munged") if not shutil.which(name)]
-    if os.getuid() or lacking:
-        pytest.skip(f"Slurm needs root and the packages slurm-wlm and munge (no {', '.join(lacking) or 'root'}); "
+    """A real Slurm of two nodes, n1 and n2, on this machine, for the launcher "srun".
+
+    Skips where it cannot be started.
+    """
+    missing = [name for name in ("slurmctld", "slurmd", "srun", "munged") if not shutil.which(name)]
+    if os.getuid() or missing:
+        pytest.skip("Slurm needs root and the packages slurm-wlm and munge "
+                    f"(no {', '.join(missing) or 'root'}); "
                     f"`bash {shared}/cluster/slurm_up.sh -i` installs them")
-    # Not pytest's folder for temporary files, which other users (munge) may not enter. A fixed name, so that what a
-    # killed session left running is found and stopped.
+    # Not pytest's folder for temporary files, which other users (munge) may not enter. A fixed
+    # name, so that what a killed run left is found and stopped.
     folder = Path(tempfile.gettempdir(), "slurm-of-tests")
     env = dict(SLURM_DIR=folder, CTLPORT=26817, BASEPORT=27000)
     with only_one("slurm-of-tests"):
@@ -84,18 +94,24 @@ def slurm(shared):
 
 @pytest.fixture(scope="session")
 def two_hosts(shared):
-    """Two hosts, hostA and hostB, as network namespaces, for torchrun-2hosts and mpich-2hosts. Yields a function:
-    cable(False) unplugs hostB, cable(True) plugs it in. Skips where namespaces cannot be made."""
+    """Two hosts, hostA and hostB, as network namespaces, for torchrun-2hosts and mpich-2hosts.
+
+    Yields a function: cable(False) unplugs hostB, cable(True) plugs it in. Skips where namespaces
+    cannot be made.
+    """
     probe = ["ip", "netns", "add", "probe-of-tests"]
-    if os.getuid() or not shutil.which("ip") or subprocess.run(probe, capture_output=True).returncode:
-        pytest.skip("two hosts on one machine need root, `ip` and the right to make network namespaces")
+    if os.getuid() or not shutil.which("ip") or (
+            subprocess.run(probe, capture_output=True).returncode):
+        pytest.skip("two hosts on one machine need root, `ip` and the right to make network "
+                    "namespaces")
     subprocess.run(["ip", "netns", "del", "probe-of-tests"], check=True)
 
     def cable(plugged):
-        subprocess.run(["ip", "-n", "labsw", "link", "set", "pB", "up" if plugged else "down"], check=True)
+        state = "up" if plugged else "down"
+        subprocess.run(["ip", "-n", "labsw", "link", "set", "pB", state], check=True)
 
     with only_one("two-hosts-of-tests"):
-        cluster_script(shared / "cluster" / "netns_down.sh")   # what a killed session left
+        cluster_script(shared / "cluster" / "netns_down.sh")   # what a killed run left
         try:
             code, output = cluster_script(shared / "cluster" / "netns_up.sh")
             if code:

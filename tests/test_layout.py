@@ -4,6 +4,7 @@ Nothing of the project is imported here: files are read and parsed.
 """
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -193,3 +194,21 @@ def test_no_file_names_a_folder_of_somebodys_machine():
              for number, line in enumerate(path.read_text().splitlines(), 1)
              if re.search(r"(?<![\w.])/(home|Users|root|work|tmp/dev)/\w", line)]
     assert found == []
+
+
+def test_every_file_keeps_to_the_rules_of_style():
+    if not importlib.util.find_spec("ruff"):
+        pytest.skip("ruff is not installed; jobs/test.sh brings it")
+    checked = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache",
+                              "--output-format=concise", ROOT], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_tests_run_without_the_plugin_for_time_limits(tmp_path):
+    (tmp_path / "test_marked.py").write_text(
+        "import pytest\n@pytest.mark.timeout(5)\ndef test_marked_with_a_time_limit(): pass\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:timeout", "-p", "no:cacheprovider", "-q",
+         "-W", "error", "-c", ROOT / "pytest.ini", "-k", "marked_with_a_time", tmp_path,
+         ROOT / "tests" / "test_layout.py"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
