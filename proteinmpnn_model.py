@@ -1,20 +1,22 @@
-"""ProteinMPNN: a protein backbone in, log-probabilities of its residues' letters out, in any decoding order.
+"""ProteinMPNN: a protein backbone in, log-probabilities of its residues' letters out.
 
-    model = load_proteinmpnn("v_48_020.pt")                        # published weights, vanilla or soluble
-    graph = model.graph(X, mask, residue_idx, chain_id)            # no parameters in it: cache per structure
-    order = decoding_order(chain_M * mask, torch.randn(S.shape))   # fixed residues first
-    log_probs = model(graph, S, order)                             # (B, L, 21), in nats
-    encoding = model.encode(graph)                                 # once; then score or draw many sequences
-    log_probs = model.decode(encoding, S, order)                   # S (M, L) for one structure, or structure=
+    model = load_proteinmpnn("v_48_020.pt")                 # published weights, vanilla or soluble
+    graph = model.graph(X, mask, residue_idx, chain_id)     # no parameters: cache per structure
+    order = decoding_order(chain_M * mask, torch.randn(S.shape))    # fixed residues first
+    log_probs = model(graph, S, order)                      # (B, L, 21), in nats
+    encoding = model.encode(graph)                  # once; then score or draw many sequences
+    log_probs = model.decode(encoding, S, order)    # S (M, L) for one structure, or structure=
     S = model.sample(encoding, S, chain_M, order, temperature=0.1)
-    save_proteinmpnn("best_model.pt", model, epoch=3)              # any ProteinMPNN tool reads it
+    save_proteinmpnn("best_model.pt", model, epoch=3)       # any ProteinMPNN tool reads it
 
-Parameter names and sizes are those of the published code, so its files load and it loads ours. The same numbers
-come cheaper: features exist for the K neighbours only; a linear layer on concatenated [centre | edge | neighbour]
-is the sum of its blocks, so what belongs to a residue is multiplied L times, not L x K; the last linear layer of
-a message commutes with the sum over neighbours. Padding never changes a score. Float64 (with X in float64) and
-autocast work. No buffers. Needs torch only; only load and save touch files.
-Source: Dauparas et al. 2022, Science 378, 49; published code and weights: github.com/dauparas/ProteinMPNN.
+Parameter names and sizes are those of the published code, so its files load and it loads ours. The
+same numbers come cheaper: features exist for the K neighbours only; a linear layer on concatenated
+[centre | edge | neighbour] is the sum of its blocks, so what belongs to a residue is multiplied L
+times, not L x K; the last linear layer of a message commutes with the sum over neighbours. Padding
+never changes a score. Float64 (with X in float64) and autocast work. No buffers. Needs torch only;
+only load and save touch files.
+Source: Dauparas et al. 2022, Science 378, 49; published code and weights:
+github.com/dauparas/ProteinMPNN.
 """
 import math
 import os
@@ -25,13 +27,15 @@ import torch.nn.functional as F
 from torch import nn
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"      # the index of a letter in S; X = unknown or unresolved
-PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) lie in vanilla_model_weights and "
-             "soluble_model_weights of github.com/dauparas/ProteinMPNN.")
-MESSAGE_SCALE = 30                      # divides each sum over neighbours, whatever their number
-MAX_TEMPERATURE = 1e6                   # here all letters are equally likely; far above, float32 would overflow
-MAX_EDGES, MAX_HIDDEN, MAX_LAYERS = 10_000, 2_048, 100      # of a file; published models: 48, 128, 3
-N_CLASSES = 66                          # residue offsets -32 .. 32, and 65 = another chain
+PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) lie in "
+             "vanilla_model_weights and soluble_model_weights of github.com/dauparas/ProteinMPNN.")
+MESSAGE_SCALE = 30              # divides each sum over neighbours, whatever their number
+MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32 would overflow
+MAX_EDGES, MAX_HIDDEN, MAX_LAYERS = 10_000, 2_048, 100  # of a file; published models: 48, 128, 3
+N_CLASSES = 66                  # residue offsets -32 .. 32, and 65 = another chain
+MAX_OFFSET = 32
 N_RBF = 16
+TINY = 1e-300                   # stands for 0 before a logarithm
 # Columns of edge_embedding: distance from this atom of residue i to that atom of neighbour j.
 ATOMS = ("N", "CA", "C", "O", "CB")
 PAIRS = ("CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-C "
@@ -39,13 +43,13 @@ PAIRS = ("CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-
 
 
 class Graph(NamedTuple):
-    """What the network sees of B structures: K = min(num_edges, L) neighbours of each residue. No parameters."""
+    """What the network sees of B structures: K = min(num_edges, L) neighbours of each residue."""
     E_idx: torch.Tensor         # (B, L, K) int64, nearest first, the residue itself among them
     distance: torch.Tensor      # (B, L, K, 25) Angstrom, in the order of PAIRS
-    offset: torch.Tensor        # (B, L, K) int64 class of residue_idx_i - residue_idx_j and same chain or not
+    offset: torch.Tensor        # (B, L, K) int64, class of residue_idx_i - residue_idx_j and chains
     mask: torch.Tensor          # (B, L) bool, resolved
     resolved: torch.Tensor      # (B, L, K) bool, centre and neighbour are resolved
-    present: torch.Tensor       # (B, L, K) bool, the neighbour is a residue (resolved or not), not padding
+    present: torch.Tensor       # (B, L, K) bool, the neighbour is a residue, not padding
 
 
 class Encoding(NamedTuple):
@@ -58,36 +62,49 @@ class Encoding(NamedTuple):
 
 
 class ProteinMPNN(nn.Module):
-    """num_edges: neighbours per residue. noise_level: Angstrom of backbone noise of the weights' training, only
-    kept for the file; noise, where wanted, is added to X by the caller. dropout: published training used 0.1.
+    """The network.
+
+    num_edges:   neighbours per residue.
+    dropout:     published training used 0.1.
+    noise_level: Angstrom of backbone noise in the training of the weights, only kept for the file;
+                 noise, where wanted, is added to X by the caller.
     """
 
-    def __init__(self, num_edges=48, hidden_size=128, n_encoder=3, n_decoder=3, dropout=0.0, noise_level=0.0):
+    def __init__(self, num_edges=48, hidden_size=128, n_encoder=3, n_decoder=3, dropout=0.0,
+                 noise_level=0.0):
         super().__init__()
         self.num_edges, self.noise_level = num_edges, noise_level
         self.features = EdgeFeatures(hidden_size)
         self.W_e = nn.Linear(hidden_size, hidden_size)
         self.W_s = nn.Embedding(len(ALPHABET), hidden_size)
-        self.encoder_layers = nn.ModuleList(EncoderLayer(hidden_size, dropout) for _ in range(n_encoder))
-        self.decoder_layers = nn.ModuleList(DecoderLayer(hidden_size, dropout) for _ in range(n_decoder))
+        self.encoder_layers = nn.ModuleList(
+            EncoderLayer(hidden_size, dropout) for _ in range(n_encoder))
+        self.decoder_layers = nn.ModuleList(
+            DecoderLayer(hidden_size, dropout) for _ in range(n_decoder))
         self.W_out = nn.Linear(hidden_size, len(ALPHABET))
-        for p in self.parameters():
-            if p.dim() > 1:
-                nn.init.xavier_uniform_(p)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
 
     def forward(self, graph, S, decoding_order, structure=None):
-        """Log-probabilities (M, L, 21) of M sequences on the structures of `graph`; see `decode`."""
+        """Log-probabilities (M, L, 21) of M sequences on structures of `graph`; see `decode`."""
         return self.decode(self.encode(graph), S, decoding_order, structure)
 
     def graph(self, X, mask, residue_idx, chain_id):
-        """What the network sees of B structures; has no parameters and no gradient: cache it per structure.
+        """What the network sees of B structures; it has no gradient: cache it per structure.
 
-        X:           (B, L, 4, 3) floating point, N, CA, C, O in Angstrom. mask: (B, L), 1 = resolved.
-        residue_idx: (B, L) int64. chain_id: (B, L) int64, 1, 2, ... and 0 = padding. An unresolved residue is
-                     not padding: others see it, as in the published code, with the atoms it has; the coordinates
-                     of an atom that is missing are 0 or not finite.
-        Returns a Graph. Raises ValueError for other shapes and dtypes, and for resolved residues that are padding
-        or not finite (values are checked on the CPU only: elsewhere that would stall the device).
+        An unresolved residue is not padding: others see it, as in the published code, with the
+        atoms it has; the coordinates of an atom that is missing are 0 or not finite.
+
+        Args:
+            X:           (B, L, 4, 3) floating point, N, CA, C, O in Angstrom.
+            mask:        (B, L), 1 = resolved.
+            residue_idx: (B, L) int64.
+            chain_id:    (B, L) int64, 1, 2, ... and 0 = padding.
+        Returns: Graph.
+        Raises: ValueError for other shapes and dtypes, and for resolved residues that are padding
+            or not finite (values are checked on the CPU only: elsewhere that would stall the
+            device).
         """
         return neighbour_graph(X, mask, residue_idx, chain_id, self.num_edges)
 
@@ -100,101 +117,115 @@ class ProteinMPNN(nn.Module):
         return Encoding(h_V, h_E, graph.E_idx, graph.mask, graph.present)
 
     def decode(self, encoding, S, decoding_order, structure=None):
-        """Log-probabilities of each residue's letter, given the backbone and the letters decoded before it.
+        """Log-probabilities of each residue's letter, given the backbone and the letters before it.
 
-        S:              (M, L) int64 letters, the fixed ones too; only letters of earlier residues are seen.
-        decoding_order: (M, L) int64, element t is the residue decoded at step t.
-        structure:      (M,) int64, row of `encoding` for each sequence; may be left out for M sequences on one
-                        structure and for one sequence on each.
-        Returns log_probs (M, L, 21) in nats, float32 at least; rows of unresolved residues mean nothing.
+        Args:
+            S:              (M, L) int64 letters, the fixed ones too; only letters of residues that
+                            are earlier in the order are seen.
+            decoding_order: (M, L) int64, element t is the residue decoded at step t.
+            structure:      (M,) int64, row of `encoding` for each sequence; may be left out for M
+                            sequences on one structure and for one sequence on each.
+        Returns: (M, L, 21) in nats, float32 at least; rows of unresolved residues mean nothing.
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
-        visible = seen(ranks(decoding_order), take(encoding.E_idx, structure))
+        E_idx = of_structures(encoding.E_idx, structure)
+        visible = decoded_before(ranks(decoding_order), E_idx)
         return self.log_probs(self.run_decoder(encoding, self.W_s(S), visible, structure)[0])
 
     def unconditional(self, encoding):
         """Log-probabilities (B, L, 21) given the backbone alone: no residue sees a letter."""
         structure = torch.arange(len(encoding.mask), device=encoding.mask.device)
-        nothing = torch.zeros_like(encoding.present)
-        return self.log_probs(self.run_decoder(encoding, torch.zeros_like(encoding.h_V), nothing, structure)[0])
+        visible, h_S = torch.zeros_like(encoding.present), torch.zeros_like(encoding.h_V)
+        return self.log_probs(self.run_decoder(encoding, h_S, visible, structure)[0])
 
     def run_decoder(self, encoding, h_S, visible, structure):
-        """Returns h_V (M, L, H) and, per layer, (layer, table, edges). Rows 0 .. L-1 of a table (M, 2L, H) are what
-        a neighbour shows once it is decoded, rows L .. 2L-1 what it shows before.
+        """Run all decoder layers on all residues.
+
+        Args:
+            h_S:       (M, L, H) embedded letters.
+            visible:   (M, L, K) bool, is the neighbour decoded before the residue?
+            structure: (M,) int64.
+        Returns: h_V (M, L, H) and, per layer, (layer, table, edges). Rows 0 .. L-1 of a table
+            (M, 2L, H) are what a neighbour shows once it is decoded, rows L .. 2L-1 what it shows
+            before.
         """
-        h_encoder, E_idx, mask, present = (take(x, structure) for x in (encoding.h_V, *encoding[2:]))
+        h_encoder, E_idx, mask, present = (
+            of_structures(x, structure) for x in (encoding.h_V, *encoding[2:]))
         index = torch.where(visible, E_idx, E_idx + E_idx.shape[1])
         h_V, layers = h_encoder, []
         for layer in self.decoder_layers:
             table = torch.cat([layer.decoded(h_V, h_S), layer.undecoded(h_encoder)], dim=1)
-            edges = layer.edges(encoding.h_E)                                               # (B, L, K, H)
+            edges = layer.edges(encoding.h_E)                                       # (B, L, K, H)
             layers.append((layer, table, edges))
-            h_V = layer(h_V, take(edges, structure), rows(table, index), present, mask)
+            h_V = layer(h_V, of_structures(edges, structure), gather_rows(table, index), present,
+                        mask)
         return h_V, layers
 
     def log_probs(self, h_V):
         return torch.log_softmax(at_least_float32(self.W_out(h_V)), dim=-1)
 
     @torch.no_grad()
-    def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, omit="X", tied=(),
-               generator=None, structure=None):
+    def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, omit="X",
+               tied=(), generator=None, structure=None):
         """Draw letters where chain_M is 1 and the residue is resolved; all others keep theirs.
 
-        S, decoding_order, structure: as in `decode`; the M sequences are drawn side by side.
-        chain_M:     (M, L) or (1, L), 1 = draw here.
-        temperature: divides logits + bias; 0 takes the best letter.
-        bias:        broadcasts to (M, L, 21), in nats; -inf = never this letter here. omit: letters never drawn.
-        tied:        lists of positions, from 0, that get one letter, drawn from the mean of their logits + bias.
-                     They are decoded together, when their first is due, and do not see one another. Positions that
-                     are not resolved are left out of it.
-        generator:   on the CPU, so that all devices draw alike: one number per sequence, position and letter.
-        Returns S (M, L); `decode` with the same order tells its log-probabilities. Dropout acts in training mode:
-        call model.eval() first.
-        Raises ValueError for shapes that do not fit, ties of drawn and kept positions, positions with no letter left.
+        Dropout acts in training mode: call model.eval() first.
+
+        Args:
+            S, decoding_order, structure: as in `decode`; M sequences are drawn side by side.
+            chain_M:     (M, L) or (1, L), 1 = draw here.
+            temperature: divides logits + bias; 0 takes the best letter.
+            bias:        broadcasts to (M, L, 21), in nats; -inf = never this letter here.
+            omit:        letters never drawn.
+            tied:        lists of positions, from 0, that get one letter, drawn from the mean of
+                         their logits + bias. They are decoded together, when their first is due,
+                         and do not see one another. Unresolved positions are left out of it.
+            generator:   on the CPU, so that all devices draw alike: one number per sequence,
+                         position and letter.
+        Returns: S (M, L); `decode` with the same order gives its log-probabilities.
+        Raises: ValueError for shapes that do not fit, ties of drawn and kept positions, positions
+            with no letter left.
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
         (M, L), V = S.shape, len(ALPHABET)
         bias = torch.as_tensor(bias, device=S.device)
-        fits = bias.dim() <= 3 and all(n in (1, N) for n, N in zip(bias.shape[::-1], (V, L, M)))
-        if chain_M.shape not in ((M, L), (1, L)) or not fits or set(omit) - set(ALPHABET) or (
-                not 0 <= temperature <= MAX_TEMPERATURE):
-            raise ValueError(f"chain_M is {tuple(chain_M.shape)}, temperature {temperature}, bias "
-                             f"{tuple(bias.shape)}, omit {omit!r}; expected ({M}, {L}) or (1, {L}), a number from 0 "
-                             f"to {MAX_TEMPERATURE:g}, a shape that broadcasts to ({M}, {L}, {V}), and letters of "
-                             f"{ALPHABET}.")
+        check_sampling(chain_M, temperature, bias, omit, (M, L, V))
         chain_M = chain_M.bool().expand(M, L)
-        draw = chain_M & take(encoding.mask, structure)
+        draw = chain_M & of_structures(encoding.mask, structure)
         bias = torch.zeros(M, L, V, device=S.device) + bias
         bias[..., [ALPHABET.index(letter) for letter in omit]] = -torch.inf
         stuck = (draw & (bias.amax(-1) == -torch.inf)).nonzero().tolist()
         if stuck:
-            raise ValueError(f"bias and omit leave no letter at (sequence, position) {stuck[:5]}, counted from 0. "
-                             f"Allow one, or keep the letters there with chain_M 0.")
-        rank, steps, own = decoding_steps(decoding_order, tied, chain_M, draw)
-        # arg max of (scores + Gumbel noise x temperature) is a draw from softmax(scores / temperature).
-        noise = torch.empty(M, L, V, dtype=torch.float64).exponential_(generator=generator).clamp(min=1e-300).log()
-        noise = (-temperature * noise).to(S.device, bias.dtype)
+            raise ValueError(f"bias and omit leave no letter at (sequence, position) {stuck[:5]}, "
+                             "counted from 0. Allow one, or keep the letters there with chain_M 0.")
+        rank, steps, is_member = decoding_steps(decoding_order, tied, chain_M, draw)
+        # arg max of (scores + Gumbel noise x temperature) is a draw from
+        # softmax(scores / temperature).
+        exponential = torch.empty(M, L, V, dtype=torch.float64).exponential_(generator=generator)
+        noise = -temperature * exponential.clamp(min=TINY).log()
+        noise = noise.to(S.device, bias.dtype)
 
         # One pass over the given letters is right for all that is decoded before the first draw.
-        S, visible = S.clone(), seen(rank, take(encoding.E_idx, structure))
+        S, visible = S.clone(), decoded_before(rank, of_structures(encoding.E_idx, structure))
         layers = self.run_decoder(encoding, self.W_s(S), visible, structure)[1]
         m, home = torch.arange(M, device=S.device)[:, None], structure[:, None]
         drawing = draw[m[..., None], steps].any(-1).any(0).nonzero().flatten().tolist()
         for t in range(drawing[0], drawing[-1] + 1) if drawing else ():
-            at = steps[:, t]                                                                # (M, G)
-            E_idx, shown = encoding.E_idx[home, at], encoding.present[home, at]             # (M, G, K)
+            at = steps[:, t]                                                        # (M, G)
+            E_idx, present = encoding.E_idx[home, at], encoding.present[home, at]   # (M, G, K)
             visible = rank[m[..., None], E_idx] < rank[m, at][..., None]
             index = torch.where(visible, E_idx, E_idx + L)
-            h_V, states = encoding.h_V[home, at], []
+            h_V, mask, inputs = encoding.h_V[home, at], encoding.mask[home, at], []
             for layer, table, edges in layers:
-                states.append(h_V)
-                h_V = layer(h_V, edges[home, at], table[m[..., None], index], shown, encoding.mask[home, at])
+                inputs.append(h_V)
+                h_V = layer(h_V, edges[home, at], table[m[..., None], index], present, mask)
             scores = at_least_float32(self.W_out(h_V)) + bias[m, at]
-            mean = torch.where(own[:, t, :, None], scores, 0).sum(1) / own[:, t].sum(1, keepdim=True)
-            letter = (mean + noise[m[:, 0], at[:, 0]]).argmax(-1, keepdim=True)             # (M, 1)
+            members = is_member[:, t]
+            mean = torch.where(members[..., None], scores, 0).sum(1) / members.sum(1, keepdim=True)
+            letter = (mean + noise[m[:, 0], at[:, 0]]).argmax(-1, keepdim=True)     # (M, 1)
             S[m, at] = torch.where(draw[m, at], letter, S[m, at])
-            for (layer, table, _), h in zip(layers, states):
-                table[m, at] = layer.decoded(h, self.W_s(S[m, at]))
+            for (layer, table, _), h_V in zip(layers, inputs):
+                table[m, at] = layer.decoded(h_V, self.W_s(S[m, at]))
         return S
 
 
@@ -205,22 +236,25 @@ class EdgeFeatures(nn.Module):
         super().__init__()
         self.embeddings = nn.Module()
         self.embeddings.linear = nn.Linear(N_CLASSES, n_positional)
-        self.edge_embedding = nn.Linear(n_positional + N_RBF * len(PAIRS.split()), hidden_size, bias=False)
+        n_features = n_positional + N_RBF * len(PAIRS.split())
+        self.edge_embedding = nn.Linear(n_features, hidden_size, bias=False)
         self.norm_edges = nn.LayerNorm(hidden_size)
 
     def forward(self, graph):
-        weight = self.edge_embedding.weight
-        positional = self.positional()                                                  # (66, 16)
-        of_offset, of_distance = weight.split([positional.shape[1], weight.shape[1] - positional.shape[1]], dim=1)
+        weight, positional = self.edge_embedding.weight, self.positional()
+        n_positional = positional.shape[1]
+        of_offset, of_distance = weight[:, :n_positional], weight[:, n_positional:]
         E = F.linear(gaussians(graph.distance).to(weight.dtype), of_distance)
         return self.norm_edges(E + F.embedding(graph.offset, F.linear(positional, of_offset)))
 
     def positional(self):
-        """The 16 positional features of each offset class, (66, 16): a linear layer of its one-hot vector."""
+        """(66, 16) positional features of offset classes: a linear layer of one-hot vectors."""
         return self.embeddings.linear.weight.T + self.embeddings.linear.bias
 
 
 class EncoderLayer(nn.Module):
+    """Messages from neighbours to a residue, then an update of its edges."""
+
     def __init__(self, hidden_size, dropout):
         super().__init__()
         self.drop = nn.Dropout(dropout)
@@ -233,19 +267,23 @@ class EncoderLayer(nn.Module):
         hidden = F.gelu(self.W2(F.gelu(self.first(self.W1, h_V, h_E, graph.E_idx))))
         h_V = self.norm1(h_V + self.drop(sum_messages(hidden, graph.resolved, self.W3)))
         h_V = self.norm2(h_V + self.drop(self.dense(h_V))) * graph.mask[..., None]
-        update = self.W13(F.gelu(self.W12(F.gelu(self.first(self.W11, h_V, h_E, graph.E_idx)))))
-        return h_V, self.norm3(h_E + self.drop(update))
+        hidden = F.gelu(self.W12(F.gelu(self.first(self.W11, h_V, h_E, graph.E_idx))))
+        return h_V, self.norm3(h_E + self.drop(self.W13(hidden)))
 
     def first(self, linear, h_V, h_E, E_idx):
         """linear([h_V_i | h_E_ij | h_V_j]), block by block."""
-        centre, edge, neighbour = blocks(linear)
-        x = F.linear(h_E, edge)                                                         # (B, L, K, H)
-        return x.add_(rows(F.linear(h_V, neighbour), E_idx)).add_(F.linear(h_V, centre, linear.bias)[..., None, :])
+        centre, edge, neighbour = weight_blocks(linear)
+        x = F.linear(h_E, edge)                                                     # (B, L, K, H)
+        x.add_(gather_rows(F.linear(h_V, neighbour), E_idx))
+        return x.add_(F.linear(h_V, centre, linear.bias)[..., None, :])
 
 
 class DecoderLayer(nn.Module):
-    """Its first linear layer sees [h_V_i | h_E_ij | letter of j | h_V_j]: the letter and the decoder's h_V_j where
-    j is decoded before i, else no letter and the encoder's h_V_j. Works on all residues or on some, one step's.
+    """Messages from neighbours that are decoded before a residue, or not yet.
+
+    The first linear layer sees [h_V_i | h_E_ij | letter of j | h_V_j]: the letter and the decoder's
+    h_V_j where j is decoded before i, else no letter and the encoder's h_V_j. Works on all residues
+    or on those of one step.
     """
 
     def __init__(self, hidden_size, dropout):
@@ -256,21 +294,29 @@ class DecoderLayer(nn.Module):
         self.dense = FeedForward(hidden_size)
 
     def forward(self, h_V, edges, neighbours, present, mask):
-        """h_V (M, L, H), edges and neighbours (M, L, K, H), present (M, L, K), mask (M, L) -> h_V (M, L, H)."""
+        """Update residues.
+
+        Args:
+            h_V:               (M, L, H).
+            edges, neighbours: (M, L, K, H), their shares in the first linear layer.
+            present, mask:     (M, L, K) and (M, L) bool.
+        Returns: h_V (M, L, H).
+        """
         x = edges + neighbours
-        x = x.add_(F.linear(h_V, blocks(self.W1)[0], self.W1.bias)[..., None, :])
+        x = x.add_(F.linear(h_V, weight_blocks(self.W1)[0], self.W1.bias)[..., None, :])
         hidden = F.gelu(self.W2(F.gelu(x)))
         h_V = self.norm1(h_V + self.drop(sum_messages(hidden, present, self.W3)))
         return self.norm2(h_V + self.drop(self.dense(h_V))) * mask[..., None]
 
     def edges(self, h_E):
-        return F.linear(h_E, blocks(self.W1)[1])
+        return F.linear(h_E, weight_blocks(self.W1)[1])
 
     def decoded(self, h_V, h_S):
-        return F.linear(h_S, blocks(self.W1)[2]) + F.linear(h_V, blocks(self.W1)[3])
+        _, _, letter, neighbour = weight_blocks(self.W1)
+        return F.linear(h_S, letter) + F.linear(h_V, neighbour)
 
     def undecoded(self, h_encoder):
-        return F.linear(h_encoder, blocks(self.W1)[3])
+        return F.linear(h_encoder, weight_blocks(self.W1)[3])
 
 
 class FeedForward(nn.Module):
@@ -284,33 +330,34 @@ class FeedForward(nn.Module):
 
 
 def message_layers(n_blocks, hidden_size):
-    return (nn.Linear(n_blocks * hidden_size, hidden_size), nn.Linear(hidden_size, hidden_size),
-            nn.Linear(hidden_size, hidden_size))
+    sizes = (n_blocks * hidden_size, hidden_size, hidden_size)
+    return [nn.Linear(size, hidden_size) for size in sizes]
 
 
-def blocks(linear):
-    """The (H, H) blocks of a linear layer on concatenated inputs: its result is the sum of theirs and the bias."""
+def weight_blocks(linear):
+    """(H, H) blocks of a layer on concatenated inputs; their sum and the bias are its result."""
     return linear.weight.split(linear.out_features, dim=1)
 
 
 def sum_messages(hidden, weight, linear):
-    """Sum over neighbours j of weight_ij linear(hidden_ij) / 30, with `linear` applied after the sum.
+    """Sum over neighbours j of weight_ij linear(hidden_ij) / 30, `linear` applied after the sum.
 
-    hidden (..., K, H); weight (..., K) bool. Returns (..., H).
+    hidden: (..., K, H). weight: (..., K) bool. Returns (..., H).
     """
     weight = weight.to(hidden.dtype)
     total = torch.matmul(weight[..., None, :], hidden)[..., 0, :]
-    return (F.linear(total, linear.weight) + weight.sum(-1, keepdim=True) * linear.bias) / MESSAGE_SCALE
+    bias = weight.sum(-1, keepdim=True) * linear.bias
+    return (F.linear(total, linear.weight) + bias) / MESSAGE_SCALE
 
 
-def rows(table, index):
+def gather_rows(table, index):
     """table (M, R, H), index (M, L, K) of its rows -> (M, L, K, H)."""
     M, R, H = table.shape
     flat = index + R * torch.arange(M, device=index.device)[:, None, None]
     return table.reshape(M * R, H).index_select(0, flat.flatten()).view(*index.shape, H)
 
 
-def take(x, structure):
+def of_structures(x, structure):
     """Rows of x (B, ...) for M sequences: (M, ...), without a copy where there is one structure."""
     return x.expand(len(structure), *x.shape[1:]) if len(x) == 1 else x[structure]
 
@@ -319,71 +366,87 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# Geometry
-
+# ---- geometry ----
 
 def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
     """See ProteinMPNN.graph. Nothing larger than (B, L, L) and (B, L, K, 25) is made."""
     check_structure(X, mask, residue_idx, chain_id)
-    mask, real = mask.bool(), chain_id != 0
-    X = torch.where(X.isfinite() & real[..., None, None], X, 0)     # each atom for itself, as in the published code
+    mask, is_residue = mask.bool(), chain_id != 0
+    # Each atom for itself, as in the published code.
+    X = torch.where(X.isfinite() & is_residue[..., None, None], X, 0)
     N, CA, C, O = X.unbind(2)
     b, c = CA - N, C - CA
     CB = -0.58273431 * torch.linalg.cross(b, c) + 0.56802827 * b - 0.54067466 * c + CA
     squared = sum((CA[:, :, None, axis] - CA[:, None, :, axis]).square() for axis in range(3))
     both = mask[:, :, None] & mask[:, None, :]
-    D = torch.where(both, (squared + 1e-6).sqrt(), 0)                                   # (B, L, L)
+    D = torch.where(both, (squared + 1e-6).sqrt(), 0)                               # (B, L, L)
     farthest = D.amax(-1, keepdim=True)
-    # Unresolved residues count as far as the farthest resolved one; which of them come first is arbitrary in the
-    # published code and told by residue_idx here. Padding comes last. A stable sort: topk's ties depend on padding.
-    last = farthest + 1 + (residue_idx - residue_idx.amin(1, keepdim=True))[:, None]
-    key = torch.where(both, D, last).masked_fill(~real[:, None], torch.inf)
-    E_idx = key.argsort(dim=-1, stable=True)[..., :num_edges].contiguous()              # (B, L, K)
+    # Unresolved residues count as far as the farthest resolved one; which of them come first is
+    # arbitrary in the published code and by residue_idx here. Padding comes last. A stable sort:
+    # ties of topk would depend on padding.
+    beyond = farthest + 1 + (residue_idx - residue_idx.amin(1, keepdim=True))[:, None]
+    key = torch.where(both, D, beyond).masked_fill(~is_residue[:, None], torch.inf)
+    E_idx = key.argsort(dim=-1, stable=True)[..., :num_edges].contiguous()          # (B, L, K)
     resolved = both.gather(-1, E_idx)
-    atoms = torch.stack([N, CA, C, O, CB], dim=2).flatten(2)                            # (B, L, 15)
-    theirs = rows(atoms, E_idx).unflatten(-1, (5, 3))                                   # (B, L, K, 5, 3)
+    atoms = torch.stack([N, CA, C, O, CB], dim=2).flatten(2)                        # (B, L, 15)
+    neighbours = gather_rows(atoms, E_idx).unflatten(-1, (5, 3))            # (B, L, K, 5, 3)
+    centre = atoms.unflatten(-1, (5, 3))[:, :, None]
     pairs = [[ATOMS.index(atom) for atom in pair.split("-")] for pair in PAIRS.split()]
-    mine = atoms.unflatten(-1, (5, 3))[:, :, None]
-    distance = torch.stack([((mine[..., i, :] - theirs[..., j, :]).square().sum(-1) + 1e-6).sqrt()
-                            for i, j in pairs], dim=-1)
+    distance = torch.stack([
+        ((centre[..., i, :] - neighbours[..., j, :]).square().sum(-1) + 1e-6).sqrt()
+        for i, j in pairs], dim=-1)
     distance[..., 0] = torch.where(resolved, D.gather(-1, E_idx), farthest)
     flat = E_idx.flatten(1)
     idx_j, chain_j = (x.gather(1, flat).view_as(E_idx) for x in (residue_idx, chain_id))
-    offset = (residue_idx[..., None] - idx_j + 32).clamp(0, N_CLASSES - 2)
+    offset = (residue_idx[..., None] - idx_j + MAX_OFFSET).clamp(0, 2 * MAX_OFFSET)
     offset = torch.where(chain_id[..., None] == chain_j, offset, N_CLASSES - 1)
-    return Graph(E_idx, distance, offset, mask, resolved, real.gather(1, flat).view_as(E_idx))
+    present = is_residue.gather(1, flat).view_as(E_idx)
+    return Graph(E_idx, distance, offset, mask, resolved, present)
 
 
 def gaussians(distance):
-    """(..., 25) Angstrom -> (..., 400): 16 Gaussians of each distance, centres 2 to 22, width 1.25 Angstrom."""
+    """Expand each distance in 16 Gaussians, centres 2 to 22, width 1.25 Angstrom.
+
+    distance: (..., 25) Angstrom. Returns (..., 400).
+    """
     centres = torch.linspace(2, 22, N_RBF, dtype=distance.dtype, device=distance.device)
     exponent = ((distance[..., None] - centres) * (N_RBF / 20)).square().neg()
-    # No float notices e^-60, but subnormal numbers make a CPU's exponential and matrix product several times slower.
+    # No float notices e^-60, but subnormal numbers make a CPU's exponential and matrix product
+    # several times slower.
     return exponent.clamp(min=-60).exp().flatten(-2)
 
 
 def check_structure(X, mask, residue_idx, chain_id):
     if X.dim() != 4 or X.shape[2:] != (4, 3) or not X.is_floating_point():
-        raise ValueError(f"X is {tuple(X.shape)} {X.dtype}; expected (B, L, 4, 3) floating point: N, CA, C, O.")
+        raise ValueError(f"X is {tuple(X.shape)} {X.dtype}; expected (B, L, 4, 3) floating point: "
+                         "N, CA, C, O.")
     for name, x in (("mask", mask), ("residue_idx", residue_idx), ("chain_id", chain_id)):
         if x.shape != X.shape[:2] or name != "mask" and x.dtype != torch.int64:
+            kind = ", 1 = resolved" if name == "mask" else " torch.int64"
             raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype}; expected {tuple(X.shape[:2])}"
-                             f"{' torch.int64' if name != 'mask' else ', 1 = resolved'}, as X is {tuple(X.shape)}.")
+                             f"{kind}, as X is {tuple(X.shape)}.")
     if X.device.type == "cpu":
         resolved = mask.bool()
         if not X[resolved].isfinite().all():
-            raise ValueError("X has coordinates that are not finite where mask is 1. Set mask to 0 there.")
+            raise ValueError("X has coordinates that are not finite where mask is 1. Set mask to 0 "
+                             "there.")
         if (resolved & (chain_id == 0)).any():
-            raise ValueError("chain_id is 0, which means padding, where mask is 1. Count chains from 1.")
+            raise ValueError("chain_id is 0, which means padding, where mask is 1. Count chains "
+                             "from 1.")
 
 
-# Decoding order
-
+# ---- decoding order ----
 
 def decoding_order(designed, randn):
-    """A random order with fixed residues first: designed (B, L), 1 = designed and resolved; randn (B, L) normal
-    numbers. Returns (B, L) int64, element t = residue decoded at step t. The published rule
-    argsort((designed + 0.0001) |randn|), without its rare designed residue ahead of fixed ones.
+    """Make a random order with fixed residues first.
+
+    The published rule argsort((designed + 0.0001) |randn|), without its rare designed residue ahead
+    of fixed ones.
+
+    Args:
+        designed: (B, L), 1 = designed and resolved.
+        randn:    (B, L) normal numbers.
+    Returns: (B, L) int64, element t = residue decoded at step t.
     """
     order = randn.abs().argsort(dim=-1)
     return order.gather(-1, designed.gather(-1, order).argsort(dim=-1, stable=True))
@@ -395,7 +458,7 @@ def ranks(order):
     return torch.empty_like(order).scatter_(1, order, step)
 
 
-def seen(rank, E_idx):
+def decoded_before(rank, E_idx):
     """(M, L), (M, L, K) -> (M, L, K) bool: is the neighbour decoded before the residue?"""
     return rank.gather(1, E_idx.flatten(1)).view_as(E_idx) < rank[..., None]
 
@@ -403,132 +466,176 @@ def seen(rank, E_idx):
 def decoding_steps(order, tied, chain_M, draw):
     """Steps of the order when tied positions share one.
 
-    Returns rank (M, L), equal for tied positions; steps (M, T, G) int64, the positions of each step, where a group
-    of fewer than G is filled up with its first; own (M, T, G) bool, False for those fillers.
+    Returns: rank (M, L), equal for tied positions; steps (M, T, G) int64, the positions of each
+        step, where a group of fewer than G is filled up with its first; is_member (M, T, G) bool,
+        False for those fillers.
     """
     L, groups = order.shape[1], [list(group) for group in tied]
     members = [i for group in groups for i in group]
     if len(set(members)) != len(members) or any(not 0 <= i < L for i in members):
-        raise ValueError(f"tied = {groups}; expected lists of positions 0 to {L - 1}, none of them twice.")
-    kinds = [chain_M[:, group].sum(1) for group in groups]
-    if any(not ((kind == 0) | (kind == len(group))).all() for kind, group in zip(kinds, groups)):
-        raise ValueError(f"tied = {groups} mixes drawn (chain_M 1) and kept positions. Draw all of a group or none.")
+        raise ValueError(f"tied = {groups}; expected lists of positions 0 to {L - 1}, none of them "
+                         "twice.")
+    for group in groups:
+        n_drawn = chain_M[:, group].sum(1)
+        if not ((n_drawn == 0) | (n_drawn == len(group))).all():
+            raise ValueError(f"tied = {groups} mixes drawn (chain_M 1) and kept positions. Draw "
+                             "all of a group or none.")
     if groups and not (draw == draw[:1]).all():
-        raise ValueError("tied positions need the same drawn positions in all sequences, but chain_M * mask differ.")
+        raise ValueError("tied positions need the same drawn positions in all sequences, but "
+                         "chain_M * mask differ.")
     groups = [[i for i in group if draw[0, i]] for group in groups]
     groups = [group for group in groups if len(group) > 1]
     if not groups:
-        return ranks(order), order[..., None], torch.ones_like(order[..., None], dtype=torch.bool)
+        steps = order[..., None]
+        return ranks(order), steps, torch.ones_like(steps, dtype=torch.bool)
     groups += [[i] for i in sorted(set(range(L)) - {i for group in groups for i in group})]
-    G = max(map(len, groups))
-    steps = torch.tensor([group + group[:1] * (G - len(group)) for group in groups], device=order.device)
-    own = torch.tensor([[g < len(group) for g in range(G)] for group in groups], device=order.device)
-    due = ranks(order)[:, steps].amin(-1)                                               # (M, T), when its first is
+    G, device = max(map(len, groups)), order.device
+    steps = torch.tensor([group + group[:1] * (G - len(group)) for group in groups], device=device)
+    is_member = torch.tensor([[g < len(group) for g in range(G)] for group in groups],
+                             device=device)
+    due = ranks(order)[:, steps].amin(-1)                           # (M, T), when its first is
     rank = torch.empty_like(order)
     rank[:, steps.flatten()] = due.repeat_interleave(G, dim=1)
     turn = due.argsort(dim=1)
-    return rank, steps[turn], own[turn]
+    return rank, steps[turn], is_member[turn]
 
 
 def check_sequences(encoding, S, decoding_order, structure):
-    """Returns structure (M,), filled in where it was left out; raises ValueError for what does not fit."""
+    """Return structure (M,), filled in where it was left out; ValueError for what does not fit."""
     (B, L), M = encoding.mask.shape, len(S)
     for name, x in (("S", S), ("decoding_order", decoding_order)):
         if x.shape != (M, L) or x.dtype != torch.int64:
-            raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype}; expected ({M}, {L}) torch.int64, one row per "
-                             f"sequence, as long as the structures.")
+            raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype}; expected ({M}, {L}) "
+                             "torch.int64, one row per sequence, as long as the structures.")
     if structure is None and B in (1, M):
         structure = torch.arange(M, device=S.device) if B == M else S.new_zeros(M)
     if structure is None or structure.shape != (M,) or structure.dtype != torch.int64:
-        raise ValueError(f"structure is {structure if structure is None else tuple(structure.shape)} for {M} sequences "
-                         f"on {B} structures; expected ({M},) torch.int64, the row of each one's structure.")
+        found = structure if structure is None else tuple(structure.shape)
+        raise ValueError(f"structure is {found} for {M} sequences on {B} structures; expected "
+                         f"({M},) torch.int64, the row of each one's structure.")
     if S.device.type == "cpu":
         for name, x, n in (("S", S, len(ALPHABET)), ("structure", structure, B)):
             if ((x < 0) | (x >= n)).any():
-                raise ValueError(f"{name} has values {int(x.min())} to {int(x.max())}; expected 0 to {n - 1}.")
+                raise ValueError(f"{name} has values {int(x.min())} to {int(x.max())}; expected 0 "
+                                 f"to {n - 1}.")
         if not torch.equal(decoding_order.sort(1).values, torch.arange(L).expand(M, L)):
-            raise ValueError(f"decoding_order is no permutation; expected each of 0 to {L - 1} once per row.")
+            raise ValueError(f"decoding_order is no permutation; expected each of 0 to {L - 1} "
+                             "once per row.")
     return structure
 
 
-# Files
+def check_sampling(chain_M, temperature, bias, omit, shape):
+    """ValueError unless arguments of `sample` fit `shape`, (M, L, V)."""
+    M, L, V = shape
+    broadcasts = bias.dim() <= 3 and all(
+        n in (1, size) for n, size in zip(bias.shape[::-1], shape[::-1]))
+    if chain_M.shape not in ((M, L), (1, L)) or not broadcasts or set(omit) - set(ALPHABET) or (
+            not 0 <= temperature <= MAX_TEMPERATURE):
+        raise ValueError(f"chain_M is {tuple(chain_M.shape)}, temperature {temperature}, bias "
+                         f"{tuple(bias.shape)}, omit {omit!r}; expected ({M}, {L}) or (1, {L}), a "
+                         f"number from 0 to {MAX_TEMPERATURE:g}, a shape that broadcasts to "
+                         f"({M}, {L}, {V}), and letters of {ALPHABET}.")
 
+
+# ---- files ----
 
 def random_proteinmpnn(seed, **sizes):
-    """An untrained ProteinMPNN(**sizes), the same for the same seed; torch's own generator is left alone."""
+    """An untrained ProteinMPNN(**sizes), the same for the same seed; leaves torch's generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ProteinMPNN(**sizes)
 
 
 def load_proteinmpnn(path, dropout=0.0):
-    """Read a file {num_edges, noise_level, model_state_dict, ...}, published or written by `save_proteinmpnn`.
+    """Read a file {num_edges, noise_level, model_state_dict, ...}, published or ours.
 
-    Returns the model, on the CPU, in float32 and training mode. Raises ValueError naming the file and what is wrong.
+    Returns: the model, on the CPU, in float32 and training mode.
+    Raises: ValueError naming the file and what is wrong.
     """
     if not os.path.isfile(path):
         raise ValueError(f"There is no file {path}; expected ProteinMPNN weights. {PUBLISHED}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:          # torch.load raises whatever the bytes lead it to
-        raise ValueError(f"{path} cannot be read as a file of tensors and numbers ({type(error).__name__}). "
-                         f"Fetch or write it again. {PUBLISHED}") from error
+        raise ValueError(f"{path} cannot be read as a file of tensors and numbers "
+                         f"({type(error).__name__}). Fetch or write it again. "
+                         f"{PUBLISHED}") from error
     return from_checkpoint(checkpoint, dropout, name=path)
 
 
 def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
-    """{num_edges, noise_level, model_state_dict, ...} -> ProteinMPNN of the sizes of its tensors, else ValueError."""
-    keys = ("num_edges", "noise_level", "model_state_dict")
-    found = [str(key) for key in checkpoint] if isinstance(checkpoint, dict) else [f"a {type(checkpoint).__name__}"]
-    if not set(keys) <= set(found):
-        raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}. {PUBLISHED}")
-    num_edges, noise_level, weights = (checkpoint[key] for key in keys)
-    if (type(num_edges) is not int or not 1 <= num_edges <= MAX_EDGES or type(noise_level) not in (int, float)
-            or not 0 <= noise_level < math.inf):
-        raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r}; expected an int from 1 to "
-                         f"{MAX_EDGES:,} and a number of Angstrom.")
-    if not isinstance(weights, dict):
-        raise ValueError(f"model_state_dict of {name} is {type(weights).__name__}; expected a dict of tensors.")
-    for key, value in weights.items():
-        if type(key) is not str or not torch.is_tensor(value) or value.layout != torch.strided or (
-                value.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16)):
-            found = f"{value.layout} {value.dtype}" if torch.is_tensor(value) else type(value).__name__
-            raise ValueError(f"model_state_dict of {name} has {key!r}: {found}; expected a dict of tensors by name, "
-                             f"dense, of 16, 32 or 64 bit floating point.")
+    """{num_edges, noise_level, model_state_dict, ...} -> ProteinMPNN of the sizes of its tensors.
+
+    Raises: ValueError with `name` for anything else.
+    """
+    num_edges, noise_level, weights = check_checkpoint(checkpoint, name)
     weights = {key.removeprefix("module."): value for key, value in weights.items()}
-    other = ("a LigandMPNN with ligand context" if any(key.startswith("context_encoder_layers.") for key in weights)
-             else "a CA-only ProteinMPNN" if any(key.startswith(("W_v.", "features.node_embedding."))
-                                                 for key in weights) else None)
+    other = None
+    if any(key.startswith("context_encoder_layers.") for key in weights):
+        other = "a LigandMPNN with ligand context"
+    elif any(key.startswith(("W_v.", "features.node_embedding.")) for key in weights):
+        other = "a CA-only ProteinMPNN"
     if other:
-        raise ValueError(f"{name} is {other}, another architecture; expected ProteinMPNN for full backbones, vanilla "
-                         f"or soluble. {PUBLISHED}")
+        raise ValueError(f"{name} is {other}, another architecture; expected ProteinMPNN for full "
+                         f"backbones, vanilla or soluble. {PUBLISHED}")
     hidden_size = weights["W_e.bias"].numel() if "W_e.bias" in weights else 128
     n_layers = [len({key.split(".")[1] for key in weights if key.startswith(part)})
                 for part in ("encoder_layers.", "decoder_layers.")]
     if not 1 <= hidden_size <= MAX_HIDDEN or not all(1 <= n <= MAX_LAYERS for n in n_layers):
-        raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size:,} numbers, and it has "
-                         f"{n_layers[0]} + {n_layers[1]} layers; expected 1 to {MAX_HIDDEN:,} and 1 to {MAX_LAYERS}. "
-                         f"{PUBLISHED}")
+        raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size:,} numbers, "
+                         f"and it has {n_layers[0]} + {n_layers[1]} layers; expected 1 to "
+                         f"{MAX_HIDDEN:,} and 1 to {MAX_LAYERS}. {PUBLISHED}")
     # Not on the device "meta", whose first use imports a compiler for more than a second.
-    model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size, n_encoder=n_layers[0],
-                               n_decoder=n_layers[1], dropout=dropout, noise_level=noise_level)
+    model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
+                               n_encoder=n_layers[0], n_decoder=n_layers[1], dropout=dropout,
+                               noise_level=noise_level)
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     problems = [f"missing {key}" for key in shapes if key not in weights]
     problems += [f"unexpected {key}" for key in weights if key not in shapes]
-    problems += [f"{key} is {tuple(weights[key].shape)}, not {tuple(shape)}" for key, shape in shapes.items()
+    problems += [f"{key} is {tuple(weights[key].shape)}, not {tuple(shape)}"
+                 for key, shape in shapes.items()
                  if key in weights and weights[key].shape != shape]
-    problems += [f"{key} has values that are not finite" for key in weights if not weights[key].isfinite().all()]
+    problems += [f"{key} has values that are not finite"
+                 for key in weights if not weights[key].isfinite().all()]
     if problems:
-        raise ValueError(f"{name} is not a ProteinMPNN of {n_layers[0]} + {n_layers[1]} layers ({len(problems)} "
-                         f"differences): {'; '.join(problems[:8])}. {PUBLISHED}")
+        raise ValueError(f"{name} is not a ProteinMPNN of {n_layers[0]} + {n_layers[1]} layers "
+                         f"({len(problems)} differences): {'; '.join(problems[:8])}. {PUBLISHED}")
     model.load_state_dict(weights)
     return model
 
 
+def check_checkpoint(checkpoint, name):
+    """num_edges, noise_level and tensors by name of a checkpoint, or ValueError."""
+    keys = ("num_edges", "noise_level", "model_state_dict")
+    found = [str(key) for key in checkpoint] if isinstance(checkpoint, dict) else [
+        f"a {type(checkpoint).__name__}"]
+    if not set(keys) <= set(found):
+        raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}. "
+                         f"{PUBLISHED}")
+    num_edges, noise_level, weights = (checkpoint[key] for key in keys)
+    if type(num_edges) is not int or not 1 <= num_edges <= MAX_EDGES or (
+            type(noise_level) not in (int, float) or not 0 <= noise_level < math.inf):
+        raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r}; "
+                         f"expected an int from 1 to {MAX_EDGES:,} and a number of Angstrom.")
+    if not isinstance(weights, dict):
+        raise ValueError(f"model_state_dict of {name} is {type(weights).__name__}; expected a dict "
+                         "of tensors.")
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for key, value in weights.items():
+        is_tensor = torch.is_tensor(value)
+        if type(key) is not str or not is_tensor or value.layout != torch.strided or (
+                value.dtype not in dtypes):
+            kind = f"{value.layout} {value.dtype}" if is_tensor else type(value).__name__
+            raise ValueError(f"model_state_dict of {name} has {key!r}: {kind}; expected a dict of "
+                             "tensors by name, dense, of 16, 32 or 64 bit floating point.")
+    return num_edges, noise_level, weights
+
+
 def to_checkpoint(model, **extra):
-    """The published layout, on the CPU; further keys, such as epoch and step, are ignored by other tools."""
+    """The published layout, on the CPU; other tools ignore further keys, such as epoch and step."""
     weights = {key: value.cpu() for key, value in model.state_dict().items()}
-    return {**extra, "num_edges": model.num_edges, "noise_level": model.noise_level, "model_state_dict": weights}
+    return {**extra, "num_edges": model.num_edges, "noise_level": model.noise_level,
+            "model_state_dict": weights}
 
 
 def save_proteinmpnn(path, model, **extra):
