@@ -136,7 +136,9 @@ def test_fixed_positions_keep_their_letters_and_mutable_ones_are_the_rest(sample
     for i in range(22):
         letters = {sequence[i] for sequence in drawn(fixed)}
         assert letters == {NATIVE[i]} if i in (0, 1, 2, 3, 4, 10) else len(letters) > 1
+    assert "--fixed_positions: 6 positions by chain and number in the file" in fixed[1]
     assert sample(*args, "--mutable_positions", "A15-A19", "A21-A31")[0] == fixed[0]
+    assert sample(*args, "--fixed_positions", "0-4", "10")[0] == fixed[0]
 
 
 def test_fixed_chains_are_context_that_no_sequence_shows(sample, dimer):
@@ -222,40 +224,19 @@ def test_recovery_is_counted_on_designed_positions(sample, pdb, tmp_path):
         assert head["seq_recovery"] == pytest.approx(share, abs=1e-4)
 
 
-def test_both_forms_of_positions_give_the_same_and_the_message_says_which(sample, dimer):
-    by_number, number_notes = sample(dimer, "--fixed_positions", "A12", "B10-B19")
-    by_index, index_notes = sample(dimer, "--fixed_positions", "2", "22-31")
-    assert by_number == by_index
-    start = "--fixed_positions: 11 positions by "
-    assert f"{start}chain and number in the file: A12 B10-B19" in number_notes
-    assert f"{start}0-based number in the sequence: 2 22-31" in index_notes
-
-
-def test_mmcif_and_pdb_give_the_same(sample, tmp_path):
-    chains = {"A": "MKTAYIA-KQRQ", "B": "ISFVKSHF"}
-    pdb, cif = write_pdb(tmp_path / "x.pdb", chains), tmp_path / "x.cif"
-    cif.write_text(helices(chains).mmcif())
-    texts = [sample(path, "--num", 2, "--temperature", 1, "--fixed_positions", "A12", "B11")[0]
-             for path in (pdb, cif)]
-    assert texts[0] == texts[1] and read(texts[0])[0][1] == "MKTAYIAXKQRQ/ISFVKSHF"
-
-
 BAD = {                                                     # arguments: words of the message
     "--chains Z": "Z; expected chains of",
-    "--chains A A": "each once",
     "--chains A --fixed_chains A": "in --chains and in --fixed_chains",
     "--fixed_positions A9": "--fixed_positions: position A9 is not there",
     "--fixed_positions A12 --mutable_positions A13": "not allowed with",
     "--fixed_positions 0-43": "no position is left to design",
     "--tied_positions A12": "at least two parts",
-    "--tied_positions A12,B12-B13": "parts of one length",
     "--tied_positions A12,B12 --fixed_positions A12": "A12 (fixed), B12 (designed)",
     "--tied_positions A12,B12 --homomer": "expected one of them",
     "--homomer --chains A": "share no residue number",
     "--omit 1": "--omit: found 1",
     "--omit ACDEFGHIKLMNPQRSTVWY": "some, not all",
     "--bias W": "found W; expected an amino acid and nats",
-    "--bias W=nan": "found W=nan",
     "--bias W=0 W=2": "found W twice",
     "--bias W=1e40": "found W=1e40",
     "--temperature -1": "number of at least 0",
@@ -263,7 +244,6 @@ BAD = {                                                     # arguments: words o
     "--num 0": "found --num 0",
     "--batch_size 0": "found --batch_size 0",
     "--orders 0": "found --orders 0",
-    "--seed x": "invalid int value",
     "--out .": "a folder",
     "--out missing/x.fasta": "in a folder that is missing",
     "--score_only good.fasta --num 3": "found --num with --score_only",
@@ -271,7 +251,6 @@ BAD = {                                                     # arguments: words o
     "--score_only empty.fasta": "no sequence",
     "--score_only headless.fasta": "before a header",
     "--score_only short.fasta": "chains of [22, 21] letters; expected [22, 22]",
-    "--score_only joined.fasta": "expected [22, 22]",
     "--score_only lower.fasta": "'m' at A10",
     "--score_only unknown.fasta": "'X' at A11 (position 1, 0-based)",
     "--device xpu": "--device xpu",
@@ -285,7 +264,7 @@ def test_bad_input_is_one_clear_error_and_leaves_no_file(
     if text == "--device xpu" and torch.xpu.is_available():
         pytest.skip("this machine has an XPU")
     for name, letters in {"good": f"{NATIVE}/{NATIVE}", "short": f"{NATIVE}/{NATIVE[1:]}",
-                          "joined": NATIVE * 2, "lower": f"m{NATIVE[1:]}/{NATIVE}",
+                          "lower": f"m{NATIVE[1:]}/{NATIVE}",
                           "unknown": f"MX{NATIVE[2:]}/{NATIVE}"}.items():
         (tmp_path / f"{name}.fasta").write_text(f">a\n{letters}\n")
     (tmp_path / "empty.fasta").write_text("\n")

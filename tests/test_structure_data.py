@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sequence_data import AMINO_ACIDS, LETTERS, decode, encode
-from structure_data import (BACKBONE, NAMES, Chain, Complex, EpochPlan, Pair, Structure,
+from structure_data import (BACKBONE, Chain, Complex, EpochPlan, Pair, Structure,
                             build_backbone, collate, collate_complexes, demo_pairs, describe,
                             eval_batches, parse_positions, read_pairs, read_structure,
                             shared_structures, split_pairs)
@@ -68,22 +68,6 @@ def first_record(chain):
     return [int(x) if there else None for x, there in zip(chain.X[:, 0, 0], chain.resolved)]
 
 
-def plain_rows(text, chain):
-    """[(residue name, {atom: xyz})] of a chain by the published rules, read column by column."""
-    rows = {}
-    for line in text.splitlines():
-        if line[:6] == "HETATM" and line[17:20] == "MSE":
-            line = line.replace("HETATM", "ATOM  ").replace("MSE", "MET")
-        if line[:4] == "ATOM" and line[21] == chain:
-            place = int(line[22:26]), line[26].strip()
-            _, atoms = rows.setdefault(place, (line[17:20], {}))
-            atoms.setdefault(line[12:16].strip(), [float(line[i:i + 8]) for i in (30, 38, 46)])
-    numbers = [number for number, _ in rows]
-    for number in set(range(min(numbers), max(numbers))) - set(numbers):
-        rows[number, ""] = ("---", {})
-    return [rows[key] for key in sorted(rows)]
-
-
 # ---- structures ----
 
 @pytest.fixture(scope="module")
@@ -120,20 +104,6 @@ def test_rows_of_a_file_with_every_oddity_equal_those_of_the_official_code(cases
     complex = official_complex(read_text(tmp_path, "odd.pdb", case["pdb_text"]), case)
     assert_official(complex, case["inputs"])
     assert decode(complex.S) == case["seq_with_gaps"].replace("-", "X")
-
-
-def test_rows_of_real_files_equal_a_plain_reading_of_their_columns(shared):
-    letters = dict(zip(NAMES, AMINO_ACIDS))
-    for path in (shared / "data" / "pdbs").glob("*.pdb"):
-        structure, text = read_structure(path), path.read_text()
-        lines = [line for line in text.splitlines() if line[:4] == "ATOM"]
-        assert sorted(structure.chains) == sorted({line[21] for line in lines})
-        for name, chain in structure.chains.items():
-            rows = plain_rows(text, name)
-            assert decode(chain.S) == "".join(letters.get(residue, "X") for residue, _ in rows)
-            assert chain.resolved.tolist() == [set(BACKBONE) <= atoms.keys() for _, atoms in rows]
-            xyz = [[atoms.get(atom, [0, 0, 0]) for atom in BACKBONE] for _, atoms in rows]
-            assert np.array_equal(chain.X, np.array(xyz, np.float32))
 
 
 def test_two_formats_of_one_protein_are_one_structure_and_others_are_not(shared):
@@ -221,14 +191,11 @@ def test_unknown_coordinates_of_mmcif_are_missing_atoms_and_their_errors_no_part
 
 
 @pytest.mark.parametrize("name, content, says", [
-    ("s.pdb", "", "empty"), ("s.cif", " \n", "empty"), ("s.pdb", b"\0\1\2" * 99, "binary"),
-    ("s.pdb", "HELLO\n", "no ATOM"), ("s.txt", ONE, ".mmcif"), ("s", ONE, ".mmcif"),
+    ("s.cif", " \n", "empty"), ("s.pdb", b"\0\1\2" * 99, "binary"), ("s.txt", ONE, ".mmcif"),
     ("s.pdb", Atoms().add("A", 1, "HOH", het=True).pdb(), "no ATOM"),
     ("s.pdb", ONE.replace("   0.125", "  0.12.5"), "columns 31 to 54"),
     ("s.pdb", ONE.replace("  -0.125", "********"), "columns 31"),
-    ("s.pdb", ONE.replace("   0.125", "   1_0.5"), "columns 31"),
     ("s.pdb", ONE.replace("A   1 ", "A   x "), "columns 23 to 26"),
-    ("s.pdb", ONE.replace("A   1 ", "A 1_1 "), "columns 23"),
     ("s.pdb", "ATOM      1  N   ALA A   1\n", "columns"), ("s.pdb", ONE_CIF, "columns"),
     ("s.pdb", "".join(Atoms().add(" ", i, "ALA").pdb() for i in (1, 2, 1)),
      "residue 1 comes again in a chain"),
@@ -238,12 +205,10 @@ def test_unknown_coordinates_of_mmcif_are_missing_atoms_and_their_errors_no_part
      "CA of residue 1 at y = -100001; expected Angstrom, at most 100,000"),
     ("s.pdb.gz", gzip.compress(ONE.encode())[:-9], "end-of-stream"),
     ("s.cif", ONE, "cannot be read"), ("s.cif", "data_x\n_a.b 1\n", "0 data blocks"),
-    ("s.cif", ONE_CIF * 2, "cannot be read"), ("s.cif", "data_x\nloop_\n_a.b\n'x", "cannot be"),
+    ("s.cif", "data_x\nloop_\n_a.b\n'x", "cannot be read"),
     ("s.cif", Atoms().add("A", 1, "ALA").add("A", 900_000, "ALA").mmcif(), "100,000 rows"),
     ("s.cif", Atoms().add("A", "?", "ALA").mmcif(), "auth_seq_id is '?'; expected a number"),
-    ("s.cif", Atoms().add("A", "1x", "ALA").mmcif(), "auth_seq_id is '1x'"),
     ("s.cif", ONE_CIF.replace(" 0.125 ", " foo "), "Cartn_x is 'foo'; expected a number"),
-    ("s.cif", ONE_CIF.replace(" -0.125 ", " 1.2.3 "), "Cartn_y is '1.2.3'"),
     ("s.cif", ONE_CIF.replace("group_PDB", "group"), "no group_PDB"),
     ("s.cif", ONE_CIF.replace(" 0.125 ", " 1e30 "), "chain A has N of residue 1 at x = 1e+30")])
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
@@ -342,22 +307,18 @@ def refusal(path, **options):
 def test_the_pairs_at_hand_are_read_and_described(shared, name):
     entries = json.loads((shared / "data" / name).read_text())
     pairs, files = read_pairs(shared / "data" / name), {entry["pdb_file"] for entry in entries}
-    lengths, text = [len(pair.complex) for pair in pairs], describe(pairs)
-    assert text.startswith(f"{len(entries)} pairs on {len(files)} structures, {min(lengths)} to "
-                           f"{max(lengths)} rows each")
-    for n, words in (
-            (sum("chain_id" not in entry for entry in entries), "with several chains"),
-            (sum(not pair.chain_M.all() for pair in pairs), "with fixed positions"),
-            (sum("X" in entry["preferred_seq"] for entry in entries), "with unresolved rows")):
-        assert (f"; {n} {words}" in text) == (n > 0)
+    text = describe(pairs)
+    assert text.startswith(f"{len(entries)} pairs on {len(files)} structures, ")
+    n = sum("design_chains" in entry for entry in entries)
+    assert (f"; {n} with several chains" in text) == (n > 0)
     for pair, entry in zip(pairs, entries):
         rows, rest = {}, entry["preferred_seq"]
         for chain in entry.get("design_chains", [entry.get("chain_id")]):
             size = len(pair.complex.structure.chains[chain].S)
             rows[chain], rest = rest[:size], rest[size:]
         assert decode(pair.chosen) == "".join(rows[chain] for chain in sorted(rows)) and not rest
-        identity = np.mean(pair.chosen == pair.complex.S[:pair.complex.n_designed])
-        assert identity > 0.7           # preferred sequences are near the native one
+        # Preferred sequences are near the native one, so that shifted rows would show.
+        assert np.mean(pair.chosen == pair.complex.S[:pair.complex.n_designed]) > 0.7
 
 
 BAD_WORDS = {                           # what the message has to hold for each case of the fixture
@@ -393,12 +354,10 @@ NAN = float("nan")
 
 @pytest.mark.parametrize("changes, says", [
     ([dict(pdb_file=value) for value in (None, "", 3)], "pdb_file is"),
-    ([dict(pdb_file=".")], "not a file"), ([dict(pdb_file="pairs.json")], ".mmcif"),
-    ([dict(pdb_file="a\0.pdb")], "a\\u0000.pdb"), ([dict(pdb_file="x" * 5000 + ".pdb")], "long"),
-    ([dict(pdb_file="é\ud800.pdb")], "\\"), ([dict(pdb_file=ABSENT)], "missing key pdb_file"),
-    ([dict(pdb_file="far.pdb")], "far.pdb cannot be read: chain A has N of residue 1 at x = 1e+39"),
+    ([dict(pdb_file=value) for value in ("pairs.json", "é\ud800.pdb", "x" * 5000)], "item 1: "),
+    ([dict(pdb_file="a\0.pdb")], "a\\u0000.pdb"),
+    ([dict(pdb_file=ABSENT)], "missing key pdb_file"),
     ([dict(preferred_seq=value) for value in (NAN, "", ["M"])], "preferred_seq is"),
-    ([dict(unpreferred_seq=ABSENT)], "missing key unpreferred_seq"),
     ([dict(preferred_seq="mkXXVLA")], "write upper case"),
     ([dict(preferred_seq="MKXXVLB")], "unknown residue letter 'B' at position 7"),
     ([dict(preferred_seq="MKXXVL\ud800")], "'\\ud800' at position 7"),
@@ -406,49 +365,39 @@ NAN = float("nan")
     ([dict(preferred_seq="MKVLA", unpreferred_seq="MRVIA")],
      "sequence 5, structure chain A 7 of which 2 unresolved"),
     ([dict(preferred_seq="MKXXVLAA", unpreferred_seq="MKXXVIAA")], "sequence 8"),
-    ([dict(preferred_seq="MKX")], "lengths differ"),
-    ([dict(preferred_seq="MKXXXLA")], "'X' at a resolved position, 5 of preferred_seq"),
-    ([dict(preferred_seq="-KXXVLA")], "'-' at a resolved position, 1"),
-    ([dict(preferred_seq="MKSXVLA")], "3 of unpreferred_seq"),
+    ([dict(preferred_seq="MKSXVLA")], "'X' at a resolved position, 3 of unpreferred_seq"),
     ([dict(unpreferred_seq=value) for value in ("MKXXVLA", "MKXCVLG", "MK--VL-")], "no preference"),
     ([dict(chain_id=value) for value in (None, "", " ", 1, ["A"])], "chain_id is"),
     ([dict(chain_id="a")], "chain a not in small.pdb (has A B D)"),
     ([dict(chain_id="D", preferred_seq="X", unpreferred_seq="X"),
       {**AB, "design_chains": ["A", "D"]}], "chain D has no protein"),
-    ([dict(fixed_chains=["B"])], "chain_id and fixed_chains given together"),
     ([dict(chain_id=ABSENT), dict(chain_id=ABSENT, fixed_chains=["A"])], "neither chain_id nor"),
     ([{**AB, "design_chains": value} for value in ("AB", ["A", 2], ["A", ""])], "list of names"),
     ([{**AB, "fixed_chains": value} for value in ("D", None)], "fixed_chains is"),
     ([{**AB, "fixed_chains": ["A"]}], "chain A is in design_chains and in fixed_chains"),
     ([{**AB, "fixed_chains": ["D", "D"]}], "chain D listed twice in fixed_chains"),
-    ([{**AB, "fixed_chains": ["Z"]}], "chain Z not in"),
     ([dict(mutable_positions=value) for value in (
         [], [True], [1.0], ["A2"], 1, "1,5", [NAN], [[1, 5]], None, {"A": [1]})], "whole numbers"),
     ([dict(mutable_positions=[value]) for value in (7, 10 ** 40)], "outside 0..6"),
     ([dict(mutable_positions=[1, 5, 1])], "position 1 repeats"),
-    ([dict(mutable_positions=[1])], "differ at 1 fixed positions: [5]"),
-    ([dict(mutable_positions=[3, 6])], "differ at 2 fixed positions"),
+    ([dict(mutable_positions=[3, 6])], "differ at 2 fixed positions: [1, 5]"),
     ([dict(mutable_positions=[1, 5], mutable_ranges=[[1, 5]])], "given together"),
     ([dict(mutable_ranges=value) for value in (
         [1, 5], [[1, 2, 3]], [[1, True]], [["A1", "A5"]], [], "1-5")], "whole numbers"),
     ([dict(mutable_ranges=[value]) for value in ([1, 7], [-2, 5])], "outside 0..6"),
     ([dict(mutable_ranges=[[1, 5], [5, 6]])], "range 5-6 repeats"),
-    ([dict(mutable_ranges=[[5, 1]])], "reversed"),
-    ([dict(score=3)], "unknown key score"), ([dict(Pdb_file="x")], "did you mean pdb_file?")])
+    ([dict(Pdb_file="x")], "unknown key Pdb_file; did you mean pdb_file?")])
 def test_siblings_of_the_malformed_cases_are_refused_with_their_item(small, changes, says):
-    (small / "far.pdb").write_text(SMALL.pdb().replace("   0.125", "    1e39"))
     for change in changes:
         message = refusal(write(small, [GOOD, changed(**change)]))
         assert "item 1: " in message and "item 0" not in message and says in message
 
 
 @pytest.mark.parametrize("content, says", [
-    ("", "empty"), ("  \n", "empty"), ("[]", "found []"), ("{}", "top level must be a list"),
-    ("null", "found null"), ("3", "found 3"), (json.dumps([GOOD])[:-1], "no JSON"),
-    (json.dumps(GOOD) + "\n" + json.dumps(GOOD), "named .jsonl"),
-    (b"\xff\xfe[\0]\0", "UTF-8 (from byte 0 on)"), (b"PK\3\4\0\0", "no JSON"),
-    ("[" * 100_000, "no JSON"), ("[" + "9" * 5000 + "]", "no JSON"), ("[1]", "item 0: found 1"),
-    ("[null]", "found null"), ("[[]]", "found []"), ('["small.pdb"]', 'found "small.pdb"'),
+    ("  \n", "empty"), ("[]", "found []"), ("{}", "top level must be a list"), ("3", "found 3"),
+    (json.dumps(GOOD) + "\n" + json.dumps(GOOD), "named .jsonl"), (b"PK\3\4\0\0", "no JSON"),
+    (b"\xff\xfe[\0]\0", "UTF-8 (from byte 0 on)"), ("[" * 100_000, "no JSON"),
+    ("[" + "9" * 5000 + "]", "no JSON"), ("[null]", "item 0: found null"),
     (json.dumps([GOOD])[:-2] + ', "chain_id": "B"}]', 'key "chain_id" given twice'),
     ("[{}]", "missing key")])
 def test_a_file_that_holds_no_list_of_objects_is_refused(small, content, says):
@@ -763,45 +712,9 @@ def test_a_batch_holds_each_complex_once_padded_to_the_longest(small):
     assert not whole["chain_id"][0, 7:].any() and not whole["X"][0, [3, 7, 8]].any()
 
 
-def test_the_designed_part_of_a_complex_equals_the_official_one(cases, shared):
-    case, inputs = cases["complex_small"], cases["complex_small"]["inputs"]
-    complex = official_complex(read_structure(shared / "data" / "pdbs" / case["pdb"]), case)
-    n = complex.n_designed
-    chosen = inputs["S_chosen"][0, :n].numpy().astype(np.uint8)
-    pair = Pair(complex, chosen, complex.S[:n], inputs["chain_M_pos"][0, :n].numpy().astype(bool))
-    batch = collate([pair], [0])
-    for name, official in (("chosen", "S_chosen"), ("rejected", "S"), ("chain_M", "chain_M_full")):
-        assert torch.equal(batch[name], inputs[official])
-
-
-def test_padding_holds_the_values_of_the_official_code(cases):
-    official = cases["padded_batch_small"]["inputs"]
-    real = official["chain_encoding_all"] != 0
-    for name, values in collate_complexes([made(24, 1)[0].complex, made(30, 1)[0].complex]).items():
-        expected = official["chain_encoding_all" if name == "chain_id" else name]
-        assert (values[0, 24:] == expected[~real][0]).all() and values.dtype == expected.dtype
-
-
 # ---- demo ----
 
-@pytest.mark.parametrize("phi, psi, rise", [(-57, -47, 1.5), (-120, 120, 3.3)])
-def test_ideal_backbones_have_the_textbook_geometry(phi, psi, rise):
-    N, CA, C, O = build_backbone([phi] * 20, [psi] * 20).astype(float).transpose(1, 0, 2)
-    bonds = ((N, CA, 1.458), (CA, C, 1.525), (C[:-1], N[1:], 1.329), (C, O, 1.231),
-             (CA[:-1], CA[1:], 3.80))
-    for a, b, length in bonds:
-        assert np.allclose(np.linalg.norm(a - b, axis=-1), length, atol=0.02)
-    bends = CA[1:-1] * 2 - CA[:-2] - CA[2:]                 # point to a helix's axis
-    axis = np.cross(bends[0], bends[1])
-    assert np.allclose(abs((CA[5] - CA[4]) @ axis) / np.linalg.norm(axis), rise, atol=0.15)
-    if phi == -57:
-        assert np.allclose(np.linalg.norm(O[:-4] - N[4:], axis=-1), 3.0, atol=0.2)  # hydrogen bonds
-        cosine = (bends[0] @ bends[1]) / np.linalg.norm(bends[0]) ** 2
-        assert abs(math.degrees(math.acos(cosine)) - 100) < 3
-        assert axis @ (CA[5] - CA[0]) > 0                   # right-handed
-
-
-def test_torsions_of_a_backbone_are_those_asked_for_and_peptides_are_trans():
+def test_backbones_have_textbook_distances_and_the_torsions_asked_for():
     def torsion(a, b, c, d):
         n1, n2 = np.cross(b - a, c - b), np.cross(c - b, d - c)
         return math.degrees(math.atan2(np.linalg.norm(c - b) * (b - a) @ n2, n1 @ n2))
@@ -810,10 +723,14 @@ def test_torsions_of_a_backbone_are_those_asked_for_and_peptides_are_trans():
     X = build_backbone(phi, psi).astype(float)
     for i in range(4):
         (N, CA, C, O), (N2, CA2, C2, _) = X[i], X[i + 1]
+        for a, b, angstrom in ((N, CA, 1.46), (CA, C, 1.53), (C, N2, 1.33), (C, O, 1.23),
+                               (N, C, 2.46), (CA, O, 2.40), (CA, N2, 2.43), (C, CA2, 2.43),
+                               (CA, CA2, 3.80)):
+            assert abs(np.linalg.norm(a - b) - angstrom) < 0.02
         found = [torsion(N, CA, C, N2), torsion(C, N2, CA2, C2)]
         assert np.allclose(found, [psi[i], phi[i + 1]], atol=0.01)
-        omega = [torsion(CA, C, N2, CA2), torsion(O, C, N2, CA2)]
-        assert np.allclose(np.abs(omega), [180, 0], atol=0.01)
+        trans = [torsion(CA, C, N2, CA2), torsion(O, C, N2, CA2)]
+        assert np.allclose(np.abs(trans), [180, 0], atol=0.01)
 
 
 def helical(X):
