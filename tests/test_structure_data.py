@@ -498,7 +498,9 @@ def test_a_copy_with_other_residue_numbers_has_positions_of_its_own(small):
         (small / f"{start}.pdb").write_text(atoms.pdb())
         entries.append(changed(pdb_file=f"{start}.pdb", preferred_seq="AAAAA",
                                unpreferred_seq=other))
-    first, second = read_pairs(write(small, entries), mutable="A5")
+    notes = []
+    first, second = read_pairs(write(small, entries), mutable="A5", notes=notes)
+    assert len(notes) == 1
     assert first.complex.structure.key == second.complex.structure.key
     assert [np.flatnonzero(pair.chain_M).tolist() for pair in (first, second)] == [[4], [2]]
 
