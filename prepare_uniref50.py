@@ -61,7 +61,7 @@ import numpy as np
 from tqdm import tqdm
 
 from sequence_data import (FORMAT, LETTERS, N_TOKENS, PAD, PARTS, SETS, VERSION, Proteins, ReadReport,
-                           check_prepared, order_words, places, read_blocks, refuse_nothing_left)
+                           check_prepared, order_words, span_indices, read_blocks, refuse_nothing_left)
 
 # The current release: some 13 GB, about 60 million proteins.
 UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
@@ -331,7 +331,7 @@ class Rows(NamedTuple):
         starts, counts = self.layout()
         cuts = np.cumsum(counts[order]) // n_words
         for rows in np.split(order, np.flatnonzero(np.diff(cuts)) + 1):
-            yield Rows(self.words[places(starts[rows], counts[rows])], self.lengths[rows],
+            yield Rows(self.words[span_indices(starts[rows], counts[rows])], self.lengths[rows],
                        self.keys[rows])
 
 

@@ -19,11 +19,15 @@ import pytest
 import torch
 
 import sequence_data
-from sequence_data import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID, BatchPlan, BatchReader, DemoSource,
+import sequence_batches
+from sequence_data import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID, DemoSource,
                            Proteins, ReadReport, apply_max_length, collate, crop_start, crop_starts, decode,
-                           encode, eval_batches, eval_crop_starts, keyed_generator, keyed_seed, order_words,
-                           read_blocks, read_sequences, sequence_keys, split_by_hash, sum_rows,
+                           encode, eval_crop_starts, keyed_generator, keyed_seed, order_words,
+                           read_blocks, read_sequences, sequence_keys, split_by_hash,
                            unigram_frequencies)
+
+
+from sequence_batches import BatchPlan, BatchReader, eval_batches, sum_rows
 
 
 def write(tmp_path, content, name="in.fasta"):
@@ -643,9 +647,9 @@ def test_the_plan_is_a_function_of_seed_and_epoch_and_any_step_is_reached_direct
 
 
 def test_windows_of_an_epoch_hold_each_protein_once_too(monkeypatch):
-    monkeypatch.setattr(sequence_data, "WINDOW_BYTES", 0)
-    monkeypatch.setattr(sequence_data, "READ_BYTES", 0)
-    monkeypatch.setattr(sequence_data, "WINDOW_STEPS", 20)
+    monkeypatch.setattr(sequence_batches, "WINDOW_BYTES", 0)
+    monkeypatch.setattr(sequence_batches, "READ_BYTES", 0)
+    monkeypatch.setattr(sequence_batches, "WINDOW_STEPS", 20)
     reader = plan_of(random_lengths(20_000), 512, 4, batch_size=12)
     assert reader.plan.windows >= 15 and reader.plan.window_steps >= 20
     for epoch in (0, 3):
