@@ -4,12 +4,14 @@ A real HTTP server on this machine plays each fault: `web.faults` has a function
 """
 
 import base64
+import contextlib
 import gzip
 import hashlib
 import http.server
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -18,9 +20,11 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import urllib.request
 from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -609,38 +613,60 @@ def test_an_untrusted_certificate_is_refused_at_once(path, tmp_path):
 
 # ---- killed, and no room ----
 
-def child(url, path, head=""):
-    code = (f"{head}\nfrom prepare_uniref50 import Source, download\n"
-            f"download(Source({url!r}), {str(path)!r}, backoff=0)")
-    root = Path(prepare_uniref50.__file__).parent
-    command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def child(path, work):
+    """A forked process that does `work`; yields it as pid, exit code (after the block) and stderr.
+
+    Forked and not started, because importing takes longer than all that is tested.
+    """
+    process = SimpleNamespace(errors=path.with_name("stderr"))
+    process.pid = os.fork()
+    if process.pid == 0:
+        code = 1
+        try:
+            os.dup2(os.open(process.errors, os.O_WRONLY | os.O_CREAT), 2)
+            sys.stderr = open(2, "w", closefd=False)
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    yield process
+    process.code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
 
 
 def test_killed_midway_the_same_call_asks_only_for_the_rest(web, path):
-    held = threading.Event()
+    go_on, half_sent = threading.Event(), threading.Event()
 
     def sends_half_and_waits(answer):
         answer.sane(HALF)
-        held.wait(60)
+        half_sent.set()
+        go_on.wait(60)
     web.faults = [sends_half_and_waits]
-    with child(web.url, path) as process:
+    with child(path, lambda: download(Source(web.url), path, **FAST)) as process:
+        assert half_sent.wait(60)
         arrived = lambda: part_of(path).exists() and part_of(path).stat().st_size == HALF
-        while process.poll() is None and not arrived():
+        while not arrived():
             time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    held.set()
-    assert process.returncode == -signal.SIGKILL and not path.exists()
+        os.kill(process.pid, signal.SIGKILL)
+    go_on.set()
+    assert process.code == -signal.SIGKILL and not path.exists()
     get(web, path)
     assert web.ranges() == [None, f"bytes={HALF}-"]
 
 
 def test_no_room_is_refused_naming_the_file_and_keeps_what_arrived(web, path):
-    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({HALF}, {HALF}))"
-    with child(web.url, path, limit) as process:
-        errors = process.communicate()[1]
-    assert process.returncode == 1 and f"{HALF:,} bytes" in errors
-    assert "OSError" in errors.splitlines()[-1] and str(part_of(path)) in errors.splitlines()[-1]
+    def with_little_room():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (HALF, HALF))
+        download(Source(web.url), path, **FAST)
+    with child(path, with_little_room) as process:
+        pass
+    last = process.errors.read_text().splitlines()[-1]
+    assert process.code == 1 and f"{HALF:,} bytes" in last
+    assert "OSError" in last and str(part_of(path)) in last
     assert len(web.asked) == 1
     get(web, path)
     assert web.ranges()[1] == f"bytes={HALF}-"
