@@ -5,7 +5,7 @@
     python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # files of one's own
     python prepare_uniref50.py FOLDER --bench FILE.gz                # speed here; makes no FOLDER
 
-Files, cleaning and refusals are those of sequence_data.py. Exact duplicates are kept once. The
+Files, cleaning and refusals are those of sequence_data.py. Of equal proteins one stays. The
 folder holds, all numbers little endian and without headers, for SET = train and val:
 
     meta.json          format and its version, source, release, letters, settings, report of the
@@ -22,7 +22,7 @@ its key is in the lowest val_fraction of all keys, as with split_by_hash.
 Two passes: the text is cleaned and dealt to some hundred files ("buckets") by the first bits of the
 order; then each of these is sorted in memory. Work in progress is in FOLDER.partial, and FOLDER
 appears at the very end, by a rename. After an interruption the same command starts the passes
-again; a finished download is kept.
+again; a finished download stays.
 """
 
 import argparse
@@ -113,7 +113,14 @@ def parse(argv):
 
 
 def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_length=1, seed=0):
-    """Make the folder. Raises ValueError for settings and data, OSError for disk and network."""
+    """Make the prepared folder, or find it finished.
+
+    folder: Path of what is made. files: Paths of files of proteins, or None to download the url.
+    max_sequences: only so many records of the sources, the first ones. min_length: residues.
+    val_fraction: share of the proteins in val, by their keys. seed: of the order.
+    Raises ValueError for settings and data, RuntimeError for another process at work on the folder
+    or an unfit server, OSError for disk and network.
+    """
     n_wanted = 1 if max_sequences is None else max_sequences
     if not 0 <= val_fraction < 1 or min_length < 1 or n_wanted < 1:
         raise ValueError(f"found val_fraction = {val_fraction}, min_length = {min_length}, "
@@ -253,10 +260,11 @@ def check_disk(folder, n_bytes, n_download=0):
     n_work, free = 2 * BUCKET_BYTES, shutil.disk_usage(folder).free
     need = n_download + n_bytes + n_work
     if free < need:
-        size = lambda n: f"{n / 1e9:,.3f} GB"
-        raise ValueError(f"{folder} has {size(free)} free; expected about {size(need)} "
-                         f"({size(n_download)} to download, {size(n_bytes)} of proteins, "
-                         f"{size(n_work)} to work in). Make room, or take another disk.")
+        free, need, n_download, n_bytes, n_work = (
+            f"{n / 1e9:,.3f} GB" for n in (free, need, n_download, n_bytes, n_work))
+        raise ValueError(f"{folder} has {free} free; expected about {need} ({n_download} to "
+                         f"download, {n_bytes} of proteins, {n_work} to work in). Make room, or "
+                         f"take another disk.")
 
 
 # ---- pass 1: clean, and deal to buckets ----
@@ -285,10 +293,9 @@ def all_blocks(inputs, n_sequences, report, settings):
     left, n_read, n_bytes = settings["max_sequences"], 0, 0
     by_bytes = left is None
     total = sum(entry.size for entry in inputs) if by_bytes else n_sequences
-    n_dropped = lambda: report.n_empty + report.n_all_x + report.n_short
     with progress_bar("1/2 reading", total, "B" if by_bytes else " sequences") as bar:
         for entry in inputs:
-            n_before = n_read + n_dropped()
+            n_before = n_read + report.n_dropped
             for block in entry.blocks(report, settings["min_length"], left):
                 n_read += len(block.lengths)
                 bar.set_postfix_str(f"{n_read / 1e6:.2f} M sequences", refresh=False)
@@ -296,7 +303,7 @@ def all_blocks(inputs, n_sequences, report, settings):
                 yield block
             n_bytes += entry.count
             if not by_bytes:
-                left -= n_read + n_dropped() - n_before
+                left -= n_read + report.n_dropped - n_before
                 if left == 0:
                     break
 
@@ -551,8 +558,10 @@ def bench(path, folder, rounds=3):
         result = work(*arguments)
         seconds[name].append(time.perf_counter() - began)
         return result
+
+    def count():
+        return sum(len(block.lengths) for block in read_blocks(path, ReadReport()))
     shell = ["bash", "-c", 'gzip -dc "$1" | wc -c', "-", path]
-    count = lambda: sum(len(block.lengths) for block in read_blocks(path, ReadReport()))
     parent = Path(os.path.abspath(folder)).parent
     for _ in range(rounds):
         n_text = int(timed("gzip -dc FILE | wc -c", subprocess.check_output, shell))

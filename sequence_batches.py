@@ -139,9 +139,10 @@ class BatchPlan:
             work = max(int(work * asked / self._shapes(work, by_tokens).mean), least_work)
         nearby = (max(int(work * share), least_work) for share in np.linspace(0.85, 1.15, 61))
         tried = [self._shapes(work, by_tokens) for work in nearby]
-        error = lambda shapes: abs(shapes.mean / asked - 1)
-        close = [shapes for shapes in tried if error(shapes) <= MEAN_WITHIN]
-        best = max(close or [min(tried, key=error)], key=lambda shapes: shapes.filled)
+        errors = [abs(shapes.mean / asked - 1) for shapes in tried]
+        close = [shapes for shapes, error in zip(tried, errors) if error <= MEAN_WITHIN]
+        nearest = tried[errors.index(min(errors))]
+        best = max(close or [nearest], key=lambda shapes: shapes.filled)
         self.work, self.tops, self.sizes, self.expected, self.mean, self.filled = best
         self.bucket_of = np.searchsorted(-self.tops, -np.arange(longest + 1), side="right") - 1
 

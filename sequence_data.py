@@ -324,6 +324,11 @@ class ReadReport:
     n_short: int = field(default=0, metadata={"note": "too short dropped"})
     n_duplicates: int = field(default=0, metadata={"note": "exact duplicates dropped"})
 
+    @property
+    def n_dropped(self):
+        """Records that gave no protein; duplicates are not among them."""
+        return self.n_empty + self.n_all_x + self.n_short
+
     def __str__(self):
         notes = [f"{self.n_proteins:,} proteins, {self.n_residues:,} residues, lengths "
                  f"{self.shortest:,} to {self.longest:,} (median {self.median:,})"]
@@ -427,14 +432,13 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_recor
 
 def refuse_nothing_left(name, report, min_length):
     """Raise ValueError: the cleaning that the report counts left nothing of a file."""
-    n_records = report.n_empty + report.n_all_x + report.n_short
-    raise ValueError(f"{name}: no protein is left of {n_records:,} records ({report.n_empty:,} "
-                     f"empty, {report.n_all_x:,} of X only, {report.n_short:,} shorter than "
-                     f"min_length = {min_length}); expected at least one. Check the file, or "
-                     f"lower min_length.")
+    raise ValueError(f"{name}: no protein is left of {report.n_dropped:,} records "
+                     f"({report.n_empty:,} empty, {report.n_all_x:,} of X only, "
+                     f"{report.n_short:,} shorter than min_length = {min_length}); expected at "
+                     f"least one. Check the file, or lower min_length.")
 
 
-# From text to Blocks: find the records, clean them, without a loop over records or letters.
+# From text to Blocks: find the records, then clean them, with no loop over records or letters.
 
 def _find_records(text):
     """Tell headers from sequences in text of whole FASTA records.

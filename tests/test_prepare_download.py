@@ -297,6 +297,7 @@ def resets(answer):
 
 def chunked(data, clean=True):
     """Sends data in one chunk, then says that this is all, or ends within the chunk."""
+
     def answer_chunked(answer):
         answer.head(200, None, {"Transfer-Encoding": "chunked"})
         size = len(data) if clean else len(DATA)
@@ -449,7 +450,7 @@ def test_a_part_of_another_source_is_thrown_away(web, path, field, old, new, cap
 
 
 @pytest.mark.parametrize("text", [None, "", '{"url"'])
-def test_a_part_that_says_not_what_it_is_of_is_thrown_away(web, path, text):
+def test_a_part_without_a_note_of_its_source_is_thrown_away(web, path, text):
     part_of(path).write_bytes(DATA[:HALF])
     if text is not None:
         note_of(path).write_text(text)
@@ -647,7 +648,10 @@ def test_killed_midway_the_same_call_asks_only_for_the_rest(web, path):
     web.faults = [sends_half_and_waits]
     with child(path, lambda: download(Source(web.url), path, **FAST)) as process:
         assert half_sent.wait(60)
-        arrived = lambda: part_of(path).exists() and part_of(path).stat().st_size == HALF
+
+        def arrived():
+            return part_of(path).exists() and part_of(path).stat().st_size == HALF
+
         while not arrived():
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)

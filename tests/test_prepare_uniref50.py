@@ -249,7 +249,9 @@ def server(tmp_path, monkeypatch):
     def open_stream(source):
         log.opened += 1
         return open(log.file, "rb")
-    look_up = lambda url: SimpleNamespace(size=log.file.stat().st_size, release="2026_01")
+
+    def look_up(url):
+        return SimpleNamespace(size=log.file.stat().st_size, release="2026_01")
     for work in (download, open_stream):
         monkeypatch.setattr(prepare_uniref50, work.__name__, work)
     monkeypatch.setattr(prepare_uniref50, "look_up", look_up)
@@ -346,7 +348,7 @@ def test_too_little_free_disk_is_refused_with_numbers_beforehand(
     assert "to download" in message and server.downloaded == 0
 
 
-def test_a_disk_that_is_full_later_is_told_in_words(out, file, capsys, monkeypatch):
+def test_a_disk_that_is_full_later_is_named_with_what_to_do(out, file, capsys, monkeypatch):
     full = raises(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "tokens.bin"))
     for owner, name in ((prepare_uniref50.SetWriter, "write"), (prepare_uniref50, "append")):
         with monkeypatch.context() as patch:
@@ -449,7 +451,10 @@ def killed_at(moment, *arguments, **options):
 
 def check_kills(tmp_path, n_kills, seed):
     file = write_fasta(tmp_path / "in.fasta.gz", random_proteins(3000))
-    killed = lambda moment, out: killed_at(moment, out, file, val_fraction=0.1)
+
+    def killed(moment, out):
+        return killed_at(moment, out, file, val_fraction=0.1)
+
     code, n_steps = killed(None, tmp_path / "whole")
     assert code == 0 and n_steps > 100
     rng = random.Random(seed)

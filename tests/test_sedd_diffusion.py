@@ -318,7 +318,10 @@ def test_analytic_sampling_of_one_residue_is_exact_in_any_number_of_steps(
     graph, noise, B = make_graph(graph_name, 6), make_noise("loglinear", eps=1e-6), 40_000
     p0 = torch.tensor([0.4, 0.3, 0.2, 0.09, 0.01, 0.0], dtype=torch.float64)
     possible = p0.clamp(min=1e-12)
-    exact = lambda xt, sigma: independent_log_score(possible, sigma.double(), xt, graph)
+
+    def exact(xt, sigma):
+        return independent_log_score(possible, sigma.double(), xt, graph)
+
     x = sample(exact, graph, noise, (B, 1), steps, "analytic", denoise, generator=seeded(), eps=eps)
     found = x.flatten().bincount(minlength=6) / B
     assert ((found - p0).abs() <= 4 * (p0 * (1 - p0) / B).sqrt() + 3e-5).all()

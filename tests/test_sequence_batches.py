@@ -80,9 +80,13 @@ def test_the_average_batch_is_what_was_asked_for(real):
 @BUDGETS
 def test_the_plan_is_a_function_of_seed_and_epoch_and_any_step_is_reached_directly(budget):
     lengths = random_lengths(2000)
-    make = lambda seed: plan_of(lengths, 2000, 4, seed=seed, **budget)
-    steps = lambda reader, epoch: [[keys.tolist() for keys, _, _ in step]
-                                   for step in steps_of(reader, epoch)]
+
+    def make(seed):
+        return plan_of(lengths, 2000, 4, seed=seed, **budget)
+
+    def steps(reader, epoch):
+        return [[keys.tolist() for keys, _, _ in step] for step in steps_of(reader, epoch)]
+
     first, second = steps(make(0), 0), steps(make(0), 1)
     assert first != second and first != steps(make(1), 0) and len(first) == len(second)
     reader = make(0)                                                    # backwards, over two epochs
@@ -105,7 +109,10 @@ def test_windows_of_an_epoch_hold_each_protein_once_too(monkeypatch):
 @BUDGETS
 def test_proteins_meet_other_proteins_in_another_epoch(budget):
     reader = plan_of(random_lengths(5000), 2000, 4, **budget)
-    batches = lambda epoch: [keys.astype(int) for keys in keys_of(reader, epoch)]
+
+    def batches(epoch):
+        return [keys.astype(int) for keys in keys_of(reader, epoch)]
+
     together = []
     for epoch in range(1, 7):
         home = np.full(5000, -1)

@@ -69,7 +69,10 @@ def test_keyed_seeds_are_equal_for_equal_parts_in_every_version_and_differ_other
     assert keyed_seed(np.int64(7), np.uint64(8)) == keyed_seed(7, torch.tensor(8))
     digest = hashlib.blake2b(b"('crop', 3)", digest_size=8).digest()
     assert keyed_seed("crop", 3) == int.from_bytes(digest, "little") // 2
-    draw = lambda *p: torch.rand(3, generator=keyed_generator(*p))
+
+    def draw(*p):
+        return torch.rand(3, generator=keyed_generator(*p))
+
     assert torch.equal(draw(0, "noise"), draw(0, "noise"))
     assert not torch.equal(draw(0, "noise"), draw(1, "noise"))
 
@@ -206,7 +209,7 @@ def test_a_pt_file_with_code_or_junk_in_it_is_refused(read, tmp_path):
         assert "data.pt cannot be loaded" in refusal(read, write(tmp_path, junk, "data.pt"))
 
 
-def test_what_is_cleaned_is_counted_and_told(read, tmp_path):
+def test_what_is_cleaned_is_counted_in_the_report(read, tmp_path):
     fasta = (">a\nMKBZUOJX\n>b\nacdEF\n>c\nMKVL*\n>d\nMK VL\tA \n>e\n\n>f\nXXBX\n>g\nMK\n>h\nMKVL\n"
              ">a again\nWWWW\n>h\nMKVL\n>\nYYY\n>\nWYW\n>i\n*\n")
     proteins, report = read(write(tmp_path, fasta), min_length=3)
@@ -320,7 +323,10 @@ def plain_reader(text, min_length):
 
 def random_fasta(rng, n):
     """FASTA with everything that is cleaned, in odd places."""
-    pick = lambda *options: options[rng.integers(len(options))]
+
+    def pick(*options):
+        return options[rng.integers(len(options))]
+
     records = []
     for _ in range(n):
         size = pick(0, 1, 2, 7, 8, 9, 15, 16, 17, 40, rng.integers(1, 90))
@@ -387,7 +393,7 @@ def test_proteins_come_in_the_same_random_order_whatever_their_order_in_the_file
     assert (np.diff(order_words(table.keys, 0).astype(float)) > 0).all()
 
 
-def test_different_proteins_that_share_a_key_are_both_kept_and_equal_ones_once():
+def test_different_proteins_that_share_a_key_both_stay_and_equal_ones_once():
     sequences = ["MKV", "MKA", "WYWYW", "MKV", "MKAA", "MKV"]
     table = Proteins.from_sequences(sequences)
     assert sorted_texts(table.subset(table.unique_order(0))) == ["MKA", "MKAA", "MKV", "WYWYW"]
@@ -496,7 +502,10 @@ def test_a_compact_table_holds_the_same_proteins_one_after_the_other(real):
 def test_the_split_stays_when_the_file_grows_or_is_reordered():
     few = DemoSource().sample(400, seed=1)
     more = Proteins.from_sequences([few[i] for i in range(399, -1, -1)] + ["MKV", "ACD"])
-    val_keys = lambda p: set(p.keys[split_by_hash(p, 0.1)[1]].tolist())
+
+    def val_keys(p):
+        return set(p.keys[split_by_hash(p, 0.1)[1]].tolist())
+
     assert val_keys(few) == val_keys(more) & set(few.keys.tolist())
     train, val = split_by_hash(few, 0.1)
     assert sorted([*train, *val]) == list(range(400))
@@ -526,10 +535,10 @@ def test_an_empty_side_or_an_impossible_fraction_is_refused():
 
 def test_long_proteins_are_cropped_or_dropped_and_counted():
     proteins = Proteins.from_sequences(["MKVLA", "ACD", "WYWYWYW"])
-    kept, lengths, n_long = apply_max_length(proteins, 4, "crop")
-    assert (len(kept), lengths.tolist(), n_long) == (3, [4, 3, 4], 2)
-    kept, lengths, n_long = apply_max_length(proteins, 4, "drop")
-    assert (texts(kept), lengths.tolist(), n_long) == (["ACD"], [3], 2)
+    proteins_left, lengths, n_long = apply_max_length(proteins, 4, "crop")
+    assert (len(proteins_left), lengths.tolist(), n_long) == (3, [4, 3, 4], 2)
+    proteins_left, lengths, n_long = apply_max_length(proteins, 4, "drop")
+    assert (texts(proteins_left), lengths.tolist(), n_long) == (["ACD"], [3], 2)
     with pytest.raises(ValueError, match="all 3 proteins are longer"):
         apply_max_length(proteins, 2, "drop")
     with pytest.raises(ValueError, match="crop or drop"):
