@@ -616,7 +616,7 @@ def test_an_untrusted_certificate_is_refused_at_once(path, tmp_path):
 
 @contextlib.contextmanager
 def child(path, work):
-    """A forked process that does `work`; yields it as pid, exit code (after the block) and stderr.
+    """A forked process that does `work`: its pid, code (after the block) and file of errors.
 
     Forked and not started, because importing takes longer than all that is tested.
     """
@@ -634,8 +634,10 @@ def child(path, work):
         finally:
             sys.stderr.flush()
             os._exit(code)
-    yield process
-    process.code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+    try:
+        yield process
+    finally:
+        process.code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
 
 
 def test_killed_midway_the_same_call_asks_only_for_the_rest(web, path):
