@@ -32,8 +32,8 @@ from proteinmpnn_model import ATOMS, PAIRS, random_proteinmpnn
 from run_config import load_config
 from sedd_diffusion import make_graph, make_noise
 from sedd_model import EMA, SEDD
-from sequence_data import (FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, BatchReader, PreparedProteins, sequence_keys,
-                           sum_rows)
+from sequence_batches import BatchReader, sum_rows
+from sequence_data import FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, PreparedProteins, sequence_keys
 from structure_data import NAMES, PHI_PSI, Complex, Pair, build_backbone, collate, collate_complexes, read_structure
 from train_sedd_ddp import Config, MicroBatches, Schedule, accumulate, make_batch_plan, make_model, make_reader
 

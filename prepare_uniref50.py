@@ -1,11 +1,11 @@
 """Download UniRef50 (or read files of proteins) and write a prepared folder, for training to read.
 
-    python prepare_uniref50.py FOLDER                                # UniRef50: download 13 GB, leave 18 GB
+    python prepare_uniref50.py FOLDER                                # UniRef50: 13 GB, leaves 18 GB
     python prepare_uniref50.py FOLDER --max_sequences 10000          # its first records only
     python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # files of one's own
     python prepare_uniref50.py FOLDER --bench FILE.gz                # speed here; makes no FOLDER
 
-Files, cleaning and refusals are those of sequence_data.py. Exact duplicates are kept once. The
+Files, cleaning and refusals are those of sequence_data.py. Of equal proteins one stays. The
 folder holds, all numbers little endian and without headers, for SET = train and val:
 
     meta.json          format and its version, source, release, letters, settings, report of the
@@ -22,7 +22,7 @@ its key is in the lowest val_fraction of all keys, as with split_by_hash.
 Two passes: the text is cleaned and dealt to some hundred files ("buckets") by the first bits of the
 order; then each of these is sorted in memory. Work in progress is in FOLDER.partial, and FOLDER
 appears at the very end, by a rename. After an interruption the same command starts the passes
-again; a finished download is kept.
+again; a finished download stays.
 """
 
 import argparse
@@ -60,8 +60,9 @@ from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 import numpy as np
 from tqdm import tqdm
 
-from sequence_data import (FORMAT, LETTERS, N_TOKENS, PAD, PARTS, SETS, VERSION, Proteins, ReadReport,
-                           check_prepared, order_words, places, read_blocks, refuse_nothing_left)
+from sequence_data import (FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, Block, Proteins,
+                           ReadReport, check_prepared, order_words, read_blocks,
+                           refuse_nothing_left, span_indices, word_spans)
 
 # The current release: some 13 GB, about 60 million proteins.
 UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
@@ -70,6 +71,7 @@ FLUSH_BYTES = 64 << 20          # of proteins that are gathered in memory, then 
 BUCKET_BYTES = 48 << 20         # of a bucket, about; their number follows
 LARGEST_BUCKET = 128 << 20      # a larger one is dealt once more
 SAMPLE_BYTES = 8 << 20          # of each source, by which the size of the result is estimated
+PT_BYTES = 300                  # of a protein in a .pt file, about; these are not sampled
 MARGIN = 1.1                    # for what the sample does not show
 
 
@@ -111,7 +113,14 @@ def parse(argv):
 
 
 def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_length=1, seed=0):
-    """Make the folder. Raises ValueError for settings and data, OSError for disk and network."""
+    """Make the prepared folder, or find it finished.
+
+    folder: Path of what is made. files: Paths of files of proteins, or None to download the url.
+    max_sequences: only so many records of the sources, the first ones. min_length: residues.
+    val_fraction: share of the proteins in val, by their keys. seed: of the order.
+    Raises ValueError for settings and data, RuntimeError for another process at work on the folder
+    or an unfit server, OSError for disk and network.
+    """
     n_wanted = 1 if max_sequences is None else max_sequences
     if not 0 <= val_fraction < 1 or min_length < 1 or n_wanted < 1:
         raise ValueError(f"found val_fraction = {val_fraction}, min_length = {min_length}, "
@@ -122,7 +131,8 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
     inputs, release = [Input.of_file(file) for file in files or ()], None
     if files:
         named = sorted((Path(entry.name).name, entry.size, entry.digest()) for entry in inputs)
-        settings["source"], settings["source_bytes"], settings["source_digest"] = map(list, zip(*named))
+        for key, values in zip(("source", "source_bytes", "source_digest"), zip(*named)):
+            settings[key] = list(values)
     else:
         settings["source"] = [shown(url)]
     folder = Path(os.path.abspath(folder))
@@ -152,9 +162,10 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
 # ---- sources ----
 
 class Input:
-    """A source: name, size in bytes (None if not known), count of the bytes that are read.
+    """A source of proteins, and the count of the bytes that were read of it.
 
-    open_source() gives a binary stream; None for what read_blocks takes, or refuses, as a path.
+    name: path or url. size: bytes, None if not known.
+    open_source: gives a binary stream; None for what read_blocks takes, or refuses, as a path.
     """
 
     def __init__(self, name, size, open_source):
@@ -163,8 +174,9 @@ class Input:
     @classmethod
     def of_file(cls, path):
         size = path.stat().st_size if path.is_file() else 0
-        as_path = path.suffix == ".pt" or not size
-        return cls(str(path), size, None if as_path else lambda: open(path, "rb"))
+        if path.suffix == ".pt" or not size:
+            return cls(str(path), size, None)
+        return cls(str(path), size, lambda: open(path, "rb"))
 
     def digest(self):
         """Hash of the first and the last MiB of a file, by which a changed one is known."""
@@ -191,26 +203,28 @@ class Input:
 
 
 def download_input(url, folder, max_sequences):
-    """-> ([Input], release or None). Downloads the whole file, unless only its head is wanted."""
+    """([Input], release or None). Downloads the whole file, unless only its head is wanted."""
     source, path = look_up(url), folder / Path(shown(url)).name
     streamed = Input(shown(url), source.size, lambda: open_stream(source))
     if max_sequences and path.suffix != ".pt":
         return [streamed], source.release
     folder.mkdir(exist_ok=True)
     if not path.exists() and source.size:
-        begun = sum(entry.stat().st_size for entry in folder.iterdir())
-        check_disk(folder, estimate([streamed], None, 1)[0], max(0, source.size - begun))
+        arrived = sum(entry.stat().st_size for entry in folder.iterdir())
+        n_bytes, _ = estimate([streamed], None, 1)
+        check_disk(folder, n_bytes, max(0, source.size - arrived))
     download(source, path)
     return [Input.of_file(path)], source.release
 
 
 def estimate(inputs, max_sequences, min_length):
-    """Read the head of each source -> (bytes of all proteins, sequences), both about."""
+    """About how many (bytes, sequences) the inputs hold, from the head of each."""
     total, left = np.zeros(2), max_sequences or math.inf
     for entry in inputs:
-        is_pt = Path(entry.name).suffix == ".pt"
-        found = (np.array([entry.size, entry.size / 300]) if is_pt
-                 else sampled(entry, left, min_length))
+        if Path(entry.name).suffix == ".pt":
+            found = np.array([entry.size, entry.size / PT_BYTES])
+        else:
+            found = sample_head(entry, left, min_length)
         found = found * min(1, left / max(1, found[1]))
         total, left = total + found, left - found[1]
         if left <= 0:
@@ -218,24 +232,24 @@ def estimate(inputs, max_sequences, min_length):
     return int(total[0] * MARGIN), int(total[1])
 
 
-def sampled(entry, n_records, min_length):
-    """(bytes, sequences) of a source: exact if it is short, else by SAMPLE_BYTES of it."""
-    found, begin = np.zeros(2), None
+def sample_head(entry, n_records, min_length):
+    """(bytes, sequences) of an input: exact if it is short, else scaled up from SAMPLE_BYTES."""
+    found, first_count = np.zeros(2), None
     max_records = None if math.isinf(n_records) else math.ceil(n_records)
     with contextlib.closing(entry.blocks(ReadReport(), min_length, max_records)) as blocks:
         for block in blocks:
             found += block_bytes(block), len(block.lengths)
-            if begin is None:       # the reading is ahead of the blocks, by always as much
-                begin, before = entry.count, found.copy()
-            elif entry.count - begin >= SAMPLE_BYTES:
+            if first_count is None:     # bytes are read ahead of the blocks, by always as many
+                first_count, first_found = entry.count, found.copy()
+            elif entry.count - first_count >= SAMPLE_BYTES:
                 if entry.size is None:
                     return found * max(1, n_records / found[1])
-                return (found - before) / (entry.count - begin) * entry.size
+                return (found - first_found) / (entry.count - first_count) * entry.size
     return found
 
 
 def block_bytes(block):
-    return block.words.nbytes + 12 * len(block.lengths)
+    return block.words.nbytes + 12 * len(block.lengths)         # 4 of a length, 8 of a key
 
 
 def check_disk(folder, n_bytes, n_download=0):
@@ -246,10 +260,11 @@ def check_disk(folder, n_bytes, n_download=0):
     n_work, free = 2 * BUCKET_BYTES, shutil.disk_usage(folder).free
     need = n_download + n_bytes + n_work
     if free < need:
-        size = lambda n: f"{n / 1e9:,.3f} GB"
-        raise ValueError(f"{folder} has {size(free)} free; expected about {size(need)} "
-                         f"({size(n_download)} to download, {size(n_bytes)} of proteins, "
-                         f"{size(n_work)} to work in). Make room, or take another disk.")
+        free, need, n_download, n_bytes, n_work = (
+            f"{n / 1e9:,.3f} GB" for n in (free, need, n_download, n_bytes, n_work))
+        raise ValueError(f"{folder} has {free} free; expected about {need} ({n_download} to "
+                         f"download, {n_bytes} of proteins, {n_work} to work in). Make room, or "
+                         f"take another disk.")
 
 
 # ---- pass 1: clean, and deal to buckets ----
@@ -258,7 +273,7 @@ def deal(inputs, folder, bits, n_sequences, report, settings):
     """Write the proteins to 2**bits buckets by the first bits of their order -> proteins read."""
     folder.mkdir()
     blocks, size, n_read = [], 0, 0
-    with beside() as run:
+    with in_background() as run:
         for block in all_blocks(inputs, n_sequences, report, settings):
             blocks.append(block)
             size += block_bytes(block)
@@ -278,10 +293,9 @@ def all_blocks(inputs, n_sequences, report, settings):
     left, n_read, n_bytes = settings["max_sequences"], 0, 0
     by_bytes = left is None
     total = sum(entry.size for entry in inputs) if by_bytes else n_sequences
-    n_dropped = lambda: report.n_empty + report.n_all_x + report.n_short
-    with pass_bar("1/2 reading", total, "B" if by_bytes else " sequences") as bar:
+    with progress_bar("1/2 reading", total, "B" if by_bytes else " sequences") as bar:
         for entry in inputs:
-            before = n_read + n_dropped()
+            n_before = n_read + report.n_dropped
             for block in entry.blocks(report, settings["min_length"], left):
                 n_read += len(block.lengths)
                 bar.set_postfix_str(f"{n_read / 1e6:.2f} M sequences", refresh=False)
@@ -289,13 +303,13 @@ def all_blocks(inputs, n_sequences, report, settings):
                 yield block
             n_bytes += entry.count
             if not by_bytes:
-                left -= n_read + n_dropped() - before
+                left -= n_read + report.n_dropped - n_before
                 if left == 0:
                     break
 
 
 @contextlib.contextmanager
-def beside():
+def in_background():
     """A function that makes calls in a thread, each begun when the one before has ended.
 
     What a call raises comes out of the next one, or of the end of the context.
@@ -311,49 +325,39 @@ def beside():
         pending.pop().result()
 
 
-class Rows(NamedTuple):
-    """Proteins as in sequence_data.Block."""
-    words: np.ndarray
-    lengths: np.ndarray
-    keys: np.ndarray
-
-    def layout(self):
-        counts = (self.lengths + 7) // 8
-        return np.cumsum(counts) - counts, counts
-
-    def order(self, seed):
-        """Indices in the order of order_words, each distinct protein once."""
-        tokens, (starts, _) = self.words.view(np.uint8), self.layout()
-        return Proteins(tokens, 8 * starts, self.lengths, self.keys).unique_order(seed)
-
-    def pieces(self, order, n_words=1 << 17):
-        """Rows in this order, as many at a time as have about n_words words."""
-        starts, counts = self.layout()
-        cuts = np.cumsum(counts[order]) // n_words
-        for rows in np.split(order, np.flatnonzero(np.diff(cuts)) + 1):
-            yield Rows(self.words[places(starts[rows], counts[rows])], self.lengths[rows],
-                       self.keys[rows])
-
-
 def concatenate(blocks):
-    empty = Rows(np.zeros(0, "<u8"), np.zeros(0, np.int64), np.zeros(0, np.uint64))
-    columns = ([getattr(block, name) for block in [empty, *blocks]] for name in Rows._fields)
-    return Rows(*map(np.concatenate, columns))
+    empty = Block(np.zeros(0, "<u8"), np.zeros(0, np.int64), np.zeros(0, np.uint64))
+    return Block(*map(np.concatenate, zip(empty, *blocks)))
 
 
-def append(folder, rows, seed, first_bit, bits):
-    """Append the rows to 2**bits files of the folder by bits of their order, from first_bit on."""
-    order = rows.order(seed)
-    words = order_words(rows.keys[order], seed) << np.uint64(first_bit)
+def order_of(block, seed):
+    """Indices in the order of order_words, each distinct protein once."""
+    tokens, (starts, _) = block.words.view(np.uint8), word_spans(block.lengths)
+    return Proteins(tokens, 8 * starts, block.lengths, block.keys).unique_order(seed)
+
+
+def rearranged(block, order, n_words=1 << 17):
+    """Yield the proteins of a block in this order, as Blocks of about n_words words."""
+    starts, counts = word_spans(block.lengths)
+    parts = np.cumsum(counts[order]) // n_words
+    for rows in np.split(order, np.flatnonzero(np.diff(parts)) + 1):
+        words = block.words[span_indices(starts[rows], counts[rows])]
+        yield Block(words, block.lengths[rows], block.keys[rows])
+
+
+def append(folder, block, seed, first_bit, bits):
+    """Append the proteins to 2**bits files of the folder by bits of their order, from first_bit."""
+    order = order_of(block, seed)
+    words = order_words(block.keys[order], seed) << np.uint64(first_bit)
     firsts = np.arange(1, 1 << bits, dtype=np.uint64) << np.uint64(64 - max(1, bits))
-    for bucket, part in enumerate(np.split(order, np.searchsorted(words, firsts))):
-        if len(part):
+    for bucket, rows in enumerate(np.split(order, np.searchsorted(words, firsts))):
+        if len(rows):
             with open(folder / f"{bucket:06d}", "ab") as file:
-                for piece in rows.pieces(part):
-                    file.write(np.array([len(piece.lengths), len(piece.words)], "<u8"))
-                    file.write(piece.lengths.astype("<u4"))
-                    file.write(piece.keys.astype("<u8"))
-                    file.write(piece.words)
+                for part in rearranged(block, rows):
+                    file.write(np.array([len(part.lengths), len(part.words)], "<u8"))
+                    file.write(part.lengths.astype("<u4"))
+                    file.write(part.keys.astype("<u8"))
+                    file.write(part.words)
 
 
 # ---- pass 2: sort each bucket, and write the sets ----
@@ -363,26 +367,26 @@ def collect(folder, bits, result, n_read, settings):
     limit = np.uint64(int(settings["val_fraction"] * 2.0**64))
     with contextlib.ExitStack() as stack:
         sets = {name: stack.enter_context(SetWriter(result / name)) for name in SETS}
-        run = stack.enter_context(beside())
-        bar = stack.enter_context(pass_bar("2/2 sorting", n_read, " sequences"))
-        for rows in buckets(folder, bits, settings["seed"]):
-            order = rows.order(settings["seed"])
-            is_val = rows.keys[order] < limit
-            for name, part in (("train", order[~is_val]), ("val", order[is_val])):
-                for piece in rows.pieces(part):
-                    run(sets[name].write, piece)
-            bar.update(len(rows.lengths))
+        run = stack.enter_context(in_background())
+        bar = stack.enter_context(progress_bar("2/2 sorting", n_read, " sequences"))
+        for block in buckets(folder, bits, settings["seed"]):
+            order = order_of(block, settings["seed"])
+            is_val = block.keys[order] < limit
+            for name, rows in (("train", order[~is_val]), ("val", order[is_val])):
+                for part in rearranged(block, rows):
+                    run(sets[name].write, part)
+            bar.update(len(block.lengths))
     return {name: writer.meta() for name, writer in sets.items()}
 
 
 def buckets(folder, bits, seed):
-    """Yield Rows of each bucket in order, and remove its file. bits: how many name a bucket."""
+    """Yield a Block of each bucket in order, and remove its file. bits: how many name a bucket."""
     for path in sorted(folder.iterdir()):
         if path.stat().st_size > LARGEST_BUCKET and bits < 60:
             deeper = path.with_suffix(".more")
             deeper.mkdir()
-            for piece in read_bucket(path):
-                append(deeper, piece, seed, bits, 4)
+            for block in read_bucket(path):
+                append(deeper, block, seed, bits, 4)
             path.unlink()
             yield from buckets(deeper, bits + 4, seed)
         else:
@@ -392,13 +396,13 @@ def buckets(folder, bits, seed):
 
 
 def read_bucket(path):
-    """Yield the Rows that were appended to a bucket, piece by piece."""
+    """Yield the Blocks that were appended to a bucket, one after the other."""
     with open(path, "rb") as file:
         while head := file.read(16):
             n_rows, n_words = np.frombuffer(head, "<u8").tolist()
             lengths = np.frombuffer(file.read(4 * n_rows), "<u4").astype(np.int64)
             keys = np.frombuffer(file.read(8 * n_rows), "<u8")
-            yield Rows(np.frombuffer(file.read(8 * n_words), "<u8"), lengths, keys)
+            yield Block(np.frombuffer(file.read(8 * n_words), "<u8"), lengths, keys)
 
 
 class SetWriter:
@@ -409,7 +413,7 @@ class SetWriter:
         self.files = {name: open(folder / name, "xb") for name in PARTS}
         self.hashes = {name: hashlib.blake2b(digest_size=16) for name in PARTS}
         self.keys_hash = hashlib.blake2b(digest_size=8)
-        self.pairs = np.zeros((256, 256), np.int64)     # of neighbours: faster to count than bytes
+        self.pair_counts = np.zeros((256, 256), np.int64)   # two tokens at a time: faster
         self.histogram = np.zeros(0, np.int64)
 
     def __enter__(self):
@@ -419,23 +423,24 @@ class SetWriter:
         for file in self.files.values():
             file.close()
 
-    def write(self, rows):
-        tokens = rows.words.tobytes().translate(None, bytes([PAD]))
-        lengths, keys = rows.lengths.astype("<u4").tobytes(), rows.keys.astype("<u8").tobytes()
-        for name, data in zip(PARTS, (tokens, lengths, keys)):
+    def write(self, block):
+        lengths, keys = block.lengths.astype("<u4").tobytes(), block.keys.astype("<u8").tobytes()
+        for name, data in zip(PARTS, (block.tokens(), lengths, keys)):
             self.files[name].write(data)
             self.hashes[name].update(data)
         self.keys_hash.update(keys)
-        self.pairs += np.bincount(rows.words.view(np.uint16), minlength=1 << 16).reshape(256, 256)
-        histogram = np.bincount(rows.lengths, minlength=len(self.histogram))
+        pairs = np.bincount(block.words.view(np.uint16), minlength=1 << 16)
+        self.pair_counts += pairs.reshape(256, 256)
+        histogram = np.bincount(block.lengths, minlength=len(self.histogram))
         histogram[:len(self.histogram)] += self.histogram
         self.histogram = histogram
 
     def meta(self):
         lengths = np.flatnonzero(self.histogram)
         counts = self.histogram[lengths]
+        letter_counts = self.pair_counts.sum(0) + self.pair_counts.sum(1)
         return {"proteins": int(counts.sum()), "residues": int((lengths * counts).sum()),
-                "letter_counts": (self.pairs.sum(0) + self.pairs.sum(1))[:N_TOKENS].tolist(),
+                "letter_counts": letter_counts[:N_TOKENS].tolist(),
                 "length_histogram": np.stack([lengths, counts], axis=1).tolist(),
                 "keys_hash": self.keys_hash.hexdigest(),
                 "files": {name: {"bytes": os.path.getsize(self.files[name].name),
@@ -453,7 +458,7 @@ def working_folder(folder):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / "lock"))
-        except (BlockingIOError, FileNotFoundError):    # held, or removed by who has just finished
+        except (BlockingIOError, FileNotFoundError):    # held, or removed by a finished process
             is_ours = False
         if not is_ours:
             raise RuntimeError(f"another process is making {folder} (it holds {partial / 'lock'}); "
@@ -490,10 +495,11 @@ def finish_report(report, sets, n_read, settings):
     rows = np.array([row for entry in sets.values() for row in entry["length_histogram"]])
     histogram = np.bincount(rows[:, 0], rows[:, 1]).astype(np.int64)
     n, lengths = int(histogram.sum()), np.flatnonzero(histogram)
-    report.n_proteins, report.n_residues = n, int((rows[:, 0] * rows[:, 1]).sum())
-    report.shortest, report.longest = int(lengths[0]), int(lengths[-1])
     middle = np.searchsorted(np.cumsum(histogram), [(n - 1) // 2, n // 2], "right")
-    report.median, report.n_duplicates = int(middle.mean()), n_read - n
+    report.n_proteins, report.n_duplicates = n, n_read - n
+    report.n_residues = int((rows[:, 0] * rows[:, 1]).sum())
+    report.shortest, report.longest = int(lengths[0]), int(lengths[-1])
+    report.median = int(middle.mean())
     n_train, n_val = (sets[name]["proteins"] for name in SETS)
     if not n_train or settings["val_fraction"] and not n_val:
         raise ValueError(f"val_fraction = {settings['val_fraction']} puts {n_train:,} proteins in "
@@ -518,10 +524,10 @@ def synchronise(path):
         os.close(descriptor)
 
 
-def pass_bar(what, total, unit):
+def progress_bar(what, total, unit="B", initial=0):
     """A progress bar; where nobody watches, as in a job's log, a line per half minute."""
-    return tqdm(desc=what, total=total, unit=unit, unit_scale=True, ncols=80, file=sys.stderr,
-                mininterval=0.2 if sys.stderr.isatty() else 30)
+    return tqdm(desc=what, total=total, initial=initial, unit=unit, unit_scale=True, ncols=80,
+                file=sys.stderr, mininterval=0.2 if sys.stderr.isatty() else 30)
 
 
 def print_summary(folder, meta, report):
@@ -533,7 +539,8 @@ def print_summary(folder, meta, report):
     release = f" (release {meta['release']})" if meta["release"] else ""
     config = "uniref50" if meta["sets"]["train"]["proteins"] > 1_000_000 else "cpu"
     print(f"{folder} is ready{release}. Next:\n"
-          f"  python train_sedd_ddp.py --config configs/sedd_{config}.yaml --data {os.path.relpath(folder)} \\\n"
+          f"  python train_sedd_ddp.py --config configs/sedd_{config}.yaml "
+          f"--data {os.path.relpath(folder)} \\\n"
           f"    data.val_fraction={meta['val_fraction']} data.min_length={meta['min_length']}")
 
 
@@ -551,8 +558,10 @@ def bench(path, folder, rounds=3):
         result = work(*arguments)
         seconds[name].append(time.perf_counter() - began)
         return result
+
+    def count():
+        return sum(len(block.lengths) for block in read_blocks(path, ReadReport()))
     shell = ["bash", "-c", 'gzip -dc "$1" | wc -c', "-", path]
-    count = lambda: sum(len(block.lengths) for block in read_blocks(path, ReadReport()))
     parent = Path(os.path.abspath(folder)).parent
     for _ in range(rounds):
         n_text = int(timed("gzip -dc FILE | wc -c", subprocess.check_output, shell))
@@ -615,12 +624,13 @@ class Source(NamedTuple):
 
 
 class _Dropped(OSError):
-    """What another try may mend: a lost connection, too little data, a busy server."""
+    """An error that another try may mend: a lost connection, too little data, a busy server."""
 
 
 def look_up(url, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
     """Source of the url, with what RELEASE.metalink beside it says, if anything.
 
+    timeout, backoff: seconds. tries: in a row without progress.
     Raises ValueError for a url that is not http or https, OSError where the server does not answer.
     """
     _check_url(url)
@@ -635,11 +645,11 @@ def look_up(url, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
             raise ValueError(f"{METALINK} defines entities")     # which could expand without end
         root = xml.etree.ElementTree.fromstring(text)
         file = next((f for f in root.iterfind(".//{*}file") if f.get("name") == name), None)
-        md5 = [] if file is None else [h.text for h in file.iterfind(".//{*}hash[@type='md5']")]
-        if not md5 or not re.fullmatch("[0-9a-fA-F]{32}", md5[0] or ""):
+        md5 = None if file is None else file.findtext(".//{*}hash[@type='md5']")
+        if not re.fullmatch("[0-9a-fA-F]{32}", md5 or ""):
             raise ValueError(f"{METALINK} has no MD5 of {name}")
         size, release = file.findtext("{*}size"), root.findtext("{*}version")
-        return Source(url, int(size), md5[0].lower(), release)
+        return Source(url, int(size), md5.lower(), release)
     except (ValueError, RuntimeError, TypeError, xml.etree.ElementTree.ParseError) as error:
         _say(f"{shown(url)}: MD5 and release are not known and not checked ({error}).")
         return Source(url)
@@ -648,8 +658,9 @@ def look_up(url, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
 def download(source, path, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
     """Download a Source to path, which is there only when whole and checked; the same call goes on.
 
-    Until then the data is in path.part, and path.part.json says of what (it stays, and then says
-    what path is: the same call finds it done). timeout and backoff in seconds.
+    Until then the data is in path.part, and path.part.json says what it is the start of. That note
+    stays and then describes path, so that the same call finds it done.
+    timeout, backoff: seconds. tries: in a row without progress.
     Raises ValueError for what is not such a file (url, 4xx, a page), OSError or RuntimeError for
     network, server and disk.
     """
@@ -657,7 +668,7 @@ def download(source, path, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
     if part.finished:
         return
     with open(part.name, "ab", buffering=0) as part.file:
-        part.keep_if_same()
+        part.clear_if_of_another_file()
         _retry(lambda: _receive(source, part, timeout), tries, backoff, lambda: part.size)
         os.fsync(part.file.fileno())
     if source.md5 and (found := _md5(part.name)) != source.md5:
@@ -668,7 +679,7 @@ def download(source, path, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
 
 
 def open_stream(source, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
-    """Readable binary object over a Source from its first byte on; close it after what is needed.
+    """Readable binary object over a Source from its first byte on; close it after use.
 
     Its read raises OSError where the connection drops or stalls, or the data ends early.
     """
@@ -676,40 +687,44 @@ def open_stream(source, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
 
 
 class _Part:
-    """The bytes that have arrived of a file, and `about`: a dict of what they are the start of."""
+    """The bytes of a file that have arrived, and the note of what they are the start of."""
 
     def __init__(self, source, path):
-        self.path, self.name, self.json = path, Path(f"{path}.part"), Path(f"{path}.part.json")
+        self.path, self.name = path, Path(f"{path}.part")
+        self.json = Path(f"{path}.part.json")
         query = hashlib.blake2b(urlsplit(source.url).query.encode(), digest_size=8).hexdigest()
         self.wanted = {**source._asdict(), "url": shown(source.url), "query_digest": query}
         try:
-            self.about = json.loads(self.json.read_text())
+            self.note = json.loads(self.json.read_text())
         except (OSError, ValueError):
-            self.about = {}
-        self.other = [key for key, value in self.wanted.items() if self.about.get(key) != value
-                      and (key, value) != ("size", None)]      # which the server may have said
-        self.finished = path.exists() and not self.other
+            self.note = {}
+        self.differences = [key for key, value in self.wanted.items()
+                            if self.note.get(key) != value
+                            and (key, value) != ("size", None)]     # the server may have said it
+        self.finished = path.exists() and not self.differences
 
     @property
     def size(self):
         return os.fstat(self.file.fileno()).st_size
 
-    def keep_if_same(self):
-        if self.other and self.size:
-            _say(f"{self.name} is of another file ({', '.join(self.other)} differ); thrown away.")
-        if self.other:
+    def clear_if_of_another_file(self):
+        if self.differences:
+            if self.size:
+                _say(f"{self.name} is of another file ({', '.join(self.differences)} differ); "
+                     f"thrown away.")
             self.clear()
 
     def clear(self):
         self.file.truncate(0)
-        self.about = {}
+        self.note = {}
 
-    def begin(self, about):
-        # In this order: whenever killed, the JSON is right about what is there.
+    def begin(self, seen):
+        """Empty the file and note what begins to arrive. seen: what the server says of it."""
+        # In this order: whenever the process is killed, the note is right about what is there.
         self.clear()
         self.path.unlink(missing_ok=True)
-        self.about = {**self.wanted, **about}
-        self.json.write_text(json.dumps(self.about))
+        self.note = {**self.wanted, **seen}
+        self.json.write_text(json.dumps(self.note))
 
     def write(self, data):
         try:
@@ -721,31 +736,33 @@ class _Part:
 
 
 def _receive(source, part, timeout):
-    # By one connection from the byte reached to the end, or _Dropped.
-    start, about = part.size, part.about
-    if start and start == about.get("size"):
+    """Write what one connection gives, from the byte reached to the end; _Dropped before it."""
+    start, note = part.size, part.note
+    if start and start == note.get("size"):
         return
-    etag = about.get("etag") or "W/"      # weak, which promises not the same bytes
-    unchanged = about.get("last_modified") if etag.startswith("W/") else etag
+    etag = note.get("etag") or "W/"
+    unchanged = note.get("last_modified") if etag.startswith("W/") else etag    # weak: other bytes
     if not (unchanged or source.md5):
         start = 0           # nothing would show that the rest is of another file
     with _Body(source, timeout, start, unchanged) as body:
         seen = {"etag": body.answer.headers["ETag"], "size": body.total,
                 "last_modified": body.answer.headers["Last-Modified"]}
-        why = ", ".join(f"{key} was {about[key]} and is {value}" for key, value in seen.items()
-                        if about.get(key) and value and about[key] != value)
-        if body.status == 416 and body.total == part.size and not why:
+        changes = ", ".join(f"{key} was {note[key]} and is {value}" for key, value in seen.items()
+                            if note.get(key) and value and note[key] != value)
+        if body.status == 416 and body.total == part.size and not changes:
             return
-        if body.status == 416 or body.status == 206 and why:
+        if body.status == 416 or body.status == 206 and changes:
             part.clear()
-            raise _Dropped(f"{part.name} is thrown away: not of {body.url} ({why or 'too long'})")
-        if body.status == 200 and part.size:
-            _say(f"{body.url} begins anew ({why or 'the server does not continue files'}); the "
-                 f"{part.size:,} bytes in {part.name} are thrown away.")
+            raise _Dropped(f"{part.name} is thrown away: not of {body.url} "
+                           f"({changes or 'too long'})")
         if body.status == 200:
+            if part.size:
+                reason = changes or "the server does not continue files"
+                _say(f"{body.url} begins anew ({reason}); the {part.size:,} bytes in {part.name} "
+                     f"are thrown away.")
             part.begin(seen)
         buffer = memoryview(bytearray(CHUNK))
-        with _bar(part.path.name, part.size, part.about["size"]) as bar:
+        with progress_bar(part.path.name, part.note["size"], initial=part.size) as bar:
             while count := body.readinto(buffer):
                 part.write(buffer[:count])
                 bar.update(count)
@@ -762,23 +779,10 @@ class _Body(io.RawIOBase):
     def __init__(self, source, timeout, start=0, unchanged=None):
         super().__init__()
         headers = {"Range": f"bytes={start}-", "If-Range": unchanged} if start else {}
-        self.answer = answer = _ask(source.url, timeout, {k: v for k, v in headers.items() if v})
-        self.url, self.status, self.count, self.head = shown(source.url), answer.status, 0, b""
-        stated = answer.headers["Content-Range"] or ""
-        span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", stated)
-        self.total = answer.length if self.status == 200 else int(span[2]) if span else None
-        if self.status == 200 and answer.headers.get_content_type() == "text/html":
-            raise ValueError(f"{self.url}: found a page (text/html), expected a file. Check the "
-                             f"address, and whether a proxy or a login stands before it.")
-        if None not in (self.total, source.size) and self.total != source.size:
-            raise RuntimeError(f"{self.url}: found {self.total:,} bytes, expected {source.size:,} "
-                               f"({METALINK}). Try again later (a new release?), or name a mirror.")
-        if self.status == 206 and (not span or span[1] != str(start)):
-            raise _Dropped(f"{self.url}: found Content-Range {stated!r}, expected bytes {start}-")
-        self.total = source.size if self.total is None else self.total
-        if self.status == 200 and self.total is None and not (answer.chunked or source.md5):
-            raise RuntimeError(f"{self.url}: found no Content-Length, so an early end would not "
-                               f"show; expected one, or a size in {METALINK}. Name a mirror.")
+        headers = {name: value for name, value in headers.items() if value}
+        self.answer = _ask(source.url, timeout, headers)
+        self.url, self.status, self.count, self.head = shown(source.url), self.answer.status, 0, b""
+        self.total = self._checked_total(source, start)
         self.left = self.total
         if self.status == 206:
             self.left -= start
@@ -788,24 +792,47 @@ class _Body(io.RawIOBase):
                 raise ValueError(f"{self.url}: found {self.head} at its head, expected {GZIP} "
                                  f"(gzip). Check the address.")
 
+    def _checked_total(self, source, start):
+        headers = self.answer.headers
+        stated = headers["Content-Range"] or ""
+        span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", stated)
+        total = self.answer.length if self.status == 200 else int(span[2]) if span else None
+        if self.status == 200 and headers.get_content_type() == "text/html":
+            raise ValueError(f"{self.url}: found a page (text/html), expected a file. Check the "
+                             f"address, and whether a proxy or a login stands before it.")
+        if None not in (total, source.size) and total != source.size:
+            raise RuntimeError(f"{self.url}: found {total:,} bytes, expected {source.size:,} "
+                               f"({METALINK}). Try again later (a new release?), or name a mirror.")
+        if self.status == 206 and (not span or span[1] != str(start)):
+            raise _Dropped(f"{self.url}: found Content-Range {stated!r}, expected bytes {start}-")
+        total = source.size if total is None else total
+        if self.status == 200 and total is None and not (self.answer.chunked or source.md5):
+            raise RuntimeError(f"{self.url}: found no Content-Length, so an early end would not "
+                               f"show; expected one, or a size in {METALINK}. Name a mirror.")
+        return total
+
     def readable(self):
         return True
 
     def readinto(self, buffer):
         data, self.head = self.head[:len(buffer)], self.head[len(buffer):]
         if not data and self.left != 0:
-            try:      # read1, because read loses what came before an error
-                size = len(buffer) if self.left is None else min(len(buffer), self.left)
-                data = self.answer.read1(size)
-            except (OSError, http.client.HTTPException) as error:
-                raise _Dropped(f"{self.url}: lost after {self.count:,} bytes ({error!r})") from None
-            self.count += len(data)
-            self.left = self.left and self.left - len(data)
-            if self.left and not data:
-                raise _Dropped(f"{self.url}: ended after {self.count:,} bytes; expected "
-                               f"{self.left:,} more")
+            data = self._next(len(buffer))
         buffer[:len(data)] = data
         return len(data)
+
+    def _next(self, size):
+        try:                    # read1, because read loses what came before an error
+            data = self.answer.read1(size if self.left is None else min(size, self.left))
+        except (OSError, http.client.HTTPException) as error:
+            raise _Dropped(f"{self.url}: lost after {self.count:,} bytes ({error!r})") from None
+        self.count += len(data)
+        if self.left is not None:
+            self.left -= len(data)
+        if self.left and not data:
+            raise _Dropped(f"{self.url}: ended after {self.count:,} bytes; expected "
+                           f"{self.left:,} more")
+        return data
 
     def close(self):
         if self.answer:
@@ -826,7 +853,7 @@ def _check_url(url, schemes=("http", "https")):
 
 
 def _ask(url, timeout, headers):
-    # The answer to one GET: of status 200, or 206 or 416 if a Range was asked for.
+    """The answer to one GET: of status 200, or 206 or 416 if a Range was asked for."""
     _check_url(url)
     login, _, host = urlsplit(url).netloc.rpartition("@")
     bare_url = urlunsplit(urlsplit(url)._replace(netloc=host))
@@ -853,17 +880,18 @@ def _ask(url, timeout, headers):
     raise kind(f"{shown(url)}: found the answer {answer.status} {answer.reason}, expected the file")
 
 
-def _retry(work, tries, backoff, reached=lambda: 0):
-    # work(), again after _Dropped; a try in which reached() grew begins the count anew.
+def _retry(work, tries, backoff, bytes_arrived=lambda: 0):
+    """work(), again after _Dropped; a try in which more bytes arrived begins the count anew."""
     failures, first = 0, True
     while True:
-        before = reached()
+        before = bytes_arrived()
         try:
             return work()
         except _Dropped as error:
-            failures = 1 if reached() > before else failures + 1
-            kept = f"{reached():,} bytes are kept; " if reached() else ""
-            state = f"{kept}tries without progress: {failures} of {tries}"
+            after = bytes_arrived()
+            failures = 1 if after > before else failures + 1
+            arrived = f"{after:,} bytes are kept; " if after else ""
+            state = f"{arrived}tries without progress: {failures} of {tries}"
             advice = ("Check the network (on a cluster: a login node, or set https_proxy), name a "
                       "mirror (--url), or give files of your own (--fasta)")
             if first and isinstance(error.__cause__, NOT_THERE):
@@ -877,17 +905,11 @@ def _retry(work, tries, backoff, reached=lambda: 0):
 
 def _md5(path):
     digest = hashlib.md5(usedforsecurity=False)
-    with open(path, "rb") as file, _bar("checking MD5", 0, path.stat().st_size) as bar:
+    with open(path, "rb") as file, progress_bar("checking MD5", path.stat().st_size) as bar:
         while data := file.read(CHUNK):
             digest.update(data)
             bar.update(len(data))
     return digest.hexdigest()
-
-
-def _bar(what, at, total):
-    # A line per half minute where nobody watches, as in a job's log.
-    return tqdm(desc=what, initial=at, total=total, unit="B", unit_scale=True, ncols=80,
-                file=sys.stderr, mininterval=0.5 if sys.stderr.isatty() else 30)
 
 
 def shown(url):

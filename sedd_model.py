@@ -1,14 +1,16 @@
 """SEDD's network: noised tokens and a noise level in, log scores out. A bidirectional transformer.
 
     model = SEDD(vocab_size=22, hidden_size=768, n_blocks=12, n_heads=12, forbidden=(20,))
-    log_score = model(xt, sigma, mask)            # (B, L) int64, (B,), (B, L) bool or None -> (B, L, 22)
-    ema = EMA(model.parameters()); ema.update(model.parameters())     # update after each optimiser step
-    with ema.applied(model): ...                                      # evaluate and sample on the averages
+    log_score = model(xt, sigma, mask)      # (B, L) int64, (B,), (B, L) bool or None -> (B, L, 22)
+    ema = EMA(model.parameters())
+    ema.update(model.parameters())                                # after each optimiser step
+    with ema.applied(model): ...                                  # evaluate and sample on averages
     load_official(model, torch.load("checkpoint.pth", weights_only=True))
 
-Rotary positions, adaLN-zero conditioning on sigma (not t), scaled dot-product attention. Parameter names and
-initial values are those of the published SEDD code, so that its checkpoints load. No buffers: nothing for
-DDP to broadcast, and a model cast to bfloat16 keeps exact tables. Needs torch only; reads and writes nothing.
+Rotary positions, adaLN-zero conditioning on sigma (not t), scaled dot-product attention. Parameter
+names and initial values are those of the published SEDD code, so that its checkpoints load. No
+buffers: nothing for DDP to broadcast, and a model cast to bfloat16 has exact tables. Needs torch
+only; reads and writes nothing.
 Source: Lou, Meng, Ermon 2024, arXiv 2310.16834; adaLN-zero: Peebles, Xie 2023, arXiv 2212.09748.
 """
 import contextlib
@@ -21,83 +23,103 @@ from torch.utils.checkpoint import checkpoint
 
 
 class SEDD(nn.Module):
-    """Log scores l[y] = ln p_t(xt with y here) - ln p_t(xt), for the absorbing or the uniform graph.
+    """Log scores l[y] = ln p_t(xt with y here) - ln p_t(xt), for the absorbing or uniform graph.
 
     vocab_size:       V; with the absorbing graph the mask is the last id, V - 1.
-    cond_dim:         width of the noise embedding. dropout: on the output of each attention and MLP.
-    scale_by_sigma:   True for the absorbing graph: adds ln r - ln(V - 1), r = 1/(e^sigma - 1), so a fresh
-                      model's scores at a mask sum to r, as the true ones do. False for the uniform graph.
-    parameterization: "sedd": free scores. "subs" (absorbing only): at a mask the scores of all tokens that
-                      are not `forbidden` are r x softmax, so they sum to r; with log-linear noise the score
-                      entropy is then cross-entropy / t, masked diffusion's objective (arXiv 2406.07524).
-    forbidden:        ids that are never a target, such as X, for "subs"; free scores learn it from the data.
-    init_logits:      standard deviation of a fresh model's logits. The published 0 is a saddle: the head first
-                      learns one direction, the one to which the last layer norm is blind, so hardly any gradient
-                      reaches the blocks, for a million residues and more of weakly structured data such as proteins.
-    gradient_checkpointing: keep only the blocks' inputs for backward and recompute the rest: less memory,
-                      about a third more time, the same dropout.
+    cond_dim:         width of the noise embedding.
+    dropout:          on the output of each attention and MLP.
+    scale_by_sigma:   True for the absorbing graph: adds ln r - ln(V - 1), r = 1/(e^sigma - 1), so a
+                      fresh model's scores at a mask sum to r, as the true ones do. False for the
+                      uniform graph.
+    parameterization: "sedd": free scores. "subs" (absorbing only): at a mask the scores of all
+                      tokens that are not `forbidden` are r x softmax, so they sum to r; with
+                      log-linear noise the score entropy is then cross-entropy / t, masked
+                      diffusion's objective (arXiv 2406.07524).
+    gradient_checkpointing: hold only the blocks' inputs for backward and recompute the rest: less
+                      memory, about a third more time, the same dropout.
+    forbidden:        ids that are never a target, such as X, for "subs"; free scores learn it from
+                      the data.
+    init_logits:      standard deviation of a fresh model's logits. The published 0 is a saddle: the
+                      head first learns one direction, the one to which the last layer norm is
+                      blind, so hardly any gradient reaches the blocks, for a million residues and
+                      more of weakly structured data such as proteins.
+    Raises ValueError for sizes or settings that do not fit together.
     """
 
     def __init__(self, vocab_size, hidden_size, n_blocks, n_heads, cond_dim=128, dropout=0.1,
-                 scale_by_sigma=True, parameterization="sedd", gradient_checkpointing=False, forbidden=(),
-                 init_logits=0.0):
+                 scale_by_sigma=True, parameterization="sedd", gradient_checkpointing=False,
+                 forbidden=(), init_logits=0.0):
         super().__init__()
         if hidden_size % (2 * n_heads):
-            raise ValueError(f"hidden_size = {hidden_size}, n_heads = {n_heads}; expected heads of an "
-                             f"even width hidden_size / n_heads, as rotary positions turn pairs.")
+            raise ValueError(f"hidden_size = {hidden_size}, n_heads = {n_heads}; expected heads of "
+                             f"an even width hidden_size / n_heads, as rotary positions turn "
+                             f"pairs.")
         if parameterization not in ("sedd", "subs"):
             raise ValueError(f"parameterization {parameterization!r}; expected 'sedd' or 'subs'.")
         if parameterization == "subs" and not scale_by_sigma:
-            raise ValueError("parameterization 'subs' needs the absorbing graph (scale_by_sigma=True). "
-                             "Use 'sedd' with the uniform graph.")
-        self.vocab_size, self.n_heads, self.head_dim = vocab_size, n_heads, hidden_size // n_heads
+            raise ValueError("parameterization 'subs' needs the absorbing graph "
+                             "(scale_by_sigma=True). Use 'sedd' with the uniform graph.")
+        self.vocab_size = vocab_size
+        self.n_heads, self.head_dim = n_heads, hidden_size // n_heads
         self.scale_by_sigma, self.parameterization = scale_by_sigma, parameterization
         self.gradient_checkpointing, self.forbidden = gradient_checkpointing, tuple(forbidden)
         # Created in the official order: the averages of a checkpoint are a list in this order.
         self.vocab_embed = TokenTable(vocab_size, hidden_size)
         self.sigma_map = SigmaEmbedding(cond_dim)
-        self.blocks = nn.ModuleList(Block(hidden_size, n_heads, cond_dim, dropout) for _ in range(n_blocks))
+        self.blocks = nn.ModuleList(Block(hidden_size, n_heads, cond_dim, dropout)
+                                    for _ in range(n_blocks))
         self.output_layer = Head(hidden_size, vocab_size, cond_dim)
         if init_logits:
-            nn.init.normal_(self.output_layer.linear.weight, std=init_logits / math.sqrt(hidden_size))
+            std = init_logits / math.sqrt(hidden_size)
+            nn.init.normal_(self.output_layer.linear.weight, std=std)
 
     def forward(self, xt, sigma, mask=None):
-        """xt (B, L) int64 tokens; sigma (B,) total noise > 0, NOT the time t; mask (B, L) bool, True =
-        residue, or None where nothing is padding (faster). Returns log_score (B, L, V): float32 whatever
-        autocast or the parameters' dtype, float64 for a float64 model; 0 at each position's own token. Values
-        at padding mean nothing. Raises ValueError for other shapes or dtypes.
+        """Log scores of all tokens at all positions.
+
+        xt:    (B, L) int64, noised tokens.
+        sigma: (B,) floating point, total noise > 0 in nats; NOT the time t.
+        mask:  (B, L) bool, True = residue, or None where nothing is padding (faster).
+        Returns log_score (B, L, V): float32 whatever autocast or the parameters' dtype, float64 for
+        a float64 model; 0 at each position's own token. Values at padding mean nothing.
+        Raises ValueError for other shapes or dtypes.
         """
         check_inputs(xt, sigma, mask)
         exact = at_least_float32(self.vocab_embed.embedding.dtype)
         sigma = sigma.to(exact)
-        # Embedded without autocast: bfloat16 would merge neighbouring noise levels, and it costs nothing.
+        # Without autocast, at no cost: bfloat16 would merge neighbouring noise levels.
         with torch.autocast(xt.device.type, enabled=False):
-            c = F.silu(self.sigma_map(sigma))                                  # (B, cond_dim)
-        h = self.vocab_embed(xt)                                                   # (B, L, H)
+            c = F.silu(self.sigma_map(sigma))                                   # (B, cond_dim)
+        h = self.vocab_embed(xt)                                                # (B, L, H)
         rotary = rotary_tables(xt.shape[1], self.head_dim, xt.device, exact)
-        keys = None if mask is None else mask[:, None, None, :]                    # (B, 1, 1, L)
+        attended = None if mask is None else mask[:, None, None, :]             # (B, 1, 1, L)
         for block in self.blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                h = checkpoint(block, h, c, rotary, keys, use_reentrant=False)
+                h = checkpoint(block, h, c, rotary, attended, use_reentrant=False)
             else:
-                h = block(h, c, rotary, keys)
-        logits = self.output_layer(h, c).to(exact)      # before the offset, which bfloat16 would round
+                h = block(h, c, rotary, attended)
+        logits = self.output_layer(h, c).to(exact)  # before the offset, which bfloat16 would round
         return self.log_score(logits, xt, sigma)
 
     def log_score(self, logits, xt, sigma):
+        """Log scores (B, L, V) from the logits (B, L, V) of the head."""
         log_r = -torch.log(torch.expm1(sigma))[:, None, None] if self.scale_by_sigma else 0.0
         if self.parameterization == "subs":
-            masked = (xt == self.vocab_size - 1)[..., None]
+            mask_id = self.vocab_size - 1
+            masked = (xt == mask_id)[..., None]
             token = torch.arange(self.vocab_size, device=xt.device)
-            never = sum((token == y for y in self.forbidden), start=token == self.vocab_size - 1)
+            never = sum((token == y for y in self.forbidden), start=token == mask_id)
             log_p = torch.log_softmax(logits.masked_fill(never, -math.inf), dim=-1)
-            scores = torch.where(masked, log_p + log_r, -math.inf)           # known residues never change
+            scores = torch.where(masked, log_p + log_r, -math.inf)  # known residues never change
+        elif self.scale_by_sigma:
+            scores = logits + log_r - math.log(self.vocab_size - 1)
         else:
-            scores = logits + log_r - math.log(self.vocab_size - 1) if self.scale_by_sigma else logits
+            scores = logits
         return scores.scatter(-1, xt[..., None], 0.0)
 
 
 class TokenTable(nn.Module):
+    """A learned vector for each token: xt (B, L) -> (B, L, H)."""
+
     def __init__(self, vocab_size, hidden_size):
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(vocab_size, hidden_size))
@@ -119,10 +141,13 @@ class SigmaEmbedding(nn.Module):
     def forward(self, sigma):
         k = torch.arange(self.n_frequencies, device=sigma.device, dtype=sigma.dtype)
         angle = sigma[:, None] * torch.exp(-math.log(10000) / self.n_frequencies * k)
-        return self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.mlp[0].weight.dtype))
+        waves = torch.cat([angle.cos(), angle.sin()], dim=-1)
+        return self.mlp(waves.to(self.mlp[0].weight.dtype))
 
 
 class Block(nn.Module):
+    """Attention and MLP, each scaled, shifted and gated by the noise level: h (B, L, H) -> same."""
+
     def __init__(self, hidden_size, n_heads, cond_dim, dropout):
         super().__init__()
         self.n_heads, self.dropout = n_heads, dropout
@@ -130,26 +155,31 @@ class Block(nn.Module):
         self.attn_qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.attn_out = nn.Linear(hidden_size, hidden_size, bias=False)
         self.norm2 = Norm(hidden_size)
-        self.mlp = nn.Sequential(nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(approximate="tanh"),
+        self.mlp = nn.Sequential(nn.Linear(hidden_size, 4 * hidden_size),
+                                 nn.GELU(approximate="tanh"),
                                  nn.Linear(4 * hidden_size, hidden_size))
         self.adaLN_modulation = zero_linear(cond_dim, 6 * hidden_size)
 
-    def forward(self, h, c, rotary, keys):
-        modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)             # each (B, 1, H)
+    def forward(self, h, c, rotary, attended):
+        modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)         # each (B, 1, H)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
-        branch = self.attention(self.norm1(h) * (1 + scale1) + shift1, rotary, keys)
+        branch = self.attention(self.norm1(h) * (1 + scale1) + shift1, rotary, attended)
         h = h + gate1 * F.dropout(branch, self.dropout, self.training)
         branch = self.mlp(self.norm2(h) * (1 + scale2) + shift2)
         return h + gate2 * F.dropout(branch, self.dropout, self.training)
 
-    def attention(self, h, rotary, keys):
+    def attention(self, h, rotary, attended):
         B, L, H = h.shape
-        q, k, v = self.attn_qkv(h).view(B, L, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)   # (B, heads, L, e)
-        out = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v, attn_mask=keys)
+        qkv = self.attn_qkv(h).view(B, L, 3, self.n_heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # each (B, heads, L, e)
+        out = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v,
+                                             attn_mask=attended)
         return self.attn_out(out.transpose(1, 2).reshape(B, L, H))
 
 
 class Head(nn.Module):
+    """h (B, L, H) -> logits (B, L, V), scaled and shifted by the noise level."""
+
     def __init__(self, hidden_size, vocab_size, cond_dim):
         super().__init__()
         self.norm_final = Norm(hidden_size)
@@ -170,7 +200,8 @@ class Norm(nn.Module):
 
     def forward(self, h):
         exact = at_least_float32(h.dtype)
-        return F.layer_norm(h.to(exact), self.weight.shape, self.weight.to(exact), None, 1e-5).to(h.dtype)
+        weight = self.weight.to(exact)
+        return F.layer_norm(h.to(exact), weight.shape, weight, None, 1e-5).to(h.dtype)
 
 
 def zero_linear(n_in, n_out):
@@ -183,13 +214,16 @@ def zero_linear(n_in, n_out):
 
 def rotary_tables(L, head_dim, device, dtype):
     """Cosines and sines of position x frequency, each (L, head_dim / 2); positions count from 0."""
-    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim)
-    angle = torch.outer(torch.arange(L, device=device, dtype=dtype), frequency)
+    exponent = -torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim
+    angle = torch.outer(torch.arange(L, device=device, dtype=dtype), 10000.0 ** exponent)
     return angle.cos(), angle.sin()
 
 
 def rotate(x, rotary):
-    """Turn x (B, heads, L, e): entry i is paired with entry i + e/2 (arXiv 2104.09864, half-split order)."""
+    """Turn x (B, heads, L, e) by its positions: entry i is paired with entry i + e/2.
+
+    Source: arXiv 2104.09864, in half-split order.
+    """
     cos, sin = (table.to(x.dtype) for table in rotary)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
@@ -201,47 +235,54 @@ def at_least_float32(dtype):
 
 def check_inputs(xt, sigma, mask):
     if xt.dtype != torch.int64 or xt.dim() != 2:
-        raise ValueError(f"xt is {tuple(xt.shape)} {xt.dtype}; expected (B, L) torch.int64 token ids, "
-                         f"which no autocast and no model dtype concerns.")
+        raise ValueError(f"xt is {tuple(xt.shape)} {xt.dtype}; expected (B, L) torch.int64 token "
+                         f"ids, which no autocast and no model dtype concerns.")
     if sigma.shape != xt.shape[:1] or not sigma.is_floating_point():
-        raise ValueError(f"sigma is {tuple(sigma.shape)} {sigma.dtype}; expected ({xt.shape[0]},) floating "
-                         f"point: the total noise of each protein, sigma = noise(t)[0], not the time t.")
+        raise ValueError(f"sigma is {tuple(sigma.shape)} {sigma.dtype}; expected ({xt.shape[0]},) "
+                         f"floating point: the total noise of each protein, sigma = noise(t)[0], "
+                         f"not the time t.")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != xt.shape):
-        raise ValueError(f"mask is {tuple(mask.shape)} {mask.dtype}; expected {tuple(xt.shape)} torch.bool, "
-                         f"True = residue, or None where nothing is padding.")
+        raise ValueError(f"mask is {tuple(mask.shape)} {mask.dtype}; expected {tuple(xt.shape)} "
+                         f"torch.bool, True = residue, or None where nothing is padding.")
 
 
 def load_official(model, state, use_ema=True):
     """Load weights in the published names into a SEDD of the same size.
 
-    state: a state dict (with or without the "module." that DDP puts before each name), or a checkpoint
-    {"model": state dict, "ema": {"shadow_params": list in parameter order, ...}, ...}. With use_ema the
-    averages are taken where the checkpoint has them.
-    Returns "ema" or "model": which weights were loaded. Raises ValueError naming what is missing, unexpected
-    or of another shape; the model is then unchanged.
+    state:   a state dict (with or without the "module." that DDP puts before each name), or a
+             checkpoint {"model": state dict, "ema": {"shadow_params": list in parameter order,
+             ...}, ...}.
+    use_ema: take the averages where the checkpoint has them.
+    Returns "ema" or "model": which weights were loaded.
+    Raises ValueError naming what is missing, unexpected or of another shape; the model is then
+    unchanged.
     """
     weights = state["model"] if isinstance(state.get("model"), dict) else state
     weights = {name.removeprefix("module."): value for name, value in weights.items()}
-    # The published code stores the rotary frequencies: a constant, but the only trace of the number of heads.
-    stored = weights.pop("rotary_emb.inv_freq", None)
-    if stored is not None and 2 * len(stored) != model.head_dim:
-        raise ValueError(f"The weights are for heads of width {2 * len(stored)}; the model has "
-                         f"{model.n_heads} heads of width {model.head_dim}. Set n_heads as there.")
+    # The published code stores the rotary frequencies: the only trace of the number of heads.
+    frequencies = weights.pop("rotary_emb.inv_freq", None)
+    if frequencies is not None and 2 * len(frequencies) != model.head_dim:
+        raise ValueError(f"The weights are for heads of width {2 * len(frequencies)}; the model "
+                         f"has {model.n_heads} heads of width {model.head_dim}. Set n_heads as "
+                         f"there.")
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     problems = [f"missing {name}" for name in shapes if name not in weights]
     problems += [f"unexpected {name}" for name in weights if name not in shapes]
     ema = state.get("ema")
     use_ema = use_ema and isinstance(ema, dict) and "shadow_params" in ema
     if use_ema:
+        averages = ema["shadow_params"]
         names = [name for name, p in model.named_parameters() if p.requires_grad]
-        if len(names) != len(ema["shadow_params"]):
-            problems.append(f"{len(ema['shadow_params'])} ema.shadow_params for {len(names)} parameters")
-        weights.update(zip(names, ema["shadow_params"]))
+        if len(names) != len(averages):
+            problems.append(f"{len(averages)} ema.shadow_params for {len(names)} parameters")
+        weights.update(zip(names, averages))
     problems += [f"{name} is {tuple(weights[name].shape)}, the model has {tuple(shape)}"
-                 for name, shape in shapes.items() if name in weights and weights[name].shape != shape]
+                 for name, shape in shapes.items()
+                 if name in weights and weights[name].shape != shape]
     if problems:
         raise ValueError(f"The weights do not fit this model ({len(problems)} differences): "
-                         f"{'; '.join(problems[:8])}. Build SEDD with the sizes of the checkpoint.")
+                         f"{'; '.join(problems[:8])}. Build SEDD with the sizes of the "
+                         f"checkpoint.")
     model.load_state_dict(weights)
     return "ema" if use_ema else "model"
 
@@ -249,8 +290,9 @@ def load_official(model, state, use_ema=True):
 class EMA:
     """Exponential moving average of the trainable parameters, in float32 at least.
 
-    The decay of update k = 1, 2, ... is min(decay, (1 + k)/(10 + k)), so early averages forget the start.
-    bfloat16 parameters are averaged in float32, where a change of 1e-4 is not lost.
+    The decay of update k = 1, 2, ... is min(decay, (1 + k)/(10 + k)), so early averages forget the
+    start. bfloat16 parameters are averaged in float32, where a change of 1e-4 is not lost.
+    Raises ValueError for a decay outside [0, 1).
     """
 
     def __init__(self, parameters, decay=0.9999):
@@ -264,41 +306,47 @@ class EMA:
     def update(self, parameters, skip=None):
         """Move the averages towards the parameters; call once after each optimiser step.
 
-        skip: 0-dimensional bool on the parameters' device; True: nothing moves (num_updates is the caller's to mend:
-        it knows the flag on the host only later).
+        skip: 0-dimensional bool on the parameters' device; True: nothing moves. num_updates grows
+            all the same: the caller, who knows the flag on the host only later, corrects it.
         """
         live = self._matched([p.detach() for p in parameters if p.requires_grad], "parameters")
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        live = [p.to(s.dtype) for p, s in zip(live, self.shadow_params)]
+        live = [p.to(average.dtype) for p, average in zip(live, self.shadow_params)]
         weight = 1 - decay if skip is None else [torch.where(skip, 0.0, 1 - decay)] * len(live)
         torch._foreach_lerp_(self.shadow_params, live, weight)
 
     @contextlib.contextmanager
     def applied(self, model):
-        """Put the averages into the model for a `with` block; the weights come back even on an error."""
-        live = self._matched([p.detach() for p in model.parameters() if p.requires_grad], "model")
-        kept = [p.clone() for p in live]
+        """Put the averages into the model for a `with` block; an error restores the weights too."""
+        parameters = [p.detach() for p in model.parameters() if p.requires_grad]
+        live = self._matched(parameters, "model")
+        weights = [p.clone() for p in live]
         torch._foreach_copy_(live, self.shadow_params)
         try:
             yield model
         finally:
-            torch._foreach_copy_(live, kept)
+            torch._foreach_copy_(live, weights)
 
     def state_dict(self):
-        """{"decay", "num_updates", "shadow_params"}, as in published checkpoints; tensors are not copied."""
-        return {"decay": self.decay, "num_updates": self.num_updates, "shadow_params": self.shadow_params}
+        """{"decay", "num_updates", "shadow_params"}, as in published checkpoints; not copied."""
+        return {"decay": self.decay, "num_updates": self.num_updates,
+                "shadow_params": self.shadow_params}
 
     @torch.no_grad()
     def load_state_dict(self, state):
-        """Take over a state_dict(); raises ValueError if its tensors are not those of this model."""
-        torch._foreach_copy_(self.shadow_params, self._matched(list(state["shadow_params"]), "state"))
+        """Take over a state_dict(). Raises ValueError if its tensors are not of this model."""
+        averages = self._matched(list(state["shadow_params"]), "state")
+        torch._foreach_copy_(self.shadow_params, averages)
         self.decay, self.num_updates = state["decay"], state["num_updates"]
 
     def _matched(self, tensors, what):
-        found, own = ([tuple(t.shape) for t in group] for group in (tensors, self.shadow_params))
-        if found != own:
-            at = next((i for i, (a, b) in enumerate(zip(found, own)) if a != b), min(len(found), len(own)))
-            raise ValueError(f"{what}: {len(found)} tensors, expected {len(own)} as in the averaged model; "
-                             f"at index {at}: {found[at:at + 1]}, expected {own[at:at + 1]}.")
+        found = [tuple(tensor.shape) for tensor in tensors]
+        expected = [tuple(average.shape) for average in self.shadow_params]
+        if found != expected:
+            same = [a == b for a, b in zip(found, expected)]
+            i = same.index(False) if False in same else len(same)
+            raise ValueError(f"{what}: {len(found)} tensors, expected {len(expected)} as in the "
+                             f"averaged model; at index {i}: {found[i:i + 1]}, expected "
+                             f"{expected[i:i + 1]}.")
         return tensors

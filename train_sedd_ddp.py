@@ -42,10 +42,10 @@ from run_log import (RunLog, check_resume, find_checkpoint, open_run, replace_st
 from sedd_diffusion import (independent_log_score, make_graph, make_noise, sample, score_entropy_loss,
                             stratified_times)
 from sedd_model import EMA, SEDD
-from sequence_data import (N_TOKENS, X_ID, BatchPlan, BatchReader, DemoSource, PreparedProteins, apply_max_length,
-                           check_prepared, collate, count_rows, crop_starts, decode, eval_batches, eval_crop_starts,
-                           keyed_generator, keyed_seed, keys_hash, read_meta, read_sequences, split_by_hash,
-                           stage_prepared, sum_rows, unigram_frequencies)
+from sequence_batches import BatchPlan, BatchReader, count_rows, eval_batches, sum_rows
+from sequence_data import (N_TOKENS, X_ID, DemoSource, PreparedProteins, apply_max_length, check_prepared,
+                           collate, crop_starts, decode, eval_crop_starts, keyed_generator, keyed_seed, keys_hash,
+                           read_meta, read_sequences, split_by_hash, stage_prepared, unigram_frequencies)
 
 
 # ------------------------------------------------------------------------------------------------------------ config

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 MODELS = {"sedd_model", "sedd_diffusion", "proteinmpnn_model"}
-DATA = {"sequence_data", "structure_data"}
+DATA = {"sequence_data", "sequence_batches", "structure_data"}
 SHARED = {"ddp_setup", "run_config", "run_log"}
 
 # file: (imports of ours, packages imported at its top, packages imported only inside functions).
@@ -30,8 +30,10 @@ TABLE = {
     "sedd_diffusion": (set(), {"torch"}, set()),
     "proteinmpnn_model": (set(), {"torch"}, set()),
     "sequence_data": (set(), {"torch", "numpy"}, set()),
+    "sequence_batches": ({"sequence_data"}, {"numpy"}, set()),
     "structure_data": ({"sequence_data"}, {"torch", "numpy", "gemmi"}, set()),
-    "train_sedd_ddp": (SHARED | {"sequence_data", "sedd_model", "sedd_diffusion"}, {"torch", "numpy"}, set()),
+    "train_sedd_ddp": (SHARED | {"sequence_data", "sequence_batches", "sedd_model", "sedd_diffusion"},
+                       {"torch", "numpy"}, set()),
     "train_dpo_ddp": (SHARED | {"structure_data", "proteinmpnn_model"}, {"torch", "numpy"}, set()),
     "sample_sedd": (MODELS | DATA, {"torch", "numpy"}, set()),
     "sample_proteinmpnn": (MODELS | DATA, {"torch", "numpy"}, set()),

@@ -1,53 +1,39 @@
-"""The mathematics of SEDD against the official code's numbers, closed forms and exactly enumerable models."""
+"""The mathematics of SEDD against the official code, closed forms and exactly enumerable models."""
 import itertools
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
-from sedd_diffusion import (AbsorbingGraph, UniformGraph, make_graph, make_noise, sample, score_entropy_loss,
-                            stratified_times)
+from sedd_cases import BOTH_GRAPHS, CASES, entries, near, official_numbers, seeded
+from sedd_diffusion import (AbsorbingGraph, UniformGraph, independent_log_score, make_graph,
+                            make_noise, sample, score_entropy_loss, stratified_times)
 
-FIXTURE = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "sedd.pt"
-BOTH_GRAPHS = pytest.mark.parametrize("graph_name", ["absorb", "uniform"])
-CASES = pytest.mark.parametrize("graph_name, noise_name", list(itertools.product(
-    ["absorb", "uniform"], ["loglinear", "geometric"])))
 FIXTURE_NOISE = {"loglinear": dict(eps=1e-3), "geometric": dict(sigma_min=1e-5, sigma_max=20.0)}
+PREDICTORS = pytest.mark.parametrize("predictor", ["euler", "analytic"])
 
 
 @pytest.fixture(scope="module")
 def fixture():
-    if not FIXTURE.exists():
-        pytest.skip(f"no {FIXTURE}: the official code's numbers are not part of the repository")
-    return torch.load(FIXTURE, weights_only=True)
+    return official_numbers()
 
 
-def entries(fixture, graph_name, noise_name):
-    """The fixture's graph, noise, and its entries of this pair under their short names."""
-    start = f"{graph_name}/{noise_name}/"
-    case = {key[len(start):]: value for key, value in fixture.items() if key.startswith(start)}
+def official(fixture, graph_name, noise_name):
+    """The fixture's graph, noise, and its entries of this pair."""
     noise = make_noise(noise_name, **FIXTURE_NOISE[noise_name])
-    return make_graph(graph_name, fixture["cfg_tokens"]), noise, case
+    graph = make_graph(graph_name, fixture["cfg_tokens"])
+    return graph, noise, entries(fixture, graph_name, noise_name)
 
 
-def near(found, expected, rtol=0.0, atol=0.0):
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-# Noise
-
+# ---- noise ----
 
 @pytest.mark.parametrize("noise_name", ["loglinear", "geometric"])
 def test_noise_agrees_with_the_official_schedule(fixture, noise_name):
     sigma, dsigma = make_noise(noise_name, **FIXTURE_NOISE[noise_name])(fixture["noise/t"])
-    near(sigma[:-1], fixture[f"noise/{noise_name}/total"][:-1], rtol=1e-5)
-    near(sigma[-1:], fixture[f"noise/{noise_name}/total"][-1:], rtol=1e-4)      # log1p near -0.999
-    near(dsigma, fixture[f"noise/{noise_name}/rate"], rtol=1e-5)
+    case = entries(fixture, "noise", noise_name)
+    near(sigma[:-1], case["total"][:-1], rtol=1e-5)
+    near(sigma[-1:], case["total"][-1:], rtol=1e-4)             # log1p near -0.999
+    near(dsigma, case["rate"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("noise_name", ["loglinear", "geometric", "cosine"])
@@ -57,9 +43,10 @@ def test_dsigma_is_the_derivative_of_sigma_and_the_dtype_is_that_of_t(noise_name
     derivative, = torch.autograd.grad(sigma.sum(), t)
     near(dsigma, derivative, rtol=1e-9)
     assert (sigma.diff() > 0).all() and sigma.dtype == torch.float64
-    for s, exact in zip(make_noise(noise_name)(t.detach().float().reshape(7, 143)), (sigma, dsigma)):
-        assert s.dtype == torch.float32 and s.shape == (7, 143)
-        near(s.double().flatten(), exact.detach(), rtol=2e-3, atol=1e-9)
+    single = make_noise(noise_name)(t.detach().float().reshape(7, 143))
+    for found, exact in zip(single, (sigma, dsigma)):
+        assert found.dtype == torch.float32 and found.shape == (7, 143)
+        near(found.double().flatten(), exact.detach(), rtol=2e-3, atol=1e-9)
 
 
 def test_cosine_and_loglinear_noise_leave_only_eps_of_the_residues_clean_at_the_end():
@@ -96,26 +83,25 @@ def test_stratified_times_hit_every_stratum_once():
         stratified_times(3, 1.0, torch.arange(3))
 
 
-# Graphs and score entropy against the official code
-
+# ---- graphs and score entropy against the official code ----
 
 @CASES
 def test_rates_and_transitions_agree_with_the_official_code(fixture, graph_name, noise_name):
-    graph, _, case = entries(fixture, graph_name, noise_name)
+    graph, _, case = official(fixture, graph_name, noise_name)
     near(graph.rate(case["xt"]), case["rate"], atol=1e-6)
     near(graph.transp_rate(case["xt"]), case["transp_rate"], atol=1e-6)
     near(graph.transp_transition(case["xt"], case["sigma"]), case["transp_transition"], atol=1e-6)
     if graph_name == "uniform":
         near(graph.transition(case["x0"], case["sigma"]), case["transition"], atol=1e-6)
-    limit = graph.sample_limit((1000, 8), seeded())
-    near(limit.unique(), fixture[f"{graph_name}/sample_limit_unique"])
-    assert (graph.vocab_size, -1 if graph.mask_id is None else graph.mask_id) == (
-        fixture[f"{graph_name}/vocab"], fixture[f"{graph_name}/mask_id"])
+    of_graph = entries(fixture, graph_name)
+    near(graph.sample_limit((1000, 8), seeded()).unique(), of_graph["sample_limit_unique"])
+    mask_id = -1 if graph.mask_id is None else graph.mask_id
+    assert (graph.vocab_size, mask_id) == (of_graph["vocab"], of_graph["mask_id"])
 
 
 @CASES
 def test_reverse_steps_agree_with_the_official_code(fixture, graph_name, noise_name):
-    graph, _, case = entries(fixture, graph_name, noise_name)
+    graph, _, case = official(fixture, graph_name, noise_name)
     xt, score, dsigma = case["xt"], case["log_score"].exp(), case["dsigma"][:, None, None]
     reverse = graph.reverse_rate(xt, score)
     euler = torch.nn.functional.one_hot(xt, graph.vocab_size) + case["euler_h"] * dsigma * reverse
@@ -129,40 +115,42 @@ def test_reverse_steps_agree_with_the_official_code(fixture, graph_name, noise_n
     staggered = graph.staggered_score(score, case["sigma_step"])
     close(staggered, "staggered_score")
     close(staggered * graph.transp_transition(xt, case["sigma_step"]), "analytic_probs")
-    denoise = graph.staggered_score(score, case["sigma"]) * graph.transp_transition(xt, case["sigma"])
+    clean = graph.staggered_score(score, case["sigma"])
+    denoise = clean * graph.transp_transition(xt, case["sigma"])
     close(denoise[..., :graph.n_tokens], "denoise_probs")
 
 
 @CASES
 def test_score_entropy_and_loss_agree_with_the_official_code(fixture, graph_name, noise_name):
-    graph, noise, case = entries(fixture, graph_name, noise_name)
+    graph, noise, case = official(fixture, graph_name, noise_name)
     xt, x0, sigma, dsigma = case["xt"], case["x0"], case["sigma"], case["dsigma"]
     everywhere = torch.ones_like(xt, dtype=torch.bool)
     entropy = graph.score_entropy(case["log_score"], sigma, xt, x0)
     loss, count = score_entropy_loss(case["log_score"], sigma, dsigma, xt, x0, graph, everywhere)
-    assert entropy.dtype == loss.dtype == torch.float32 and count.tolist() == [xt.shape[1]] * len(xt)
+    assert entropy.dtype == loss.dtype == torch.float32
+    assert count.tolist() == [xt.shape[1]] * len(xt)
     if graph_name == "absorb":
         near(entropy, case["score_entropy"], rtol=1e-4, atol=1e-5)
         near(loss, case["loss"], rtol=1e-4, atol=1e-3)
-    else:       # the official float32 loses digits by cancellation here; its float64 is the reference
+    else:       # the official float32 loses digits by cancellation; its float64 is the reference
         near(entropy.double(), case["score_entropy_f64"], rtol=1e-4, atol=1e-4)
         near(entropy, case["score_entropy"], rtol=2e-3, atol=1e-4)
         near(loss.double(), case["loss_f64"], rtol=2e-4)
     sigma, dsigma = noise(case["t"].double())
-    loss, _ = score_entropy_loss(case["log_score"].double(), sigma, dsigma, xt, x0, graph, everywhere)
-    entropy = graph.score_entropy(case["log_score"].double(), sigma, xt, x0)
+    log_score = case["log_score"].double()
+    loss, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, everywhere)
+    entropy = graph.score_entropy(log_score, sigma, xt, x0)
     near(entropy, case["score_entropy_f64"], rtol=1e-9, atol=1e-9)
     near(loss, case["loss_f64"], rtol=1e-9, atol=1e-9)
 
 
-# Score entropy from closed forms
-
+# ---- score entropy from closed forms ----
 
 @BOTH_GRAPHS
 def test_score_entropy_is_zero_at_the_true_ratios_and_larger_elsewhere(graph_name):
     graph = make_graph(graph_name, 5)
     sigma = torch.tensor([1e-4, 0.3, 2.0, 20.0], dtype=torch.float64)
-    x0 = torch.arange(5).repeat(4, 5)                                                   # (4, 25)
+    x0 = torch.arange(5).repeat(4, 5)                           # (4, 25)
     values = torch.arange(5) if graph_name == "uniform" else torch.tensor([0, 1, 2, 3, 5])
     xt = values.repeat_interleave(5).repeat(4, 1)
     if graph_name == "absorb":
@@ -173,9 +161,9 @@ def test_score_entropy_is_zero_at_the_true_ratios_and_larger_elsewhere(graph_nam
     entropy = graph.score_entropy(truth, sigma, xt, x0)
     scale = ratio.amax(-1)
     assert (entropy.abs() <= 1e-12 * scale.clamp(min=1)).all()
-    noise = torch.randn(truth.shape, generator=seeded(), dtype=torch.float64).scatter(-1, xt[..., None], 0.0)
-    other = graph.score_entropy(truth + 0.5 * noise, sigma, xt, x0)
-    scored = xt == graph.mask_id if graph_name == "absorb" else torch.ones_like(xt, dtype=torch.bool)
+    noise = torch.randn(truth.shape, generator=seeded(), dtype=torch.float64)
+    other = graph.score_entropy(truth + 0.5 * noise.scatter(-1, xt[..., None], 0.0), sigma, xt, x0)
+    scored = xt == graph.mask_id if graph.absorb else torch.ones_like(xt, dtype=torch.bool)
     assert (other[scored] > 0).all() and (other[~scored] == 0).all()
 
 
@@ -202,7 +190,8 @@ def test_what_does_not_count_reaches_neither_loss_nor_gradient(graph_name):
     xt = graph.corrupt(x0, sigma, seeded(3))
     clean = torch.randn(3, 40, graph.vocab_size, generator=seeded(4))
     junk = torch.tensor([math.nan, math.inf, 200.0])[:, None, None]
-    counts = weight & (xt == graph.mask_id) if graph.absorb else weight     # no mask: the residue is known
+    # In the absorbing graph a residue that is not masked is known.
+    counts = weight & (xt == graph.mask_id) if graph.absorb else weight
     spoilt = torch.where(counts[..., None], clean, junk)
     spoilt.requires_grad_()
     loss, count = score_entropy_loss(spoilt, sigma, dsigma, xt, x0, graph, weight)
@@ -210,14 +199,15 @@ def test_what_does_not_count_reaches_neither_loss_nor_gradient(graph_name):
     near(loss.detach(), torch.where(weight, each, 0.0).sum(-1), rtol=1e-6)
     assert count.tolist() == weight.sum(-1).tolist()
     gradient, = torch.autograd.grad(loss.sum(), spoilt)
-    assert gradient.isfinite().all() and (gradient[~counts] == 0).all() and (gradient[counts] != 0).any()
+    assert gradient.isfinite().all() and (gradient[counts] != 0).any()
+    assert (gradient[~counts] == 0).all()
 
 
 def test_bfloat16_scores_are_summed_in_float32():
     graph = AbsorbingGraph(20)
     xt, x0 = torch.full((1, 8), 20), torch.zeros(1, 8, dtype=torch.int64)
-    log_score, one, everything = torch.zeros(1, 8, 21, dtype=torch.bfloat16), torch.ones(1), xt == 20
-    loss, _ = score_entropy_loss(log_score, one, one, xt, x0, graph, everything)
+    log_score, one = torch.zeros(1, 8, 21, dtype=torch.bfloat16), torch.ones(1)
+    loss, _ = score_entropy_loss(log_score, one, one, xt, x0, graph, xt == 20)
     r = 1 / math.expm1(1)
     near(loss, torch.tensor([8 * (20 + r * (math.log(r) - 1))]), rtol=1e-6)
 
@@ -226,12 +216,12 @@ def test_prior_kl_of_uniform_noise_is_the_distance_of_its_transition_from_unifor
     graph, x0 = UniformGraph(21), torch.zeros(1, 1, dtype=torch.int64)
     for sigma in (0.1, 1.0, 6.9, 20.0):
         p = graph.transition(x0, torch.tensor([sigma], dtype=torch.float64))
-        assert graph.prior_kl(sigma) == pytest.approx(math.log(21) + (p * p.log()).sum().item(), abs=1e-12)
+        distance = math.log(21) + (p * p.log()).sum().item()
+        assert graph.prior_kl(sigma) == pytest.approx(distance, abs=1e-12)
     assert graph.prior_kl(torch.tensor(20.0)) < 1e-12 and AbsorbingGraph(21).prior_kl(6.9) == 0
 
 
-# Corruption
-
+# ---- corruption ----
 
 @BOTH_GRAPHS
 def test_corruption_changes_the_share_that_sigma_says(graph_name):
@@ -241,7 +231,7 @@ def test_corruption_changes_the_share_that_sigma_says(graph_name):
     xt = graph.corrupt(x0, sigma, seeded(1))
     share = 1 - torch.exp(-sigma)
     if graph_name == "uniform":
-        share = share * 20 / 21                                     # a redraw may give the same token
+        share = share * 20 / 21                         # a redraw may give the same token
     error = (share * (1 - share) / n).sqrt()
     assert (((xt != x0).float().mean(-1) - share).abs() < 4 * error).all()
     changed = xt[xt != x0]
@@ -259,19 +249,19 @@ def test_corruption_changes_the_share_that_sigma_says(graph_name):
 def test_transition_agrees_with_the_matrix_exponential_of_the_rates(graph_name):
     graph, sigma = make_graph(graph_name, 4), torch.tensor([0.7], dtype=torch.float64)
     states = torch.arange(graph.vocab_size)[None]
-    Q = graph.rate(states, torch.float64)[0]                                            # from row to column
+    Q = graph.rate(states, torch.float64)[0]                    # from row to column
     near(graph.transp_rate(states, torch.float64)[0], Q.T)
     near(graph.transition(states, sigma)[0], torch.matrix_exp(0.7 * Q), atol=1e-12)
     near(graph.transp_transition(states, sigma)[0], torch.matrix_exp(0.7 * Q).T, atol=1e-12)
-    score = torch.rand(1, graph.vocab_size, graph.vocab_size, generator=seeded(), dtype=torch.float64)
+    V = graph.vocab_size
+    score = torch.rand(1, V, V, generator=seeded(), dtype=torch.float64)
     near(graph.staggered_score(score, sigma)[0], score[0] @ torch.matrix_exp(-0.7 * Q), atol=1e-12)
 
 
-# A model that is exact because the data are two residues with a known joint distribution
-
+# ---- a model that is exact: the data are two residues of known joint distribution ----
 
 class Table:
-    """p0 over two residues of n tokens; exact log score and log-likelihood by enumeration, in float64."""
+    """p0 over two residues of n tokens; exact log scores by enumeration, in float64."""
 
     def __init__(self, graph, seed=0):
         n, self.graph = graph.n_tokens, graph
@@ -287,21 +277,22 @@ class Table:
     def __call__(self, xt, sigma):
         assert sigma.shape == (len(xt),) and (sigma == sigma[0]).all()
         log_p = self.marginal(sigma[0].item()).log()
-        rows = torch.stack([log_p[:, xt[:, 1]].T, log_p[xt[:, 0]]], dim=1)              # (B, 2, V)
+        rows = torch.stack([log_p[:, xt[:, 1]].T, log_p[xt[:, 0]]], dim=1)      # (B, 2, V)
         return rows - rows.gather(-1, xt[..., None])
 
 
 @BOTH_GRAPHS
 @pytest.mark.parametrize("noise_name", ["loglinear", "geometric", "cosine"])
 def test_the_loss_of_the_exact_score_integrates_to_the_entropy_of_the_data(graph_name, noise_name):
-    # The bound is tight for the exact score in the mean over x0. Sum over all xt, x0, quadrature over t; left
-    # out are t < eps and, in the absorbing graph, the exp(-sigma(1)) unmasked at the end: below 0.5 %.
+    # The bound is tight for the exact score in the mean over x0. Sum over all xt, x0, quadrature
+    # over t; left out are t < eps and, in the absorbing graph, the exp(-sigma(1)) unmasked at the
+    # end: below 0.5 %.
     graph, noise = make_graph(graph_name, 3), make_noise(noise_name)
     table, eps = Table(graph), 1e-5
-    pairs = torch.cartesian_prod(*[torch.arange(graph.vocab_size)] * 2)         # all xt, (S, 2)
-    clean = torch.cartesian_prod(*[torch.arange(3)] * 2)                        # all x0, (9, 2)
+    pairs = torch.cartesian_prod(*[torch.arange(graph.vocab_size)] * 2)     # all xt, (S, 2)
+    clean = torch.cartesian_prod(*[torch.arange(3)] * 2)                    # all x0, (9, 2)
     everywhere = torch.ones_like(pairs, dtype=torch.bool)
-    nodes = torch.linspace(math.log(eps), 0, 401, dtype=torch.float64)          # in ln t: steep near t = 0
+    nodes = torch.linspace(math.log(eps), 0, 401, dtype=torch.float64)      # ln t: steep near t = 0
     bound = 2 * graph.prior_kl(noise(torch.ones(1, dtype=torch.float64))[0])
     for log_t, width in zip((nodes[:-1] + nodes[1:]) / 2, nodes.diff()):
         t = log_t.exp()
@@ -317,48 +308,40 @@ def test_the_loss_of_the_exact_score_integrates_to_the_entropy_of_the_data(graph
     assert abs(bound / entropy - 1) < 5e-3
 
 
-# Sampling
-
-
-class OneResidue:
-    """Exact log scores of a single residue distributed as p0."""
-
-    def __init__(self, graph, p0):
-        self.graph, self.p0 = graph, p0
-
-    def __call__(self, xt, sigma):
-        clean = torch.arange(self.graph.n_tokens)[None]
-        log_p = (self.p0 @ self.graph.transition(clean, sigma[:1].double())[0]).log()
-        return log_p - log_p[xt][..., None]
-
+# ---- sampling ----
 
 @BOTH_GRAPHS
 @pytest.mark.parametrize("steps, denoise, eps", [
     (1, True, 1e-5), (1, False, 1e-5), (5, True, 1e-5), (2, True, 0.5)])
-def test_analytic_sampling_of_one_residue_is_exact_in_any_number_of_steps(graph_name, steps, denoise, eps):
+def test_analytic_sampling_of_one_residue_is_exact_in_any_number_of_steps(
+        graph_name, steps, denoise, eps):
     graph, noise, B = make_graph(graph_name, 6), make_noise("loglinear", eps=1e-6), 40_000
     p0 = torch.tensor([0.4, 0.3, 0.2, 0.09, 0.01, 0.0], dtype=torch.float64)
-    fn = OneResidue(graph, p0.clamp(min=1e-12))
-    x = sample(fn, graph, noise, (B, 1), steps, "analytic", denoise, generator=seeded(), eps=eps)
+    possible = p0.clamp(min=1e-12)
+
+    def exact(xt, sigma):
+        return independent_log_score(possible, sigma.double(), xt, graph)
+
+    x = sample(exact, graph, noise, (B, 1), steps, "analytic", denoise, generator=seeded(), eps=eps)
     found = x.flatten().bincount(minlength=6) / B
     assert ((found - p0).abs() <= 4 * (p0 * (1 - p0) / B).sqrt() + 3e-5).all()
 
 
 @BOTH_GRAPHS
-@pytest.mark.parametrize("predictor", ["euler", "analytic"])
-def test_sampling_with_the_exact_score_gives_the_joint_distribution_of_the_data(graph_name, predictor):
+@PREDICTORS
+def test_sampling_with_the_exact_score_gives_the_joint_distribution(graph_name, predictor):
     graph, B = make_graph(graph_name, 3), 20_000
     table = Table(graph)
     x = sample(table, graph, make_noise("loglinear"), (B, 2), 200, predictor, generator=seeded())
     found = (x[:, 0] * 3 + x[:, 1]).bincount(minlength=9) / B
-    # 0.02 in total variation is sampling error and step size; residues drawn independently would be 0.1 away.
+    # 0.02 in total variation is sampling error and step size; drawn independently it would be 0.1.
     independent = (table.p0.sum(1, keepdim=True) * table.p0.sum(0)).flatten()
     assert (found - table.p0.flatten()).abs().sum() / 2 < 0.02
     assert (independent - table.p0.flatten()).abs().sum() / 2 > 0.1
 
 
 @BOTH_GRAPHS
-@pytest.mark.parametrize("predictor", ["euler", "analytic"])
+@PREDICTORS
 @pytest.mark.parametrize("steps", [1, 4, 16])
 def test_neither_the_mask_nor_a_forbidden_token_is_ever_returned(graph_name, predictor, steps):
     graph, noise = make_graph(graph_name, 21), make_noise("geometric")
@@ -366,15 +349,15 @@ def test_neither_the_mask_nor_a_forbidden_token_is_ever_returned(graph_name, pre
     log_scores = {"even": even, "no score at all": even - math.inf, "overflow": even + 300,
                   "all on X": even - 50 + 100 * (torch.arange(graph.vocab_size) == 20)}
     for (name, log_score), denoise in itertools.product(log_scores.items(), (True, False)):
-        x = sample(lambda xt, sigma: log_score, graph, noise, (20, 30), steps, predictor, denoise,
-                   forbidden=(20, 3), generator=seeded())
+        x = sample(lambda xt, sigma: log_score, graph, noise, (20, 30), steps, predictor,
+                   denoise, forbidden=(20, 3), generator=seeded())
         assert x.dtype == torch.int64 and x.shape == (20, 30)
         assert ((x >= 0) & (x < 20) & (x != 3)).all(), (name, denoise)
-        assert len(x.unique()) > 10 or name == "overflow"           # without any weight: drawn evenly
+        assert len(x.unique()) > 10 or name == "overflow"       # without any weight: drawn evenly
 
 
 @BOTH_GRAPHS
-@pytest.mark.parametrize("predictor", ["euler", "analytic"])
+@PREDICTORS
 def test_infilling_keeps_the_fixed_residues_in_every_step(graph_name, predictor):
     graph = make_graph(graph_name, 21)
     tokens = torch.randint(21, (8, 20), generator=seeded(1))
@@ -386,7 +369,7 @@ def test_infilling_keeps_the_fixed_residues_in_every_step(graph_name, predictor)
         return torch.zeros(*xt.shape, graph.vocab_size)
 
     x = sample(model, graph, make_noise("cosine"), (8, 20), 6, predictor, fixed=(tokens, where),
-               forbidden=(20,), generator=seeded(), on_step=lambda step, xt: seen.append((step, xt)))
+               forbidden=(20,), generator=seeded(), on_step=lambda *step: seen.append(step))
     assert torch.equal(x[where], tokens[where]) and (x[~where] < 20).all()
     assert [step for step, _ in seen] == list(range(7))
     assert all(torch.equal(xt[where], tokens[where]) for _, xt in seen)
@@ -416,9 +399,9 @@ def test_sampling_calls_the_model_with_sigma_and_with_falling_noise():
 def test_padding_is_not_drawn_and_the_same_generator_gives_the_same_sample():
     graph, mask = UniformGraph(21), torch.arange(12) < torch.tensor([[12], [5]])
     even = torch.zeros(2, 12, 21)
-    draw = [sample(lambda xt, sigma: even, graph, make_noise("geometric"), (2, 12), 3, mask=mask,
-                   forbidden=(20,), generator=seeded(7)) for _ in range(2)]
-    assert torch.equal(*draw) and (draw[0][~mask] == 20).all() and (draw[0][mask] < 20).all()
+    first, second = (sample(lambda xt, sigma: even, graph, make_noise("geometric"), (2, 12), 3,
+                            mask=mask, forbidden=(20,), generator=seeded(7)) for _ in range(2))
+    assert torch.equal(first, second) and (first[~mask] == 20).all() and (first[mask] < 20).all()
 
 
 def test_sampling_refuses_what_it_cannot_do():

@@ -1,39 +1,28 @@
-"""The SEDD network, its averages and checkpoints, against the official code's numbers and closed forms."""
+"""The SEDD network, its averages and checkpoints, against the official code and closed forms."""
 import copy
-import itertools
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
+from sedd_cases import BOTH_GRAPHS, CASES, entries, near, official_numbers, seeded
 from sedd_diffusion import (AbsorbingGraph, make_graph, make_noise, sample, score_entropy_loss,
                             stratified_times)
 from sedd_model import EMA, SEDD, load_official
 
-FIXTURE = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "sedd.pt"
-BOTH_GRAPHS = pytest.mark.parametrize("graph_name", ["absorb", "uniform"])
-CASES = pytest.mark.parametrize("graph_name, noise_name", list(itertools.product(
-    ["absorb", "uniform"], ["loglinear", "geometric"])))
-
 
 @pytest.fixture(scope="module")
 def fixture():
-    if not FIXTURE.exists():
-        pytest.skip(f"no {FIXTURE}: the official code's numbers are not part of the repository")
-    return torch.load(FIXTURE, weights_only=True)
-
-
-def official_state(fixture, graph_name):
-    start = f"{graph_name}/model/"
-    return {key[len(start):]: value for key, value in fixture.items() if key.startswith(start)}
+    return official_numbers()
 
 
 def official_model(fixture, graph_name, loaded=True, **kwargs):
     sizes = [fixture[f"cfg_{key}"] for key in ("hidden", "blocks", "heads", "cond")]
-    model = SEDD(fixture[f"{graph_name}/vocab"], *sizes, scale_by_sigma=graph_name == "absorb", **kwargs)
+    of_graph = entries(fixture, graph_name)
+    scaled = of_graph["scale_by_sigma"] == 1
+    model = SEDD(of_graph["vocab"], *sizes, scale_by_sigma=scaled, **kwargs)
     if loaded:
-        assert load_official(model, official_state(fixture, graph_name)) == "model"
+        assert load_official(model, entries(fixture, graph_name, "model")) == "model"
     return model.eval()
 
 
@@ -50,7 +39,7 @@ def small_model(graph, seed=0, **kwargs):
 
 def small_batch(graph, B=6, L=24, seed=0):
     """x0, xt, sigma, dsigma and a mask of different lengths."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     x0 = torch.randint(20, (B, L), generator=generator)
     mask = torch.arange(L) < torch.randint(L // 2, L + 1, (B, 1), generator=generator)
     x0 = torch.where(mask, x0, 20)
@@ -59,91 +48,89 @@ def small_batch(graph, B=6, L=24, seed=0):
     return x0, torch.where(mask, graph.corrupt(x0, sigma, generator), 20), sigma, dsigma, mask
 
 
-def near(found, expected, rtol=0.0, atol=0.0):
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
-
-
-# Against the official code
-
+# ---- against the official code ----
 
 @CASES
 def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name):
-    case = f"{graph_name}/{noise_name}/"
-    xt, sigma = fixture[case + "xt"], fixture[case + "sigma"]
+    case = entries(fixture, graph_name, noise_name)
+    xt, sigma = case["xt"], case["sigma"]
     model = official_model(fixture, graph_name)
     assert [name for name, _ in model.named_parameters()] == fixture["param_names"].split("\n")
     log_score = model(xt, sigma)
-    near(log_score, fixture[case + "log_score"], rtol=1e-4, atol=1e-4)
+    near(log_score, case["log_score"], rtol=1e-4, atol=1e-4)
     assert (log_score.gather(-1, xt[..., None]) == 0).all()
     everything = torch.ones_like(xt, dtype=torch.bool)
-    near(model(xt, sigma, everything), fixture[case + "log_score"], rtol=1e-4, atol=1e-4)
+    near(model(xt, sigma, everything), case["log_score"], rtol=1e-4, atol=1e-4)
     fresh = official_model(fixture, graph_name, loaded=False)
-    near(fresh(xt[:2], sigma[:2]), fixture[case + "log_score_fresh"], rtol=1e-4, atol=1e-4)
+    near(fresh(xt[:2], sigma[:2]), case["log_score_fresh"], rtol=1e-4, atol=1e-4)
 
 
 @CASES
 def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name):
-    case = f"{graph_name}/{noise_name}/"
-    xt, x0, sigma, dsigma = (fixture[case + key] for key in ("xt", "x0", "sigma", "dsigma"))
-    model, graph = official_model(fixture, graph_name), make_graph(graph_name, fixture["cfg_tokens"])
-    everything = torch.ones_like(xt, dtype=torch.bool)
-    score_entropy_loss(model(xt, sigma), sigma, dsigma, xt, x0, graph, everything)[0].mean().backward()
+    case = entries(fixture, graph_name, noise_name)
+    xt, x0, sigma, dsigma = (case[key] for key in ("xt", "x0", "sigma", "dsigma"))
+    model = official_model(fixture, graph_name)
+    graph, everything = make_graph(graph_name, fixture["cfg_tokens"]), torch.ones_like(xt) == 1
+    loss, _ = score_entropy_loss(model(xt, sigma), sigma, dsigma, xt, x0, graph, everything)
+    loss.mean().backward()
     norms = torch.stack([p.grad.norm() for p in model.parameters()])
-    near(norms, fixture[case + "grad_norms"], rtol=1e-3)
+    near(norms, case["grad_norms"], rtol=1e-3)
     for found, key in ((model.vocab_embed.embedding.grad, "grad_embed"),
                        (model.output_layer.linear.weight.grad, "grad_out_weight")):
-        near(found, fixture[case + key], atol=1e-4 * fixture[case + key].abs().max().item())
+        near(found, case[key], atol=1e-4 * case[key].abs().max().item())
 
 
 def test_three_training_steps_agree_with_the_official_code(fixture):
-    x0, xt, t = (fixture[f"absorb/loglinear/{key}"] for key in ("x0", "xt", "t"))
-    sigma, dsigma = make_noise("loglinear")(t)
-    graph, model = AbsorbingGraph(20), official_model(fixture, "absorb")
-    optim = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
+    case, expected = entries(fixture, "absorb", "loglinear"), entries(fixture, "train3")
+    x0, xt = case["x0"], case["xt"]
+    sigma, dsigma = make_noise("loglinear")(case["t"])
+    graph = make_graph("absorb", fixture["cfg_tokens"])
+    model = official_model(fixture, "absorb")
+    optim = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0)
     ema = EMA(model.parameters(), decay=0.9999)
-    for step in range(3):
+    for step in range(len(expected["loss"])):
         everything = torch.ones_like(xt, dtype=torch.bool)
-        loss = score_entropy_loss(model(xt, sigma), sigma, dsigma, xt, x0, graph, everything)[0].mean()
+        log_score = model(xt, sigma)
+        loss = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, everything)[0].mean()
         optim.zero_grad()
         loss.backward()
-        optim.param_groups[0]["lr"] = 3e-4 * min((step + 1) / fixture["train3/warmup"], 1)
+        optim.param_groups[0]["lr"] = 3e-4 * min((step + 1) / expected["warmup"], 1)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optim.step()
         ema.update(model.parameters())
-        near(loss.detach(), fixture["train3/loss"][step], rtol=1e-4)
-        near(norm, fixture["train3/grad_norm"][step], rtol=1e-3)
-        near(torch.tensor(optim.param_groups[0]["lr"]), fixture["train3/lr"][step], rtol=1e-6)
-    assert ema.num_updates == fixture["train3/ema_num_updates"]
+        near(loss.detach(), expected["loss"][step], rtol=1e-4)
+        near(norm, expected["grad_norm"][step], rtol=1e-3)
+        near(torch.tensor(optim.param_groups[0]["lr"]), expected["lr"][step], rtol=1e-6)
+    assert ema.num_updates == expected["ema_num_updates"]
     averages = dict(zip((name for name, _ in model.named_parameters()), ema.shadow_params))
     for kind, found in (("param", dict(model.named_parameters())), ("ema", averages)):
-        keys = [key for key in fixture if key.startswith(f"train3/{kind}/")]
-        assert len(keys) == 4
-        for key in keys:        # Adam's first steps can flip the sign of a gradient that is almost zero
-            difference = (found[key.split("/")[-1]] - fixture[key]).abs()
-            assert (difference <= 2e-6).float().mean() >= 0.999
+        values = entries(fixture, "train3", kind)
+        assert values
+        for name, value in values.items():  # Adam may flip the sign of a gradient of almost zero
+            assert ((found[name] - value).abs() <= 2e-6).float().mean() >= 0.999
 
 
-# Closed forms
-
+# ---- closed forms ----
 
 def test_a_fresh_model_loses_ln_n_nats_per_residue():
     # l[y] = ln r - ln n at a mask: the expectation over t and xt is exactly ln n.
     graph, n, B, L = AbsorbingGraph(20), 20, 512, 64
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     x0 = torch.randint(n, (B, L), generator=generator)
     t = stratified_times(B, 0.3, torch.randperm(B, generator=generator))
     sigma, dsigma = make_noise("loglinear")(t)
     xt = graph.corrupt(x0, sigma, generator)
     model = SEDD(21, 16, 1, 2, cond_dim=8)
     with torch.no_grad():
-        loss, count = score_entropy_loss(model(xt, sigma.float()), sigma, dsigma, xt, x0, graph, x0 < n)
+        log_score = model(xt, sigma.float())
+        loss, count = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, x0 < n)
     per_residue = loss.double() / L
     # Given t the loss is (ln n / t) x masked share, of variance (ln n)^2 (1 - t) / (t L).
     error = math.log(n) * ((1 - t) / (t * L)).sum().sqrt() / B
     assert abs(per_residue.mean() - math.log(n)) < 4 * error and count.sum() == B * L
 
 
-def test_init_logits_is_the_spread_of_a_fresh_models_logits_and_lets_the_gradient_into_the_blocks():
+def test_init_logits_is_the_spread_of_fresh_logits_and_lets_the_gradient_into_the_blocks():
     graph = make_graph("uniform", 21)                       # its log scores are the logits
     x0, xt, sigma, _, mask = small_batch(graph)
     found = {}
@@ -153,7 +140,8 @@ def test_init_logits_is_the_spread_of_a_fresh_models_logits_and_lets_the_gradien
         log_score = model(xt, sigma.float(), mask)
         log_score.square().sum().backward()
         others = log_score.detach()[torch.arange(21) != xt[..., None]]
-        found[init] = float(others.std()), float(model.blocks[0].adaLN_modulation.bias.grad.abs().sum())
+        gradient = model.blocks[0].adaLN_modulation.bias.grad
+        found[init] = float(others.std()), float(gradient.abs().sum())
     assert found[0.0] == (0.0, 0.0) and abs(found[3.0][0] - 3) < 0.5 and found[3.0][1] > 0
 
 
@@ -163,7 +151,7 @@ def test_subs_makes_the_score_entropy_cross_entropy_over_t():
     x0, _, _, _, mask = small_batch(graph)
     t = torch.linspace(0.05, 1, len(x0), dtype=torch.float64)
     sigma, dsigma = noise(t)
-    xt = graph.corrupt(x0, sigma, torch.Generator().manual_seed(1))
+    xt = graph.corrupt(x0, sigma, seeded(1))
     xt = torch.where(mask, xt, X)
     logits = []
     model.output_layer.register_forward_hook(lambda module, args, out: logits.append(out))
@@ -175,7 +163,8 @@ def test_subs_makes_the_score_entropy_cross_entropy_over_t():
     near(loss, torch.where(masked & mask, cross_entropy, 0.0).sum(-1) / t, rtol=1e-9, atol=1e-9)
     r = 1 / torch.expm1(sigma)[:, None].expand_as(xt)
     near(log_score[masked][:, :20].exp().sum(-1), r[masked], rtol=1e-9)
-    assert (log_score[masked][:, X] == -math.inf).all() and (log_score.gather(-1, xt[..., None]) == 0).all()
+    assert (log_score[masked][:, X] == -math.inf).all()
+    assert (log_score.gather(-1, xt[..., None]) == 0).all()
     loss.sum().backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
@@ -185,18 +174,17 @@ def test_a_subs_model_is_sampled_as_any_other(predictor):
     graph = AbsorbingGraph(21)
     model = small_model(graph, parameterization="subs", forbidden=(20,)).eval()
     x = sample(model, graph, make_noise("loglinear"), (4, 16), 4, predictor, forbidden=(20,),
-               generator=torch.Generator().manual_seed(0))
+               generator=seeded())
     assert (x < 20).all() and len(x.unique()) > 5
 
 
-# Padding, dtypes, checkpointing
-
+# ---- padding, dtypes, checkpointing ----
 
 @BOTH_GRAPHS
 def test_scores_of_real_residues_do_not_depend_on_padding(graph_name):
     graph = make_graph(graph_name, 21)
     model = small_model(graph).eval()
-    x = torch.randint(20, (3, 20), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(20, (3, 20), generator=seeded())
     sigma = torch.tensor([0.1, 1.0, 5.0])
     lengths = (20, 13, 7)
     alone = [model(x[i:i + 1, :n], sigma[i:i + 1])[0] for i, n in enumerate(lengths)]
@@ -229,7 +217,7 @@ def train_and_sample(model, graph, autocast):
         losses.append((loss.sum() / count.sum()).item())
     with ema.applied(model.eval()), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         x = sample(model, graph, make_noise("loglinear"), (4, 12), 4, forbidden=(20,),
-                   generator=torch.Generator().manual_seed(0))
+                   generator=seeded())
     return losses, x
 
 
@@ -245,7 +233,8 @@ def test_every_precision_trains_and_samples(graph_name, how):
     losses, x = train_and_sample(model, graph, autocast="autocast" in how)
     assert losses[-1] < losses[0] and abs(losses[0] / exact - 1) < 0.02
     assert (x < 20).all()
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16 if "parameters" in how else torch.float32}
+    expected = torch.bfloat16 if "parameters" in how else torch.float32
+    assert {p.dtype for p in model.parameters()} == {expected}
 
 
 def test_a_float64_model_computes_in_float64():
@@ -263,13 +252,13 @@ def test_activation_checkpointing_gives_the_same_gradients_with_dropout(autocast
     graph = AbsorbingGraph(21)
     x0, xt, sigma, dsigma, mask = small_batch(graph)
     found = []
-    for gradient_checkpointing in (False, True):
-        model = small_model(graph, dropout=0.3, gradient_checkpointing=gradient_checkpointing).train()
+    for checkpointing in (False, True):
+        model = small_model(graph, dropout=0.3, gradient_checkpointing=checkpointing).train()
         torch.manual_seed(5)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             log_score = model(xt, sigma, mask)
         score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, mask)[0].sum().backward()
-        found.append([p.grad for p in model.parameters()] + [torch.rand(3)])    # the generator ends alike
+        found.append([p.grad for p in model.parameters()] + [torch.rand(3)])    # ends alike
     for plain, recomputed in zip(*found):
         near(recomputed, plain)
 
@@ -301,11 +290,10 @@ def test_wrong_inputs_are_refused_with_what_was_found():
             SEDD(**{**dict(vocab_size=22, hidden_size=16, n_blocks=1, n_heads=2), **kwargs})
 
 
-# Published weights and averages
-
+# ---- published weights and averages ----
 
 def test_official_checkpoints_load_with_and_without_their_averages(fixture):
-    state = official_state(fixture, "absorb")
+    state = entries(fixture, "absorb", "model")
     frozen = {"rotary_emb.inv_freq"}
     shadow = [value + 1 for name, value in state.items() if name not in frozen]
     checkpoint = {"model": {f"module.{name}": value for name, value in state.items()}, "step": 7,
@@ -317,14 +305,16 @@ def test_official_checkpoints_load_with_and_without_their_averages(fixture):
     assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
     ema = EMA(model.parameters())
     ema.load_state_dict(checkpoint["ema"])
-    assert ema.num_updates == 7 and all(torch.equal(a, b) for a, b in zip(ema.shadow_params, shadow))
+    assert ema.num_updates == 7
+    assert all(torch.equal(a, b) for a, b in zip(ema.shadow_params, shadow))
 
 
 def test_weights_of_another_model_are_refused_by_name_and_change_nothing():
     model = SEDD(22, 16, 2, 2, cond_dim=8)
     before = copy.deepcopy(model.state_dict())
     good = {name: value + 1 for name, value in before.items()}
-    wide, shallow = SEDD(22, 32, 2, 2, cond_dim=8).state_dict(), SEDD(22, 16, 1, 2, cond_dim=8).state_dict()
+    wide = SEDD(22, 32, 2, 2, cond_dim=8).state_dict()
+    shallow = SEDD(22, 16, 1, 2, cond_dim=8).state_dict()
     shadow = list(good.values())
     cases = [(shallow, "missing blocks.1.norm1.weight"),
              ({**good, "extra": torch.ones(1)}, "unexpected extra"),

@@ -28,7 +28,7 @@ from ddp_setup import Ddp, load_checkpoint, scale_for_batch
 from launchers import clean_environment, need, own_tracebacks, run_ranks, start_ranks
 import bench_ddp
 import prepare_uniref50
-import sequence_data
+import sequence_batches
 from run_config import dump_yaml, load_config
 from run_log import RunLock, replace_status, write_text_atomic
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
@@ -385,9 +385,9 @@ def test_a_folder_prepared_with_other_settings_is_refused(prepared, tmp_path):
 
 
 def test_a_file_changed_under_a_run_is_noticed(own_copy, tmp_path, monkeypatch):
-    monkeypatch.setattr(sequence_data, "WINDOW_BYTES", 0)
-    monkeypatch.setattr(sequence_data, "READ_BYTES", 0)
-    monkeypatch.setattr(sequence_data, "WINDOW_STEPS", 4)
+    monkeypatch.setattr(sequence_batches, "WINDOW_BYTES", 0)
+    monkeypatch.setattr(sequence_batches, "READ_BYTES", 0)
+    monkeypatch.setattr(sequence_batches, "WINDOW_STEPS", 4)
     ready = prepare(tiny(own_copy), Ddp(), tmp_path / "w")
     assert ready.plan.windows > 1
     os.utime(own_copy / "train" / "tokens.bin", (1, 1))
@@ -712,7 +712,7 @@ def test_a_resume_on_the_same_proteins_in_another_order_of_the_file_is_the_same_
 
 def test_a_resume_with_other_batches_is_refused(fasta, tmp_path, monkeypatch):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
-    monkeypatch.setattr(sequence_data, "BUCKET_RATIO", 0.9)                # another version of the project
+    monkeypatch.setattr(sequence_batches, "BUCKET_RATIO", 0.9)                # another version of the project
     with pytest.raises(ValueError, match="was saved by a run with other batches"):
         run(tiny(fasta), tmp_path / "w")
 

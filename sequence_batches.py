@@ -1,0 +1,367 @@
+"""Which proteins go into which batch: the plan of training, its reader, batches for evaluation.
+
+    plan = BatchPlan(train.length_counts(), 512, micro_batches=4, tokens=8192)
+    reader = BatchReader(plan, train, sum_rows(train, plan))
+    proteins, width = reader.micro_batch(step, lane)     # one of 4 lanes, on any number of ranks
+    for indices in eval_batches(val.lengths, tokens=8192): ...
+
+A plan depends on the lengths of the proteins, the size of the global batch and a seed; never on
+ranks, workers or restarts. Needs numpy and sequence_data.py; reads through the given table only.
+"""
+
+import hashlib
+import json
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from sequence_data import REMAKE, Proteins, keyed_seed, random_words
+
+ROW = 256                       # proteins per row of the table of sums
+WINDOW_BYTES = 64 << 20         # residues of all lanes in a window, if enough for each lane
+READ_BYTES = 256 << 10          # least residues that a lane reads in one piece
+WINDOW_STEPS = 256              # least steps in a window: their proteins fill a unit's buckets
+BUCKET_RATIO = 0.96             # shortest / longest protein of a bucket: about 2 % padding
+EQUAL_WORK = 0.97               # a shape is good if it holds at least this share of the work
+WIDEST_STEP = 0.80              # down to this share of its top, a bucket ends at a good shape
+# Micro-batches that a unit fills beyond its share of all, as they run on from bucket to bucket
+# (measured).
+TAIL_BATCHES = 2.2
+MEAN_WITHIN = 0.02              # how near the mean of batch_size or tokens is to what was asked for
+
+
+class Shapes(NamedTuple):
+    """Shapes of micro-batches that hold nearly equal work; for the fields see BatchPlan."""
+    work: int
+    tops: np.ndarray
+    sizes: np.ndarray
+    expected: float             # number of micro-batches that the set fills
+    mean: float                 # of what was asked for, proteins or positions
+    filled: float
+
+
+class BatchPlan:
+    """Which proteins are in which micro-batch of which step, without reading or sorting them all.
+
+    The work of a protein is what its residues and its attention cost: length x (6 x hidden_size +
+    length), of the cropped length, as integers. The set is cut, in its own order (random, but
+    always the same), into units of equal work. An epoch shifts the cuts by a random distance and
+    deals the units in random order: one to each of `micro_batches` lanes in each of `windows`
+    windows. A lane shuffles the proteins of its unit inside buckets of nearly equal length and
+    cuts them, longest first, into micro-batches of equal work. In a window each step takes one
+    micro-batch from every lane, evenly spaced from long to short. Lanes belong to the global
+    batch, not to ranks: any number of ranks trains on the same batches, and a rank reads the units
+    of its own lanes, each in one piece.
+
+    length_counts: (lengths, counts), int64, of the proteins in the set, see Proteins.length_counts.
+    max_length, long: longer proteins are cropped to max_length residues, or left out (long="drop").
+    micro_batches: micro-batches per global batch = ranks x accumulation.
+    batch_size: mean number of proteins in a micro-batch; or
+    tokens: mean number of computed positions in one, padding included. Exactly one of the two.
+    hidden_size: width of the model, which says how much attention costs beside the rest.
+
+    steps_per_epoch, windows, window_steps: as the names say, the same in all epochs.
+    tops, sizes: shapes of micro-batches: up to sizes[b] proteins, padded to tops[b] residues.
+    filled: mean work of a micro-batch as a share of the fullest one's, for which a step waits.
+    mean: mean number of what was asked for, proteins or positions, in a micro-batch.
+    work, work_of: work of a full micro-batch; of a protein by its length in the file, (longest +
+        1,) int64.
+    counts: proteins of each cropped length, (longest + 1,) int64. n_long: longer than max_length.
+    totals: [work, residues as in the file] of the set.
+    proteins, residues: how many are in the set, of the cropped proteins.
+    left_out: about which share of the proteins an epoch leaves out.
+    Raises ValueError for a budget that cannot hold the longest protein, and for a set that does not
+    fill one global batch.
+    """
+
+    def __init__(self, length_counts, max_length, micro_batches, batch_size=None, tokens=None,
+                 long="crop", hidden_size=768, seed=0):
+        budgets = [budget for budget in (tokens, batch_size) if budget is not None]
+        if len(budgets) != 1 or budgets[0] < 1 or micro_batches < 1:
+            raise ValueError(f"found tokens = {tokens}, batch_size = {batch_size}, micro_batches = "
+                             f"{micro_batches}; expected one of tokens and batch_size, and at "
+                             f"least 1 of each.")
+        self.seed, self.micro_batches = seed, micro_batches
+        self.max_length, self.long = max_length, long
+        self._count_lengths(*(np.asarray(x, np.int64) for x in length_counts), hidden_size)
+        self._choose_shapes(budgets[0], tokens is not None)
+
+        bytes_each = self.totals[1] / self.expected             # of a micro-batch, in the file
+        fewest_steps = max(WINDOW_STEPS, READ_BYTES / bytes_each,
+                           WINDOW_BYTES / (bytes_each * micro_batches))
+        self.windows = max(1, int(self.expected / micro_batches / fewest_steps))
+        per_unit = self.expected / micro_batches / self.windows
+        per_unit += min(TAIL_BATCHES, per_unit / 8)
+        self.window_steps = int(per_unit)
+        self.steps_per_epoch = self.windows * self.window_steps
+        if self.steps_per_epoch == 0:
+            self._refuse_too_few(budgets[0], "tokens" if tokens else "proteins")
+        self.left_out = 1 - self.window_steps / per_unit
+        self._shuffles = {}
+
+    def _count_lengths(self, in_file, counts, hidden_size):
+        """Work and numbers of proteins by length. in_file: lengths that occur; counts: of each."""
+        n = counts.sum()
+        if not len(in_file) or in_file.min() < 1:
+            raise ValueError(f"found {n:,} proteins, the shortest of {in_file.min(initial=0)} "
+                             f"residues; expected some, of at least 1.")
+        taken = np.ones(len(in_file), bool)
+        if self.long == "drop":
+            taken = in_file <= self.max_length
+        if not taken.any():
+            raise ValueError(f"all {n:,} proteins are longer than max_length = "
+                             f"{self.max_length:,}, the shortest has {in_file.min():,}; expected "
+                             f"some to keep. Raise max_length, or crop.")
+        lengths = np.arange(in_file.max() + 1)
+        cropped = np.minimum(lengths, self.max_length)
+        if self.long == "drop":
+            cropped[lengths > self.max_length] = 0
+        self.work_of = cropped * (6 * hidden_size + cropped)
+        self.totals = [int((self.work_of[in_file] * counts).sum()), int((in_file * counts).sum())]
+        self.counts = np.bincount(cropped[in_file[taken]], counts[taken]).astype(np.int64)
+        self.n_long = int(counts[in_file > self.max_length].sum())
+        self.proteins = int(counts[taken].sum())
+        self.residues = int((self.counts * np.arange(len(self.counts))).sum())
+
+    def _choose_shapes(self, asked, by_tokens):
+        """Find the work of a micro-batch whose mean is what was asked for, and its shapes."""
+        longest = len(self.counts) - 1
+        least_work = int(self.work_of[longest])                 # one protein is the least that fits
+        self.least = math.ceil(self._shapes(least_work, by_tokens).mean * 0.99)
+        if asked < self.least:
+            name = "tokens_per_batch" if by_tokens else "batch_size"
+            raise ValueError(f"{name} {asked:,} is less work per micro-batch than the longest "
+                             f"protein alone, of {longest:,} residues; expected at least "
+                             f"{self.least:,}. Raise training.{name}, or lower data.max_length.")
+        work = least_work
+        for _ in range(20):                             # towards the mean that was asked for
+            work = max(int(work * asked / self._shapes(work, by_tokens).mean), least_work)
+        nearby = (max(int(work * share), least_work) for share in np.linspace(0.85, 1.15, 61))
+        tried = [self._shapes(work, by_tokens) for work in nearby]
+        errors = [abs(shapes.mean / asked - 1) for shapes in tried]
+        close = [shapes for shapes, error in zip(tried, errors) if error <= MEAN_WITHIN]
+        nearest = tried[errors.index(min(errors))]
+        best = max(close or [nearest], key=lambda shapes: shapes.filled)
+        self.work, self.tops, self.sizes, self.expected, self.mean, self.filled = best
+        self.bucket_of = np.searchsorted(-self.tops, -np.arange(longest + 1), side="right") - 1
+
+    def _shapes(self, work, by_tokens):
+        """Shapes of micro-batches of this much work, each for a bucket of lengths up to its top."""
+        longest = len(self.counts) - 1
+        work_of = self.work_of[:longest + 1]                    # of cropped lengths
+        number = work // np.maximum(work_of, 1)                 # proteins that fit, by length
+        good = np.flatnonzero(number * work_of >= EQUAL_WORK * work)
+        # The top of the bucket below that of each length: the shortest good one within the bucket
+        # ratio, or else the nearest good one.
+        every = np.arange(longest + 1)
+        below, near, far = (np.searchsorted(good, every * share)
+                            for share in (1, BUCKET_RATIO, WIDEST_STEP))
+        next_top = np.minimum((every * BUCKET_RATIO).astype(np.int64), every - 1)
+        if len(good):
+            nearest = good[np.where(near < below, near, below - 1) % len(good)]
+            next_top = np.where(far < below, nearest, next_top)
+        tops, next_top = [longest], next_top.tolist()
+        while tops[-1] > 1:
+            tops.append(next_top[tops[-1]])
+        tops = np.array(tops)
+
+        at_least = np.append(np.cumsum(self.counts[::-1])[::-1], 0)     # proteins as long or longer
+        members = at_least[np.append(tops[1:], 0) + 1] - at_least[tops + 1]
+        tops, members = tops[members > 0], members[members > 0]
+        sizes = np.maximum(number[tops], 1)
+        batches = members / sizes
+        expected = batches.sum()
+        mean = (batches * sizes * tops).sum() / expected if by_tokens else self.proteins / expected
+        filled = (batches * sizes * work_of[tops]).sum() / expected / work
+        return Shapes(work, tops, sizes, expected, mean, filled)
+
+    def _refuse_too_few(self, asked, unit):
+        fills = int(self.expected)
+        smaller = int(0.97 * asked * self.expected / self.micro_batches)
+        advice = []
+        if fills:
+            advice.append(f"at most {fills:,} micro-batches per step (ranks x accumulation)")
+        if smaller >= self.least:
+            advice.append(f"at most {smaller:,} {unit} per micro-batch")
+        raise ValueError(f"{self.proteins:,} proteins fill {fills:,} micro-batches of {asked:,} "
+                         f"{unit}; one global batch needs {self.micro_batches:,}. Give "
+                         f"{', or '.join(advice) or 'more proteins'}.")
+
+    def identity(self):
+        """Text that only plans of the same batches share."""
+        plan = [self.work, self.windows, self.window_steps, self.tops.tolist(), self.sizes.tolist()]
+        return hashlib.blake2b(json.dumps(plan).encode(), digest_size=8).hexdigest()
+
+    def place(self, step):
+        """(epoch, window of the epoch, step of the window) of a step of the run."""
+        epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
+        return (epoch, *divmod(step_of_epoch, self.window_steps))
+
+    def turn(self, step, lane):
+        """Which micro-batch of its unit, counted from the longest, a lane gives to a step."""
+        epoch, window, step_of_window = self.place(step)
+        turns = self._shuffle_once("turns", self.window_steps, epoch, window)
+        spacing = lane * self.window_steps // self.micro_batches
+        return int(turns[step_of_window] + spacing) % self.window_steps
+
+    def unit(self, epoch, window, lane, total):
+        """Where the unit of a lane begins and ends, in work, of the `total` work of the set.
+
+        The end may lie beyond the total: such a unit goes on at the beginning of the set.
+        """
+        units = self.windows * self.micro_batches
+        order = self._shuffle_once("units", units, epoch)
+        unit = int(order[window * self.micro_batches + lane])
+        shift = keyed_seed("shift", self.seed, epoch) % total
+        first = unit * total // units + shift
+        last = (unit + 1) * total // units + shift
+        return (first - total, last - total) if first >= total else (first, last)
+
+    def _shuffle_once(self, what, n, *key):
+        if self._shuffles.get(what, (None,))[0] != key:     # the last one of each kind stays
+            self._shuffles[what] = key, _shuffled(n, what, self.seed, *key)
+        return self._shuffles[what][1]
+
+    def cut(self, lengths, *key):
+        """Cut the proteins of a unit into `window_steps` micro-batches, longest first.
+
+        lengths: (n,) int64, residues in the file. key: ints, of the shuffles.
+        Returns a list of (indices, width to pad to). Micro-batches that are too many are left out
+        at random; where there are too few, the largest are halved.
+        """
+        cropped = np.minimum(lengths, self.max_length)
+        taken = np.flatnonzero(self.work_of[lengths])
+        bucket = self.bucket_of[cropped[taken]]
+        # One sort for both: the bucket in the high bits, a random word below it.
+        words = random_words(len(taken), "company", self.seed, *key) >> np.uint64(16)
+        order = np.argsort((bucket.astype(np.uint64) << np.uint64(48)) | words, kind="stable")
+        starts = _cut(np.bincount(bucket, minlength=len(self.tops)), self.sizes.tolist())
+        batches = [(taken[part], int(self.tops[bucket[part[0]]]))
+                   for part in np.split(order, starts[1:]) if len(part)]
+        if len(batches) > self.window_steps:
+            shuffled = _shuffled(len(batches), "left out", self.seed, *key)
+            return [batches[k] for k in np.sort(shuffled[:self.window_steps])]
+        while len(batches) < self.window_steps:
+            sizes = [len(indices) for indices, _ in batches]
+            if max(sizes, default=0) < 2:                               # a set of a few proteins
+                batches.append((np.zeros(0, np.int64), 1))
+                continue
+            largest = sizes.index(max(sizes))
+            indices, width = batches[largest]
+            batches[largest:largest + 1] = [(indices[::2], width), (indices[1::2], width)]
+        return batches
+
+
+def count_rows(n):
+    """Number of sums that sum_rows gives for n proteins."""
+    return -(-n // ROW) + 1
+
+
+def sum_rows(proteins, plan):
+    """Work and residues before each row of ROW proteins, and before the end.
+
+    proteins: Proteins or PreparedProteins, the set that the plan was made for.
+    Returns (2, rows + 1) int64, by one pass over the lengths.
+    Raises OSError where these are not the lengths that the plan was made for.
+    """
+    n, at_a_time = len(proteins), ROW << 12
+    sums = np.zeros((2, count_rows(n)), np.int64)
+    for first in range(0, n, at_a_time):
+        lengths = proteins.lengths_of(first, min(first + at_a_time, n))
+        starts = np.arange(0, len(lengths), ROW)
+        rows = slice(first // ROW + 1, first // ROW + 1 + len(starts))
+        known = np.minimum(lengths, len(plan.work_of) - 1)      # a damaged file may hold anything
+        sums[0, rows] = np.add.reduceat(plan.work_of[known], starts)
+        sums[1, rows] = np.add.reduceat(lengths, starts)
+    sums = np.cumsum(sums, axis=1)
+    if sums[:, -1].tolist() != plan.totals:
+        raise OSError(f"the lengths of {n:,} proteins add up to {sums[1, -1]:,} residues; expected "
+                      f"{plan.totals[1]:,}, as meta.json says: lengths.bin of the data is "
+                      f"damaged. {REMAKE}")
+    return sums
+
+
+class BatchReader:
+    """Reads the micro-batches of a BatchPlan: a unit at a time, for the lanes that are asked for.
+
+    proteins: Proteins or PreparedProteins, the set that the plan was made for.
+    rows: sum_rows(proteins, plan).
+    """
+
+    def __init__(self, plan, proteins, rows):
+        self.plan, self.proteins, self.rows = plan, proteins, rows
+        self.units = {}                         # lane: ((epoch, window), proteins, micro-batches)
+
+    def micro_batch(self, step, lane):
+        """(Proteins, width): what a lane gives to a step of the run, and the length to pad it to.
+
+        Where a lane of a set of a few proteins has nothing left it is one X, which does not count.
+        """
+        epoch, window, _ = self.plan.place(step)
+        if lane not in self.units or self.units[lane][0] != (epoch, window):
+            self.units.pop(lane, None)                      # never two units of a lane in memory
+            self.units[lane] = (epoch, window), *self._read_unit(epoch, window, lane)
+        _, proteins, batches = self.units[lane]
+        indices, width = batches[self.plan.turn(step, lane)]
+        if not len(indices):
+            return Proteins.from_sequences(["X"]), 1
+        return proteins.subset(indices).compact(), width
+
+    def _read_unit(self, epoch, window, lane):
+        total = int(self.rows[0, -1])
+        first, last = self.plan.unit(epoch, window, lane, total)
+        spans = [(first, last)] if last <= total else [(first, total), (0, last - total)]
+        parts = []
+        for first, last in spans:
+            (begin, token), (end, _) = self._locate(first), self._locate(last)
+            parts.append(self.proteins.read(begin, end, token))
+        proteins = Proteins.join(parts)
+        return proteins, self.plan.cut(proteins.lengths, epoch, window, lane)
+
+    def _locate(self, work):
+        """(index, first residue) of the first protein before which there is this work."""
+        n_rows = self.rows.shape[1] - 1
+        row = min(int(np.searchsorted(self.rows[0], work, "right")), n_rows) - 1
+        end = min((row + 1) * ROW, len(self.proteins))
+        lengths = self.proteins.lengths_of(row * ROW, end)
+        work_before = np.cumsum(np.append(self.rows[0, row], self.plan.work_of[lengths]))
+        place = int(np.searchsorted(work_before, work))
+        return row * ROW + place, int(self.rows[1, row] + lengths[:place].sum())
+
+
+def eval_batches(lengths, tokens):
+    """Batches for evaluation, each protein in exactly one, longest first.
+
+    lengths: (n,) residues after cropping. tokens: budget of a batch in computed positions.
+    Returns a list of int64 index arrays. It does not depend on ranks: rank r of R takes batches r,
+    r + R, and so on.
+    Raises ValueError for an empty set and for a protein longer than the budget.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    shortest, longest = (lengths.min(), lengths.max()) if len(lengths) else (0, 0)
+    if shortest < 1 or tokens < longest:
+        raise ValueError(f"found {len(lengths):,} proteins, lengths {shortest:,} to {longest:,}, "
+                         f"and a budget of {tokens:,} tokens; expected some proteins of at least "
+                         f"1 residue, and a budget that holds the longest.")
+    order = np.argsort(-lengths, kind="stable")
+    distinct, counts = np.unique(-lengths, return_counts=True)
+    return np.split(order, _cut(counts, (tokens // -distinct).tolist())[1:])
+
+
+def _shuffled(n, *key):
+    return np.argsort(random_words(n, *key), kind="stable")
+
+
+def _cut(counts, sizes):
+    """Cut a row of buckets into pieces -> where each piece starts.
+
+    A piece that starts in bucket b has sizes[b] items, and runs on into the next buckets if b ends;
+    the last piece has what is left.
+    """
+    starts, position = [np.zeros(0, np.int64)], 0
+    for end, size in zip(np.cumsum(counts).tolist(), sizes):
+        if position < end:
+            starts.append(np.arange(position, end, size))
+            position = int(starts[-1][-1]) + size
+    return np.concatenate(starts)

@@ -1,0 +1,248 @@
+"""sequence_batches: the plan of training and its reader, batches for evaluation."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+import sequence_batches
+from sequence_batches import BatchPlan, BatchReader, eval_batches, sum_rows
+from sequence_data import Proteins, read_sequences
+
+BUDGETS = pytest.mark.parametrize("budget", [dict(tokens=4096), dict(batch_size=12)])
+
+
+def random_lengths(n, top=512, seed=0):
+    draws = np.random.default_rng(seed).normal(5.3, 0.85, n)     # as UniRef50: median 200, mean 286
+    return np.clip(np.exp(draws), 11, top).astype(np.int64)
+
+
+@pytest.fixture(scope="module")
+def real(shared):
+    return read_sequences(shared / "data" / "proteins.fasta.gz")[0]
+
+
+def plan_of(proteins, max_length=512, micro_batches=4, **settings):
+    """A BatchReader of these proteins, or of proteins of these lengths."""
+    if not isinstance(proteins, Proteins):
+        lengths = np.asarray(proteins, np.int64)
+        tokens = np.random.default_rng(1).integers(0, 20, lengths.sum()).astype(np.uint8)
+        keys = np.arange(len(lengths), dtype=np.uint64)
+        proteins = Proteins(tokens, np.cumsum(lengths) - lengths, lengths, keys)
+    plan = BatchPlan(proteins.length_counts(), max_length, micro_batches, **settings)
+    return BatchReader(plan, proteins, sum_rows(proteins, plan))
+
+
+def steps_of(reader, epoch=0):
+    """The micro-batches of each step of an epoch: lists of (keys, cropped lengths, width)."""
+    plan, out = reader.plan, []
+    for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
+        batches = [reader.micro_batch(step, lane) for lane in range(plan.micro_batches)]
+        out.append([(p.keys, p.lengths.clip(max=plan.max_length), width) for p, width in batches])
+    return out
+
+
+def keys_of(reader, epoch=0):
+    """The keys of each micro-batch of an epoch."""
+    return [keys for step in steps_of(reader, epoch) for keys, _, _ in step]
+
+
+def work_of(batch, hidden_size=768):
+    """Operations of a batch in a layer, up to a factor: 24 h^2 for a position, 4 h for a pair."""
+    keys, _, width = batch
+    return len(keys) * (width * 24 * hidden_size**2 + width**2 * 4 * hidden_size)
+
+
+@BUDGETS
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8])
+def test_an_epoch_takes_no_protein_twice_and_leaves_out_few(budget, micro_batches):
+    steps = steps_of(plan_of(random_lengths(3001), 2000, micro_batches, **budget), epoch=2)
+    assert all(len(step) == micro_batches for step in steps)
+    seen = np.concatenate([keys for step in steps for keys, _, _ in step])
+    assert len(np.unique(seen)) == len(seen) > 3001 - 12 * 2 * micro_batches
+    for _, lengths, width in (batch for step in steps for batch in step):
+        assert lengths.max() <= width <= 2000
+
+
+def test_the_average_batch_is_what_was_asked_for(real):
+    for max_length, unit, budget in [(512, "batch_size", 16), (1024, "tokens", 16384),
+                                     (512, "tokens", 4096)]:
+        steps = steps_of(plan_of(real, max_length, **{unit: budget}))
+        sizes, widths = zip(*((len(keys), width) for step in steps for keys, _, width in step))
+        positions = np.multiply(sizes, widths)
+        found = np.mean(positions if unit == "tokens" else sizes)
+        assert found == pytest.approx(budget, rel=0.04)
+        # Attention makes long proteins dearer, so short ones get more positions, but not many more.
+        assert max(positions) < 1.35 * np.mean(positions)
+
+
+@BUDGETS
+def test_the_plan_is_a_function_of_seed_and_epoch_and_any_step_is_reached_directly(budget):
+    lengths = random_lengths(2000)
+
+    def make(seed):
+        return plan_of(lengths, 2000, 4, seed=seed, **budget)
+
+    def steps(reader, epoch):
+        return [[keys.tolist() for keys, _, _ in step] for step in steps_of(reader, epoch)]
+
+    first, second = steps(make(0), 0), steps(make(0), 1)
+    assert first != second and first != steps(make(1), 0) and len(first) == len(second)
+    reader = make(0)                                                    # backwards, over two epochs
+    for step in range(2 * len(first) - 1, -1, -7):
+        found = [reader.micro_batch(step, lane)[0].keys.tolist() for lane in range(4)]
+        assert found == (first + second)[step]
+
+
+def test_windows_of_an_epoch_hold_each_protein_once_too(monkeypatch):
+    monkeypatch.setattr(sequence_batches, "WINDOW_BYTES", 0)
+    monkeypatch.setattr(sequence_batches, "READ_BYTES", 0)
+    monkeypatch.setattr(sequence_batches, "WINDOW_STEPS", 20)
+    reader = plan_of(random_lengths(20_000), 512, 4, batch_size=12)
+    assert reader.plan.windows >= 15 and reader.plan.window_steps >= 20
+    for epoch in (0, 3):
+        seen = np.concatenate(keys_of(reader, epoch))
+        assert len(np.unique(seen)) == len(seen) > 0.95 * 20_000
+
+
+@BUDGETS
+def test_proteins_meet_other_proteins_in_another_epoch(budget):
+    reader = plan_of(random_lengths(5000), 2000, 4, **budget)
+
+    def batches(epoch):
+        return [keys.astype(int) for keys in keys_of(reader, epoch)]
+
+    together = []
+    for epoch in range(1, 7):
+        home = np.full(5000, -1)
+        for number, keys in enumerate(batches(epoch)):
+            home[keys] = number
+        together += [np.unique(home[keys], return_counts=True)[1].max() / len(keys)
+                     for keys in batches(0)]
+    assert np.mean(together) < 0.45                      # 1 if only the order of batches changed
+
+
+def test_which_proteins_an_epoch_leaves_out_changes():
+    reader = plan_of(random_lengths(1000), 2000, 8, batch_size=12)
+    missed = np.zeros(1000)
+    for epoch in range(100):
+        seen = np.concatenate(keys_of(reader, epoch))
+        missed += ~np.isin(np.arange(1000), seen.astype(int))
+    assert 0 < missed.sum() and missed.max() < 50        # never the same ones, such as the shortest
+
+
+@pytest.mark.parametrize("budget, max_length", [
+    (dict(tokens=8192), 512), (dict(tokens=8192), 1024), (dict(tokens=32768), 1024),
+    (dict(batch_size=16), 512), (dict(batch_size=16), 1024), (dict(batch_size=5), 512)])
+def test_at_most_five_percent_of_positions_are_padding_on_real_proteins(real, budget, max_length):
+    reader = plan_of(real, max_length, **budget)
+    for epoch in range(2):
+        batches = [batch for step in steps_of(reader, epoch) for batch in step]
+        computed = sum(len(keys) * width for keys, _, width in batches)
+        assert 1 - sum(int(lengths.sum()) for _, lengths, _ in batches) / computed < 0.05
+
+
+def test_a_step_does_not_wait_for_its_slowest_micro_batch(real):
+    for max_length, tokens in [(512, 8192), (1024, 16384), (1024, 32768)]:
+        waits = []
+        for step in steps_of(plan_of(real, max_length, 4, tokens=tokens)):
+            work = [work_of(batch) for batch in step]
+            waits.append(max(work) / np.mean(work) - 1)
+        assert np.median(waits) < 0.03 and np.percentile(waits, 90) < 0.06
+
+
+def test_each_global_batch_has_micro_batches_of_short_middling_and_long_proteins(real):
+    lengths = np.minimum(real.lengths, 512)
+    ordered = np.sort(lengths)                           # each third holds a third of the residues
+    thirds = ordered[np.searchsorted(np.cumsum(ordered), lengths.sum() * np.array([1 / 3, 2 / 3]))]
+    for step in steps_of(plan_of(real, 512, 8, tokens=8192)):
+        assert set(np.searchsorted(thirds, [lengths.mean() for _, lengths, _ in step])) == {0, 1, 2}
+
+
+def test_long_proteins_are_left_out_of_the_plan_if_they_are_to_be_dropped():
+    lengths = random_lengths(2000)
+    reader = plan_of(lengths, 300, 2, tokens=4096, long="drop")
+    assert reader.plan.proteins == (lengths <= 300).sum()
+    assert reader.plan.n_long == (lengths > 300).sum()
+    seen = np.concatenate(keys_of(reader)).astype(int)
+    assert lengths[seen].max() <= 300 and len(seen) > 0.97 * reader.plan.proteins
+    with pytest.raises(ValueError, match="all 2,000 proteins are longer than max_length = 1"):
+        plan_of(lengths, 1, 2, tokens=4096, long="drop")
+
+
+def test_a_budget_below_the_longest_protein_is_refused():
+    with pytest.raises(ValueError, match="batch_size 2 is less work .* of 900 residues; expected"):
+        plan_of([20] * 500 + [900], 1000, 1, batch_size=2)
+    with pytest.raises(ValueError, match="tokens_per_batch 800 is less work .* of 900 residues"):
+        plan_of([20] * 500 + [900], 1000, 1, tokens=800)
+
+
+def test_too_few_proteins_are_refused_with_numbers_that_work():
+    lengths = random_lengths(100)
+    says = ("100 proteins fill 6 micro-batches of 16 proteins; one global batch needs 8. Give at "
+            "most 6 micro-batches .* or at most 11 proteins")
+    with pytest.raises(ValueError, match=says):
+        plan_of(lengths, 2000, 8, batch_size=16)
+    assert plan_of(lengths, 2000, 6, batch_size=16).plan.steps_per_epoch == 1
+    assert plan_of(lengths, 2000, 8, batch_size=11).plan.steps_per_epoch == 1
+    for micro_batches, tokens in itertools.product((8, 20, 30), (10000, 20000, 10**7)):
+        with pytest.raises(ValueError, match="at most .* per micro-batch|Give at most") as caught:
+            plan_of(lengths, 2000, micro_batches, tokens=tokens)
+        if "tokens per micro-batch" in str(caught.value):
+            advised = str(caught.value).split("at most ")[-1].split(" tokens")[0]
+            advised = int(advised.replace(",", ""))
+            assert plan_of(lengths, 2000, micro_batches, tokens=advised).plan.steps_per_epoch >= 1
+    with pytest.raises(ValueError, match="Give more proteins"):
+        plan_of([5, 6, 7], 50, 4, batch_size=4)
+
+
+def test_a_set_of_a_few_proteins_gives_every_lane_something_in_every_step():
+    steps = steps_of(plan_of([5, 6, 7, 9], 50, 2, batch_size=2))
+    assert len(steps) == 1 and len(steps[0]) == 2
+    assert all(len(keys) for keys, _, _ in steps[0])
+
+
+@pytest.mark.parametrize("arguments", [
+    dict(), dict(tokens=100, batch_size=3), dict(tokens=0), dict(batch_size=0), dict(batch_size=-1),
+    dict(tokens=100, micro_batches=0)])
+def test_a_plan_needs_exactly_one_budget(arguments):
+    with pytest.raises(ValueError, match="expected one of tokens and batch_size"):
+        plan_of([5, 6, 7], 50, **{"micro_batches": 1, **arguments})
+    for lengths in ([], [5, 0]):
+        with pytest.raises(ValueError, match="expected some, of at least 1"):
+            plan_of(lengths, 50, 1, batch_size=1)
+
+
+def test_planning_costs_the_same_for_any_number_of_proteins_and_ranks():
+    lengths = np.arange(11, 3000)
+    shares = np.exp(-np.log(lengths / 200) ** 2)
+    counts = (6e7 * shares / shares.sum()).astype(np.int64)
+    began = time.process_time()
+    for micro_batches in (4, 48, 6144, 49152):
+        plan = BatchPlan((lengths, counts), 1024, micro_batches, batch_size=16)
+        plan.turn(plan.steps_per_epoch - 1, 0)
+        plan.unit(7, plan.windows - 1, micro_batches - 1, total=10**15)
+    assert time.process_time() - began < 2               # 0.2 s on an idle core
+
+
+# ---- evaluation ----
+
+def computed(lengths, batch):
+    return len(batch) * int(lengths[batch].max())
+
+
+@pytest.mark.parametrize("tokens", [512, 2048, 10**7])
+def test_evaluation_takes_each_protein_once_within_the_budget_and_hardly_pads(real, tokens):
+    lengths = np.minimum(real.lengths[:2000], 512)
+    batches = eval_batches(lengths, tokens)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(2000))
+    total = sum(computed(lengths, batch) for batch in batches)
+    assert max(computed(lengths, batch) for batch in batches) <= tokens
+    assert tokens == 10**7 or 1 - lengths.sum() / total < 0.02
+
+
+def test_evaluation_refuses_a_protein_above_the_budget_and_an_empty_set():
+    for lengths in ([5, 30], []):
+        with pytest.raises(ValueError, match="budget"):
+            eval_batches(lengths, 29)
