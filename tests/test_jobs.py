@@ -111,23 +111,26 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
     assert code == 0 and "making .venv" in printed, printed
 
 
-def test_the_exit_code_of_local_sh_is_what_the_run_has_left_though_its_launcher_says_1(copy):
-    (copy / "script.py").write_text("""
-import json, os, sys
-run_dir = sys.argv[sys.argv.index("--work_dir") + 1]
-os.makedirs(run_dir, exist_ok=True)
-if "silent" not in sys.argv:
-    with open(f"{run_dir}/status.json", "w") as f:
-        json.dump({"code": 75, "reason": "", "step": 1}, f)
-""")
-    mpirun = copy / "bin" / "mpirun"                  # like torchrun, which has one code for all failures
-    mpirun.parent.mkdir()
-    mpirun.write_text('#!/bin/bash\n"${@:3}"; exit 1\n')
-    mpirun.chmod(0o755)
-    variables = {"PATH": f"{mpirun.parent}:{os.environ['PATH']}"}
-    mine = ("1", "--work_dir", str(copy / "runs" / "mine"))
-    assert local_sh(copy, *mine, **variables)[0] == 75
-    assert local_sh(copy, *mine, "silent", **variables)[0] == 1      # that file is of an earlier start
+def test_local_sh_starts_the_scripts_own_launcher_and_ends_with_its_code_its_last_line_and_one_log(copy):
+    (copy / "script.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(2)\n")
+    code, printed = local_sh(copy, "3", "x=1", LAUNCHER="torchrun", ARGS="--seed 5")
+    words = ["--nproc_per_node", "3", "--config", "config.yaml", "--seed", "5", "x=1"]
+    assert code == 2 and printed.splitlines()[-1] == str(words), printed
+    log, = (copy / "logs").iterdir()
+    assert re.fullmatch(r"config-[\d-]+\.log", log.name) and printed.endswith(log.read_text())
+    assert str(words) in log.read_text()
+    code, printed = local_sh(copy, "1", LAUNCHER="torchrun", LOGS="0")
+    assert code == 2 and "'--nproc_per_node', '1'" in printed and len([*(copy / "logs").iterdir()]) == 1
+
+
+def test_local_sh_takes_data_from_where_it_is_called_and_all_else_from_its_own_folder(copy):
+    for name in ("my.fasta", "runs"):
+        (copy.parent / name).touch()
+    words = ["--data", "my.fasta", "--data=my.fasta", "data.file=my.fasta", "--data", "not_there", "--work_dir", "runs"]
+    code, printed = local_sh(copy, *words, DRY_RUN="1")
+    here = str(copy.parent / "my.fasta")
+    assert code == 0 and shlex.split(printed.splitlines()[-1])[-8:] == [
+        "--data", here, f"--data={here}", f"data.file={here}", *words[-4:]], printed
 
 
 def test_two_calls_at_once_make_one_environment(copy):
@@ -141,12 +144,23 @@ def test_two_calls_at_once_make_one_environment(copy):
     assert "'first'" in printed[0] and "'second'" in printed[1]
 
 
+@pytest.mark.parametrize("path", [*sorted((ROOT / "jobs").iterdir()), ROOT / ".ci" / "run"], ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(path):
+    if not shutil.which("shellcheck"):
+        pytest.skip("no shellcheck; the package of that name has it")
+    checked = subprocess.run(["shellcheck", "--shell=bash", path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
 @pytest.mark.parametrize("arguments, variables, message", [
     (["0"], {}, "NPROC is '0', expected"),
     ([], {"NPROC": "two"}, "NPROC is 'two', expected"),
     ([], {"LAUNCHER": "mpiexec"}, "LAUNCHER is 'mpiexec', expected torchrun or mpirun"),
-    ([], {"CONFIG": "no.yaml"}, "CONFIG=no.yaml is not a file in"),
-    ([], {"SCRIPT": "no.py"}, "SCRIPT=no.py is not a file in"),
+    ([], {"CONFIG": "no.yaml"}, "SCRIPT=script.py or CONFIG=no.yaml is not a file in"),
+    ([], {"SCRIPT": "no.py"}, "SCRIPT=no.py or CONFIG=config.yaml is not a file in"),
+    (["2", "--config", "other.yaml"], {}, "give the config as CONFIG="),
+    (["--config=other.yaml"], {}, "give the config as CONFIG="),
+    ([], {"ARGS": "x=1 --config other.yaml"}, "give the config as CONFIG="),
     ([], {"PYTHON": "no-such-python"}, "cannot run 'no-such-python'. Install Python 3.10 or newer"),
 ])
 def test_local_sh_refuses_before_it_installs(copy, arguments, variables, message):
