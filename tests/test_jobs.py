@@ -1,7 +1,7 @@
-"""Do jobs/local.sh, the environments made by jobs/test.sh, the README's commands, and the helpers in launchers.py work?
+"""Do jobs/local.sh, the environments of jobs/test.sh, the README's commands and launchers.py work?
 
-local.sh runs in copies whose requirements.txt is empty, so that making an environment takes seconds and no
-network; the real list is installed by whoever runs jobs/test.sh.
+local.sh runs in copies whose requirements.txt is empty, so that making an environment takes seconds
+and no network; the real list is installed by whoever runs jobs/test.sh.
 """
 
 import importlib
@@ -31,10 +31,11 @@ from mpi4py import MPI
 library = MPI.Get_library_version().split()[0]
 print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.size, "in", library, flush=True)
 """
-# Rank 0 has a child with the same environment, which in a session of its own outlives a launcher's clean-up.
+# Rank 0 has a child with the same environment, in a session of its own: it outlives a launcher.
 WAIT = """
 import os, subprocess, sys, time
-rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or "0"
+names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+rank = next((os.environ[name] for name in names if name in os.environ), "0")
 if rank == "0":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 print(f"rank {rank} is process {os.getpid()}.", flush=True)
@@ -99,7 +100,8 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
         closed.bind(("127.0.0.1", 0))           # bound but not listening: connections are refused
         index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
         (copy / "requirements.txt").write_text("torch==2.13.0\n")
-        code, printed = local_sh(copy, PIP_INDEX_URL=index, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="",
+        code, printed = local_sh(copy, PIP_INDEX_URL=index, PIP_EXTRA_INDEX_URL="",
+                                 PIP_FIND_LINKS="",
                                  PIP_RETRIES="0", PIP_NO_CACHE_DIR="1", PIP_CONFIG_FILE=os.devnull)
     assert code == 1
     assert "pip could not install -r requirements.txt" in printed and "PIP_INDEX_URL" in printed
@@ -111,23 +113,28 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
     assert code == 0 and "making .venv" in printed, printed
 
 
-def test_the_exit_code_of_local_sh_is_what_the_run_has_left_though_its_launcher_says_1(copy):
-    (copy / "script.py").write_text("""
-import json, os, sys
-run_dir = sys.argv[sys.argv.index("--work_dir") + 1]
-os.makedirs(run_dir, exist_ok=True)
-if "silent" not in sys.argv:
-    with open(f"{run_dir}/status.json", "w") as f:
-        json.dump({"code": 75, "reason": "", "step": 1}, f)
-""")
-    mpirun = copy / "bin" / "mpirun"                  # like torchrun, which has one code for all failures
-    mpirun.parent.mkdir()
-    mpirun.write_text('#!/bin/bash\n"${@:3}"; exit 1\n')
-    mpirun.chmod(0o755)
-    variables = {"PATH": f"{mpirun.parent}:{os.environ['PATH']}"}
-    mine = ("1", "--work_dir", str(copy / "runs" / "mine"))
-    assert local_sh(copy, *mine, **variables)[0] == 75
-    assert local_sh(copy, *mine, "silent", **variables)[0] == 1      # that file is of an earlier start
+def test_local_sh_starts_the_scripts_own_launcher_and_ends_with_its_code_and_last_line(copy):
+    (copy / "script.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(2)\n")
+    code, printed = local_sh(copy, "3", "x=1", LAUNCHER="torchrun", ARGS="--seed 5")
+    words = ["--nproc_per_node", "3", "--config", "config.yaml", "--seed", "5", "x=1"]
+    assert code == 2 and printed.splitlines()[-1] == str(words), printed
+    log, = (copy / "logs").iterdir()
+    assert re.fullmatch(r"config-[\d-]+\.log", log.name) and printed.endswith(log.read_text())
+    assert str(words) in log.read_text()
+    code, printed = local_sh(copy, "1", LAUNCHER="torchrun", LOGS="0")
+    assert code == 2 and "'--nproc_per_node', '1'" in printed
+    assert [*(copy / "logs").iterdir()] == [log]
+
+
+def test_local_sh_takes_data_from_where_it_is_called_and_all_else_from_its_own_folder(copy):
+    for name in ("my.fasta", "runs"):
+        (copy.parent / name).touch()
+    words = ["--data", "my.fasta", "--data=my.fasta", "data.file=my.fasta", "--data", "not_there",
+             "--work_dir", "runs"]
+    code, printed = local_sh(copy, *words, DRY_RUN="1")
+    here = str(copy.parent / "my.fasta")
+    assert code == 0 and shlex.split(printed.splitlines()[-1])[-8:] == [
+        "--data", here, f"--data={here}", f"data.file={here}", *words[-4:]], printed
 
 
 def test_two_calls_at_once_make_one_environment(copy):
@@ -141,12 +148,24 @@ def test_two_calls_at_once_make_one_environment(copy):
     assert "'first'" in printed[0] and "'second'" in printed[1]
 
 
+@pytest.mark.parametrize("path", [*sorted((ROOT / "jobs").iterdir()), ROOT / ".ci" / "run"],
+                         ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(path):
+    if not shutil.which("shellcheck"):
+        pytest.skip("no shellcheck; the package of that name has it")
+    checked = subprocess.run(["shellcheck", "--shell=bash", path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
 @pytest.mark.parametrize("arguments, variables, message", [
     (["0"], {}, "NPROC is '0', expected"),
     ([], {"NPROC": "two"}, "NPROC is 'two', expected"),
     ([], {"LAUNCHER": "mpiexec"}, "LAUNCHER is 'mpiexec', expected torchrun or mpirun"),
-    ([], {"CONFIG": "no.yaml"}, "CONFIG=no.yaml is not a file in"),
-    ([], {"SCRIPT": "no.py"}, "SCRIPT=no.py is not a file in"),
+    ([], {"CONFIG": "no.yaml"}, "SCRIPT=script.py or CONFIG=no.yaml is not a file in"),
+    ([], {"SCRIPT": "no.py"}, "SCRIPT=no.py or CONFIG=config.yaml is not a file in"),
+    (["2", "--config", "other.yaml"], {}, "give the config as CONFIG="),
+    (["--config=other.yaml"], {}, "give the config as CONFIG="),
+    ([], {"ARGS": "x=1 --config other.yaml"}, "give the config as CONFIG="),
     ([], {"PYTHON": "no-such-python"}, "cannot run 'no-such-python'. Install Python 3.10 or newer"),
 ])
 def test_local_sh_refuses_before_it_installs(copy, arguments, variables, message):
@@ -174,27 +193,32 @@ def test_local_sh_does_not_write_through_a_link_to_another_environment(copy, tmp
 
 
 @pytest.mark.parametrize("launcher, library", [
-    ("mpich", "MPICH"), ("openmpi", "Open"), pytest.param("intel", "Intel(R)", marks=pytest.mark.slow)])
+    ("mpich", "MPICH"), ("openmpi", "Open"),
+    pytest.param("intel", "Intel(R)", marks=pytest.mark.slow)])
 def test_mpi4py_loads_the_mpi_of_its_launcher(tmp_path, launcher, library):
     (tmp_path / "say.py").write_text(SAY_MPI)
     result = run_ranks(launcher, 3, ["say.py"], cwd=tmp_path)
     assert result.returncode == 0, result.text
-    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 3 in {library}" for rank in range(3)]
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 3 in {library}"
+                                                  for rank in range(3)]
     assert result.leftover == []
 
 
 @pytest.mark.parametrize("launcher", [
     "torchrun", "mpich", "openmpi", pytest.param("intel", marks=pytest.mark.slow)])
-def test_ranks_are_found_by_number_and_a_hang_ends_with_its_output_and_no_process(tmp_path, launcher):
+def test_ranks_are_found_by_number_and_a_hang_ends_with_its_output_and_no_process(tmp_path,
+                                                                                  launcher):
     (tmp_path / "wait.py").write_text(WAIT)
     with start_ranks(launcher, 2, ["wait.py"], cwd=tmp_path) as running:
         for rank in (0, 1):
             running.wait_for(f"rank {rank} is process", timeout=600)
         pids = running.rank_pids()
         assert sorted(pids) == [0, 1]
-        assert all(f"rank {rank} is process {pid}." in running.stdout() for rank, pid in pids.items())
+        assert all(f"rank {rank} is process {pid}." in running.stdout() for rank,
+                   pid in pids.items())
         assert len(running.pids()) > 3          # the launcher and rank 0's child too
-        with pytest.raises(TimeoutError, match=r"still running after 0.1 s(.|\n)*rank 1 is process"):
+        with pytest.raises(TimeoutError,
+                           match=r"still running after 0.1 s(.|\n)*rank 1 is process"):
             running.wait(timeout=0.1)
         assert running.pids() == []
         assert running.process.returncode == -signal.SIGKILL
@@ -217,23 +241,26 @@ def test_waiting_for_words_of_a_process_that_ended_without_them_fails_at_once(tm
 
 
 def test_the_environment_of_started_ranks_holds_no_other_launchers_variables(monkeypatch):
-    for name in ("RANK", "MASTER_ADDR", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "PALS_RANKID",
+    for name in ("RANK", "MASTER_ADDR", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_SIZE",
+                 "PALS_RANKID",
                  "DDP_RANK"):
         monkeypatch.setenv(name, "3")
-    before = {name for name in os.environ if name.endswith(("RANK", "RANKID", "PROCID", "WORLD_SIZE", "ADDR"))}
+    before = {name for name in os.environ
+              if name.endswith(("RANK", "RANKID", "PROCID", "WORLD_SIZE", "ADDR"))}
     after = clean_environment(env={"RANK": 0})
     assert {name: after[name] for name in before if name in after} == {"RANK": "0"}
 
 
 def readme_commands():
-    """[(variables given, words)] of the README's shell lines; sbatch's and qsub's -v count as variables."""
+    """[(variables given, words)] of the README's shell lines; qsub's -v counts as variables."""
     readme = ROOT / "README.md"
     text = readme.read_text() if readme.exists() else ""
     commands = []
     for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         for line in block.splitlines():
             words = shlex.split(line.replace(";", " "), comments=True)
-            given = dict(word.split("=", 1) for word in itertools.takewhile(re.compile(r"[A-Z_]+=").match, words))
+            given = dict(word.split("=", 1)
+                         for word in itertools.takewhile(re.compile(r"[A-Z_]+=").match, words))
             words = words[len(given):]
             if words[:1] == ["qsub"] and "-v" in words:
                 k = words.index("-v")
@@ -242,14 +269,16 @@ def readme_commands():
     return commands
 
 
-COMMANDS = [pytest.param(given, words, id=" ".join(words)[:60]) for given, words in readme_commands()
+COMMANDS = [pytest.param(given, words, id=" ".join(words)[:60]) for given,
+            words in readme_commands()
             if any(re.fullmatch(r"(jobs/|tests/)?\w+\.(py|sh|pbs)", word) for word in words)]
 
 
 @pytest.mark.parametrize("given, words", COMMANDS)
 def test_a_command_of_the_readme_is_understood_by_the_script_it_names(given, words, monkeypatch):
     monkeypatch.chdir(ROOT)
-    place = next(k for k, word in enumerate(words) if re.fullmatch(r"(jobs/|tests/)?\w+\.(py|sh|pbs)", word))
+    place = next(k for k, word in enumerate(words)
+                 if re.fullmatch(r"(jobs/|tests/)?\w+\.(py|sh|pbs)", word))
     script, argv = words[place], [word for word in words[place + 1:] if word != "..."]
     text = (ROOT / script).read_text()
     if script.startswith("jobs/"):
@@ -257,10 +286,12 @@ def test_a_command_of_the_readme_is_understood_by_the_script_it_names(given, wor
         assert given.keys() <= known, f"{script} reads {sorted(known)}"
         if argv[:1] == ["--install"] or script == "jobs/test.sh":
             return
-        settings = {name: given.get(name) or re.search(rf"^{name}=\$\{{{name}:-(.*)\}}", text, re.MULTILINE)[1]
+        settings = {name: given.get(name)
+                    or re.search(rf"^{name}=\$\{{{name}:-(.*)\}}", text, re.MULTILINE)[1]
                     for name in ("SCRIPT", "CONFIG")}
         argv = argv[1:] if argv and argv[0].isdigit() else argv
-        script, argv = settings["SCRIPT"], ["--config", settings["CONFIG"], *given.get("ARGS", "").split(), *argv]
+        script, argv = settings["SCRIPT"], ["--config", settings["CONFIG"],
+                                            *given.get("ARGS", "").split(), *argv]
     module = importlib.import_module(Path(script).stem)
     if hasattr(module, "read_arguments") and "--help" not in argv:
         module.read_arguments(argv)
