@@ -121,6 +121,10 @@ def stack(parts):
     return type(parts[0])(*out)
 
 
+def bytes_of(tensors):
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
 class Reference:
     """The base weights on the device, and what they make of each complex: its graph (what the
     network sees) and its encoding. Both are made once per complex and kept while there is room."""
@@ -134,14 +138,13 @@ class Reference:
 
     def cached(self, kind, complex, make):
         """What make() gives for this complex; the least recently used makes room."""
-        size = lambda tensors: sum(x.numel() * x.element_size() for x in tensors)
         found = self.cache.pop((kind, complex.key), None)
         if found is None:
             found = make()
-            self.room -= size(found)
+            self.room -= bytes_of(found)
         self.cache[kind, complex.key] = found   # the last used stands last
         while self.room < 0 and len(self.cache) > 1:
-            self.room += size(self.cache.pop(next(iter(self.cache))))
+            self.room += bytes_of(self.cache.pop(next(iter(self.cache))))
         return found
 
     def graph(self, complex):
@@ -166,9 +169,8 @@ class Reference:
     @torch.no_grad()
     def log_probs(self, batch):
         """(M, L, 21) under the base weights, in float32 whatever the policy computes in."""
-        encode = lambda complex: self.model.encode(self.graph(complex))
-        encoding = stack([self.cached("encoding", complex, lambda: encode(complex))
-                          for complex in batch["complexes"]])
+        encoding = stack([self.cached("encoding", c, lambda: self.model.encode(self.graph(c)))
+                          for c in batch["complexes"]])
         return self.model.decode(encoding, batch["S"], batch["order"], batch["structure"])
 
     def scores(self, batch):

@@ -81,7 +81,8 @@ def check_values(c, checks, least):
          f"optim.scale is {o.scale} without optim.base_global_batch; give the global batch that lr "
          "was chosen for"),
         (not isinstance(o.scale, dict) or (list(o.scale) == ["cap"] and o.scale["cap"] >= 1),
-         f"optim.scale is {o.scale}; expected none, linear, sqrt or {{cap: N}} with N of at least 1"),
+         f"optim.scale is {o.scale}; expected none, linear, sqrt or {{cap: N}} with N of at least "
+         "1"),
         (all(0 <= b < 1 for b in o.betas),
          f"optim.betas is {list(o.betas)}; expected 0 up to below 1"),
         (0 <= c.model.dropout < 1, f"model.dropout is {c.model.dropout}; expected 0 up to below 1"),
@@ -126,7 +127,7 @@ def scale_name(rule):
 
 
 def plan_head(o, ranks, unit):
-    """(numbers of ranks from text such as "1,2,4,8", line on the scaling) for the table of --plan."""
+    """(numbers of ranks from text such as "1,2,4,8", line on the scaling) for --plan."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", ranks):
         raise ValueError(f"--plan {ranks}; expected numbers of ranks, such as 1,2,4,8")
     base = f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else ""
@@ -137,7 +138,7 @@ def plan_head(o, ranks, unit):
 # ---------------------------------------------------------------- start or continue
 @dataclass(kw_only=True)
 class Run:
-    """What a script's `prepare` returns and these functions read. Scripts add fields of their own."""
+    """What a script's `prepare` returns and these functions read. Scripts add fields."""
     config: Any
     work_dir: Path
     path: str | None           # checkpoint it continues from
@@ -365,7 +366,8 @@ def read_flags(run):
     (packed, arrived), run.flags = run.flags, None
     if arrived is not None:
         arrived.synchronize()
-    totals, counts, most = unpack(packed), run.progress["bad_steps"], run.config.training.max_bad_steps
+    totals, counts = unpack(packed), run.progress["bad_steps"]
+    most = run.config.training.max_bad_steps
     run.stop_requests = float(totals.stop)
     if not totals.bad:
         counts[1] = 0
@@ -445,7 +447,7 @@ def bad_steps_field(run):
 
 
 def is_best(run, score, ddp, **values):
-    """Is this evaluation the best so far? Decided on rank 0; also ends a run that no longer improves.
+    """Is this evaluation the best so far? Rank 0 decides. Ends a run that no longer improves.
 
     score: lower is better. values: to be kept with the best."""
     progress, t = run.progress, run.config.training
@@ -484,7 +486,8 @@ def hand_over(args, argv):
 
     Raises: ValueError for options that do not fit together."""
     if args.nnodes is None and args.nproc_per_node is None:
-        stray = [o for o in ("node_rank", "master_addr", "master_port") if getattr(args, o) is not None]
+        stray = [name for name in ("node_rank", "master_addr", "master_port")
+                 if getattr(args, name) is not None]
         if stray:
             raise ValueError(f"--{stray[0]} is given without --nnodes. Expected --nnodes N "
                              "--node_rank R --master_addr HOST [--master_port P] "
@@ -509,15 +512,16 @@ def hand_over(args, argv):
     print(f"starting {per_node} rank(s) here, on node {rank} of {nnodes}, with torch's launcher",
           flush=True)
     alone = nnodes == 1 and not args.master_addr and not args.master_port
-    endpoint = "localhost:0" if alone else f"{args.master_addr or '127.0.0.1'}:{args.master_port or 29500}"
+    host, port = args.master_addr or "127.0.0.1", args.master_port or 29500
+    endpoint = "localhost:0" if alone else f"{host}:{port}"
     sys.exit(run_ranks(command, per_node, nnodes, rank, "c10d" if alone else "static", endpoint))
 
 
 def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
-    """Run the ranks of this node under torch's agent, without its reports, and return their exit code.
+    """Run the ranks of this node under torch's agent, without its reports; returns their exit code.
 
-    command: what follows the interpreter. meeting, endpoint: torch's rendezvous, "c10d" or "static",
-    and where. A signal is passed on to the ranks, which have SAVING_SECONDS to save."""
+    command: what follows the interpreter. meeting, endpoint: torch's rendezvous, "c10d" or
+    "static", and where. A signal is passed on to the ranks, which have SAVING_SECONDS to save."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -530,10 +534,10 @@ def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
                                  nnodes, nnodes, rank=node_rank, timeout=900)
     host, _, port = endpoint.rpartition(":")
     fixed = {} if meeting == "c10d" else {"master_addr": host, "master_port": int(port)}
-    agent = LocalElasticAgent(WorkerSpec(
-        role="rank", local_world_size=per_node, rdzv_handler=registry.get_rendezvous_handler(place),
-        entrypoint=sys.executable, args=tuple(command), max_restarts=0, monitor_interval=0.1, **fixed),
-        DefaultLogsSpecs())
+    spec = WorkerSpec("rank", per_node, registry.get_rendezvous_handler(place),
+                      entrypoint=sys.executable, args=tuple(command), max_restarts=0,
+                      monitor_interval=0.1, **fixed)
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
     agent._shutdown_timeout = SAVING_SECONDS
     try:
         codes = [failure.exitcode for failure in agent.run().failures.values()]
@@ -586,7 +590,7 @@ def run_script(script, argv=None):
         code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
         if early.plan is None:
-            replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first tells
+            replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first
         sys.exit(code)
     except KeyboardInterrupt:   # nothing runs yet
         replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)
@@ -627,7 +631,7 @@ def launch_options(argv):
 
 
 def prepare_on_all_ranks(script, argv, early, problem, work_dir, ddp):
-    """Read the arguments and prepare the run; what is wrong with them ends all ranks with one line."""
+    """Read the arguments and prepare the run; wrong ones end all ranks with one line."""
     former = read_status(work_dir)
     finished = former if former.get("code") == 0 else None
     tell = functools.partial(replace_status, work_dir, finished=finished)

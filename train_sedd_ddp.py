@@ -3,7 +3,7 @@
     python train_sedd_ddp.py --config configs/sedd_demo.yaml
     mpirun -n 4 python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data data/uniref50
     python train_sedd_ddp.py --nproc_per_node 4 --config configs/sedd_cpu.yaml --data my.fasta
-    python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --plan 1,2,4,8   # what scaling does
+    python train_sedd_ddp.py --config configs/sedd_demo.yaml --plan 1,2,4,8   # what scaling does
 
 Reads a YAML config (every key below and in train_loop.py, with its default) and proteins: a file
 (sequence_data.py), a folder made by prepare_uniref50.py, or demo proteins that it makes. Writes
@@ -44,7 +44,8 @@ from sequence_data import (N_TOKENS, X_ID, BatchPlan, BatchReader, DemoSource, P
 from train_loop import (CommonTraining, DdpSection, Run, Schedule, Script, add_run_arguments,
                         bad_steps_field, check_values, choose_precision, describe_run,
                         first_batches, is_best, load_training_state, make_optimizer, plan_head,
-                        print_lines, reason_to_stop, run_script, scale_for_batch, step_values, take_step)
+                        print_lines, reason_to_stop, run_script, scale_for_batch, step_values,
+                        take_step)
 
 
 # ---------------------------------------------------------------- config
@@ -145,7 +146,8 @@ class Config:
 
 
 # A resumed run may differ in these and in the number of ranks (accum follows); in nothing else.
-MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency", "data.file")   # content is compared
+MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency",
+              "data.file")                  # its content is compared
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 SAVED_BYTES = {"float32": 104, "16 bits": 68}   # for backward, per position, width, block; measured
@@ -272,8 +274,8 @@ def read_file(config, ddp):
     """(Proteins, report) of a file; a large one is read with a hint."""
     file, size = config.data.file, os.path.getsize(config.data.file)
     if size > LARGE_FILE:
-        print0(ddp, f"NOTE: every rank reads {file} ({size / 1e9:.1f} GB) and keeps some 0.4 GB per "
-                    "million proteins. Prepared once, it starts in seconds and 0.1 GB:\n  "
+        print0(ddp, f"NOTE: every rank reads {file} ({size / 1e9:.1f} GB) and keeps some 0.4 GB "
+                    "per million proteins. Prepared once, it starts in seconds and 0.1 GB:\n  "
                     f"{prepare_command(config, 'FOLDER')} --fasta {file}   then --data FOLDER")
     return read_sequences(file, config.data.min_length, lambda: beat(ddp))
 
@@ -331,8 +333,9 @@ def missing_data(config):
     if os.path.exists(f"{path}.partial"):
         return f"{problem} Its preparing is not finished: give the same command of " \
                "prepare_uniref50.py again."
-    return f"{problem} To download and prepare UniRef50 (13 GB): {prepare_command(config, path)}; " \
-           "from your own files: the same with --fasta FILE."
+    command = prepare_command(config, path)
+    return f"{problem} To download and prepare UniRef50 (13 GB): {command}; from your own files: " \
+           "the same with --fasta FILE."
 
 
 def prepare_command(config, folder):
@@ -433,8 +436,8 @@ def describe_memory(config, positions):
     blocks = 1 + 4 / per_block * m.n_blocks if few else m.n_blocks
     activations = positions * m.hidden_size * blocks * per_block
     return [f"memory of a rank, {n / 1e6:,.2f} million parameters in float32:",
-            f"  weights {4 * n / 1e9:.2f} GB, gradients {4 * n / 1e9:.2f}, AdamW {8 * n / 1e9:.2f}, "
-            f"averages (EMA) {4 * n / 1e9:.2f}: {20 * n / 1e9:.2f} GB",
+            f"  weights {4 * n / 1e9:.2f} GB, gradients {4 * n / 1e9:.2f}, AdamW "
+            f"{8 * n / 1e9:.2f}, averages (EMA) {4 * n / 1e9:.2f}: {20 * n / 1e9:.2f} GB",
             f"  activations about {activations / 1e9:.2f} GB: an estimate, for micro-batches of up "
             f"to {positions:,} positions"]
 
@@ -484,8 +487,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     plan, batch = reader.plan, micro_batches * (t.batch_size or t.tokens_per_batch)
     if state is not None and state["plan"] != plan.identity():
         raise ValueError(f"{path} was saved by a run with other batches (hash {state['plan']}, now "
-                         f"{plan.identity()}); expected the same. Continue with the version of this "
-                         "project that saved it, or --fresh.")
+                         f"{plan.identity()}); expected the same. Continue with the version of "
+                         "this project that saved it, or --fresh.")
     filled = filled_batch(batch, plan, config)
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
     progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
@@ -529,8 +532,8 @@ def describe_data(run, data, precision, ddp):
     if plan.left_out > 0.005:
         text += f", about {plan.left_out:.1%} of them left out of each epoch, others each time"
     text += f"; {len(data.val):,} for validation" if data.val is not None else ""
-    lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, "
-             f"{config.noise.type} noise, {config.model.parameterization}",
+    lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} "
+             f"graph, {config.noise.type} noise, {config.model.parameterization}",
              f"  {precision}", f"data: {data.description}", f"  {text}",
              f"batch: {run.batch // run.micro_batches:,} {unit} x accum {accum} x "
              f"{ddp.world_size} rank(s) = {run.batch:,} per step on average, "
@@ -564,7 +567,8 @@ def train(run, ddp):
         totals, norm = take_step(run, [next(batches) for _ in run.schedule.mine], loss_of, ddp)
         residues = residues + totals.sums[1]
         step, last = progress["step"], progress["step"] == run.n_iters
-        evaluate_now, save_now = last or step % t.eval_freq == 0, last or step % t.snapshot_freq == 0
+        evaluate_now = last or step % t.eval_freq == 0
+        save_now = last or step % t.snapshot_freq == 0
         report = evaluate_now or step % t.log_freq == 0
         reason = reason_to_stop(run, ddp, at_once=report or save_now)
         if report:
