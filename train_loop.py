@@ -526,8 +526,7 @@ def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-    # Its stack traces and tables of errors would hide the line in which the run says why it ended.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable()   # its tables of errors would hide the line in which the run says why it ended
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
     place = RendezvousParameters(meeting, endpoint, f"{os.getpid()}" if nnodes == 1 else "by hand",
@@ -549,8 +548,12 @@ def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
     except (RuntimeError, OSError, ValueError) as e:
         print(f"error: torch's launcher: {e}", file=sys.stderr)
         return 1
-    # A rank ended by a signal has a negative code; then the others tell, or it is an error.
-    return next((code for code in codes if code and code > 0), 1 if any(codes) else 0)
+    # When a rank has left, torch's agent ends the others by SIGTERM: they leave with AGAIN, or are
+    # ended by it while they leave anyway. A rank that was killed has another negative code.
+    failed = [code for code in codes if code not in (0, AGAIN, -signal.SIGTERM)]
+    if failed:
+        return next((code for code in failed if code > 0), 1)
+    return AGAIN if AGAIN in codes else int(any(codes))
 
 
 class Script(NamedTuple):

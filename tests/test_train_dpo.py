@@ -26,9 +26,10 @@ from proteinmpnn_model import ALPHABET, from_checkpoint, load_proteinmpnn, rando
 from run_config import dump_yaml, load_config
 from structure_data import Chain, Complex, Pair, Structure, demo_pairs, read_pairs
 from test_proteinmpnn_model import plain_log_probs
-from train_dpo_ddp import (Config, Loss, MicroBatches, Reference, Schedule, Validation, accumulate, check_config,
-                           describe_plan, load_pairs, main, make_batch, objective, orders_of, pair_scores,
-                           preference_loss, prepare, read_arguments, train)
+from dpo_reference import Reference, make_batch, orders_of, pair_scores
+from train_dpo_ddp import (Config, Loss, MicroBatches, PairPlan, Validation, check_config, describe_plan, load_pairs,
+                           main, micro_batch_loss, objective, preference_loss, prepare, read_arguments, train)
+from train_loop import Schedule, global_gradient
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, DEMO = ROOT / "train_dpo_ddp.py", ROOT / "configs" / "dpo_demo.yaml"
@@ -360,6 +361,10 @@ cleanup_ddp(ddp)
 """
 
 
+def loss_of(ref, config, ddp):
+    return lambda model, batch: micro_batch_loss(model, batch, ref, config, ddp, torch.float32)
+
+
 def gradients(ddp, reference=False):
     """Two steps of four micro-batches with different numbers of pairs: [{parameter: gradient}, loss]. In float64.
 
@@ -368,12 +373,13 @@ def gradients(ddp, reference=False):
     config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2)
     policy, ref, pairs = sizes(config)
     policy, ref.model, ref.ddp = policy.double(), ref.model.double(), ddp
-    schedule, out, numbers = Schedule(pairs, config, 4, ddp, 0, 2), [], set()
+    plan, out, numbers = PairPlan(pairs, config, 4), [], set()
+    schedule = Schedule(plan.item_of, 4, ddp, 0, 2)
     model, items, data = wrap_ddp(policy, ddp), iter(schedule), MicroBatches(pairs, config.loss, 0)
     for step in range(2):
         if reference:
-            everything = [(epoch, i) for _, _, epoch, indices in schedule.global_batch(step) for i in indices]
-            numbers.update(len(item[3]) for item in schedule.global_batch(step))
+            everything = [(epoch, i) for _, _, epoch, indices in plan.global_batch(step) for i in indices]
+            numbers.update(len(item[3]) for item in plan.global_batch(step))
             total = 0.0
             for epoch, i in everything:
                 batch = ref.to_device(make_batch(pairs, [i], config.loss, 0, epoch))
@@ -382,9 +388,9 @@ def gradients(ddp, reference=False):
             loss = total / len(everything)
             loss.backward()
         else:
-            totals, _ = accumulate(model, [data[next(items)] for _ in range(schedule.accum)], ref, config, ddp,
-                                   torch.float32, 7.0)
-            loss = totals[0] / totals[-4]
+            totals, _ = global_gradient(model, [data[next(items)] for _ in schedule.mine],
+                                        loss_of(ref, config, ddp), ddp, 7.0)
+            loss = totals.sums[0] / totals.count
         out.append({"loss": loss.detach().clone(), **{k: p.grad.clone() for k, p in policy.named_parameters()}})
         policy.zero_grad()
     assert not reference or len(numbers) > 1
@@ -534,7 +540,7 @@ def test_a_run_that_goes_on_in_another_folder_takes_its_best_model_along(tmp_pat
     run(tiny(training__n_iters=3, optim__lr=0), tmp_path / "new", resume=last)
     assert (tmp_path / "new" / "best_model.pt").read_bytes() == (tmp_path / "w" / "best_model.pt").read_bytes()
     run(tiny(training__n_iters=2, optim__lr=0), tmp_path / "done", resume=last)
-    assert f"Weights: {tmp_path / 'w' / 'best_model.pt'}" in capsys.readouterr().out
+    assert f"weights   {tmp_path / 'w' / 'best_model.pt'}" in capsys.readouterr().out
     (tmp_path / "w" / "best_model.pt").unlink()
     run(tiny(training__n_iters=3, optim__lr=0), tmp_path / "lost", resume=last)
     assert "is looked for from here on" in capsys.readouterr().out
@@ -629,7 +635,7 @@ def test_the_gradient_changes_with_the_weight_of_diversity_and_training_on_it_ra
         config = tiny(loss__diversity_lambda=weight)
         policy, ref, pairs = sizes(config)
         data = MicroBatches(pairs, config.loss, 0)
-        accumulate(policy, [data[0, 0, 0, [0, 1, 5, 16]]], ref, config, Ddp(), torch.float32, 4.0)
+        global_gradient(policy, [data[0, 0, 0, [0, 1, 5, 16]]], loss_of(ref, config, Ddp()), Ddp(), 4.0)
         grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
         norms.append(float(grads[-1].norm()))
     assert abs(norms[1] / norms[0] - 1) > 0.01 and abs(norms[2] / norms[1] - 1) > 0.01

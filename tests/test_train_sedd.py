@@ -24,16 +24,18 @@ import pytest
 import torch
 
 from accumulate_gradients import SETTINGS, accumulated, build, reference
-from ddp_setup import Ddp, load_checkpoint, scale_for_batch
+from ddp_setup import Ddp, load_checkpoint
 from launchers import clean_environment, need, own_tracebacks, run_ranks, start_ranks
 import bench_ddp
 import prepare_uniref50
 import sequence_data
 from run_config import dump_yaml, load_config
-from run_log import RunLock, replace_status, write_text_atomic
+from run_dir import RunLock, replace_status
+from run_log import write_text_atomic
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences)
-from train_sedd_ddp import (Config, MicroBatches, Schedule, Validation, check_config, describe_plan, main, make_reader,
+from train_loop import scale_for_batch
+from train_sedd_ddp import (Config, MicroBatches, Validation, check_config, describe_plan, main, make_reader, make_schedule,
                             prepare, sample_proteins, train)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -210,10 +212,10 @@ def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(f
 def test_without_dropout_the_gradient_is_that_of_all_proteins_in_one_padded_batch(fasta):
     proteins, _ = read_sequences(fasta)
     setting = dict(dtype="float64", reduction="residue", micro=4, static=False, dropout=0.0)
-    model, dataset, schedule, graph, _ = build(proteins, Ddp(), **setting)
+    model, dataset, schedule, graph, _, _ = build(proteins, Ddp(), **setting)
     expected = []
     for step in range(2):
-        parts = [dataset[schedule.item(step, micro)] for micro in range(4)]
+        parts = [dataset[schedule.item_of(step, micro)] for micro in range(4)]
         width = max(p["x0"].shape[1] for p in parts)
         wide = lambda name, fill: torch.cat([torch.nn.functional.pad(p[name], (0, width - p[name].shape[1]), value=fill)
                                              for p in parts])
@@ -240,7 +242,7 @@ def items_of(schedule, n):
 def test_any_number_of_ranks_computes_the_same_micro_batches_from_any_step_on(fasta, budget):
     proteins, _ = read_sequences(fasta)
     config = load_config(Config, None, [budget, "training.seed=7", "data.max_length=50"])
-    make = lambda first: lambda ddp: Schedule(make_reader(config, proteins, 4, Ddp()), ddp, first, 45)
+    make = lambda first: lambda ddp: make_schedule(make_reader(config, proteins, 4, Ddp()), ddp, first, 45)
     one = items_of(make(0), 1)
     assert len({epoch for epoch, _, _ in one.values()}) >= 2 and len(one) == 45 * 4
     assert items_of(make(0), 2) == items_of(make(0), 4) == one
@@ -601,7 +603,7 @@ def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
 
 
 def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_over(fasta, tmp_path, monkeypatch):
-    hold = "import sys, time; from run_log import RunLock; RunLock('w'); print('held', flush=True); time.sleep(100)"
+    hold = "import sys, time; from run_dir import RunLock; RunLock('w'); print('held', flush=True); time.sleep(100)"
     with subprocess.Popen([sys.executable, "-c", hold], cwd=tmp_path, stdout=subprocess.PIPE,
                           env=clean_environment(env={"PYTHONPATH": ROOT, "SLURM_JOB_ID": "77"})) as holder:
         assert holder.stdout.readline() == b"held\n"
@@ -765,8 +767,8 @@ def test_mixed_precision_trains_near_float32_and_samples(fasta, tmp_path, capsys
 
 def test_a_model_in_bfloat16_samples_residues_only(fasta):
     config = tiny(fasta)
-    model, _, schedule, graph, _ = build(read_sequences(fasta)[0], Ddp(), "bfloat16", "residue", 4, False)
-    text = sample_proteins(model, config, graph, make_noise("loglinear"), schedule.reader.plan.counts, 3, Ddp(), torch.bfloat16)
+    model, _, schedule, graph, _, reader = build(read_sequences(fasta)[0], Ddp(), "bfloat16", "residue", 4, False)
+    text = sample_proteins(model, config, graph, make_noise("loglinear"), reader.plan.counts, 3, Ddp(), torch.bfloat16)
     assert re.fullmatch(rf"(>step_3_\d length=\d+\n[{AMINO_ACIDS}]+\n){{2}}", text)
 
 
@@ -799,10 +801,10 @@ sys.path.insert(0, {root!r})
 import train_sedd_ddp
 real, calls = train_sedd_ddp.micro_batch_loss, []
 def micro_batch_loss(model, batch, *rest):
-    loss, count, proteins = real(model, batch, *rest)
+    loss, sums, count = real(model, batch, *rest)
     calls.append(1)      # the first call is the one that lays out DDP's buckets
     bad = os.environ["RANK"] == "1" and len(calls) - 1 in {bad}
-    return loss * float("nan") if bad else loss, count, proteins
+    return loss * float("nan") if bad else loss, sums * float("nan") if bad else sums, count
 train_sedd_ddp.micro_batch_loss = micro_batch_loss
 train_sedd_ddp.cli()
 """
@@ -844,6 +846,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 from ddp_setup import *
+from train_loop import check_in_sync
 with setup_ddp(quiet=True) as ddp:
     model = wrap_ddp(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).to(torch.bfloat16), ddp)
     check_in_sync(model, ddp)
