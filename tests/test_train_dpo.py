@@ -6,13 +6,8 @@ Runs under launchers import torch in every rank (seconds), so each of them serve
 import copy
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,40 +16,23 @@ import torch
 import bench_ddp
 import train_dpo_ddp
 from ddp_setup import Ddp, load_checkpoint
-from launchers import clean_environment, need, run_ranks, start_ranks
+from launchers import need, run_ranks
 from proteinmpnn_model import ALPHABET, from_checkpoint, load_proteinmpnn, random_proteinmpnn, save_proteinmpnn
 from run_config import dump_yaml, load_config
 from structure_data import Chain, Complex, Pair, Structure, demo_pairs, read_pairs
 from test_proteinmpnn_model import plain_log_probs
 from dpo_reference import Reference, make_batch, orders_of, pair_scores
 from train_dpo_ddp import (Config, Loss, MicroBatches, PairPlan, Validation, check_config, describe_plan, load_pairs,
-                           main, micro_batch_loss, objective, preference_loss, prepare, read_arguments, train)
+                           main, micro_batch_loss, objective, preference_loss, read_arguments)
 from train_loop import Schedule, global_gradient
+from training import (CLOCK, NAN_LOSS, ROOT, command_lines, one_thread, rows, same_run,  # noqa: F401
+                      steps_with_a_nan, timeless, words)
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, DEMO = ROOT / "train_dpo_ddp.py", ROOT / "configs" / "dpo_demo.yaml"
 SMALL = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}
 TINY = {"training.batch_size": 3, "training.accum": 2, "training.n_iters": 12, "training.log_freq": 1, "optim.lr": 3e-3,
         "optim.warmup": 3, "model.base_model_name": "random", "data.demo_structures": 6, "data.demo_pairs": 5,
         **{f"model.random.{k}": v for k, v in SMALL.items()}}
-
-CLOCK = ("pairs_per_second", "data_wait")            # metrics that time tells
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Sums in one order: bit-identical runs are compared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def words(settings, **more):
-    """Overrides for the command line; a keyword training__n_iters=3 sets training.n_iters."""
-    settings = {**settings, **{k.replace("__", "."): v for k, v in more.items()}}
-    return [f"{k}={v}" for k, v in settings.items()]
-
 
 def tiny(**more):
     return load_config(Config, None, words(TINY, **more))
@@ -62,36 +40,6 @@ def tiny(**more):
 
 def run(config, work_dir, **options):
     return main(config, Ddp(), work_dir, **options)
-
-
-def rows(work_dir):
-    return [json.loads(line) for line in (Path(work_dir) / "metrics.jsonl").read_text().splitlines()]
-
-
-def same_run(a, b):
-    """Are the last checkpoints, the models and the metrics of two run directories alike, to the last bit?"""
-    one, other = (load_checkpoint(str(d / "checkpoints" / "last.pt")) for d in (a, b))
-    for key in ("model", "optimizer"):
-        torch.testing.assert_close(one[key], other[key], rtol=0, atol=0)
-    for key in one.keys() - {"model", "optimizer", "config"}:
-        assert one[key] == other[key], key
-    for name in ("best_model.pt", "latest_model.pt"):
-        one, other = (torch.load(d / name, weights_only=True) for d in (a, b))
-        torch.testing.assert_close(one["model_state_dict"], other["model_state_dict"], rtol=0, atol=0)
-        assert one["step"] == other["step"]
-    differ = lambda row: {k: v for k, v in row.items() if k not in CLOCK and not k.startswith("ddp/")}
-    assert list(map(differ, rows(a))) == list(map(differ, rows(b)))
-
-
-def command_lines(cases, cwd):
-    """Run each list of arguments as `python train_dpo_ddp.py ARGUMENTS` -> list of (exit code, stdout, stderr)."""
-    driver = ("import json, sys; sys.path[:0] = sys.argv[1:3]; import forked_cli, train_dpo_ddp, torch._dynamo; "
-              "forked_cli.train_sedd_ddp = train_dpo_ddp; "
-              "json.dump([forked_cli.run(argv) for argv in json.load(sys.stdin)], sys.stdout)")
-    done = subprocess.run([sys.executable, "-c", driver, ROOT, ROOT / "tests"], cwd=cwd, env=clean_environment(),
-                          input=json.dumps([[str(w) for w in case] for case in cases]), text=True,
-                          capture_output=True, check=True)
-    return json.loads(done.stdout)
 
 
 # ---- losses ----
@@ -149,7 +97,9 @@ def test_with_order_arange_loss_and_gradient_are_those_of_the_original_at_its_te
     policy, reference = copy.deepcopy(models[case["model"] + "_policy"]), models[case["model"]]
     batch, T = batch_of(case["inputs"], torch.arange(case["inputs"]["S"].shape[1])[None]), temperature
     # The original adds 1e-20 to probabilities, which some reach at temperature 0.1: undone here, as ours does not.
-    floor = lambda log_probs: T * ((log_probs / T).softmax(-1) + 1e-20).log()
+    def floor(log_probs):
+        return T * ((log_probs / T).softmax(-1) + 1e-20).log()
+
     with torch.no_grad():
         ref = pair_scores(floor(scored(reference, case["inputs"], batch)), batch, T)[0]
     value = objective(floor(scored(policy, case["inputs"], batch)), batch, ref, Loss(temperature=T))[0].mean()
@@ -221,7 +171,10 @@ def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
             assert sorted(order) == list(range(L)) and not designed[order[:L - designed.sum()]].any()
         arange = orders_of(pair, Loss(order="arange"), 0, 5)
         assert arange.tolist() == [np.flatnonzero(~designed).tolist() + np.flatnonzero(designed).tolist()]
-    get = lambda pair=pairs[0], seed=0, epoch=0, **more: orders_of(pair, Loss(**more), seed, epoch).tolist()
+
+    def get(pair=pairs[0], seed=0, epoch=0, **more):
+        return orders_of(pair, Loss(**more), seed, epoch).tolist()
+
     assert get() == get() and len({str(get(n_orders=4)[k]) for k in range(4)}) == 4
     assert get() != get(epoch=1) and get() != get(seed=1) and get() != get(pair=pairs[2])
     assert get(order="fixed") == get(order="fixed", epoch=1) != get(order="fixed", seed=1)
@@ -451,19 +404,6 @@ def test_the_same_global_batch_gives_the_same_losses_under_any_launcher(alike, l
     assert alike(launcher)[1].stdout.count("step 8/8") == 1                # rank 0 alone speaks
 
 
-def test_a_run_saved_on_two_ranks_goes_on_alone_with_the_same_global_batch(alike, tmp_path, capsys):
-    need("mpich")
-    for launcher, accum in (("python", 4), ("mpich", 2)):
-        shutil.copytree(alike(launcher)[0], tmp_path / launcher)
-        run(load_config(Config, None, [*ALIKE, "training.n_iters=11", f"training.accum={accum}"]), tmp_path / launcher)
-    text = capsys.readouterr().out
-    assert text.count("continuing from step 8") == 2
-    assert "accum is 4 and not 2" in text and text.count("world_size 2 -> 1") == 1
-    one, other = rows(tmp_path / "python"), rows(tmp_path / "mpich")
-    assert [row["step"] for row in other] == list(range(12))
-    assert [row["loss"] for row in other[1:]] == pytest.approx([row["loss"] for row in one[1:]], rel=1e-4)
-
-
 # ---- stop and go on ----
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
@@ -478,45 +418,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
         run(tiny(**often), tmp_path / f"{order} parts")
         same_run(tmp_path / order, tmp_path / f"{order} parts")
     assert rows(tmp_path / "random")[-1]["loss"] != rows(tmp_path / "fixed")[-1]["loss"]
-
-
-@pytest.mark.slow
-def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_uninterrupted_run(tmp_path):
-    argv = [SCRIPT, *words(TINY, training__accum=1, training__batch_size=1, training__num_workers=1,
-                           training__n_iters=60, training__patience=99, model__dropout=0.1,
-                           data__demo_structures=20)]
-    with start_ranks("torchrun", 3, [*argv, "--output_dir", "parts"], tmp_path) as running:
-        running.wait_for_step(2, timeout=600)
-        os.kill(running.rank_pids()[1], signal.SIGTERM)
-        result = running.wait(timeout=600)
-    status = json.loads((tmp_path / "parts" / "status.json").read_text())
-    assert status["code"] == 75 and status["reason"].startswith("SIGTERM on rank 1 ("), result.text
-    assert load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))["step"] == status["step"] < 60
-    assert status["step"] % int(re.search(r"(\d+) steps per epoch", result.stdout)[1]), result.text
-    for work_dir in ("parts", "straight"):
-        result = run_ranks("torchrun", 3, [*argv, "--output_dir", work_dir], tmp_path)
-        assert result.returncode == 0, result.text
-        assert ("continuing from step" in result.stdout) == (work_dir == "parts")
-    same_run(tmp_path / "straight", tmp_path / "parts")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 3)])
-def test_a_run_killed_at_any_moment_again_and_again_equals_an_uninterrupted_one(tmp_path, launcher, n):
-    need(launcher)
-    argv = [SCRIPT, *words(TINY, training__accum=1, training__n_iters=90, training__snapshot_freq=3,
-                           training__patience=99, data__demo_structures=20)]
-    result = run_ranks(launcher, n, [*argv, "--output_dir", "straight"], tmp_path)
-    assert result.returncode == 0, result.text
-    random = np.random.default_rng(n)
-    for at in sorted(random.choice(np.arange(1, 56), 4 if n == 1 else 2, replace=False).tolist()):
-        with start_ranks(launcher, n, [*argv, "--output_dir", "parts"], tmp_path) as running:
-            running.wait_for_step(at + 1, timeout=600)
-            os.kill(running.rank_pids()[int(random.integers(n))] if n > 1 else running.process.pid, signal.SIGKILL)
-            running.wait(timeout=600)
-    result = run_ranks(launcher, n, [*argv, "--output_dir", "parts"], tmp_path)
-    assert result.returncode == 0 and "continuing from step" in result.stdout, result.text
-    same_run(tmp_path / "straight", tmp_path / "parts")
 
 
 def test_a_resume_is_refused_for_another_config_other_pairs_or_other_base_weights(tmp_path):
@@ -550,7 +451,9 @@ def test_a_run_that_goes_on_in_another_folder_takes_its_best_model_along(tmp_pat
 def test_fresh_renames_and_a_finished_run_says_so_and_may_be_lengthened(tmp_path, capsys):
     run(tiny(training__n_iters=3), tmp_path / "w")
     run(tiny(training__n_iters=3), tmp_path / "w")
-    assert "This run is finished: all steps done at step 3" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "This run is finished: all steps done at step 3" in text
+    assert text.count("  validation       loss") == 2 and text.count(f"weights   {tmp_path / 'w' / 'best_model.pt'}") == 2
     run(tiny(training__n_iters=4), tmp_path / "w")
     assert [row["step"] for row in rows(tmp_path / "w")] == [0, 1, 2, 3, 4]
     run(tiny(training__n_iters=1), tmp_path / "w", fresh=True)
@@ -571,15 +474,6 @@ def test_a_run_that_no_longer_improves_stops_early_and_keeps_the_base_weights(tm
     assert all(torch.equal(best["model_state_dict"][k], base[k]) for k in base) and best["step"] == 0
 
 
-def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(tmp_path):
-    settings = words(TINY, optim__lr=0, data__val_fraction=0, training__n_iters=50, training__patience=2,
-                     training__accum=1)
-    done = run_ranks("mpich", 2, [SCRIPT, "--work_dir", "w", *settings], tmp_path, {"DDP_LOG_ALL": "1"})
-    assert done.returncode == 0 and not done.leftover, done.text
-    assert done.stdout.count("Finished at step 15 (early stop)") == 2, done.text      # 30 pairs: 5 steps per epoch
-    assert not any(k.startswith("val/") for row in rows(tmp_path / "w") for k in row)
-
-
 def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path, capsys):
     settings = dict(training__n_iters=30, optim__lr=1e-2)
     result = run(tiny(**settings), tmp_path / "plain")
@@ -594,34 +488,14 @@ def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path
     assert result["val/logps/chosen"] < start < held["val/logps/chosen"]
 
 
-NAN_LOSS = """
-import os, sys
-sys.path.insert(0, {root!r})
-import train_dpo_ddp
-real, calls = train_dpo_ddp.micro_batch_loss, []
-def micro_batch_loss(*arguments):
-    loss, sums, pairs = real(*arguments)
-    calls.append(1)      # the first call is the one that lays out DDP's buckets
-    bad = os.environ["RANK"] == "1" and len(calls) - 1 == 3
-    return loss * float("nan") if bad else loss, sums * float("nan") if bad else sums, pairs
-train_dpo_ddp.micro_batch_loss = micro_batch_loss
-train_dpo_ddp.cli()
-"""
-
-
 def test_a_nan_on_one_rank_is_skipped_by_all_counted_and_logged(tmp_path):
-    (tmp_path / "driver.py").write_text(NAN_LOSS.format(root=str(ROOT)))
+    (tmp_path / "driver.py").write_text(NAN_LOSS.format(root=str(ROOT), bad={3}, script="train_dpo_ddp"))
     (tmp_path / "c.yaml").write_text(dump_yaml(tiny(training__n_iters=5, training__snapshot_freq=1, training__accum=1,
                                                     training__keep_last=9, training__log_freq=1)))
     result = run_ranks("torchrun", 2, ["driver.py", "--config", "c.yaml", "--work_dir", "w"], cwd=tmp_path)
     assert result.returncode == 0, result.text
-    states = [load_checkpoint(str(path)) for path in (tmp_path / "w" / "checkpoints").glob("last*.pt")]
-    states = {state["step"]: state for state in states}
+    states = steps_with_a_nan(tmp_path / "w")
     assert sorted(states) == [1, 2, 3, 4, 5]
-    for part in (lambda s: s["model"], lambda s: s["optimizer"]["state"]):
-        torch.testing.assert_close(part(states[3]), part(states[2]), rtol=0, atol=0)   # a bad step changes nothing
-    assert not all(torch.equal(states[4]["model"][k], v) for k, v in states[3]["model"].items())
-    assert [s["bad_steps"] for _, s in sorted(states.items())] == [[0, 0], [0, 0], [1, 1], [1, 0], [1, 0]]
     assert states[3]["sums"] == states[2]["sums"] != states[4]["sums"] and all(map(math.isfinite, states[4]["sums"]))
     assert [row.get("bad_steps") for row in rows(tmp_path / "w")] == [None] * 3 + [1, 1, 1]
     assert rows(tmp_path / "w")[3]["loss"] is None
@@ -654,8 +528,7 @@ def test_scores_under_the_reference_are_kept_on_disk_for_orders_that_stay(tmp_pa
     with_cache = dict(loss__order="fixed", training__n_iters=3, data__reference_cache=tmp_path / "cache")
     run(tiny(**with_cache), tmp_path / "b")
     assert capsys.readouterr().out.count("read from") == 2
-    differ = lambda row: {k: v for k, v in row.items() if k not in CLOCK}
-    assert list(map(differ, rows(tmp_path / "a"))) == list(map(differ, rows(tmp_path / "b")))
+    assert timeless(tmp_path / "a") == timeless(tmp_path / "b")
     before = sorted((tmp_path / "cache").iterdir())
     for change in (dict(training__seed=1), dict(loss__n_orders=2), dict(loss__temperature=0.5),
                    dict(loss__order="arange"), dict(data__demo_pairs=4), dict(model__random__num_edges=9)):
@@ -847,6 +720,7 @@ def test_the_plan_scales_the_learning_rate():
                                    "optim.base_global_batch=4", "optim.warmup=10"])
     table = [re.split(r"\s{2,}", line.strip()) for line in describe_plan(c, "1,4").splitlines()[-3:-1]]
     assert table == [["1", "4", "3e-07", "10"], ["4", "16", "1.2e-06", "40"]]
+    read_arguments(["--plan", "1,4"])                                      # needs no pairs
 
 
 def test_a_small_file_scales_to_its_pairs_and_a_warm_up_that_outlasts_the_run_is_told_once(tmp_path, capsys):
@@ -895,7 +769,7 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
     for entry in entries:
         entry["unpreferred_seq"] = entry["preferred_seq"][:4] + "GGGGG" + entry["preferred_seq"][9:]
     (files / "few.json").write_text(json.dumps(entries))
-    plain, by_number, by_index = command_lines([
+    plain, by_number, by_index = command_lines("train_dpo_ddp", [
         ["--train_data", "pairs.json", "--base_model_dir", "w", "--num_epochs", "2", "--lr", "1e-3", "--no_cuda",
          "--batch_size", "2", "--output_dir", "out", "--base_model_config_dir", "cfg"],
         ["--train_data", "few.json", "--base_model_dir", "w", "--num_epochs", "1", "--output_dir", "a",
@@ -986,7 +860,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
         ([*base, "--output_dir", "w"], ["w is not a run directory"]),
         ([*base, "--plan", "x"], ["--plan x"])]
     before = sorted(p.name for p in files.rglob("*"))
-    for (argv, expected), (code, out, err) in zip(cases, command_lines([argv for argv, _ in cases], files)):
+    for (argv, expected), (code, out, err) in zip(cases, command_lines("train_dpo_ddp", [argv for argv, _ in cases], files)):
         text = f"{argv}\nexit code {code}\n{out}\n{err}"
         assert code == 2, text
         assert all(e in err for e in expected) and err.count("error:") == 1, text
@@ -1040,18 +914,12 @@ def test_all_malformed_files_are_refused_before_anything_is_written(shared, tmp_
 
 def test_a_run_without_a_good_step_says_so(tmp_path, monkeypatch):
     real = train_dpo_ddp.micro_batch_loss
-    bad = lambda loss, sums, pairs: (math.nan * loss, math.nan * sums, pairs)
-    monkeypatch.setattr(train_dpo_ddp, "micro_batch_loss", lambda *a: bad(*real(*a)))
+
+    def bad(*arguments):
+        loss, sums, pairs = real(*arguments)
+        return math.nan * loss, math.nan * sums, pairs
+
+    monkeypatch.setattr(train_dpo_ddp, "micro_batch_loss", bad)
     with pytest.raises(RuntimeError, match="all steps had a nan or infinite loss.*optim.lr"):
         run(tiny(training__n_iters=2, data__val_fraction=0), tmp_path / "w")
 
-
-def test_a_run_that_breaks_down_leaves_finite_models(tmp_path):
-    config = tiny(training__n_iters=30, training__snapshot_freq=3, training__max_bad_steps=2)
-    ready = prepare(config, Ddp(), tmp_path / "w")
-    ready.optimizer.register_step_post_hook(lambda *_: (
-        ready.progress["step"] == 3 and ready.bare.W_out.bias.data.fill_(math.nan)))
-    with pytest.raises(RuntimeError, match="optim.lr"):
-        train(ready, Ddp())
-    for path in [*(tmp_path / "w").glob("*.pt")]:
-        assert all(v.isfinite().all() for v in torch.load(path, weights_only=True)["model_state_dict"].values())

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from ddp_setup import load_checkpoint
@@ -12,6 +13,15 @@ from launchers import clean_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCK = ("residues_per_second", "pairs_per_second", "data_wait")   # metrics that time tells
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums in one order: bit-identical runs are compared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def words(settings, **more):
