@@ -1,12 +1,12 @@
-"""The run folder: one live run in it, what to continue from, what is refused, status.json. For rank 0.
+"""The run folder: what to continue from, what is refused, one live run in it, what it leaves.
 
     path = find_checkpoint(folder, resume, fresh, differences)   # reads only; None: a new run
     lock = open_run(folder, fresh, ("checkpoints", "samples"))   # from here on the folder is ours
     ...
     lock.release()
 
-A run folder holds config.yaml, metrics.jsonl, checkpoints/, status.json, lock.json while a run is on, and
-perhaps a file STOP, by which a person asks the run to stop.
+A run folder holds config.yaml, metrics.jsonl, checkpoints/, status.json, lock.json while a run is
+on, and perhaps a file STOP, by which a person asks the run to stop.
 """
 
 import json
@@ -49,7 +49,8 @@ def find_checkpoint(run_dir, resume, fresh, differences):
         differences: function of the path of a config.yaml, of a run that came to no checkpoint;
             returns lines that say in what it differs from the config now.
     Returns: path of the checkpoint as text, or None for a new run.
-    Raises: ValueError for a folder that is in use, cannot be written, holds another run, or is none.
+    Raises: ValueError for a folder that is in use, cannot be written, holds another run, or is no
+        run folder.
     """
     refuse_unwritable(run_dir)
     RunLock.refuse_live(run_dir)
@@ -63,8 +64,9 @@ def find_checkpoint(run_dir, resume, fresh, differences):
         raise ValueError(f"{run_dir} holds a run already, and --resume {resume} is of another. "
                          "Expected a checkpoint of the same run. Give another --work_dir; or "
                          "leave --resume out to continue this run.")
-    half_locks = {p.name for p in run_dir.glob(".lock.json.*.tmp")}   # of a start that came to nothing
-    names = sorted({*os.listdir(run_dir)} - half_locks) if run_dir.exists() else []
+    names = sorted(os.listdir(run_dir)) if run_dir.exists() else []
+    half_locks = {p.name for p in run_dir.glob(".lock.json.*.tmp")}   # of a start that failed
+    names = [name for name in names if name not in half_locks]
     if names and not MARKS & set(names):
         raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(names[:5])}. "
                          "Expected an empty or new folder, or that of a run. Give another "
@@ -74,8 +76,9 @@ def find_checkpoint(run_dir, resume, fresh, differences):
     if not resume and not fresh and not saved and "config.yaml" in names:
         lines = differences(run_dir / "config.yaml")
         if lines:
-            raise ValueError(f"{run_dir} holds a run with another config, which came to no checkpoint:\n    "
-                             + "\n    ".join(lines) + "\n  Expected the same config. Give another "
+            listed = "\n    ".join(lines)
+            raise ValueError(f"{run_dir} holds a run with another config, which came to no "
+                             f"checkpoint:\n    {listed}\n  Expected the same config. Give another "
                              "--work_dir, or --fresh to start over.")
     return str(resume) if resume else str(last) if saved and not fresh else None
 
@@ -98,7 +101,7 @@ def check_resume(state, path, script, needed, differences, may_change, model, th
     Args:
         state: what the file `path` holds; it must have the keys `needed`.
         script: path of the training script, for messages.
-        differences: function of the checkpoint's config; returns lines, the keys may_change left out.
+        differences: function of the checkpoint's config; returns lines, without may_change.
         model: state_dict of the shapes expected.
         things, fingerprint: what is trained on, a word and {"n", "hash"}.
         world_size: number of ranks now.
@@ -111,14 +114,12 @@ def check_resume(state, path, script, needed, differences, may_change, model, th
                          f"{os.path.basename(script)}.")
     different = differences(state["config"])
     if different:
-        raise ValueError(f"{path} was trained with another config:\n    " + "\n    ".join(different) +
-                         "\n  Expected the same but for " + ", ".join(may_change) + ". Give "
-                                                                                    "another "
-                                                                                    "--work_dir, "
-                                                                                    "or --fresh "
-                                                                                    "to start "
-                                                                                    "over.")
-    shapes, found = ({k: tuple(v.shape) for k, v in weights.items()} for weights in (model, state["model"]))
+        listed = "\n    ".join(different)
+        raise ValueError(f"{path} was trained with another config:\n    {listed}\n  Expected the "
+                         f"same but for {', '.join(may_change)}. Give another --work_dir, or "
+                         "--fresh to start over.")
+    shapes, found = ({k: tuple(v.shape) for k, v in weights.items()}
+                     for weights in (model, state["model"]))
     if shapes != found:
         wrong = [k for k in {**shapes, **found} if shapes.get(k) != found.get(k)]
         raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "
@@ -145,7 +146,7 @@ def check_resume(state, path, script, needed, differences, may_change, model, th
 
 
 def open_run(run_dir, fresh, folders):
-    """Take the run folder and return its RunLock. --fresh renames a former run's folder, never deletes it.
+    """Take the run folder and return its RunLock. --fresh renames a former run's folder.
 
     folders: names of those below it, in which a killed run may have left half a file.
     """
@@ -168,7 +169,7 @@ def open_run(run_dir, fresh, folders):
     return lock
 
 
-# ---------------------------------------------------------------- a run and its folder, on all ranks
+# ---------------------------------------------------------------- on all ranks
 def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host):
     """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
 
@@ -235,7 +236,7 @@ def take_folder(run, ddp, fresh, folders):
 
 
 def check_lock(run, ddp):
-    """Raise RuntimeError where another run has taken the folder over, and write nothing more there."""
+    """Raise RuntimeError where another run has taken the folder over; write no more there."""
     if run.lock and run.lock.lost:
         end_watch(ddp)
         run.lock.check()
@@ -329,7 +330,7 @@ def write_status(run_dir, code, reason, step=None):
 
 
 def read_status(run_dir):
-    """status.json as a dict, or {} where there is none that can be read. run_dir: None is allowed."""
+    """status.json as a dict, or {} where there is none that can be read. run_dir: may be None."""
     try:
         status = json.loads((Path(run_dir or "") / "status.json").read_text(encoding="utf-8"))
         return status if run_dir is not None and isinstance(status, dict) else {}
@@ -340,8 +341,8 @@ def read_status(run_dir):
 def replace_status(run_dir, code, reason, since=math.inf, finished=None):
     """Replace the status.json that an earlier start left: it is not the outcome of this start.
 
-    Nothing is written where there is none, where a live run goes on, and over the outcome of a finished
-    run (code 0) when this start was refused: a mistyped command does not undo a finished run.
+    Nothing is written where there is none, where a live run goes on, and over the outcome of a
+    finished run (code 0) when this start was refused: a mistyped command does not undo it.
 
     Args:
         run_dir: None where the command did not name it.
@@ -351,7 +352,7 @@ def replace_status(run_dir, code, reason, since=math.inf, finished=None):
     if run_dir is None:
         return
     try:
-        RunLock.refuse_live(run_dir, wait=False)   # this may be the last thing that a failing process does
+        RunLock.refuse_live(run_dir, wait=False)   # a failing process has no time to wait
         if (Path(run_dir) / "status.json").stat().st_mtime >= since:
             return
         finished = finished or read_status(run_dir)
@@ -367,9 +368,10 @@ def replace_status(run_dir, code, reason, since=math.inf, finished=None):
 class RunLock:
     """Keeps a second live run out of a run folder.
 
-    RUN_DIR/lock.json holds host, process id, start of the process, job id, and a heartbeat (epoch seconds)
-    that a thread renews every `every` seconds. A lock counts as dead if its process is gone on this host, or
-    if its heartbeat is older than `stale` seconds on another; the next run then takes it over.
+    RUN_DIR/lock.json holds host, process id, start of the process, job id, and a heartbeat (epoch
+    seconds) that a thread renews every `every` seconds. A lock counts as dead if its process is
+    gone on this host, or if its heartbeat is older than `stale` seconds on another; the next run
+    then takes it over.
     """
     every, stale = 15, 120   # seconds; 8 heartbeats may fail before another host takes over
     silent = None            # (folder, heartbeat) that this process has watched in vain
@@ -382,19 +384,19 @@ class RunLock:
             dead = self.path.read_bytes()
             aside = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
             self.path.replace(aside)
-            if aside.read_bytes() != dead:   # another start has taken it over in between: put it back
+            if aside.read_bytes() != dead:   # another start was faster: put its lock back
                 aside.replace(self.path)
                 self.refuse_live(run_dir)
             aside.unlink(missing_ok=True)
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
-        self.holder = {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid()),
-                       "job": job}
+        self.holder = {"host": socket.gethostname(), "pid": os.getpid(),
+                       "start": process_start(os.getpid()), "job": job}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         whole = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
         try:
             whole.write_text(self._text(), encoding="utf-8")
             try:
-                os.link(whole, self.path)    # whole or not at all; of two that start at once, one gets it
+                os.link(whole, self.path)    # whole or not at all; of two starts, one gets it
             except FileExistsError:
                 raise
             except OSError:                  # a file system without hard links
@@ -417,24 +419,24 @@ class RunLock:
             try:
                 try:
                     now = json.loads(self.path.read_text(encoding="utf-8"))
-                except (FileNotFoundError, ValueError):   # removed or spoilt by hand: this run still lives
+                except (FileNotFoundError, ValueError):   # removed or spoilt by hand
                     now = self.holder
                 if any(now.get(key) != value for key, value in self.holder.items()):
                     self.lost = f"process {now.get('pid')} on {now.get('host')}"   # taken over
                     return
                 write_text_atomic(self.path, self._text())
-            except OSError:   # a full disk is reported by what cannot be saved; it may have room again
+            except OSError:   # a full disk is reported by what cannot be saved
                 continue
 
     def check(self):
-        """Raise RuntimeError if another run has taken the folder over, because this one stood still."""
+        """Raise RuntimeError if another run has taken the folder over, as this one stood still."""
         if self.lost:
             raise RuntimeError(f"{self.path.parent} has been taken over by {self.lost}, as this "
                                f"run gave no sign of life for {self.stale} s. Nothing more is "
                                "written here.")
 
     def release(self, at=None):
-        """Give the folder free. at: where it is now, if it was renamed. Harmless when called twice."""
+        """Give the folder free. at: where it is now, if it was renamed. Harmless when repeated."""
         if self.released.is_set():
             return
         self.released.set()
@@ -446,12 +448,12 @@ class RunLock:
     def _lives_elsewhere(cls, run_dir, beat, age):
         """Does the holder on another host renew its lock?
 
-        Waits until the lock would be stale: a run that was killed on another host a moment ago must not keep
-        the same command, now started here, from going on.
+        Waits until the lock would be stale: a run that was killed on another host a moment ago must
+        not keep the same command, now started here, from going on.
         """
         if cls.silent == (str(run_dir), beat):
             return False
-        wrong_clock = 2 * cls.every + 5 if age < 3600 else 0   # clocks of hosts may differ, either way
+        wrong_clock = 2 * cls.every + 5 if age < 3600 else 0   # clocks of hosts may differ
         limit = min(max(cls.stale - age, wrong_clock), cls.stale)
         end = time.time() + limit
         if limit > 0:
@@ -474,8 +476,8 @@ class RunLock:
     def refuse_live(cls, run_dir, wait=True):
         """Raise ValueError, naming the holder, if a live run holds this folder.
 
-        wait: watch whether a holder on another host renews its lock; else a heartbeat that is not stale
-        counts as life. Returns whether there is a lock, of a dead run or of this process.
+        wait: watch whether a holder on another host renews its lock; else a heartbeat that is not
+        stale counts as life. Returns whether there is a lock, of a dead run or of this process.
         """
         try:
             lock = json.loads((Path(run_dir) / "lock.json").read_text(encoding="utf-8"))
@@ -502,10 +504,13 @@ class RunLock:
 
 
 def process_start(pid):
-    """When a process started, in clock ticks since boot; with its id a name not used again. None: gone."""
+    """When a process started, in clock ticks since boot, or None if it is gone.
+
+    Together with its id this names a process for good."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()   # from field 3 on
-        return None if fields[0] in "ZX" else int(fields[19])   # Z: ended, not yet collected by its parent
+        text = Path(f"/proc/{pid}/stat").read_text()
+        fields = text.rpartition(")")[2].split()   # from the third on, the state
+        return None if fields[0] in "ZX" else int(fields[19])   # Z: ended, its parent does not know
     except OSError:
         if os.path.isdir("/proc/self"):
             return None

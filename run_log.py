@@ -1,14 +1,14 @@
-"""Where a run's numbers go: metrics.jsonl, the screen. Rank 0 only; on other ranks every call does nothing.
+"""Where a run's numbers go: metrics.jsonl and the screen. On ranks other than 0, calls do nothing.
 
     log = RunLog("runs/demo", ddp.is_main, total_steps=2000)
-    log.truncate(step)                                   # after a resume: drop rows that will come again
+    log.truncate(step)                # after a resume: drop rows that will come again
     log.metrics(step, {"loss": 2.81, "val/nll": 2.79})
     log.progress(step, loss=2.81, ppl=16.6, rate=12300)
     log.say("saved checkpoints/last.pt")
     log.close()
 
-Writes RUN_DIR/metrics.jsonl, one JSON object per row. Other places for metrics belong behind RunLog.metrics.
-Below it: the run directory itself (its lock, what to continue from, what is refused), for all training scripts.
+Writes RUN_DIR/metrics.jsonl, one JSON object per row. Other places for metrics belong behind
+RunLog.metrics.
 """
 
 import json
@@ -22,9 +22,9 @@ from pathlib import Path
 
 
 class RunLog:
-    """run_dir: folder, made if missing. total_steps: for bar and time left. quiet: nothing on the screen.
+    """run_dir: folder, made if missing. total_steps: for bar and time left. quiet: no screen.
 
-    progress draws a bar on stderr where that is a terminal, and prints plain lines on stdout where it is not.
+    progress draws a bar on stderr where that is a terminal, else it prints plain lines on stdout.
     """
 
     def __init__(self, run_dir, is_main, total_steps=None, quiet=False):
@@ -35,9 +35,10 @@ class RunLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def metrics(self, step, values):
-        """Append one row {"step": step, **values}; values are numbers. Another process sees it when this returns.
+        """Append one row {"step": step, **values}; other processes see it when this returns.
 
-        nan and infinities are written as null: JSON has no word for them, and tables take null as missing.
+        values: numbers. nan and infinities are written as null: JSON has no word for them, and
+        tables take null as missing.
         """
         if not self.is_main:
             return
@@ -55,15 +56,15 @@ class RunLog:
         self.file.flush()
 
     def sync(self):
-        """Have the rows on the disk: before the checkpoint that a next start continues from, and after a power cut."""
+        """Have the rows on the disk, before the checkpoint that a next start continues from."""
         if self.file is not None:
             os.fsync(self.file.fileno())
 
     def truncate(self, step):
         """Drop the rows after `step`, and a last row that a killed run left half written.
 
-        The file is replaced in one go, so a kill here leaves the old or the new one. Raises ValueError for a
-        row that is broken anywhere else.
+        The file is replaced in one go, so a kill leaves the old or the new one. Raises ValueError
+        for a row that is broken anywhere else.
         """
         if not self.is_main or not self.path.exists():
             return
@@ -75,7 +76,7 @@ class RunLog:
             write_text_atomic(self.path, kept)
 
     def progress(self, step, loss=None, ppl=None, rate=None, **more):
-        """Show where the run is. rate: residues/s of all ranks; more: other short numbers or texts."""
+        """Show where the run is. rate: residues/s of all ranks; more: short numbers or texts."""
         if not self.is_main or self.quiet:
             return
         now = time.monotonic()
@@ -86,7 +87,8 @@ class RunLog:
                 columns, lines = shutil.get_terminal_size()    # 80 x 24 if the terminal says 0 x 0
                 self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
                                 ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
-        fields = [f"{name} {_short(v)}" for name, v in [("loss", loss), ("ppl", ppl)] if v is not None]
+        fields = [f"{name} {_short(value)}" for name, value in (("loss", loss), ("ppl", ppl))
+                  if value is not None]
         if rate is not None:
             fields.append(f"{rate:,.0f} res/s")
         first, since = self.began
@@ -127,13 +129,14 @@ class RunLog:
 
 
 def write_text_atomic(path, text):
-    """Write a text file so that a kill at any moment leaves the old file, or none, or the whole new one.
+    """Write a text file so that a kill at any moment leaves the old file, or none, or the new one.
 
-    Makes the folder if it is missing. Temporary name in the same folder, fsync, rename, fsync of the folder.
+    Makes the folder if it is missing. Temporary name in it, fsync, rename, fsync of the folder.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")   # two threads may end a run
+    writer = f"{os.getpid()}-{threading.get_ident()}"   # two threads may end a run
+    temporary = path.with_name(f".{path.name}.{writer}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
@@ -163,10 +166,10 @@ def _ends_a_line(path):
 
 
 def rows_up_to(path, step):
-    """The rows of a metrics.jsonl up to `step`, as text, without a last one that was left half written."""
+    """The rows of a metrics.jsonl up to `step`, as text, without a last one left half written."""
     kept = []
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines[:-1], 1):    # after the last line end: nothing, or half a row
+    for number, line in enumerate(lines[:-1], 1):   # behind the last: nothing, or half a row
         try:
             row_step = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):

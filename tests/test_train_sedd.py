@@ -668,7 +668,7 @@ def test_a_resume_with_other_batches_is_refused(fasta, tmp_path, monkeypatch):
 
 
 def test_a_stop_file_ends_the_run_and_its_line_says_to_remove_the_file(fasta, tmp_path, capsys):
-    ready = prepare(tiny(fasta), Ddp(), tmp_path / "w")
+    ready = prepare(tiny(fasta, training__n_iters=10**6), Ddp(), tmp_path / "w")
     (tmp_path / "w" / "STOP").touch()
     assert "STOP exists" in train(ready, Ddp())["stopped"]
     assert f"Remove {tmp_path / 'w' / 'STOP'}; then the same command continues" in capsys.readouterr().out
