@@ -33,7 +33,8 @@ def build(proteins, ddp, dtype, reduction, micro, static, dropout=0.1):
     config.loss.reduction, config.model.dropout, config.data.max_length = reduction, dropout, MAX_LENGTH
     graph, noise = make_graph("absorb", N_TOKENS), make_noise("loglinear")
     torch.manual_seed(0)
-    model = SEDD(graph.vocab_size, 32, 2, 2, 16, dropout, forbidden=(X_ID,)).to(getattr(torch, dtype))
+    model = SEDD(graph.vocab_size, 32, 2, 2, 16, dropout, forbidden=(X_ID,
+                                                                     )).to(getattr(torch, dtype))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():   # a fresh model has zeros in places, and zero gradients behind them
         for p in model.parameters():
@@ -60,7 +61,8 @@ def accumulated(proteins, ddp, static, **setting):
 
 
 def reference(proteins, ddp, **setting):
-    """The same from the definition: the sum over everything, divided by the number of everything, one backward."""
+    """The same from the definition: the sum over everything, divided by the number of everything,
+    one backward."""
     model, dataset, schedule, graph, _, reader = build(proteins, ddp, **setting)
     exact, out = next(model.parameters()).dtype, []
     for step in range(2):
@@ -70,8 +72,8 @@ def reference(proteins, ddp, **setting):
             torch.manual_seed(b["seed"])
             sigma = b["sigma"].to(exact)
             score = model(b["xt"], sigma, b["mask"])
-            loss, n = score_entropy_loss(score, sigma, b["dsigma"].to(exact), b["xt"], b["x0"], graph,
-                                         b["mask"] & (b["x0"] != X_ID))
+            loss, n = score_entropy_loss(score, sigma, b["dsigma"].to(exact), b["xt"], b["x0"],
+                                         graph, b["mask"] & (b["x0"] != X_ID))
             total, count = total + loss.sum(), count + (n.sum() if setting["reduction"] == "residue" else len(n))
         grads = torch.autograd.grad(total / count, list(model.parameters()))
         out.append({name: g for (name, _), g in zip(model.named_parameters(), grads)})

@@ -1,4 +1,5 @@
-"""train_loop on a toy model: the step, the schedule, bad steps, the best; launch options, and how ranks end."""
+"""train_loop on a toy model: the step, the schedule, bad steps, the best; launch options, and how
+ranks end."""
 
 import math
 import socket
@@ -38,38 +39,45 @@ class Rows(torch.utils.data.Dataset):
                 "y": self.scale * torch.randn(n, generator=draw)}
 
 
-def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer="SGD", ema=None, **training):
+def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer="SGD", ema=None,
+        **training):
     torch.manual_seed(0)
     model = torch.nn.Linear(WIDTH, 1)
     settings = CommonTraining(accum=micro_batches, **training)
-    config = types.SimpleNamespace(
-        training=settings, monitoring=types.SimpleNamespace(check_sync_every=0),
-        optim=types.SimpleNamespace(grad_clip=grad_clip, lr=lr, warmup=warmup, scale="none", base_global_batch=None))
+    config = types.SimpleNamespace(training=settings,
+                                   monitoring=types.SimpleNamespace(check_sync_every=0),
+                                   optim=types.SimpleNamespace(grad_clip=grad_clip, lr=lr,
+                                                               warmup=warmup, scale="none",
+                                                               base_global_batch=None))
     return Run(config=config, work_dir=None, path=None, fingerprint={}, bare=model, model=model,
                optimizer=getattr(torch.optim, optimizer)(model.parameters(), lr=lr, fused=True),
                scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.float32,
                ema=EMA(model.parameters(), ema) if ema else None,
-               progress={"step": 0, "best": None, "bad_evals": 0, "finished": "", "bad_steps": [0, 0]},
-               schedule=Schedule(lambda *item: item, micro_batches, Ddp(), 0, n_iters), validation=None,
-               n_iters=n_iters, steps_per_epoch=5, micro_batches=micro_batches, batch=4, nominal=3.0, lr=lr,
-               warmup=warmup)
+               progress={"step": 0, "best": None, "bad_evals": 0, "finished": "",
+                         "bad_steps": [0, 0]}, schedule=Schedule(lambda *item: item, micro_batches,
+                                                                 Ddp(), 0, n_iters),
+               validation=None, n_iters=n_iters, steps_per_epoch=5, micro_batches=micro_batches,
+               batch=4, nominal=3.0, lr=lr, warmup=warmup)
 
 
 def steps(run, n, scale=1.0, ddp=Ddp()):
-    """Take n steps; yields (learning rate, norm of the gradient, norm of the change of the weights)."""
+    """Take n steps; yields (learning rate, norm of the gradient, norm of the change of the
+    weights)."""
     batches = first_batches(run, Rows(scale), loss_of, ddp)
     for _ in range(n):
         before = [p.detach().clone() for p in run.bare.parameters()]
         _, norm = take_step(run, [next(batches) for _ in run.schedule.mine], loss_of, ddp)
         read_flags(run)
-        moved = sum(float((p.detach() - q).square().sum()) for p, q in zip(run.bare.parameters(), before)) ** 0.5
+        moved = sum(float((p.detach() - q).square().sum()) for p,
+                    q in zip(run.bare.parameters(), before)) ** 0.5
         yield run.optimizer.param_groups[0]["lr"], float(norm), moved
 
 
 # ---- the step ----
 
 def test_the_warm_up_is_linear_and_whole_in_its_last_step():
-    assert [lr for lr, _, _ in steps(toy(lr=0.8, warmup=4), 6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
+    assert [lr for lr, _, _ in steps(toy(lr=0.8, warmup=4), 6)] == pytest.approx([0.2, 0.4, 0.6,
+                                                                                  0.8, 0.8, 0.8])
     assert [lr for lr, _, _ in steps(toy(lr=0.8, warmup=0), 2)] == pytest.approx([0.8, 0.8])
 
 
@@ -85,7 +93,8 @@ def test_clipping_limits_the_change_of_the_weights_and_not_the_norm_that_is_told
 def test_the_gradient_is_that_of_the_mean_over_all_rows_whatever_the_micro_batches(ranks):
     """Ranks are simulated: the sum of what each leaves, weighted by its own count."""
     model = torch.nn.Linear(WIDTH, 1).double()
-    batches = [{k: v.double() if torch.is_tensor(v) else v for k, v in Rows()[0, micro].items()} for micro in range(4)]
+    batches = [{k: v.double() if torch.is_tensor(v) else v for k, v in Rows()[0, micro].items()}
+               for micro in range(4)]
     x, y = (torch.cat([batch[name] for batch in batches]) for name in ("x", "y"))
     (model(x)[:, 0] - y).square().mean().backward()
     expected = [p.grad.clone() for p in model.parameters()]
@@ -117,21 +126,25 @@ def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run
     assert all(map(torch.equal, averages, run.ema.shadow_params)) and run.ema.num_updates == updates
     next(steps(run, 1))
     assert run.progress["bad_steps"] == [2, 0] and run.ema.num_updates == updates + 1
-    with pytest.raises(RuntimeError, match="in 3 steps in a row, on 1 rank.*expected at most 2.*optim.lr"):
+    with pytest.raises(RuntimeError,
+                       match="in 3 steps in a row, on 1 rank.*expected at most 2.*optim.lr"):
         list(steps(run, 3, scale=math.inf))
 
 
 def test_every_rank_count_shares_the_same_items_from_any_step_on():
     def items(ranks, first):
-        return sorted(item for rank in range(ranks)
-                      for item in Schedule(lambda *item: item, 12, Ddp(rank=rank, world_size=ranks), first, 5))
+        return sorted(item for rank in range(ranks) for item in Schedule(lambda *item: item, 12,
+                                                                         Ddp(rank=rank,
+                                                                             world_size=ranks),
+                                                                         first, 5))
     assert items(1, 0) == [(step, micro) for step in range(5) for micro in range(12)]
     assert items(3, 0) == items(4, 0) == items(1, 0) and items(2, 3) == items(1, 3)
 
 
 def test_the_best_is_kept_and_a_run_that_no_longer_improves_ends():
     run, found = toy(patience=2, min_delta=0.5), []
-    for step, score in enumerate([3.0, 2.8, 2.4, 2.3, 2.2]):   # of 2.8, 2.3 and 2.2 none is better by more than 0.5
+    # of 2.8, 2.3 and 2.2 none is better by more than 0.5
+    for step, score in enumerate([3.0, 2.8, 2.4, 2.3, 2.2]):
         run.progress["step"] = step
         found.append(is_best(run, score, Ddp(), recovery=step))
     assert found == [True, False, True, False, False] and run.progress["finished"] == "early stop"
@@ -139,8 +152,8 @@ def test_the_best_is_kept_and_a_run_that_no_longer_improves_ends():
 
 
 def test_scaling_gives_the_published_tables():
-    table = [(16, 1, 64, 5e-5, 5000), (16, 2, 128, 1e-4, 10000), (16, 4, 256, 2e-4, 20000), (16, 8, 512, 4e-4, 40000),
-             (12, 8, 384, 3e-4, 30000)]
+    table = [(16, 1, 64, 5e-5, 5000), (16, 2, 128, 1e-4, 10000), (16, 4, 256, 2e-4, 20000),
+             (16, 8, 512, 4e-4, 40000), (12, 8, 384, 3e-4, 30000)]
     for batch, ranks, effective, lr, warmup in table:
         assert batch * 4 * ranks == effective
         scaled = scale_for_batch(5e-5, 5000, "linear", effective, 64)
@@ -164,13 +177,15 @@ def test_another_machine_is_told_by_what_may_change_the_last_bits(tmp_path):
 
 def test_a_checkpoint_with_weights_that_are_nan_is_refused_by_the_name_of_the_tensor():
     model = torch.nn.Linear(2, 2)
-    state = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "config": {}, "data": {"n": 1, "hash": ""},
-             "micro_batches": 1}
-    resume = lambda: check_resume(state, "last.pt", "train.py", ("model",), lambda _: [], (),  # noqa: E731
+    state = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "config": {},
+             "data": {"n": 1, "hash": ""}, "micro_batches": 1}
+    # noqa: E731
+    resume = lambda: check_resume(state, "last.pt", "train.py", ("model",), lambda _: [], (),
                                   model.state_dict(), "rows", state["data"], 1)
     assert resume() == 1
     state["model"]["bias"][1] = math.nan
-    with pytest.raises(ValueError, match="last.pt: 1 tensors .* nan or infinite numbers, first bias"):
+    with pytest.raises(ValueError,
+                       match="last.pt: 1 tensors .* nan or infinite numbers, first bias"):
         resume()
 
 
@@ -198,11 +213,13 @@ def test_an_accumulation_that_follows_the_ranks_and_a_long_warm_up_are_told():
 
 # ---- launch ----
 
-@pytest.mark.parametrize("given, words", [
-    (dict(nnodes=2), "--node_rank"), (dict(nnodes=2, node_rank=2, master_addr="h"), "outside 0 to 1"),
-    (dict(master_addr="h"), "without --nnodes")])
+@pytest.mark.parametrize("given, words", [(dict(nnodes=2), "--node_rank"),
+                                          (dict(nnodes=2, node_rank=2, master_addr="h"),
+                                           "outside 0 to 1"),
+                                          (dict(master_addr="h"), "without --nnodes")])
 def test_launch_options_that_do_not_fit_together_are_refused(given, words):
-    args = dict(nnodes=None, node_rank=None, master_addr=None, master_port=None, nproc_per_node=None, device="cpu")
+    args = dict(nnodes=None, node_rank=None, master_addr=None, master_port=None,
+                nproc_per_node=None, device="cpu")
     with pytest.raises(ValueError, match=words):
         hand_over(types.SimpleNamespace(**{**args, **given}), [])
 
@@ -248,7 +265,8 @@ def test_two_nodes_given_by_hand_make_one_run(tmp_path):
     (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["s.py", "--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(port), "--nproc_per_node", "1"]
+    words = ["s.py", "--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(port),
+             "--nproc_per_node", "1"]
     with start_ranks("python", 1, [*words, "--node_rank", "1"], tmp_path) as other:
         result = run_ranks("python", 1, [*words, "--node_rank", "0"], tmp_path, timeout=300)
         second = other.wait(timeout=300)

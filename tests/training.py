@@ -1,4 +1,5 @@
-"""What the tests of the training scripts share: runs in this process, runs by command line, comparisons."""
+"""What the tests of the training scripts share: runs in this process, runs by command line,
+comparisons."""
 
 import json
 import subprocess
@@ -31,7 +32,8 @@ def words(settings, **more):
 
 
 def rows(work_dir):
-    return [json.loads(line) for line in (Path(work_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)
+            for line in (Path(work_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(work_dir):
@@ -55,20 +57,23 @@ def same_run(a, b):
         assert one[key] == other[key], key
     for path in a.glob("*_model.pt"):
         one, other = (torch.load(folder / path.name, weights_only=True) for folder in (a, b))
-        torch.testing.assert_close(one["model_state_dict"], other["model_state_dict"], rtol=0, atol=0)
+        torch.testing.assert_close(one["model_state_dict"], other["model_state_dict"], rtol=0,
+                                   atol=0)
         assert one["step"] == other["step"]
     assert timeless(a) == timeless(b)
 
 
 def command_lines(script, cases, cwd):
-    """Run each list of arguments as `python SCRIPT.py ARGUMENTS` -> list of (exit code, stdout, stderr)."""
-    done = subprocess.run([sys.executable, ROOT / "tests" / "forked_cli.py", script], cwd=cwd, text=True,
-                          env=clean_environment(), capture_output=True, check=True,
+    """Run each list of arguments as `python SCRIPT.py ARGUMENTS` -> list of (exit code, stdout,
+    stderr)."""
+    done = subprocess.run([sys.executable, ROOT / "tests" / "forked_cli.py", script], cwd=cwd,
+                          text=True, env=clean_environment(), capture_output=True, check=True,
                           input=json.dumps([[str(w) for w in case] for case in cases]))
     return json.loads(done.stdout)
 
 
-# A training script in which the loss is nan on rank 1 in the calls BAD, counted after the first, which lays out
+# A training script in which the loss is nan on rank 1 in the calls BAD, counted after the first,
+# which lays out
 # DDP's buckets.
 NAN_LOSS = """
 import os, sys
@@ -86,12 +91,15 @@ script.cli()
 
 
 def steps_with_a_nan(work_dir):
-    """Assert that step 3, bad on one rank, changed nothing on any; return the states of all checkpoints by step."""
-    states = [load_checkpoint(str(path)) for path in (Path(work_dir) / "checkpoints").glob("last*.pt")]
+    """Assert that step 3, bad on one rank, changed nothing on any; return the states of all
+    checkpoints by step."""
+    states = [load_checkpoint(str(path))
+              for path in (Path(work_dir) / "checkpoints").glob("last*.pt")]
     states = {state["step"]: state for state in states}
     for key in {"model", "ema", "optimizer"} & states[3].keys():
         part = (lambda s: s["optimizer"]["state"]) if key == "optimizer" else (lambda s: s[key])
         torch.testing.assert_close(part(states[3]), part(states[2]), rtol=0, atol=0)
     assert not all(torch.equal(states[4]["model"][k], v) for k, v in states[3]["model"].items())
-    assert [states[k]["bad_steps"] for k in (1, 2, 3, 4, 5)] == [[0, 0], [0, 0], [1, 1], [1, 0], [1, 0]]
+    assert [states[k]["bad_steps"] for k in (1, 2, 3, 4, 5)] == [[0, 0], [0, 0], [1, 1], [1, 0],
+                                                                 [1, 0]]
     return states
