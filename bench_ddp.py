@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 import train_dpo_ddp as dpo
-from ddp_setup import (add_launch_arguments, all_sum, barrier, broadcast, load_checkpoint, print0, save_checkpoint,
+from ddp_setup import (all_sum, barrier, broadcast, load_checkpoint, print0, save_checkpoint,
                        setup_ddp, wrap_ddp)
 from proteinmpnn_model import ATOMS, PAIRS, random_proteinmpnn
 from run_config import load_config
@@ -35,7 +35,9 @@ from sedd_model import EMA, SEDD
 from sequence_batches import BatchReader, sum_rows
 from sequence_data import FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, PreparedProteins, sequence_keys
 from structure_data import NAMES, PHI_PSI, Complex, Pair, build_backbone, collate, collate_complexes, read_structure
-from train_sedd_ddp import Config, MicroBatches, Schedule, accumulate, make_batch_plan, make_model, make_reader
+from train_loop import add_launch_arguments, global_gradient
+from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader, make_schedule,
+                            micro_batch_loss)
 
 CONFIGS = Path(__file__).with_name("configs")
 
@@ -213,8 +215,11 @@ class DpoSteps:
         asked = self.now()
         batch = self.batch(some)
         self.waited += self.now() - asked
-        totals, norm = dpo.accumulate(model, [batch], self.reference, self.config, self.ddp, self.dtype, self.n)
-        return totals[0] / totals[-4], norm
+        totals, norm = global_gradient(model, [{**batch, "seed": 0}], self.loss_of, self.ddp, self.n)
+        return totals.sums[0] / totals.count, norm
+
+    def loss_of(self, model, batch):
+        return dpo.micro_batch_loss(model, batch, self.reference, self.config, self.ddp, self.dtype)
 
     def now(self):
         """CPU seconds of this process; of a device, which works beside it, seconds."""
@@ -473,15 +478,18 @@ def train_from_both(args, folder, ddp):
     dataset = MicroBatches(graph, noise, config.data.max_length, ddp.world_size, 0)
     on_disk = PreparedProteins(folder)
 
+    def loss_of(model, batch):
+        return micro_batch_loss(model, batch, graph, config, ddp, torch.float32)
+
     def run(proteins, first, last, train):
-        schedule = Schedule(make_reader(config, proteins, ddp.world_size, ddp), ddp, first, last)
+        schedule = make_schedule(make_reader(config, proteins, ddp.world_size, ddp), ddp, first, last)
         barrier(ddp)
         began, residues = time.perf_counter(), 0.0
         for item in schedule:
             batch = dataset[item]
             residues += float(batch["mask"].sum())
             if train:
-                accumulate(model, [batch], graph, config, ddp, torch.float32, 2048.0)
+                global_gradient(model, [batch], loss_of, ddp, 2048.0)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         return all_sum(residues, ddp) / (time.perf_counter() - began)

@@ -30,7 +30,6 @@ Environment read: the launcher variables of LAUNCHERS, and
 Environment set, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT for
 libraries that look there; GLOO_SOCKET_IFNAME (the interface that routes to rank 0) where it is unset.
 """
-import argparse
 import atexit
 import builtins
 import collections
@@ -55,7 +54,6 @@ import shlex
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -1660,7 +1658,7 @@ def optimize_with_ipex(model, optimizer, ddp, dtype=None):
         # writes each rank's own copy back into it: ranks drift apart, without a word (measured).
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor.detach(), ddp)
-        # IPEX's own step of the optimizer, on XPUs, does not know found_inf, see skip_where_bad. Prepacking, which
+        # IPEX's own step of the optimizer, on XPUs, does not know found_inf (see train_loop). Prepacking, which
         # comes with a dtype, changes the shape of weights, and models may look at theirs.
         how = {"fuse_update_step": False} | ({} if dtype is None else {"dtype": dtype, "weights_prepack": False})
         try:
@@ -1833,96 +1831,6 @@ def all_mean(value, ddp):
     return all_sum(value, ddp) / ddp.world_size
 
 
-def check_alike(values, ddp):
-    """Refuse what a rank has otherwise than rank 0, such as a setting or the hash of a file: {what: plain value}. A
-    collective; raises ValueError on every rank, naming the first rank that differs and what it has."""
-    first = broadcast(values, ddp)
-    other = [f"{what} {json.dumps(mine)} (rank 0: {json.dumps(first.get(what))})" for what, mine in values.items()
-             if first.get(what) != mine]
-    more = f" and {len(other) - 4} more" if len(other) > 4 else ""
-    problem = _first_problem(other and f"rank {ddp.rank} on {ddp.host} has {', '.join(other[:4])}{more}", ddp)
-    if problem:
-        raise ValueError(f"{problem}. Expected the same on all ranks. Is a file that every host has a copy of an old "
-                         f"one somewhere, or was another command given there?")
-
-
-def check_in_sync(model, ddp):
-    """Compare the parameters of all ranks, bit by bit by a checksum each. Raises RuntimeError on every rank, naming the
-    ranks that differ and their first differing parameter."""
-    if ddp.world_size == 1:
-        return
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    names, parameters = zip(*unwrap_ddp(model).named_parameters())
-    sums = torch.stack([p.detach().contiguous().view(words[p.element_size()]).sum(dtype=torch.int64)
-                        for p in parameters])
-    differs = (sums != broadcast(sums.clone(), ddp)).tolist()
-    first = differs.index(True) + 1 if any(differs) else 0
-    found = [int(n) for n in all_sum([first if r == ddp.rank else 0 for r in range(ddp.world_size)], ddp)]
-    if any(found):
-        ranks = [r for r, n in enumerate(found) if n]
-        name, hosts = names[found[ranks[0]] - 1], ddp.state["hosts"]
-        who = f"rank {_some([f'{r} on {hosts[r]}' for r in ranks])} differ from rank 0"
-        if len(ranks) > ddp.world_size / 2 and ddp.world_size > 2:
-            who = f"rank 0 on {hosts[0]} differs from most others"
-        raise RuntimeError(f"the parameters are no longer equal on all ranks: {who}, first in {name}. Expected equal "
-                           f"bits. Is a device faulty, or does a rank change weights by itself?")
-
-
-def to_host(totals):
-    """(a copy in the host's memory, an event or None that says when it is there): the copy waits for this step only,
-    not for what is queued behind it."""
-    if totals.device.type == "cpu":
-        return totals, None
-    copy, arrived = torch.empty_like(totals, device="cpu", pin_memory=True), getattr(torch, totals.device.type).Event()
-    copy.copy_(totals, non_blocking=True)
-    arrived.record()
-    return copy, arrived
-
-
-def read_flags(totals, arrived, counts, scaler, most, where, advice):
-    """(1 if the step was bad, else 0; the number of ranks asked to stop), from the last three of a step's totals over
-    ranks: ranks with a loss or gradient that is not finite, ranks with such a loss, ranks asked to stop.
-
-    totals, arrived: see to_host.  counts: [bad steps in all, in a row], brought up to date. Raises RuntimeError for
-    more than `most` in a row, with where (which step) and advice."""
-    if arrived is not None:
-        arrived.synchronize()
-    bad, bad_loss, wanted = totals[-3:].tolist()
-    if not bad:
-        counts[1] = 0
-    # In float16 a gradient may overflow: so the scale is found. At a scale below 1 it is the gradient itself.
-    elif bad_loss or not scaler.is_enabled() or scaler.get_scale() < 1:
-        counts[:] = counts[0] + 1, counts[1] + 1
-    if counts[1] > most:
-        raise RuntimeError(f"{where}: the loss or its gradient was nan or infinite in {counts[1]} steps in a row, on "
-                           f"{bad_loss or bad:.0f} rank(s) in the last; expected at most {most}. These steps were "
-                           f"skipped. {advice}")
-    return int(bad > 0), wanted
-
-
-def skip_where_bad(optimizer, bad):
-    """Have the next step() of a fused optimizer change nothing where `bad`, a 0-dimensional tensor, is above 0: decided
-    on the device. A GradScaler that is on does this by itself if the gradients are nan."""
-    optimizer.grad_scale, optimizer.found_inf = None, (bad > 0).float()
-
-
-def scale_for_batch(lr, warmup, rule, global_batch, base):
-    """(learning rate, warm-up steps) for a global batch that differs from the one they were chosen for.
-
-    rule: "none"; "linear": both times f = global_batch / base (Goyal et al. 2017, arXiv 1706.02677); "sqrt": times
-    sqrt(f), usual for Adam; {"cap": N}: times min(f, N). Warm-up is rounded to whole steps. As it is scaled in steps,
-    and each step takes f times the data, N times the ranks warm up on N x N times the data.
-    """
-    f = 1.0 if rule == "none" else global_batch / base
-    f = min(f, rule["cap"]) if isinstance(rule, dict) else f**0.5 if rule == "sqrt" else f
-    return lr * f, round(warmup * f)
-
-
-def scale_name(scale):
-    """The rule of scale_for_batch in words."""
-    return scale if isinstance(scale, str) else f"linear up to {scale['cap']:g} times"
-
-
 # ---------------------------------------------------------------- precision
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -2087,15 +1995,6 @@ def describe_machine(ddp):
     return {"device": device, "threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
-def machine_differences(state, ddp):
-    """Text: in what this machine differs from the one that wrote the checkpoint `state`, as far as it may change the
-    last bits of results ('': in nothing)."""
-    now = {"world_size": ddp.world_size, "torch": str(torch.__version__), **describe_machine(ddp)}
-    then = {"world_size": state.get("world_size"), "torch": state.get("versions", {}).get("torch"),
-            **state.get("machine", {})}
-    return ", ".join(f"{k} {then[k]} -> {now[k]}" for k in now if k in then and then[k] != now[k])
-
-
 def load_checkpoint(path, ddp=None, map_location="cpu"):
     """Read what save_checkpoint wrote; tensors come on `map_location`. Raises ValueError for a file that is missing,
     damaged (each record has a checksum), or holds more than tensors and plain types.
@@ -2153,62 +2052,6 @@ def _read_checkpoint(path, map_location):
             raise
         raise ValueError(f"cannot read the checkpoint {path}: {type(e).__name__}: "
                          f"{(str(e).splitlines() or [''])[0]}. {otherwise}") from None
-
-
-# ---------------------------------------------------------------- command line
-def add_launch_arguments(parser):
-    """The launch options of a training script, for an argparse parser."""
-    group = parser.add_argument_group("launch")
-    group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
-    group.add_argument("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
-    group.add_argument("--ipex", default="auto", choices=("auto", "on", "off"),
-                       help="Intel's extension for PyTorch; auto: on an XPU whose torch has no xccl")
-    group.add_argument("--ranks", type=int, help="refuse any other number of ranks")
-    group.add_argument("--init_timeout", type=float, default=300.0, help="seconds to wait for all ranks")
-    group.add_argument("--nnodes", type=int, help="start with torch's launcher on this many nodes, by hand")
-    group.add_argument("--node_rank", type=int, help="this node, 0 to nnodes - 1")
-    group.add_argument("--master_addr", help="host of node 0")
-    group.add_argument("--master_port", type=int, help="a free port of node 0 (default 29500)")
-    group.add_argument("--nproc_per_node", type=int, help="ranks on this node (default: its accelerators, "
-                                                          "else 1)")
-
-
-def hand_over(args, argv):
-    """Where --nnodes or --nproc_per_node is given, replace this process by torch.distributed.run with the same script
-    and the other arguments of `argv`. Does nothing otherwise. Raises ValueError for incomplete options."""
-    if args.nnodes is None and args.nproc_per_node is None:
-        stray = [o for o in ("node_rank", "master_addr", "master_port") if getattr(args, o) is not None]
-        if stray:
-            raise ValueError(f"--{stray[0]} is given without --nnodes. Expected --nnodes N --node_rank R "
-                             f"--master_addr HOST [--master_port P] [--nproc_per_node M].")
-        return
-    place = detect_launcher(os.environ)
-    if place.world_size > 1:
-        raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has started "
-                         f"{place.world_size} already. Leave one of the two out.")
-    nnodes = args.nnodes or 1
-    if nnodes > 1 and (args.node_rank is None or args.master_addr is None):
-        raise ValueError(f"--nnodes {nnodes} needs --node_rank (0 to {nnodes - 1}) and --master_addr (host "
-                         "of node 0)")
-    if args.node_rank is not None and not 0 <= args.node_rank < nnodes:
-        raise ValueError(f"--node_rank {args.node_rank} is outside 0 to {nnodes - 1}")
-    per_node = args.nproc_per_node or (
-        1 if args.device == "cpu" else
-        torch.cuda.device_count() or (torch.xpu.device_count() if hasattr(torch, "xpu") else 0) or 1)
-    rest = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--nnodes", "--node_rank", "--master_addr", "--master_port", "--nproc_per_node"):
-        rest.add_argument(option)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc-per-node={per_node}"]
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 9):   # else SIGUSR1 ends it, not the ranks
-        command += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-    if nnodes > 1 or args.master_addr or args.master_port:
-        command += [f"--node-rank={args.node_rank or 0}", f"--master-addr={args.master_addr or '127.0.0.1'}",
-                    f"--master-port={args.master_port or 29500}"]
-    else:
-        command += ["--standalone"]
-    command += [sys.argv[0], *rest.parse_known_args(argv)[1]]
-    print("handing over to torch's launcher:", subprocess.list2cmdline(command), flush=True)
-    os.execv(sys.executable, command)
 
 
 # ---------------------------------------------------------------- python ddp_setup.py --doctor

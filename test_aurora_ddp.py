@@ -53,9 +53,10 @@ import torch
 import torch.distributed as dist
 
 import ddp_setup
-from ddp_setup import (add_launch_arguments, barrier, broadcast, check_in_sync, cleanup_ddp, ddp_sampler,
-                       detect_launcher, gradient_sync, hand_over, load_checkpoint, optimize_with_ipex, print0,
-                       save_checkpoint, setup_ddp, stop_all, unwrap_ddp, wrap_ddp)
+from ddp_setup import (barrier, broadcast, cleanup_ddp, ddp_sampler, detect_launcher, gradient_sync,
+                       load_checkpoint, optimize_with_ipex, print0, save_checkpoint, setup_ddp,
+                       stop_all, unwrap_ddp, wrap_ddp)
+from train_loop import add_launch_arguments, check_in_sync, hand_over
 
 FAILED, USAGE = 3, 2        # exit codes
 TABLE_ROWS = 32             # up to this many ranks the table of ranks is printed: some sites choke on more output

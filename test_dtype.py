@@ -27,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_setup import (Ddp, add_launch_arguments, all_sum, autocast, broadcast, choose_dtype,
-                       grad_scaler, hand_over, print0, setup_ddp)
+from ddp_setup import (Ddp, all_sum, autocast, broadcast, choose_dtype, grad_scaler, print0,
+                       setup_ddp)
 from proteinmpnn_model import ProteinMPNN
 from sedd_diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
 from sedd_model import SEDD
+from train_loop import add_launch_arguments, hand_over
 
 FAILED = 3                  # exit code
 FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = DTYPES = (torch.float64, torch.float32, torch.bfloat16,

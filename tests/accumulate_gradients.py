@@ -15,7 +15,9 @@ from ddp_setup import cleanup_ddp, grad_scaler, setup_ddp, wrap_ddp  # noqa: E40
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss  # noqa: E402
 from sedd_model import SEDD  # noqa: E402
 from sequence_data import N_TOKENS, X_ID, read_sequences  # noqa: E402
-from train_sedd_ddp import Config, MicroBatches, Schedule, accumulate, make_reader  # noqa: E402
+from train_loop import global_gradient  # noqa: E402
+from train_sedd_ddp import (Config, MicroBatches, make_reader, make_schedule,  # noqa: E402
+                            micro_batch_loss)
 
 MAX_LENGTH, NOMINAL = 50, 123.0
 SETTINGS = {f"{dtype} {reduction} {micro} micro-batches{' static graph' if static else ''}":
@@ -25,46 +27,53 @@ SETTINGS = {f"{dtype} {reduction} {micro} micro-batches{' static graph' if stati
 
 
 def build(proteins, ddp, dtype, reduction, micro, static, dropout=0.1):
-    """(model with no zero gradient, dataset, schedule, graph, config)."""
+    """(model with no zero gradient, dataset, schedule, graph, config, reader)."""
     config = Config()
     config.training.batch_size, config.training.seed = 3, 5
     config.loss.reduction, config.model.dropout, config.data.max_length = reduction, dropout, MAX_LENGTH
     graph, noise = make_graph("absorb", N_TOKENS), make_noise("loglinear")
     torch.manual_seed(0)
-    model = SEDD(graph.vocab_size, 32, 2, 2, 16, dropout, forbidden=(X_ID,)).to(getattr(torch, dtype))
+    model = SEDD(graph.vocab_size, 32, 2, 2, 16, dropout, forbidden=(X_ID,
+                                                                     )).to(getattr(torch, dtype))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():   # a fresh model has zeros in places, and zero gradients behind them
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype))
+    reader = make_reader(config, proteins, micro, ddp)
     return (model, MicroBatches(graph, noise, MAX_LENGTH, micro, config.training.seed),
-            Schedule(make_reader(config, proteins, micro, ddp), ddp, 0, 2), graph, config)
+            make_schedule(reader, ddp, 0, 2), graph, config, reader)
 
 
 def accumulated(proteins, ddp, static, **setting):
     """What accumulate leaves in .grad in two steps."""
-    model, dataset, schedule, graph, config = build(proteins, ddp, static=static, **setting)
+    model, dataset, schedule, graph, config, _ = build(proteins, ddp, static=static, **setting)
+
+    def loss_of(model, batch):
+        return micro_batch_loss(model, batch, graph, config, ddp, torch.float32)
+
     wrapped, items, out = wrap_ddp(model, ddp, static_graph=static), iter(schedule), []
     for _ in range(2):
         batches = [dataset[next(items)] for _ in schedule.mine]
-        accumulate(wrapped, batches, graph, config, ddp, torch.float32, NOMINAL, grad_scaler(torch.float32, ddp))
+        global_gradient(wrapped, batches, loss_of, ddp, NOMINAL, grad_scaler(torch.float32, ddp))
         out.append({name: p.grad.clone() for name, p in model.named_parameters()})
         model.zero_grad()
     return out
 
 
 def reference(proteins, ddp, **setting):
-    """The same from the definition: the sum over everything, divided by the number of everything, one backward."""
-    model, dataset, schedule, graph, _ = build(proteins, ddp, **setting)
+    """The same from the definition: the sum over everything, divided by the number of everything,
+    one backward."""
+    model, dataset, schedule, graph, _, reader = build(proteins, ddp, **setting)
     exact, out = next(model.parameters()).dtype, []
     for step in range(2):
         total, count = 0.0, 0
-        for micro in range(schedule.reader.plan.micro_batches):
-            b = dataset[schedule.item(step, micro)]
+        for micro in range(reader.plan.micro_batches):
+            b = dataset[schedule.item_of(step, micro)]
             torch.manual_seed(b["seed"])
             sigma = b["sigma"].to(exact)
             score = model(b["xt"], sigma, b["mask"])
-            loss, n = score_entropy_loss(score, sigma, b["dsigma"].to(exact), b["xt"], b["x0"], graph,
-                                         b["mask"] & (b["x0"] != X_ID))
+            loss, n = score_entropy_loss(score, sigma, b["dsigma"].to(exact), b["xt"], b["x0"],
+                                         graph, b["mask"] & (b["x0"] != X_ID))
             total, count = total + loss.sum(), count + (n.sum() if setting["reduction"] == "residue" else len(n))
         grads = torch.autograd.grad(total / count, list(model.parameters()))
         out.append({name: g for (name, _), g in zip(model.named_parameters(), grads)})

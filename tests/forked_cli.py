@@ -1,11 +1,12 @@
-"""Runs many command lines of train_sedd_ddp.py, each in a process forked from one that has imported it.
+"""Runs many command lines of a training script, each in a process forked from one that has imported it.
 
-    python tests/forked_cli.py < cases.json > results.json
+    python tests/forked_cli.py train_sedd_ddp < cases.json > results.json
 
 Reads a list of argument lists, writes a list of [exit code, stdout, stderr]. So a case costs what it does and
 not the seconds that importing torch takes.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -13,10 +14,9 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_sedd_ddp  # noqa: E402
 
 
-def run(argv):
+def run(script, argv):
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         pid = os.fork()
         if pid == 0:
@@ -24,7 +24,7 @@ def run(argv):
             os.dup2(err.fileno(), 2)
             code = 1
             try:
-                train_sedd_ddp.cli(argv)
+                script.cli(argv)
                 code = 0
             except SystemExit as e:           # as the interpreter does at the end of a script
                 code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
@@ -42,4 +42,6 @@ def run(argv):
 
 
 if __name__ == "__main__":
-    json.dump([run(argv) for argv in json.load(sys.stdin)], sys.stdout)
+    script = importlib.import_module(sys.argv[1])
+    import torch._dynamo  # noqa: F401  - the optimizer imports it, which takes seconds
+    json.dump([run(script, argv) for argv in json.load(sys.stdin)], sys.stdout)

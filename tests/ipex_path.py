@@ -22,8 +22,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ddp_setup  # noqa: E402
-from ddp_setup import (add_launch_arguments, all_mean, all_sum, autocast, broadcast, check_in_sync,  # noqa: E402
-                       detect_launcher, hand_over, optimize_with_ipex, print0, setup_ddp, wrap_ddp)
+from ddp_setup import (all_mean, all_sum, autocast, broadcast,  # noqa: E402
+                       detect_launcher, optimize_with_ipex, print0, setup_ddp, wrap_ddp)
+from train_loop import add_launch_arguments, check_in_sync, hand_over  # noqa: E402
 from proteinmpnn_model import ProteinMPNN  # noqa: E402
 from sedd_model import SEDD  # noqa: E402
 

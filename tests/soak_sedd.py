@@ -30,7 +30,7 @@ from ddp_setup import EXIT_SECONDS, load_checkpoint  # noqa: E402
 from launchers import run_ranks, start_ranks, stolen_seconds  # noqa: E402
 
 STEPS, WATCHDOG, INIT = 300, 8.0, 20.0     # optimizer steps of a run; seconds
-GONE = 15.0                                # seconds in which all must be gone after SIGKILL or SIGTERM
+GONE = 15.0   # seconds in which all must be gone after SIGKILL or SIGTERM
 CONFIG = f"""
 training: {{batch_size: 8, accum: 2, n_iters: {STEPS}, eval_freq: 50, log_freq: 5, snapshot_freq: 10}}
 optim: {{lr: 3e-3, warmup: 4, ema: 0.9}}
@@ -43,17 +43,19 @@ SIGNALS = [signal.SIGTERM] * 9 + [signal.SIGKILL] * 9 + [signal.SIGSTOP] * 2
 
 
 def words(folder):
-    return [ROOT / "train_sedd_ddp.py", "--config", folder / "config.yaml", "--work_dir", "run", "--init_timeout",
-            str(INIT)]
+    return [ROOT / "train_sedd_ddp.py", "--config", folder / "config.yaml", "--work_dir", "run",
+            "--init_timeout", str(INIT)]
 
 
 def weights(run_dir):
     state = load_checkpoint(str(run_dir / "checkpoints" / "last.pt"))
-    return state["step"], {**state["model"], **{f"ema {i}": p for i, p in enumerate(state["ema"]["shadow_params"])}}
+    return state["step"], {**state["model"], **{f"ema {i}": p for i,
+                                                p in enumerate(state["ema"]["shadow_params"])}}
 
 
 def corrupt_checkpoints(run_dir):
-    """What is wrong with the files in checkpoints/, in words; half-written temporary files do not count."""
+    """What is wrong with the files in checkpoints/, in words; half-written temporary files do not
+    count."""
     wrong = []
     for path in sorted((run_dir / "checkpoints").glob("[!.]*.pt")):
         try:
@@ -76,7 +78,8 @@ def hit(launcher, words, folder, draw):
     Result, None if it hung; what was printed)."""
     kind, rank, lively = draw.choice(SIGNALS), draw.randrange(2), draw.random() < 0.7
     with start_ranks(launcher, 2, words, folder) as running:
-        # 30 % at any moment after the ranks appeared, the others from the first step on, where the work is.
+        # 30 % at any moment after the ranks appeared, the others from the first step on, where the
+        # work is.
         began = time.monotonic()
         while running.process.poll() is None and time.monotonic() < began + 120:
             if "\nstep " in running.stdout() if lively else rank in running.rank_pids():
@@ -91,7 +94,8 @@ def hit(launcher, words, folder, draw):
         except ProcessLookupError:
             return None, 0.0, running.wait(60), running.stdout()
         start, stolen = time.monotonic(), stolen_seconds()
-        # Stopped before the ranks have met: one waits for the other for INIT + 20 s, then torchrun for 30 s. Stopped in
+        # Stopped before the ranks have met: one waits for the other for INIT + 20 s, then torchrun
+        # for 30 s. Stopped in
         # the last second: the kernel ends it after EXIT_SECONDS.
         limit = GONE + (max(INIT + 20.0 + 30.0, EXIT_SECONDS) if kind == signal.SIGSTOP else 0.0)
         gone = lambda: time.monotonic() - start - (stolen_seconds() - stolen)
@@ -134,8 +138,9 @@ def soak(launcher, kills, seed, folder):
                 print(f"PROBLEM after {name}: {wrong or 'hang'}\n{text}", flush=True)
             if (run_dir / "checkpoints" / "last.pt").exists():
                 step = weights(run_dir)[0]
-        print(f"{launcher} kill {done}/{kills}: {name}, gone after {seconds:.1f} s, "
-              f"exit {result.returncode if result else 'hang'}, status {status.get('code')}, step {step}", flush=True)
+        print(f"{launcher} kill {done}/{kills}: {name}, gone after {seconds:.1f} s, exit "
+              f"{result.returncode if result else 'hang'}, status {status.get('code')}, step "
+              f"{step}", flush=True)
         if result is not None and kind is None and result.returncode != 0:
             tally["other failures"] += 1
             print(f"PROBLEM: a start that nothing hit failed\n{result.text}", flush=True)
@@ -151,19 +156,22 @@ def soak(launcher, kills, seed, folder):
             current = folder / f"run-{number}"
             current.mkdir()
     print(f"{launcher}: {done} kills in {(time.monotonic() - began) / 60:.1f} min: "
-          + ", ".join(f"{tally[s.name]} {s.name} (gone after at most {longest[s.name]:.1f} s)" for s in
-                      sorted(set(SIGNALS)))
-          + f"; {tally['hangs']} hangs, {tally['corrupt checkpoints']} corrupt checkpoints, {tally['other failures']} "
-          f"other failures; {tally['finished runs']} finished runs, of which {tally['runs that differ']} with other "
-          f"weights, {tally['metrics that differ']} with other metrics", flush=True)
-    return not any(tally[k] for k in ("hangs", "corrupt checkpoints", "other failures", "runs that differ",
-                                      "metrics that differ"))
+          + ", ".join(f"{tally[s.name]} {s.name} (gone after at most {longest[s.name]:.1f} s)"
+                      for s in sorted(set(SIGNALS)))
+          + f"; {tally['hangs']} hangs, {tally['corrupt checkpoints']} corrupt checkpoints, "
+          f"{tally['other failures']} other failures; {tally['finished runs']} finished runs, of "
+          f"which {tally['runs that differ']} with other weights, {tally['metrics that differ']} "
+          "with other metrics", flush=True)
+    return not any(tally[k] for k in ("hangs", "corrupt checkpoints", "other failures",
+                                      "runs that differ", "metrics that differ"))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="over all launchers")
-    parser.add_argument("--launcher", action="append", help="torchrun, openmpi, mpich or intel; repeatable")
+    parser.add_argument("--launcher", action="append",
+                        help="torchrun, openmpi, mpich or intel; repeatable")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     chosen = args.launcher or ["torchrun", "mpich"]

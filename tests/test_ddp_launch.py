@@ -479,6 +479,7 @@ seen["tensor"] = [broadcast(tensor, ddp, src=2) is tensor, tensor.tolist()]
 seen["sums"] = [all_sum(ddp.rank + 0.5, ddp), all_sum([1, ddp.rank], ddp), all_sum(tensor, ddp).tolist(), all_mean(ddp.rank, ddp),
                 all_mean(torch.tensor([float(ddp.rank)]), ddp).tolist()]
 barrier(ddp)
+from run_dir import check_alike
 check_alike({"lr": 1e-3, "betas": [0.9, 0.95], "file": None}, ddp)
 try:
     check_alike({"lr": 1e-3, "batch_size": 4 + ddp.rank // 2}, ddp)
@@ -635,22 +636,6 @@ def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tm
         result = running.wait(timeout=600)
     assert result.returncode != 0 and "ranks met" not in result.stdout
     assert result.stderr.count("mpi4py was probably built for another MPI") == 1, result.text
-
-
-def test_ranks_started_by_hand_over_are_those_of_torchs_launcher(tmp_path):
-    path = script(tmp_path, """
-import argparse
-parser = argparse.ArgumentParser()
-parser.add_argument("word")
-add_launch_arguments(parser)
-args = parser.parse_args()
-hand_over(args, sys.argv[1:])
-with setup_ddp(ranks=args.ranks) as ddp:
-    os.write(1, f"{ddp.rank} of {ddp.world_size} {args.word}\\n".encode())   # in one piece
-""")
-    result = run_ranks("python", 1, [path, "--nproc_per_node", "2", "hello", "--ranks=2"], cwd=tmp_path)
-    assert result.returncode == 0 and result.leftover == [], result.text
-    assert "0 of 2 hello\n" in result.stdout and "1 of 2 hello\n" in result.stdout
 
 
 def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(tmp_path):

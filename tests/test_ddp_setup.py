@@ -18,8 +18,8 @@ import torch
 
 import ddp_setup
 from ddp_setup import (Ddp, all_mean, all_sum, autocast, broadcast, choose_device, choose_dtype, cleanup_ddp, close_run,
-                       ddp_sampler, describe_hang, detect_launcher, hand_over, load_checkpoint, machine_differences,
-                       optimize_with_ipex, save_checkpoint, scale_for_batch, setup_ddp, slurm_first_host,
+                       ddp_sampler, describe_hang, detect_launcher, load_checkpoint, optimize_with_ipex,
+                       save_checkpoint, setup_ddp, slurm_first_host,
                        slurm_tasks_per_node, stop_reason, stop_wanted, watch_run, wrap_ddp)
 from launchers import clean_environment
 
@@ -286,19 +286,6 @@ def test_sampler_refuses_fewer_items_than_ranks():
         ddp_sampler(range(3), place(0, 4))
 
 
-def test_scaling_gives_the_published_tables():
-    table = [(16, 1, 64, 5e-5, 5000), (16, 2, 128, 1e-4, 10000), (16, 4, 256, 2e-4, 20000), (16, 8, 512, 4e-4, 40000),
-             (12, 8, 384, 3e-4, 30000)]
-    for batch, ranks, effective, lr, warmup in table:
-        assert batch * 4 * ranks == effective
-        scaled = scale_for_batch(5e-5, 5000, "linear", effective, 64)
-        assert scaled == (pytest.approx(lr, rel=1e-12), warmup)
-    assert scale_for_batch(3e-7, 0, "linear", 4, 1)[0] == pytest.approx(1.2e-6, rel=1e-12)
-    assert scale_for_batch(1e-4, 100, "sqrt", 256, 64) == (pytest.approx(2e-4), 200)
-    assert scale_for_batch(1e-4, 100, {"cap": 4}, 512, 64) == (pytest.approx(4e-4), 400)
-    assert scale_for_batch(1e-4, 100, "none", 512, None) == (1e-4, 100)
-
-
 def test_precision_is_chosen_with_a_reason_or_refused():
     cpu = torch.device("cpu")
     assert choose_dtype(False, cpu)[0] == choose_dtype("float32", cpu)[0] == torch.float32
@@ -372,27 +359,6 @@ def test_a_model_on_another_device_is_refused():
         wrap_ddp(torch.nn.Linear(2, 2, device="meta"), Ddp())
 
 
-@pytest.mark.parametrize("given, words", [
-    (dict(nnodes=2), "--node_rank"), (dict(nnodes=2, node_rank=2, master_addr="h"), "outside 0 to 1"),
-    (dict(master_addr="h"), "without --nnodes")])
-def test_incomplete_manual_launch_is_refused(given, words):
-    args = dict(nnodes=None, node_rank=None, master_addr=None, master_port=None, nproc_per_node=None, device="cpu")
-    with pytest.raises(ValueError, match=words):
-        hand_over(types.SimpleNamespace(**{**args, **given}), [])
-
-
-def test_a_manual_launch_becomes_torchs_launcher_with_the_other_arguments(monkeypatch):
-    seen = []
-    monkeypatch.setattr(os, "execv", lambda path, words: seen.extend(words))
-    args = types.SimpleNamespace(nnodes=2, node_rank=1, master_addr="10.0.0.1", master_port=None, nproc_per_node=4, device="cpu")
-    hand_over(args, ["--config", "c.yaml", "--nnodes", "2", "--node_rank=1", "--master_addr", "10.0.0.1", "a.b=1"])
-    assert seen[1:3] == ["-m", "torch.distributed.run"] and seen[-3:] == ["--config", "c.yaml", "a.b=1"]
-    assert {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500", "--nproc-per-node=4"} <= set(seen)
-    args = types.SimpleNamespace(nnodes=None, node_rank=None, master_addr=None, master_port=29501, nproc_per_node=2, device="cpu")
-    hand_over(args, [])
-    assert "--master-port=29501" in seen and "--standalone" not in seen
-
-
 # ------------------------------------------------------------------------------------------- checkpoints that survive
 def flip_a_bit(path, of="data/0"):
     """Flip one bit in the middle of a record of the zip file that torch writes."""
@@ -461,15 +427,6 @@ def test_a_checkpoint_cut_off_at_any_length_is_refused(tmp_path):
         path.write_bytes(data[:n])
         with pytest.raises(ValueError, match="cannot read|damaged"):
             load_checkpoint(str(path))
-
-
-def test_another_machine_is_told_by_what_may_change_the_last_bits(tmp_path):
-    path = tmp_path / "last.pt"
-    save_checkpoint(str(path), Ddp(), step=1)
-    state = load_checkpoint(str(path))
-    assert machine_differences(state, Ddp()) == ""
-    state["machine"]["threads"], state["world_size"] = 99, 7
-    assert machine_differences(state, Ddp()) == f"world_size 7 -> 1, threads 99 -> {torch.get_num_threads()}"
 
 
 # ------------------------------------------------------------------------------------------------ who is late, and where

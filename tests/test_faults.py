@@ -59,9 +59,9 @@ if fault == "early" and mine:
     now()
     raise RuntimeError("on purpose")
 
-import ddp_setup, train_sedd_ddp
+import ddp_setup, run_dir, train_sedd_ddp
 progress, micro_batch_loss = train_sedd_ddp.RunLog.progress, train_sedd_ddp.micro_batch_loss
-save_checkpoint, done = train_sedd_ddp.save_checkpoint, {{}}
+save_checkpoint, done = run_dir.save_checkpoint, {{}}
 
 
 def new_progress(log, step, *values, **more):
@@ -131,7 +131,7 @@ ACTIONS = {{"raise": fail, "raise, others busy": fail, "exit": lambda: sys.exit(
            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP)}}
 ON_SAVING = {{"fill": fill, "make read-only": make_read_only}}
 train_sedd_ddp.RunLog.progress, train_sedd_ddp.micro_batch_loss = new_progress, new_micro_batch_loss
-train_sedd_ddp.save_checkpoint = new_save_checkpoint
+run_dir.save_checkpoint = new_save_checkpoint
 ddp_setup.LAST_SECONDS = float(os.environ.get("LAST_SECONDS", ddp_setup.LAST_SECONDS))
 if __name__ == "__main__":
     train_sedd_ddp.cli(sys.argv[1:])
@@ -661,7 +661,7 @@ def start(nth, kill_in):
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        save, began = driver.train_sedd_ddp.save_checkpoint, []
+        save, began = driver.run_dir.save_checkpoint, []
 
         def timed_save(*values, **state):
             began.append(time.monotonic())
@@ -669,7 +669,7 @@ def start(nth, kill_in):
                 os.write(write, b"s")
             save(*values, **state)
             os.write(write, f"{time.monotonic() - began[-1]} ".encode())
-        driver.train_sedd_ddp.save_checkpoint = timed_save
+        driver.run_dir.save_checkpoint = timed_save
         with open("out", "ab") as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)

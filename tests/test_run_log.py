@@ -1,4 +1,5 @@
-"""run_log: rows that survive kills and resumes, a screen that stays readable, silence on other ranks."""
+"""run_log: rows that survive kills and resumes, a screen that stays readable, silence on other
+ranks."""
 
 import json
 import os
@@ -104,7 +105,8 @@ def test_quiet_writes_metrics_and_prints_nothing(tmp_path, capsys):
 def test_without_a_terminal_progress_is_plain_lines_of_at_most_80_columns(tmp_path, capsys):
     log = RunLog(tmp_path, is_main=True, total_steps=1_300_000)
     log.progress(119_990, loss=2.81234, ppl=16.6, rate=12300)
-    log.progress(120_000, loss=2.81234, ppl=16.6, rate=1_234_567, accuracy=0.123456, note="a long remark")
+    log.progress(120_000, loss=2.81234, ppl=16.6, rate=1_234_567, accuracy=0.123456,
+                 note="a long remark")
     log.close()
     out, err = capsys.readouterr()
     first, second = out.splitlines()
@@ -115,11 +117,12 @@ def test_without_a_terminal_progress_is_plain_lines_of_at_most_80_columns(tmp_pa
 
 
 def test_on_a_terminal_a_bar_shows_the_numbers_and_say_does_not_break_it(tmp_path):
-    script = ("import sys; from run_log import RunLog; log = RunLog(sys.argv[1], True, total_steps=10)\n"
-              "log.progress(4, loss=2.81); log.say('saved last.pt')\n"
-              "log.progress(5, loss=2.75, rate=12300); log.close()")
+    script = ("import sys; from run_log import RunLog; log = RunLog(sys.argv[1], True, "
+              "total_steps=10)\nlog.progress(4, loss=2.81); log.say('saved "
+              "last.pt')\nlog.progress(5, loss=2.75, rate=12300); log.close()")
     main, terminal = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "COLUMNS": "100"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+                   "COLUMNS": "100"}
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE,
                           stderr=terminal, env=environment, timeout=60, text=True)
     os.set_blocking(main, False)
@@ -143,4 +146,5 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
     write_text_atomic(target, "old")
     with pytest.raises(UnicodeEncodeError):
         write_text_atomic(target, "new \ud800")          # no encoding for it: fails while writing
-    assert target.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+    assert target.read_text() == "old" and [path.name
+                                            for path in tmp_path.iterdir()] == ["note.txt"]

@@ -6,13 +6,8 @@ Runs under launchers import torch in every rank (seconds), so each of them serve
 import copy
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,39 +16,26 @@ import torch
 import bench_ddp
 import train_dpo_ddp
 from ddp_setup import Ddp, load_checkpoint
-from launchers import clean_environment, need, run_ranks, start_ranks
+from launchers import need, run_ranks
 from proteinmpnn_model import ALPHABET, from_checkpoint, load_proteinmpnn, random_proteinmpnn, save_proteinmpnn
 from run_config import dump_yaml, load_config
 from structure_data import Chain, Complex, Pair, Structure, demo_pairs, read_pairs
 from test_proteinmpnn_model import plain_log_probs
-from train_dpo_ddp import (Config, Loss, MicroBatches, Reference, Schedule, Validation, accumulate, check_config,
-                           describe_plan, load_pairs, main, make_batch, objective, orders_of, pair_scores,
-                           preference_loss, prepare, read_arguments, train)
+from dpo_reference import Reference, make_batch, orders_of, pair_scores
+from train_dpo_ddp import (Config, Loss, MicroBatches, PairPlan, Validation, check_config,
+                           describe_plan, load_pairs, main, micro_batch_loss, objective,
+                           preference_loss, read_arguments)
+from train_loop import Schedule, global_gradient
+# noqa: F401
+from training import (CLOCK, NAN_LOSS, ROOT, command_lines, one_thread, rows, same_run,
+                      steps_with_a_nan, timeless, words)
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, DEMO = ROOT / "train_dpo_ddp.py", ROOT / "configs" / "dpo_demo.yaml"
 SMALL = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}
-TINY = {"training.batch_size": 3, "training.accum": 2, "training.n_iters": 12, "training.log_freq": 1, "optim.lr": 3e-3,
-        "optim.warmup": 3, "model.base_model_name": "random", "data.demo_structures": 6, "data.demo_pairs": 5,
+TINY = {"training.batch_size": 3, "training.accum": 2, "training.n_iters": 12,
+        "training.log_freq": 1, "optim.lr": 3e-3, "optim.warmup": 3,
+        "model.base_model_name": "random", "data.demo_structures": 6, "data.demo_pairs": 5,
         **{f"model.random.{k}": v for k, v in SMALL.items()}}
-
-CLOCK = ("pairs_per_second", "data_wait")            # metrics that time tells
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Sums in one order: bit-identical runs are compared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def words(settings, **more):
-    """Overrides for the command line; a keyword training__n_iters=3 sets training.n_iters."""
-    settings = {**settings, **{k.replace("__", "."): v for k, v in more.items()}}
-    return [f"{k}={v}" for k, v in settings.items()]
-
 
 def tiny(**more):
     return load_config(Config, None, words(TINY, **more))
@@ -61,36 +43,6 @@ def tiny(**more):
 
 def run(config, work_dir, **options):
     return main(config, Ddp(), work_dir, **options)
-
-
-def rows(work_dir):
-    return [json.loads(line) for line in (Path(work_dir) / "metrics.jsonl").read_text().splitlines()]
-
-
-def same_run(a, b):
-    """Are the last checkpoints, the models and the metrics of two run directories alike, to the last bit?"""
-    one, other = (load_checkpoint(str(d / "checkpoints" / "last.pt")) for d in (a, b))
-    for key in ("model", "optimizer"):
-        torch.testing.assert_close(one[key], other[key], rtol=0, atol=0)
-    for key in one.keys() - {"model", "optimizer", "config"}:
-        assert one[key] == other[key], key
-    for name in ("best_model.pt", "latest_model.pt"):
-        one, other = (torch.load(d / name, weights_only=True) for d in (a, b))
-        torch.testing.assert_close(one["model_state_dict"], other["model_state_dict"], rtol=0, atol=0)
-        assert one["step"] == other["step"]
-    differ = lambda row: {k: v for k, v in row.items() if k not in CLOCK and not k.startswith("ddp/")}
-    assert list(map(differ, rows(a))) == list(map(differ, rows(b)))
-
-
-def command_lines(cases, cwd):
-    """Run each list of arguments as `python train_dpo_ddp.py ARGUMENTS` -> list of (exit code, stdout, stderr)."""
-    driver = ("import json, sys; sys.path[:0] = sys.argv[1:3]; import forked_cli, train_dpo_ddp, torch._dynamo; "
-              "forked_cli.train_sedd_ddp = train_dpo_ddp; "
-              "json.dump([forked_cli.run(argv) for argv in json.load(sys.stdin)], sys.stdout)")
-    done = subprocess.run([sys.executable, "-c", driver, ROOT, ROOT / "tests"], cwd=cwd, env=clean_environment(),
-                          input=json.dumps([[str(w) for w in case] for case in cases]), text=True,
-                          capture_output=True, check=True)
-    return json.loads(done.stdout)
 
 
 # ---- losses ----
@@ -105,27 +57,31 @@ def official(shared):
 def batch_of(inputs, order):
     """The pair of a fixture, as make_batch lays it out."""
     weight = inputs["mask"] * inputs["chain_M_full"]
-    return {"S": torch.cat([inputs["S_chosen"], inputs["S_rejected"]]), "order": order.expand(2, -1), "weight": weight,
-            "n": weight.sum(1), "structure": torch.zeros(2, dtype=torch.int64), "index": torch.tensor([[[0, 1]]])}
+    return {"S": torch.cat([inputs["S_chosen"], inputs["S_rejected"]]),
+            "order": order.expand(2, -1), "weight": weight, "n": weight.sum(1),
+            "structure": torch.zeros(2, dtype=torch.int64), "index": torch.tensor([[[0, 1]]])}
 
 
 def scored(model, inputs, batch):
-    graph = model.graph(*(inputs[key] for key in ("X", "mask", "residue_idx", "chain_encoding_all")))
+    graph = model.graph(*(inputs[key] for key in ("X", "mask", "residue_idx",
+                                                  "chain_encoding_all")))
     return model(graph, batch["S"], batch["order"], batch["structure"])
 
 
-NAMES = {"sigmoid": {}, "hinge": {}, "ipo": {"fixture": "ipo_sum"}, "ipo_norm": {"fixture": "ipo_mean"},
-         "conservative": {"fixture": "conservative_ls0p1"}, "robust": {"fixture": "robust_ls0p1"}, "sigmoid_norm": {},
-         "reference_free": {}, "simpo": {"fixture": "simpo_b2_g0p5", "beta": 2.0}}
+NAMES = {"sigmoid": {}, "hinge": {}, "ipo": {"fixture": "ipo_sum"},
+         "ipo_norm": {"fixture": "ipo_mean"}, "conservative": {"fixture": "conservative_ls0p1"},
+         "robust": {"fixture": "robust_ls0p1"}, "sigmoid_norm": {}, "reference_free": {},
+         "simpo": {"fixture": "simpo_b2_g0p5", "beta": 2.0}}
 
 
-@pytest.mark.parametrize("case", ["monomer_official", "monomer_small", "complex_small", "peptide_small",
-                                  "odd_pdb_small"])
+@pytest.mark.parametrize("case", ["monomer_official", "monomer_small", "complex_small",
+                                  "peptide_small", "odd_pdb_small"])
 @torch.no_grad()
 def test_losses_and_rewards_have_the_values_of_the_official_model(official, case):
     case, models = official[0][case], official[1]
     batch = batch_of(case["inputs"], case["inputs"]["decoding_order"])
-    policy, reference = (scored(models[case["model"] + end], case["inputs"], batch) for end in ("_policy", ""))
+    policy, reference = (scored(models[case["model"] + end], case["inputs"], batch)
+                         for end in ("_policy", ""))
     reference = pair_scores(reference, batch, 1)[0]
     for name, more in NAMES.items():
         loss = Loss(name=name, beta=more.get("beta", 0.1))
@@ -134,8 +90,8 @@ def test_losses_and_rewards_have_the_values_of_the_official_model(official, case
         tolerance = dict(rtol=1e-3, atol=0) if name == "ipo" else dict(rtol=0, atol=3e-4)
         torch.testing.assert_close(values, expected, **tolerance)
         if name == "sigmoid":
-            near = {"loss": 1e-4, "rewards_chosen": 3e-4, "rewards_rejected": 3e-4, "policy_chosen_logps": 2e-3,
-                    "policy_rejected_logps": 2e-3, "n_scored": 0}
+            near = {"loss": 1e-4, "rewards_chosen": 3e-4, "rewards_rejected": 3e-4,
+                    "policy_chosen_logps": 2e-3, "policy_rejected_logps": 2e-3, "n_scored": 0}
             for k, (key, atol) in zip((0, 2, 3, 5, 6, 8), near.items()):
                 assert columns[0, k].item() == pytest.approx(case["dpo"][key].item(), abs=atol), key
 
@@ -146,19 +102,27 @@ def test_with_order_arange_loss_and_gradient_are_those_of_the_original_at_its_te
                                                                                           temperature):
     case, models = official[0][case], official[1]
     policy, reference = copy.deepcopy(models[case["model"] + "_policy"]), models[case["model"]]
-    batch, T = batch_of(case["inputs"], torch.arange(case["inputs"]["S"].shape[1])[None]), temperature
-    # The original adds 1e-20 to probabilities, which some reach at temperature 0.1: undone here, as ours does not.
-    floor = lambda log_probs: T * ((log_probs / T).softmax(-1) + 1e-20).log()
+    batch, T = batch_of(case["inputs"],
+                        torch.arange(case["inputs"]["S"].shape[1])[None]), temperature
+    # The original adds 1e-20 to probabilities, which some reach at temperature 0.1: undone here, as
+    # ours does not.
+    def floor(log_probs):
+        return T * ((log_probs / T).softmax(-1) + 1e-20).log()
+
     with torch.no_grad():
         ref = pair_scores(floor(scored(reference, case["inputs"], batch)), batch, T)[0]
-    value = objective(floor(scored(policy, case["inputs"], batch)), batch, ref, Loss(temperature=T))[0].mean()
+    value = objective(floor(scored(policy, case["inputs"], batch)), batch, ref,
+                      Loss(temperature=T))[0].mean()
     value.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()])
-    torch.testing.assert_close(value.detach(), case["invfold"][f"loss_{name}"].float(), rtol=2e-3, atol=1e-5)
-    torch.testing.assert_close(norm.float(), case["invfold"][f"grad_norm_{name}"].float(), rtol=2e-3, atol=1e-5)
+    torch.testing.assert_close(value.detach(), case["invfold"][f"loss_{name}"].float(), rtol=2e-3,
+                               atol=1e-5)
+    torch.testing.assert_close(norm.float(), case["invfold"][f"grad_norm_{name}"].float(),
+                               rtol=2e-3, atol=1e-5)
 
 
-# chosen -10 of a reference's -11, rejected -12 of -11.5, 5 residues: h = 1 + 0.5 = 1.5, beta h = 0.75 at beta 0.5.
+# chosen -10 of a reference's -11, rejected -12 of -11.5, 5 residues: h = 1 + 0.5 = 1.5, beta h =
+# 0.75 at beta 0.5.
 @pytest.mark.parametrize("name, expected", [
     ("sigmoid", math.log(1 + math.exp(-0.75))), ("hinge", 0.25), ("ipo", 0.25), ("ipo_norm", 0.49),
     ("robust", (0.8 * math.log(1 + math.exp(-0.75)) - 0.2 * math.log(1 + math.exp(0.75))) / 0.6),
@@ -173,7 +137,7 @@ def test_each_loss_at_a_margin_computed_by_hand(name, expected):
 
 def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_mean_entropy():
     p = torch.full((1, 4, 21), 0.1 / 19).double()
-    p[..., 0], p[..., 1] = 0.6, 0.3                                        # chosen AAAA, rejected CCCC, under any order
+    p[..., 0], p[..., 1] = 0.6, 0.3   # chosen AAAA, rejected CCCC, under any order
     S = torch.tensor([[0] * 4, [1] * 4])
     weight = torch.tensor([[1.0, 1, 0, 1]]).double()
     batch = {"S": S, "weight": weight, "n": weight.sum(1), "index": torch.tensor([[[0, 1]]])}
@@ -192,7 +156,8 @@ def small_pairs():
     """Pairs of different lengths, some with fixed positions, unresolved rows and a context chain."""
     out, random, complexes = [], np.random.default_rng(0), {}
     pairs = demo_pairs(seed=3, n_structures=4, pairs_per_structure=4)
-    for i, pair in enumerate(pairs):   # not ideal backbones: there, neighbours lie at equal distances
+    # not ideal backbones: there, neighbours lie at equal distances
+    for i, pair in enumerate(pairs):
         chain = pair.complex.structure.chains["A"]
         if i % 4 == 0:
             X = chain.X + random.normal(0, 0.3, chain.X.shape).astype(np.float32)
@@ -201,7 +166,8 @@ def small_pairs():
         pair = pairs[i] = Pair(complexes[i // 4], pair.chosen, pair.rejected, pair.chain_M)
         if i % 4 == 1:
             mask = random.random(len(pair.chain_M)) < 0.5
-            pair = Pair(pair.complex, np.where(mask, pair.chosen, pair.rejected), pair.rejected, mask)
+            pair = Pair(pair.complex, np.where(mask, pair.chosen, pair.rejected), pair.rejected,
+                        mask)
         out.append(pair)
     chain, other = pairs[0].complex.structure.chains["A"], pairs[4].complex.structure.chains["A"]
     resolved = np.arange(len(chain.S)) % 7 != 3
@@ -219,14 +185,19 @@ def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
         for order in orders_of(pair, loss, 0, 0).tolist():
             assert sorted(order) == list(range(L)) and not designed[order[:L - designed.sum()]].any()
         arange = orders_of(pair, Loss(order="arange"), 0, 5)
-        assert arange.tolist() == [np.flatnonzero(~designed).tolist() + np.flatnonzero(designed).tolist()]
-    get = lambda pair=pairs[0], seed=0, epoch=0, **more: orders_of(pair, Loss(**more), seed, epoch).tolist()
+        assert arange.tolist() == [np.flatnonzero(~designed).tolist()
+                                   + np.flatnonzero(designed).tolist()]
+
+    def get(pair=pairs[0], seed=0, epoch=0, **more):
+        return orders_of(pair, Loss(**more), seed, epoch).tolist()
+
     assert get() == get() and len({str(get(n_orders=4)[k]) for k in range(4)}) == 4
     assert get() != get(epoch=1) and get() != get(seed=1) and get() != get(pair=pairs[2])
     assert get(order="fixed") == get(order="fixed", epoch=1) != get(order="fixed", seed=1)
     assert orders_of(pairs[0], Loss(), 0).tolist() == get(order="fixed")   # in evaluations
     shared = [get(pair=pair, share_order=True) for pair in pairs[:4]]
-    assert shared[0] == shared[2] == shared[3] != shared[1]                # the second has other designed positions
+    # the second has other designed positions
+    assert shared[0] == shared[2] == shared[3] != shared[1]
 
 
 def test_a_batch_scores_each_distinct_sequence_once_and_only_designed_resolved_residues():
@@ -235,7 +206,7 @@ def test_a_batch_scores_each_distinct_sequence_once_and_only_designed_resolved_r
     again = Pair(base.complex, base.chosen, pairs[2].rejected, base.chain_M)
     some = [base, again, pairs[1], pairs[16]]
     batch = make_batch(some, [0, 1, 2, 3], Loss(order="arange"), 0)
-    assert len(batch["S"]) == 7                                            # 8, but the chosen of two pairs is one
+    assert len(batch["S"]) == 7   # 8, but the chosen of two pairs is one
     assert batch["index"][0, 0, 0] == batch["index"][1, 0, 0]
     assert len(make_batch(some, [0, 1, 2, 3], Loss(), 0, 0)["S"]) == 8     # its orders differ
     assert len(make_batch(some, [0, 1, 2, 3], Loss(share_order=True), 0, 0)["S"]) == 7
@@ -247,7 +218,8 @@ def test_a_batch_scores_each_distinct_sequence_once_and_only_designed_resolved_r
         for side, letters in enumerate((pair.chosen, pair.rejected)):
             row = batch["index"][p, 0, side]
             assert batch["S"][row, :n].tolist() == letters.tolist()
-            assert batch["S"][row, n:len(pair.complex)].tolist() == pair.complex.S[n:].tolist()    # context: native
+            # context: native
+            assert batch["S"][row, n:len(pair.complex)].tolist() == pair.complex.S[n:].tolist()
 
 
 def sizes(config, **more):
@@ -262,7 +234,8 @@ def sizes(config, **more):
 
 @torch.no_grad()
 def alone(model, pair, S, orders, temperature=1.0, plain=False):
-    """log p(S) of one pair scored by itself, averaged over orders. plain: by the formulas as they are written down."""
+    """log p(S) of one pair scored by itself, averaged over orders. plain: by the formulas as they
+    are written down."""
     total = 0.0
     for order in orders:
         log_probs, letters, weight = everywhere(model, pair, S, order, plain)
@@ -272,14 +245,16 @@ def alone(model, pair, S, orders, temperature=1.0, plain=False):
 
 
 def everywhere(model, pair, S, order, plain=False):
-    """(log-probabilities (L, 21), letters (L,), weight (L,), 1 = scored) of a sequence S of a pair under an order."""
+    """(log-probabilities (L, 21), letters (L,), weight (L,), 1 = scored) of a sequence S of a pair
+    under an order."""
     c = pair.complex
     X, mask, residue_idx, chain_id, letters = (torch.from_numpy(np.asarray(x)) for x in (
         c.X, c.mask.astype(np.float32), c.residue_idx, c.chain_id, np.concatenate([S, c.S[len(S):]]).astype(np.int64)))
     weight = torch.zeros(len(c))
     weight[:len(S)] = torch.from_numpy(pair.chain_M & c.mask[:len(S)]).float()
     if plain:
-        return plain_log_probs(model, X, mask, residue_idx, chain_id, letters, order), letters, weight
+        return plain_log_probs(model, X, mask, residue_idx, chain_id, letters,
+                               order), letters, weight
     graph = model.graph(X[None], mask[None], residue_idx[None], chain_id[None])
     return model(graph, letters[None], order[None])[0], letters, weight
 
@@ -293,11 +268,12 @@ def test_scores_of_mixed_batches_are_those_of_each_sequence_alone(settings):
     policy, reference, pairs = sizes(config)
     chosen = [0, 2, 1, 6, 16, 17]
     batch = reference.to_device(make_batch(pairs, chosen, config.loss, 7, 3))
-    found = pair_scores(policy(batch["graph"], batch["S"], batch["order"], batch["structure"]), batch,
-                        config.loss.temperature)[0]
+    found = pair_scores(policy(batch["graph"], batch["S"], batch["order"], batch["structure"]),
+                        batch, config.loss.temperature)[0]
     for scores, model in ((found, policy), (reference.scores(batch), reference.model)):
-        expected = [[alone(model, pairs[i], S, orders_of(pairs[i], config.loss, 7, 3), config.loss.temperature)
-                     for S in (pairs[i].chosen, pairs[i].rejected)] for i in chosen]
+        expected = [[alone(model, pairs[i], S, orders_of(pairs[i], config.loss, 7, 3),
+                           config.loss.temperature) for S in (pairs[i].chosen, pairs[i].rejected)]
+                    for i in chosen]
         torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-5, atol=2e-4)
 
 
@@ -308,18 +284,20 @@ def test_validation_means_are_over_pairs_each_once_with_recovery_and_kl_on_nativ
     v.table = torch.tensor([[alone(reference.model, p, S, orders_of(p, config.loss, 0))
                              for S in (p.chosen, p.rejected)] for p in pairs])
     found = v(policy, Ddp())
-    scores = torch.tensor([[alone(policy, p, S, orders_of(p, config.loss, 0)) for S in (p.chosen, p.rejected)]
-                           for p in pairs])
+    scores = torch.tensor([[alone(policy, p, S, orders_of(p, config.loss, 0))
+                            for S in (p.chosen, p.rejected)] for p in pairs])
     rewards = 0.1 * (scores - v.table)
     margin = rewards[:, 0] - rewards[:, 1]
-    assert found["val/loss"] == pytest.approx(float(torch.nn.functional.softplus(-margin).mean()), rel=1e-4)
+    assert found["val/loss"] == pytest.approx(float(torch.nn.functional.softplus(-margin).mean()),
+                                              rel=1e-4)
     assert found["val/rewards/accuracies"] == pytest.approx(float((margin > 0).float().mean()))
     assert found["val/rewards/margins"] == pytest.approx(float(margin.mean()), abs=1e-4)
     assert found["val/logps/rejected"] == pytest.approx(float(scores[:, 1].mean()), rel=1e-5)
-    sums = torch.zeros(4)                            # KL(policy | reference), the reverse, recovered, residues
+    sums = torch.zeros(4)   # KL(policy | reference), the reverse, recovered, residues
     for p in v.natives:
         order = orders_of(p, config.loss, 0)[0]
-        (a, letters, weight), (b, _, _) = (everywhere(m, p, p.chosen, order) for m in (policy, reference.model))
+        (a, letters, weight), (b, _, _) = (everywhere(m, p, p.chosen, order)
+                                           for m in (policy, reference.model))
         each = (a.exp() * (a - b)).sum(-1), (b.exp() * (b - a)).sum(-1), a.argmax(-1) == letters, torch.ones(len(a))
         sums += torch.stack([(x * weight).sum() for x in each]).detach()
     kl, reverse, recovered = (sums[:3] / sums[3]).tolist()
@@ -333,7 +311,8 @@ def test_recovery_is_one_for_a_model_that_always_says_the_native_letter():
     """A chain of one letter, and a model whose bias says that letter."""
     _, reference, pairs = sizes(tiny())
     chain = pairs[0].complex.structure.chains["A"]
-    only_w = Chain(np.full_like(chain.S, ALPHABET.index("W")), chain.X, chain.resolved, chain.numbers)
+    only_w = Chain(np.full_like(chain.S, ALPHABET.index("W")), chain.X, chain.resolved,
+                   chain.numbers)
     complex = Complex(Structure("w", {"A": only_w}), ["A"])
     pair = Pair(complex, pairs[0].chosen, pairs[0].rejected, pairs[0].chain_M)
     v = Validation([pair], reference, tiny())
@@ -360,6 +339,10 @@ cleanup_ddp(ddp)
 """
 
 
+def loss_of(ref, config, ddp):
+    return lambda model, batch: micro_batch_loss(model, batch, ref, config, ddp, torch.float32)
+
+
 def gradients(ddp, reference=False):
     """Two steps of four micro-batches with different numbers of pairs: [{parameter: gradient}, loss]. In float64.
 
@@ -368,12 +351,14 @@ def gradients(ddp, reference=False):
     config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2)
     policy, ref, pairs = sizes(config)
     policy, ref.model, ref.ddp = policy.double(), ref.model.double(), ddp
-    schedule, out, numbers = Schedule(pairs, config, 4, ddp, 0, 2), [], set()
+    plan, out, numbers = PairPlan(pairs, config, 4), [], set()
+    schedule = Schedule(plan.item_of, 4, ddp, 0, 2)
     model, items, data = wrap_ddp(policy, ddp), iter(schedule), MicroBatches(pairs, config.loss, 0)
     for step in range(2):
         if reference:
-            everything = [(epoch, i) for _, _, epoch, indices in schedule.global_batch(step) for i in indices]
-            numbers.update(len(item[3]) for item in schedule.global_batch(step))
+            everything = [(epoch, i) for _, _, epoch, indices in plan.global_batch(step)
+                          for i in indices]
+            numbers.update(len(item[3]) for item in plan.global_batch(step))
             total = 0.0
             for epoch, i in everything:
                 batch = ref.to_device(make_batch(pairs, [i], config.loss, 0, epoch))
@@ -382,16 +367,18 @@ def gradients(ddp, reference=False):
             loss = total / len(everything)
             loss.backward()
         else:
-            totals, _ = accumulate(model, [data[next(items)] for _ in range(schedule.accum)], ref, config, ddp,
-                                   torch.float32, 7.0)
-            loss = totals[0] / totals[-4]
-        out.append({"loss": loss.detach().clone(), **{k: p.grad.clone() for k, p in policy.named_parameters()}})
+            totals, _ = global_gradient(model, [data[next(items)] for _ in schedule.mine],
+                                        loss_of(ref, config, ddp), ddp, 7.0)
+            loss = totals.sums[0] / totals.count
+        out.append({"loss": loss.detach().clone(), **{k: p.grad.clone() for k,
+                                                      p in policy.named_parameters()}})
         policy.zero_grad()
     assert not reference or len(numbers) > 1
     return out
 
 
-@pytest.mark.parametrize("launcher, n", [("python", 1), pytest.param("torchrun", 2, marks=pytest.mark.slow),
+@pytest.mark.parametrize("launcher, n", [("python", 1), pytest.param("torchrun", 2,
+                                                                     marks=pytest.mark.slow),
                                          ("mpich", 4)])
 def test_any_number_of_ranks_makes_the_gradient_of_the_mean_over_all_pairs(tmp_path, launcher, n):
     need(launcher)
@@ -405,27 +392,30 @@ def test_any_number_of_ranks_makes_the_gradient_of_the_mean_over_all_pairs(tmp_p
     for step, (a, b) in enumerate(zip(found, gradients(Ddp(), reference=True), strict=True)):
         worst = max((float((a[k] - b[k]).norm() / b[k].norm()), k) for k in b if b[k].norm() > 0)
         print(f"step {step}, {n} rank(s): largest relative difference {worst}")
-        assert worst[0] < 1e-6 and a.keys() == b.keys()                    # structures are kept in float32
+        assert worst[0] < 1e-6 and a.keys() == b.keys()   # structures are kept in float32
 
 
-ALIKE = words({**TINY, "training.n_iters": 8, "training.accum": 1, "training.eval_freq": 3, "model.dropout": 0.1,
-               "loss.diversity_lambda": 0.1})
+ALIKE = words({**TINY, "training.n_iters": 8, "training.accum": 1, "training.eval_freq": 3,
+               "model.dropout": 0.1, "loss.diversity_lambda": 0.1})
 RANKS = {"python": 1, "torchrun": 2, "mpich": 2}
 
 
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory):
-    """alike(launcher) -> (run directory, what was printed) of eight steps with the same global batch."""
+    """alike(launcher) -> (run directory, what was printed) of eight steps with the same global
+    batch."""
     done = {}
 
     def get(launcher):
         if launcher not in done:
             n, folder, result = RANKS[launcher], tmp_path_factory.mktemp(launcher), None
-            more = [f"training.accum={4 // n}", f"training.num_workers={1 if launcher == 'torchrun' else 0}"]
+            more = [f"training.accum={4 // n}",
+                    f"training.num_workers={1 if launcher == 'torchrun' else 0}"]
             if n == 1:
                 run(load_config(Config, None, [*ALIKE, *more]), folder / "w")
             else:
-                result = run_ranks(launcher, n, [SCRIPT, "--output_dir", "w", *ALIKE, *more], folder, timeout=600)
+                result = run_ranks(launcher, n, [SCRIPT, "--output_dir", "w", *ALIKE, *more],
+                                   folder, timeout=600)
                 assert result.returncode == 0 and not result.leftover, result.text
             done[launcher] = folder / "w", result
         return done[launcher]
@@ -439,78 +429,30 @@ def test_the_same_global_batch_gives_the_same_losses_under_any_launcher(alike, l
     assert [row["step"] for row in other] == list(range(9))
     for a, b in zip(one, other):
         keys = [k for k in a if k not in (*CLOCK, "epoch") and not k.startswith("ddp/")]
-        assert [b[k] for k in keys] == pytest.approx([a[k] for k in keys], rel=1e-4, abs=1e-5), a["step"]
-    assert one[-1]["loss"] != pytest.approx(one[1]["loss"], rel=1e-2)      # there was something to differ
+        assert [b[k] for k in keys] == pytest.approx([a[k] for k in keys], rel=1e-4,
+                                                     abs=1e-5), a["step"]
+    # there was something to differ
+    assert one[-1]["loss"] != pytest.approx(one[1]["loss"], rel=1e-2)
     assert other[1]["ddp/world_size"] == RANKS[launcher] and other[1]["ddp/effective_batch_size"] == 12
     assert alike(launcher)[1].stdout.count("step 8/8") == 1                # rank 0 alone speaks
-
-
-def test_a_run_saved_on_two_ranks_goes_on_alone_with_the_same_global_batch(alike, tmp_path, capsys):
-    need("mpich")
-    for launcher, accum in (("python", 4), ("mpich", 2)):
-        shutil.copytree(alike(launcher)[0], tmp_path / launcher)
-        run(load_config(Config, None, [*ALIKE, "training.n_iters=11", f"training.accum={accum}"]), tmp_path / launcher)
-    text = capsys.readouterr().out
-    assert text.count("continuing from step 8") == 2
-    assert "accum is 4 and not 2" in text and text.count("world_size 2 -> 1") == 1
-    one, other = rows(tmp_path / "python"), rows(tmp_path / "mpich")
-    assert [row["step"] for row in other] == list(range(12))
-    assert [row["loss"] for row in other[1:]] == pytest.approx([row["loss"] for row in one[1:]], rel=1e-4)
 
 
 # ---- stop and go on ----
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     for order in ("random", "fixed"):
-        often = dict(training__eval_freq=4, training__snapshot_freq=4, loss__order=order, model__dropout=0.1)
+        often = dict(training__eval_freq=4, training__snapshot_freq=4, loss__order=order,
+                     model__dropout=0.1)
         run(tiny(**often), tmp_path / order)
-        run(tiny(training__n_iters=4, **often), tmp_path / f"{order} parts")    # in the middle of an epoch of 5
+        # in the middle of an epoch of 5
+        run(tiny(training__n_iters=4, **often), tmp_path / f"{order} parts")
         with open(tmp_path / f"{order} parts" / "metrics.jsonl", "a") as f:
-            f.write('{"step": 5, "loss": 0.0}\n{"step": 6, "lo')           # of a run that was killed later
+            f.write('{"step": 5, "loss": 0.0}\n{"step": 6, "lo')   # of a run that was killed later
         if order == "fixed":
             shutil.rmtree(tmp_path / "fixed parts" / "reference")
         run(tiny(**often), tmp_path / f"{order} parts")
         same_run(tmp_path / order, tmp_path / f"{order} parts")
     assert rows(tmp_path / "random")[-1]["loss"] != rows(tmp_path / "fixed")[-1]["loss"]
-
-
-@pytest.mark.slow
-def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_uninterrupted_run(tmp_path):
-    argv = [SCRIPT, *words(TINY, training__accum=1, training__batch_size=1, training__num_workers=1,
-                           training__n_iters=60, training__patience=99, model__dropout=0.1,
-                           data__demo_structures=20)]
-    with start_ranks("torchrun", 3, [*argv, "--output_dir", "parts"], tmp_path) as running:
-        running.wait_for_step(2, timeout=600)
-        os.kill(running.rank_pids()[1], signal.SIGTERM)
-        result = running.wait(timeout=600)
-    status = json.loads((tmp_path / "parts" / "status.json").read_text())
-    assert status["code"] == 75 and status["reason"].startswith("SIGTERM on rank 1 ("), result.text
-    assert load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))["step"] == status["step"] < 60
-    assert status["step"] % int(re.search(r"(\d+) steps per epoch", result.stdout)[1]), result.text
-    for work_dir in ("parts", "straight"):
-        result = run_ranks("torchrun", 3, [*argv, "--output_dir", work_dir], tmp_path)
-        assert result.returncode == 0, result.text
-        assert ("continuing from step" in result.stdout) == (work_dir == "parts")
-    same_run(tmp_path / "straight", tmp_path / "parts")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 3)])
-def test_a_run_killed_at_any_moment_again_and_again_equals_an_uninterrupted_one(tmp_path, launcher, n):
-    need(launcher)
-    argv = [SCRIPT, *words(TINY, training__accum=1, training__n_iters=90, training__snapshot_freq=3,
-                           training__patience=99, data__demo_structures=20)]
-    result = run_ranks(launcher, n, [*argv, "--output_dir", "straight"], tmp_path)
-    assert result.returncode == 0, result.text
-    random = np.random.default_rng(n)
-    for at in sorted(random.choice(np.arange(1, 56), 4 if n == 1 else 2, replace=False).tolist()):
-        with start_ranks(launcher, n, [*argv, "--output_dir", "parts"], tmp_path) as running:
-            running.wait_for_step(at + 1, timeout=600)
-            os.kill(running.rank_pids()[int(random.integers(n))] if n > 1 else running.process.pid, signal.SIGKILL)
-            running.wait(timeout=600)
-    result = run_ranks(launcher, n, [*argv, "--output_dir", "parts"], tmp_path)
-    assert result.returncode == 0 and "continuing from step" in result.stdout, result.text
-    same_run(tmp_path / "straight", tmp_path / "parts")
 
 
 def test_a_resume_is_refused_for_another_config_other_pairs_or_other_base_weights(tmp_path):
@@ -519,8 +461,10 @@ def test_a_resume_is_refused_for_another_config_other_pairs_or_other_base_weight
         run(tiny(optim__lr=0.5, loss__beta=0.2), tmp_path / "w")
     state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
     for key, value, text in (("base", "0", "trained from other base weights"),
-                             ("data", {"n": 3, "hash": "0"}, "trained on other pairs, or in another order"),
-                             ("optimizer", None, "has no optimizer; expected a checkpoint of train_dpo_ddp.py")):
+                             ("data", {"n": 3, "hash": "0"},
+                              "trained on other pairs, or in another order"),
+                             ("optimizer", None,
+                              "has no optimizer; expected a checkpoint of train_dpo_ddp.py")):
         changed = {k: v for k, v in {**state, key: value}.items() if v is not None}
         torch.save(changed, tmp_path / "other.pt")
         with pytest.raises(ValueError, match=text):
@@ -534,7 +478,7 @@ def test_a_run_that_goes_on_in_another_folder_takes_its_best_model_along(tmp_pat
     run(tiny(training__n_iters=3, optim__lr=0), tmp_path / "new", resume=last)
     assert (tmp_path / "new" / "best_model.pt").read_bytes() == (tmp_path / "w" / "best_model.pt").read_bytes()
     run(tiny(training__n_iters=2, optim__lr=0), tmp_path / "done", resume=last)
-    assert f"Weights: {tmp_path / 'w' / 'best_model.pt'}" in capsys.readouterr().out
+    assert f"weights   {tmp_path / 'w' / 'best_model.pt'}" in capsys.readouterr().out
     (tmp_path / "w" / "best_model.pt").unlink()
     run(tiny(training__n_iters=3, optim__lr=0), tmp_path / "lost", resume=last)
     assert "is looked for from here on" in capsys.readouterr().out
@@ -544,7 +488,9 @@ def test_a_run_that_goes_on_in_another_folder_takes_its_best_model_along(tmp_pat
 def test_fresh_renames_and_a_finished_run_says_so_and_may_be_lengthened(tmp_path, capsys):
     run(tiny(training__n_iters=3), tmp_path / "w")
     run(tiny(training__n_iters=3), tmp_path / "w")
-    assert "This run is finished: all steps done at step 3" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "This run is finished: all steps done at step 3" in text
+    assert text.count("  validation       loss") == 2 and text.count(f"weights   {tmp_path / 'w' / 'best_model.pt'}") == 2
     run(tiny(training__n_iters=4), tmp_path / "w")
     assert [row["step"] for row in rows(tmp_path / "w")] == [0, 1, 2, 3, 4]
     run(tiny(training__n_iters=1), tmp_path / "w", fresh=True)
@@ -554,24 +500,17 @@ def test_fresh_renames_and_a_finished_run_says_so_and_may_be_lengthened(tmp_path
 # ---- decisions ----
 
 def test_a_run_that_no_longer_improves_stops_early_and_keeps_the_base_weights(tmp_path, capsys):
-    result = run(tiny(optim__lr=0, training__n_iters=50, training__eval_freq=2, training__patience=3), tmp_path / "w")
-    assert result["step"] == 5                     # evaluations at steps 2, 4 and at the end of the epoch, 5
+    result = run(tiny(optim__lr=0, training__n_iters=50, training__eval_freq=2,
+                      training__patience=3), tmp_path / "w")
+    assert result["step"] == 5   # evaluations at steps 2, 4 and at the end of the epoch, 5
     text = capsys.readouterr().out
     assert "Finished at step 5 (early stop)" in text and "no evaluation was better than the base weights" in text
     table = rows(tmp_path / "w")
     assert all(row["loss"] == pytest.approx(math.log(2), abs=1e-5) for row in table[1:])
     base = random_proteinmpnn(0, **SMALL).state_dict()
     best = torch.load(tmp_path / "w" / "best_model.pt", weights_only=True)
-    assert all(torch.equal(best["model_state_dict"][k], base[k]) for k in base) and best["step"] == 0
-
-
-def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(tmp_path):
-    settings = words(TINY, optim__lr=0, data__val_fraction=0, training__n_iters=50, training__patience=2,
-                     training__accum=1)
-    done = run_ranks("mpich", 2, [SCRIPT, "--work_dir", "w", *settings], tmp_path, {"DDP_LOG_ALL": "1"})
-    assert done.returncode == 0 and not done.leftover, done.text
-    assert done.stdout.count("Finished at step 15 (early stop)") == 2, done.text      # 30 pairs: 5 steps per epoch
-    assert not any(k.startswith("val/") for row in rows(tmp_path / "w") for k in row)
+    assert all(torch.equal(best["model_state_dict"][k], base[k])
+               for k in base) and best["step"] == 0
 
 
 def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path, capsys):
@@ -581,41 +520,25 @@ def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path
     assert text.count("ATTENTION: chosen sequences have become less likely") == 1 and "loss.sft" in text
     held = run(tiny(loss__sft=1, **settings), tmp_path / "sft")
     assert "become less likely" not in capsys.readouterr().out
-    run(tiny(data__val_fraction=0, **{**settings, "training__n_iters": 5}), tmp_path / "blind")   # one epoch
+    # one epoch
+    run(tiny(data__val_fraction=0, **{**settings, "training__n_iters": 5}), tmp_path / "blind")
     text = capsys.readouterr().out
     assert text.count("step 0: train loss 0.6931") == 1 and text.count("chosen sequences have become less likely") == 1
     start = rows(tmp_path / "sft")[0]["val/logps/chosen"]
     assert result["val/logps/chosen"] < start < held["val/logps/chosen"]
 
 
-NAN_LOSS = """
-import os, sys
-sys.path.insert(0, {root!r})
-import train_dpo_ddp
-real, calls = train_dpo_ddp.micro_batch_loss, []
-def micro_batch_loss(*arguments):
-    loss, sums, pairs = real(*arguments)
-    calls.append(1)      # the first call is the one that lays out DDP's buckets
-    bad = os.environ["RANK"] == "1" and len(calls) - 1 == 3
-    return loss * float("nan") if bad else loss, sums * float("nan") if bad else sums, pairs
-train_dpo_ddp.micro_batch_loss = micro_batch_loss
-train_dpo_ddp.cli()
-"""
-
-
 def test_a_nan_on_one_rank_is_skipped_by_all_counted_and_logged(tmp_path):
-    (tmp_path / "driver.py").write_text(NAN_LOSS.format(root=str(ROOT)))
-    (tmp_path / "c.yaml").write_text(dump_yaml(tiny(training__n_iters=5, training__snapshot_freq=1, training__accum=1,
-                                                    training__keep_last=9, training__log_freq=1)))
-    result = run_ranks("torchrun", 2, ["driver.py", "--config", "c.yaml", "--work_dir", "w"], cwd=tmp_path)
+    (tmp_path / "driver.py").write_text(NAN_LOSS.format(root=str(ROOT), bad={3},
+                                                        script="train_dpo_ddp"))
+    (tmp_path / "c.yaml").write_text(dump_yaml(tiny(training__n_iters=5, training__snapshot_freq=1,
+                                                    training__accum=1, training__keep_last=9,
+                                                    training__log_freq=1)))
+    result = run_ranks("torchrun", 2, ["driver.py", "--config", "c.yaml", "--work_dir", "w"],
+                       cwd=tmp_path)
     assert result.returncode == 0, result.text
-    states = [load_checkpoint(str(path)) for path in (tmp_path / "w" / "checkpoints").glob("last*.pt")]
-    states = {state["step"]: state for state in states}
+    states = steps_with_a_nan(tmp_path / "w")
     assert sorted(states) == [1, 2, 3, 4, 5]
-    for part in (lambda s: s["model"], lambda s: s["optimizer"]["state"]):
-        torch.testing.assert_close(part(states[3]), part(states[2]), rtol=0, atol=0)   # a bad step changes nothing
-    assert not all(torch.equal(states[4]["model"][k], v) for k, v in states[3]["model"].items())
-    assert [s["bad_steps"] for _, s in sorted(states.items())] == [[0, 0], [0, 0], [1, 1], [1, 0], [1, 0]]
     assert states[3]["sums"] == states[2]["sums"] != states[4]["sums"] and all(map(math.isfinite, states[4]["sums"]))
     assert [row.get("bad_steps") for row in rows(tmp_path / "w")] == [None] * 3 + [1, 1, 1]
     assert rows(tmp_path / "w")[3]["loss"] is None
@@ -629,41 +552,49 @@ def test_the_gradient_changes_with_the_weight_of_diversity_and_training_on_it_ra
         config = tiny(loss__diversity_lambda=weight)
         policy, ref, pairs = sizes(config)
         data = MicroBatches(pairs, config.loss, 0)
-        accumulate(policy, [data[0, 0, 0, [0, 1, 5, 16]]], ref, config, Ddp(), torch.float32, 4.0)
+        global_gradient(policy, [data[0, 0, 0, [0, 1, 5, 16]]], loss_of(ref, config, Ddp()), Ddp(),
+                        4.0)
         grads.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
         norms.append(float(grads[-1].norm()))
     assert abs(norms[1] / norms[0] - 1) > 0.01 and abs(norms[2] / norms[1] - 1) > 0.01
-    torch.testing.assert_close(grads[2] - grads[1], grads[1] - grads[0], rtol=1e-3, atol=1e-5)     # linear in it
+    # linear in it
+    torch.testing.assert_close(grads[2] - grads[1], grads[1] - grads[0], rtol=1e-3, atol=1e-5)
     entropy = {}
     for weight in (0, 10):
-        run(tiny(loss__diversity_lambda=weight, training__n_iters=20, optim__lr=1e-2), tmp_path / str(weight))
-        entropy[weight] = [row["val/entropy"] for row in rows(tmp_path / str(weight)) if "val/entropy" in row]
+        run(tiny(loss__diversity_lambda=weight, training__n_iters=20, optim__lr=1e-2),
+            tmp_path / str(weight))
+        entropy[weight] = [row["val/entropy"] for row in rows(tmp_path / str(weight))
+                           if "val/entropy" in row]
     assert entropy[10][-1] > entropy[10][0] and entropy[10][-1] > entropy[0][-1] + 0.05
 
 
-def test_scores_under_the_reference_are_kept_on_disk_for_orders_that_stay(tmp_path, capsys, monkeypatch):
+def test_scores_under_the_reference_are_kept_on_disk_for_orders_that_stay(tmp_path, capsys,
+                                                                          monkeypatch):
     run(tiny(loss__order="fixed", training__n_iters=3), tmp_path / "a")
     assert capsys.readouterr().out.count("computed, kept in") == 2
     shutil.copytree(tmp_path / "a" / "reference", tmp_path / "cache")
-    with_cache = dict(loss__order="fixed", training__n_iters=3, data__reference_cache=tmp_path / "cache")
+    with_cache = dict(loss__order="fixed", training__n_iters=3,
+                      data__reference_cache=tmp_path / "cache")
     run(tiny(**with_cache), tmp_path / "b")
     assert capsys.readouterr().out.count("read from") == 2
-    differ = lambda row: {k: v for k, v in row.items() if k not in CLOCK}
-    assert list(map(differ, rows(tmp_path / "a"))) == list(map(differ, rows(tmp_path / "b")))
+    assert timeless(tmp_path / "a") == timeless(tmp_path / "b")
     before = sorted((tmp_path / "cache").iterdir())
     for change in (dict(training__seed=1), dict(loss__n_orders=2), dict(loss__temperature=0.5),
-                   dict(loss__order="arange"), dict(data__demo_pairs=4), dict(model__random__num_edges=9)):
+                   dict(loss__order="arange"), dict(data__demo_pairs=4),
+                   dict(model__random__num_edges=9)):
         run(tiny(**{**with_cache, **change}), tmp_path / str(change))
         assert capsys.readouterr().out.count("computed, kept in") == 2, change
     size = load_checkpoint(str(before[0]))["scores"].shape
-    for i, scores in enumerate((torch.full(size, math.nan), torch.zeros(size).int(), torch.zeros(3, 2), None)):
+    for i, scores in enumerate((torch.full(size, math.nan), torch.zeros(size).int(),
+                                torch.zeros(3, 2), None)):
         torch.save({"scores": scores}, before[0])
         if i == 0:
             before[1].write_bytes(b"junk")
         run(tiny(**with_cache), tmp_path / f"c{i}")
         assert capsys.readouterr().out.count("could not be used") == 1 + (i == 0)
         assert rows(tmp_path / f"c{i}")[-1]["loss"] == rows(tmp_path / "a")[-1]["loss"]
-    monkeypatch.setattr(torch, "__version__", "0.0")     # sums of another build are not those of the policy here
+    # sums of another build are not those of the policy here
+    monkeypatch.setattr(torch, "__version__", "0.0")
     run(tiny(**with_cache), tmp_path / "d")
     assert capsys.readouterr().out.count("computed, kept in") == 2
 
@@ -672,8 +603,8 @@ def test_reference_scores_for_fixed_orders_are_those_of_the_base_weights(tmp_pat
     config = tiny(loss__order="fixed", loss__n_orders=2)
     _, ref, pairs = sizes(config)
     table, _ = ref.precompute(pairs, "hash", tmp_path)
-    expected = [[alone(ref.model, p, S, orders_of(p, config.loss, 0)) for S in (p.chosen, p.rejected)]
-                for p in pairs]
+    expected = [[alone(ref.model, p, S, orders_of(p, config.loss, 0))
+                 for S in (p.chosen, p.rejected)] for p in pairs]
     torch.testing.assert_close(table, torch.tensor(expected), rtol=1e-5, atol=2e-4)
 
 
@@ -683,12 +614,14 @@ def test_little_room_for_structures_changes_nothing(tmp_path):
     same_run(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("name, beta", [("simpo", 2), ("reference_free", 0.5), ("ipo", 0.1), ("hinge", 0.1)])
+@pytest.mark.parametrize("name, beta", [("simpo", 2), ("reference_free", 0.5), ("ipo", 0.1),
+                                        ("hinge", 0.1)])
 def test_other_losses_train(tmp_path, name, beta):
     result = run(tiny(loss__name=name, loss__beta=beta, training__n_iters=25), tmp_path / "w")
     table = rows(tmp_path / "w")
     assert result["val/loss"] < table[0]["val/loss"] and result["val/rewards/accuracies"] >= 0.8
-    assert (tmp_path / "w" / "reference").exists() == (name in ("ipo", "hinge"))   # the others have none
+    # the others have none
+    assert (tmp_path / "w" / "reference").exists() == (name in ("ipo", "hinge"))
 
 
 def test_mixed_precision_trains_near_float32_with_a_step_0_in_float32(tmp_path, capsys):
@@ -702,16 +635,19 @@ def test_mixed_precision_trains_near_float32_with_a_step_0_in_float32(tmp_path, 
 
 
 def test_the_plain_step_of_the_benchmark_has_our_loss_and_gradient(tmp_path):
-    """On a chain with fewer rows than neighbours, a gap and a residue that lacks O: all are seen by all."""
+    """On a chain with fewer rows than neighbours, a gap and a residue that lacks O: all are seen by
+    all."""
     bench_ddp.write_demo_pdb(tmp_path / "s.pdb", 30)
     lines = [line for line in (tmp_path / "s.pdb").read_text().splitlines(keepends=True)
              if int(line[22:26]) != 9 and (int(line[22:26]) != 17 or line[13] != "O")]
     (tmp_path / "s.pdb").write_text("".join(lines))
     steps = bench_ddp.DpoSteps(tmp_path / "s.pdb", 2, Ddp())
-    (plain, norm), (ours, our_norm) = (map(float, steps.gradient(kind)) for kind in ("plain", "ours"))
+    (plain, norm), (ours, our_norm) = (map(float, steps.gradient(kind))
+                                       for kind in ("plain", "ours"))
     assert plain == pytest.approx(ours, abs=4e-6) and abs(plain - math.log(2)) > 1e-3
     assert norm == pytest.approx(our_norm, rel=1e-4)
-    for (name, p), q in zip(steps.models["plain"].named_parameters(), steps.models["ours"].parameters()):
+    for (name, p), q in zip(steps.models["plain"].named_parameters(),
+                            steps.models["ours"].parameters()):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5 * norm, msg=name)
 
 
@@ -736,20 +672,21 @@ def test_the_demo_learns_its_rule(demo):
 def test_the_demo_says_what_it_does_and_begins_at_log_2(demo):
     folder, result = demo
     text = result.stdout
-    for said in ("RANDOM weights from seed 0: for demonstrations and tests only", "loss: sigmoid, beta 0.1",
-                 "16 pairs x accum 1 x 2 rank(s) = 32 per step", "step 0: validation loss 0.6931 acc 0.000",
-                 "epoch 1/5: train loss", "epoch 5/5: train loss", "best_model.pt",
-                 "the reference is scored in float32"):
+    for said in ("RANDOM weights from seed 0: for demonstrations and tests only",
+                 "loss: sigmoid, beta 0.1", "16 pairs x accum 1 x 2 rank(s) = 32 per step",
+                 "step 0: validation loss 0.6931 acc 0.000", "epoch 1/5: train loss",
+                 "epoch 5/5: train loss", "best_model.pt", "the reference is scored in float32"):
         assert text.count(said) == 1, said
     assert re.search(r"epoch 2/5: train loss 0\.\d{4} acc [01]\.\d{3}, validation loss 0\.\d{4} acc [01]\.\d{3}, \d+ s",
                      text)
-    assert re.search(r"^step 5/55  loss \d\S*  pairs/s \d\S*  acc \d\S*  margin -?\d\S*$", text, re.MULTILINE)
+    assert re.search(r"^step 5/55  loss \d\S*  pairs/s \d\S*  acc \d\S*  margin -?\d\S*$", text,
+                     re.MULTILINE)
     assert re.search(r"^step 10/55  loss \d\S*  ETA \d:\d\d:\d\d  pairs/s \d\S*  acc \d\S*  margin -?\d\S*$", text,
                      re.MULTILINE)
     table = rows(folder)
     assert table[0]["val/rewards/margins"] == 0 == table[0]["val/kl"]
-    for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
-                "logps/rejected"):
+    for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins",
+                "rewards/accuracies", "logps/chosen", "logps/rejected"):
         assert key in table[-1] and f"val/{key}" in table[-1]
     assert table[-1]["rewards/margins"] == pytest.approx(table[-1]["rewards/chosen"] - table[-1]["rewards/rejected"])
     assert {"grad_norm", "lr", "val/recovery", "val/kl", "entropy"} <= table[-1].keys()
@@ -759,47 +696,57 @@ def test_the_demo_says_what_it_does_and_begins_at_log_2(demo):
 
 # Name and shape of every tensor of a published file, by its documentation: H = 128, 3 + 3 layers.
 def published_shapes():
-    H, shapes = 128, {"features.embeddings.linear.weight": (16, 66), "features.embeddings.linear.bias": (16,),
-                      "features.edge_embedding.weight": (128, 416), "features.norm_edges.weight": (128,),
-                      "features.norm_edges.bias": (128,), "W_e.weight": (128, 128), "W_e.bias": (128,),
-                      "W_s.weight": (21, 128), "W_out.weight": (21, 128), "W_out.bias": (21,)}
+    H, shapes = 128, {"features.embeddings.linear.weight": (16, 66),
+                      "features.embeddings.linear.bias": (16,),
+                      "features.edge_embedding.weight": (128, 416),
+                      "features.norm_edges.weight": (128,), "features.norm_edges.bias": (128,),
+                      "W_e.weight": (128, 128), "W_e.bias": (128,), "W_s.weight": (21, 128),
+                      "W_out.weight": (21, 128), "W_out.bias": (21,)}
     for part, wide, norms, linears in (("encoder", 3, 3, ("W1", "W2", "W3", "W11", "W12", "W13")),
                                        ("decoder", 4, 2, ("W1", "W2", "W3"))):
         for i in range(3):
             at = f"{part}_layers.{i}."
-            shapes |= {f"{at}norm{k}.{what}": (H,) for k in range(1, norms + 1) for what in ("weight", "bias")}
+            shapes |= {f"{at}norm{k}.{what}": (H,) for k in range(1, norms + 1)
+                       for what in ("weight", "bias")}
             for name in linears:
-                shapes |= {f"{at}{name}.weight": (H, (wide if name.endswith("1") else 1) * H), f"{at}{name}.bias": (H,)}
+                shapes |= {f"{at}{name}.weight": (H, (wide if name.endswith("1") else 1) * H),
+                           f"{at}{name}.bias": (H,)}
             shapes |= {f"{at}dense.W_in.weight": (4 * H, H), f"{at}dense.W_in.bias": (4 * H,),
                        f"{at}dense.W_out.weight": (H, 4 * H), f"{at}dense.W_out.bias": (H,)}
     return shapes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher, data, more", [
-    ("torchrun", "pairs_monomer.json", []), ("mpich", "pairs_multichain.json", ["loss.order=fixed"])])
-def test_real_pairs_are_learned_and_the_result_reads_as_a_published_file(shared, tmp_path, launcher, data, more):
+@pytest.mark.parametrize("launcher, data, more", [("torchrun", "pairs_monomer.json", []),
+                                                  ("mpich", "pairs_multichain.json",
+                                                   ["loss.order=fixed"])])
+def test_real_pairs_are_learned_and_the_result_reads_as_a_published_file(shared, tmp_path, launcher,
+                                                                         data, more):
     need(launcher)
-    fixture = torch.load(shared / "fixtures" / "proteinmpnn.pt", weights_only=True)["checkpoint_official"]
+    fixture = torch.load(shared / "fixtures" / "proteinmpnn.pt",
+                         weights_only=True)["checkpoint_official"]
     (tmp_path / "weights").mkdir()
     torch.save(fixture, tmp_path / "weights" / "v_48_020.pt")
-    argv = ["--train_data", shared / "data" / data, "--output_dir", "out", "--base_model_dir", "weights",
-            "--lr", "2e-5", "--batch_size", "2", "--num_epochs", "3", "optim.warmup=0", "training.log_freq=1", *more]
+    argv = ["--train_data", shared / "data" / data, "--output_dir", "out", "--base_model_dir",
+            "weights", "--lr", "2e-5", "--batch_size", "2", "--num_epochs", "3", "optim.warmup=0",
+            "training.log_freq=1", *more]
     done = run_ranks(launcher, 2, [SCRIPT, *argv], tmp_path, timeout=900)
     assert done.returncode == 0 and not done.leftover, done.text
     table = rows(tmp_path / "out")
     first, last = table[1], table[-1]
     print(f"{data}, {launcher}: {done.seconds:.0f} s, training loss {first['loss']:.4f} -> {last['loss']:.4f}")
-    print([{k: round(row[k], 4) for k in ("val/loss", "val/rewards/accuracies", "val/recovery", "val/kl")}
-           for row in table if "val/loss" in row])
+    print([{k: round(row[k], 4) for k in ("val/loss", "val/rewards/accuracies", "val/recovery",
+                                          "val/kl")} for row in table if "val/loss" in row])
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert table[0]["val/rewards/accuracies"] == 0 and last["val/rewards/accuracies"] > 0.9
     assert last["loss"] < 0.5 and last["val/loss"] < 0.6
     found = torch.load(tmp_path / "out" / "best_model.pt", weights_only=True)
     assert found["num_edges"] == 48 and found["noise_level"] == 0.2
     assert {k: tuple(v.shape) for k, v in found["model_state_dict"].items()} == published_shapes()
-    assert all(v.dtype == torch.float32 and v.isfinite().all() for v in found["model_state_dict"].values())
-    # The margin of a pair, from the two files alone; of a small one by the formulas as they are written down.
+    assert all(v.dtype == torch.float32 and v.isfinite().all()
+               for v in found["model_state_dict"].values())
+    # The margin of a pair, from the two files alone; of a small one by the formulas as they are
+    # written down.
     policy, base = from_checkpoint(found), from_checkpoint(fixture)
     pair = min(read_pairs(shared / "data" / data), key=lambda pair: len(pair.complex))
     orders = orders_of(pair, Loss(), 0)
@@ -819,33 +766,45 @@ def test_every_shipped_config_is_accepted():
 
 
 def test_options_of_the_original_set_what_they_say(tmp_path):
-    argv = ("--train_data a.json --val_data b.json --output_dir out --batch_size 16 --num_epochs 7 "
-            "--learning_rate 1e-4 --beta 0.5 --temperature 0.1 --base_model_name v_48_010 --base_model_dir w "
-            "--backend gloo --no_cuda --weight_decay 0.01 --num_workers 2 --max_length 500 --diversity_lambda 0.05 "
-            "--mutable_positions A12 A15 --base_model_config_dir cfg loss.name=hinge").split()
+    argv = ("--train_data a.json --val_data b.json --output_dir out --batch_size 16 --num_epochs "
+            "7 --learning_rate 1e-4 --beta 0.5 --temperature 0.1 --base_model_name v_48_010 "
+            "--base_model_dir w --backend gloo --no_cuda --weight_decay 0.01 --num_workers 2 "
+            "--max_length 500 --diversity_lambda 0.05 --mutable_positions A12 A15 "
+            "--base_model_config_dir cfg loss.name=hinge").split()
     args, c = read_arguments(argv)
-    assert (c.data.train_data, c.data.val_data, args.work_dir, c.data.max_length) == ("a.json", "b.json", "out", 500)
+    assert (c.data.train_data, c.data.val_data, args.work_dir, c.data.max_length) == ("a.json",
+                                                                                      "b.json",
+                                                                                      "out", 500)
     assert (c.training.batch_size, c.training.num_epochs, c.training.num_workers) == (16, 7, 2)
-    assert (c.optim.lr, c.optim.weight_decay, c.loss.beta, c.loss.temperature) == (1e-4, 0.01, 0.5, 0.1)
+    assert (c.optim.lr, c.optim.weight_decay, c.loss.beta, c.loss.temperature) == (1e-4, 0.01, 0.5,
+                                                                                   0.1)
     assert (c.model.base_model_name, c.model.base_model_dir) == ("v_48_010", "w")
-    assert (c.loss.name, c.loss.diversity_lambda, c.data.mutable_positions) == ("hinge", 0.05, "A12 A15")
+    assert (c.loss.name, c.loss.diversity_lambda, c.data.mutable_positions) == ("hinge", 0.05,
+                                                                                "A12 A15")
     assert args.no_cuda and args.backend == "gloo"
-    _, c = read_arguments(["--train_data", "a", "--mutable_ranges", "0-5", "9-12", "optim.lr=1", "--lr", "3"])
+    _, c = read_arguments(["--train_data", "a", "--mutable_ranges", "0-5", "9-12", "optim.lr=1",
+                           "--lr", "3"])
     assert c.data.mutable_ranges == "0-5 9-12" and c.optim.lr == 3
     _, c = read_arguments(["--train_data", "a"])
-    assert (c.loss.beta, c.loss.temperature, c.model.dropout, c.training.num_workers) == (0.1, 1.0, 0.0, 0)
+    assert (c.loss.beta, c.loss.temperature, c.model.dropout, c.training.num_workers) == (0.1, 1.0,
+                                                                                          0.0, 0)
 
 
 def test_the_plan_scales_the_learning_rate():
     c = load_config(Config, None, ["training.batch_size=4", "optim.lr=3e-7", "optim.scale=linear",
                                    "optim.base_global_batch=4", "optim.warmup=10"])
-    table = [re.split(r"\s{2,}", line.strip()) for line in describe_plan(c, "1,4").splitlines()[-3:-1]]
+    table = [re.split(r"\s{2,}", line.strip()) for line in describe_plan(c,
+                                                                         "1,4").splitlines()[-3:-1]]
     assert table == [["1", "4", "3e-07", "10"], ["4", "16", "1.2e-06", "40"]]
+    read_arguments(["--plan", "1,4"])                                      # needs no pairs
 
 
-def test_a_small_file_scales_to_its_pairs_and_a_warm_up_that_outlasts_the_run_is_told_once(tmp_path, capsys):
-    config = tiny(training__batch_size=64, training__n_iters=2, optim__scale="linear", optim__base_global_batch=5)
-    run(config, tmp_path / "w")          # 5 structures of 5 pairs: 5 times the base, where a full batch were 25.6 times
+def test_a_small_file_scales_to_its_pairs_and_a_warm_up_that_outlasts_the_run_is_told_once(tmp_path,
+                                                                                           capsys):
+    config = tiny(training__batch_size=64, training__n_iters=2, optim__scale="linear",
+                  optim__base_global_batch=5)
+    # 5 structures of 5 pairs: 5 times the base, where a full batch were 25.6 times
+    run(config, tmp_path / "w")
     printed = " ".join(capsys.readouterr().out.split())
     assert "lr 0.015, warm-up 15 steps, scaled from 0.003 and 3 at 5 pairs (linear), to the 25 pairs" in printed
     assert "ATTENTION: the warm-up (15 steps) lasts to the end (2 steps): the learning rate reaches 13 %" in printed
@@ -858,13 +817,14 @@ def test_a_small_file_scales_to_its_pairs_and_a_warm_up_that_outlasts_the_run_is
 
 
 def pdb_text(X, letters):
-    names = dict(zip("ACDEFGHIKLMNPQRSTVWY", "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL "
-                                             "TRP TYR".split()))
+    names = dict(zip("ACDEFGHIKLMNPQRSTVWY",
+                     "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL "
+                     "TRP TYR".split()))
     lines = []
     for i, (atoms, letter) in enumerate(zip(X, letters), 1):
         for name, (x, y, z) in zip(("N", "CA", "C", "O"), atoms):
-            lines.append(f"ATOM  {len(lines) + 1:>5}  {name:<3} {names[letter]} A{i:>4}    {x:8.3f}{y:8.3f}{z:8.3f}"
-                         f"  1.00  0.00           {name[0]}")
+            lines.append(f"ATOM  {len(lines) + 1:>5}  {name:<3} {names[letter]} A{i:>4}    "
+                         f"{x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {name[0]}")
     return "\n".join(lines) + "\nEND\n"
 
 
@@ -876,11 +836,12 @@ def files(tmp_path):
         chosen, rejected, native = ("".join(ALPHABET[k] for k in S)
                                     for S in (pair.chosen, pair.rejected, pair.complex.S))
         (tmp_path / f"s{i // 2}.pdb").write_text(pdb_text(pair.complex.X, native))
-        entries.append({"pdb_file": f"s{i // 2}.pdb", "preferred_seq": chosen, "unpreferred_seq": rejected,
-                        "chain_id": "A"})
+        entries.append({"pdb_file": f"s{i // 2}.pdb", "preferred_seq": chosen,
+                        "unpreferred_seq": rejected, "chain_id": "A"})
     (tmp_path / "pairs.json").write_text(json.dumps(entries))
     (tmp_path / "w").mkdir()
-    save_proteinmpnn(tmp_path / "w" / "v_48_020.pt", random_proteinmpnn(0, noise_level=0.2, **SMALL))
+    save_proteinmpnn(tmp_path / "w" / "v_48_020.pt", random_proteinmpnn(0, noise_level=0.2,
+                                                                        **SMALL))
     return tmp_path
 
 
@@ -889,13 +850,18 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
     for entry in entries:
         entry["unpreferred_seq"] = entry["preferred_seq"][:4] + "GGGGG" + entry["preferred_seq"][9:]
     (files / "few.json").write_text(json.dumps(entries))
-    plain, by_number, by_index = command_lines([
-        ["--train_data", "pairs.json", "--base_model_dir", "w", "--num_epochs", "2", "--lr", "1e-3", "--no_cuda",
-         "--batch_size", "2", "--output_dir", "out", "--base_model_config_dir", "cfg"],
-        ["--train_data", "few.json", "--base_model_dir", "w", "--num_epochs", "1", "--output_dir", "a",
-         "--mutable_positions", "A5-A9"],
-        ["--train_data", "few.json", "--base_model_dir", "w", "--num_epochs", "1", "--output_dir", "b",
-         "--mutable_ranges", "4-8", "optim.lr=3e-6"]], files)
+    plain, by_number, by_index = command_lines("train_dpo_ddp",
+                                               [["--train_data", "pairs.json", "--base_model_dir",
+                                                 "w", "--num_epochs", "2", "--lr", "1e-3",
+                                                 "--no_cuda", "--batch_size", "2", "--output_dir",
+                                                 "out", "--base_model_config_dir", "cfg"],
+                                                ["--train_data", "few.json", "--base_model_dir",
+                                                 "w", "--num_epochs", "1", "--output_dir", "a",
+                                                 "--mutable_positions", "A5-A9"],
+                                                ["--train_data", "few.json", "--base_model_dir",
+                                                 "w", "--num_epochs", "1", "--output_dir", "b",
+                                                 "--mutable_ranges", "4-8", "optim.lr=3e-6"]],
+                                               files)
     assert plain[0] == 0 and "--base_model_config_dir cfg is not needed" in plain[1], plain
     assert "6 pairs on 3 structures" in plain[1] and "4 pairs for training, 2 on 1 structure(s)" in plain[1]
     assert "v_48_020.pt, trained with 0.2 Angstrom of noise" in plain[1]
@@ -904,21 +870,22 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
     assert "5 positions by chain and number in the file: A5-A9" in " ".join(by_number[1].split()), by_number
     assert "5 positions by 0-based number in the sequence: 4-8" in " ".join(by_index[1].split()), by_index
     a, b = rows(files / "a"), rows(files / "b")
-    assert a[0] == b[0] and -5 * 6 < a[0]["val/logps/chosen"] < -5         # of 5 residues, not of 30
+    assert a[0] == b[0] and -5 * 6 < a[0]["val/logps/chosen"] < -5   # of 5 residues, not of 30
     assert a[0]["val/logps/chosen_per_residue"] == pytest.approx(a[0]["val/logps/chosen"] / 5)
 
 
 def test_positions_for_all_pairs_need_fit_those_alone_that_have_none_of_their_own(files):
     entries = json.loads((files / "pairs.json").read_text())[::2]
     lengths = [len(entry["preferred_seq"]) for entry in entries]
-    entries = [entries[i] for i in np.argsort(lengths)]                    # the shortest first, without the position
+    entries = [entries[i] for i in np.argsort(lengths)]   # the shortest first, without the position
     last = max(lengths)
     for entry in entries:
         entry["unpreferred_seq"] = entry["preferred_seq"][:-1] + ("W" if entry["preferred_seq"][-1] != "W" else "A")
         if len(entry["preferred_seq"]) < last:
             entry["mutable_positions"] = [len(entry["preferred_seq"]) - 1]
     (files / "own.json").write_text(json.dumps(entries))
-    config = load_config(Config, None, [f"data.train_data={files}/own.json", f"data.mutable_positions=A{last}"])
+    config = load_config(Config, None, [f"data.train_data={files}/own.json",
+                                        f"data.mutable_positions=A{last}"])
     told = " ".join(load_pairs(config, lambda: None)[2])
     assert min(lengths) < last
     assert f"mutable where a pair gives none: 1 positions by chain and number in the file: A{last}" in told
@@ -944,10 +911,12 @@ CONFIG_CASES = [
     (["--rank", "2"], ["unrecognized arguments: --rank"])]
 
 
-@pytest.mark.parametrize("argv, expected", CONFIG_CASES, ids=[" ".join(argv) for argv, _ in CONFIG_CASES])
+@pytest.mark.parametrize("argv, expected", CONFIG_CASES, ids=[" ".join(argv) for argv,
+                                                              _ in CONFIG_CASES])
 def test_a_wrong_config_is_refused_by_the_name_of_its_key(argv, expected):
     with pytest.raises(ValueError) as caught:
-        read_arguments([*(["--train_data", "a"] if argv and "--train_data" not in argv else []), *argv])
+        read_arguments([*(["--train_data", "a"] if argv and "--train_data" not in argv else []),
+                        *argv])
     assert all(words in str(caught.value) for words in expected)
 
 
@@ -958,10 +927,12 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
     (files / "text.json").write_text("no json")
     (files / "w" / "broken.pt").write_bytes(b"junk")
     (files / "c.yaml").write_text("training: {batch_size: 2}\n")
-    base = ["--train_data", "pairs.json", "--base_model_dir", "w", "--output_dir", "new", "--num_epochs", "1"]
+    base = ["--train_data", "pairs.json", "--base_model_dir", "w", "--output_dir", "new",
+            "--num_epochs", "1"]
     cases = [
         ([*base, "--train_data", "short.json", "--val_data", "none.json", "--base_model_name", "v_48_030"],
-         ["item 0", "lengths differ", "none.json does not exist", "no file w/v_48_030.pt",   # all at once
+         # all at once
+         ["item 0", "lengths differ", "none.json does not exist", "no file w/v_48_030.pt",
           "github.com/dauparas/ProteinMPNN", "--base_model_dir FOLDER", "--base_model_name random"]),
         (["--train_data", "pairs.json"], ["no file vanilla_model_weights/v_48_020.pt"]),
         ([*base, "--base_model_name", "broken"], ["broken.pt cannot be read"]),
@@ -980,7 +951,9 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
         ([*base, "--output_dir", "w"], ["w is not a run directory"]),
         ([*base, "--plan", "x"], ["--plan x"])]
     before = sorted(p.name for p in files.rglob("*"))
-    for (argv, expected), (code, out, err) in zip(cases, command_lines([argv for argv, _ in cases], files)):
+    for (argv, expected), (code, out, err) in zip(cases, command_lines("train_dpo_ddp",
+                                                                       [argv for argv, _ in cases],
+                                                                       files)):
         text = f"{argv}\nexit code {code}\n{out}\n{err}"
         assert code == 2, text
         assert all(e in err for e in expected) and err.count("error:") == 1, text
@@ -998,7 +971,8 @@ train_dpo_ddp.cli()
 
 
 @pytest.mark.parametrize("alike", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_ranks_refuse_with_one_message_also_when_each_could_go_on_with_what_it_has_read(files, alike):
+def test_two_ranks_refuse_with_one_message_also_when_each_could_go_on_with_what_it_has_read(files,
+                                                                                            alike):
     """alike: both read a bad file. Else each reads good ones, which differ."""
     need("mpich")
     for rank in ("0", "1"):
@@ -1013,7 +987,8 @@ def test_two_ranks_refuse_with_one_message_also_when_each_could_go_on_with_what_
     before = sorted(p.name for p in files.rglob("*"))
     argv = ["driver.py", "--train_data", "p.json", "--base_model_dir", "w"]
     done = run_ranks("mpich", 2, argv, files, timeout=300)
-    assert done.returncode != 0 and not done.leftover, done.text          # 2, or what the launcher makes of it
+    # 2, or what the launcher makes of it
+    assert done.returncode != 0 and not done.leftover, done.text
     said = ("missing key preferred_seq" if alike else
             r'rank 1 on \S+ has pairs \(hash\) "\w+" \(rank 0: "\w+"\), base weights \(hash\) "')
     assert len(re.findall(said, done.stderr)) == 1 and done.stderr.count("error: ") == 1, done.text
@@ -1034,18 +1009,12 @@ def test_all_malformed_files_are_refused_before_anything_is_written(shared, tmp_
 
 def test_a_run_without_a_good_step_says_so(tmp_path, monkeypatch):
     real = train_dpo_ddp.micro_batch_loss
-    bad = lambda loss, sums, pairs: (math.nan * loss, math.nan * sums, pairs)
-    monkeypatch.setattr(train_dpo_ddp, "micro_batch_loss", lambda *a: bad(*real(*a)))
+
+    def bad(*arguments):
+        loss, sums, pairs = real(*arguments)
+        return math.nan * loss, math.nan * sums, pairs
+
+    monkeypatch.setattr(train_dpo_ddp, "micro_batch_loss", bad)
     with pytest.raises(RuntimeError, match="all steps had a nan or infinite loss.*optim.lr"):
         run(tiny(training__n_iters=2, data__val_fraction=0), tmp_path / "w")
 
-
-def test_a_run_that_breaks_down_leaves_finite_models(tmp_path):
-    config = tiny(training__n_iters=30, training__snapshot_freq=3, training__max_bad_steps=2)
-    ready = prepare(config, Ddp(), tmp_path / "w")
-    ready.optimizer.register_step_post_hook(lambda *_: (
-        ready.progress["step"] == 3 and ready.bare.W_out.bias.data.fill_(math.nan)))
-    with pytest.raises(RuntimeError, match="optim.lr"):
-        train(ready, Ddp())
-    for path in [*(tmp_path / "w").glob("*.pt")]:
-        assert all(v.isfinite().all() for v in torch.load(path, weights_only=True)["model_state_dict"].values())

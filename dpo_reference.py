@@ -1,0 +1,245 @@
+"""What does not change in DPO training: base weights, encodings of complexes, reference scores.
+
+Also how pairs become a batch of sequences under decoding orders, and how such a batch is scored:
+policy and reference are scored alike.
+"""
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+
+from ddp_setup import all_sum, beat, broadcast, load_checkpoint, save_checkpoint, seed_for
+from proteinmpnn_model import PUBLISHED, decoding_order, load_proteinmpnn, random_proteinmpnn
+from structure_data import collate, collate_complexes, eval_batches
+
+WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses
+CACHE_FORMAT = 2   # of the file of scores; part of its name
+
+
+# ---------------------------------------------------------------- base weights
+def load_base(config):
+    """(model with the weights to start from, on the CPU, what they are). Raises ValueError."""
+    m, seed = config.model, config.training.seed
+    if m.base_model_name == "random":
+        r = m.random
+        model = random_proteinmpnn(seed, num_edges=r.num_edges, hidden_size=r.hidden_size,
+                                   n_encoder=r.n_encoder, n_decoder=r.n_decoder, dropout=m.dropout)
+        return model, f"RANDOM weights from seed {seed}: for demonstrations and tests only"
+    path = Path(m.base_model_dir) / f"{m.base_model_name.removesuffix('.pt')}.pt"
+    if not path.is_file():
+        raise ValueError(f"base weights: there is no file {path} (of --base_model_dir and "
+                         f"--base_model_name). {PUBLISHED} Fetch that folder and name it: "
+                         "--base_model_dir FOLDER --base_model_name v_48_020. --base_model_name "
+                         "random trains from random weights, for demonstrations and tests only.")
+    model = load_proteinmpnn(str(path), m.dropout)
+    return model, f"{path}, trained with {model.noise_level:g} Angstrom of noise"
+
+
+def hash_of(weights):
+    """Hash of a state_dict, as text."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(weights.items()):
+        numbers = value.detach().cpu().float().contiguous().numpy()
+        digest.update(name.encode() + numbers.tobytes())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- batches and scores
+def orders_of(pair, loss, seed, epoch=None):
+    """(n_orders, L) decoding orders of a pair, fixed residues first: the same for its four scores.
+
+    Keyed by (seed, pair, epoch); without an epoch, or with order fixed, by (seed, pair)."""
+    n = len(pair.chain_M)
+    designed = torch.zeros(1, len(pair.complex))
+    designed[0, :n] = torch.from_numpy(pair.chain_M & pair.complex.mask[:n])
+    if loss.order == "arange":
+        places = torch.arange(designed.shape[1], dtype=torch.float64)
+        return decoding_order(designed, places[None])
+    key = (pair.complex.key, pair.chain_M.tobytes()) if loss.share_order else pair.key
+    key = seed_for(seed, "order", key, epoch if loss.order == "random" else None)
+    draw = torch.rand(loss.n_orders, designed.shape[1], dtype=torch.float64,
+                      generator=torch.Generator().manual_seed(key))
+    return decoding_order(designed.expand_as(draw), draw)
+
+
+def make_batch(pairs, indices, loss, seed, epoch=None):
+    """Collate P pairs on U complexes of at most L rows into M distinct sequences under orders.
+
+    Returns a dict of
+        S, order: (M, L) int64, the sequences and the order in which each is decoded.
+        structure: (M,) int64, row of the complex, counted as they first come.
+        index: (P, O, 2) int64, row in S of the chosen and the rejected sequence of a pair under
+            each of its O orders.
+        weight: (P, L) float32, 1 = scored. n: (P,) their number. indices: (P,) int64, as given.
+    """
+    batch, rows, index = collate(pairs, indices), {}, []
+    L = batch["S"].shape[1]
+    for p, i in enumerate(indices):
+        for order in orders_of(pairs[i], loss, seed, epoch):
+            order = torch.cat([order, torch.arange(len(order), L)])                # padding last
+            for name in ("chosen", "rejected"):
+                row = (int(batch["complex"][p]), batch[name][p], order)
+                key = row[0], row[1].numpy().tobytes(), order.numpy().tobytes()
+                index.append(rows.setdefault(key, (len(rows), row))[0])
+    structure, S, order = zip(*(row for _, row in rows.values()))
+    weight = batch["chain_M"] * batch["mask"][batch["complex"]]
+    return {"S": torch.stack(S), "order": torch.stack(order), "structure": torch.tensor(structure),
+            "index": torch.tensor(index).view(len(indices), -1, 2), "weight": weight,
+            "n": weight.sum(1), "indices": torch.as_tensor(indices)}
+
+
+def pair_scores(log_probs, batch, temperature):
+    """Scores of pairs, averaged over their orders.
+
+    log_probs: (M, L, 21), of the sequences of a batch of make_batch.
+    Returns (P, 2) log-probabilities of chosen and rejected, summed over the scored residues, in
+    nats; and (P,) mean entropy of a scored residue given the chosen sequence.
+    """
+    if temperature != 1:
+        log_probs = torch.log_softmax(log_probs / temperature, dim=-1)
+    token = log_probs.gather(-1, batch["S"][..., None])[..., 0]                    # (M, L)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    weight, index = batch["weight"][:, None], batch["index"]               # (P, 1, L), (P, O, 2)
+    sums = (token[index] * weight[:, None]).sum(-1).mean(1)
+    return sums, (entropy[index[..., 0]] * weight).sum(-1).mean(1) / batch["n"]
+
+
+# ---------------------------------------------------------------- the reference
+def stack(parts):
+    """Graphs, or encodings, of one structure each -> one of all, padded with masked rows."""
+    if len(parts) == 1:
+        return parts[0]
+    size, out = [max(part.E_idx.shape[d] for part in parts) for d in (1, 2)], []
+    for name in parts[0]._fields:
+        values = [getattr(part, name) for part in parts]
+        d = 1 if name in ("mask", "h_V") else 2                         # (L, ...) or (L, K, ...)
+        whole = values[0].new_zeros(len(parts), *size[:d], *values[0].shape[1 + d:])
+        for row, value in zip(whole, values):
+            row[tuple(map(slice, value.shape[1:1 + d]))] = value[0]
+        out.append(whole)
+    return type(parts[0])(*out)
+
+
+def bytes_of(tensors):
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+class Reference:
+    """The base weights on the device, and what they make of each complex: its graph (what the
+    network sees) and its encoding. Both are made once per complex and kept while there is room."""
+
+    def __init__(self, model, pairs, config, ddp):
+        self.model = model.eval().requires_grad_(False)
+        self.pairs, self.config, self.ddp = pairs, config, ddp
+        self.needed = config.loss.name not in WITHOUT_REFERENCE
+        self.room = config.memory.structure_cache_mb * 2**20   # bytes
+        self.cache, self.table = {}, None
+
+    def cached(self, kind, complex, make):
+        """What make() gives for this complex; the least recently used makes room."""
+        found = self.cache.pop((kind, complex.key), None)
+        if found is None:
+            found = make()
+            self.room -= bytes_of(found)
+        self.cache[kind, complex.key] = found   # the last used stands last
+        while self.room < 0 and len(self.cache) > 1:
+            self.room += bytes_of(self.cache.pop(next(iter(self.cache))))
+        return found
+
+    def graph(self, complex):
+        def make():
+            c = collate_complexes([complex])
+            graph = self.model.graph(c["X"], c["mask"], c["residue_idx"], c["chain_id"])
+            return type(graph)(*(x.to(self.ddp.device) for x in graph))
+        return self.cached("graph", complex, make)
+
+    def to_device(self, batch, pairs=None):
+        """The batch of make_batch on the device, with its complexes and their graph.
+
+        pairs: those that batch["indices"] counts in; None: the training pairs."""
+        moved = {name: value.to(self.ddp.device, non_blocking=True) if torch.is_tensor(value) else
+                 value for name, value in batch.items()}
+        pairs = self.pairs if pairs is None else pairs
+        complexes = [pairs[i].complex for i in batch["indices"].tolist()]
+        complexes = list({complex.key: complex for complex in complexes}.values())
+        graph = stack([self.graph(complex) for complex in complexes])
+        return {**moved, "complexes": complexes, "graph": graph}
+
+    @torch.no_grad()
+    def log_probs(self, batch):
+        """(M, L, 21) under the base weights, in float32 whatever the policy computes in."""
+        encoding = stack([self.cached("encoding", c, lambda: self.model.encode(self.graph(c)))
+                          for c in batch["complexes"]])
+        return self.model.decode(encoding, batch["S"], batch["order"], batch["structure"])
+
+    def scores(self, batch):
+        """(P, 2) summed log-probabilities of chosen and rejected; 0 where the loss needs none."""
+        if not self.needed:
+            return torch.zeros_like(batch["weight"][:, :2])
+        if self.table is not None:
+            return self.table[batch["indices"]]
+        return pair_scores(self.log_probs(batch), batch, self.config.loss.temperature)[0]
+
+    def precompute(self, pairs, weights_hash, folder):
+        """Scores of all pairs under orders that stay, read from `folder` or computed and put there.
+
+        The file's name is a hash of all that enters them.
+        Returns: (scores (n, 2) float32, words on where they come from)."""
+        path, scores, trouble = Path(folder) / self._file_name(pairs, weights_hash), None, ""
+        if self.ddp.is_main and path.exists():
+            try:
+                scores = read_scores(path, len(pairs))
+            except (ValueError, KeyError, TypeError) as e:
+                trouble = f"; {path} could not be used ({str(e).splitlines()[0]})"
+        if broadcast(scores is not None, self.ddp):
+            scores = torch.zeros(len(pairs), 2) if scores is None else scores
+            return broadcast(scores, self.ddp).to(self.ddp.device), f"read from {path}"
+        scores = self._compute_scores(pairs)
+        save_checkpoint(str(path), self.ddp, resumes=False, scores=scores)
+        return scores.to(self.ddp.device), f"computed, kept in {path}{trouble}"
+
+    def _file_name(self, pairs, weights_hash):
+        t, loss = self.config.training, self.config.loss
+        order = "arange" if loss.order == "arange" else (
+            "fixed", t.seed, loss.n_orders, loss.share_order)
+        content = (CACHE_FORMAT, weights_hash, order, loss.temperature, t.batch_size,
+                   self.model.num_edges, self.ddp.device.type,
+                   torch.__version__,   # sums of another version: step 0 would not be log 2
+                   [pair.key for pair in pairs])
+        return hashlib.blake2b(repr(content).encode(), digest_size=12).hexdigest() + ".pt"
+
+    @torch.no_grad()
+    def _compute_scores(self, pairs):
+        """(n, 2) float32, the same for any number of ranks: each pair on one rank, in the same
+        batch always."""
+        t, loss, ddp = self.config.training, self.config.loss, self.ddp
+        scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
+        for indices in eval_batches(pairs, t.batch_size)[ddp.rank::ddp.world_size]:
+            batch = self.to_device(make_batch(pairs, indices.tolist(), loss, t.seed), pairs)
+            # The whole model, as in validation: equal weights have equal scores to the last bit.
+            log_probs = self.model(batch["graph"], batch["S"], batch["order"], batch["structure"])
+            scores[indices] = pair_scores(log_probs, batch, loss.temperature)[0].double().cpu()
+            beat(ddp)
+        return all_sum(scores, ddp).float()
+
+
+def read_scores(path, n):
+    """(n, 2) finite float32 scores from a file. Raises ValueError, KeyError or TypeError."""
+    scores = load_checkpoint(str(path))["scores"]
+    if not torch.is_tensor(scores) or scores.dtype != torch.float32 or (
+            scores.shape != (n, 2) or not scores.isfinite().all()):
+        raise ValueError(f"scores are not {(n, 2)} finite {torch.float32}")
+    return scores
+
+
+def check_cache(config, ddp):
+    """Refuse a data.reference_cache that rank 0 could not write."""
+    given = config.data.reference_cache
+    folder = Path(given or ".").absolute()
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    if given and ddp.is_main and not usable:
+        raise ValueError(f"data.reference_cache {given} cannot be used: {there} "
+                         f"{'may not be written' if there.is_dir() else 'is a file'}. Expected a "
+                         "folder that can be written, or made.")

@@ -1,0 +1,523 @@
+"""The run folder: what to continue from, what is refused, one live run in it, what it leaves.
+
+    path = find_checkpoint(folder, resume, fresh, differences)   # reads only; None: a new run
+    lock = open_run(folder, fresh, ("checkpoints", "samples"))   # from here on the folder is ours
+    ...
+    lock.release()
+
+A run folder holds config.yaml, metrics.jsonl, checkpoints/, status.json, lock.json while a run is
+on, and perhaps a file STOP, by which a person asks the run to stop.
+"""
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, broadcast, close_run, describe_machine,
+                       end_watch, load_checkpoint, print0, save_checkpoint, watch_run)
+from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
+from run_log import read_rows, rows_up_to, write_text_atomic
+
+ADVICE = ("The checkpoints hold the weights from before. Lower optim.lr, raise optim.warmup, or "
+          "set memory.mixed_precision: false.")
+# A resumed run may differ in these keys; scripts add to them.
+MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
+                     "training.log_freq", "training.snapshot_freq", "training.keep_last",
+                     "training.max_bad_steps", "training.stop_signals", "training.num_workers",
+                     "monitoring.watchdog_minutes", "monitoring.check_sync_every")
+# What every checkpoint to continue from must hold; scripts add to it.
+ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
+                 "micro_batches", "lr", "warmup", "data")
+MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+
+
+# ---------------------------------------------------------------- what to continue from
+def find_checkpoint(run_dir, resume, fresh, differences):
+    """Find the checkpoint that a start continues from. Writes nothing.
+
+    Args:
+        run_dir: Path of the run folder, which may be missing.
+        resume: path of a checkpoint that the user names, or None.
+        fresh: whether the user wants to start over.
+        differences: function of the path of a config.yaml, of a run that came to no checkpoint;
+            returns lines that say in what it differs from the config now.
+    Returns: path of the checkpoint as text, or None for a new run.
+    Raises: ValueError for a folder that is in use, cannot be written, holds another run, or is no
+        run folder.
+    """
+    refuse_unwritable(run_dir)
+    RunLock.refuse_live(run_dir)
+    if (run_dir / "STOP").exists() and not fresh:
+        raise ValueError(f"{run_dir / 'STOP'} exists: this run was asked to stop. Remove the file "
+                         "to continue it.")
+    last = run_dir / "checkpoints" / "last.pt"
+    # last-1.pt alone: the run was killed while it saved.
+    saved = any(last.with_name(name).exists() for name in ("last.pt", "last-1.pt"))
+    if resume and saved and last.parent.resolve() != Path(resume).resolve().parent:
+        raise ValueError(f"{run_dir} holds a run already, and --resume {resume} is of another. "
+                         "Expected a checkpoint of the same run. Give another --work_dir; or "
+                         "leave --resume out to continue this run.")
+    names = sorted(os.listdir(run_dir)) if run_dir.exists() else []
+    half_locks = {p.name for p in run_dir.glob(".lock.json.*.tmp")}   # of a start that failed
+    names = [name for name in names if name not in half_locks]
+    if names and not MARKS & set(names):
+        raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(names[:5])}. "
+                         "Expected an empty or new folder, or that of a run. Give another "
+                         "--work_dir.")
+    if "metrics.jsonl" in names and not fresh:
+        rows_up_to(run_dir / "metrics.jsonl", 0)   # refuses a file with broken rows
+    if not resume and not fresh and not saved and "config.yaml" in names:
+        lines = differences(run_dir / "config.yaml")
+        if lines:
+            listed = "\n    ".join(lines)
+            raise ValueError(f"{run_dir} holds a run with another config, which came to no "
+                             f"checkpoint:\n    {listed}\n  Expected the same config. Give another "
+                             "--work_dir, or --fresh to start over.")
+    return str(resume) if resume else str(last) if saved and not fresh else None
+
+
+def refuse_unwritable(run_dir):
+    """Raise ValueError, naming --work_dir, where the folder could not be made or written."""
+    parents = (run_dir.absolute(), *run_dir.absolute().parents)
+    there = next(p for p in parents if p.exists())
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return
+    what = "may not be written" if there.is_dir() else "is a file"
+    raise ValueError(f"--work_dir: the run directory {run_dir} cannot be used: {there} {what}. "
+                     "Expected a folder that can be written, or made. Give another --work_dir.")
+
+
+def check_resume(state, path, script, needed, differences, may_change, model, things, fingerprint,
+                 world_size):
+    """Refuse to continue from a checkpoint of something else, or from one that is spoilt.
+
+    Args:
+        state: what the file `path` holds; it must have the keys `needed`.
+        script: path of the training script, for messages.
+        differences: function of the checkpoint's config; returns lines, without may_change.
+        model: state_dict of the shapes expected.
+        things, fingerprint: what is trained on, a word and {"n", "hash"}.
+        world_size: number of ranks now.
+    Returns: number of micro-batches in a global batch of that run.
+    Raises: ValueError.
+    """
+    absent = [k for k in needed if not isinstance(state, dict) or k not in state]
+    if absent:
+        raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of "
+                         f"{os.path.basename(script)}.")
+    different = differences(state["config"])
+    if different:
+        listed = "\n    ".join(different)
+        raise ValueError(f"{path} was trained with another config:\n    {listed}\n  Expected the "
+                         f"same but for {', '.join(may_change)}. Give another --work_dir, or "
+                         "--fresh to start over.")
+    shapes, found = ({k: tuple(v.shape) for k, v in weights.items()}
+                     for weights in (model, state["model"]))
+    if shapes != found:
+        wrong = [k for k in {**shapes, **found} if shapes.get(k) != found.get(k)]
+        raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "
+                         f"{wrong[0]}: {found.get(wrong[0], 'absent')} in the file, "
+                         f"{shapes.get(wrong[0], 'absent')} by the config. Give a checkpoint of "
+                         "this model, another --work_dir, or --fresh.")
+    spoilt = [name for name, weight in state["model"].items() if not weight.isfinite().all()]
+    if spoilt:
+        raise ValueError(f"{path}: {len(spoilt)} tensors of the model hold nan or infinite "
+                         f"numbers, first {spoilt[0]}; expected finite weights. Give an older "
+                         "checkpoint (--resume), or --fresh to start over.")
+    if state["data"] != fingerprint:
+        raise ValueError(f"{path} was trained on other {things}, or in another order "
+                         f"({state['data']['n']:,}, hash {state['data']['hash']}; now "
+                         f"{fingerprint['n']:,}, {fingerprint['hash']}). Give the same data, "
+                         "another --work_dir, or --fresh.")
+    micro_batches = state["micro_batches"]
+    if micro_batches % world_size:
+        fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which {world_size} "
+                         f"ranks cannot share equally. Continue on {', '.join(map(str, fits))} "
+                         "ranks.")
+    return micro_batches
+
+
+def open_run(run_dir, fresh, folders):
+    """Take the run folder and return its RunLock. --fresh renames a former run's folder.
+
+    folders: names of those below it, in which a killed run may have left half a file.
+    """
+    former = fresh and run_dir.exists() and any(run_dir.iterdir())
+    try:
+        lock = RunLock(run_dir)
+    except OSError as e:
+        raise ValueError(f"--work_dir: the run directory {run_dir} cannot be made or written: "
+                         f"{e.strerror}. Give another --work_dir.") from None
+    if former:   # under the lock, so that of two at once one is refused
+        candidates = (run_dir.with_name(f"{run_dir.name}.old{k}") for k in range(1, 10**6))
+        old = next(path for path in candidates if not path.exists())
+        run_dir.rename(old)
+        lock.release(at=old)
+        print(f"--fresh: the former run is now in {old}", flush=True)
+        lock = RunLock(run_dir)
+    for folder in (run_dir, *(run_dir / name for name in folders)):
+        for half in folder.glob(".*.tmp"):   # of a killed run: the lock says that it is not running
+            half.unlink(missing_ok=True)
+    return lock
+
+
+# ---------------------------------------------------------------- on all ranks
+def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host):
+    """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
+
+    may_change: keys that may differ from the checkpoint's. per_host: keys that ranks may have
+    different. Returns (path or None, its content or None, function that compares configs).
+    """
+    if fresh and resume:
+        raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
+    check_alike(config_items(config, per_host), ddp)
+
+    def differences(former):
+        former = former if isinstance(former, dict) else config_to_dict(
+            load_config(type(config), former))
+        return config_differences(former, config_to_dict(config), ignore=may_change)
+
+    path = find_checkpoint(work_dir, resume, fresh, differences) if ddp.is_main else None
+    path = broadcast(path, ddp)
+    if path is None:
+        return None, None, differences
+    state = load_checkpoint(path, ddp)
+    return ddp.state["checkpoint"][0], state, differences   # perhaps of the one before
+
+
+def check_alike(values, ddp):
+    """Refuse what a rank has otherwise than rank 0, such as a setting or the hash of a file.
+
+    values: {what: plain value}. A collective. Raises ValueError on every rank, naming the first
+    rank that differs and what it has."""
+    first = broadcast(values, ddp)
+    other = [f"{what} {json.dumps(mine)} (rank 0: {json.dumps(first.get(what))})"
+             for what, mine in values.items() if first.get(what) != mine]
+    more = f" and {len(other) - 4} more" if len(other) > 4 else ""
+    problem = f"rank {ddp.rank} on {ddp.host} has {', '.join(other[:4])}{more}"
+    differs = all_sum([float(bool(other) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
+    if any(differs):
+        problem = broadcast(problem, ddp, src=differs.index(1.0))
+        raise ValueError(f"{problem}. Expected the same on all ranks. Is a file that every host "
+                         "has a copy of an old one somewhere, or was another command given there?")
+
+
+def machine_differences(state, ddp):
+    """In what this machine differs from the one that wrote the checkpoint `state`, as far as that
+    may change the last bits of results. Text, '' for nothing."""
+    now = {"world_size": ddp.world_size, "torch": str(torch.__version__), **describe_machine(ddp)}
+    then = {"world_size": state.get("world_size"), "torch": state.get("versions", {}).get("torch"),
+            **state.get("machine", {})}
+    return ", ".join(f"{k} {then[k]} -> {now[k]}" for k in now if k in then and then[k] != now[k])
+
+
+def is_finished(run):
+    return run.progress["finished"] == "early stop" or run.progress["step"] >= run.n_iters
+
+
+def take_folder(run, ddp, fresh, folders):
+    """Take the run folder and watch over the run from here on; nothing for a finished run."""
+    if is_finished(run):
+        return
+    if ddp.is_main:
+        run.lock = open_run(run.work_dir, fresh, folders)
+        write_text_atomic(run.work_dir / "config.yaml", dump_yaml(run.config))
+    barrier(ddp)   # the folder is there, on all ranks
+    watch_run(ddp, run.work_dir, run.config.monitoring.watchdog_minutes,
+              run.config.training.stop_signals, arm=True)
+
+
+def check_lock(run, ddp):
+    """Raise RuntimeError where another run has taken the folder over; write no more there."""
+    if run.lock and run.lock.lost:
+        end_watch(ddp)
+        run.lock.check()
+
+
+def before_saving(run, log, ddp):
+    """What must hold before weights are written: the folder is ours, the weights are finite."""
+    check_lock(run, ddp)
+    log.sync()   # the rows before a checkpoint are on the disk no later than it
+    finite = (bool(p.isfinite().all()) for p in run.bare.parameters())
+    if run.progress["bad_steps"][1] and not all(finite):
+        raise RuntimeError(f"step {run.progress['step']}: weights are nan or infinite; expected "
+                           f"finite numbers. {ADVICE}")
+
+
+def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):
+    """Write checkpoints/NAME: what every script needs to continue, and `more`. A collective."""
+    before_saving(run, log, ddp)
+    progress = run.progress
+    if run.ema is not None:
+        more["ema"] = run.ema.state_dict()
+    save_checkpoint(str(run.work_dir / "checkpoints" / name), ddp, keep_last, resumes,
+                    model=run.bare.state_dict(), optimizer=run.optimizer.state_dict(),
+                    scaler=run.scaler.state_dict(), config=config_to_dict(run.config),
+                    epoch=progress["step"] // run.steps_per_epoch, micro_batches=run.micro_batches,
+                    lr=run.lr, warmup=run.warmup, data=run.fingerprint, **progress, **more)
+
+
+def finish_run(run, log, ddp, reason, result, seconds, lines):
+    """The end of training: close the log, give the folder free, say what there is.
+
+    reason: of a stop in good order. seconds: that training took. lines: function that tells the
+    result of a finished run. Returns: `result`, with "stopped" if the run is to go on."""
+    log.close()
+    if run.lock:
+        run.lock.release()
+    if run.progress["finished"]:
+        loss = f", training loss {result['loss']:.4f}" if "loss" in result else ""
+        print0(ddp, "\n".join([f"Finished at step {result['step']:,} ({run.progress['finished']}) "
+                               f"after {seconds / 60:.1f} min{loss}", *lines()]))
+        close_run(ddp, 0, run.progress["finished"])
+        return result
+    last, stop = run.work_dir / "checkpoints" / "last.pt", run.work_dir / "STOP"
+    remove = f"Remove {stop}; then the" if stop.exists() else "The"
+    print0(ddp, f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. Saved: "
+                f"{last if last.exists() else run.path or 'nothing yet'}. {remove} same command "
+                "continues.")
+    close_run(ddp, AGAIN, reason)
+    return {**result, "stopped": reason}
+
+
+def say_finished(run, ddp, lines):
+    """A finished run was started again: say so, with its result.
+
+    lines: function (last row of metrics.jsonl, folder of the run) -> lines of text."""
+    early, step = run.progress["finished"] == "early stop", run.progress["step"]
+    more = "" if early else " To go on, raise training.n_iters or num_epochs."
+    folder = run.work_dir
+    if not (folder / "metrics.jsonl").exists():   # --resume of another folder's checkpoint
+        folder = Path(run.path).absolute().parent.parent
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == step]
+    result = rows[-1] if rows else {"step": step}
+    print0(ddp, "\n".join([f"This run is finished: {'early stop' if early else 'all steps done'} "
+                           f"at step {step:,}.{more} To start over, --fresh.",
+                           *lines(result, folder)]))
+    if ddp.is_main:
+        write_status(run.work_dir, 0, run.progress["finished"], step)
+    return {"step": step}
+
+
+def closing(ddp, prepare, train):
+    """prepare and train for a caller that goes on after an error, such as a notebook."""
+    run = None
+    try:
+        run = prepare()
+        return train(run, ddp)
+    except BaseException as e:
+        code = 130 if isinstance(e, KeyboardInterrupt) else 1
+        close_run(ddp, code, f"{type(e).__name__}: {e}")
+        raise
+    finally:
+        end_watch(ddp)
+        if run is not None and run.lock:
+            run.lock.release()
+
+# ---------------------------------------------------------------- status.json
+def write_status(run_dir, code, reason, step=None):
+    """Write status.json of a start that did not train. While a run trains, ddp_setup writes it."""
+    text = json.dumps({"code": code, "reason": reason, "step": step})
+    write_text_atomic(Path(run_dir) / "status.json", text)
+
+
+def read_status(run_dir):
+    """status.json as a dict, or {} where there is none that can be read. run_dir: may be None."""
+    try:
+        status = json.loads((Path(run_dir or "") / "status.json").read_text(encoding="utf-8"))
+        return status if run_dir is not None and isinstance(status, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def replace_status(run_dir, code, reason, since=math.inf, finished=None):
+    """Replace the status.json that an earlier start left: it is not the outcome of this start.
+
+    Nothing is written where there is none, where a live run goes on, and over the outcome of a
+    finished run (code 0) when this start was refused: a mistyped command does not undo it.
+
+    Args:
+        run_dir: None where the command did not name it.
+        since: epoch seconds; a file written later stays.
+        finished: status of the finished run that was found before this start began, to be put back.
+    """
+    if run_dir is None:
+        return
+    try:
+        RunLock.refuse_live(run_dir, wait=False)   # a failing process has no time to wait
+        if (Path(run_dir) / "status.json").stat().st_mtime >= since:
+            return
+        finished = finished or read_status(run_dir)
+        if code == BAD_INPUT and finished.get("code") == 0:
+            write_status(run_dir, 0, finished.get("reason"), finished.get("step"))
+        else:
+            write_status(run_dir, code, reason)
+    except (ValueError, OSError):
+        return
+
+
+# ---------------------------------------------------------------- lock
+class RunLock:
+    """Keeps a second live run out of a run folder.
+
+    RUN_DIR/lock.json holds host, process id, start of the process, job id, and a heartbeat (epoch
+    seconds) that a thread renews every `every` seconds. A lock counts as dead if its process is
+    gone on this host, or if its heartbeat is older than `stale` seconds on another; the next run
+    then takes it over.
+    """
+    every, stale = 15, 120   # seconds; 8 heartbeats may fail before another host takes over
+    silent = None            # (folder, heartbeat) that this process has watched in vain
+
+    def __init__(self, run_dir):
+        """Take the lock, making the folder. Raises ValueError if a live run holds it, OSError if it
+        cannot be written."""
+        self.path = Path(run_dir) / "lock.json"
+        if self.refuse_live(run_dir):
+            dead = self.path.read_bytes()
+            aside = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
+            self.path.replace(aside)
+            if aside.read_bytes() != dead:   # another start was faster: put its lock back
+                aside.replace(self.path)
+                self.refuse_live(run_dir)
+            aside.unlink(missing_ok=True)
+        job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
+        self.holder = {"host": socket.gethostname(), "pid": os.getpid(),
+                       "start": process_start(os.getpid()), "job": job}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
+        try:
+            whole.write_text(self._text(), encoding="utf-8")
+            try:
+                os.link(whole, self.path)    # whole or not at all; of two starts, one gets it
+            except FileExistsError:
+                raise
+            except OSError:                  # a file system without hard links
+                with open(self.path, "x", encoding="utf-8") as file:
+                    file.write(self._text())
+        except FileExistsError:
+            raise ValueError(f"{run_dir} was taken by another run at this moment. Expected one run "
+                             "per folder. Give another --work_dir.") from None
+        finally:
+            whole.unlink(missing_ok=True)
+        self.released, self.lost = threading.Event(), ""
+        self.thread = threading.Thread(target=self._renew, daemon=True, name="run-lock")
+        self.thread.start()
+
+    def _text(self):
+        return json.dumps({**self.holder, "beat": time.time()})
+
+    def _renew(self):
+        while not self.released.wait(self.every):
+            try:
+                try:
+                    now = json.loads(self.path.read_text(encoding="utf-8"))
+                except (FileNotFoundError, ValueError):   # removed or spoilt by hand
+                    now = self.holder
+                if any(now.get(key) != value for key, value in self.holder.items()):
+                    self.lost = f"process {now.get('pid')} on {now.get('host')}"   # taken over
+                    return
+                write_text_atomic(self.path, self._text())
+            except OSError:   # a full disk is reported by what cannot be saved
+                continue
+
+    def check(self):
+        """Raise RuntimeError if another run has taken the folder over, as this one stood still."""
+        if self.lost:
+            raise RuntimeError(f"{self.path.parent} has been taken over by {self.lost}, as this "
+                               f"run gave no sign of life for {self.stale} s. Nothing more is "
+                               "written here.")
+
+    def release(self, at=None):
+        """Give the folder free. at: where it is now, if it was renamed. Harmless when repeated."""
+        if self.released.is_set():
+            return
+        self.released.set()
+        self.thread.join()          # or a heartbeat under way would write the file again
+        if not self.lost:
+            (self.path if at is None else Path(at) / "lock.json").unlink(missing_ok=True)
+
+    @classmethod
+    def _lives_elsewhere(cls, run_dir, beat, age):
+        """Does the holder on another host renew its lock?
+
+        Waits until the lock would be stale: a run that was killed on another host a moment ago must
+        not keep the same command, now started here, from going on.
+        """
+        if cls.silent == (str(run_dir), beat):
+            return False
+        wrong_clock = 2 * cls.every + 5 if age < 3600 else 0   # clocks of hosts may differ
+        limit = min(max(cls.stale - age, wrong_clock), cls.stale)
+        end = time.time() + limit
+        if limit > 0:
+            print(f"{run_dir} was in use {age:.0f} s ago on another host: waiting for a sign of "
+                  f"life, at most {limit:.0f} s", flush=True)
+        while time.time() < end:
+            time.sleep(min(1.0, cls.every))
+            try:
+                text = (Path(run_dir) / "lock.json").read_text(encoding="utf-8")
+                if json.loads(text)["beat"] != beat:
+                    return True
+            except FileNotFoundError:   # it has ended
+                return False
+            except (ValueError, KeyError, TypeError):   # half written
+                continue
+        cls.silent = str(run_dir), beat
+        return False
+
+    @classmethod
+    def refuse_live(cls, run_dir, wait=True):
+        """Raise ValueError, naming the holder, if a live run holds this folder.
+
+        wait: watch whether a holder on another host renews its lock; else a heartbeat that is not
+        stale counts as life. Returns whether there is a lock, of a dead run or of this process.
+        """
+        try:
+            lock = json.loads((Path(run_dir) / "lock.json").read_text(encoding="utf-8"))
+            host, pid, age = lock["host"], lock["pid"], time.time() - lock["beat"]
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{run_dir}/lock.json cannot be read as a lock; expected JSON with "
+                             "host, pid and beat. Remove it if no run is using this "
+                             "folder.") from None
+        if host != socket.gethostname():
+            lives = cls._lives_elsewhere(run_dir, lock["beat"], age) if wait else age < cls.stale
+        elif pid == os.getpid():
+            return True
+        else:
+            start = process_start(pid)
+            lives = start is not None and start == lock.get("start")
+        if lives:
+            job = f", job {lock['job']}" if lock.get("job") else ""
+            raise ValueError(f"{run_dir} is in use by process {pid} on {host}{job} (last sign of "
+                             f"life {age:.0f} s ago). Expected one run per folder. Wait for it, "
+                             "stop it, or give another --work_dir.")
+        return True
+
+
+def process_start(pid):
+    """When a process started, in clock ticks since boot, or None if it is gone.
+
+    Together with its id this names a process for good."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        fields = text.rpartition(")")[2].split()   # from the third on, the state
+        return None if fields[0] in "ZX" else int(fields[19])   # Z: ended, its parent does not know
+    except OSError:
+        if os.path.isdir("/proc/self"):
+            return None
+    try:   # no /proc: existence must do
+        os.kill(pid, 0)
+        return 0
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return 0

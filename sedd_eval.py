@@ -1,0 +1,160 @@
+"""What a SEDD model is worth: the validation bound on -ln p of proteins, and sampled proteins.
+
+Both are the same for any number of ranks: noise is keyed by the protein, samples by the step.
+"""
+import math
+
+import numpy as np
+import torch
+
+from ddp_setup import all_sum, autocast, beat
+from sedd_diffusion import independent_log_score, sample, score_entropy_loss
+from sequence_batches import eval_batches
+from sequence_data import (X_ID, collate, decode, eval_crop_starts, keyed_generator,
+                           keyed_seed, unigram_frequencies)
+
+TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
+
+
+def to_device(batch, device, dtype):
+    """The batch on the device; noise levels in the model's dtype, but in float32 at least."""
+    moved = {name: value.to(device, non_blocking=True) if torch.is_tensor(value) else value
+             for name, value in batch.items()}
+    exact = torch.promote_types(dtype, torch.float32)
+    return {**moved, "sigma": moved["sigma"].to(exact), "dsigma": moved["dsigma"].to(exact)}
+
+
+class Validation:
+    """Bound on -ln p(x0) of every validation protein, the same for any number of ranks.
+
+    Noise is keyed by the protein; the times of all proteins together are stratified. Each protein
+    is computed once, on one rank; sums are taken over the gathered values, so that they do not
+    depend on the ranks even in rounding.
+
+    Most of the variance comes from how many residues the noise happens to change, which is alike
+    for every model. So the same noise is given to the unigram model, whose scores and likelihood
+    are known exactly, and the bound is its exact -ln p plus the estimated difference between the
+    two (a control variate: no bias, several times less noise). What happens below TIME_EPS, where
+    no score is learned, is thereby counted at the unigram's price, so that this is a bound for
+    every noise schedule.
+    """
+
+    def __init__(self, proteins, config, graph, noise, letter_counts, source=None):
+        """Fix crops, times and the unigram's part.
+
+        letter_counts: of the training proteins, see Proteins.letter_counts. source: of demo
+        proteins, whose exact likelihood it knows."""
+        d, t = config.data, config.training
+        self.graph, self.noise, self.samples = graph, noise, t.eval_samples
+        everything = np.arange(len(proteins))
+        starts = eval_crop_starts(proteins, everything, d.max_length)
+        self.proteins = proteins.crop(starts, d.max_length)
+        budget = max(t.tokens_per_batch or 16 * d.max_length, d.max_length)
+        self.batches = eval_batches(self.proteins.lengths, budget)
+        # Protein i takes the i-th part of [0, 1] in an order that its key decides; further samples
+        # are 1/samples apart.
+        lot = np.array([keyed_seed("validation time", int(k)) for k in self.proteins.keys])
+        self.part = np.empty(len(lot))
+        self.part[np.argsort(lot, kind="stable")] = (np.arange(len(lot)) + 0.5) / len(lot)
+        self.counts = np.array([int((self.proteins[i] != X_ID).sum()) for i in everything])
+        frequencies = np.append(unigram_frequencies(letter_counts), 0.0)   # X, never a target: 0
+        nll = -np.log(np.append(frequencies[:X_ID], 1.0))                  # of each token, in nats
+        total = sum(nll[self.proteins[i]].sum() for i in everything)
+        self.unigram = math.exp(total / self.counts.sum())
+        self.frequencies = torch.from_numpy(frequencies)
+        cost = nll if graph.absorb else self._uniform_cost(nll)
+        self.baseline = torch.tensor([cost[self.proteins[i]].sum() for i in everything],
+                                     dtype=torch.float64)
+        # of the window that is evaluated
+        self.exact = None if source is None else source.nll(self.proteins)
+
+    def _uniform_cost(self, nll):
+        """Price of each token in the uniform graph: what the unigram model knows of the noise at
+        t = 1 is replaced by the prior that a model starts from."""
+        graph = self.graph
+        sigma1 = self.noise(torch.ones(1, dtype=torch.float64))[0]
+        p1 = graph.transition(torch.arange(graph.n_tokens)[None], sigma1)[0]       # (n_tokens, V)
+        own_prior = (torch.xlogy(p1, p1) - torch.xlogy(p1, self.frequencies @ p1)).sum(-1).numpy()
+        return np.where(nll > 0, nll - own_prior + graph.prior_kl(sigma1), 0.0)
+
+    @torch.no_grad()
+    def __call__(self, model, ddp, dtype):
+        """(n,) float64 bounds in nats, one per protein. model: the bare one, perhaps with averaged
+        weights; it is put into eval mode and back."""
+        gain = torch.zeros(len(self.proteins), dtype=torch.float64)
+        was_training, _ = model.training, model.eval()
+        for indices in self.batches[ddp.rank::ddp.world_size]:
+            x0, mask = collate(self.proteins, indices)
+            weight = mask & (x0 != X_ID)
+            for k in range(self.samples):
+                t = (torch.from_numpy(self.part[indices]) + k) / self.samples
+                sigma, dsigma = self.noise(TIME_EPS + (1 - TIME_EPS) * t)
+                xt = self._corrupt(x0, sigma, indices, k)
+                batch = to_device(dict(xt=xt, x0=x0, mask=mask, weight=weight, sigma=sigma,
+                                       dsigma=dsigma), ddp.device, next(model.parameters()).dtype)
+                with autocast(dtype, ddp):
+                    log_score = model(batch["xt"], batch["sigma"],
+                                      None if bool(mask.all()) else batch["mask"])
+                loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"],
+                                             batch["xt"], batch["x0"], self.graph, batch["weight"])
+                beat(ddp)
+                log_score = independent_log_score(self.frequencies, sigma, xt, self.graph)
+                unigram, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, self.graph,
+                                                weight)
+                gain[indices] += (unigram - loss.double().cpu()) * (1 - TIME_EPS) / self.samples
+        model.train(was_training)
+        return self.baseline - all_sum(gain, ddp)
+
+    def _corrupt(self, x0, sigma, indices, k):
+        """x0 (B, L) with the noise of sample k, each protein by its own key."""
+        xt = x0.clone()
+        for row, i in enumerate(indices.tolist()):
+            n = int(self.proteins.lengths[i])
+            generator = keyed_generator("validation noise", int(self.proteins.keys[i]), k)
+            xt[row:row + 1, :n] = self.graph.corrupt(x0[row:row + 1, :n], sigma[row:row + 1],
+                                                     generator)
+        return xt
+
+    def summarise(self, bound):
+        """Metrics of one evaluation, from its bounds (n,)."""
+        nll = float(bound.sum() / self.counts.sum())
+        return {"val/loss": nll, "val/perplexity": math.exp(min(nll, 50.0)),
+                "val/unigram_perplexity": self.unigram}
+
+    def compare(self, bound):
+        """{"exact", "standard_error"} in nats per residue, where the exact -ln p is known.
+
+        exact: its mean. standard_error: of the mean of bound - exact (ratio estimator over
+        proteins)."""
+        if self.exact is None:
+            return {}
+        difference, n = bound.numpy() - self.exact, self.counts.sum()
+        rest = difference - difference.sum() / n * self.counts
+        return {"exact": float(self.exact.sum() / n),
+                "standard_error": float(np.sqrt((rest**2).sum()) / n)}
+
+
+def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
+    """FASTA text of monitoring.n_samples proteins, keyed by (seed, step).
+
+    counts: (longest + 1,) number of training proteins of each length, from which lengths are drawn.
+    """
+    m, seed = config.monitoring, config.training.seed
+    generator, ends = keyed_generator(seed, "sample", step), np.cumsum(counts)
+    drawn = torch.randint(int(ends[-1]), (m.n_samples,), generator=generator).numpy()
+    lengths = np.searchsorted(ends, drawn, "right")
+    mask = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None]).to(ddp.device)
+    keys = None if bool(mask.all()) else mask
+    was_training, _ = model.training, model.eval()
+
+    def log_score(xt, sigma):
+        beat(ddp)
+        return model(xt, sigma, keys)
+
+    with torch.no_grad(), autocast(dtype, ddp):
+        out = sample(log_score, graph, noise, tuple(mask.shape), m.sample_steps,
+                     predictor=m.predictor, forbidden=(X_ID,), mask=mask, generator=generator,
+                     device=ddp.device)
+    model.train(was_training)
+    return "".join(f">step_{step}_{i} length={n}\n{decode(row[:n])}\n"
+                   for i, (row, n) in enumerate(zip(out.cpu().numpy(), lengths.tolist())))

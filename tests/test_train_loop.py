@@ -1,0 +1,274 @@
+"""train_loop on a toy model: the step, the schedule, bad steps, the best; launch options, and how
+ranks end."""
+
+import math
+import socket
+import types
+
+import pytest
+import torch
+
+from ddp_setup import Ddp, load_checkpoint, save_checkpoint
+from launchers import run_ranks, start_ranks
+from run_dir import check_resume, machine_differences, read_status, replace_status, write_status
+from sedd_model import EMA
+from train_loop import (CommonTraining, Run, Schedule, describe_run, first_batches,
+                        global_gradient, hand_over, is_best, read_flags, scale_for_batch, take_step)
+from training import ROOT
+
+WIDTH = 3
+
+
+def loss_of(model, batch):
+    """Squared error: (sum, [sum], number of rows)."""
+    loss = (model(batch["x"])[:, 0] - batch["y"]).square().sum()
+    return loss, loss.detach()[None], len(batch["y"])
+
+
+class Rows(torch.utils.data.Dataset):
+    """(step, micro) -> 1 to 4 rows of x, y, drawn by the item; `scale` makes gradients large."""
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def __getitem__(self, item):
+        step, micro = item
+        draw = torch.Generator().manual_seed(100 * step + micro)
+        n = 1 + (step + micro) % 4
+        return {"x": torch.randn(n, WIDTH, generator=draw), "seed": 0,
+                "y": self.scale * torch.randn(n, generator=draw)}
+
+
+def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer="SGD", ema=None,
+        **training):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(WIDTH, 1)
+    settings = CommonTraining(accum=micro_batches, **training)
+    config = types.SimpleNamespace(training=settings,
+                                   monitoring=types.SimpleNamespace(check_sync_every=0),
+                                   optim=types.SimpleNamespace(grad_clip=grad_clip, lr=lr,
+                                                               warmup=warmup, scale="none",
+                                                               base_global_batch=None))
+    return Run(config=config, work_dir=None, path=None, fingerprint={}, bare=model, model=model,
+               optimizer=getattr(torch.optim, optimizer)(model.parameters(), lr=lr, fused=True),
+               scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.float32,
+               ema=EMA(model.parameters(), ema) if ema else None,
+               progress={"step": 0, "best": None, "bad_evals": 0, "finished": "",
+                         "bad_steps": [0, 0]}, schedule=Schedule(lambda *item: item, micro_batches,
+                                                                 Ddp(), 0, n_iters),
+               validation=None, n_iters=n_iters, steps_per_epoch=5, micro_batches=micro_batches,
+               batch=4, nominal=3.0, lr=lr, warmup=warmup)
+
+
+def steps(run, n, scale=1.0, ddp=Ddp()):
+    """Take n steps; yields (learning rate, norm of the gradient, norm of the change of the
+    weights)."""
+    batches = first_batches(run, Rows(scale), loss_of, ddp)
+    for _ in range(n):
+        before = [p.detach().clone() for p in run.bare.parameters()]
+        _, norm = take_step(run, [next(batches) for _ in run.schedule.mine], loss_of, ddp)
+        read_flags(run)
+        moved = sum(float((p.detach() - q).square().sum()) for p,
+                    q in zip(run.bare.parameters(), before)) ** 0.5
+        yield run.optimizer.param_groups[0]["lr"], float(norm), moved
+
+
+# ---- the step ----
+
+def test_the_warm_up_is_linear_and_whole_in_its_last_step():
+    assert [lr for lr, _, _ in steps(toy(lr=0.8, warmup=4), 6)] == pytest.approx([0.2, 0.4, 0.6,
+                                                                                  0.8, 0.8, 0.8])
+    assert [lr for lr, _, _ in steps(toy(lr=0.8, warmup=0), 2)] == pytest.approx([0.8, 0.8])
+
+
+def test_clipping_limits_the_change_of_the_weights_and_not_the_norm_that_is_told():
+    """Plain SGD moves the weights by lr x gradient."""
+    for _, norm, moved in steps(toy(lr=0.01, grad_clip=0.25), 3, scale=100):
+        assert norm > 1 and moved == pytest.approx(0.01 * 0.25, rel=1e-4)
+    for _, norm, moved in steps(toy(lr=0.01, grad_clip=0.0), 3, scale=100):
+        assert moved == pytest.approx(0.01 * norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_gradient_is_that_of_the_mean_over_all_rows_whatever_the_micro_batches(ranks):
+    """Ranks are simulated: the sum of what each leaves, weighted by its own count."""
+    model = torch.nn.Linear(WIDTH, 1).double()
+    batches = [{k: v.double() if torch.is_tensor(v) else v for k, v in Rows()[0, micro].items()}
+               for micro in range(4)]
+    x, y = (torch.cat([batch[name] for batch in batches]) for name in ("x", "y"))
+    (model(x)[:, 0] - y).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    total, rows_in_all = [torch.zeros_like(p) for p in expected], 0
+    for rank in range(ranks):
+        model.zero_grad()
+        mine = batches[rank * 4 // ranks:(rank + 1) * 4 // ranks]
+        totals, norm = global_gradient(model, mine, loss_of, Ddp(), nominal=7.0)
+        assert totals.bad == 0 and float(norm) == pytest.approx(
+            sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5)
+        rows_in_all += float(totals.count)
+        for sum_, p in zip(total, model.parameters()):
+            sum_ += p.grad * totals.count
+    assert rows_in_all == len(y)
+    for found, p in zip(total, expected):
+        torch.testing.assert_close(found / len(y), p, rtol=1e-12, atol=1e-12)
+
+
+def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run():
+    run = toy(optimizer="AdamW", ema=0.5, max_bad_steps=2)
+    before = {}
+    for k, _ in enumerate(steps(run, 3)):
+        before = {name: p.clone() for name, p in run.bare.state_dict().items()}
+    averages, updates = [p.clone() for p in run.ema.shadow_params], run.ema.num_updates
+    for bad in (1, 2):
+        _, norm, moved = next(steps(run, 1, scale=math.nan))
+        assert moved == 0 and math.isnan(norm) and run.progress["bad_steps"] == [bad, bad]
+    assert all(torch.equal(before[name], p) for name, p in run.bare.state_dict().items())
+    assert all(map(torch.equal, averages, run.ema.shadow_params)) and run.ema.num_updates == updates
+    next(steps(run, 1))
+    assert run.progress["bad_steps"] == [2, 0] and run.ema.num_updates == updates + 1
+    with pytest.raises(RuntimeError,
+                       match="in 3 steps in a row, on 1 rank.*expected at most 2.*optim.lr"):
+        list(steps(run, 3, scale=math.inf))
+
+
+def test_every_rank_count_shares_the_same_items_from_any_step_on():
+    def items(ranks, first):
+        return sorted(item for rank in range(ranks) for item in Schedule(lambda *item: item, 12,
+                                                                         Ddp(rank=rank,
+                                                                             world_size=ranks),
+                                                                         first, 5))
+    assert items(1, 0) == [(step, micro) for step in range(5) for micro in range(12)]
+    assert items(3, 0) == items(4, 0) == items(1, 0) and items(2, 3) == items(1, 3)
+
+
+def test_the_best_is_kept_and_a_run_that_no_longer_improves_ends():
+    run, found = toy(patience=2, min_delta=0.5), []
+    # of 2.8, 2.3 and 2.2 none is better by more than 0.5
+    for step, score in enumerate([3.0, 2.8, 2.4, 2.3, 2.2]):
+        run.progress["step"] = step
+        found.append(is_best(run, score, Ddp(), recovery=step))
+    assert found == [True, False, True, False, False] and run.progress["finished"] == "early stop"
+    assert run.progress["best"] == {"step": 2, "score": 2.4, "recovery": 2}
+
+
+def test_scaling_gives_the_published_tables():
+    table = [(16, 1, 64, 5e-5, 5000), (16, 2, 128, 1e-4, 10000), (16, 4, 256, 2e-4, 20000),
+             (16, 8, 512, 4e-4, 40000), (12, 8, 384, 3e-4, 30000)]
+    for batch, ranks, effective, lr, warmup in table:
+        assert batch * 4 * ranks == effective
+        scaled = scale_for_batch(5e-5, 5000, "linear", effective, 64)
+        assert scaled == (pytest.approx(lr, rel=1e-12), warmup)
+    assert scale_for_batch(3e-7, 0, "linear", 4, 1)[0] == pytest.approx(1.2e-6, rel=1e-12)
+    assert scale_for_batch(1e-4, 100, "sqrt", 256, 64) == (pytest.approx(2e-4), 200)
+    assert scale_for_batch(1e-4, 100, {"cap": 4}, 512, 64) == (pytest.approx(4e-4), 400)
+    assert scale_for_batch(1e-4, 100, "none", 512, None) == (1e-4, 100)
+
+
+# ---- start or continue ----
+
+def test_another_machine_is_told_by_what_may_change_the_last_bits(tmp_path):
+    path = tmp_path / "last.pt"
+    save_checkpoint(str(path), Ddp(), step=1)
+    state = load_checkpoint(str(path))
+    assert machine_differences(state, Ddp()) == ""
+    state["machine"]["threads"], state["world_size"] = 99, 7
+    assert machine_differences(state, Ddp()) == f"world_size 7 -> 1, threads 99 -> {torch.get_num_threads()}"
+
+
+def test_a_checkpoint_with_weights_that_are_nan_is_refused_by_the_name_of_the_tensor():
+    model = torch.nn.Linear(2, 2)
+    state = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "config": {},
+             "data": {"n": 1, "hash": ""}, "micro_batches": 1}
+    # noqa: E731
+    resume = lambda: check_resume(state, "last.pt", "train.py", ("model",), lambda _: [], (),
+                                  model.state_dict(), "rows", state["data"], 1)
+    assert resume() == 1
+    state["model"]["bias"][1] = math.nan
+    with pytest.raises(ValueError,
+                       match="last.pt: 1 tensors .* nan or infinite numbers, first bias"):
+        resume()
+
+
+def test_the_outcome_of_a_finished_run_survives_a_refused_start_and_no_other_does(tmp_path):
+    for code, expected in ((0, 0), (75, 2), (1, 2), (None, 2)):
+        write_status(tmp_path, code, "before", 7)
+        finished = read_status(tmp_path) if code == 0 else None
+        replace_status(tmp_path, None, "starting")
+        assert read_status(tmp_path)["code"] is None
+        replace_status(tmp_path, 2, "unknown key", finished=finished)
+        assert read_status(tmp_path)["code"] == expected
+    write_status(tmp_path, 0, "all steps done", 7)
+    replace_status(tmp_path, 2, "unknown key")
+    assert read_status(tmp_path) == {"code": 0, "reason": "all steps done", "step": 7}
+    replace_status(tmp_path, 1, "out of memory")
+    assert read_status(tmp_path)["code"] == 1 and read_status(None) == {}
+
+
+def test_an_accumulation_that_follows_the_ranks_and_a_long_warm_up_are_told():
+    run = toy(micro_batches=2, warmup=40)
+    run.config.training.accum = 1
+    text = " ".join(describe_run(run, None, "rows", 4, Ddp()))
+    assert "accum is 2 and not 1" in text and "reaches 25 % of its value" in text and "a new run" in text
+
+
+# ---- launch ----
+
+@pytest.mark.parametrize("given, words", [(dict(nnodes=2), "--node_rank"),
+                                          (dict(nnodes=2, node_rank=2, master_addr="h"),
+                                           "outside 0 to 1"),
+                                          (dict(master_addr="h"), "without --nnodes")])
+def test_launch_options_that_do_not_fit_together_are_refused(given, words):
+    args = dict(nnodes=None, node_rank=None, master_addr=None, master_port=None,
+                nproc_per_node=None, device="cpu")
+    with pytest.raises(ValueError, match=words):
+        hand_over(types.SimpleNamespace(**{**args, **given}), [])
+
+
+# Hands over; then each rank writes what it is, and ends as --end says.
+RANKS = """
+import argparse, os, signal, sys, time
+sys.path.insert(0, {root!r})
+from train_loop import add_launch_arguments, hand_over
+parser = argparse.ArgumentParser()
+parser.add_argument("--end")
+add_launch_arguments(parser)
+args = parser.parse_args()
+hand_over(args, sys.argv[1:])
+rank, stopped = int(os.environ["RANK"]), []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+os.write(1, f"rank {{rank}} of {{os.environ['WORLD_SIZE']}}, local {{os.environ['LOCAL_RANK']}}\\n".encode())
+if args.end == "killed" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while args.end in ("signal", "killed") and not stopped:
+    time.sleep(0.01)
+if args.end == "signal":
+    os.write(2, b"the last word\\n")
+sys.exit(75 if stopped else int(args.end or 0))
+"""
+
+
+@pytest.mark.parametrize("end, code", [(2, 2), (75, 75), ("signal", 75), ("killed", 1)])
+def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end, code):
+    (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
+    options = ["--nproc_per_node", "2", "--end", str(end)]
+    with start_ranks("python", 1, ["s.py", *options], tmp_path) as running:
+        running.wait_for("rank 0 of 2, local 0", timeout=300)
+        running.wait_for("rank 1 of 2, local 1", timeout=300)
+        if end == "signal":
+            running.process.terminate()
+        result = running.wait(timeout=300)
+    assert result.returncode == code and result.leftover == [], result.text
+    assert result.stderr == ("the last word\n" * 2 if end == "signal" else ""), result.text
+
+
+def test_two_nodes_given_by_hand_make_one_run(tmp_path):
+    (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["s.py", "--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(port),
+             "--nproc_per_node", "1"]
+    with start_ranks("python", 1, [*words, "--node_rank", "1"], tmp_path) as other:
+        result = run_ranks("python", 1, [*words, "--node_rank", "0"], tmp_path, timeout=300)
+        second = other.wait(timeout=300)
+    assert result.returncode == second.returncode == 0, result.text + second.text
+    assert "rank 0 of 2, local 0" in result.stdout and "rank 1 of 2, local 0" in second.stdout
