@@ -386,14 +386,16 @@ def replace_status(run_dir, code, reason, since=math.inf):
     """Rank 0: a status.json that an earlier start left must not speak for this one, unless a live run goes on here.
     run_dir: None where the command did not say. since: what was written later (epoch seconds) stays."""
     if run_dir is None:
-        return
+        return False
     run_dir = Path(run_dir)
     try:
         RunLock.refuse_live(run_dir, wait=False)   # it may be the last thing that a failing process does
         if (run_dir / "status.json").stat().st_mtime < since:
             write_status(run_dir, code, reason)
+            return True
     except (ValueError, OSError):
-        return
+        pass
+    return False
 
 
 def check_resume(state, path, script, needed, differences, may_change, model, things, fingerprint, world_size):

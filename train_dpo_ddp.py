@@ -15,6 +15,10 @@ a run in good order: it saves, and leaves with exit code 75.
 A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and everything random is
 keyed by (seed, purpose, pair, epoch), never drawn from a stream of a rank.
 """
+if __name__ == "__main__":
+    import ddp_guard
+    ddp_guard.supervise()
+
 import copy
 import functools
 import hashlib
@@ -38,7 +42,7 @@ from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, add_launch_arguments, all
                        broadcast, check_alike, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler,
                        gradient_sync, hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex,
                        print0, read_flags, save_checkpoint, scale_for_batch, scale_name, seed_for, setup_ddp,
-                       skip_where_bad, stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
+                       skip_where_bad, abort, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
 from proteinmpnn_model import (ALPHABET, PUBLISHED, decoding_order, load_proteinmpnn, random_proteinmpnn,
                                to_checkpoint)
 from run_config import Parser, config_differences, config_items, config_to_dict, dump_yaml, load_config
@@ -711,7 +715,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
                 "bad_steps": [0, 0]}   # with a loss or gradient that is not finite: in all, and in a row now
     sums = torch.zeros(len(SUMS) + 4, dtype=torch.float64, device=ddp.device)   # of the epoch so far
     if state is not None:
-        path = ddp.state["checkpoint"][0]   # perhaps the one before
+        path = ddp.state.checkpoint[0]   # perhaps the one before
         lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
         bare.load_state_dict(state["model"])
         sums += torch.tensor(state["sums"], dtype=torch.float64, device=ddp.device)
@@ -765,7 +769,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         if progress["best"] and not broadcast(ddp.is_main and bring_best(work_dir, path, progress["best"]), ddp):
             progress["best"] = None
             print0(ddp, "best_model.pt of the run so far is not at hand: the best is looked for from here on")
-        watch_run(ddp, work_dir, config.monitoring.watchdog_minutes, t.stop_signals, arm=True)
+        watch_run(ddp, work_dir, config.monitoring.watchdog_minutes, t.stop_signals)
     return SimpleNamespace(
         config=config, work_dir=work_dir, path=path, lock=lock, pairs=pairs, fingerprint=fingerprint, base=base_hash,
         reference=reference, dtype=dtype, bare=bare, model=model, optimizer=optimizer, scaler=scaler, sums=sums,
@@ -1132,9 +1136,7 @@ def cli(argv=None):
         sys.exit(130)
     with ddp:
         try:
-            if ddp.is_main:
-                replace_status(work_dir, None, "starting")
-                ddp.state["tell_outcome"] = functools.partial(replace_status, work_dir)   # of what fails until then
+            speaking = replace_status(work_dir, None, "starting") if ddp.is_main else False
             if problem:
                 raise problem
             args, config = read_arguments(argv)
@@ -1143,14 +1145,12 @@ def cli(argv=None):
                             f"weights say how the model is made")
             minutes = config.monitoring.watchdog_minutes   # while loading no less than for meeting
             signals = [name for name in config.training.stop_signals if name != "SIGINT"]   # Ctrl-C ends it at once
-            watch_run(ddp, None, minutes and max(minutes, early.init_timeout / 60), signals, arm=True)
+            watch_run(ddp, work_dir if speaking else None, minutes and max(minutes, early.init_timeout / 60), signals)
             run = prepare(config, ddp, work_dir, args.resume, args.fresh)
         except (ValueError, OSError) as e:
             if ddp.is_main:
                 replace_status(work_dir, BAD_INPUT, str(e))
-                ddp.state.pop("tell_outcome", None)
-            stop_all(ddp, f"error: {e}", code=BAD_INPUT)
-        ddp.state.pop("tell_outcome", None)
+            abort(ddp, f"error: {e}", code=BAD_INPUT)
         result = train(run, ddp)
     if "stopped" in result:
         sys.exit(AGAIN)

@@ -14,6 +14,10 @@ time DDP_DEADLINE and a file STOP in the run directory end a run in good order: 
 A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and everything random is
 keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a stream of a rank.
 """
+if __name__ == "__main__":
+    import ddp_guard
+    ddp_guard.supervise()
+
 import functools
 import math
 import os
@@ -35,7 +39,7 @@ from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, Ddp, add_launch_arguments
                        broadcast, check_alike, check_in_sync, choose_dtype, close_run, end_watch, grad_scaler,
                        gradient_sync, hand_over, limit_memory, load_checkpoint, machine_differences, optimize_with_ipex,
                        print0, read_flags, save_checkpoint, scale_for_batch, scale_name, setup_ddp, skip_where_bad,
-                       stop_all, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
+                       abort, stop_reason, stop_wanted, to_host, watch_run, worker_init, wrap_ddp)
 from run_config import Parser, config_differences, config_items, config_to_dict, dump_yaml, load_config
 from run_log import (RunLog, check_resume, find_checkpoint, open_run, replace_status, write_status,
                      write_text_atomic)
@@ -654,7 +658,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     progress = {"step": 0, "best": None, "bad_evals": 0, "recent": [0.0, 0.0], "finished": "",
                 "bad_steps": [0, 0]}   # with a loss or gradient that is not finite: in all, and in a row now
     if state is not None:
-        path = ddp.state["checkpoint"][0]   # perhaps the one before
+        path = ddp.state.checkpoint[0]   # perhaps the one before
         lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
         bare.load_state_dict(state["model"])
     reader = make_reader(config, data.train, micro_batches, ddp)
@@ -714,7 +718,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         write_text_atomic(work_dir / "config.yaml", dump_yaml(config))
     if not is_finished(progress, n_iters):
         barrier(ddp)   # the run directory is there, on all ranks
-        watch_run(ddp, work_dir, config.monitoring.watchdog_minutes, t.stop_signals, arm=True)
+        watch_run(ddp, work_dir, config.monitoring.watchdog_minutes, t.stop_signals)
     return SimpleNamespace(
         config=config, work_dir=work_dir, path=path, lock=lock, data=data, plan=plan,
         graph=graph, noise=noise, dtype=dtype, bare=bare, model=model, optimizer=optimizer, ema=ema, scaler=scaler,
@@ -870,7 +874,7 @@ def train(run, ddp):
         run.lock.release()
     result = {"step": progress["step"], **values, **(validation.compare(bound) if bound is not None else {})}
     if not progress["finished"]:
-        saved = ddp.state.get("checkpoint", ("nothing yet",))[0]
+        saved = (ddp.state.checkpoint[0] or "nothing yet")
         print0(ddp, f"Stopped at step {progress['step']:,} of {n_iters:,}: {reason}. Saved: {saved}. The same command "
                     f"continues.")
         close_run(ddp, AGAIN, reason)
@@ -981,22 +985,18 @@ def cli(argv=None):
         sys.exit(130)
     with ddp:
         try:
-            if ddp.is_main:
-                replace_status(work_dir, None, "starting")
-                ddp.state["tell_outcome"] = functools.partial(replace_status, work_dir)   # of what fails until then
+            speaking = replace_status(work_dir, None, "starting") if ddp.is_main else False
             if problem:
                 raise problem
             args, config = read_arguments(argv)
             minutes = config.monitoring.watchdog_minutes   # while loading no less than for meeting
             signals = [name for name in config.training.stop_signals if name != "SIGINT"]   # Ctrl-C ends it at once
-            watch_run(ddp, None, minutes and max(minutes, early.init_timeout / 60), signals, arm=True)
+            watch_run(ddp, work_dir if speaking else None, minutes and max(minutes, early.init_timeout / 60), signals)
             run = prepare(config, ddp, work_dir, args.resume, args.fresh, args.stage)
         except (ValueError, OSError) as e:
             if ddp.is_main:
                 replace_status(work_dir, BAD_INPUT, str(e))
-                ddp.state.pop("tell_outcome", None)
-            stop_all(ddp, f"error: {e}", code=BAD_INPUT)
-        ddp.state.pop("tell_outcome", None)
+            abort(ddp, f"error: {e}", code=BAD_INPUT)
         result = train(run, ddp)
     if "stopped" in result:
         sys.exit(AGAIN)
