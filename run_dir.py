@@ -38,6 +38,11 @@ MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.jso
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 
+class Diverged(RuntimeError):
+    """The loss is no number any more: the same command would come to the same end."""
+    retry = False
+
+
 # ---------------------------------------------------------------- what to continue from
 def find_checkpoint(run_dir, resume, fresh, differences):
     """Find the checkpoint that a start continues from. Writes nothing.
@@ -190,7 +195,7 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     if path is None:
         return None, None, differences
     state = load_checkpoint(path, ddp)
-    return ddp.state["checkpoint"][0], state, differences   # perhaps of the one before
+    return ddp.state.checkpoint[0], state, differences   # perhaps of the one before
 
 
 def check_alike(values, ddp):
@@ -232,7 +237,7 @@ def take_folder(run, ddp, fresh, folders):
         write_text_atomic(run.work_dir / "config.yaml", dump_yaml(run.config))
     barrier(ddp)   # the folder is there, on all ranks
     watch_run(ddp, run.work_dir, run.config.monitoring.watchdog_minutes,
-              run.config.training.stop_signals, arm=True)
+              run.config.training.stop_signals)
 
 
 def check_lock(run, ddp):
@@ -248,8 +253,8 @@ def before_saving(run, log, ddp):
     log.sync()   # the rows before a checkpoint are on the disk no later than it
     finite = (bool(p.isfinite().all()) for p in run.bare.parameters())
     if run.progress["bad_steps"][1] and not all(finite):
-        raise RuntimeError(f"step {run.progress['step']}: weights are nan or infinite; expected "
-                           f"finite numbers. {ADVICE}")
+        raise Diverged(f"step {run.progress['step']}: weights are nan or infinite; expected "
+                       f"finite numbers. {ADVICE}")
 
 
 def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):
@@ -341,8 +346,9 @@ def read_status(run_dir):
 def replace_status(run_dir, code, reason, since=math.inf, finished=None):
     """Replace the status.json that an earlier start left: it is not the outcome of this start.
 
-    Nothing is written where there is none, where a live run goes on, and over the outcome of a
-    finished run (code 0) when this start was refused: a mistyped command does not undo it.
+    Returns whether it was written: not where there is none, where a live run goes on, and over the
+    outcome of a finished run (code 0) when this start was refused: a mistyped command does not undo
+    it.
 
     Args:
         run_dir: None where the command did not name it.
@@ -350,18 +356,19 @@ def replace_status(run_dir, code, reason, since=math.inf, finished=None):
         finished: status of the finished run that was found before this start began, to be put back.
     """
     if run_dir is None:
-        return
+        return False
     try:
         RunLock.refuse_live(run_dir, wait=False)   # a failing process has no time to wait
         if (Path(run_dir) / "status.json").stat().st_mtime >= since:
-            return
+            return False
         finished = finished or read_status(run_dir)
         if code == BAD_INPUT and finished.get("code") == 0:
             write_status(run_dir, 0, finished.get("reason"), finished.get("step"))
         else:
             write_status(run_dir, code, reason)
+        return True
     except (ValueError, OSError):
-        return
+        return False
 
 
 # ---------------------------------------------------------------- lock

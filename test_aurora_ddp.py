@@ -24,6 +24,10 @@ rank 0), and FILE.
 Ranks report through the store of ddp_setup, one request each, and not by collectives: those are what is in doubt here,
 and on some devices they wait without end. So every check says who did not come, at any number of ranks.
 """
+if __name__ == "__main__":
+    import ddp_guard
+    ddp_guard.supervise()
+
 import argparse
 import collections
 import contextlib
@@ -53,12 +57,13 @@ import torch
 import torch.distributed as dist
 
 import ddp_setup
-from ddp_setup import (barrier, broadcast, cleanup_ddp, ddp_sampler, detect_launcher, gradient_sync,
-                       load_checkpoint, optimize_with_ipex, print0, save_checkpoint, setup_ddp,
-                       stop_all, unwrap_ddp, wrap_ddp)
+from ddp_setup import (abort, barrier, broadcast, cleanup_ddp, ddp_sampler, detect_launcher,
+                       gradient_sync, load_checkpoint, optimize_with_ipex, print0, save_checkpoint,
+                       setup_ddp, unwrap_ddp, wrap_ddp)
 from train_loop import add_launch_arguments, check_in_sync, hand_over
 
 FAILED, USAGE = 3, 2        # exit codes
+EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 TABLE_ROWS = 32             # up to this many ranks the table of ranks is printed: some sites choke on more output
 COLLECTIVE = "collective"   # what row["at"] says while this rank can be held up by others
 ITEMS, STEPS = 12, 20       # of each rank, in the claims
@@ -266,7 +271,7 @@ def judge_bandwidth(rows, args):
 # ---------------------------------------------------------------- the claims: is what is trained here right?
 def pass_messages(row, ddp, args, told):
     """From the last rank, as most defaults point to rank 0. A counter tells who had come when a barrier let go."""
-    n, store = ddp.world_size, ddp.state.get("store")
+    n, store = ddp.world_size, ddp.state.store
     if n == 1:
         row["skip"] = "one rank: nobody to talk to"
         return
@@ -310,9 +315,9 @@ def prepare(row, ddp, args=None):
         if args is not None:
             present = broadcast(importlib.util.find_spec("intel_extension_for_pytorch") is not None, ddp)
             if present and args.ipex == "auto":   # tried where it is, needed or not
-                ddp.state["ipex"] = "on"
+                ddp.state.ipex = "on"
             given, (model, optimizer) = model, optimize_with_ipex(model, optimizer, ddp)
-            ddp.state["ipex"] = args.ipex
+            ddp.state.ipex = args.ipex
             if model is given:
                 row["skip"] = f"not used here with --ipex {args.ipex}" + ("" if present else ", and not installed")
         model = wrap_ddp(model, ddp, bucket_cap_mb=0.01)   # small buckets: several all-reduces per step
@@ -426,7 +431,7 @@ def save_and_load(row, ddp, args, told):
         finally:
             if ddp.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
-        ddp.state.pop("checkpoint")   # else a later failure names it as what to go on from
+        ddp.state.checkpoint = (None, None)   # else a later failure names it as what to go on from
     row.update(save=times[1] - times[0], load=time.monotonic() - times[1],
                differs=[key for key in saved if digest(loaded[key]) != digest(saved[key])])
 
@@ -455,7 +460,7 @@ def judge_left(rows, args):
 def what_is_here(args):
     """Texts: the threads, child processes (Linux) and variables of this process, and the warnings it has given."""
     here = {f"thread {t.name}" for t in threading.enumerate() if type(t).__name__ != "_DummyThread"}   # not Python's
-    here |= {f"variable {name}={os.environ[name]}" for name in ddp_setup.SET if name in os.environ}
+    here |= {f"variable {name}={os.environ[name]}" for name in EXPORTED if name in os.environ}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):   # it has just ended
             name, fields = stat.read_text().rsplit(")", 1)
@@ -511,8 +516,16 @@ def bounded(measure, limit, ddp, args, told):
         thread.join(limit)
     if thread.is_alive():
         return {**row, "error": f"did not end within {limit:.0f} s, in {innermost(thread)}", "hangs": True,
-                "entered": ddp_setup._collectives()}
+                "entered": collectives_entered()}
     return {**row, "error": problem[0]} if problem else row
+
+
+def collectives_entered():
+    """How many collectives this rank has entered, DDP's own included."""
+    try:
+        return dist.group.WORLD._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError):   # a backend that does not count
+        return 0
 
 
 def meet(ddp, name, row, deadline):
@@ -520,7 +533,7 @@ def meet(ddp, name, row, deadline):
     elsewhere None at once."""
     if ddp.world_size == 1:
         return [row]
-    store, n = ddp.state["store"], ddp.world_size
+    store, n = ddp.state.store, ddp.world_size
     store.set(f"check/{name}/{ddp.rank}", json.dumps(row))
     store.add(f"check/{name}", 1)
     if not ddp.is_main:
@@ -578,7 +591,7 @@ def run_checks(ddp, args):
             continue
         rows[0]["waited"] = time.monotonic() - start
         status, problems, figure, lines = conclude(rows, judge, limit, args)
-        hosts = [row["host"] if row else known for row, known in zip(rows, ddp.state.get("hosts", [host]))]
+        hosts = [row["host"] if row else known for row, known in zip(rows, ddp.state.hosts or [host])]
         if problems:
             shown = [text if r is None else f"rank {r} on {hosts[r]} {text}" for r, text in problems[:6]]
             figure = "; ".join(shown + [f"and {len(problems) - 6} more"] * (len(problems) > 6))
@@ -593,32 +606,32 @@ def run_checks(ddp, args):
         lost = any(row is None or "hangs" in row or "error" in row and row.get("at") == COLLECTIVE and not alike(rows)
                    for row in rows)
         if lost:
-            break   # the others wait for the answer until stop_all ends them
+            break   # the others wait for the answer until abort ends them
         if ddp.world_size > 1:
-            ddp.state["store"].set(f"check/{name}/answer", json.dumps(told))
+            ddp.state.store.set(f"check/{name}/answer", json.dumps(told))
     faulthandler.cancel_dump_traceback_later()
     if ddp.world_size > 1 and not lost:   # the store lives in rank 0's process: it stays until all have read
-        came, end = ddp.state["store"].add("check/read", 1), time.monotonic() + 10.0
+        came, end = ddp.state.store.add("check/read", 1), time.monotonic() + 10.0
         while ddp.is_main and came < ddp.world_size and time.monotonic() < end:
             time.sleep(0.01)
-            came = ddp.state["store"].add("check/read", 0)
+            came = ddp.state.store.add("check/read", 0)
     if ddp.is_main:
         remove_probe(args, written)
         print0(ddp, f"{count['PASS']} passed, {count['FAIL']} failed, {count['SKIP']} skipped")
         name_suspects(args, list(suspects))
         if lost:
             time.sleep(0.5)   # MPICH drops what it has not yet passed on when a rank aborts
-            stop_all(ddp, f"check {name}: ranks are missing or stuck, see above; all end here", FAILED)
+            abort(ddp, f"check {name}: ranks are missing or stuck, see above; all end here", FAILED)
     return told["failed"]
 
 
 def wait_for_answer(ddp, name, limit):
     key = f"check/{name}/answer"
     try:
-        ddp.state["store"].wait([key], datetime.timedelta(seconds=limit))
-        return json.loads(ddp.state["store"].get(key))
+        ddp.state.store.wait([key], datetime.timedelta(seconds=limit))
+        return json.loads(ddp.state.store.get(key))
     except RuntimeError:   # a timeout, or rank 0 is gone: then its end is told by the lifeline
-        stop_all(ddp, f"{name}: rank 0 on {ddp.state['hosts'][0]} did not answer", FAILED, secondary=True)
+        abort(ddp, f"{name}: rank 0 on {ddp.state['hosts'][0]} did not answer", FAILED, secondary=True)
 
 
 def name_suspects(args, hosts):

@@ -16,6 +16,10 @@ folder end a run in good order: it saves, and leaves with exit code 75.
 A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and
 everything random is keyed by (seed, purpose, pair, epoch), never drawn from a stream of a rank.
 """
+if __name__ == "__main__":
+    import ddp_guard
+    ddp_guard.supervise()
+
 import copy
 import functools
 import hashlib
@@ -36,7 +40,7 @@ from ddp_setup import (all_sum, autocast, beat, broadcast, load_checkpoint, prin
 from dpo_reference import (Reference, check_cache, hash_of, load_base, make_batch, pair_scores)
 from proteinmpnn_model import ALPHABET, to_checkpoint
 from run_config import Parser, load_config
-from run_dir import (ADVICE, ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, before_saving, check_alike,
+from run_dir import (ADVICE, Diverged, ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, before_saving, check_alike,
                      check_lock, check_resume, closing, finish_run, is_finished, save_run,
                      say_finished, start_or_continue, take_folder)
 from run_log import RunLog
@@ -678,8 +682,8 @@ def evaluate(run, log, values, at_end, epoch_began, ddp):
     if run.validation is not None or float(epoch.count):
         keep_best(run, log, values, values.get("val/loss", trained["loss"]), ddp)
     elif step == run.n_iters and run.progress["best"] is None:
-        raise RuntimeError(f"step {step}: all steps had a nan or infinite loss or gradient; "
-                           f"expected finite numbers. {ADVICE}")
+        raise Diverged(f"step {step}: all steps had a nan or infinite loss or gradient; "
+                       f"expected finite numbers. {ADVICE}")
 
 
 def warn_of_fall(run, log, now):
@@ -702,8 +706,8 @@ def warn_of_fall(run, log, now):
 def keep_best(run, log, values, score, ddp):
     """Write best_model.pt if this is the best evaluation so far. score: lower is better."""
     if not math.isfinite(score):
-        raise RuntimeError(f"step {run.progress['step']}: the loss is {score}; expected a finite "
-                           f"number. {ADVICE}")
+        raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
+                       f"number. {ADVICE}")
     if is_best(run, score, ddp, **{k: v for k, v in values.items() if k.startswith("val/")}):
         save_model(run, log, ddp, "best_model.pt")
 

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, all_sum, broadcast, choose_dtype,
-                       detect_launcher, grad_scaler, gradient_sync, limit_memory,
-                       optimize_with_ipex, print0, setup_ddp, stop_all, stop_reason, stop_wanted,
-                       unwrap_ddp, watch_run, worker_init, wrap_ddp)
+from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, abort, all_sum, broadcast, choose_dtype,
+                       detect_launcher, grad_scaler, gradient_sync, optimize_with_ipex, print0,
+                       setup_ddp, stop_reason, stop_wanted, unwrap_ddp, watch_run, worker_init,
+                       wrap_ddp)
 from run_config import Parser
-from run_dir import ADVICE, is_finished, machine_differences, read_status, replace_status
+from run_dir import (ADVICE, Diverged, is_finished, machine_differences, read_status,
+                     replace_status)
 
 SAVING_SECONDS = 600   # that the ranks have to save and leave after a signal to the launcher
 
@@ -171,6 +172,20 @@ def choose_precision(config, ddp):
     except RuntimeError as e:
         raise ValueError(f"config: {e}") from None
     return dtype, f"{str(dtype)[6:]} ({why}){limit_memory(config.memory.max_memory_per_gpu, ddp)}"
+
+
+def limit_memory(share, ddp):
+    """Let this process take at most `share` of its device's memory; returns words on it.
+
+    share: above 0 up to 1, or None for all."""
+    if share is None:
+        return ""
+    kind = ddp.device.type
+    setter = getattr(getattr(torch, kind), "set_per_process_memory_fraction", None)
+    if kind == "cpu" or setter is None:
+        return f"; max_memory_per_gpu {share} has no effect on {kind}"
+    setter(share, ddp.device)
+    return f"; at most {share:.0%} of the device's memory"
 
 
 def make_optimizer(config, bare, lr, dtype, ddp):
@@ -379,10 +394,10 @@ def read_flags(run):
     if totals.bad_loss or not run.scaler.is_enabled() or run.scaler.get_scale() < 1:
         counts[:] = counts[0] + 1, counts[1] + 1
     if counts[1] > most:
-        raise RuntimeError(f"step {run.progress['step']}: the loss or its gradient was nan or "
-                           f"infinite in {counts[1]} steps in a row, on "
-                           f"{float(totals.bad_loss or totals.bad):.0f} rank(s) in the last; "
-                           f"expected at most {most}. These steps were skipped. {ADVICE}")
+        raise Diverged(f"step {run.progress['step']}: the loss or its gradient was nan or infinite "
+                       f"in {counts[1]} steps in a row, on "
+                       f"{float(totals.bad_loss or totals.bad):.0f} rank(s) in the last; "
+                       f"expected at most {most}. These steps were skipped. {ADVICE}")
 
 
 def reason_to_stop(run, ddp, at_once=True):
@@ -416,7 +431,7 @@ def check_in_sync(model, ddp):
     ranks = [r for r, n in enumerate(found) if n]
     if not ranks:
         return
-    name, hosts = names[int(found[ranks[0]]) - 1], ddp.state["hosts"]
+    name, hosts = names[int(found[ranks[0]]) - 1], ddp.state.hosts
     listed = ", ".join(f"{r} on {hosts[r]}" for r in ranks[:8]) + (" ..." if len(ranks) > 8 else "")
     who = f"rank {listed} differ from rank 0"
     if len(ranks) > ddp.world_size / 2 and ddp.world_size > 2:
@@ -526,7 +541,7 @@ def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-    logging.disable()   # its tables of errors would hide the line in which the run says why it ended
+    logging.disable()   # its tables of errors would hide our last line
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
     place = RendezvousParameters(meeting, endpoint, f"{os.getpid()}" if nnodes == 1 else "by hand",
@@ -572,13 +587,15 @@ def run_script(script, argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         script.make_parser().parse_args(["--help"])
-    began, problem, early = time.time(), None, launch_options([])
+    began, problem, early, limit = time.time(), None, launch_options([]), None
+    options = config = None
     try:
         early = launch_options(argv)
-        if early.plan is None and (early.nnodes or early.nproc_per_node):
-            script.read_arguments(argv)   # what is wrong is said once, before ranks are started
         if early.plan is None:
+            options, config = script.read_arguments(argv)
             hand_over(early, argv)
+            # The watchdog, which names who is late, is to be sooner than a collective's own limit.
+            limit = 6 * 3600.0 if config.monitoring.watchdog_minutes else None
     except (ValueError, RuntimeError) as e:
         problem = ValueError(e)   # said below, once
     name = Path(early.config).stem if early.config else script.name
@@ -586,8 +603,7 @@ def run_script(script, argv=None):
     try:
         if early.plan is not None:
             return print(script.describe_plan(script.read_arguments(argv)[1], early.plan))
-        # A collective's own limit is long: the watchdog, which names who is late, is to be sooner.
-        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=6 * 3600.0,
+        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=limit,
                         init_timeout=early.init_timeout, ipex=early.ipex)
     except (ValueError, RuntimeError, OSError) as e:
         code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
@@ -599,7 +615,7 @@ def run_script(script, argv=None):
         replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)
         sys.exit(130)
     with ddp:
-        run = prepare_on_all_ranks(script, argv, early, problem, work_dir, ddp)
+        run = prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp)
         result = script.train(run, ddp)
     if "stopped" in result:
         sys.exit(AGAIN)
@@ -633,27 +649,24 @@ def launch_options(argv):
     return early
 
 
-def prepare_on_all_ranks(script, argv, early, problem, work_dir, ddp):
-    """Read the arguments and prepare the run; wrong ones end all ranks with one line."""
-    former = read_status(work_dir)
-    finished = former if former.get("code") == 0 else None
-    tell = functools.partial(replace_status, work_dir, finished=finished)
+def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp):
+    """Prepare the run; what is wrong with the arguments or data ends all ranks with one line.
+
+    early: see launch_options. problem: found before the ranks met, or None."""
+    former, watched = read_status(work_dir), None
+    if ddp.is_main and replace_status(work_dir, None, "starting"):
+        watched = work_dir   # whatever ends this start writes its outcome there
     try:
-        if ddp.is_main:
-            replace_status(work_dir, None, "starting")
-            ddp.state["tell_outcome"] = tell   # of what fails before the run has a folder
         if problem:
             raise problem
-        args, config = script.read_arguments(argv)
         # While loading, no less than the ranks had for meeting; Ctrl-C ends it at once.
         minutes = config.monitoring.watchdog_minutes
         signals = [name for name in config.training.stop_signals if name != "SIGINT"]
-        watch_run(ddp, None, minutes and max(minutes, early.init_timeout / 60), signals, arm=True)
-        run = script.prepare(config, ddp, work_dir, args)
+        watch_run(ddp, watched, minutes and max(minutes, early.init_timeout / 60), signals)
+        return script.prepare(config, ddp, work_dir, options)
     except (ValueError, OSError) as e:
+        watch_run(ddp, None, minutes=0, signals=())
         if ddp.is_main:
-            tell(BAD_INPUT, str(e))
-            ddp.state.pop("tell_outcome", None)
-        stop_all(ddp, f"error: {e}", code=BAD_INPUT)
-    ddp.state.pop("tell_outcome", None)
-    return run
+            replace_status(work_dir, BAD_INPUT, str(e),
+                           finished=former if former.get("code") == 0 else None)
+        abort(ddp, f"error: {e}", code=BAD_INPUT)

@@ -17,6 +17,10 @@ A run does not depend on the number of ranks: the unit of distribution is the mi
 everything random is keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a
 stream of a rank.
 """
+if __name__ == "__main__":
+    import ddp_guard
+    ddp_guard.supervise()
+
 import math
 import os
 import shutil
@@ -30,7 +34,7 @@ import torch
 
 from ddp_setup import Ddp, autocast, barrier, beat, broadcast, print0, stop_reason
 from run_config import Parser, load_config
-from run_dir import (ADVICE, ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock,
+from run_dir import (ADVICE, Diverged, ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock,
                      check_resume, closing, finish_run, is_finished, save_run, say_finished,
                      start_or_continue, take_folder)
 from run_log import RunLog, write_text_atomic
@@ -622,8 +626,8 @@ def evaluate(run, log, values, ddp):
         values.update(validation.summarise(run.bound))
         score = values["val/loss"]
         if not math.isfinite(score):
-            raise RuntimeError(f"step {step}: the validation bound is {score}; expected a finite "
-                               f"number. {ADVICE}")
+            raise Diverged(f"step {step}: the validation bound is {score}; expected a finite "
+                           f"number. {ADVICE}")
         log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
                 f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
     run.progress["recent"] = [0.0, 0.0]

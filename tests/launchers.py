@@ -223,14 +223,25 @@ class Running:
         return [pid for pid in _all_pids() if self._mark in _environment(pid)]
 
     def rank_pids(self):
-        """{rank: process id} of the ranks that run now. A rank's own children do not count."""
-        ranks = {}
+        """{rank: process id} of the ranks that run now: of guarded ones the guard's child, not the guard. A rank's own
+        children do not count."""
+        return {rank: pid for rank, (guard, pid) in self._ranks().items()}
+
+    def guard_pids(self):
+        """{rank: process id} of the guards of ranks that run now."""
+        return {rank: guard for rank, (guard, pid) in self._ranks().items() if guard != pid}
+
+    def _ranks(self):
+        """{rank: (outermost process with its number, the rank's own)}"""
+        ranks, guarded = {}, {}
         for pid in self.pids():
             environment = dict(entry.partition("=")[::2] for entry in _environment(pid))
             number = next((environment[name] for name in _RANK_VARIABLES if name in environment), None)
             if number is not None:
                 ranks[pid] = int(number)
-        return {rank: pid for pid, rank in ranks.items() if ranks.get(_parent(pid)) != rank}
+            if environment.get("DDP_GUARD_FD", "").endswith(f":{_parent(pid)}"):
+                guarded[_parent(pid)] = pid
+        return {rank: (pid, guarded.get(pid, pid)) for pid, rank in ranks.items() if ranks.get(_parent(pid)) != rank}
 
     def wait_for(self, text, timeout):
         """Return once `text` was printed on either stream; TimeoutError if launcher or time end first."""

@@ -3,7 +3,7 @@ import importlib.machinery
 import importlib.metadata
 import json
 import os
-import re
+
 import signal
 import struct
 import subprocess
@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import ddp_setup
-from ddp_setup import (Ddp, all_mean, all_sum, autocast, broadcast, choose_device, choose_dtype, cleanup_ddp, close_run,
-                       ddp_sampler, describe_hang, detect_launcher, load_checkpoint, optimize_with_ipex,
+from ddp_setup import (Ddp, State, all_mean, all_sum, autocast, broadcast, choose_device, choose_dtype, cleanup_ddp, close_run,
+                       ddp_sampler, detect_launcher, load_checkpoint, optimize_with_ipex,
                        save_checkpoint, setup_ddp, slurm_first_host,
-                       slurm_tasks_per_node, stop_reason, stop_wanted, watch_run, wrap_ddp)
+                       stop_reason, stop_wanted, watch_run, wrap_ddp)
 from launchers import clean_environment
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
@@ -101,12 +101,6 @@ def test_contradictions_are_refused_and_shown(env, mpi, words):
     ("x-1-[12,14-16]", "x-1-12")])
 def test_first_host_of_a_slurm_list(text, host):
     assert slurm_first_host(text) == host
-
-
-def test_tasks_per_node_are_run_length_coded():
-    assert slurm_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    with pytest.raises(RuntimeError, match="two"):
-        slurm_tasks_per_node("two")
 
 
 FOUND = dict(cuda=0, xpu=0, nccl=False, gloo=True, xccl=False, ccl=False)
@@ -204,7 +198,7 @@ def test_ipex_optimizes_where_asked_or_where_torch_has_no_xccl(monkeypatch, caps
     imported = pretend(monkeypatch, xccl=xccl, intel_extension_for_pytorch=fake_ipex(
         lambda *given, **how: calls.append((given, how)) or theirs))
     model = torch.nn.Linear(2, 2)
-    found = optimize_with_ipex(model, "optimizer", Ddp(device=device, state={"ipex": mode}))
+    found = optimize_with_ipex(model, "optimizer", Ddp(device=device, state=State(ipex=mode)))
     if wanted:   # without dtype: the weights stay float32; what it returns is used, not what was given
         (given, how), = calls
         assert found == theirs and given == (model,) and how.pop("optimizer") == "optimizer"
@@ -224,7 +218,7 @@ def refuse(*_, **__):
 def test_where_ipex_fails_the_run_goes_on_without_it_and_says_why_once(monkeypatch, capsys, modules, reason):
     pretend(monkeypatch, **modules)
     model = torch.nn.Linear(2, 2)
-    found = optimize_with_ipex(model, "optimizer", Ddp(device=XPU, state={"ipex": "auto"}))
+    found = optimize_with_ipex(model, "optimizer", Ddp(device=XPU, state=State(ipex="auto")))
     assert found == (model, "optimizer")
     assert capsys.readouterr().out.splitlines() == [f"IPEX not used: {reason}"]
 
@@ -232,7 +226,7 @@ def test_where_ipex_fails_the_run_goes_on_without_it_and_says_why_once(monkeypat
 def test_ipex_for_another_torch_is_not_even_imported(monkeypatch, capsys):
     imported = pretend(monkeypatch, intel_extension_for_pytorch=fake_ipex(refuse))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3+xpu")
-    optimize_with_ipex(torch.nn.Linear(2, 2), None, Ddp(device=XPU, state={"ipex": "on"}))
+    optimize_with_ipex(torch.nn.Linear(2, 2), None, Ddp(device=XPU, state=State(ipex="on")))
     assert not imported and "1.2.3+xpu does not fit torch" in capsys.readouterr().out
 
 
@@ -243,7 +237,7 @@ def test_weights_are_made_equal_over_ranks_before_ipex_copies_them(monkeypatch):
     monkeypatch.setattr(ddp_setup, "all_sum", lambda value, ddp: value)
     monkeypatch.setattr(ddp_setup, "broadcast", lambda value, ddp, src=0: order.append(tuple(value.shape)))
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    optimize_with_ipex(model, None, Ddp(world_size=2, device=XPU, state={"ipex": "on"}))
+    optimize_with_ipex(model, None, Ddp(world_size=2, device=XPU, state=State(ipex="on")))
     assert order == [(2, 3), (2,), (2,), (2,), (2,), (2,), (), "optimize"]   # parameters, then buffers
 
 
@@ -405,7 +399,7 @@ def test_a_flipped_bit_that_torch_does_not_see_is_told_and_the_checkpoint_before
     assert torch.load(path, weights_only=True)["weight"].count_nonzero() == 1, "torch loads it without a word"
     ddp = Ddp()
     assert load_checkpoint(str(path), ddp)["step"] == 1
-    assert ddp.state["checkpoint"] == (str(tmp_path / "last-1.pt"), 1)
+    assert ddp.state.checkpoint == (str(tmp_path / "last-1.pt"), 1)
     said = capsys.readouterr().out
     assert "last.pt is damaged" in said and f"Going back to {tmp_path / 'last-1.pt'}" in said
     with pytest.raises(ValueError, match="last.pt is damaged: the checksum of its record .*data/0 is wrong"):
@@ -429,24 +423,9 @@ def test_a_checkpoint_cut_off_at_any_length_is_refused(tmp_path):
             load_checkpoint(str(path))
 
 
-# ------------------------------------------------------------------------------------------------ who is late, and where
-@pytest.mark.parametrize("beats, silent, late, waiting", [
-    ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"], 2: [7, 9, 9.0, 29, "loop"]}, [], [2], "rank 0, 1 in a"),
-    ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"], 2: [7, 9, 9.0, 30, ""]}, [2], [2], "rank 0, 1 in a"),
-    ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"]}, [2], [2], "rank 0, 1 in a"),
-    ({0: [7, 9, 5.0, 30, "a"], 1: [6, 9, 5.0, 30, "b"], 2: [7, 9, 9.0, 30, "a"]}, [], [1], "rank 0, 2 in a"),
-    ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "b"], 2: [7, 9, 9.0, 30, "a"]}, [], [1], "rank 0, 2 in a"),
-    ({0: [7, 9, 5.0, 30, "a"], 1: [7, 9, 5.0, 30, "a"], 2: [7, 9, 9.0, 30, "a"]}, [], [0, 1, 2], "")],
-    ids=["fewer collectives", "silent", "never came", "an earlier step", "another place", "no difference"])
-def test_a_hang_is_told_with_the_late_ranks_their_host_step_and_place(beats, silent, late, waiting):
-    first, text = describe_hang(beats, [0, 1, 2], silent, ["x", "y", "z"])
-    named = re.findall(r"rank (\d) on (\w), (?:last step \d|which has not come)", text.splitlines()[0])
-    assert first == late[0] and named == [(str(r), "xyz"[r]) for r in late]
-    assert ("waiting: " + waiting in text) if waiting else "waiting" not in text
-
-
+# ------------------------------------------------------------------------------------------------ stop requests
 def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp_path, monkeypatch):
-    for cause, expected in (("none", ""), ("deadline", "DDP_DEADLINE is reached"), ("file", f"{tmp_path}/STOP exists")):
+    for cause, expected in (("none", ""), ("deadline", "DDP_DEADLINE is reached"), ("file", f"{tmp_path}/STOP exists; remove it before the next start")):
         monkeypatch.setenv("DDP_DEADLINE", str(time.time() - 1 if cause == "deadline" else time.time() + 3600))
         if cause == "file":
             (tmp_path / "STOP").touch()
@@ -481,30 +460,20 @@ def doctor(env, *launcher):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_doctor_shows_every_variable_that_the_file_reads_or_sets_with_its_value(tmp_path):
-    source = open(ddp_setup.__file__).read()
-    names = set(re.findall(r"""(?:env|environ)(?:\.get)?[\[(]["']([A-Z0-9_]+)["']""", source))
-    names |= {n for row in ddp_setup.LAUNCHERS for n in (*row.rank, *row.size, *row.local_rank, *row.node_rank, *row.needs)}
-    assert len(names) > 40
+def test_the_doctor_shows_what_was_detected_and_what_would_be_chosen():
     code, out, err = doctor({"DDP_RANK": "0", "DDP_WORLD_SIZE": "2", "DDP_LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
     assert (code, err) == (0, ""), out + err
-    missing = {n for n in names if not re.search(rf"\b{n}\b", out)}
-    assert not missing and "DDP_WORLD_SIZE = 2" in out and "MASTER_ADDR* = 127.0.0.1" in out
-    assert "rank 0 of 2" in out and "rank from DDP_RANK" in out
-    assert max(map(len, out.splitlines())) <= 80
-    for word in (torch.__version__, "gloo yes", "open files", "/dev/shm", "interfaces: lo"):
-        assert word in out
+    for words in (torch.__version__, "gloo yes", "rank from DDP_RANK", "rank 0 of 2", "device cpu", "backend gloo",
+                  "MASTER_ADDR: 127.0.0.1 is 127.0.0.1", "DDP_WORLD_SIZE=2"):
+        assert words in out
 
 
-def test_the_doctor_marks_problems_and_says_what_to_do(tmp_path):
-    deep = tmp_path / ("x" * 90)
-    deep.mkdir()
-    code, out, err = doctor({"MASTER_ADDR": "no-such-host.invalid", "TMPDIR": str(deep), "PMI_RANK": "1"})
+def test_the_doctor_marks_problems_and_says_what_to_do():
+    code, out, err = doctor({"MASTER_ADDR": "no-such-host.invalid", "PMI_RANK": "1"})
     assert (code, err) == (1, "")
-    problems = " ".join(out.split())
-    for words in ("no set of its variables is complete", "MASTER_ADDR=no-such-host.invalid cannot be resolved",
-                  "too long for the Unix sockets", "export TMPDIR=/tmp"):
-        assert words in problems, out
+    for words in ("PROBLEM: a launcher seems to have started", "no set of its variables is complete",
+                  "PROBLEM: MASTER_ADDR=no-such-host.invalid cannot be resolved"):
+        assert words in out, out
 
 
 def test_under_a_launcher_the_doctor_speaks_once():

@@ -25,9 +25,9 @@ from launchers import clean_environment, need, own_tracebacks, run_ranks, start_
 
 ROOT = Path(__file__).resolve().parents[1]
 GONE = 15.0         # seconds in which every process must be gone after a failure; 5 are wanted
-ALONE = 6.0         # seconds after which the kernel ends a stopped rank that is alone on its host; 40 in earnest
+SILENCE = 13.0      # seconds after which a guard that gives no sign is taken for lost
 INIT = 8            # seconds that ranks wait for one that failed before it came to them
-WATCHDOG = 12.0     # seconds without progress after which a run is ended, in the rows that wait for it
+WATCHDOG = 6.0      # seconds without progress after which a run is ended, in the rows that wait for it
 STEPS, SAVE_EVERY = 60, 2
 FAILED = r"^FAILED: rank (\d+)(?: of \d+)? on \S+: (.*)$"
 CONFIG = f"""
@@ -42,8 +42,12 @@ monitoring: {{n_samples: 2, sample_steps: 2}}
 # Runs train_sedd_ddp.py with one thing going wrong: FAULT, on rank FAULT_RANK, in the step after FAULT_STEP - 1. The
 # file FAULT_FILE appears when it does.
 DRIVER = f"""
-import os, shutil, signal, subprocess, sys, time
+import sys
 sys.path.insert(0, {str(ROOT)!r})
+if __name__ == "__main__":
+    import ddp_guard
+    ddp_guard.supervise()
+import os, re, shutil, signal, subprocess, time
 fault, fault_file = os.environ.get("FAULT", ""), os.environ.get("FAULT_FILE")
 fault_step, fault_rank = (int(os.environ.get(name, -1)) for name in ("FAULT_STEP", "FAULT_RANK"))
 names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -59,7 +63,7 @@ if fault == "early" and mine:
     now()
     raise RuntimeError("on purpose")
 
-import ddp_setup, run_dir, train_sedd_ddp
+import run_dir, train_sedd_ddp
 progress, micro_batch_loss = train_sedd_ddp.RunLog.progress, train_sedd_ddp.micro_batch_loss
 save_checkpoint, done = run_dir.save_checkpoint, {{}}
 
@@ -126,13 +130,16 @@ def make_read_only(folder):   # this mount only: the disk itself is in use
         subprocess.run(["mount", *options], check=True)
 
 
-ACTIONS = {{"raise": fail, "raise, others busy": fail, "exit": lambda: sys.exit(1), "wait": wait,
+def hold_the_lock():   # in C, for hours
+    re.match("(a+)+b", "a" * 60)
+
+
+ACTIONS = {{"raise": fail, "lock": hold_the_lock, "raise, others busy": fail, "exit": lambda: sys.exit(1), "wait": wait,
            "abort": os.abort, "exhaust": run_out_of_memory,
            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP)}}
 ON_SAVING = {{"fill": fill, "make read-only": make_read_only}}
 train_sedd_ddp.RunLog.progress, train_sedd_ddp.micro_batch_loss = new_progress, new_micro_batch_loss
 run_dir.save_checkpoint = new_save_checkpoint
-ddp_setup.LAST_SECONDS = float(os.environ.get("LAST_SECONDS", ddp_setup.LAST_SECONDS))
 if __name__ == "__main__":
     train_sedd_ddp.cli(sys.argv[1:])
 """
@@ -164,6 +171,7 @@ class Fault:
     overrides: tuple = ()
     arguments: tuple = ()
     watchdog: bool = False
+    guard: bool = False      # it hits the guard, not the rank
 
 
 def to_launcher(number):
@@ -183,6 +191,14 @@ def to_all(number):
     return act
 
 
+def to_guard(rank, number, with_rank=False):
+    def act(running, folder):
+        guard, pid = running.guard_pids()[rank], running.rank_pids()[rank]
+        for each in (guard, pid) if with_rank else (guard,):
+            os.kill(each, number)
+    return act
+
+
 def scancel(*flags):
     """Slurm sends its signals to the tasks. srun itself, when it gets SIGTERM, has all tasks killed at once."""
     def act(running, folder):
@@ -192,12 +208,8 @@ def scancel(*flags):
     return act
 
 
-# Where a signal ends a rank, these send SIGKILL to the others at once: sometimes before one of them could say a word.
-# Then the launcher has told it.
-KILLS_AT_ONCE = ("mpich", "two hosts, mpich", "openmpi", "intel", "srun --kill-on-bad-exit")
 # Where a rank fails before it has come to the others, these let them wait.
 WAIT = ("mpich", "intel", "srun")
-OF_A_SIGNAL = ("kill", "abort", "exhaust")
 WORKERS = ("training.num_workers=2",)
 FAULTS = {
     "exception in forward": Fault("raise", 1, 1, "ValueError: on purpose"),
@@ -207,8 +219,15 @@ FAULTS = {
     "kill -9 of the last rank": Fault("kill", -1, 1, "died without a word"),
     "os.abort": Fault("abort", 1, 1, "died without a word"),
     "out of memory": Fault("exhaust", 1, 1, "died without a word"),
-    "SIGSTOP": Fault("stop", 1, 70, "no progress for 12 s", watchdog=True),
-    "SIGSTOP of rank 0": Fault("stop", 0, 70, "no progress for 12 s", watchdog=True),
+    "SIGSTOP": Fault("stop", 1, 70, "no progress for 6 s", watchdog=True),
+    "SIGSTOP of rank 0": Fault("stop", 0, 70, "no progress for 6 s", watchdog=True),
+    "guard killed": Fault("slow", 1, 1, "died without a word", act=to_guard(1, signal.SIGKILL), guard=True),
+    "guard of rank 0 killed": Fault("slow", 0, 1, "died without a word", act=to_guard(0, signal.SIGKILL), guard=True),
+    "guard and rank stopped": Fault("slow", 1, 70, "no progress for 6 s|no sign of its guard",
+                                    act=to_guard(1, signal.SIGSTOP, True), guard=True, watchdog=True),
+    "guard and rank 0 stopped": Fault("slow", 0, 70, "no sign of its guard",
+                                      act=to_guard(0, signal.SIGSTOP, True), guard=True, watchdog=True),
+    "lock held in C": Fault("lock", 1, 70, "no progress for 6 s", watchdog=True),
     "before the group": Fault("early", 1, None, "on purpose", arguments=("--init_timeout", str(INIT))),
     "SIGTERM": Fault("slow", 0, 75, "SIGTERM", act=to_launcher(signal.SIGTERM)),
     "SIGUSR1": Fault("slow", 0, 75, "SIGUSR1", act=to_launcher(signal.SIGUSR1)),
@@ -222,21 +241,19 @@ FAULTS = {
 }
 QUICK = {"torchrun": ("exception in forward", "kill -9 of rank 0", "SIGTERM"),
          "mpich": ("exit code 1", "kill -9 of the last rank", "SIGUSR1")}
-EVERYWHERE = ("exception in forward", "exception, others busy", "exit code 1", "kill -9 of rank 0",
-              "kill -9 of the last rank", "os.abort", "out of memory", "SIGSTOP", "before the group", "SIGTERM", "SIGUSR1")
-SLOW = {**{launcher: EVERYWHERE for launcher in ("torchrun", "openmpi", "mpich", "intel", "srun")},
-        "srun --kill-on-bad-exit": ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "before the group"),
-        "openmpi without mpi4py": ("exception, others busy", "kill -9 of rank 0"),
-        "mpich without mpi4py": ("exception, others busy", "exit code 1", "kill -9 of rank 0"),
+FULL = ("exception in forward", "exception, others busy", "exit code 1", "kill -9 of rank 0", "kill -9 of the last rank",
+        "os.abort", "out of memory", "SIGSTOP", "SIGSTOP of rank 0", "lock held in C", "guard killed",
+        "guard of rank 0 killed", "guard and rank stopped", "guard and rank 0 stopped", "before the group", "SIGTERM",
+        "SIGUSR1", "SIGTERM to all, 2 workers", "STOP file", "DDP_DEADLINE")
+FIVE = ("exception, others busy", "exit code 1", "kill -9 of rank 0", "SIGSTOP", "guard killed")
+SLOW = {"torchrun": FULL, "mpich": FULL,
+        "openmpi": (*FIVE, "SIGTERM", "SIGUSR1 to all, 2 workers"), "intel": (*FIVE, "SIGTERM"),
+        "srun": (*FIVE, "before the group", "scancel -s TERM", "SIGTERM to srun"),
+        "srun --kill-on-bad-exit": ("exception, others busy", "SIGSTOP", "scancel"),
+        "mpich without mpi4py": ("exception, others busy", "kill -9 of rank 0"),
         "torchrun with signals": ("SIGUSR1",),
         "two hosts, torchrun": ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "cable pulled"),
         "two hosts, mpich": ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "cable pulled")}
-SLOW["torchrun"] += ("SIGTERM to all, 2 workers", "STOP file")
-SLOW["mpich"] += ("SIGTERM to all, 2 workers", "SIGSTOP of rank 0", "STOP file", "DDP_DEADLINE")
-for name, more in (("srun", ("scancel -s TERM", "SIGTERM to all, 2 workers", "SIGTERM to srun")),
-                   ("srun --kill-on-bad-exit", ("scancel",))):
-    SLOW[name] = tuple(fault for fault in SLOW[name] if fault != "SIGTERM") + more
-SLOW["openmpi"] += ("SIGUSR1 to all, 2 workers",)
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -382,8 +399,6 @@ class Chain:
         if name == "DDP_DEADLINE":
             env.update(DDP_DEADLINE=deadline, PACE=1)
         limit = WATCHDOG if fault.watchdog else INIT if fault.fault == "early" and self.label in WAIT else 0.0
-        alone = ALONE if fault.watchdog and self.launcher.endswith("-2hosts") else 0.0   # no neighbour to end it
-        env.update(LAST_SECONDS=alone or None)
         overrides = [f"monitoring.watchdog_minutes={limit / 60}"] if fault.watchdog else []
         row = Row(self.label, name)
         self.table.append(row)
@@ -398,7 +413,7 @@ class Chain:
                 self.check_continued(running)
             if fault.act:
                 fault.act(running, self.folder)
-            row.gone = seconds_until(lambda: not running.pids(), limit + alone + 45.0)
+            row.gone = seconds_until(lambda: not running.pids(), limit + 45.0)
             result = running.wait(timeout=5, leftover_grace=0)
         row.exit, status = str(result.returncode), read_status(self.run_dir)
         row.status = str(status.get("code")) if fault.fault != "early" else "-"
@@ -406,7 +421,7 @@ class Chain:
         (self.run_dir / "STOP").unlink(missing_ok=True)
         print(f"{self.label}: {name}: gone after {row.gone:.1f} s, exit {row.exit}, {status}\n{result.text}")
 
-        assert row.gone - limit < (alone + 10.0 if fault.watchdog else GONE), result.text
+        assert row.gone - limit < (SILENCE + 5.0 if fault.guard else 10.0 if fault.watchdog else GONE), result.text
         assert result.returncode != 0
         if fault.fault == "early":
             # This srun ends the step so fast that a plain script's last words may be lost; it says who ended, and how.
@@ -428,21 +443,19 @@ class Chain:
         else:
             self.check_failed(fault, result, status, rank)
             assert saved == periodic, "the last periodic checkpoint is another"
-        if fault.watchdog:
+        if fault.watchdog and not fault.guard:
             stacks = [self.run_dir / "stacks" / f"rank_{r}.txt" for r in range(self.n)]
             assert all("most recent call first" in path.read_text() for path in stacks if path != stacks[rank])
         self.step = saved
 
     def check_failed(self, fault, result, status, rank):
         told = re.findall(FAILED, result.stderr, re.M)
-        if fault.fault in OF_A_SIGNAL and self.label.split(" without")[0] in KILLS_AT_ONCE and (
-                not told or status.get("code") is None and len(told) < 2):
-            own_words = r"task \d+: (?:Killed|Aborted)|signal [69]|EXIT CODE: [69]|\((?:Killed|Aborted)\)|" \
-                        r"KILLED BY SIGNAL: [69]"
+        if fault.guard and not fault.watchdog and not told:
+            # Launchers that kill all where a signal ends one may leave no time for a word, and say so themselves.
+            own_words = r"task \d+: Killed|signal 9|EXIT CODE: 9|\(Killed\)|KILLED BY SIGNAL: 9"
             assert re.search(own_words, result.stdout + result.stderr), result.text
             return
-        # The death of rank 0 is told by rank 1, and by the first rank of the next host.
-        assert 1 <= len(told) <= (2 if fault.fault in OF_A_SIGNAL and rank == 0 else 1), result.text
+        assert len(told) == 1, result.text
         assert own_tracebacks(result.stderr) <= 1, result.text
         assert int(told[0][0]) == rank and re.search(fault.says, told[0][1]), result.text
         assert "last.pt" in told[0][1] and "--config config.yaml --work_dir run" in told[0][1], result.text
@@ -541,20 +554,14 @@ def test_after_all_faults_the_same_command_ends_with_the_weights_of_an_undisturb
 
 
 def signal_that_torchrun_does_not_pass_on(chain):
-    """SIGUSR1 ends torchrun's agent and nothing else: the ranks train on, and stop well when asked themselves."""
+    """SIGUSR1 ends torchrun's agent and nothing else: the guards notice and have their ranks stop in good order."""
     flag, row = chain.folder / "fault", Row(chain.label, "SIGUSR1, agent alone")
     flag.unlink(missing_ok=True)
     chain.table.append(row)
     with chain.start(FAULT="slow", FAULT_RANK=0, FAULT_STEP=chain.step + 3, FAULT_FILE=flag) as running:
         await_file(flag, running)
         chain.check_continued(running)
-        ranks = running.rank_pids()
         running.process.send_signal(signal.SIGUSR1)
-        running.process.wait(30)
-        seconds_until(lambda: f"step {chain.step + 5}/" in running.stdout() or not running.pids(), 60)
-        assert running.rank_pids() == ranks, running.stdout() + running.stderr()
-        for pid in ranks.values():
-            os.kill(pid, signal.SIGUSR1)
         row.gone = seconds_until(lambda: not running.pids(), 45.0)
         result = running.wait(timeout=5, leftover_grace=0)
     row.exit, status = str(result.returncode), read_status(chain.run_dir)
@@ -739,7 +746,7 @@ def test_a_second_ctrl_c_ends_at_once_with_130_and_without_a_wall_of_tracebacks(
             for pid in running.rank_pids().values() if n > 1 else [running.process.pid]:
                 os.kill(pid, signal.SIGINT)
             dots = running.stdout().count(".")      # the main thread waits in Python, printing dots
-            seconds_until(lambda: running.stdout().count(".") > dots + 20 or not running.pids(), 30.0)
+            seconds_until(lambda: running.stdout().count(".") > dots + 50 or not running.pids(), 30.0)
             if _ == 0:
                 assert running.process.poll() is None
         row.gone = seconds_until(lambda: not running.pids(), 45.0)
@@ -748,3 +755,84 @@ def test_a_second_ctrl_c_ends_at_once_with_130_and_without_a_wall_of_tracebacks(
     row.status = str(status.get("code"))
     assert row.gone < GONE and result.returncode == 130 and status["code"] == 130, (status, result.text)
     assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) < 12, result.text
+
+
+def test_a_second_ctrl_c_ends_a_rank_that_holds_pythons_lock(tmp_path, table):
+    flag, row = tmp_path / "fault", Row("python", "Ctrl-C twice, lock held in C")
+    table.append(row)
+    env = dict(FAULT="lock", FAULT_RANK=0, FAULT_STEP=3, FAULT_FILE=flag)
+    with start_ranks("python", 1, prepare(tmp_path), tmp_path, env=env) as running:
+        await_file(flag, running)
+        guard = running.process.pid
+        while running.process.poll() is None and row.gone != row.gone:    # until the second is taken for one of its own
+            os.kill(guard, signal.SIGINT)
+            if not seconds_until(lambda: running.process.poll() is not None, 0.5) > 0.45:
+                row.gone = 0.5
+        row.gone = seconds_until(lambda: not running.pids(), 45.0)
+        result = running.wait(timeout=5, leftover_grace=0)
+    row.exit, row.status = str(result.returncode), str(read_status(tmp_path / "run").get("code"))
+    assert (row.exit, row.status) == ("130", "130") and row.gone < GONE, result.text
+
+
+# ------------------------------------------------------------------------------------------------ other surroundings
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "mpich"])
+def test_a_run_that_was_suspended_for_longer_than_the_limit_trains_on(launcher, tmp_path, undisturbed, table):
+    need(launcher)
+    chain = Chain(launcher, tmp_path, undisturbed(2), table)
+    flag = tmp_path / "fault"
+    with chain.start(f"monitoring.watchdog_minutes={WATCHDOG / 60}", FAULT="slow", FAULT_RANK=0, FAULT_STEP=5,
+                     FAULT_FILE=flag, PACE=0.1) as running:
+        await_file(flag, running)
+        pids = [*running.rank_pids().values(), *running.guard_pids().values()]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        end = time.monotonic() + SILENCE + 3.0    # beyond every limit of the guards
+        seconds_until(lambda: time.monotonic() > end, 60.0)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        result = running.wait(timeout=300)
+    assert result.returncode == 0 and read_status(chain.run_dir)["code"] == 0, result.text
+    check_finished(chain.run_dir, chain.reference)
+    table.append(Row(launcher, "suspended, resumed", 0.0, "0", "0", "yes"))
+
+
+@pytest.mark.slow
+def test_a_run_whose_stderr_is_a_full_pipe_ends_all_the_same(tmp_path, table):
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, bytes(4096))
+    os.set_blocking(write, True)
+    flag, row = tmp_path / "fault", Row("python", "exception, stderr a full pipe")
+    environment = clean_environment(env=dict(FAULT="raise", FAULT_RANK=0, FAULT_STEP=3, FAULT_FILE=flag))
+    process = subprocess.Popen([sys.executable, *prepare(tmp_path), f"monitoring.watchdog_minutes={WATCHDOG / 60}"],
+                               cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=write)
+    try:
+        seconds_until(lambda: flag.exists() or process.poll() is not None, 300.0)
+        row.gone = seconds_until(lambda: process.poll() is not None, 60.0)
+        row.exit, row.status = str(process.poll()), str(read_status(tmp_path / "run").get("code"))
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read)
+        os.close(write)
+    table.append(row)
+    assert row.exit != "0" and row.status in ("1", "70") and row.gone < WATCHDOG + GONE, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["exception in forward", "kill -9 of rank 0", "SIGSTOP of rank 0", "lock held in C"])
+def test_as_process_1_of_a_container_too_a_rank_is_ended(name, tmp_path, table):
+    apart = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("unshare --pid needs root and the right to make namespaces")
+    fault, row = FAULTS[name], Row("python, process 1", name)
+    environment = clean_environment(env=dict(FAULT=fault.fault, FAULT_RANK=0, FAULT_STEP=3, FAULT_FILE=tmp_path / "f"))
+    done = subprocess.run([*apart, sys.executable, *prepare(tmp_path), f"monitoring.watchdog_minutes={WATCHDOG / 60}"],
+                          cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=120)
+    row.exit, row.status = str(done.returncode), str(read_status(tmp_path / "run").get("code"))
+    table.append(row)
+    assert (row.exit, row.status) == (str(fault.code),) * 2, done.stdout + done.stderr
+    assert len(re.findall(FAILED, done.stderr, re.M)) == 1, done.stderr

@@ -26,9 +26,8 @@ from train_dpo_ddp import (Config, Loss, MicroBatches, PairPlan, Validation, che
                            describe_plan, load_pairs, main, micro_batch_loss, objective,
                            preference_loss, read_arguments)
 from train_loop import Schedule, global_gradient
-# noqa: F401
-from training import (CLOCK, NAN_LOSS, ROOT, command_lines, one_thread, rows, same_run,
-                      steps_with_a_nan, timeless, words)
+from training import (  # noqa: F401 (the fixture one_thread)
+    CLOCK, NAN_LOSS, ROOT, command_lines, one_thread, rows, same_run, steps_with_a_nan, timeless, words)
 
 SCRIPT, DEMO = ROOT / "train_dpo_ddp.py", ROOT / "configs" / "dpo_demo.yaml"
 SMALL = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}

@@ -34,9 +34,9 @@ from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, de
 from train_sedd_ddp import (Config, MicroBatches, Validation, check_config, describe_plan, main,
                             make_reader, make_schedule, prepare, result_lines, sample_proteins,
                             train)
-# noqa: F401
-from training import (NAN_LOSS, ROOT, command_lines, losses, one_thread, rows, same_run,
-                      steps_with_a_nan, timeless, words)
+
+from training import (  # noqa: F401 (the fixture one_thread)
+    NAN_LOSS, ROOT, command_lines, losses, one_thread, rows, same_run, steps_with_a_nan, timeless, words)
 
 SCRIPT, DEMO = ROOT / "train_sedd_ddp.py", ROOT / "configs" / "sedd_demo.yaml"
 TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,
