@@ -84,6 +84,9 @@ def check_arguments(args):
             raise ValueError(f"found {' '.join(useless)} with --score_only; expected neither or "
                              "one, as these are for drawing, and --score_only draws nothing. Leave "
                              "one out.")
+        missing = [path for path in args.score_only if not os.path.isfile(path)]
+        if missing:
+            raise ValueError(f"--score_only: there is no file {missing[0]}. Expected FASTA files.")
     args.num = 1 if args.num is None else args.num
     args.temperature = 0.1 if args.temperature is None else args.temperature
     for name in ("num", "batch_size", "orders"):

@@ -148,16 +148,16 @@ class Monitoring:
 @dataclass
 class Config:
     training: Training = field(default_factory=Training)
-    optim: Optim = field(default_factory=Optim)
     model: Model = field(default_factory=Model)
     loss: Loss = field(default_factory=Loss)
-    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
     memory: Memory = field(default_factory=Memory)
+    data: Data = field(default_factory=Data)
     ddp: DdpSection = field(default_factory=DdpSection)
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# A resumed run may differ in these and in the number of ranks (accum follows); in nothing else.
+# What a resumed run may change, beside the number of ranks (accum follows).
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "memory.structure_cache_mb", "monitoring.fall",
               "data.reference_cache", "data.train_data", "data.val_data", "model.base_model_name",
               "model.base_model_dir")   # the content of files is compared
@@ -783,7 +783,7 @@ def make_parser():
 
 
 def read_arguments(argv):
-    """(options, config). Raises ValueError."""
+    """(options, config). Raises ValueError, for options that do not go together too."""
     args = make_parser().parse_intermixed_args(argv)
     for name in ("mutable_positions", "mutable_ranges"):   # overrides may stand among their words
         if (given := getattr(args, name)) is not None:

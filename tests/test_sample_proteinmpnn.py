@@ -334,3 +334,8 @@ def test_a_real_complex_with_gaps_and_a_fixed_chain(sample, shared):
     fixed = case["fixed_chains"][0]
     gap, = drawn(sample(path, "--chains", fixed, "--mutable_positions", f"{fixed}60"))
     assert re.fullmatch("[A-Z]+X+[A-Z]+", gap)
+
+
+def test_a_missing_file_of_sequences_is_refused_by_the_name_of_its_option():
+    with pytest.raises(ValueError, match="--score_only: there is no file nope.fa"):
+        sample_proteinmpnn.parse_arguments(["w.pt", "s.pdb", "--score_only", "nope.fa"])

@@ -558,7 +558,7 @@ def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fast
     fewer.write_text(fasta.read_text().rpartition(">")[0])
     with pytest.raises(ValueError, match="other proteins"):
         run(tiny(fewer), tmp_path / "w")
-    for state, text in (({"step": 1}, "no model, ema"), ([1, 2], "no model, ema"),
+    for state, text in (({"step": 1}, "no model, optimizer"), ([1, 2], "no model, optimizer"),
                         (None, "cannot read")):
         path = tmp_path / "other.pt"
         path.write_bytes(b"junk") if state is None else torch.save(state, path)
