@@ -48,7 +48,6 @@ sys.exit(sys.version_info < (3, 10))') ||
   list=$(cksum < requirements.txt)
   if ! .venv/bin/python -c '' 2> /dev/null || ! grep -qsxF "$kind" .venv/stamp; then
     echo "making .venv ($kind)"
-    rm -f .venv/stamp
     "$python" -m venv --clear .venv ||
       fail "'$python -m venv' failed, see above. On Debian and Ubuntu: apt-get install
   python$version-venv. Or name another interpreter: PYTHON=python3.11 bash $0"
