@@ -116,9 +116,9 @@ def test_a_place_is_the_innermost_frames_outside_libraries():
 
 Current thread 0x2 (most recent call first):
   File "/x/site-packages/torch/nn.py", line 7 in forward
-  File "/home/me/train.py", line 10 in step
-  File "/home/me/train.py", line 20 in main
-  File "/home/me/train.py", line 30 in <module>
+  File "/data/train.py", line 10 in step
+  File "/data/train.py", line 20 in main
+  File "/data/train.py", line 30 in <module>
 
 '''
     assert ddp_guard.place_of(stacks) == "step (train.py:10) < main (train.py:20)"

@@ -19,6 +19,8 @@ CLAIMS = ["messages", "gradients", "accumulate", "steps", "ipex", "sampler", "ch
 DRIVER = """import os, sys, time
 rank = int(os.environ["PMI_RANK"])
 sys.path.insert(0, {folder!r} if rank == 1 else {root!r})
+import ddp_guard
+ddp_guard.supervise()
 import platform, torch, test_aurora_ddp
 import torch.distributed as dist
 if rank == 1:

@@ -237,6 +237,9 @@ hand_over(args, sys.argv[1:])
 rank, stopped = int(os.environ["RANK"]), []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 os.write(1, f"rank {{rank}} of {{os.environ['WORLD_SIZE']}}, local {{os.environ['LOCAL_RANK']}}\\n".encode())
+open(f"here{{rank}}", "w").close()   # else one may end the other before it has said what it is
+while not all(os.path.exists(f"here{{r}}") for r in range(int(os.environ["WORLD_SIZE"]))):
+    time.sleep(0.01)
 if args.end == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 while args.end in ("signal", "killed") and not stopped:
