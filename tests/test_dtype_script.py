@@ -16,7 +16,8 @@ from run_config import load_config
 from sequence_data import DemoSource, collate
 from test_dtype import NetworkErrors as Errors
 from test_dtype import Row
-from train_sedd_ddp import Config, sample_proteins, to_device
+from sedd_eval import sample_proteins, to_device
+from train_sedd_ddp import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN, INFINITE = float("nan"), float("inf")
