@@ -141,7 +141,8 @@ def _in_terminal():
 # ---------------------------------------------------------------- what the hub decides
 class Verdict(NamedTuple):
     """Why the run ends. rank: the one at fault; text: printed before the last line; retry: may the
-    same command help; silent: processes of ranks whose guards do not answer."""
+    same command help; silent: processes of ranks whose guards do not answer; checkpoint: the last
+    one, as that rank knows it, which may be ahead of others."""
     rank: int
     code: int
     cause: str
@@ -149,6 +150,7 @@ class Verdict(NamedTuple):
     text: str = ""
     retry: bool = True
     silent: tuple = ()
+    checkpoint: tuple = (None, None)
 
 
 class Rank:
@@ -186,7 +188,8 @@ class Hub:
         elif "failed" in message:
             failure = message["failed"]
             verdict = Verdict(number, failure["code"], failure["cause"], rank.host,
-                              failure["text"], failure["retry"])
+                              failure["text"], failure["retry"],
+                              checkpoint=failure["checkpoint"])
             if not failure["secondary"]:
                 return verdict
             self.late_failure = self.late_failure or (now + LATE_FAILURE, verdict)
@@ -483,7 +486,8 @@ class Guard:
             send(self.to_hub, **message)
 
     def fail(self, failure):
-        failure = {"text": "", "secondary": False, "retry": True, **failure}
+        failure = {"text": "", "secondary": False, "retry": True, "checkpoint": self.checkpoint,
+                   **failure}
         self.failed = True
         if self.joined:
             self.report(failed=failure)
@@ -559,7 +563,7 @@ class Guard:
                     os.fsync(file.fileno())
                 os.replace(file.name, path)
         place = place.replace(" on ", f" of {self.size} on ", 1)
-        path, step = self.checkpoint
+        path, step = verdict.checkpoint if verdict.checkpoint[0] else self.checkpoint
         saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
         saved += "" if step is None else f" (step {step})"
         command = shlex.join(["python", *sys.orig_argv[1:]])

@@ -31,7 +31,8 @@ def beat(hub, now, *rows, limit=10.0):
 
 
 def failure(cause, secondary=False):
-    return {"failed": {"code": 1, "cause": cause, "text": "", "secondary": secondary, "retry": True}}
+    return {"failed": {"code": 1, "cause": cause, "text": "", "secondary": secondary, "retry": True,
+                       "checkpoint": ["last.pt", 4]}}
 
 
 def test_a_failure_is_the_cause_at_once_and_a_lost_connection_waits_for_the_failure_behind_it():
