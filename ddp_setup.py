@@ -70,6 +70,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import zipfile
@@ -565,6 +566,9 @@ def _set_timer(seconds, file):
 
 
 # ---------------------------------------------------------------- rendezvous
+STORE_ANSWER = 20.0     # seconds for rank 0's store to answer a client
+
+
 def _listen(host, port=0):
     """A listening socket on the one address in use; port 0 lets the kernel choose a free one."""
     try:
@@ -722,14 +726,23 @@ def _connect(ddp, host, port, limit):
                     f"Expected it to listen there. Did it start? Is MASTER_ADDR right? Try "
                     f"`ping {host}` from {ddp.host}.", prints, code=1) from None
             time.sleep(0.05)
-    try:
-        store = dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=20),
-                              wait_for_workers=False)
-    except RuntimeError:
+    stores = []
+
+    def join_store():
+        with contextlib.suppress(RuntimeError):
+            stores.append(dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=limit),
+                                        wait_for_workers=False))
+
+    # A stranger that listens and says nothing would hold torch's client for ever (measured): a
+    # thread for as long as this takes.
+    attempt = threading.Thread(target=join_store, daemon=True)
+    attempt.start()
+    attempt.join(STORE_ANSWER)
+    if not stores:
+        alone = ddp.local_world_size == ddp.world_size   # then rank 0 has said that it cannot listen
         raise SetupError(f"something listens at {host}:{port} that is not this run's store. "
-                         f"Expected rank 0. Choose another MASTER_PORT.", prints) from None
-    store.set_timeout(datetime.timedelta(seconds=limit))
-    return store
+                         f"Expected rank 0. Choose another MASTER_PORT.", prints and not alone)
+    return stores[0]
 
 
 def _await_key(ddp, store, key, limit, otherwise):

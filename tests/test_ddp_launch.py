@@ -514,11 +514,11 @@ def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
 
 def test_a_barrier_names_the_rank_that_does_not_come(tmp_path):
     path = script(tmp_path, """
-ddp = setup_ddp(quiet=True)
-barrier(ddp)
-if ddp.rank == 2:
-    time.sleep(600)
-barrier(ddp, timeout=10 if ddp.rank == 0 else 60)    # it is rank 0 that knows who is missing
+with setup_ddp(quiet=True) as ddp:
+    barrier(ddp)
+    if ddp.rank == 2:
+        time.sleep(600)
+    barrier(ddp, timeout=10 if ddp.rank == 0 else 60)    # it is rank 0 that knows who is missing
 """)
     with ByHand(path, range(3)) as ranks:
         assert all(code != 0 for code in ranks.codes())
