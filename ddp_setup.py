@@ -964,11 +964,13 @@ def _is_secondary(error):
 
 
 def _at_exit(ddp):
-    """Python ends, perhaps by an exception that nobody caught and that Python has printed."""
-    error = getattr(sys, "last_value", None)
-    if error is not None and not ddp.state.clean:
+    """Python ends without cleanup_ddp. The guard sees the exit code; here it is not known."""
+    error = getattr(sys, "last_value", None)   # that nobody caught and Python has printed
+    if error is not None:
         abort(ddp, "", 1, _in_one_line(error), _is_secondary(error),
               getattr(error, "retry", True))
+    if ddp.world_size > 1 and ddp.state.guard is None:
+        abort(ddp, "ended without cleanup_ddp. Call it at the end, or use `with setup_ddp()`.")
 
 
 def cleanup_ddp(ddp):

@@ -26,7 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 
-from ddp_setup import EXIT_SECONDS, load_checkpoint  # noqa: E402
+from ddp_guard import EXIT  # noqa: E402
+from ddp_setup import load_checkpoint  # noqa: E402
 from launchers import run_ranks, start_ranks, stolen_seconds  # noqa: E402
 
 STEPS, WATCHDOG, INIT = 300, 8.0, 20.0     # optimizer steps of a run; seconds
@@ -95,9 +96,8 @@ def hit(launcher, words, folder, draw):
             return None, 0.0, running.wait(60), running.stdout()
         start, stolen = time.monotonic(), stolen_seconds()
         # Stopped before the ranks have met: one waits for the other for INIT + 20 s, then torchrun
-        # for 30 s. Stopped in
-        # the last second: the kernel ends it after EXIT_SECONDS.
-        limit = GONE + (max(INIT + 20.0 + 30.0, EXIT_SECONDS) if kind == signal.SIGSTOP else 0.0)
+        # for 30 s. Stopped in the last second: its guard ends it after EXIT seconds.
+        limit = GONE + (max(INIT + 20.0 + 30.0, EXIT) if kind == signal.SIGSTOP else 0.0)
         gone = lambda: time.monotonic() - start - (stolen_seconds() - stolen)
         while running.pids() and gone() < limit + 60.0:
             time.sleep(0.05)

@@ -196,6 +196,22 @@ time.sleep(60)
         assert own_tracebacks(ranks.err()) == 0
 
 
+@pytest.mark.parametrize("launcher", ["mpich", "torchrun"])
+def test_without_a_guard_too_a_rank_that_leaves_early_is_a_failure(launcher, tmp_path):
+    need(launcher)
+    path = script(tmp_path, """
+ddp = setup_ddp(quiet=True)
+barrier(ddp)
+if ddp.rank == 1:
+    sys.exit(0)
+time.sleep(60)
+cleanup_ddp(ddp)
+""")
+    result = run_ranks(launcher, 2, [path], cwd=tmp_path, env={"DDP_GUARD": "0"})
+    assert result.returncode != 0 and result.seconds < 55, result.text
+    assert "rank 1 of 2 on" in result.stderr and "ended without cleanup_ddp" in result.stderr, result.text
+
+
 @pytest.mark.parametrize("fault, stderr", [
     ("raise ValueError('on purpose')", "/dev/full"),                                 # a full disk under the log
     ("sys.excepthook = lambda *a: None; raise ValueError('on purpose')", None),      # a library with a hook of its own
