@@ -916,7 +916,9 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
         with contextlib.suppress(OSError):
             ddp.state.guard.recv(1)   # until the guard kills this process
         os._exit(code)
-    if secondary:
+    for number in ddp.state.watch.handlers if ddp.state.watch else ():
+        signal.signal(number, signal.SIG_DFL)   # a launcher that ends this rank may do so
+    if secondary or not ddp.is_main:   # what all ranks find wrong, rank 0 prints
         time.sleep(FIRST_FAILURE)
     _write_status(ddp, code, cause)
     path, place = ddp.state.checkpoint[0], f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
@@ -954,7 +956,8 @@ def _abort_with(ddp, error):
     memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
     expected = not getattr(error, "retry", True)   # an error that says so is no bug: no traceback
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
-    abort(ddp, text, 1, _in_one_line(error), _is_secondary(error), retry=not memory and not expected)
+    abort(ddp, text, 1, "" if expected else _in_one_line(error), _is_secondary(error),
+          retry=not memory and not expected)
 
 
 def _is_secondary(error):

@@ -63,32 +63,6 @@ def load_config(cls, path=None, overrides=()):
     return _make_section(cls, raw, "", where, given_as)
 
 
-def check_ranges(config, ranges):
-    """Refuse numbers that lie outside their range.
-
-    Args:
-        config: instance of the dataclass. Keys that are None pass; of a list every number counts.
-        ranges: {"section.key": range}, a range such as "[0, 1)", from 0 up to but not including 1,
-                or "[1, inf)", at least 1.
-    Raises: ValueError with the key, its value and the range.
-    """
-    for dotted, text in ranges.items():
-        opening, low, high, closing = re.fullmatch(r"([\[(])(.+), (.+)([\])])", text).groups()
-        value = config
-        for name in dotted.split("."):
-            value = getattr(value, name)
-        expected = [("at least " if opening == "[" else "above ") + low,
-                    ("at most " if closing == "]" else "below ") + high]
-        expected = " and ".join(part for part in expected if not part.endswith("inf"))
-        low, high = float(low), float(high)
-        for number in value if isinstance(value, (list, tuple)) else [value]:
-            if number is not None and not (
-                    (low <= number if opening == "[" else low < number)
-                    and (number <= high if closing == "]" else number < high)):
-                shown = list(value) if isinstance(value, tuple) else value
-                raise ValueError(f"config: {dotted} is {shown}; expected {expected}.")
-
-
 def config_to_dict(config):
     """Nested dict of plain types (tuples become lists), fit for a checkpoint and for YAML."""
     def plain(value):

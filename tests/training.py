@@ -78,6 +78,8 @@ def command_lines(script, cases, cwd):
 NAN_LOSS = """
 import os, sys
 sys.path.insert(0, {root!r})
+import ddp_guard
+ddp_guard.supervise()
 import {script} as script
 real, calls = script.micro_batch_loss, []
 def micro_batch_loss(*arguments):
