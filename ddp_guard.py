@@ -571,7 +571,8 @@ class Guard:
                  f"{command}" if verdict.retry else "Mend the cause before the next start.")
         cause = verdict.cause.rstrip(".")
         cause = cause if len(cause) < 250 else f"{cause[:250]} ..."
-        text = f"\n[{place}] {verdict.text.rstrip()}\n" if verdict.text else "\n"
+        needed = verdict.code == 2 or verdict.text.strip() != cause    # of several lines, or long
+        text = f"\n[{place}] {verdict.text.rstrip()}\n" if verdict.text and needed else "\n"
         if verdict.code != 2:    # bad input: nothing ran, nothing to go on with
             text += f"FAILED: {place}: {cause}. {saved}. {again}\n"
         with contextlib.suppress(OSError, ValueError):

@@ -922,11 +922,12 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
         time.sleep(FIRST_FAILURE)
     _write_status(ddp, code, cause)
     path, place = ddp.state.checkpoint[0], f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
+    lines = [f"\n[{place}] {text}"] if text.strip() != cause or code == BAD_INPUT else []
     if code != BAD_INPUT:   # else nothing ran
         saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
-        text += f"\nFAILED: {place}: {cause}. {saved}."
+        lines.append(f"FAILED: {place}: {cause}. {saved}.")
     with contextlib.suppress(OSError, ValueError):
-        print(f"\n[{place}] {text}", file=sys.stderr, flush=True)
+        print("\n".join(lines), file=sys.stderr, flush=True)
     for child in multiprocessing.active_children():
         child.kill()   # DataLoader workers ignore SIGTERM, see worker_init
     if ddp.world_size > 1:
@@ -1006,7 +1007,7 @@ def cleanup_ddp(ddp):
         _tell_guard(ddp, left=True)
         if ddp.state.guard is not None:
             ddp.state.guard.close()
-        ddp.state.guard = ddp.state.store = setup_ddp.current = None
+        ddp.state.guard = ddp.state.mpi = setup_ddp.current = None
         for name, value in ddp.state.environment.items():
             os.environ.pop(name, None)
             if value is not None:

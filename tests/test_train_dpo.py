@@ -456,7 +456,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
 def test_a_resume_is_refused_for_another_config_other_pairs_or_other_base_weights(tmp_path):
     run(tiny(training__n_iters=2), tmp_path / "w")
-    with pytest.raises(ValueError, match=r"(?s)another config.*optim\.lr: 0\.003 -> 0\.5.*loss\.beta: 0\.1 -> 0\.2"):
+    with pytest.raises(ValueError, match=r"(?s)another config.*loss\.beta: 0\.1 -> 0\.2.*optim\.lr: 0\.003 -> 0\.5"):
         run(tiny(optim__lr=0.5, loss__beta=0.2), tmp_path / "w")
     state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
     for key, value, text in (("base", "0", "trained from other base weights"),
