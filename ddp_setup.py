@@ -655,7 +655,9 @@ def _place_of_rank_0(ddp, env, one_host):
         host = "127.0.0.1"
     elif ddp.launcher == "Slurm step":
         host = slurm_first_host(env.get("SLURM_STEP_NODELIST", ""))
-        host = host if _resolve(host) else ""   # in a cloud its names may mean nothing
+        address = _resolve(host)   # in a cloud its names may mean nothing
+        # Debian maps a host's own name to 127.0.1.1: then rank 0 is on this very host.
+        host = address and (_own_address() if address.startswith("127.") else host)
     if ddp.state.mpi is not None:
         return host or _own_address(), port or 0, f"{source} by MPI broadcast".strip()
     if not host:
@@ -677,8 +679,8 @@ def _open_store(ddp, env, one_host, agent, init_timeout):
     host, port, how = _place_of_rank_0(ddp, env, one_host)
     mpi, listener, failure = ddp.state.mpi, None, None
     if ddp.rank == 0 and not agent:
-        if not one_host and _resolve(host).startswith("127."):
-            host = _own_address()   # Debian maps a host's own name to 127.0.1.1
+        if not one_host and host == ddp.host and _resolve(host).startswith("127."):
+            host = _own_address()   # the others see its real address
         try:
             listener = _listen(host, port)
             port = listener.getsockname()[1]
