@@ -287,6 +287,7 @@ class Guard:
         self.run_dir = self.stacks = self.dumped = None      # dumped: length of the file before
         self.failed = self.bye = False
         self.left = self.interrupted = self.hub_lost = None  # times
+        self.beaten = 0.0
         self.hub, self.listener, self.peers = None, None, {}     # rank 0's guard; socket -> rank
         self.token = os.urandom(8).hex()
         self.to_hub, self.hub_heard, self.hub_processes = None, 0.0, ["?"]    # the other guards
@@ -497,7 +498,11 @@ class Guard:
 
     def tick(self, now):
         watched = self.limit and self.progress is not None and not self.bye
-        self.report(beat=[self.step, now - self.progress if watched else None, self.limit])
+        # Of 12,000 ranks each gives a sign every 6 s: the hub hears 2,000 lines a second.
+        due = now > self.beaten + TICK * (self.size / 1000)
+        if due:
+            self.beaten = now
+            self.report(beat=[self.step, now - self.progress if watched else None, self.limit])
         if self.dumped is not None:
             with contextlib.suppress(OSError, TypeError), open(self.stacks) as file:
                 file.seek(self.dumped)
@@ -508,7 +513,7 @@ class Guard:
             asked = self.hub.asked
             self.end_run(self.hub.decide(now))
             want_stacks = {"stacks": True} if self.hub.asked and not asked else {}
-            for sock in self.peers:
+            for sock in self.peers if due or want_stacks else ():
                 send(sock, alive=self.processes, **want_stacks)
             if want_stacks:
                 self.dump_stacks()
