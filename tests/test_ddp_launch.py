@@ -170,7 +170,7 @@ def test_a_rank_that_raises_ends_all_in_and_outside_collectives(launcher, failin
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher, failing, env", [
     ("intel", 0, {}), ("intel", 1, {"DDP_MPI4PY": "0"}), ("openmpi", 2, {}), ("openmpi", 0, {"DDP_GUARD": "0"}),
-    ("intel", 1, {"DDP_GUARD": "0"}), ("intel", 1, {"DDP_GUARD": "0", "DDP_MPI4PY": "0"}),
+    ("intel", 1, {"DDP_GUARD": "0"}),   # without mpi4py nothing ends the others there: see docs/faults.md
     ("srun", 1, {"DDP_GUARD": "0"})])
 def test_any_rank_that_raises_ends_all_under_every_launcher(launcher, failing, env, tmp_path, request):
     if launcher == "srun":
@@ -310,6 +310,7 @@ while ddp.rank == 0 and time.monotonic() < end:
     beat(ddp)                                # as sampling does
 barrier(ddp)
 print(stop_reason(ddp, 1) or "went on", flush=True)
+cleanup_ddp(ddp)
 """)
     with ByHand(path, range(2)) as ranks:
         assert ranks.codes() == [0, 0], ranks.err()
