@@ -421,7 +421,8 @@ class Chain:
         (self.run_dir / "STOP").unlink(missing_ok=True)
         print(f"{self.label}: {name}: gone after {row.gone:.1f} s, exit {row.exit}, {status}\n{result.text}")
 
-        assert row.gone - limit < (SILENCE + 5.0 if fault.guard else 10.0 if fault.watchdog else GONE), result.text
+        late = 2 * limit if fault.fault == "early" else 0.0   # ranks that start late wait anew
+        assert row.gone - limit - late < (SILENCE + 5.0 if fault.guard else 10.0 if fault.watchdog else GONE), result.text
         assert result.returncode != 0
         if fault.fault == "early":
             # This srun ends the step so fast that a plain script's last words may be lost; it says who ended, and how.
