@@ -304,9 +304,11 @@ class Guard:
 
     def run(self):
         """Guard the rank to its end. Returns the exit code; of a signal its negative number."""
-        try:
-            ticked = time.monotonic()
-            while (code := self.exit_code()) is None:
+        ticked, faults = time.monotonic(), 0
+        while True:
+            try:
+                if (code := self.exit_code()) is not None:
+                    return code
                 for key, _ in self.selector.select(TICK):
                     self.read(key.fileobj)
                 now = time.monotonic()
@@ -315,11 +317,11 @@ class Guard:
                 if now > ticked + TICK:
                     ticked = now
                     self.tick(now)
-            return code
-        except Exception as error:    # the guard's own fault must not end the run
-            print(f"ddp_guard: {type(error).__name__}: {error}. The run goes on without it.",
-                  file=sys.stderr)
-            return self.process.wait()
+            except Exception as error:    # the guard's own fault must not end the run
+                faults += 1
+                if faults == 1:
+                    print(f"ddp_guard: {type(error).__name__}: {error}", file=sys.stderr)
+                time.sleep(TICK)
 
     def exit_code(self):
         """The code to leave with now, or None."""
@@ -329,7 +331,12 @@ class Guard:
         if code is None:
             return None
         self.read(self.pipe)    # its last messages
-        if self.bye or not self.joined and (code >= 0 or code == -signal.SIGINT):
+        if self.left and code < 0 and not self.failed:    # the results stand
+            self.failed = True
+            print(f"ddp_guard: rank {self.rank} ended by {signal.Signals(-code).name} after "
+                  f"cleanup_ddp", file=sys.stderr)
+        well = self.left or self.bye and code == 0
+        if well or not self.joined and (code >= 0 or code == -signal.SIGINT):
             return None if self.verdict or self.hub and self.peers else code
         if not self.failed:
             if code >= 0:
@@ -412,6 +419,8 @@ class Guard:
         elif sock is self.to_hub:
             self.to_hub = None
             self.hub_lost = None if self.bye else time.monotonic()
+        if sock is not self.pipe:
+            sock.close()
 
     def hear_rank(self, now, serve=None, join=None, watch=None, step=None, checkpoint=None,
                   failed=None, bye=None, left=None):
@@ -490,7 +499,7 @@ class Guard:
         failure = {"text": "", "secondary": False, "retry": True, "checkpoint": self.checkpoint,
                    **failure}
         self.failed = True
-        if self.joined:
+        if self.hub or self.to_hub or self.hub_lost:    # lost: that is the cause, see tick
             self.report(failed=failure)
         else:
             self.end_run(Verdict(self.rank, failure["code"], failure["cause"], self.processes[0],
@@ -536,6 +545,8 @@ class Guard:
 
     def dump_stacks(self):
         """Have faulthandler in the rank write its stacks, which needs no lock of Python."""
+        if self.stacks is None:
+            self.report(place="code before watch_run")
         with contextlib.suppress(OSError, TypeError):
             self.dumped = os.path.getsize(self.stacks)
             self.process.send_signal(signal.SIGQUIT)

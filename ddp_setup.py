@@ -520,7 +520,7 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
         _tell_guard(ddp, join=dict(rank=0, size=1, host=ddp.host, launcher=ddp.launcher, hub=None))
     _export(ddp, RANK=ddp.rank, WORLD_SIZE=ddp.world_size, LOCAL_RANK=ddp.local_rank,
             LOCAL_WORLD_SIZE=ddp.local_world_size)
-    atexit.register(_at_exit, ddp)
+    atexit.register(_at_exit, ddp, os.getpid())
     _seed_all(seed)
     return ddp
 
@@ -924,7 +924,7 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
         time.sleep(FIRST_FAILURE)
     _write_status(ddp, code, cause)
     path, place = ddp.state.checkpoint[0], f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
-    lines = [f"\n[{place}] {text}"] if text.strip() != cause or code == BAD_INPUT else []
+    lines = [f"\n[{place}] {text}"] if text.strip() not in ("", cause) or code == BAD_INPUT else []
     if code != BAD_INPUT:   # else nothing ran
         saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
         lines.append(f"FAILED: {place}: {cause}. {saved}.")
@@ -969,8 +969,10 @@ def _is_secondary(error):
     return isinstance(error, RuntimeError) and bool(re.search(words, str(error), re.I))
 
 
-def _at_exit(ddp):
+def _at_exit(ddp, pid):
     """Python ends without cleanup_ddp. The guard sees the exit code; here it is not known."""
+    if os.getpid() != pid:   # a forked child, whose end is its own
+        return
     error = getattr(sys, "last_value", None)   # that nobody caught and Python has printed
     if error is not None:
         abort(ddp, "", 1, _in_one_line(error), _is_secondary(error),

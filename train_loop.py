@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, abort, all_sum, broadcast, choose_dtype,
-                       detect_launcher, grad_scaler, gradient_sync, optimize_with_ipex, print0,
-                       setup_ddp, stop_reason, stop_wanted, unwrap_ddp, watch_run, worker_init,
-                       wrap_ddp)
+                       detect_launcher, grad_scaler, gradient_sync, listed, optimize_with_ipex,
+                       print0, setup_ddp, stop_reason, stop_wanted, unwrap_ddp, watch_run,
+                       worker_init, wrap_ddp)
 from run_config import Parser
 from run_dir import (ADVICE, Diverged, is_finished, machine_differences, read_status,
                      replace_status)
@@ -432,8 +432,7 @@ def check_in_sync(model, ddp):
     if not ranks:
         return
     name, hosts = names[int(found[ranks[0]]) - 1], ddp.state.hosts
-    listed = ", ".join(f"{r} on {hosts[r]}" for r in ranks[:8]) + (" ..." if len(ranks) > 8 else "")
-    who = f"rank {listed} differ from rank 0"
+    who = f"rank {listed([f'{r} on {hosts[r]}' for r in ranks])} differ from rank 0"
     if len(ranks) > ddp.world_size / 2 and ddp.world_size > 2:
         who = f"rank 0 on {hosts[0]} differs from most others"
     raise RuntimeError(f"the parameters are no longer equal on all ranks: {who}, first in {name}. "

@@ -350,6 +350,40 @@ cleanup_ddp(ddp)
         assert 70 in ranks.codes(60) and "did not end within 2 s after cleanup_ddp" in ranks.err(), ranks.err()
 
 
+@pytest.mark.parametrize("when, codes, says", [
+    ("torch.distributed.destroy_process_group = lambda: os.kill(os.getpid(), 9)", [1, 1],
+     "FAILED: rank 1 of 2 on {host}: died without a word (SIGKILL"),
+    ("after = lambda: os.kill(os.getpid(), 9)", [0, 137],
+     "ddp_guard: rank 1 ended by SIGKILL after cleanup_ddp")])
+def test_a_rank_that_dies_while_it_leaves_is_not_passed_over(when, codes, says, tmp_path):
+    path = script(tmp_path, f"""
+after = lambda: None
+if os.environ["DDP_RANK"] == "1":
+    {when}
+ddp = setup_ddp(quiet=True)
+cleanup_ddp(ddp)
+after()
+""")
+    with ByHand(path, range(2)) as ranks:
+        assert ranks.codes(100) == codes, ranks.err()
+        assert ranks.err().count(says.format(host=socket.gethostname())) == 1, ranks.err()
+
+
+def test_a_forked_child_that_ends_by_itself_ends_no_rank(tmp_path):
+    path = script(tmp_path, """
+ddp = setup_ddp(quiet=True)
+pid = os.fork()
+if pid == 0:
+    import atexit
+    atexit._run_exitfuncs()    # all that sys.exit would do, but for torch's own threads
+    os._exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+cleanup_ddp(ddp)
+""")
+    with ByHand(path, range(2), DDP_GUARD="0") as ranks:
+        assert ranks.codes(100) == [0, 0] and ranks.out(1) == "5\n" and ranks.err() == "", ranks.err()
+
+
 def test_a_script_that_only_asks_for_the_reason_leaves_an_outcome_and_children_can_be_ended(tmp_path):
     (tmp_path / "out").mkdir()
     path = script(tmp_path, """
