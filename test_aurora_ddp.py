@@ -7,8 +7,8 @@
 
 Start it exactly as the training. Rank 0 prints one line per check: PASS, FAIL or SKIP, its name, its figure.
   --preflight  do all ranks come; where are they (a table); has each a device of its own; do all run the same code and
-               versions; is a sum over ranks and a product on each device right, and none slow; does the last rank see
-               what rank 0 writes into the run folder (--work_dir)
+               versions; are the limits of the system wide enough; is a sum over ranks and a product on each device
+               right, and none slow; does the last rank see what rank 0 writes into the run folder (--work_dir)
   --claims     (also without options) the pre-flight, and then: do messages arrive, and does a barrier hold all; are the
                gradients of a wrapped model, in one piece and accumulated, those of one process with all the data; are
                the weights equal on all ranks after 20 steps, and with IPEX where it is installed; does the sampler
@@ -57,13 +57,14 @@ import torch
 import torch.distributed as dist
 
 import ddp_setup
-from ddp_setup import (abort, barrier, broadcast, cleanup_ddp, ddp_sampler, detect_launcher,
+from ddp_setup import (GLOO_MAX_RANKS, abort, barrier, broadcast, cleanup_ddp, ddp_sampler, detect_launcher,
                        gradient_sync, load_checkpoint, optimize_with_ipex, print0, save_checkpoint,
                        setup_ddp, unwrap_ddp, wrap_ddp)
 from train_loop import add_launch_arguments, check_in_sync, hand_over
 
 FAILED, USAGE = 3, 2        # exit codes
 EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+LEAST_SHARED = 1 << 27      # bytes free in /dev/shm
 TABLE_ROWS = 32             # up to this many ranks the table of ranks is printed: some sites choke on more output
 COLLECTIVE = "collective"   # what row["at"] says while this rank can be held up by others
 ITEMS, STEPS = 12, 20       # of each rank, in the claims
@@ -133,6 +134,39 @@ def judge_versions(rows, args):
         problems += [(r, f"has {what} {rows[r][what]}, most have {common}" + (
             f" (*.py in {rows[r]['folder']})" if what == "code" else "")) for r in others]
     return problems, ", ".join(figure), []
+
+
+def read_limits(row, ddp, args, told):
+    """What runs out first: open files, shared memory, the length of the name of a Unix socket."""
+    with contextlib.suppress(ImportError):
+        import resource
+        row["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    with contextlib.suppress(OSError, AttributeError):
+        disk = os.statvfs("/dev/shm")
+        row["shared"] = disk.f_bavail * disk.f_frsize
+    row.update(temporary=tempfile.gettempdir(), wished=os.environ.get("TMPDIR", ""))
+
+
+def judge_limits(rows, args):
+    problems, least = [], 2 * min(len(rows), GLOO_MAX_RANKS) + 100   # gloo joins all with all
+    for rank, row in enumerate(rows):
+        socket_name = os.path.join(row["temporary"], "pymp-xxxxxxxx", "listener-xxxxxxxx")
+        wished = row["wished"] and os.path.realpath(row["wished"])
+        for wrong, text in (
+                (row.get("files", least) < least,
+                 f"may open {row.get('files')} files, expected {least} for {len(rows)} ranks: ulimit -n {least}"),
+                (row.get("shared", LEAST_SHARED) < LEAST_SHARED,
+                 "has less than 128 MiB free in /dev/shm, which DataLoader workers need: docker --shm-size, or "
+                 "num_workers 0"),
+                (wished and wished != os.path.realpath(row["temporary"]),
+                 f"cannot use TMPDIR={row['wished']}; {row['temporary']} is used"),
+                (len(socket_name) > 107,
+                 f"has too long a temporary folder for Unix sockets, {row['temporary']}: export TMPDIR=/tmp")):
+            problems += [(rank, text)] * bool(wrong)
+    files = [row["files"] for row in rows if "files" in row]
+    shared = [row["shared"] for row in rows if "shared" in row]
+    return problems, ", ".join([f"{min(files)} open files"] * bool(files) + [
+        f"{min(shared) / 2**30:.1f} GiB of shared memory"] * bool(shared)), []
 
 
 def sum_over_ranks(row, ddp, args, told):
@@ -476,6 +510,7 @@ def checks_for(args):
                    ("place", place, judge_places),
                    ("device", identify_device, judge_devices),
                    ("versions", list_versions, judge_versions),
+                   ("limits", read_limits, judge_limits),
                    ("all-reduce", sum_over_ranks, judge_sum),
                    ("matmul", multiply, judge_products),
                    ("folder", write_folder, judge_written),

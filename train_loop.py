@@ -668,4 +668,5 @@ def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp)
         if ddp.is_main:
             replace_status(work_dir, BAD_INPUT, str(e),
                            finished=former if former.get("code") == 0 else None)
-        abort(ddp, f"error: {e}", code=BAD_INPUT)
+        # Rank 0 first puts status.json right: the failure of another one waits for that.
+        abort(ddp, f"error: {e}", code=BAD_INPUT, secondary=not ddp.is_main)

@@ -14,7 +14,7 @@ from launchers import need, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = socket.gethostname()
-CHECKS = ["barrier", "place", "device", "versions", "all-reduce", "matmul", "folder", "visible"]
+CHECKS = ["barrier", "place", "device", "versions", "limits", "all-reduce", "matmul", "folder", "visible"]
 CLAIMS = ["messages", "gradients", "accumulate", "steps", "ipex", "sampler", "checkpoint", "clean-up"]
 DRIVER = """import os, sys, time
 rank = int(os.environ["PMI_RANK"])
@@ -106,6 +106,21 @@ def test_all_claims_hold_on_two_ranks_that_leave_nothing_behind(tmp_path, launch
 
 
 # ------------------------------------------------------------------ faults on rank 1
+def test_limits_that_are_too_narrow_are_found_with_what_to_do(tmp_path):
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    # os.environ only: python itself has long chosen its temporary folder from the real one
+    fault = f"""import resource, tempfile
+    resource.setrlimit(resource.RLIMIT_NOFILE, (60, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    tempfile.tempdir = {str(folder)!r}
+    os.environ['TMPDIR'] = '/no/such/folder'"""
+    result = check(tmp_path, fault=fault)
+    status, figure = lines_of(result)["limits"]
+    assert status == "FAIL" and result.returncode == 3, result.text
+    for words in ("may open 60 files", "ulimit -n", "cannot use TMPDIR=/no/such/folder", "export TMPDIR=/tmp"):
+        assert words in figure, result.text
+
+
 def test_wrong_place_version_sum_product_and_folder_are_each_found(tmp_path):
     (tmp_path / "elsewhere").mkdir()   # as with a run folder on a disk of each host's own
     fault = """import dataclasses
