@@ -12,7 +12,6 @@ matrix product, and, under autocast as in training, of the outputs and gradients
 ProteinMPNN. Exit code of every rank: 0, 3 if a claim failed on any, 2 for wrong arguments. Reads
 nothing (on Linux /proc/cpuinfo), writes nothing.
 """
-import argparse
 import contextlib
 import functools
 import math
@@ -30,6 +29,7 @@ from torch import nn
 from ddp_setup import (Ddp, all_sum, autocast, broadcast, choose_dtype, grad_scaler, print0,
                        setup_ddp)
 from proteinmpnn_model import ProteinMPNN
+from run_config import Parser
 from sedd_diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
 from sedd_model import SEDD
 from train_loop import add_launch_arguments, hand_over
@@ -527,11 +527,6 @@ def report(ddp, limit):
     print0(ddp, textwrap.fill(summary, WIDTH))
     print0(ddp, f"recommended: memory.mixed_precision: {short_name(dtype)}")
     return failed
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):   # raised, so that it is printed once and not by every rank
-        raise ValueError(f"command line: {message}. See --help.")
 
 
 def make_parser():
