@@ -669,9 +669,9 @@ def fetch_answer(check, row, ddp, deadline):
 
 
 def blame(rows, limit):
-    """Which ranks did not come or failed, without those that only wait for them in a collective:
-    these have entered more of them.
+    """Which ranks did not come or failed.
 
+    Ranks that only wait for such ones in a collective are left out: they have entered more of them.
     Returns: (problems [(rank, text)] or, where all failed alike, [(None, text)]; whether a rank is
     lost, as a backend that failed within a collective cannot be used again).
     """

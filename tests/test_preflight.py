@@ -221,7 +221,7 @@ test_aurora_ddp.ANSWER = 1.0"""
     assert "Traceback" not in result.text and result.seconds < 60, result.text
 
 
-def test_wrong_arguments_are_told_once_and_exit_with_2(tmp_path):
+def test_wrong_arguments_are_printed_once_and_exit_with_2(tmp_path):
     result = check(tmp_path, "--max_mib", "0")
     assert result.returncode == 2, result.text
     message = "error: command line: --max_mib is 0, expected more than 0"
