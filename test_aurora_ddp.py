@@ -255,11 +255,8 @@ def multiply(row, ddp, args, answer):
     factors = a.to(ddp.device), b.to(ddp.device)
     first, times, changed, start = torch.mm(*factors), [], 0, time.monotonic()
     while len(times) < 3 or time.monotonic() - start < PRODUCTS:
-        synchronize(ddp)
-        began = time.perf_counter()
-        product = torch.mm(*factors)
-        synchronize(ddp)
-        times.append(time.perf_counter() - began)
+        product, seconds = timed(lambda: torch.mm(*factors), ddp)
+        times.append(seconds)
         changed += not torch.equal(product, first)
     wrong = int((product.cpu().double() @ v != a.double() @ (b.double() @ v)).sum())
     row.update(rate=2 * m**3 / min(times) / 1e9, device=str(ddp.device))
@@ -317,14 +314,10 @@ def reduce_all_sizes(row, ddp, args, answer):
         x = torch.zeros(size // 4, dtype=torch.float32, device=ddp.device)
         times, repeats = [], args.repeats
         while len(times) < 2 + repeats:   # two to warm up
-            synchronize(ddp)
-            start = time.perf_counter()
-            dist.all_reduce(x)
-            synchronize(ddp)
-            times.append(time.perf_counter() - start)
+            times.append(timed(lambda: dist.all_reduce(x), ddp)[1])
             if len(times) == 2:   # rank 0 decides: all must do the same number
-                repeats = max(1, min(args.repeats, int(ALL_REDUCES / times[1])))
-                repeats = broadcast(repeats, ddp)
+                most = int(ALL_REDUCES / times[1])
+                repeats = broadcast(max(1, min(args.repeats, most)), ddp)
         row["bytes"].append(size)
         row["seconds"].append(statistics.median(times[2:]))
         size *= 4
@@ -854,9 +847,17 @@ def milliseconds(rows, key):
     return f"{max(row[key] for row in rows) * 1e3:.1f} ms"
 
 
-def synchronize(ddp):
-    if ddp.device.type != "cpu":
-        getattr(torch, ddp.device.type).synchronize(ddp.device)
+def timed(function, ddp):
+    """(what function() returns, its seconds with the work of the device)."""
+    def wait():
+        if ddp.device.type != "cpu":
+            getattr(torch, ddp.device.type).synchronize(ddp.device)
+
+    wait()
+    start = time.perf_counter()
+    result = function()
+    wait()
+    return result, time.perf_counter() - start
 
 
 def preflight_path(args, token):
