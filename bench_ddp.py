@@ -35,7 +35,8 @@ from sedd_model import EMA, SEDD
 from sequence_batches import BatchReader, sum_rows
 from sequence_data import FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, PreparedProteins, sequence_keys
 from structure_data import NAMES, PHI_PSI, Complex, Pair, build_backbone, collate, collate_complexes, read_structure
-from train_loop import add_launch_arguments, global_gradient
+from run_script import add_launch_arguments
+from train_loop import global_gradient
 from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader, make_schedule,
                             micro_batch_loss)
 

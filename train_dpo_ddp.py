@@ -6,7 +6,7 @@
     python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8             # what scaling does
 
 Reads pairs and their structures (structure_data.py), published weights, and perhaps a YAML config
-(every key below and in train_loop.py, with its default). Writes into the run folder (--output_dir,
+(every key below and in run_config.py, with its default). Writes into the run folder (--output_dir,
 default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN tools read;
 metrics.jsonl, config.yaml, reference/KEY.pt (log-probabilities under the base weights),
 checkpoints/last.pt (before it last-1.pt) to continue from, and at the end status.json. The same
@@ -39,17 +39,18 @@ from ddp_setup import (all_sum, autocast, beat, broadcast, load_checkpoint, prin
                        seed_for, stop_reason)
 from dpo_reference import (Reference, check_cache, hash_of, load_base, make_batch, pair_scores)
 from proteinmpnn_model import ALPHABET, to_checkpoint
-from run_config import Parser, load_config
+from run_config import (CommonMonitoring, CommonOptim, CommonTraining, DdpSection, Parser,
+                        check_values, load_config)
 from run_dir import (ADVICE, Diverged, ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, before_saving, check_alike,
                      check_lock, check_resume, closing, finish_run, is_finished, save_run,
                      say_finished, start_or_continue, take_folder)
-from run_log import RunLog
+from run_log import RunLog, bad_steps_field, step_values
+from run_script import (Script, add_run_arguments, describe_run, plan_head, print_lines,
+                        run_script)
 from structure_data import (EpochPlan, Pair, demo_pairs, describe, eval_batches, read_pairs,
                             shared_structures, split_pairs)
-from train_loop import (CommonTraining, DdpSection, Run, Schedule, Script, add_run_arguments,
-                        bad_steps_field, check_values, choose_precision, describe_run,
-                        first_batches, is_best, load_training_state, make_optimizer, plan_head,
-                        print_lines, reason_to_stop, run_script, scale_for_batch, step_values,
+from train_loop import (Run, Schedule, choose_precision, first_batches, is_best,
+                        load_training_state, make_optimizer, reason_to_stop, scale_for_batch,
                         take_step, unpack)
 
 
@@ -64,19 +65,14 @@ class Training(CommonTraining):
 
 
 @dataclass
-class Optim:
+class Optim(CommonOptim):
     # Adam moves each weight by up to lr per step. ProteinMPNN's are about 0.1 in size, so 1,000
     # steps at 3e-6 (the single-process default of the published DPO scripts) change them by at most
     # 3 %, which keeps the policy near its reference; 1e-4 does so in 30 steps. Their 3e-7 for many
     # ranks needs ten times the steps.
     lr: float = 3e-6                     # at base_global_batch; scaled by `scale`
     warmup: int = 20                     # steps, linear; scaled likewise
-    scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
-    base_global_batch: int | None = None  # pairs per step that lr was chosen for
     grad_clip: float = 10.0              # global norm; 0 = none
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
 
 
 @dataclass
@@ -138,9 +134,7 @@ class Memory:
 
 
 @dataclass
-class Monitoring:
-    watchdog_minutes: float = 30.0       # without progress, then the run is ended; 0 = never
-    check_sync_every: int = 1000         # steps between comparisons of the weights over ranks
+class Monitoring(CommonMonitoring):
     fall: float = 0.02                   # nats per residue; a larger fall of chosen sequences'
     #                                      log-probabilities is warned about
 

@@ -5,7 +5,7 @@
     python train_sedd_ddp.py --nproc_per_node 4 --config configs/sedd_cpu.yaml --data my.fasta
     python train_sedd_ddp.py --config configs/sedd_demo.yaml --plan 1,2,4,8   # what scaling does
 
-Reads a YAML config (every key below and in train_loop.py, with its default) and proteins: a file
+Reads a YAML config (every key below and in run_config.py, with its default) and proteins: a file
 (sequence_data.py), a folder made by prepare_uniref50.py, or demo proteins that it makes. Writes
 into the run folder (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
 samples/step_N.fasta, checkpoints/last.pt (before it last-1.pt) and best.pt, and at the end
@@ -33,11 +33,14 @@ import numpy as np
 import torch
 
 from ddp_setup import Ddp, autocast, barrier, beat, broadcast, print0, stop_reason
-from run_config import Parser, load_config
+from run_config import (CommonMonitoring, CommonOptim, CommonTraining, DdpSection, Parser,
+                        check_values, load_config)
 from run_dir import (ADVICE, Diverged, ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock,
                      check_resume, closing, finish_run, is_finished, save_run, say_finished,
                      start_or_continue, take_folder)
-from run_log import RunLog, write_text_atomic
+from run_log import RunLog, bad_steps_field, step_values, write_text_atomic
+from run_script import (Script, add_run_arguments, describe_run, plan_head, print_lines,
+                        run_script)
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss, stratified_times
 from sedd_eval import TIME_EPS, Validation, sample_proteins, to_device
 from sedd_model import EMA, SEDD
@@ -45,10 +48,8 @@ from sequence_batches import BatchPlan, BatchReader, count_rows, sum_rows
 from sequence_data import (N_TOKENS, X_ID, DemoSource, PreparedProteins, apply_max_length,
                            check_prepared, collate, crop_starts, keyed_generator, keyed_seed,
                            keys_hash, read_meta, read_sequences, split_by_hash, stage_prepared)
-from train_loop import (CommonTraining, DdpSection, Run, Schedule, Script, add_run_arguments,
-                        bad_steps_field, check_values, choose_precision, describe_run,
-                        first_batches, is_best, load_training_state, make_optimizer, plan_head,
-                        print_lines, reason_to_stop, run_script, scale_for_batch, step_values,
+from train_loop import (Run, Schedule, choose_precision, first_batches, is_best,
+                        load_training_state, make_optimizer, reason_to_stop, scale_for_batch,
                         take_step)
 
 
@@ -65,15 +66,9 @@ class Training(CommonTraining):
 
 
 @dataclass
-class Optim:
+class Optim(CommonOptim):
     lr: float = 3e-4                     # at base_global_batch; scaled by `scale`
     warmup: int = 2500                   # steps, linear; scaled likewise
-    scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
-    base_global_batch: int | None = None  # proteins (tokens, with tokens_per_batch) per step
-    grad_clip: float = 1.0               # global norm; 0 = none
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
     ema: float = 0.9999
 
 
@@ -126,13 +121,11 @@ class Memory:
 
 
 @dataclass
-class Monitoring:
+class Monitoring(CommonMonitoring):
     sample_frequency: int = 0            # steps between sampled proteins; 0 = only at the end
     n_samples: int = 8
     sample_steps: int = 128
     predictor: Literal["euler", "analytic"] = "analytic"
-    watchdog_minutes: float = 30.0       # without progress, then the run is ended; 0 = never
-    check_sync_every: int = 1000         # steps between comparisons of the weights over ranks
 
 
 @dataclass

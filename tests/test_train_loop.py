@@ -10,10 +10,12 @@ import torch
 
 from ddp_setup import Ddp, load_checkpoint, save_checkpoint
 from launchers import run_ranks, start_ranks
+from run_config import CommonTraining
 from run_dir import check_resume, machine_differences, read_status, replace_status, write_status
+from run_script import describe_run, hand_over
 from sedd_model import EMA
-from train_loop import (CommonTraining, Run, Schedule, describe_run, first_batches,
-                        global_gradient, hand_over, is_best, read_flags, scale_for_batch, take_step)
+from train_loop import (Run, Schedule, first_batches, global_gradient, is_best, read_flags,
+                        scale_for_batch, take_step)
 from training import ROOT
 
 WIDTH = 3
@@ -228,7 +230,7 @@ def test_launch_options_that_do_not_fit_together_are_refused(given, words):
 RANKS = """
 import argparse, os, signal, sys, time
 sys.path.insert(0, {root!r})
-from train_loop import add_launch_arguments, hand_over
+from run_script import add_launch_arguments, hand_over
 parser = argparse.ArgumentParser()
 parser.add_argument("--end")
 add_launch_arguments(parser)
