@@ -36,9 +36,8 @@ from sequence_batches import BatchReader, sum_rows
 from sequence_data import FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, PreparedProteins, sequence_keys
 from structure_data import NAMES, PHI_PSI, Complex, Pair, build_backbone, collate, collate_complexes, read_structure
 from run_script import add_launch_arguments
-from train_loop import global_gradient
-from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader, make_schedule,
-                            micro_batch_loss)
+from train_loop import Schedule, global_gradient
+from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader, micro_batch_loss)
 
 CONFIGS = Path(__file__).with_name("configs")
 
@@ -483,7 +482,8 @@ def train_from_both(args, folder, ddp):
         return micro_batch_loss(model, batch, graph, config, ddp, torch.float32)
 
     def run(proteins, first, last, train):
-        schedule = make_schedule(make_reader(config, proteins, ddp.world_size, ddp), ddp, first, last)
+        reader = make_reader(config, proteins, ddp.world_size, ddp)
+        schedule = Schedule(reader.item_of, ddp.world_size, ddp, first, last)
         barrier(ddp)
         began, residues = time.perf_counter(), 0.0
         for item in schedule:

@@ -1,4 +1,4 @@
-"""What a SEDD model is worth: the validation bound on -ln p of proteins, and sampled proteins.
+"""What a SEDD model is worth: the validation bound on -ln p of proteins, sampled proteins.
 
 Both are the same for any number of ranks: noise is keyed by the protein, samples by the step.
 """
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ddp_setup import all_sum, autocast, beat
+from run_log import write_text_atomic
 from sedd_diffusion import independent_log_score, sample, score_entropy_loss
 from sequence_batches import eval_batches
 from sequence_data import (X_ID, collate, decode, eval_crop_starts, keyed_generator,
@@ -158,3 +159,36 @@ def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
     model.train(was_training)
     return "".join(f">step_{step}_{i} length={n}\n{decode(row[:n])}\n"
                    for i, (row, n) in enumerate(zip(out.cpu().numpy(), lengths.tolist())))
+
+
+def write_samples(run, ddp):
+    """Sample proteins under the averaged weights, on rank 0, into samples/step_N.fasta."""
+    if not ddp.is_main:
+        return
+    step = run.progress["step"]
+    with run.ema.applied(run.bare):
+        text = sample_proteins(run.bare, run.config, run.graph, run.noise, run.plan.counts, step,
+                               ddp, run.dtype)
+    write_text_atomic(run.work_dir / "samples" / f"step_{step}.fasta", text)
+
+
+def result_lines(result, progress, folder):
+    """What a person wants to know at the end: a table of bounds, and where things are."""
+    lines = []
+    if "val/loss" in result:
+        rows = [("learned bound (EMA)", result["val/loss"]),
+                ("unigram", math.log(result["val/unigram_perplexity"]))]
+        if "exact" in result:
+            rows.append(("exact, of the source", result["exact"]))
+        lines.append("  the same validation proteins under   nats per residue   perplexity")
+        for name, nats in rows:
+            perplexity = math.exp(min(nats, 700.0))
+            text = f"{perplexity:.3f}" if perplexity < 1e5 else f"{perplexity:.3e}"
+            lines.append(f"    {name:<33} {nats:>15.4f} {text:>12}")
+        if "exact" in result:
+            lines.append("    (no model can be below the exact value; standard error "
+                         f"{result['standard_error']:.4f})")
+    checkpoints, step = folder / "checkpoints", progress["best"]["step"]
+    return [*lines, f"  weights   {checkpoints / 'best.pt'} (step {step:,}) and last.pt",
+            f"  samples   {folder / 'samples'}/step_{result['step']}.fasta",
+            f"  metrics   {folder / 'metrics.jsonl'}"]

@@ -49,9 +49,8 @@ from run_script import (Script, add_run_arguments, describe_run, plan_head, prin
                         run_script)
 from structure_data import (EpochPlan, Pair, demo_pairs, describe, eval_batches, read_pairs,
                             shared_structures, split_pairs)
-from train_loop import (Run, Schedule, choose_precision, first_batches, is_best,
-                        load_training_state, make_optimizer, reason_to_stop, scale_for_batch,
-                        take_step, unpack)
+from train_loop import (Run, choose_precision, first_batches, is_best, reason_to_stop,
+                        scale_for_batch, start_run, take_step, unpack)
 
 
 # ---------------------------------------------------------------- config
@@ -443,7 +442,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
 
     Raises ValueError or OSError for input that cannot be used, and then has written nothing: the
     run folder is touched last, when every rank has come through all checks."""
-    t, o, work_dir = config.training, config.optim, Path(work_dir)
+    t, work_dir = config.training, Path(work_dir)
     check_config(config)
     path, state, differences = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE,
                                                  PER_HOST)
@@ -469,29 +468,17 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
                              "--fresh.")
     plan, batch = PairPlan(pairs, config, micro_batches), micro_batches * t.batch_size
     filled = min(batch, len(pairs))   # a small file does not fill the global batch
-    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
-    progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
-                "start": None,         # log-probability per residue of chosen sequences, at first
-                "fallen": False,       # it has been warned that these become less likely
-                "bad_steps": [0, 0]}   # nan or infinite: in all, and in a row now
     sums = torch.zeros(len(SUMS) + 4, dtype=torch.float64, device=ddp.device)
     if state is not None:
-        lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
-        bare.load_state_dict(state["model"])
         sums += torch.tensor(state["sums"], dtype=torch.float64, device=ddp.device)
-    n_iters = t.n_iters or t.num_epochs * plan.steps_per_epoch
-    schedule = Schedule(plan.item_of, micro_batches, ddp, progress["step"],
-                        max(n_iters, progress["step"]))
-    bare, model, optimizer, scaler = make_optimizer(config, bare, lr, dtype, ddp)
-    run = DpoRun(
-        config=config, work_dir=work_dir, path=path, fingerprint=fingerprint, bare=bare,
-        model=model, optimizer=optimizer, scaler=scaler, dtype=dtype, progress=progress,
-        schedule=schedule,
-        validation=None if val is None else Validation(val, reference, config), n_iters=n_iters,
-        steps_per_epoch=plan.steps_per_epoch, micro_batches=micro_batches, batch=batch,
-        nominal=float(batch), lr=lr, warmup=warmup, pairs=pairs, base=base_hash,
-        reference=reference, sums=sums)
-    load_training_state(run, state)
+    run = start_run(
+        DpoRun, config, ddp, state, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
+        micro_batches=micro_batches, filled=filled,
+        progress={"start": None,       # log-probability per residue of chosen sequences, at first
+                  "fallen": False},    # it has been warned that these become less likely
+        work_dir=work_dir, path=path, fingerprint=fingerprint, dtype=dtype,
+        validation=None if val is None else Validation(val, reference, config), batch=batch,
+        nominal=float(batch), pairs=pairs, base=base_hash, reference=reference, sums=sums)
     lines = describe_data(run, base, precision, described, warnings, ddp)
     print_lines(ddp, lines + describe_run(run, state, "pairs", filled, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference"))

@@ -91,23 +91,43 @@ def limit_memory(share, ddp):
     return f"; at most {share:.0%} of the device's memory"
 
 
-def make_optimizer(config, bare, lr, dtype, ddp):
-    """(the model, as DDP wraps it, AdamW, gradient scaler)."""
-    o = config.optim
+def start_run(kind, config, ddp, state, bare, item_of, *, steps_per_epoch, micro_batches, filled,
+              progress, make_ema=None, **fields):
+    """Scale the learning rate, make schedule and optimizer, wrap the model; take over a checkpoint.
+
+    Args:
+        kind: the script's class of Run.
+        state: what the checkpoint holds; None: a new run.
+        bare: the model with its first weights, on the device. item_of: see Schedule.
+        filled: the global batch that there is data for: the learning rate is not scaled beyond it.
+        progress: what the script adds to what changes.
+        make_ema: function of parameters, which makes their averages.
+        fields: the others of Run.
+    Returns: an instance of `kind`.
+    """
+    t, o = config.training, config.optim
+    progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
+                "bad_steps": [0, 0],   # nan or infinite: in all, and in a row now
+                **progress}
+    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
+    if state is not None:
+        lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
+        bare.load_state_dict(state["model"])
+    n_iters = t.n_iters or t.num_epochs * steps_per_epoch
+    schedule = Schedule(item_of, micro_batches, ddp, progress["step"],
+                        max(n_iters, progress["step"]))
     optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps,
                                   weight_decay=o.weight_decay, fused=True)
     bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
-    return bare, wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer, grad_scaler(dtype, ddp)
-
-
-def load_training_state(run, state):
-    """Take optimizer, scaler and averages over from a checkpoint (None: a new run)."""
-    if state is None:
-        return
-    run.optimizer.load_state_dict(state["optimizer"])
-    run.scaler.load_state_dict(state["scaler"])
-    if run.ema is not None:
-        run.ema.load_state_dict(state["ema"])
+    run = kind(config=config, bare=bare, model=wrap_ddp(bare, ddp, **vars(config.ddp)),
+               optimizer=optimizer, scaler=grad_scaler(fields["dtype"], ddp),
+               ema=make_ema(bare.parameters()) if make_ema else None, progress=progress,
+               schedule=schedule, n_iters=n_iters, steps_per_epoch=steps_per_epoch,
+               micro_batches=micro_batches, lr=lr, warmup=warmup, **fields)
+    for name in ("optimizer", "scaler", "ema"):
+        if state is not None and getattr(run, name) is not None:
+            getattr(run, name).load_state_dict(state[name])
+    return run
 
 
 # ---------------------------------------------------------------- the step

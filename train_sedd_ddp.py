@@ -27,7 +27,7 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,19 +38,18 @@ from run_config import (CommonMonitoring, CommonOptim, CommonTraining, DdpSectio
 from run_dir import (ADVICE, Diverged, ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock,
                      check_resume, closing, finish_run, is_finished, save_run, say_finished,
                      start_or_continue, take_folder)
-from run_log import RunLog, bad_steps_field, step_values, write_text_atomic
+from run_log import RunLog, bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, describe_run, plan_head, print_lines,
                         run_script)
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss, stratified_times
-from sedd_eval import TIME_EPS, Validation, sample_proteins, to_device
-from sedd_model import EMA, SEDD
-from sequence_batches import BatchPlan, BatchReader, count_rows, sum_rows
-from sequence_data import (N_TOKENS, X_ID, DemoSource, PreparedProteins, apply_max_length,
-                           check_prepared, collate, crop_starts, keyed_generator, keyed_seed,
-                           keys_hash, read_meta, read_sequences, split_by_hash, stage_prepared)
-from train_loop import (Run, Schedule, choose_precision, first_batches, is_best,
-                        load_training_state, make_optimizer, reason_to_stop, scale_for_batch,
-                        take_step)
+from sedd_eval import TIME_EPS, Validation, result_lines, to_device, write_samples
+from sedd_model import EMA, SEDD, describe_memory
+from sequence_batches import (BatchPlan, BatchReader, count_rows, load_proteins, missing_data,
+                              sum_rows)
+from sequence_data import (N_TOKENS, X_ID, apply_max_length, check_prepared, collate, crop_starts,
+                           keyed_generator, keyed_seed, stage_prepared)
+from train_loop import (Run, choose_precision, first_batches, is_best, reason_to_stop,
+                        scale_for_batch, start_run, take_step)
 
 
 # ---------------------------------------------------------------- config
@@ -147,9 +146,6 @@ MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency",
               "data.file")                  # its content is compared
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
-SAVED_BYTES = {"float32": 104, "16 bits": 68}   # for backward, per position, width, block; measured
-LARGE_FILE = 200_000_000                    # bytes of a file, from which on preparing it pays
-PREPARED_VAL_FRACTION = 0.001               # default of prepare_uniref50.py
 STAGE_SECONDS = 3 * 3600.0   # for the slowest host to copy the data: 20 GB at 2 MB/s
 
 
@@ -227,121 +223,49 @@ class MicroBatches(torch.utils.data.Dataset):
                 "seed": keyed_seed(self.seed, "dropout", step, micro)}
 
 
-class TrainingData(NamedTuple):
-    train: Any              # Proteins or PreparedProteins
-    val: Any                # Proteins, or None
-    source: Any             # a DemoSource that knows the likelihood of the proteins, or None
-    fingerprint: dict       # what a resumed run must have alike
-    description: str
-
-
 def load_data(config, ddp, stage=None):
-    """The proteins to train on and to validate with.
+    """The proteins to train on and to validate with, as TrainingData.
 
-    stage: folder on each host to copy a prepared folder to.
-    Raises: ValueError or OSError for data that cannot be used."""
-    d, source = config.data, None
-    if d.file and not os.path.exists(d.file):
-        raise FileNotFoundError(missing_data(config))
+    stage: one rank of each host copies a prepared folder there, all open the copy, and its names
+    are removed at once: the data stays until the last rank closes it, and is gone however the run
+    ends. Raises: ValueError or OSError for data that cannot be used."""
+    d, copy = config.data, None
+    if missing := missing_data(d):
+        raise FileNotFoundError(missing)
     if d.file and os.path.isdir(d.file):
-        meta, train, val = open_prepared(config, ddp, stage)
-        hashes = [meta["sets"][name]["keys_hash"] for name in ("train", "val")]
-        made_of = meta.get("release") or ", ".join(map(str, meta.get("source", ())))
-        n = len(train) + len(val)
-        description = f"{d.file}: {n:,} proteins, prepared from {made_of}"
-    else:
-        if stage:
-            raise ValueError("--stage copies a folder made by prepare_uniref50.py; data.file is "
-                             f"{d.file}.")
-        if d.file is None:
-            source = DemoSource(seed=0)
-            proteins = source.sample(d.demo_proteins, seed=config.training.seed)
-            description = f"{len(proteins):,} demo proteins of a second-order Markov source"
-        else:
-            proteins, report = read_file(config, ddp)
-            description = f"{d.file}: {report}"
-        train, val = split(proteins, d.val_fraction)
-        hashes = [keys_hash(part.keys) for part in (train, val)]
-    beat(ddp)
-    fingerprint = {"n": len(train), "hash": "".join(hashes)}
-    return TrainingData(train, val if len(val) else None, source, fingerprint, description)
-
-
-def read_file(config, ddp):
-    """(Proteins, report) of a file; a large one is read with a hint."""
-    file, size = config.data.file, os.path.getsize(config.data.file)
-    if size > LARGE_FILE:
-        print0(ddp, f"NOTE: every rank reads {file} ({size / 1e9:.1f} GB) and keeps some 0.4 GB "
-                    "per million proteins. Prepared once, it starts in seconds and 0.1 GB:\n  "
-                    f"{prepare_command(config, 'FOLDER')} --fasta {file}   then --data FOLDER")
-    return read_sequences(file, config.data.min_length, lambda: beat(ddp))
-
-
-def split(proteins, val_fraction):
-    """(training, validation) proteins."""
-    if not val_fraction:
-        return proteins, proteins.subset([])
-    try:
-        return tuple(map(proteins.subset, split_by_hash(proteins, val_fraction)))
-    except ValueError as e:
-        raise ValueError(f"data.{e} Or set data.val_fraction=0 to train without validation.") from e
-
-
-def open_prepared(config, ddp, stage):
-    """(meta, training proteins, validation proteins) of a prepared folder, which rank 0 checks.
-
-    stage: one rank of each host copies the folder there, all open the copy, and its names are
-    removed at once: the data stays until the last rank closes it, and is gone however the run ends.
-    """
-    d, folder = config.data, Path(config.data.file)
-    if ddp.is_main:
-        check_prepared(folder, d.val_fraction, d.min_length)
-    barrier(ddp)   # so that what is wrong is said once
-    if stage:
-        name = f"{folder.resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None
-        name, last = broadcast(name, ddp), [time.monotonic()]
-        folder = Path(stage) / f"{name}-{ddp.host or 'here'}"
-
-        def report(done, total):
-            beat(ddp)
-            if ddp.is_main and (done == total or time.monotonic() > last[0] + 10):
-                last[0] = time.monotonic()
-                print0(ddp, f"copying {d.file} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} "
-                            "GB")
-
-        if ddp.local_rank == 0:
-            stage_prepared(d.file, folder, report)
-        barrier(ddp, timeout=STAGE_SECONDS)
-    val = PreparedProteins(folder, "val").read_all()
-    meta, train = read_meta(folder), PreparedProteins(folder)
-    if stage:
+        if ddp.is_main:
+            check_prepared(d.file, d.val_fraction, d.min_length)
+        barrier(ddp)   # so that what is wrong is said once
+        copy = copy_to_host(d.file, stage, ddp) if stage else None
+    elif stage:
+        raise ValueError(f"--stage copies a folder made by prepare_uniref50.py; data.file is "
+                         f"{d.file}.")
+    data = load_proteins(d, config.training.seed, copy, lambda: beat(ddp),
+                         lambda text: print0(ddp, text))
+    if copy:
         barrier(ddp)
         if ddp.local_rank == 0:
-            shutil.rmtree(folder)
-    return meta, train, val
+            shutil.rmtree(copy)
+    beat(ddp)
+    return data
 
 
-def missing_data(config):
-    """What to say where data.file is not there: one line."""
-    path = Path(config.data.file)
-    problem = f"data.file {path} does not exist (relative to {Path.cwd()})."
-    if path.suffix in (".fasta", ".fa", ".faa", ".fas", ".gz", ".txt", ".seq", ".pt"):
-        return f"{problem} Check the path."
-    if os.path.exists(f"{path}.partial"):
-        return f"{problem} Its preparing is not finished: give the same command of " \
-               "prepare_uniref50.py again."
-    command = prepare_command(config, path)
-    return f"{problem} To download and prepare UniRef50 (13 GB): {command}; from your own files: " \
-           "the same with --fasta FILE."
+def copy_to_host(folder, stage, ddp):
+    """Copy a prepared folder below `stage` on each host; returns the copy's path."""
+    name = f"{Path(folder).resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None
+    name, last = broadcast(name, ddp), [time.monotonic()]
+    copy = Path(stage) / f"{name}-{ddp.host or 'here'}"
 
+    def report(done, total):
+        beat(ddp)
+        if ddp.is_main and (done == total or time.monotonic() > last[0] + 10):
+            last[0] = time.monotonic()
+            print0(ddp, f"copying {folder} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
 
-def prepare_command(config, folder):
-    """The command that prepares data as this config wants it."""
-    d, options = config.data, ""
-    if d.val_fraction != PREPARED_VAL_FRACTION:
-        options += f" --val_fraction {d.val_fraction}"
-    options += f" --min_length {d.min_length}" if d.min_length != 1 else ""
-    return f"python prepare_uniref50.py {folder}{options}"
+    if ddp.local_rank == 0:
+        stage_prepared(folder, copy, report)
+    barrier(ddp, timeout=STAGE_SECONDS)
+    return copy
 
 
 def make_batch_plan(config, length_counts, micro_batches):
@@ -357,13 +281,6 @@ def make_reader(config, proteins, micro_batches, ddp):
     rows = (torch.from_numpy(sum_rows(proteins, plan)) if ddp.is_main else
             torch.zeros(2, count_rows(len(proteins)), dtype=torch.int64))
     return BatchReader(plan, proteins, broadcast(rows, ddp).numpy())
-
-
-def make_schedule(reader, ddp, first=0, last=0):
-    """This rank's items for MicroBatches."""
-    def item_of(step, micro):
-        return step, micro, reader.plan.place(step)[0], *reader.micro_batch(step, micro)
-    return Schedule(item_of, reader.plan.micro_batches, ddp, first, last)
 
 
 # ---------------------------------------------------------------- model
@@ -393,8 +310,8 @@ def describe_plan(config, ranks):
     unit, counts, positions, problems = unit_of(config), None, None, []
     numbers, head = plan_head(o, ranks, unit)
     make_config_noise(config)
-    if d.file and not os.path.exists(d.file):
-        rows = [head, f"steps per epoch are not known: {missing_data(config)}"]
+    if missing := missing_data(d):
+        rows = [head, f"steps per epoch are not known: {missing}"]
     else:
         data = load_data(config, Ddp())
         counts, rows = data.train.length_counts(), [f"data: {data.description}", head]
@@ -418,25 +335,10 @@ def describe_plan(config, ranks):
     if problems and positions is None:
         raise ValueError("\n".join(problems))
     positions = positions or t.tokens_per_batch or t.batch_size * d.max_length
-    return "\n".join([*rows, *problems, *describe_memory(config, positions)])
-
-
-def describe_memory(config, positions):
-    """Lines on the memory of a rank. positions: most of them in a micro-batch."""
-    m = config.model
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
-    n = sum(p.numel() for p in model.parameters())
-    single = config.memory.mixed_precision in (False, "float32")
-    per_block = SAVED_BYTES["float32" if single else "16 bits"]
-    few = config.memory.gradient_checkpointing
-    blocks = 1 + 4 / per_block * m.n_blocks if few else m.n_blocks
-    activations = positions * m.hidden_size * blocks * per_block
-    return [f"memory of a rank, {n / 1e6:,.2f} million parameters in float32:",
-            f"  weights {4 * n / 1e9:.2f} GB, gradients {4 * n / 1e9:.2f}, AdamW "
-            f"{8 * n / 1e9:.2f}, averages (EMA) {4 * n / 1e9:.2f}: {20 * n / 1e9:.2f} GB",
-            f"  activations about {activations / 1e9:.2f} GB: an estimate, for micro-batches of up "
-            f"to {positions:,} positions"]
+    memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"))
+    return "\n".join([*rows, *problems, *memory])
 
 
 def unit_of(config):
@@ -486,33 +388,21 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         raise ValueError(f"{path} was saved by a run with other batches (hash {state['plan']}, now "
                          f"{plan.identity()}); expected the same. Continue with the version of "
                          "this project that saved it, or --fresh.")
-    filled = filled_batch(batch, plan, config)
-    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
-    progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
-                "recent": [0.0, 0.0],   # training loss since the last evaluation: sum, number
-                "bad_steps": [0, 0]}    # nan or infinite: in all, and in a row now
-    if state is not None:
-        lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
-        bare.load_state_dict(state["model"])
-    n_iters = t.n_iters or t.num_epochs * plan.steps_per_epoch
-    schedule = make_schedule(reader, ddp, progress["step"], max(n_iters, progress["step"]))
-    validation = None
+    validation, filled = None, filled_batch(batch, plan, config)
     if data.val is not None:
         val, _, _ = apply_max_length(data.val, d.max_length, d.long)
-        letters = data.train.letter_counts()
-        validation = Validation(val, config, graph, noise, letters, data.source)
-    bare, model, optimizer, scaler = make_optimizer(config, bare, lr, dtype, ddp)
+        validation = Validation(val, config, graph, noise, data.train.letter_counts(), data.source)
     by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch
-    run = SeddRun(
-        config=config, work_dir=work_dir, path=path, fingerprint=data.fingerprint, bare=bare,
-        model=model, optimizer=optimizer, scaler=scaler, ema=EMA(bare.parameters(), o.ema),
-        dtype=dtype, progress=progress, schedule=schedule, validation=validation, n_iters=n_iters,
-        steps_per_epoch=plan.steps_per_epoch, micro_batches=micro_batches, batch=batch, lr=lr,
-        nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0), warmup=warmup,
+    run = start_run(
+        SeddRun, config, ddp, state, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
+        micro_batches=micro_batches, filled=filled, make_ema=lambda p: EMA(p, o.ema),
+        progress={"recent": [0.0, 0.0]},   # training loss since the last evaluation: sum, number
+        work_dir=work_dir, path=path, fingerprint=data.fingerprint, dtype=dtype,
+        validation=validation, batch=batch,
+        nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0),
         graph=graph, noise=noise, plan=plan)
-    load_training_state(run, state)
     if not is_finished(run):
-        schedule.item_of(progress["step"], schedule.mine[0])   # damaged data is refused here
+        reader.item_of(run.progress["step"], run.schedule.mine[0])   # refuses damaged data
     lines = describe_data(run, data, precision, ddp)
     print_lines(ddp, lines + describe_run(run, state, unit_of(config), filled, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
@@ -523,15 +413,10 @@ def describe_data(run, data, precision, ddp):
     """Lines on model, data and batch."""
     config, plan, unit = run.config, run.plan, unit_of(run.config)
     n_parameters, accum = sum(p.numel() for p in run.bare.parameters()), len(run.schedule.mine)
-    how = "cropped" if config.data.long == "crop" else "dropped"
-    text = f"{plan.proteins:,} for training, {plan.residues:,} residues per epoch"
-    text += f" ({plan.n_long:,} longer than {plan.max_length:,}: {how})" if plan.n_long else ""
-    if plan.left_out > 0.005:
-        text += f", about {plan.left_out:.1%} of them left out of each epoch, others each time"
-    text += f"; {len(data.val):,} for validation" if data.val is not None else ""
+    val = f"; {len(data.val):,} for validation" if data.val is not None else ""
     lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} "
              f"graph, {config.noise.type} noise, {config.model.parameterization}",
-             f"  {precision}", f"data: {data.description}", f"  {text}",
+             f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
              f"batch: {run.batch // run.micro_batches:,} {unit} x accum {accum} x "
              f"{ddp.world_size} rank(s) = {run.batch:,} per step on average, "
              f"{plan.steps_per_epoch:,} steps per epoch, {run.n_iters:,} steps in all"]
@@ -628,41 +513,8 @@ def evaluate(run, log, values, ddp):
         save(run, log, ddp, "best.pt", resumes=False)
 
 
-def write_samples(run, ddp):
-    """Sample proteins under the averaged weights, on rank 0, into samples/step_N.fasta."""
-    if not ddp.is_main:
-        return
-    step = run.progress["step"]
-    with run.ema.applied(run.bare):
-        text = sample_proteins(run.bare, run.config, run.graph, run.noise, run.plan.counts, step,
-                               ddp, run.dtype)
-    write_text_atomic(run.work_dir / "samples" / f"step_{step}.fasta", text)
-
-
 def save(run, log, ddp, name, keep_last=1, resumes=True):
     save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity())
-
-
-def result_lines(result, progress, folder):
-    """What a person wants to know at the end: a table of bounds, and where things are."""
-    lines = []
-    if "val/loss" in result:
-        rows = [("learned bound (EMA)", result["val/loss"]),
-                ("unigram", math.log(result["val/unigram_perplexity"]))]
-        if "exact" in result:
-            rows.append(("exact, of the source", result["exact"]))
-        lines.append("  the same validation proteins under   nats per residue   perplexity")
-        for name, nats in rows:
-            perplexity = math.exp(min(nats, 700.0))
-            text = f"{perplexity:.3f}" if perplexity < 1e5 else f"{perplexity:.3e}"
-            lines.append(f"    {name:<33} {nats:>15.4f} {text:>12}")
-        if "exact" in result:
-            lines.append("    (no model can be below the exact value; standard error "
-                         f"{result['standard_error']:.4f})")
-    checkpoints, step = folder / "checkpoints", progress["best"]["step"]
-    return [*lines, f"  weights   {checkpoints / 'best.pt'} (step {step:,}) and last.pt",
-            f"  samples   {folder / 'samples'}/step_{result['step']}.fasta",
-            f"  metrics   {folder / 'metrics.jsonl'}"]
 
 
 # ---------------------------------------------------------------- main

@@ -30,7 +30,7 @@ TABLE = {
     "run_log": (set(), set(), {"tqdm", "torch", "tensorboard", "wandb", "matplotlib"}),
     "run_script": ({"ddp_setup", "run_config", "run_dir"}, {"torch"}, set()),
     "train_loop": ({"ddp_setup", "run_dir"}, {"torch"}, set()),
-    "sedd_eval": ({"ddp_setup", "sequence_batches", "sequence_data", "sedd_diffusion"}, {"torch", "numpy"}, set()),
+    "sedd_eval": ({"ddp_setup", "run_log", "sequence_batches", "sequence_data", "sedd_diffusion"}, {"torch", "numpy"}, set()),
     "dpo_reference": ({"ddp_setup", "structure_data", "proteinmpnn_model"}, {"torch"}, set()),
     "sedd_model": (set(), {"torch"}, set()),
     "sedd_diffusion": (set(), {"torch"}, set()),
