@@ -9,9 +9,11 @@ A run folder holds config.yaml, metrics.jsonl, checkpoints/, status.json, lock.j
 on, and perhaps a file STOP, by which a person asks the run to stop.
 """
 
+import contextlib
 import json
 import math
 import os
+import shutil
 import socket
 import threading
 import time
@@ -19,8 +21,9 @@ from pathlib import Path
 
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, broadcast, close_run, describe_machine,
-                       end_watch, load_checkpoint, print0, save_checkpoint, watch_run)
+from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run,
+                       describe_machine, end_watch, load_checkpoint, print0, save_checkpoint,
+                       watch_run)
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import read_rows, rows_up_to, write_text_atomic
 
@@ -35,6 +38,7 @@ MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_f
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
 MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
+STAGE_SECONDS = 3 * 3600.0   # for the slowest host to copy the data: 20 GB at 2 MB/s
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 
@@ -215,6 +219,39 @@ def check_alike(values, ddp):
                          "has a copy of an old one somewhere, or was another command given there?")
 
 
+@contextlib.contextmanager
+def staged(folder, stage, copy, ddp):
+    """A copy of a folder on each host, as long as this context lasts; None without `stage`.
+
+    Its names are removed at the end: what a rank has open stays until the last one closes it, and
+    is gone however the run ends.
+
+    Args:
+        folder: what to copy. stage: folder that each host has; None: nothing is copied.
+        copy: function (folder, target, report), which calls report(bytes done, bytes in all).
+    """
+    if not stage:
+        yield None
+        return
+    name = f"{Path(folder).resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None
+    name, last = broadcast(name, ddp), [time.monotonic()]
+    target = Path(stage) / f"{name}-{ddp.host or 'here'}"
+
+    def report(done, total):
+        beat(ddp)
+        if ddp.is_main and (done == total or time.monotonic() > last[0] + 10):
+            last[0] = time.monotonic()
+            print0(ddp, f"copying {folder} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
+
+    if ddp.local_rank == 0:
+        copy(folder, target, report)
+    barrier(ddp, timeout=STAGE_SECONDS)
+    yield target
+    barrier(ddp)
+    if ddp.local_rank == 0:
+        shutil.rmtree(target)
+
+
 def machine_differences(state, ddp):
     """In what this machine differs from the one that wrote the checkpoint `state`, as far as that
     may change the last bits of results. Text, '' for nothing."""
@@ -238,6 +275,37 @@ def take_folder(run, ddp, fresh, folders):
     barrier(ddp)   # the folder is there, on all ranks
     watch_run(ddp, run.work_dir, run.config.monitoring.watchdog_minutes,
               run.config.training.stop_signals)
+
+
+def bring_best(run, ddp, name):
+    """Take the best weights, file `name`, along where a run goes on in another folder; where that
+    cannot be, look for a new best."""
+    best = run.progress["best"]
+    if is_finished(run) or not best:
+        return
+    if not broadcast(ddp.is_main and copy_best(run.work_dir / name, run.path, best), ddp):
+        run.progress["best"] = None
+        print0(ddp, f"{name} of the run so far is not at hand: the best is looked for from here on")
+
+
+def copy_best(here, path, best):
+    """Is there a file `here`? Else it is copied from the run of checkpoint `path`, if its step is
+    that of `best`."""
+    there = Path(path).absolute().parent.parent / here.name
+    if here.exists():
+        return True
+    try:
+        if not there.is_file() or load_checkpoint(str(there))["step"] != best["step"]:
+            return False
+    except (ValueError, KeyError, TypeError):   # no model of ours
+        return False
+    half = here.with_name(f".{here.name}.{os.getpid()}.tmp")
+    with open(there, "rb") as source, open(half, "wb") as copied:
+        shutil.copyfileobj(source, copied)
+        copied.flush()
+        os.fsync(copied.fileno())
+    os.replace(half, here)
+    return True
 
 
 def check_lock(run, ddp):

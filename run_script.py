@@ -23,6 +23,7 @@ import torch
 from ddp_setup import (AGAIN, BAD_INPUT, abort, detect_launcher, print0, setup_ddp, watch_run)
 from run_config import Parser
 from run_dir import is_finished, machine_differences, read_status, replace_status
+from train_loop import scale_for_batch
 
 SAVING_SECONDS = 600   # that the ranks have to save and leave after a signal to the launcher
 
@@ -233,6 +234,32 @@ def plan_head(o, ranks, unit):
     base = f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else ""
     return [int(n) for n in ranks.split(",")], (
         f"optim.scale {scale_name(o.scale)}: from lr {o.lr:g} and warm-up {o.warmup:,}{base}")
+
+
+def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batch: (batch, "")):
+    """Table of what each number of ranks would do: global batch, learning rate, warm-up.
+
+    Args:
+        per_rank: batch of a rank in a micro-step.
+        title: of the column of the global batch, as wide as it is. more: of further columns.
+        outcome: function (ranks, global batch) -> (the global batch that there is data for, text
+            of further columns). Raises ValueError where training would be refused.
+    Returns: (lines, lines on what would be refused).
+    """
+    o, problems = config.optim, []
+    rows = [f"{'ranks':>6} {title} {'learning rate':>14} {'warm-up steps':>14}{more}"]
+    for n in numbers:
+        batch = n * config.training.accum * per_rank
+        row = f"{n:>6} {batch:>{len(title)},}"
+        try:
+            filled, columns = outcome(n, batch)
+        except ValueError as e:
+            problems.append(f"refused with {n} rank(s): {e}")
+            rows.append(f"{row} {'refused, see below':>14}")
+            continue
+        lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
+        rows.append(f"{row} {lr:>14.4g} {warmup:>14,}{columns}")
+    return rows, problems
 
 
 def describe_run(run, state, unit, base_batch, ddp):

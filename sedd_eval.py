@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ddp_setup import all_sum, autocast, beat
+from run_dir import ADVICE, Diverged
 from run_log import write_text_atomic
 from sedd_diffusion import independent_log_score, sample, score_entropy_loss
 from sequence_batches import eval_batches
@@ -133,6 +134,21 @@ class Validation:
         rest = difference - difference.sum() / n * self.counts
         return {"exact": float(self.exact.sum() / n),
                 "standard_error": float(np.sqrt((rest**2).sum()) / n)}
+
+
+def validate(run, log, values, ddp):
+    """Validate a run under its averaged weights, add to `values`. Returns nats per residue."""
+    step, validation = run.progress["step"], run.validation
+    with run.ema.applied(run.bare):
+        run.bound = validation(run.bare, ddp, run.dtype)
+    values.update(validation.summarise(run.bound))
+    score = values["val/loss"]
+    if not math.isfinite(score):
+        raise Diverged(f"step {step}: the validation bound is {score}; expected a finite number. "
+                       f"{ADVICE}")
+    log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
+            f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
+    return score
 
 
 def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):

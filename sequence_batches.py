@@ -300,6 +300,14 @@ class BatchPlan:
             text += f", about {self.left_out:.1%} of them left out of each epoch, others each time"
         return text
 
+    def warning(self, unit):
+        """Lines on batches that are far from full; none if they are not."""
+        if self.filled >= 0.95 or self.micro_batches == 1:
+            return []
+        return [f"  few of the longest proteins fit into such a batch: on average {self.mean:,.4g} "
+                f"{unit}, and a step waits up to {1 / self.filled - 1:.0%} longer than with larger "
+                "batches"]
+
     def place(self, step):
         """(epoch, window of the epoch, step of the window) of a step of the run."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)

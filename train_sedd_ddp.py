@@ -23,7 +23,6 @@ if __name__ == "__main__":
 
 import math
 import os
-import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,21 +34,22 @@ import torch
 from ddp_setup import Ddp, autocast, barrier, beat, broadcast, print0, stop_reason
 from run_config import (CommonMonitoring, CommonOptim, CommonTraining, DdpSection, Parser,
                         check_values, load_config)
-from run_dir import (ADVICE, Diverged, ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock,
-                     check_resume, closing, finish_run, is_finished, save_run, say_finished,
+from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock, check_resume,
+                     closing, finish_run, is_finished, save_run, say_finished, staged,
                      start_or_continue, take_folder)
 from run_log import RunLog, bad_steps_field, step_values
-from run_script import (Script, add_run_arguments, describe_run, plan_head, print_lines,
-                        run_script)
+from run_script import (Script, add_run_arguments, describe_run, plan_head, plan_table,
+                        print_lines, run_script)
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss, stratified_times
-from sedd_eval import TIME_EPS, Validation, result_lines, to_device, write_samples
+from sedd_eval import (TIME_EPS, Validation, result_lines, to_device, validate,
+                       write_samples)
 from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import (BatchPlan, BatchReader, count_rows, load_proteins, missing_data,
                               sum_rows)
 from sequence_data import (N_TOKENS, X_ID, apply_max_length, check_prepared, collate, crop_starts,
                            keyed_generator, keyed_seed, stage_prepared)
-from train_loop import (Run, choose_precision, first_batches, is_best, reason_to_stop,
-                        scale_for_batch, start_run, take_step)
+from train_loop import (Run, choose_precision, first_batches, is_best, reason_to_stop, start_run,
+                        take_step)
 
 
 # ---------------------------------------------------------------- config
@@ -146,7 +146,6 @@ MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency",
               "data.file")                  # its content is compared
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
-STAGE_SECONDS = 3 * 3600.0   # for the slowest host to copy the data: 20 GB at 2 MB/s
 
 
 def check_config(c):
@@ -226,46 +225,23 @@ class MicroBatches(torch.utils.data.Dataset):
 def load_data(config, ddp, stage=None):
     """The proteins to train on and to validate with, as TrainingData.
 
-    stage: one rank of each host copies a prepared folder there, all open the copy, and its names
-    are removed at once: the data stays until the last rank closes it, and is gone however the run
-    ends. Raises: ValueError or OSError for data that cannot be used."""
-    d, copy = config.data, None
+    stage: folder on each host to copy a prepared folder to.
+    Raises: ValueError or OSError for data that cannot be used."""
+    d = config.data
     if missing := missing_data(d):
         raise FileNotFoundError(missing)
     if d.file and os.path.isdir(d.file):
         if ddp.is_main:
             check_prepared(d.file, d.val_fraction, d.min_length)
         barrier(ddp)   # so that what is wrong is said once
-        copy = copy_to_host(d.file, stage, ddp) if stage else None
     elif stage:
-        raise ValueError(f"--stage copies a folder made by prepare_uniref50.py; data.file is "
+        raise ValueError("--stage copies a folder made by prepare_uniref50.py; data.file is "
                          f"{d.file}.")
-    data = load_proteins(d, config.training.seed, copy, lambda: beat(ddp),
-                         lambda text: print0(ddp, text))
-    if copy:
-        barrier(ddp)
-        if ddp.local_rank == 0:
-            shutil.rmtree(copy)
+    with staged(d.file, stage, stage_prepared, ddp) as copy:
+        data = load_proteins(d, config.training.seed, copy, lambda: beat(ddp),
+                             lambda text: print0(ddp, text))
     beat(ddp)
     return data
-
-
-def copy_to_host(folder, stage, ddp):
-    """Copy a prepared folder below `stage` on each host; returns the copy's path."""
-    name = f"{Path(folder).resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None
-    name, last = broadcast(name, ddp), [time.monotonic()]
-    copy = Path(stage) / f"{name}-{ddp.host or 'here'}"
-
-    def report(done, total):
-        beat(ddp)
-        if ddp.is_main and (done == total or time.monotonic() > last[0] + 10):
-            last[0] = time.monotonic()
-            print0(ddp, f"copying {folder} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
-
-    if ddp.local_rank == 0:
-        stage_prepared(folder, copy, report)
-    barrier(ddp, timeout=STAGE_SECONDS)
-    return copy
 
 
 def make_batch_plan(config, length_counts, micro_batches):
@@ -283,7 +259,17 @@ def make_reader(config, proteins, micro_batches, ddp):
     return BatchReader(plan, proteins, broadcast(rows, ddp).numpy())
 
 
-# ---------------------------------------------------------------- model
+def unit_of(config):
+    """What a batch is counted in."""
+    return "proteins" if config.training.batch_size else "tokens"
+
+
+def filled_batch(batch, plan, config):
+    """The global batch that there is data for: the learning rate is not scaled beyond it."""
+    return min(batch, plan.proteins if config.training.batch_size else plan.residues)
+
+
+# ---------------------------------------------------------------- prepare
 def make_model(config, graph):
     m = config.model
     return SEDD(graph.vocab_size, m.hidden_size, m.n_blocks, m.n_heads, m.cond_dim, m.dropout,
@@ -302,56 +288,6 @@ def make_config_noise(config):
         raise ValueError(f"config: noise.{e}") from None
 
 
-# ---------------------------------------------------------------- plan
-def describe_plan(config, ranks):
-    """Table of what each number of ranks (text such as "1,2,4,8") would do, and the memory. No
-    device is touched. Raises ValueError for what training would refuse, content of data apart."""
-    t, o, d = config.training, config.optim, config.data
-    unit, counts, positions, problems = unit_of(config), None, None, []
-    numbers, head = plan_head(o, ranks, unit)
-    make_config_noise(config)
-    if missing := missing_data(d):
-        rows = [head, f"steps per epoch are not known: {missing}"]
-    else:
-        data = load_data(config, Ddp())
-        counts, rows = data.train.length_counts(), [f"data: {data.description}", head]
-    rows.append(f"{'ranks':>6} {f'batch ({unit})':>17} {'learning rate':>14} {'warm-up steps':>14} "
-                f"{'steps/epoch':>12} {'epochs':>8}")
-    for n in numbers:
-        batch = n * t.accum * (t.batch_size or t.tokens_per_batch)
-        steps, epochs, filled = "?", "?", batch
-        if counts is not None:
-            try:
-                plan = make_batch_plan(config, counts, n * t.accum)
-            except ValueError as e:
-                problems.append(f"refused with {n} rank(s): {e}")
-                rows.append(f"{n:>6} {batch:>17,} {'refused, see below':>14}")
-                continue
-            positions = int((plan.sizes * plan.tops).max())
-            steps, filled = f"{plan.steps_per_epoch:,}", filled_batch(batch, plan, config)
-            epochs = f"{t.num_epochs or t.n_iters / plan.steps_per_epoch:,.2f}"
-        lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
-        rows.append(f"{n:>6} {batch:>17,} {lr:>14.4g} {warmup:>14,} {steps:>12} {epochs:>8}")
-    if problems and positions is None:
-        raise ValueError("\n".join(problems))
-    positions = positions or t.tokens_per_batch or t.batch_size * d.max_length
-    with torch.device("meta"):
-        model = make_model(config, make_graph(config.graph.type, N_TOKENS))
-    memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"))
-    return "\n".join([*rows, *problems, *memory])
-
-
-def unit_of(config):
-    """What a batch is counted in."""
-    return "proteins" if config.training.batch_size else "tokens"
-
-
-def filled_batch(batch, plan, config):
-    """The global batch that there is data for: the learning rate is not scaled beyond it."""
-    return min(batch, plan.proteins if config.training.batch_size else plan.residues)
-
-
-# ---------------------------------------------------------------- prepare
 @dataclass(kw_only=True)
 class SeddRun(Run):
     graph: Any
@@ -414,17 +350,13 @@ def describe_data(run, data, precision, ddp):
     config, plan, unit = run.config, run.plan, unit_of(run.config)
     n_parameters, accum = sum(p.numel() for p in run.bare.parameters()), len(run.schedule.mine)
     val = f"; {len(data.val):,} for validation" if data.val is not None else ""
-    lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} "
-             f"graph, {config.noise.type} noise, {config.model.parameterization}",
-             f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
-             f"batch: {run.batch // run.micro_batches:,} {unit} x accum {accum} x "
-             f"{ddp.world_size} rank(s) = {run.batch:,} per step on average, "
-             f"{plan.steps_per_epoch:,} steps per epoch, {run.n_iters:,} steps in all"]
-    if plan.filled < 0.95 and run.micro_batches > 1:
-        lines.append(f"  few of the longest proteins fit into such a batch: on average "
-                     f"{plan.mean:,.4g} {unit}, and a step waits up to {1 / plan.filled - 1:.0%} "
-                     "longer than with larger batches")
-    return lines
+    return [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, "
+            f"{config.noise.type} noise, {config.model.parameterization}",
+            f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
+            f"batch: {run.batch // run.micro_batches:,} {unit} x accum {accum} x "
+            f"{ddp.world_size} rank(s) = {run.batch:,} per step on average, "
+            f"{plan.steps_per_epoch:,} steps per epoch, {run.n_iters:,} steps in all",
+            *plan.warning(unit)]
 
 
 # ---------------------------------------------------------------- train
@@ -493,21 +425,13 @@ def report_step(run, log, totals, norm, rate, first_row, ddp):
 
 
 def evaluate(run, log, values, ddp):
-    """Validate under the averaged weights, add to `values`, keep the best weights.
+    """Validate, add to `values`, keep the best weights.
 
     Without validation proteins, the training loss since the last evaluation decides."""
-    step, validation, (total, number) = run.progress["step"], run.validation, run.progress["recent"]
+    total, number = run.progress["recent"]
     score = total / number if number else math.inf
-    if validation is not None:
-        with run.ema.applied(run.bare):
-            run.bound = validation(run.bare, ddp, run.dtype)
-        values.update(validation.summarise(run.bound))
-        score = values["val/loss"]
-        if not math.isfinite(score):
-            raise Diverged(f"step {step}: the validation bound is {score}; expected a finite "
-                           f"number. {ADVICE}")
-        log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
-                f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
+    if run.validation is not None:
+        score = validate(run, log, values, ddp)
     run.progress["recent"] = [0.0, 0.0]
     if is_best(run, score, ddp):
         save(run, log, ddp, "best.pt", resumes=False)
@@ -515,6 +439,41 @@ def evaluate(run, log, values, ddp):
 
 def save(run, log, ddp, name, keep_last=1, resumes=True):
     save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity())
+
+
+# ---------------------------------------------------------------- plan
+def describe_plan(config, ranks):
+    """Table of what each number of ranks (text such as "1,2,4,8") would do, and the memory. No
+    device is touched. Raises ValueError for what training would refuse, content of data apart."""
+    t, d, unit, lengths, plans = config.training, config.data, unit_of(config), None, []
+    numbers, head = plan_head(config.optim, ranks, unit)
+    make_config_noise(config)
+    if missing := missing_data(d):
+        lines = [head, f"steps per epoch are not known: {missing}"]
+    else:
+        data = load_data(config, Ddp())
+        lengths, lines = data.train.length_counts(), [f"data: {data.description}", head]
+
+    def outcome(n, batch):
+        if lengths is None:
+            return batch, f" {'?':>12} {'?':>8}"
+        plans.append(make_batch_plan(config, lengths, n * t.accum))
+        steps = plans[-1].steps_per_epoch
+        return (filled_batch(batch, plans[-1], config),
+                f" {steps:>12,} {t.num_epochs or t.n_iters / steps:>8,.2f}")
+
+    table, problems = plan_table(config, numbers, t.batch_size or t.tokens_per_batch,
+                                 f"{f'batch ({unit})':>17}", f" {'steps/epoch':>12} {'epochs':>8}",
+                                 outcome)
+    if problems and not plans:
+        raise ValueError("\n".join(problems))
+    positions = t.tokens_per_batch or t.batch_size * d.max_length
+    if plans:
+        positions = int((plans[-1].sizes * plans[-1].tops).max())
+    with torch.device("meta"):
+        model = make_model(config, make_graph(config.graph.type, N_TOKENS))
+    memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"))
+    return "\n".join([*lines, *table, *problems, *memory])
 
 
 # ---------------------------------------------------------------- main
