@@ -1,16 +1,19 @@
-"""What fine-tuning by DPO gains: metrics of pairs, validation, its table at the end of a run.
+"""What fine-tuning by DPO gains: metrics of pairs, validation, the best model, the final table.
 
 All of it is the same for any number of ranks.
 """
 import math
 import textwrap
+import time
 
 import torch
 
-from ddp_setup import all_sum, beat
+from ddp_setup import all_sum, beat, save_checkpoint
 from dpo_reference import make_batch
-from proteinmpnn_model import ALPHABET
+from proteinmpnn_model import ALPHABET, to_checkpoint
+from run_dir import ADVICE, Diverged, before_saving
 from structure_data import Pair, eval_batches
+from train_loop import is_best, unpack
 
 # Sums over pairs, of which metrics are made. rewards: beta x log-ratio to the reference (to 1
 # without a reference).
@@ -91,6 +94,55 @@ class Validation:
         return batch, model(batch["graph"], batch["S"], batch["order"], batch["structure"])
 
 
+def evaluate_base(run, log, ddp):
+    """At the start of a run: what the base weights do. Returns metrics by name, none without
+    validation pairs.
+
+    Without those, training itself tells how far log-probabilities are from those under the base
+    weights; where it cannot, as these are not known or without dropout, how far from those of the
+    first epoch."""
+    progress, validation = run.progress, run.validation
+    if progress["start"] is not None:
+        return {}
+    if validation is None:
+        if run.reference.needed and not run.config.model.dropout:
+            progress["start"] = 0.0
+        return {}
+    values = validation(run.bare, ddp)
+    log.metrics(0, values)
+    log.say(f"step 0: validation {short_result(values)}, recovery {values['val/recovery']:.3f}")
+    warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
+    keep_best(run, log, values, values["val/loss"], ddp)
+    return values
+
+
+def evaluate(run, log, values, at_end, epoch_began, ddp):
+    """Validate, add to `values`, keep the best model. at_end: of an epoch, or of the run."""
+    step, per_epoch, epoch = run.progress["step"], run.steps_per_epoch, unpack(run.sums)
+    trained = metrics_of(epoch.sums, epoch.count)
+    text = f"train {short_result(trained, '')}"
+    if run.validation is not None:
+        found = run.validation(run.bare, ddp)
+        values.update(found)
+        text += f", validation {short_result(found)}"
+        if not at_end:
+            log.say(f"step {step:,}: validation {short_result(found)}")
+        warn_of_fall(run, log, found["val/logps/chosen_per_residue"])
+    elif float(epoch.count) and at_end:
+        sums = dict(zip(SUMS, epoch.sums.tolist()))
+        warn_of_fall(run, log, sums["rewards/chosen"] / sums["residues"] / run.config.loss.beta)
+    if at_end:
+        log.say(f"epoch {-(-step // per_epoch)}/{-(-run.n_iters // per_epoch)}: {text}, "
+                f"{time.perf_counter() - epoch_began:.0f} s")
+    if step % per_epoch == 0:
+        values.update({f"epoch/{k}": trained[k] for k in ("loss", "rewards/accuracies")})
+    if run.validation is not None or float(epoch.count):
+        keep_best(run, log, values, values.get("val/loss", trained["loss"]), ddp)
+    elif step == run.n_iters and run.progress["best"] is None:
+        raise Diverged(f"step {step}: all steps had a nan or infinite loss or gradient; "
+                       f"expected finite numbers. {ADVICE}")
+
+
 def warn_of_fall(run, log, now):
     """Warn, once, of chosen sequences that become less likely. now: their log-probability per
     residue."""
@@ -106,6 +158,23 @@ def warn_of_fall(run, log, now):
         "since the start. DPO may widen the margin so, rejected ones falling faster. If designs "
         "suffer: set loss.sft (1, say), raise loss.beta, lower optim.lr, or stop earlier.", 80,
         subsequent_indent="    "))
+
+
+def keep_best(run, log, values, score, ddp):
+    """Write best_model.pt if this is the best evaluation so far. score: lower is better."""
+    if not math.isfinite(score):
+        raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
+                       f"number. {ADVICE}")
+    if is_best(run, score, ddp, **{k: v for k, v in values.items() if k.startswith("val/")}):
+        save_model(run, log, ddp, "best_model.pt")
+
+
+def save_model(run, log, ddp, name):
+    """The weights as other ProteinMPNN tools read them."""
+    before_saving(run, log, ddp)
+    step = run.progress["step"]
+    save_checkpoint(str(run.work_dir / name), ddp, resumes=False,
+                    **to_checkpoint(run.bare, epoch=step // run.steps_per_epoch, step=step))
 
 
 def short_result(values, prefix="val/"):

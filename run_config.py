@@ -41,13 +41,15 @@ from typing import Literal
 import yaml
 
 
-def load_config(cls, path=None, overrides=()):
+def load_config(cls, path=None, overrides=(), flags=None):
     """Make a configuration from defaults, a YAML file and the command line.
 
     Args:
         cls:       dataclass with a field per key; a field that is a dataclass is a section.
         path:      YAML file; None: defaults only. A key that it lacks keeps its default.
         overrides: texts "section.key=value", whose values are YAML; the last one for a key wins.
+        flags:     {"section.key": text, or None where it is not given} of options of their own.
+            They win over all; a field that takes text takes theirs as it is.
     Returns: an instance of cls.
     Raises: ValueError for what cannot be read as declared. One that a __post_init__ raises is
         passed on with the name of its section.
@@ -62,6 +64,11 @@ def load_config(cls, path=None, overrides=()):
                              f"blanks around '=', such as {_names(cls)[0]}=...")
         _override(cls, raw, dotted, _parse(value, f"command line, {text!r}"), text, path)
         given_as[dotted] = f"command line, {text!r}"
+    for dotted, text in (flags or {}).items():
+        if text is not None:
+            given_as[dotted] = f"command line, {f'{dotted}={text}'!r}"
+            value = text if _takes_text(cls, dotted) else _parse(text, given_as[dotted])
+            _override(cls, raw, dotted, value, f"{dotted}={text}", path)
     where = str(path) if path is not None else "configuration"
     return _make_section(cls, raw, "", where, given_as)
 
@@ -150,6 +157,13 @@ class CommonOptim:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+
+
+@dataclass
+class CommonMemory:
+    # true: bfloat16 where the device computes in it
+    mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = True
+    max_memory_per_gpu: float | None = None  # share of the device's memory this process may take
 
 
 @dataclass
@@ -313,6 +327,13 @@ def _names(cls, prefix=""):
         dotted = prefix + name
         names += _names(field.type, dotted + ".") if field.is_section else [dotted]
     return names
+
+
+def _takes_text(cls, dotted):
+    """Is a key text, or text or nothing?"""
+    for name in dotted.split("."):
+        cls = _fields(cls)[name].type
+    return cls is str or str in typing.get_args(cls)
 
 
 def _unknown(root, cls, key, prefix, where):

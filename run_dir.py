@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -103,20 +104,29 @@ def refuse_unwritable(run_dir):
                      "Expected a folder that can be written, or made. Give another --work_dir.")
 
 
-def check_resume(state, path, script, needed, differences, may_change, model, things, fingerprint,
-                 world_size):
+class Former(NamedTuple):
+    """What a start continues from."""
+    path: str | None          # of the checkpoint; None: a new run
+    state: dict | None        # what it holds
+    differences: Callable     # (config of it) -> lines on what differs now, without may_change
+    may_change: tuple         # keys of the config
+
+
+def check_resume(former, script, needed, model, things, fingerprint, accum, ddp):
     """Refuse to continue from a checkpoint of something else, or from one that is spoilt.
 
     Args:
-        state: what the file `path` holds; it must have the keys `needed`.
+        former: a Former, whose state must have the keys `needed`.
         script: path of the training script, for messages.
-        differences: function of the checkpoint's config; returns lines, without may_change.
         model: state_dict of the shapes expected.
         things, fingerprint: what is trained on, a word and {"n", "hash"}.
-        world_size: number of ranks now.
-    Returns: number of micro-batches in a global batch of that run.
+        accum: micro-batches per rank in a global batch of a new run.
+    Returns: number of micro-batches in a global batch, which is fixed at the start of a run.
     Raises: ValueError.
     """
+    path, state, differences, may_change = former
+    if state is None:
+        return accum * ddp.world_size
     absent = [k for k in needed if not isinstance(state, dict) or k not in state]
     if absent:
         raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of "
@@ -146,11 +156,11 @@ def check_resume(state, path, script, needed, differences, may_change, model, th
                          f"{fingerprint['n']:,}, {fingerprint['hash']}). Give the same data, "
                          "another --work_dir, or --fresh.")
     micro_batches = state["micro_batches"]
-    if micro_batches % world_size:
+    if micro_batches % ddp.world_size:
         fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
-        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which {world_size} "
-                         f"ranks cannot share equally. Continue on {', '.join(map(str, fits))} "
-                         "ranks.")
+        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which "
+                         f"{ddp.world_size} ranks cannot share equally. Continue on "
+                         f"{', '.join(map(str, fits))} ranks.")
     return micro_batches
 
 
@@ -183,7 +193,7 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
 
     may_change: keys that may differ from the checkpoint's. per_host: keys that ranks may have
-    different. Returns (path or None, its content or None, function that compares configs).
+    different. Returns a Former.
     """
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
@@ -197,9 +207,10 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     path = find_checkpoint(work_dir, resume, fresh, differences) if ddp.is_main else None
     path = broadcast(path, ddp)
     if path is None:
-        return None, None, differences
+        return Former(None, None, differences, may_change)
     state = load_checkpoint(path, ddp)
-    return ddp.state.checkpoint[0], state, differences   # perhaps of the one before
+    path = ddp.state.checkpoint[0]   # perhaps of the one before
+    return Former(path, state, differences, may_change)
 
 
 def check_alike(values, ddp):
@@ -394,6 +405,7 @@ def closing(ddp, prepare, train):
         end_watch(ddp)
         if run is not None and run.lock:
             run.lock.release()
+
 
 # ---------------------------------------------------------------- status.json
 def write_status(run_dir, code, reason, step=None):

@@ -262,6 +262,13 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
     return rows, problems
 
 
+def describe_batch(run, per_rank, ddp, average=""):
+    """Line on the global batch. per_rank: text, what a rank takes in a micro-step."""
+    return (f"batch: {per_rank} x accum {len(run.schedule.mine)} x {ddp.world_size} rank(s) = "
+            f"{run.batch:,} per step{average}, {run.steps_per_epoch:,} steps per epoch, "
+            f"{run.n_iters:,} steps in all")
+
+
 def describe_run(run, state, unit, base_batch, ddp):
     """Lines on how this start trains. base_batch: the global batch that lr was scaled to."""
     o, accum, first = run.config.optim, run.micro_batches // ddp.world_size, []

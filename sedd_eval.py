@@ -1,6 +1,6 @@
-"""What a SEDD model is worth: the validation bound on -ln p of proteins, sampled proteins.
+"""What a SEDD model is worth: the validation bound on -ln p of proteins, the best, samples.
 
-Both are the same for any number of ranks: noise is keyed by the protein, samples by the step.
+All is the same for any number of ranks: noise is keyed by the protein, samples by the step.
 """
 import math
 
@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from ddp_setup import all_sum, autocast, beat
-from run_dir import ADVICE, Diverged
+from run_dir import ADVICE, Diverged, save_run
 from run_log import write_text_atomic
 from sedd_diffusion import independent_log_score, sample, score_entropy_loss
 from sequence_batches import eval_batches
 from sequence_data import (X_ID, collate, decode, eval_crop_starts, keyed_generator,
                            keyed_seed, unigram_frequencies)
+from train_loop import is_best
 
 TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
 
@@ -136,19 +137,30 @@ class Validation:
                 "standard_error": float(np.sqrt((rest**2).sum()) / n)}
 
 
-def validate(run, log, values, ddp):
-    """Validate a run under its averaged weights, add to `values`. Returns nats per residue."""
-    step, validation = run.progress["step"], run.validation
-    with run.ema.applied(run.bare):
-        run.bound = validation(run.bare, ddp, run.dtype)
-    values.update(validation.summarise(run.bound))
-    score = values["val/loss"]
-    if not math.isfinite(score):
-        raise Diverged(f"step {step}: the validation bound is {score}; expected a finite number. "
-                       f"{ADVICE}")
-    log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
-            f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
-    return score
+def evaluate(run, log, values, ddp):
+    """Validate under the averaged weights, add to `values`, keep the best weights.
+
+    Without validation proteins, the training loss since the last evaluation decides."""
+    step, validation, (total, number) = run.progress["step"], run.validation, run.progress["recent"]
+    score = total / number if number else math.inf
+    if validation is not None:
+        with run.ema.applied(run.bare):
+            run.bound = validation(run.bare, ddp, run.dtype)
+        values.update(validation.summarise(run.bound))
+        score = values["val/loss"]
+        if not math.isfinite(score):
+            raise Diverged(f"step {step}: the validation bound is {score}; expected a finite "
+                           f"number. {ADVICE}")
+        log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
+                f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
+    run.progress["recent"] = [0.0, 0.0]
+    if is_best(run, score, ddp):
+        save(run, log, ddp, "best.pt", resumes=False)
+
+
+def save(run, log, ddp, name, keep_last=1, resumes=True):
+    """Write checkpoints/NAME, see save_run."""
+    save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity())
 
 
 def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):

@@ -167,6 +167,7 @@ class BatchPlan:
     counts: proteins of each cropped length, (longest + 1,) int64. n_long: longer than max_length.
     totals: [work, residues as in the file] of the set.
     proteins, residues: how many are in the set, of the cropped proteins.
+    counted_in, available: what a batch is counted in, "proteins" or "tokens"; how many there are.
     left_out: about which share of the proteins an epoch leaves out.
     Raises ValueError for a budget that cannot hold the longest protein, and for a set that does not
     fill one global batch.
@@ -179,10 +180,12 @@ class BatchPlan:
             raise ValueError(f"found tokens = {tokens}, batch_size = {batch_size}, micro_batches = "
                              f"{micro_batches}; expected one of tokens and batch_size, and at "
                              f"least 1 of each.")
+        self.counted_in = "proteins" if tokens is None else "tokens"
         self.seed, self.micro_batches = seed, micro_batches
         self.max_length, self.long = max_length, long
         self._count_lengths(*(np.asarray(x, np.int64) for x in length_counts), hidden_size)
         self._choose_shapes(budgets[0], tokens is not None)
+        self.available = self.residues if tokens else self.proteins
 
         bytes_each = self.totals[1] / self.expected             # of a micro-batch, in the file
         fewest_steps = max(WINDOW_STEPS, READ_BYTES / bytes_each,
@@ -193,7 +196,7 @@ class BatchPlan:
         self.window_steps = int(per_unit)
         self.steps_per_epoch = self.windows * self.window_steps
         if self.steps_per_epoch == 0:
-            self._refuse_too_few(budgets[0], "tokens" if tokens else "proteins")
+            self._refuse_too_few(budgets[0])
         self.left_out = 1 - self.window_steps / per_unit
         self._shuffles = {}
 
@@ -273,16 +276,16 @@ class BatchPlan:
         filled = (batches * sizes * work_of[tops]).sum() / expected / work
         return Shapes(work, tops, sizes, expected, mean, filled)
 
-    def _refuse_too_few(self, asked, unit):
+    def _refuse_too_few(self, asked):
         fills = int(self.expected)
         smaller = int(0.97 * asked * self.expected / self.micro_batches)
         advice = []
         if fills:
             advice.append(f"at most {fills:,} micro-batches per step (ranks x accumulation)")
         if smaller >= self.least:
-            advice.append(f"at most {smaller:,} {unit} per micro-batch")
+            advice.append(f"at most {smaller:,} {self.counted_in} per micro-batch")
         raise ValueError(f"{self.proteins:,} proteins fill {fills:,} micro-batches of {asked:,} "
-                         f"{unit}; one global batch needs {self.micro_batches:,}. Give "
+                         f"{self.counted_in}; one global batch needs {self.micro_batches:,}. Give "
                          f"{', or '.join(advice) or 'more proteins'}.")
 
     def identity(self):
@@ -300,13 +303,13 @@ class BatchPlan:
             text += f", about {self.left_out:.1%} of them left out of each epoch, others each time"
         return text
 
-    def warning(self, unit):
+    def warning(self):
         """Lines on batches that are far from full; none if they are not."""
         if self.filled >= 0.95 or self.micro_batches == 1:
             return []
-        return [f"  few of the longest proteins fit into such a batch: on average {self.mean:,.4g} "
-                f"{unit}, and a step waits up to {1 / self.filled - 1:.0%} longer than with larger "
-                "batches"]
+        return ["  few of the longest proteins fit into such a batch: on average "
+                f"{self.mean:,.4g} {self.counted_in}, and a step waits up to "
+                f"{1 / self.filled - 1:.0%} longer than with larger batches"]
 
     def place(self, step):
         """(epoch, window of the epoch, step of the window) of a step of the run."""

@@ -21,7 +21,6 @@ if __name__ == "__main__":
     ddp_guard.supervise()
 
 import copy
-import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,22 +29,22 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from ddp_setup import autocast, beat, print0, save_checkpoint, seed_for, stop_reason
-from dpo_eval import SUMS, Validation, metrics_of, result_lines, short_result, warn_of_fall
+from ddp_setup import autocast, beat, print0, seed_for, stop_reason
+from dpo_eval import (SUMS, Validation, evaluate, evaluate_base, metrics_of, result_lines,
+                      save_model)
 from dpo_reference import (Reference, check_cache, hash_of, load_base, make_batch, make_tables,
                            pair_scores)
-from proteinmpnn_model import to_checkpoint
-from run_config import (CommonMonitoring, CommonOptim, CommonTraining, DdpSection, Parser,
-                        check_values, load_config)
-from run_dir import (ADVICE, ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, Diverged, before_saving, bring_best,
-                     check_alike, check_lock, check_resume, closing, finish_run, is_finished,
-                     save_run, say_finished, start_or_continue, take_folder)
+from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
+                        Parser, check_values, load_config)
+from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
+                     check_resume, closing, finish_run, is_finished, save_run, say_finished,
+                     start_or_continue, take_folder)
 from run_log import RunLog, bad_steps_field, step_values
-from run_script import (Script, add_run_arguments, describe_run, plan_head, plan_table,
-                        print_lines, run_script)
+from run_script import (Script, add_run_arguments, describe_batch, describe_run, plan_head,
+                        plan_table, print_lines, run_script)
 from structure_data import PairPlan, load_pairs, try_all
-from train_loop import (Run, choose_precision, first_batches, is_best, reason_to_stop, start_run,
-                        take_step, unpack)
+from train_loop import (Run, choose_precision, first_batches, reason_to_stop, start_run,
+                        take_step)
 
 
 # ---------------------------------------------------------------- config
@@ -120,10 +119,9 @@ class Data:
 
 
 @dataclass
-class Memory:
+class Memory(CommonMemory):
     # of the policy in training alone
     mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = False
-    max_memory_per_gpu: float | None = None  # share of the device's memory this process may take
     structure_cache_mb: int = 2048       # for what does not change of each structure, on the device
 
 
@@ -283,8 +281,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     run folder is touched last, when every rank has come through all checks."""
     t, work_dir = config.training, Path(work_dir)
     check_config(config)
-    path, state, differences = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE,
-                                                 PER_HOST)
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
     data, (bare, base), _ = try_all(lambda: load_pairs(config.data, t.seed, lambda: beat(ddp)),
                                     lambda: load_base(config), lambda: check_cache(config, ddp))
     base_hash = hash_of(bare.state_dict())
@@ -292,16 +289,12 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     check_alike({"pairs (hash)": data.fingerprint["hash"], "base weights (hash)": base_hash}, ddp)
     bare = bare.to(ddp.device)
     reference = Reference(copy.deepcopy(bare), data.train, config, ddp)
-
-    # A global batch is a number of micro-batches, fixed at the start of the run.
-    micro_batches = t.accum * ddp.world_size
-    if state is not None:
-        micro_batches = check_resume(state, path, __file__, NEEDED, differences, MAY_CHANGE,
-                                     bare.state_dict(), "pairs", data.fingerprint, ddp.world_size)
-        if state["base"] != base_hash:
-            raise ValueError(f"{path} was trained from other base weights (hash {state['base']}; "
-                             f"{base}: {base_hash}). Give the same, another --work_dir, or "
-                             "--fresh.")
+    micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "pairs",
+                                 data.fingerprint, t.accum, ddp)
+    if former.state is not None and former.state["base"] != base_hash:
+        raise ValueError(f"{former.path} was trained from other base weights (hash "
+                         f"{former.state['base']}; {base}: {base_hash}). Give the same, another "
+                         "--work_dir, or --fresh.")
     plan = PairPlan(data.train, t.seed, micro_batches, t.batch_size)
     batch = micro_batches * t.batch_size
     filled = min(batch, len(data.train))   # a small file does not fill the global batch
@@ -309,18 +302,18 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     if data.val is not None:
         validation = Validation(data.val, reference, config, objective)
     sums = torch.zeros(len(SUMS) + 4, dtype=torch.float64, device=ddp.device)
-    if state is not None:
-        sums += torch.tensor(state["sums"], dtype=torch.float64, device=ddp.device)
+    if former.state is not None:
+        sums += torch.tensor(former.state["sums"], dtype=torch.float64, device=ddp.device)
     run = start_run(
-        DpoRun, config, ddp, state, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
+        DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, filled=filled,
         progress={"start": None,       # log-probability per residue of chosen sequences, at first
                   "fallen": False},    # it has been warned that these become less likely
-        work_dir=work_dir, path=path, fingerprint=data.fingerprint, dtype=dtype,
-        validation=validation, batch=batch, nominal=float(batch), pairs=data.train, base=base_hash,
+        work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
+        batch=batch, nominal=float(batch), pairs=data.train, base=base_hash,
         reference=reference, sums=sums)
     lines = describe_data(run, data, base, precision, ddp)
-    print_lines(ddp, lines + describe_run(run, state, "pairs", filled, ddp))
+    print_lines(ddp, lines + describe_run(run, former.state, "pairs", filled, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference"))
     bring_best(run, ddp, "best_model.pt")
     return run
@@ -328,7 +321,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
 
 def describe_data(run, data, base, precision, ddp):
     """Lines on model, data, loss and batch."""
-    t, c, bare = run.config.training, run.config.loss, run.bare
+    c, bare = run.config.loss, run.bare
     n_parameters = sum(p.numel() for p in bare.parameters())
     terms = f" + {c.sft:g} SFT" if c.sft else ""
     terms += f" - {c.diversity_lambda:g} entropy" if c.diversity_lambda else ""
@@ -337,9 +330,7 @@ def describe_data(run, data, base, precision, ddp):
             *data.description,
             f"loss: {c.name}, beta {c.beta:g}, temperature {c.temperature:g}, {c.order} order x "
             f"{c.n_orders}{terms}",
-            f"batch: up to {t.batch_size:,} pairs x accum {len(run.schedule.mine)} x "
-            f"{ddp.world_size} rank(s) = {run.batch:,} per step, {run.steps_per_epoch:,} steps per "
-            f"epoch, {run.n_iters:,} steps in all"]
+            describe_batch(run, f"up to {run.config.training.batch_size:,} pairs", ddp)]
 
 
 # ---------------------------------------------------------------- train
@@ -402,28 +393,6 @@ def train(run, ddp):
                       lambda: result_lines(result, progress, run.work_dir))
 
 
-def evaluate_base(run, log, ddp):
-    """At the start of a run: what the base weights do. Returns metrics by name, none without
-    validation pairs.
-
-    Without those, training itself tells how far log-probabilities are from those under the base
-    weights; where it cannot, as these are not known or without dropout, how far from those of the
-    first epoch."""
-    progress, validation = run.progress, run.validation
-    if progress["start"] is not None:
-        return {}
-    if validation is None:
-        if run.reference.needed and not run.config.model.dropout:
-            progress["start"] = 0.0
-        return {}
-    values = validation(run.bare, ddp)
-    log.metrics(0, values)
-    log.say(f"step 0: validation {short_result(values)}, recovery {values['val/recovery']:.3f}")
-    warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
-    keep_best(run, log, values, values["val/loss"], ddp)
-    return values
-
-
 def report_step(run, log, totals, norm, pairs, waited, seconds, first_row, ddp):
     """Show a step; returns its metrics by name. pairs, waited, seconds: since the last report."""
     values = {**metrics_of(totals.sums, totals.count), **step_values(run, norm, first_row, ddp),
@@ -435,50 +404,6 @@ def report_step(run, log, totals, norm, pairs, waited, seconds, first_row, ddp):
     return values
 
 
-def evaluate(run, log, values, at_end, epoch_began, ddp):
-    """Validate, add to `values`, keep the best model. at_end: of an epoch, or of the run."""
-    step, per_epoch, epoch = run.progress["step"], run.steps_per_epoch, unpack(run.sums)
-    trained = metrics_of(epoch.sums, epoch.count)
-    text = f"train {short_result(trained, '')}"
-    if run.validation is not None:
-        found = run.validation(run.bare, ddp)
-        values.update(found)
-        text += f", validation {short_result(found)}"
-        if not at_end:
-            log.say(f"step {step:,}: validation {short_result(found)}")
-        warn_of_fall(run, log, found["val/logps/chosen_per_residue"])
-    elif float(epoch.count) and at_end:
-        sums = dict(zip(SUMS, epoch.sums.tolist()))
-        warn_of_fall(run, log, sums["rewards/chosen"] / sums["residues"] / run.config.loss.beta)
-    if at_end:
-        log.say(f"epoch {-(-step // per_epoch)}/{-(-run.n_iters // per_epoch)}: {text}, "
-                f"{time.perf_counter() - epoch_began:.0f} s")
-    if step % per_epoch == 0:
-        values.update({f"epoch/{k}": trained[k] for k in ("loss", "rewards/accuracies")})
-    if run.validation is not None or float(epoch.count):
-        keep_best(run, log, values, values.get("val/loss", trained["loss"]), ddp)
-    elif step == run.n_iters and run.progress["best"] is None:
-        raise Diverged(f"step {step}: all steps had a nan or infinite loss or gradient; "
-                       f"expected finite numbers. {ADVICE}")
-
-
-def keep_best(run, log, values, score, ddp):
-    """Write best_model.pt if this is the best evaluation so far. score: lower is better."""
-    if not math.isfinite(score):
-        raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
-                       f"number. {ADVICE}")
-    if is_best(run, score, ddp, **{k: v for k, v in values.items() if k.startswith("val/")}):
-        save_model(run, log, ddp, "best_model.pt")
-
-
-def save_model(run, log, ddp, name):
-    """The weights as other ProteinMPNN tools read them."""
-    before_saving(run, log, ddp)
-    step = run.progress["step"]
-    save_checkpoint(str(run.work_dir / name), ddp, resumes=False,
-                    **to_checkpoint(run.bare, epoch=step // run.steps_per_epoch, step=step))
-
-
 def save_last(run, log, ddp):
     save_model(run, log, ddp, "latest_model.pt")
     save_run(run, log, ddp, "last.pt", run.config.training.keep_last, base=run.base,
@@ -486,8 +411,6 @@ def save_last(run, log, ddp):
 
 
 # ---------------------------------------------------------------- plan
-
-
 def describe_plan(config, ranks):
     """Table of what each number of ranks (text such as "1,2,4,8") would do. No device is touched.
     """
@@ -511,8 +434,6 @@ FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs
          "val_data": "data.val_data", "base_model_name": "model.base_model_name",
          "base_model_dir": "model.base_model_dir", "mutable_positions": "data.mutable_positions",
          "mutable_ranges": "data.mutable_ranges"}
-TEXTS = ("train_data", "val_data", "base_model_name", "base_model_dir", "mutable_positions",
-         "mutable_ranges")
 
 
 def make_parser():
@@ -537,17 +458,12 @@ def read_arguments(argv):
         if (given := getattr(args, name)) is not None:
             args.overrides += [word for word in given if "=" in word]
             setattr(args, name, " ".join(word for word in given if "=" not in word))
-    numbers = [f"{key}={getattr(args, flag)}" for flag, key in FLAGS.items()
-               if flag not in TEXTS and getattr(args, flag) is not None]
-    config = load_config(Config, args.config, [*args.overrides, *numbers])
+    given = {key: getattr(args, flag) for flag, key in FLAGS.items()}
+    config = load_config(Config, args.config, args.overrides, given)
     if args.num_epochs is not None and config.training.n_iters is not None:
         raise ValueError(f"command line: --num_epochs {args.num_epochs} with training.n_iters "
                          f"{config.training.n_iters}; expected one of the two "
                          "(training.n_iters=null takes it away).")
-    for flag in TEXTS:
-        if getattr(args, flag) is not None:
-            section, key = FLAGS[flag].split(".")
-            setattr(getattr(config, section), key, getattr(args, flag))
     check_config(config, without_data=args.plan is not None)
     return args, config
 

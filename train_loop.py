@@ -91,13 +91,13 @@ def limit_memory(share, ddp):
     return f"; at most {share:.0%} of the device's memory"
 
 
-def start_run(kind, config, ddp, state, bare, item_of, *, steps_per_epoch, micro_batches, filled,
+def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches, filled,
               progress, make_ema=None, **fields):
     """Scale the learning rate, make schedule and optimizer, wrap the model; take over a checkpoint.
 
     Args:
         kind: the script's class of Run.
-        state: what the checkpoint holds; None: a new run.
+        former: what is continued, see run_dir.Former.
         bare: the model with its first weights, on the device. item_of: see Schedule.
         filled: the global batch that there is data for: the learning rate is not scaled beyond it.
         progress: what the script adds to what changes.
@@ -105,7 +105,7 @@ def start_run(kind, config, ddp, state, bare, item_of, *, steps_per_epoch, micro
         fields: the others of Run.
     Returns: an instance of `kind`.
     """
-    t, o = config.training, config.optim
+    t, o, state = config.training, config.optim, former.state
     progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
                 "bad_steps": [0, 0],   # nan or infinite: in all, and in a row now
                 **progress}
@@ -119,8 +119,9 @@ def start_run(kind, config, ddp, state, bare, item_of, *, steps_per_epoch, micro
     optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps,
                                   weight_decay=o.weight_decay, fused=True)
     bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
-    run = kind(config=config, bare=bare, model=wrap_ddp(bare, ddp, **vars(config.ddp)),
-               optimizer=optimizer, scaler=grad_scaler(fields["dtype"], ddp),
+    run = kind(config=config, path=former.path, bare=bare,
+               model=wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer=optimizer,
+               scaler=grad_scaler(fields["dtype"], ddp),
                ema=make_ema(bare.parameters()) if make_ema else None, progress=progress,
                schedule=schedule, n_iters=n_iters, steps_per_epoch=steps_per_epoch,
                micro_batches=micro_batches, lr=lr, warmup=warmup, **fields)

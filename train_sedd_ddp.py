@@ -32,23 +32,23 @@ import numpy as np
 import torch
 
 from ddp_setup import Ddp, autocast, barrier, beat, broadcast, print0, stop_reason
-from run_config import (CommonMonitoring, CommonOptim, CommonTraining, DdpSection, Parser,
-                        check_values, load_config)
+from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
+                        Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock, check_resume,
-                     closing, finish_run, is_finished, save_run, say_finished, staged,
-                     start_or_continue, take_folder)
+                     closing, finish_run, is_finished, say_finished, staged, start_or_continue,
+                     take_folder)
 from run_log import RunLog, bad_steps_field, step_values
-from run_script import (Script, add_run_arguments, describe_run, plan_head, plan_table,
-                        print_lines, run_script)
+from run_script import (Script, add_run_arguments, describe_batch, describe_run, plan_head,
+                        plan_table, print_lines, run_script)
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss, stratified_times
-from sedd_eval import (TIME_EPS, Validation, result_lines, to_device, validate,
+from sedd_eval import (TIME_EPS, Validation, evaluate, result_lines, save, to_device,
                        write_samples)
 from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import (BatchPlan, BatchReader, count_rows, load_proteins, missing_data,
                               sum_rows)
 from sequence_data import (N_TOKENS, X_ID, apply_max_length, check_prepared, collate, crop_starts,
                            keyed_generator, keyed_seed, stage_prepared)
-from train_loop import (Run, choose_precision, first_batches, is_best, reason_to_stop, start_run,
+from train_loop import (Run, choose_precision, first_batches, reason_to_stop, start_run,
                         take_step)
 
 
@@ -112,11 +112,8 @@ class Data:
 
 
 @dataclass
-class Memory:
+class Memory(CommonMemory):
     gradient_checkpointing: bool = False
-    # true: bfloat16 where the device computes in it
-    mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = True
-    max_memory_per_gpu: float | None = None  # share of the device's memory this process may take
 
 
 @dataclass
@@ -259,23 +256,11 @@ def make_reader(config, proteins, micro_batches, ddp):
     return BatchReader(plan, proteins, broadcast(rows, ddp).numpy())
 
 
-def unit_of(config):
-    """What a batch is counted in."""
-    return "proteins" if config.training.batch_size else "tokens"
-
-
-def filled_batch(batch, plan, config):
-    """The global batch that there is data for: the learning rate is not scaled beyond it."""
-    return min(batch, plan.proteins if config.training.batch_size else plan.residues)
-
-
 # ---------------------------------------------------------------- prepare
 def make_model(config, graph):
-    m = config.model
-    return SEDD(graph.vocab_size, m.hidden_size, m.n_blocks, m.n_heads, m.cond_dim, m.dropout,
-                scale_by_sigma=graph.absorb, parameterization=m.parameterization, forbidden=(X_ID,),
-                gradient_checkpointing=config.memory.gradient_checkpointing,
-                init_logits=m.init_logits)
+    return SEDD(graph.vocab_size, **vars(config.model), scale_by_sigma=graph.absorb,
+                forbidden=(X_ID,),
+                gradient_checkpointing=config.memory.gradient_checkpointing)
 
 
 def make_config_noise(config):
@@ -303,60 +288,52 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     run folder is touched last, when every rank has come through all checks."""
     t, o, d, work_dir = config.training, config.optim, config.data, Path(work_dir)
     check_config(config)
-    path, state, differences = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE,
-                                                 PER_HOST)
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     graph, noise = make_graph(config.graph.type, N_TOKENS), make_config_noise(config)
     dtype, precision = choose_precision(config, ddp)
     torch.manual_seed(t.seed)   # the same initial weights on every rank
     bare = make_model(config, graph).to(ddp.device)
-
-    # A global batch is a number of micro-batches, fixed at the start of the run.
-    micro_batches = t.accum * ddp.world_size
-    if state is not None:
-        micro_batches = check_resume(state, path, __file__, NEEDED, differences, MAY_CHANGE,
-                                     bare.state_dict(), "proteins", data.fingerprint,
-                                     ddp.world_size)
+    micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "proteins",
+                                 data.fingerprint, t.accum, ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
     plan, batch = reader.plan, micro_batches * (t.batch_size or t.tokens_per_batch)
-    if state is not None and state["plan"] != plan.identity():
-        raise ValueError(f"{path} was saved by a run with other batches (hash {state['plan']}, now "
-                         f"{plan.identity()}); expected the same. Continue with the version of "
-                         "this project that saved it, or --fresh.")
-    validation, filled = None, filled_batch(batch, plan, config)
+    if former.state is not None and former.state["plan"] != plan.identity():
+        raise ValueError(f"{former.path} was saved by a run with other batches (hash "
+                         f"{former.state['plan']}, now {plan.identity()}); expected the same. "
+                         "Continue with the version of this project that saved it, or --fresh.")
+    validation, filled = None, min(batch, plan.available)   # a small set does not fill it
     if data.val is not None:
         val, _, _ = apply_max_length(data.val, d.max_length, d.long)
         validation = Validation(val, config, graph, noise, data.train.letter_counts(), data.source)
     by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch
     run = start_run(
-        SeddRun, config, ddp, state, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
+        SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, filled=filled, make_ema=lambda p: EMA(p, o.ema),
         progress={"recent": [0.0, 0.0]},   # training loss since the last evaluation: sum, number
-        work_dir=work_dir, path=path, fingerprint=data.fingerprint, dtype=dtype,
-        validation=validation, batch=batch,
+        work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
+        batch=batch,
         nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0),
         graph=graph, noise=noise, plan=plan)
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.schedule.mine[0])   # refuses damaged data
     lines = describe_data(run, data, precision, ddp)
-    print_lines(ddp, lines + describe_run(run, state, unit_of(config), filled, ddp))
+    print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, filled, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
     return run
 
 
 def describe_data(run, data, precision, ddp):
     """Lines on model, data and batch."""
-    config, plan, unit = run.config, run.plan, unit_of(run.config)
-    n_parameters, accum = sum(p.numel() for p in run.bare.parameters()), len(run.schedule.mine)
+    config, plan = run.config, run.plan
+    n_parameters = sum(p.numel() for p in run.bare.parameters())
     val = f"; {len(data.val):,} for validation" if data.val is not None else ""
     return [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, "
             f"{config.noise.type} noise, {config.model.parameterization}",
             f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
-            f"batch: {run.batch // run.micro_batches:,} {unit} x accum {accum} x "
-            f"{ddp.world_size} rank(s) = {run.batch:,} per step on average, "
-            f"{plan.steps_per_epoch:,} steps per epoch, {run.n_iters:,} steps in all",
-            *plan.warning(unit)]
+            describe_batch(run, f"{run.batch // run.micro_batches:,} {plan.counted_in}", ddp,
+                           " on average"), *plan.warning()]
 
 
 # ---------------------------------------------------------------- train
@@ -424,28 +401,12 @@ def report_step(run, log, totals, norm, rate, first_row, ddp):
     return values
 
 
-def evaluate(run, log, values, ddp):
-    """Validate, add to `values`, keep the best weights.
-
-    Without validation proteins, the training loss since the last evaluation decides."""
-    total, number = run.progress["recent"]
-    score = total / number if number else math.inf
-    if run.validation is not None:
-        score = validate(run, log, values, ddp)
-    run.progress["recent"] = [0.0, 0.0]
-    if is_best(run, score, ddp):
-        save(run, log, ddp, "best.pt", resumes=False)
-
-
-def save(run, log, ddp, name, keep_last=1, resumes=True):
-    save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity())
-
-
 # ---------------------------------------------------------------- plan
 def describe_plan(config, ranks):
     """Table of what each number of ranks (text such as "1,2,4,8") would do, and the memory. No
     device is touched. Raises ValueError for what training would refuse, content of data apart."""
-    t, d, unit, lengths, plans = config.training, config.data, unit_of(config), None, []
+    t, d, lengths, plans = config.training, config.data, None, []
+    unit = "proteins" if t.batch_size else "tokens"
     numbers, head = plan_head(config.optim, ranks, unit)
     make_config_noise(config)
     if missing := missing_data(d):
@@ -459,7 +420,7 @@ def describe_plan(config, ranks):
             return batch, f" {'?':>12} {'?':>8}"
         plans.append(make_batch_plan(config, lengths, n * t.accum))
         steps = plans[-1].steps_per_epoch
-        return (filled_batch(batch, plans[-1], config),
+        return (min(batch, plans[-1].available),
                 f" {steps:>12,} {t.num_epochs or t.n_iters / steps:>8,.2f}")
 
     table, problems = plan_table(config, numbers, t.batch_size or t.tokens_per_batch,
@@ -497,9 +458,7 @@ def make_parser():
 def read_arguments(argv):
     """(options, config). Raises ValueError."""
     args = make_parser().parse_intermixed_args(argv)
-    config = load_config(Config, args.config, args.overrides)
-    if args.data:
-        config.data.file = args.data
+    config = load_config(Config, args.config, args.overrides, {"data.file": args.data or None})
     check_config(config)
     return args, config
 
