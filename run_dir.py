@@ -6,7 +6,8 @@
     lock.release()
 
 A run folder holds config.yaml, metrics.jsonl, checkpoints/, status.json, lock.json while a run is
-on, and perhaps a file STOP, by which a person asks the run to stop.
+on, and perhaps a file STOP, by which a person asks the run to stop. A copy of the data on each
+host, which staged() makes, is gone when the run ends.
 """
 
 import contextlib

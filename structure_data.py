@@ -1,5 +1,6 @@
 """Structures and preference pairs: PDB/mmCIF files, checks, split, batches, a demo source.
 
+    data = load_pairs(config.data, seed=0)                  # what a run trains on, in one call; or
     pairs = read_pairs("pairs.json")                        # print(describe(pairs)): what was read
     train, val, warning = split_pairs(pairs, 0.1, seed=0)   # two lists, split by structure
     plan = EpochPlan(train, seed=0, epoch=0, micro_batches=4, batch_size=8)
