@@ -37,9 +37,10 @@ from sequence_data import (FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, Prepare
                            sequence_keys)
 from structure_data import (NAMES, PHI_PSI, Complex, Pair, build_backbone, collate,
                             collate_complexes, read_structure)
-from train_loop import add_launch_arguments, global_gradient
+from run_script import add_launch_arguments
+from train_loop import Schedule, global_gradient
 from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader,
-                            make_schedule, micro_batch_loss)
+                            micro_batch_loss)
 
 CONFIGS = Path(__file__).with_name("configs")
 SAVE_PERIOD = 900           # seconds between two checkpoints, for the share that saving takes
@@ -541,7 +542,7 @@ def train_from_both(args, folder, ddp):
 
     def run(proteins, first, last, train):
         reader = make_reader(config, proteins, ddp.world_size, ddp)
-        schedule = make_schedule(reader, ddp, first, last)
+        schedule = Schedule(reader.item_of, ddp.world_size, ddp, first, last)
         barrier(ddp)
         start, residues = time.perf_counter(), 0.0
         for item in schedule:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ddp_setup import all_sum, beat, broadcast, load_checkpoint, save_checkpoint, seed_for
+from ddp_setup import (all_sum, beat, broadcast, load_checkpoint, print0, save_checkpoint,
+                       seed_for)
 from proteinmpnn_model import PUBLISHED, decoding_order, load_proteinmpnn, random_proteinmpnn
 from structure_data import collate, collate_complexes, eval_batches
 
@@ -243,3 +244,15 @@ def check_cache(config, ddp):
         raise ValueError(f"data.reference_cache {given} cannot be used: {there} "
                          f"{'may not be written' if there.is_dir() else 'is a file'}. Expected a "
                          "folder that can be written, or made.")
+
+
+def make_tables(run, ddp):
+    """Scores under the base weights that stay over epochs: read from the cache, or computed."""
+    config, reference, validation = run.config, run.reference, run.validation
+    folder = config.data.reference_cache or run.work_dir / "reference"
+    if config.loss.order != "random" and reference.needed:
+        reference.table, source = reference.precompute(run.pairs, run.base, folder)
+        print0(ddp, f"reference, training pairs: {source}")
+    if validation is not None and reference.needed:
+        validation.table, source = reference.precompute(validation.pairs, run.base, folder)
+        print0(ddp, f"reference, validation pairs: {source}")

@@ -1,4 +1,4 @@
-"""Strict configuration: dataclass defaults <- YAML file <- command line. It knows no key.
+"""Strict configuration: dataclass defaults <- YAML file <- command line; keys that scripts share.
 
     @dataclass
     class Optim:
@@ -30,21 +30,26 @@ import argparse
 import dataclasses
 import difflib
 import re
+import signal
 import sys
 import types
 import typing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
 
-def load_config(cls, path=None, overrides=()):
+def load_config(cls, path=None, overrides=(), flags=None):
     """Make a configuration from defaults, a YAML file and the command line.
 
     Args:
         cls:       dataclass with a field per key; a field that is a dataclass is a section.
         path:      YAML file; None: defaults only. A key that it lacks keeps its default.
         overrides: texts "section.key=value", whose values are YAML; the last one for a key wins.
+        flags:     {"section.key": text, or None where it is not given} of options of their own.
+            They win over all; a field that takes text takes theirs as it is.
     Returns: an instance of cls.
     Raises: ValueError for what cannot be read as declared. One that a __post_init__ raises is
         passed on with the name of its section.
@@ -59,6 +64,11 @@ def load_config(cls, path=None, overrides=()):
                              f"blanks around '=', such as {_names(cls)[0]}=...")
         _override(cls, raw, dotted, _parse(value, f"command line, {text!r}"), text, path)
         given_as[dotted] = f"command line, {text!r}"
+    for dotted, text in (flags or {}).items():
+        if text is not None:
+            given_as[dotted] = f"command line, {f'{dotted}={text}'!r}"
+            value = text if _takes_text(cls, dotted) else _parse(text, given_as[dotted])
+            _override(cls, raw, dotted, value, f"{dotted}={text}", path)
     where = str(path) if path is not None else "configuration"
     return _make_section(cls, raw, "", where, given_as)
 
@@ -117,6 +127,104 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):   # raised, so that it is printed once and not by every rank
         raise ValueError(f"command line: {message}. See --help.")
+
+
+# ---- keys and limits that all training scripts share ----
+
+@dataclass
+class CommonTraining:
+    """The keys of section `training` that mean the same in every script."""
+    accum: int = 1                       # micro-steps per optimizer step
+    num_workers: int = 0                 # processes that prepare batches, per rank
+    log_freq: int = 10                   # steps between rows of metrics.jsonl
+    keep_last: int = 2                   # checkpoints that are kept: last.pt, last-1.pt, ...
+    max_bad_steps: int = 10              # in a row, with a nan or infinite loss or gradient: then
+    #                                      the run ends
+    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")   # that end the run in good
+    #                                                                    order
+    patience: int | None = None          # evaluations without improvement before an early stop
+    min_delta: float = 0.0               # nats (per residue, per pair) that count as improvement
+    seed: int = 0
+
+
+@dataclass
+class CommonOptim:
+    """AdamW. Scripts add lr (at base_global_batch) and warmup (steps, linear), which follow scale.
+    """
+    scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
+    base_global_batch: int | None = None  # per step, in the unit of the script: see --plan
+    grad_clip: float = 1.0               # global norm; 0 = none
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass
+class CommonMemory:
+    # true: bfloat16 where the device computes in it
+    mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = True
+    max_memory_per_gpu: float | None = None  # share of the device's memory this process may take
+
+
+@dataclass
+class CommonMonitoring:
+    watchdog_minutes: float = 30.0       # without progress, then the run is ended; 0 = never
+    check_sync_every: int = 1000         # steps between comparisons of the weights over ranks
+
+
+@dataclass
+class DdpSection:
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    broadcast_buffers: bool = False      # the models have none
+    bucket_cap_mb: int | None = None
+
+
+LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
+                          eval_freq=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
+                          keep_last=1, max_bad_steps=0),
+         "optim": dict(lr=0, warmup=0, base_global_batch=1, grad_clip=0, eps=0, weight_decay=0),
+         "ddp": dict(bucket_cap_mb=1), "monitoring": dict(watchdog_minutes=0, check_sync_every=0)}
+
+
+def check_values(c, checks, least):
+    """Refuse values that no type forbids.
+
+    Args:
+        c: the script's config.
+        checks: pairs (whether it is right, what is wrong otherwise) beside those of all scripts.
+        least: smallest values {section: {key: number}} beside LEAST.
+    Raises: ValueError naming the key.
+    """
+    t, o, share = c.training, c.optim, c.memory.max_memory_per_gpu
+    known = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+    common = (
+        (share is None or 0 < share <= 1,
+         f"memory.max_memory_per_gpu is {share}; expected a share of the memory, above 0 up to 1"),
+        (o.scale == "none" or o.base_global_batch,
+         f"optim.scale is {o.scale} without optim.base_global_batch; give the global batch that lr "
+         "was chosen for"),
+        (not isinstance(o.scale, dict) or (list(o.scale) == ["cap"] and o.scale["cap"] >= 1),
+         f"optim.scale is {o.scale}; expected none, linear, sqrt or {{cap: N}} with N of at least "
+         "1"),
+        (all(0 <= b < 1 for b in o.betas),
+         f"optim.betas is {list(o.betas)}; expected 0 up to below 1"),
+        (0 <= c.model.dropout < 1, f"model.dropout is {c.model.dropout}; expected 0 up to below 1"),
+        (0 <= c.data.val_fraction < 1,
+         f"data.val_fraction is {c.data.val_fraction}; expected 0 up to below 1"),
+        (abs(t.seed) < 2**63, f"training.seed is {t.seed}; expected at most {2**63 - 1}"),
+        (set(t.stop_signals) <= known,
+         f"training.stop_signals is {list(t.stop_signals)}; expected names such as SIGTERM, of "
+         "signals that a program may handle"))
+    for right, text in (*common, *checks):
+        if not right:
+            raise ValueError(f"config: {text}.")
+    for section in {**LEAST, **least}:
+        for key, low in (LEAST.get(section, {}) | least.get(section, {})).items():
+            value = getattr(getattr(c, section), key, None)
+            if value is not None and value < low:
+                raise ValueError(f"config: {section}.{key} is {value}; expected at least {low}.")
 
 
 # ---- YAML ----
@@ -219,6 +327,13 @@ def _names(cls, prefix=""):
         dotted = prefix + name
         names += _names(field.type, dotted + ".") if field.is_section else [dotted]
     return names
+
+
+def _takes_text(cls, dotted):
+    """Is a key text, or text or nothing?"""
+    for name in dotted.split("."):
+        cls = _fields(cls)[name].type
+    return cls is str or str in typing.get_args(cls)
 
 
 def _unknown(root, cls, key, prefix, where):

@@ -6,21 +6,26 @@
     lock.release()
 
 A run folder holds config.yaml, metrics.jsonl, checkpoints/, status.json, lock.json while a run is
-on, and perhaps a file STOP, by which a person asks the run to stop.
+on, and perhaps a file STOP, by which a person asks the run to stop. A copy of the data on each
+host, which staged() makes, is gone when the run ends.
 """
 
+import contextlib
 import json
 import math
 import os
+import shutil
 import socket
 import threading
 import time
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, broadcast, close_run, describe_machine,
-                       end_watch, load_checkpoint, print0, save_checkpoint, watch_run)
+from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run,
+                       describe_machine, end_watch, load_checkpoint, print0, save_checkpoint,
+                       watch_run)
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import read_rows, rows_up_to, write_text_atomic
 
@@ -35,6 +40,7 @@ MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_f
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
 MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
+STAGE_SECONDS = 3 * 3600.0   # for the slowest host to copy the data: 20 GB at 2 MB/s
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 
@@ -99,20 +105,29 @@ def refuse_unwritable(run_dir):
                      "Expected a folder that can be written, or made. Give another --work_dir.")
 
 
-def check_resume(state, path, script, needed, differences, may_change, model, things, fingerprint,
-                 world_size):
+class Former(NamedTuple):
+    """What a start continues from."""
+    path: str | None          # of the checkpoint; None: a new run
+    state: dict | None        # what it holds
+    differences: Callable     # (config of it) -> lines on what differs now, without may_change
+    may_change: tuple         # keys of the config
+
+
+def check_resume(former, script, needed, model, things, fingerprint, accum, ddp):
     """Refuse to continue from a checkpoint of something else, or from one that is spoilt.
 
     Args:
-        state: what the file `path` holds; it must have the keys `needed`.
+        former: a Former, whose state must have the keys `needed`.
         script: path of the training script, for messages.
-        differences: function of the checkpoint's config; returns lines, without may_change.
         model: state_dict of the shapes expected.
         things, fingerprint: what is trained on, a word and {"n", "hash"}.
-        world_size: number of ranks now.
-    Returns: number of micro-batches in a global batch of that run.
+        accum: micro-batches per rank in a global batch of a new run.
+    Returns: number of micro-batches in a global batch, which is fixed at the start of a run.
     Raises: ValueError.
     """
+    path, state, differences, may_change = former
+    if state is None:
+        return accum * ddp.world_size
     absent = [k for k in needed if not isinstance(state, dict) or k not in state]
     if absent:
         raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of "
@@ -142,11 +157,11 @@ def check_resume(state, path, script, needed, differences, may_change, model, th
                          f"{fingerprint['n']:,}, {fingerprint['hash']}). Give the same data, "
                          "another --work_dir, or --fresh.")
     micro_batches = state["micro_batches"]
-    if micro_batches % world_size:
+    if micro_batches % ddp.world_size:
         fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
-        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which {world_size} "
-                         f"ranks cannot share equally. Continue on {', '.join(map(str, fits))} "
-                         "ranks.")
+        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which "
+                         f"{ddp.world_size} ranks cannot share equally. Continue on "
+                         f"{', '.join(map(str, fits))} ranks.")
     return micro_batches
 
 
@@ -179,7 +194,7 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
 
     may_change: keys that may differ from the checkpoint's. per_host: keys that ranks may have
-    different. Returns (path or None, its content or None, function that compares configs).
+    different. Returns a Former.
     """
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
@@ -193,9 +208,10 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     path = find_checkpoint(work_dir, resume, fresh, differences) if ddp.is_main else None
     path = broadcast(path, ddp)
     if path is None:
-        return None, None, differences
+        return Former(None, None, differences, may_change)
     state = load_checkpoint(path, ddp)
-    return ddp.state.checkpoint[0], state, differences   # perhaps of the one before
+    path = ddp.state.checkpoint[0]   # perhaps of the one before
+    return Former(path, state, differences, may_change)
 
 
 def check_alike(values, ddp):
@@ -213,6 +229,39 @@ def check_alike(values, ddp):
         problem = broadcast(problem, ddp, src=differs.index(1.0))
         raise ValueError(f"{problem}. Expected the same on all ranks. Is a file that every host "
                          "has a copy of an old one somewhere, or was another command given there?")
+
+
+@contextlib.contextmanager
+def staged(folder, stage, copy, ddp):
+    """A copy of a folder on each host, as long as this context lasts; None without `stage`.
+
+    Its names are removed at the end: what a rank has open stays until the last one closes it, and
+    is gone however the run ends.
+
+    Args:
+        folder: what to copy. stage: folder that each host has; None: nothing is copied.
+        copy: function (folder, target, report), which calls report(bytes done, bytes in all).
+    """
+    if not stage:
+        yield None
+        return
+    name = f"{Path(folder).resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None
+    name, last = broadcast(name, ddp), [time.monotonic()]
+    target = Path(stage) / f"{name}-{ddp.host or 'here'}"
+
+    def report(done, total):
+        beat(ddp)
+        if ddp.is_main and (done == total or time.monotonic() > last[0] + 10):
+            last[0] = time.monotonic()
+            print0(ddp, f"copying {folder} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
+
+    if ddp.local_rank == 0:
+        copy(folder, target, report)
+    barrier(ddp, timeout=STAGE_SECONDS)
+    yield target
+    barrier(ddp)
+    if ddp.local_rank == 0:
+        shutil.rmtree(target)
 
 
 def machine_differences(state, ddp):
@@ -238,6 +287,37 @@ def take_folder(run, ddp, fresh, folders):
     barrier(ddp)   # the folder is there, on all ranks
     watch_run(ddp, run.work_dir, run.config.monitoring.watchdog_minutes,
               run.config.training.stop_signals)
+
+
+def bring_best(run, ddp, name):
+    """Take the best weights, file `name`, along where a run goes on in another folder; where that
+    cannot be, look for a new best."""
+    best = run.progress["best"]
+    if is_finished(run) or not best:
+        return
+    if not broadcast(ddp.is_main and copy_best(run.work_dir / name, run.path, best), ddp):
+        run.progress["best"] = None
+        print0(ddp, f"{name} of the run so far is not at hand: the best is looked for from here on")
+
+
+def copy_best(here, path, best):
+    """Is there a file `here`? Else it is copied from the run of checkpoint `path`, if its step is
+    that of `best`."""
+    there = Path(path).absolute().parent.parent / here.name
+    if here.exists():
+        return True
+    try:
+        if not there.is_file() or load_checkpoint(str(there))["step"] != best["step"]:
+            return False
+    except (ValueError, KeyError, TypeError):   # no model of ours
+        return False
+    half = here.with_name(f".{here.name}.{os.getpid()}.tmp")
+    with open(there, "rb") as source, open(half, "wb") as copied:
+        shutil.copyfileobj(source, copied)
+        copied.flush()
+        os.fsync(copied.fileno())
+    os.replace(half, here)
+    return True
 
 
 def check_lock(run, ddp):
@@ -326,6 +406,7 @@ def closing(ddp, prepare, train):
         end_watch(ddp)
         if run is not None and run.lock:
             run.lock.release()
+
 
 # ---------------------------------------------------------------- status.json
 def write_status(run_dir, code, reason, step=None):

@@ -128,6 +128,25 @@ class RunLog:
             self.file = None
 
 
+def step_values(run, norm, first_row, ddp):
+    """What every script logs of a step, by name."""
+    values = {"grad_norm": float(norm), "lr": run.optimizer.param_groups[0]["lr"],
+              "epoch": (run.progress["step"] - 1) // run.steps_per_epoch}
+    if run.progress["bad_steps"][0]:
+        values["bad_steps"] = run.progress["bad_steps"][0]
+    if run.scaler.is_enabled():
+        values["loss_scale"] = run.scaler.get_scale()
+    if first_row:   # of every start: the ranks may be others
+        values.update({"ddp/world_size": ddp.world_size, "ddp/effective_batch_size": run.batch,
+                       "ddp/scaled_lr": run.lr, "ddp/scaled_warmup": run.warmup})
+    return values
+
+
+def bad_steps_field(run):
+    """For RunLog.progress: how many steps were bad, once there are some."""
+    return {"bad steps": run.progress["bad_steps"][0]} if run.progress["bad_steps"][0] else {}
+
+
 def write_text_atomic(path, text):
     """Write a text file so that a kill at any moment leaves the old file, or none, or the new one.
 

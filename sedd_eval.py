@@ -1,6 +1,6 @@
-"""What a SEDD model is worth: the validation bound on -ln p of proteins, and sampled proteins.
+"""What a SEDD model is worth: the validation bound on -ln p of proteins, the best, samples.
 
-Both are the same for any number of ranks: noise is keyed by the protein, samples by the step.
+All is the same for any number of ranks: noise is keyed by the protein, samples by the step.
 """
 import math
 
@@ -8,10 +8,13 @@ import numpy as np
 import torch
 
 from ddp_setup import all_sum, autocast, beat
+from run_dir import ADVICE, Diverged, save_run
+from run_log import write_text_atomic
 from sedd_diffusion import independent_log_score, sample, score_entropy_loss
 from sequence_batches import eval_batches
 from sequence_data import (X_ID, collate, decode, eval_crop_starts, keyed_generator,
                            keyed_seed, unigram_frequencies)
+from train_loop import is_best
 
 TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
 
@@ -134,6 +137,32 @@ class Validation:
                 "standard_error": float(np.sqrt((rest**2).sum()) / n)}
 
 
+def evaluate(run, log, values, ddp):
+    """Validate under the averaged weights, add to `values`, keep the best weights.
+
+    Without validation proteins, the training loss since the last evaluation decides."""
+    step, validation, (total, number) = run.progress["step"], run.validation, run.progress["recent"]
+    score = total / number if number else math.inf
+    if validation is not None:
+        with run.ema.applied(run.bare):
+            run.bound = validation(run.bare, ddp, run.dtype)
+        values.update(validation.summarise(run.bound))
+        score = values["val/loss"]
+        if not math.isfinite(score):
+            raise Diverged(f"step {step}: the validation bound is {score}; expected a finite "
+                           f"number. {ADVICE}")
+        log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
+                f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
+    run.progress["recent"] = [0.0, 0.0]
+    if is_best(run, score, ddp):
+        save(run, log, ddp, "best.pt", resumes=False)
+
+
+def save(run, log, ddp, name, keep_last=1, resumes=True):
+    """Write checkpoints/NAME, see save_run."""
+    save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity())
+
+
 def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
     """FASTA text of monitoring.n_samples proteins, keyed by (seed, step).
 
@@ -158,3 +187,36 @@ def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
     model.train(was_training)
     return "".join(f">step_{step}_{i} length={n}\n{decode(row[:n])}\n"
                    for i, (row, n) in enumerate(zip(out.cpu().numpy(), lengths.tolist())))
+
+
+def write_samples(run, ddp):
+    """Sample proteins under the averaged weights, on rank 0, into samples/step_N.fasta."""
+    if not ddp.is_main:
+        return
+    step = run.progress["step"]
+    with run.ema.applied(run.bare):
+        text = sample_proteins(run.bare, run.config, run.graph, run.noise, run.plan.counts, step,
+                               ddp, run.dtype)
+    write_text_atomic(run.work_dir / "samples" / f"step_{step}.fasta", text)
+
+
+def result_lines(result, progress, folder):
+    """What a person wants to know at the end: a table of bounds, and where things are."""
+    lines = []
+    if "val/loss" in result:
+        rows = [("learned bound (EMA)", result["val/loss"]),
+                ("unigram", math.log(result["val/unigram_perplexity"]))]
+        if "exact" in result:
+            rows.append(("exact, of the source", result["exact"]))
+        lines.append("  the same validation proteins under   nats per residue   perplexity")
+        for name, nats in rows:
+            perplexity = math.exp(min(nats, 700.0))
+            text = f"{perplexity:.3f}" if perplexity < 1e5 else f"{perplexity:.3e}"
+            lines.append(f"    {name:<33} {nats:>15.4f} {text:>12}")
+        if "exact" in result:
+            lines.append("    (no model can be below the exact value; standard error "
+                         f"{result['standard_error']:.4f})")
+    checkpoints, step = folder / "checkpoints", progress["best"]["step"]
+    return [*lines, f"  weights   {checkpoints / 'best.pt'} (step {step:,}) and last.pt",
+            f"  samples   {folder / 'samples'}/step_{result['step']}.fasta",
+            f"  metrics   {folder / 'metrics.jsonl'}"]

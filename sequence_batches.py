@@ -1,5 +1,6 @@
-"""Which proteins go into which batch: the plan of training, its reader, batches for evaluation.
+"""Which proteins a run has, and which go into which batch: of training, and of evaluation.
 
+    train, val, *_ = load_proteins(config.data, seed=0)  # a file, a prepared folder, or a demo
     plan = BatchPlan(train.length_counts(), 512, micro_batches=4, tokens=8192)
     reader = BatchReader(plan, train, sum_rows(train, plan))
     proteins, width = reader.micro_batch(step, lane)     # one of 4 lanes, on any number of ranks
@@ -12,12 +13,17 @@ ranks, workers or restarts. Needs numpy and sequence_data.py; reads through the 
 import hashlib
 import json
 import math
-from typing import NamedTuple
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sequence_data import REMAKE, Proteins, keyed_seed, random_words
+from sequence_data import (REMAKE, DemoSource, PreparedProteins, Proteins, keyed_seed, keys_hash,
+                           random_words, read_meta, read_sequences, split_by_hash)
 
+LARGE_FILE = 200_000_000        # bytes of a file, from which on preparing it pays
+PREPARED_VAL_FRACTION = 0.001   # default of prepare_uniref50.py
 ROW = 256                       # proteins per row of the table of sums
 WINDOW_BYTES = 64 << 20         # residues of all lanes in a window, if enough for each lane
 READ_BYTES = 256 << 10          # least residues that a lane reads in one piece
@@ -30,6 +36,97 @@ WIDEST_STEP = 0.80              # down to this share of its top, a bucket ends a
 TAIL_BATCHES = 2.2
 MEAN_WITHIN = 0.02              # how near the mean of batch_size or tokens is to what was asked for
 
+
+# ---- the proteins of a run ----
+
+class TrainingData(NamedTuple):
+    train: Any                  # Proteins or PreparedProteins
+    val: Any                    # Proteins, or None
+    source: Any                 # a DemoSource that knows the likelihood of the proteins, or None
+    fingerprint: dict           # what a resumed run must have alike: {"n", "hash"}
+    description: str
+
+
+def load_proteins(data, seed, copy=None, alive=lambda: None, say=print):
+    """The proteins to train on and to validate with.
+
+    Args:
+        data:  section of a config with file (None: demo proteins), val_fraction, min_length,
+            demo_proteins.
+        seed:  of the demo proteins.
+        copy:  where a prepared folder was copied to; None: it is read where it is.
+        alive: called now and then, to show a watchdog that reading goes on.
+        say:   called with a hint on a large file.
+    Returns: TrainingData.
+    Raises: ValueError or OSError for data that cannot be used.
+    """
+    source = None
+    if data.file and os.path.isdir(data.file):
+        folder = copy or data.file
+        val = PreparedProteins(folder, "val").read_all()
+        meta, train = read_meta(folder), PreparedProteins(folder)
+        hashes = [meta["sets"][name]["keys_hash"] for name in ("train", "val")]
+        made_of = meta.get("release") or ", ".join(map(str, meta.get("source", ())))
+        description = f"{data.file}: {len(train) + len(val):,} proteins, prepared from {made_of}"
+    else:
+        if data.file is None:
+            source = DemoSource(seed=0)
+            proteins = source.sample(data.demo_proteins, seed=seed)
+            description = f"{len(proteins):,} demo proteins of a second-order Markov source"
+        else:
+            proteins, report = _read_file(data, alive, say)
+            description = f"{data.file}: {report}"
+        train, val = _split(proteins, data.val_fraction)
+        hashes = [keys_hash(part.keys) for part in (train, val)]
+    fingerprint = {"n": len(train), "hash": "".join(hashes)}
+    return TrainingData(train, val if len(val) else None, source, fingerprint, description)
+
+
+def _read_file(data, alive, say):
+    """(Proteins, report) of a file; a large one is read with a hint."""
+    size = os.path.getsize(data.file)
+    if size > LARGE_FILE:
+        say(f"NOTE: every rank reads {data.file} ({size / 1e9:.1f} GB) and keeps some 0.4 GB per "
+            "million proteins. Prepared once, it starts in seconds and 0.1 GB:\n  "
+            f"{_prepare_command(data, 'FOLDER')} --fasta {data.file}   then --data FOLDER")
+    return read_sequences(data.file, data.min_length, alive)
+
+
+def _split(proteins, val_fraction):
+    """(training, validation) proteins."""
+    if not val_fraction:
+        return proteins, proteins.subset([])
+    try:
+        return tuple(map(proteins.subset, split_by_hash(proteins, val_fraction)))
+    except ValueError as e:
+        raise ValueError(f"data.{e} Or set data.val_fraction=0 to train without validation.") from e
+
+
+def missing_data(data):
+    """What to say where data.file is not there, in one line; '' where it is."""
+    if not data.file or os.path.exists(data.file):
+        return ""
+    path = Path(data.file)
+    problem = f"data.file {path} does not exist (relative to {Path.cwd()})."
+    if path.suffix in (".fasta", ".fa", ".faa", ".fas", ".gz", ".txt", ".seq", ".pt"):
+        return f"{problem} Check the path."
+    if os.path.exists(f"{path}.partial"):
+        return f"{problem} Its preparing is not finished: give the same command of " \
+               "prepare_uniref50.py again."
+    return f"{problem} To download and prepare UniRef50 (13 GB): {_prepare_command(data, path)}; " \
+           "from your own files: the same with --fasta FILE."
+
+
+def _prepare_command(data, folder):
+    """The command that prepares data as this section of a config wants it."""
+    options = ""
+    if data.val_fraction != PREPARED_VAL_FRACTION:
+        options += f" --val_fraction {data.val_fraction}"
+    options += f" --min_length {data.min_length}" if data.min_length != 1 else ""
+    return f"python prepare_uniref50.py {folder}{options}"
+
+
+# ---- the plan of training ----
 
 class Shapes(NamedTuple):
     """Shapes of micro-batches that hold nearly equal work; for the fields see BatchPlan."""
@@ -70,6 +167,7 @@ class BatchPlan:
     counts: proteins of each cropped length, (longest + 1,) int64. n_long: longer than max_length.
     totals: [work, residues as in the file] of the set.
     proteins, residues: how many are in the set, of the cropped proteins.
+    counted_in, available: what a batch is counted in, "proteins" or "tokens"; how many there are.
     left_out: about which share of the proteins an epoch leaves out.
     Raises ValueError for a budget that cannot hold the longest protein, and for a set that does not
     fill one global batch.
@@ -82,10 +180,12 @@ class BatchPlan:
             raise ValueError(f"found tokens = {tokens}, batch_size = {batch_size}, micro_batches = "
                              f"{micro_batches}; expected one of tokens and batch_size, and at "
                              f"least 1 of each.")
+        self.counted_in = "proteins" if tokens is None else "tokens"
         self.seed, self.micro_batches = seed, micro_batches
         self.max_length, self.long = max_length, long
         self._count_lengths(*(np.asarray(x, np.int64) for x in length_counts), hidden_size)
         self._choose_shapes(budgets[0], tokens is not None)
+        self.available = self.residues if tokens else self.proteins
 
         bytes_each = self.totals[1] / self.expected             # of a micro-batch, in the file
         fewest_steps = max(WINDOW_STEPS, READ_BYTES / bytes_each,
@@ -96,7 +196,7 @@ class BatchPlan:
         self.window_steps = int(per_unit)
         self.steps_per_epoch = self.windows * self.window_steps
         if self.steps_per_epoch == 0:
-            self._refuse_too_few(budgets[0], "tokens" if tokens else "proteins")
+            self._refuse_too_few(budgets[0])
         self.left_out = 1 - self.window_steps / per_unit
         self._shuffles = {}
 
@@ -176,22 +276,40 @@ class BatchPlan:
         filled = (batches * sizes * work_of[tops]).sum() / expected / work
         return Shapes(work, tops, sizes, expected, mean, filled)
 
-    def _refuse_too_few(self, asked, unit):
+    def _refuse_too_few(self, asked):
         fills = int(self.expected)
         smaller = int(0.97 * asked * self.expected / self.micro_batches)
         advice = []
         if fills:
             advice.append(f"at most {fills:,} micro-batches per step (ranks x accumulation)")
         if smaller >= self.least:
-            advice.append(f"at most {smaller:,} {unit} per micro-batch")
+            advice.append(f"at most {smaller:,} {self.counted_in} per micro-batch")
         raise ValueError(f"{self.proteins:,} proteins fill {fills:,} micro-batches of {asked:,} "
-                         f"{unit}; one global batch needs {self.micro_batches:,}. Give "
+                         f"{self.counted_in}; one global batch needs {self.micro_batches:,}. Give "
                          f"{', or '.join(advice) or 'more proteins'}.")
 
     def identity(self):
         """Text that only plans of the same batches share."""
         plan = [self.work, self.windows, self.window_steps, self.tops.tolist(), self.sizes.tolist()]
         return hashlib.blake2b(json.dumps(plan).encode(), digest_size=8).hexdigest()
+
+    def describe(self):
+        """Text on the proteins of an epoch."""
+        text = f"{self.proteins:,} for training, {self.residues:,} residues per epoch"
+        if self.n_long:
+            how = "cropped" if self.long == "crop" else "dropped"
+            text += f" ({self.n_long:,} longer than {self.max_length:,}: {how})"
+        if self.left_out > 0.005:
+            text += f", about {self.left_out:.1%} of them left out of each epoch, others each time"
+        return text
+
+    def warning(self):
+        """Lines on batches that are far from full; none if they are not."""
+        if self.filled >= 0.95 or self.micro_batches == 1:
+            return []
+        return ["  few of the longest proteins fit into such a batch: on average "
+                f"{self.mean:,.4g} {self.counted_in}, and a step waits up to "
+                f"{1 / self.filled - 1:.0%} longer than with larger batches"]
 
     def place(self, step):
         """(epoch, window of the epoch, step of the window) of a step of the run."""
@@ -307,6 +425,10 @@ class BatchReader:
         if not len(indices):
             return Proteins.from_sequences(["X"]), 1
         return proteins.subset(indices).compact(), width
+
+    def item_of(self, step, lane):
+        """(step, lane, epoch, proteins, width) of a micro-batch."""
+        return step, lane, self.plan.place(step)[0], *self.micro_batch(step, lane)
 
     def _read_unit(self, epoch, window, lane):
         total = int(self.rows[0, -1])

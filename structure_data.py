@@ -1,5 +1,6 @@
 """Structures and preference pairs: PDB/mmCIF files, checks, split, batches, a demo source.
 
+    data = load_pairs(config.data, seed=0)                  # what a run trains on, in one call; or
     pairs = read_pairs("pairs.json")                        # print(describe(pairs)): what was read
     train, val, warning = split_pairs(pairs, 0.1, seed=0)   # two lists, split by structure
     plan = EpochPlan(train, seed=0, epoch=0, micro_batches=4, batch_size=8)
@@ -26,6 +27,7 @@ of a chain, one more per insertion code; a number without a residue is an X row 
 """
 
 import difflib
+import functools
 import gzip
 import hashlib
 import itertools
@@ -35,6 +37,7 @@ import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import gemmi
 import numpy as np
@@ -677,6 +680,69 @@ class _PairReader:
         return Pair(complex, chosen, rejected, (is_mutable & ~nameless)[places])
 
 
+# ---- the pairs of a run ----
+
+class TrainingPairs(NamedTuple):
+    train: list                 # of Pair
+    val: list                   # of Pair, or None
+    fingerprint: dict           # what a resumed run must have alike: {"n", "hash"}
+    description: list           # lines
+
+
+def load_pairs(data, seed, alive=lambda: None):
+    """The pairs to train on and to validate with.
+
+    Args:
+        data:  section of a config with train_data (None: demo pairs), val_data, val_fraction,
+            max_length, mutable_positions, mutable_ranges, demo_structures, demo_pairs.
+        seed:  of the split and of the demo pairs.
+        alive: see read_pairs.
+    Returns: TrainingPairs.
+    Raises: ValueError with all that is wrong with the files.
+    """
+    structures, notes, warning = {}, [], None
+    positions = data.mutable_positions or data.mutable_ranges
+
+    def read(path):
+        return path and read_pairs(path, structures, positions, data.max_length, notes, alive)
+
+    pairs, val = try_all(lambda: read(data.train_data), lambda: read(data.val_data))
+    if data.train_data is None:
+        pairs = demo_pairs(seed, data.demo_structures, data.demo_pairs)
+    lines = [f"data: {data.train_data or 'demo (no --train_data)'}: {describe(pairs)}"]
+    if positions:
+        lines.append("  mutable where a pair gives none: "
+                     f"{notes[0] if notes else 'not needed, each pair gives its own'}")
+    if data.val_data is not None:
+        lines.append(f"  {data.val_data}, for validation: {describe(val)}")
+        shared = shared_structures(pairs, val)
+        if shared:
+            warning = (f"{len(shared)} structures are in training and validation, first "
+                       f"{shared[0]}: validation does not tell about new structures.")
+    elif data.val_fraction:
+        pairs, val, warning = split_pairs(pairs, data.val_fraction, seed)
+        n = len({pair.complex.structure.key for pair in val})
+        lines.append(f"  {len(pairs):,} pairs for training, {len(val):,} on {n:,} structure(s) for "
+                     "validation")
+    keys = repr([[pair.key for pair in part] for part in (pairs, val or [])])   # in their order
+    digest = hashlib.blake2b(keys.encode(), digest_size=8).hexdigest()
+    return TrainingPairs(pairs, val, {"n": len(pairs), "hash": digest},
+                         lines + [f"ATTENTION: {warning}"] * bool(warning))
+
+
+def try_all(*functions):
+    """What the functions return. Raises one ValueError with all that is wrong with their input."""
+    found, problems = [], []
+    for function in functions:
+        try:
+            found.append(function())
+        except (ValueError, OSError) as e:
+            problems.append(str(e))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
+
+
 # ---- split ----
 
 def split_pairs(pairs, val_fraction, seed):
@@ -817,6 +883,25 @@ class EpochPlan:
         if not 0 <= step < self.n_steps:
             raise ValueError(f"found step {step} of the epoch; expected 0 to {self.n_steps - 1}.")
         return [self.pieces[k] for k in self.steps[step]]
+
+
+class PairPlan:
+    """Which pairs are in which micro-batch of which step of a run. Arguments: see EpochPlan."""
+
+    def __init__(self, pairs, seed, micro_batches, batch_size):
+        self.epoch_plan = functools.lru_cache(1)(
+            lambda epoch: EpochPlan(pairs, seed, epoch, micro_batches, batch_size))
+        self.steps_per_epoch = self.epoch_plan(0).n_steps
+        self.batch_of = functools.lru_cache(1)(self.global_batch)
+
+    def global_batch(self, step):
+        """(step, micro-batch, epoch, indices into pairs) of each micro-batch of a step."""
+        epoch, at = divmod(step, self.steps_per_epoch)
+        return [(step, k, epoch, indices.tolist())
+                for k, indices in enumerate(self.epoch_plan(epoch).global_batch(at))]
+
+    def item_of(self, step, micro):
+        return self.batch_of(step)[micro]
 
 
 def eval_batches(pairs, batch_size):

@@ -30,9 +30,9 @@ from ddp_setup import (Ddp, all_sum, autocast, broadcast, choose_dtype, grad_sca
                        setup_ddp)
 from proteinmpnn_model import ProteinMPNN
 from run_config import Parser
+from run_script import add_launch_arguments, hand_over
 from sedd_diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
 from sedd_model import SEDD
-from train_loop import add_launch_arguments, hand_over
 
 FAILED = 3                  # exit code
 FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = DTYPES = (torch.float64, torch.float32, torch.bfloat16,

@@ -6,7 +6,7 @@
     python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8             # what scaling does
 
 Reads pairs and their structures (structure_data.py), published weights, and perhaps a YAML config
-(every key below and in train_loop.py, with its default). Writes into the run folder (--output_dir,
+(every key below and in run_config.py, with its default). Writes into the run folder (--output_dir,
 default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN tools read;
 metrics.jsonl, config.yaml, reference/KEY.pt (log-probabilities under the base weights),
 checkpoints/last.pt (before it last-1.pt) to continue from, and at the end status.json. The same
@@ -21,12 +21,6 @@ if __name__ == "__main__":
     ddp_guard.supervise()
 
 import copy
-import functools
-import hashlib
-import math
-import os
-import shutil
-import textwrap
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,22 +29,22 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from ddp_setup import (all_sum, autocast, beat, broadcast, load_checkpoint, print0, save_checkpoint,
-                       seed_for, stop_reason)
-from dpo_reference import (Reference, check_cache, hash_of, load_base, make_batch, pair_scores)
-from proteinmpnn_model import ALPHABET, to_checkpoint
-from run_config import Parser, load_config
-from run_dir import (ADVICE, Diverged, ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, before_saving, check_alike,
-                     check_lock, check_resume, closing, finish_run, is_finished, save_run,
-                     say_finished, start_or_continue, take_folder)
-from run_log import RunLog
-from structure_data import (EpochPlan, Pair, demo_pairs, describe, eval_batches, read_pairs,
-                            shared_structures, split_pairs)
-from train_loop import (CommonTraining, DdpSection, Run, Schedule, Script, add_run_arguments,
-                        bad_steps_field, check_values, choose_precision, describe_run,
-                        first_batches, is_best, load_training_state, make_optimizer, plan_head,
-                        print_lines, reason_to_stop, run_script, scale_for_batch, step_values,
-                        take_step, unpack)
+from ddp_setup import autocast, beat, print0, seed_for, stop_reason
+from dpo_eval import (SUMS, Validation, evaluate, evaluate_base, metrics_of, result_lines,
+                      save_model)
+from dpo_reference import (Reference, check_cache, hash_of, load_base, make_batch, make_tables,
+                           pair_scores)
+from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
+                        Parser, check_values, load_config)
+from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
+                     check_resume, closing, finish_run, is_finished, save_run, say_finished,
+                     start_or_continue, take_folder)
+from run_log import RunLog, bad_steps_field, step_values
+from run_script import (Script, add_run_arguments, describe_batch, describe_run, plan_head,
+                        plan_table, print_lines, run_script)
+from structure_data import PairPlan, load_pairs, try_all
+from train_loop import (Run, choose_precision, first_batches, reason_to_stop, start_run,
+                        take_step)
 
 
 # ---------------------------------------------------------------- config
@@ -64,19 +58,14 @@ class Training(CommonTraining):
 
 
 @dataclass
-class Optim:
+class Optim(CommonOptim):
     # Adam moves each weight by up to lr per step. ProteinMPNN's are about 0.1 in size, so 1,000
     # steps at 3e-6 (the single-process default of the published DPO scripts) change them by at most
     # 3 %, which keeps the policy near its reference; 1e-4 does so in 30 steps. Their 3e-7 for many
     # ranks needs ten times the steps.
     lr: float = 3e-6                     # at base_global_batch; scaled by `scale`
     warmup: int = 20                     # steps, linear; scaled likewise
-    scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
-    base_global_batch: int | None = None  # pairs per step that lr was chosen for
     grad_clip: float = 10.0              # global norm; 0 = none
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
 
 
 @dataclass
@@ -130,17 +119,14 @@ class Data:
 
 
 @dataclass
-class Memory:
+class Memory(CommonMemory):
     # of the policy in training alone
     mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = False
-    max_memory_per_gpu: float | None = None  # share of the device's memory this process may take
     structure_cache_mb: int = 2048       # for what does not change of each structure, on the device
 
 
 @dataclass
-class Monitoring:
-    watchdog_minutes: float = 30.0       # without progress, then the run is ended; 0 = never
-    check_sync_every: int = 1000         # steps between comparisons of the weights over ranks
+class Monitoring(CommonMonitoring):
     fall: float = 0.02                   # nats per residue; a larger fall of chosen sequences'
     #                                      log-probabilities is warned about
 
@@ -233,12 +219,6 @@ def preference_loss(chosen, rejected, ref_chosen, ref_rejected, n, loss):
             }[loss.name]()
 
 
-# Sums over pairs, of which metrics are made. rewards: beta x log-ratio to the reference (to 1
-# without a reference).
-SUMS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
-        "logps/chosen", "logps/rejected", "entropy", "residues")
-
-
 def objective(log_probs, batch, reference, loss):
     """What is minimised, for each pair (P,), and the detached columns of SUMS (P, 9).
 
@@ -251,19 +231,12 @@ def objective(log_probs, batch, reference, loss):
         total = total - loss.sft * chosen / n
     if loss.diversity_lambda:
         total = total - loss.diversity_lambda * entropy
-    rewards = loss.beta * (scores - reference)
-    columns = (total, preference, *rewards.unbind(1), rewards[:, 0] > rewards[:, 1], chosen,
-               rejected, entropy, n)
-    return total, torch.stack([column.detach().double() for column in columns], 1)
-
-
-def metrics_of(sums, pairs, prefix=""):
-    """Means over pairs, by name."""
-    values = {prefix + name: float(x) / (float(pairs) or math.nan) for name, x in zip(SUMS, sums)}
-    values.pop(f"{prefix}residues")
-    chosen, rejected = (values[f"{prefix}rewards/{side}"] for side in ("chosen", "rejected"))
-    values[f"{prefix}rewards/margins"] = chosen - rejected
-    return values
+    better, worse = (loss.beta * (scores - reference)).unbind(1)
+    columns = {"loss": total, "preference_loss": preference, "rewards/chosen": better,
+               "rewards/rejected": worse, "rewards/accuracies": better > worse,
+               "logps/chosen": chosen, "logps/rejected": rejected, "entropy": entropy,
+               "residues": n}
+    return total, torch.stack([columns[name].detach().double() for name in SUMS], 1)
 
 
 def micro_batch_loss(model, batch, reference, config, ddp, dtype):
@@ -292,149 +265,6 @@ class MicroBatches(torch.utils.data.Dataset):
                 "seed": seed_for(self.seed, "dropout", step, micro)}
 
 
-class PairPlan:
-    """Which pairs are in which micro-batch of which step."""
-
-    def __init__(self, pairs, config, micro_batches):
-        t = config.training
-        self.epoch_plan = functools.lru_cache(1)(
-            lambda epoch: EpochPlan(pairs, t.seed, epoch, micro_batches, t.batch_size))
-        self.steps_per_epoch = self.epoch_plan(0).n_steps
-        self.batch_of = functools.lru_cache(1)(self.global_batch)
-
-    def global_batch(self, step):
-        """Items of a step for MicroBatches, one per micro-batch."""
-        epoch, at = divmod(step, self.steps_per_epoch)
-        return [(step, k, epoch, indices.tolist())
-                for k, indices in enumerate(self.epoch_plan(epoch).global_batch(at))]
-
-    def item_of(self, step, micro):
-        return self.batch_of(step)[micro]
-
-
-def try_all(*functions):
-    """What the functions return. Raises one ValueError with all that is wrong with their input."""
-    found, problems = [], []
-    for function in functions:
-        try:
-            found.append(function())
-        except (ValueError, OSError) as e:
-            problems.append(str(e))
-    if problems:
-        raise ValueError("\n".join(problems))
-    return found
-
-
-def load_pairs(config, alive):
-    """(training pairs, validation pairs or None, lines that describe them, warnings).
-
-    alive: see read_pairs."""
-    d, seed, structures, told, warnings = config.data, config.training.seed, {}, [], []
-    positions = d.mutable_positions or d.mutable_ranges
-
-    def read(path):
-        return path and read_pairs(path, structures, positions, d.max_length, told, alive)
-
-    pairs, val = try_all(lambda: read(d.train_data), lambda: read(d.val_data))
-    if d.train_data is None:
-        pairs = demo_pairs(seed, d.demo_structures, d.demo_pairs)
-    lines = [f"{d.train_data or 'demo (no --train_data)'}: {describe(pairs)}"]
-    if positions:
-        lines.append("mutable where a pair gives none: "
-                     f"{told[0] if told else 'not needed, each pair gives its own'}")
-    if d.val_data is not None:
-        lines.append(f"{d.val_data}, for validation: {describe(val)}")
-        shared = shared_structures(pairs, val)
-        if shared:
-            warnings.append(f"{len(shared)} structures are in training and validation, first "
-                            f"{shared[0]}: validation does not tell about new structures.")
-        return pairs, val, lines, warnings
-    if not d.val_fraction:
-        return pairs, None, lines, warnings
-    train, val, warning = split_pairs(pairs, d.val_fraction, seed)
-    n = len({pair.complex.structure.key for pair in val})
-    lines.append(f"{len(train):,} pairs for training, {len(val):,} on {n:,} structure(s) for "
-                 "validation")
-    return train, val, lines, [warning] if warning else []
-
-
-# ---------------------------------------------------------------- evaluation
-class Validation:
-    """Loss and rewards of every validation pair, under orders that stay, in float32.
-
-    The same for any number of ranks: each pair is computed once, on one rank, and means are taken
-    over the gathered values. Beside it, on the native sequence of every design problem (complex and
-    designed positions) among the pairs, means over scored residues: recovery, the share of native
-    letters that are the policy's first choice given the letters decoded before, and the KL
-    divergence of the policy's choice from the reference's, in nats.
-    """
-
-    def __init__(self, pairs, reference, config):
-        self.pairs, self.reference, self.config, self.table = pairs, reference, config, None
-        natives, size, unknown = {}, config.training.batch_size, ALPHABET.index("X")
-        for pair in pairs:
-            native = pair.complex.S[:len(pair.chain_M)]
-            asked = pair.chain_M & (native != unknown)
-            if (asked & pair.complex.mask[:len(asked)]).any():
-                key = pair.complex.key, asked.tobytes()
-                natives.setdefault(key, Pair(pair.complex, native, native, asked))
-        self.natives = list(natives.values())
-        self.batches, self.native_batches = (eval_batches(p, size) for p in (pairs, self.natives))
-
-    @torch.no_grad()
-    def __call__(self, model, ddp):
-        """Metrics by name. model: the bare one; put into eval mode and back."""
-        loss, was_training, _ = self.config.loss, model.training, model.eval()
-        values = torch.zeros(len(self.pairs), len(SUMS), dtype=torch.float64)
-        natives = torch.zeros(len(self.natives), 3, dtype=torch.float64)   # recovered, KL, residues
-        for indices in self.batches[ddp.rank::ddp.world_size]:
-            batch, log_probs = self._forward(model, self.pairs, indices)
-            ref = torch.zeros_like(batch["weight"][:, :2])
-            if self.reference.needed:
-                ref = self.table[batch["indices"]]
-            values[indices] = objective(log_probs, batch, ref, loss)[1].cpu()
-            beat(ddp)
-        for indices in self.native_batches[ddp.rank::ddp.world_size]:
-            batch, log_probs = self._forward(model, self.natives, indices)
-            right = (log_probs.argmax(-1) == batch["S"]).float()
-            difference = log_probs - self.reference.log_probs(batch)
-            kl = (log_probs.exp() * difference).sum(-1)
-            for k, each in enumerate((right, kl)):
-                sums = (each[batch["index"][..., 0]].mean(1) * batch["weight"]).sum(-1)
-                natives[indices, k] = sums.double().cpu()
-            natives[indices, 2] = batch["n"].double().cpu()
-            beat(ddp)
-        model.train(was_training)
-        sums = all_sum(values, ddp).sum(0)
-        recovered, kl, residues = all_sum(natives, ddp).sum(0).tolist()
-        per_residue = sums[SUMS.index("logps/chosen")] / sums[SUMS.index("residues")]
-        return {**metrics_of(sums, len(self.pairs), "val/"),
-                "val/logps/chosen_per_residue": float(per_residue),
-                "val/recovery": recovered / max(residues, 1),
-                "val/kl": max(kl / max(residues, 1), 0.0)}   # of equal models: rounding
-
-    def _forward(self, model, pairs, indices):
-        """(batch on the device, log-probabilities (M, L, 21)) of these pairs."""
-        batch = make_batch(pairs, indices.tolist(), self.config.loss, self.config.training.seed)
-        batch = self.reference.to_device(batch, pairs)
-        return batch, model(batch["graph"], batch["S"], batch["order"], batch["structure"])
-
-
-# ---------------------------------------------------------------- plan
-def describe_plan(config, ranks):
-    """Table of what each number of ranks (text such as "1,2,4,8") would do. No device is touched.
-    """
-    t, o = config.training, config.optim
-    numbers, head = plan_head(o, ranks, "pairs")
-    rows = [head, f"{'ranks':>6} {'effective batch (pairs)':>26} {'learning rate':>14} "
-                  f"{'warm-up steps':>14}"]
-    for n in numbers:
-        batch = n * t.accum * t.batch_size
-        lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, batch, o.base_global_batch)
-        rows.append(f"{n:>6} {batch:>26,} {lr:>14.4g} {warmup:>14,}")
-    return "\n".join([*rows, "With fewer training pairs than a batch, their number counts."])
-
-
 # ---------------------------------------------------------------- prepare
 @dataclass(kw_only=True)
 class DpoRun(Run):
@@ -449,109 +279,58 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
 
     Raises ValueError or OSError for input that cannot be used, and then has written nothing: the
     run folder is touched last, when every rank has come through all checks."""
-    t, o, work_dir = config.training, config.optim, Path(work_dir)
+    t, work_dir = config.training, Path(work_dir)
     check_config(config)
-    path, state, differences = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE,
-                                                 PER_HOST)
-    (pairs, val, described, warnings), (bare, base), _ = try_all(
-        lambda: load_pairs(config, lambda: beat(ddp)), lambda: load_base(config),
-        lambda: check_cache(config, ddp))
-    keys = repr([[pair.key for pair in part] for part in (pairs, val or [])])   # in their order
-    data_hash = hashlib.blake2b(keys.encode(), digest_size=8).hexdigest()
-    fingerprint, base_hash = {"n": len(pairs), "hash": data_hash}, hash_of(bare.state_dict())
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
+    data, (bare, base), _ = try_all(lambda: load_pairs(config.data, t.seed, lambda: beat(ddp)),
+                                    lambda: load_base(config), lambda: check_cache(config, ddp))
+    base_hash = hash_of(bare.state_dict())
     dtype, precision = choose_precision(config, ddp)
-    check_alike({"pairs (hash)": data_hash, "base weights (hash)": base_hash}, ddp)
+    check_alike({"pairs (hash)": data.fingerprint["hash"], "base weights (hash)": base_hash}, ddp)
     bare = bare.to(ddp.device)
-    reference = Reference(copy.deepcopy(bare), pairs, config, ddp)
-
-    # A global batch is a number of micro-batches, fixed at the start of the run.
-    micro_batches = t.accum * ddp.world_size
-    if state is not None:
-        micro_batches = check_resume(state, path, __file__, NEEDED, differences, MAY_CHANGE,
-                                     bare.state_dict(), "pairs", fingerprint, ddp.world_size)
-        if state["base"] != base_hash:
-            raise ValueError(f"{path} was trained from other base weights (hash {state['base']}; "
-                             f"{base}: {base_hash}). Give the same, another --work_dir, or "
-                             "--fresh.")
-    plan, batch = PairPlan(pairs, config, micro_batches), micro_batches * t.batch_size
-    filled = min(batch, len(pairs))   # a small file does not fill the global batch
-    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
-    progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
-                "start": None,         # log-probability per residue of chosen sequences, at first
-                "fallen": False,       # it has been warned that these become less likely
-                "bad_steps": [0, 0]}   # nan or infinite: in all, and in a row now
+    reference = Reference(copy.deepcopy(bare), data.train, config, ddp)
+    micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "pairs",
+                                 data.fingerprint, t.accum, ddp)
+    if former.state is not None and former.state["base"] != base_hash:
+        raise ValueError(f"{former.path} was trained from other base weights (hash "
+                         f"{former.state['base']}; {base}: {base_hash}). Give the same, another "
+                         "--work_dir, or --fresh.")
+    plan = PairPlan(data.train, t.seed, micro_batches, t.batch_size)
+    batch = micro_batches * t.batch_size
+    filled = min(batch, len(data.train))   # a small file does not fill the global batch
+    validation = None
+    if data.val is not None:
+        validation = Validation(data.val, reference, config, objective)
     sums = torch.zeros(len(SUMS) + 4, dtype=torch.float64, device=ddp.device)
-    if state is not None:
-        lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
-        bare.load_state_dict(state["model"])
-        sums += torch.tensor(state["sums"], dtype=torch.float64, device=ddp.device)
-    n_iters = t.n_iters or t.num_epochs * plan.steps_per_epoch
-    schedule = Schedule(plan.item_of, micro_batches, ddp, progress["step"],
-                        max(n_iters, progress["step"]))
-    bare, model, optimizer, scaler = make_optimizer(config, bare, lr, dtype, ddp)
-    run = DpoRun(
-        config=config, work_dir=work_dir, path=path, fingerprint=fingerprint, bare=bare,
-        model=model, optimizer=optimizer, scaler=scaler, dtype=dtype, progress=progress,
-        schedule=schedule,
-        validation=None if val is None else Validation(val, reference, config), n_iters=n_iters,
-        steps_per_epoch=plan.steps_per_epoch, micro_batches=micro_batches, batch=batch,
-        nominal=float(batch), lr=lr, warmup=warmup, pairs=pairs, base=base_hash,
+    if former.state is not None:
+        sums += torch.tensor(former.state["sums"], dtype=torch.float64, device=ddp.device)
+    run = start_run(
+        DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
+        micro_batches=micro_batches, filled=filled,
+        progress={"start": None,       # log-probability per residue of chosen sequences, at first
+                  "fallen": False},    # it has been warned that these become less likely
+        work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
+        batch=batch, nominal=float(batch), pairs=data.train, base=base_hash,
         reference=reference, sums=sums)
-    load_training_state(run, state)
-    lines = describe_data(run, base, precision, described, warnings, ddp)
-    print_lines(ddp, lines + describe_run(run, state, "pairs", filled, ddp))
+    lines = describe_data(run, data, base, precision, ddp)
+    print_lines(ddp, lines + describe_run(run, former.state, "pairs", filled, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference"))
-    bring_best(run, ddp)
+    bring_best(run, ddp, "best_model.pt")
     return run
 
 
-def describe_data(run, base, precision, described, warnings, ddp):
+def describe_data(run, data, base, precision, ddp):
     """Lines on model, data, loss and batch."""
-    t, c, bare = run.config.training, run.config.loss, run.bare
+    c, bare = run.config.loss, run.bare
     n_parameters = sum(p.numel() for p in bare.parameters())
     terms = f" + {c.sft:g} SFT" if c.sft else ""
     terms += f" - {c.diversity_lambda:g} entropy" if c.diversity_lambda else ""
     return [f"model: ProteinMPNN, {n_parameters / 1e6:.2f} million parameters, {bare.num_edges} "
             "neighbours", f"  from {base}", f"  {precision}; the reference is scored in float32",
-            f"data: {described[0]}", *(f"  {line}" for line in described[1:]),
-            *(f"ATTENTION: {warning}" for warning in warnings),
+            *data.description,
             f"loss: {c.name}, beta {c.beta:g}, temperature {c.temperature:g}, {c.order} order x "
             f"{c.n_orders}{terms}",
-            f"batch: up to {t.batch_size:,} pairs x accum {len(run.schedule.mine)} x "
-            f"{ddp.world_size} rank(s) = {run.batch:,} per step, {run.steps_per_epoch:,} steps per "
-            f"epoch, {run.n_iters:,} steps in all"]
-
-
-def bring_best(run, ddp):
-    """Take best_model.pt along where a run goes on in another folder, or look for a new best."""
-    best = run.progress["best"]
-    if is_finished(run) or not best:
-        return
-    if not broadcast(ddp.is_main and copy_best(run.work_dir, run.path, best), ddp):
-        run.progress["best"] = None
-        print0(ddp, "best_model.pt of the run so far is not at hand: the best is looked for from "
-                    "here on")
-
-
-def copy_best(work_dir, path, best):
-    """Is best_model.pt in work_dir? Else it is copied from the run of checkpoint `path`, if its
-    step is that of `best`."""
-    here = work_dir / "best_model.pt"
-    there = Path(path).absolute().parent.parent / "best_model.pt"
-    if here.exists():
-        return True
-    try:
-        if not there.is_file() or load_checkpoint(str(there))["step"] != best["step"]:
-            return False
-    except (ValueError, KeyError, TypeError):   # no model of ours
-        return False
-    half = here.with_name(f".{here.name}.{os.getpid()}.tmp")
-    with open(there, "rb") as source, open(half, "wb") as copied:
-        shutil.copyfileobj(source, copied)
-        copied.flush()
-        os.fsync(copied.fileno())
-    os.replace(half, here)
-    return True
+            describe_batch(run, f"up to {run.config.training.batch_size:,} pairs", ddp)]
 
 
 # ---------------------------------------------------------------- train
@@ -614,40 +393,6 @@ def train(run, ddp):
                       lambda: result_lines(result, progress, run.work_dir))
 
 
-def make_tables(run, ddp):
-    """Scores under the base weights that stay over epochs: read from the cache, or computed."""
-    config, reference, validation = run.config, run.reference, run.validation
-    folder = config.data.reference_cache or run.work_dir / "reference"
-    if config.loss.order != "random" and reference.needed:
-        reference.table, source = reference.precompute(run.pairs, run.base, folder)
-        print0(ddp, f"reference, training pairs: {source}")
-    if validation is not None and reference.needed:
-        validation.table, source = reference.precompute(validation.pairs, run.base, folder)
-        print0(ddp, f"reference, validation pairs: {source}")
-
-
-def evaluate_base(run, log, ddp):
-    """At the start of a run: what the base weights do. Returns metrics by name, none without
-    validation pairs.
-
-    Without those, training itself tells how far log-probabilities are from those under the base
-    weights; where it cannot, as these are not known or without dropout, how far from those of the
-    first epoch."""
-    progress, validation = run.progress, run.validation
-    if progress["start"] is not None:
-        return {}
-    if validation is None:
-        if run.reference.needed and not run.config.model.dropout:
-            progress["start"] = 0.0
-        return {}
-    values = validation(run.bare, ddp)
-    log.metrics(0, values)
-    log.say(f"step 0: validation {short_result(values)}, recovery {values['val/recovery']:.3f}")
-    warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
-    keep_best(run, log, values, values["val/loss"], ddp)
-    return values
-
-
 def report_step(run, log, totals, norm, pairs, waited, seconds, first_row, ddp):
     """Show a step; returns its metrics by name. pairs, waited, seconds: since the last report."""
     values = {**metrics_of(totals.sums, totals.count), **step_values(run, norm, first_row, ddp),
@@ -659,94 +404,20 @@ def report_step(run, log, totals, norm, pairs, waited, seconds, first_row, ddp):
     return values
 
 
-def evaluate(run, log, values, at_end, epoch_began, ddp):
-    """Validate, add to `values`, keep the best model. at_end: of an epoch, or of the run."""
-    step, per_epoch, epoch = run.progress["step"], run.steps_per_epoch, unpack(run.sums)
-    trained = metrics_of(epoch.sums, epoch.count)
-    text = f"train {short_result(trained, '')}"
-    if run.validation is not None:
-        found = run.validation(run.bare, ddp)
-        values.update(found)
-        text += f", validation {short_result(found)}"
-        if not at_end:
-            log.say(f"step {step:,}: validation {short_result(found)}")
-        warn_of_fall(run, log, found["val/logps/chosen_per_residue"])
-    elif float(epoch.count) and at_end:
-        sums = dict(zip(SUMS, epoch.sums.tolist()))
-        warn_of_fall(run, log, sums["rewards/chosen"] / sums["residues"] / run.config.loss.beta)
-    if at_end:
-        log.say(f"epoch {-(-step // per_epoch)}/{-(-run.n_iters // per_epoch)}: {text}, "
-                f"{time.perf_counter() - epoch_began:.0f} s")
-    if step % per_epoch == 0:
-        values.update({f"epoch/{k}": trained[k] for k in ("loss", "rewards/accuracies")})
-    if run.validation is not None or float(epoch.count):
-        keep_best(run, log, values, values.get("val/loss", trained["loss"]), ddp)
-    elif step == run.n_iters and run.progress["best"] is None:
-        raise Diverged(f"step {step}: all steps had a nan or infinite loss or gradient; "
-                       f"expected finite numbers. {ADVICE}")
-
-
-def warn_of_fall(run, log, now):
-    """Warn, once, of chosen sequences that become less likely. now: their log-probability per
-    residue."""
-    progress = run.progress
-    if progress["start"] is None:
-        progress["start"] = now
-    fall = progress["start"] - now
-    if progress["fallen"] or fall <= run.config.monitoring.fall:
-        return
-    progress["fallen"] = True
-    log.say(textwrap.fill(
-        f"ATTENTION: chosen sequences have become less likely, by {fall:.3f} nats per residue "
-        "since the start. DPO may widen the margin so, rejected ones falling faster. If designs "
-        "suffer: set loss.sft (1, say), raise loss.beta, lower optim.lr, or stop earlier.", 80,
-        subsequent_indent="    "))
-
-
-def keep_best(run, log, values, score, ddp):
-    """Write best_model.pt if this is the best evaluation so far. score: lower is better."""
-    if not math.isfinite(score):
-        raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
-                       f"number. {ADVICE}")
-    if is_best(run, score, ddp, **{k: v for k, v in values.items() if k.startswith("val/")}):
-        save_model(run, log, ddp, "best_model.pt")
-
-
-def save_model(run, log, ddp, name):
-    """The weights as other ProteinMPNN tools read them."""
-    before_saving(run, log, ddp)
-    step = run.progress["step"]
-    save_checkpoint(str(run.work_dir / name), ddp, resumes=False,
-                    **to_checkpoint(run.bare, epoch=step // run.steps_per_epoch, step=step))
-
-
 def save_last(run, log, ddp):
     save_model(run, log, ddp, "latest_model.pt")
     save_run(run, log, ddp, "last.pt", run.config.training.keep_last, base=run.base,
              sums=run.sums.tolist())
 
 
-def short_result(values, prefix="val/"):
-    return (f"loss {values[prefix + 'loss']:.4f} acc "
-            f"{values[prefix + 'rewards/accuracies']:.3f}")
-
-
-def result_lines(result, progress, folder):
-    """What a person wants to know at the end: a table of validation, and where things are."""
-    best, lines = progress["best"] or {"step": result["step"]}, []
-    columns = {"val/loss": 4, "val/rewards/accuracies": 3, "val/rewards/margins": 3,
-               "val/recovery": 3, "val/kl": 4}   # decimals
-    if "val/loss" in result and "val/loss" in best:
-        lines.append("  validation       loss   accuracy     margin   recovery         KL")
-        for name, row in (("best", best), ("latest", result)):
-            numbers = (f"{row[k]:.{decimals}f}" if abs(row[k]) < 1e5 else f"{row[k]:.2e}"
-                       for k, decimals in columns.items())
-            lines.append(f"  {name:<10}" + "".join(f" {text:>10}" for text in numbers))
-    if best["step"] == 0:
-        lines.append("  ATTENTION: no evaluation was better than the base weights, which "
-                     "best_model.pt therefore holds")
-    return [*lines, f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
-                    "latest_model.pt", f"  metrics   {folder / 'metrics.jsonl'}"]
+# ---------------------------------------------------------------- plan
+def describe_plan(config, ranks):
+    """Table of what each number of ranks (text such as "1,2,4,8") would do. No device is touched.
+    """
+    numbers, head = plan_head(config.optim, ranks, "pairs")
+    table, _ = plan_table(config, numbers, config.training.batch_size,
+                          f"{'effective batch (pairs)':>26}")
+    return "\n".join([head, *table, "With fewer training pairs than a batch, their number counts."])
 
 
 # ---------------------------------------------------------------- main
@@ -763,8 +434,6 @@ FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs
          "val_data": "data.val_data", "base_model_name": "model.base_model_name",
          "base_model_dir": "model.base_model_dir", "mutable_positions": "data.mutable_positions",
          "mutable_ranges": "data.mutable_ranges"}
-TEXTS = ("train_data", "val_data", "base_model_name", "base_model_dir", "mutable_positions",
-         "mutable_ranges")
 
 
 def make_parser():
@@ -789,17 +458,12 @@ def read_arguments(argv):
         if (given := getattr(args, name)) is not None:
             args.overrides += [word for word in given if "=" in word]
             setattr(args, name, " ".join(word for word in given if "=" not in word))
-    numbers = [f"{key}={getattr(args, flag)}" for flag, key in FLAGS.items()
-               if flag not in TEXTS and getattr(args, flag) is not None]
-    config = load_config(Config, args.config, [*args.overrides, *numbers])
+    given = {key: getattr(args, flag) for flag, key in FLAGS.items()}
+    config = load_config(Config, args.config, args.overrides, given)
     if args.num_epochs is not None and config.training.n_iters is not None:
         raise ValueError(f"command line: --num_epochs {args.num_epochs} with training.n_iters "
                          f"{config.training.n_iters}; expected one of the two "
                          "(training.n_iters=null takes it away).")
-    for flag in TEXTS:
-        if getattr(args, flag) is not None:
-            section, key = FLAGS[flag].split(".")
-            setattr(getattr(config, section), key, getattr(args, flag))
     check_config(config, without_data=args.plan is not None)
     return args, config
 

@@ -1,108 +1,25 @@
-"""What every training script repeats, as plain functions: settings, the step, the end, launch.
+"""What every training script repeats, as plain functions: learning rate, state, step, best.
 
 train_sedd_ddp.py and train_dpo_ddp.py read in the order of time and call these. What a script adds
 is its config, its loss, its data and its evaluation. A global batch is a number of micro-batches,
 fixed at the start of a run; each rank computes its share of them, and the gradient is that of the
 mean over all of them, whatever the number of ranks.
 """
-import argparse
 import functools
-import logging
 import math
-import os
-import re
-import signal
-import sys
-import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, STOP_SIGNALS, abort, all_sum, broadcast, choose_dtype,
-                       detect_launcher, grad_scaler, gradient_sync, listed, optimize_with_ipex,
-                       print0, setup_ddp, stop_reason, stop_wanted, unwrap_ddp, watch_run,
-                       worker_init, wrap_ddp)
-from run_config import Parser
-from run_dir import (ADVICE, Diverged, is_finished, machine_differences, read_status,
-                     replace_status)
-
-SAVING_SECONDS = 600   # that the ranks have to save and leave after a signal to the launcher
+from ddp_setup import (all_sum, broadcast, choose_dtype, grad_scaler, gradient_sync, listed,
+                       optimize_with_ipex, stop_reason, stop_wanted, unwrap_ddp, worker_init,
+                       wrap_ddp)
+from run_dir import ADVICE, Diverged
 
 
-# ---------------------------------------------------------------- settings
-@dataclass
-class CommonTraining:
-    """The keys of section `training` that mean the same in every script."""
-    accum: int = 1                       # micro-steps per optimizer step
-    num_workers: int = 0                 # processes that prepare batches, per rank
-    log_freq: int = 10                   # steps between rows of metrics.jsonl
-    keep_last: int = 2                   # checkpoints that are kept: last.pt, last-1.pt, ...
-    max_bad_steps: int = 10              # in a row, with a nan or infinite loss or gradient: then
-    #                                      the run ends
-    stop_signals: tuple[str, ...] = STOP_SIGNALS   # that end the run in good order
-    patience: int | None = None          # evaluations without improvement before an early stop
-    min_delta: float = 0.0               # nats (per residue, per pair) that count as improvement
-    seed: int = 0
-
-
-@dataclass
-class DdpSection:
-    find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = True
-    static_graph: bool = False
-    broadcast_buffers: bool = False      # the models have none
-    bucket_cap_mb: int | None = None
-
-
-LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
-                          eval_freq=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
-                          keep_last=1, max_bad_steps=0),
-         "optim": dict(lr=0, warmup=0, base_global_batch=1, grad_clip=0, eps=0, weight_decay=0),
-         "ddp": dict(bucket_cap_mb=1), "monitoring": dict(watchdog_minutes=0, check_sync_every=0)}
-
-
-def check_values(c, checks, least):
-    """Refuse values that no type forbids.
-
-    Args:
-        c: the script's config.
-        checks: pairs (whether it is right, what is wrong otherwise) beside those of all scripts.
-        least: smallest values {section: {key: number}} beside LEAST.
-    Raises: ValueError naming the key.
-    """
-    t, o, share = c.training, c.optim, c.memory.max_memory_per_gpu
-    known = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"}
-    common = (
-        (share is None or 0 < share <= 1,
-         f"memory.max_memory_per_gpu is {share}; expected a share of the memory, above 0 up to 1"),
-        (o.scale == "none" or o.base_global_batch,
-         f"optim.scale is {o.scale} without optim.base_global_batch; give the global batch that lr "
-         "was chosen for"),
-        (not isinstance(o.scale, dict) or (list(o.scale) == ["cap"] and o.scale["cap"] >= 1),
-         f"optim.scale is {o.scale}; expected none, linear, sqrt or {{cap: N}} with N of at least "
-         "1"),
-        (all(0 <= b < 1 for b in o.betas),
-         f"optim.betas is {list(o.betas)}; expected 0 up to below 1"),
-        (0 <= c.model.dropout < 1, f"model.dropout is {c.model.dropout}; expected 0 up to below 1"),
-        (0 <= c.data.val_fraction < 1,
-         f"data.val_fraction is {c.data.val_fraction}; expected 0 up to below 1"),
-        (abs(t.seed) < 2**63, f"training.seed is {t.seed}; expected at most {2**63 - 1}"),
-        (set(t.stop_signals) <= known,
-         f"training.stop_signals is {list(t.stop_signals)}; expected names such as SIGTERM, of "
-         "signals that a program may handle"))
-    for right, text in (*common, *checks):
-        if not right:
-            raise ValueError(f"config: {text}.")
-    for section in {**LEAST, **least}:
-        for key, low in (LEAST.get(section, {}) | least.get(section, {})).items():
-            value = getattr(getattr(c, section), key, None)
-            if value is not None and value < low:
-                raise ValueError(f"config: {section}.{key} is {value}; expected at least {low}.")
-
-
+# ---------------------------------------------------------------- learning rate
 def scale_for_batch(lr, warmup, rule, global_batch, base):
     """Scale the learning rate to a global batch that differs from the one it was chosen for.
 
@@ -120,20 +37,6 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
 def warmup_share(step, warmup):
     """Share of the learning rate in the step after `step` steps: linear, whole in step `warmup`."""
     return min((step + 1) / max(warmup, 1), 1.0)
-
-
-def scale_name(rule):
-    """The rule of scale_for_batch in words."""
-    return rule if isinstance(rule, str) else f"linear up to {rule['cap']:g} times"
-
-
-def plan_head(o, ranks, unit):
-    """(numbers of ranks from text such as "1,2,4,8", line on the scaling) for --plan."""
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", ranks):
-        raise ValueError(f"--plan {ranks}; expected numbers of ranks, such as 1,2,4,8")
-    base = f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else ""
-    return [int(n) for n in ranks.split(",")], (
-        f"optim.scale {scale_name(o.scale)}: from lr {o.lr:g} and warm-up {o.warmup:,}{base}")
 
 
 # ---------------------------------------------------------------- start or continue
@@ -188,57 +91,44 @@ def limit_memory(share, ddp):
     return f"; at most {share:.0%} of the device's memory"
 
 
-def make_optimizer(config, bare, lr, dtype, ddp):
-    """(the model, as DDP wraps it, AdamW, gradient scaler)."""
-    o = config.optim
+def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches, filled,
+              progress, make_ema=None, **fields):
+    """Scale the learning rate, make schedule and optimizer, wrap the model; take over a checkpoint.
+
+    Args:
+        kind: the script's class of Run.
+        former: what is continued, see run_dir.Former.
+        bare: the model with its first weights, on the device. item_of: see Schedule.
+        filled: the global batch that there is data for: the learning rate is not scaled beyond it.
+        progress: what the script adds to what changes.
+        make_ema: function of parameters, which makes their averages.
+        fields: the others of Run.
+    Returns: an instance of `kind`.
+    """
+    t, o, state = config.training, config.optim, former.state
+    progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
+                "bad_steps": [0, 0],   # nan or infinite: in all, and in a row now
+                **progress}
+    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
+    if state is not None:
+        lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
+        bare.load_state_dict(state["model"])
+    n_iters = t.n_iters or t.num_epochs * steps_per_epoch
+    schedule = Schedule(item_of, micro_batches, ddp, progress["step"],
+                        max(n_iters, progress["step"]))
     optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps,
                                   weight_decay=o.weight_decay, fused=True)
     bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
-    return bare, wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer, grad_scaler(dtype, ddp)
-
-
-def load_training_state(run, state):
-    """Take optimizer, scaler and averages over from a checkpoint (None: a new run)."""
-    if state is None:
-        return
-    run.optimizer.load_state_dict(state["optimizer"])
-    run.scaler.load_state_dict(state["scaler"])
-    if run.ema is not None:
-        run.ema.load_state_dict(state["ema"])
-
-
-def describe_run(run, state, unit, base_batch, ddp):
-    """Lines on how this start trains. base_batch: the global batch that lr was scaled to."""
-    o, accum, first = run.config.optim, run.micro_batches // ddp.world_size, []
-    if accum != run.config.training.accum:
-        first = [f"  accum is {accum} and not {run.config.training.accum}: it follows the ranks, "
-                 "so that the global batch stays"]
-    fewer = f", to the {base_batch:,} {unit} that there are" if base_batch < run.batch else ""
-    how = ("kept from the checkpoint" if state is not None else
-           "as given (scale none)" if o.scale == "none" else
-           f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
-           f"({scale_name(o.scale)}){fewer}")
-    lines = [*first, f"optim: lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}"]
-    if state is None and run.warmup >= run.n_iters:
-        lines.append(f"ATTENTION: the warm-up ({run.warmup:,} steps) lasts to the end "
-                     f"({run.n_iters:,} steps): the learning rate reaches "
-                     f"{100 * run.n_iters / run.warmup:.0f} % of its value; lower optim.warmup or "
-                     "train longer")
-    lines.append(f"results: {run.work_dir}, " + (
-        "a new run" if not run.path else f"finished, {run.path}" if is_finished(run) else
-        f"continuing from step {run.progress['step']:,} of {run.path}"))
-    elsewhere = machine_differences(state, ddp) if state is not None else ""
-    if elsewhere:
-        lines.append(f"  saved elsewhere ({elsewhere}): the run goes on, but not to the last bit "
-                     "as it would have")
-    return lines
-
-
-def print_lines(ddp, lines):
-    """Print on rank 0, in at most 80 columns where words allow it."""
-    wrap = textwrap.TextWrapper(80, subsequent_indent="    ", break_long_words=False,
-                                break_on_hyphens=False)
-    print0(ddp, "\n".join(map(wrap.fill, lines)))
+    run = kind(config=config, path=former.path, bare=bare,
+               model=wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer=optimizer,
+               scaler=grad_scaler(fields["dtype"], ddp),
+               ema=make_ema(bare.parameters()) if make_ema else None, progress=progress,
+               schedule=schedule, n_iters=n_iters, steps_per_epoch=steps_per_epoch,
+               micro_batches=micro_batches, lr=lr, warmup=warmup, **fields)
+    for name in ("optimizer", "scaler", "ema"):
+        if state is not None and getattr(run, name) is not None:
+            getattr(run, name).load_state_dict(state[name])
+    return run
 
 
 # ---------------------------------------------------------------- the step
@@ -440,26 +330,7 @@ def check_in_sync(model, ddp):
                        "itself?")
 
 
-# ---------------------------------------------------------------- metrics, the best
-def step_values(run, norm, first_row, ddp):
-    """What every script logs of a step, by name."""
-    values = {"grad_norm": float(norm), "lr": run.optimizer.param_groups[0]["lr"],
-              "epoch": (run.progress["step"] - 1) // run.steps_per_epoch}
-    if run.progress["bad_steps"][0]:
-        values["bad_steps"] = run.progress["bad_steps"][0]
-    if run.scaler.is_enabled():
-        values["loss_scale"] = run.scaler.get_scale()
-    if first_row:   # of every start: the ranks may be others
-        values.update({"ddp/world_size": ddp.world_size, "ddp/effective_batch_size": run.batch,
-                       "ddp/scaled_lr": run.lr, "ddp/scaled_warmup": run.warmup})
-    return values
-
-
-def bad_steps_field(run):
-    """For RunLog.progress: how many steps were bad, once there are some."""
-    return {"bad steps": run.progress["bad_steps"][0]} if run.progress["bad_steps"][0] else {}
-
-
+# ---------------------------------------------------------------- the best
 def is_best(run, score, ddp, **values):
     """Is this evaluation the best so far? Rank 0 decides. Ends a run that no longer improves.
 
@@ -474,199 +345,3 @@ def is_best(run, score, ddp, **values):
     if t.patience is not None and progress["bad_evals"] >= t.patience:
         progress["finished"] = "early stop"
     return improved
-
-
-# ---------------------------------------------------------------- launch and command line
-def add_launch_arguments(parser):
-    """Add the launch options of all scripts to an argparse parser."""
-    add = parser.add_argument_group("launch").add_argument
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
-    add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
-    add("--ipex", default="auto", choices=("auto", "on", "off"),
-        help="Intel's extension for PyTorch; auto: on an XPU whose torch has no xccl")
-    add("--ranks", type=int, help="refuse any other number of ranks")
-    add("--init_timeout", type=float, default=300.0, help="seconds to wait for all ranks")
-    add("--nproc_per_node", type=int, help="start so many ranks on this node, with torch's "
-                                           "launcher (with --nnodes by default: its accelerators)")
-    add("--nnodes", type=int, help="nodes on which this command is given, by hand")
-    add("--node_rank", type=int, help="this node, 0 to nnodes - 1")
-    add("--master_addr", help="host of node 0")
-    add("--master_port", type=int, help="a free port of node 0 (default 29500)")
-
-
-def hand_over(args, argv):
-    """Where --nnodes or --nproc_per_node is given, run this script on as many ranks, with the other
-    arguments of `argv`, and leave with their exit code. Does nothing otherwise.
-
-    Raises: ValueError for options that do not fit together."""
-    if args.nnodes is None and args.nproc_per_node is None:
-        stray = [name for name in ("node_rank", "master_addr", "master_port")
-                 if getattr(args, name) is not None]
-        if stray:
-            raise ValueError(f"--{stray[0]} is given without --nnodes. Expected --nnodes N "
-                             "--node_rank R --master_addr HOST [--master_port P] "
-                             "[--nproc_per_node M].")
-        return
-    place = detect_launcher(os.environ)
-    if place.world_size > 1:
-        raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
-                         f"started {place.world_size} already. Leave one of the two out.")
-    nnodes, rank = args.nnodes or 1, args.node_rank or 0
-    if nnodes > 1 and (args.node_rank is None or args.master_addr is None):
-        raise ValueError(f"--nnodes {nnodes} needs --node_rank (0 to {nnodes - 1}) and "
-                         "--master_addr (host of node 0)")
-    if not 0 <= rank < nnodes:
-        raise ValueError(f"--node_rank {rank} is outside 0 to {nnodes - 1}")
-    devices = torch.cuda.device_count() or (hasattr(torch, "xpu") and torch.xpu.device_count()) or 1
-    per_node = args.nproc_per_node or (1 if args.device == "cpu" else devices)
-    rest = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--nnodes", "--node_rank", "--master_addr", "--master_port", "--nproc_per_node"):
-        rest.add_argument(option)
-    command = ["-u", sys.argv[0], *rest.parse_known_args(argv)[1]]
-    print(f"starting {per_node} rank(s) here, on node {rank} of {nnodes}, with torch's launcher",
-          flush=True)
-    alone = nnodes == 1 and not args.master_addr and not args.master_port
-    host, port = args.master_addr or "127.0.0.1", args.master_port or 29500
-    endpoint = "localhost:0" if alone else f"{host}:{port}"
-    sys.exit(run_ranks(command, per_node, nnodes, rank, "c10d" if alone else "static", endpoint))
-
-
-def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
-    """Run the ranks of this node under torch's agent, without its reports; returns their exit code.
-
-    command: what follows the interpreter. meeting, endpoint: torch's rendezvous, "c10d" or
-    "static", and where. A signal is passed on to the ranks, which have SAVING_SECONDS to save."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-    logging.disable()   # its tables of errors would hide our last line
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    os.environ.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
-    place = RendezvousParameters(meeting, endpoint, f"{os.getpid()}" if nnodes == 1 else "by hand",
-                                 nnodes, nnodes, rank=node_rank, timeout=900)
-    host, _, port = endpoint.rpartition(":")
-    fixed = {} if meeting == "c10d" else {"master_addr": host, "master_port": int(port)}
-    spec = WorkerSpec("rank", per_node, registry.get_rendezvous_handler(place),
-                      entrypoint=sys.executable, args=tuple(command), max_restarts=0,
-                      monitor_interval=0.1, **fixed)
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
-    agent._shutdown_timeout = SAVING_SECONDS
-    try:
-        codes = [failure.exitcode for failure in agent.run().failures.values()]
-    except SignalException:
-        handlers = agent._pcontext.subprocess_handlers if agent._pcontext else {}
-        codes = [handler.proc.returncode for handler in handlers.values()] or [130]
-    except KeyboardInterrupt:   # before the ranks were started
-        return 130
-    except (RuntimeError, OSError, ValueError) as e:
-        print(f"error: torch's launcher: {e}", file=sys.stderr)
-        return 1
-    # When a rank has left, torch's agent ends the others by SIGTERM: they leave with AGAIN, or are
-    # ended by it while they leave anyway. A rank that was killed has another negative code.
-    failed = [code for code in codes if code not in (0, AGAIN, -signal.SIGTERM)]
-    if failed:
-        return next((code for code in failed if code > 0), 1)
-    return AGAIN if AGAIN in codes else int(any(codes))
-
-
-class Script(NamedTuple):
-    """What run_script needs of a training script."""
-    make_parser: Any      # () -> argparse parser of all options
-    read_arguments: Any   # (argv) -> (options, config), or ValueError
-    describe_plan: Any    # (config, text of --plan) -> text
-    prepare: Any          # (config, ddp, work_dir, options) -> Run
-    train: Any            # (run, ddp) -> dict
-    name: str = ""        # of the run folder below runs/ where no --config names it
-
-
-def run_script(script, argv=None):
-    """The command line of a training script; ends the process with an exit code other than 0 where
-    the run did not finish."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "-h" in argv or "--help" in argv:
-        script.make_parser().parse_args(["--help"])
-    began, problem, early, limit = time.time(), None, launch_options([]), None
-    options = config = None
-    try:
-        early = launch_options(argv)
-        if early.plan is None:
-            options, config = script.read_arguments(argv)
-            hand_over(early, argv)
-            # The watchdog, which names who is late, is to be sooner than a collective's own limit.
-            limit = 6 * 3600.0 if config.monitoring.watchdog_minutes else None
-    except (ValueError, RuntimeError) as e:
-        problem = ValueError(e)   # said below, once
-    name = Path(early.config).stem if early.config else script.name
-    work_dir = early.work_dir or (os.path.join("runs", name) if name else None)
-    try:
-        if early.plan is not None:
-            return print(script.describe_plan(script.read_arguments(argv)[1], early.plan))
-        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=limit,
-                        init_timeout=early.init_timeout, ipex=early.ipex)
-    except (ValueError, RuntimeError, OSError) as e:
-        code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
-        print(f"error: {e}", file=sys.stderr)
-        if early.plan is None:
-            replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first
-        sys.exit(code)
-    except KeyboardInterrupt:   # nothing runs yet
-        replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)
-        sys.exit(130)
-    with ddp:
-        run = prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp)
-        result = script.train(run, ddp)
-    if "stopped" in result:
-        sys.exit(AGAIN)
-
-
-def add_run_arguments(parser, *work_dir):
-    """Add the options on a run that all scripts have. work_dir: names of that for its folder."""
-    add = parser.add_argument
-    add(*work_dir, dest="work_dir", help="run folder (default runs/CONFIG_NAME)")
-    add("--resume", help="continue from this checkpoint")
-    add("--fresh", action="store_true", help="start over; the old run folder is renamed")
-    add("--plan", help="print batch, learning rate and warm-up for ranks such as 1,2,4,8")
-    add("overrides", nargs="*", metavar="section.key=value")
-    add_launch_arguments(parser)
-
-
-def launch_options(argv):
-    """The options that are needed before the ranks can meet; all others are left alone."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    add_launch_arguments(parser)
-    parser.add_argument("--config")
-    parser.add_argument("--work_dir", "--output_dir")
-    parser.add_argument("--plan")
-    parser.add_argument("--no_cuda", action="store_true")
-    early = parser.parse_known_args(argv)[0]
-    if early.no_cuda:
-        if early.device not in ("auto", "cpu"):
-            raise ValueError(f"command line: --no_cuda with --device {early.device}; expected one "
-                             "of the two.")
-        early.device = "cpu"
-    return early
-
-
-def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp):
-    """Prepare the run; what is wrong with the arguments or data ends all ranks with one line.
-
-    early: see launch_options. problem: found before the ranks met, or None."""
-    former, watched = read_status(work_dir), None
-    if ddp.is_main and replace_status(work_dir, None, "starting"):
-        watched = work_dir   # whatever ends this start writes its outcome there
-    try:
-        if problem:
-            raise problem
-        # While loading, no less than the ranks had for meeting; Ctrl-C ends it at once.
-        minutes = config.monitoring.watchdog_minutes
-        signals = [name for name in config.training.stop_signals if name != "SIGINT"]
-        watch_run(ddp, watched, minutes and max(minutes, early.init_timeout / 60), signals)
-        return script.prepare(config, ddp, work_dir, options)
-    except (ValueError, OSError) as e:
-        watch_run(ddp, None, minutes=0, signals=())
-        if ddp.is_main:
-            replace_status(work_dir, BAD_INPUT, str(e),
-                           finished=former if former.get("code") == 0 else None)
-        # Rank 0 first puts status.json right: the failure of another one waits for that.
-        abort(ddp, f"error: {e}", code=BAD_INPUT, secondary=not ddp.is_main)

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ddp_setup  # noqa: E402
 from ddp_setup import (all_mean, all_sum, autocast, broadcast,  # noqa: E402
                        detect_launcher, optimize_with_ipex, print0, setup_ddp, wrap_ddp)
-from train_loop import add_launch_arguments, check_in_sync, hand_over  # noqa: E402
+from run_script import add_launch_arguments, hand_over  # noqa: E402
+from train_loop import check_in_sync  # noqa: E402
 from proteinmpnn_model import ProteinMPNN  # noqa: E402
 from sedd_model import SEDD  # noqa: E402
 

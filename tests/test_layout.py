@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 MODELS = {"sedd_model", "sedd_diffusion", "proteinmpnn_model"}
 DATA = {"sequence_data", "sequence_batches", "structure_data"}
-SHARED = {"ddp_setup", "ddp_guard", "train_loop", "run_config", "run_dir", "run_log"}
+SHARED = {"ddp_setup", "ddp_guard", "train_loop", "run_config", "run_dir", "run_log", "run_script"}
 
 # file: (imports of ours, packages imported at its top, packages imported only inside functions).
 # A file that is not here has no place in the design yet. What may use torch at its top may use numpy inside a
@@ -28,9 +28,11 @@ TABLE = {
     "ddp_guard": (set(), set(), set()),
     "run_dir": ({"ddp_setup", "run_config", "run_log"}, {"torch"}, set()),
     "run_log": (set(), set(), {"tqdm", "torch", "tensorboard", "wandb", "matplotlib"}),
-    "train_loop": ({"ddp_setup", "run_config", "run_dir"}, {"torch"}, set()),
-    "sedd_eval": ({"ddp_setup", "sequence_batches", "sequence_data", "sedd_diffusion"}, {"torch", "numpy"}, set()),
+    "run_script": ({"ddp_setup", "run_config", "run_dir", "train_loop"}, {"torch"}, set()),
+    "train_loop": ({"ddp_setup", "run_dir"}, {"torch"}, set()),
+    "sedd_eval": ({"ddp_setup", "run_dir", "run_log", "train_loop", "sequence_batches", "sequence_data", "sedd_diffusion"}, {"torch", "numpy"}, set()),
     "dpo_reference": ({"ddp_setup", "structure_data", "proteinmpnn_model"}, {"torch"}, set()),
+    "dpo_eval": ({"ddp_setup", "dpo_reference", "run_dir", "train_loop", "structure_data", "proteinmpnn_model"}, {"torch"}, set()),
     "sedd_model": (set(), {"torch"}, set()),
     "sedd_diffusion": (set(), {"torch"}, set()),
     "proteinmpnn_model": (set(), {"torch"}, set()),
@@ -39,7 +41,7 @@ TABLE = {
     "structure_data": ({"sequence_data"}, {"torch", "numpy", "gemmi"}, set()),
     "train_sedd_ddp": (SHARED | {"sequence_data", "sequence_batches", "sedd_model",
                                  "sedd_diffusion", "sedd_eval"}, {"torch", "numpy"}, set()),
-    "train_dpo_ddp": (SHARED | {"structure_data", "proteinmpnn_model", "dpo_reference"},
+    "train_dpo_ddp": (SHARED | {"structure_data", "proteinmpnn_model", "dpo_reference", "dpo_eval"},
                       {"torch", "numpy"}, set()),
     "sample_sedd": (MODELS | DATA, {"torch", "numpy"}, set()),
     "sample_proteinmpnn": (MODELS | DATA, {"torch", "numpy"}, set()),
@@ -47,8 +49,10 @@ TABLE = {
     "bench_ddp": (SHARED | MODELS | DATA | {"train_sedd_ddp", "train_dpo_ddp"}, {"torch", "numpy"},
                   {"matplotlib"}),
     "plot_run": ({"run_log"}, {"numpy"}, {"matplotlib"}),
-    "test_aurora_ddp": ({"ddp_setup", "ddp_guard", "run_config", "train_loop"}, {"torch", "numpy", "pytest"}, {"mpi4py"}),
-    "test_dtype": ({"ddp_setup", "run_config", "train_loop"} | MODELS, {"torch", "numpy", "pytest"}, {"intel_extension_for_pytorch"}),
+    "test_aurora_ddp": ({"ddp_setup", "ddp_guard", "run_config", "run_script", "train_loop"},
+                        {"torch", "numpy", "pytest"}, {"mpi4py"}),
+    "test_dtype": ({"ddp_setup", "run_config", "run_script"} | MODELS,
+                   {"torch", "numpy", "pytest"}, {"intel_extension_for_pytorch"}),
 }
 
 # Not needed to train; whoever lacks them must be able to import every file.

@@ -177,6 +177,15 @@ def test_the_command_line_prevails_over_the_file_and_its_last_word_over_its_firs
     assert config == Config(seed=7, name="a=b", optim=Optim(3e-4, 5, (0.8, 0.9)))
 
 
+def test_an_option_of_its_own_prevails_and_gives_text_as_it_is_to_a_field_of_text():
+    flags = {"optim.lr": "3e-4", "name": "010: [x", "seed": None,
+             "memory.max_memory_per_gpu": "0.5"}
+    config = load_config(Config, None, ["optim.lr=1e-4", "seed=7", "name=a"], flags)
+    assert config == Config(7, "010: [x", optim=Optim(3e-4), memory=Memory(max_memory_per_gpu=0.5))
+    with pytest.raises(ValueError, match="command line, 'optim.lr=fast': optim.lr: found 'fast'"):
+        load_config(Config, None, (), {"optim.lr": "fast"})
+
+
 @pytest.mark.parametrize("override, says", [
     ("optim.lr", "expected section.key=value"), ("=3", "expected section.key=value"),
     ("optim.lr=", "optim.lr: found nothing"), ("optim={lr: 1}", "is a section"),

@@ -19,12 +19,13 @@ from ddp_setup import Ddp, load_checkpoint
 from launchers import need, run_ranks
 from proteinmpnn_model import ALPHABET, from_checkpoint, load_proteinmpnn, random_proteinmpnn, save_proteinmpnn
 from run_config import dump_yaml, load_config
-from structure_data import Chain, Complex, Pair, Structure, demo_pairs, read_pairs
+from structure_data import (Chain, Complex, Pair, PairPlan, Structure, demo_pairs, load_pairs,
+                            read_pairs)
 from test_proteinmpnn_model import plain_log_probs
 from dpo_reference import Reference, make_batch, orders_of, pair_scores
-from train_dpo_ddp import (Config, Loss, MicroBatches, PairPlan, Validation, check_config,
-                           describe_plan, load_pairs, main, micro_batch_loss, objective,
-                           preference_loss, read_arguments)
+from dpo_eval import Validation
+from train_dpo_ddp import (Config, Loss, MicroBatches, check_config, describe_plan, main,
+                           micro_batch_loss, objective, preference_loss, read_arguments)
 from train_loop import Schedule, global_gradient
 from training import (  # noqa: F401 (the fixture one_thread)
     CLOCK, NAN_LOSS, ROOT, command_lines, one_thread, rows, same_run, steps_with_a_nan, timeless, words)
@@ -279,7 +280,7 @@ def test_scores_of_mixed_batches_are_those_of_each_sequence_alone(settings):
 def test_validation_means_are_over_pairs_each_once_with_recovery_and_kl_on_natives():
     config = tiny()
     policy, reference, pairs = sizes(config)
-    v = Validation(pairs, reference, config)
+    v = Validation(pairs, reference, config, objective)
     v.table = torch.tensor([[alone(reference.model, p, S, orders_of(p, config.loss, 0))
                              for S in (p.chosen, p.rejected)] for p in pairs])
     found = v(policy, Ddp())
@@ -314,7 +315,7 @@ def test_recovery_is_one_for_a_model_that_always_says_the_native_letter():
                    chain.numbers)
     complex = Complex(Structure("w", {"A": only_w}), ["A"])
     pair = Pair(complex, pairs[0].chosen, pairs[0].rejected, pairs[0].chain_M)
-    v = Validation([pair], reference, tiny())
+    v = Validation([pair], reference, tiny(), objective)
     v.table = torch.zeros(1, 2)
     for letter, expected in (("W", 1), ("C", 0)):
         model = random_proteinmpnn(0, **SMALL)
@@ -350,7 +351,7 @@ def gradients(ddp, reference=False):
     config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2)
     policy, ref, pairs = sizes(config)
     policy, ref.model, ref.ddp = policy.double(), ref.model.double(), ddp
-    plan, out, numbers = PairPlan(pairs, config, 4), [], set()
+    plan, out, numbers = PairPlan(pairs, 0, 4, config.training.batch_size), [], set()
     schedule = Schedule(plan.item_of, 4, ddp, 0, 2)
     model, items, data = wrap_ddp(policy, ddp), iter(schedule), MicroBatches(pairs, config.loss, 0)
     for step in range(2):
@@ -885,7 +886,7 @@ def test_positions_for_all_pairs_need_fit_those_alone_that_have_none_of_their_ow
     (files / "own.json").write_text(json.dumps(entries))
     config = load_config(Config, None, [f"data.train_data={files}/own.json",
                                         f"data.mutable_positions=A{last}"])
-    told = " ".join(load_pairs(config, lambda: None)[2])
+    told = " ".join(load_pairs(config.data, seed=0).description)
     assert min(lengths) < last
     assert f"mutable where a pair gives none: 1 positions by chain and number in the file: A{last}" in told
 

@@ -10,10 +10,12 @@ import torch
 
 from ddp_setup import Ddp, load_checkpoint, save_checkpoint
 from launchers import run_ranks, start_ranks
-from run_dir import check_resume, machine_differences, read_status, replace_status, write_status
+from run_config import CommonTraining
+from run_dir import Former, check_resume, machine_differences, read_status, replace_status, write_status
+from run_script import describe_run, hand_over
 from sedd_model import EMA
-from train_loop import (CommonTraining, Run, Schedule, describe_run, first_batches,
-                        global_gradient, hand_over, is_best, read_flags, scale_for_batch, take_step)
+from train_loop import (Run, Schedule, first_batches, global_gradient, is_best, read_flags,
+                        scale_for_batch, take_step)
 from training import ROOT
 
 WIDTH = 3
@@ -180,8 +182,9 @@ def test_a_checkpoint_with_weights_that_are_nan_is_refused_by_the_name_of_the_te
     state = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "config": {},
              "data": {"n": 1, "hash": ""}, "micro_batches": 1}
     # noqa: E731
-    resume = lambda: check_resume(state, "last.pt", "train.py", ("model",), lambda _: [], (),
-                                  model.state_dict(), "rows", state["data"], 1)
+    former = Former("last.pt", state, lambda _: [], ())
+    resume = lambda: check_resume(former, "train.py", ("model",), model.state_dict(), "rows",
+                                  state["data"], 1, Ddp())
     assert resume() == 1
     state["model"]["bias"][1] = math.nan
     with pytest.raises(ValueError,
@@ -228,7 +231,7 @@ def test_launch_options_that_do_not_fit_together_are_refused(given, words):
 RANKS = """
 import argparse, os, signal, sys, time
 sys.path.insert(0, {root!r})
-from train_loop import add_launch_arguments, hand_over
+from run_script import add_launch_arguments, hand_over
 parser = argparse.ArgumentParser()
 parser.add_argument("--end")
 add_launch_arguments(parser)

@@ -31,9 +31,10 @@ from run_log import write_text_atomic
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode,
                            read_sequences)
-from train_sedd_ddp import (Config, MicroBatches, Validation, check_config, describe_plan, main,
-                            make_reader, make_schedule, prepare, result_lines, sample_proteins,
-                            train)
+from sedd_eval import Validation, result_lines, sample_proteins
+from train_loop import Schedule
+from train_sedd_ddp import (Config, MicroBatches, check_config, describe_plan, main, make_reader,
+                            prepare, train)
 
 from training import (  # noqa: F401 (the fixture one_thread)
     NAN_LOSS, ROOT, command_lines, losses, one_thread, rows, same_run, steps_with_a_nan, timeless, words)
@@ -212,8 +213,8 @@ def items_of(proteins, config, first, n):
     found = {}
     for rank in range(n):
         reader = make_reader(config, proteins, 4, Ddp())
-        for step, micro, epoch, part, width in make_schedule(reader, Ddp(rank=rank, world_size=n),
-                                                             first, 45):
+        ddp = Ddp(rank=rank, world_size=n)
+        for step, micro, epoch, part, width in Schedule(reader.item_of, 4, ddp, first, 45):
             assert (step, micro) not in found
             found[step, micro] = epoch, [decode(part[i]) for i in range(len(part))], width
     return found

@@ -1,0 +1,200 @@
+"""What fine-tuning by DPO gains: metrics of pairs, validation, the best model, the final table.
+
+All of it is the same for any number of ranks.
+"""
+import math
+import textwrap
+import time
+
+import torch
+
+from ddp_setup import all_sum, beat, save_checkpoint
+from dpo_reference import make_batch
+from proteinmpnn_model import ALPHABET, to_checkpoint
+from run_dir import ADVICE, Diverged, before_saving
+from structure_data import Pair, eval_batches
+from train_loop import is_best, unpack
+
+# Sums over pairs, of which metrics are made. rewards: beta x log-ratio to the reference (to 1
+# without a reference).
+SUMS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
+        "logps/chosen", "logps/rejected", "entropy", "residues")
+
+
+def metrics_of(sums, pairs, prefix=""):
+    """Means over pairs, by name."""
+    values = {prefix + name: float(x) / (float(pairs) or math.nan) for name, x in zip(SUMS, sums)}
+    values.pop(f"{prefix}residues")
+    chosen, rejected = (values[f"{prefix}rewards/{side}"] for side in ("chosen", "rejected"))
+    values[f"{prefix}rewards/margins"] = chosen - rejected
+    return values
+
+
+class Validation:
+    """Loss and rewards of every validation pair, under orders that stay, in float32.
+
+    The same for any number of ranks: each pair is computed once, on one rank, and means are taken
+    over the gathered values. Beside it, on the native sequence of every design problem (complex and
+    designed positions) among the pairs, means over scored residues: recovery, the share of native
+    letters that are the policy's first choice given the letters decoded before, and the KL
+    divergence of the policy's choice from the reference's, in nats.
+    """
+
+    def __init__(self, pairs, reference, config, objective):
+        """objective: function (log-probabilities, batch, reference scores, section Loss) -> (loss
+        of each pair, columns of SUMS), as in training."""
+        self.pairs, self.reference, self.config, self.table = pairs, reference, config, None
+        self.objective = objective
+        natives, size, unknown = {}, config.training.batch_size, ALPHABET.index("X")
+        for pair in pairs:
+            native = pair.complex.S[:len(pair.chain_M)]
+            asked = pair.chain_M & (native != unknown)
+            if (asked & pair.complex.mask[:len(asked)]).any():
+                key = pair.complex.key, asked.tobytes()
+                natives.setdefault(key, Pair(pair.complex, native, native, asked))
+        self.natives = list(natives.values())
+        self.batches, self.native_batches = (eval_batches(p, size) for p in (pairs, self.natives))
+
+    @torch.no_grad()
+    def __call__(self, model, ddp):
+        """Metrics by name. model: the bare one; put into eval mode and back."""
+        loss, was_training, _ = self.config.loss, model.training, model.eval()
+        values = torch.zeros(len(self.pairs), len(SUMS), dtype=torch.float64)
+        natives = torch.zeros(len(self.natives), 3, dtype=torch.float64)   # recovered, KL, residues
+        for indices in self.batches[ddp.rank::ddp.world_size]:
+            batch, log_probs = self._forward(model, self.pairs, indices)
+            ref = torch.zeros_like(batch["weight"][:, :2])
+            if self.reference.needed:
+                ref = self.table[batch["indices"]]
+            values[indices] = self.objective(log_probs, batch, ref, loss)[1].cpu()
+            beat(ddp)
+        for indices in self.native_batches[ddp.rank::ddp.world_size]:
+            batch, log_probs = self._forward(model, self.natives, indices)
+            right = (log_probs.argmax(-1) == batch["S"]).float()
+            difference = log_probs - self.reference.log_probs(batch)
+            kl = (log_probs.exp() * difference).sum(-1)
+            for k, each in enumerate((right, kl)):
+                sums = (each[batch["index"][..., 0]].mean(1) * batch["weight"]).sum(-1)
+                natives[indices, k] = sums.double().cpu()
+            natives[indices, 2] = batch["n"].double().cpu()
+            beat(ddp)
+        model.train(was_training)
+        sums = all_sum(values, ddp).sum(0)
+        recovered, kl, residues = all_sum(natives, ddp).sum(0).tolist()
+        per_residue = sums[SUMS.index("logps/chosen")] / sums[SUMS.index("residues")]
+        return {**metrics_of(sums, len(self.pairs), "val/"),
+                "val/logps/chosen_per_residue": float(per_residue),
+                "val/recovery": recovered / max(residues, 1),
+                "val/kl": max(kl / max(residues, 1), 0.0)}   # of equal models: rounding
+
+    def _forward(self, model, pairs, indices):
+        """(batch on the device, log-probabilities (M, L, 21)) of these pairs."""
+        batch = make_batch(pairs, indices.tolist(), self.config.loss, self.config.training.seed)
+        batch = self.reference.to_device(batch, pairs)
+        return batch, model(batch["graph"], batch["S"], batch["order"], batch["structure"])
+
+
+def evaluate_base(run, log, ddp):
+    """At the start of a run: what the base weights do. Returns metrics by name, none without
+    validation pairs.
+
+    Without those, training itself tells how far log-probabilities are from those under the base
+    weights; where it cannot, as these are not known or without dropout, how far from those of the
+    first epoch."""
+    progress, validation = run.progress, run.validation
+    if progress["start"] is not None:
+        return {}
+    if validation is None:
+        if run.reference.needed and not run.config.model.dropout:
+            progress["start"] = 0.0
+        return {}
+    values = validation(run.bare, ddp)
+    log.metrics(0, values)
+    log.say(f"step 0: validation {short_result(values)}, recovery {values['val/recovery']:.3f}")
+    warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
+    keep_best(run, log, values, values["val/loss"], ddp)
+    return values
+
+
+def evaluate(run, log, values, at_end, epoch_began, ddp):
+    """Validate, add to `values`, keep the best model. at_end: of an epoch, or of the run."""
+    step, per_epoch, epoch = run.progress["step"], run.steps_per_epoch, unpack(run.sums)
+    trained = metrics_of(epoch.sums, epoch.count)
+    text = f"train {short_result(trained, '')}"
+    if run.validation is not None:
+        found = run.validation(run.bare, ddp)
+        values.update(found)
+        text += f", validation {short_result(found)}"
+        if not at_end:
+            log.say(f"step {step:,}: validation {short_result(found)}")
+        warn_of_fall(run, log, found["val/logps/chosen_per_residue"])
+    elif float(epoch.count) and at_end:
+        sums = dict(zip(SUMS, epoch.sums.tolist()))
+        warn_of_fall(run, log, sums["rewards/chosen"] / sums["residues"] / run.config.loss.beta)
+    if at_end:
+        log.say(f"epoch {-(-step // per_epoch)}/{-(-run.n_iters // per_epoch)}: {text}, "
+                f"{time.perf_counter() - epoch_began:.0f} s")
+    if step % per_epoch == 0:
+        values.update({f"epoch/{k}": trained[k] for k in ("loss", "rewards/accuracies")})
+    if run.validation is not None or float(epoch.count):
+        keep_best(run, log, values, values.get("val/loss", trained["loss"]), ddp)
+    elif step == run.n_iters and run.progress["best"] is None:
+        raise Diverged(f"step {step}: all steps had a nan or infinite loss or gradient; "
+                       f"expected finite numbers. {ADVICE}")
+
+
+def warn_of_fall(run, log, now):
+    """Warn, once, of chosen sequences that become less likely. now: their log-probability per
+    residue."""
+    progress = run.progress
+    if progress["start"] is None:
+        progress["start"] = now
+    fall = progress["start"] - now
+    if progress["fallen"] or fall <= run.config.monitoring.fall:
+        return
+    progress["fallen"] = True
+    log.say(textwrap.fill(
+        f"ATTENTION: chosen sequences have become less likely, by {fall:.3f} nats per residue "
+        "since the start. DPO may widen the margin so, rejected ones falling faster. If designs "
+        "suffer: set loss.sft (1, say), raise loss.beta, lower optim.lr, or stop earlier.", 80,
+        subsequent_indent="    "))
+
+
+def keep_best(run, log, values, score, ddp):
+    """Write best_model.pt if this is the best evaluation so far. score: lower is better."""
+    if not math.isfinite(score):
+        raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
+                       f"number. {ADVICE}")
+    if is_best(run, score, ddp, **{k: v for k, v in values.items() if k.startswith("val/")}):
+        save_model(run, log, ddp, "best_model.pt")
+
+
+def save_model(run, log, ddp, name):
+    """The weights as other ProteinMPNN tools read them."""
+    before_saving(run, log, ddp)
+    step = run.progress["step"]
+    save_checkpoint(str(run.work_dir / name), ddp, resumes=False,
+                    **to_checkpoint(run.bare, epoch=step // run.steps_per_epoch, step=step))
+
+
+def short_result(values, prefix="val/"):
+    return (f"loss {values[prefix + 'loss']:.4f} acc "
+            f"{values[prefix + 'rewards/accuracies']:.3f}")
+
+
+def result_lines(result, progress, folder):
+    """What a person wants to know at the end: a table of validation, and where things are."""
+    best, lines = progress["best"] or {"step": result["step"]}, []
+    columns = {"val/loss": 4, "val/rewards/accuracies": 3, "val/rewards/margins": 3,
+               "val/recovery": 3, "val/kl": 4}   # decimals
+    if "val/loss" in result and "val/loss" in best:
+        lines.append("  validation       loss   accuracy     margin   recovery         KL")
+        for name, row in (("best", best), ("latest", result)):
+            numbers = (f"{row[k]:.{decimals}f}" if abs(row[k]) < 1e5 else f"{row[k]:.2e}"
+                       for k, decimals in columns.items())
+            lines.append(f"  {name:<10}" + "".join(f" {text:>10}" for text in numbers))
+    if best["step"] == 0:
+        lines.append("  ATTENTION: no evaluation was better than the base weights, which "
+                     "best_model.pt therefore holds")
+    return [*lines, f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
+                    "latest_model.pt", f"  metrics   {folder / 'metrics.jsonl'}"]

@@ -1,0 +1,308 @@
+"""The command line of a training script: options, torch's launcher, one message for all ranks.
+
+    run_script(Script(make_parser, read_arguments, describe_plan, prepare, train))
+
+A start goes in this order: read the options, start ranks where the options ask for it, let the
+ranks meet, prepare, train. What is wrong before the training is printed once, written into the run
+folder's status.json, and ends all ranks with exit code 2. Other codes: 0 finished, 75 stopped with
+work left, 1 an error, 130 Ctrl-C. Below that: what --plan and the start of a run print.
+"""
+import argparse
+import logging
+import os
+import re
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_setup import (AGAIN, BAD_INPUT, abort, detect_launcher, print0, setup_ddp, watch_run)
+from run_config import Parser
+from run_dir import is_finished, machine_differences, read_status, replace_status
+from train_loop import scale_for_batch
+
+SAVING_SECONDS = 600   # that the ranks have to save and leave after a signal to the launcher
+
+
+# ---------------------------------------------------------------- the start of a script
+class Script(NamedTuple):
+    """What run_script needs of a training script."""
+    make_parser: Any      # () -> argparse parser of all options
+    read_arguments: Any   # (argv) -> (options, config), or ValueError
+    describe_plan: Any    # (config, text of --plan) -> text
+    prepare: Any          # (config, ddp, work_dir, options) -> Run
+    train: Any            # (run, ddp) -> dict
+    name: str = ""        # of the run folder below runs/ where no --config names it
+
+
+def run_script(script, argv=None):
+    """The command line of a training script; ends the process with an exit code other than 0 where
+    the run did not finish."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "-h" in argv or "--help" in argv:
+        script.make_parser().parse_args(["--help"])
+    began, problem, early, limit = time.time(), None, launch_options([]), None
+    options = config = None
+    try:
+        early = launch_options(argv)
+        if early.plan is None:
+            options, config = script.read_arguments(argv)
+            hand_over(early, argv)
+            # The watchdog, which names who is late, is to be sooner than a collective's own limit.
+            limit = 6 * 3600.0 if config.monitoring.watchdog_minutes else None
+    except (ValueError, RuntimeError) as e:
+        problem = ValueError(e)   # said below, once
+    name = Path(early.config).stem if early.config else script.name
+    work_dir = early.work_dir or (os.path.join("runs", name) if name else None)
+    try:
+        if early.plan is not None:
+            return print(script.describe_plan(script.read_arguments(argv)[1], early.plan))
+        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=limit,
+                        init_timeout=early.init_timeout, ipex=early.ipex)
+    except (ValueError, RuntimeError, OSError) as e:
+        code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
+        print(f"error: {e}", file=sys.stderr)
+        if early.plan is None:
+            replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first
+        sys.exit(code)
+    except KeyboardInterrupt:   # nothing runs yet
+        replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)
+        sys.exit(130)
+    with ddp:
+        run = prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp)
+        result = script.train(run, ddp)
+    if "stopped" in result:
+        sys.exit(AGAIN)
+
+
+def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp):
+    """Prepare the run; what is wrong with the arguments or data ends all ranks with one line.
+
+    early: see launch_options. problem: found before the ranks met, or None."""
+    former, watched = read_status(work_dir), None
+    if ddp.is_main and replace_status(work_dir, None, "starting"):
+        watched = work_dir   # whatever ends this start writes its outcome there
+    try:
+        if problem:
+            raise problem
+        # While loading, no less than the ranks had for meeting; Ctrl-C ends it at once.
+        minutes = config.monitoring.watchdog_minutes
+        signals = [name for name in config.training.stop_signals if name != "SIGINT"]
+        watch_run(ddp, watched, minutes and max(minutes, early.init_timeout / 60), signals)
+        return script.prepare(config, ddp, work_dir, options)
+    except (ValueError, OSError) as e:
+        watch_run(ddp, None, minutes=0, signals=())
+        if ddp.is_main:
+            replace_status(work_dir, BAD_INPUT, str(e),
+                           finished=former if former.get("code") == 0 else None)
+        # Rank 0 first puts status.json right: the failure of another one waits for that.
+        abort(ddp, f"error: {e}", code=BAD_INPUT, secondary=not ddp.is_main)
+
+
+# ---------------------------------------------------------------- options
+def add_run_arguments(parser, *work_dir):
+    """Add the options on a run that all scripts have. work_dir: names of that for its folder."""
+    add = parser.add_argument
+    add(*work_dir, dest="work_dir", help="run folder (default runs/CONFIG_NAME)")
+    add("--resume", help="continue from this checkpoint")
+    add("--fresh", action="store_true", help="start over; the old run folder is renamed")
+    add("--plan", help="print batch, learning rate and warm-up for ranks such as 1,2,4,8")
+    add("overrides", nargs="*", metavar="section.key=value")
+    add_launch_arguments(parser)
+
+
+def add_launch_arguments(parser):
+    """Add the launch options of all scripts to an argparse parser."""
+    add = parser.add_argument_group("launch").add_argument
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
+    add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
+    add("--ipex", default="auto", choices=("auto", "on", "off"),
+        help="Intel's extension for PyTorch; auto: on an XPU whose torch has no xccl")
+    add("--ranks", type=int, help="refuse any other number of ranks")
+    add("--init_timeout", type=float, default=300.0, help="seconds to wait for all ranks")
+    add("--nproc_per_node", type=int, help="start so many ranks on this node, with torch's "
+                                           "launcher (with --nnodes by default: its accelerators)")
+    add("--nnodes", type=int, help="nodes on which this command is given, by hand")
+    add("--node_rank", type=int, help="this node, 0 to nnodes - 1")
+    add("--master_addr", help="host of node 0")
+    add("--master_port", type=int, help="a free port of node 0 (default 29500)")
+
+
+def launch_options(argv):
+    """The options that are needed before the ranks can meet; all others are left alone."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_launch_arguments(parser)
+    parser.add_argument("--config")
+    parser.add_argument("--work_dir", "--output_dir")
+    parser.add_argument("--plan")
+    parser.add_argument("--no_cuda", action="store_true")
+    early = parser.parse_known_args(argv)[0]
+    if early.no_cuda:
+        if early.device not in ("auto", "cpu"):
+            raise ValueError(f"command line: --no_cuda with --device {early.device}; expected one "
+                             "of the two.")
+        early.device = "cpu"
+    return early
+
+
+# ---------------------------------------------------------------- torch's launcher
+def hand_over(args, argv):
+    """Where --nnodes or --nproc_per_node is given, run this script on as many ranks, with the other
+    arguments of `argv`, and leave with their exit code. Does nothing otherwise.
+
+    Raises: ValueError for options that do not fit together."""
+    if args.nnodes is None and args.nproc_per_node is None:
+        stray = [name for name in ("node_rank", "master_addr", "master_port")
+                 if getattr(args, name) is not None]
+        if stray:
+            raise ValueError(f"--{stray[0]} is given without --nnodes. Expected --nnodes N "
+                             "--node_rank R --master_addr HOST [--master_port P] "
+                             "[--nproc_per_node M].")
+        return
+    place = detect_launcher(os.environ)
+    if place.world_size > 1:
+        raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
+                         f"started {place.world_size} already. Leave one of the two out.")
+    nnodes, rank = args.nnodes or 1, args.node_rank or 0
+    if nnodes > 1 and (args.node_rank is None or args.master_addr is None):
+        raise ValueError(f"--nnodes {nnodes} needs --node_rank (0 to {nnodes - 1}) and "
+                         "--master_addr (host of node 0)")
+    if not 0 <= rank < nnodes:
+        raise ValueError(f"--node_rank {rank} is outside 0 to {nnodes - 1}")
+    devices = torch.cuda.device_count() or (hasattr(torch, "xpu") and torch.xpu.device_count()) or 1
+    per_node = args.nproc_per_node or (1 if args.device == "cpu" else devices)
+    rest = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--nnodes", "--node_rank", "--master_addr", "--master_port", "--nproc_per_node"):
+        rest.add_argument(option)
+    command = ["-u", sys.argv[0], *rest.parse_known_args(argv)[1]]
+    print(f"starting {per_node} rank(s) here, on node {rank} of {nnodes}, with torch's launcher",
+          flush=True)
+    alone = nnodes == 1 and not args.master_addr and not args.master_port
+    host, port = args.master_addr or "127.0.0.1", args.master_port or 29500
+    endpoint = "localhost:0" if alone else f"{host}:{port}"
+    sys.exit(run_ranks(command, per_node, nnodes, rank, "c10d" if alone else "static", endpoint))
+
+
+def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
+    """Run the ranks of this node under torch's agent, without its reports; returns their exit code.
+
+    command: what follows the interpreter. meeting, endpoint: torch's rendezvous, "c10d" or
+    "static", and where. A signal is passed on to the ranks, which have SAVING_SECONDS to save."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+    logging.disable()   # its tables of errors would hide our last line
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
+    place = RendezvousParameters(meeting, endpoint, f"{os.getpid()}" if nnodes == 1 else "by hand",
+                                 nnodes, nnodes, rank=node_rank, timeout=900)
+    host, _, port = endpoint.rpartition(":")
+    fixed = {} if meeting == "c10d" else {"master_addr": host, "master_port": int(port)}
+    spec = WorkerSpec("rank", per_node, registry.get_rendezvous_handler(place),
+                      entrypoint=sys.executable, args=tuple(command), max_restarts=0,
+                      monitor_interval=0.1, **fixed)
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
+    agent._shutdown_timeout = SAVING_SECONDS
+    try:
+        codes = [failure.exitcode for failure in agent.run().failures.values()]
+    except SignalException:
+        handlers = agent._pcontext.subprocess_handlers if agent._pcontext else {}
+        codes = [handler.proc.returncode for handler in handlers.values()] or [130]
+    except KeyboardInterrupt:   # before the ranks were started
+        return 130
+    except (RuntimeError, OSError, ValueError) as e:
+        print(f"error: torch's launcher: {e}", file=sys.stderr)
+        return 1
+    # When a rank has left, torch's agent ends the others by SIGTERM: they leave with AGAIN, or are
+    # ended by it while they leave anyway. A rank that was killed has another negative code.
+    failed = [code for code in codes if code not in (0, AGAIN, -signal.SIGTERM)]
+    if failed:
+        return next((code for code in failed if code > 0), 1)
+    return AGAIN if AGAIN in codes else int(any(codes))
+
+
+# ---------------------------------------------------------------- what is printed
+def plan_head(o, ranks, unit):
+    """(numbers of ranks from text such as "1,2,4,8", line on the scaling) for --plan."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", ranks):
+        raise ValueError(f"--plan {ranks}; expected numbers of ranks, such as 1,2,4,8")
+    base = f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else ""
+    return [int(n) for n in ranks.split(",")], (
+        f"optim.scale {scale_name(o.scale)}: from lr {o.lr:g} and warm-up {o.warmup:,}{base}")
+
+
+def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batch: (batch, "")):
+    """Table of what each number of ranks would do: global batch, learning rate, warm-up.
+
+    Args:
+        per_rank: batch of a rank in a micro-step.
+        title: of the column of the global batch, as wide as it is. more: of further columns.
+        outcome: function (ranks, global batch) -> (the global batch that there is data for, text
+            of further columns). Raises ValueError where training would be refused.
+    Returns: (lines, lines on what would be refused).
+    """
+    o, problems = config.optim, []
+    rows = [f"{'ranks':>6} {title} {'learning rate':>14} {'warm-up steps':>14}{more}"]
+    for n in numbers:
+        batch = n * config.training.accum * per_rank
+        row = f"{n:>6} {batch:>{len(title)},}"
+        try:
+            filled, columns = outcome(n, batch)
+        except ValueError as e:
+            problems.append(f"refused with {n} rank(s): {e}")
+            rows.append(f"{row} {'refused, see below':>14}")
+            continue
+        lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
+        rows.append(f"{row} {lr:>14.4g} {warmup:>14,}{columns}")
+    return rows, problems
+
+
+def describe_batch(run, per_rank, ddp, average=""):
+    """Line on the global batch. per_rank: text, what a rank takes in a micro-step."""
+    return (f"batch: {per_rank} x accum {len(run.schedule.mine)} x {ddp.world_size} rank(s) = "
+            f"{run.batch:,} per step{average}, {run.steps_per_epoch:,} steps per epoch, "
+            f"{run.n_iters:,} steps in all")
+
+
+def describe_run(run, state, unit, base_batch, ddp):
+    """Lines on how this start trains. base_batch: the global batch that lr was scaled to."""
+    o, accum, first = run.config.optim, run.micro_batches // ddp.world_size, []
+    if accum != run.config.training.accum:
+        first = [f"  accum is {accum} and not {run.config.training.accum}: it follows the ranks, "
+                 "so that the global batch stays"]
+    fewer = f", to the {base_batch:,} {unit} that there are" if base_batch < run.batch else ""
+    how = ("kept from the checkpoint" if state is not None else
+           "as given (scale none)" if o.scale == "none" else
+           f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
+           f"({scale_name(o.scale)}){fewer}")
+    lines = [*first, f"optim: lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}"]
+    if state is None and run.warmup >= run.n_iters:
+        lines.append(f"ATTENTION: the warm-up ({run.warmup:,} steps) lasts to the end "
+                     f"({run.n_iters:,} steps): the learning rate reaches "
+                     f"{100 * run.n_iters / run.warmup:.0f} % of its value; lower optim.warmup or "
+                     "train longer")
+    lines.append(f"results: {run.work_dir}, " + (
+        "a new run" if not run.path else f"finished, {run.path}" if is_finished(run) else
+        f"continuing from step {run.progress['step']:,} of {run.path}"))
+    elsewhere = machine_differences(state, ddp) if state is not None else ""
+    if elsewhere:
+        lines.append(f"  saved elsewhere ({elsewhere}): the run goes on, but not to the last bit "
+                     "as it would have")
+    return lines
+
+
+def scale_name(rule):
+    """The rule of scale_for_batch in words."""
+    return rule if isinstance(rule, str) else f"linear up to {rule['cap']:g} times"
+
+
+def print_lines(ddp, lines):
+    """Print on rank 0, in at most 80 columns where words allow it."""
+    wrap = textwrap.TextWrapper(80, subsequent_indent="    ", break_long_words=False,
+                                break_on_hyphens=False)
+    print0(ddp, "\n".join(map(wrap.fill, lines)))
