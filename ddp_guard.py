@@ -72,8 +72,7 @@ def supervise(command=None):
         return
     if command is None and not _is_wanted(os.environ):
         return
-    if _started_by_an_agent():    # torchrun and Open MPI leave ranks behind when they are killed
-        _die_with_parent(signal.SIGTERM)
+    _die_with_agent()
     # An own group of processes can be killed whole, with the DataLoader's workers. Not before a
     # terminal: there a group in the background cannot read.
     own_group = True
@@ -100,12 +99,10 @@ def supervise(command=None):
 
 
 def _is_wanted(environment):
-    if environment.get("DDP_GUARD") == "0" or os.name != "posix":
-        return False
-    if sys.gettrace() or "bdb" in sys.modules or "pydevd" in sys.modules:    # a debugger
-        return False
-    script = getattr(sys.modules.get("__main__"), "__file__", None)    # None: from stdin
-    if hasattr(sys, "ps1") or sys.flags.interactive or not script:
+    script = getattr(sys.modules.get("__main__"), "__file__", None)    # None: it comes from stdin
+    interactive = hasattr(sys, "ps1") or sys.flags.interactive or not script
+    debugged = sys.gettrace() or "bdb" in sys.modules or "pydevd" in sys.modules
+    if environment.get("DDP_GUARD") == "0" or os.name != "posix" or interactive or debugged:
         return False
     untried = [variable for variable in UNTRIED if variable in environment]
     if not untried or environment.get("DDP_GUARD") == "1":
@@ -122,13 +119,13 @@ def _die_with_parent(number):
         ctypes.CDLL(None).prctl(1, number, 0, 0, 0)    # PR_SET_PDEATHSIG
 
 
-def _started_by_an_agent():
-    """Is the parent torchrun's or Open MPI's? A shell in between may end at once: no sign then."""
-    if not {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
-        return False
-    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/comm") as file:
-        return not re.search(r"sh$|^env$|^numactl$", file.read().strip())
-    return False
+def _die_with_agent():
+    """torchrun and Open MPI leave ranks behind when they are killed. Not where a shell is the
+    parent: it may end at once."""
+    if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
+        with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/comm") as file:
+            if not re.search(r"sh$|^env$|^numactl$", file.read().strip()):
+                _die_with_parent(signal.SIGTERM)
 
 
 # ---------------------------------------------------------------- when must a run end?
@@ -147,14 +144,12 @@ class Verdict(NamedTuple):
 
 class Rank:
     """What a guard knows of a rank: of its own from the rank, of another from that one's guard."""
-    step = run_dir = stacks = None
-    limit = 0.0         # seconds that it may be without progress; 0: no limit
+    step = run_dir = stacks = failure = None    # failure: a Verdict
     checkpoint = (None, None)
-    place = None        # in the code, while stacks are wanted
-    failure = None      # a Verdict
-    bye = None          # in cleanup_ddp: seconds that others may take to come there
-    left = False        # cleanup_ddp is over
-    gone = False        # its guard is
+    limit = 0.0               # seconds that it may be without progress; 0: no limit
+    place = None              # in the code, while stacks are wanted
+    bye = None                # in cleanup_ddp: seconds that others may take to come there
+    left = gone = False       # cleanup_ddp is over; its guard has ended
 
     def __init__(self, number, processes, now):
         self.number, self.processes = number, processes    # host, its guard's process, its own
@@ -289,6 +284,7 @@ class Guard:
                 pause = TICK * max(1.0, 0.0 if self.stacks_wanted else self.size / 1000)
                 now = time.monotonic()
                 if now > ticked + pause + SUSPENDED:
+                    self.me.progress = now
                     self.watcher.forget_ages(now)
                 if self.urgent or now > ticked + pause:
                     ticked = now
@@ -320,8 +316,7 @@ class Guard:
                 self.hear(sock, json.loads(line), time.monotonic())
         except (OSError, ValueError, KeyError, TypeError):    # lost, or a stranger's nonsense
             data = b""
-        known = sock in (self.pipe, self.hub, *self.peers)
-        if not data or not known and len(self.unread[sock]) > 10_000:
+        if not data:
             self.lose(sock)
 
     def hear(self, sock, message, now):
@@ -332,7 +327,7 @@ class Guard:
             self.stacks_wanted = message.get("stacks", False)
             if "end" in message:
                 self.verdict = Verdict(*message["end"])
-        elif message.pop("token") == self.token:
+        elif message["token"] == self.token:
             if sock not in self.peers:
                 self.peers[sock] = Rank(message["number"], message["processes"], now)
                 self.watcher.ranks.append(self.peers[sock])
@@ -492,13 +487,14 @@ class Guard:
         saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
         saved += "" if step is None else f" (step {step})"
         again = (f"To go on, give the same command again ({self.launcher}, {self.size} rank(s)): "
-                 f"{shlex.join(['python', *sys.orig_argv[1:]])}"
+                 + shlex.join(["python", *sys.orig_argv[1:]])
                  if verdict.retry else "Mend the cause before the next start.")
         cause = verdict.cause.rstrip(".")
         cause = cause if len(cause) < 250 else f"{cause[:250]} ..."
-        needed = verdict.code == 2 or verdict.text.strip() != cause    # of several lines, or long
-        text = f"\n[{place}] {verdict.text.rstrip()}\n" if verdict.text and needed else "\n"
-        if verdict.code != 2:    # bad input: nothing ran, nothing to go on with
+        bad_input, text = verdict.code == 2, "\n"    # nothing ran, nothing to go on with
+        if bad_input or verdict.text.strip() not in ("", cause):
+            text += f"[{place}] {verdict.text.rstrip()}\n"
+        if not bad_input:
             text += f"FAILED: {place}: {cause}. {saved}. {again}\n"
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(text)
@@ -506,9 +502,10 @@ class Guard:
 
     def end_rank(self):
         """Kill the rank, its workers, and what does not answer on this host. Returns the code."""
-        here = [pids for host, *pids in self.verdict.silent if host == self.me.processes[0]]
-        group = [-self.process.pid] if self.own_group else []
-        for pid in (*sum(here, []), *group):
+        pids = [-self.process.pid] if self.own_group else []
+        for host, *processes in self.verdict.silent:
+            pids += processes if host == self.me.processes[0] else []
+        for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         self.process.kill()
