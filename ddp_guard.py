@@ -263,7 +263,7 @@ class Guard:
         self.process, self.pipe, self.own_group = process, pipe, own_group
         self.me = Rank(0, [socket.gethostname(), os.getpid(), process.pid], time.monotonic())
         self.watcher, self.began = Watcher(self.me), time.time()
-        self.token, self.peers, self.unread = os.urandom(8).hex(), {}, {}    # socket -> Rank, bytes
+        self.peers, self.unread = {}, {}    # socket -> Rank, bytes without their end of line
         self.selector = selectors.DefaultSelector()
         self.selector.register(pipe, selectors.EVENT_READ)
         for number in (getattr(signal, name) for name in RELAYED):
@@ -281,7 +281,7 @@ class Guard:
                 if ending:
                     self.judge_end(self.process.returncode)
                 # Of 12,000 ranks each gives a sign every 6 s: the hub hears 2,000 lines a second.
-                pause = TICK * max(1.0, 0.0 if self.stacks_wanted else self.size / 1000)
+                pause = TICK if self.stacks_wanted else max(TICK, TICK * self.size / 1000)
                 now = time.monotonic()
                 if now > ticked + pause + SUSPENDED:
                     self.me.progress = now
@@ -316,7 +316,7 @@ class Guard:
                 self.hear(sock, json.loads(line), time.monotonic())
         except (OSError, ValueError, KeyError, TypeError):    # lost, or a stranger's nonsense
             data = b""
-        if not data:
+        if not data or len(self.unread[sock]) > 1 << 24:    # longer than any message
             self.lose(sock)
 
     def hear(self, sock, message, now):
@@ -366,6 +366,7 @@ class Guard:
     def serve(self, host):
         """Listen for the guards of the other ranks, and tell the rank where."""
         self.peers, self.watcher.ranks, address = {}, [self.me], None
+        self.token = os.urandom(8).hex()    # a new one: connections of an earlier set-up end
         with contextlib.suppress(OSError):
             import resource    # a connection for every rank
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -384,7 +385,6 @@ class Guard:
         *address, self.token, processes = hub
         try:
             self.hub = socket.create_connection(address, timeout=10)
-            self.hub.settimeout(LAST_WORDS)
             self.selector.register(self.hub, selectors.EVENT_READ)
             self.watcher.ranks, self.urgent = [Rank(0, processes, now)], True
         except OSError as error:
@@ -426,6 +426,7 @@ class Guard:
             **more)
 
     def tick(self, now):
+        """See what time has brought, and give a sign of life."""
         self.me.heard = now
         if self.watcher.lasted("exit", self.me.left, now) > EXIT:
             self.fail(HANG, f"did not end within {EXIT:.0f} s after cleanup_ddp")

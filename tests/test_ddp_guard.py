@@ -166,3 +166,35 @@ def test_where_it_was_never_tried_or_is_not_wanted_there_is_no_guard(env, guarde
     done = run_python([str(script)], env={**env, "PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stdout) == (0, f"{guarded}\n"), done.stderr
     assert ("never tried under PALS" in done.stderr) == ("PALS_RANKID" in env and not guarded)
+
+
+def test_a_fault_of_the_guard_itself_ends_no_run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys, time, ddp_guard\nddp_guard.Watcher.decide = lambda *_: 1 / 0\n"
+                      "ddp_guard.supervise()\ntime.sleep(1.5)\nsys.exit(7)\n")
+    done = run_python([str(script)], env={"PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stderr) == (7, "ddp_guard: ZeroDivisionError: division by zero\n")
+
+
+STRANGERS = """
+import json, os, socket, time
+guard = socket.socket(fileno=int(os.environ["DDP_GUARD_FD"].partition(":")[0]))
+guard.sendall(b'{"serve": "127.0.0.1"}\\n')
+host, port, *_ = json.loads(guard.makefile().readline())["address"]
+guard.sendall(b'{"join": {"rank": 0, "size": 2, "host": "h", "launcher": "l", "hub": null}}\\n')
+strangers = [socket.create_connection((host, port)) for _ in range(6)]
+for stranger, line in zip(strangers, [b"GET / HTTP/1.1", b"5", b"[]", b"{}",
+                                      b'{"token": "x", "number": 1, "processes": ["h", 1, 2]}']):
+    stranger.sendall(line + b"\\n")
+strangers[5].sendall(os.urandom(1 << 16))
+for stranger in strangers[:5]:
+    assert stranger.recv(1) == b"", "the guard closes the connection"
+guard.sendall(b'{"bye": 60}\\n{"left": true}\\n')
+"""
+
+
+def test_strangers_at_the_port_of_the_hub_are_turned_away(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(STRANGERS)
+    done = run_python(["-m", "ddp_guard", str(script)])
+    assert (done.returncode, done.stderr) == (0, "")
