@@ -249,6 +249,8 @@ FAULTS = {
                               overrides=("--init_timeout", str(INIT))),
     "SIGTERM": Fault("slow", 0, 75, "SIGTERM", to_launcher(TERM)),
     "SIGUSR1": Fault("slow", 0, 75, "SIGUSR1", to_launcher(USR1)),
+    # It ends torchrun's agent and nothing else; the guards see that and send SIGTERM.
+    "SIGUSR1 to the agent": Fault("slow", 0, 75, "SIGTERM", to_launcher(USR1)),
     "SIGTERM to all, 2 workers": Fault("slow", 0, 75, "SIGTERM", to_all(TERM), WORKERS),
     "SIGUSR1 to all, 2 workers": Fault("slow", 0, 75, "SIGUSR1", to_all(USR1), WORKERS),
     "scancel -s TERM": Fault("slow", 0, 75, "SIGTERM", scancel("-s", "TERM")),
@@ -260,10 +262,11 @@ FAULTS = {
 }
 QUICK = {"torchrun": ("exception in forward", "kill -9 of rank 0", "SIGTERM"),
          "mpich": ("exit code 1", "kill -9 of the last rank", "SIGUSR1")}
-FULL = tuple(name for name in FAULTS if not re.search("scancel|srun|USR1 to all", name))
+FULL = tuple(name for name in FAULTS if not re.search("scancel|srun|USR1 to", name))
 FIVE = ("exception, others busy", "exit code 1", "kill -9 of rank 0", "SIGSTOP", "guard killed")
 HOSTS = ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "cable pulled")
-SLOW = {"torchrun": FULL, "mpich": FULL,
+SLOW = {"torchrun": (*(name for name in FULL if name != "SIGUSR1"), "SIGUSR1 to the agent"),
+        "mpich": FULL,
         "openmpi": (*FIVE, "SIGTERM", "SIGUSR1 to all, 2 workers"), "intel": (*FIVE, "SIGTERM"),
         "srun": (*FIVE, "before the group", "scancel -s TERM", "SIGTERM to srun"),
         "srun --kill-on-bad-exit": ("exception, others busy", "SIGSTOP", "scancel"),
@@ -536,20 +539,25 @@ class Chain:
 
 @pytest.fixture(scope="session")
 def chains(tmp_path_factory, undisturbed, table):
-    """get(request, launcher): the run that faults have hit so far, or a new one."""
-    done = {}
+    """chains(request, label): a context with the run of a launcher that faults have hit so far.
 
+    A row that fails must not fail the following ones: these begin a new run."""
+    runs = {}
+
+    @contextlib.contextmanager
     def get(request, label):
-        if LAUNCHERS[label][0] == "srun":
+        launcher, n, *_ = LAUNCHERS[label]
+        if launcher == "srun":
             request.getfixturevalue("slurm")
-        if LAUNCHERS[label][0].endswith("-2hosts"):
+        if launcher.endswith("-2hosts"):
             request.getfixturevalue("two_hosts")
-        need(LAUNCHERS[label][0])
-        if label not in done:
+        need(launcher)
+        chain = runs.pop(label, None)
+        if chain is None:
             folder = tmp_path_factory.mktemp(re.sub(r"\W+", "-", label))
-            done[label] = Chain(label, folder, undisturbed(LAUNCHERS[label][1]), table)
-        return done[label]
-    get.done = done
+            chain = Chain(label, folder, undisturbed(n), table)
+        yield chain
+        runs[label] = chain
     return get
 
 
@@ -575,16 +583,6 @@ def memory_group():
         group.rmdir()
 
 
-@contextlib.contextmanager
-def fresh_after_failure(chains, label):
-    """A row that fails must not fail the following ones: these begin a new run."""
-    try:
-        yield
-    except BaseException:
-        chains.done.pop(label, None)
-        raise
-
-
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -594,12 +592,9 @@ def slow(*values):
     *(slow(launcher, name) for launcher, names in SLOW.items() for name in names)])
 def test_after_a_fault_all_end_and_the_last_checkpoint_is_that_of_an_undisturbed_run(
         launcher, name, chains, request):
-    with fresh_after_failure(chains, launcher):
-        chain = chains(request, launcher)
+    with chains(request, launcher) as chain:
         if name == "cable pulled":
             pull_the_cable(chain, request.getfixturevalue("two_hosts"))
-        elif launcher == "torchrun" and name == "SIGUSR1":
-            signal_that_torchrun_does_not_pass_on(chain)
         else:
             group = request.getfixturevalue("memory_group") if name == "out of memory" else None
             chain.hit(name, FAULTS[name], MEMORY_GROUP=group)
@@ -608,19 +603,8 @@ def test_after_a_fault_all_end_and_the_last_checkpoint_is_that_of_an_undisturbed
 @pytest.mark.parametrize("launcher", [*QUICK, *map(slow, SLOW)])
 def test_after_all_faults_the_same_command_ends_with_the_weights_of_an_undisturbed_run(
         launcher, chains, request):
-    with fresh_after_failure(chains, launcher):
-        chains(request, launcher).finish()
-
-
-def signal_that_torchrun_does_not_pass_on(chain):
-    """SIGUSR1 ends torchrun's agent and nothing else: the guards notice and have their ranks stop
-    in good order."""
-    with chain.faulty("SIGUSR1, agent alone") as (row, running):
-        running.process.send_signal(USR1)
-        result, status = await_end(row, running, chain.run_dir)
-    assert row.gone < GONE and result.returncode == -USR1 and status["code"] == 75, result.text
-    chain.step = check_checkpoint(chain.run_dir, chain.reference)
-    assert chain.step == status["step"]
+    with chains(request, launcher) as chain:
+        chain.finish()
 
 
 def pull_the_cable(chain, cable):
