@@ -166,13 +166,14 @@ class Watcher:
     The hub watches all ranks, other guards watch rank 0; before they have joined, their own."""
 
     def __init__(self, rank):
-        self.ranks, self.since = [rank], {}    # since when a condition holds
+        self.ranks, self.since = [rank], {}    # since when conditions hold
+        self.hangs = False                     # nobody makes progress: stacks are wanted
 
     def lasted(self, name, holds, now):
         """Seconds for which a condition has held without a break."""
         if not holds:
-            self.since.pop(name, None)
-        return now - self.since.setdefault(name, now) if holds else 0.0
+            self.since[name] = now
+        return now - self.since.setdefault(name, now)
 
     def decide(self, now):
         """The Verdict, or None as long as the run may go on."""
@@ -183,7 +184,7 @@ class Watcher:
         missing = [rank for rank in ranks if not rank.bye]
         patience = max(rank.bye or 0.0 for rank in self.ranks)
         watched = [rank for rank in missing if rank.limit]
-        hangs = watched and all(now - rank.progress >= rank.limit for rank in watched)
+        self.hangs = bool(watched) and all(now - rank.progress >= rank.limit for rank in watched)
         for failure in failures:
             if not failure.secondary or self.lasted("failure", True, now) > LATE_FAILURE:
                 return failure
@@ -197,7 +198,7 @@ class Watcher:
             numbers = listed([rank.number for rank in missing])
             return blame(missing, HANG, f"rank {numbers} of {len(self.ranks)} did not come to "
                                         f"cleanup_ddp within {patience:.0f} s", now)
-        if self.lasted("hang", hangs, now) > STACKS:
+        if self.lasted("hang", self.hangs, now) > STACKS:
             return describe_hang(ranks, now)
         return None
 
@@ -240,8 +241,7 @@ def listed(items):
 
 
 def place_of(stacks):
-    """Where the main thread is, from what faulthandler wrote: its innermost two frames outside
-    libraries."""
+    """Where the main thread was: its innermost two frames outside libraries."""
     section = stacks.rpartition("Current thread")[2].partition("\n\n")[0]
     frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', section)
     library = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
@@ -433,12 +433,11 @@ class Guard:
         if not self.verdict and (verdict := self.watcher.decide(now)):
             self.end_run(verdict)
         if not self.hub:
-            self.stacks_wanted = "hang" in self.watcher.since
+            self.stacks_wanted = self.watcher.hangs
         self.find_place()
         self.urgent = False
         if self.hub:
-            fields = {**vars(self.me), "idle": now - self.me.progress, "token": self.token}
-            send(self.hub, **fields)
+            send(self.hub, **vars(self.me), idle=now - self.me.progress, token=self.token)
         for sock in self.peers:
             send(sock, stacks=self.stacks_wanted)
 
@@ -492,13 +491,12 @@ class Guard:
                  if verdict.retry else "Mend the cause before the next start.")
         cause = verdict.cause.rstrip(".")
         cause = cause if len(cause) < 250 else f"{cause[:250]} ..."
-        bad_input, text = verdict.code == 2, "\n"    # nothing ran, nothing to go on with
-        if bad_input or verdict.text.strip() not in ("", cause):
-            text += f"[{place}] {verdict.text.rstrip()}\n"
-        if not bad_input:
-            text += f"FAILED: {place}: {cause}. {saved}. {again}\n"
+        text, line = f"[{place}] {verdict.text.rstrip()}\n", ""
+        if verdict.code != 2:    # else bad input: nothing ran, nothing to go on with
+            text = text if verdict.text.strip() not in ("", cause) else ""
+            line = f"FAILED: {place}: {cause}. {saved}. {again}\n"
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text)
+            sys.stderr.write(f"\n{text}{line}")
             sys.stderr.flush()
 
     def end_rank(self):
