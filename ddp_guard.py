@@ -18,16 +18,15 @@ unless DDP_GUARD=1, under launchers where it was never tried (PALS, Flux, jsrun,
 
 Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard's process"):
   {"serve": host}         rank 0: listen for the other guards; answer: {"address": hub}
-  {"join": {"rank", "size", "host", "launcher", "hub": [host, port, token]}}
+  {"join": {"rank", "size", "launcher", "hub"}}    hub: that answer, which rank 0 gives to all
   {"watch": {"limit", "run_dir", "stacks"}}    seconds (0: none), folder, file for the stacks
   {"step": number or null}                     a sign of progress
   {"checkpoint": [path, step]}                 what a next start continues from
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
   {"bye": seconds}        in cleanup_ddp; the others may take that long to come there
   {"left": true}          cleanup_ddp is over, the process is about to end
-Guard to hub: {"hello": {"token", "rank", "processes": [host, guard, rank]}}, {"bye"}, {"failed"},
-{"beat": [step, seconds without progress or null, limit]}, {"place": text}.
-Hub to guard: {"alive": processes}, {"stacks": true}, {"end": verdict}.
+Guard to hub: {"token", "idle", and the fields of its Rank}, twice a second.
+Hub to guard: {"stacks": whether they are wanted}, as often; {"end": Verdict}.
 """
 import collections
 import contextlib
@@ -51,6 +50,7 @@ LATE_FAILURE = 1.0      # a failure that only reports a lost connection waits fo
 SILENCE = 13.0          # without a sign of a guard: it is stopped, or its host is gone
 SUSPENDED = 5.0         # a guard that wakes up so much too late was suspended: it forgets all ages
 STACKS = 2.0            # for all ranks to write their stacks
+TURN = 0.2              # between guards that have lost the hub: the first one prints
 LAST_WORDS = 5.0        # stderr may be a full pipe, the file system may hang
 LEAVE = 0.7             # between the verdict and the guards' ends: launchers kill at the first end
 EXIT = 120.0            # for Python to end after cleanup_ddp; a profiler may write its traces then
@@ -58,7 +58,6 @@ DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, on two 
 RELAYED = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT")
 UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK": "jsrun",
            "MV2_COMM_WORLD_RANK": "MVAPICH2"}
-DIED = "died without a word"
 
 
 # ---------------------------------------------------------------- the start
@@ -71,17 +70,14 @@ def supervise(command=None):
     if parent and int(parent) == os.getppid():    # this is the rank
         os.set_inheritable(int(descriptor), False)
         return
-    reason = why_not(os.environ) if command is None else ""
-    if reason:
-        if reason.startswith("never tried") and os.environ.get("PALS_RANKID", "0") == "0":
-            print(f"ddp_guard: {reason}; the run goes on without it. DDP_GUARD=1 uses it.",
-                  file=sys.stderr)
+    if command is None and not _is_wanted(os.environ):
         return
-    if _started_by_an_agent():    # torchrun and Open MPI leave ranks behind when they are killed
-        _die_with_parent(signal.SIGTERM)
+    _die_with_agent()
     # An own group of processes can be killed whole, with the DataLoader's workers. Not before a
     # terminal: there a group in the background cannot read.
-    own_group = not _in_terminal()
+    own_group = True
+    with contextlib.suppress(OSError):    # no terminal, or not ours
+        own_group = os.tcgetpgrp(0) != os.getpgrp()
     ours, ranks_end = socket.socketpair()
     ranks_end.set_inheritable(True)
 
@@ -102,18 +98,19 @@ def supervise(command=None):
     os._exit(code if code >= 0 else 128 - code)
 
 
-def why_not(environment):
-    """Why this process shall run without a guard, or ""."""
-    if environment.get("DDP_GUARD") == "0" or os.name != "posix":
-        return "not wanted, or not possible"
-    if sys.gettrace() or "bdb" in sys.modules or "pydevd" in sys.modules:
-        return "a debugger is at work"
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if hasattr(sys, "ps1") or sys.flags.interactive or not script:
-        return "an interactive session, or a script from stdin"
-    untried = [name for variable, name in UNTRIED.items() if variable in environment]
-    wanted = environment.get("DDP_GUARD") == "1"
-    return f"never tried under {untried[0]}" if untried and not wanted else ""
+def _is_wanted(environment):
+    script = getattr(sys.modules.get("__main__"), "__file__", None)    # None: it comes from stdin
+    interactive = hasattr(sys, "ps1") or sys.flags.interactive or not script
+    debugged = sys.gettrace() or "bdb" in sys.modules or "pydevd" in sys.modules
+    if environment.get("DDP_GUARD") == "0" or os.name != "posix" or interactive or debugged:
+        return False
+    untried = [variable for variable in UNTRIED if variable in environment]
+    if not untried or environment.get("DDP_GUARD") == "1":
+        return True
+    if environment[untried[0]] == "0":
+        print(f"ddp_guard: never tried under {UNTRIED[untried[0]]}; the run goes on without it. "
+              f"DDP_GUARD=1 uses it.", file=sys.stderr)
+    return False
 
 
 def _die_with_parent(number):
@@ -122,140 +119,119 @@ def _die_with_parent(number):
         ctypes.CDLL(None).prctl(1, number, 0, 0, 0)    # PR_SET_PDEATHSIG
 
 
-def _started_by_an_agent():
-    """Is the parent torchrun's or Open MPI's? A shell in between may end at once: no sign then."""
-    if not {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
-        return False
-    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/comm") as file:
-        return not re.search(r"sh$|^env$|^numactl$", file.read().strip())
-    return False
+def _die_with_agent():
+    """torchrun and Open MPI leave ranks behind when they are killed. Not where a shell is the
+    parent: it may end at once."""
+    if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
+        with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/comm") as file:
+            if not re.search(r"sh$|^env$|^numactl$", file.read().strip()):
+                _die_with_parent(signal.SIGTERM)
 
 
-def _in_terminal():
-    try:
-        return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:    # no terminal, or not ours
-        return False
-
-
-# ---------------------------------------------------------------- what the hub decides
+# ---------------------------------------------------------------- when must a run end?
 class Verdict(NamedTuple):
-    """Why the run ends. rank: the one at fault; text: printed before the last line; retry: may the
-    same command help; silent: processes of ranks whose guards do not answer; checkpoint: the last
-    one, as that rank knows it, which may be ahead of others."""
-    rank: int
+    """Why the run ends."""
+    rank: int                           # the one at fault
+    host: str
     code: int
     cause: str
-    host: str
-    text: str = ""
-    retry: bool = True
-    silent: tuple = ()
-    checkpoint: tuple = (None, None)
+    text: str = ""                      # printed before the last line
+    secondary: bool = False             # it only reports a lost connection
+    retry: bool = True                  # may the same command help?
+    checkpoint: tuple = (None, None)    # path and step, as the failing rank knows it
+    silent: tuple = ()                  # processes of ranks whose guards do not answer
 
 
 class Rank:
-    """What the hub knows of one rank. progress: when it made some last, None while not watched."""
+    """What a guard knows of a rank: of its own from the rank, of another from that one's guard."""
+    step = run_dir = stacks = failure = None    # failure: a Verdict
+    checkpoint = (None, None)
+    limit = 0.0               # seconds that it may be without progress; 0: no limit
+    place = None              # in the code, while stacks are wanted
+    bye = None                # in cleanup_ddp: seconds that others may take to come there
+    left = gone = False       # cleanup_ddp is over; its guard has ended
 
-    def __init__(self, processes, now):
-        self.host, self.processes, self.heard = processes[0], processes, now
-        self.step = self.progress = self.place = None
-        self.bye = self.gone = False
+    def __init__(self, number, processes, now):
+        self.number, self.processes = number, processes    # host, its guard's process, its own
+        self.heard = self.progress = now
+
+    def hear(self, now, idle=0.0, **fields):
+        """Take over what it or its guard has sent. idle: seconds without progress."""
+        vars(self).update(fields, heard=now, progress=now - idle)
 
 
-class Hub:
-    """Hears of all ranks and decides when the run must end. Times are given to it: testable."""
+class Watcher:
+    """Decides from what a guard knows of ranks. Times are given to it: testable.
 
-    def __init__(self, size):
-        self.size, self.ranks = size, {}
-        self.limit = self.patience = 0.0
-        self.late_failure = self.first_bye = self.asked = None    # asked: when stacks were wanted
+    The hub watches all ranks, other guards watch rank 0; before they have joined, their own."""
 
-    def hear(self, number, message, now):
-        """Take note of a guard's message. Returns the Verdict that follows at once, or None."""
-        if "hello" in message:
-            self.ranks[number] = Rank(message["hello"]["processes"], now)
-        rank = self.ranks[number]
-        rank.heard = now
-        if "beat" in message:
-            rank.step, age, limit = message["beat"]
-            rank.progress = None if age is None else now - age
-            self.limit = limit or self.limit
-        elif "place" in message:
-            rank.place = message["place"]
-        elif "bye" in message:
-            rank.bye, self.patience = True, message["bye"]
-            self.first_bye = self.first_bye or now
-        elif "failed" in message:
-            failure = message["failed"]
-            verdict = Verdict(number, failure["code"], failure["cause"], rank.host,
-                              failure["text"], failure["retry"],
-                              checkpoint=failure["checkpoint"])
-            if not failure["secondary"]:
-                return verdict
-            self.late_failure = self.late_failure or (now + LATE_FAILURE, verdict)
-        return None
+    def __init__(self, rank):
+        self.ranks, self.since = [rank], {}    # since when conditions hold
+        self.hangs = False                     # nobody makes progress: stacks are wanted
 
-    def lose(self, number):
-        """A guard's connection is closed. Returns a Verdict unless it had said goodbye."""
-        rank = self.ranks[number]
-        rank.gone = True
-        cause = f"{DIED} (its guard was killed, or its host is gone)"
-        return None if rank.bye else Verdict(number, 1, cause, rank.host)
+    def lasted(self, name, holds, now):
+        """Seconds for which a condition has held without a break."""
+        if not holds:
+            self.since[name] = now
+        return now - self.since.setdefault(name, now)
 
     def decide(self, now):
-        """The Verdict that follows from the time that has passed, or None."""
-        if self.late_failure and now >= self.late_failure[0]:
-            return self.late_failure[1]
-        ranks = {number: rank for number, rank in self.ranks.items() if not rank.gone}
-        silent = {number: rank for number, rank in ranks.items() if now - rank.heard > SILENCE}
-        missing = [number for number, rank in ranks.items() if not rank.bye]
+        """The Verdict, or None as long as the run may go on."""
+        failures = [Verdict(*rank.failure) for rank in self.ranks if rank.failure]
+        lost = [rank for rank in self.ranks if rank.gone and not rank.bye]
+        ranks = [rank for rank in self.ranks if not rank.gone]
+        silent = [rank for rank in ranks if now - rank.heard > SILENCE]
+        missing = [rank for rank in ranks if not rank.bye]
+        patience = max(rank.bye or 0.0 for rank in self.ranks)
+        watched = [rank for rank in missing if rank.limit]
+        self.hangs = bool(watched) and all(now - rank.progress >= rank.limit for rank in watched)
+        for failure in failures:
+            if not failure.secondary or self.lasted("failure", True, now) > LATE_FAILURE:
+                return failure
+        if lost:
+            return blame(lost, 1, "died without a word (its guard was killed, or its host is gone)",
+                         now)
         if silent:
-            cause = f"no sign of its guard for {SILENCE:.0f} s: stopped, or its host is gone"
-            number = min(silent)
-            return Verdict(number, HANG, cause, ranks[number].host,
-                           silent=[rank.processes for rank in silent.values()])
-        if self.first_bye and missing and now > self.first_bye + self.patience:
-            cause = (f"rank {listed(missing)} of {self.size} did not come to cleanup_ddp within "
-                     f"{self.patience:.0f} s")
-            return Verdict(missing[0], HANG, cause, ranks[missing[0]].host)
-        watched = [ranks[number].progress for number in missing
-                   if ranks[number].progress is not None]
-        if not watched or not self.limit or now - max(watched) < self.limit:
-            self.asked = None
-        elif self.asked is None:
-            self.asked = now
-            for rank in ranks.values():
-                rank.place = None
-        elif now > self.asked + STACKS:
-            return self.describe_hang(ranks, now)
+            return blame(silent, HANG, f"no sign of its guard for {SILENCE:.0f} s: stopped, or its "
+                                       f"host is gone", now)
+        if self.lasted("bye", 0 < len(missing) < len(self.ranks), now) > patience:
+            numbers = listed([rank.number for rank in missing])
+            return blame(missing, HANG, f"rank {numbers} of {len(self.ranks)} did not come to "
+                                        f"cleanup_ddp within {patience:.0f} s", now)
+        if self.lasted("hang", self.hangs, now) > STACKS:
+            return describe_hang(ranks, now)
         return None
 
-    def describe_hang(self, ranks, now):
-        """A Verdict that names the late ranks: those that write no stacks, else those at the lowest
-        step, else those at another place than most."""
-        steps = {number: -1 if rank.step is None else rank.step for number, rank in ranks.items()}
-        usual = collections.Counter(rank.place for rank in ranks.values()).most_common(1)[0][0]
-        late = ([number for number, rank in ranks.items() if rank.place is None]
-                or [number for number in ranks if steps[number] == min(steps.values())])
-        if len(late) == len(ranks):
-            late = [number for number in ranks if ranks[number].place != usual] or list(ranks)
-        stories = [f"rank {number} on {ranks[number].host}, last step {ranks[number].step}, "
-                   + (f"in {ranks[number].place}" if ranks[number].place else "stopped: no answer")
-                   for number in late[:8]]
-        cause = (f"no progress for {self.limit:.0f} s (the watchdog's limit). "
-                 f"Late: {'; '.join(stories)}")
-        waiting = collections.defaultdict(list)
-        for number in set(ranks) - set(late):
-            waiting[ranks[number].place].append(number)
-        text = [cause, *(f"  waiting: rank {listed(group)} in {place}"
-                         for place, group in waiting.items())]
-        return Verdict(late[0], HANG, cause, ranks[late[0]].host, "\n".join(text), silent=[
-            ranks[number].processes for number in late if now - ranks[number].heard > STACKS])
-
     def forget_ages(self, now):
-        """This guard was suspended, and perhaps all others with it."""
-        for rank in self.ranks.values():
-            rank.heard, rank.progress = now, rank.progress and now
+        """This guard was suspended, and perhaps the whole run."""
+        self.since.clear()
+        for rank in self.ranks:
+            rank.heard = rank.progress = now
+
+
+def blame(ranks, code, cause, now, text=""):
+    """A Verdict on ranks, of which those that do not answer are to be killed from outside."""
+    silent = [rank.processes for rank in ranks if not rank.gone and now - rank.heard > STACKS]
+    return Verdict(ranks[0].number, ranks[0].processes[0], code, cause, text, silent=silent)
+
+
+def describe_hang(ranks, now):
+    """A Verdict on the late ranks: those that write no stacks, else those at the lowest step, else
+    those at another place than most."""
+    groups = collections.defaultdict(list)
+    for rank in ranks:
+        groups[rank.place, rank.step].append(rank)
+    late, *waiting = sorted(groups.values(), key=lambda group: (
+        group[0].place is not None, -1 if group[0].step is None else group[0].step,
+        len(group), -group[0].number))
+    stories = []
+    for group in (late, *waiting):
+        names = listed([f"{rank.number} on {rank.processes[0]}" for rank in group])
+        place = f"in {group[0].place}" if group[0].place else "stopped: no answer"
+        stories.append(f"rank {names}, last step {group[0].step}, {place}")
+    limit = max(rank.limit for rank in ranks)
+    cause = f"no progress for {limit:.0f} s (the watchdog's limit). Late: {stories[0]}"
+    return blame(late, HANG, cause, now, "\n  waiting: ".join([cause, *stories[1:]]))
 
 
 def listed(items):
@@ -265,8 +241,7 @@ def listed(items):
 
 
 def place_of(stacks):
-    """Where the main thread is, from what faulthandler wrote: its innermost two frames outside
-    libraries."""
+    """Where the main thread was: its innermost two frames outside libraries."""
     section = stacks.rpartition("Current thread")[2].partition("\n\n")[0]
     frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', section)
     library = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
@@ -278,284 +253,213 @@ def place_of(stacks):
 # ---------------------------------------------------------------- one guard
 class Guard:
     """Waits, in one thread, for its rank, the other guards and signals."""
+    size, launcher, joined = 1, "plain process", False
+    hub = listener = interrupted = None     # sockets; time of the first Ctrl-C
+    stacks_wanted, written = False, None    # length of the file with the stacks before
+    urgent = False                          # decide, or tell the hub, at once
+    ended, verdict = False, None            # the rank's process has; why all of them shall
 
     def __init__(self, process, pipe, own_group):
         self.process, self.pipe, self.own_group = process, pipe, own_group
-        self.rank, self.size, self.launcher, self.joined = 0, 1, "plain process", False
-        self.processes = [socket.gethostname(), os.getpid(), process.pid]
-        self.limit, self.progress, self.step, self.checkpoint = 0.0, None, None, (None, None)
-        self.run_dir = self.stacks = self.dumped = None      # dumped: length of the file before
-        self.failed = self.bye = False
-        self.left = self.interrupted = self.hub_lost = None  # times
-        self.beaten = 0.0
-        self.hub, self.listener, self.peers = None, None, {}     # rank 0's guard; socket -> rank
-        self.token = os.urandom(8).hex()
-        self.to_hub, self.hub_heard, self.hub_processes = None, 0.0, ["?"]    # the other guards
-        self.verdict, self.began, self.unread = None, time.time(), {}    # unread: socket -> bytes
+        self.me = Rank(0, [socket.gethostname(), os.getpid(), process.pid], time.monotonic())
+        self.watcher, self.began = Watcher(self.me), time.time()
+        self.peers, self.unread = {}, {}    # socket -> Rank, bytes without their end of line
         self.selector = selectors.DefaultSelector()
-        self.signals, self.wakeup = socket.socketpair()
-        self.wakeup.setblocking(False)
-        for name in (*RELAYED, "SIGCHLD"):
-            if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:    # as nohup has it
-                signal.signal(getattr(signal, name), lambda *_: None)
-        signal.set_wakeup_fd(self.wakeup.fileno())
-        self.listen_to(pipe)
-        self.listen_to(self.signals)
+        self.selector.register(pipe, selectors.EVENT_READ)
+        for number in (getattr(signal, name) for name in RELAYED):
+            if signal.getsignal(number) is not signal.SIG_IGN:    # as nohup has it
+                signal.signal(number, self.pass_on)
 
     def run(self):
         """Guard the rank to its end. Returns the exit code; of a signal its negative number."""
         ticked, faults = time.monotonic(), 0
         while True:
             try:
-                if (code := self.exit_code()) is not None:
-                    return code
-                for key, _ in self.selector.select(TICK):
+                ending = self.process.poll() is not None and not self.ended
+                for key, _ in self.selector.select(0 if ending else TICK):    # its last messages
                     self.read(key.fileobj)
+                if ending:
+                    self.judge_end(self.process.returncode)
+                # Of 12,000 ranks each gives a sign every 6 s: the hub hears 2,000 lines a second.
+                pause = TICK if self.stacks_wanted else max(TICK, TICK * self.size / 1000)
                 now = time.monotonic()
-                if now > ticked + SUSPENDED:
-                    self.forget_ages(now)
-                if now > ticked + TICK:
+                if now > ticked + pause + SUSPENDED:
+                    self.me.progress = now
+                    self.watcher.forget_ages(now)
+                if self.urgent or now > ticked + pause:
                     ticked = now
                     self.tick(now)
+                if self.verdict:
+                    return self.end_rank()
+                if self.ended and not self.me.failure and not self.peers:
+                    return self.process.returncode
             except Exception as error:    # the guard's own fault must not end the run
                 faults += 1
                 if faults == 1:
                     print(f"ddp_guard: {type(error).__name__}: {error}", file=sys.stderr)
+                if self.process.poll() is not None:
+                    return self.process.returncode
                 time.sleep(TICK)
 
-    def exit_code(self):
-        """The code to leave with now, or None."""
-        if self.verdict:
-            return self.end_rank()
-        code = self.process.poll()
-        if code is None:
-            return None
-        self.read(self.pipe)    # its last messages
-        if self.left and code < 0 and not self.failed:    # the results stand
-            self.failed = True
-            print(f"ddp_guard: rank {self.rank} ended by {signal.Signals(-code).name} after "
-                  f"cleanup_ddp", file=sys.stderr)
-        well = self.left or self.bye and code == 0
-        if well or not self.joined and (code >= 0 or code == -signal.SIGINT):
-            return None if self.verdict or self.hub and self.peers else code
-        if not self.failed:
-            if code >= 0:
-                cause = f"left with exit code {code}" + " without cleanup_ddp" * (code == 0)
-            else:
-                memory = ": out of memory?" if code == -signal.SIGKILL else ""
-                cause = f"{DIED} ({signal.Signals(-code).name}{memory})"
-            self.fail({"code": max(code, 1), "cause": cause})
-        return None
-
-    def end_rank(self):
-        """Kill the rank, its workers, and what does not answer on this host. Returns the code."""
-        for host, *pids in self.verdict.silent:
-            for pid in pids if host == self.processes[0] else ():
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            if self.own_group:
-                os.killpg(self.process.pid, signal.SIGKILL)
-        if self.process.poll() is None:
-            self.process.kill()
-        with contextlib.suppress(OSError, TypeError):
-            if os.path.getsize(self.stacks) == 0:
-                os.unlink(self.stacks)
-                os.rmdir(os.path.dirname(self.stacks))
-        time.sleep(LEAVE)
-        return self.verdict.code
-
     # ---- what it hears
-    def listen_to(self, sock):
-        self.selector.register(sock, selectors.EVENT_READ)
-        self.unread[sock] = b""
-
     def read(self, sock):
         if sock is self.listener:
             with contextlib.suppress(OSError):
-                sock, _ = self.listener.accept()
-                sock.settimeout(LAST_WORDS)
-                self.listen_to(sock)
-        elif sock is self.signals:
-            for number in sock.recv(64):
-                self.pass_on(number)
-        elif sock in self.unread:
-            try:
-                data = sock.recv(1 << 20, socket.MSG_DONTWAIT)
-                *lines, self.unread[sock] = (self.unread[sock] + data).split(b"\n")
-                for line in lines:
-                    self.hear(sock, json.loads(line))
-            except BlockingIOError:
-                return
-            except (OSError, ValueError, KeyError, TypeError):    # lost, or a stranger's nonsense
-                data = b""
-            known = sock in (self.pipe, self.to_hub, *self.peers)
-            if not data or not known and len(self.unread[sock]) > 1000:
-                self.lose(sock)
+                connection, _ = self.listener.accept()
+                connection.settimeout(LAST_WORDS)
+                self.selector.register(connection, selectors.EVENT_READ)
+            return
+        try:
+            data = sock.recv(1 << 20)
+            *lines, self.unread[sock] = (self.unread.get(sock, b"") + data).split(b"\n")
+            for line in lines:
+                self.hear(sock, json.loads(line), time.monotonic())
+        except (OSError, ValueError, KeyError, TypeError):    # lost, or a stranger's nonsense
+            data = b""
+        if not data or len(self.unread[sock]) > 1 << 24:    # longer than any message
+            self.lose(sock)
 
-    def hear(self, sock, message):
-        now = time.monotonic()
+    def hear(self, sock, message, now):
         if sock is self.pipe:
             self.hear_rank(now, **message)
-        elif sock is self.to_hub:
-            self.hub_heard, self.hub_processes = now, message.get("alive", self.hub_processes)
-            if "stacks" in message:
-                self.dump_stacks()
+        elif sock is self.hub:
+            self.watcher.ranks[0].heard = now
+            self.stacks_wanted = message.get("stacks", False)
             if "end" in message:
                 self.verdict = Verdict(*message["end"])
+        elif message["token"] == self.token:
+            if sock not in self.peers:
+                self.peers[sock] = Rank(message["number"], message["processes"], now)
+                self.watcher.ranks.append(self.peers[sock])
+            self.peers[sock].hear(now, **message)
+            self.urgent = self.urgent or bool(self.peers[sock].failure)
         else:
-            if sock not in self.peers and message["hello"]["token"] != self.token:
-                raise ValueError("a stranger")
-            number = self.peers.setdefault(sock, message.get("hello", {}).get("rank"))
-            self.end_run(self.hub.hear(number, message, now))
-            if "hello" in message:
-                send(sock, alive=self.processes)
+            raise ValueError("a stranger")
 
     def lose(self, sock):
         self.selector.unregister(sock)
-        del self.unread[sock]
-        if sock in self.peers:
-            self.end_run(self.hub.lose(self.peers.pop(sock)))
-        elif sock is self.to_hub:
-            self.to_hub = None
-            self.hub_lost = None if self.bye else time.monotonic()
-        if sock is not self.pipe:
-            sock.close()
+        sock.close()
+        self.unread.pop(sock, None)
+        self.urgent = True
+        if sock is self.pipe:    # most likely the rank ends
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(TICK)
+        elif sock in self.peers:
+            self.peers.pop(sock).gone = True
+        elif sock is self.hub:
+            self.hub, self.watcher.ranks[0].gone = None, True
+            if self.me.bye:    # the hub may leave first
+                self.watcher.ranks = [self.me]
 
-    def hear_rank(self, now, serve=None, join=None, watch=None, step=None, checkpoint=None,
-                  failed=None, bye=None, left=None):
-        self.progress = now
-        self.step = self.step if step is None else step
-        self.checkpoint = checkpoint or self.checkpoint
-        self.left = now if left else self.left
-        if serve is not None:
+    def hear_rank(self, now, serve=None, join=None, failed=None, step=None, watch=None, **fields):
+        self.me.hear(now, **fields, **(watch or {}))
+        self.urgent = self.urgent or "bye" in fields
+        if step is not None:
+            self.me.step = step
+        if serve:
             self.serve(serve)
-        if join is not None:
-            self.join(**join)
-        if watch is not None:
-            self.limit, self.run_dir, self.stacks = (
-                watch["limit"], watch["run_dir"], watch["stacks"])
-        if bye is not None:
-            self.bye = True
-            self.report(bye=bye)
-        if failed is not None:
-            self.fail(failed)
+        if join:
+            self.join(now, **join)
+        if failed:
+            self.fail(**failed)
 
     def serve(self, host):
         """Listen for the guards of the other ranks, and tell the rank where."""
-        address = None
+        self.peers, self.watcher.ranks, address = {}, [self.me], None
+        self.token = os.urandom(8).hex()    # a new one: connections of an earlier set-up end
         with contextlib.suppress(OSError):
             import resource    # a connection for every rank
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self.listener = socket.create_server(place[:2], family=family, backlog=4096)
-            self.listen_to(self.listener)
-            address = [*self.listener.getsockname()[:2], self.token]
+            self.selector.register(self.listener, selectors.EVENT_READ)
+            address = [*self.listener.getsockname()[:2], self.token, self.me.processes]
         send(self.pipe, address=address)
 
-    def join(self, rank, size, host, launcher, hub):
-        self.rank, self.size, self.launcher, self.processes[0] = rank, size, launcher, host
-        self.bye, self.left, self.peers = False, None, {}    # a script may set up twice
-        hello, now = {"rank": rank, "processes": self.processes}, time.monotonic()
+    def join(self, now, rank, size, launcher, hub, **_):
+        self.size, self.launcher, self.joined = size, launcher, True
+        self.me.number, self.me.bye, self.me.left = rank, None, False    # it may set up twice
         if rank == 0:
-            self.hub = Hub(size)
-            self.hub.hear(0, {"hello": hello}, now)
-        else:
-            try:
-                self.to_hub = socket.create_connection(hub[:2], timeout=10)
-            except OSError as error:
-                print(f"ddp_guard: rank {rank} on {host} goes on without a guard: no connection to "
-                      f"that of rank 0 at {hub[0]}:{hub[1]} ({error})", file=sys.stderr)
-                return
-            self.to_hub.settimeout(LAST_WORDS)
-            self.listen_to(self.to_hub)
-            self.hub_heard = now
-            send(self.to_hub, hello={**hello, "token": hub[2]})
-        self.joined = True
+            return
+        *address, self.token, processes = hub
+        try:
+            self.hub = socket.create_connection(address, timeout=10)
+            self.selector.register(self.hub, selectors.EVENT_READ)
+            self.watcher.ranks, self.urgent = [Rank(0, processes, now)], True
+        except OSError as error:
+            self.watcher.ranks = [self.me]
+            print(f"ddp_guard: rank {rank} goes on without the other guards: no connection to that "
+                  f"of rank 0 at {address[0]}:{address[1]} ({error})", file=sys.stderr)
 
-    def pass_on(self, number):
+    def pass_on(self, number, _):
         """Give a signal to the rank. Before a terminal, it gets Ctrl-C from there."""
         now = time.monotonic()
         if number == signal.SIGINT:
-            second = self.interrupted and now > self.interrupted + DOUBLE
-            if second and self.joined:    # the rank may hold Python's lock
-                self.fail({"code": 130, "cause": "interrupted twice (Ctrl-C)"})
+            if self.joined and self.interrupted and now > self.interrupted + DOUBLE:
+                self.fail(130, "interrupted twice (Ctrl-C)")    # the rank may hold Python's lock
                 return
             self.interrupted = self.interrupted or now
-        wanted = number != signal.SIGCHLD and (self.own_group or number != signal.SIGINT)
-        if wanted and self.process.poll() is None:
+        if self.own_group or number != signal.SIGINT:
             self.process.send_signal(number)
 
-    # ---- what it does
-    def report(self, **message):
-        """Tell the hub, which may be here."""
-        if self.hub:
-            self.end_run(self.hub.hear(self.rank, message, time.monotonic()))
-        elif self.to_hub:
-            send(self.to_hub, **message)
+    def judge_end(self, code):
+        """The process of the rank has ended: has the rank failed?"""
+        self.ended = True
+        name = signal.Signals(-code).name if code < 0 else ""
+        if self.me.left:    # the results stand
+            if name:
+                print(f"ddp_guard: rank {self.me.number} ended by {name} after cleanup_ddp",
+                      file=sys.stderr)
+        elif name and (self.joined or name != "SIGINT"):
+            self.fail(1, f"died without a word ({name}{': out of memory?' * (name == 'SIGKILL')})")
+        elif self.joined and (code > 0 or not self.me.bye):
+            missing = "" if code else " without cleanup_ddp"
+            self.fail(code or 1, f"left with exit code {code}{missing}")
 
-    def fail(self, failure):
-        failure = {"text": "", "secondary": False, "retry": True, "checkpoint": self.checkpoint,
-                   **failure}
-        self.failed = True
-        if self.hub or self.to_hub or self.hub_lost:    # lost: that is the cause, see tick
-            self.report(failed=failure)
-        else:
-            self.end_run(Verdict(self.rank, failure["code"], failure["cause"], self.processes[0],
-                                 failure["text"], failure["retry"]))
+    # ---- what it does
+    def fail(self, code, cause, **more):
+        """The run shall end for a fault of this rank: the next tick decides it or tells the hub."""
+        self.urgent = True
+        self.me.failure = self.me.failure or Verdict(
+            self.me.number, self.me.processes[0], code, cause, checkpoint=self.me.checkpoint,
+            **more)
 
     def tick(self, now):
-        watched = self.limit and self.progress is not None and not self.bye
-        # Of 12,000 ranks each gives a sign every 6 s: the hub hears 2,000 lines a second.
-        due = now > self.beaten + TICK * (self.size / 1000)
-        if due:
-            self.beaten = now
-            self.report(beat=[self.step, now - self.progress if watched else None, self.limit])
-        if self.dumped is not None:
-            with contextlib.suppress(OSError, TypeError), open(self.stacks) as file:
-                file.seek(self.dumped)
-                if text := file.read():
-                    self.dumped = None
-                    self.report(place=place_of(text))
+        """See what time has brought, and give a sign of life."""
+        self.me.heard = now
+        if self.watcher.lasted("exit", self.me.left, now) > EXIT:
+            self.fail(HANG, f"did not end within {EXIT:.0f} s after cleanup_ddp")
+        if not self.verdict and (verdict := self.watcher.decide(now)):
+            self.end_run(verdict)
+        if not self.hub:
+            self.stacks_wanted = self.watcher.hangs
+        self.find_place()
+        self.urgent = False
         if self.hub:
-            asked = self.hub.asked
-            self.end_run(self.hub.decide(now))
-            want_stacks = {"stacks": True} if self.hub.asked and not asked else {}
-            for sock in self.peers if due or want_stacks else ():
-                send(sock, alive=self.processes, **want_stacks)
-            if want_stacks:
-                self.dump_stacks()
-        elif self.to_hub and not self.bye and now > self.hub_heard + SILENCE:
-            self.hub_lost = self.hub_lost or now
-        if self.hub_lost and now > self.hub_lost + 0.2 * min(self.rank, 20):    # one after another
-            cause = f"no sign of its guard for {SILENCE:.0f} s" if self.to_hub else (
-                f"{DIED}, and its guard with it")
-            self.end_run(Verdict(0, HANG if self.to_hub else 1, cause, self.hub_processes[0],
-                                 silent=[self.hub_processes] if self.to_hub else []))
-        if self.left and now > self.left + EXIT:
-            self.end_run(Verdict(self.rank, HANG, f"did not end within {EXIT:.0f} s after "
-                                                  f"cleanup_ddp", self.processes[0]))
+            send(self.hub, **vars(self.me), idle=now - self.me.progress, token=self.token)
+        for sock in self.peers:
+            send(sock, stacks=self.stacks_wanted)
 
-    def forget_ages(self, now):
-        """This guard was suspended, and perhaps the whole run."""
-        self.progress, self.left, self.hub_heard = self.progress and now, self.left and now, now
-        if self.hub:
-            self.hub.forget_ages(now)
-
-    def dump_stacks(self):
+    def find_place(self):
         """Have faulthandler in the rank write its stacks, which needs no lock of Python."""
-        if self.stacks is None:
-            self.report(place="code before watch_run")
-        with contextlib.suppress(OSError, TypeError):
-            self.dumped = os.path.getsize(self.stacks)
-            self.process.send_signal(signal.SIGQUIT)
+        if not self.stacks_wanted:
+            self.me.place = self.written = None
+        elif self.me.stacks is None:
+            self.me.place = "code before watch_run"
+        elif self.me.place is None:
+            with contextlib.suppress(OSError), open(self.me.stacks, "rb") as file:
+                stacks = file.read()
+                if self.written is None:
+                    self.written = len(stacks)
+                    self.process.send_signal(signal.SIGQUIT)
+                elif len(stacks) > self.written:
+                    self.me.place = place_of(stacks[self.written:].decode(errors="replace"))
 
     def end_run(self, verdict):
         """Print why, then tell the other guards: launchers kill all at the first end."""
-        if verdict is None or self.verdict:
-            return
         self.verdict = verdict
+        time.sleep(TURN * min(self.me.number, 20))
         words = threading.Thread(target=self.announce, daemon=True)
         words.start()
         words.join(LAST_WORDS)
@@ -564,9 +468,10 @@ class Guard:
 
     def announce(self):
         """Write status.json and the last line, unless another guard has."""
-        verdict, place = self.verdict, f"rank {self.verdict.rank} on {self.verdict.host}"
-        if self.run_dir:
-            path = os.path.join(self.run_dir, "status.json")
+        verdict, me = self.verdict, self.me
+        place = f"rank {verdict.rank} of {self.size} on {verdict.host}"
+        if me.run_dir:
+            path = os.path.join(me.run_dir, "status.json")
             with contextlib.suppress(OSError, ValueError), open(path) as file:
                 recent = os.path.getmtime(path) >= self.began
                 if recent and json.load(file)["code"] not in (None, 0, 75):
@@ -574,26 +479,41 @@ class Guard:
             with contextlib.suppress(OSError):    # a full disk is perhaps what is reported
                 with open(f"{path}.{os.getpid()}.tmp", "w") as file:
                     reason = verdict.cause if self.size == 1 else f"{place}: {verdict.cause}"
-                    json.dump({"code": verdict.code, "reason": reason, "step": self.step}, file)
+                    json.dump({"code": verdict.code, "reason": reason, "step": me.step}, file)
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(file.name, path)
-        place = place.replace(" on ", f" of {self.size} on ", 1)
-        path, step = verdict.checkpoint if verdict.checkpoint[0] else self.checkpoint
+        path, step = verdict.checkpoint if verdict.checkpoint[0] else me.checkpoint
         saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
         saved += "" if step is None else f" (step {step})"
-        command = shlex.join(["python", *sys.orig_argv[1:]])
         again = (f"To go on, give the same command again ({self.launcher}, {self.size} rank(s)): "
-                 f"{command}" if verdict.retry else "Mend the cause before the next start.")
+                 + shlex.join(["python", *sys.orig_argv[1:]])
+                 if verdict.retry else "Mend the cause before the next start.")
         cause = verdict.cause.rstrip(".")
         cause = cause if len(cause) < 250 else f"{cause[:250]} ..."
-        needed = verdict.code == 2 or verdict.text.strip() != cause    # of several lines, or long
-        text = f"\n[{place}] {verdict.text.rstrip()}\n" if verdict.text and needed else "\n"
-        if verdict.code != 2:    # bad input: nothing ran, nothing to go on with
-            text += f"FAILED: {place}: {cause}. {saved}. {again}\n"
+        text, line = f"[{place}] {verdict.text.rstrip()}\n", ""
+        if verdict.code != 2:    # else bad input: nothing ran, nothing to go on with
+            text = text if verdict.text.strip() not in ("", cause) else ""
+            line = f"FAILED: {place}: {cause}. {saved}. {again}\n"
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text)
+            sys.stderr.write(f"\n{text}{line}")
             sys.stderr.flush()
+
+    def end_rank(self):
+        """Kill the rank, its workers, and what does not answer on this host. Returns the code."""
+        pids = [-self.process.pid] if self.own_group else []
+        for host, *processes in self.verdict.silent:
+            pids += processes if host == self.me.processes[0] else []
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        with contextlib.suppress(OSError, TypeError):
+            if os.path.getsize(self.me.stacks) == 0:
+                os.unlink(self.me.stacks)
+                os.rmdir(os.path.dirname(self.me.stacks))
+        time.sleep(LEAVE)
+        return self.verdict.code
 
 
 def send(sock, **message):

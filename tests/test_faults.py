@@ -1,9 +1,10 @@
-"""Does a run of train_sedd_ddp.py end soon, say why, lose nothing and go on to the same weights, whatever happens?
+"""Does a run of train_sedd_ddp.py end soon, say why, lose nothing and go on to the same weights?
 
-Launcher x fault on real processes. The faults of one launcher hit one run after the other: every row starts by
-continuing from what the row before has left, the checkpoint of every row is compared with that of an undisturbed run
-at the same step, and at the end the run is finished and compared. A table of what happened is printed at the end, and
-written to the file named by the environment variable FAULT_TABLE.
+Launcher x fault on real processes. The faults of one launcher hit one run after the other: every
+row starts by continuing from what the row before has left, the checkpoint of every row is compared
+with that of an undisturbed run at the same step, and at the end the run is finished and compared. A
+table of what happened is printed at the end, and written to the file named by the environment
+variable FAULT_TABLE.
 """
 
 import contextlib
@@ -14,24 +15,28 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from ddp_setup import load_checkpoint
-from launchers import clean_environment, need, own_tracebacks, run_ranks, start_ranks, stolen_seconds
+from launchers import (clean_environment, need, own_tracebacks, run_ranks, start_ranks,
+                       stolen_seconds)
 
 ROOT = Path(__file__).resolve().parents[1]
 GONE = 15.0         # seconds in which every process must be gone after a failure; 5 are wanted
 SILENCE = 13.0      # seconds after which a guard that gives no sign is taken for lost
 INIT = 8            # seconds that ranks wait for one that failed before it came to them
-WATCHDOG = 6.0      # seconds without progress after which a run is ended, in the rows that wait for it
+WATCHDOG = 6.0      # seconds without progress after which a run is ended, where rows wait for it
+WATCHED = f"monitoring.watchdog_minutes={WATCHDOG / 60}"
 STEPS, SAVE_EVERY = 60, 2
 FAILED = r"^FAILED: rank (\d+)(?: of \d+)? on \S+: (.*)$"
 CONFIG = f"""
-training: {{batch_size: 4, n_iters: {STEPS}, eval_freq: {STEPS // 2}, log_freq: 1, snapshot_freq: {SAVE_EVERY}}}
+training:
+  {{batch_size: 4, n_iters: {STEPS}, eval_freq: {STEPS // 2}, log_freq: 1,
+   snapshot_freq: {SAVE_EVERY}}}
 optim: {{lr: 3e-3, warmup: 4, ema: 0.9}}
 model: {{hidden_size: 32, n_blocks: 2, n_heads: 2, cond_dim: 16, dropout: 0.1}}
 data: {{max_length: 48, val_fraction: 0.05, demo_proteins: 300}}
@@ -39,8 +44,8 @@ memory: {{mixed_precision: false}}
 monitoring: {{n_samples: 2, sample_steps: 2}}
 """
 
-# Runs train_sedd_ddp.py with one thing going wrong: FAULT, on rank FAULT_RANK, in the step after FAULT_STEP - 1. The
-# file FAULT_FILE appears when it does.
+# Runs train_sedd_ddp.py with one thing going wrong: FAULT, on rank FAULT_RANK, in the step after
+# FAULT_STEP - 1. The file FAULT_FILE appears when it does.
 DRIVER = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -71,7 +76,7 @@ save_checkpoint, done = run_dir.save_checkpoint, {{}}
 def new_progress(log, step, *values, **more):
     progress(log, step, *values, **more)
     done["step"] = step
-    if fault == "slow" and step >= fault_step - 1:   # so that what comes from outside comes between two steps
+    if fault == "slow" and step >= fault_step - 1:   # for what comes from outside, between steps
         if mine and step == fault_step - 1:
             now()
         time.sleep(float(os.environ.get("PACE", 0.3)))
@@ -95,7 +100,8 @@ def new_save_checkpoint(path, ddp, *values, **state):
         ON_SAVING[fault](os.path.dirname(path))
     save_checkpoint(path, ddp, *values, **state)
     if os.environ.get("KEEP_ALL") and ddp.is_main and os.path.basename(path) == "last.pt":
-        shutil.copy(path, os.path.join(os.environ["KEEP_ALL"], f"step_{{state['step']}}.pt"))
+        copy = os.path.join(os.environ["KEEP_ALL"], f"step_{{state['step']}}.pt")
+        shutil.copy(path, copy)
 
 
 def fail():
@@ -134,50 +140,58 @@ def hold_the_lock():   # in C, for hours
     re.match("(a+)+b", "a" * 60)
 
 
-ACTIONS = {{"raise": fail, "lock": hold_the_lock, "raise, others busy": fail, "exit": lambda: sys.exit(1), "wait": wait,
-           "abort": os.abort, "exhaust": run_out_of_memory,
-           "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP)}}
+ACTIONS = {{
+    "raise": fail, "raise, others busy": fail, "lock": hold_the_lock, "wait": wait,
+    "abort": os.abort, "exhaust": run_out_of_memory, "exit": lambda: sys.exit(1),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP)}}
 ON_SAVING = {{"fill": fill, "make read-only": make_read_only}}
-train_sedd_ddp.RunLog.progress, train_sedd_ddp.micro_batch_loss = new_progress, new_micro_batch_loss
+train_sedd_ddp.RunLog.progress = new_progress
+train_sedd_ddp.micro_batch_loss = new_micro_batch_loss
 run_dir.save_checkpoint = new_save_checkpoint
 if __name__ == "__main__":
     train_sedd_ddp.cli(sys.argv[1:])
 """
 
 # Of each launcher: the name for launchers.py, ranks, words for the launcher, environment.
+NO_MPI4PY = {"DDP_MPI4PY": "0"}
 LAUNCHERS = {
-    "torchrun": ("torchrun", 2, [], {}), "openmpi": ("openmpi", 2, [], {}), "mpich": ("mpich", 2, [], {}),
-    "intel": ("intel", 2, [], {}), "srun": ("srun", 4, ["--kill-on-bad-exit=0"], {}),
+    "python": ("python", 1, [], {}),
+    "torchrun": ("torchrun", 2, [], {}), "openmpi": ("openmpi", 2, [], {}),
+    "mpich": ("mpich", 2, [], {}), "intel": ("intel", 2, [], {}),
+    "srun": ("srun", 4, ["--kill-on-bad-exit=0"], {}),
     "srun --kill-on-bad-exit": ("srun", 2, ["--kill-on-bad-exit=1"], {}),
-    "openmpi without mpi4py": ("openmpi", 2, [], {"DDP_MPI4PY": "0"}),
-    "mpich without mpi4py": ("mpich", 2, [], {"DDP_MPI4PY": "0"}),
-    "torchrun with signals": ("torchrun", 2, ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"], {}),
-    "two hosts, torchrun": ("torchrun-2hosts", 2, [], {}), "two hosts, mpich": ("mpich-2hosts", 2, [], {}),
+    "mpich without mpi4py": ("mpich", 2, [], NO_MPI4PY),
+    "torchrun with signals": (
+        "torchrun", 2, ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"], {}),
+    "two hosts, torchrun": ("torchrun-2hosts", 2, [], {}),
+    "two hosts, mpich": ("mpich-2hosts", 2, [], {}),
 }
 
 
 @dataclass(frozen=True)
 class Fault:
-    """fault, rank: see DRIVER (rank -1: the last one). code: in status.json. says: pattern of the cause.
-
-    act: what the test does to the run when the fault file has appeared. env, overrides: of the faulty run.
-    """
+    """fault, rank: see DRIVER (rank -1: the last one). code: in status.json. says: pattern of the
+    cause. act: what the test does to the run when the fault file has appeared."""
     fault: str
     rank: int
     code: int | None
     says: str
     act: object = None
-    env: dict = field(default_factory=dict)
     overrides: tuple = ()
-    arguments: tuple = ()
-    watchdog: bool = False
+    watchdog: bool = False   # the run ends by its limit
     guard: bool = False      # it hits the guard, not the rank
+
+
+def command_name(pid):
+    return Path(f"/proc/{pid}/comm").read_text()
 
 
 def to_launcher(number):
     def act(running, folder):
-        # Intel's mpirun is a shell script, which dies of the signal and passes nothing on. Its mpiexec.hydra does.
-        pids = [pid for pid in running.pids() if Path(f"/proc/{pid}/comm").read_text().startswith("mpiexec.hydra")]
+        # Intel's mpirun is a shell script, which dies of the signal and passes nothing on. Its
+        # mpiexec.hydra does.
+        pids = [pid for pid in running.pids() if command_name(pid).startswith("mpiexec.hydra")]
         os.kill(pids[0] if pids else running.process.pid, number)
     return act
 
@@ -186,7 +200,7 @@ def to_all(number):
     def act(running, folder):
         for pid in running.pids():
             with contextlib.suppress(OSError):      # it has just ended
-                if Path(f"/proc/{pid}/comm").read_text() != "srun\n":      # see scancel
+                if command_name(pid) != "srun\n":      # see scancel
                     os.kill(pid, number)
     return act
 
@@ -200,10 +214,11 @@ def to_guard(rank, number, with_rank=False):
 
 
 def scancel(*flags):
-    """Slurm sends its signals to the tasks. srun itself, when it gets SIGTERM, has all tasks killed at once."""
+    """Slurm sends its signals to the tasks. srun itself, when it gets SIGTERM, has all tasks killed
+    at once."""
     def act(running, folder):
-        environ = Path(f"/proc/{running.rank_pids()[0]}/environ").read_bytes().decode().split("\0")
-        job = next(entry.partition("=")[2] for entry in environ if entry.startswith("SLURM_JOB_ID="))
+        environ = Path(f"/proc/{running.rank_pids()[0]}/environ").read_text()
+        job = re.search(r"\0SLURM_JOB_ID=(\d+)", environ)[1]
         subprocess.run(["scancel", *flags, job], env=clean_environment("srun"), check=True)
     return act
 
@@ -211,52 +226,56 @@ def scancel(*flags):
 # Where a rank fails before it has come to the others, these let them wait.
 WAIT = ("mpich", "intel", "srun")
 WORKERS = ("training.num_workers=2",)
+DIED, HANGS = "died without a word", "no progress for 6 s"
+TERM, USR1, KILL, STOP = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL, signal.SIGSTOP
 FAULTS = {
     "exception in forward": Fault("raise", 1, 1, "ValueError: on purpose"),
     "exception, others busy": Fault("raise, others busy", 0, 1, "ValueError: on purpose"),
     "exit code 1": Fault("exit", 1, 1, "left with exit code 1"),
-    "kill -9 of rank 0": Fault("kill", 0, 1, "died without a word"),
-    "kill -9 of the last rank": Fault("kill", -1, 1, "died without a word"),
-    "os.abort": Fault("abort", 1, 1, "died without a word"),
-    "out of memory": Fault("exhaust", 1, 1, "died without a word"),
-    "SIGSTOP": Fault("stop", 1, 70, "no progress for 6 s", watchdog=True),
-    "SIGSTOP of rank 0": Fault("stop", 0, 70, "no progress for 6 s", watchdog=True),
-    "guard killed": Fault("slow", 1, 1, "died without a word", act=to_guard(1, signal.SIGKILL), guard=True),
-    "guard of rank 0 killed": Fault("slow", 0, 1, "died without a word", act=to_guard(0, signal.SIGKILL), guard=True),
-    "guard and rank stopped": Fault("slow", 1, 70, "no progress for 6 s|no sign of its guard",
-                                    act=to_guard(1, signal.SIGSTOP, True), guard=True, watchdog=True),
+    "kill -9 of rank 0": Fault("kill", 0, 1, DIED),
+    "kill -9 of the last rank": Fault("kill", -1, 1, DIED),
+    "os.abort": Fault("abort", 1, 1, DIED),
+    "out of memory": Fault("exhaust", 1, 1, DIED),
+    "SIGSTOP": Fault("stop", 1, 70, HANGS, watchdog=True),
+    "SIGSTOP of rank 0": Fault("stop", 0, 70, HANGS, watchdog=True),
+    "lock held in C": Fault("lock", 1, 70, HANGS, watchdog=True),
+    "guard killed": Fault("slow", 1, 1, DIED, to_guard(1, KILL), guard=True),
+    "guard of rank 0 killed": Fault("slow", 0, 1, DIED, to_guard(0, KILL), guard=True),
+    "guard and rank stopped": Fault("slow", 1, 70, f"{HANGS}|no sign of its guard",
+                                    to_guard(1, STOP, True), guard=True, watchdog=True),
     "guard and rank 0 stopped": Fault("slow", 0, 70, "no sign of its guard",
-                                      act=to_guard(0, signal.SIGSTOP, True), guard=True, watchdog=True),
-    "lock held in C": Fault("lock", 1, 70, "no progress for 6 s", watchdog=True),
-    "before the group": Fault("early", 1, None, "on purpose", arguments=("--init_timeout", str(INIT))),
-    "SIGTERM": Fault("slow", 0, 75, "SIGTERM", act=to_launcher(signal.SIGTERM)),
-    "SIGUSR1": Fault("slow", 0, 75, "SIGUSR1", act=to_launcher(signal.SIGUSR1)),
-    "SIGTERM to all, 2 workers": Fault("slow", 0, 75, "SIGTERM", act=to_all(signal.SIGTERM), overrides=WORKERS),
-    "SIGUSR1 to all, 2 workers": Fault("slow", 0, 75, "SIGUSR1", act=to_all(signal.SIGUSR1), overrides=WORKERS),
-    "scancel -s TERM": Fault("slow", 0, 75, "SIGTERM", act=scancel("-s", "TERM")),
-    "scancel": Fault("slow", 0, 75, "SIGTERM", act=scancel()),
-    "SIGTERM to srun": Fault("slow", 0, None, "", act=to_launcher(signal.SIGTERM)),
-    "STOP file": Fault("slow", 0, 75, "STOP", act=lambda running, folder: (folder / "run" / "STOP").touch()),
+                                      to_guard(0, STOP, True), guard=True, watchdog=True),
+    "before the group": Fault("early", 1, None, "on purpose",
+                              overrides=("--init_timeout", str(INIT))),
+    "SIGTERM": Fault("slow", 0, 75, "SIGTERM", to_launcher(TERM)),
+    "SIGUSR1": Fault("slow", 0, 75, "SIGUSR1", to_launcher(USR1)),
+    # It ends torchrun's agent and nothing else; the guards see that and send SIGTERM.
+    "SIGUSR1 to the agent": Fault("slow", 0, 75, "SIGTERM", to_launcher(USR1)),
+    "SIGTERM to all, 2 workers": Fault("slow", 0, 75, "SIGTERM", to_all(TERM), WORKERS),
+    "SIGUSR1 to all, 2 workers": Fault("slow", 0, 75, "SIGUSR1", to_all(USR1), WORKERS),
+    "scancel -s TERM": Fault("slow", 0, 75, "SIGTERM", scancel("-s", "TERM")),
+    "scancel": Fault("slow", 0, 75, "SIGTERM", scancel()),
+    "SIGTERM to srun": Fault("slow", 0, None, "", to_launcher(TERM)),
+    "STOP file": Fault("slow", 0, 75, "STOP",
+                       lambda running, folder: (folder / "run" / "STOP").touch()),
     "DDP_DEADLINE": Fault("slow", 0, 75, "DDP_DEADLINE"),
 }
 QUICK = {"torchrun": ("exception in forward", "kill -9 of rank 0", "SIGTERM"),
          "mpich": ("exit code 1", "kill -9 of the last rank", "SIGUSR1")}
-FULL = ("exception in forward", "exception, others busy", "exit code 1", "kill -9 of rank 0", "kill -9 of the last rank",
-        "os.abort", "out of memory", "SIGSTOP", "SIGSTOP of rank 0", "lock held in C", "guard killed",
-        "guard of rank 0 killed", "guard and rank stopped", "guard and rank 0 stopped", "before the group", "SIGTERM",
-        "SIGUSR1", "SIGTERM to all, 2 workers", "STOP file", "DDP_DEADLINE")
+FULL = tuple(name for name in FAULTS if not re.search("scancel|srun|USR1 to", name))
 FIVE = ("exception, others busy", "exit code 1", "kill -9 of rank 0", "SIGSTOP", "guard killed")
-SLOW = {"torchrun": FULL, "mpich": FULL,
+HOSTS = ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "cable pulled")
+SLOW = {"torchrun": (*(name for name in FULL if name != "SIGUSR1"), "SIGUSR1 to the agent"),
+        "mpich": FULL,
         "openmpi": (*FIVE, "SIGTERM", "SIGUSR1 to all, 2 workers"), "intel": (*FIVE, "SIGTERM"),
         "srun": (*FIVE, "before the group", "scancel -s TERM", "SIGTERM to srun"),
         "srun --kill-on-bad-exit": ("exception, others busy", "SIGSTOP", "scancel"),
         "mpich without mpi4py": ("exception, others busy", "kill -9 of rank 0"),
         "torchrun with signals": ("SIGUSR1",),
-        "two hosts, torchrun": ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "cable pulled"),
-        "two hosts, mpich": ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "cable pulled")}
+        "two hosts, torchrun": HOSTS, "two hosts, mpich": HOSTS}
 
 
-# ------------------------------------------------------------------------------------------------ the table
+# ---------------------------------------------------------------- the table
 @dataclass
 class Row:
     launcher: str
@@ -273,7 +292,8 @@ def table(request):
     rows = []
     yield rows
     cells = [["launcher", "fault", "gone after s", "exit", "status.json", "continued"]]
-    cells += [[r.launcher, r.fault, f"{r.gone:.1f}", r.exit, r.status, r.continued] for r in rows]
+    cells += [[row.launcher, row.fault, f"{row.gone:.1f}", row.exit, row.status, row.continued]
+              for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     text = "\n".join(" | ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
@@ -282,10 +302,11 @@ def table(request):
         Path(os.environ["FAULT_TABLE"]).write_text(text + "\n")
 
 
-# ------------------------------------------------------------------------------------------------ runs
+# ---------------------------------------------------------------- runs
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
-    """undisturbed(n) -> folder of a run on n ranks to which nothing happened, with step_N.pt of every step."""
+    """undisturbed(n): folder of a run on n ranks to which nothing happened, with step_N.pt of every
+    step."""
     done = {}
 
     def get(n):
@@ -293,7 +314,7 @@ def undisturbed(tmp_path_factory):
             folder = tmp_path_factory.mktemp(f"undisturbed{n}")
             arguments = prepare(folder) + ["training.snapshot_freq=1"]
             launcher = "python" if n == 1 else "torchrun"
-            result = run_ranks(launcher, n, arguments, folder, env={"KEEP_ALL": folder}, timeout=600)
+            result = run_ranks(launcher, n, arguments, folder, env={"KEEP_ALL": folder})
             assert result.returncode == 0 and not result.leftover, result.text
             done[n] = folder
         return done[n]
@@ -318,11 +339,12 @@ def equal(a, b):
 
 
 def check_checkpoint(run_dir, reference):
-    """Load last.pt; its step. It must be, to the last bit, what the undisturbed run had at this step."""
+    """The step of last.pt, which must be, to the last bit, what the undisturbed run had there."""
     state = load_checkpoint(str(run_dir / "checkpoints" / "last.pt"))
     wanted = load_checkpoint(str(reference / f"step_{state['step']}.pt"))
     for key in ("model", "ema", "optimizer", "scaler", "best", "recent", "bad_evals"):
-        assert equal(state[key], wanted[key]), f"{key} differs from the undisturbed run at step {state['step']}"
+        assert equal(state[key], wanted[key]), (
+            f"{key} differs from the undisturbed run at step {state['step']}")
     return state["step"]
 
 
@@ -333,8 +355,9 @@ def check_finished(run_dir, reference):
     assert equal(*best)
     tables = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
               for folder in (run_dir, reference / "run")]
-    kept = [[(row["step"], row["loss"], row["lr"], row.get("val/loss")) for row in rows] for rows in tables]
-    assert kept[0] == kept[1], "rows of metrics.jsonl are missing, doubled or different"
+    metrics = [[[row.get(key) for key in ("step", "loss", "lr", "val/loss")] for row in rows]
+               for rows in tables]
+    assert metrics[0] == metrics[1], "rows of metrics.jsonl are missing, doubled or different"
 
 
 def read_status(run_dir):
@@ -352,16 +375,32 @@ def await_file(path, running, timeout=300):
     while not path.exists():
         ended = running.process.poll() is not None
         if ended and not path.exists() or time.monotonic() > deadline:
-            raise AssertionError(f"no fault came about (ended: {ended}):\n{running.stdout()}\n{running.stderr()}")
+            raise AssertionError(f"no fault came about (ended: {ended}):\n"
+                                 f"{running.stdout()}\n{running.stderr()}")
         time.sleep(0.02)
 
 
 def seconds_until(condition, limit):
-    """Seconds until condition() holds, without those in which this machine was away; gives up after `limit`."""
+    """Seconds until condition() holds, without those in which this machine was away; gives up after
+    `limit`."""
     start, stolen = time.monotonic(), stolen_seconds()
     while not condition() and time.monotonic() < start + limit:
         time.sleep(0.02)
     return time.monotonic() - start - (stolen_seconds() - stolen)
+
+
+def await_end(row, running, run_dir, limit=45.0):
+    """Wait until all processes are gone, and note it in `row`; returns Result and status.json."""
+    row.gone = seconds_until(lambda: not running.pids(), limit)
+    result, status = running.wait(timeout=5, leftover_grace=0), read_status(run_dir)
+    row.exit, row.status = str(result.returncode), str(status.get("code"))
+    print(f"{row}, {status}\n{result.text}")
+    return result, status
+
+
+def check_status(status, fault, result):
+    assert status.get("code") == fault.code, (status, result.text)
+    assert re.search(fault.says, status["reason"]), (status, result.text)
 
 
 class Chain:
@@ -370,12 +409,35 @@ class Chain:
     def __init__(self, label, folder, reference, table):
         self.label, self.folder, self.reference, self.table = label, folder, reference, table
         self.launcher, self.n, self.flags, self.env = LAUNCHERS[label]
-        self.words, self.step, self.rows = prepare(folder), 0, []   # rows: those whose continuing is yet to be seen
-        self.run_dir = folder / "run"
+        self.run_dir, self.flag = folder / "run", folder.parent / f"{folder.name}.fault"
+        self.words, self.step = prepare(folder), 0
+        self.rows = []   # whose continuing is yet to be seen
 
     def start(self, *more, **env):
-        return start_ranks(self.launcher, self.n, [*self.words, *more], self.folder, env={**self.env, **env},
-                           flags=self.flags)
+        return start_ranks(self.launcher, self.n, [*self.words, *more], self.folder,
+                           env={**self.env, **env}, flags=self.flags)
+
+    def environment(self, fault, rank=0, step=None):
+        """The variables that bring a fault about. step: default: the third from here."""
+        self.flag.unlink(missing_ok=True)
+        return dict(FAULT=fault, FAULT_RANK=rank, FAULT_FILE=self.flag,
+                    FAULT_STEP=self.step + 3 if step is None else step)
+
+    @contextlib.contextmanager
+    def faulty(self, name, *more, fault="slow", rank=0, step=None, **env):
+        """Begin a row of the table and continue the run; yields both when the fault has come."""
+        row = Row(self.label, name)
+        self.table.append(row)
+        with self.start(*more, **self.environment(fault, rank, step), **env) as running:
+            if "DDP_DEADLINE" in env:
+                seconds_until(lambda: time.time() > env["DDP_DEADLINE"], 60)
+                running.wait_for("continuing from" if self.step else "a new run", 60)
+            else:
+                await_file(self.flag, running)
+            if fault != "early":
+                self.check_continued(running)
+            yield row, running
+        self.rows.append(row)
 
     def check_continued(self, running):
         """Has this start gone on from where the one before has left off?"""
@@ -386,90 +448,84 @@ class Chain:
         ok = expected in plain(printed)
         for row in self.rows:
             row.continued = "yes" if ok else "NO"
-        assert ok, f"after {[row.fault for row in self.rows]}: expected {expected!r} in\n{printed}"
+        faults = [row.fault for row in self.rows]
+        assert ok, f"after {faults}: expected {expected!r} in\n{printed}"
         self.rows.clear()
 
     def hit(self, name, fault, **env):
-        """Continue the run, have the fault happen, and check what it leaves. env: of the faulty run, besides its own."""
-        flag = self.folder / "fault"
-        flag.unlink(missing_ok=True)
-        rank, step = fault.rank % self.n, self.step + 3
-        env = dict(FAULT=fault.fault, FAULT_RANK=rank, FAULT_STEP=step, FAULT_FILE=flag, **fault.env, **env)
-        deadline = time.time() + 10
+        """Continue the run, have the fault happen, and check what it leaves."""
+        rank, step, early = fault.rank % self.n, self.step + 3, fault.fault == "early"
         if name == "DDP_DEADLINE":
-            env.update(DDP_DEADLINE=deadline, PACE=1)
-        limit = WATCHDOG if fault.watchdog else INIT if fault.fault == "early" and self.label in WAIT else 0.0
-        overrides = [f"monitoring.watchdog_minutes={limit / 60}"] if fault.watchdog else []
-        row = Row(self.label, name)
-        self.table.append(row)
+            env.update(DDP_DEADLINE=time.time() + 10, PACE=1)
+        limit = WATCHDOG if fault.watchdog else INIT if early and self.label in WAIT else 0.0
+        more = (*fault.overrides, *([WATCHED] if fault.watchdog else []))
         before = read_status(self.run_dir)
-        with self.start(*fault.overrides, *overrides, *fault.arguments, **env) as running:
-            if name == "DDP_DEADLINE":
-                seconds_until(lambda: time.time() > deadline, 60)
-                running.wait_for("continuing from" if self.step else "a new run", 60)
-            else:
-                await_file(flag, running)
-            if fault.fault != "early":
-                self.check_continued(running)
+        with self.faulty(name, *more, fault=fault.fault, rank=rank, **env) as (row, running):
             if fault.act:
                 fault.act(running, self.folder)
-            row.gone = seconds_until(lambda: not running.pids(), limit + 45.0)
-            result = running.wait(timeout=5, leftover_grace=0)
-        row.exit, status = str(result.returncode), read_status(self.run_dir)
-        row.status = str(status.get("code")) if fault.fault != "early" else "-"
-        self.rows.append(row)
+            result, status = await_end(row, running, self.run_dir, limit + 45.0)
+        row.status = "-" if early else row.status
         (self.run_dir / "STOP").unlink(missing_ok=True)
-        print(f"{self.label}: {name}: gone after {row.gone:.1f} s, exit {row.exit}, {status}\n{result.text}")
 
-        late = 2 * limit if fault.fault == "early" else 0.0   # ranks that start late wait anew
-        assert row.gone - limit - late < (SILENCE + 5.0 if fault.guard else 10.0 if fault.watchdog else GONE), result.text
+        late = 2 * limit if early else 0.0   # ranks that start late wait anew
+        most = SILENCE + 5.0 if fault.guard else 10.0 if fault.watchdog else GONE
+        assert row.gone - limit - late < most, result.text
         assert result.returncode != 0
-        if fault.fault == "early":
-            # This srun ends the step so fast that a plain script's last words may be lost; it says who ended, and how.
-            cut = "kill-on-bad-exit" in self.label and "task 1: Exited with exit code 1" in result.stderr
+        if early:
+            # This srun ends the step so fast that a plain script's last words may be lost; it says
+            # who ended, and how.
+            cut = ("kill-on-bad-exit" in self.label
+                   and "task 1: Exited with exit code 1" in result.stderr)
             assert result.stderr.count("RuntimeError: on purpose") == 1 or cut, result.text
-            # Where this launcher let the others wait for it, they say so; what was before no longer speaks then.
-            assert status == before or status["code"] == 1 and "did not appear" in status["reason"], status
+            # Where this launcher let the others wait for it, they say so, and the former status is
+            # replaced.
+            assert status == before or (
+                status["code"] == 1 and "did not appear" in status["reason"]), status
             assert self.step == (check_checkpoint(self.run_dir, self.reference) if self.step else 0)
             return
         saved = check_checkpoint(self.run_dir, self.reference)
-        # The last periodic one. A fault from outside comes during the step before, perhaps before it is saved.
+        # The last periodic one. A fault from outside comes during the step before, perhaps before
+        # it is saved.
         periodic = (step - 1 - (fault.fault == "slow")) // SAVE_EVERY * SAVE_EVERY
         if fault.code is None:
             # All were killed; perhaps one outlived another for long enough to tell of its death.
-            assert status.get("code") is None or "died without a word" in status["reason"], (status, result.text)
+            assert status.get("code") is None or DIED in status["reason"], (status, result.text)
             assert saved >= max(periodic, self.step), (status, result.text)
         elif fault.code == 75:
             self.check_stopped_well(fault, result, status, saved, max(periodic, self.step))
         else:
             self.check_failed(fault, result, status, rank)
-            later = SAVE_EVERY if fault.fault == "slow" else 0   # from outside: perhaps one step later
+            later = SAVE_EVERY if fault.fault == "slow" else 0   # from outside: one step later
             assert saved in (periodic, periodic + later), "the last periodic checkpoint is another"
         if fault.watchdog and not fault.guard:
-            stacks = [self.run_dir / "stacks" / f"rank_{r}.txt" for r in range(self.n)]
-            assert all("most recent call first" in path.read_text() for path in stacks if path != stacks[rank])
+            for other in set(range(self.n)) - {rank}:
+                stacks = self.run_dir / "stacks" / f"rank_{other}.txt"
+                assert "most recent call first" in stacks.read_text()
         self.step = saved
 
     def check_failed(self, fault, result, status, rank):
-        told = re.findall(FAILED, result.stderr, re.M)
-        if fault.guard and not fault.watchdog and not told:
-            # Launchers that kill all where a signal ends one may leave no time for a word, and say so themselves.
+        last_lines = re.findall(FAILED, result.stderr, re.M)
+        if fault.guard and not fault.watchdog and not last_lines:
+            # Launchers that kill all where a signal ends one may leave no time for a word, and say
+            # so themselves.
             own_words = r"task \d+: Killed|signal 9|EXIT CODE: 9|\(Killed\)|KILLED BY SIGNAL: 9"
             assert re.search(own_words, result.stdout + result.stderr), result.text
             return
-        assert len(told) == 1, result.text
+        assert len(last_lines) == 1, result.text
         assert own_tracebacks(result.stderr) <= 1, result.text
-        assert int(told[0][0]) == rank and re.search(fault.says, told[0][1]), result.text
-        assert "last.pt" in told[0][1] and "--config config.yaml --work_dir run" in told[0][1], result.text
-        assert status.get("code") == fault.code and re.search(fault.says, status["reason"]), (status, result.text)
+        number, cause = last_lines[0]
+        assert int(number) == rank and re.search(fault.says, cause), result.text
+        assert "last.pt" in cause and "--config config.yaml --work_dir run" in cause, result.text
+        check_status(status, fault, result)
 
     def check_stopped_well(self, fault, result, status, saved, periodic):
         if self.launcher == "openmpi" and status.get("code") != 75:
-            # mpirun passes SIGTERM on and kills about a second later: the last periodic checkpoint must do.
+            # mpirun passes SIGTERM on and kills about a second later: the periodic one must do.
             assert saved >= periodic and fault.says == "SIGTERM", (status, result.text)
             return
-        assert "FAILED: rank" not in result.stderr and own_tracebacks(result.stderr) == 0, result.text
-        assert status.get("code") == 75 and re.search(fault.says, status["reason"]), (status, result.text)
+        assert "FAILED: rank" not in result.stderr, result.text
+        assert own_tracebacks(result.stderr) == 0, result.text
+        check_status(status, fault, result)
         assert saved == status["step"] and self.step <= saved < STEPS, (saved, result.text)
 
     def finish(self):
@@ -483,34 +539,41 @@ class Chain:
 
 @pytest.fixture(scope="session")
 def chains(tmp_path_factory, undisturbed, table):
-    """The run of each launcher that faults have hit so far: {launcher: Chain}; get(launcher) starts one."""
-    done = {}
+    """chains(request, label): a context with the run of a launcher that faults have hit so far.
 
+    A row that fails must not fail the following ones: these begin a new run."""
+    runs = {}
+
+    @contextlib.contextmanager
     def get(request, label):
-        if LAUNCHERS[label][0] == "srun":
+        launcher, n, *_ = LAUNCHERS[label]
+        if launcher == "srun":
             request.getfixturevalue("slurm")
-        if LAUNCHERS[label][0].endswith("-2hosts"):
+        if launcher.endswith("-2hosts"):
             request.getfixturevalue("two_hosts")
-        need(LAUNCHERS[label][0])
-        if label not in done:
+        need(launcher)
+        chain = runs.pop(label, None)
+        if chain is None:
             folder = tmp_path_factory.mktemp(re.sub(r"\W+", "-", label))
-            done[label] = Chain(label, folder, undisturbed(LAUNCHERS[label][1]), table)
-        return done[label]
-    get.done = done
+            chain = Chain(label, folder, undisturbed(n), table)
+        yield chain
+        runs[label] = chain
     return get
 
 
 @pytest.fixture
 def memory_group():
-    """Folder of a group of processes that may have 64 MB; the kernel ends the one that wants more."""
+    """Folder of a group of processes that may have 64 MB: the kernel ends one that wants more."""
     old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     group = (old if old.is_dir() else new) / f"ddp-test-{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:
-        pytest.skip(f"a group of processes with little memory needs root and a writable cgroup: {error}")
+        pytest.skip(f"a group of processes with little memory needs root and a writable cgroup: "
+                    f"{error}")
+    limit = group / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")
     try:
-        (group / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")).write_text(str(64 << 20))
+        limit.write_text(str(64 << 20))
         if (group / "memory.swap.max").exists():
             (group / "memory.swap.max").write_text("0")
         yield group
@@ -520,105 +583,71 @@ def memory_group():
         group.rmdir()
 
 
-@contextlib.contextmanager
-def fresh_after_failure(chains, label):
-    """A row that fails must not fail the following ones: these begin a new run."""
-    try:
-        yield
-    except BaseException:
-        chains.done.pop(label, None)
-        raise
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def rows_of(quick, slow):
-    return [*((launcher, name) for launcher, names in quick.items() for name in names),
-            *(pytest.param(launcher, name, marks=pytest.mark.slow) for launcher, names in slow.items()
-              for name in names)]
-
-
-@pytest.mark.parametrize("launcher, name", rows_of(QUICK, SLOW))
-def test_after_a_fault_all_end_and_the_last_checkpoint_is_that_of_an_undisturbed_run(launcher, name, chains, request):
-    with fresh_after_failure(chains, launcher):
-        chain = chains(request, launcher)
+@pytest.mark.parametrize("launcher, name", [
+    *((launcher, name) for launcher, names in QUICK.items() for name in names),
+    *(slow(launcher, name) for launcher, names in SLOW.items() for name in names)])
+def test_after_a_fault_all_end_and_the_last_checkpoint_is_that_of_an_undisturbed_run(
+        launcher, name, chains, request):
+    with chains(request, launcher) as chain:
         if name == "cable pulled":
             pull_the_cable(chain, request.getfixturevalue("two_hosts"))
-        elif launcher == "torchrun" and name == "SIGUSR1":
-            signal_that_torchrun_does_not_pass_on(chain)
         else:
             group = request.getfixturevalue("memory_group") if name == "out of memory" else None
             chain.hit(name, FAULTS[name], MEMORY_GROUP=group)
 
 
-@pytest.mark.parametrize("launcher", [*QUICK, *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in SLOW)])
-def test_after_all_faults_the_same_command_ends_with_the_weights_of_an_undisturbed_run(launcher, chains, request):
-    with fresh_after_failure(chains, launcher):
-        chains(request, launcher).finish()
-
-
-def signal_that_torchrun_does_not_pass_on(chain):
-    """SIGUSR1 ends torchrun's agent and nothing else: the guards notice and have their ranks stop in good order."""
-    flag, row = chain.folder / "fault", Row(chain.label, "SIGUSR1, agent alone")
-    flag.unlink(missing_ok=True)
-    chain.table.append(row)
-    with chain.start(FAULT="slow", FAULT_RANK=0, FAULT_STEP=chain.step + 3, FAULT_FILE=flag) as running:
-        await_file(flag, running)
-        chain.check_continued(running)
-        running.process.send_signal(signal.SIGUSR1)
-        row.gone = seconds_until(lambda: not running.pids(), 45.0)
-        result = running.wait(timeout=5, leftover_grace=0)
-    row.exit, status = str(result.returncode), read_status(chain.run_dir)
-    row.status = str(status.get("code"))
-    chain.rows.append(row)
-    assert row.gone < GONE and result.returncode == -signal.SIGUSR1 and status["code"] == 75, result.text
-    chain.step = check_checkpoint(chain.run_dir, chain.reference)
-    assert chain.step == status["step"]
+@pytest.mark.parametrize("launcher", [*QUICK, *map(slow, SLOW)])
+def test_after_all_faults_the_same_command_ends_with_the_weights_of_an_undisturbed_run(
+        launcher, chains, request):
+    with chains(request, launcher) as chain:
+        chain.finish()
 
 
 def pull_the_cable(chain, cable):
-    """Each half of a run whose hosts no longer reach each other ends by itself, and says what it knows. Launchers may
-    stay, waiting for the other host: torchrun's agent on the far one, mpiexec of MPICH on the near one."""
-    flag, row = chain.folder / "fault", Row(chain.label, "cable pulled")
-    flag.unlink(missing_ok=True)
-    chain.table.append(row)
+    """Each half of a run whose hosts no longer reach each other ends by itself, and says what it
+    knows. Launchers may stay, waiting for the other host: torchrun's agent on the far one, mpiexec
+    of MPICH on the near one."""
     try:
-        with chain.start(f"monitoring.watchdog_minutes={WATCHDOG / 60}", FAULT="slow", FAULT_RANK=0,
-                         FAULT_STEP=chain.step + 3, FAULT_FILE=flag) as running:
-            await_file(flag, running)
-            chain.check_continued(running)
+        with chain.faulty("cable pulled", WATCHED) as (row, running):
             cable(False)
-            ranks = seconds_until(lambda: not running.rank_pids(), WATCHDOG + 60.0)
+            row.gone = seconds_until(lambda: not running.rank_pids(), WATCHDOG + 60.0)
             near = seconds_until(lambda: running.process.poll() is not None, 20.0)
             row.exit, far = str(running.process.poll()), running.pids()
-            text = f"ranks gone after {ranks:.1f} s, near launcher {near:.1f} s later; left {far}\n" \
-                   f"{running.stdout()}\n{running.stderr()}"
+            text = (f"ranks gone after {row.gone:.1f} s, near launcher {near:.1f} s later; left "
+                    f"{far}\n{running.stdout()}\n{running.stderr()}")
     finally:
         cable(True)
     print(text)
     status = read_status(chain.run_dir)
     row.status = str(status.get("code"))
-    chain.rows.append(row)
-    assert ranks - WATCHDOG < 10.0, text
-    row.gone = ranks
+    assert row.gone - WATCHDOG < 10.0, text
     if chain.launcher == "torchrun-2hosts":
         assert near < GONE and row.exit not in ("0", "None") and far, text
         row.exit += "; far agent stays"
     else:
         assert row.exit != "0", text
         row.exit = row.exit.replace("None", "mpiexec stays")
-    assert status["code"] in (70, 1) and re.search("no progress|died without a word", status["reason"]), (status, text)
-    assert sorted(rank for rank, _ in re.findall(FAILED, text, re.M)) in (["1"], ["0", "1"]), text   # one per half
+    assert status["code"] in (70, 1), (status, text)
+    assert re.search(f"no progress|{DIED}", status["reason"]), (status, text)
+    blamed = sorted(rank for rank, _ in re.findall(FAILED, text, re.M))
+    assert blamed in (["1"], ["0", "1"]), text   # one per half
     saved = check_checkpoint(chain.run_dir, chain.reference)
     assert saved >= (chain.step + 1) // SAVE_EVERY * SAVE_EVERY
     chain.step = saved
 
 
-# ------------------------------------------------------------------------------------------------ disks
+# ---------------------------------------------------------------- disks
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of its own, of 16 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder], capture_output=True, text=True)
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder],
+                          capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"a small disk needs root and the right to mount: {made.stderr.strip()}")
     yield folder
@@ -629,26 +658,19 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("fault, launcher, says", [
     ("fill", "mpich", "No space left|disk full|file write failed"),
-    pytest.param("make read-only", "torchrun", "Read-only file system|read-only", marks=pytest.mark.slow)])
-def test_a_save_that_fails_ends_all_with_one_message_and_the_checkpoint_of_before(fault, launcher, says, small_disk,
-                                                                                  table, undisturbed):
+    slow("make read-only", "torchrun", "Read-only file system|read-only")])
+def test_a_save_that_fails_ends_all_with_one_message_and_the_checkpoint_of_before(
+        fault, launcher, says, small_disk, table, undisturbed):
     need(launcher)
     chain = Chain(launcher, small_disk, undisturbed(2), table)
-    flag, row = small_disk.parent / "fault", Row(launcher, f"disk: {fault}")
-    table.append(row)
-    with chain.start(FAULT=fault, FAULT_RANK=0, FAULT_STEP=5, FAULT_FILE=flag) as running:
-        await_file(flag, running)
-        row.gone = seconds_until(lambda: not running.pids(), 60.0)
-        result = running.wait(timeout=5, leftover_grace=0)
-    status = read_status(chain.run_dir)
-    row.exit, row.status = str(result.returncode), str(status.get("code"))
-    chain.rows.append(row)
-    print(result.text)
+    with chain.faulty(f"disk: {fault}", fault=fault, step=5) as (row, running):
+        result, status = await_end(row, running, chain.run_dir, 60.0)
     assert row.gone < GONE and result.returncode != 0
-    told = re.findall(FAILED, result.stderr, re.M)
-    assert len(told) == 1 and own_tracebacks(result.stderr) <= 1, result.text
-    assert re.search(says, told[0][1]) and "last.pt" in told[0][1], result.text
-    assert status["code"] == 1 or fault == "fill" and status["code"] is None    # where there is no room for a word
+    last_lines = re.findall(FAILED, result.stderr, re.M)
+    assert len(last_lines) == 1 and own_tracebacks(result.stderr) <= 1, result.text
+    assert re.search(says, last_lines[0][1]) and "last.pt" in last_lines[0][1], result.text
+    no_room = fault == "fill" and status["code"] is None   # for a word
+    assert status["code"] == 1 or no_room, status
     chain.step = check_checkpoint(chain.run_dir, chain.reference)
     assert chain.step == 4
     (small_disk / "run" / "filler").unlink(missing_ok=True)
@@ -657,8 +679,8 @@ def test_a_save_that_fails_ends_all_with_one_message_and_the_checkpoint_of_befor
     chain.finish()
 
 
-# The saves of a run of one process are interrupted, each at a random moment. A process that has imported torch is
-# forked for every start, so that a start costs what it does and not the seconds that importing torch takes.
+# The saves of a run of one process are interrupted, each at a random moment. A process that has
+# imported torch is forked for every start, which saves the seconds that importing torch takes.
 KILLED_SAVES = """
 import json, os, random, signal, sys, time
 import driver
@@ -666,7 +688,9 @@ draw, kills, argv = random.Random(0), int(sys.argv[1]), sys.argv[2:]
 
 
 def start(nth, kill_in):
-    '''One start, killed `kill_in` seconds into its nth save (None: not at all) -> seconds its whole saves took.'''
+    '''One start, killed `kill_in` seconds into its nth save (None: not at all).
+
+    Returns the seconds that its whole saves took.'''
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -707,96 +731,87 @@ usual = sorted(start(8, 0.0))[3]
 print(json.dumps({"usual": usual}), flush=True)
 for _ in range(kills):
     finished = len(start(2, draw.uniform(0, 1.1 * usual)))
-    print(json.dumps({"finished": finished, "files": sorted(os.listdir("run/checkpoints"))}), flush=True)
+    files = sorted(os.listdir("run/checkpoints"))
+    print(json.dumps({"finished": finished, "files": files}), flush=True)
 start(0, None)
 """
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_kill_at_a_random_moment_of_a_save_leaves_a_checkpoint_to_go_on_from(kills, tmp_path, undisturbed, table):
+@pytest.mark.parametrize("kills", [3, slow(20)])
+def test_a_kill_at_a_random_moment_of_a_save_leaves_a_checkpoint_to_go_on_from(
+        kills, tmp_path, undisturbed, table):
     words = prepare(tmp_path)
     (tmp_path / "saves.py").write_text(KILLED_SAVES)
-    done = subprocess.run([sys.executable, "saves.py", str(kills), *words[1:], "training.snapshot_freq=1"],
-                          cwd=tmp_path, env=clean_environment(), text=True, capture_output=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "saves.py", str(kills), *words[1:], "training.snapshot_freq=1"],
+        cwd=tmp_path, env=clean_environment(), text=True, capture_output=True, timeout=600)
     out = (tmp_path / "out").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + out
-    kept = [json.loads(line) for line in done.stdout.splitlines()]
-    inside = sum(row["finished"] == 1 for row in kept[1:])
-    print(f"{inside} of {kills} kills hit a save, of {kept[0]['usual'] * 1000:.0f} ms\n{done.stdout}\n{out[-3000:]}")
+    usual, *saves = [json.loads(line) for line in done.stdout.splitlines()]
+    inside = sum(row["finished"] == 1 for row in saves)
+    print(f"{inside} of {kills} kills hit a save, of {usual['usual'] * 1000:.0f} ms\n"
+          f"{done.stdout}\n{out[-3000:]}")
     assert inside >= kills // 4
     starts = [int(step) for step in re.findall(r"continuing from step (\d+)", plain(out))]
     assert len(starts) == kills + 1 and plain(out).count("a new run") == 1, out
-    # Every start makes a whole save before the one that is hit, which counts if its file was already in place; at an
-    # evaluation the best weights are another save of the same step.
-    for before, after, row in zip(starts[:-1], starts[1:], kept[1:], strict=True):
+    # Every start makes a whole save before the one that is hit, which counts if its file was
+    # already in place; at an evaluation the best weights are another save of the same step.
+    for before, after, row in zip(starts[:-1], starts[1:], saves, strict=True):
         evaluated = (after + 1) // (STEPS // 2) > before // (STEPS // 2)
-        assert row["finished"] - evaluated <= after - before <= row["finished"] + 1, (starts, kept)
+        assert row["finished"] - evaluated <= after - before <= row["finished"] + 1, (starts, saves)
     check_finished(tmp_path / "run", undisturbed(1))
-    table.append(Row("python", f"kill -9 in a save, {kills} times, {inside} inside", 0.0, "-9", "-", "yes"))
+    table.append(
+        Row("python", f"kill -9 in a save, {kills} times, {inside} inside", 0.0, "-9", "-", "yes"))
 
 
-# ------------------------------------------------------------------------------------------------ Ctrl-C
-@pytest.mark.parametrize("launcher, n", [("python", 1), pytest.param("mpich", 2, marks=pytest.mark.slow)])
-def test_a_second_ctrl_c_ends_at_once_with_130_and_without_a_wall_of_tracebacks(launcher, n, tmp_path, table):
+# ---------------------------------------------------------------- Ctrl-C
+@pytest.mark.parametrize("launcher, n", [("python", 1), slow("mpich", 2)])
+def test_a_second_ctrl_c_ends_at_once_with_130_and_without_a_wall_of_tracebacks(
+        launcher, n, tmp_path, table):
     need(launcher)
-    flag, row = tmp_path / "fault", Row(launcher, "Ctrl-C twice")
-    table.append(row)
-    env = dict(FAULT="wait", FAULT_RANK=0, FAULT_STEP=3, FAULT_FILE=flag)
-    with start_ranks(launcher, n, prepare(tmp_path), tmp_path, env=env) as running:
-        await_file(flag, running)
-        for _ in range(2):
+    chain = Chain(launcher, tmp_path, None, table)
+    with chain.faulty("Ctrl-C twice", fault="wait") as (row, running):
+        for nth in (1, 2):
             for pid in running.rank_pids().values() if n > 1 else [running.process.pid]:
                 os.kill(pid, signal.SIGINT)
             dots = running.stdout().count(".")      # the main thread waits in Python, printing dots
-            seconds_until(lambda: running.stdout().count(".") > dots + 50 or not running.pids(), 30.0)
-            if _ == 0:
-                assert running.process.poll() is None
-        row.gone = seconds_until(lambda: not running.pids(), 45.0)
-        result = running.wait(timeout=5, leftover_grace=0)
-    row.exit, status = str(result.returncode), read_status(tmp_path / "run")
-    row.status = str(status.get("code"))
-    assert row.gone < GONE and result.returncode == 130 and status["code"] == 130, (status, result.text)
+            seconds_until(lambda: running.stdout().count(".") > dots + 50 or not running.pids(),
+                          30.0)
+            assert nth == 2 or running.process.poll() is None
+        result, status = await_end(row, running, chain.run_dir)
+    assert row.gone < GONE and result.returncode == status["code"] == 130, (status, result.text)
     assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) < 12, result.text
 
 
 def test_a_second_ctrl_c_ends_a_rank_that_holds_pythons_lock(tmp_path, table):
-    flag, row = tmp_path / "fault", Row("python", "Ctrl-C twice, lock held in C")
-    table.append(row)
-    env = dict(FAULT="lock", FAULT_RANK=0, FAULT_STEP=3, FAULT_FILE=flag)
-    with start_ranks("python", 1, prepare(tmp_path), tmp_path, env=env) as running:
-        await_file(flag, running)
-        guard = running.process.pid
-        while running.process.poll() is None and row.gone != row.gone:    # until the second is taken for one of its own
-            os.kill(guard, signal.SIGINT)
-            if not seconds_until(lambda: running.process.poll() is not None, 0.5) > 0.45:
-                row.gone = 0.5
-        row.gone = seconds_until(lambda: not running.pids(), 45.0)
-        result = running.wait(timeout=5, leftover_grace=0)
-    row.exit, row.status = str(result.returncode), str(read_status(tmp_path / "run").get("code"))
-    assert (row.exit, row.status) == ("130", "130") and row.gone < GONE, result.text
+    chain = Chain("python", tmp_path, None, table)
+    with chain.faulty("Ctrl-C twice, lock held in C", fault="lock") as (row, running):
+        while running.process.poll() is None:    # until the second is taken for one of its own
+            running.process.send_signal(signal.SIGINT)
+            seconds_until(lambda: running.process.poll() is not None, 0.5)
+        result, status = await_end(row, running, chain.run_dir)
+    assert (result.returncode, status["code"]) == (130, 130) and row.gone < GONE, result.text
 
 
-# ------------------------------------------------------------------------------------------------ other surroundings
+# ---------------------------------------------------------------- other surroundings
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "mpich"])
-def test_a_run_that_was_suspended_for_longer_than_the_limit_trains_on(launcher, tmp_path, undisturbed, table):
+def test_a_run_that_was_suspended_for_longer_than_the_limit_trains_on(
+        launcher, tmp_path, undisturbed, table):
     need(launcher)
     chain = Chain(launcher, tmp_path, undisturbed(2), table)
-    flag = tmp_path / "fault"
-    with chain.start(f"monitoring.watchdog_minutes={WATCHDOG / 60}", FAULT="slow", FAULT_RANK=0, FAULT_STEP=5,
-                     FAULT_FILE=flag, PACE=0.1) as running:
-        await_file(flag, running)
+    with chain.faulty("suspended, resumed", WATCHED, step=5, PACE=0.1) as (row, running):
         pids = [*running.rank_pids().values(), *running.guard_pids().values()]
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            os.kill(pid, STOP)
         end = time.monotonic() + SILENCE + 3.0    # beyond every limit of the guards
         seconds_until(lambda: time.monotonic() > end, 60.0)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-        result = running.wait(timeout=300)
-    assert result.returncode == 0 and read_status(chain.run_dir)["code"] == 0, result.text
+        result, status = await_end(row, running, chain.run_dir, 300.0)
+    assert result.returncode == status["code"] == 0, result.text
     check_finished(chain.run_dir, chain.reference)
-    table.append(Row(launcher, "suspended, resumed", 0.0, "0", "0", "yes"))
+    row.gone, row.continued = 0.0, "yes"
 
 
 @pytest.mark.slow
@@ -807,34 +822,38 @@ def test_a_run_whose_stderr_is_a_full_pipe_ends_all_the_same(tmp_path, table):
         while True:
             os.write(write, bytes(4096))
     os.set_blocking(write, True)
-    flag, row = tmp_path / "fault", Row("python", "exception, stderr a full pipe")
-    environment = clean_environment(env=dict(FAULT="raise", FAULT_RANK=0, FAULT_STEP=3, FAULT_FILE=flag))
-    process = subprocess.Popen([sys.executable, *prepare(tmp_path), f"monitoring.watchdog_minutes={WATCHDOG / 60}"],
-                               cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=write)
+    chain, row = Chain("python", tmp_path, None, table), Row("python", "exception, stderr full")
+    process = subprocess.Popen(
+        [sys.executable, *chain.words, WATCHED], cwd=tmp_path, stdout=subprocess.DEVNULL,
+        stderr=write, env=clean_environment(env=chain.environment("raise")))
     try:
-        seconds_until(lambda: flag.exists() or process.poll() is not None, 300.0)
+        seconds_until(lambda: chain.flag.exists() or process.poll() is not None, 300.0)
         row.gone = seconds_until(lambda: process.poll() is not None, 60.0)
-        row.exit, row.status = str(process.poll()), str(read_status(tmp_path / "run").get("code"))
+        row.exit = str(process.poll())
     finally:
         process.kill()
         process.wait()
         os.close(read)
         os.close(write)
+    row.status = str(read_status(chain.run_dir).get("code"))
     table.append(row)
     assert row.exit != "0" and row.status in ("1", "70") and row.gone < WATCHDOG + GONE, row
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["exception in forward", "kill -9 of rank 0", "SIGSTOP of rank 0", "lock held in C"])
+@pytest.mark.parametrize("name", ["exception in forward", "kill -9 of rank 0", "SIGSTOP of rank 0",
+                                  "lock held in C"])
 def test_as_process_1_of_a_container_too_a_rank_is_ended(name, tmp_path, table):
     apart = ["unshare", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*apart, "true"], capture_output=True).returncode:
         pytest.skip("unshare --pid needs root and the right to make namespaces")
     fault, row = FAULTS[name], Row("python, process 1", name)
-    environment = clean_environment(env=dict(FAULT=fault.fault, FAULT_RANK=0, FAULT_STEP=3, FAULT_FILE=tmp_path / "f"))
-    done = subprocess.run([*apart, sys.executable, *prepare(tmp_path), f"monitoring.watchdog_minutes={WATCHDOG / 60}"],
-                          cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=120)
-    row.exit, row.status = str(done.returncode), str(read_status(tmp_path / "run").get("code"))
+    chain = Chain("python", tmp_path, None, table)
+    done = subprocess.run(
+        [*apart, sys.executable, *chain.words, WATCHED], cwd=tmp_path, text=True,
+        capture_output=True, timeout=120,
+        env=clean_environment(env=chain.environment(fault.fault)))
+    row.exit, row.status = str(done.returncode), str(read_status(chain.run_dir).get("code"))
     table.append(row)
     assert (row.exit, row.status) == (str(fault.code),) * 2, done.stdout + done.stderr
     assert len(re.findall(FAILED, done.stderr, re.M)) == 1, done.stderr
