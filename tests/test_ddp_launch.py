@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import launchers
-from ddp_setup import DdpSampler
+from ddp_setup import Ddp, ddp_sampler
 from launchers import clean_environment, need, own_tracebacks, python_of, run_ranks, start_ranks, stolen_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +99,7 @@ def weights_of_one_process(global_batch):
         torch.set_default_dtype(before[0])
         torch.set_rng_state(before[1])
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    order = DdpSampler(64, 0, 1, True, True, 0)
+    order = ddp_sampler(range(64), Ddp(seed=0))
     for epoch in range(10):
         order.set_epoch(epoch)
         for batch in torch.tensor(list(order)).split(global_batch):
@@ -416,7 +416,7 @@ cleanup_ddp(ddp)
 
 def test_a_stop_that_another_rank_was_asked_for_is_the_outcome_and_files_of_killed_saves_go(tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".last.pt.1.tmp").write_text("half")
+    (tmp_path / "out" / ".last.pt.tmp").write_text("half")
     path = script(tmp_path, """
 import signal
 ddp = setup_ddp(quiet=True)

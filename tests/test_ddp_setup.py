@@ -87,7 +87,7 @@ def test_the_shell_of_a_slurm_job_is_one_process_with_a_loud_hint():
     (dict(HYDRA, DDP_WORLD_SIZE="4"), None, ("DDP_WORLD_SIZE says 4", "PMI_SIZE says 8")),
     (HYDRA, (0, 1), ("mpi4py says 1", "PMI_SIZE says 8", "built for another MPI")),
     (PALS_AURORA, None, ("DDP_WORLD_SIZE", "no number of ranks")),
-    ({**OPENMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "", "WORLD_SIZE": "4", "RANK": "0"}, None, ("disagree with Open MPI",)),
+    ({**OPENMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "", "WORLD_SIZE": "4", "RANK": "0"}, None, ("WORLD_SIZE says 4", "Open MPI says 8")),
     (dict(HYDRA, PMI_RANK="8"), None, ("rank 8 is outside 0 to 7",)),
     (dict(HYDRA, PMI_SIZE="eight"), None, ("PMI_SIZE='eight'", "not an integer"))])
 def test_contradictions_are_refused_and_shown(env, mpi, words):
@@ -319,10 +319,8 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_one_process_needs_no_launcher_and_leaves_the_environment_as_it_was(monkeypatch, capsys):
-    for row in ddp_setup.LAUNCHERS:
-        for names in (row.rank, row.size, row.local_rank, row.local_size, row.node_rank, row.needs):
-            for name in names:
-                monkeypatch.delenv(name, raising=False)
+    for name in clean_environment().keys() ^ os.environ.keys():
+        monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
     ddp = setup_ddp(seed=0)
     assert setup_ddp() is ddp
@@ -374,18 +372,14 @@ def test_the_former_checkpoints_are_kept_and_only_as_many_as_wanted(tmp_path):
         "last.pt": 5, "last-1.pt": 4, "last-2.pt": 3}
 
 
-def test_without_hard_links_too_a_checkpoint_is_whole_under_some_name_at_any_moment(tmp_path, monkeypatch):
+def test_a_checkpoint_is_whole_under_some_name_at_any_moment(tmp_path, monkeypatch):
     path, seen, replace = tmp_path / "last.pt", [], os.replace
 
     def watched(old, new):
         replace(old, new)
         seen.append(sorted(load_checkpoint(str(p))["step"] for p in tmp_path.glob("last*.pt")))
 
-    def refused(*_):
-        raise PermissionError(1, "Operation not permitted")
-
     monkeypatch.setattr(os, "replace", watched)
-    monkeypatch.setattr(os, "link", refused)
     for step in (1, 2, 3):
         save_checkpoint(str(path), Ddp(), keep_last=2, step=step)
     assert seen == [[1], [1], [1, 2], [2], [2, 3]]
@@ -401,15 +395,15 @@ def test_a_flipped_bit_that_torch_does_not_see_is_told_and_the_checkpoint_before
     assert load_checkpoint(str(path), ddp)["step"] == 1
     assert ddp.state.checkpoint == (str(tmp_path / "last-1.pt"), 1)
     said = capsys.readouterr().out
-    assert "last.pt is damaged" in said and f"Going back to {tmp_path / 'last-1.pt'}" in said
-    with pytest.raises(ValueError, match="last.pt is damaged: the checksum of its record .*data/0 is wrong"):
+    assert "last.pt: it is damaged" in said and f"Going back to {tmp_path / 'last-1.pt'}" in said
+    with pytest.raises(ValueError, match="last.pt: it is damaged, the checksum of its record .*data/0"):
         load_checkpoint(str(path))
     save_checkpoint(str(tmp_path / "best.pt"), ddp, step=2)
     save_checkpoint(str(path), ddp, keep_last=2, step=3, weight=torch.zeros(1000))   # the damaged one goes, no other
     assert [load_checkpoint(str(tmp_path / name))["step"] for name in ("last-1.pt", "last.pt")] == [1, 3]
     flip_a_bit(path)
     (tmp_path / "last-1.pt").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="(?s)last.pt is damaged.*cannot read the checkpoint .*last-1.pt"):
+    with pytest.raises(ValueError, match="(?s)last.pt: it is damaged.*cannot read the checkpoint .*last-1.pt"):
         load_checkpoint(str(path), Ddp())
 
 
@@ -419,7 +413,7 @@ def test_a_checkpoint_cut_off_at_any_length_is_refused(tmp_path):
     data = path.read_bytes()
     for n in range(0, len(data), 61):
         path.write_bytes(data[:n])
-        with pytest.raises(ValueError, match="cannot read|damaged"):
+        with pytest.raises(ValueError, match="cannot read"):
             load_checkpoint(str(path))
 
 
