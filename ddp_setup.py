@@ -43,8 +43,9 @@ Environment read: the launcher variables of LAUNCHERS, and
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
   DDP_DEADLINE              epoch seconds at which stop_reason says stop
   DDP_GUARD_FD              set by ddp_guard.py, for its own child
-Environment set, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT for libraries that look there; GLOO_SOCKET_IFNAME where it is unset.
+Environment set, of several ranks, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT for libraries that look there; GLOO_SOCKET_IFNAME where
+it is unset.
 """
 import atexit
 import collections
@@ -94,7 +95,6 @@ class State:
     hosts: list = field(default_factory=list)         # of each rank
     store: object = None                              # torch's store, in rank 0
     mpi: object = None                                # COMM_WORLD of mpi4py
-    finalize_mpi: bool = False
     ipex: str = "auto"                                # see optimize_with_ipex
     environment: dict = field(default_factory=dict)   # variables as they were
     guard: object = None                              # socket to ddp_guard.py
@@ -149,10 +149,8 @@ def _alone_in_a_notebook(ddp):
 
 
 class SetupError(RuntimeError):
-    """Setting up failed.
-
-    prints: this rank prints it; others see the same and leave quietly. code: for sys.exit: 2 where
-    a person must look, 1 where a rank or host is missing, which the next start may find."""
+    """Setting up failed. prints: this rank shows it; others see the same and leave quietly.
+    code: 2 where a person must look, 1 where the next start may find what is missing."""
 
     def __init__(self, text, prints=True, code=2):
         super().__init__(text)
@@ -267,8 +265,8 @@ def detect_launcher(env, mpi=None):
             said = ", ".join(f"{source} says {number}" for source, number in numbers.items())
             raise SetupError(
                 f"{row.name}: {said}. Expected the same {what}. Unset what is left over from "
-                f"another launcher. If it is mpi4py that differs, it was probably built for another "
-                f"MPI: reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints)
+                f"another launcher. If mpi4py differs, it was probably built for another MPI: "
+                f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints)
     size = next((size for _, size in claims.values() if size is not None), None)
     if size is None:
         raise SetupError(
@@ -445,7 +443,7 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
     _deadline(env)
     if ipex not in ("auto", "on", "off"):
         raise SetupError(f"ipex is {ipex!r}; expected auto, on or off")
-    mpi, finalize = _start_mpi(env, init_timeout)
+    mpi = _start_mpi(env, init_timeout)
     ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
     for name, wanted in (("--ranks", ranks), ("DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))):
         if wanted is not None and wanted != ddp.world_size:
@@ -468,48 +466,44 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     ddp = replace(ddp, device=target, backend=backend if ddp.world_size > 1 else "none", seed=seed,
                   host=socket.gethostname(), notes=(*ddp.notes, reason), timeout=limit,
-                  state=State(mpi=mpi, finalize_mpi=finalize, ipex=ipex, guard=_open_guard()))
+                  state=State(mpi=mpi, ipex=ipex, guard=_open_guard()))
     if ddp.world_size > 1:
         ddp = _join(ddp, env, init_timeout, error)
-    else:   # libraries that look there make a group of one
-        with _listen("127.0.0.1") as free:
-            _export(ddp, MASTER_ADDR=env.get("MASTER_ADDR") or "127.0.0.1",
-                    MASTER_PORT=env.get("MASTER_PORT") or free.getsockname()[1])
+    else:
         _tell_guard(ddp, join=dict(rank=0, size=1, host=ddp.host, launcher=ddp.launcher, hub=None))
-    _export(ddp, RANK=ddp.rank, WORLD_SIZE=ddp.world_size, LOCAL_RANK=ddp.local_rank,
-            LOCAL_WORLD_SIZE=ddp.local_world_size)
     atexit.register(_at_exit, ddp, os.getpid())
     _seed_all(seed)
     return ddp
 
 
-def _export(ddp, **variables):
-    for name, value in variables.items():
-        ddp.state.environment.setdefault(name, os.environ.get(name))
-        os.environ[name] = str(value)
-
-
 def _start_mpi(env, limit):
-    """(COMM_WORLD of mpi4py, are we to finalise it?); (None, False) where it is absent, unwanted or
-    not needed. Importing it initialises MPI, which freezes or misleads a process that no MPI
-    launched: so never elsewhere."""
+    """COMM_WORLD of mpi4py; None where it is absent, unwanted or not needed. Importing it
+    initialises MPI, which freezes or misleads a process that no MPI launched: so never elsewhere.
+    """
     row, values = next(((row, values) for row, values, complete in _read_rows(env) if complete),
                        (None, None))
     if row is None or not row.mpi or env.get("DDP_MPI4PY") == "0":
-        return None, False
+        return None
     sized = values["size"][1] or env.get("DDP_WORLD_SIZE")
     if sized and env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
-        return None, False
-    ours = "mpi4py.MPI" not in sys.modules
+        return None
     try:
         import mpi4py
-        if ours:
-            mpi4py.rc.finalize = False   # at exit it would wait for the others: see cleanup_ddp
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.finalize = False   # at exit it would wait for the others: see _end_mpi
         with _time_limit(limit):   # MPI_Init waits for all ranks without end
             from mpi4py import MPI
     except (ImportError, RuntimeError):   # RuntimeError: no MPI library found; not needed then
-        return None, False
-    return (None, False) if MPI.Is_finalized() else (MPI.COMM_WORLD, ours)
+        return None
+    return None if MPI.Is_finalized() else MPI.COMM_WORLD
+
+
+def _end_mpi(mpi):
+    """MPI_Finalize, where _start_mpi has begun it."""
+    if mpi is not None and sys.modules["mpi4py"].rc.finalize is False:
+        from mpi4py import MPI
+        if not MPI.Is_finalized():
+            MPI.Finalize()
 
 
 @contextlib.contextmanager
@@ -653,13 +647,14 @@ def _join(ddp, env, init_timeout, error):
     if table["hub"]:
         _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, host=ddp.host,
                                    launcher=ddp.launcher, hub=table["hub"]))
-    elif any(table["guarded"]):
-        bare = [rank for rank, guarded in enumerate(table["guarded"]) if not guarded]
-        print0(ddp, f"ATTENTION: rank {listed(bare)} has no guard, so no rank is guarded")
-    _export(ddp, MASTER_ADDR=host, MASTER_PORT=port)
+    variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": ddp.rank,
+                 "WORLD_SIZE": ddp.world_size, "LOCAL_RANK": ddp.local_rank,
+                 "LOCAL_WORLD_SIZE": ddp.local_world_size or hosts.count(ddp.host)}
     interface = _interface_of("127.0.0.1" if one_host else _route_to(host))
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-        _export(ddp, GLOO_SOCKET_IFNAME=interface)
+        variables["GLOO_SOCKET_IFNAME"] = interface
+    ddp.state.environment = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     bind = {"device_id": ddp.device} if ddp.backend == "nccl" else {}
     control = None
     with _time_limit(init_timeout):   # backends may wait without end
@@ -724,7 +719,7 @@ def _connect(ddp, host, port, limit, prefix, agent):
                     f"`ping {host}` from {ddp.host}.", prints, code=1) from None
             time.sleep(0.05)
     try:
-        with _time_limit(STORE_ANSWER):   # where a stranger listens, torch waits for ever (measured)
+        with _time_limit(STORE_ANSWER):   # a stranger may listen, and say nothing (measured)
             store = dist.PrefixStore(prefix, dist.TCPStore(
                 host, port, None, False, datetime.timedelta(seconds=limit),
                 wait_for_workers=False))
@@ -738,9 +733,8 @@ def _connect(ddp, host, port, limit, prefix, agent):
 
 
 def _meet(ddp, store, error, limit, hub_host):
-    """All ranks report to rank 0, which answers with what it knows of them: a dict of "hosts" and
-    "guarded" of each rank, and "hub", the address of its guard where all are guarded. If they do
-    not fit together, rank 0 says why and all end."""
+    """All ranks report to rank 0, which answers with a dict: "hosts" of all, and "hub", the address
+    of its guard where all are guarded. If they do not fit together, it says why and all end."""
     size = ddp.world_size
     row = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
            "guarded": ddp.state.guard is not None,
@@ -764,9 +758,11 @@ def _meet(ddp, store, error, limit, hub_host):
     rows = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
             if store.check([key])}
     problem, code = _problem_of(rows, size, limit)
-    table = {"problem": problem, "hosts": [row["host"] for row in rows.values()],
-             "guarded": [row["guarded"] for row in rows.values()], "hub": None}
-    if not problem and all(table["guarded"]):
+    table = {"problem": problem, "hosts": [row["host"] for row in rows.values()], "hub": None}
+    guarded = [row["guarded"] for row in rows.values()]
+    if any(guarded) and not all(guarded):
+        print0(ddp, "ATTENTION: not every rank has a guard, so no rank is guarded")
+    elif any(guarded) and not problem:
         _tell_guard(ddp, serve=hub_host)
         with contextlib.suppress(OSError), ddp.state.guard.makefile() as answer:
             table["hub"] = json.loads(answer.readline())["address"]
@@ -941,15 +937,14 @@ def cleanup_ddp(ddp):
         try:
             barrier(ddp, patience + GUARD_FIRST)
         except RuntimeError as e:
-            abort(ddp, f"not all ranks came to cleanup_ddp: {_in_one_line(e)}", HANG,
-                  secondary=True)
+            abort(ddp, f"not all of {ddp.world_size} ranks came to cleanup_ddp within "
+                       f"{patience:.0f} s: {_in_one_line(e)}", HANG, secondary=True)
         if watch is not None:   # a script without close_run
             close_run(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
         with _time_limit(DESTROY):
             if ddp.world_size > 1:
                 dist.destroy_process_group()
-            if ddp.state.finalize_mpi and not sys.modules["mpi4py.MPI"].Is_finalized():
-                sys.modules["mpi4py.MPI"].Finalize()
+            _end_mpi(ddp.state.mpi)
     finally:   # whatever happens, the caller may go on
         _tell_guard(ddp, left=True)
         if ddp.state.guard is not None:
@@ -963,8 +958,7 @@ def cleanup_ddp(ddp):
 
 # ---------------------------------------------------------------- stop requests, progress, outcome
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
-BEAT_PERIOD = 0.2       # seconds between signs of progress to the guard
-TIMER_PERIOD = 2.0      # seconds between restarts of faulthandler's timer, each a thread in C
+BEAT_PERIOD = 0.2       # seconds between signs of progress within a step
 LOOK_PERIOD = 1.0       # seconds between looks at the clock and the STOP file
 DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, from launcher and guard
 
@@ -1079,12 +1073,12 @@ def beat(ddp, step=None):
     if watch is None:
         return
     watch.step = watch.step if step is None else step
+    if step is None and now < watch.sent + BEAT_PERIOD:
+        return
+    watch.sent = now
     if ddp.state.guard is not None:
-        if step is not None or now > watch.sent + BEAT_PERIOD:
-            watch.sent = now
-            _tell_guard(ddp, socket.MSG_DONTWAIT, step=watch.step)
-    elif watch.limit and now > watch.sent + min(TIMER_PERIOD, watch.limit / 4):
-        watch.sent = now
+        _tell_guard(ddp, socket.MSG_DONTWAIT, step=watch.step)
+    elif watch.limit:
         _set_timer(watch.limit, watch.stacks or sys.__stderr__)
 
 
@@ -1392,7 +1386,7 @@ def _check_plain(value, where):
 
 
 def kept_checkpoint(path, k):
-    """Where save_checkpoint(..., keep_last) keeps the k-th former one: last.pt -> last-1.pt."""
+    """Name of the k-th former checkpoint: last.pt -> last-1.pt."""
     base, end = os.path.splitext(path)
     return f"{base}-{k}{end}" if k else path
 
@@ -1553,9 +1547,6 @@ def optimize_with_ipex(model, optimizer, ddp, dtype=None):
     mode = ddp.state.ipex
     if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or _has_xccl()):
         return model, optimizer
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("the model is wrapped already. Expected optimize_with_ipex before "
-                         "wrap_ddp.")
     (ipex, problem), result = _import_ipex(), None
     problem = first_problem(problem, ddp)
     if not problem:
@@ -1580,9 +1571,9 @@ def optimize_with_ipex(model, optimizer, ddp, dtype=None):
 # ---------------------------------------------------------------- python ddp_setup.py --doctor
 def doctor(env):
     """Print what this file finds here and would choose. Returns 1 if there is a PROBLEM, else 0."""
-    found, mpi, finalize, rows = _found_devices(), None, False, []
+    found, mpi, rows = _found_devices(), None, []
     try:
-        mpi, finalize = _start_mpi(env, 60.0)
+        mpi = _start_mpi(env, 60.0)
         ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
         if ddp.rank:
             return 0
@@ -1591,8 +1582,7 @@ def doctor(env):
     except SetupError as e:
         rows.append(f"PROBLEM: {e}")
     finally:
-        if finalize:
-            sys.modules["mpi4py.MPI"].Finalize()
+        _end_mpi(mpi)
     if (master := env.get("MASTER_ADDR")) and not _resolve(master):
         rows.append(f"PROBLEM: MASTER_ADDR={master} cannot be resolved here. Expected a host name "
                     f"or address.")
