@@ -778,29 +778,27 @@ def _problem_of(rows, size, limit):
     """(why the ranks do not fit together, exit code); ("", 0) if they do.
 
     rows: {rank: what it has reported}."""
-    def ranks_by(*keys):
-        groups = collections.defaultdict(list)
-        for rank, row in rows.items():
-            groups[tuple(row[key] for key in keys)].append(rank)
-        return groups
-
-    for (error,), ranks in ranks_by("error").items():
-        if error:
-            who = f"rank {listed(ranks)} on {rows[ranks[0]]['host']}: "
-            return error if len(ranks) == size else who + error, 2
+    errors = {rank: row["error"] for rank, row in rows.items() if row["error"]}
+    if errors:
+        first, text = min(errors.items())
+        alike = [rank for rank in errors if errors[rank] == text]
+        who = f"rank {listed(alike)} on {rows[first]['host']}: "
+        return text if len(alike) == size else who + text, 2
     missing = [rank for rank in range(size) if rank not in rows]
     if missing:
         hosts = sorted({row["host"] for row in rows.values()})
         return (f"{len(missing)} of {size} ranks did not appear within {limit:.0f} s: rank(s) "
                 f"{listed(missing)}. The others are on {listed(hosts)}. Is a host down, or cannot "
                 f"it reach rank 0?"), 1
-    for (host, device), ranks in ranks_by("host", "device").items():
-        if device and len(ranks) > 1:
-            return (f"ranks {listed(ranks)} on {host} share one accelerator ({device}); expected "
-                    f"one rank per accelerator. Start fewer ranks per host, or unset the mask "
-                    f"(CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK)."), 2
+    users = {}   # rank that was the first to name an accelerator
+    for rank, row in rows.items():
+        first = users.setdefault((row["host"], row["device"]), rank)
+        if row["device"] and rank != first:
+            return (f"ranks {first}, {rank} on {row['host']} share one accelerator "
+                    f"({row['device']}); expected one each. Start fewer ranks per host, or unset "
+                    f"the mask (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK)."), 2
     for what in ("backend", "torch"):
-        values = sorted(value for (value,) in ranks_by(what))
+        values = sorted({row[what] for row in rows.values()})
         if len(values) > 1:
             return (f"the ranks differ in {what}: {', '.join(values)}; expected the same on all. "
                     f"Give --device and --backend, and one environment for all hosts."), 2
@@ -959,7 +957,6 @@ def cleanup_ddp(ddp):
 # ---------------------------------------------------------------- stop requests, progress, outcome
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 BEAT_PERIOD = 0.2       # seconds between signs of progress within a step
-LOOK_PERIOD = 1.0       # seconds between looks at the clock and the STOP file
 DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, from launcher and guard
 
 
@@ -973,7 +970,6 @@ class Watch:
     step: int | None = None
     requested: str = ""        # why this rank shall stop
     interrupted: float = 0.0   # when Ctrl-C came first
-    looked: float = 0.0        # when the deadline and the STOP file were last looked at
     sent: float = 0.0          # when the last sign of progress was given
     stacks: object = None      # file
     handlers: dict = field(default_factory=dict)   # those before
@@ -1039,11 +1035,10 @@ def _request_stop(ddp, watch, number):
 def stop_wanted(ddp):
     """1.0 if this rank has been asked to stop, else 0.0: to be summed over ranks, for stop_reason.
     Rank 0 looks for the deadline and the STOP file."""
-    watch, now = ddp.state.watch, time.monotonic()
+    watch = ddp.state.watch
     if watch is None:
         return 0.0
-    if ddp.is_main and not watch.requested and now > watch.looked + LOOK_PERIOD:
-        watch.looked = now
+    if ddp.is_main and not watch.requested:
         if time.time() >= watch.deadline:
             watch.requested = "DDP_DEADLINE is reached"
         elif watch.run_dir and os.path.exists(path := os.path.join(watch.run_dir, "STOP")):

@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -149,6 +150,24 @@ def test_device_and_backend(device, backend, local_rank, found, expected):
 def test_impossible_requests_are_refused_with_what_is_there(device, backend, found):
     with pytest.raises(RuntimeError, match="[Aa]vailable|expected one of"):
         choose_device(device, backend, 0, {**FOUND, **found})
+
+
+def row(**changes):
+    return {"host": "n0", "backend": "gloo", "torch": "2", "device": None, "error": None, **changes}
+
+
+@pytest.mark.parametrize("rows, code, words", [
+    ({0: row(), 1: row()}, 0, ""),
+    ({0: row(), 2: row(host="n1")}, 1, "1 of 3 ranks did not appear.*rank.s. 1.*n0, n1"),
+    ({0: row(error="no"), 1: row(error="no")}, 2, "^no$"),
+    ({0: row(), 1: row(error="no", host="n1")}, 2, "^rank 1 on n1: no$"),
+    ({0: row(device="cuda a"), 1: row(device="cuda a")}, 2, "ranks 0, 1 on n0 share one accel"),
+    ({0: row(device="cuda a"), 1: row(device="cuda a", host="n1")}, 0, ""),
+    ({0: row(), 1: row(backend="nccl")}, 2, "differ in backend: gloo, nccl"),
+    ({0: row(), 1: row(torch="3")}, 2, "differ in torch: 2, 3")])
+def test_ranks_that_do_not_fit_together_are_refused(rows, code, words):
+    problem, found = ddp_setup._problem_of(rows, max(rows) + 1, 300.0)
+    assert found == code and bool(problem) == bool(code) and re.search(words, problem), problem
 
 
 XPU = torch.device("xpu", 0)
