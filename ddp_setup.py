@@ -41,36 +41,31 @@ Environment read: the launcher variables of LAUNCHERS, and
   DDP_MPI4PY=0              never import mpi4py
   DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (256)
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
-  DDP_DEADLINE              epoch seconds at which stop_reason says stop: the end of the walltime
-                            less the time to save
+  DDP_DEADLINE              epoch seconds at which stop_reason says stop
   DDP_GUARD_FD              set by ddp_guard.py, for its own child
-Environment set, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT for libraries that look there; GLOO_SOCKET_IFNAME (the interface that routes to rank 0)
-where it is unset.
+Environment set, of several ranks, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT for libraries that look there; GLOO_SOCKET_IFNAME where
+it is unset.
 """
 import atexit
 import collections
 import contextlib
 import datetime
 import faulthandler
-import glob
 import hashlib
 import importlib.metadata
 import inspect
 import io
 import json
-import multiprocessing
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import zipfile
@@ -83,65 +78,23 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "AGAIN", "BAD_INPUT", "STOP_SIGNALS", "Ddp", "SetupError", "abort", "all_mean", "all_sum",
     "autocast", "barrier", "beat", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp",
-    "close_run", "ddp_sampler",
-    "detect_launcher", "end_watch", "first_problem", "grad_scaler", "gradient_sync",
-    "load_checkpoint", "optimize_with_ipex", "print0", "save_checkpoint", "seed_for", "setup_ddp",
-    "stop_reason", "stop_wanted", "unwrap_ddp", "watch_run", "worker_init", "wrap_ddp"]
+    "close_run", "ddp_sampler", "detect_launcher", "end_watch", "first_problem", "grad_scaler",
+    "gradient_sync", "load_checkpoint", "optimize_with_ipex", "print0", "save_checkpoint",
+    "seed_for", "setup_ddp", "stop_reason", "stop_wanted", "unwrap_ddp", "watch_run",
+    "worker_init", "wrap_ddp"]
 
 # Gloo connects every rank with every other: 2 N sockets, and many sites allow 1,024 open files.
 # Above this number of ranks, objects, flags and barriers travel over the device's own backend.
 GLOO_MAX_RANKS = 256
 
 
-# ---------------------------------------------------------------- launchers
-@dataclass(frozen=True)
-class Launcher:
-    """The variables in which a launcher tells a process its place; the first one set counts."""
-    name: str
-    rank: tuple
-    size: tuple
-    local_rank: tuple
-    local_size: tuple = ()
-    node_rank: tuple = ()
-    needs: tuple = ()            # further variables without which the row does not count
-    mpi: bool = False            # ranks were started by an MPI: mpi4py may be asked
-    size_optional: bool = False  # the size may come from DDP_WORLD_SIZE or mpi4py instead
-
-
-# In the order of detection. It survives nesting: torchrun inside srun, mpirun inside sbatch.
-LAUNCHERS = (
-    Launcher("DDP_* variables", ("DDP_RANK",), ("DDP_WORLD_SIZE",), ("DDP_LOCAL_RANK",),
-             ("DDP_LOCAL_WORLD_SIZE",), ("DDP_NODE_RANK",)),
-    Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",),
-             ("GROUP_RANK",), needs=("MASTER_ADDR",)),
-    # OMPI_COMM_WORLD_NODE_RANK is the rank within the node, not the node's index: not used.
-    Launcher("Open MPI", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",),
-             ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",), mpi=True),
-    # Polaris sets PMI_SIZE, Aurora nothing dependable. Slurm's cray_shasta plugin sets these too.
-    Launcher("PALS", ("PALS_RANKID",), ("PMI_SIZE",),
-             ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "PMIX_LOCAL_RANK"),
-             ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"), ("PALS_NODEID",), mpi=True, size_optional=True),
-    Launcher("MPICH or Intel MPI (Hydra)", ("PMI_RANK",), ("PMI_SIZE",),
-             ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-             mpi=True),
-    Launcher("MVAPICH2", ("MV2_COMM_WORLD_RANK",), ("MV2_COMM_WORLD_SIZE",),
-             ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",), mpi=True),
-    Launcher("Flux", ("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",)),
-    Launcher("LSF jsrun", ("JSM_NAMESPACE_RANK",), ("JSM_NAMESPACE_SIZE",),
-             ("JSM_NAMESPACE_LOCAL_RANK",), mpi=True),
-    # Without SLURM_STEP_ID these belong to the batch shell, one process however many tasks.
-    Launcher("Slurm step", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-             ("SLURM_LOCALID",), (), ("SLURM_NODEID",), needs=("SLURM_STEP_ID",)),
-)
-
-
+# ---------------------------------------------------------------- this process' place
 @dataclass
 class State:
     """What changes in a run, see Ddp."""
     hosts: list = field(default_factory=list)         # of each rank
     store: object = None                              # torch's store, in rank 0
     mpi: object = None                                # COMM_WORLD of mpi4py
-    finalize_mpi: bool = False
     ipex: str = "auto"                                # see optimize_with_ipex
     environment: dict = field(default_factory=dict)   # variables as they were
     guard: object = None                              # socket to ddp_guard.py
@@ -196,14 +149,58 @@ def _alone_in_a_notebook(ddp):
 
 
 class SetupError(RuntimeError):
-    """Setting up failed.
-
-    prints: this rank prints it; others see the same and leave quietly. code: for sys.exit: 2 where
-    a person must look, 1 where a rank or host is missing, which the next start may find."""
+    """Setting up failed. prints: this rank shows it; others see the same and leave quietly.
+    code: 2 where a person must look, 1 where the next start may find what is missing."""
 
     def __init__(self, text, prints=True, code=2):
         super().__init__(text)
         self.prints, self.code = prints, code
+
+
+# ---------------------------------------------------------------- launchers
+@dataclass(frozen=True)
+class Launcher:
+    """The variables in which a launcher tells a process its place; of several the first one set."""
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
+    node_rank: str = ""
+    needs: str = ""              # further variables without which the row does not count
+    launch: str = ""             # variables that together name this very launch
+    mpi: bool = False            # ranks were started by an MPI: mpi4py may be asked
+    size_optional: bool = False  # the size may come from DDP_WORLD_SIZE or mpi4py instead
+
+
+# In the order of detection. It survives nesting: torchrun inside srun, mpirun inside sbatch.
+LAUNCHERS = (
+    Launcher("DDP_* variables", "DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK",
+             "DDP_LOCAL_WORLD_SIZE", "DDP_NODE_RANK"),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+             needs="MASTER_ADDR", launch="TORCHELASTIC_RUN_ID"),
+    # OMPI_COMM_WORLD_NODE_RANK is the rank within the node, not the node's index: not used.
+    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+             launch="PMIX_NAMESPACE", mpi=True),
+    # Polaris sets PMI_SIZE, Aurora nothing dependable. Slurm's cray_shasta plugin sets these too.
+    Launcher("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID PMI_LOCAL_RANK PMIX_LOCAL_RANK",
+             "PALS_LOCAL_SIZE PMI_LOCAL_SIZE", "PALS_NODEID", launch="PALS_APID", mpi=True,
+             size_optional=True),
+    Launcher("MPICH or Intel MPI (Hydra)", "PMI_RANK", "PMI_SIZE",
+             "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE", mpi=True),
+    Launcher("MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+             "MV2_COMM_WORLD_LOCAL_SIZE", mpi=True),
+    Launcher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID",
+             launch="FLUX_JOB_ID"),
+    Launcher("LSF jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+             launch="LSB_JOBID PMIX_NAMESPACE", mpi=True),
+    # Without SLURM_STEP_ID these belong to the batch shell, one process however many tasks.
+    Launcher("Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID",
+             node_rank="SLURM_NODEID", needs="SLURM_STEP_ID",
+             launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT"),
+)
+PLACE = ("rank", "size", "local_rank", "local_size", "node_rank")   # fields of variables
 
 
 def _int(env, name):
@@ -214,32 +211,24 @@ def _int(env, name):
     return int(text) if text else None
 
 
-def _read_row(env, row):
-    """({"rank": (value, variable), ...}, complete?); (None, None) for what is not set."""
-    values = {}
-    for key in ("rank", "size", "local_rank", "local_size", "node_rank"):
-        values[key] = next(((_int(env, name), name) for name in getattr(row, key)
-                            if env.get(name, "").strip()), (None, None))
-    complete = (values["rank"][1] and values["local_rank"][1]
-                and (values["size"][1] or row.size_optional)
-                and all(env.get(name, "").strip() for name in row.needs)
-                # a step of one task, such as an interactive shell, is a plain process
-                and not (row.name == "Slurm step" and values["size"][0] == 1))
-    return values, bool(complete)
-
-
-def slurm_first_host(nodelist):
-    """First host of a Slurm node list: 'a[003-5,9]-ib,b3' -> 'a003-ib'; containers often have no
-    scontrol."""
-    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist)[0]   # to a comma outside brackets
-    return re.sub(r"\[([^\]]*)\]", lambda m: re.split("[-,]", m[1])[0], first)
+def _read_rows(env):
+    """[(launcher, {"rank": (value, variable), ...}, complete?)]; (None, "") for what is not set."""
+    rows = []
+    for row in LAUNCHERS:
+        values = {key: next(((_int(env, name), name) for name in getattr(row, key).split()
+                             if env.get(name, "").strip()), (None, "")) for key in PLACE}
+        one_task = row.name == "Slurm step" and values["size"][0] == 1   # an interactive shell, say
+        complete = (values["rank"][1] and values["local_rank"][1]
+                    and (values["size"][1] or row.size_optional) and not one_task
+                    and all(env.get(name, "").strip() for name in row.needs.split()))
+        rows.append((row, values, bool(complete)))
+    return rows
 
 
 def _seen(env):
     """The launchers' variables that are set, for messages."""
-    names = {name for row in LAUNCHERS for names in (row.rank, row.size, row.local_rank,
-                                                     row.local_size, row.node_rank, row.needs)
-             for name in names} | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}.union(
+        *(getattr(row, key).split() for row in LAUNCHERS for key in (*PLACE, "needs")))
     shown = " ".join(f"{name}={env[name]}" for name in sorted(names) if env.get(name, "").strip())
     return f"Seen: {shown or 'none'}"
 
@@ -256,22 +245,34 @@ def detect_launcher(env, mpi=None):
     Raises: SetupError, with what was seen, where variables are incomplete or sizes disagree: a
         single process instead would exit 0 with the wrong result.
     """
-    rows = [(row, *_read_row(env, row)) for row in LAUNCHERS]
+    rows = _read_rows(env)
     complete = [(row, values) for row, values, ok in rows if ok]
     if not complete:
         return _plain_process(env, rows)
-    row, values = complete[0]
+    (row, values), *outer = complete
     rank, size, local_rank, local_size, node_rank = (value for value, _ in values.values())
-    first = local_rank == 0   # what all ranks of the host see alike, its first one prints
+    claims = {values["size"][1] or row.name: (rank, size), "mpi4py": mpi or (None, None)}
+    for name in ("DDP_WORLD_SIZE", "WORLD_SIZE") if row.mpi else ("DDP_WORLD_SIZE",):
+        claims[name] = (None, _int(env, name))
     if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
-        for other, theirs in complete[1:]:
-            if other.mpi and (theirs["rank"][0] != rank or theirs["size"][0] not in (None, size)):
-                raise SetupError(
-                    f"RANK={rank} and WORLD_SIZE={size} disagree with {other.name}, which says "
-                    f"rank {theirs['rank'][0]} of {theirs['size'][0]}. Expected the same. Unset "
-                    f"RANK, WORLD_SIZE and LOCAL_RANK (left over from another launcher?). "
-                    f"{_seen(env)}")
-    size = _agreed_size(env, row, values, mpi, first)
+        claims.update({other.name: (theirs["rank"][0], theirs["size"][0])
+                       for other, theirs in outer if other.mpi})
+    first = local_rank == 0   # what all ranks of the host see alike, its first one prints
+    for index, what, prints in ((1, "number of ranks", first), (0, "rank", True)):
+        numbers = {source: claim[index] for source, claim in claims.items()
+                   if claim[index] is not None}
+        if len(set(numbers.values())) > 1:
+            said = ", ".join(f"{source} says {number}" for source, number in numbers.items())
+            raise SetupError(
+                f"{row.name}: {said}. Expected the same {what}. Unset what is left over from "
+                f"another launcher. If mpi4py differs, it was probably built for another MPI: "
+                f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints)
+    size = next((size for _, size in claims.values() if size is not None), None)
+    if size is None:
+        raise SetupError(
+            f"{row.name} started rank {rank} but sets no number of ranks. Expected DDP_WORLD_SIZE: "
+            f"export it next to the mpiexec call (nodes x ranks per node), or install mpi4py. "
+            f"{_seen(env)}", first)
     for what, value, limit in (("rank", rank, size),
                                ("local rank", local_rank, local_size or size)):
         if not 0 <= value < limit:
@@ -279,44 +280,14 @@ def detect_launcher(env, mpi=None):
                              f"{_seen(env)}")
     sources = ", ".join(f"{key.replace('_', ' ')} from {values[key][1]}"
                         for key in ("rank", "size", "local_rank") if values[key][1])
-    outer = [f"outer launcher {other.name} says rank {theirs['rank'][0]} of {theirs['size'][0]}: "
-             f"not used" for other, theirs in complete[1:]]
-    return Ddp(rank, size, local_rank, local_size, node_rank, launcher=row.name,
-               notes=(f"launcher {row.name}: {sources}", *outer))
-
-
-def _agreed_size(env, row, values, mpi, first):
-    """The number of ranks, which all that tell it must tell alike."""
-    rank, (size, variable) = values["rank"][0], values["size"]
-    sizes = {variable: size} if size is not None else {}
-    for name in ("WORLD_SIZE", "DDP_WORLD_SIZE"):
-        if _int(env, name) is not None and (row.mpi or name == "DDP_WORLD_SIZE"):
-            sizes[name] = _int(env, name)
-    hint = ("Unset what is left over from another launcher, or start the number that "
-            "DDP_WORLD_SIZE names")
-    if mpi is not None:
-        sizes["mpi4py"] = mpi[1]
-        if mpi[1] == size and mpi[0] != rank:
-            raise SetupError(
-                f"{row.name} says rank {rank}, mpi4py rank {mpi[0]} of {mpi[1]}. Expected the "
-                f"same. Reinstall mpi4py against this MPI, or set DDP_MPI4PY=0. {_seen(env)}")
-        if len(set(sizes.values()) - {mpi[1]}) == 1:
-            hint = ("mpi4py was probably built for another MPI than this launcher's: reinstall it, "
-                    "or export MASTER_ADDR and MASTER_PORT to do without it")
-    if not sizes:
-        raise SetupError(
-            f"{row.name} started rank {rank} but sets no number of ranks. Expected DDP_WORLD_SIZE: "
-            f"export it next to the mpiexec call (nodes x ranks per node), or install mpi4py. "
-            f"{_seen(env)}", first)
-    if len(set(sizes.values())) > 1:
-        raise SetupError(
-            f"{row.name}: the numbers of ranks disagree: "
-            f"{', '.join(f'{name} says {n}' for name, n in sizes.items())}. {hint}. {_seen(env)}",
-            first)
-    return next(iter(sizes.values()))
+    return Ddp(rank, size, local_rank, local_size, node_rank, launcher=row.name, notes=(
+        f"launcher {row.name}: {sources}",
+        *(f"outer launcher {other.name} says rank {theirs['rank'][0]} of {theirs['size'][0]}: "
+          f"not used" for other, theirs in outer)))
 
 
 def _plain_process(env, rows):
+    """Place of a process that no launcher has started, if that is what the variables say."""
     harmless = {"RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # the last one is checked by setup_ddp
     stray = {name: key for row, values, _ in rows for key, (_, name) in values.items()
              if name and name not in harmless   # and not the batch shell's of Slurm
@@ -329,11 +300,9 @@ def _plain_process(env, rows):
             f"MASTER_ADDR, or PMI_RANK, PMI_SIZE and MPI_LOCALRANKID. Unset what was exported by "
             f"hand, or set DDP_RANK, DDP_WORLD_SIZE and DDP_LOCAL_RANK.")
     notes = ["launcher none: one process"]
-    if one_local_rank:
-        notes.append(f"{min(stray)} alone says nothing: ignored")
-    if env.get("RANK", "").strip() or env.get("WORLD_SIZE", "").strip():
-        notes.append(f"RANK={env.get('RANK', '')} WORLD_SIZE={env.get('WORLD_SIZE', '')} without "
-                     f"LOCAL_RANK and MASTER_ADDR are taken as left over: ignored")
+    if ignored := [name for name in (*stray, "RANK", "WORLD_SIZE") if env.get(name, "").strip()]:
+        notes.append(f"{', '.join(ignored)} ignored: without a launcher's other variables they "
+                     f"are taken as left over")
     if env.get("SLURM_JOB_ID") and (_int(env, "SLURM_NTASKS") or 1) > 1:
         notes.append(f"ATTENTION: Slurm job {env['SLURM_JOB_ID']} has {env['SLURM_NTASKS']} tasks, "
                      f"and this is ONE process in its shell. To start all: srun python "
@@ -342,12 +311,12 @@ def _plain_process(env, rows):
 
 
 # ---------------------------------------------------------------- device and backend
-DEVICES = ("auto", "cpu", "cuda", "xpu")
+KINDS = ("cuda", "xpu", "cpu")   # of devices, the best first
 BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
 BEST = {"cpu": ("gloo",), "cuda": ("nccl", "gloo"), "xpu": ("xccl", "ccl")}
 
 
-def choose_device(device, backend, local_rank, found):
+def choose_device(device, backend, local_rank, found, ranks=2):
     """Choose device type, index and backend. A pure function.
 
     Args:
@@ -355,6 +324,7 @@ def choose_device(device, backend, local_rank, found):
         backend: auto | nccl | gloo | ccl | xccl | xpu (xpu: the best one for XPU).
         found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl' | 'ccl':
             bool}, perhaps 'trouble': why there is no ccl.
+        ranks: one rank does without a backend, unless it asks for one.
     Returns: (type, index or None, backend, reason).
     Raises: SetupError for what is not there, saying what is.
     """
@@ -364,50 +334,40 @@ def choose_device(device, backend, local_rank, found):
         raise SetupError(f"{what}. Available here: {', '.join(have)}. Choose --device auto and "
                          f"--backend auto, or among these.")
 
-    for name, value, known in (("device", device, DEVICES),
+    for name, value, known in (("device", device, ("auto", *KINDS)),
                                ("backend", backend, ("auto", "xpu", *BACKENDS))):
         if value not in known:
             raise SetupError(f"--{name} {value} is not known; expected one of {', '.join(known)}")
-    if device != "auto":
-        kind, why = device, f"--device {device}"
-    elif backend in ("nccl", "xccl", "ccl", "xpu"):
-        kind, why = BACKENDS.get(backend, ("xpu",))[0], f"--backend {backend}"
-        if backend == "ccl" and not found["xpu"]:   # oneCCL serves CPUs too
-            kind, why = "cpu", "--backend ccl and no XPU visible"
-    else:
-        kind = next((kind for kind in ("cuda", "xpu") if found[kind]), "cpu")
-        why = f"{found[kind]} {kind} device(s) visible" if kind != "cpu" else (
-            "no accelerator visible")
-    if kind != "cpu" and not found[kind]:
-        refuse(f"{kind} was asked for ({why}), but no such device is visible")
-    if backend == "xpu" and kind != "xpu" or backend in BACKENDS and kind not in BACKENDS[backend]:
-        refuse(f"--backend {backend} does not serve device {kind}")
+    asked, visible = f"--device {device}, --backend {backend}", {**found, "cpu": 1}
+    kinds = {**BACKENDS, "auto": KINDS, "gloo": KINDS, "xpu": ("xpu",)}[backend]
+    kind = device if device != "auto" else next(filter(visible.get, kinds), kinds[0])
+    if not visible[kind]:
+        refuse(f"{kind} was asked for ({asked}), but no such device is visible")
     choice = (backend,) if backend in BACKENDS else BEST[kind]
-    picked = next((name for name in choice if found[name]), None)
-    if picked is None:
+    if kind not in kinds or kind not in BACKENDS[choice[0]]:
+        refuse(f"--backend {backend} does not serve device {kind}")
+    chosen = next(filter(found.get, choice), None)
+    if chosen is None and (ranks > 1 or backend != "auto"):
         trouble = f" ({found['trouble']})" if "ccl" in choice and "trouble" in found else ""
         refuse(f"no backend for {kind}: expected {' or '.join(choice)}, which this torch "
                f"lacks{trouble}")
     # Folding serves all three: every device visible, a mask of some, one visible device per task.
     index = None if kind == "cpu" else local_rank % found[kind]
     where = "cpu" if index is None else f"{kind}:{index} of {found[kind]}"
-    return kind, index, picked, f"device {where} ({why}); backend {picked}"
+    return kind, index, chosen, f"device {where}; backend {chosen} ({asked})"
 
 
 def _found_devices(need_ccl=False, ipex="auto"):
     """What choose_device needs to know of this machine. Intel's own packages are imported only
-    where torch lacks what they bring: IPEX the device (before torch 2.4), oneCCL's bindings the
-    backend (before xccl, 2.8)."""
-    if ipex != "off" and not hasattr(torch, "xpu"):
-        _import_ipex()
-    xpu = torch.xpu.device_count() if hasattr(torch, "xpu") else 0
+    where torch lacks a backend for XPUs (before 2.8)."""
+    xpu = torch.xpu.device_count()
     found = {"cuda": torch.cuda.device_count(), "xpu": xpu, "nccl": dist.is_nccl_available(),
              "gloo": dist.is_gloo_available(), "xccl": _has_xccl(), "ccl": False}
     if need_ccl or (xpu and not found["xccl"]):
         if xpu and ipex != "off":
             _import_ipex()   # first: the bindings' XPU half is built on it
         try:
-            import oneccl_bindings_for_pytorch  # noqa: F401  (registers the backend "ccl")
+            import oneccl_bindings_for_pytorch  # noqa: F401  (it registers the backend)
             found["ccl"] = True
         except Exception as e:   # missing, or its libraries are, or made for another torch
             found["trouble"] = f"oneccl_bindings_for_pytorch: {_in_one_line(e)}"
@@ -483,7 +443,7 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
     _deadline(env)
     if ipex not in ("auto", "on", "off"):
         raise SetupError(f"ipex is {ipex!r}; expected auto, on or off")
-    mpi, finalize = _start_mpi(env, init_timeout)
+    mpi = _start_mpi(env, init_timeout)
     ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
     for name, wanted in (("--ranks", ranks), ("DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))):
         if wanted is not None and wanted != ddp.world_size:
@@ -493,80 +453,81 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
                              prints=ddp.rank == 0)
     error, reason, target = None, "", torch.device("cpu")
     try:
-        found = _found_devices(backend == "ccl", ipex)
-        needs_none = ddp.world_size == 1 and backend == "auto"   # not refused for lack of a backend
-        offered = {**found, **dict.fromkeys(BACKENDS, True)} if needs_none else found
-        try:
-            kind, index, backend, reason = choose_device(device, backend, ddp.local_rank, offered)
-        except SetupError:   # the message names what there really is
-            kind, index, backend, reason = choose_device(device, backend, ddp.local_rank, found)
+        kind, index, backend, reason = choose_device(
+            device, backend, ddp.local_rank, _found_devices(backend == "ccl", ipex),
+            ddp.world_size)
         if index is not None:
             target = torch.device(kind, index)
             getattr(torch, kind).set_device(index)   # the group binds to the current device
     except RuntimeError as e:
         if ddp.world_size == 1:
             raise
-        error = str(e)   # perhaps of this rank alone: rank 0 prints it, see _join
+        error = str(e)   # perhaps of this rank alone: rank 0 prints it, see _meet
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     ddp = replace(ddp, device=target, backend=backend if ddp.world_size > 1 else "none", seed=seed,
                   host=socket.gethostname(), notes=(*ddp.notes, reason), timeout=limit,
-                  state=State(mpi=mpi, finalize_mpi=finalize, ipex=ipex, guard=_open_guard()))
+                  state=State(mpi=mpi, ipex=ipex, guard=_open_guard()))
     if ddp.world_size > 1:
         ddp = _join(ddp, env, init_timeout, error)
-    else:   # libraries that look there make a group of one
-        with _listen("127.0.0.1") as free:
-            _export(ddp, MASTER_ADDR=env.get("MASTER_ADDR") or "127.0.0.1",
-                    MASTER_PORT=env.get("MASTER_PORT") or free.getsockname()[1])
+    else:
         _tell_guard(ddp, join=dict(rank=0, size=1, host=ddp.host, launcher=ddp.launcher, hub=None))
-    _export(ddp, RANK=ddp.rank, WORLD_SIZE=ddp.world_size, LOCAL_RANK=ddp.local_rank,
-            LOCAL_WORLD_SIZE=ddp.local_world_size)
     atexit.register(_at_exit, ddp, os.getpid())
     _seed_all(seed)
     return ddp
 
 
-def _export(ddp, **variables):
-    for name, value in variables.items():
-        ddp.state.environment.setdefault(name, os.environ.get(name))
-        os.environ[name] = str(value)
-
-
 def _start_mpi(env, limit):
-    """(COMM_WORLD of mpi4py, are we to finalise it?); (None, False) where it is absent, unwanted or
-    not needed. Importing it initialises MPI, which freezes or misleads a process that no MPI
-    launched: so never elsewhere."""
-    rows = ((row, *_read_row(env, row)) for row in LAUNCHERS)
-    row, values = next(((row, values) for row, values, complete in rows if complete), (None, None))
+    """COMM_WORLD of mpi4py; None where it is absent, unwanted or not needed. Importing it
+    initialises MPI, which freezes or misleads a process that no MPI launched: so never elsewhere.
+    """
+    row, values = next(((row, values) for row, values, complete in _read_rows(env) if complete),
+                       (None, None))
     if row is None or not row.mpi or env.get("DDP_MPI4PY") == "0":
-        return None, False
+        return None
     sized = values["size"][1] or env.get("DDP_WORLD_SIZE")
     if sized and env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
-        return None, False
-    ours = "mpi4py.MPI" not in sys.modules
+        return None
     try:
-        if ours:
-            import mpi4py
-            mpi4py.rc.finalize = False   # at exit it would wait for the others: see cleanup_ddp
-            # MPI_Init waits for all ranks without end and keeps Python's lock: only a timer in C
-            # gets through.
-            _set_timer(limit, sys.__stderr__)
-        from mpi4py import MPI
+        import mpi4py
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.finalize = False   # at exit it would wait for the others: see _end_mpi
+        with _time_limit(limit):   # MPI_Init waits for all ranks without end
+            from mpi4py import MPI
     except (ImportError, RuntimeError):   # RuntimeError: no MPI library found; not needed then
-        return None, False
+        return None
+    return None if MPI.Is_finalized() else MPI.COMM_WORLD
+
+
+def _end_mpi(mpi):
+    """MPI_Finalize, where _start_mpi has begun it."""
+    if mpi is not None and sys.modules["mpi4py"].rc.finalize is False:
+        from mpi4py import MPI
+        if not MPI.Is_finalized():
+            MPI.Finalize()
+
+
+@contextlib.contextmanager
+def _time_limit(seconds):
+    """End this process, with the stacks of its threads, if the block takes longer. Only a timer in
+    C gets through where a call into a library keeps Python's lock."""
+    try:
+        _set_timer(seconds, sys.__stderr__)
+        yield
     finally:
-        if ours:
-            faulthandler.cancel_dump_traceback_later()
-    return (None, False) if MPI.Is_finalized() else (MPI.COMM_WORLD, ours)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _set_timer(seconds, file):
-    """End this process in `seconds`, with the stacks of its threads, unless cancelled."""
     with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no real stderr
         faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
 
-# ---------------------------------------------------------------- rendezvous
-STORE_ANSWER = 20.0     # seconds for rank 0's store to answer a client
+# ---------------------------------------------------------------- rendezvous: addresses
+def slurm_first_host(nodelist):
+    """First host of a Slurm node list: 'a[003-5,9]-ib,b3' -> 'a003-ib'; containers often have no
+    scontrol."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist)[0]   # to a comma outside brackets
+    return re.sub(r"\[([^\]]*)\]", lambda m: re.split("[-,]", m[1])[0], first)
 
 
 def _listen(host, port=0):
@@ -590,13 +551,9 @@ def _resolve(name):
 
 def _own_address():
     """The address under which other hosts reach this one."""
-    host = socket.gethostname()
-    short, names = host.split(".")[0], [host]
-    if re.fullmatch(r"x\d+c\d+s\d+b\d+n\d+", short) and ".hsn." not in host:   # HPE EX: its fabric
-        names = [f"{short}.hsn.cm.{m}.alcf.anl.gov" for m in ("aurora", "polaris")] + names
-    for ip in map(_resolve, names):
-        if ip and not ip.startswith("127."):   # Debian maps a host's own name to 127.0.1.1
-            return ip
+    ip = _resolve(socket.gethostname())
+    if ip and not ip.startswith("127."):   # Debian maps a host's own name to 127.0.1.1
+        return ip
     return _route_to("192.0.2.1") or "127.0.0.1"   # a documentation address: the default route
 
 
@@ -625,29 +582,26 @@ def _interface_of(ip):
 
 def _launch_name(env, ddp, one_host):
     """A name that only the ranks of this very launch share, or "": two runs must not meet."""
-    ids = {"Slurm step": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
-           "Flux": ("FLUX_JOB_ID",), "LSF jsrun": ("LSB_JOBID", "PMIX_NAMESPACE"),
-           "PALS": ("PALS_APID",)}.get(ddp.launcher, ("PMIX_NAMESPACE",))
-    if env.get(ids[0]) and (not one_host or ddp.launcher == "Slurm step"):
-        return "-".join(env.get(name, "") for name in ids)
-    if not one_host:
-        return ""
-    # One host: the launcher's process id and start time. A wrapper around a rank, such as its
-    # guard, has the rank's variable itself.
-    pid, variable = os.getppid(), next(r.rank[0] for r in LAUNCHERS if r.name == ddp.launcher)
+    row = next(row for row in LAUNCHERS if row.name == ddp.launcher)
+    names = [env[name] for name in row.launch.split() if env.get(name)]
+    if names or not one_host:
+        return "-".join(names)
+    # The launcher's process id and start time. A wrapper around a rank, such as its guard, has the
+    # rank's variable itself.
+    pid, variable = os.getppid(), f"{row.rank}=".encode()
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
         while True:
             with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/environ", "rb") as environ:
                 _, parent, *fields = stat.read().rpartition(")")[2].split()
-                if variable.encode() + b"=" not in environ.read():
+                if variable not in environ.read():
                     return f"{pid}-{fields[17]}"   # start time
             pid = int(parent)
     return str(pid)
 
 
 def _place_of_rank_0(ddp, env, one_host):
-    """(host, port or 0, their source) of rank 0's store, as far as all ranks know by themselves."""
-    host, port = env.get("MASTER_ADDR"), _int(env, "MASTER_PORT")
+    """(host, port or 0, their source) of rank 0's store, as far as this rank knows by itself."""
+    host, port = env.get("MASTER_ADDR", ""), _int(env, "MASTER_PORT") or 0
     source = f"from {'MASTER_ADDR' if host else 'MASTER_PORT'}" if host or port else ""
     if host:
         port = port or 29500
@@ -655,11 +609,11 @@ def _place_of_rank_0(ddp, env, one_host):
         host = "127.0.0.1"
     elif ddp.launcher == "Slurm step":
         host = slurm_first_host(env.get("SLURM_STEP_NODELIST", ""))
-        address = _resolve(host)   # in a cloud its names may mean nothing
-        # Debian maps a host's own name to 127.0.1.1: then rank 0 is on this very host.
-        host = address and (_own_address() if address.startswith("127.") else host)
+        host = host if _resolve(host) else ""   # in a cloud its names may mean nothing
+    if not one_host and host != _resolve(host) and _resolve(host).startswith("127."):
+        host = _own_address()   # Debian maps a host's own name to 127.0.1.1
     if ddp.state.mpi is not None:
-        return host or _own_address(), port or 0, f"{source} by MPI broadcast".strip()
+        return host or _own_address(), port, f"{source} by MPI broadcast".strip()
     if not host:
         raise SetupError(
             f"{ddp.launcher} started ranks that may be on several hosts, and nothing tells them "
@@ -672,15 +626,57 @@ def _place_of_rank_0(ddp, env, one_host):
     return host, port, source
 
 
-def _open_store(ddp, env, one_host, agent, init_timeout):
+# ---------------------------------------------------------------- rendezvous: store, table, groups
+STORE_ANSWER = 20.0     # seconds for rank 0's store to answer a client
+LATE_TABLE = 20.0       # after rank 0 has given up on a rank and told why; else rank 0 is gone
+
+
+def _join(ddp, env, init_timeout, error):
+    """Meet all ranks in the store, check that they fit together, make the process groups.
+
+    error: what this rank has to report instead of joining, or None."""
+    one_host = (_int(env, "SLURM_STEP_NUM_NODES") == 1 if ddp.launcher == "Slurm step" else
+                ddp.local_world_size == ddp.world_size)
+    agent = ddp.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store, host, port, how = _open_store(ddp, env, one_host, agent, init_timeout)
+    # Under torchrun MASTER_ADDR is the agent's host, which rank 0 may not share.
+    hub_host = "127.0.0.1" if one_host else _own_address() if agent else host
+    table = _meet(ddp, store, error, init_timeout, hub_host)
+    hosts = ddp.state.hosts = table["hosts"]
+    ddp.state.store = store
+    if table["hub"]:
+        _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, host=ddp.host,
+                                   launcher=ddp.launcher, hub=table["hub"]))
+    variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": ddp.rank,
+                 "WORLD_SIZE": ddp.world_size, "LOCAL_RANK": ddp.local_rank,
+                 "LOCAL_WORLD_SIZE": ddp.local_world_size or hosts.count(ddp.host)}
+    interface = _interface_of("127.0.0.1" if one_host else _route_to(host))
+    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = interface
+    ddp.state.environment = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    bind = {"device_id": ddp.device} if ddp.backend == "nccl" else {}
+    control = None
+    with _time_limit(init_timeout):   # backends may wait without end
+        dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, timeout=ddp.timeout,
+                                world_size=ddp.world_size, **bind)
+        if ddp.world_size <= (_int(env, "DDP_GLOO_MAX_RANKS") or GLOO_MAX_RANKS):
+            control = (dist.group.WORLD if ddp.backend == "gloo" else
+                       dist.new_group(backend="gloo", timeout=ddp.timeout))
+    node_rank = list(dict.fromkeys(hosts)).index(ddp.host)
+    return replace(
+        ddp, local_world_size=ddp.local_world_size or hosts.count(ddp.host), control=control,
+        node_rank=node_rank if ddp.node_rank is None else ddp.node_rank,
+        notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
+
+
+def _open_store(ddp, env, one_host, agent, limit):
     """Meet rank 0 in its TCPStore. Returns (store, host, port, how it was found).
 
     Rank 0 binds its socket first; with mpi4py it then tells the others where, or that it cannot."""
     host, port, how = _place_of_rank_0(ddp, env, one_host)
     mpi, listener, failure = ddp.state.mpi, None, None
     if ddp.rank == 0 and not agent:
-        if not one_host and host == ddp.host and _resolve(host).startswith("127."):
-            host = _own_address()   # the others see its real address
         try:
             listener = _listen(host, port)
             port = listener.getsockname()[1]
@@ -692,28 +688,22 @@ def _open_store(ddp, env, one_host, agent, init_timeout):
             raise SetupError("rank 0 cannot listen", prints=False)   # it has said why
     if failure:
         raise failure
-    if listener is not None:
-        store = dist.TCPStore(host, port, None, True, datetime.timedelta(seconds=init_timeout),
-                              wait_for_workers=False, master_listen_fd=listener.detach())
-    else:
-        store = _connect(ddp, host, port, init_timeout)
-    # Torchrun's agent keeps its store over restarts, and a script may set up twice: old keys must
-    # not be seen.
+    # Torchrun's agent keeps its store over restarts, a script may set up twice, and two runs may
+    # use one port: they must not see each other's keys.
     setup_ddp.count = getattr(setup_ddp, "count", 0) + 1
     by_hand = ddp.launcher in ("DDP_* variables", "torchrun")   # perhaps without a common parent
     launch = env.get("TORCHELASTIC_RUN_ID") if by_hand else _launch_name(env, ddp, one_host)
-    restart = env.get("TORCHELASTIC_RESTART_COUNT")
-    store = dist.PrefixStore(f"ddp/{launch}/{restart}/{setup_ddp.count}", store)
-    if listener is not None:
-        store.set("rank0", "")
-    elif not agent:   # rank 0 owns this store: if it is not in it, another run does
-        _await_key(ddp, store, "rank0", 20.0,
-                   f"a store answers at {host}:{port}, but rank 0 of this run is not in it. Is it "
-                   f"another run's? Choose another MASTER_PORT.")
+    prefix = f"ddp/{launch}/{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
+    if listener is None:
+        return _connect(ddp, host, port, limit, prefix, agent), host, port, how
+    store = dist.TCPStore(host, port, None, True, datetime.timedelta(seconds=limit),
+                          wait_for_workers=False, master_listen_fd=listener.detach())
+    store = dist.PrefixStore(prefix, store)
+    store.set("rank0", "")
     return store, host, port, how
 
 
-def _connect(ddp, host, port, limit):
+def _connect(ddp, host, port, limit, prefix, agent):
     """A client of rank 0's store. Waits for the listener by itself: torch's client prints a wall of
     C++ frames while nobody listens."""
     deadline, prints = time.monotonic() + limit, ddp.local_rank == 0 or ddp.rank == 1
@@ -728,133 +718,91 @@ def _connect(ddp, host, port, limit):
                     f"Expected it to listen there. Did it start? Is MASTER_ADDR right? Try "
                     f"`ping {host}` from {ddp.host}.", prints, code=1) from None
             time.sleep(0.05)
-    stores = []
-
-    def join_store():
-        with contextlib.suppress(RuntimeError):
-            stores.append(dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=limit),
-                                        wait_for_workers=False))
-
-    # A stranger that listens and says nothing would hold torch's client for ever (measured): a
-    # thread for as long as this takes.
-    attempt = threading.Thread(target=join_store, daemon=True)
-    attempt.start()
-    attempt.join(STORE_ANSWER)
-    if not stores:
-        alone = ddp.local_world_size == ddp.world_size   # then rank 0 has said that it cannot listen
-        raise SetupError(f"something listens at {host}:{port} that is not this run's store. "
-                         f"Expected rank 0. Choose another MASTER_PORT.", prints and not alone)
-    return stores[0]
-
-
-def _await_key(ddp, store, key, limit, otherwise):
     try:
-        store.wait([key], datetime.timedelta(seconds=limit))
-        return store.get(key)
-    except RuntimeError:   # a timeout, or rank 0 is gone
-        raise SetupError(otherwise, prints=ddp.local_rank == 0 or ddp.rank == 1, code=1) from None
+        with _time_limit(STORE_ANSWER):   # a stranger may listen, and say nothing (measured)
+            store = dist.PrefixStore(prefix, dist.TCPStore(
+                host, port, None, False, datetime.timedelta(seconds=limit),
+                wait_for_workers=False))
+        if not agent:   # rank 0 owns this store
+            store.wait(["rank0"], datetime.timedelta(seconds=STORE_ANSWER))
+        return store
+    except RuntimeError:
+        raise SetupError(
+            f"{host}:{port} answers, but rank 0 of this run is not there. Is it another run's, or "
+            f"another program's? Choose another MASTER_PORT.", prints, code=1) from None
 
 
-def _join(ddp, env, init_timeout, error):
-    """Meet all ranks in the store, check that they fit together, make the process groups.
-
-    error: what this rank has to report instead of joining, or None."""
-    one_host = (_int(env, "SLURM_STEP_NUM_NODES") == 1 if ddp.launcher == "Slurm step" else
-                ddp.local_world_size == ddp.world_size)
-    agent = ddp.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store, host, port, how = _open_store(ddp, env, one_host, agent, init_timeout)
-    store.set(f"here/{ddp.rank}", json.dumps({
-        "host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
-        "guarded": ddp.state.guard is not None,
-        "device": None if error else _device_id(ddp.device)}))
-    if store.add(f"claim/{ddp.rank}", 1) > 1:   # MASTER_PORT exported by hand, and two runs use it
-        store.set("twice", str(ddp.rank))
-    joined = store.add("joined", 1)
-    if ddp.is_main:
-        _poll(lambda: store.add("joined", 0) >= ddp.world_size, init_timeout)
-        joined = store.add("joined", 0)
-        table = _check_table(store, ddp.world_size, init_timeout)
-        if all(table.get("guarded", [False])):
-            # Under torchrun MASTER_ADDR is the agent's host, which rank 0 may not share.
-            _tell_guard(ddp, serve="127.0.0.1" if one_host else _own_address() if agent else host)
-            with contextlib.suppress(OSError), ddp.state.guard.makefile() as answer:
-                table["hub"] = json.loads(answer.readline())["address"]
-        store.set("table", json.dumps(table))
-    else:   # rank 0 gives up first and says why; only if it is gone does this wait run out
-        table = json.loads(_await_key(
-            ddp, store, "table", init_timeout + 20, "rank 0 ended while the ranks were meeting. "
-            "Expected it to stay; look for its own message."))
-    if "error" in table:
-        store.add("read", 1)
-        if ddp.is_main:   # it owns the store: the others must have read before it leaves
-            _poll(lambda: store.add("read", 0) >= joined, 5.0)
-            raise SetupError(table["error"], code=table.get("code", 2))
-        os._exit(1)
-    hosts = ddp.state.hosts = table["hosts"]
-    ddp.state.store = store
-    if table.get("hub"):
-        _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, host=ddp.host,
-                                   launcher=ddp.launcher, hub=table["hub"]))
-    elif any(table["guarded"]):
-        bare = [rank for rank, guarded in enumerate(table["guarded"]) if not guarded]
-        print0(ddp, f"ATTENTION: rank {listed(bare)} has no guard, so no rank is guarded")
-    _export(ddp, MASTER_ADDR=host, MASTER_PORT=port)
-    interface = _interface_of("127.0.0.1" if one_host else _route_to(host))
-    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-        _export(ddp, GLOO_SOCKET_IFNAME=interface)
-    watch_run(ddp, None, init_timeout / 60, signals=())   # backends may wait without end
-    bind = {"device_id": ddp.device} if ddp.backend == "nccl" else {}
-    dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, world_size=ddp.world_size,
-                            timeout=ddp.timeout, **bind)
-    control = None
-    if ddp.world_size <= (_int(env, "DDP_GLOO_MAX_RANKS") or GLOO_MAX_RANKS):
-        control = (dist.group.WORLD if ddp.backend == "gloo" else
-                   dist.new_group(backend="gloo", timeout=ddp.timeout))
-    end_watch(ddp)
-    node_rank = list(dict.fromkeys(hosts)).index(ddp.host)
-    return replace(
-        ddp, local_world_size=ddp.local_world_size or hosts.count(ddp.host), control=control,
-        node_rank=node_rank if ddp.node_rank is None else ddp.node_rank,
-        notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
+def _meet(ddp, store, error, limit, hub_host):
+    """All ranks report to rank 0, which answers with a dict: "hosts" of all, and "hub", the address
+    of its guard where all are guarded. If they do not fit together, it says why and all end."""
+    size = ddp.world_size
+    row = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
+           "guarded": ddp.state.guard is not None,
+           "device": None if error else _device_id(ddp.device)}
+    store.set(f"here/{ddp.rank}", json.dumps(row))
+    if not ddp.is_main:   # rank 0 gives up first and says why; only if it is gone this takes longer
+        try:
+            store.wait(["table"], datetime.timedelta(seconds=limit + LATE_TABLE))
+        except RuntimeError:
+            raise SetupError("rank 0 ended while the ranks were meeting. Expected it to stay; look "
+                             "for its own message.", ddp.local_rank == 0 or ddp.rank == 1,
+                             code=1) from None
+        table = json.loads(store.get("table"))
+        if table["problem"]:
+            store.set(f"read/{ddp.rank}", "")
+            os._exit(1)
+        return table
+    keys = [f"here/{rank}" for rank in range(size)]
+    with contextlib.suppress(RuntimeError):   # a rank that does not come
+        store.wait(keys, datetime.timedelta(seconds=limit))
+    rows = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
+            if store.check([key])}
+    problem, code = _problem_of(rows, size, limit)
+    table = {"problem": problem, "hosts": [row["host"] for row in rows.values()], "hub": None}
+    guarded = [row["guarded"] for row in rows.values()]
+    if any(guarded) and not all(guarded):
+        print0(ddp, "ATTENTION: not every rank has a guard, so no rank is guarded")
+    elif any(guarded) and not problem:
+        _tell_guard(ddp, serve=hub_host)
+        with contextlib.suppress(OSError), ddp.state.guard.makefile() as answer:
+            table["hub"] = json.loads(answer.readline())["address"]
+    store.set("table", json.dumps(table))
+    if problem:   # rank 0 owns the store: the others must have read before it leaves
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"read/{rank}" for rank in rows if rank], datetime.timedelta(seconds=5))
+        raise SetupError(problem, code=code)
+    return table
 
 
-def _check_table(store, n, init_timeout):
-    """On rank 0: {'hosts', 'guarded'} if all ranks are there and fit together, else {'error'}."""
-    rows = {rank: json.loads(store.get(f"here/{rank}")) for rank in range(n)
-            if store.check([f"here/{rank}"])}
+def _problem_of(rows, size, limit):
+    """(why the ranks do not fit together, exit code); ("", 0) if they do.
 
-    def ranks_by(*keys):
-        groups = collections.defaultdict(list)
-        for rank, row in rows.items():
-            groups[tuple(row[key] for key in keys)].append(rank)
-        return groups
-
-    if store.check(["twice"]):
-        return dict(error=f"rank {store.get('twice').decode()} came twice. Expected each once. Was "
-                          f"it started twice, or do two runs use the same MASTER_PORT?")
-    for (text,), ranks in ranks_by("error").items():
-        if text:
-            who = f"rank {listed(ranks)} on {rows[ranks[0]]['host']}: "
-            return dict(error=text if len(ranks) == n else who + text)
-    if len(rows) < n:
+    rows: {rank: what it has reported}."""
+    errors = {rank: row["error"] for rank, row in rows.items() if row["error"]}
+    if errors:
+        first, text = min(errors.items())
+        alike = [rank for rank in errors if errors[rank] == text]
+        who = f"rank {listed(alike)} on {rows[first]['host']}: "
+        return text if len(alike) == size else who + text, 2
+    missing = [rank for rank in range(size) if rank not in rows]
+    if missing:
         hosts = sorted({row["host"] for row in rows.values()})
-        return dict(code=1, error=f"{n - len(rows)} of {n} ranks did not appear within "
-                                  f"{init_timeout:.0f} s: rank(s) "
-                                  f"{listed(sorted(set(range(n)) - set(rows)))}. The others are on "
-                                  f"{listed(hosts)}. Is a host down, or cannot it reach rank 0?")
-    for (host, device), ranks in ranks_by("host", "device").items():
-        if device and len(ranks) > 1:
-            return dict(error=f"ranks {listed(ranks)} on {host} share one accelerator ({device}); "
-                              f"expected one rank per accelerator. Start fewer ranks per host, or "
-                              f"unset the mask (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK).")
+        return (f"{len(missing)} of {size} ranks did not appear within {limit:.0f} s: rank(s) "
+                f"{listed(missing)}. The others are on {listed(hosts)}. Is a host down, or cannot "
+                f"it reach rank 0?"), 1
+    users = {}   # rank that was the first to name an accelerator
+    for rank, row in rows.items():
+        first = users.setdefault((row["host"], row["device"]), rank)
+        if row["device"] and rank != first:
+            return (f"ranks {first}, {rank} on {row['host']} share one accelerator "
+                    f"({row['device']}); expected one each. Start fewer ranks per host, or unset "
+                    f"the mask (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK)."), 2
     for what in ("backend", "torch"):
-        values = sorted(value for (value,) in ranks_by(what))
+        values = sorted({row[what] for row in rows.values()})
         if len(values) > 1:
-            return dict(error=f"the ranks differ in {what}: {', '.join(values)}; expected the same "
-                              f"on all. Give --device and --backend, and one environment for all "
-                              f"hosts.")
-    return {"hosts": [rows[rank]["host"] for rank in range(n)],
-            "guarded": [rows[rank]["guarded"] for rank in range(n)]}
+            return (f"the ranks differ in {what}: {', '.join(values)}; expected the same on all. "
+                    f"Give --device and --backend, and one environment for all hosts."), 2
+    return "", 0
 
 
 def listed(items):
@@ -863,18 +811,12 @@ def listed(items):
     return ", ".join(map(str, items[:20])) + more
 
 
-def _poll(condition, seconds):
-    """Wait until condition() is true, at most `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
 # ---------------------------------------------------------------- one fails, all end
 AGAIN, HANG, BAD_INPUT, INTERRUPTED = 75, 70, 2, 130   # exit codes, beside 0 finished and 1 failed
 FIRST_MESSAGE = 4.0     # seconds until the rank that prints what all see alike has printed it
 FIRST_FAILURE = 1.5     # without guards: until the rank at fault has printed, and ends this one
 HYDRA_OUTPUT = 0.5      # MPICH drops what it has not yet passed on when MPI_Abort comes
+GUARD_FIRST = 10.0      # for the guards to end a run before its ranks do so by themselves
 GUARD_ANSWER = 20.0     # for the guard to end this process
 DESTROY = 60.0          # for torch and MPI to close their connections
 
@@ -923,15 +865,14 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
     if secondary or not ddp.is_main:   # what all ranks find wrong, rank 0 prints
         time.sleep(FIRST_FAILURE)
     _write_status(ddp, code, cause)
-    path, place = ddp.state.checkpoint[0], f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
+    place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
     lines = [f"\n[{place}] {text}"] if text.strip() not in ("", cause) or code == BAD_INPUT else []
     if code != BAD_INPUT:   # else nothing ran
+        path = ddp.state.checkpoint[0]
         saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
         lines.append(f"FAILED: {place}: {cause}. {saved}.")
     with contextlib.suppress(OSError, ValueError):
         print("\n".join(lines), file=sys.stderr, flush=True)
-    for child in multiprocessing.active_children():
-        child.kill()   # DataLoader workers ignore SIGTERM, see worker_init
     if ddp.world_size > 1:
         _end_others(ddp, code)
     os._exit(code)
@@ -942,31 +883,30 @@ def _end_others(ddp, code):
     if ddp.state.mpi is not None:
         time.sleep(HYDRA_OUTPUT)
         ddp.state.mpi.Abort(code)
-    if ddp.launcher == "Slurm step" and shutil.which("scancel"):
+    if ddp.launcher == "Slurm step":
         step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-        subprocess.run(["scancel", step], timeout=30)
+        with contextlib.suppress(OSError):   # a container without scancel
+            subprocess.run(["scancel", step], timeout=30)
     if any(row.mpi and row.name == ddp.launcher for row in LAUNCHERS):
         os.abort()   # MPICH and Intel MPI end all for a signal, not for an exit code
 
 
-def _abort_with(ddp, error):
-    """End all ranks because of an exception in this one."""
+def _abort_with(ddp, error, printed=False):
+    """End all ranks because of an exception in this one. printed: Python has shown it already."""
     if isinstance(error, KeyboardInterrupt):
         abort(ddp, "interrupted (Ctrl-C)", INTERRUPTED)
     if isinstance(error, SystemExit):
-        text = isinstance(error.code, str) and error.code or f"left with exit code {error.code}"
+        text = error.code if isinstance(error.code, str) else f"left with exit code {error.code}"
         abort(ddp, text, error.code if isinstance(error.code, int) else 1)
-    memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
     expected = not getattr(error, "retry", True)   # an error that says so is no bug: no traceback
+    memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+    # A lost connection is most likely the consequence of a failure elsewhere.
+    lost = isinstance(error, RuntimeError) and re.search(
+        "connection|socket|timed out|communicator|successfully reached monitoredBarrier",
+        str(error), re.I)
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
-    abort(ddp, text, 1, "" if expected else _in_one_line(error), _is_secondary(error),
-          retry=not memory and not expected)
-
-
-def _is_secondary(error):
-    """A lost connection is most likely the consequence of a failure elsewhere."""
-    words = "connection|socket|timed out|communicator|successfully reached monitoredBarrier"
-    return isinstance(error, RuntimeError) and bool(re.search(words, str(error), re.I))
+    abort(ddp, "" if printed else text, cause=str(error).split("\n")[0] if expected else
+          _in_one_line(error), secondary=bool(lost), retry=not memory and not expected)
 
 
 def _at_exit(ddp, pid):
@@ -975,8 +915,7 @@ def _at_exit(ddp, pid):
         return
     error = getattr(sys, "last_value", None)   # that nobody caught and Python has printed
     if error is not None:
-        abort(ddp, "", 1, _in_one_line(error), _is_secondary(error),
-              getattr(error, "retry", True))
+        _abort_with(ddp, error, printed=True)
     if ddp.world_size > 1 and ddp.state.guard is None:
         abort(ddp, "ended without cleanup_ddp. Call it at the end, or use `with setup_ddp()`.")
 
@@ -990,24 +929,21 @@ def cleanup_ddp(ddp):
         return
     ddp.state.clean = True
     atexit.unregister(_at_exit)
-    watch = ddp.state.watch
-    if watch is not None:
-        ddp.state.patience = watch.limit or ddp.state.patience
+    watch, patience = ddp.state.watch, ddp.state.patience
     try:
-        _tell_guard(ddp, bye=ddp.state.patience)
-        if ddp.world_size > 1:
-            _await_all(ddp)
+        _tell_guard(ddp, bye=patience)
+        try:
+            barrier(ddp, patience + GUARD_FIRST)
+        except RuntimeError as e:
+            abort(ddp, f"not all of {ddp.world_size} ranks came to cleanup_ddp within "
+                       f"{patience:.0f} s: {_in_one_line(e)}", HANG, secondary=True)
         if watch is not None:   # a script without close_run
             close_run(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
-        if ddp.world_size > 1:
-            _set_timer(DESTROY, sys.__stderr__)
-            dist.destroy_process_group()
-        if ddp.state.finalize_mpi:
-            from mpi4py import MPI
-            if not MPI.Is_finalized():
-                MPI.Finalize()
+        with _time_limit(DESTROY):
+            if ddp.world_size > 1:
+                dist.destroy_process_group()
+            _end_mpi(ddp.state.mpi)
     finally:   # whatever happens, the caller may go on
-        faulthandler.cancel_dump_traceback_later()
         _tell_guard(ddp, left=True)
         if ddp.state.guard is not None:
             ddp.state.guard.close()
@@ -1018,33 +954,9 @@ def cleanup_ddp(ddp):
                 os.environ[name] = value
 
 
-def _await_all(ddp):
-    """Wait until all ranks are in cleanup_ddp. Rank 0 owns the store and names who is missing."""
-    store, limit, size = ddp.state.store, ddp.state.patience, ddp.world_size
-    store.set(f"bye/{ddp.rank}", "")
-    store.add("bye", 1)
-    if not ddp.is_main:
-        try:
-            store.wait(["all bye"], datetime.timedelta(seconds=limit + 10))
-            store.add("read", 1)
-        except RuntimeError:
-            abort(ddp, f"rank 0 of {size} did not come to cleanup_ddp within {limit:.0f} s", HANG,
-                  secondary=True)
-        return
-    _poll(lambda: store.add("bye", 0) == size, limit)
-    if store.add("bye", 0) < size:
-        missing = [rank for rank in range(size) if not store.check([f"bye/{rank}"])]
-        abort(ddp, f"rank {listed(missing)} of {size} did not come to cleanup_ddp within "
-                   f"{limit:.0f} s", HANG, secondary=True)   # the guards say the same
-    store.set("all bye", "")
-    _poll(lambda: store.add("read", 0) == size - 1, 10.0)   # the store lives in this process
-
-
 # ---------------------------------------------------------------- stop requests, progress, outcome
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
-BEAT_PERIOD = 0.2       # seconds between signs of progress to the guard
-TIMER_PERIOD = 2.0      # seconds between restarts of faulthandler's timer, each a thread in C
-LOOK_PERIOD = 1.0       # seconds between looks at the clock and the STOP file
+BEAT_PERIOD = 0.2       # seconds between signs of progress within a step
 DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, from launcher and guard
 
 
@@ -1058,7 +970,6 @@ class Watch:
     step: int | None = None
     requested: str = ""        # why this rank shall stop
     interrupted: float = 0.0   # when Ctrl-C came first
-    looked: float = 0.0        # when the deadline and the STOP file were last looked at
     sent: float = 0.0          # when the last sign of progress was given
     stacks: object = None      # file
     handlers: dict = field(default_factory=dict)   # those before
@@ -1086,26 +997,19 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
                 watch.handlers[number] = signal.signal(
                     number, lambda number, _: _request_stop(ddp, watch, number))
     if watch.limit:
-        _open_stacks(ddp, watch)
+        ddp.state.patience = watch.limit
+        with contextlib.suppress(OSError):   # without a file the stacks go to stderr
+            folder = (os.path.join(run_dir, "stacks") if run_dir else
+                      tempfile.mkdtemp(prefix="ddp-stacks-"))
+            os.makedirs(folder, exist_ok=True)
+            watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "a")
+    if watch.limit and ddp.state.guard is not None:   # it asks for the stacks by this signal
+        with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no stderr
+            faulthandler.register(signal.SIGQUIT, watch.stacks or sys.__stderr__)
     _tell_guard(ddp, watch=dict(limit=watch.limit, run_dir=run_dir,
                                 stacks=watch.stacks and watch.stacks.name))
     beat(ddp)
     _write_status(ddp, None, "running")
-
-
-def _open_stacks(ddp, watch):
-    """Where the stacks of this rank's threads go if it hangs. The guard asks for them by a signal:
-    faulthandler's handler works while Python's lock is held."""
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    folder = (os.path.join(watch.run_dir, "stacks") if watch.run_dir else
-              os.path.join(tempfile.gettempdir(), f"ddp-{user}", f"stacks-{os.getppid()}"))
-    with contextlib.suppress(OSError):   # without a file they go to stderr
-        os.makedirs(folder, mode=0o777 if watch.run_dir else 0o700, exist_ok=True)
-        watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "a")   # older ones stay
-    if ddp.state.guard is not None:
-        with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no stderr
-            faulthandler.register(signal.SIGQUIT, file=watch.stacks or sys.__stderr__,
-                                  all_threads=True)
 
 
 def _request_stop(ddp, watch, number):
@@ -1131,11 +1035,10 @@ def _request_stop(ddp, watch, number):
 def stop_wanted(ddp):
     """1.0 if this rank has been asked to stop, else 0.0: to be summed over ranks, for stop_reason.
     Rank 0 looks for the deadline and the STOP file."""
-    watch, now = ddp.state.watch, time.monotonic()
+    watch = ddp.state.watch
     if watch is None:
         return 0.0
-    if ddp.is_main and not watch.requested and now > watch.looked + LOOK_PERIOD:
-        watch.looked = now
+    if ddp.is_main and not watch.requested:
         if time.time() >= watch.deadline:
             watch.requested = "DDP_DEADLINE is reached"
         elif watch.run_dir and os.path.exists(path := os.path.join(watch.run_dir, "STOP")):
@@ -1165,12 +1068,12 @@ def beat(ddp, step=None):
     if watch is None:
         return
     watch.step = watch.step if step is None else step
+    if step is None and now < watch.sent + BEAT_PERIOD:
+        return
+    watch.sent = now
     if ddp.state.guard is not None:
-        if step is not None or now > watch.sent + BEAT_PERIOD:
-            watch.sent = now
-            _tell_guard(ddp, socket.MSG_DONTWAIT, step=watch.step)
-    elif watch.limit and now > watch.sent + min(TIMER_PERIOD, watch.limit / 4):
-        watch.sent = now
+        _tell_guard(ddp, socket.MSG_DONTWAIT, step=watch.step)
+    elif watch.limit:
         _set_timer(watch.limit, watch.stacks or sys.__stderr__)
 
 
@@ -1180,8 +1083,6 @@ def close_run(ddp, code, reason):
 
     code: 0 finished, 75 (AGAIN) start me again, 1 failed, 2 bad input, 130 interrupted."""
     _write_status(ddp, code, reason)
-    if ddp.state.watch is not None:
-        ddp.state.patience = ddp.state.watch.limit or ddp.state.patience
     end_watch(ddp)
 
 
@@ -1237,12 +1138,14 @@ def _write_status(ddp, code, reason):
 
 
 # ---------------------------------------------------------------- wrap, shard
-def wrap_ddp(model, ddp, gradient_as_bucket_view=True, static_graph=False,
-             find_unused_parameters=False, broadcast_buffers=True, bucket_cap_mb=None):
+def wrap_ddp(model, ddp, gradient_as_bucket_view=True, broadcast_buffers=True, bucket_cap_mb=None,
+             **options):
     """Wrap a model, already on ddp.device, in DistributedDataParallel; one rank's stays as it is.
 
     Afterwards the generators of torch, random and numpy follow a stream keyed by (seed, "rank",
     rank): initial weights are equal on all ranks, dropout and augmentation are not.
+
+    options: of DistributedDataParallel, such as static_graph, find_unused_parameters.
     Raises: ValueError for a model on another device.
     """
     for name, p in model.named_parameters():
@@ -1251,15 +1154,13 @@ def wrap_ddp(model, ddp, gradient_as_bucket_view=True, static_graph=False,
                              f"model.to(ddp.device) before wrap_ddp (and before the optimizer is "
                              f"made).")
     if ddp.world_size > 1:
-        index = ddp.device.index
-        ids = {"device_ids": [index], "output_device": index} if ddp.device.type == "cuda" else {}
         # torch 2.13 renames the option, and warns of the old name
         renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-        buffers = "forward_sync_buffers" if renamed else "broadcast_buffers"
-        model = DistributedDataParallel(
-            model, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph,
-            find_unused_parameters=find_unused_parameters, bucket_cap_mb=bucket_cap_mb or 25,
-            **{buffers: broadcast_buffers}, **ids)
+        options["forward_sync_buffers" if renamed else "broadcast_buffers"] = broadcast_buffers
+        if ddp.device.type == "cuda":
+            options.update(device_ids=[ddp.device.index], output_device=ddp.device.index)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view,
+                                        bucket_cap_mb=bucket_cap_mb or 25, **options)
     if not ddp.state.streams:
         ddp.state.streams = True
         _seed_all(seed_for(ddp.seed, "rank", ddp.rank))
@@ -1289,14 +1190,20 @@ def gradient_sync(model, last):
 
 
 class DdpSampler(torch.utils.data.Sampler):
-    """See ddp_sampler."""
+    """A sampler for any dataset with a length. The order is f(seed, epoch), dealt in turn.
 
-    def __init__(self, n, rank, world_size, train, shuffle, seed):
-        if n < world_size:
-            raise ValueError(f"{n} item(s) for {world_size} ranks; expected at least one each. Use "
-                             f"fewer ranks or more data.")
-        self.n, self.rank, self.world_size = n, rank, world_size
-        self.train, self.shuffle, self.seed = train, shuffle, seed
+    train=True shuffles and cuts the epoch to equal steps per rank; train=False gives every item to
+    exactly one rank, in order (ranks may then differ by one item: no collectives in that loop).
+    Raises: ValueError for fewer items than ranks.
+    """
+
+    def __init__(self, dataset, ddp, train=True, shuffle=None, seed=None):
+        self.n, self.rank, self.world_size = len(dataset), ddp.rank, ddp.world_size
+        if self.n < self.world_size:
+            raise ValueError(f"{self.n} item(s) for {self.world_size} ranks; expected at least one "
+                             f"each. Use fewer ranks or more data.")
+        self.train, self.shuffle = train, train if shuffle is None else shuffle
+        self.seed = ddp.seed if seed is None else seed
         self.epoch, self.start = 0, 0
 
     def set_epoch(self, epoch, start=0):
@@ -1310,35 +1217,27 @@ class DdpSampler(torch.utils.data.Sampler):
         if self.shuffle:
             seed = seed_for(self.seed, "order", self.epoch)
             order = torch.randperm(self.n, generator=torch.Generator().manual_seed(seed)).tolist()
-        order = order[self.start:]
-        if self.train:
-            order = order[:len(order) - len(order) % self.world_size]   # equal steps on all ranks
-        return iter(order[self.rank::self.world_size])
+        return iter([order[place] for place in self._places()])
 
     def __len__(self):
-        left = self.n - self.start
-        return (left // self.world_size if self.train else
-                len(range(self.rank, left, self.world_size)))
+        return len(self._places())
+
+    def _places(self):
+        """Of this rank's items in the epoch's order."""
+        rest = (self.n - self.start) % self.world_size if self.train else 0   # equal steps
+        return range(self.start + self.rank, self.n - rest, self.world_size)
 
 
-def ddp_sampler(dataset, ddp, train=True, shuffle=None, seed=None):
-    """A sampler for any dataset with a length. The order is f(seed, epoch), dealt in turn.
-
-    train=True shuffles and cuts the epoch to equal steps per rank; train=False gives every item to
-    exactly one rank, in order (ranks may then differ by one item: no collectives in that loop).
-    Raises: ValueError for fewer items than ranks.
-    """
-    return DdpSampler(len(dataset), ddp.rank, ddp.world_size, train,
-                      train if shuffle is None else shuffle, ddp.seed if seed is None else seed)
+ddp_sampler = DdpSampler
 
 
 # ---------------------------------------------------------------- agree, reduce
 def print0(ddp, *values, **options):
     """print on rank 0; on every rank, with its number, where DDP_LOG_ALL=1."""
-    if os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1:
-        print(f"[rank {ddp.rank}]", *values, **{"flush": True, **options})
-    elif ddp.is_main:
-        print(*values, **{"flush": True, **options})
+    everywhere = os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1
+    if everywhere or ddp.is_main:
+        head = [f"[rank {ddp.rank}]"] * everywhere
+        print(*head, *values, **{"flush": True, **options})
 
 
 def _route(ddp, device):
@@ -1482,7 +1381,7 @@ def _check_plain(value, where):
 
 
 def kept_checkpoint(path, k):
-    """Where save_checkpoint(..., keep_last) keeps the k-th former one: last.pt -> last-1.pt."""
+    """Name of the k-th former checkpoint: last.pt -> last-1.pt."""
     base, end = os.path.splitext(path)
     return f"{base}-{k}{end}" if k else path
 
@@ -1497,7 +1396,7 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
     Raises: on all ranks, where writing failed, ValueError for something that is not plain,
         RuntimeError for the disk; then the former file is untouched.
     """
-    error = None
+    path, refused, failed = os.fspath(path), "", ""
     beat(ddp)
     try:
         if ddp.is_main:
@@ -1505,67 +1404,46 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
                          versions={"torch": str(torch.__version__),
                                    "python": sys.version.split()[0]})
             _check_plain(state, "checkpoint")
-            _write_checkpoint(os.fspath(path), ddp, keep_last, state)
+            _write_checkpoint(path, ddp, keep_last, state)
     except ValueError as e:
-        error = ["ValueError", str(e)]
+        refused = str(e)
     except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
-        error = ["RuntimeError", f"cannot write {path}: {str(e).splitlines()[0]}. The former "
-                                 f"checkpoint is untouched. Is the disk full or the folder "
-                                 f"read-only?"]
-    error = broadcast(error, ddp)
+        failed = (f"cannot write {path}: {str(e).splitlines()[0]}. The former checkpoint is "
+                  f"untouched. Is the disk full or the folder read-only?")
+    refused, failed = broadcast([refused, failed], ddp)
     beat(ddp)
-    if error:
-        raise (ValueError if error[0] == "ValueError" else RuntimeError)(error[1])
-    if resumes:
-        _note_checkpoint(ddp, path, state.get("step"))
+    if refused:
+        raise ValueError(refused)
+    if failed:
+        raise RuntimeError(failed)
+    if resumes:   # the last line of a failure names it
+        ddp.state.checkpoint = path, state.get("step")
+        _tell_guard(ddp, checkpoint=ddp.state.checkpoint)
 
 
 def _write_checkpoint(path, ddp, keep_last, state):
-    folder, name = os.path.dirname(path) or ".", os.path.basename(path)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-    os.makedirs(folder, exist_ok=True)
-    for half in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(name)}.*.tmp")):
-        with contextlib.suppress(OSError):
-            os.unlink(half)   # of a run that was killed while it saved
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.tmp")   # what a killed save left is overwritten
+    os.makedirs(folder or ".", exist_ok=True)
     try:
         with open(temporary, "wb") as f:
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
-        if ddp.state.damaged != os.path.realpath(path):   # else the good ones keep their names
-            for k in range(keep_last - 1, 0, -1):   # killed in between, each is whole somewhere
-                if os.path.exists(kept_checkpoint(path, k - 1)):
-                    _move(kept_checkpoint(path, k - 1), kept_checkpoint(path, k), stays=k == 1)
+        if ddp.state.damaged == os.path.realpath(path):   # not kept: the good ones keep their names
+            ddp.state.damaged, keep_last = "", 1
+        for k in range(keep_last - 1, 0, -1):   # killed in between, each is whole under some name
+            if os.path.exists(kept_checkpoint(path, k - 1)):
+                os.replace(kept_checkpoint(path, k - 1), kept_checkpoint(path, k))
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    if ddp.state.damaged == os.path.realpath(path):
-        ddp.state.damaged = ""
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder or ".", os.O_RDONLY)
     try:
         os.fsync(handle)   # the rename itself must survive a power cut
     finally:
         os.close(handle)
-
-
-def _move(old, new, stays):
-    """Rename; stays: the file keeps its old name too, where the file system has hard links."""
-    if stays:
-        extra = os.path.join(os.path.dirname(new), f".{os.path.basename(new)}.{os.getpid()}.tmp")
-        with contextlib.suppress(OSError):
-            os.link(old, extra)
-            os.replace(extra, new)
-            if os.path.exists(extra):   # both were one file already, and rename has done nothing
-                os.unlink(extra)
-            return
-    os.replace(old, new)
-
-
-def _note_checkpoint(ddp, path, step):
-    """This is what a next start continues from; the last line of a failure names it."""
-    ddp.state.checkpoint = os.fspath(path), step
-    _tell_guard(ddp, checkpoint=ddp.state.checkpoint)
 
 
 def describe_machine(ddp):
@@ -1584,58 +1462,55 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
     Raises: ValueError, on all ranks, for a file that is missing, damaged (each record has a
         checksum), or holds more than tensors and plain types.
     """
-    data, troubles, used = None, [], path
-    if ddp is None or ddp.is_main:
+    if ddp is None:
+        return _read_checkpoint(path, map_location)[1]
+    data, troubles, used = b"", [], path
+    if ddp.is_main:
         files = [p for k in range(100) if os.path.exists(p := kept_checkpoint(path, k))]
-        for used in files if ddp is not None and files else [path]:
+        for used in files or [path]:
             try:
                 data, state = _read_checkpoint(used, map_location)
                 break
             except ValueError as e:
                 troubles.append(str(e))
-    if ddp is None:
-        if data is None:
-            raise ValueError(troubles[0])
-        return state
-    used, troubles, size = broadcast([used, troubles, len(data or b"")], ddp)
+    used, troubles, size = broadcast([os.fspath(used), troubles, len(data)], ddp)
     if not size:
         raise ValueError("\n".join(troubles))
     if troubles:
         print0(ddp, "\n".join(f"ATTENTION: {t}" for t in troubles) + f"\n  Going back to {used}.")
-    ddp.state.damaged = os.path.realpath(path) if used != path else ""
+        ddp.state.damaged = os.path.realpath(path)
     if ddp.world_size > 1:
         whole = torch.frombuffer(bytearray(data if ddp.is_main else size), dtype=torch.uint8)
         for part in whole.split(1 << 26):   # 64 MiB at a time
             beat(ddp)
             broadcast(part, ddp)
-        data = whole.numpy()
-    if not ddp.is_main:
-        state = torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
-    _note_checkpoint(ddp, used, state.get("step") if isinstance(state, dict) else None)
+        if not ddp.is_main:
+            state = torch.load(io.BytesIO(whole.numpy()), map_location=map_location,
+                               weights_only=True)
+    ddp.state.checkpoint = used, state.get("step") if isinstance(state, dict) else None
+    _tell_guard(ddp, checkpoint=ddp.state.checkpoint)
     return state
 
 
 def _read_checkpoint(path, map_location):
     """(the file's bytes, what they hold)."""
-    otherwise = "Expected a file written by save_checkpoint. Use another one, or start afresh."
     try:
         with open(path, "rb") as f:
             data = f.read()
-        broken = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
-        if broken is not None:
-            raise ValueError(f"the checkpoint {path} is damaged: the checksum of its record "
-                             f"{broken} is wrong. {otherwise}")
-        return data, torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no checkpoint {path}. Expected a file written by save_checkpoint."
                          ) from None
-    except (OSError, MemoryError):   # it may be good: an older one must not take its place
+    try:
+        damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
+        if damaged is None:
+            return data, torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
+        reason = f"it is damaged, the checksum of its record {damaged} is wrong"
+    except MemoryError:   # the file may be good: an older one must not take its place
         raise
     except Exception as e:   # torch raises half a dozen kinds for a damaged file
-        if "the checksum of its record" in str(e):
-            raise
-        raise ValueError(f"cannot read the checkpoint {path}: {_in_one_line(e)}. {otherwise}"
-                         ) from None
+        reason = _in_one_line(e)
+    raise ValueError(f"cannot read the checkpoint {path}: {reason}. Expected a file written by "
+                     f"save_checkpoint. Use another one, or start afresh.")
 
 
 # ---------------------------------------------------------------- Intel's extension (legacy stacks)
@@ -1667,11 +1542,8 @@ def optimize_with_ipex(model, optimizer, ddp, dtype=None):
     mode = ddp.state.ipex
     if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or _has_xccl()):
         return model, optimizer
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("the model is wrapped already. Expected optimize_with_ipex before "
-                         "wrap_ddp.")
-    ipex, problem = _import_ipex()
-    problem, result = first_problem(problem, ddp), None
+    (ipex, problem), result = _import_ipex(), None
+    problem = first_problem(problem, ddp)
     if not problem:
         # IPEX keeps a float32 copy beside each bfloat16 weight. DDP aligns only the latter, and
         # the optimizer then writes each rank's own copy back into it: ranks drift apart (measured).
@@ -1693,46 +1565,39 @@ def optimize_with_ipex(model, optimizer, ddp, dtype=None):
 
 # ---------------------------------------------------------------- python ddp_setup.py --doctor
 def doctor(env):
-    """(text, exit code): what this file finds here and would choose. Code 1: there is a PROBLEM."""
-    found, mpi, finalize, versions = _found_devices(), None, False, []
-    for name in ("numpy", "mpi4py", "intel-extension-for-pytorch"):
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{name} absent")
-    devices = [f"{kind}:{i} {getattr(torch, kind).get_device_name(i)}" for kind in ("cuda", "xpu")
-               for i in range(found[kind])]
-    rows = [f"versions: Python {sys.version.split()[0]}, torch {torch.__version__}, "
-            + ", ".join(versions),
-            "devices: " + (", ".join(devices) or "no accelerator visible"),
-            "backends: " + ", ".join(f"{b} {'yes' if found[b] else 'no'}" for b in BACKENDS)]
+    """Print what this file finds here and would choose. Returns 1 if there is a PROBLEM, else 0."""
+    found, mpi, rows = _found_devices(), None, []
     try:
-        mpi, finalize = _start_mpi(env, 60.0)
+        mpi = _start_mpi(env, 60.0)
         ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
         if ddp.rank:
-            return "", 0
-        rows += [*ddp.notes, f"rank 0 of {ddp.world_size}" + (", mpi4py agrees" if mpi else ""),
-                 choose_device("auto", "auto", ddp.local_rank, found)[3]]
-    except (SetupError, ValueError) as e:
+            return 0
+        rows += [*ddp.notes, f"rank 0 of {ddp.world_size}" + ", mpi4py agrees" * bool(mpi),
+                 choose_device("auto", "auto", ddp.local_rank, found, ddp.world_size)[3]]
+    except SetupError as e:
         rows.append(f"PROBLEM: {e}")
     finally:
-        if finalize:
-            sys.modules["mpi4py"].MPI.Finalize()
-    master, own = env.get("MASTER_ADDR"), _own_address()
-    rows.append(f"this host: {socket.gethostname()}, {own} on interface {_interface_of(own)}")
-    if master:
-        rows.append(f"MASTER_ADDR: {master} is {_resolve(master)}" if _resolve(master) else
-                    f"PROBLEM: MASTER_ADDR={master} cannot be resolved here. Expected a host name "
+        _end_mpi(mpi)
+    if (master := env.get("MASTER_ADDR")) and not _resolve(master):
+        rows.append(f"PROBLEM: MASTER_ADDR={master} cannot be resolved here. Expected a host name "
                     f"or address.")
-    rows.append(_seen(env))
-    rows += [f"{name}={env[name]}" for name in sorted(env) if name.startswith("DDP_")]
-    return "\n".join(rows), int(any(row.startswith("PROBLEM") for row in rows))
+    elif master:
+        rows.append(f"MASTER_ADDR: {master} is {_resolve(master)}")
+    versions = [f"Python {sys.version.split()[0]}", f"torch {torch.__version__}"]
+    for name in ("numpy", "mpi4py", "intel-extension-for-pytorch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    own, yes_or_no = _own_address(), {True: "yes", False: "no"}
+    print(f"versions: {', '.join(versions)}",
+          "found: " + ", ".join(f"{name} {yes_or_no[number]}"
+                                if isinstance(number, bool) else f"{name} {number}"
+                                for name, number in found.items()), *rows,
+          f"this host: {socket.gethostname()}, {own} on interface {_interface_of(own)}", _seen(env),
+          *(f"{name}={env[name]}" for name in sorted(env) if name.startswith("DDP_")), sep="\n")
+    return int(any(row.startswith("PROBLEM") for row in rows))
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--doctor"]:
         sys.exit(f"usage: python {sys.argv[0]} --doctor")
-    report, code = doctor(dict(os.environ))
-    if report:
-        print(report)
-    sys.exit(code)
+    sys.exit(doctor(dict(os.environ)))

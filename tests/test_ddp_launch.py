@@ -1,6 +1,7 @@
 """Do ranks that real launchers start find each other, work together, and end together?
 
-Ranks started "by hand" (DDP_* variables, no launcher that would end them) show what ddp_guard does by itself.
+Ranks started "by hand" (DDP_* variables, no launcher that would end them) show what ddp_guard does
+by itself.
 """
 import json
 import re
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 import launchers
-from ddp_setup import DdpSampler
-from launchers import clean_environment, need, own_tracebacks, python_of, run_ranks, start_ranks, stolen_seconds
+from ddp_setup import Ddp, ddp_sampler
+from launchers import (clean_environment, need, own_tracebacks, python_of, run_ranks, start_ranks,
+                       stolen_seconds)
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = f"""import json, os, sys, threading, time
@@ -44,10 +46,13 @@ class ByHand:
         size = size or len(ranks)
         self.folder, self.processes = path.parent, {}
         for r in ranks:
-            given = dict(DDP_RANK=r, DDP_WORLD_SIZE=size, DDP_LOCAL_RANK=r, DDP_LOCAL_WORLD_SIZE=size, **env)
-            with open(self.folder / f"out{r}", "wb") as out, open(self.folder / f"err{r}", "wb") as err:
-                self.processes[r] = subprocess.Popen([sys.executable, path, *map(str, argv)], cwd=self.folder, stdout=out, stderr=err,
-                                                     env=clean_environment(env=given), start_new_session=True)
+            given = dict(DDP_RANK=r, DDP_WORLD_SIZE=size, DDP_LOCAL_RANK=r,
+                         DDP_LOCAL_WORLD_SIZE=size, **env)
+            out, err = self.folder / f"out{r}", self.folder / f"err{r}"
+            with open(out, "wb") as stdout, open(err, "wb") as stderr:
+                self.processes[r] = subprocess.Popen(
+                    [sys.executable, path, *map(str, argv)], cwd=self.folder, stdout=stdout,
+                    stderr=stderr, env=clean_environment(env=given), start_new_session=True)
 
     def __enter__(self):
         return self
@@ -74,7 +79,7 @@ class ByHand:
         return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.processes.values()]
 
 
-# ------------------------------------------------------------------ the script of the design, in an empty folder
+# ---------------------------------------------------------------- the script of the design
 FOREIGN_HEAD = """import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -99,7 +104,7 @@ def weights_of_one_process(global_batch):
         torch.set_default_dtype(before[0])
         torch.set_rng_state(before[1])
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    order = DdpSampler(64, 0, 1, True, True, 0)
+    order = ddp_sampler(range(64), Ddp(seed=0))
     for epoch in range(10):
         order.set_epoch(epoch)
         for batch in torch.tensor(list(order)).split(global_batch):
@@ -110,10 +115,12 @@ def weights_of_one_process(global_batch):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 4), ("openmpi", 4), ("mpich", 4)])
+@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 4), ("openmpi", 4),
+                                         ("mpich", 4)])
 def test_the_script_of_the_design_gives_the_weights_of_one_process(launcher, n, tmp_path, shared):
     need(launcher)
-    text = re.search(r"```python\n(from ddp_setup import.*?)```", (shared / "design.md").read_text(), re.S)[1]
+    text = re.search(r"```python\n(from ddp_setup import.*?)```",
+                     (shared / "design.md").read_text(), re.S)[1]
     shutil.copy(ROOT / "ddp_setup.py", tmp_path)
     script(tmp_path, text, head=FOREIGN_HEAD)
     result = run_ranks(launcher, n, ["script.py"], cwd=tmp_path, timeout=600)
@@ -124,7 +131,7 @@ def test_the_script_of_the_design_gives_the_weights_of_one_process(launcher, n, 
         torch.testing.assert_close(state["model"][name], expected, rtol=1e-9, atol=1e-12)
 
 
-# -------------------------------------------------------------------------------------------- one fails, all end
+# ---------------------------------------------------------------- one fails, all end
 RAISE = """
 ddp = setup_ddp(seed=0, quiet=True)
 failing = int(sys.argv[1])
@@ -153,7 +160,8 @@ def check_one_fails(launcher, failing, env, folder):
     assert result.returncode != 0
     assert "ValueError: on purpose" in result.stderr, result.text
     last = [line for line in result.stderr.splitlines() if line.startswith("FAILED: ")]
-    assert last and f"rank {failing} of 3 on " in last[0] and ": ValueError: on purpose." in last[0], result.text
+    assert last and f"rank {failing} of 3 on " in last[0], result.text
+    assert ": ValueError: on purpose." in last[0], result.text
     if "DDP_GUARD" not in env:
         assert len(last) == 1 == own_tracebacks(result.stderr), result.text
         assert "No checkpoint yet" in last[0] and f"script.py {failing}" in last[0], result.text
@@ -169,15 +177,18 @@ def test_a_rank_that_raises_ends_all_in_and_outside_collectives(launcher, failin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher, failing, env", [
-    ("intel", 0, {}), ("intel", 1, {"DDP_MPI4PY": "0"}), ("openmpi", 2, {}), ("openmpi", 0, {"DDP_GUARD": "0"}),
-    ("intel", 1, {"DDP_GUARD": "0"}),   # without mpi4py nothing ends the others there: see docs/faults.md
+    ("intel", 0, {}), ("intel", 1, {"DDP_MPI4PY": "0"}), ("openmpi", 2, {}),
+    ("openmpi", 0, {"DDP_GUARD": "0"}),
+    # without mpi4py nothing ends the others there: see docs/faults.md
+    ("intel", 1, {"DDP_GUARD": "0"}),
     ])
 def test_any_rank_that_raises_ends_all_under_every_launcher(launcher, failing, env, tmp_path):
     check_one_fails(launcher, failing, env, tmp_path)
 
 
 @pytest.mark.parametrize("ending, code, words", [
-    ("os.kill(os.getpid(), 9)", 1, "died without a word (SIGKILL"), ("sys.exit(3)", 3, "left with exit code 3"),
+    ("os.kill(os.getpid(), 9)", 1, "died without a word (SIGKILL"),
+    ("sys.exit(3)", 3, "left with exit code 3"),
     ("abort(ddp, 'no such file', 2)", 2, "no such file"), ("os._exit(0)", 1, "without cleanup_ddp"),
     ("exec('with ddp: sys.exit(\"no data\")')", 1, "FAILED: rank 1 of 3 on {host}: no data")])
 def test_without_a_launcher_too_the_end_of_one_is_the_end_of_all(ending, code, words, tmp_path):
@@ -190,7 +201,8 @@ time.sleep(60)
 """)
     with ByHand(path, range(3)) as ranks:
         assert ranks.codes() == [code] * 3, ranks.err()
-        assert ranks.err().count(words.format(host=socket.gethostname())) == 1 == ranks.err().count("FAILED: ") + (code == 2)
+        assert ranks.err().count(words.format(host=socket.gethostname())) == 1
+        assert ranks.err().count("FAILED: ") == (code != 2)
         assert own_tracebacks(ranks.err()) == 0
 
 
@@ -207,14 +219,18 @@ cleanup_ddp(ddp)
 """)
     result = run_ranks(launcher, 2, [path], cwd=tmp_path, env={"DDP_GUARD": "0"})
     assert result.returncode != 0 and result.seconds < 55, result.text
-    assert "rank 1 of 2 on" in result.stderr and "ended without cleanup_ddp" in result.stderr, result.text
+    assert "rank 1 of 2 on" in result.stderr, result.text
+    assert "ended without cleanup_ddp" in result.stderr, result.text
 
 
 @pytest.mark.parametrize("fault, stderr", [
-    ("raise ValueError('on purpose')", "/dev/full"),                                 # a full disk under the log
-    ("sys.excepthook = lambda *a: None; raise ValueError('on purpose')", None),      # a library with a hook of its own
-    ("ddp.rank and os._exit(1)", "/dev/full"), ("ddp.rank and time.sleep(2); ddp.rank and os._exit(1)", None)])
-def test_an_end_that_nobody_can_print_or_that_comes_late_is_an_error_all_the_same(fault, stderr, tmp_path):
+    # a full disk under the log
+    ("raise ValueError('on purpose')", "/dev/full"),
+    # a library with a hook of its own
+    ("sys.excepthook = lambda *a: None; raise ValueError('on purpose')", None),
+    ("ddp.rank and os._exit(1)", "/dev/full"),
+    ("ddp.rank and time.sleep(2); ddp.rank and os._exit(1)", None)])
+def test_an_end_that_nobody_can_print_or_that_comes_late_is_an_error(fault, stderr, tmp_path):
     (tmp_path / "out").mkdir()
     path = script(tmp_path, f"""
 if {stderr!r}:
@@ -232,12 +248,17 @@ cleanup_ddp(ddp)
 
 
 def test_the_death_of_rank_0_is_told_by_another(tmp_path):
-    path = script(tmp_path, "ddp = setup_ddp(quiet=True)\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    path = script(tmp_path, """
+ddp = setup_ddp(quiet=True)
+print('ready', flush=True)
+time.sleep(60)
+""")
     with ByHand(path, range(2)) as ranks:
         ranks.wait_for("ready")
         ranks.processes[0].kill()
         assert ranks.codes() == [-signal.SIGKILL, 1]
-        assert ranks.err().count("FAILED: rank 0 of 2 on ") == ranks.err().count("died without a word") == 1, ranks.err()
+        assert ranks.err().count("FAILED: rank 0 of 2 on ") == 1, ranks.err()
+        assert ranks.err().count("died without a word") == 1, ranks.err()
 
 
 def test_the_death_of_rank_0_is_told_even_where_its_loss_is_what_the_other_runs_into(tmp_path):
@@ -250,7 +271,8 @@ all_sum(1, ddp)
 """)
     with ByHand(path, range(2)) as ranks:
         assert ranks.codes() == [1, 1]
-        assert ranks.err().count("FAILED: rank 0 of 2 on ") == ranks.err().count("died without a word") == 1, ranks.err()
+        assert ranks.err().count("FAILED: rank 0 of 2 on ") == 1, ranks.err()
+        assert ranks.err().count("died without a word") == 1, ranks.err()
 
 
 HANG = """
@@ -263,7 +285,7 @@ def stuck():
     if mode == "loop":
         while True:
             pass
-    if mode == "lock":                       # a call in C that does not give the interpreter's lock back
+    if mode == "lock":                       # a call in C that keeps the interpreter's lock
         re.match("(a+)+b", "a" * 60)
     if mode == "alone":                      # in a collective to which nobody else comes
         dist.all_reduce(torch.ones(1000))
@@ -278,16 +300,21 @@ for step in range(8):
 """
 
 
-@pytest.mark.parametrize("mode, n, late", [("loop", 3, 1), *(pytest.param(*row, marks=pytest.mark.slow) for row in (
-    ("loop", 2, 0), ("lock", 2, 1), ("lock", 2, 0), ("alone", 2, 0), ("loop", 1, 0)))])
-def test_a_hang_is_ended_with_the_late_rank_its_step_and_place_and_all_stacks(mode, n, late, tmp_path):
+@pytest.mark.parametrize("mode, n, late", [
+    ("loop", 3, 1), *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+        ("loop", 2, 0), ("lock", 2, 1), ("lock", 2, 0), ("alone", 2, 0), ("loop", 1, 0)))])
+def test_a_hang_is_ended_with_the_late_rank_its_step_and_all_stacks(mode, n, late, tmp_path):
     (tmp_path / "out").mkdir()
     path = script(tmp_path, HANG)
-    with ByHand(path, range(n), argv=(mode, late)) if n > 1 else start_ranks("python", 1, [path, mode, late], cwd=tmp_path) as ranks:
-        codes = ranks.codes() if n > 1 else [ranks.wait(timeout=600).returncode]
-        text = ranks.err() if n > 1 else ranks.stderr()
+    if n > 1:
+        with ByHand(path, range(n), argv=(mode, late)) as ranks:
+            codes, text = ranks.codes(), ranks.err()
+    else:
+        result = run_ranks("python", 1, [path, mode, late], cwd=tmp_path)
+        codes, text = [result.returncode], result.stderr
     assert codes == [70] * n, text
-    assert f"FAILED: rank {late if mode != 'alone' else 1} of {n} on " in text and "no progress for 3 s" in text
+    assert f"FAILED: rank {late if mode != 'alone' else 1} of {n} on " in text, text
+    assert "no progress for 3 s" in text
     assert text.count("FAILED: ") == 1
     status = json.loads((tmp_path / "out" / "status.json").read_text())
     assert status["code"] == 70 and status["step"] in (5, 6) and "no progress" in status["reason"]
@@ -331,7 +358,8 @@ cleanup_ddp(ddp)
     with ByHand(path, range(2), argv=[late]) as ranks:
         codes = ranks.codes(60)
     assert codes == [70, 70], ranks.err()
-    assert f"rank {late} of 2 did not come to cleanup_ddp within 3 s" in ranks.err() and ranks.err().count("FAILED: ") == 1
+    assert f"rank {late} of 2 did not come to cleanup_ddp within 3 s" in ranks.err()
+    assert ranks.err().count("FAILED: ") == 1
     assert json.loads((tmp_path / "out" / "status.json").read_text())["code"] == 70
 
 
@@ -339,7 +367,8 @@ def test_a_rank_that_is_stopped_while_python_ends_is_ended_by_its_guard(tmp_path
     path = script(tmp_path, """
 import signal
 class Last:
-    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGSTOP):   # globals may be gone by then
+    # globals may be gone by then
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGSTOP):
         kill(pid, number)
 if os.environ["DDP_RANK"] == "1":
     last = Last()     # goes with the module, after all handlers
@@ -347,7 +376,8 @@ ddp = setup_ddp(quiet=True)
 cleanup_ddp(ddp)
 """)
     with ByHand(path, range(2), EXIT=2) as ranks:
-        assert 70 in ranks.codes(60) and "did not end within 2 s after cleanup_ddp" in ranks.err(), ranks.err()
+        assert 70 in ranks.codes(60), ranks.err()
+        assert "did not end within 2 s after cleanup_ddp" in ranks.err(), ranks.err()
 
 
 @pytest.mark.parametrize("when, codes, says", [
@@ -381,10 +411,11 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 cleanup_ddp(ddp)
 """)
     with ByHand(path, range(2), DDP_GUARD="0") as ranks:
-        assert ranks.codes(100) == [0, 0] and ranks.out(1) == "5\n" and ranks.err() == "", ranks.err()
+        assert (ranks.codes(100), ranks.err()) == ([0, 0], "")
+        assert ranks.out(1) == "5\n"
 
 
-def test_a_script_that_only_asks_for_the_reason_leaves_an_outcome_and_children_can_be_ended(tmp_path):
+def test_a_script_that_only_asks_for_the_reason_leaves_an_outcome_and_can_end_children(tmp_path):
     (tmp_path / "out").mkdir()
     path = script(tmp_path, """
 import multiprocessing, signal
@@ -414,9 +445,9 @@ cleanup_ddp(ddp)
     assert status["code"] == 75 and status["reason"].startswith("SIGUSR1 on rank 0")
 
 
-def test_a_stop_that_another_rank_was_asked_for_is_the_outcome_and_files_of_killed_saves_go(tmp_path):
+def test_a_stop_that_another_rank_was_asked_for_is_the_outcome_and_half_saves_go(tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".last.pt.1.tmp").write_text("half")
+    (tmp_path / "out" / ".last.pt.tmp").write_text("half")
     path = script(tmp_path, """
 import signal
 ddp = setup_ddp(quiet=True)
@@ -436,7 +467,7 @@ cleanup_ddp(ddp)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["last.pt", "status.json"]
 
 
-def test_a_notebook_lives_on_after_an_exception_and_a_script_of_one_process_says_how_it_ended(tmp_path):
+def test_a_notebook_lives_on_after_an_exception_and_a_lone_script_says_how_it_ended(tmp_path):
     path = script(tmp_path, """
 for folder in ("notebook", "script"):
     os.mkdir(folder)
@@ -454,8 +485,10 @@ raise ValueError("on purpose")
 """)
     result = run_ranks("python", 1, [path], cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "lives on\n"), result.text
-    assert result.stderr.count("FAILED: rank 0 of 1") == 1 == own_tracebacks(result.stderr), result.text
-    for folder, reason in (("notebook", "ValueError: of a cell"), ("script", "ValueError: on purpose")):
+    assert result.stderr.count("FAILED: rank 0 of 1") == 1, result.text
+    assert own_tracebacks(result.stderr) == 1, result.text
+    for folder, reason in (("notebook", "ValueError: of a cell"),
+                           ("script", "ValueError: on purpose")):
         status = json.loads((tmp_path / folder / "status.json").read_text())
         assert (status["code"], status["reason"]) == (1, reason)
 
@@ -465,21 +498,25 @@ def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
     path = script(tmp_path, "with setup_ddp(quiet=True) as ddp:\n    open('/no/such/file')\n")
     result = run_ranks("mpich", 3, [path], cwd=tmp_path)
     assert result.returncode != 0 and result.leftover == []
-    assert result.stderr.count("\nFileNotFoundError") == own_tracebacks(result.stderr) == 1, result.text
+    assert result.stderr.count("\nFileNotFoundError") == 1, result.text
+    assert own_tracebacks(result.stderr) == 1, result.text
 
 
-# ----------------------------------------------------------------------------------------------- working together
+# ---------------------------------------------------------------- working together
 TOGETHER = """
 import torch.distributed as dist
 def listening():
     '''Addresses of the sockets on which this process listens.'''
-    own = {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")}
-    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}").readlines()[1:]]
-    return sorted({row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own})
+    files = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+    own = {os.readlink(file) for file in files if os.path.exists(file)}
+    rows = [line.split() for name in ("tcp", "tcp6")
+            for line in open(f"/proc/self/net/{name}").readlines()[1:]]
+    return sorted({row[1].split(":")[0] for row in rows
+                   if row[3] == "0A" and f"socket:[{row[9]}]" in own})
 
 def gradients(model, ddp, accum):
     model.zero_grad()
-    for step in range(2):            # the second step is the one that a static graph treats differently
+    for step in range(2):            # a static graph treats the second one differently
         for i in range(accum):
             x = torch.full((3, 4), 1.0 + ddp.rank + 10 * i + step, dtype=torch.float64)
             with gradient_sync(model, i == accum - 1):
@@ -491,12 +528,15 @@ def environment():   # without what torch sets for its own compiler
 
 before, threads = environment(), threading.active_count()
 ddp = setup_ddp(seed=5, quiet=True)
-seen = dict(rank=ddp.rank, again=setup_ddp() is ddp, listening=listening(), local=[ddp.local_world_size, ddp.node_rank],
-            exported=[os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")])
+exported = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+seen = dict(rank=ddp.rank, again=setup_ddp() is ddp, listening=listening(),
+            local=[ddp.local_world_size, ddp.node_rank],
+            exported=[os.environ.get(name) for name in exported])
 seen["object"] = broadcast({"from": ddp.rank, "text": "é", "none": [None, 1.5]}, ddp, src=1)
 tensor = torch.full((2, 2), float(ddp.rank))
 seen["tensor"] = [broadcast(tensor, ddp, src=2) is tensor, tensor.tolist()]
-seen["sums"] = [all_sum(ddp.rank + 0.5, ddp), all_sum([1, ddp.rank], ddp), all_sum(tensor, ddp).tolist(), all_mean(ddp.rank, ddp),
+seen["sums"] = [all_sum(ddp.rank + 0.5, ddp), all_sum([1, ddp.rank], ddp),
+                all_sum(tensor, ddp).tolist(), all_mean(ddp.rank, ddp),
                 all_mean(torch.tensor([float(ddp.rank)]), ddp).tolist()]
 barrier(ddp)
 from run_dir import check_alike
@@ -506,11 +546,13 @@ try:
 except ValueError as e:
     seen["alike"] = str(e)
 torch.set_default_dtype(torch.float64)
-bare = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+def two_layers():
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+bare = two_layers()
 seen["weights"] = [p.tolist() for p in bare.parameters()]
 model = wrap_ddp(bare, ddp)
 seen["stream"] = torch.rand(2).tolist()
-static = wrap_ddp(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)), ddp, static_graph=True)
+static = wrap_ddp(two_layers(), ddp, static_graph=True)
 unwrap_ddp(static).load_state_dict(bare.state_dict())
 seen["gradients"] = {str(accum): gradients(model, ddp, accum) for accum in (1, 3)}
 seen["static"] = {str(accum): gradients(static, ddp, accum) for accum in (3, 1)}
@@ -539,12 +581,15 @@ def expected_gradients(weights, accum):
     return [w.grad for w in (w1, b1, w2, b2)]
 
 
-@pytest.mark.parametrize("launcher, env", [("openmpi", {}), ("torchrun", {"DDP_GLOO_MAX_RANKS": "2"})],
+@pytest.mark.parametrize("launcher, env", [
+    ("openmpi", {}), ("torchrun", {"DDP_GLOO_MAX_RANKS": "2"})],
                          ids=["openmpi", "torchrun-objects-over-the-device-backend"])
 def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
     need(launcher)
-    result = run_ranks(launcher, 3, [script(tmp_path, TOGETHER)], cwd=tmp_path, env=env, timeout=600)
-    assert (result.returncode, result.stdout, result.stderr, result.leftover) == (0, "", "", []), result.text
+    result = run_ranks(launcher, 3, [script(tmp_path, TOGETHER)], cwd=tmp_path, env=env,
+                       timeout=600)
+    assert result.stdout == result.stderr == "", result.text
+    assert (result.returncode, result.leftover) == (0, []), result.text
     seen = [json.loads((tmp_path / f"seen{r}.json").read_text()) for r in range(3)]
     for r, s in enumerate(seen):
         assert s["rank"] == r and s["again"] and s["local"] == [3, 0]
@@ -563,7 +608,8 @@ def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
             expected = expected_gradients(s["weights"], accum)
             for kind in ("gradients", "static"):
                 for got, want in zip(s[kind][str(accum)], expected):
-                    torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), want, rtol=1e-11, atol=1e-12)
+                    torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), want,
+                                               rtol=1e-11, atol=1e-12)
     assert len({tuple(s["stream"]) for s in seen}) == 3
 
 
@@ -581,10 +627,11 @@ with setup_ddp(quiet=True) as ddp:
         assert own_tracebacks(ranks.err()) == 1, ranks.err()
 
 
-# ------------------------------------------------------------------------------------------------- finding rank 0
+# ---------------------------------------------------------------- finding rank 0
 WHERE = """
 ddp = setup_ddp(init_timeout=float(os.environ.get("LIMIT", 600)))
-print(f"{int(all_sum(1, ddp))} ranks met at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", flush=True)
+where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+print(f"{int(all_sum(1, ddp))} ranks met at {where}", flush=True)
 cleanup_ddp(ddp)
 """
 
@@ -596,8 +643,10 @@ def free_port(address="127.0.0.1"):
 
 def test_an_address_alone_means_port_29500(tmp_path):
     need("mpich")
-    result = run_ranks("mpich", 2, [script(tmp_path, WHERE)], cwd=tmp_path, env={"MASTER_ADDR": "127.0.0.5"})
-    assert result.returncode == 0 and result.stdout.count("2 ranks met at 127.0.0.5:29500") == 2, result.text
+    result = run_ranks("mpich", 2, [script(tmp_path, WHERE)], cwd=tmp_path,
+                       env={"MASTER_ADDR": "127.0.0.5"})
+    assert result.returncode == 0, result.text
+    assert result.stdout.count("2 ranks met at 127.0.0.5:29500") == 2, result.text
 
 
 def test_a_port_alone_is_honoured_and_without_one_ranks_compute_the_same(tmp_path):
@@ -617,21 +666,26 @@ def test_a_busy_port_is_an_error_at_once(tmp_path):
         result = run_ranks("mpich", 2, [script(tmp_path, WHERE)], cwd=tmp_path,
                            env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     assert result.returncode != 0 and result.seconds < 300
-    assert result.stderr.count(f"cannot listen on 127.0.0.1:{port}") == own_tracebacks(result.stderr) == 1, result.text
+    assert result.stderr.count(f"cannot listen on 127.0.0.1:{port}") == 1, result.text
+    assert own_tracebacks(result.stderr) == 1, result.text
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path):
     with ByHand(script(tmp_path, WHERE), [0, 2], 3, LIMIT=20) as ranks:
         assert ranks.codes(500) == [1, 1]
-        assert ranks.err().count("1 of 3 ranks did not appear within 20 s: rank(s) 1.") == 1, ranks.err()
+        missing = "1 of 3 ranks did not appear within 20 s: rank(s) 1."
+        assert ranks.err().count(missing) == 1, ranks.err()
         assert own_tracebacks(ranks.err()) == 1
 
 
 def test_a_rank_whose_request_is_impossible_is_named_by_rank_0(tmp_path):
-    path = script(tmp_path, "setup_ddp(device='cuda' if os.environ['DDP_RANK'] == '1' else 'cpu')\n")
+    path = script(tmp_path, """
+setup_ddp(device="cuda" if os.environ["DDP_RANK"] == "1" else "cpu")
+""")
     with ByHand(path, range(2), CUDA_VISIBLE_DEVICES="") as ranks:
         assert ranks.codes() == [1, 1]
-        assert ranks.err().count("cuda was asked for") == 1 and "rank 1 on " in ranks.err(), ranks.err()
+        assert ranks.err().count("cuda was asked for") == 1, ranks.err()
+        assert "rank 1 on " in ranks.err(), ranks.err()
 
 
 def test_another_number_of_ranks_than_asked_for_is_refused_once(tmp_path):
@@ -650,7 +704,7 @@ def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tm
     with launchers.Running(words, tmp_path, clean_environment("mpich")) as running:
         result = running.wait(timeout=600)
     assert result.returncode != 0 and "ranks met" not in result.stdout
-    assert result.stderr.count("mpi4py was probably built for another MPI") == 1, result.text
+    assert result.stderr.count("built for another MPI") == 1, result.text
 
 
 def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(tmp_path):
