@@ -8,6 +8,8 @@
         os.kill(running.rank_pids()[1], signal.SIGTERM)
         result = running.wait(timeout=30)
 
+    result = fork_ranks(2, [script], cwd=tmp_path)      # no launcher, and no import of torch
+
 Everything started carries a mark in its environment, so that processes are found (and ended) by their own
 id, whatever process group or session a launcher gave them; this needs /proc (Linux). Output goes to files, so
 that a hang shows what was printed. Scripts should print whole lines with flush=True: what is not flushed is
@@ -18,10 +20,13 @@ srun needs a Slurm, torchrun-2hosts and mpich-2hosts two hosts: the fixtures `sl
 bring them up for a session, on this machine (root only), and tell this file by SLURM_CONF and HOST_SHELL below.
 """
 
+import atexit
+import json
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +41,7 @@ LAUNCHERS = ("python", "torchrun", "openmpi", "mpich", "intel", "srun", "torchru
 MARK = "TEST_RUN_MARK"
 SLURM_CONF = None     # configuration file of the running two-node Slurm
 HOST_SHELL = None     # program that runs a command on a host that is a network namespace: HOST_SHELL HOST COMMAND...
+_fork_server = None   # the process that forks the ranks of fork_ranks
 HOSTS = {"hostA": "10.77.0.1", "hostB": "10.77.0.2"}
 
 # What a batch system or an outer launcher may have left in our own environment.
@@ -178,6 +184,35 @@ def run_ranks(launcher, n, argv, cwd, env=None, timeout=600, leftover_grace=2.0,
     """
     with start_ranks(launcher, n, argv, cwd, env, flags) as running:
         return running.wait(timeout, leftover_grace)
+
+
+def fork_ranks(n, argv, cwd, env=None, timeout=300):
+    """Run `python argv` on n ranks without a launcher, in processes forked from one that has
+    imported torch, and return a Result.
+
+    They have the variables of torchrun and no guard. returncode: 0, or that of the first rank that
+    failed; -9 is that of ranks which were still there after `timeout` seconds.
+    """
+    global _fork_server
+    if _fork_server is None or _fork_server.poll() is not None:
+        _fork_server = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("forked_ranks.py")], text=True,
+            env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        atexit.register(_fork_server.communicate)      # closes its stdin, which ends it
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = clean_environment(env={"DDP_GUARD": 0, **(env or {})})
+    here = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [common | {name: str(value) for name, value in here.items()}
+             | {"RANK": str(k), "LOCAL_RANK": str(k)} for k in range(n)] if n > 1 else [common]
+    run = {"argv": list(map(str, argv)), "cwd": str(cwd), "ranks": ranks, "timeout": timeout}
+    start = time.monotonic()
+    _fork_server.stdin.write(json.dumps(run) + "\n")
+    _fork_server.stdin.flush()
+    codes, stdout, stderr = zip(*json.loads(_fork_server.stdout.readline()))
+    return Result(next(filter(None, codes), 0), "".join(stdout), "".join(stderr),
+                  time.monotonic() - start)
 
 
 def start_ranks(launcher, n, argv, cwd, env=None, flags=()):
