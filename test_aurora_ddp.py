@@ -666,7 +666,7 @@ def wait_for_answer(ddp, name, limit):
         ddp.state.store.wait([key], datetime.timedelta(seconds=limit))
         return json.loads(ddp.state.store.get(key))
     except RuntimeError:   # a timeout, or rank 0 is gone: then its end is told by the lifeline
-        abort(ddp, f"{name}: rank 0 on {ddp.state['hosts'][0]} did not answer", FAILED, secondary=True)
+        abort(ddp, f"{name}: rank 0 on {ddp.state.hosts[0]} did not answer", FAILED, secondary=True)
 
 
 def name_suspects(args, hosts):

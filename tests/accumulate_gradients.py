@@ -1,4 +1,6 @@
-"""Gradients of train_sedd_ddp.accumulate on these ranks: torchrun --nproc_per_node=2 accumulate_gradients.py FASTA OUT
+"""Gradients of accumulated micro-batches on these ranks, of train_sedd_ddp.py's loss.
+
+    torchrun --nproc_per_node=2 accumulate_gradients.py FASTA OUT
 
 Writes OUT, a dict {name of a setting: list over two steps of {parameter: gradient}}, from rank 0. Imported, it
 also gives the reference: one backward of sum / count over the whole global batch, in one process.
