@@ -80,6 +80,14 @@ def run(config, work_dir, **options):
     return main(config, Ddp(), work_dir, **options)
 
 
+@pytest.fixture(scope="module")
+def straight(fasta, tmp_path_factory):
+    """The folder of a finished run of tiny(fasta), to compare with."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    run(tiny(fasta), folder)
+    return folder
+
+
 def weights(work_dir, name="last.pt"):
     state = load_checkpoint(str(Path(work_dir) / "checkpoints" / name))
     return state["model"] | {f"ema {i}": p for i, p in enumerate(state["ema"]["shadow_params"])}
@@ -254,14 +262,14 @@ def test_noise_is_keyed_by_step_and_micro_batch_and_spares_padding(fasta):
     assert (a["xt"][~a["mask"]] == X_ID).all() and not a["full"]
 
 
-def test_workers_and_repetition_change_nothing(fasta, tmp_path):
-    for name, workers in (("a", 0), ("again", 0), ("workers", 2)):
-        run(tiny(fasta, training__num_workers=workers), tmp_path / name)
-    for other in ("again", "workers"):
-        assert_equal_weights(weights(tmp_path / "a"), weights(tmp_path / other))
-        assert losses(tmp_path / "a") == losses(tmp_path / other)
-        assert (tmp_path / other / "samples" / "step_12.fasta").read_text() == (
-            tmp_path / "a" / "samples" / "step_12.fasta").read_text()
+def test_workers_and_repetition_change_nothing(fasta, straight, tmp_path):
+    for workers in (0, 1):
+        other = tmp_path / str(workers)
+        run(tiny(fasta, training__num_workers=workers), other)
+        assert_equal_weights(weights(straight), weights(other))
+        assert losses(straight) == losses(other)
+        sampled = [folder / "samples" / "step_12.fasta" for folder in (straight, other)]
+        assert sampled[0].read_text() == sampled[1].read_text()
 
 
 # ---- prepared folders ----
@@ -309,12 +317,11 @@ def test_ranks_read_the_same_from_a_prepared_folder_or_from_a_copy_on_their_host
     assert list((tmp_path / "local").iterdir()) == []
 
 
-def test_a_run_begun_from_fasta_goes_on_from_the_folder_and_not_from_another(fasta, prepared,
-                                                                             tmp_path):
-    run(tiny(fasta), tmp_path / "straight")
+def test_a_run_begun_from_fasta_goes_on_from_the_folder_and_not_from_another(
+        fasta, straight, prepared, tmp_path):
     run(tiny(fasta, training__n_iters=7), tmp_path / "parts")
     run(tiny(prepared), tmp_path / "parts")
-    assert_equal_weights(weights(tmp_path / "straight"), weights(tmp_path / "parts"))
+    assert_equal_weights(weights(straight), weights(tmp_path / "parts"))
     text = Path(fasta).read_text()
     (tmp_path / "other.fasta").write_text(text[:text.rindex(">")])
     prepare_uniref50.main([str(tmp_path / "other"), "--fasta", str(tmp_path / "other.fasta"),
@@ -401,28 +408,24 @@ def test_staging_without_room_is_refused_with_numbers(prepared, tmp_path, monkey
 
 
 def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
-    bench_ddp.write_prepared(tmp_path / "large", 200_000)
+    bench_ddp.write_prepared(tmp_path / "large", 100_000)
     config = load_config(Config, ROOT / "configs" / "sedd_uniref50.yaml")
-    for micro_batches in (4, 48):
-        found = bench_ddp.in_a_child(bench_ddp.start_a_rank, tmp_path / "large", config,
-                                     micro_batches, 4)
-        assert found["memory"] < 300 and found["first"] < 5 and found["reach"] < 2, found
-        assert found["read"] < 1.1, found
+    found = bench_ddp.in_a_child(bench_ddp.start_a_rank, tmp_path / "large", config, 48, 4)
+    assert found["memory"] < 300 and found["first"] < 5 and found["reach"] < 2, found
+    assert found["read"] < 1.1, found
 
 
 # ---- stop and go on ----
 
-def test_a_resumed_run_equals_an_uninterrupted_one(fasta, tmp_path):
-    run(tiny(fasta), tmp_path / "straight")
-    run(tiny(fasta, training__n_iters=6), tmp_path / "parts")
-    with open(tmp_path / "parts" / "metrics.jsonl", "a") as f:
+def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path):
+    run(tiny(fasta, training__n_iters=6), tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"step": 7, "loss": 0.0}\n{"step": 8, "lo')   # of a run that was killed later
-    run(tiny(fasta), tmp_path / "parts")
-    assert_equal_weights(weights(tmp_path / "straight", "best.pt"),
-                         weights(tmp_path / "parts", "best.pt"))
-    same_run(tmp_path / "straight", tmp_path / "parts")
-    assert [row["step"] for row in rows(tmp_path / "parts")] == list(range(1, 13))
-    state = load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))
+    run(tiny(fasta), tmp_path)
+    assert_equal_weights(weights(straight, "best.pt"), weights(tmp_path, "best.pt"))
+    same_run(straight, tmp_path)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 13))
+    state = load_checkpoint(str(tmp_path / "checkpoints" / "last.pt"))
     assert (state["step"], state["epoch"], state["world_size"]) == (12, 12 // 27, 1)
 
 
@@ -610,7 +613,8 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
     assert not lock.exists()
     # On another host it counts whether the beat goes on: it does; it does not, since a moment;
     # since long.
-    monkeypatch.setattr(RunLock, "stale", 3)
+    monkeypatch.setattr(RunLock, "stale", 2)
+    monkeypatch.setattr(RunLock, "every", 0.2)
 
     def write(age):
         write_text_atomic(lock, json.dumps({"host": "elsewhere", "pid": 1, "start": 5,
@@ -618,7 +622,7 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
 
     write(0)
     enough = threading.Event()
-    beating = threading.Thread(target=lambda: [write(0) for _ in iter(lambda: enough.wait(0.3),
+    beating = threading.Thread(target=lambda: [write(0) for _ in iter(lambda: enough.wait(0.1),
                                                                       True)])
     beating.start()
     try:
@@ -628,7 +632,7 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
         enough.set()
         beating.join()
     # in between: perhaps a clock that is wrong
-    for age, seconds in ((0, (2, 60)), (1000, (2, 60)), (10000, (0, 2))):
+    for age, seconds in ((0, (1.5, 60)), (1000, (1.5, 60)), (10000, (0, 1.5))):
         write(age)
         # a process that fails here does not wait
         write_text_atomic(tmp_path / "w" / "status.json", "{}")
@@ -705,15 +709,13 @@ def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_conf
     assert not (tmp_path / "w" / "lock.json").exists()
 
 
-def test_a_resume_on_the_same_proteins_in_another_order_of_the_file_is_the_same_run(fasta,
-                                                                                    tmp_path):
-    run(tiny(fasta), tmp_path / "straight")
+def test_a_resume_on_the_same_proteins_in_another_order_of_the_file_is_the_same_run(
+        fasta, straight, tmp_path):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
-    records = fasta.read_text().split(">")[1:]
-    turned = tmp_path / "turned.fasta"
+    turned, records = tmp_path / "turned.fasta", fasta.read_text().split(">")[1:]
     turned.write_text("".join(">" + record for record in records[::-1]))
     run(tiny(turned), tmp_path / "w")
-    assert_equal_weights(weights(tmp_path / "straight"), weights(tmp_path / "w"))
+    assert_equal_weights(weights(straight), weights(tmp_path / "w"))
 
 
 def test_a_resume_with_other_batches_is_refused(fasta, tmp_path, monkeypatch):
@@ -799,22 +801,19 @@ def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(f
 
 # ---- what is computed ----
 
-def test_gradient_checkpointing_gives_the_same_losses(fasta, tmp_path):
-    run(tiny(fasta), tmp_path / "a")
-    run(tiny(fasta, memory__gradient_checkpointing="true"), tmp_path / "b")
-    assert list(losses(tmp_path / "b").values()) == pytest.approx(list(losses(tmp_path / "a").values()), rel=1e-6)
+def test_gradient_checkpointing_gives_the_same_losses(fasta, straight, tmp_path):
+    run(tiny(fasta, memory__gradient_checkpointing="true"), tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(straight), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_mixed_precision_trains_near_float32_and_samples(fasta, tmp_path, capsys, dtype):
-    run(tiny(fasta), tmp_path / "float32")
-    run(tiny(fasta, memory__mixed_precision=dtype, memory__max_memory_per_gpu=0.85),
-        tmp_path / dtype)
+def test_mixed_precision_trains_near_float32_and_samples(fasta, straight, tmp_path, capsys, dtype):
+    run(tiny(fasta, memory__mixed_precision=dtype, memory__max_memory_per_gpu=0.85), tmp_path)
     assert f"{dtype} (asked for" in (text := capsys.readouterr().out)
     assert "max_memory_per_gpu 0.85 has no effect on cpu" in text
-    a, b = losses(tmp_path / "float32"), losses(tmp_path / dtype)
-    assert a != b and list(b.values()) == pytest.approx(list(a.values()), rel=0.02)
-    sampled = (tmp_path / dtype / "samples" / "step_12.fasta").read_text().split("\n")[1::2]
+    a, b = losses(straight), losses(tmp_path)
+    assert a != b and b == pytest.approx(a, rel=0.02)
+    sampled = (tmp_path / "samples" / "step_12.fasta").read_text().split("\n")[1::2]
     assert len(sampled) == 2 and all(re.fullmatch(f"[{AMINO_ACIDS}]+", line) for line in sampled)
 
 
@@ -939,7 +938,7 @@ def iid_proteins():
 def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, noise, arguments):
     p, proteins = iid_proteins()
     graph, noise = make_graph(graph, N_TOKENS), make_noise(noise, **arguments)
-    config = load_config(Config, None, ["training.batch_size=1", "training.eval_samples=200",
+    config = load_config(Config, None, ["training.batch_size=1", "training.eval_samples=60",
                                         "data.max_length=80"])
     validation = Validation(proteins, config, graph, noise, np.ones(21, np.int64))
     bound = validation(TrueScores(p, graph), Ddp(), torch.float32)
@@ -1017,7 +1016,7 @@ def assert_a_bound(result):
 
 
 # Measured: 9.69, 9.69 and 10.5 after 100 steps, of a unigram's 17.96 and an exact 8.06.
-@pytest.mark.parametrize("model", ["sedd", "subs", "uniform"])
+@pytest.mark.parametrize("model", ["sedd", "uniform", pytest.param("subs", marks=pytest.mark.slow)])
 def test_a_short_demo_learns_the_source_and_stays_above_its_exact_value(tmp_path, model):
     result = learn(tmp_path, 100, model)
     assert_a_bound(result)
