@@ -23,8 +23,7 @@ import torch
 
 from accumulate_gradients import SETTINGS, accumulated, build, reference
 from ddp_setup import Ddp, load_checkpoint
-from launchers import (clean_environment, fork_ranks, need, own_tracebacks, run_ranks,
-                       start_ranks)
+from launchers import clean_environment, fork_ranks, need, run_ranks, start_ranks
 import bench_ddp
 import prepare_uniref50
 import sequence_batches
