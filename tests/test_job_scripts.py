@@ -584,7 +584,7 @@ def test_a_slurm_job_saves_at_usr1_is_requeued_and_ends_with_the_weights_of_an_u
         await_that(lambda: not job.pids(), 60, job.pids)
     assert f"continuing from step {saved}" in " ".join(logs(project).split()), logs(project)
     for text, times in (("launcher Slurm step: rank from SLURM_PROCID", 4),   # pre-flight, training
-                        ("7 passed, 0 failed", 2), ("the run stops and saves at", 2)):
+                        ("8 passed, 0 failed", 2), ("the run stops and saves at", 2)):
         assert logs(project).count(text) == times, f"{text}\n{logs(project)}"
     check_finished(run_dir, reference)
 
