@@ -793,9 +793,8 @@ def test_nothing_is_trained_after_a_signal_during_the_preflight_by_hand(
 
 
 @pytest.mark.slow
-def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_commands(two_hosts,
-                                                                                         project,
-                                                                                         reference):
+def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_commands(
+        two_hosts, project, reference):
     run_dir = project / "runs" / "mine"
     with multinode(project) as running:
         running.wait_for(f"step 7/{STEPS}", timeout=400)

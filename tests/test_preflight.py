@@ -107,8 +107,7 @@ def test_one_rank_skips_what_needs_two_and_says_why(tmp_path):
         "bandwidth": "one rank: nothing to reduce over"}
 
 
-@pytest.mark.parametrize("launcher", [
-    "mpich", pytest.param("openmpi", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)])
 def test_all_claims_hold_on_two_ranks_that_leave_nothing_behind(tmp_path, launcher):
     result = check(tmp_path, "--claims", launcher=launcher)
     assert result.returncode == 0 and result.leftover == [] and result.stderr == "", result.text

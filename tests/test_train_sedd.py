@@ -353,9 +353,8 @@ def damage(folder, kind):
     ("meta", "meta.json does not exist"), ("version", "version 2; expected"), ("torn", "cannot be read"),
     ("hole", "is damaged or was changed under the run: tokens.bin, .* is wrong at or before protein"),
     ("lengths", "lengths.bin of the data is damaged")])
-def test_a_damaged_folder_is_refused_with_what_differs_before_anything_is_written(kind, expected,
-                                                                                  own_copy,
-                                                                                  tmp_path):
+def test_a_damaged_folder_is_refused_with_what_differs_before_anything_is_written(
+        kind, expected, own_copy, tmp_path):
     damage(own_copy, kind)
     with pytest.raises((ValueError, OSError), match=expected):
         run(tiny(own_copy), tmp_path / "w")
@@ -594,9 +593,8 @@ def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "w")] == [1, 2]
 
 
-def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_over(fasta,
-                                                                                     tmp_path,
-                                                                                     monkeypatch):
+def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_over(
+        fasta, tmp_path, monkeypatch):
     hold = "import sys, time; from run_dir import RunLock; RunLock('w'); print('held', flush=True); time.sleep(100)"
     with subprocess.Popen([sys.executable, "-c", hold], cwd=tmp_path, stdout=subprocess.PIPE,
                           env=clean_environment(env={"PYTHONPATH": ROOT,
