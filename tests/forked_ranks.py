@@ -3,7 +3,8 @@
 Importing torch takes seconds in every rank, and most tests of ranks need no launcher. Reads a run
 per line, as JSON: {"argv": script and arguments, "cwd", "ranks": [environment of each],
 "timeout": seconds}. Writes for each a line of JSON: [[exit code, stdout, stderr] of each rank].
-A rank that is still there at the timeout is killed: its exit code is -9.
+A rank that is still there at the timeout, or GRACE seconds after another has failed, is killed: its
+exit code is -9.
 """
 
 import atexit
@@ -26,6 +27,9 @@ import train_dpo_ddp  # noqa: E402, F401
 import train_sedd_ddp  # noqa: E402, F401
 
 
+GRACE = 3.0     # for the other ranks, as launchers have one
+
+
 def wait_for(pids, timeout):
     """{pid: exit code} of child processes; all of their groups are gone then."""
     codes, deadline = {}, time.monotonic() + timeout
@@ -34,6 +38,8 @@ def wait_for(pids, timeout):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 codes[pid] = os.waitstatus_to_exitcode(status)
+                if status:
+                    deadline = min(deadline, time.monotonic() + GRACE)
         time.sleep(0.005)
     for pid in pids:
         try:

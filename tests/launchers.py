@@ -191,7 +191,8 @@ def fork_ranks(n, argv, cwd, env=None, timeout=300):
     imported torch, and return a Result.
 
     They have the variables of torchrun and no guard. returncode: 0, or that of the first rank that
-    failed; -9 is that of ranks which were still there after `timeout` seconds.
+    failed; -9 is that of ranks which were still there after `timeout` seconds, or some seconds after
+    another had failed.
     """
     global _fork_server
     if _fork_server is None or _fork_server.poll() is not None:
