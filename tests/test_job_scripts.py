@@ -30,7 +30,7 @@ from launchers import Running, clean_environment, fork_ranks, need
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = ROOT / "jobs"
 PBS = ("aurora.pbs", "polaris.pbs")
-ONE_OF_EACH = pytest.mark.parametrize("script", ["aurora.pbs", "slurm.sh"])    # PBS' lines are equal
+ONE_OF_EACH = pytest.mark.parametrize("script", ["aurora.pbs", "slurm.sh"])    # PBS' are equal
 STEPS = 20
 CONFIG = f"""
 training: {{batch_size: 4, n_iters: {STEPS}, eval_freq: {STEPS}, log_freq: 1, snapshot_freq: 5}}
@@ -342,7 +342,7 @@ def test_what_a_job_does_after_each_end_of_a_run(script, site, project):
         ("1 1", 1, True, False), ("null 137", 137, True, False), ("null 0", 1, True, False),
         ("- 2", 2, False, False), ("- 0", 0, False, False), ("- 75", 75, True, True),
         ("75 75 old", 75, False, False), ("75 75 cancel", 75, False, False)]
-    table = table[:4] if script == "polaris.pbs" else table     # the lines of aurora.pbs are its own
+    table = table[:4] if script == "polaris.pbs" else table     # it has the lines of aurora.pbs
     site.fake_launcher(*(outcome for outcome, *_ in table))
     for outcome, code, pbs, slurm in table:
         wanted = code, slurm if script == "slurm.sh" else pbs

@@ -242,7 +242,8 @@ def test_every_claim_can_fail_and_names_the_rank(tmp_path):
     t.cleanup_ddp = leaves_a_thread"""
     result = check(tmp_path, "--claims", fault=fault)
     assert_found(result, tmp_path, messages="received something else than rank 1 sent",
-                 gradients="has a mean over ranks 0.5 off", accumulate="has a mean over ranks 0.5 off",
+                 gradients="has a mean over ranks 0.5 off",
+                 accumulate="has a mean over ranks 0.5 off",
                  steps="has other weights after 20 steps", sampler="which rank 0 has too",
                  checkpoint="loaded another model", clean_up="is left with thread stray")
 
