@@ -21,8 +21,10 @@ from launchers import fork_ranks, need, run_ranks
 from proteinmpnn_model import (ALPHABET, from_checkpoint, load_proteinmpnn, random_proteinmpnn,
                                save_proteinmpnn)
 from run_config import dump_yaml, load_config
-from structure_data import Chain, Complex, Pair, Structure, demo_pairs, read_pairs
+from sequence_data import decode
+from structure_data import NAMES, Chain, Complex, Pair, Structure, demo_pairs, read_pairs
 from test_proteinmpnn_model import plain_log_probs
+from test_structure_data import Atoms
 from dpo_reference import Reference, make_batch, orders_of, pair_scores
 from train_dpo_ddp import (Config, Loss, MicroBatches, PairPlan, Validation, check_config,
                            describe_plan, load_pairs, main, micro_batch_loss, objective,
@@ -70,10 +72,11 @@ def scored(model, inputs, batch):
     return model(graph, batch["S"], batch["order"], batch["structure"])
 
 
-NAMES = {"sigmoid": {}, "hinge": {}, "ipo": {"fixture": "ipo_sum"},
-         "ipo_norm": {"fixture": "ipo_mean"}, "conservative": {"fixture": "conservative_ls0p1"},
-         "robust": {"fixture": "robust_ls0p1"}, "sigmoid_norm": {}, "reference_free": {},
-         "simpo": {"fixture": "simpo_b2_g0p5", "beta": 2.0}}
+FIXTURE_NAMES = {
+    "sigmoid": {}, "hinge": {}, "ipo": {"fixture": "ipo_sum"}, "ipo_norm": {"fixture": "ipo_mean"},
+    "conservative": {"fixture": "conservative_ls0p1"}, "robust": {"fixture": "robust_ls0p1"},
+    "sigmoid_norm": {}, "reference_free": {},
+    "simpo": {"fixture": "simpo_b2_g0p5", "beta": 2.0}}
 
 
 @pytest.mark.parametrize("case", ["monomer_official", "monomer_small", "complex_small",
@@ -85,7 +88,7 @@ def test_losses_and_rewards_have_the_values_of_the_official_model(official, case
     policy, reference = (scored(models[case["model"] + end], case["inputs"], batch)
                          for end in ("_policy", ""))
     reference = pair_scores(reference, batch, 1)[0]
-    for name, more in NAMES.items():
+    for name, more in FIXTURE_NAMES.items():
         loss = Loss(name=name, beta=more.get("beta", 0.1))
         values, columns = objective(policy, batch, reference, loss)
         expected = case["dpo"]["losses"][more.get("fixture", name)]
@@ -697,28 +700,6 @@ def test_the_demo_says_what_it_does_and_begins_at_log_2(demo):
     assert json.loads((folder / "status.json").read_text())["code"] == 0
 
 
-# Name and shape of every tensor of a published file, by its documentation: H = 128, 3 + 3 layers.
-def published_shapes():
-    H, shapes = 128, {"features.embeddings.linear.weight": (16, 66),
-                      "features.embeddings.linear.bias": (16,),
-                      "features.edge_embedding.weight": (128, 416),
-                      "features.norm_edges.weight": (128,), "features.norm_edges.bias": (128,),
-                      "W_e.weight": (128, 128), "W_e.bias": (128,), "W_s.weight": (21, 128),
-                      "W_out.weight": (21, 128), "W_out.bias": (21,)}
-    for part, wide, norms, linears in (("encoder", 3, 3, ("W1", "W2", "W3", "W11", "W12", "W13")),
-                                       ("decoder", 4, 2, ("W1", "W2", "W3"))):
-        for i in range(3):
-            at = f"{part}_layers.{i}."
-            shapes |= {f"{at}norm{k}.{what}": (H,) for k in range(1, norms + 1)
-                       for what in ("weight", "bias")}
-            for name in linears:
-                shapes |= {f"{at}{name}.weight": (H, (wide if name.endswith("1") else 1) * H),
-                           f"{at}{name}.bias": (H,)}
-            shapes |= {f"{at}dense.W_in.weight": (4 * H, H), f"{at}dense.W_in.bias": (4 * H,),
-                       f"{at}dense.W_out.weight": (H, 4 * H), f"{at}dense.W_out.bias": (H,)}
-    return shapes
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher, data, more", [("torchrun", "pairs_monomer.json", []),
                                                   ("mpich", "pairs_multichain.json",
@@ -742,7 +723,9 @@ def test_real_pairs_are_learned_and_the_result_reads_as_a_published_file(shared,
     assert last["loss"] < 0.5 and last["val/loss"] < 0.6
     found = torch.load(tmp_path / "out" / "best_model.pt", weights_only=True)
     assert found["num_edges"] == 48 and found["noise_level"] == 0.2
-    assert {k: tuple(v.shape) for k, v in found["model_state_dict"].items()} == published_shapes()
+    published = fixture["model_state_dict"]
+    assert {key: value.shape for key, value in found["model_state_dict"].items()} == {
+        key: value.shape for key, value in published.items()}
     assert all(v.dtype == torch.float32 and v.isfinite().all()
                for v in found["model_state_dict"].values())
     # The margin of a pair, from the two files alone; of a small one by the formulas as they are
@@ -818,16 +801,11 @@ def test_a_small_file_scales_to_its_pairs_and_a_warm_up_that_outlasts_the_run_is
     assert rows(tmp_path / "w")[-1]["lr"] == pytest.approx(0.015 * 3 / 15)
 
 
-def pdb_text(X, letters):
-    names = dict(zip("ACDEFGHIKLMNPQRSTVWY",
-                     "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL "
-                     "TRP TYR".split()))
-    lines = []
-    for i, (atoms, letter) in enumerate(zip(X, letters), 1):
-        for name, (x, y, z) in zip(("N", "CA", "C", "O"), atoms):
-            lines.append(f"ATOM  {len(lines) + 1:>5}  {name:<3} {names[letter]} A{i:>4}    "
-                         f"{x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           {name[0]}")
-    return "\n".join(lines) + "\nEND\n"
+def pdb_text(complex):
+    atoms = Atoms()
+    for i, (xyz, letter) in enumerate(zip(complex.X, complex.S), 1):
+        atoms.add("A", i, NAMES[letter], xyz=xyz)
+    return atoms.pdb()
 
 
 @pytest.fixture
@@ -835,11 +813,9 @@ def files(tmp_path):
     """A folder with pairs.json (6 pairs on 3 structures) and base weights."""
     entries = []
     for i, pair in enumerate(demo_pairs(seed=5, n_structures=3, pairs_per_structure=2)):
-        chosen, rejected, native = ("".join(ALPHABET[k] for k in S)
-                                    for S in (pair.chosen, pair.rejected, pair.complex.S))
-        (tmp_path / f"s{i // 2}.pdb").write_text(pdb_text(pair.complex.X, native))
-        entries.append({"pdb_file": f"s{i // 2}.pdb", "preferred_seq": chosen,
-                        "unpreferred_seq": rejected, "chain_id": "A"})
+        (tmp_path / f"s{i // 2}.pdb").write_text(pdb_text(pair.complex))
+        entries.append({"pdb_file": f"s{i // 2}.pdb", "preferred_seq": decode(pair.chosen),
+                        "unpreferred_seq": decode(pair.rejected), "chain_id": "A"})
     (tmp_path / "pairs.json").write_text(json.dumps(entries))
     (tmp_path / "w").mkdir()
     save_proteinmpnn(tmp_path / "w" / "v_48_020.pt", random_proteinmpnn(0, noise_level=0.2,

@@ -285,22 +285,6 @@ def own_copy(prepared, tmp_path):
     return shutil.copytree(prepared, tmp_path / "copy")
 
 
-def test_real_proteins_train_alike_from_fasta_and_from_the_folder_prepared_of_them(shared,
-                                                                                   tmp_path):
-    file = shared / "data" / "proteins.fasta.gz"
-    prepare_uniref50.main([str(tmp_path / "folder"), "--fasta", str(file), "--val_fraction",
-                           "0.01"])
-    settings = dict(data__val_fraction=0.01, training__n_iters=20, training__eval_freq=20,
-                    data__max_length=200)
-    run(tiny(file, **settings), tmp_path / "a")
-    run(tiny(tmp_path / "folder", **settings), tmp_path / "b")
-    assert_equal_weights(weights(tmp_path / "a"), weights(tmp_path / "b"))
-    assert len(losses(tmp_path / "a")) == 20 and losses(tmp_path / "a") == losses(tmp_path / "b")
-    assert rows(tmp_path / "a")[-1]["val/loss"] == rows(tmp_path / "b")[-1]["val/loss"]
-    sampled = [(tmp_path / name / "samples" / "step_20.fasta").read_text() for name in "ab"]
-    assert sampled[0] == sampled[1]
-
-
 def test_ranks_read_the_same_from_a_prepared_folder_or_from_a_copy_on_their_host(
         fasta, prepared, tmp_path):
     run(tiny(fasta, training__accum=4), tmp_path / "one")
@@ -795,15 +779,6 @@ def test_mixed_precision_trains_near_float32_and_samples(fasta, straight, tmp_pa
     assert a != b and b == pytest.approx(a, rel=0.02)
     sampled = (tmp_path / "samples" / "step_12.fasta").read_text().split("\n")[1::2]
     assert len(sampled) == 2 and all(re.fullmatch(f"[{AMINO_ACIDS}]+", line) for line in sampled)
-
-
-def test_a_model_in_bfloat16_samples_residues_only(fasta):
-    config = tiny(fasta)
-    model, _, schedule, graph, _, reader = build(read_sequences(fasta)[0], Ddp(), "bfloat16",
-                                                 "residue", 4, False)
-    text = sample_proteins(model, config, graph, make_noise("loglinear"), reader.plan.counts, 3,
-                           Ddp(), torch.bfloat16)
-    assert re.fullmatch(rf"(>step_3_\d length=\d+\n[{AMINO_ACIDS}]+\n){{2}}", text)
 
 
 def test_an_overflow_in_float16_is_skipped_and_no_failure(fasta, tmp_path):
