@@ -8,6 +8,7 @@ exit code is -9.
 """
 
 import atexit
+import contextlib
 import gc
 import json
 import os
@@ -26,26 +27,25 @@ import test_dtype  # noqa: E402, F401
 import train_dpo_ddp  # noqa: E402, F401
 import train_sedd_ddp  # noqa: E402, F401
 
-
 GRACE = 3.0     # for the other ranks, as launchers have one
 
 
 def wait_for(pids, timeout):
     """{pid: exit code} of child processes; all of their groups are gone then."""
     codes, deadline = {}, time.monotonic() + timeout
-    while len(codes) < len(pids) and time.monotonic() < deadline:
-        for pid in set(pids) - codes.keys():
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-                if status:
-                    deadline = min(deadline, time.monotonic() + GRACE)
-        time.sleep(0.005)
-    for pid in pids:
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:      # nothing of it is left
-            continue
+    try:
+        while len(codes) < len(pids) and time.monotonic() < deadline:
+            for pid in set(pids) - codes.keys():
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                    if status:
+                        deadline = min(deadline, time.monotonic() + GRACE)
+            time.sleep(0.005)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):      # nothing of it is left
+                os.killpg(pid, signal.SIGKILL)
     for pid in set(pids) - codes.keys():
         codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return codes
@@ -66,6 +66,7 @@ def serve():
             pid = os.fork()
             if pid == 0:
                 os.setpgid(0, 0)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 for file, stream in ((open(os.devnull), 0), (out, 1), (err, 2)):
                     os.dup2(file.fileno(), stream)
                 return environment, run["argv"], run["cwd"]
@@ -94,6 +95,7 @@ def run(environment, argv, folder):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     gc.freeze()     # a collection in a child would copy all of this process's memory
     if work := serve():
         code = run(*work)
