@@ -150,22 +150,6 @@ def test_the_first_row_of_metrics_holds_what_scaling_did_and_every_row_step_and_
     assert all("step" in row and math.isfinite(row["loss"]) for row in table)
 
 
-def test_a_run_saved_on_two_ranks_goes_on_alone_with_the_same_global_batch(demo, tmp_path):
-    for name in ("alone", "mpich"):
-        shutil.copytree(demo(name)[0], tmp_path / name)
-    go_on = ["--config", DEMO, *ALIKE, "training.n_iters=13"]
-    out = command_lines("train_sedd_ddp", [
-        [*go_on, "training.accum=4", "--work_dir", "alone"],
-        [*go_on, "training.accum=2", "--work_dir", "mpich"]], tmp_path)
-    for code, stdout, stderr in out:
-        assert code == 0, stdout + stderr
-        assert "continuing from step 10" in stdout and "lr 0.0005, warm-up 2 steps, kept" in stdout
-    assert "accum is 4 and not 2" in out[1][1]
-    one, other = rows(tmp_path / "alone"), rows(tmp_path / "mpich")
-    assert [row["step"] for row in other] == list(range(1, 14))
-    assert [row["loss"] for row in other] == pytest.approx([row["loss"] for row in one], rel=1e-5)
-
-
 def worst_difference(found, expected):
     """Largest relative norm of a difference over parameters and steps, of references not zero."""
     return max(float((a[name] - b[name]).norm() / b[name].norm())
@@ -455,30 +439,33 @@ def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_unin
     same_run(tmp_path / "straight", tmp_path / "parts")
 
 
-@pytest.mark.slow
-def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one_and_not_on_five(fasta,
-                                                                                      tmp_path):
+def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one_and_not_on_five(
+        fasta, tmp_path):
     (tmp_path / "c.yaml").write_text("training: {}\n")
-    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__accum=3,
-                                                 training__batch_size=2, training__eval_freq=100,
-                                                 optim__scale="linear", optim__base_global_batch=8)]
-    result = run_ranks("torchrun", 4, [*argv, "training.n_iters=5", "--work_dir", "four"], tmp_path)
+    settings = words({**TINY, "data.file": fasta}, training__accum=3, training__batch_size=2,
+                     training__eval_freq=100, optim__scale="linear", optim__base_global_batch=8)
+
+    def go_on(n, steps, work_dir):
+        argv = [SCRIPT, "--config", "c.yaml", *settings, f"training.n_iters={steps}"]
+        return fork_ranks(n, [*argv, "--work_dir", work_dir], tmp_path)
+
+    result = go_on(4, 5, "on4")
     assert result.returncode == 0, result.text
     for n in (3, 2, 1, 5):
-        shutil.copytree(tmp_path / "four", tmp_path / f"on{n}")
-    for n, work_dir in ((4, "four"), (3, "on3"), (2, "on2"), (1, "on1")):
-        result = run_ranks("torchrun", n, [*argv, "training.n_iters=15", "--work_dir", work_dir],
-                           tmp_path)
+        shutil.copytree(tmp_path / "on4", tmp_path / f"on{n}")
+    for n, accum in ((4, 3), (3, 4), (2, 6), (1, 12)):
+        result = go_on(n, 15, f"on{n}")
         assert result.returncode == 0, result.text
         assert "lr 0.009, warm-up 12 steps, kept" in result.stdout
-        assert (n == 4) or f"saved elsewhere (world_size 4 -> {n})" in result.stdout, result.text
-        found, expected = rows(tmp_path / work_dir), rows(tmp_path / "four")
+        if n != 4:
+            assert f"saved elsewhere (world_size 4 -> {n})" in result.stdout, result.text
+            assert f"accum is {accum} and not 3" in result.stdout
+        found, expected = rows(tmp_path / f"on{n}"), rows(tmp_path / "on4")
         assert [row["loss"] for row in found[5:]] == pytest.approx(
             [row["loss"] for row in expected[5:]], rel=1e-5)
         assert [row["lr"] for row in found] == [row["lr"] for row in expected] and len(found) == 15
-    result = run_ranks("torchrun", 5, [*argv, "training.n_iters=15", "--work_dir", "on5"], tmp_path)
-    assert "Continue on 1, 2, 3, 4, 6, 12 ranks" in result.stderr, result.text
-    assert result.returncode != 0
+    result = go_on(5, 15, "on5")
+    assert "Continue on 1, 2, 3, 4, 6, 12 ranks" in result.stderr and result.returncode == 2
 
 
 def test_a_finished_run_says_so_and_may_be_lengthened(fasta, tmp_path):
