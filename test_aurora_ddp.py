@@ -1,34 +1,35 @@
 """Is this machine right, in parallel? About two minutes before a large allocation is spent.
 
-    mpirun -n 2 python test_aurora_ddp.py                 everything; also mpiexec, srun, torchrun, or python alone
-    mpiexec -n 24 --ppn 12 python test_aurora_ddp.py --preflight --work_dir runs/mine --suspects bad_hosts
-    srun python test_aurora_ddp.py --preflight --bandwidth
-    pytest test_aurora_ddp.py                             the same checks, on two ranks of this machine's CPU
+    mpirun -n 2 python test_aurora_ddp.py       all; also mpiexec, srun, torchrun, or python alone
+    mpiexec -n 24 --ppn 12 python test_aurora_ddp.py --preflight --work_dir runs/mine
+    srun python test_aurora_ddp.py --preflight --bandwidth --suspects bad_hosts
+    pytest test_aurora_ddp.py                   the same, on two ranks of this machine's CPU
 
-Start it exactly as the training. Rank 0 prints one line per check: PASS, FAIL or SKIP, its name, its figure.
-  --preflight  do all ranks come; where are they (a table); has each a device of its own; do all run the same code and
-               versions; are the limits of the system wide enough; is a sum over ranks and a product on each device
-               right, and none slow; does the last rank see what rank 0 writes into the run folder (--work_dir)
-  --claims     (also without options) the pre-flight, and then: do messages arrive, and does a barrier hold all; are the
-               gradients of a wrapped model, in one piece and accumulated, those of one process with all the data; are
-               the weights equal on all ranks after 20 steps, and with IPEX where it is installed; does the sampler
-               deal each item once; does a checkpoint come back, bit by bit; is nothing left after cleaning up
+Start it exactly as the training. Rank 0 prints a line per check: PASS, FAIL or SKIP, name, figure.
+  --preflight  do all ranks come; where are they (a table); has each a device of its own; do all run
+               the same code and versions; are the limits of the system wide enough; is a sum over
+               ranks and a product on each device right, and none slow; does the last rank see what
+               rank 0 writes into the run folder (--work_dir)
+  --claims     (also without options) the pre-flight, and then: do messages arrive, and does a
+               barrier hold all; are the gradients of a wrapped model, in one piece and accumulated,
+               those of one process with all the data; are the weights equal on all ranks after 20
+               steps, and with IPEX where it is installed; does the sampler deal each item once;
+               does a checkpoint come back, bit by bit; is nothing left after cleaning up
   --bandwidth  time and bus bandwidth of the all-reduce, 1 KiB to 256 MiB (--max_mib)
 
-Where hosts are to blame, the last line is `suspect hosts: n1,n2`, as Slurm's --exclude takes it; --suspects FILE holds
-one per line (empty: none), for `grep -vwFf FILE $PBS_NODEFILE > hosts`. What cannot be blamed on one host (no network)
-names none. Exit code of every rank: 0 all passed, 3 a check failed, 2 wrong arguments.
-Reads the project's *.py files; writes and removes .preflight-* in the run folder (without one: the temporary folder of
-rank 0), and FILE.
+Where hosts are to blame, the last line is `suspect hosts: n1,n2`, as Slurm's --exclude takes it;
+--suspects FILE holds one per line (empty: none), for `grep -vwFf FILE $PBS_NODEFILE > hosts`. What
+cannot be blamed on one host (no network) names none. Exit code of every rank: 0 all passed, 3 a
+check failed, 2 wrong arguments. Reads the project's *.py files; writes and removes .preflight-* in
+the run folder (without one: the temporary folder of rank 0), and FILE.
 
-Ranks report through the store of ddp_setup, one request each, and not by collectives: those are what is in doubt here,
-and on some devices they wait without end. So every check says who did not come, at any number of ranks.
+Ranks report through the store of ddp_setup and not by collectives: those are what is in doubt here,
+and on some devices they wait without end. So every check says which ranks did not come.
 """
 if __name__ == "__main__":
     import ddp_guard
     ddp_guard.supervise()
 
-import argparse
 import collections
 import contextlib
 import copy
@@ -37,6 +38,7 @@ import faulthandler
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -52,126 +54,165 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import ddp_setup
-from ddp_setup import (GLOO_MAX_RANKS, abort, barrier, broadcast, cleanup_ddp, ddp_sampler, detect_launcher,
-                       gradient_sync, load_checkpoint, optimize_with_ipex, print0, save_checkpoint,
-                       setup_ddp, unwrap_ddp, wrap_ddp)
+from ddp_setup import (GLOO_MAX_RANKS, abort, barrier, broadcast, cleanup_ddp, ddp_sampler,
+                       detect_launcher, gradient_sync, load_checkpoint, optimize_with_ipex, print0,
+                       save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
+from run_config import Parser
 from train_loop import add_launch_arguments, check_in_sync, hand_over
 
 FAILED, USAGE = 3, 2        # exit codes
-EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+            "GLOO_SOCKET_IFNAME")
 LEAST_SHARED = 1 << 27      # bytes free in /dev/shm
-TABLE_ROWS = 32             # up to this many ranks the table of ranks is printed: some sites choke on more output
+TABLE_ROWS = 32             # up to so many ranks their table is printed: some sites choke on more
 COLLECTIVE = "collective"   # what row["at"] says while this rank can be held up by others
 ITEMS, STEPS = 12, 20       # of each rank, in the claims
-CLOSE = 1e-4                # relative, for gradients: float32 comes to 1e-6, TF32 and bfloat16 only to 1e-3
+CLOSE = 1e-4                # relative, for gradients: float32 comes to 1e-6, TF32 only to 1e-3
+
+# Seconds. All ranks begin a check together; it may take --timeout, its limit.
+BANDWIDTH = 120.0           # more than that, for all sizes
+REPORTS = 10.0              # after the limit: ranks that have hung until then report it
+ANSWER = 40.0               # after the limit: rank 0 has judged all reports
+LOCKED = 60.0               # after the limit: Python's lock is held, faulthandler ends the rank
+COLLECTIVES = 60.0          # after all limits: a collective must not fail where it only waits
+SETTING_UP = 90.0           # after --init_timeout: setup_ddp's own limits are over
+LAST_ANSWER = 10.0          # for all ranks to read it, before rank 0 ends with the store
+VISIBLE = 45.0              # NFS clients may believe for half a minute that a file is not there
+LEAVING = 5.0               # for threads and processes to end after cleanup_ddp
+LATE = 0.1                  # that the last rank comes late to the barrier
+PRODUCTS, ALL_REDUCES = 0.5, 2.0   # of repeats, for a rate and per size
+POLL = 0.01                 # between two looks
 
 
-# ---------------------------------------------------------------- the checks: what each rank measures
-# measure(row, ddp, args, told) fills `row` (plain values); raising is a failure of this rank. told: rank 0's row of
-# the check before, and "failed", the names of the checks that failed.
-# judge(rows, args), on rank 0: (problems, figure, lines). problems: [(rank or None, text)], empty for PASS.
+class Check(NamedTuple):
+    """What each rank measures, and what rank 0 makes of it.
+
+    measure(row, ddp, args, answer): fills `row` with plain values. row["problems"], texts, or an
+        exception: a failure of this rank; row["skip"] of rank 0: why nothing is checked. answer:
+        rank 0's row of the check before, and "failed", the names of the checks that failed.
+    judge(rows, args): on rank 0, (problems [(rank or None, text)] beside those of the rows, figure:
+        a line and perhaps a table). Without it, a row["figure"] is the figure.
+    """
+    name: str
+    measure: Callable
+    limit: float   # seconds
+    judge: Callable | None = None
+
+
+# ---------------------------------------------------------------- the checks before a run
+def arrive(row, ddp, args, answer):
+    """Only wait for all ranks."""
+
+
 def judge_arrival(rows, args):
-    return [], f"all {len(rows)} rank(s) came, the last {rows[0]['waited']:.2f} s after rank 0", []
+    waited = rows[0]["waited"]
+    return [], f"all {len(rows)} rank(s) came, the last {waited:.2f} s after rank 0"
 
 
-def place(row, ddp, args, told):
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    row.update(local=ddp.local_rank, device=str(ddp.device), cores=ranges(cores), name="cpu", free=None)
+def describe_place(row, ddp, args, answer):
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = sorted(os.sched_getaffinity(0)) if has_affinity else range(os.cpu_count() or 1)
+    row.update(local=ddp.local_rank, device=str(ddp.device), cores=ranges(cores), name="cpu",
+               free=None)
     if ddp.device.type == "cpu":
-        with contextlib.suppress(OSError, StopIteration):   # not Linux
-            with open("/proc/meminfo") as f:
-                row["free"] = int(next(line for line in f if line.startswith("MemAvailable")).split()[1]) * 1024
+        with contextlib.suppress(OSError, TypeError):   # not Linux
+            memory = Path("/proc/meminfo").read_text()
+            row["free"] = int(re.search(r"^MemAvailable: +(\d+)", memory, re.M)[1]) * 1024
         return
     module = getattr(torch, ddp.device.type)
     row["name"] = module.get_device_name(ddp.device)
-    with contextlib.suppress(AttributeError, RuntimeError):   # XPU: not in every torch, not on every driver
+    with contextlib.suppress(AttributeError, RuntimeError):   # XPU: not in every torch or driver
         row["free"] = module.mem_get_info(ddp.device)[0]
 
 
 def judge_places(rows, args):
-    problems = twice(rows, "local", "local rank")
     per_host = collections.Counter(row["host"] for row in rows)
-    free = [row["free"] for row in rows if row["free"] is not None]
+    free = [gibibytes(row["free"]) for row in rows if row["free"] is not None]
     figure = (f"{len(rows)} ranks on {len(per_host)} host(s), {span(per_host.values())} per host; "
               f"{', '.join(sorted({row['name'] for row in rows}))}"
-              + (f"; {span([gib(f) for f in free])} GiB free" if free else ""))
-    lines = []
+              + (f"; {span(free)} GiB free" if free else ""))
     if len(rows) <= TABLE_ROWS:
         width = max(4, *(len(row["host"]) for row in rows))
-        lines = [f"rank  {'host':<{width}}  local  device    free GiB  cores"]
-        lines += [f"{r:>4}  {row['host']:<{width}}  {row['local']:>5}  {row['device']:<8}  {gib(row['free']):>8}  "
-                  f"{row['cores']}" for r, row in enumerate(rows)]
-    return problems, figure, lines
+        figure += f"\nrank  {'host':<{width}}  local  device    free GiB  cores"
+        for rank, row in enumerate(rows):
+            figure += (f"\n{rank:>4}  {row['host']:<{width}}  {row['local']:>5}  "
+                       f"{row['device']:<8}  {gibibytes(row['free']):>8}  {row['cores']}")
+    return shared_values(rows, "local", "local rank"), figure
 
 
-def identify_device(row, ddp, args, told):
+def identify_device(row, ddp, args, answer):
     row["id"] = ddp_setup._device_id(ddp.device)
     if row["id"] is None:
         row["skip"] = "all ranks are on the CPU"
 
 
 def judge_devices(rows, args):
-    return twice(rows, "id", "device"), f"{len(rows)} different device(s)", []
+    return shared_values(rows, "id", "device"), f"{len(rows)} different device(s)"
 
 
-def list_versions(row, ddp, args, told):
+def list_versions(row, ddp, args, answer):
     folder = Path(__file__).resolve().parent
-    row.update(python=platform.python_version(), torch=str(torch.__version__),
-               ddp_setup=hash_of([Path(ddp_setup.__file__)]), code=hash_of(sorted(folder.glob("*.py"))),
-               folder=str(folder))
+    row.update(python=platform.python_version(), torch=str(torch.__version__), folder=str(folder),
+               ddp_setup=hash_of(Path(ddp_setup.__file__).read_bytes()),
+               code=hash_of([[p.name, p.read_bytes()] for p in sorted(folder.glob("*.py"))]))
 
 
 def judge_versions(rows, args):
-    problems, figure = [], []
-    for what in ("python", "torch", "ddp_setup", "code"):
-        common, others = odd([row[what] for row in rows])
-        figure += [f"{what} {common}"] * (what != "ddp_setup")   # one line
-        problems += [(r, f"has {what} {rows[r][what]}, most have {common}" + (
-            f" (*.py in {rows[r]['folder']})" if what == "code" else "")) for r in others]
-    return problems, ", ".join(figure), []
+    problems, figures = [], []
+    for key in ("python", "torch", "ddp_setup", "code"):
+        usual, others = majority([row[key] for row in rows])
+        figures += [f"{key} {usual}"] * (key != "ddp_setup")   # to fit one line
+        for rank in others:
+            files = f" (*.py in {rows[rank]['folder']})" if key == "code" else ""
+            problems.append((rank, f"has {key} {rows[rank][key]}, most have {usual}{files}"))
+    return problems, ", ".join(figures)
 
 
-def read_limits(row, ddp, args, told):
-    """What runs out first: open files, shared memory, the length of the name of a Unix socket."""
+def check_limits(row, ddp, args, answer):
+    """What runs out first: open files, shared memory, the length of a Unix socket's name."""
     with contextlib.suppress(ImportError):
         import resource
         row["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with contextlib.suppress(OSError, AttributeError):
         disk = os.statvfs("/dev/shm")
         row["shared"] = disk.f_bavail * disk.f_frsize
-    row.update(temporary=tempfile.gettempdir(), wished=os.environ.get("TMPDIR", ""))
+    least = 2 * min(ddp.world_size, GLOO_MAX_RANKS) + 100   # gloo joins all with all
+    folder, wanted = tempfile.gettempdir(), os.environ.get("TMPDIR", "")
+    socket_name = os.path.join(folder, "pymp-xxxxxxxx", "listener-xxxxxxxx")
+    row["problems"] = [text for wrong, text in (
+        (row.get("files", least) < least,
+         f"may open {row.get('files')} files, expected {least} for {ddp.world_size} ranks: "
+         f"ulimit -n {least}"),
+        (row.get("shared", LEAST_SHARED) < LEAST_SHARED,
+         "has less than 128 MiB free in /dev/shm, which DataLoader workers need: "
+         "docker --shm-size, or num_workers 0"),
+        (wanted and os.path.realpath(wanted) != os.path.realpath(folder),
+         f"cannot use TMPDIR={wanted}; {folder} is used"),
+        (len(socket_name) > 107,
+         f"has too long a temporary folder for Unix sockets, {folder}: export TMPDIR=/tmp"))
+        if wrong]
 
 
 def judge_limits(rows, args):
-    problems, least = [], 2 * min(len(rows), GLOO_MAX_RANKS) + 100   # gloo joins all with all
-    for rank, row in enumerate(rows):
-        socket_name = os.path.join(row["temporary"], "pymp-xxxxxxxx", "listener-xxxxxxxx")
-        wished = row["wished"] and os.path.realpath(row["wished"])
-        for wrong, text in (
-                (row.get("files", least) < least,
-                 f"may open {row.get('files')} files, expected {least} for {len(rows)} ranks: ulimit -n {least}"),
-                (row.get("shared", LEAST_SHARED) < LEAST_SHARED,
-                 "has less than 128 MiB free in /dev/shm, which DataLoader workers need: docker --shm-size, or "
-                 "num_workers 0"),
-                (wished and wished != os.path.realpath(row["temporary"]),
-                 f"cannot use TMPDIR={row['wished']}; {row['temporary']} is used"),
-                (len(socket_name) > 107,
-                 f"has too long a temporary folder for Unix sockets, {row['temporary']}: export TMPDIR=/tmp")):
-            problems += [(rank, text)] * bool(wrong)
-    files = [row["files"] for row in rows if "files" in row]
-    shared = [row["shared"] for row in rows if "shared" in row]
-    return problems, ", ".join([f"{min(files)} open files"] * bool(files) + [
-        f"{min(shared) / 2**30:.1f} GiB of shared memory"] * bool(shared)), []
+    files, shared = ([row[key] for row in rows if key in row] for key in ("files", "shared"))
+    figures = [f"{min(files)} open files"] if files else []
+    if shared:
+        figures.append(f"{min(shared) / 2**30:.1f} GiB of shared memory")
+    return [], ", ".join(figures)
 
 
-def sum_over_ranks(row, ddp, args, told):
-    """Element i is i + 1 on rank i % n and 0 elsewhere: exact in float32, and a wrong element names its rank."""
-    n, values = ddp.world_size, torch.arange(1, 2**18 + 1, dtype=torch.float32)   # 1 MiB; n must not be larger
+def sum_over_ranks(row, ddp, args, answer):
+    """Sum a vector whose element i is i + 1 on rank i % n and 0 elsewhere.
+
+    That is exact in float32, and a wrong element names its rank.
+    """
+    n, values = ddp.world_size, torch.arange(1, 2**18 + 1, dtype=torch.float32)   # 1 MiB, > n
     if n == 1:
         row["skip"] = "one rank: nothing to sum over"
         return
@@ -179,7 +220,7 @@ def sum_over_ranks(row, ddp, args, told):
     mine[ddp.rank::n] = values[ddp.rank::n]
     mine = mine.to(ddp.device)
     start = time.monotonic()
-    with together(row):
+    with in_collective(row):
         dist.all_reduce(mine)   # not all_sum: that may send what is on a CPU by another backend
         result = mine.cpu()
     row["seconds"] = time.monotonic() - start
@@ -188,101 +229,95 @@ def sum_over_ranks(row, ddp, args, told):
 
 
 def judge_sum(rows, args):
-    got, n = [r for r, row in enumerate(rows) if row["wrong"]], len(rows)
-    senders = collections.Counter(s for r in got for s in rows[r]["senders"])
-    if not got:
-        problems = []
-    elif len(got) <= n // 2:   # not all have the same sum
-        problems = [(r, f"received {rows[r]['wrong']} wrong elements of {2**18}, others none") for r in got]
-    elif len(senders) < min(n, 9):
-        problems = [(s, f"its share of the sum is wrong on {count} rank(s)") for s, count in senders.items()]
+    receivers = [rank for rank, row in enumerate(rows) if row["wrong"]]
+    senders = collections.Counter(sender for rank in receivers for sender in rows[rank]["senders"])
+    if len(receivers) <= len(rows) // 2:   # not all have the same sum
+        problems = [(rank, f"received {rows[rank]['wrong']} wrong elements of {2**18}, others none")
+                    for rank in receivers]
+    elif len(senders) < min(len(rows), 9):
+        problems = [(rank, f"its share of the sum is wrong on {count} rank(s)")
+                    for rank, count in senders.items()]
     else:
-        problems = [(None, f"{len(got)} rank(s) received a wrong sum, with the shares of many ranks wrong")]
-    return problems, f"1 MiB, exact, first one in {max(row['seconds'] for row in rows) * 1e3:.1f} ms", []
+        problems = [(None, f"{len(receivers)} rank(s) received a wrong sum, with the shares of "
+                           "many ranks wrong")]
+    return problems, f"1 MiB, exact, first one in {milliseconds(rows, 'seconds')}"
 
 
-def multiply(row, ddp, args, told):
-    """Small integers: the product is exact in float32 and TF32. (A B) v = A (B v) in float64 on the CPU checks it, as
-    any single wrong element changes it (Freivalds 1977). Its rate is the best of half a second's repeats."""
-    m, generator = (384 if ddp.device.type == "cpu" else 4096), torch.Generator().manual_seed(0)
-    a, b = (torch.randint(-2, 3, (m, m), generator=generator, dtype=torch.float32) for _ in range(2))
+def multiply(row, ddp, args, answer):
+    """Check a product of small integers, exact in float32 and TF32, and take its best rate.
+
+    (A B) v = A (B v) in float64 on the CPU: any wrong element changes it (Freivalds 1977).
+    """
+    m, generator = 384 if ddp.device.type == "cpu" else 4096, torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-2, 3, (m, m), generator=generator, dtype=torch.float32)
+            for _ in range(2))
     v = torch.randint(1, 9, (m,), generator=generator, dtype=torch.float64)
-    there_a, there_b = a.to(ddp.device), b.to(ddp.device)
-    first, times, changed, start = torch.mm(there_a, there_b), [], 0, time.monotonic()
-    while len(times) < 3 or time.monotonic() - start < 0.5:
-        synchronize(ddp)
-        begin = time.perf_counter()
-        product = torch.mm(there_a, there_b)
-        synchronize(ddp)
-        times.append(time.perf_counter() - begin)
+    factors = a.to(ddp.device), b.to(ddp.device)
+    first, times, changed, start = torch.mm(*factors), [], 0, time.monotonic()
+    while len(times) < 3 or time.monotonic() - start < PRODUCTS:
+        product, seconds = timed(lambda: torch.mm(*factors), ddp)
+        times.append(seconds)
         changed += not torch.equal(product, first)
     wrong = int((product.cpu().double() @ v != a.double() @ (b.double() @ v)).sum())
-    row.update(rate=2 * m**3 / min(times) / 1e9, wrong=wrong, changed=changed, repeats=len(times), rows=m,
-               device=str(ddp.device))
+    row.update(rate=2 * m**3 / min(times) / 1e9, device=str(ddp.device))
+    if wrong or changed:
+        row["problems"] = [f"{ddp.device}: {wrong} of {m} rows are wrong, and {changed} of "
+                           f"{len(times)} repeats gave another product"]
 
 
 def judge_products(rows, args):
-    problems = [(r, f"{row['device']}: {row['wrong']} of {row['rows']} rows are wrong, and {row['changed']} of "
-                    f"{row['repeats']} repeats gave another product") for r, row in enumerate(rows)
-                if row["wrong"] or row["changed"]]
     rates = [row["rate"] for row in rows]
-    problems += [(r, f"{rows[r]['device']}: {rates[r]:,.0f} GFLOP/s, the median is {middle:,.0f}")
-                 for r, middle in low(rates, args.slow or (0.1 if rows[0]["device"] == "cpu" else 0.5))]
-    return problems, f"exact, {span([round(rate) for rate in rates])} GFLOP/s (float32)", []
+    median = statistics.median_high(rates)   # of two, the larger one
+    share = args.slow or (0.1 if rows[0]["device"] == "cpu" else 0.5)
+    problems = [(rank, f"{rows[rank]['device']}: {rate:,.0f} GFLOP/s, the median is {median:,.0f}")
+                for rank, rate in enumerate(rates) if rate < share * median]
+    return problems, f"exact, {span([round(rate) for rate in rates])} GFLOP/s (float32)"
 
 
-def write_folder(row, ddp, args, told):
+def write_folder(row, ddp, args, answer):
     if args.work_dir is None:
         row["skip"] = "no --work_dir given"
     elif ddp.is_main:
         row["made"] = not os.path.exists(args.work_dir)
         os.makedirs(args.work_dir, exist_ok=True)
         start, row["token"] = time.monotonic(), secrets.token_hex(8)
-        path = probe(args, row["token"])
+        path = preflight_path(args, row["token"])
         path.with_suffix(".tmp").write_text(row["token"])
         path.with_suffix(".tmp").rename(path)
-        row["seconds"] = time.monotonic() - start
+        taken = (time.monotonic() - start) * 1e3
+        row["figure"] = f"rank 0 wrote and renamed a file in {args.work_dir} in {taken:.1f} ms"
 
 
-def judge_written(rows, args):
-    return [], f"rank 0 wrote and renamed a file in {args.work_dir} in {rows[0]['seconds'] * 1e3:.1f} ms", []
-
-
-def read_folder(row, ddp, args, told):
-    if "token" not in told:
+def read_folder(row, ddp, args, answer):
+    if "token" not in answer:
         row["skip"] = "nothing was written"
     elif ddp.rank == ddp.world_size - 1:
-        path, start = probe(args, told["token"]), time.monotonic()
-        limit = min(0.8 * args.timeout, 45.0)   # NFS clients may believe for half a minute that a file is not there
-        while not (path.exists() and path.read_text() == told["token"]):
-            if time.monotonic() - start > limit:
-                raise FileNotFoundError(f"what rank 0 wrote is not in {path.parent.absolute()} after {limit:.0f} s. "
-                                        f"Expected a folder that all hosts share")
-            time.sleep(0.02)
-        row["seconds"] = time.monotonic() - start
+        path, start = preflight_path(args, answer["token"]), time.monotonic()
+        limit = min(0.8 * args.timeout, VISIBLE)
+        if not wait_until(lambda: path.exists() and path.read_text() == answer["token"],
+                          start + limit):
+            raise FileNotFoundError(
+                f"what rank 0 wrote is not in {path.parent.absolute()} after {limit:.0f} s. "
+                "Expected a folder that all hosts share")
+        row["figure"] = f"rank {ddp.rank} saw it after {(time.monotonic() - start) * 1e3:.0f} ms"
 
 
-def judge_read(rows, args):
-    return [], f"rank {len(rows) - 1} saw it after {rows[-1]['seconds'] * 1e3:.0f} ms", []
-
-
-def reduce_all_sizes(row, ddp, args, told):
-    """Median time of the all-reduce of float32 zeros, per size in bytes; each size takes about 2 s at most."""
-    if ddp.world_size == 1 or "all-reduce" in told["failed"]:
-        row["skip"] = "one rank: nothing to reduce over" if ddp.world_size == 1 else "the all-reduce failed"
+def reduce_all_sizes(row, ddp, args, answer):
+    """Median time of the all-reduce of float32 zeros, per size in bytes."""
+    if ddp.world_size == 1 or "all-reduce" in answer["failed"]:
+        one = ddp.world_size == 1
+        row["skip"] = "one rank: nothing to reduce over" if one else "the all-reduce failed"
         return
     row.update(at=COLLECTIVE, bytes=[], seconds=[], backend=ddp.backend)
     size = 1024
     while size <= args.max_mib * 2**20:
-        x, times, repeats = torch.zeros(size // 4, dtype=torch.float32, device=ddp.device), [], args.repeats
+        x = torch.zeros(size // 4, dtype=torch.float32, device=ddp.device)
+        times, repeats = [], args.repeats
         while len(times) < 2 + repeats:   # two to warm up
-            synchronize(ddp)
-            start = time.perf_counter()
-            dist.all_reduce(x)
-            synchronize(ddp)
-            times.append(time.perf_counter() - start)
+            times.append(timed(lambda: dist.all_reduce(x), ddp)[1])
             if len(times) == 2:   # rank 0 decides: all must do the same number
-                repeats = broadcast(max(1, min(args.repeats, int(2.0 / times[1]))), ddp)
+                most = int(ALL_REDUCES / times[1])
+                repeats = broadcast(max(1, min(args.repeats, most)), ddp)
         row["bytes"].append(size)
         row["seconds"].append(statistics.median(times[2:]))
         size *= 4
@@ -293,78 +328,94 @@ def judge_bandwidth(rows, args):
     lines = [f"{'size':>9}  {'time [us]':>12}  {'bus [GB/s]':>10}  slowest rank, if by a fifth"]
     for k, size in enumerate(rows[0]["bytes"]):
         times = [row["seconds"][k] for row in rows]
-        slowest = max(range(n), key=times.__getitem__)
-        bus = 2 * (n - 1) / n * size / times[slowest] / 1e9
+        longest, rank = max(times), times.index(max(times))
+        bus = 2 * (n - 1) / n * size / longest / 1e9
         best = max(best, (bus, size))
-        who = f"{slowest} on {rows[slowest]['host']}" if times[slowest] > 1.2 * statistics.median_low(times) else ""
-        lines.append(f"{in_words(size):>9}  {times[slowest] * 1e6:>12.1f}  {bus:>10.4f}  {who}".rstrip())
-    return [], (f"{rows[0]['backend']}, up to {best[0]:.3g} GB/s at {in_words(best[1])}, "
-                f"{in_words(rows[0]['bytes'][0])} in {max(row['seconds'][0] for row in rows) * 1e6:.0f} us"), lines
+        by_a_fifth = longest > 1.2 * statistics.median_low(times)
+        slowest = f"  {rank} on {rows[rank]['host']}" if by_a_fifth else ""
+        lines.append(f"{binary_size(size):>9}  {longest * 1e6:>12.1f}  {bus:>10.4f}{slowest}")
+    least = max(row["seconds"][0] for row in rows)
+    return [], "\n".join([f"{rows[0]['backend']}, up to {best[0]:.3g} GB/s at "
+                          f"{binary_size(best[1])}, {binary_size(rows[0]['bytes'][0])} in "
+                          f"{least * 1e6:.0f} us", *lines])
 
 
-# ---------------------------------------------------------------- the claims: is what is trained here right?
-def pass_messages(row, ddp, args, told):
-    """From the last rank, as most defaults point to rank 0. A counter tells who had come when a barrier let go."""
-    n, store = ddp.world_size, ddp.state.store
+# ---------------------------------------------------------------- the claims: is training right?
+def pass_messages(row, ddp, args, answer):
+    """Send from the last rank, as most defaults point to rank 0; then hold all at a barrier.
+
+    A counter says how many ranks had come when a barrier let this one go.
+    """
+    n, store, last = ddp.world_size, ddp.state.store, ddp.world_size - 1
     if n == 1:
         row["skip"] = "one rank: nobody to talk to"
         return
-    values = [[n - 1.0] * 1024, {"text": "\u00e9", "list": [None, True, 0.5]}]
-    mine, start = torch.full((1024,), float(ddp.rank), device=ddp.device), time.monotonic()
-    with together(row):
-        got = [broadcast(mine, ddp, n - 1).tolist(), broadcast(values[1] if ddp.rank == n - 1 else None, ddp, n - 1)]
-    row.update(seconds=time.monotonic() - start, wrong=got != values)
-    if ddp.rank == n - 1:
-        time.sleep(0.1)   # the others must wait for it
+    expected = [[float(last)] * 1024, {"text": "\u00e9", "list": [None, True, 0.5]}]
+    vector, start = torch.full((1024,), float(ddp.rank), device=ddp.device), time.monotonic()
+    with in_collective(row):
+        received = [broadcast(vector, ddp, last).tolist(),
+                    broadcast(expected[1] if ddp.rank == last else None, ddp, last)]
+    row["seconds"] = time.monotonic() - start
+    if ddp.rank == last:
+        time.sleep(LATE)   # the others must wait for it
     store.add("check/at the barrier", 1)
     start = time.monotonic()
-    with together(row):
+    with in_collective(row):
         barrier(ddp, args.timeout)
-    row.update(late=n - store.add("check/at the barrier", 0), waited=time.monotonic() - start)
+    missing = n - store.add("check/at the barrier", 0)
+    row["waited"] = time.monotonic() - start
+    row["problems"] = [text for wrong, text in (
+        (received != expected, f"received something else than rank {last} sent"),
+        (missing, f"left the barrier before {missing} rank(s) had come")) if wrong]
 
 
 def judge_messages(rows, args):
-    problems = [(r, f"received something else than rank {len(rows) - 1} sent")
-                for r, row in enumerate(rows) if row["wrong"]]
-    problems += [(r, f"left the barrier before {row['late']} rank(s) had come")
-                 for r, row in enumerate(rows) if row["late"]]
-    return problems, (f"4 KiB and an object in {max(row['seconds'] for row in rows) * 1e3:.1f} ms, barrier in "
-                      f"{rows[-1]['waited'] * 1e3:.1f} ms"), []
+    return [], (f"4 KiB and an object in {milliseconds(rows, 'seconds')}, barrier in "
+                f"{milliseconds(rows[-1:], 'waited')}")
 
 
 def items_of(ranks):
     """(x (n, 16), y (n, 1)) float32 on the CPU: the ITEMS items of each of `ranks`."""
-    x = torch.cat([torch.randn(ITEMS, 16, generator=torch.Generator().manual_seed(r)) for r in ranks])
+    x = torch.cat([torch.randn(ITEMS, 16, generator=torch.Generator().manual_seed(rank))
+                   for rank in ranks])
     return x, x[:, :1] * x[:, 1:2]
 
 
 def prepare(row, ddp, args=None):
-    """(wrapped model, its optimizer, x, y), the items of this rank on its device. The weights differ between ranks:
-    wrapping has to make them rank 0's. args: with IPEX, as they say."""
+    """(wrapped model, its optimizer, x, y), the items of this rank on its device.
+
+    The weights differ between ranks: wrapping has to make them rank 0's.
+    args: with IPEX, as they say.
+    """
     torch.manual_seed(ddp.rank)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.LayerNorm(64),
-                                torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(ddp.device)
+                                torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    model = model.to(ddp.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with together(row):
+    with in_collective(row):
         if args is not None:
-            present = broadcast(importlib.util.find_spec("intel_extension_for_pytorch") is not None, ddp)
+            found = importlib.util.find_spec("intel_extension_for_pytorch") is not None
+            present = broadcast(found, ddp)
             if present and args.ipex == "auto":   # tried where it is, needed or not
                 ddp.state.ipex = "on"
-            given, (model, optimizer) = model, optimize_with_ipex(model, optimizer, ddp)
+            plain, (model, optimizer) = model, optimize_with_ipex(model, optimizer, ddp)
             ddp.state.ipex = args.ipex
-            if model is given:
-                row["skip"] = f"not used here with --ipex {args.ipex}" + ("" if present else ", and not installed")
-        model = wrap_ddp(model, ddp, bucket_cap_mb=0.01)   # small buckets: several all-reduces per step
+            if model is plain:
+                row["skip"] = (f"not used here with --ipex {args.ipex}"
+                               + ("" if present else ", and not installed"))
+        model = wrap_ddp(model, ddp, bucket_cap_mb=0.01)   # several all-reduces per step
     return model, optimizer, *(t.to(ddp.device) for t in items_of([ddp.rank]))
 
 
 def backward(model, x, y, row, pieces=1):
-    """Gradient of the mean loss of the items, in `pieces` micro-steps of which only the last averages over ranks.
-    Returns the loss."""
+    """Gradient of the mean loss of the items, in `pieces` micro-steps; returns the loss.
+
+    Only the last micro-step averages over ranks.
+    """
     total = 0.0
-    for k, (a, b) in enumerate(zip(x.chunk(pieces), y.chunk(pieces))):
-        with together(row), gradient_sync(model, last=k == pieces - 1):
-            loss = ((model(a) - b) ** 2).sum() / len(x)
+    for k, (inputs, targets) in enumerate(zip(x.chunk(pieces), y.chunk(pieces))):
+        with in_collective(row), gradient_sync(model, last=k == pieces - 1):
+            loss = ((model(inputs) - targets) ** 2).sum() / len(x)
             loss.backward()
         total += loss.item()
     return total
@@ -372,37 +423,44 @@ def backward(model, x, y, row, pieces=1):
 
 def plain_gradients(model, ranks, device="cpu", dtype=torch.float64):
     """Those of one process with the items of all `ranks`."""
-    bare = copy.deepcopy(unwrap_ddp(model)).to(device, dtype)
-    backward(bare, *(t.to(device, dtype) for t in items_of(ranks)), {})
-    return [p.grad for p in bare.parameters()]
+    plain = copy.deepcopy(unwrap_ddp(model)).to(device, dtype)
+    backward(plain, *(t.to(device, dtype) for t in items_of(ranks)), {})
+    return [parameter.grad for parameter in plain.parameters()]
 
 
-def distance(gradients, right):
-    """The largest relative one of a parameter."""
-    return torch.stack([(g.cpu().double() - r).norm() / r.norm() for g, r in zip(gradients, right)]).max().item()
+def distance(gradients, expected):
+    """Largest relative error of the gradient of a parameter; nan where one is."""
+    errors = [(gradient.cpu().double() - exact).norm() / exact.norm()
+              for gradient, exact in zip(gradients, expected)]
+    return torch.stack(errors).max().item()
 
 
-def average_gradients(row, ddp, args, told, pieces=1):
+def average_gradients(row, ddp, args, answer, pieces=1):
     model, _, x, y = prepare(row, ddp)
-    row["own"] = distance(plain_gradients(model, [ddp.rank], ddp.device, torch.float32),
-                          plain_gradients(model, [ddp.rank]))
+    own = distance(plain_gradients(model, [ddp.rank], ddp.device, torch.float32),
+                   plain_gradients(model, [ddp.rank]))
+    if not own <= CLOSE:   # or nan
+        row["problems"] = [f"computes its own gradient {own:.1g} off"]
     backward(model, x, y, row, pieces)
-    row["mean"] = distance([p.grad for p in model.parameters()], plain_gradients(model, range(ddp.world_size)))
+    row["mean"] = distance([parameter.grad for parameter in model.parameters()],
+                           plain_gradients(model, range(ddp.world_size)))
     row["pieces"] = pieces
 
 
 def judge_gradients(rows, args):
-    own, mean = ([r for r, row in enumerate(rows) if not row[key] <= CLOSE] for key in ("own", "mean"))   # or nan
-    problems = [(r, f"computes its own gradient {rows[r]['own']:.1g} off") for r in own] or [
-        (r, f"has a mean over ranks {rows[r]['mean']:.1g} off one process's gradient") for r in mean]
-    if not own and len(mean) == len(rows) > 1:
-        problems = [(None, f"on every rank the mean over ranks is {rows[0]['mean']:.1g} off one process's gradient")]
+    text = "mean over ranks {:.1g} off one process's gradient"
+    problems = [(rank, f"has a {text.format(row['mean'])}") for rank, row in enumerate(rows)
+                if not row["mean"] <= CLOSE]
+    if any("problems" in row for row in rows):   # the cause
+        problems = []
+    elif len(problems) == len(rows) > 1:
+        problems = [(None, f"every rank has a {text.format(rows[0]['mean'])}")]
     pieces = f" in {rows[0]['pieces']} micro-steps" if rows[0]["pieces"] > 1 else ""
     return problems, (f"{len(rows) * ITEMS} items{pieces} as in one process, within "
-                      f"{max(row['mean'] for row in rows):.1g}"), []
+                      f"{max(row['mean'] for row in rows):.1g}")
 
 
-def take_steps(row, ddp, args, told, ipex=False):
+def take_steps(row, ddp, args, answer, ipex=False):
     model, optimizer, x, y = prepare(row, ddp, args if ipex else None)
     if "skip" in row:
         if args.ipex == "on":
@@ -413,282 +471,319 @@ def take_steps(row, ddp, args, told, ipex=False):
         optimizer.zero_grad()
         losses.append(backward(model, x, y, row))
         optimizer.step()
-    row.update(first=losses[0], last=losses[-1], weights=digest(unwrap_ddp(model).state_dict()), said="")
-    with together(row):
+    row.update(first=losses[0], last=losses[-1], sync_error="",
+               weights=hash_of(unwrap_ddp(model).state_dict()))
+    with in_collective(row):
         try:
             check_in_sync(model, ddp)
-        except RuntimeError as e:
-            row["said"] = str(e)
+        except RuntimeError as error:
+            row["sync_error"] = str(error)
 
 
 def judge_steps(rows, args):
-    others, said = odd([row["weights"] for row in rows])[1], rows[0]["said"]
+    _, others = majority([row["weights"] for row in rows])
     first, last = (statistics.fmean(row[key] for row in rows) for key in ("first", "last"))
-    problems = [(r, f"has other weights after {STEPS} steps") for r in others]
-    if bool(said) != bool(others):
-        problems.append((None, f"check_in_sync says {said!r}"))
+    problems = [(rank, f"has other weights after {STEPS} steps") for rank in others]
+    if bool(rows[0]["sync_error"]) != bool(others):
+        problems.append((None, f"check_in_sync says {rows[0]['sync_error']!r}"))
     if not last < first:
         problems.append((None, f"the loss went from {first:.3g} to {last:.3g}"))
-    return problems, f"equal weights on {len(rows)} rank(s) after {STEPS} steps, loss {first:.2g} -> {last:.2g}", []
+    return problems, (f"equal weights on {len(rows)} rank(s) after {STEPS} steps, loss "
+                      f"{first:.2g} -> {last:.2g}")
 
 
-def deal_items(row, ddp, args, told):
+def deal_items(row, ddp, args, answer):
     data = range(10 * ddp.world_size + 1)
     row.update(each=list(ddp_sampler(data, ddp, train=False)), train=list(ddp_sampler(data, ddp)))
 
 
 def judge_items(rows, args):
     n, problems = len(rows), []
-    for key, items in (("each", 10 * n + 1), ("train", 10 * n + (n == 1))):   # training cuts the epoch to equal steps
-        owner = {}
-        for r, row in enumerate(rows):
-            if len(row[key]) != len(range(r, items, n)):
-                problems.append((r, f"has {len(row[key])} of {items} items, expected {len(range(r, items, n))}"))
-            problems += [(r, f"has item {i}, which rank {owner[i]} has too") for i in row[key] if i in owner][:1]
-            owner.update(dict.fromkeys(row[key], r))
-    return problems, f"each of {10 * n + 1} items once, and {10 * n + (n == 1)} shuffled", []
+    sizes = {"each": 10 * n + 1, "train": 10 * n + (n == 1)}   # training: equal steps on all ranks
+    for key, size in sizes.items():
+        owners = {}
+        for rank, row in enumerate(rows):
+            share = len(range(rank, size, n))
+            if len(row[key]) != share:
+                problems.append((rank, f"has {len(row[key])} of {size} items, expected {share}"))
+            problems += [(rank, f"has item {item}, which rank {owners[item]} has too")
+                         for item in row[key] if item in owners][:1]
+            owners.update(dict.fromkeys(row[key], rank))
+    return problems, f"each of {sizes['each']} items once, and {sizes['train']} shuffled"
 
 
-def save_and_load(row, ddp, args, told):
+def save_and_load(row, ddp, args, answer):
     model, optimizer, x, y = prepare(row, ddp)
     backward(model, x, y, row)
     optimizer.step()
     saved = {"model": unwrap_ddp(model).state_dict(), "optimizer": optimizer.state_dict()}
-    with together(row):
-        folder = broadcast(str(probe(args, secrets.token_hex(8)).absolute()), ddp)   # rank 0's
-        path, times = os.path.join(folder, "last.pt"), [time.monotonic()]
+    with in_collective(row):
+        folder = preflight_path(args, secrets.token_hex(8)).absolute()
+        folder = broadcast(str(folder), ddp)   # rank 0's
+        path, start = os.path.join(folder, "last.pt"), time.monotonic()
         try:
             save_checkpoint(path, ddp, resumes=False, **saved)
-            times.append(time.monotonic())
+            middle = time.monotonic()
             row["size"] = os.path.getsize(path) if ddp.is_main else 0
             loaded = load_checkpoint(path, ddp)
         finally:
             if ddp.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
-        ddp.state.checkpoint = (None, None)   # else a later failure names it as what to go on from
-    row.update(save=times[1] - times[0], load=time.monotonic() - times[1],
-               differs=[key for key in saved if digest(loaded[key]) != digest(saved[key])])
+        # Else the last line of a later failure names it as what to go on from.
+        ddp.state.checkpoint = (None, None)
+        ddp_setup._tell_guard(ddp, checkpoint=ddp.state.checkpoint)
+    row["figure"] = (f"{binary_size(row['size'])}, equal bits; saved in "
+                     f"{(middle - start) * 1e3:.0f} ms, loaded in "
+                     f"{(time.monotonic() - middle) * 1e3:.0f} ms")
+    changed = [key for key in saved if hash_of(loaded[key]) != hash_of(saved[key])]
+    if changed:
+        row["problems"] = [f"loaded another {' and '.join(changed)} than was saved"]
 
 
-def judge_loaded(rows, args):
-    problems = [(r, f"loaded another {' and '.join(row['differs'])} than was saved")
-                for r, row in enumerate(rows) if row["differs"]]
-    return problems, (f"{in_words(rows[0]['size'])}, equal bits; saved in {rows[0]['save'] * 1e3:.0f} ms, loaded in "
-                      f"{max(row['load'] for row in rows) * 1e3:.0f} ms"), []
-
-
-def leave(row, ddp, args, told):
-    """The last check: ranks can still report, as the store ends only with the process that holds it."""
+def clean_up(row, ddp, args, answer):
+    """The last check: ranks can still report, as the store ends only with rank 0's process."""
     cleanup_ddp(ddp)
-    end = time.monotonic() + 5.0
-    while (left := what_is_here(args) - args.before) and time.monotonic() < end:
-        time.sleep(0.02)
-    row["left"] = sorted(left)
+    wait_until(lambda: inventory(args) <= args.inventory, time.monotonic() + LEAVING)
+    row["figure"] = "no thread, process, variable or warning of ours is left"
+    if left := sorted(inventory(args) - args.inventory):
+        row["problems"] = [f"is left with {', '.join(left)[:300]}"]
 
 
-def judge_left(rows, args):
-    return ([(r, f"is left with {', '.join(row['left'])[:300]}") for r, row in enumerate(rows) if row["left"]],
-            "no thread, process, variable or warning of ours is left", [])
-
-
-def what_is_here(args):
-    """Texts: the threads, child processes (Linux) and variables of this process, and the warnings it has given."""
-    here = {f"thread {t.name}" for t in threading.enumerate() if type(t).__name__ != "_DummyThread"}   # not Python's
-    here |= {f"variable {name}={os.environ[name]}" for name in EXPORTED if name in os.environ}
+def inventory(args):
+    """Texts: this process' threads, children (Linux), variables, and the warnings it has given."""
+    found = {f"thread {thread.name}" for thread in threading.enumerate()
+             if type(thread).__name__ != "_DummyThread"}   # not Python's
+    found |= {f"variable {name}={os.environ[name]}" for name in EXPORTED if name in os.environ}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):   # it has just ended
             name, fields = stat.read_text().rsplit(")", 1)
-            here |= {f"process {name})"} if int(fields.split()[1]) == os.getpid() else set()
-    return here | set(args.warned)
+            if int(fields.split()[1]) == os.getpid():
+                found.add(f"process {name})")
+    return found | set(args.warnings)
 
 
 def checks_for(args):
-    """[(name, measure, judge, seconds it may take)]. The first one only waits for all ranks."""
-    chosen, claims = [], args.claims or not (args.preflight or args.bandwidth)
+    """The chosen ones, each a Check, in their order."""
+    chosen, limit = [], args.timeout
+    claims = args.claims or not (args.preflight or args.bandwidth)
     if args.preflight or claims:
-        chosen += [("barrier", None, judge_arrival),
-                   ("place", place, judge_places),
-                   ("device", identify_device, judge_devices),
-                   ("versions", list_versions, judge_versions),
-                   ("limits", read_limits, judge_limits),
-                   ("all-reduce", sum_over_ranks, judge_sum),
-                   ("matmul", multiply, judge_products),
-                   ("folder", write_folder, judge_written),
-                   ("visible", read_folder, judge_read)]
+        chosen += [Check("barrier", arrive, limit, judge_arrival),
+                   Check("place", describe_place, limit, judge_places),
+                   Check("device", identify_device, limit, judge_devices),
+                   Check("versions", list_versions, limit, judge_versions),
+                   Check("limits", check_limits, limit, judge_limits),
+                   Check("all-reduce", sum_over_ranks, limit, judge_sum),
+                   Check("matmul", multiply, limit, judge_products),
+                   Check("folder", write_folder, limit),
+                   Check("visible", read_folder, limit)]
     if claims:
-        chosen += [("messages", pass_messages, judge_messages),
-                   ("gradients", average_gradients, judge_gradients),
-                   ("accumulate", functools.partial(average_gradients, pieces=3), judge_gradients),
-                   ("steps", take_steps, judge_steps),
-                   ("ipex", functools.partial(take_steps, ipex=True), judge_steps),
-                   ("sampler", deal_items, judge_items),
-                   ("checkpoint", save_and_load, judge_loaded)]
+        accumulate = functools.partial(average_gradients, pieces=3)
+        chosen += [Check("messages", pass_messages, limit, judge_messages),
+                   Check("gradients", average_gradients, limit, judge_gradients),
+                   Check("accumulate", accumulate, limit, judge_gradients),
+                   Check("steps", take_steps, limit, judge_steps),
+                   Check("ipex", functools.partial(take_steps, ipex=True), limit, judge_steps),
+                   Check("sampler", deal_items, limit, judge_items),
+                   Check("checkpoint", save_and_load, limit)]
     if args.bandwidth:
-        chosen += [("bandwidth", reduce_all_sizes, judge_bandwidth)]
-    if claims:
-        chosen += [("clean-up", leave, judge_left)]
-    return [(*check, args.timeout + 120.0 * (check[0] == "bandwidth")) for check in chosen]
+        chosen += [Check("bandwidth", reduce_all_sizes, limit + BANDWIDTH, judge_bandwidth)]
+    return chosen + [Check("clean-up", clean_up, limit)] * claims
 
 
-# ---------------------------------------------------------------- running them: every wait has an end
-def bounded(measure, limit, ddp, args, told):
-    """The row that `measure` fills in a thread within `limit` seconds; its "error" says why it has not."""
-    row, problem = {}, []
+# ---------------------------------------------------------------- running them: every wait ends
+def in_thread(limit, ddp, function, *arguments):
+    """Call function(*arguments) in a thread, for at most `limit` seconds.
+
+    Returns: (its error in one line, or ""; the thread).
+    """
+    errors = []
 
     def work():
         try:
-            if ddp.device.type != "cpu":
-                getattr(torch, ddp.device.type).set_device(ddp.device)   # is a thread's own
-            measure(row, ddp, args, told)
-        except Exception as e:   # whatever it is, it is reported, with the rank
-            problem.append(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:300]}")
+            if ddp.device.type != "cpu":   # each thread has a current device of its own
+                getattr(torch, ddp.device.type).set_device(ddp.device)
+            function(*arguments)
+        except Exception as error:   # whatever it is, it is reported, with the rank
+            first_line = (str(error).splitlines() or [""])[0]
+            errors.append(f"{type(error).__name__}: {first_line[:300]}")
 
     thread = threading.Thread(target=work, daemon=True)
-    if measure is leave:   # MPI wants to be finalised by the thread that has initialised it
-        work()
-    elif measure:
+    if function is clean_up:   # MPI wants to be finalised by the thread that has initialised it
+        thread.run()
+    else:
         thread.start()
         thread.join(limit)
+    return "".join(errors), thread
+
+
+def measure_row(check, ddp, args, answer):
+    """The row that a check's `measure` fills; row["error"] says why it has not."""
+    row = {}
+    error, thread = in_thread(check.limit, ddp, check.measure, row, ddp, args, answer)
     if thread.is_alive():
-        return {**row, "error": f"did not end within {limit:.0f} s, in {innermost(thread)}", "hangs": True,
-                "entered": collectives_entered()}
-    return {**row, "error": problem[0]} if problem else row
+        error = f"did not end within {check.limit:.0f} s, in {innermost_function(thread)}"
+        row = {**row, "hangs": True, "entered": 0}   # collectives, DDP's own included
+        with contextlib.suppress(AttributeError, RuntimeError):   # a backend that does not count
+            row["entered"] = dist.group.WORLD._get_sequence_number_for_group()
+    return {**row, "error": error} if error else row
 
 
-def collectives_entered():
-    """How many collectives this rank has entered, DDP's own included."""
-    try:
-        return dist.group.WORLD._get_sequence_number_for_group()
-    except (AttributeError, RuntimeError):   # a backend that does not count
-        return 0
+def report_row(check, row, ddp):
+    ddp.state.store.set(f"check/{check.name}/{ddp.rank}", json.dumps(row))
+    ddp.state.store.add(f"check/{check.name}", 1)
 
 
-def meet(ddp, name, row, deadline):
-    """On rank 0 the rows of all ranks, in order, None for one that has not come by `deadline` (monotonic seconds);
-    elsewhere None at once."""
+def gather_rows(check, row, ddp, deadline):
+    """On rank 0, the rows of all ranks, in order; None for one that has not come by `deadline`."""
     if ddp.world_size == 1:
         return [row]
-    store, n = ddp.state.store, ddp.world_size
-    store.set(f"check/{name}/{ddp.rank}", json.dumps(row))
-    store.add(f"check/{name}", 1)
-    if not ddp.is_main:
-        return None
-    while (came := store.add(f"check/{name}", 0)) < n and time.monotonic() < deadline:
-        time.sleep(0.01)
-    keys = [f"check/{name}/{r}" for r in range(n)]
-    there = [came == n or store.check([key]) for key in keys]
-    values = iter(store.multi_get([key for key, yes in zip(keys, there) if yes]))
-    return [json.loads(next(values)) if yes else None for yes in there]
+    store, key = ddp.state.store, f"check/{check.name}"
+    report_row(check, row, ddp)
+    keys = [f"{key}/{rank}" for rank in range(ddp.world_size)]
+    if wait_until(lambda: store.add(key, 0) == ddp.world_size, deadline):
+        return [json.loads(text) for text in store.multi_get(keys)]
+    return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+
+
+def fetch_answer(check, row, ddp, deadline):
+    """On another rank, give its row to rank 0, and get what rank 0 has made of all rows."""
+    key, answers, limit = f"check/{check.name}/answer", [], deadline - time.monotonic()
+
+    def fetch():
+        report_row(check, row, ddp)
+        ddp.state.store.wait([key], datetime.timedelta(seconds=limit))
+        answers.append(json.loads(ddp.state.store.get(key)))
+
+    in_thread(limit, ddp, fetch)   # while rank 0's process is stopped, its store does not answer
+    if not answers:   # or rank 0 is gone: then its own guard says so first
+        abort(ddp, f"check {check.name}: rank 0 on {ddp.state.hosts[0]} did not answer", FAILED,
+              secondary=True)
+    return answers[0]
 
 
 def blame(rows, limit):
-    """[(rank, text)] for ranks that did not come or failed, without those that only wait for them in a collective:
-    these have entered more of them. (None, text) where all failed alike."""
-    bad = [r for r, row in enumerate(rows) if row is None or "error" in row]
-    outside = [r for r in bad if rows[r] is None or rows[r].get("at") != COLLECTIVE]
-    raised = [r for r in bad if rows[r] is not None and "hangs" not in rows[r]]
-    if len(raised) == len(rows) > 1 and alike(rows):
-        return [(None, f"on every rank {rows[0]['error']}")]
-    late = [] if outside or raised or not bad else [
-        r for r in bad if rows[r]["entered"] == min(rows[other]["entered"] for other in bad)]
-    return [(r, f"did not come within {limit:.0f} s" if rows[r] is None else rows[r]["error"])
-            for r in outside or raised or late]
+    """Which ranks did not come or failed.
+
+    Ranks that only wait for such ones in a collective are left out: they have entered more of them.
+    Returns: (problems [(rank, text)] or, where all failed alike, [(None, text)]; whether a rank is
+    lost, as a backend that failed within a collective cannot be used again).
+    """
+    bad = [rank for rank, row in enumerate(rows) if row is None or "error" in row]
+    raised = [rank for rank in bad if rows[rank] is not None and "hangs" not in rows[rank]]
+    alike = len(raised) == len(rows) and len({row["error"] for row in rows}) == 1
+    if alike and len(rows) > 1:
+        return [(None, f"on every rank {rows[0]['error']}")], False
+    outside = [rank for rank in bad if rows[rank] is None or rows[rank].get("at") != COLLECTIVE]
+    guilty = outside or raised
+    if bad and not guilty:
+        fewest = min(rows[rank]["entered"] for rank in bad)
+        guilty = [rank for rank in bad if rows[rank]["entered"] == fewest]
+    stuck = [rank for rank in bad if rank not in raised or rank not in outside]
+    return [(rank, f"did not come within {limit:.0f} s" if rows[rank] is None else
+             rows[rank]["error"]) for rank in guilty], bool(stuck) and not alike
 
 
-def alike(rows):
-    return len({row.get("error") for row in rows if row is not None}) == 1
-
-
-def conclude(rows, judge, limit, args):
-    """(PASS, FAIL or SKIP, problems, figure, lines) of one check, on rank 0."""
-    problems = blame(rows, limit)
-    if problems:
-        return "FAIL", problems, "", []
+def conclude(check, rows, args):
+    """(PASS, FAIL or SKIP, problems, figure) of a check where no rank has failed, on rank 0."""
     if "skip" in rows[0]:
-        return "SKIP", [], rows[0]["skip"], []
-    problems, figure, lines = judge(rows, args)
-    return "FAIL" if problems else "PASS", problems, figure, lines
+        return "SKIP", [], rows[0]["skip"]
+    problems = [(rank, text) for rank, row in enumerate(rows) for text in row.get("problems", ())]
+    figure = next((row["figure"] for row in rows if "figure" in row), "")
+    if check.judge:
+        more, figure = check.judge(rows, args)
+        problems += more
+    return "FAIL" if problems else "PASS", problems, figure
 
 
 def run_checks(ddp, args):
-    """Run the chosen checks; rank 0 prints what they say. Returns the names of those that failed, on every rank.
-    Where a rank is lost, all end here with exit code 3."""
-    told, count, suspects, written, lost = {"failed": []}, collections.Counter(), {}, {}, False
-    host = ddp.launcher == "Slurm step" and os.environ.get("SLURMD_NODENAME") or ddp.host   # as --exclude wants it
-    for name, measure, judge, limit in checks_for(args):
-        # Python's lock may be held. cleanup_ddp has a limit of its own, timeout + 60, and then names the missing ranks.
-        faulthandler.dump_traceback_later(limit + (120.0 if measure is leave else 60.0), exit=True, file=sys.__stderr__)
+    """Run the chosen checks; rank 0 prints their lines, and the suspect hosts.
+
+    Where a rank is lost, all end here with exit code 3.
+    Returns: names of the checks that failed, on every rank.
+    """
+    answer, outcomes, suspects, written, lost = {"failed": []}, [], {}, {}, False
+    # As Slurm's --exclude takes it.
+    host = ddp.launcher == "Slurm step" and os.environ.get("SLURMD_NODENAME") or ddp.host
+    for check in checks_for(args):
+        faulthandler.dump_traceback_later(check.limit + LOCKED, exit=True, file=sys.__stderr__)
         start = time.monotonic()
-        row = {"host": host, **bounded(measure, limit, ddp, args, told)}
-        rows = meet(ddp, name, row, start + limit + (10.0 if measure else 0.0))
-        if rows is None:
-            told = wait_for_answer(ddp, name, limit + 40.0)
+        row = {"host": host, **measure_row(check, ddp, args, answer)}
+        if not ddp.is_main:
+            answer = fetch_answer(check, row, ddp, start + check.limit + ANSWER)
             continue
+        deadline = start + check.limit + (REPORTS if check.measure is not arrive else 0.0)
+        rows = gather_rows(check, row, ddp, deadline)
         rows[0]["waited"] = time.monotonic() - start
-        status, problems, figure, lines = conclude(rows, judge, limit, args)
-        hosts = [row["host"] if row else known for row, known in zip(rows, ddp.state.hosts or [host])]
-        if problems:
-            shown = [text if r is None else f"rank {r} on {hosts[r]} {text}" for r, text in problems[:6]]
-            figure = "; ".join(shown + [f"and {len(problems) - 6} more"] * (len(problems) > 6))
-        print0(ddp, "\n".join([in_lines(status, name, figure), *("      " + line for line in lines)]))
-        guilty = {r for r, _ in problems} - {None}
+        problems, lost = blame(rows, check.limit)
+        status, figure = "FAIL", ""
+        if not problems:
+            status, problems, figure = conclude(check, rows, args)
+        outcomes.append(status)
+        hosts = [row["host"] if row else known
+                 for row, known in zip(rows, ddp.state.hosts or [host])]
+        print0(ddp, check_lines(check.name, status, problems, figure, hosts))
+        guilty = {rank for rank, _ in problems} - {None}
         if len(guilty) < ddp.world_size:   # else it is not the fault of a host
-            suspects.update(dict.fromkeys(hosts[r] for r in sorted(guilty)))
-        count[status] += 1
+            suspects.update(dict.fromkeys(hosts[rank] for rank in sorted(guilty)))
         written = rows[0] if "made" in rows[0] else written
-        told = {**rows[0], "failed": told["failed"] + [name] * (status == "FAIL")}
-        # a backend that failed within a collective cannot be used again, perhaps not even closed
-        lost = any(row is None or "hangs" in row or "error" in row and row.get("at") == COLLECTIVE and not alike(rows)
-                   for row in rows)
+        answer = {**rows[0], "failed": answer["failed"] + [check.name] * (status == "FAIL")}
         if lost:
             break   # the others wait for the answer until abort ends them
         if ddp.world_size > 1:
-            ddp.state.store.set(f"check/{name}/answer", json.dumps(told))
+            ddp.state.store.set(f"check/{check.name}/answer", json.dumps(answer))
     faulthandler.cancel_dump_traceback_later()
-    if ddp.world_size > 1 and not lost:   # the store lives in rank 0's process: it stays until all have read
-        came, end = ddp.state.store.add("check/read", 1), time.monotonic() + 10.0
-        while ddp.is_main and came < ddp.world_size and time.monotonic() < end:
-            time.sleep(0.01)
-            came = ddp.state.store.add("check/read", 0)
+    if ddp.world_size > 1 and not lost:   # the store ends with rank 0's process
+        store = ddp.state.store
+        store.add("check/read", 1)
+        if ddp.is_main:
+            wait_until(lambda: store.add("check/read", 0) == ddp.world_size,
+                       time.monotonic() + LAST_ANSWER)
     if ddp.is_main:
-        remove_probe(args, written)
-        print0(ddp, f"{count['PASS']} passed, {count['FAIL']} failed, {count['SKIP']} skipped")
+        remove_preflight_file(args, written)
+        print0(ddp, ", ".join(f"{outcomes.count(status)} {word}" for status, word in (
+            ("PASS", "passed"), ("FAIL", "failed"), ("SKIP", "skipped"))))
         name_suspects(args, list(suspects))
         if lost:
-            time.sleep(0.5)   # MPICH drops what it has not yet passed on when a rank aborts
-            abort(ddp, f"check {name}: ranks are missing or stuck, see above; all end here", FAILED)
-    return told["failed"]
+            abort(ddp, f"check {check.name}: ranks are missing or stuck, see above; all end here",
+                  FAILED)
+    return answer["failed"]
 
 
-def wait_for_answer(ddp, name, limit):
-    key = f"check/{name}/answer"
-    try:
-        ddp.state.store.wait([key], datetime.timedelta(seconds=limit))
-        return json.loads(ddp.state.store.get(key))
-    except RuntimeError:   # a timeout, or rank 0 is gone: then its end is told by the lifeline
-        abort(ddp, f"{name}: rank 0 on {ddp.state.hosts[0]} did not answer", FAILED, secondary=True)
+def check_lines(name, status, problems, figure, hosts):
+    """What rank 0 prints of a check: a line of 80 columns, if it fits, and perhaps a table."""
+    figure, *table = figure.split("\n")
+    if problems:
+        texts = [text if rank is None else f"rank {rank} on {hosts[rank]} {text}"
+                 for rank, text in problems[:6]]
+        more = [f"and {len(problems) - 6} more"] if len(problems) > 6 else []
+        figure = "; ".join(texts + more)
+    line = textwrap.fill(f"{status}  {name:<10}  {figure}", 80, subsequent_indent=" " * 18,
+                         break_long_words=False, break_on_hyphens=False)
+    return "\n".join([line, *("      " + row for row in table)])
 
 
 def name_suspects(args, hosts):
+    """Print the suspect hosts, if there are any, and write them to --suspects."""
     if hosts:
         print(f"suspect hosts: {','.join(hosts)}", flush=True)
     if args.suspects:
         try:
             Path(args.suspects).write_text("".join(f"{host}\n" for host in hosts))
-        except OSError as e:
-            print(f"cannot write --suspects {args.suspects}: {e.strerror}", file=sys.stderr, flush=True)
+        except OSError as error:
+            print(f"cannot write --suspects {args.suspects}: {error.strerror}", file=sys.stderr,
+                  flush=True)
 
 
 # ---------------------------------------------------------------- helpers
 @contextlib.contextmanager
-def together(row):
-    """Within, this rank can be held up by others (and is, after an exception: they may be left waiting)."""
+def in_collective(row):
+    """Within, and after an exception there, other ranks can hold this one up, and it them."""
     row["at"] = COLLECTIVE
     yield
     row["at"] = "after"
 
 
-def innermost(thread):
+def innermost_function(thread):
     """Where in this file a thread is."""
     frame = sys._current_frames().get(thread.ident)
     while frame is not None and frame.f_code.co_filename != __file__:
@@ -696,111 +791,105 @@ def innermost(thread):
     return "?" if frame is None else f"{frame.f_code.co_name} (line {frame.f_lineno})"
 
 
-def in_lines(status, name, figure):
-    """One line of 80 columns, where the figure fits."""
-    return textwrap.fill(f"{status}  {name:<10}  {figure}", 80, subsequent_indent=" " * 18, break_long_words=False,
-                         break_on_hyphens=False)
+def wait_until(condition, deadline):
+    """Wait for condition() to be true, until `deadline` (monotonic seconds). Returns: is it?"""
+    while not (reached := condition()) and time.monotonic() < deadline:
+        time.sleep(POLL)
+    return reached
 
 
-def digest(value):
-    """Text that is equal for equal bits, of nested dicts and lists of tensors (on any device) and plain values."""
+def hash_of(value):
+    """Text that is equal for equal bits, of nested dicts and lists of tensors and plain values."""
     if isinstance(value, torch.Tensor):
-        data = bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
     elif isinstance(value, (dict, list, tuple)):
-        data = repr([digest(v) for v in (value.items() if isinstance(value, dict) else value)]).encode()
-    else:
-        data = repr(value).encode()
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+        items = value.items() if isinstance(value, dict) else value
+        value = [hash_of(item) for item in items]
+    return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()
 
 
-def twice(rows, key, what):
-    """[(rank, text)] of ranks that have the same row[key] as an earlier one of their host."""
-    first = {}
-    return [(r, f"has the same {what} as rank {first[row['host'], row[key]]}: {row[key]}")
-            for r, row in enumerate(rows) if first.setdefault((row["host"], row[key]), r) != r]
+def shared_values(rows, key, noun):
+    """[(rank, text)] of ranks with the same row[key] as an earlier rank of their host."""
+    owners = {}
+    return [(rank, f"has the same {noun} as rank {owners[row['host'], row[key]]}: {row[key]}")
+            for rank, row in enumerate(rows)
+            if owners.setdefault((row["host"], row[key]), rank) != rank]
 
 
-def odd(values):
-    """(the most common value, places of the others). In a tie the first one's counts as common."""
-    common = collections.Counter(values).most_common(1)[0][0]
-    return common, [i for i, value in enumerate(values) if value != common]
-
-
-def low(values, share):
-    """[(place, median)] of values below `share` of the median; of two, the median is the larger one."""
-    known = [value for value in values if value is not None]
-    middle = statistics.median_high(known) if known else 0
-    return [(i, middle) for i, value in enumerate(values) if value is not None and value < share * middle]
+def majority(values):
+    """(the most common value, ranks with another one). In a tie the first value counts."""
+    usual = collections.Counter(values).most_common(1)[0][0]
+    return usual, [rank for rank, value in enumerate(values) if value != usual]
 
 
 def ranges(numbers):
     """[0, 1, 2, 8] -> '0-2,8'"""
-    runs = []
-    for i in numbers:
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)
+    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def span(values):
-    low, high = min(values), max(values)
-    return f"{low:,} to {high:,}" if high > low else f"{low:,}"
+    least, most = min(values), max(values)
+    return f"{least:,} to {most:,}" if most > least else f"{least:,}"
 
 
-def gib(size):
+def gibibytes(size):
     return "?" if size is None else round(size / 2**30, 1)
 
 
-def in_words(size):
+def binary_size(size):
     return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
 
 
-def hash_of(paths):
-    digest = hashlib.blake2b(digest_size=6)
-    for path in paths:
-        data = path.read_bytes()
-        digest.update(f"{path.name} {len(data)} ".encode() + data)
-    return digest.hexdigest()
+def milliseconds(rows, key):
+    """The longest time of these rows, as text."""
+    return f"{max(row[key] for row in rows) * 1e3:.1f} ms"
 
 
-def synchronize(ddp):
-    if ddp.device.type != "cpu":
-        getattr(torch, ddp.device.type).synchronize(ddp.device)
+def timed(function, ddp):
+    """(what function() returns, its seconds with the work of the device)."""
+    def wait():
+        if ddp.device.type != "cpu":
+            getattr(torch, ddp.device.type).synchronize(ddp.device)
+
+    wait()
+    start = time.perf_counter()
+    result = function()
+    wait()
+    return result, time.perf_counter() - start
 
 
-def probe(args, token):
+def preflight_path(args, token):
     return Path(args.work_dir or tempfile.gettempdir()) / f".preflight-{token}"
 
 
-def remove_probe(args, written):
+def remove_preflight_file(args, written):
+    """Leave the run folder as it was. written: rank 0's row of the check `folder`."""
     with contextlib.suppress(OSError):   # it could not be written
         if "token" in written:
-            probe(args, written["token"]).unlink(missing_ok=True)
-            probe(args, written["token"]).with_suffix(".tmp").unlink(missing_ok=True)
+            path = preflight_path(args, written["token"])
+            path.unlink(missing_ok=True)
+            path.with_suffix(".tmp").unlink(missing_ok=True)
         if written.get("made"):
             os.rmdir(args.work_dir)
 
 
 # ---------------------------------------------------------------- command line
-class Parser(argparse.ArgumentParser):
-    def error(self, message):   # raised, so that it is printed once and not by every rank
-        raise ValueError(f"command line: {message}. See --help.")
-
-
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--preflight", action="store_true", help="check ranks, devices, versions, results, run folder")
-    parser.add_argument("--claims", action="store_true", help="the same, and training itself (default)")
-    parser.add_argument("--bandwidth", action="store_true", help="measure the all-reduce")
-    parser.add_argument("--work_dir", help="run folder of the training to come")
-    parser.add_argument("--suspects", metavar="FILE", help="write the suspect hosts there, one per line")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds a check may take (default 60)")
-    parser.add_argument("--slow", type=float, help="share of the median rate below which a device is "
-                        "slow (default 0.5; on CPUs, whose cores others may use, 0.1)")
-    parser.add_argument("--max_mib", type=int, default=256, help="largest all-reduce in MiB (default 256)")
-    parser.add_argument("--repeats", type=int, default=7, help="timed all-reduces per size (default 7)")
+    add = parser.add_argument
+    add("--preflight", action="store_true",
+        help="check ranks, devices, versions, results, run folder")
+    add("--claims", action="store_true", help="the same, and training itself (default)")
+    add("--bandwidth", action="store_true", help="measure the all-reduce")
+    add("--work_dir", help="run folder of the training to come")
+    add("--suspects", metavar="FILE", help="write the suspect hosts there, one per line")
+    add("--timeout", type=float, default=60.0, help="seconds a check may take (default 60)")
+    add("--slow", type=float, help="share of the median rate below which a device is slow "
+                                   "(default 0.5; on CPUs, whose cores others may use, 0.1)")
+    add("--max_mib", type=int, default=256, help="largest all-reduce in MiB (default 256)")
+    add("--repeats", type=int, default=7, help="timed all-reduces per size (default 7)")
     add_launch_arguments(parser)
     parser.set_defaults(init_timeout=90.0)
     return parser
@@ -810,18 +899,35 @@ def read_arguments(argv):
     args = make_parser().parse_args(argv)
     for name in ("timeout", "max_mib", "repeats"):
         if not getattr(args, name) > 0:
-            raise ValueError(f"command line: --{name} is {getattr(args, name)}, expected more than 0")
+            raise ValueError(f"command line: --{name} is {getattr(args, name)}, expected more "
+                             "than 0")
     if args.slow is not None and not 0 < args.slow < 1:
         raise ValueError(f"command line: --slow is {args.slow}, expected a share between 0 and 1")
     hand_over(args, argv)
     return args
 
 
-def give_up(seconds):
+def collect_warnings():
+    """The list to which each later warning of this process is added, besides being shown."""
+    texts, show = [], warnings.showwarning
+
+    def collect(message, category, *more, **options):
+        texts.append(f"{category.__name__}: {str(message).strip()[:100]}")
+        show(message, category, *more, **options)
+
+    warnings.showwarning = collect
+    return texts
+
+
+def fail_setup(text):
+    print(check_lines("set-up", "FAIL", [], text.replace("\n", " "), []), flush=True)
+
+
+def end_hung_setup(seconds):
     """Setting up hangs below Python, in a device's own backend: no rank can tell another."""
     with contextlib.suppress(RuntimeError):
         if detect_launcher(os.environ).rank == 0:
-            print(in_lines("FAIL", "set-up", f"did not end within {seconds:.0f} s"), flush=True)
+            fail_setup(f"did not end within {seconds:.0f} s")
     os._exit(FAILED)
 
 
@@ -832,64 +938,41 @@ def cli(argv=None):
     problem = None
     try:
         args = read_arguments(argv)
-    except (ValueError, RuntimeError) as e:
-        args, problem = make_parser().parse_args(["--device", "cpu"]), e
-    args.warned, show = [], warnings.showwarning
-    warnings.showwarning = lambda message, category, *more, **options: (
-        args.warned.append(f"{category.__name__}: {str(message).strip()[:100]}"),
-        show(message, category, *more, **options))
-    args.before = what_is_here(args)
-    limit = args.init_timeout + 90.0   # setup_ddp's own limits are below
-    guard = threading.Timer(limit, give_up, (limit,))
-    guard.daemon = True
-    guard.start()
+    except (ValueError, RuntimeError) as error:   # printed below, once for all ranks
+        args, problem = make_parser().parse_args(["--device", "cpu"]), error
+    args.warnings = collect_warnings()
+    args.inventory = inventory(args)
+    limit = args.init_timeout + SETTING_UP
+    timer = threading.Timer(limit, end_hung_setup, (limit,))
+    timer.daemon = True
+    timer.start()
     try:
-        # The backend's own limit lies behind that of the checks: who waits in a collective then differs from who fails.
-        ddp = setup_ddp(args.device, args.backend, ranks=args.ranks, timeout=args.timeout + 60.0,
-                        init_timeout=args.init_timeout, ipex=args.ipex)
-    except RuntimeError as e:
-        print(in_lines("FAIL", "set-up", str(e)), flush=True)
+        ddp = setup_ddp(args.device, args.backend, ranks=args.ranks, ipex=args.ipex,
+                        timeout=args.timeout + BANDWIDTH + COLLECTIVES,
+                        init_timeout=args.init_timeout)
+    except RuntimeError as error:
+        fail_setup(str(error))
         name_suspects(args, [])
         sys.exit(USAGE if problem else FAILED)
-    guard.cancel()
+    timer.cancel()
+    ddp.state.patience = args.timeout   # of cleanup_ddp, which then names the missing ranks
     with ddp:
-        if problem:   # the same on all ranks
+        if problem:
             print0(ddp, f"error: {problem}", file=sys.stderr)
         failed = [] if problem else run_checks(ddp, args)
     sys.exit(USAGE if problem else FAILED if failed else 0)
 
 
 # ---------------------------------------------------------------- pytest
-def pytest_generate_tests(metafunc):
-    if "check" in metafunc.fixturenames:
-        args = make_parser().parse_args(["--claims", "--bandwidth"])
-        metafunc.parametrize("check", [name for name, *_ in checks_for(args)])
-
-
-@functools.lru_cache(maxsize=None)   # no fixture: where the training is, there may be no pytest to import
-def two_ranks():
-    """The finished process of two ranks on this machine's CPU; its stdout has a line per check."""
+def test_two_ranks_of_this_cpu_pass_all_checks_and_leave_nothing(tmp_path):
     # A small share: a busy machine may run one of two ranks much slower than the other.
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, "--claims",
-             "--bandwidth", "--device=cpu", "--max_mib=1", "--slow=0.01", "--work_dir=run"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("DDP_")} | {"OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
-        return done, os.listdir(folder)
-
-
-def test_two_ranks_of_this_cpu(check):
-    import pytest
-    done, _ = two_ranks()
-    line = re.search(rf"^(PASS|FAIL|SKIP)  {check} (.*(?:\n {{18}}.*)*)", done.stdout, re.M)
-    assert line and line[1] != "FAIL", done.stdout + done.stderr
-    if line[1] == "SKIP":
-        pytest.skip(line[2].strip())
-
-
-def test_two_ranks_of_this_cpu_end_well_and_leave_nothing():
-    done, left = two_ranks()
-    assert (done.returncode, done.stderr, left) == (0, "", []), done.stdout
+    words = [sys.executable, __file__, "--nproc_per_node=2", "--claims", "--bandwidth",
+             "--device=cpu", "--max_mib=1", "--slow=0.01", "--work_dir=run"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DDP_")}
+    done = subprocess.run(words, cwd=tmp_path, env=env | {"OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True, timeout=240)
+    found = done.returncode, done.stderr, list(tmp_path.iterdir())
+    assert found == (0, "", []), done.stdout
 
 
 if __name__ == "__main__":

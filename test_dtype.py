@@ -12,7 +12,6 @@ matrix product, and, under autocast as in training, of the outputs and gradients
 ProteinMPNN. Exit code of every rank: 0, 3 if a claim failed on any, 2 for wrong arguments. Reads
 nothing (on Linux /proc/cpuinfo), writes nothing.
 """
-import argparse
 import contextlib
 import functools
 import math
@@ -30,6 +29,7 @@ from torch import nn
 from ddp_setup import (Ddp, all_sum, autocast, broadcast, choose_dtype, grad_scaler, print0,
                        setup_ddp)
 from proteinmpnn_model import ProteinMPNN
+from run_config import Parser
 from sedd_diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
 from sedd_model import SEDD
 from train_loop import add_launch_arguments, hand_over
@@ -77,7 +77,7 @@ class Row:
 def native_dtypes(device):
     """Does the hardware compute in a dtype?
 
-    Returns: {dtype: "no", "?" where nobody says, else "yes" or what it is called}.
+    Returns: {dtype: "no", "?" where that is not known, else "yes" or what it is called}.
     """
     words = {None: "?", True: "yes", False: "no"}
     if device.type == "cuda":
@@ -278,8 +278,8 @@ def training_calls(name, dtypes, ddp):
 
 def speed(rows, dtype, what):
     """How many times as fast as float32, or None."""
-    low, full = (rows[key].seconds.get(what) for key in (dtype, FLOAT32))
-    return full / low if low and full else None
+    seconds, full = (rows[key].seconds.get(what) for key in (dtype, FLOAT32))
+    return full / seconds if seconds and full else None
 
 
 def table(rows):
@@ -337,7 +337,7 @@ def proteinmpnn_is_finite_and_close(ddp, rows):
     return all_within(rows, NETWORK_EPS, lambda row: row.networks["ProteinMPNN"][:2])
 
 
-def low_dtypes(rows):
+def half_dtypes(rows):
     return [dtype for dtype in (BFLOAT16, FLOAT16) if rows[dtype].error is None]
 
 
@@ -348,7 +348,7 @@ def tokens_stay_integers(ddp, rows):
     256.
     """
     seen, cases = set(), [(FLOAT32, FLOAT32)] + [
-        (weights, low) for low in low_dtypes(rows) for weights in (FLOAT32, low)]
+        (weights, half) for half in half_dtypes(rows) for weights in (FLOAT32, half)]
     for name, network in NETWORKS.items():
         for weights, compute in cases:
             model, batch = make_small(name, ddp)
@@ -387,20 +387,20 @@ def dtypes_of_weights_and_inputs_may_differ(ddp, rows):
     Ours compute, with and without autocast.
     """
     naive_errors, errors = [], []
-    for low in low_dtypes(rows):
+    for half in half_dtypes(rows):
         for name, network in NETWORKS.items():
             model, batch = make_small(name, ddp)
             try:
                 with torch.no_grad():
                     exact = network.step(model, batch, FLOAT32, ddp)[0]
-                    model.to(low)
+                    model.to(half)
                     errors += [distance(network.step(model, batch, compute, ddp)[0], exact)
-                               for compute in (FLOAT32, low)]
+                               for compute in (FLOAT32, half)]
             except RuntimeError as error:
-                return "FAIL", f"{name} in {low}: {first_line(error)}"
+                return "FAIL", f"{name} in {half}: {first_line(error)}"
         xt, _, sigma, _ = make_small("SEDD", ddp)[1]
         try:
-            Naive().to(ddp.device, low)(xt, sigma)
+            Naive().to(ddp.device, half)(xt, sigma)
         except RuntimeError as error:
             naive_errors.append(first_line(error))
     if not naive_errors or not all("same dtype" in text for text in naive_errors):
@@ -430,23 +430,24 @@ def generation_passes_sigma(ddp, rows):
     always does).
     """
     model, (xt, *_) = make_small("SEDD", ddp)
-    given, steps = [], 6
+    sigmas, steps = [], 6
 
     def log_score(xt, sigma):
-        given.append(sigma.double().cpu())
+        sigmas.append(sigma.double().cpu())
         return model(xt, sigma)
 
     with torch.no_grad():
         draw(ddp, log_score, steps)
         masked = torch.full_like(xt, GRAPH.mask_id)
-        low, high = (model(masked, torch.full((len(xt),), sigma, device=ddp.device))
-                     [..., :X_ID].log_softmax(-1) for sigma in (0.1, 3.0))
+        at_low, at_high = (
+            model(masked, torch.full((len(xt),), sigma, device=ddp.device))
+            [..., :X_ID].log_softmax(-1) for sigma in (0.1, 3.0))
     expected = NOISE(torch.linspace(1, 1e-5, steps + 1, dtype=FLOAT64))[0]
-    right = len(given) == steps + 1 and torch.allclose(
-        torch.stack(given), expected[:, None].expand(-1, 2), rtol=1e-5)
-    change = (low - high).abs().mean().item()
+    right = len(sigmas) == steps + 1 and torch.allclose(
+        torch.stack(sigmas), expected[:, None].expand(-1, 2), rtol=1e-5)
+    change = (at_low - at_high).abs().mean().item()
     return verdict(right and change > 1e-3), (
-        f"{len(given)} calls, sigma {given[0][0]:.3g} to {given[-1][0]:.1g}"
+        f"{len(sigmas)} calls, sigma {sigmas[0][0]:.3g} to {sigmas[-1][0]:.1g}"
         f"{'' if right else ', not sigma(t)'}; from 0.1 to 3 SEDD's ln p changes by {change:.2g}")
 
 
@@ -529,11 +530,6 @@ def report(ddp, limit):
     return failed
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):   # raised, so that it is printed once and not by every rank
-        raise ValueError(f"command line: {message}. See --help.")
-
-
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=0.5,
@@ -584,8 +580,8 @@ def pytest_generate_tests(metafunc):    # without importing pytest, which a clus
 
 def test_on_this_cpu(claim):
     status, figure = claim(Ddp(), measured())
-    nobody_says = status == "SKIP" and claim is true_means_bfloat16_where_it_is_native
-    assert status == "PASS" or nobody_says, figure
+    unknown = status == "SKIP" and claim is true_means_bfloat16_where_it_is_native
+    assert status == "PASS" or unknown, figure
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def rows(seconds=(1, 1, 1, 1), **changes):
     return table
 
 
-def takes(setting):
+def config_with(setting):
     """The configuration of SEDD with memory.mixed_precision as recommended."""
     return load_config(Config, ROOT / "configs" / "sedd_demo.yaml", [setting])
 
@@ -52,14 +52,14 @@ def test_the_recommended_setting_is_native_close_and_faster_and_a_config_takes_i
         seconds, changes, expected):
     dtype, reason = script.recommend(rows(seconds, **changes))
     assert str(dtype) == f"torch.{expected}" and reason
-    assert takes(f"memory.mixed_precision={expected}").memory.mixed_precision == expected
+    assert config_with(f"memory.mixed_precision={expected}").memory.mixed_precision == expected
 
 
 @pytest.mark.parametrize("change, expected", [
     ({}, "PASS"), ({"SEDD": Errors(0.0, 0.2, 1)}, "FAIL"), ({"SEDD": Errors(NAN, 0.0, 1)}, "FAIL"),
     ({"SEDD": Errors(0.0, INFINITE, 20)}, "FAIL"), ({"error": "no kernel"}, "FAIL"),
     ({"native": "no", "error": "no kernel"}, "PASS")])
-def test_an_error_that_is_large_or_not_finite_fails_but_not_a_dtype_that_nobody_promised(
+def test_an_error_that_is_large_or_not_finite_fails_but_not_a_dtype_that_is_not_native(
         change, expected):
     status, _ = script.sedd_is_finite_and_close(Ddp(), rows(bfloat16=change))
     assert status == expected
@@ -121,7 +121,7 @@ def test_the_report_fits_a_terminal_and_ends_with_the_setting(monkeypatch, capsy
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[3:7]] == list(map(script.short_name, script.DTYPES))
     assert sum(line.startswith(("PASS ", "SKIP ")) for line in lines) == len(script.CLAIMS)
-    takes(lines[-1].removeprefix("recommended: ").replace(": ", "="))
+    config_with(lines[-1].removeprefix("recommended: ").replace(": ", "="))
 
 
 def test_where_the_models_do_not_fit_their_speed_is_unknown(monkeypatch, capsys):
@@ -192,10 +192,10 @@ def test_collate_and_the_way_to_the_device_leave_tokens_integers():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generation_in_training_gives_the_network_sigma_and_not_t(dtype):
-    config, given = takes("monitoring.sample_steps=3"), []
+    config, sigmas = config_with("monitoring.sample_steps=3"), []
     model, _ = script.make("SEDD", (16, 1, 2, 8))
-    model.register_forward_pre_hook(lambda _, args: given.append(args[1][0].item()))
+    model.register_forward_pre_hook(lambda _, args: sigmas.append(args[1][0].item()))
     lengths = torch.tensor([9, 12]).numpy()
     sample_proteins(model, config, script.GRAPH, script.NOISE, lengths, 0, Ddp(), dtype)
     expected = script.NOISE(torch.linspace(1, 1e-5, 4, dtype=torch.float64))[0]
-    assert given == pytest.approx(expected.tolist(), rel=1e-5)
+    assert sigmas == pytest.approx(expected.tolist(), rel=1e-5)

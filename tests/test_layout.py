@@ -47,8 +47,8 @@ TABLE = {
     "bench_ddp": (SHARED | MODELS | DATA | {"train_sedd_ddp", "train_dpo_ddp"}, {"torch", "numpy"},
                   {"matplotlib"}),
     "plot_run": ({"run_log"}, {"numpy"}, {"matplotlib"}),
-    "test_aurora_ddp": ({"ddp_setup", "ddp_guard", "train_loop"}, {"torch", "numpy", "pytest"}, {"mpi4py"}),
-    "test_dtype": ({"ddp_setup", "train_loop"} | MODELS, {"torch", "numpy", "pytest"}, {"intel_extension_for_pytorch"}),
+    "test_aurora_ddp": ({"ddp_setup", "ddp_guard", "run_config", "train_loop"}, {"torch", "numpy", "pytest"}, {"mpi4py"}),
+    "test_dtype": ({"ddp_setup", "run_config", "train_loop"} | MODELS, {"torch", "numpy", "pytest"}, {"intel_extension_for_pytorch"}),
 }
 
 # Not needed to train; whoever lacks them must be able to import every file.
