@@ -1,7 +1,10 @@
-"""Gradients of train_sedd_ddp.accumulate on these ranks: torchrun --nproc_per_node=2 accumulate_gradients.py FASTA OUT
+"""Gradients of accumulated micro-batches on these ranks, of train_sedd_ddp.py's loss.
 
-Writes OUT, a dict {name of a setting: list over two steps of {parameter: gradient}}, from rank 0. Imported, it
-also gives the reference: one backward of sum / count over the whole global batch, in one process.
+    torchrun --nproc_per_node=2 accumulate_gradients.py FASTA OUT
+
+Writes OUT, a dict {name of a setting: list over two steps of {parameter: gradient}}, from rank 0.
+Imported, it also gives the reference: one backward of sum / count over the whole global batch, in
+one process.
 """
 
 import itertools
@@ -29,11 +32,12 @@ def build(proteins, ddp, dtype, reduction, micro, static, dropout=0.1):
     """(model with no zero gradient, dataset, schedule, graph, config, reader)."""
     config = Config()
     config.training.batch_size, config.training.seed = 3, 5
-    config.loss.reduction, config.model.dropout, config.data.max_length = reduction, dropout, MAX_LENGTH
+    config.loss.reduction, config.model.dropout = reduction, dropout
+    config.data.max_length = MAX_LENGTH
     graph, noise = make_graph("absorb", N_TOKENS), make_noise("loglinear")
     torch.manual_seed(0)
-    model = SEDD(graph.vocab_size, 32, 2, 2, 16, dropout, forbidden=(X_ID,
-                                                                     )).to(getattr(torch, dtype))
+    model = SEDD(graph.vocab_size, 32, 2, 2, 16, dropout, forbidden=(X_ID,))
+    model = model.to(getattr(torch, dtype))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():   # a fresh model has zeros in places, and zero gradients behind them
         for p in model.parameters():
@@ -73,7 +77,8 @@ def reference(proteins, ddp, **setting):
             score = model(b["xt"], sigma, b["mask"])
             loss, n = score_entropy_loss(score, sigma, b["dsigma"].to(exact), b["xt"], b["x0"],
                                          graph, b["mask"] & (b["x0"] != X_ID))
-            total, count = total + loss.sum(), count + (n.sum() if setting["reduction"] == "residue" else len(n))
+            total += loss.sum()
+            count += n.sum() if setting["reduction"] == "residue" else len(n)
         grads = torch.autograd.grad(total / count, list(model.parameters()))
         out.append({name: g for (name, _), g in zip(model.named_parameters(), grads)})
     return out

@@ -1,27 +1,33 @@
-"""Starts scripts under real launchers, for tests: python, torchrun, Open MPI, MPICH, Intel MPI, srun, two hosts.
+"""Starts scripts for tests under real launchers, on one host or two, or on forked ranks.
 
     result = run_ranks("openmpi", 4, [script, "--config", config], cwd=tmp_path)
     assert result.returncode == 0, result.text
 
-    with start_ranks("mpich", 2, [script], cwd=tmp_path) as running:     # for tests that signal ranks
+    with start_ranks("mpich", 2, [script], cwd=tmp_path) as running:     # to signal ranks
         running.wait_for("step 3", timeout=60)
         os.kill(running.rank_pids()[1], signal.SIGTERM)
         result = running.wait(timeout=30)
 
-Everything started carries a mark in its environment, so that processes are found (and ended) by their own
-id, whatever process group or session a launcher gave them; this needs /proc (Linux). Output goes to files, so
-that a hang shows what was printed. Scripts should print whole lines with flush=True: what is not flushed is
-lost when they are killed. MPICH is looked for in the environment that runs the tests, the others in its
-folder mpi/ (see jobs/test.sh).
+    result = fork_ranks(2, [script], cwd=tmp_path)      # no launcher, and no import of torch
 
-srun needs a Slurm, torchrun-2hosts and mpich-2hosts two hosts: the fixtures `slurm` and `two_hosts` of conftest.py
-bring them up for a session, on this machine (root only), and tell this file by SLURM_CONF and HOST_SHELL below.
+Everything started under a launcher carries a mark in its environment, so that processes are found
+(and ended) by their own id, whatever process group or session a launcher gave them; this needs
+/proc (Linux). Output goes to files, so that a hang shows what was printed. Scripts should print
+whole lines with flush=True: what is not flushed is lost when they are killed. MPICH is looked for
+in the environment that runs the tests, the others in its folder mpi/ (see jobs/test.sh).
+
+srun needs a Slurm, torchrun-2hosts and mpich-2hosts two hosts: the fixtures `slurm` and `two_hosts`
+of conftest.py bring them up for a session, on this machine (root only), and tell this file by
+SLURM_CONF and HOST_SHELL below.
 """
 
+import atexit
+import json
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,26 +38,30 @@ from pathlib import Path
 
 import pytest
 
-LAUNCHERS = ("python", "torchrun", "openmpi", "mpich", "intel", "srun", "torchrun-2hosts", "mpich-2hosts")
+LAUNCHERS = ("python", "torchrun", "openmpi", "mpich", "intel", "srun", "torchrun-2hosts",
+             "mpich-2hosts")
 MARK = "TEST_RUN_MARK"
 SLURM_CONF = None     # configuration file of the running two-node Slurm
-HOST_SHELL = None     # program that runs a command on a host that is a network namespace: HOST_SHELL HOST COMMAND...
+HOST_SHELL = None     # program: HOST_SHELL HOST COMMAND... runs it on a host, a network namespace
+_fork_server = None   # the process that forks the ranks of fork_ranks
 HOSTS = {"hostA": "10.77.0.1", "hostB": "10.77.0.2"}
 
 # What a batch system or an outer launcher may have left in our own environment.
-_DROPPED_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "OMPI_", "PRTE_", "PALS_", "MPI_LOCAL",
-                     "HYDRA_", "HYDI_", "I_MPI_", "MV2_", "FLUX_", "JSM_", "LSB_", "PBS_", "TORCHELASTIC_",
-                     "TORCH_", "GLOO_", "MPI4PY_", "DDP_", "ROLE_", "GROUP_")
-_DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
-            "PYTHONPATH")
+_DROPPED_PREFIXES = (
+    "SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "OMPI_", "PRTE_", "PALS_", "MPI_LOCAL", "HYDRA_",
+    "HYDI_", "I_MPI_", "MV2_", "FLUX_", "JSM_", "LSB_", "PBS_", "TORCHELASTIC_", "TORCH_", "GLOO_",
+    "MPI4PY_", "DDP_", "ROLE_", "GROUP_")
+_DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR",
+            "MASTER_PORT", "PYTHONPATH")
 # Where a rank's number stands in its environment, innermost launcher first.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def own_tracebacks(text):
-    """Number of tracebacks in `text` without those of torchrun's agent, which reports every failed worker, every signal
-    and every other agent that has left."""
-    agents = r'Traceback \(most recent call last\):\n(?:[ \t].*\n)*?[ \t]+File ".*/torch/distributed/(?:run\.py|elastic/)'
+    """Number of tracebacks in `text` without those of torchrun's agent, which reports every failed
+    worker, every signal and every other agent that has left."""
+    agents = (r'Traceback \(most recent call last\):\n(?:[ \t].*\n)*?'
+              r'[ \t]+File ".*/torch/distributed/(?:run\.py|elastic/)')
     return text.count("Traceback (most recent call last)") - len(re.findall(agents, text))
 
 
@@ -80,12 +90,12 @@ def why_unavailable(launcher):
     if not Path("/proc/self/environ").exists():
         return "processes are followed through /proc, which only Linux has"
     if launcher == "srun":
-        return None if SLURM_CONF else "srun: no Slurm is up; the fixture `slurm` brings one up, or skips with a reason"
+        return None if SLURM_CONF else "srun: no Slurm is up; the fixture `slurm` brings one up"
     if launcher.endswith("-2hosts") and not HOST_SHELL:
-        return f"{launcher}: no hosts; the fixture `two_hosts` brings them up, or skips with a reason"
+        return f"{launcher}: no hosts; the fixture `two_hosts` brings them up"
     if launcher == "torchrun-2hosts":
         return None
-    program = _mpi_home(launcher) / "bin" / ("mpiexec" if launcher.startswith("mpich") else "mpirun")
+    program = _starter(launcher)
     if program.exists():
         return None
     slow = " --slow" if launcher == "intel" else ""
@@ -101,14 +111,15 @@ def need(launcher):
 
 def python_of(launcher):
     """The interpreter whose mpi4py loads the MPI of `launcher`."""
-    return str(_mpi_home(launcher) / "bin" / "python") if launcher in ("openmpi", "intel") else sys.executable
+    own = launcher in ("openmpi", "intel")
+    return str(_mpi_home(launcher) / "bin" / "python") if own else sys.executable
 
 
 def clean_environment(launcher="python", env=None):
-    """A copy of os.environ without any launcher's variables, with one thread per process and with `env`."""
+    """A copy of os.environ without launchers' variables, with one thread per process and `env`."""
     clean = {key: value for key, value in os.environ.items()
              if not key.startswith(_DROPPED_PREFIXES) and key not in _DROPPED}
-    # Not PYTHONUNBUFFERED: it writes every argument of print by itself, and lines of several ranks get mixed.
+    # It writes every argument of print by itself, and lines of several ranks get mixed.
     clean.pop("PYTHONUNBUFFERED", None)
     clean["OMP_NUM_THREADS"] = "1"
     home = _mpi_home(launcher)
@@ -128,7 +139,8 @@ def clean_environment(launcher="python", env=None):
 def command(launcher, n, argv, flags=()):
     """The command line, as a list, that starts `python argv` on n ranks of this machine.
 
-    flags: more words for the launcher itself. Of srun's ranks half are on each of its two nodes, of mpich-2hosts too.
+    flags: more words for the launcher itself. Half of the ranks of srun and of mpich-2hosts are on
+    each of two nodes.
     """
     argv = [str(word) for word in argv]
     python = python_of(launcher)
@@ -140,31 +152,32 @@ def command(launcher, n, argv, flags=()):
         return host_commands(launcher, n, argv)[0]
     if launcher == "srun":
         nodes = min(n, 2)
-        return ["srun", f"--nodes={nodes}", f"--ntasks={n}", f"--ntasks-per-node={n // nodes}", python, *argv]
+        return ["srun", f"--nodes={nodes}", f"--ntasks={n}", f"--ntasks-per-node={n // nodes}",
+                python, *argv]
     if launcher == "python":
         if n != 1:
             raise ValueError(f"plain python starts one rank, {n} were asked for")
         return [python, *argv]
     if launcher == "torchrun":
-        return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *argv]
+        return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}",
+                *argv]
     if launcher == "openmpi":
-        # It refuses root, more ranks than cores, and binding more ranks than cores, each unless told.
+        # It refuses root, and more ranks than cores, bound or not, each unless told otherwise.
         flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-        return [str(_mpi_home(launcher) / "bin" / "mpirun"), *flags, "-n", str(n), python, *argv]
-    program = "mpiexec" if launcher == "mpich" else "mpirun"
-    return [str(_mpi_home(launcher) / "bin" / program), "-n", str(n), python, *argv]
+        return [str(_starter(launcher)), *flags, "-n", str(n), python, *argv]
+    return [str(_starter(launcher)), "-n", str(n), python, *argv]
 
 
 def host_commands(launcher, n, argv):
-    """The command lines, as a list, that together start `python argv` on n ranks, half of them on each of two hosts."""
+    """The command lines that together start `python argv` on n ranks, half on each of two hosts."""
     python, half, argv = python_of(launcher), n // 2, [str(word) for word in argv]
     if launcher == "torchrun-2hosts":
-        run = [python, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={half}", "--rdzv_backend=c10d",
-               f"--rdzv_endpoint={HOSTS['hostA']}:29400", *argv]
+        run = [python, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={half}",
+               "--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS['hostA']}:29400", *argv]
         return [[str(HOST_SHELL), host, "exec " + shlex.join(run)] for host in HOSTS]
     # The agents on the hosts connect back to mpiexec, so it must run on one of them too.
-    run = [str(_mpi_home(launcher) / "bin" / "mpiexec"), "-launcher", "rsh", "-launcher-exec", str(HOST_SHELL),
-           "-hosts", ",".join(HOSTS), "-ppn", str(half), "-n", str(n), python, *argv]
+    run = [str(_starter(launcher)), "-launcher", "rsh", "-launcher-exec", str(HOST_SHELL), "-hosts",
+           ",".join(HOSTS), "-ppn", str(half), "-n", str(n), python, *argv]
     return [[str(HOST_SHELL), "hostA", "exec " + shlex.join(run)]]
 
 
@@ -172,25 +185,60 @@ def run_ranks(launcher, n, argv, cwd, env=None, timeout=600, leftover_grace=2.0,
     """Run `python argv` on n ranks in folder `cwd` to its end and return a Result.
 
     env:             variables added to a clean environment; a value of None removes one.
-    timeout:         seconds; then everything started is killed and TimeoutError shows what was printed.
-    leftover_grace:  seconds in which processes may end after the launcher before they count as left over.
+    timeout:         seconds; then all is killed and TimeoutError shows what was printed.
+    leftover_grace:  seconds in which processes may end after the launcher, or are left over.
     Processes left over are named in the Result and then killed.
     """
     with start_ranks(launcher, n, argv, cwd, env, flags) as running:
         return running.wait(timeout, leftover_grace)
 
 
+def fork_ranks(n, argv, cwd, env=None, timeout=300):
+    """Run `python argv` on n ranks without a launcher, in processes forked from one that has
+    imported torch, and return a Result.
+
+    They have the variables of torchrun and no guard. returncode: 0, or that of the first rank that
+    failed; -9 is that of a rank which was still there after `timeout` seconds, or three seconds
+    after another had failed.
+    """
+    global _fork_server
+    if _fork_server is None or _fork_server.poll() is not None:
+        _fork_server = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("forked_ranks.py")], text=True,
+            env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        atexit.register(_fork_server.communicate)      # closes its stdin, which ends it
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = clean_environment(env={"DDP_GUARD": 0, **(env or {})})
+    here = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [common | {name: str(value) for name, value in here.items()}
+             | {"RANK": str(k), "LOCAL_RANK": str(k)} for k in range(n)] if n > 1 else [common]
+    run = {"argv": list(map(str, argv)), "cwd": str(cwd), "ranks": ranks, "timeout": timeout}
+    start = time.monotonic()
+    try:
+        _fork_server.stdin.write(json.dumps(run) + "\n")
+        _fork_server.stdin.flush()
+        codes, stdout, stderr = zip(*json.loads(_fork_server.stdout.readline()))
+    except BaseException:       # a test's time limit, say: its answer is not for the next one
+        _fork_server.terminate()
+        _fork_server.wait()
+        raise
+    return Result(next(filter(None, codes), 0), "".join(stdout), "".join(stderr),
+                  time.monotonic() - start)
+
+
 def start_ranks(launcher, n, argv, cwd, env=None, flags=()):
-    """As run_ranks, but returns at once: a Running, to be used in a `with`, whose end kills what is left."""
+    """As run_ranks, but returns at once: a Running, for a `with`, whose end kills what is left."""
     need(launcher)
     more = host_commands(launcher, n, argv)[1:] if launcher.endswith("-2hosts") else ()
     return Running(command(launcher, n, argv, flags), cwd, clean_environment(launcher, env), more)
 
 
 class Running:
-    """A started launcher. `process` is its Popen; `stdout()` and `stderr()` are what was printed so far.
+    """A started launcher: `process` is its Popen, `stdout()` and `stderr()` what was printed yet.
 
-    more: command lines of the same run's launchers on other hosts; `processes` are the Popens of all.
+    more: command lines of the same run's launchers on other hosts; `processes`: Popens of all.
     """
 
     def __init__(self, words, cwd, env, more=()):
@@ -199,9 +247,10 @@ class Running:
         self._mark = f"{MARK}={mark}"
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self._start = time.monotonic()
-        self.processes = [subprocess.Popen(each, cwd=cwd, env=env | {MARK: mark}, start_new_session=True,
-                                           stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err)
-                          for each in (words, *more)]
+        self.processes = [
+            subprocess.Popen(each, cwd=cwd, env=env | {MARK: mark}, start_new_session=True,
+                             stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err)
+            for each in (words, *more)]
         self.process = self.processes[0]
 
     def __enter__(self):
@@ -219,12 +268,12 @@ class Running:
         return _read(self._err)
 
     def pids(self):
-        """Ids of all live processes of this run: launcher, its helpers, ranks and their children."""
+        """Ids of all live processes of this run: launcher, helpers, ranks and their children."""
         return [pid for pid in _all_pids() if self._mark in _environment(pid)]
 
     def rank_pids(self):
-        """{rank: process id} of the ranks that run now: of guarded ones the guard's child, not the guard. A rank's own
-        children do not count."""
+        """{rank: process id} of the ranks that run now: of guarded ones the guard's child. A rank's
+        own children do not count."""
         return {rank: pid for rank, (guard, pid) in self._ranks().items()}
 
     def guard_pids(self):
@@ -236,26 +285,29 @@ class Running:
         ranks, guarded = {}, {}
         for pid in self.pids():
             environment = dict(entry.partition("=")[::2] for entry in _environment(pid))
-            number = next((environment[name] for name in _RANK_VARIABLES if name in environment), None)
+            number = next(filter(None, map(environment.get, _RANK_VARIABLES)), None)
             if number is not None:
                 ranks[pid] = int(number)
             if environment.get("DDP_GUARD_FD", "").endswith(f":{_parent(pid)}"):
                 guarded[_parent(pid)] = pid
-        return {rank: (pid, guarded.get(pid, pid)) for pid, rank in ranks.items() if ranks.get(_parent(pid)) != rank}
+        return {rank: (pid, guarded.get(pid, pid)) for pid, rank in ranks.items()
+                if ranks.get(_parent(pid)) != rank}
 
     def wait_for(self, text, timeout):
-        """Return once `text` was printed on either stream; TimeoutError if launcher or time end first."""
-        self._wait_until(lambda: text in self.stdout() or text in self.stderr(), repr(text), timeout)
+        """Return once `text` was printed on either stream; TimeoutError if all ends first."""
+        self._wait_until(lambda: text in self.stdout() + self.stderr(), repr(text), timeout)
 
     def wait_for_step(self, step, timeout):
-        """Return once optimizer step `step` or a later one was printed; TimeoutError as in wait_for."""
-        printed = lambda: map(int, re.findall(r"^step (\d+)/\d+  loss", self.stdout(), re.M))
-        self._wait_until(lambda: max(printed(), default=0) >= step, f"step {step}", timeout)
+        """Return once optimizer step `step`, or a later one, was printed; else as in wait_for."""
+        def seen():
+            printed = re.findall(r"^step (\d+)/\d+  loss", self.stdout(), re.M)
+            return max(map(int, printed), default=0) >= step
+        self._wait_until(seen, f"step {step}", timeout)
 
     def _wait_until(self, seen, what, timeout):
         deadline = time.monotonic() + timeout
         while True:
-            ended = self.process.poll() is not None     # asked before reading, so as not to miss last words
+            ended = self.process.poll() is not None     # before reading: last words may be there
             if seen():
                 return
             if ended or time.monotonic() > deadline:
@@ -264,10 +316,11 @@ class Running:
             time.sleep(0.05)
 
     def wait(self, timeout, leftover_grace=2.0):
-        """Wait for the launcher to end and return a Result; TimeoutError with the output if it does not."""
+        """Wait for the launcher's end and return a Result; TimeoutError with the output without."""
         try:
             end = time.monotonic() + timeout
-            returncodes = [process.wait(max(0.0, end - time.monotonic())) for process in self.processes]
+            returncodes = [process.wait(max(0.0, end - time.monotonic()))
+                           for process in self.processes]
         except subprocess.TimeoutExpired:
             alive = [_describe(pid) for pid in self.pids()]
             self.kill()
@@ -294,7 +347,7 @@ class Running:
             if not pids:
                 return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"processes {pids} of {' '.join(self.words)} do not end by SIGKILL")
+                raise RuntimeError(f"{pids} of {' '.join(self.words)} do not end by SIGKILL")
             for pid in pids:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -307,20 +360,29 @@ class Running:
 
 
 def _mpi_home(launcher):
-    return {"mpich": Path(sys.prefix), "mpich-2hosts": Path(sys.prefix), "openmpi": Path(sys.prefix, "mpi", "openmpi"),
-            "intel": Path(sys.prefix, "mpi", "intel")}.get(launcher)
+    here = Path(sys.prefix)
+    return {"mpich": here, "mpich-2hosts": here, "openmpi": here / "mpi" / "openmpi",
+            "intel": here / "mpi" / "intel"}.get(launcher)
+
+
+def _starter(launcher):
+    program = "mpiexec" if launcher.startswith("mpich") else "mpirun"
+    return _mpi_home(launcher) / "bin" / program
 
 
 def stolen_seconds():
-    """Seconds, since boot, in which the machine below gave one of our cores to others (the core that lost most) (0 where unknown).
+    """Seconds, since boot, in which the machine below gave one of our cores to others.
+
+    Of the core that lost most; 0 where unknown.
 
     Limits in seconds are meant for a machine that runs; a virtual one may be away for most of them.
     """
     try:
-        rows = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+        lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
         return 0.0
-    return max(int(row[8]) for row in rows if row[0] != "cpu") / os.sysconf("SC_CLK_TCK")
+    rows = [line.split() for line in lines if re.match(r"cpu\d", line)]
+    return max(int(row[8]) for row in rows) / os.sysconf("SC_CLK_TCK")
 
 
 def _read(file):
@@ -332,11 +394,12 @@ def _read(file):
 def _all_pids():
     if not os.path.isdir("/proc"):
         return []
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def _environment(pid):
-    """The environment a process was started with; empty for one that has ended or is somebody else's."""
+    """The environment a process was started with; empty for one that has ended, or not ours."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -1,12 +1,13 @@
-"""Kills a small SEDD run on 2 ranks at random, resumes it each time, and tells whether anything was lost.
+"""Kills a small SEDD run on 2 ranks at random, resumes it each time, and tells what was lost.
 
     python tests/soak_sedd.py --kills 200 --launcher torchrun --launcher mpich --seed 0
 
-Each start is the same command. It is hit at a random moment, from the first rank's appearance on, by SIGTERM (45 %),
-SIGKILL (45 %) or SIGSTOP (10 %) to a random rank. Then all processes must be gone in time (else: a hang), every
-checkpoint in the run directory must be whole, and the next start goes on. A run that comes to its end is compared, to
-the last bit, with one that nothing happened to, and the next one begins. Prints a line per kill and a tally; the exit
-code is 0 if there was no hang, no corrupt checkpoint, no other failure and no difference.
+Each start is the same command. It is hit at a random moment, from the first rank's appearance on,
+by SIGTERM (45 %), SIGKILL (45 %) or SIGSTOP (10 %) to a random rank. Then all processes must be
+gone in time (else: a hang), every checkpoint in the run directory must be whole, and the next start
+goes on. A run that comes to its end is compared, to the last bit, with one that nothing happened
+to, and the next one begins. Prints a line per kill and a tally; the exit code is 0 if there was no
+hang, no corrupt checkpoint, no other failure and no difference.
 """
 
 import argparse
@@ -33,7 +34,8 @@ from launchers import run_ranks, start_ranks, stolen_seconds  # noqa: E402
 STEPS, WATCHDOG, INIT = 300, 8.0, 20.0     # optimizer steps of a run; seconds
 GONE = 15.0   # seconds in which all must be gone after SIGKILL or SIGTERM
 CONFIG = f"""
-training: {{batch_size: 8, accum: 2, n_iters: {STEPS}, eval_freq: 50, log_freq: 5, snapshot_freq: 10}}
+training: {{batch_size: 8, accum: 2, n_iters: {STEPS}, eval_freq: 50, log_freq: 5,
+            snapshot_freq: 10}}
 optim: {{lr: 3e-3, warmup: 4, ema: 0.9}}
 model: {{hidden_size: 48, n_blocks: 2, n_heads: 2, cond_dim: 16, dropout: 0.1}}
 data: {{max_length: 64, val_fraction: 0.05, demo_proteins: 1000}}
@@ -69,14 +71,15 @@ def corrupt_checkpoints(run_dir):
 
 
 def metrics_are_whole(run_dir, reference):
-    rows = [[(row["step"], row["loss"]) for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
-            for folder in (run_dir, reference)]
+    texts = [(folder / "metrics.jsonl").read_text() for folder in (run_dir, reference)]
+    rows = [[(row["step"], row["loss"]) for row in map(json.loads, text.splitlines())]
+            for text in texts]
     return rows[0] == rows[1]
 
 
 def hit(launcher, words, folder, draw):
-    """One start in `folder` and one kill -> (signal, None if the run ended before it; seconds until all were gone;
-    Result, None if it hung; what was printed)."""
+    """One start in `folder` and one kill -> (signal, None if the run ended before it; seconds until
+    all were gone; Result, None if it hung; what was printed)."""
     kind, rank, lively = draw.choice(SIGNALS), draw.randrange(2), draw.random() < 0.7
     with start_ranks(launcher, 2, words, folder) as running:
         # 30 % at any moment after the ranks appeared, the others from the first step on, where the
@@ -98,7 +101,10 @@ def hit(launcher, words, folder, draw):
         # Stopped before the ranks have met: one waits for the other for INIT + 20 s, then torchrun
         # for 30 s. Stopped in the last second: its guard ends it after EXIT seconds.
         limit = GONE + (max(INIT + 20.0 + 30.0, EXIT) if kind == signal.SIGSTOP else 0.0)
-        gone = lambda: time.monotonic() - start - (stolen_seconds() - stolen)
+
+        def gone():
+            return time.monotonic() - start - (stolen_seconds() - stolen)
+
         while running.pids() and gone() < limit + 60.0:
             time.sleep(0.05)
         seconds = gone()
@@ -108,7 +114,8 @@ def hit(launcher, words, folder, draw):
 
 
 def soak(launcher, kills, seed, folder):
-    draw, tally, longest = random.Random(f"{launcher} {seed}"), collections.Counter(), collections.Counter()
+    draw = random.Random(f"{launcher} {seed}")
+    tally, longest = collections.Counter(), collections.Counter()
     (folder / "config.yaml").write_text(CONFIG)
     reference = folder / "undisturbed"
     reference.mkdir()
@@ -125,7 +132,8 @@ def soak(launcher, kills, seed, folder):
             kind, seconds, text = None, 0.0, result.text
         name = kind.name if kind else "not hit"
         run_dir = current / "run"
-        status = json.loads((run_dir / "status.json").read_text()) if (run_dir / "status.json").exists() else {}
+        path = run_dir / "status.json"
+        status = json.loads(path.read_text()) if path.exists() else {}
         step = "-"
         if kind:
             done += 1

@@ -44,15 +44,33 @@ if "leave" not in sys.argv:
 """
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """A folder with jobs/, nothing to install and a short script; its name holds a space."""
-    folder = tmp_path / "a copy"
+def make_copy(parent):
+    folder = parent / "a copy"
     shutil.copytree(ROOT / "jobs", folder / "jobs")
     (folder / "requirements.txt").write_text("")
     (folder / "script.py").write_text(SCRIPT)
     (folder / "config.yaml").write_text("")
     return folder
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A folder with jobs/, nothing to install and a short script; its name holds a space."""
+    return make_copy(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Such a folder after two calls of local.sh at once, and what they printed.
+
+    To make its environment takes seconds.
+    """
+    need("mpich")
+    folder = make_copy(tmp_path_factory.mktemp("installed"))
+    both = [start_local_sh(folder, "3", "--data", f"{name} b") for name in "ac"]
+    printed = [process.communicate(timeout=800)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], printed
+    return folder, printed
 
 
 def start_local_sh(folder, *arguments, **variables):
@@ -72,12 +90,11 @@ def local_sh(folder, *arguments, **variables):
     return process.returncode, printed
 
 
-def test_local_sh_makes_its_environment_once_and_updates_it_with_the_requirements(copy):
-    need("mpich")
-    code, printed = local_sh(copy, "3", "--data", "a b")
-    assert code == 0, printed
-    assert printed.count("arguments ['--config', 'config.yaml', '--data', 'a b']") == 3
-    assert "making .venv" in printed and "installing" in printed
+def test_local_sh_makes_its_environment_once_and_updates_it_with_the_requirements(installed):
+    copy, printed = installed
+    for name, text in zip("ac", printed):
+        assert text.count(f"arguments ['--config', 'config.yaml', '--data', '{name} b']") == 3
+    assert "".join(printed).count("making .venv") == "".join(printed).count("installing") == 1
 
     code, printed = local_sh(copy, "x=1", NPROC="1", OMP_NUM_THREADS="6")
     assert code == 0, printed
@@ -89,9 +106,10 @@ def test_local_sh_makes_its_environment_once_and_updates_it_with_the_requirement
     assert code == 5, printed
     assert "making" not in printed and "installing" in printed
 
-    moved = copy.rename(copy.with_name("moved copy"))       # an environment holds its own path
-    code, printed = local_sh(moved, "1", PYTHON="")
-    assert code == 0 and f"in {moved})" in printed and "making" in printed, printed
+    stamp = copy / ".venv" / "stamp"                # an environment holds its own path
+    stamp.write_text(stamp.read_text().replace("a copy", "another copy"))
+    code, printed = local_sh(copy, "1", PYTHON="")
+    assert code == 0 and f"in {copy})" in printed and "making" in printed, printed
 
 
 def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(copy):
@@ -113,15 +131,18 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
     assert code == 0 and "making .venv" in printed, printed
 
 
-def test_local_sh_starts_the_scripts_own_launcher_and_ends_with_its_code_and_last_line(copy):
-    (copy / "script.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(2)\n")
-    code, printed = local_sh(copy, "3", "x=1", LAUNCHER="torchrun", ARGS="--seed 5")
+def test_local_sh_starts_the_scripts_own_launcher_and_ends_with_its_code_and_last_line(installed):
+    copy, given = installed[0], {"SCRIPT": "failing.py", "LAUNCHER": "torchrun"}
+    (copy / "failing.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(2)\n")
+    for log in (copy / "logs").glob("*"):
+        log.unlink()
+    code, printed = local_sh(copy, "3", "x=1", ARGS="--seed 5", **given)
     words = ["--nproc_per_node", "3", "--config", "config.yaml", "--seed", "5", "x=1"]
     assert code == 2 and printed.splitlines()[-1] == str(words), printed
     log, = (copy / "logs").iterdir()
     assert re.fullmatch(r"config-[\d-]+\.log", log.name) and printed.endswith(log.read_text())
     assert str(words) in log.read_text()
-    code, printed = local_sh(copy, "1", LAUNCHER="torchrun", LOGS="0")
+    code, printed = local_sh(copy, "1", LOGS="0", **given)
     assert code == 2 and "'--nproc_per_node', '1'" in printed
     assert [*(copy / "logs").iterdir()] == [log]
 
@@ -135,17 +156,6 @@ def test_local_sh_takes_data_from_where_it_is_called_and_all_else_from_its_own_f
     here = str(copy.parent / "my.fasta")
     assert code == 0 and shlex.split(printed.splitlines()[-1])[-8:] == [
         "--data", here, f"--data={here}", f"data.file={here}", *words[-4:]], printed
-
-
-def test_two_calls_at_once_make_one_environment(copy):
-    need("mpich")
-    if not shutil.which("flock"):
-        pytest.skip("without flock calls do not wait for each other")
-    both = [start_local_sh(copy, "1", name) for name in ("first", "second")]
-    printed = [process.communicate(timeout=800)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], printed
-    assert "".join(printed).count("making .venv") == 1
-    assert "'first'" in printed[0] and "'second'" in printed[1]
 
 
 @pytest.mark.parametrize("path", [*sorted((ROOT / "jobs").iterdir()), ROOT / ".ci" / "run"],

@@ -450,7 +450,7 @@ def killed_at(moment, *arguments, **options):
 
 
 def check_kills(tmp_path, n_kills, seed):
-    file = write_fasta(tmp_path / "in.fasta.gz", random_proteins(3000))
+    file = write_fasta(tmp_path / "in.fasta.gz", random_proteins(1500))
 
     def killed(moment, out):
         return killed_at(moment, out, file, val_fraction=0.1)
@@ -471,7 +471,7 @@ def check_kills(tmp_path, n_kills, seed):
 
 
 def test_a_preparing_that_is_killed_is_done_by_the_same_command(tmp_path, small_pieces):
-    check_kills(tmp_path, 3, seed=0)
+    check_kills(tmp_path, 2, seed=0)
 
 
 def test_a_kill_at_any_step_leaves_no_folder_or_a_whole_one(tmp_path, out):
@@ -500,13 +500,13 @@ def test_memory_is_bounded_whatever_the_size_of_the_source(tmp_path):
     rng, peaks = np.random.default_rng(0), []
     letters = np.frombuffer(AMINO_ACIDS.encode(), np.uint8)
     path = tmp_path / "in.fasta"
-    for n in (100_000, 200_000):                                # 30 and 60 MB
+    for n in (60_000, 120_000):                                 # 18 and 36 MB
         rows = np.full((n, 302), ord("\n"), np.uint8)
         rows[:, 0] = ord(">")
         rows[:, 2:301] = letters[rng.integers(0, 20, (n, 299), np.uint8)]
         path.write_bytes(rows.tobytes())
         script = ("import resource, sys, prepare_uniref50 as p; "
-                  "p.FLUSH_BYTES, p.BUCKET_BYTES = 16 << 20, 12 << 20; "
+                  "p.FLUSH_BYTES, p.BUCKET_BYTES = 8 << 20, 6 << 20; "
                   "code = p.main(sys.argv[1:]); "
                   "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)")
         # By way of a shell that forks: a child of this process would begin with our own peak.

@@ -29,7 +29,10 @@ def test_a_row_is_in_the_file_as_soon_as_metrics_returns_with_step_first(tmp_pat
 def test_nan_and_infinity_leave_valid_json(tmp_path):
     log = RunLog(tmp_path, is_main=True)
     log.metrics(1, {"loss": float("nan"), "ppl": float("inf"), "lr": 1e-4})
-    refuse = lambda word: pytest.fail(f"{word} is not JSON")
+
+    def refuse(word):
+        pytest.fail(f"{word} is not JSON")
+
     row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert row == {"step": 1, "loss": None, "ppl": None, "lr": 1e-4}
     log.close()
@@ -111,8 +114,8 @@ def test_without_a_terminal_progress_is_plain_lines_of_at_most_80_columns(tmp_pa
     out, err = capsys.readouterr()
     first, second = out.splitlines()
     assert first == "step 119990/1300000  loss 2.812  ppl 16.6  12,300 res/s"
-    assert re.fullmatch(r"step 120000/1300000  loss 2.812  ppl 16.6  1,234,567 res/s  ETA \d+:\d\d:\d\d.*",
-                        second)
+    figures = "step 120000/1300000  loss 2.812  ppl 16.6  1,234,567 res/s"
+    assert re.fullmatch(figures + r"  ETA \d+:\d\d:\d\d.*", second)
     assert len(second) <= 80 and err == ""
 
 

@@ -567,8 +567,7 @@ def test_a_tenth_of_the_structures_at_least_one_is_held_out_whole(n, fraction, n
     assert len(keys(val)) == n_val and not keys(train) & keys(val) and warning is None
     assert sorted(map(id, train + val)) == sorted(map(id, pairs))
     assert shared_structures(train, val) == []
-    assert shared_structures(pairs, val) == sorted(
-        {pair.complex.structure.name for pair in val})
+    assert shared_structures(pairs, val) == sorted({pair.complex.structure.name for pair in val})
 
 
 def test_the_split_depends_on_seed_and_content_not_on_order_or_copies():

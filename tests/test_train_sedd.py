@@ -1,6 +1,7 @@
-"""Does train_sedd_ddp.py train the right thing, the same on any number of ranks, and stop, go on and refuse as it says?
+"""Does train_sedd_ddp.py train the right thing on any number of ranks, stop, go on and refuse?
 
-Runs under launchers import torch in every rank (seconds), so each of them serves several tests.
+Runs under launchers import torch in every rank (seconds), so each of them serves several tests;
+where the launcher does not matter, ranks are forked.
 """
 
 import json
@@ -21,7 +22,7 @@ import torch
 
 from accumulate_gradients import SETTINGS, accumulated, build, reference
 from ddp_setup import Ddp, load_checkpoint
-from launchers import clean_environment, need, own_tracebacks, run_ranks, start_ranks
+from launchers import clean_environment, fork_ranks, need, run_ranks, start_ranks
 import bench_ddp
 import prepare_uniref50
 import sequence_batches
@@ -37,7 +38,7 @@ from train_sedd_ddp import (Config, MicroBatches, check_config, describe_plan, m
                             prepare, train)
 
 from training import (  # noqa: F401 (the fixture one_thread)
-    NAN_LOSS, ROOT, command_lines, losses, one_thread, rows, same_run, steps_with_a_nan, timeless, words)
+    NAN_LOSS, ROOT, command_lines, losses, one_thread, rows, same_run, steps_with_a_nan, words)
 
 SCRIPT, DEMO = ROOT / "train_sedd_ddp.py", ROOT / "configs" / "sedd_demo.yaml"
 TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,
@@ -78,6 +79,14 @@ def run(config, work_dir, **options):
     return main(config, Ddp(), work_dir, **options)
 
 
+@pytest.fixture(scope="module")
+def straight(fasta, tmp_path_factory):
+    """The folder of a finished run of tiny(fasta), to compare with."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    run(tiny(fasta), folder)
+    return folder
+
+
 def weights(work_dir, name="last.pt"):
     state = load_checkpoint(str(Path(work_dir) / "checkpoints" / name))
     return state["model"] | {f"ema {i}": p for i, p in enumerate(state["ema"]["shadow_params"])}
@@ -93,7 +102,7 @@ ALIKE = words({"training.batch_size": 8, "training.n_iters": 10, "training.eval_
                "training.eval_samples": 1, "training.log_freq": 1, "optim.warmup": 3,
                "model.hidden_size": 64, "model.n_blocks": 2, "model.dropout": 0.1,
                "data.demo_proteins": 600, "monitoring.sample_steps": 2})
-RANKS = {"python": 1, "torchrun": 2, "mpich": 2, "openmpi": 4}
+RANKS = {"alone": 1, "torchrun": 2, "mpich": 2, "openmpi": 4}
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +116,20 @@ def demo(tmp_path_factory):
             n, folder = RANKS[launcher], tmp_path_factory.mktemp(launcher)
             more = [f"training.accum={4 // n}",
                     f"training.num_workers={1 if launcher == 'torchrun' else 0}"]
-            result = run_ranks(launcher, n, [SCRIPT, "--config", DEMO, *ALIKE, *more], folder,
-                               timeout=600)
+            argv = [SCRIPT, "--config", DEMO, *ALIKE, *more]
+            result = (fork_ranks(n, argv, folder) if launcher == "alone" else
+                      run_ranks(launcher, n, argv, folder))
             assert result.returncode == 0 and not result.leftover, result.text
             done[launcher] = folder / "runs" / "sedd_demo", result
         return done[launcher]
     return get
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpich", "openmpi"])
+@pytest.mark.parametrize("launcher", [
+    "torchrun", "mpich", pytest.param("openmpi", marks=pytest.mark.slow)])
 def test_the_same_global_batch_gives_the_same_losses_under_any_launcher(demo, launcher):
     need(launcher)
-    one, other = rows(demo("python")[0]), rows(demo(launcher)[0])
+    one, other = rows(demo("alone")[0]), rows(demo(launcher)[0])
     assert [row["step"] for row in other] == list(range(1, 11))
     for a, b in zip(one, other):
         keys = ["loss", "perplexity", "lr"] + [k for k in a if k.startswith("val/")]
@@ -131,7 +142,7 @@ def test_the_same_global_batch_gives_the_same_losses_under_any_launcher(demo, la
 
 
 def test_the_first_row_of_metrics_holds_what_scaling_did_and_every_row_step_and_loss(demo):
-    table = rows(demo("python")[0])
+    table = rows(demo("alone")[0])
     assert {k: table[0][k] for k in table[0] if k.startswith("ddp/")} == {
         # 1e-3 at 64, and 32 here
         "ddp/world_size": 1, "ddp/effective_batch_size": 32, "ddp/scaled_lr": 5e-4,
@@ -140,23 +151,8 @@ def test_the_first_row_of_metrics_holds_what_scaling_did_and_every_row_step_and_
     assert all("step" in row and math.isfinite(row["loss"]) for row in table)
 
 
-def test_a_run_saved_on_two_ranks_goes_on_alone_with_the_same_global_batch(demo, tmp_path):
-    for launcher in ("python", "mpich"):
-        shutil.copytree(demo(launcher)[0], tmp_path / launcher)
-    go_on = ["--config", DEMO, *ALIKE, "training.n_iters=13"]
-    out = command_lines("train_sedd_ddp", [[*go_on, "training.accum=4", "--work_dir", "python"],
-                         [*go_on, "training.accum=2", "--work_dir", "mpich"]], tmp_path)
-    for code, stdout, stderr in out:
-        assert code == 0, stdout + stderr
-        assert "continuing from step 10" in stdout and "lr 0.0005, warm-up 2 steps, kept" in stdout
-    assert "accum is 4 and not 2" in out[1][1]
-    one, other = rows(tmp_path / "python"), rows(tmp_path / "mpich")
-    assert [row["step"] for row in other] == list(range(1, 14))
-    assert [row["loss"] for row in other] == pytest.approx([row["loss"] for row in one], rel=1e-5)
-
-
 def worst_difference(found, expected):
-    """Largest relative norm of a difference, over parameters and steps; no reference may be zero."""
+    """Largest relative norm of a difference over parameters and steps, of references not zero."""
     return max(float((a[name] - b[name]).norm() / b[name].norm())
                for a, b in zip(found, expected, strict=True) for name in b)
 
@@ -168,23 +164,13 @@ def references(fasta):
     return {name: reference(proteins, Ddp(), **s) for name, s in plain.items()}
 
 
-@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 2), ("mpich", 4)])
-def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(fasta, references,
-                                                                               tmp_path, launcher,
-                                                                               n):
-    need(launcher)
-    if n == 1:
-        proteins, _ = read_sequences(fasta)
-        found = {name: accumulated(proteins, Ddp(), **s) for name, s in SETTINGS.items()}
-    else:
-        script = [ROOT / "tests" / "accumulate_gradients.py", fasta, "out.pt"]
-        done = run_ranks(launcher, n, script, tmp_path, timeout=600)
-        assert done.returncode == 0, done.text
-        found = torch.load(tmp_path / "out.pt", weights_only=True)
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(
+        fasta, references, tmp_path, n):
+    done = fork_ranks(n, [ROOT / "tests" / "accumulate_gradients.py", fasta, "out.pt"], tmp_path)
+    assert done.returncode == 0, done.text
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
     worst = {name: worst_difference(found[name], references[name]) for name in SETTINGS}
-    print(f"largest relative difference on {n} rank(s): ", {d: max(v for k, v in worst.items()
-                                                                   if d in k)
-                                                            for d in ("float64", "float32")})
     assert all(w < (1e-10 if "float64" in name else 1e-5) for name, w in worst.items()), worst
 
 
@@ -259,14 +245,14 @@ def test_noise_is_keyed_by_step_and_micro_batch_and_spares_padding(fasta):
     assert (a["xt"][~a["mask"]] == X_ID).all() and not a["full"]
 
 
-def test_workers_and_repetition_change_nothing(fasta, tmp_path):
-    for name, workers in (("a", 0), ("again", 0), ("workers", 2)):
-        run(tiny(fasta, training__num_workers=workers), tmp_path / name)
-    for other in ("again", "workers"):
-        assert_equal_weights(weights(tmp_path / "a"), weights(tmp_path / other))
-        assert losses(tmp_path / "a") == losses(tmp_path / other)
-        assert (tmp_path / other / "samples" / "step_12.fasta").read_text() == (
-            tmp_path / "a" / "samples" / "step_12.fasta").read_text()
+def test_workers_and_repetition_change_nothing(fasta, straight, tmp_path):
+    for workers in (0, 1):
+        other = tmp_path / str(workers)
+        run(tiny(fasta, training__num_workers=workers), other)
+        assert_equal_weights(weights(straight), weights(other))
+        assert losses(straight) == losses(other)
+        sampled = [folder / "samples" / "step_12.fasta" for folder in (straight, other)]
+        assert sampled[0].read_text() == sampled[1].read_text()
 
 
 # ---- prepared folders ----
@@ -284,46 +270,25 @@ def own_copy(prepared, tmp_path):
     return shutil.copytree(prepared, tmp_path / "copy")
 
 
-def test_real_proteins_train_alike_from_fasta_and_from_the_folder_prepared_of_them(shared,
-                                                                                   tmp_path):
-    file = shared / "data" / "proteins.fasta.gz"
-    prepare_uniref50.main([str(tmp_path / "folder"), "--fasta", str(file), "--val_fraction",
-                           "0.01"])
-    settings = dict(data__val_fraction=0.01, training__n_iters=20, training__eval_freq=20,
-                    data__max_length=200)
-    run(tiny(file, **settings), tmp_path / "a")
-    run(tiny(tmp_path / "folder", **settings), tmp_path / "b")
-    assert_equal_weights(weights(tmp_path / "a"), weights(tmp_path / "b"))
-    assert len(losses(tmp_path / "a")) == 20 and losses(tmp_path / "a") == losses(tmp_path / "b")
-    assert rows(tmp_path / "a")[-1]["val/loss"] == rows(tmp_path / "b")[-1]["val/loss"]
-    sampled = [(tmp_path / name / "samples" / "step_20.fasta").read_text() for name in "ab"]
-    assert sampled[0] == sampled[1]
-
-
-@pytest.mark.parametrize("launcher, n", [("mpich", 2), pytest.param("torchrun", 4,
-                                                                    marks=pytest.mark.slow)])
-def test_ranks_read_the_same_from_a_prepared_folder_or_from_a_copy_on_their_host(launcher, n, fasta,
-                                                                                 prepared,
-                                                                                 tmp_path):
-    need(launcher)
+def test_ranks_read_the_same_from_a_prepared_folder_or_from_a_copy_on_their_host(
+        fasta, prepared, tmp_path):
     run(tiny(fasta, training__accum=4), tmp_path / "one")
-    for stage in ([], ["--stage", "local"]):
+    (tmp_path / "c.yaml").write_text("training: {}\n")
+    for n, stage in ((2, []), (4, ["--stage", "local"])):
         settings = words({**TINY, "data.file": prepared}, training__accum=4 // n)
-        (tmp_path / "c.yaml").write_text("training: {}\n")
-        done = run_ranks(launcher, n, [SCRIPT, "--config", "c.yaml", "--work_dir", f"w{len(stage)}",
-                                       *settings, *stage], tmp_path, timeout=300)
+        done = fork_ranks(n, [SCRIPT, "--config", "c.yaml", "--work_dir", f"on{n}", *settings,
+                              *stage], tmp_path)
         assert done.returncode == 0, done.text
-        assert list(losses(tmp_path / f"w{len(stage)}").values()) == pytest.approx(
+        assert list(losses(tmp_path / f"on{n}").values()) == pytest.approx(
             list(losses(tmp_path / "one").values()), rel=1e-5)
     assert list((tmp_path / "local").iterdir()) == []
 
 
-def test_a_run_begun_from_fasta_goes_on_from_the_folder_and_not_from_another(fasta, prepared,
-                                                                             tmp_path):
-    run(tiny(fasta), tmp_path / "straight")
+def test_a_run_begun_from_fasta_goes_on_from_the_folder_and_not_from_another(
+        fasta, straight, prepared, tmp_path):
     run(tiny(fasta, training__n_iters=7), tmp_path / "parts")
     run(tiny(prepared), tmp_path / "parts")
-    assert_equal_weights(weights(tmp_path / "straight"), weights(tmp_path / "parts"))
+    assert_equal_weights(weights(straight), weights(tmp_path / "parts"))
     text = Path(fasta).read_text()
     (tmp_path / "other.fasta").write_text(text[:text.rindex(">")])
     prepare_uniref50.main([str(tmp_path / "other"), "--fasta", str(tmp_path / "other.fasta"),
@@ -352,13 +317,13 @@ def damage(folder, kind):
 
 
 @pytest.mark.parametrize("kind, expected", [
-    ("short", r"train/tokens.bin has [\d,]+ bytes \(expected"), ("missing", "train/lengths.bin is missing"),
-    ("meta", "meta.json does not exist"), ("version", "version 2; expected"), ("torn", "cannot be read"),
-    ("hole", "is damaged or was changed under the run: tokens.bin, .* is wrong at or before protein"),
+    ("short", r"train/tokens.bin has [\d,]+ bytes \(expected"),
+    ("missing", "train/lengths.bin is missing"), ("meta", "meta.json does not exist"),
+    ("version", "version 2; expected"), ("torn", "cannot be read"),
+    ("hole", "is damaged or was changed under the run: tokens.bin, .* is wrong at or before"),
     ("lengths", "lengths.bin of the data is damaged")])
-def test_a_damaged_folder_is_refused_with_what_differs_before_anything_is_written(kind, expected,
-                                                                                  own_copy,
-                                                                                  tmp_path):
+def test_a_damaged_folder_is_refused_with_what_differs_before_anything_is_written(
+        kind, expected, own_copy, tmp_path):
     damage(own_copy, kind)
     with pytest.raises((ValueError, OSError), match=expected):
         run(tiny(own_copy), tmp_path / "w")
@@ -403,35 +368,31 @@ def test_staging_leaves_nothing_whatever_happens_and_never_touches_the_original(
 
 
 def test_staging_without_room_is_refused_with_numbers(prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6,
-                                                                                    10**3))
+    space = shutil._ntuple_diskusage(10**6, 10**6, 10**3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: space)
     with pytest.raises(ValueError, match="0.0 GB free; expected .* for a copy of"):
         run(tiny(prepared), tmp_path / "w", stage=str(tmp_path / "stage"))
 
 
 def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
-    bench_ddp.write_prepared(tmp_path / "large", 200_000)
+    bench_ddp.write_prepared(tmp_path / "large", 100_000)
     config = load_config(Config, ROOT / "configs" / "sedd_uniref50.yaml")
-    for micro_batches in (4, 48):
-        found = bench_ddp.in_a_child(bench_ddp.start_a_rank, tmp_path / "large", config,
-                                     micro_batches, 4)
-        assert found["memory"] < 300 and found["first"] < 5 and found["reach"] < 2, found
-        assert found["read"] < 1.1, found
+    found = bench_ddp.in_a_child(bench_ddp.start_a_rank, tmp_path / "large", config, 48, 4)
+    assert found["memory"] < 300 and found["first"] < 5 and found["reach"] < 2, found
+    assert found["read"] < 1.1, found
 
 
 # ---- stop and go on ----
 
-def test_a_resumed_run_equals_an_uninterrupted_one(fasta, tmp_path):
-    run(tiny(fasta), tmp_path / "straight")
-    run(tiny(fasta, training__n_iters=6), tmp_path / "parts")
-    with open(tmp_path / "parts" / "metrics.jsonl", "a") as f:
+def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path):
+    run(tiny(fasta, training__n_iters=6), tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"step": 7, "loss": 0.0}\n{"step": 8, "lo')   # of a run that was killed later
-    run(tiny(fasta), tmp_path / "parts")
-    assert_equal_weights(weights(tmp_path / "straight", "best.pt"),
-                         weights(tmp_path / "parts", "best.pt"))
-    same_run(tmp_path / "straight", tmp_path / "parts")
-    assert [row["step"] for row in rows(tmp_path / "parts")] == list(range(1, 13))
-    state = load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))
+    run(tiny(fasta), tmp_path)
+    assert_equal_weights(weights(straight, "best.pt"), weights(tmp_path, "best.pt"))
+    same_run(straight, tmp_path)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 13))
+    state = load_checkpoint(str(tmp_path / "checkpoints" / "last.pt"))
     assert (state["step"], state["epoch"], state["world_size"]) == (12, 12 // 27, 1)
 
 
@@ -458,7 +419,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_by_the_same_command(fasta
 
 
 @pytest.mark.slow
-def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_uninterrupted_run(fasta, tmp_path):
+def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_uninterrupted_run(
+        fasta, tmp_path):
     (tmp_path / "c.yaml").write_text("training: {}\n")
     argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta},
                                                  training__num_workers=1, training__n_iters=60,
@@ -469,7 +431,8 @@ def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_unin
         result = running.wait(timeout=600)
     status = json.loads((tmp_path / "parts" / "status.json").read_text())
     assert status["code"] == 75 and status["reason"].startswith("SIGTERM on rank 1 ("), result.text
-    assert load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))["step"] == status["step"] < 60
+    saved = load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))
+    assert saved["step"] == status["step"] < 60
     for work_dir in ("parts", "straight"):
         result = run_ranks("torchrun", 3, [*argv, "--work_dir", work_dir], tmp_path)
         assert result.returncode == 0, result.text
@@ -477,53 +440,33 @@ def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_unin
     same_run(tmp_path / "straight", tmp_path / "parts")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 2), ("mpich", 4)])
-def test_a_run_killed_at_any_moment_again_and_again_equals_an_uninterrupted_one(fasta, tmp_path,
-                                                                                launcher, n):
-    need(launcher)
+def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one_and_not_on_five(
+        fasta, tmp_path):
     (tmp_path / "c.yaml").write_text("training: {}\n")
-    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta},
-                                                 training__num_workers=1, training__n_iters=90,
-                                                 training__snapshot_freq=3, training__eval_freq=20,
-                                                 training__patience=9)]
-    result = run_ranks(launcher, n, [*argv, "--work_dir", "straight"], tmp_path)
-    assert result.returncode == 0, result.text
-    random = np.random.default_rng(n)
-    for at in sorted(random.choice(np.arange(1, 56), 4, replace=False).tolist()):
-        with start_ranks(launcher, n, [*argv, "--work_dir", "parts"], tmp_path) as running:
-            running.wait_for_step(at + 1, timeout=600)
-            os.kill(running.rank_pids()[int(random.integers(n))] if n > 1 else running.process.pid,
-                    signal.SIGKILL)
-            running.wait(timeout=600)
-    result = run_ranks(launcher, n, [*argv, "--work_dir", "parts"], tmp_path)
-    assert result.returncode == 0 and "continuing from step" in result.stdout, result.text
-    same_run(tmp_path / "straight", tmp_path / "parts")
+    settings = words({**TINY, "data.file": fasta}, training__accum=3, training__batch_size=2,
+                     training__eval_freq=100, optim__scale="linear", optim__base_global_batch=8)
 
+    def go_on(n, steps, work_dir):
+        argv = [SCRIPT, "--config", "c.yaml", *settings, f"training.n_iters={steps}"]
+        return fork_ranks(n, [*argv, "--work_dir", work_dir], tmp_path)
 
-@pytest.mark.slow
-def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one_and_not_on_five(fasta,
-                                                                                      tmp_path):
-    (tmp_path / "c.yaml").write_text("training: {}\n")
-    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__accum=3,
-                                                 training__batch_size=2, training__eval_freq=100,
-                                                 optim__scale="linear", optim__base_global_batch=8)]
-    result = run_ranks("torchrun", 4, [*argv, "training.n_iters=5", "--work_dir", "four"], tmp_path)
+    result = go_on(4, 5, "on4")
     assert result.returncode == 0, result.text
     for n in (3, 2, 1, 5):
-        shutil.copytree(tmp_path / "four", tmp_path / f"on{n}")
-    for n, work_dir in ((4, "four"), (3, "on3"), (2, "on2"), (1, "on1")):
-        result = run_ranks("torchrun", n, [*argv, "training.n_iters=15", "--work_dir", work_dir],
-                           tmp_path)
-        assert result.returncode == 0 and "lr 0.009, warm-up 12 steps, kept" in result.stdout, result.text
-        assert (n == 4) or f"saved elsewhere (world_size 4 -> {n})" in result.stdout, result.text
-        found, expected = rows(tmp_path / work_dir), rows(tmp_path / "four")
-        assert [row["loss"] for row in found[5:]] == pytest.approx([row["loss"]
-                                                                    for row in expected[5:]],
-                                                                   rel=1e-5)
+        shutil.copytree(tmp_path / "on4", tmp_path / f"on{n}")
+    for n, accum in ((4, 3), (3, 4), (2, 6), (1, 12)):
+        result = go_on(n, 15, f"on{n}")
+        assert result.returncode == 0, result.text
+        assert "lr 0.009, warm-up 12 steps, kept" in result.stdout
+        if n != 4:
+            assert f"saved elsewhere (world_size 4 -> {n})" in result.stdout, result.text
+            assert f"accum is {accum} and not 3" in result.stdout
+        found, expected = rows(tmp_path / f"on{n}"), rows(tmp_path / "on4")
+        assert [row["loss"] for row in found[5:]] == pytest.approx(
+            [row["loss"] for row in expected[5:]], rel=1e-5)
         assert [row["lr"] for row in found] == [row["lr"] for row in expected] and len(found) == 15
-    result = run_ranks("torchrun", 5, [*argv, "training.n_iters=15", "--work_dir", "on5"], tmp_path)
-    assert result.returncode != 0 and "Continue on 1, 2, 3, 4, 6, 12 ranks" in result.stderr, result.text
+    result = go_on(5, 15, "on5")
+    assert "Continue on 1, 2, 3, 4, 6, 12 ranks" in result.stderr and result.returncode == 2
 
 
 def test_a_finished_run_says_so_and_may_be_lengthened(fasta, tmp_path):
@@ -533,9 +476,9 @@ def test_a_finished_run_says_so_and_may_be_lengthened(fasta, tmp_path):
     first, again = command_lines("train_sedd_ddp", [argv, argv], tmp_path)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "w").rglob("*")}
     assert first[0] == 0 and again[0] == 0, again
-    assert "This run is finished: all steps done at step 3" in again[1] and "step 3/3" not in again[1]
-    result = first[1][first[1].index("  the same validation"):first[1].index("    exact")
-                      if "    exact" in first[1] else None]
+    assert "This run is finished: all steps done at step 3" in again[1]
+    assert "step 3/3" not in again[1]
+    result = first[1][first[1].index("  the same validation"):]
     # its result and paths
     assert result in again[1] and "weights   w/checkpoints/best.pt (step 3)" in again[1]
     longer = command_lines("train_sedd_ddp", [[*argv, "training.n_iters=5", "training.log_freq=2"]],
@@ -546,14 +489,16 @@ def test_a_finished_run_says_so_and_may_be_lengthened(fasta, tmp_path):
 
 def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fasta, tmp_path):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
-    with pytest.raises(ValueError, match=r"(?s)another config.*optim\.lr: 0\.003 -> 0\.5.*loss\.reduction: 'residue'"):
+    differences = r"(?s)another config.*optim\.lr: 0\.003 -> 0\.5.*loss\.reduction: 'residue'"
+    with pytest.raises(ValueError, match=differences):
         run(tiny(fasta, optim__lr=0.5, loss__reduction="sequence"), tmp_path / "w")
     with pytest.raises(ValueError, match=r"(?s)another config.*model\.hidden_size: 32 -> 48"):
         run(tiny(fasta, model__hidden_size=48), tmp_path / "w")
     state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
     state["model"]["vocab_embed.embedding"] = torch.zeros(33, 32)   # of another alphabet, say
     torch.save(state, tmp_path / "alphabet.pt")
-    with pytest.raises(ValueError, match=r"another model: 1 tensors.*\(33, 32\) in the file, \(22, 32\) by the config"):
+    shapes = r"another model: 1 tensors.*\(33, 32\) in the file, \(22, 32\) by the config"
+    with pytest.raises(ValueError, match=shapes):
         run(tiny(fasta), tmp_path / "new", resume=tmp_path / "alphabet.pt")
     fewer = tmp_path / "fewer.fasta"
     fewer.write_text(fasta.read_text().rpartition(">")[0])
@@ -601,10 +546,10 @@ def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "w")] == [1, 2]
 
 
-def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_over(fasta,
-                                                                                     tmp_path,
-                                                                                     monkeypatch):
-    hold = "import sys, time; from run_dir import RunLock; RunLock('w'); print('held', flush=True); time.sleep(100)"
+def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_over(
+        fasta, tmp_path, monkeypatch):
+    hold = ("import time; from run_dir import RunLock; RunLock('w'); print('held', flush=True); "
+            "time.sleep(100)")
     with subprocess.Popen([sys.executable, "-c", hold], cwd=tmp_path, stdout=subprocess.PIPE,
                           env=clean_environment(env={"PYTHONPATH": ROOT,
                                                      "SLURM_JOB_ID": "77"})) as holder:
@@ -612,14 +557,16 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
         for options in ({}, {"fresh": True}):
             with pytest.raises(ValueError, match=f"in use by process {holder.pid} on .*, job 77"):
                 run(tiny(fasta), tmp_path / "w", **options)
-        assert [p.name for p in (tmp_path / "w").iterdir()] == ["lock.json"] and not (tmp_path / "w.old1").exists()
+        assert [p.name for p in (tmp_path / "w").iterdir()] == ["lock.json"]
+        assert not (tmp_path / "w.old1").exists()
         holder.kill()
     run(tiny(fasta, training__n_iters=1), tmp_path / "w")
     lock = tmp_path / "w" / "lock.json"
     assert not lock.exists()
     # On another host it counts whether the beat goes on: it does; it does not, since a moment;
     # since long.
-    monkeypatch.setattr(RunLock, "stale", 3)
+    monkeypatch.setattr(RunLock, "stale", 2)
+    monkeypatch.setattr(RunLock, "every", 0.2)
 
     def write(age):
         write_text_atomic(lock, json.dumps({"host": "elsewhere", "pid": 1, "start": 5,
@@ -627,7 +574,7 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
 
     write(0)
     enough = threading.Event()
-    beating = threading.Thread(target=lambda: [write(0) for _ in iter(lambda: enough.wait(0.3),
+    beating = threading.Thread(target=lambda: [write(0) for _ in iter(lambda: enough.wait(0.1),
                                                                       True)])
     beating.start()
     try:
@@ -637,7 +584,7 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
         enough.set()
         beating.join()
     # in between: perhaps a clock that is wrong
-    for age, seconds in ((0, (2, 60)), (1000, (2, 60)), (10000, (0, 2))):
+    for age, seconds in ((0, (1.5, 60)), (1000, (1.5, 60)), (10000, (0, 1.5))):
         write(age)
         # a process that fails here does not wait
         write_text_atomic(tmp_path / "w" / "status.json", "{}")
@@ -714,15 +661,13 @@ def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_conf
     assert not (tmp_path / "w" / "lock.json").exists()
 
 
-def test_a_resume_on_the_same_proteins_in_another_order_of_the_file_is_the_same_run(fasta,
-                                                                                    tmp_path):
-    run(tiny(fasta), tmp_path / "straight")
+def test_a_resume_on_the_same_proteins_in_another_order_of_the_file_is_the_same_run(
+        fasta, straight, tmp_path):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
-    records = fasta.read_text().split(">")[1:]
-    turned = tmp_path / "turned.fasta"
+    turned, records = tmp_path / "turned.fasta", fasta.read_text().split(">")[1:]
     turned.write_text("".join(">" + record for record in records[::-1]))
     run(tiny(turned), tmp_path / "w")
-    assert_equal_weights(weights(tmp_path / "straight"), weights(tmp_path / "w"))
+    assert_equal_weights(weights(straight), weights(tmp_path / "w"))
 
 
 def test_a_resume_with_other_batches_is_refused(fasta, tmp_path, monkeypatch):
@@ -796,9 +741,8 @@ def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(f
     settings = words({**TINY, "data.file": fasta}, optim__lr=0, data__val_fraction=0,
                      training__n_iters=50, training__eval_freq=2, training__patience=2,
                      training__min_delta=10)
-    done = run_ranks("mpich", 2, [SCRIPT, "--config", "c.yaml", *settings], tmp_path,
-                     {"DDP_LOG_ALL": "1"})
-    assert done.returncode == 0 and not done.leftover, done.text
+    done = fork_ranks(2, [SCRIPT, "--config", "c.yaml", *settings], tmp_path, {"DDP_LOG_ALL": "1"})
+    assert done.returncode == 0, done.text
     # DDP_LOG_ALL: both say it
     assert done.stdout.count("Finished at step 6 (early stop)") == 2, done.text
     table = rows(tmp_path / "runs" / "c")
@@ -809,32 +753,20 @@ def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(f
 
 # ---- what is computed ----
 
-def test_gradient_checkpointing_gives_the_same_losses(fasta, tmp_path):
-    run(tiny(fasta), tmp_path / "a")
-    run(tiny(fasta, memory__gradient_checkpointing="true"), tmp_path / "b")
-    assert list(losses(tmp_path / "b").values()) == pytest.approx(list(losses(tmp_path / "a").values()), rel=1e-6)
+def test_gradient_checkpointing_gives_the_same_losses(fasta, straight, tmp_path):
+    run(tiny(fasta, memory__gradient_checkpointing="true"), tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(straight), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_mixed_precision_trains_near_float32_and_samples(fasta, tmp_path, capsys, dtype):
-    run(tiny(fasta), tmp_path / "float32")
-    run(tiny(fasta, memory__mixed_precision=dtype, memory__max_memory_per_gpu=0.85),
-        tmp_path / dtype)
+def test_mixed_precision_trains_near_float32_and_samples(fasta, straight, tmp_path, capsys, dtype):
+    run(tiny(fasta, memory__mixed_precision=dtype, memory__max_memory_per_gpu=0.85), tmp_path)
     assert f"{dtype} (asked for" in (text := capsys.readouterr().out)
     assert "max_memory_per_gpu 0.85 has no effect on cpu" in text
-    a, b = losses(tmp_path / "float32"), losses(tmp_path / dtype)
-    assert a != b and list(b.values()) == pytest.approx(list(a.values()), rel=0.02)
-    sampled = (tmp_path / dtype / "samples" / "step_12.fasta").read_text().split("\n")[1::2]
+    a, b = losses(straight), losses(tmp_path)
+    assert a != b and b == pytest.approx(a, rel=0.02)
+    sampled = (tmp_path / "samples" / "step_12.fasta").read_text().split("\n")[1::2]
     assert len(sampled) == 2 and all(re.fullmatch(f"[{AMINO_ACIDS}]+", line) for line in sampled)
-
-
-def test_a_model_in_bfloat16_samples_residues_only(fasta):
-    config = tiny(fasta)
-    model, _, schedule, graph, _, reader = build(read_sequences(fasta)[0], Ddp(), "bfloat16",
-                                                 "residue", 4, False)
-    text = sample_proteins(model, config, graph, make_noise("loglinear"), reader.plan.counts, 3,
-                           Ddp(), torch.bfloat16)
-    assert re.fullmatch(rf"(>step_3_\d length=\d+\n[{AMINO_ACIDS}]+\n){{2}}", text)
 
 
 def test_an_overflow_in_float16_is_skipped_and_no_failure(fasta, tmp_path):
@@ -844,7 +776,8 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(fasta, tmp_path):
     result = train(ready, Ddp())
     table = rows(tmp_path / "w")
     assert table[0]["grad_norm"] is None and table[0]["loss_scale"] < 2.0**22
-    assert math.isfinite(result["loss"]) and table[-1]["grad_norm"] > 0 and table[-1]["loss_scale"] >= 1
+    assert math.isfinite(result["loss"])
+    assert table[-1]["grad_norm"] > 0 and table[-1]["loss_scale"] >= 1
     assert any(not torch.equal(a, b) for a, b in zip(before, ready.bare.parameters()))
 
 
@@ -868,8 +801,7 @@ def run_with_nan(fasta, folder, bad, *more):
                                                   training__snapshot_freq=1, training__accum=1,
                                                   training__eval_freq=100, training__keep_last=9,
                                                   data__val_fraction=0.0)))
-    return run_ranks("torchrun", 2, ["driver.py", "--config", "c.yaml", "--work_dir", "w", *more],
-                     cwd=folder)
+    return fork_ranks(2, ["driver.py", "--config", "c.yaml", "--work_dir", "w", *more], folder)
 
 
 def test_a_nan_on_one_rank_is_skipped_by_all_counted_and_logged(fasta, tmp_path):
@@ -900,14 +832,15 @@ import torch
 from ddp_setup import *
 from train_loop import check_in_sync
 with setup_ddp(quiet=True) as ddp:
-    model = wrap_ddp(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).to(torch.bfloat16), ddp)
+    layers = [torch.nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(2)]
+    model = wrap_ddp(torch.nn.Sequential(*layers), ddp)
     check_in_sync(model, ddp)
     if ddp.rank == 2:
         with torch.no_grad():
             unwrap_ddp(model)[1].weight[2, 1] += 0.01
     check_in_sync(model, ddp)
 """)
-    result = run_ranks("torchrun", 3, ["s.py"], cwd=tmp_path)
+    result = fork_ranks(3, ["s.py"], cwd=tmp_path)
     assert result.returncode != 0
     assert re.search(r"FAILED: .*rank 2 on \S+ differ from rank 0, first in 1.weight",
                      result.stderr), result.text
@@ -949,7 +882,7 @@ def iid_proteins():
 def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, noise, arguments):
     p, proteins = iid_proteins()
     graph, noise = make_graph(graph, N_TOKENS), make_noise(noise, **arguments)
-    config = load_config(Config, None, ["training.batch_size=1", "training.eval_samples=200",
+    config = load_config(Config, None, ["training.batch_size=1", "training.eval_samples=60",
                                         "data.max_length=80"])
     validation = Validation(proteins, config, graph, noise, np.ones(21, np.int64))
     bound = validation(TrueScores(p, graph), Ddp(), torch.float32)
@@ -965,11 +898,10 @@ def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, no
     each = torch.stack([(-p.log() + extra)[torch.from_numpy(proteins[i]).long()].sum()
                         for i in range(len(proteins))])
     difference, counts = bound - each, torch.from_numpy(proteins.lengths)
-    error = float(((difference - difference.sum() / counts.sum() * counts) ** 2).sum().sqrt() / counts.sum())
-    exact = float(each.sum() / counts.sum())
-    print(f"bound {float(bound.sum() / counts.sum()):.5f}, exact {exact:.5f}, standard error {error:.5f}")
+    mean, exact = difference.sum() / counts.sum(), float(each.sum() / counts.sum())
+    error = float(((difference - mean * counts) ** 2).sum().sqrt() / counts.sum())
     assert error < 0.01 * exact   # or the next line says little
-    assert abs(float(difference.sum() / counts.sum())) < 3 * error + 0.002 * exact
+    assert abs(float(mean)) < 3 * error + 0.002 * exact
 
 
 @pytest.mark.parametrize("graph, noise, arguments", [("absorb", "loglinear", {}),
@@ -998,8 +930,8 @@ def test_the_exact_value_beside_the_bound_is_that_of_the_residues_evaluated():
                    source)
     assert v.counts.max() == 48 and proteins.lengths.max() > 48            # cropped
     again = source.nll(Proteins.from_sequences([v.proteins[i] for i in range(30)]))
-    assert v.compare(torch.from_numpy(again)) == {"exact": pytest.approx(again.sum() / v.counts.sum()),
-                                                  "standard_error": pytest.approx(0)}
+    assert v.compare(torch.from_numpy(again)) == pytest.approx(
+        {"exact": again.sum() / v.counts.sum(), "standard_error": 0})
 
 
 # ---- does it learn ----
@@ -1023,11 +955,12 @@ def learn(work_dir, steps, model, **more):
 
 def assert_a_bound(result):
     """A bound below what the source itself would give is a bug in the evaluation."""
-    assert result["val/loss"] > result["exact"] - 3 * result["standard_error"] - 0.002 * result["exact"]
+    error = 3 * result["standard_error"] + 0.002 * result["exact"]
+    assert result["val/loss"] > result["exact"] - error
 
 
 # Measured: 9.69, 9.69 and 10.5 after 100 steps, of a unigram's 17.96 and an exact 8.06.
-@pytest.mark.parametrize("model", ["sedd", "subs", "uniform"])
+@pytest.mark.parametrize("model", ["sedd", "uniform", pytest.param("subs", marks=pytest.mark.slow)])
 def test_a_short_demo_learns_the_source_and_stays_above_its_exact_value(tmp_path, model):
     result = learn(tmp_path, 100, model)
     assert_a_bound(result)
@@ -1069,21 +1002,6 @@ def test_real_proteins_are_learned_on_two_ranks(shared, tmp_path):
 
 
 # ---- config ----
-
-def test_the_fragments_of_the_guide_load(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("training: {batch_size: 16, accum: 4, num_workers: 4, n_iters: 10}\noptim: "
-                    "{lr: 1e-4, warmup: 10000}\nmemory: "
-                    "{gradient_checkpointing: False, mixed_precision: True, max_memory_per_gpu: 0.85}\nddp: "
-                    "{find_unused_parameters: False, gradient_as_bucket_view: True}\n")
-    c = load_config(Config, path)
-    check_config(c)
-    assert (c.training.batch_size, c.training.accum, c.training.num_workers) == (16, 4, 4)
-    assert (c.optim.lr, c.optim.warmup) == (0.0001, 10000)
-    assert vars(c.memory) == {"gradient_checkpointing": False, "mixed_precision": True,
-                              "max_memory_per_gpu": 0.85}
-    assert (c.ddp.find_unused_parameters, c.ddp.gradient_as_bucket_view) == (False, True)
-
 
 def test_every_shipped_config_is_accepted():
     paths = sorted((ROOT / "configs").glob("sedd_*.yaml"))
@@ -1174,14 +1092,12 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
 
 
 @pytest.mark.parametrize("launcher, argv, expected", [
-    ("mpich", ["--config", "c.yaml", "--data", "broken.fasta"], "broken.fasta, line 2, column 3: found b'1'"),
     ("mpich", ["--config", "c.yaml", "--work_dir", "three"],
      "has 3 micro-batches per step, which 2 ranks cannot share equally. Continue on 1, 3 ranks."),
     ("torchrun", ["--config", "c.yaml", "--work_dir", "c.yaml/run"], "c.yaml/run cannot be used")],
-    ids=["a broken line", "another number of ranks", "an unwritable folder"])
+    ids=["another number of ranks", "an unwritable folder"])
 def test_two_ranks_refuse_with_one_message(fasta, tmp_path, launcher, argv, expected):
     (tmp_path / "c.yaml").write_text("training: {}\n")
-    (tmp_path / "broken.fasta").write_text(">a\nAC1EF\n")
     run(tiny(fasta, training__accum=3, training__n_iters=1), tmp_path / "three")
     before = sorted(p.name for p in tmp_path.rglob("*"))
     settings = words({**TINY, "data.file": fasta}, training__accum=3, training__n_iters=2)
@@ -1215,7 +1131,8 @@ train_sedd_ddp.cli(argv)
 
 
 @pytest.mark.parametrize("case, code, expected", [
-    ("stop", 75, r"SIGTERM on rank 1"), ("setting", 2, r"rank 1 on \S+ has optim.lr 0.002 \(rank 0: 0.001\)\. "),
+    ("stop", 75, r"SIGTERM on rank 1"),
+    ("setting", 2, r"rank 1 on \S+ has optim.lr 0.002 \(rank 0: 0.001\)\. "),
     ("file", 2, r'rank 1 on \S+ has data \(hash\) "\w+" \(rank 0: "\w+"\)\. ')])
 def test_what_happens_to_one_rank_before_the_training_is_the_outcome_of_all(case, code, expected,
                                                                             fasta, tmp_path):
@@ -1226,19 +1143,12 @@ def test_what_happens_to_one_rank_before_the_training_is_the_outcome_of_all(case
     (tmp_path / "w" / "status.json").write_text('{"code": 75}')
     (tmp_path / "c.yaml").write_text(dump_yaml(tiny(fasta)))
     (tmp_path / "driver.py").write_text(LOADING.format(root=str(ROOT), case=case))
-    result = run_ranks("torchrun", 2, ["driver.py", "--config", "c.yaml", "--work_dir", "w"],
-                       cwd=tmp_path)
+    result = fork_ranks(2, ["driver.py", "--config", "c.yaml", "--work_dir", "w"], tmp_path)
     status = json.loads((tmp_path / "w" / "status.json").read_text())
-    assert result.returncode != 0 and status["code"] == code and re.search(expected, status["reason"]), (status, result.text)
-    assert own_tracebacks(result.stderr) == 0, result.text
-    assert len(re.findall(expected, result.stdout
-                          if code == 75 else result.stderr)) == 1, result.text
-
-
-def test_a_wrong_option_is_told_once_by_two_ranks(tmp_path):
-    done = run_ranks("mpich", 2, [SCRIPT, "--config", DEMO, "--device", "tpu"], tmp_path)
-    assert done.returncode != 0 and done.stderr.count("invalid choice: 'tpu'") == 1, done.text
-    assert not list(tmp_path.iterdir())
+    assert (result.returncode, status["code"]) == (code, code), result.text
+    assert re.search(expected, status["reason"]) and "Traceback" not in result.stderr, result.text
+    said = re.findall(expected, result.stdout if code == 75 else result.stderr)
+    assert len(said) == (1 if code == 75 else 2), result.text      # each rank, without a guard
 
 
 # ---- what a person sees ----

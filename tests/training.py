@@ -2,15 +2,13 @@
 comparisons."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ddp_setup import load_checkpoint
-from launchers import clean_environment
+from launchers import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCK = ("residues_per_second", "pairs_per_second", "data_wait")   # metrics that time tells
@@ -64,12 +62,9 @@ def same_run(a, b):
 
 
 def command_lines(script, cases, cwd):
-    """Run each list of arguments as `python SCRIPT.py ARGUMENTS` -> list of (exit code, stdout,
-    stderr)."""
-    done = subprocess.run([sys.executable, ROOT / "tests" / "forked_cli.py", script], cwd=cwd,
-                          text=True, env=clean_environment(), capture_output=True, check=True,
-                          input=json.dumps([[str(w) for w in case] for case in cases]))
-    return json.loads(done.stdout)
+    """Run each list of arguments as `python SCRIPT.py ARGUMENTS`: [(exit code, stdout, stderr)]."""
+    done = [fork_ranks(1, [ROOT / f"{script}.py", *case], cwd) for case in cases]
+    return [(result.returncode, result.stdout, result.stderr) for result in done]
 
 
 # A training script in which the loss is nan on rank 1 in the calls BAD, counted after the first,
