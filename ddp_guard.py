@@ -92,9 +92,10 @@ def supervise(command=None):
         env={**os.environ, "DDP_GUARD_FD": f"{ranks_end.fileno()}:{os.getpid()}"})
     ranks_end.close()
     code = Guard(rank, ours, own_group).run()
-    if code == -signal.SIGINT:    # a shell's loop goes on unless it sees this
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+    if code < 0:    # a signal, seen as such: else a shell's loop, and MPICH's other ranks, go on
+        with contextlib.suppress(OSError):    # no handler of SIGKILL can be set
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code if code >= 0 else 128 - code)
 
 
@@ -411,8 +412,11 @@ class Guard:
             if name:
                 print(f"ddp_guard: rank {self.me.number} ended by {name} after cleanup_ddp",
                       file=sys.stderr)
-        elif name and (self.joined or name != "SIGINT"):
+        elif name and self.joined:
             self.fail(1, f"died without a word ({name}{': out of memory?' * (name == 'SIGKILL')})")
+        elif name and name not in ("SIGINT", "SIGTERM"):    # else somebody has asked for it
+            print(f"\nFAILED: a rank on {self.me.processes[0]} died before the ranks had met "
+                  f"({name})", file=sys.stderr)
         elif self.joined and (code > 0 or not self.me.bye):
             missing = "" if code else " without cleanup_ddp"
             self.fail(code or 1, f"left with exit code {code}{missing}")

@@ -857,3 +857,22 @@ def test_as_process_1_of_a_container_too_a_rank_is_ended(name, tmp_path, table):
     table.append(row)
     assert (row.exit, row.status) == (str(fault.code),) * 2, done.stdout + done.stderr
     assert len(re.findall(FAILED, done.stderr, re.M)) == 1, done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpich"])
+def test_a_rank_that_is_killed_before_the_ranks_have_met_ends_the_others_at_once(
+        launcher, tmp_path):
+    """Long before the limit of 600 s: MPICH waits for all ranks that leave by an exit code."""
+    (tmp_path / "script.py").write_text(f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+import ddp_guard
+ddp_guard.supervise()
+import os, signal
+if os.environ.get("PMI_RANK", os.environ.get("RANK")) == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+from ddp_setup import setup_ddp
+setup_ddp(init_timeout=600)
+""")
+    done = run_ranks(launcher, 2, ["script.py"], tmp_path, timeout=120)
+    assert done.returncode != 0 and not done.leftover, done.text
+    assert done.stderr.count("FAILED: a rank on") == 1, done.text
