@@ -462,6 +462,7 @@ class SeddRun(Run):
     graph: Any
     noise: Any
     plan: BatchPlan
+    letters: Any          # (21,) int64, how often each token stands in the training proteins
     bound: Any = None     # (n,) bounds of the last evaluation
 
 
@@ -503,10 +504,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         bare.load_state_dict(state["model"])
     n_iters = t.n_iters or t.num_epochs * plan.steps_per_epoch
     schedule = make_schedule(reader, ddp, progress["step"], max(n_iters, progress["step"]))
-    validation = None
+    validation, letters = None, data.train.letter_counts()
     if data.val is not None:
         val, _, _ = apply_max_length(data.val, d.max_length, d.long)
-        letters = data.train.letter_counts()
         validation = Validation(val, config, graph, noise, letters, data.source)
     bare, model, optimizer, scaler = make_optimizer(config, bare, lr, dtype, ddp)
     by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch
@@ -516,7 +516,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         dtype=dtype, progress=progress, schedule=schedule, validation=validation, n_iters=n_iters,
         steps_per_epoch=plan.steps_per_epoch, micro_batches=micro_batches, batch=batch, lr=lr,
         nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0), warmup=warmup,
-        graph=graph, noise=noise, plan=plan)
+        graph=graph, noise=noise, plan=plan, letters=letters)
     load_training_state(run, state)
     if not is_finished(run):
         schedule.item_of(progress["step"], schedule.mine[0])   # damaged data is refused here
@@ -647,7 +647,8 @@ def write_samples(run, ddp):
 
 
 def save(run, log, ddp, name, keep_last=1, resumes=True):
-    save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity())
+    save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity(),
+             letters=run.letters.tolist(), lengths=run.plan.counts.tolist())
 
 
 def result_lines(result, progress, folder):
