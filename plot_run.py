@@ -13,9 +13,10 @@ import math
 import sys
 from pathlib import Path
 
-# title, unit of the vertical axis, keys of metrics.jsonl with their line style
+# title, unit of the vertical axis, keys of metrics.jsonl with their line style; a level is a number
+# that does not change
 PANELS = (
-    ("loss", "nats", {"loss": "-", "val/loss": "o-", "val/unigram": "--"}),
+    ("loss", "nats", {"loss": "-", "val/loss": "o-", "val/unigram": "level", "val/exact": "level"}),
     ("rewards", "nats", {"val/rewards/chosen": "-", "val/rewards/rejected": "--"}),
     ("accuracy", "share of pairs", {"rewards/accuracies": "-", "val/rewards/accuracies": "o-"}),
     ("margin of the rewards", "nats", {"rewards/margins": "-", "val/rewards/margins": "o-"}),
@@ -62,7 +63,7 @@ def draw(runs, path):
     from matplotlib import pyplot
     panels = [panel for panel in PANELS if any(points(rows, key) for rows in runs.values()
                                                for key in panel[2])]
-    columns = 2 if len(panels) > 1 else 1
+    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     height = math.ceil(len(panels) / columns)
     figure, axes = pyplot.subplots(height, columns, figsize=(5.5 * columns, 3.2 * height),
                                    squeeze=False, layout="constrained")
@@ -72,12 +73,16 @@ def draw(runs, path):
         for number, (name, rows) in enumerate(runs.items()):
             for key, style in keys.items():
                 curve = points(rows, key)
-                if curve:
-                    label = key if len(runs) == 1 else f"{name}: {key}"
-                    axis.plot(*zip(*curve), style, color=None if len(runs) == 1 else f"C{number}",
-                              markersize=3, label=label)
+                label = key if len(runs) == 1 else f"{name}: {key}"
+                color = f"C{len(axis.lines) if len(runs) == 1 else number}"
+                if curve and style == "level":
+                    axis.axhline(curve[-1][1], linestyle=":", color=color, label=label)
+                elif curve:
+                    axis.plot(*zip(*curve), style, color=color, markersize=3, label=label)
         axis.set(title=title, xlabel="step", ylabel=unit)
         axis.grid(alpha=0.3)
+        if title in ("learning rate", "throughput"):
+            axis.set_ylim(bottom=0)
         if len(runs) > 1 or len(axis.lines) > 1:
             axis.legend(fontsize="small")
     temporary = Path(path).with_name(f".{Path(path).name}.tmp")
