@@ -8,10 +8,11 @@ frequencies alone give, learning rate, throughput, norm of the gradient. DPO: lo
 margins and rewards, recovery, KL divergence. A panel is drawn where some run has its numbers.
 """
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
+
+from run_log import read_rows
 
 # title, unit of the vertical axis, keys of metrics.jsonl with their line style; a level is a number
 # that does not change
@@ -28,20 +29,15 @@ PANELS = (
 SMOOTHED = 200    # points of a curve above which its mean over neighbours is drawn
 
 
-def read_rows(folder):
+def rows_of(folder):
     """The rows of a run's metrics.jsonl, with val/unigram in nats beside its perplexity.
 
     Raises: ValueError where there are none."""
     path = Path(folder) / "metrics.jsonl"
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except FileNotFoundError:
-        raise ValueError(f"there is no {path}; expected the folder of a run.") from None
-    except ValueError as e:
-        raise ValueError(f"{path} holds a row that is no JSON ({e}); expected the folder of a run "
-                         "that is over, or --resume it first.") from None
+    rows = read_rows(path)
     if not rows:
-        raise ValueError(f"{path} is empty; expected a run that has logged a step.")
+        raise ValueError(f"{path} is missing or empty; expected the folder of a run that has "
+                         "logged a step.")
     for row in rows:
         if row.get("val/unigram_perplexity"):
             row["val/unigram"] = math.log(row["val/unigram_perplexity"])
@@ -98,7 +94,7 @@ def main(argv):
     args = parser.parse_args(argv)
     out = args.out or args.runs[0] / "curves.png"
     try:
-        draw({str(folder): read_rows(folder) for folder in args.runs}, out)
+        draw({str(folder): rows_of(folder) for folder in args.runs}, out)
     except (ValueError, OSError) as error:
         print(f"plot_run.py: error: {error}", file=sys.stderr)
         return 2

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from plot_run import SMOOTHED, main, points, read_rows
+from plot_run import SMOOTHED, main, points, rows_of
 
 
 def write(folder, rows):
@@ -21,14 +21,14 @@ def test_long_curves_are_means_and_short_ones_as_they_are(tmp_path):
     assert all(0.3 < value < 0.7 for _, value in curve)
     assert points(rows[:5], "loss") == [[k, k % 2] for k in range(5)] and not points(rows, "lr")
     folder = write(tmp_path / "run", [{"step": 1, "val/unigram_perplexity": 18.0, "loss": None}])
-    assert read_rows(folder)[0]["val/unigram"] == math.log(18.0)
+    assert rows_of(folder)[0]["val/unigram"] == math.log(18.0)
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-    for folder, words in ((tmp_path, "there is no"), (tmp_path / "half", "no JSON"),
-                          (write(tmp_path / "none", []), "is empty")):
+    (tmp_path / "half" / "metrics.jsonl").write_text('{"step": 1}\nst\n')
+    for folder, words in ((tmp_path, "is missing or empty"), (tmp_path / "half", "expected a JSON"),
+                          (write(tmp_path / "none", []), "is missing or empty")):
         assert main([str(folder)]) == 2
         assert words in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.png"))
