@@ -181,7 +181,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run on Weights & Biases. The same run goes on after a resume: its id is in RUN_DIR/wandb_id.
+    """A run on Weights & Biases. A resumed start goes on with it: its id is in RUN_DIR/wandb_id.
 
     settings: {"project", "name", "mode"}, each optional. Where neither WANDB_MODE nor `mode` says
     otherwise and their server cannot be reached, it writes RUN_DIR/wandb for `wandb sync`."""
