@@ -13,10 +13,10 @@ import torch
 from launchers import clean_environment, run_ranks
 from report_sequences import (compare, difference, divergence, longest_repeat, low_complexity,
                               measure)
-from sample_sedd import (Sedd, cli, denoise, export_sedd, load_sedd, model_of, reshape_choice,
-                         residue_scores, sample_sequences, scaffold_templates,
-                         score_sequences, variant_scores)
+from sample_sedd import (cli, denoise, reshape_choice, residue_scores, sample_sequences,
+                         scaffold_templates, score_sequences, variant_scores)
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
+from sedd_files import Sedd, export_sedd, load_sedd, model_of
 from sedd_model import EMA, load_official
 from sequence_data import AMINO_ACIDS, N_TOKENS, encode, named_sequences
 
