@@ -7,14 +7,16 @@
     log.say("saved checkpoints/last.pt")
     log.close()
 
-Writes RUN_DIR/metrics.jsonl, one JSON object per row. Other places for metrics belong behind
-RunLog.metrics.
+Writes RUN_DIR/metrics.jsonl, one JSON object per row. The same rows go to TensorBoard and Weights &
+Biases where `track` is asked for them; a tracker that fails is named once and left out.
 """
 
 import json
 import math
 import os
+import secrets
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -31,8 +33,33 @@ class RunLog:
         self.path = Path(run_dir) / "metrics.jsonl"
         self.is_main, self.total_steps, self.quiet = is_main, total_steps, quiet
         self.file = self.bar = self.began = None
+        self.trackers = []
         if is_main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def track(self, config, step, tensorboard=False, wandb=None):
+        """Send the rows to come to trackers too.
+
+        config: plain dict, recorded with the run. step: that the run starts from. tensorboard:
+        write RUN_DIR/tensorboard. wandb: None, or {"project", "name", "mode"}, each optional."""
+        if not self.is_main:
+            return
+        folder = self.path.parent
+        for wanted, name, make in (
+                (tensorboard, "TensorBoard", lambda: TensorBoard(folder, step)),
+                (wandb is not None, "W&B", lambda: Wandb(folder, wandb, config))):
+            if wanted:
+                self._try(name, lambda make=make: self.trackers.append(make()))
+
+    def _try(self, name, action):
+        """Whether a tracker did its work: it is never the reason why a run ends."""
+        try:
+            action()
+            return True
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            self.say(f"ATTENTION: {name} is not used: {type(error).__name__}: {reason}")
+            return False
 
     def metrics(self, step, values):
         """Append one row {"step": step, **values}; other processes see it when this returns.
@@ -54,6 +81,9 @@ class RunLog:
             self.file = open(self.path, "a", encoding="utf-8")
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
+        known = {name: value for name, value in row.items() if value is not None}
+        self.trackers = [tracker for tracker in self.trackers
+                         if self._try(tracker.name, lambda t=tracker: t.log(step, known))]
 
     def sync(self):
         """Have the rows on the disk, before the checkpoint that a next start continues from."""
@@ -119,7 +149,10 @@ class RunLog:
             print(text, flush=True)
 
     def close(self):
-        """Close bar and file. Harmless twice; a later call of metrics opens the file again."""
+        """Close bar, file and trackers. Harmless twice; metrics opens the file again."""
+        for tracker in self.trackers:
+            self._try(tracker.name, tracker.close)
+        self.trackers = []
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -145,6 +178,63 @@ def step_values(run, norm, first_row, ddp):
 def bad_steps_field(run):
     """For RunLog.progress: how many steps were bad, once there are some."""
     return {"bad steps": run.progress["bad_steps"][0]} if run.progress["bad_steps"][0] else {}
+
+
+class TensorBoard:
+    """Curves for `tensorboard --logdir RUN_DIR`. Rows that a resumed run logs again replace the
+    former ones."""
+    name = "TensorBoard"
+
+    def __init__(self, folder, step):
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def log(self, step, row):
+        for name, value in row.items():
+            if name != "step":
+                self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self):
+        self.writer.close()
+
+
+class Wandb:
+    """A run on Weights & Biases. A resumed start goes on with it: its id is in RUN_DIR/wandb_id.
+
+    settings: {"project", "name", "mode"}, each optional. Where neither WANDB_MODE nor `mode` says
+    otherwise and their server cannot be reached, it writes RUN_DIR/wandb for `wandb sync`."""
+    name = "W&B"
+
+    def __init__(self, folder, settings, config):
+        import wandb
+        known, path = {"project", "name", "mode"}, folder / "wandb_id"
+        if set(settings) - known:
+            raise ValueError(f"found {', '.join(sorted(set(settings) - known))}; expected some of "
+                             f"{', '.join(sorted(known))}")
+        if not path.exists():
+            write_text_atomic(path, secrets.token_hex(4) + "\n")
+        mode = os.environ.get("WANDB_MODE") or settings.get("mode") or (
+            "online" if _reachable("api.wandb.ai") else "offline")
+        self.run = wandb.init(project=settings.get("project") or "protein-ddp", mode=mode,
+                              name=settings.get("name") or folder.name, dir=str(folder),
+                              id=path.read_text().strip(), resume="allow", config=config)
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step, row):
+        self.run.log(row)
+
+    def close(self):
+        self.run.finish()
+
+
+def _reachable(host):
+    """Whether a connection to `host` opens in a few seconds."""
+    try:
+        socket.create_connection((host, 443), timeout=3).close()
+        return True
+    except OSError:
+        return False
 
 
 def write_text_atomic(path, text):

@@ -34,7 +34,8 @@ import numpy as np
 import torch
 
 from proteinmpnn_model import MAX_TEMPERATURE, decoding_order, load_proteinmpnn
-from sequence_data import AMINO_ACIDS, LETTERS, X_ID, decode, encode, keyed_generator
+from sequence_data import (AMINO_ACIDS, LETTERS, X_ID, decode, encode, keyed_generator,
+                           named_sequences)
 from structure_data import Complex, collate_complexes, parse_positions, read_structure
 
 MAX_BIAS = 1e4          # nats; with more, float32 would not hold the logits beside it
@@ -267,23 +268,6 @@ def chain_names(texts, structure, option):
     return names
 
 
-def read_fasta(path):
-    """[(header, letters)] of a FASTA file; letters as they are, lines joined."""
-    records = []
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.startswith(">"):
-            records.append([line[1:].strip(), ""])
-        elif line.strip() and not records:
-            raise ValueError(f"{path} line {number}: found letters before a header; expected "
-                             "FASTA, with > first.")
-        elif line.strip():
-            records[-1][1] += line.strip()
-    if not records:
-        raise ValueError(f"{path} holds no sequence; expected FASTA.")
-    return records
-
-
 def letter_bias(args):
     """(21,) nats, -inf for what is never drawn."""
     bias, seen = torch.zeros(len(LETTERS)), set()
@@ -376,7 +360,7 @@ def make_records(args):
     design = Design(args)
     given = [(name, design.ids(text, f"{path}, sequence {i} ({name:.40})"))
              for path in args.score_only or ()
-             for i, (name, text) in enumerate(read_fasta(path), 1)]
+             for i, (name, text) in enumerate(named_sequences(path), 1)]
     bias, device = letter_bias(args), choose_device(args.device)
     model = load_proteinmpnn(args.checkpoint).eval().to(device)
     tensors = collate_complexes([design.complex])

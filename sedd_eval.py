@@ -27,12 +27,8 @@ def to_device(batch, device, dtype):
     return {**moved, "sigma": moved["sigma"].to(exact), "dsigma": moved["dsigma"].to(exact)}
 
 
-class Validation:
-    """Bound on -ln p(x0) of every validation protein, the same for any number of ranks.
-
-    Noise is keyed by the protein; the times of all proteins together are stratified. Each protein
-    is computed once, on one rank; sums are taken over the gathered values, so that they do not
-    depend on the ranks even in rounding.
+class Bound:
+    """Bounds on -ln p(x0) of proteins, with all that does not depend on the model worked out once.
 
     Most of the variance comes from how many residues the noise happens to change, which is alike
     for every model. So the same noise is given to the unigram model, whose scores and likelihood
@@ -40,36 +36,30 @@ class Validation:
     two (a control variate: no bias, several times less noise). What happens below TIME_EPS, where
     no score is learned, is thereby counted at the unigram's price, so that this is a bound for
     every noise schedule.
+
+    counts: (n,) int64, residues that count (not X). unigram_nll: (n,) float64, -ln p in nats under
+    the letter frequencies. baseline: (n,) float64, where the bound starts: bound = baseline - mean
+    of gains.
     """
 
-    def __init__(self, proteins, config, graph, noise, letter_counts, source=None):
-        """Fix crops, times and the unigram's part.
+    def __init__(self, proteins, graph, noise, letter_counts, start, samples, tokens):
+        """letter_counts: of the training proteins, see Proteins.letter_counts.
 
-        letter_counts: of the training proteins, see Proteins.letter_counts. source: of demo
-        proteins, whose exact likelihood it knows."""
-        d, t = config.data, config.training
-        self.graph, self.noise, self.samples = graph, noise, t.eval_samples
-        everything = np.arange(len(proteins))
-        starts = eval_crop_starts(proteins, everything, d.max_length)
-        self.proteins = proteins.crop(starts, d.max_length)
-        budget = max(t.tokens_per_batch or 16 * d.max_length, d.max_length)
-        self.batches = eval_batches(self.proteins.lengths, budget)
-        # Protein i takes the i-th part of [0, 1] in an order that its key decides; further samples
-        # are 1/samples apart.
-        lot = np.array([keyed_seed("validation time", int(k)) for k in self.proteins.keys])
-        self.part = np.empty(len(lot))
-        self.part[np.argsort(lot, kind="stable")] = (np.arange(len(lot)) + 0.5) / len(lot)
-        self.counts = np.array([int((self.proteins[i] != X_ID).sum()) for i in everything])
+        start: (n,) in [0, 1), the time of the first of the `samples` noise levels of each protein,
+        in units of their distance. tokens: positions of a batch, padding included."""
+        self.proteins, self.graph, self.noise = proteins, graph, noise
+        self.start, self.samples = start, samples
+        longest = int(proteins.lengths.max()) if len(proteins) else 1
+        self.batches = eval_batches(proteins.lengths, max(tokens, longest))
+        everything = range(len(proteins))
+        self.counts = np.array([int((proteins[i] != X_ID).sum()) for i in everything])
         frequencies = np.append(unigram_frequencies(letter_counts), 0.0)   # X, never a target: 0
         nll = -np.log(np.append(frequencies[:X_ID], 1.0))                  # of each token, in nats
-        total = sum(nll[self.proteins[i]].sum() for i in everything)
-        self.unigram = math.exp(total / self.counts.sum())
+        self.unigram_nll = np.array([nll[proteins[i]].sum() for i in everything])
         self.frequencies = torch.from_numpy(frequencies)
         cost = nll if graph.absorb else self._uniform_cost(nll)
-        self.baseline = torch.tensor([cost[self.proteins[i]].sum() for i in everything],
+        self.baseline = torch.tensor([cost[proteins[i]].sum() for i in everything],
                                      dtype=torch.float64)
-        # of the window that is evaluated
-        self.exact = None if source is None else source.nll(self.proteins)
 
     def _uniform_cost(self, nll):
         """Price of each token in the uniform graph: what the unigram model knows of the noise at
@@ -81,16 +71,18 @@ class Validation:
         return np.where(nll > 0, nll - own_prior + graph.prior_kl(sigma1), 0.0)
 
     @torch.no_grad()
-    def __call__(self, model, ddp, dtype):
-        """(n,) float64 bounds in nats, one per protein. model: the bare one, perhaps with averaged
-        weights; it is put into eval mode and back."""
-        gain = torch.zeros(len(self.proteins), dtype=torch.float64)
+    def gains(self, model, ddp, dtype):
+        """(n, samples) float64, nats that the model's bound is below the unigram's, by noise level.
+
+        model: the bare one; it is put into eval mode and back. Each protein is computed on one
+        rank, and the result is the same on all, whatever their number."""
+        gains = torch.zeros(len(self.proteins), self.samples, dtype=torch.float64)
         was_training, _ = model.training, model.eval()
         for indices in self.batches[ddp.rank::ddp.world_size]:
             x0, mask = collate(self.proteins, indices)
             weight = mask & (x0 != X_ID)
             for k in range(self.samples):
-                t = (torch.from_numpy(self.part[indices]) + k) / self.samples
+                t = (torch.from_numpy(self.start[indices]) + k) / self.samples
                 sigma, dsigma = self.noise(TIME_EPS + (1 - TIME_EPS) * t)
                 xt = self._corrupt(x0, sigma, indices, k)
                 batch = to_device(dict(xt=xt, x0=x0, mask=mask, weight=weight, sigma=sigma,
@@ -104,9 +96,9 @@ class Validation:
                 log_score = independent_log_score(self.frequencies, sigma, xt, self.graph)
                 unigram, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, self.graph,
                                                 weight)
-                gain[indices] += (unigram - loss.double().cpu()) * (1 - TIME_EPS) / self.samples
+                gains[indices, k] = (unigram - loss.double().cpu()) * (1 - TIME_EPS)
         model.train(was_training)
-        return self.baseline - all_sum(gain, ddp)
+        return all_sum(gains, ddp)
 
     def _corrupt(self, x0, sigma, indices, k):
         """x0 (B, L) with the noise of sample k, each protein by its own key."""
@@ -118,11 +110,41 @@ class Validation:
                                                      generator)
         return xt
 
+
+class Validation(Bound):
+    """Bound on -ln p(x0) of every validation protein, the same for any number of ranks.
+
+    Noise is keyed by the protein; the times of all proteins together are stratified.
+    """
+
+    def __init__(self, proteins, config, graph, noise, letter_counts, source=None):
+        """letter_counts: of the training proteins. source: of demo proteins, whose exact likelihood
+        it knows."""
+        d, t = config.data, config.training
+        starts = eval_crop_starts(proteins, np.arange(len(proteins)), d.max_length)
+        proteins = proteins.crop(starts, d.max_length)
+        # Protein i takes the i-th part of [0, 1] in an order that its key decides.
+        lot = np.array([keyed_seed("validation time", int(k)) for k in proteins.keys])
+        part = np.empty(len(lot))
+        part[np.argsort(lot, kind="stable")] = (np.arange(len(lot)) + 0.5) / len(lot)
+        super().__init__(proteins, graph, noise, letter_counts, part, t.eval_samples,
+                         t.tokens_per_batch or 16 * d.max_length)
+        self.unigram = math.exp(self.unigram_nll.sum() / self.counts.sum())
+        # of the window that is evaluated
+        self.exact = None if source is None else source.nll(self.proteins)
+
+    def __call__(self, model, ddp, dtype):
+        """(n,) float64 bounds in nats, one per protein. model: the bare one, perhaps with averaged
+        weights."""
+        return self.baseline - self.gains(model, ddp, dtype).mean(1)
+
     def summarise(self, bound):
         """Metrics of one evaluation, from its bounds (n,)."""
         nll = float(bound.sum() / self.counts.sum())
+        exact = {} if self.exact is None else {
+            "val/exact": float(self.exact.sum() / self.counts.sum())}
         return {"val/loss": nll, "val/perplexity": math.exp(min(nll, 50.0)),
-                "val/unigram_perplexity": self.unigram}
+                "val/unigram_perplexity": self.unigram, **exact}
 
     def compare(self, bound):
         """{"exact", "standard_error"} in nats per residue, where the exact -ln p is known.
@@ -160,7 +182,8 @@ def evaluate(run, log, values, ddp):
 
 def save(run, log, ddp, name, keep_last=1, resumes=True):
     """Write checkpoints/NAME, see save_run."""
-    save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity())
+    save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity(),
+             letters=run.letters.tolist(), lengths=run.plan.counts.tolist())
 
 
 def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):

@@ -20,6 +20,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import gzip
 import hashlib
 import itertools
 import json
@@ -193,6 +194,29 @@ def decode(tokens):
         raise ValueError(f"found token ids {tokens.min()} to {tokens.max()}; expected 0 to {X_ID}. "
                          f"A mask or padding has no letter: denoise or cut before decoding.")
     return "".join(LETTERS[t] for t in tokens.tolist())
+
+
+def named_sequences(path):
+    """Yield (header, letters) of each record of a FASTA file (.gz or not): letters as they are,
+    lines joined. For files that people write; read_sequences is for data sets.
+
+    Raises ValueError where the file is no FASTA, naming the line, or holds none.
+    """
+    header, parts, unzip = None, [], str(path).endswith(".gz")
+    with (gzip.open if unzip else open)(path, "rt", encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(map(str.strip, lines), 1):
+            if line.startswith(">"):
+                if header is not None:
+                    yield header, "".join(parts)
+                header, parts = line[1:].strip(), []
+            elif line and header is None:
+                raise ValueError(f"{path} line {number}: found letters before a header; expected "
+                                 "FASTA, with > first.")
+            else:
+                parts.append(line)
+    if header is None:
+        raise ValueError(f"{path} holds no sequence; expected FASTA.")
+    yield header, "".join(parts)
 
 
 class Proteins:

@@ -278,6 +278,7 @@ class SeddRun(Run):
     graph: Any
     noise: Any
     plan: BatchPlan
+    letters: Any          # (21,) int64, how often each token stands in the training proteins
     bound: Any = None     # (n,) bounds of the last evaluation
 
 
@@ -304,9 +305,10 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
                          f"{former.state['plan']}, now {plan.identity()}); expected the same. "
                          "Continue with the version of this project that saved it, or --fresh.")
     validation, filled = None, min(batch, plan.available)   # a small set does not fill it
+    letters = data.train.letter_counts()
     if data.val is not None:
         val, _, _ = apply_max_length(data.val, d.max_length, d.long)
-        validation = Validation(val, config, graph, noise, data.train.letter_counts(), data.source)
+        validation = Validation(val, config, graph, noise, letters, data.source)
     by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch
     run = start_run(
         SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
@@ -315,7 +317,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
         batch=batch,
         nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0),
-        graph=graph, noise=noise, plan=plan)
+        graph=graph, noise=noise, plan=plan, letters=letters)
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.schedule.mine[0])   # refuses damaged data
     lines = describe_data(run, data, precision, ddp)

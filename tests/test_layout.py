@@ -43,7 +43,12 @@ TABLE = {
                                  "sedd_diffusion", "sedd_eval"}, {"torch", "numpy"}, set()),
     "train_dpo_ddp": (SHARED | {"structure_data", "proteinmpnn_model", "dpo_reference", "dpo_eval"},
                       {"torch", "numpy"}, set()),
-    "sample_sedd": (MODELS | DATA, {"torch", "numpy"}, set()),
+    "sedd_files": (MODELS | DATA | {"run_log"}, {"torch", "numpy"}, {"safetensors"}),
+    "sample_sedd": (MODELS | DATA | {"ddp_setup", "ddp_guard", "run_config", "run_script",
+                                     "sedd_eval", "sedd_files", "report_sequences"},
+                    {"torch", "numpy"}, {"tqdm"}),
+    "report_sequences": ({"sequence_data"}, {"numpy"}, {"gemmi", "matplotlib"}),
+    "pairs_from_scores": ({"run_log", "sequence_data"}, set(), set()),
     "sample_proteinmpnn": (MODELS | DATA, {"torch", "numpy"}, set()),
     "prepare_uniref50": ({"sequence_data"}, {"torch", "numpy", "tqdm"}, set()),
     "bench_ddp": (SHARED | MODELS | DATA | {"train_sedd_ddp", "train_dpo_ddp"}, {"torch", "numpy"},
@@ -56,7 +61,7 @@ TABLE = {
 }
 
 # Not needed to train; whoever lacks them must be able to import every file.
-OPTIONAL = {"wandb", "tensorboard", "matplotlib", "mpi4py", "intel_extension_for_pytorch",
+OPTIONAL = {"wandb", "tensorboard", "matplotlib", "safetensors", "mpi4py", "intel_extension_for_pytorch",
             "oneccl_bindings_for_pytorch"}
 
 SOURCES = sorted(path for path in ROOT.glob("*.py"))

@@ -151,3 +151,60 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
         write_text_atomic(target, "new \ud800")          # no encoding for it: fails while writing
     assert target.read_text() == "old" and [path.name
                                             for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+# ------------------------------------------------------------------ trackers
+def test_tensorboard_reads_back_what_was_logged_also_after_a_resume(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    for first, last in ((1, 6), (4, 9)):   # the second start goes on from step 3
+        log = RunLog(tmp_path, is_main=True)
+        log.truncate(first - 1)
+        log.track({}, first - 1, tensorboard=True)
+        for step in range(first, last):
+            log.metrics(step, {"loss": first + step / 8, "bad": float("nan")})
+        log.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = {event.step: event.value for event in found.Scalars("loss")}
+    assert scalars == {row["step"]: row["loss"] for row in rows(tmp_path)}
+    assert found.Tags()["scalars"] == ["loss"]
+
+
+def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for step in (1, 2):
+        log = RunLog(tmp_path, is_main=True)
+        log.track({"model": {"width": 8}}, step - 1, wandb={"project": "p", "name": "n"})
+        assert [tracker.run.name for tracker in log.trackers] == ["n"]
+        ids.append(log.trackers[0].run.id)
+        log.metrics(step, {"loss": 2.5})
+        log.close()
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert ids[0] == ids[1] and len(folders) == 2
+    assert all(folder.name.endswith(ids[0]) for folder in folders)
+    assert all(list(folder.glob("run-*.wandb")) for folder in folders)
+
+
+def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)   # not installed
+    log = RunLog(tmp_path, is_main=True)
+    log.track({}, 0, tensorboard=True, wandb={"projekt": "p"})
+    out = capsys.readouterr().out
+    assert out.count("ATTENTION: TensorBoard is not used") == 1
+    assert out.count("ATTENTION: W&B is not used") == 1
+
+    class Broken:
+        name = "broken"
+
+        def log(self, step, row):
+            raise OSError("disk full")
+
+    log.trackers.append(Broken())
+    for step in (1, 2):
+        log.metrics(step, {"loss": 1.0})
+    log.close()
+    assert len(rows(tmp_path)) == 2
+    assert capsys.readouterr().out.count("broken is not used: OSError: disk full") == 1

@@ -1,0 +1,110 @@
+"""Draw the curves of one or several runs into one PNG.
+
+    python plot_run.py runs/mine                               # writes runs/mine/curves.png
+    python plot_run.py runs/a runs/b --out comparison.png      # overlaid, a colour for each run
+
+Reads metrics.jsonl of each run folder; needs matplotlib. SEDD: loss with validation and what letter
+frequencies alone give, learning rate, throughput, norm of the gradient. DPO: loss, accuracy,
+margins and rewards, recovery, KL divergence. A panel is drawn where some run has its numbers.
+"""
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from run_log import read_rows
+
+# title, unit of the vertical axis, keys of metrics.jsonl with their line style; a level is a number
+# that does not change
+PANELS = (
+    ("loss", "nats", {"loss": "-", "val/loss": "o-", "val/unigram": "level", "val/exact": "level"}),
+    ("rewards", "nats", {"val/rewards/chosen": "-", "val/rewards/rejected": "--"}),
+    ("accuracy", "share of pairs", {"rewards/accuracies": "-", "val/rewards/accuracies": "o-"}),
+    ("margin of the rewards", "nats", {"rewards/margins": "-", "val/rewards/margins": "o-"}),
+    ("recovery of native sequences", "share", {"val/recovery": "o-"}),
+    ("KL from the reference", "nats per residue", {"val/kl": "o-"}),
+    ("learning rate", "", {"lr": "-"}),
+    ("throughput", "per second", {"residues_per_second": "-", "pairs_per_second": "-"}),
+    ("norm of the gradient", "", {"grad_norm": "-"}))
+SMOOTHED = 200    # points of a curve above which its mean over neighbours is drawn
+
+
+def rows_of(folder):
+    """The rows of a run's metrics.jsonl, with val/unigram in nats beside its perplexity.
+
+    Raises: ValueError where there are none."""
+    path = Path(folder) / "metrics.jsonl"
+    rows = read_rows(path)
+    if not rows:
+        raise ValueError(f"{path} is missing or empty; expected the folder of a run that has "
+                         "logged a step.")
+    for row in rows:
+        if row.get("val/unigram_perplexity"):
+            row["val/unigram"] = math.log(row["val/unigram_perplexity"])
+    return rows
+
+
+def points(rows, key):
+    """(steps, values) of the rows that have `key`; long curves as means over neighbours."""
+    known = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    size = len(known) // SMOOTHED + 1
+    groups = [known[i:i + size] for i in range(0, len(known), size)]
+    return [[sum(values) / len(values) for values in zip(*group)] for group in groups]
+
+
+def draw(runs, path):
+    """Draw {name: rows} into a PNG at `path`. Raises: ImportError without matplotlib."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    panels = [panel for panel in PANELS if any(points(rows, key) for rows in runs.values()
+                                               for key in panel[2])]
+    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
+    height = math.ceil(len(panels) / columns)
+    figure, axes = pyplot.subplots(height, columns, figsize=(5.5 * columns, 3.2 * height),
+                                   squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels):]:
+        axis.set_axis_off()
+    for (title, unit, keys), axis in zip(panels, axes.flat):
+        for number, (name, rows) in enumerate(runs.items()):
+            for key, style in keys.items():
+                curve = points(rows, key)
+                label = key if len(runs) == 1 else f"{name}: {key}"
+                color = f"C{len(axis.lines) if len(runs) == 1 else number}"
+                if curve and style == "level":
+                    axis.axhline(curve[-1][1], linestyle=":", color=color, label=label)
+                elif curve:
+                    axis.plot(*zip(*curve), style, color=color, markersize=3, label=label)
+        axis.set(title=title, xlabel="step", ylabel=unit)
+        axis.grid(alpha=0.3)
+        if title in ("learning rate", "throughput"):
+            axis.set_ylim(bottom=0)
+        if len(runs) > 1 or len(axis.lines) > 1:
+            axis.legend(fontsize="small")
+    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
+    figure.savefig(temporary, dpi=110, format="png")
+    pyplot.close(figure)
+    temporary.replace(path)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--out", type=Path, help="PNG; default: curves.png in the first folder")
+    args = parser.parse_args(argv)
+    out = args.out or args.runs[0] / "curves.png"
+    try:
+        draw({str(folder): rows_of(folder) for folder in args.runs}, out)
+    except (ValueError, OSError) as error:
+        print(f"plot_run.py: error: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"plot_run.py: error: {error}. Expected matplotlib: pip install matplotlib",
+              file=sys.stderr)
+        return 2
+    print(f"picture: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,205 @@
+"""Compare protein sequences, such as samples of a model, with a reference: a table and a picture.
+
+    python report_sequences.py samples.fasta reference.fasta --picture report.png
+
+Reads two FASTA files (.gz or not). Prints a table; writes the picture where matplotlib is
+installed. It says how the sequences are composed, how they repeat themselves, and how near each is
+to its nearest sequence of the reference. It does not say whether they fold or work.
+
+- Frequencies and dipeptides: KL divergence of the samples' shares from the reference's, in nats;
+  one is added to each count, so that none is zero.
+- Low complexity: share of residues in a window of 12 whose letters have an entropy below 2.2 bits
+  (the first pass of SEG; Wootton, Federhen 1993, Computers & Chemistry 17, 149).
+- Longest repeat: residues of the longest stretch that stands twice or more in one sequence.
+- New 5-mers: share of a sequence's 5-mers that no reference sequence has.
+- Identity: of the global alignment with the reference sequence that shares most 5-mers with it, as
+  a share of the shorter one; a sequence that shares none has none.
+- Difference among samples: 1 - shared / all 5-mers of two samples, mean over pairs; 0: the same.
+"""
+import argparse
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from sequence_data import AMINO_ACIDS, named_sequences
+
+K = 5                   # length of the words that are compared: 3.2 million of them
+WINDOW, LEAST_BITS = 12, 2.2    # of low complexity
+MOST_PAIRS = 500        # samples of which all pairs are compared
+
+
+class Figures(NamedTuple):
+    """Of a set of n sequences. residues: (20,) shares; dipeptides: (20, 20) shares; the others
+    (n,): residues, share in windows of low complexity, residues of the longest repeat."""
+    residues: np.ndarray
+    dipeptides: np.ndarray
+    lengths: np.ndarray
+    simple: np.ndarray
+    repeats: np.ndarray
+
+
+def measure(sequences):
+    """Figures of a list of str. Letters beside the 20 are left out of the shares."""
+    singles, doubles = Counter(), Counter()
+    for text in sequences:
+        singles.update(text)
+        doubles.update(map("".join, zip(text, text[1:])))
+    residues = np.array([singles[a] + 1.0 for a in AMINO_ACIDS])
+    pairs = np.array([[doubles[a + b] + 1.0 for b in AMINO_ACIDS] for a in AMINO_ACIDS])
+    return Figures(residues / residues.sum(), pairs / pairs.sum(),
+                   np.array([len(text) for text in sequences]),
+                   np.array([low_complexity(text) for text in sequences]),
+                   np.array([longest_repeat(text) for text in sequences]))
+
+
+def low_complexity(text):
+    """Share of residues that lie in a window of low complexity."""
+    simple = np.zeros(len(text), bool)
+    for start in range(len(text) - WINDOW + 1):
+        counts = Counter(text[start:start + WINDOW]).values()
+        bits = -sum(n / WINDOW * math.log2(n / WINDOW) for n in counts)
+        if bits < LEAST_BITS:
+            simple[start:start + WINDOW] = True
+    return simple.mean() if len(text) else 0.0
+
+
+def longest_repeat(text):
+    """Residues of the longest stretch that occurs at two places, which may overlap."""
+    low, high = 0, max(len(text) - 1, 0)   # a shorter stretch repeats where a longer one does
+    while low < high:
+        size = (low + high + 1) // 2
+        words = [text[i:i + size] for i in range(len(text) - size + 1)]
+        low, high = (size, high) if len(set(words)) < len(words) else (low, size - 1)
+    return low
+
+
+def words_of(text):
+    """The set of its K-mers."""
+    return {text[i:i + K] for i in range(len(text) - K + 1)}
+
+
+def compare(samples, reference):
+    """(share of each sample's K-mers that are new, identity with its nearest reference sequence,
+    that one's place), (n,) each; the identity is nan and the place -1 where no K-mer is shared.
+
+    Alignments: gemmi's, with its default scores."""
+    import gemmi
+    wanted = [words_of(text) for text in samples]
+    holders = {word: [] for words in wanted for word in words}
+    for place, text in enumerate(reference):
+        for word in words_of(text) & holders.keys():
+            holders[word].append(place)
+    new, identity, nearest = [], [], []
+    for text, words in zip(samples, wanted):
+        shared = Counter(place for word in words for place in holders[word])
+        new.append(sum(not holders[word] for word in words) / max(len(words), 1))
+        place = max(shared, key=lambda p: (shared[p], -p)) if shared else -1
+        nearest.append(place)
+        if place < 0:
+            identity.append(math.nan)
+            continue
+        aligned = gemmi.align_string_sequences(list(text), list(reference[place]), [])
+        identity.append(aligned.match_count / min(len(text), len(reference[place])))
+    return np.array(new), np.array(identity), np.array(nearest)
+
+
+def difference(samples):
+    """Mean over pairs of 1 - shared / all K-mers, of up to MOST_PAIRS samples; nan for one."""
+    words = [words_of(text) for text in samples[:MOST_PAIRS]]
+    values = [1 - len(a & b) / max(len(a | b), 1)
+              for i, a in enumerate(words) for b in words[:i]]
+    return float(np.mean(values)) if values else math.nan
+
+
+def divergence(p, q):
+    """KL(p || q) in nats of two arrays of shares."""
+    return float((p * np.log(p / q)).sum())
+
+
+def span(values, form):
+    """Least, median and most of the values that are known."""
+    known = values[~np.isnan(values)] if values.dtype.kind == "f" else values
+    return "  ".join(form.format(f(known)) for f in (np.min, np.median, np.max)) if len(
+        known) else "none"
+
+
+def report(samples, reference, picture=None):
+    """Text of the table; draws `picture` (path of a PNG) where matplotlib is installed.
+
+    samples, reference: lists of str. Raises: ValueError for an empty list."""
+    if not samples or not reference:
+        raise ValueError(f"found {len(samples)} samples and {len(reference)} reference sequences; "
+                         "expected some of both.")
+    ours, theirs = measure(samples), measure(reference)
+    new, identity, _ = compare(samples, reference)
+    rows = [("sequences", f"{len(samples):,}", f"{len(reference):,}"),
+            ("distinct sequences", f"{len(set(samples)):,}", f"{len(set(reference)):,}"),
+            ("length: least, median, most", *(span(f.lengths, "{:,.0f}") for f in (ours, theirs))),
+            ("low complexity: mean share", *(f"{f.simple.mean():.3f}" for f in (ours, theirs))),
+            ("longest repeat: least, median, most",
+             *(span(f.repeats, "{:.0f}") for f in (ours, theirs))),
+            ("residue frequencies: KL, nats", f"{divergence(ours.residues, theirs.residues):.4f}",
+             ""),
+            ("dipeptides: KL, nats", f"{divergence(ours.dipeptides, theirs.dipeptides):.4f}", ""),
+            ("new 5-mers: mean share", f"{new.mean():.3f}", ""),
+            ("identity with nearest: least, median, most", span(identity, "{:.2f}"), ""),
+            ("samples that share no 5-mer", f"{int(np.isnan(identity).sum()):,}", ""),
+            ("difference among samples: mean", f"{difference(samples):.3f}", "")]
+    lines = [f"{'':<47}{'samples':>15}  {'reference':>15}"]
+    lines += [f"{name:<47}{mine:>15}  {other:>15}".rstrip() for name, mine, other in rows]
+    if picture is not None:
+        lines.append(draw(ours, theirs, new, identity, picture))
+    return "\n".join(lines)
+
+
+def draw(ours, theirs, new, identity, path):
+    """Draw the picture; returns a line on it."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no picture: matplotlib is not installed (pip install matplotlib)"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    places = np.arange(len(AMINO_ACIDS))
+    edges = np.histogram_bin_edges(np.concatenate([ours.lengths, theirs.lengths]), 30)
+    for shift, figures, name in ((-0.2, ours, "samples"), (0.2, theirs, "reference")):
+        axes[0, 0].bar(places + shift, figures.residues, 0.4, label=name)
+        axes[0, 1].hist(figures.lengths, edges, density=True, alpha=0.6, label=name)
+        axes[1, 0].hist(figures.simple, 20, range=(0, 1), density=True, alpha=0.6, label=name)
+    axes[0, 0].set(xticks=places, xticklabels=list(AMINO_ACIDS), title="share of each residue")
+    axes[0, 1].set(title="length", xlabel="residues", yticks=[])
+    axes[1, 0].set(title="low complexity", xlabel="share of a sequence", yticks=[])
+    axes[1, 1].hist(identity[~np.isnan(identity)], 20, range=(0, 1), alpha=0.6,
+                    label="identity with the nearest")
+    axes[1, 1].hist(new, 20, range=(0, 1), alpha=0.6, label=f"share of new {K}-mers")
+    axes[1, 1].set(title="novelty of the samples", ylabel="samples")
+    for axis in axes.flat:
+        axis.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return f"picture: {path}"
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("samples", type=Path, help="FASTA file")
+    parser.add_argument("reference", type=Path, help="FASTA file")
+    parser.add_argument("--picture", type=Path, help="PNG to draw")
+    args = parser.parse_args(argv)
+    try:
+        samples, reference = ([text.upper() for _, text in named_sequences(path)]
+                              for path in (args.samples, args.reference))
+        print(report(samples, reference, args.picture))
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"report_sequences.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,587 @@
+"""Use a trained SEDD model: sample proteins, fill in scaffolds, score sequences and variants.
+
+    python sample_sedd.py runs/mine/checkpoints/best.pt --number 50 --length 80-120 --out new.fasta
+    python sample_sedd.py best.pt --scaffold "MKT[40]GSHHW[12-20]" --number 8
+    python sample_sedd.py best.pt --infill templates.fasta             # "_" at each free place
+    python sample_sedd.py best.pt --score proteins.fasta --out scores.tsv
+    python sample_sedd.py best.pt --score wild_type.fasta --each_position
+    python sample_sedd.py best.pt --score wild_type.fasta --mutations variants.txt
+    python sample_sedd.py best.pt --number 200 --out new.fasta --report proteins.fasta
+    python sample_sedd.py best.pt --export FOLDER                      # or FILE.pth
+    mpirun -n 4 python sample_sedd.py ...                              # the same, sooner
+
+CHECKPOINT is best.pt or last.pt of a run, a folder that --export made, or a file in the published
+SEDD layout. Averaged weights (EMA) are used where there are some. Noise, graph and alphabet come
+from the checkpoint. The result goes to --out, whole or not at all, or to standard output; what was
+loaded and how far it is goes to standard error. Wrong input ends with one message and exit code 2.
+In a notebook:
+
+    sedd = load_sedd("best.pt")
+    print(sample_sequences(sedd, ["_" * 100] * 4 + ["MKT____________GSHHW"]))
+    print(score_sequences(sedd, ["MKTAYIAKQRQISFVKSHFSRQ"]).bound)
+"""
+if __name__ == "__main__":
+    import ddp_guard
+    ddp_guard.supervise()
+
+import contextlib
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, beat, print0, setup_ddp
+from run_config import Parser
+from run_script import add_launch_arguments, hand_over
+from sedd_diffusion import sample
+from sedd_eval import Bound
+from sedd_files import export_sedd, load_sedd
+from sequence_batches import eval_batches
+from sequence_data import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator, keyed_seed,
+                           named_sequences)
+
+FREE = "_"              # a place of a template that is to be drawn
+BLOCK = 2000            # sequences that are scored together: results appear after each
+INTERVAL = 1.96         # standard errors to either side that hold 95 %
+
+
+# ---------------------------------------------------------------- sample
+@torch.no_grad()
+def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperature=1.0, top_p=1.0,
+                     seed=0, tokens=16384, dtype=torch.float32, ddp=None, on_step=None):
+    """Draw a sequence for each template; a collective where ddp is given.
+
+    Args:
+        templates: texts of the 20 letters, which stay, and "_", which are drawn: "_" * 100.
+        steps, predictor: see sedd_diffusion.sample.
+        temperature, top_p: the denoising distribution at a mask is q[y] = s[y] / sum of s over the
+            20 letters, s = exp(log score). It becomes q^(1/temperature), and of that the likeliest
+            letters which together hold top_p. How many residues a step draws stays. 1 and 1: the
+            model itself. For the absorbing graph.
+        seed: with the templates and `tokens` it decides the result, whatever the number of ranks.
+        tokens: positions in a batch, padding included.
+        dtype: of autocast.
+        on_step: called after each step of each batch of this rank.
+    Returns: list of str, in the order of the templates, without X, on every rank.
+    Raises: ValueError for templates or settings that cannot be used.
+    """
+    ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
+    if not (temperature > 0 and 0 < top_p <= 1 and steps >= 1 and tokens >= 1):
+        raise ValueError(f"found temperature {temperature}, top_p {top_p}, steps {steps}, tokens "
+                         f"{tokens}; expected temperature above 0, top_p above 0 up to 1, and at "
+                         "least 1 step and token.")
+    shaped = (temperature, top_p) != (1.0, 1.0)
+    if shaped and not sedd.graph.absorb:
+        raise ValueError("temperature and top_p are defined for the absorbing graph; this model "
+                         "has the uniform one. Expected 1.0 for both.")
+    rows = [template_tokens(text, f"template {i}") for i, text in enumerate(templates, 1)]
+    lengths = np.array([len(row) for row in rows], np.int64)
+    if not rows:
+        return []
+    out = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    batches = eval_batches(lengths, max(tokens, int(lengths.max())))
+    for number in range(ddp.rank, len(batches), ddp.world_size):
+        indices = batches[number]
+        width = int(lengths[indices].max())
+        given = torch.full((len(indices), width), -1)
+        for row, i in enumerate(indices):
+            given[row, :lengths[i]] = torch.from_numpy(rows[i])
+        real = torch.arange(width) < torch.from_numpy(lengths[indices])[:, None]
+        kept = real & (given >= 0)
+        mask = None if bool(real.all()) else real.to(ddp.device)
+
+        def log_score(xt, sigma, mask=mask):
+            beat(ddp)
+            scores = sedd.model(xt, sigma, mask)
+            return reshape_choice(scores, xt, sedd.graph.mask_id, temperature,
+                                  top_p) if shaped else scores
+
+        with autocast(dtype, ddp):
+            drawn = sample(log_score, sedd.graph, sedd.noise, tuple(given.shape), steps,
+                           predictor=predictor, fixed=(given.clamp(min=0), kept),
+                           forbidden=(X_ID,), mask=real, device=ddp.device, on_step=on_step,
+                           generator=keyed_generator(seed, "sample", number))
+        out[torch.from_numpy(indices), :width] = drawn.cpu()
+    out = all_sum(out, ddp).numpy()
+    return [decode(row[:n]) for row, n in zip(out, lengths)]
+
+
+def reshape_choice(log_score, xt, mask_id, temperature, top_p):
+    """Log scores (B, L, V) whose choice of letter at each mask has this temperature and top_p; the
+    sum of the scores over letters, which is how fast a mask goes, stays. See sample_sequences."""
+    letters = log_score[..., :X_ID]
+    log_q = torch.log_softmax(letters / temperature, -1)
+    if top_p < 1:
+        ordered, places = log_q.sort(-1, descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()    # held by likelier letters
+        ordered = ordered.masked_fill(before >= top_p, -math.inf)
+        log_q = torch.log_softmax(torch.empty_like(log_q).scatter(-1, places, ordered), -1)
+    shaped = torch.full_like(log_score, -math.inf)           # X is never drawn
+    shaped[..., :X_ID] = letters.logsumexp(-1, keepdim=True) + log_q
+    shaped[..., mask_id] = log_score[..., mask_id]
+    return torch.where((xt == mask_id)[..., None], shaped, log_score)
+
+
+def template_tokens(text, name):
+    """Tokens (L,) int64 of a template, -1 where it is free. Raises ValueError."""
+    wrong = re.search(f"[^{AMINO_ACIDS}{FREE}]", text)
+    if wrong or not text:
+        found = f"{wrong.group()!r} at place {wrong.start() + 1}" if wrong else "nothing"
+        raise ValueError(f"{name}: found {found}; expected the letters {AMINO_ACIDS}, which stay, "
+                         f"and {FREE} where one is to be drawn.")
+    return np.array([AMINO_ACIDS.find(letter) for letter in text], np.int64)
+
+
+def scaffold_templates(scaffold, number, seed):
+    """`number` templates of a scaffold such as "MKT[40]GSHHW[12-20]"; lengths are keyed by seed."""
+    parts = re.findall(r"\[(\d+)(?:-(\d+))?\]|([A-Za-z]+)|(.)", scaffold)
+    wrong = [other for *_, other in parts if other]
+    if wrong or not parts:
+        raise ValueError(f"--scaffold {scaffold!r}: found {wrong[0] if wrong else 'nothing'!r}; "
+                         "expected letters and lengths in brackets, such as MKT[40]GSHHW[12-20].")
+    templates = []
+    for k in range(number):
+        generator, text = keyed_generator(seed, "scaffold", k), ""
+        for low, high, letters, _ in parts:
+            text += letters.upper() if letters else FREE * draw_number(low, high, generator)
+        templates.append(text)
+    return templates
+
+
+def draw_number(low, high, generator):
+    """An integer, evenly from low to high (texts; "" for high: low), both included."""
+    low, high = int(low), int(high or low)
+    if high < low:
+        raise ValueError(f"the length {low}-{high} ends before it begins; expected such as 80-120.")
+    return low + int(torch.randint(high - low + 1, (), generator=generator))
+
+
+def free_templates(sedd, length, number, seed):
+    """`number` templates that are free throughout. length: "100", "80-120", or None: drawn from the
+    lengths of the training proteins."""
+    generator = keyed_generator(seed, "lengths")
+    if length is None:
+        if sedd.lengths is None:
+            raise ValueError("the checkpoint does not tell the lengths of its training proteins; "
+                             "expected --length, such as 100 or 80-120.")
+        ends = np.cumsum(sedd.lengths)
+        drawn = torch.randint(int(ends[-1]), (number,), generator=generator).numpy()
+        return [FREE * int(n) for n in np.searchsorted(ends, drawn, "right")]
+    spec = re.fullmatch(r"(\d+)(?:-(\d+))?", length)
+    if not spec or not int(spec[1]):
+        raise ValueError(f"--length {length}; expected a length such as 100, or 80-120.")
+    return [FREE * draw_number(*spec.groups(), generator) for _ in range(number)]
+
+
+# ---------------------------------------------------------------- score
+class Scores(NamedTuple):
+    """Of each sequence, (n,): residues that count (not X); bound on -ln p in nats; its standard
+    error (of the noise, nan for one sample); -ln p under the letter frequencies of the training
+    data."""
+    residues: np.ndarray
+    bound: np.ndarray
+    error: np.ndarray
+    unigram: np.ndarray
+
+
+def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtype=torch.float32,
+                    ddp=None):
+    """Upper bounds on -ln p of sequences (the negative ELBO); a collective where ddp is given.
+
+    The estimate and its control variate are those of validation, see sedd_eval.Bound. Noise is
+    keyed by the sequence alone, so that its score does not depend on the others.
+
+    Args:
+        sequences: texts of the letters of sequence_data.encode.
+        samples: noise levels per sequence, evenly spaced from a random start.
+        window: cut sequences that are longer than the model was trained on into parts of equal
+            length, taken as independent; else they are refused.
+        tokens: positions in a batch.
+    Returns: Scores. Raises: ValueError.
+    """
+    ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
+    parts, owner = [], []
+    for i, sequence in enumerate(sequences):
+        pieces = windows(encode(sequence), sedd.max_length, window)
+        parts += pieces
+        owner += [i] * len(pieces)
+    n, owner = len(sequences), np.array(owner, np.int64)
+    proteins = Proteins.from_sequences(parts)
+    start = np.array([keyed_seed("score", int(key)) / 2**63 for key in proteins.keys])
+    bound = Bound(proteins, sedd.graph, sedd.noise, sedd.letters, start, samples, tokens)
+    gains = bound.gains(sedd.model, ddp, dtype).numpy()     # (parts, samples)
+    spread = gains.var(1, ddof=1) / samples if samples > 1 else np.full(len(parts), math.nan)
+
+    def total(values):
+        return np.bincount(owner, values, n)
+
+    return Scores(total(bound.counts).astype(np.int64),
+                  total(bound.baseline.numpy() - gains.mean(1)), np.sqrt(total(spread)),
+                  total(bound.unigram_nll))
+
+
+def windows(row, longest, allowed):
+    """The parts, of nearly equal length, in which a sequence (L,) is scored."""
+    if not len(row):
+        raise ValueError("a sequence is empty; expected at least one residue.")
+    if len(row) > longest and not allowed:
+        raise ValueError(f"a sequence has {len(row):,} residues, but the model was trained on at "
+                         f"most {longest:,}. Leave it out, or score it in parts: --window.")
+    return np.array_split(row, math.ceil(len(row) / longest))
+
+
+@torch.no_grad()
+def denoise(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
+    """ln p of each letter at the masks of each row, given the rest of the row.
+
+    Args:
+        rows: (n, L) int64, with graph.mask_id at the places to be predicted.
+        tokens: positions in a batch.
+    Returns: (n, L, 20) float32; values where there is no mask mean nothing.
+    Raises: ValueError for the uniform graph, which has no mask.
+    """
+    if not sedd.graph.absorb:
+        raise ValueError("each position is scored behind a mask, which the uniform graph does not "
+                         "have; expected a model with the absorbing one.")
+    ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
+    out = torch.zeros(*rows.shape, X_ID)
+    size = max(tokens // rows.shape[1], 1)
+    for first in range(ddp.rank * size, len(rows), ddp.world_size * size):
+        part = rows[first:first + size].to(ddp.device)
+        share = ((part == sedd.graph.mask_id).float().mean(1)).clamp(max=0.99)
+        with autocast(dtype, ddp):   # the noise level at which this share is masked on average
+            scores = sedd.model(part, -torch.log1p(-share))
+        out[first:first + size] = torch.log_softmax(scores[..., :X_ID].float(), -1).cpu()
+        beat(ddp)
+    return all_sum(out, ddp)
+
+
+def residue_scores(sedd, sequence, **how):
+    """-ln p of each residue given all others, in nats: (L,) float64, nan for X.
+
+    One forward pass per position, behind a mask; of sequences longer than the model was trained on,
+    the residues around the position count. how: see denoise."""
+    row = torch.from_numpy(encode(sequence).astype(np.int64))
+    length, width = len(row), min(len(row), sedd.max_length)
+    starts = (torch.arange(length) - width // 2).clamp(0, length - width)
+    rows = row[starts[:, None] + torch.arange(width)]
+    places = torch.arange(length) - starts
+    rows[torch.arange(length), places] = sedd.graph.mask_id if sedd.graph.absorb else 0
+    log_p = denoise(sedd, rows, **how)[torch.arange(length), places].double()
+    own = log_p.gather(1, row.clamp(max=X_ID - 1)[:, None])[:, 0]
+    return -torch.where(row == X_ID, math.nan, own).numpy()
+
+
+def variant_scores(sedd, sequence, variants, **how):
+    """ln p(variant) - ln p(wild type) of the mutated residues, all masked at once: (n,) float64.
+
+    variants: lists of (place from 0, token). how: see denoise. Source of the score ("masked
+    marginals"): Meier et al. 2021, bioRxiv 2021.07.09.450648."""
+    row = torch.from_numpy(encode(sequence).astype(np.int64))
+    if len(row) > sedd.max_length:
+        raise ValueError(f"the sequence has {len(row):,} residues, but the model was trained on at "
+                         f"most {sedd.max_length:,}. Cut it to the part that is mutated.")
+    scores, size = np.zeros(len(variants)), 1000
+    for first in range(0, len(variants), size):
+        some = variants[first:first + size]
+        rows = row.repeat(len(some), 1)
+        for k, changes in enumerate(some):
+            rows[k, [place for place, _ in changes]] = sedd.graph.mask_id or 0
+        log_p = denoise(sedd, rows, **how).double()
+        scores[first:first + size] = [
+            sum(float(log_p[k, place, token] - log_p[k, place, row[place]])
+                for place, token in changes) for k, changes in enumerate(some)]
+    return scores
+
+
+def read_variants(path, sequence):
+    """[(text, [(place from 0, token), ...])] of a file with a variant per line: A12V, or A12V,G30S.
+
+    Raises: ValueError naming the line, also where the sequence has another letter."""
+    found = []
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        words = re.split(r"[\s,;:+/]+", line.partition("#")[0].strip())
+        changes = []
+        for word in words if words != [""] else ():
+            parts = re.fullmatch(rf"([{AMINO_ACIDS}])(\d+)([{AMINO_ACIDS}])", word.upper())
+            place = int(parts[2]) - 1 if parts else -1
+            if not parts or not 0 <= place < len(sequence) or sequence[place] != parts[1]:
+                there = (f"; the sequence has {sequence[place]} there"
+                         if parts and 0 <= place < len(sequence) else "")
+                raise ValueError(f"{path}, line {number}: found {word}{there}; expected such as "
+                                 f"A12V: a letter of the sequence, its place from 1 to "
+                                 f"{len(sequence)}, the new letter.")
+            changes.append((place, AMINO_ACIDS.index(parts[3])))
+        if changes:
+            found.append((",".join(words).upper(), changes))
+    if not found:
+        raise ValueError(f"{path} holds no variant; expected one per line, such as A12V or "
+                         "A12V,G30S.")
+    return found
+
+
+# ---------------------------------------------------------------- command line
+def make_parser():
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                    epilog="See the head of this file for examples.")
+    add = parser.add_argument
+    add("checkpoint", help="best.pt, last.pt, an exported folder, or a published file")
+    add("--out", type=Path, help="file to write; default: standard output")
+    add("--no_ema", action="store_true", help="the last weights, not their averages")
+    add("--bfloat16", action="store_true", help="compute in bfloat16 (autocast)")
+    add("--tokens", type=int, default=16384, help="positions in a batch (default 16384)")
+    add("--seed", type=int, default=0)
+    group = parser.add_argument_group("sampling")
+    add = group.add_argument
+    add("--number", type=int, help="sequences; with --infill: of each template (default 1)")
+    add("--length", help="residues: 100, or 80-120; default: drawn from the training proteins")
+    add("--scaffold", help='kept letters and free lengths, such as "MKT[40]GSHHW[12-20]"')
+    add("--infill", type=Path, metavar="FASTA", help="templates with _ at each free place")
+    add("--steps", type=int, default=128, help="reverse steps (default 128)")
+    add("--predictor", choices=("analytic", "euler"), default="analytic")
+    add("--temperature", type=float, default=1.0, help="of the choice of letters; 1: the model")
+    add("--top_p", type=float, default=1.0, help="share of the likeliest letters; 1: the model")
+    add("--report", type=Path, metavar="FASTA", help="compare the samples with these proteins: a "
+                                                     "table, and a picture beside --out")
+    group = parser.add_argument_group("scoring")
+    add = group.add_argument
+    add("--score", type=Path, metavar="FASTA", help="bound on -ln p of each sequence, as a table")
+    add("--samples", type=int, default=8, help="noise levels per sequence (default 8)")
+    add("--window", action="store_true",
+        help="score in parts what is longer than the model was trained on")
+    add("--each_position", action="store_true",
+        help="with --score: -ln p of each residue given all others")
+    add("--mutations", type=Path, metavar="FILE",
+        help="with --score: rank variants of its one sequence, one per line such as A12V,G30S")
+    parser.add_argument("--export", type=Path, metavar="NAME",
+                        help="write the model to a folder NAME, or NAME.pth (published layout)")
+    add_launch_arguments(parser)
+    return parser
+
+
+ONLY_WITH = {"score": ("window", "each_position", "mutations"),
+             "drawing": ("number", "length", "scaffold", "infill", "report")}
+
+
+def read_arguments(argv):
+    """The options. Raises ValueError for those that do not fit together."""
+    args = make_parser().parse_args(argv)
+    tasks = [name for name in ("scaffold", "infill", "score", "export") if getattr(args, name)]
+    if len(tasks) > 1 or args.length and tasks:
+        names = " and ".join(f"--{name}" for name in tasks + ["length"] * bool(args.length))
+        raise ValueError(f"found {names}; expected one of them.")
+    task = "score" if args.score else "export" if args.export else "drawing"
+    for other, names in ONLY_WITH.items():
+        useless = [f"--{name}" for name in names if getattr(args, name) not in (None, False)]
+        if other != task and useless:
+            raise ValueError(f"found {', '.join(useless)}, which --{task} does not use; expected "
+                             "neither, or another task." if task != "drawing" else
+                             f"found {', '.join(useless)} without --score; expected both.")
+    if args.each_position and args.mutations:
+        raise ValueError("found --each_position and --mutations; expected one of them.")
+    if args.report and (args.out is None or args.infill):
+        raise ValueError("--report writes a picture beside --out, of samples without a template "
+                         "file; expected --out FILE and no --infill.")
+    for name in ("number", "steps", "samples", "tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"found --{name} {value}; expected at least 1.")
+    for path in (args.infill, args.score, args.mutations, args.report):
+        if path is not None and not path.is_file():
+            raise ValueError(f"there is no file {path}.")
+    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
+        raise ValueError(f"--out {args.out} is a folder, or in one that is missing; expected the "
+                         "name of a file in a folder that exists.")
+    hand_over(args, argv)
+    return args
+
+
+def run(args, ddp):
+    """Do what the options say. Raises ValueError or OSError."""
+    sedd = load_sedd(args.checkpoint, not args.no_ema, ddp.device)
+    print0(ddp, *sedd.notes, sep="\n", file=sys.stderr)
+    if args.export:
+        if ddp.is_main:
+            export_sedd(sedd, args.export)
+        print0(ddp, f"exported to {args.export}", file=sys.stderr)
+        return
+    how = {"tokens": args.tokens, "ddp": ddp,
+           "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
+    with open_output(args.out, ddp) as write:
+        if args.mutations:
+            rank_variants(sedd, args, how, write)
+        elif args.each_position:
+            score_positions(sedd, args, how, write)
+        elif args.score:
+            score_file(sedd, args, how, write)
+        else:
+            sequences = draw_file(sedd, args, how, write)
+    if args.report and ddp.is_main:
+        from report_sequences import report
+        print(report(sequences, [text.upper() for _, text in named_sequences(args.report)],
+                     args.out.with_suffix(".png")), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def open_output(path, ddp):
+    """A function that writes text, on rank 0, to standard output, or to `path`: whole or not at
+    all."""
+    if not ddp.is_main:
+        yield lambda text: None
+    elif path is None:
+        yield sys.stdout.write
+        sys.stdout.flush()
+    else:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+                yield file.write
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def draw_file(sedd, args, how, write):
+    """Write samples as FASTA; returns the sequences."""
+    number, ddp = args.number or 1, how["ddp"]
+    if args.infill:
+        named = [(name, text.upper()) for name, text in named_sequences(args.infill)]
+        for name, text in named:
+            template_tokens(text, f"{args.infill}, {name:.40}")
+        templates = [text for _, text in named for _ in range(number)]
+        names = [f"{(name.split() or ['template'])[0]}_{k}" for name, _ in named
+                 for k in range(1, number + 1)]
+    else:
+        templates = (scaffold_templates(args.scaffold, number, args.seed) if args.scaffold else
+                     free_templates(sedd, args.length, number, args.seed))
+        names = [f"sample_{k}" for k in range(1, number + 1)]
+    with progress_bar(ddp, "steps") as bar:
+        sequences = sample_sequences(sedd, templates, args.steps, args.predictor, args.temperature,
+                                     args.top_p, args.seed, **how,
+                                     on_step=lambda step, xt: bar.update())
+    for name, sequence in zip(names, sequences):
+        write(f">{name} length={len(sequence)}\n{sequence}\n")
+    return sequences
+
+
+@contextlib.contextmanager
+def progress_bar(ddp, unit):
+    """A bar on standard error, where rank 0 has a terminal there."""
+    from tqdm import tqdm
+    with tqdm(unit=f" {unit}", disable=not (ddp.is_main and sys.stderr.isatty()), leave=False,
+              file=sys.stderr) as bar:
+        yield bar
+
+
+def blocks(named):
+    """Lists of up to BLOCK items."""
+    block = []
+    for item in named:
+        block.append(item)
+        if len(block) == BLOCK:
+            yield block
+            block = []
+    if block:
+        yield block
+
+
+def score_file(sedd, args, how, write):
+    """Write a table of bounds; at the end the total, on standard error."""
+    totals = np.zeros(4)   # residues, bound, variance, unigram
+    head = "name\tlength\tnats\tnats_per_residue\tstandard_error\tunigram_nats\n"
+    with progress_bar(how["ddp"], "sequences") as bar:
+        for block in blocks(named_sequences(args.score)):
+            texts = [scorable(name, text, sedd, args) for name, text in block]
+            scores = score_sequences(sedd, texts, args.samples, args.window, **how)
+            lines = [head]
+            for (name, _), text, n, bound, error, unigram in zip(block, texts, *scores):
+                each = bound / n if n else math.nan
+                lines.append(f"{name}\t{len(text)}\t{bound:.4f}\t{each:.5f}\t{error:.4f}\t"
+                             f"{unigram:.4f}\n")
+            write("".join(lines))
+            head = ""
+            totals += (scores.residues.sum(), scores.bound.sum(), (scores.error**2).sum(),
+                       scores.unigram.sum())
+            bar.update(len(block))
+    n, bound, variance, unigram = totals
+    if not n:
+        raise ValueError(f"{args.score} has no residue that counts: X alone.")
+    mean, error = bound / n, math.sqrt(variance) / n
+    low, high = (math.exp(mean + side * INTERVAL * error) for side in (-1, 1))
+    print0(how["ddp"], f"{n:,.0f} residues: bound {mean:.4f} nats per residue (standard error "
+                       f"{error:.4f}), perplexity {math.exp(mean):.3f} (95 %: {low:.3f} to "
+                       f"{high:.3f}, of the noise drawn); unigram {unigram / n:.4f}, "
+                       f"{math.exp(unigram / n):.3f}", file=sys.stderr)
+
+
+def scorable(name, text, sedd, args):
+    """The letters of a sequence of a file. Raises ValueError naming it."""
+    try:
+        text = text.upper().removesuffix("*")
+        windows(encode(text), sedd.max_length, args.window or args.each_position)
+        return text
+    except ValueError as e:
+        raise ValueError(f"{args.score}, {name:.60}: {e}") from None
+
+
+def score_positions(sedd, args, how, write):
+    """Write a table of -ln p of each residue given all others."""
+    head = "name\tposition\tresidue\tnats\n"
+    for name, text in named_sequences(args.score):
+        text = scorable(name, text, sedd, args)
+        scores = residue_scores(sedd, text, **how)
+        write(head + "".join(f"{name}\t{place}\t{letter}\t{nats:.4f}\n"
+                             for place, (letter, nats) in enumerate(zip(text, scores), 1)))
+        head = ""
+
+
+def rank_variants(sedd, args, how, write):
+    """Write a table of variants, the likeliest first."""
+    named = list(named_sequences(args.score))
+    if len(named) != 1:
+        raise ValueError(f"{args.score} holds {len(named)} sequences; expected the one that "
+                         "--mutations changes.")
+    sequence = scorable(*named[0], sedd, args)
+    variants = read_variants(args.mutations, sequence)
+    scores = variant_scores(sedd, sequence, [changes for _, changes in variants], **how)
+    write("rank\tvariant\tlog_ratio\n")
+    for rank, k in enumerate(np.argsort(-scores, kind="stable"), 1):
+        write(f"{rank}\t{variants[k][0]}\t{scores[k]:.4f}\n")
+
+
+def cli(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if "-h" in argv or "--help" in argv:
+        make_parser().parse_args(["--help"])
+    try:
+        args = read_arguments(argv)
+        ddp = setup_ddp(args.device, args.backend, args.seed, args.ranks, quiet=True,
+                        init_timeout=args.init_timeout)
+    except (ValueError, RuntimeError, OSError) as e:
+        print(f"sample_sedd.py: error: {e}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    problem = None
+    with ddp:
+        try:
+            run(args, ddp)
+        except BrokenPipeError:   # as with `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (ValueError, OSError) as e:
+            problem = f"sample_sedd.py: error: {e}"
+            if ddp.world_size > 1:
+                abort(ddp, problem, BAD_INPUT, secondary=not ddp.is_main)
+    if problem:
+        print(problem, file=sys.stderr)
+        sys.exit(BAD_INPUT)
+
+
+if __name__ == "__main__":
+    cli()

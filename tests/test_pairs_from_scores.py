@@ -1,0 +1,59 @@
+"""pairs_from_scores.py: scored designs become pairs by the stated rules."""
+
+import json
+
+import pytest
+
+from pairs_from_scores import main, make_pairs
+from structure_data import read_pairs
+
+TABLE = "pdb,sequence,score,chain\n"
+
+
+def test_the_best_meet_the_worst_by_the_margin_and_up_to_the_cap():
+    scores = {"AAA": [5.0], "CCC": [4.0], "DDD": [3.0], "EEE": [1.0, 2.0], "FFF": [0.0]}
+    assert make_pairs(scores, 0, None) == [("AAA", "FFF"), ("CCC", "EEE")]
+    assert make_pairs(scores, 3, None) == [("AAA", "FFF")]      # 4 - 1.5 is less than 3
+    assert make_pairs(scores, 0, 1) == [("AAA", "FFF")]
+    assert make_pairs(scores, 0, None, lower_is_better=True) == [("FFF", "AAA"), ("EEE", "CCC")]
+    assert make_pairs({"AAA": [1.0], "CCC": [1.0]}, 0, None) == []    # neither is better
+
+
+def test_the_pairs_are_those_that_training_reads(shared, tmp_path, capsys):
+    entries = json.loads((shared / "data" / "pairs_monomer.json").read_text())
+    first = [e for e in entries if e["pdb_file"] == entries[0]["pdb_file"]][:2]
+    structure = shared / "data" / first[0]["pdb_file"]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "in" / structure.name).write_bytes(structure.read_bytes())
+    sequences = list(dict.fromkeys(e[key] for e in first
+                                   for key in ("preferred_seq", "unpreferred_seq")))
+    lines = [f"{structure.name},{text},{k},{first[0].get('chain_id', '')}\n"
+             for k, text in enumerate(sequences)]
+    (tmp_path / "in" / "designs.csv").write_text(TABLE + "".join(lines))
+    target = tmp_path / "out" / "pairs.json"
+    assert main([str(tmp_path / "in" / "designs.csv"), str(target)]) == 0
+    out = capsys.readouterr().out
+    made = json.loads(target.read_text())
+    assert len(made) == len(sequences) // 2 and f"{len(made)} pairs of" in out
+    assert made[0]["preferred_seq"] == sequences[-1]
+    assert made[0]["unpreferred_seq"] == sequences[0]
+    assert len(read_pairs(target)) == len(made)
+
+
+@pytest.mark.parametrize("text, options, expected", [
+    ("pdb,sequence\nx.pdb,AAA\n", [], "no column score"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,A1A,2,A\nno.pdb,AAA,nan,A\n", [],
+     "2 lines cannot be used:\n  line 3: found 1 in the sequence"),
+    (TABLE + "no.pdb,AAA,1,A\n", [], "line 2: there is no file no.pdb"),
+    (TABLE, [], "holds no design"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", ["--margin", "5"], "lower --margin"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found more or fewer cells"),
+    (TABLE, ["--margin", "-1"], "--margin -1.0")])
+def test_a_wrong_table_is_refused_whole(tmp_path, capsys, text, options, expected):
+    (tmp_path / "x.pdb").write_text("")
+    (tmp_path / "t.csv").write_text(text)
+    assert main([str(tmp_path / "t.csv"), str(tmp_path / "p.json"), *options]) == 2
+    err = capsys.readouterr().err
+    assert expected in err and err.count("error: ") == 1
+    assert not (tmp_path / "p.json").exists()

@@ -1,0 +1,46 @@
+"""plot_run.py: the numbers of metrics.jsonl, in a picture."""
+
+import json
+import math
+
+import pytest
+
+from plot_run import SMOOTHED, main, points, rows_of
+
+
+def write(folder, rows):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_long_curves_are_means_and_short_ones_as_they_are(tmp_path):
+    rows = [{"step": k, "loss": float(k % 2)} for k in range(10 * SMOOTHED)] + [{"step": 9e9}]
+    curve = points(rows, "loss")
+    assert len(curve) <= SMOOTHED and curve[0][0] == pytest.approx(5, abs=1)
+    assert all(0.3 < value < 0.7 for _, value in curve)
+    assert points(rows[:5], "loss") == [[k, k % 2] for k in range(5)] and not points(rows, "lr")
+    folder = write(tmp_path / "run", [{"step": 1, "val/unigram_perplexity": 18.0, "loss": None}])
+    assert rows_of(folder)[0]["val/unigram"] == math.log(18.0)
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "metrics.jsonl").write_text('{"step": 1}\nst\n')
+    for folder, words in ((tmp_path, "is missing or empty"), (tmp_path / "half", "expected a JSON"),
+                          (write(tmp_path / "none", []), "is missing or empty")):
+        assert main([str(folder)]) == 2
+        assert words in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_runs_are_drawn_into_one_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    sedd = write(tmp_path / "a", [{"step": k, "loss": 3 - k / 9, "lr": 0.1, "val/loss": 2.5,
+                                   "val/unigram_perplexity": 18.0} for k in range(9)])
+    dpo = write(tmp_path / "b", [{"step": k, "loss": 0.6, "val/kl": k / 9} for k in range(9)])
+    assert main([str(sedd)]) == 0 and str(sedd / "curves.png") in capsys.readouterr().out
+    assert main([str(sedd), str(dpo), "--out", str(tmp_path / "both.png")]) == 0
+    for path in (sedd / "curves.png", tmp_path / "both.png"):
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "both.png"]
