@@ -153,6 +153,8 @@ class CommonOptim:
     """
     scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
     base_global_batch: int | None = None  # per step, in the unit of the script: see --plan
+    decay: Literal["none", "linear", "cosine"] = "none"   # of the learning rate, to 0 at the end
+    decay_steps: float | None = None     # over so many last steps; below 1: that share of all steps
     grad_clip: float = 1.0               # global norm; 0 = none
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -169,6 +171,8 @@ class CommonMemory:
 @dataclass
 class CommonMonitoring:
     watchdog_minutes: float = 30.0       # without progress, then the run is ended; 0 = never
+    tensorboard: bool = False            # curves in RUN_DIR/tensorboard
+    wandb: dict[str, str] | None = None  # {project, name, mode}, each optional: Weights & Biases
     check_sync_every: int = 1000         # steps between comparisons of the weights over ranks
 
 
@@ -208,6 +212,9 @@ def check_values(c, checks, least):
         (not isinstance(o.scale, dict) or (list(o.scale) == ["cap"] and o.scale["cap"] >= 1),
          f"optim.scale is {o.scale}; expected none, linear, sqrt or {{cap: N}} with N of at least "
          "1"),
+        (o.decay_steps is None or o.decay != "none" and o.decay_steps > 0,
+         f"optim.decay_steps is {o.decay_steps} with optim.decay {o.decay}; expected a number of "
+         "steps, or a share of them below 1, and decay linear or cosine"),
         (all(0 <= b < 1 for b in o.betas),
          f"optim.betas is {list(o.betas)}; expected 0 up to below 1"),
         (0 <= c.model.dropout < 1, f"model.dropout is {c.model.dropout}; expected 0 up to below 1"),

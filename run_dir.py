@@ -27,7 +27,7 @@ from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, clos
                        describe_machine, end_watch, load_checkpoint, print0, save_checkpoint,
                        watch_run)
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
-from run_log import read_rows, rows_up_to, write_text_atomic
+from run_log import RunLog, read_rows, rows_up_to, write_text_atomic
 
 ADVICE = ("The checkpoints hold the weights from before. Lower optim.lr, raise optim.warmup, or "
           "set memory.mixed_precision: false.")
@@ -35,7 +35,8 @@ ADVICE = ("The checkpoints hold the weights from before. Lower optim.lr, raise o
 MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
                      "training.log_freq", "training.snapshot_freq", "training.keep_last",
                      "training.max_bad_steps", "training.stop_signals", "training.num_workers",
-                     "monitoring.watchdog_minutes", "monitoring.check_sync_every")
+                     "monitoring.watchdog_minutes", "monitoring.check_sync_every",
+                     "monitoring.tensorboard", "monitoring.wandb")
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
@@ -335,6 +336,14 @@ def before_saving(run, log, ddp):
     if run.progress["bad_steps"][1] and not all(finite):
         raise Diverged(f"step {run.progress['step']}: weights are nan or infinite; expected "
                        f"finite numbers. {ADVICE}")
+
+
+def open_log(run, ddp):
+    """The RunLog of a run, as it was at the step that the run is at."""
+    log, m = RunLog(run.work_dir, ddp.is_main, total_steps=run.n_iters), run.config.monitoring
+    log.truncate(run.progress["step"] if run.path else -1)
+    log.track(config_to_dict(run.config), run.progress["step"], m.tensorboard, m.wandb)
+    return log
 
 
 def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):

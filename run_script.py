@@ -233,7 +233,8 @@ def plan_head(o, ranks, unit):
         raise ValueError(f"--plan {ranks}; expected numbers of ranks, such as 1,2,4,8")
     base = f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else ""
     return [int(n) for n in ranks.split(",")], (
-        f"optim.scale {scale_name(o.scale)}: from lr {o.lr:g} and warm-up {o.warmup:,}{base}")
+        f"optim.scale {scale_name(o.scale)}: from lr {o.lr:g} and warm-up {o.warmup:,}{base}"
+        f"{decay_name(o)}")
 
 
 def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batch: (batch, "")):
@@ -280,7 +281,7 @@ def describe_run(run, state, unit, base_batch, ddp):
            "as given (scale none)" if o.scale == "none" else
            f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
            f"({scale_name(o.scale)}){fewer}")
-    lines = [*first, f"optim: lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}"]
+    lines = [*first, f"optim: lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}{decay_name(o)}"]
     if state is None and run.warmup >= run.n_iters:
         lines.append(f"ATTENTION: the warm-up ({run.warmup:,} steps) lasts to the end "
                      f"({run.n_iters:,} steps): the learning rate reaches "
@@ -294,6 +295,16 @@ def describe_run(run, state, unit, base_batch, ddp):
         lines.append(f"  saved elsewhere ({elsewhere}): the run goes on, but not to the last bit "
                      "as it would have")
     return lines
+
+
+def decay_name(o):
+    """How the learning rate falls at the end, in words that follow others."""
+    if o.decay == "none":
+        return ""
+    length = o.decay_steps or 0
+    over = (f"the last {length:.0%} of the steps" if 0 < length < 1 else
+            f"the last {length:,.0f} steps" if length else "all steps after the warm-up")
+    return f"; {o.decay} decay over {over}"
 
 
 def scale_name(rule):

@@ -37,9 +37,9 @@ from dpo_reference import (Reference, check_cache, hash_of, load_base, make_batc
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
-                     check_resume, closing, finish_run, is_finished, save_run, say_finished,
-                     start_or_continue, take_folder)
-from run_log import RunLog, bad_steps_field, step_values
+                     check_resume, closing, finish_run, is_finished, open_log, save_run,
+                     say_finished, start_or_continue, take_folder)
+from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, describe_batch, describe_run, plan_head,
                         plan_table, print_lines, run_script)
 from structure_data import PairPlan, load_pairs, try_all
@@ -340,8 +340,7 @@ def train(run, ddp):
     if is_finished(run):
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
     progress["finished"] = ""
-    log = RunLog(run.work_dir, ddp.is_main, total_steps=run.n_iters)
-    log.truncate(progress["step"] if run.path else -1)
+    log = open_log(run, ddp)
     make_tables(run, ddp)
     began = epoch_began = time.perf_counter()
     values = evaluate_base(run, log, ddp)

@@ -34,9 +34,17 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
     return lr * f, round(warmup * f)
 
 
-def warmup_share(step, warmup):
-    """Share of the learning rate in the step after `step` steps: linear, whole in step `warmup`."""
-    return min((step + 1) / max(warmup, 1), 1.0)
+def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
+    """Share of the learning rate in the step after `step` steps.
+
+    It rises linearly and is whole in step `warmup`. decay: "linear" or "cosine": it falls towards 0
+    over the last decay_steps of n_iters steps (below 1: that share of them; None: all after the
+    warm-up)."""
+    rise = min((step + 1) / max(warmup, 1), 1.0)
+    length = n_iters - warmup if decay_steps is None else decay_steps
+    left = (n_iters - step) / max(length * n_iters if length < 1 else length, 1)
+    left = 1.0 if decay == "none" else min(max(left, 0.0), 1.0)
+    return rise * (left if decay != "cosine" else (1 - math.cos(math.pi * left)) / 2)
 
 
 # ---------------------------------------------------------------- start or continue
@@ -227,12 +235,13 @@ def take_step(run, batches, micro_batch_loss, ddp):
     """One optimizer step on this rank's micro-batches. A bad step changes nothing.
 
     Returns: (Totals, norm of the gradient before clipping)."""
-    progress, optimizer, scaler = run.progress, run.optimizer, run.scaler
+    o, progress, optimizer, scaler = run.config.optim, run.progress, run.optimizer, run.scaler
     for group in optimizer.param_groups:
-        group["lr"] = run.lr * warmup_share(progress["step"], run.warmup)
+        group["lr"] = run.lr * rate_share(progress["step"], run.warmup, run.n_iters, o.decay,
+                                          o.decay_steps)
     totals, norm = global_gradient(run.model, batches, micro_batch_loss, ddp, run.nominal, scaler)
     read_flags(run)   # of the step before, which the device has long computed
-    clip, parameters = run.config.optim.grad_clip or math.inf, list(run.bare.parameters())
+    clip, parameters = o.grad_clip or math.inf, list(run.bare.parameters())
     if scaler.is_enabled():   # it skips the step by itself where gradients are nan
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip, foreach=True)

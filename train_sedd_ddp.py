@@ -35,9 +35,9 @@ from ddp_setup import Ddp, autocast, barrier, beat, broadcast, print0, stop_reas
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock, check_resume,
-                     closing, finish_run, is_finished, say_finished, staged, start_or_continue,
-                     take_folder)
-from run_log import RunLog, bad_steps_field, step_values
+                     closing, finish_run, is_finished, open_log, say_finished, staged,
+                     start_or_continue, take_folder)
+from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, describe_batch, describe_run, plan_head,
                         plan_table, print_lines, run_script)
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss, stratified_times
@@ -345,8 +345,7 @@ def train(run, ddp):
     if is_finished(run):
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
     progress["finished"] = ""
-    log = RunLog(run.work_dir, ddp.is_main, total_steps=run.n_iters)
-    log.truncate(progress["step"] if run.path else -1)
+    log = open_log(run, ddp)
 
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)

@@ -42,7 +42,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer="SGD", ema=None,
-        **training):
+        decay="none", decay_steps=None, **training):
     torch.manual_seed(0)
     model = torch.nn.Linear(WIDTH, 1)
     settings = CommonTraining(accum=micro_batches, **training)
@@ -50,7 +50,8 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
                                    monitoring=types.SimpleNamespace(check_sync_every=0),
                                    optim=types.SimpleNamespace(grad_clip=grad_clip, lr=lr,
                                                                warmup=warmup, scale="none",
-                                                               base_global_batch=None))
+                                                               base_global_batch=None, decay=decay,
+                                                               decay_steps=decay_steps))
     return Run(config=config, work_dir=None, path=None, fingerprint={}, bare=model, model=model,
                optimizer=getattr(torch.optim, optimizer)(model.parameters(), lr=lr, fused=True),
                scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.float32,
@@ -81,6 +82,18 @@ def test_the_warm_up_is_linear_and_whole_in_its_last_step():
     assert [lr for lr, _, _ in steps(toy(lr=0.8, warmup=4), 6)] == pytest.approx([0.2, 0.4, 0.6,
                                                                                   0.8, 0.8, 0.8])
     assert [lr for lr, _, _ in steps(toy(lr=0.8, warmup=0), 2)] == pytest.approx([0.8, 0.8])
+
+
+@pytest.mark.parametrize("decay, decay_steps, expected", [
+    ("none", None, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+    ("linear", None, [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
+    ("linear", 0.4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+    ("linear", 4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+    ("cosine", 4, [0.5, 1, 1, 1, 1, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])])
+def test_the_learning_rate_falls_to_0_after_the_last_step(decay, decay_steps, expected):
+    """In step k of the decay 1 - k/D of it, or half of 1 + cos(pi k/D), is left."""
+    run = toy(lr=0.8, warmup=2, decay=decay, decay_steps=decay_steps)
+    assert [lr / 0.8 for lr, _, _ in steps(run, 10)] == pytest.approx(expected)
 
 
 def test_clipping_limits_the_change_of_the_weights_and_not_the_norm_that_is_told():
