@@ -523,8 +523,9 @@ class Chain:
             # mpirun passes SIGTERM on and kills about a second later: the periodic one must do.
             assert saved >= periodic and fault.says == "SIGTERM", (status, result.text)
             return
-        assert "FAILED: rank" not in result.stderr, result.text
-        assert own_tracebacks(result.stderr) == 0, result.text
+        if result.returncode != -USR1:   # else torchrun's store is gone, and ranks may say so
+            assert "FAILED: rank" not in result.stderr, result.text
+            assert own_tracebacks(result.stderr) == 0, result.text
         check_status(status, fault, result)
         assert saved == status["step"] and self.step <= saved < STEPS, (saved, result.text)
 
