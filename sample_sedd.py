@@ -392,14 +392,18 @@ def read_arguments(argv):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"found --{name} {value}; expected at least 1.")
+    hand_over(args, argv)
+    return args
+
+
+def check_files(args):
+    """Refuse files that are not there. Raises ValueError."""
     for path in (args.infill, args.score, args.mutations, args.report):
         if path is not None and not path.is_file():
             raise ValueError(f"there is no file {path}.")
     if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
         raise ValueError(f"--out {args.out} is a folder, or in one that is missing; expected the "
                          "name of a file in a folder that exists.")
-    hand_over(args, argv)
-    return args
 
 
 def run(args, ddp):
@@ -563,6 +567,7 @@ def cli(argv=None):
         make_parser().parse_args(["--help"])
     try:
         args = read_arguments(argv)
+        check_files(args)
         ddp = setup_ddp(args.device, args.backend, args.seed, args.ranks, quiet=True,
                         init_timeout=args.init_timeout)
     except (ValueError, RuntimeError, OSError) as e:

@@ -58,12 +58,6 @@ def write_checkpoint(path, graph="absorb", **more):
     return path
 
 
-def run(tmp_path, *arguments):
-    """The finished process of sample_sedd.py."""
-    return subprocess.run([sys.executable, ROOT / "sample_sedd.py", *map(str, arguments)],
-                          cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
-
-
 def refused(capsys, *arguments):
     """What the command says when it refuses these arguments, in one message with code 2."""
     with pytest.raises(SystemExit) as end:
@@ -298,7 +292,7 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph):
     assert load_official(sedd.model, official) == "ema"
 
 
-def test_a_training_run_is_sampled_and_scored_by_command(tmp_path):
+def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
     """train_sedd_ddp.py -> best.pt -> samples -> scores, as a user does it."""
     settings = ["training.batch_size=4", "training.n_iters=2", "training.eval_freq=2",
                 "model.hidden_size=16", "model.n_blocks=1", "model.n_heads=2", "model.cond_dim=8",
@@ -309,14 +303,15 @@ def test_a_training_run_is_sampled_and_scored_by_command(tmp_path):
                            "--work_dir", "run", *settings], cwd=tmp_path, env=clean_environment(),
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    best = tmp_path / "run" / "checkpoints" / "best.pt"
-    drawn = run(tmp_path, best, "--number", 3, "--steps", 2, "--out", "new.fasta")
-    assert drawn.returncode == 0 and drawn.stdout == "", drawn.stderr
-    assert "averaged weights" in drawn.stderr
-    lengths = [len(text) for _, text in named_sequences(tmp_path / "new.fasta")]
+    best = str(tmp_path / "run" / "checkpoints" / "best.pt")
+    fasta = tmp_path / "new.fasta"
+    cli([best, "--number", "3", "--steps", "2", "--out", str(fasta)])
+    out, err = capsys.readouterr()
+    assert out == "" and "averaged weights" in err
+    lengths = [len(text) for _, text in named_sequences(fasta)]
     assert len(lengths) == 3 and all(40 <= n <= 64 for n in lengths)
-    scored = run(tmp_path, best, "--score", "new.fasta")
-    assert scored.returncode == 0 and len(scored.stdout.splitlines()) == 4, scored.stderr
+    cli([best, "--score", str(fasta)])
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 @pytest.mark.parametrize("words, expected", [
