@@ -68,8 +68,8 @@ if fault == "early" and mine:
     now()
     raise RuntimeError("on purpose")
 
-import run_dir, train_sedd_ddp
-progress, micro_batch_loss = train_sedd_ddp.RunLog.progress, train_sedd_ddp.micro_batch_loss
+import run_dir, run_log, train_sedd_ddp
+progress, micro_batch_loss = run_log.RunLog.progress, train_sedd_ddp.micro_batch_loss
 save_checkpoint, done = run_dir.save_checkpoint, {{}}
 
 
@@ -146,7 +146,7 @@ ACTIONS = {{
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP)}}
 ON_SAVING = {{"fill": fill, "make read-only": make_read_only}}
-train_sedd_ddp.RunLog.progress = new_progress
+run_log.RunLog.progress = new_progress
 train_sedd_ddp.micro_batch_loss = new_micro_batch_loss
 run_dir.save_checkpoint = new_save_checkpoint
 if __name__ == "__main__":

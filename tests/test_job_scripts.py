@@ -44,8 +44,9 @@ monitoring: {{n_samples: 1, sample_steps: 2}}
 # from outside meets a run.
 DRIVER = """
 import os, sys, time
+import run_log
 import train_sedd_ddp
-progress = train_sedd_ddp.RunLog.progress
+progress = run_log.RunLog.progress
 
 
 def paced_progress(*values, **more):
@@ -54,7 +55,7 @@ def paced_progress(*values, **more):
         time.sleep(0.5)
 
 
-train_sedd_ddp.RunLog.progress = paced_progress
+run_log.RunLog.progress = paced_progress
 if __name__ == "__main__":
     train_sedd_ddp.cli(sys.argv[1:])
 """
