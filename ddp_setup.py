@@ -551,9 +551,13 @@ def _resolve(name):
 
 def _own_address():
     """The address under which other hosts reach this one."""
-    ip = _resolve(socket.gethostname())
-    if ip and not ip.startswith("127."):   # Debian maps a host's own name to 127.0.1.1
-        return ip
+    host = socket.gethostname()
+    short, names = host.split(".")[0], [host]
+    if re.fullmatch(r"x\d+c\d+s\d+b\d+n\d+", short) and ".hsn." not in host:   # HPE EX: its fabric
+        names = [f"{short}.hsn.cm.{m}.alcf.anl.gov" for m in ("aurora", "polaris")] + names
+    for ip in map(_resolve, names):
+        if ip and not ip.startswith("127."):   # Debian maps a host's own name to 127.0.1.1
+            return ip
     return _route_to("192.0.2.1") or "127.0.0.1"   # a documentation address: the default route
 
 
