@@ -38,7 +38,7 @@ from sequence_data import (FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, Prepare
 from structure_data import (NAMES, PHI_PSI, Complex, Pair, build_backbone, collate,
                             collate_complexes, read_structure)
 from run_script import add_launch_arguments
-from train_loop import Schedule, global_gradient
+from train_loop import MicroBatchSampler, global_gradient
 from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader,
                             micro_batch_loss)
 
@@ -542,7 +542,7 @@ def train_from_both(args, folder, ddp):
 
     def run(proteins, first, last, train):
         reader = make_reader(config, proteins, ddp.world_size, ddp)
-        schedule = Schedule(reader.item_of, ddp.world_size, ddp, first, last)
+        schedule = MicroBatchSampler(reader.item_of, ddp.world_size, ddp, first, last)
         barrier(ddp)
         start, residues = time.perf_counter(), 0.0
         for item in schedule:

@@ -25,7 +25,8 @@ Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard'
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
   {"bye": seconds}        in cleanup_ddp; the others may take that long to come there
   {"left": true}          cleanup_ddp is over, the process is about to end
-Guard to hub: {"token", "idle", and the fields of its Rank}, twice a second.
+Guard to hub: {"token", "idle", and the fields of its Rank}, twice a second;
+  of more than 1,000 ranks less often.
 Hub to guard: {"stacks": whether they are wanted}, as often; {"end": Verdict}.
 """
 import collections
@@ -66,11 +67,14 @@ def supervise(command=None):
 
     command: words of the rank's command line; default: those of this process.
     """
+    # One that is inherited from further up, such as of a guarded launcher, is not for us.
     descriptor, _, parent = os.environ.get("DDP_GUARD_FD", "").partition(":")
     if parent and int(parent) == os.getppid():    # this is the rank
         os.set_inheritable(int(descriptor), False)
         return
-    if command is None and not _is_wanted(os.environ):
+    if not _is_wanted(os.environ):
+        if command:
+            os.execv(command[0], command)
         return
     _die_with_agent()
     # An own group of processes can be killed whole, with the DataLoader's workers. Not before a
@@ -145,7 +149,7 @@ class Verdict(NamedTuple):
 
 class Rank:
     """What a guard knows of a rank: of its own from the rank, of another from that one's guard."""
-    step = run_dir = stacks = failure = None    # failure: a Verdict
+    step = run_dir = stacks = failure = None    # as in the messages; failure: a Verdict
     checkpoint = (None, None)
     limit = 0.0               # seconds that it may be without progress; 0: no limit
     place = None              # in the code, while stacks are wanted
@@ -256,9 +260,11 @@ class Guard:
     """Waits, in one thread, for its rank, the other guards and signals."""
     size, launcher, joined = 1, "plain process", False
     hub = listener = interrupted = None     # sockets; time of the first Ctrl-C
-    stacks_wanted, written = False, None    # length of the file with the stacks before
+    stacks_wanted = False                   # the hub wants to know where the rank is
+    written = None                          # bytes in the file of stacks before it was asked
     urgent = False                          # decide, or tell the hub, at once
-    ended, verdict = False, None            # the rank's process has; why all of them shall
+    ended = False                           # the rank's process has ended
+    verdict = None                          # why all ranks shall end
 
     def __init__(self, process, pipe, own_group):
         self.process, self.pipe, self.own_group = process, pipe, own_group

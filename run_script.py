@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, abort, detect_launcher, print0, setup_ddp, watch_run)
+from ddp_setup import (AGAIN, BAD_INPUT, abort, choose_dtype, detect_launcher, print0, setup_ddp,
+                       watch_run)
 from run_config import Parser
 from run_dir import is_finished, machine_differences, read_status, replace_status
 from train_loop import scale_for_batch
@@ -261,6 +262,29 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
         lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
         rows.append(f"{row} {lr:>14.4g} {warmup:>14,}{columns}")
     return rows, problems
+
+
+def choose_precision(config, ddp):
+    """(dtype of autocast, words on it and on the limit of memory)."""
+    try:
+        dtype, why = choose_dtype(config.memory.mixed_precision, ddp.device)
+    except RuntimeError as e:
+        raise ValueError(f"config: {e}") from None
+    return dtype, f"{str(dtype)[6:]} ({why}){limit_memory(config.memory.max_memory_per_gpu, ddp)}"
+
+
+def limit_memory(share, ddp):
+    """Let this process take at most `share` of its device's memory; returns words on it.
+
+    share: above 0 up to 1, or None for all."""
+    if share is None:
+        return ""
+    kind = ddp.device.type
+    setter = getattr(getattr(torch, kind), "set_per_process_memory_fraction", None)
+    if kind == "cpu" or setter is None:
+        return f"; max_memory_per_gpu {share} has no effect on {kind}"
+    setter(share, ddp.device)
+    return f"; at most {share:.0%} of the device's memory"
 
 
 def describe_batch(run, per_rank, ddp, average=""):

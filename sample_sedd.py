@@ -5,7 +5,7 @@
     python sample_sedd.py best.pt --infill templates.fasta             # "_" at each free place
     python sample_sedd.py best.pt --score proteins.fasta --out scores.tsv
     python sample_sedd.py best.pt --score wild_type.fasta --each_position
-    python sample_sedd.py best.pt --score wild_type.fasta --mutations variants.txt
+    python sample_sedd.py best.pt --score wild_type.fasta --mutations variants.txt   # A12V ...
     python sample_sedd.py best.pt --number 200 --out new.fasta --report proteins.fasta
     python sample_sedd.py best.pt --export FOLDER                      # or FILE.pth
     mpirun -n 4 python sample_sedd.py ...                              # the same, sooner
@@ -20,7 +20,7 @@ In a notebook:
     print(sample_sequences(sedd, ["_" * 100] * 4 + ["MKT____________GSHHW"]))
     print(score_sequences(sedd, ["MKTAYIAKQRQISFVKSHFSRQ"]).bound)
 """
-if __name__ == "__main__":
+if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
     import ddp_guard
     ddp_guard.supervise()
 
@@ -39,7 +39,7 @@ from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, beat, print0, se
 from run_config import Parser
 from run_script import add_launch_arguments, hand_over
 from sedd_diffusion import sample
-from sedd_eval import Bound
+from sedd_eval import BoundEstimator
 from sedd_files import export_sedd, load_sedd
 from sequence_batches import eval_batches
 from sequence_data import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator, keyed_seed,
@@ -193,7 +193,7 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
                     ddp=None):
     """Upper bounds on -ln p of sequences (the negative ELBO); a collective where ddp is given.
 
-    The estimate and its control variate are those of validation, see sedd_eval.Bound. Noise is
+    The estimate and its control variate are those of validation, see sedd_eval.BoundEstimator. Noise is
     keyed by the sequence alone, so that its score does not depend on the others.
 
     Args:
@@ -213,7 +213,7 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
     n, owner = len(sequences), np.array(owner, np.int64)
     proteins = Proteins.from_sequences(parts)
     start = np.array([keyed_seed("score", int(key)) / 2**63 for key in proteins.keys])
-    bound = Bound(proteins, sedd.graph, sedd.noise, sedd.letters, start, samples, tokens)
+    bound = BoundEstimator(proteins, sedd.graph, sedd.noise, sedd.letters, start, samples, tokens)
     gains = bound.gains(sedd.model, ddp, dtype).numpy()     # (parts, samples)
     spread = gains.var(1, ddof=1) / samples if samples > 1 else np.full(len(parts), math.nan)
 

@@ -68,7 +68,7 @@ def make_noise(type, **kwargs):
 
 
 def stratified_times(n, offset, permutation, eps=1e-3):
-    """Time points for the n proteins of a global batch, one in each of n equal parts of [eps, 1].
+    """Time points for the n proteins of a batch, one in each of n equal parts of [eps, 1].
 
     offset:      float in [0, 1), common to all strata: one random number per step is enough.
     permutation: (n,) int64, a permutation of 0..n-1: which protein gets which stratum.

@@ -27,7 +27,7 @@ def to_device(batch, device, dtype):
     return {**moved, "sigma": moved["sigma"].to(exact), "dsigma": moved["dsigma"].to(exact)}
 
 
-class Bound:
+class BoundEstimator:
     """Bounds on -ln p(x0) of proteins, with all that does not depend on the model worked out once.
 
     Most of the variance comes from how many residues the noise happens to change, which is alike
@@ -111,7 +111,7 @@ class Bound:
         return xt
 
 
-class Validation(Bound):
+class Validation(BoundEstimator):
     """Bound on -ln p(x0) of every validation protein, the same for any number of ranks.
 
     Noise is keyed by the protein; the times of all proteins together are stratified.

@@ -26,7 +26,7 @@ the run folder (without one: the temporary folder of rank 0), and FILE.
 Ranks report through the store of ddp_setup and not by collectives: those are what is in doubt here,
 and on some devices they wait without end. So every check says which ranks did not come.
 """
-if __name__ == "__main__":
+if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
     import ddp_guard
     ddp_guard.supervise()
 

@@ -16,7 +16,7 @@ folder end a run in good order: it saves, and leaves with exit code 75.
 A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and
 everything random is keyed by (seed, purpose, pair, epoch), never drawn from a stream of a rank.
 """
-if __name__ == "__main__":
+if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
     import ddp_guard
     ddp_guard.supervise()
 
@@ -40,10 +40,10 @@ from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, 
                      check_resume, closing, finish_run, is_finished, open_log, save_run,
                      say_finished, start_or_continue, take_folder)
 from run_log import bad_steps_field, step_values
-from run_script import (Script, add_run_arguments, describe_batch, describe_run, plan_head,
-                        plan_table, print_lines, run_script)
+from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
+                        plan_head, plan_table, print_lines, run_script)
 from structure_data import PairPlan, load_pairs, try_all
-from train_loop import (Run, choose_precision, first_batches, reason_to_stop, start_run,
+from train_loop import (Run, first_batches, reason_to_stop, start_run,
                         take_step)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (all_sum, broadcast, choose_dtype, grad_scaler, gradient_sync, listed,
+from ddp_setup import (all_sum, broadcast, grad_scaler, gradient_sync, listed,
                        optimize_with_ipex, stop_reason, stop_wanted, unwrap_ddp, worker_init,
                        wrap_ddp)
 from run_dir import ADVICE, Diverged
@@ -37,9 +37,9 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
 def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
     """Share of the learning rate in the step after `step` steps.
 
-    It rises linearly and is whole in step `warmup`. decay: "linear" or "cosine": it falls towards 0
-    over the last decay_steps of n_iters steps (below 1: that share of them; None: all after the
-    warm-up)."""
+    It rises linearly and is whole in the warmup-th step. decay: "linear" or "cosine": it falls
+    towards 0 over the last decay_steps of n_iters steps (below 1: that share of them; None: all
+    after the warm-up)."""
     rise = min((step + 1) / max(warmup, 1), 1.0)
     length = n_iters - warmup if decay_steps is None else decay_steps
     left = (n_iters - step) / max(length * n_iters if length < 1 else length, 1)
@@ -55,8 +55,8 @@ class Run:
     work_dir: Path
     path: str | None           # checkpoint it continues from
     fingerprint: dict          # of the data: {"n", "hash"}
-    bare: Any                  # the model, and as DDP wraps it
-    model: Any
+    bare: Any                  # the model
+    model: Any                 # the same, as DDP wraps it
     optimizer: Any
     scaler: Any
     ema: Any = None            # averages of the weights, where the script keeps some
@@ -68,35 +68,12 @@ class Run:
     steps_per_epoch: int
     micro_batches: int         # per global batch
     batch: int                 # the global batch in proteins, tokens or pairs
-    nominal: float             # about what the mean is over, so that backward sees numbers near 1
+    nominal: float             # near the count that the mean is over: it cancels
     lr: float                  # scaled
     warmup: int
     lock: Any = None           # on the run folder: rank 0 only
     flags: Any = None          # of the last step, on their way to the host: see read_flags
     stop_requests: float = 0.0  # ranks that were asked to stop, as last read
-
-
-def choose_precision(config, ddp):
-    """(dtype of autocast, words on it and on the limit of memory)."""
-    try:
-        dtype, why = choose_dtype(config.memory.mixed_precision, ddp.device)
-    except RuntimeError as e:
-        raise ValueError(f"config: {e}") from None
-    return dtype, f"{str(dtype)[6:]} ({why}){limit_memory(config.memory.max_memory_per_gpu, ddp)}"
-
-
-def limit_memory(share, ddp):
-    """Let this process take at most `share` of its device's memory; returns words on it.
-
-    share: above 0 up to 1, or None for all."""
-    if share is None:
-        return ""
-    kind = ddp.device.type
-    setter = getattr(getattr(torch, kind), "set_per_process_memory_fraction", None)
-    if kind == "cpu" or setter is None:
-        return f"; max_memory_per_gpu {share} has no effect on {kind}"
-    setter(share, ddp.device)
-    return f"; at most {share:.0%} of the device's memory"
 
 
 def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches, filled,
@@ -106,7 +83,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
     Args:
         kind: the script's class of Run.
         former: what is continued, see run_dir.Former.
-        bare: the model with its first weights, on the device. item_of: see Schedule.
+        bare: the model with its first weights, on the device. item_of: see MicroBatchSampler.
         filled: the global batch that there is data for: the learning rate is not scaled beyond it.
         progress: what the script adds to what changes.
         make_ema: function of parameters, which makes their averages.
@@ -122,7 +99,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
         lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
         bare.load_state_dict(state["model"])
     n_iters = t.n_iters or t.num_epochs * steps_per_epoch
-    schedule = Schedule(item_of, micro_batches, ddp, progress["step"],
+    schedule = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"],
                         max(n_iters, progress["step"]))
     optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps,
                                   weight_decay=o.weight_decay, fused=True)
@@ -140,7 +117,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
 
 
 # ---------------------------------------------------------------- the step
-class Schedule(torch.utils.data.Sampler):
+class MicroBatchSampler(torch.utils.data.Sampler):
     """The micro-batches that this rank computes, from step `first` to `last`, for a DataLoader.
 
     item_of: function (step, micro-batch) -> item of the data set. Any step is reached directly."""
@@ -195,7 +172,7 @@ def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None)
             scaled = loss / nominal
             (scaler.scale(scaled) if scaler is not None else scaled).backward()
         values = torch.zeros(len(sums) + 4, dtype=torch.float64, device=ddp.device)
-        part = unpack(values)
+        part = unpack(values)   # views: what is written into them is in `values`
         part.sums.copy_(sums.detach())
         part.count.add_(count)
         part.bad_loss.copy_(~loss.detach().isfinite())
@@ -232,7 +209,8 @@ def first_batches(run, dataset, micro_batch_loss, ddp):
 
 
 def take_step(run, batches, micro_batch_loss, ddp):
-    """One optimizer step on this rank's micro-batches. A bad step changes nothing.
+    """One optimizer step on this rank's micro-batches. A bad step leaves weights and averages
+    as they are; it counts as a step.
 
     Returns: (Totals, norm of the gradient before clipping)."""
     o, progress, optimizer, scaler = run.config.optim, run.progress, run.optimizer, run.scaler

@@ -17,7 +17,7 @@ A run does not depend on the number of ranks: the unit of distribution is the mi
 everything random is keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a
 stream of a rank.
 """
-if __name__ == "__main__":
+if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
     import ddp_guard
     ddp_guard.supervise()
 
@@ -38,8 +38,8 @@ from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock, 
                      closing, finish_run, is_finished, open_log, say_finished, staged,
                      start_or_continue, take_folder)
 from run_log import bad_steps_field, step_values
-from run_script import (Script, add_run_arguments, describe_batch, describe_run, plan_head,
-                        plan_table, print_lines, run_script)
+from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
+                        plan_head, plan_table, print_lines, run_script)
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss, stratified_times
 from sedd_eval import (TIME_EPS, Validation, evaluate, result_lines, save, to_device,
                        write_samples)
@@ -48,7 +48,7 @@ from sequence_batches import (BatchPlan, BatchReader, count_rows, load_proteins,
                               sum_rows)
 from sequence_data import (N_TOKENS, X_ID, apply_max_length, check_prepared, collate, crop_starts,
                            keyed_generator, keyed_seed, stage_prepared)
-from train_loop import (Run, choose_precision, first_batches, reason_to_stop, start_run,
+from train_loop import (Run, first_batches, reason_to_stop, start_run,
                         take_step)
 
 
@@ -376,7 +376,7 @@ def train(run, ddp):
             log.metrics(step, values)
         if progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0):
             write_samples(run, ddp)
-        if progress["finished"] or save_now or reason:   # "finished" says that samples are there
+        if progress["finished"] or save_now or reason:   # "finished" promises samples
             save(run, log, ddp, "last.pt", t.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             since, residues = time.perf_counter(), 0.0

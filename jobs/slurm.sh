@@ -30,7 +30,7 @@ NPROC=${NPROC:-${SLURM_NTASKS_PER_NODE:-4}}   # ranks per node, one per GPU
 PREFLIGHT=${PREFLIGHT---preflight}    # or "--preflight --bandwidth"; empty: none
 SAVE_SECONDS=${SAVE_SECONDS:-300}     # the run stops this long before the job's time is over
 REQUEUE=${REQUEUE:-1}                 # 0: one job, no more
-AGAIN_ON=${AGAIN_ON:-75 70}           # ends of a run after which it is requeued, see README.md
+AGAIN_ON=${AGAIN_ON:-75 70}           # ends of a run after which it is requeued, docs/faults.md
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo    # the ^ form never in GLOO_SOCKET_IFNAME

@@ -18,7 +18,7 @@ from ddp_setup import cleanup_ddp, grad_scaler, setup_ddp, wrap_ddp  # noqa: E40
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss  # noqa: E402
 from sedd_model import SEDD  # noqa: E402
 from sequence_data import N_TOKENS, X_ID, read_sequences  # noqa: E402
-from train_loop import Schedule, global_gradient  # noqa: E402
+from train_loop import MicroBatchSampler, global_gradient  # noqa: E402
 from train_sedd_ddp import Config, MicroBatches, make_reader, micro_batch_loss  # noqa: E402
 
 MAX_LENGTH, NOMINAL = 50, 123.0
@@ -44,7 +44,7 @@ def build(proteins, ddp, dtype, reduction, micro, static, dropout=0.1):
             p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype))
     reader = make_reader(config, proteins, micro, ddp)
     return (model, MicroBatches(graph, noise, MAX_LENGTH, micro, config.training.seed),
-            Schedule(reader.item_of, micro, ddp, 0, 2), graph, config, reader)
+            MicroBatchSampler(reader.item_of, micro, ddp, 0, 2), graph, config, reader)
 
 
 def accumulated(proteins, ddp, static, **setting):

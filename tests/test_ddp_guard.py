@@ -163,9 +163,10 @@ def test_where_it_was_never_tried_or_is_not_wanted_there_is_no_guard(env, guarde
     script = tmp_path / "script.py"
     script.write_text("import os, ddp_guard\nddp_guard.supervise()\n"
                       "print(bool(os.environ.get('DDP_GUARD_FD')))\n")
-    done = run_python([str(script)], env={**env, "PYTHONPATH": str(ROOT)})
-    assert (done.returncode, done.stdout) == (0, f"{guarded}\n"), done.stderr
-    assert ("never tried under PALS" in done.stderr) == ("PALS_RANKID" in env and not guarded)
+    for command in ([str(script)], ["-m", "ddp_guard", str(script)]):
+        done = run_python(command, env={**env, "PYTHONPATH": str(ROOT)})
+        assert (done.returncode, done.stdout) == (0, f"{guarded}\n"), done.stderr
+        assert ("never tried under PALS" in done.stderr) == ("PALS_RANKID" in env and not guarded)
 
 
 def test_a_fault_of_the_guard_itself_ends_no_run(tmp_path):

@@ -30,7 +30,7 @@ from dpo_reference import Reference, make_batch, orders_of, pair_scores
 from dpo_eval import Validation
 from train_dpo_ddp import (Config, Loss, MicroBatches, check_config, describe_plan, main,
                            micro_batch_loss, objective, preference_loss, read_arguments)
-from train_loop import Schedule, global_gradient
+from train_loop import MicroBatchSampler, global_gradient
 from training import (  # noqa: F401 (the fixture one_thread)
     CLOCK, NAN_LOSS, ROOT, command_lines, one_thread, rows, same_run, steps_with_a_nan, timeless,
     words)
@@ -362,7 +362,7 @@ def gradients(ddp, reference=False):
     policy, ref, pairs = sizes(config)
     policy, ref.model, ref.ddp = policy.double(), ref.model.double(), ddp
     plan, out, numbers = PairPlan(pairs, 0, 4, config.training.batch_size), [], set()
-    schedule = Schedule(plan.item_of, 4, ddp, 0, 2)
+    schedule = MicroBatchSampler(plan.item_of, 4, ddp, 0, 2)
     model, items, data = wrap_ddp(policy, ddp), iter(schedule), MicroBatches(pairs, config.loss, 0)
     for step in range(2):
         if reference:

@@ -14,7 +14,7 @@ from run_config import CommonTraining
 from run_dir import Former, check_resume, machine_differences, read_status, replace_status, write_status
 from run_script import describe_run, hand_over
 from sedd_model import EMA
-from train_loop import (Run, Schedule, first_batches, global_gradient, is_best, read_flags,
+from train_loop import (Run, MicroBatchSampler, first_batches, global_gradient, is_best, read_flags,
                         scale_for_batch, take_step)
 from training import ROOT
 
@@ -57,7 +57,7 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
                scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.float32,
                ema=EMA(model.parameters(), ema) if ema else None,
                progress={"step": 0, "best": None, "bad_evals": 0, "finished": "",
-                         "bad_steps": [0, 0]}, schedule=Schedule(lambda *item: item, micro_batches,
+                         "bad_steps": [0, 0]}, schedule=MicroBatchSampler(lambda *item: item, micro_batches,
                                                                  Ddp(), 0, n_iters),
                validation=None, n_iters=n_iters, steps_per_epoch=5, micro_batches=micro_batches,
                batch=4, nominal=3.0, lr=lr, warmup=warmup)
@@ -148,7 +148,7 @@ def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run
 
 def test_every_rank_count_shares_the_same_items_from_any_step_on():
     def items(ranks, first):
-        return sorted(item for rank in range(ranks) for item in Schedule(lambda *item: item, 12,
+        return sorted(item for rank in range(ranks) for item in MicroBatchSampler(lambda *item: item, 12,
                                                                          Ddp(rank=rank,
                                                                              world_size=ranks),
                                                                          first, 5))

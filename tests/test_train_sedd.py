@@ -33,7 +33,7 @@ from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode,
                            read_sequences)
 from sedd_eval import Validation, result_lines, sample_proteins
-from train_loop import Schedule
+from train_loop import MicroBatchSampler
 from train_sedd_ddp import (Config, MicroBatches, check_config, describe_plan, main, make_reader,
                             prepare, train)
 
@@ -200,7 +200,7 @@ def items_of(proteins, config, first, n):
     for rank in range(n):
         reader = make_reader(config, proteins, 4, Ddp())
         ddp = Ddp(rank=rank, world_size=n)
-        for step, micro, epoch, part, width in Schedule(reader.item_of, 4, ddp, first, 45):
+        for step, micro, epoch, part, width in MicroBatchSampler(reader.item_of, 4, ddp, first, 45):
             assert (step, micro) not in found
             found[step, micro] = epoch, [decode(part[i]) for i in range(len(part))], width
     return found
