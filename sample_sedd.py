@@ -213,16 +213,17 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
     n, owner = len(sequences), np.array(owner, np.int64)
     proteins = Proteins.from_sequences(parts)
     start = np.array([keyed_seed("score", int(key)) / 2**63 for key in proteins.keys])
-    bound = BoundEstimator(proteins, sedd.graph, sedd.noise, sedd.letters, start, samples, tokens)
-    gains = bound.gains(sedd.model, ddp, dtype).numpy()     # (parts, samples)
+    estimator = BoundEstimator(proteins, sedd.graph, sedd.noise, sedd.letters, start, samples,
+                               tokens)
+    gains = estimator.gains(sedd.model, ddp, dtype).numpy()     # (parts, samples)
     spread = gains.var(1, ddof=1) / samples if samples > 1 else np.full(len(parts), math.nan)
 
     def total(values):
         return np.bincount(owner, values, n)
 
-    return Scores(total(bound.counts).astype(np.int64),
-                  total(bound.baseline.numpy() - gains.mean(1)), np.sqrt(total(spread)),
-                  total(bound.unigram_nll))
+    return Scores(total(estimator.counts).astype(np.int64),
+                  total(estimator.baseline.numpy() - gains.mean(1)), np.sqrt(total(spread)),
+                  total(estimator.unigram_nll))
 
 
 def windows(row, longest, allowed):
