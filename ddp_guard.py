@@ -95,8 +95,11 @@ def supervise(command=None):
         close_fds=False,    # MPICH and Intel MPI hand a descriptor over
         env={**os.environ, "DDP_GUARD_FD": f"{ranks_end.fileno()}:{os.getpid()}"})
     ranks_end.close()
-    code = Guard(rank, ours, own_group).run()
-    if code < 0:    # a signal, seen as such: else a shell's loop, and MPICH's other ranks, go on
+    guard = Guard(rank, ours, own_group)
+    code = guard.run()
+    # A signal, to be seen as such: else a shell's loop goes on after Ctrl-C, and MPICH's other
+    # ranks wait for the one that died before they had met.
+    if code == -signal.SIGINT or code < 0 and not guard.joined:
         with contextlib.suppress(OSError):    # no handler of SIGKILL can be set
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -193,8 +193,8 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
                     ddp=None):
     """Upper bounds on -ln p of sequences (the negative ELBO); a collective where ddp is given.
 
-    The estimate and its control variate are those of validation, see sedd_eval.BoundEstimator. Noise is
-    keyed by the sequence alone, so that its score does not depend on the others.
+    The estimate and its control variate are those of validation, see sedd_eval.BoundEstimator.
+    Noise is keyed by the sequence alone, so that its score does not depend on the others.
 
     Args:
         sequences: texts of the letters of sequence_data.encode.

@@ -619,7 +619,7 @@ with setup_ddp(quiet=True) as ddp:
     barrier(ddp)
     if ddp.rank == 2:
         time.sleep(600)
-    barrier(ddp, timeout=10 if ddp.rank == 0 else 60)    # it is rank 0 that knows who is missing
+    barrier(ddp, timeout=4 if ddp.rank == 0 else 60)    # it is rank 0 that knows who is missing
 """)
     with ByHand(path, range(3)) as ranks:
         assert all(code != 0 for code in ranks.codes())
@@ -664,16 +664,16 @@ def test_a_busy_port_is_an_error_at_once(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         result = run_ranks("mpich", 2, [script(tmp_path, WHERE)], cwd=tmp_path,
-                           env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+                           env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LIMIT": 6})
     assert result.returncode != 0 and result.seconds < 300
     assert result.stderr.count(f"cannot listen on 127.0.0.1:{port}") == 1, result.text
     assert own_tracebacks(result.stderr) == 1, result.text
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path):
-    with ByHand(script(tmp_path, WHERE), [0, 2], 3, LIMIT=20) as ranks:
+    with ByHand(script(tmp_path, WHERE), [0, 2], 3, LIMIT=12) as ranks:
         assert ranks.codes(500) == [1, 1]
-        missing = "1 of 3 ranks did not appear within 20 s: rank(s) 1."
+        missing = "1 of 3 ranks did not appear within 12 s: rank(s) 1."
         assert ranks.err().count(missing) == 1, ranks.err()
         assert own_tracebacks(ranks.err()) == 1
 
