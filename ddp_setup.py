@@ -723,7 +723,7 @@ def _connect(ddp, host, port, limit, prefix, agent):
                     f"`ping {host}` from {ddp.host}.", prints, code=1) from None
             time.sleep(0.05)
     try:
-        with _time_limit(min(STORE_ANSWER, limit)):   # a stranger may listen, and say nothing (measured)
+        with _time_limit(min(STORE_ANSWER, limit)):   # a stranger may listen, and say nothing
             store = dist.PrefixStore(prefix, dist.TCPStore(
                 host, port, None, False, datetime.timedelta(seconds=limit),
                 wait_for_workers=False))
