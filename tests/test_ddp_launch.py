@@ -115,8 +115,9 @@ def weights_of_one_process(global_batch):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("launcher, n", [("python", 1), ("torchrun", 4), ("openmpi", 4),
-                                         ("mpich", 4)])
+@pytest.mark.parametrize("launcher, n", [
+    ("python", 1), ("torchrun", 2), ("mpich", 4),
+    *(pytest.param(*row, marks=pytest.mark.slow) for row in (("torchrun", 4), ("openmpi", 4)))])
 def test_the_script_of_the_design_gives_the_weights_of_one_process(launcher, n, tmp_path, shared):
     need(launcher)
     text = re.search(r"```python\n(from ddp_setup import.*?)```",
@@ -168,9 +169,7 @@ def check_one_fails(launcher, failing, env, folder):
 
 
 @pytest.mark.parametrize("launcher, failing, env", [
-    ("torchrun", 1, {}), ("openmpi", 0, {"DDP_MPI4PY": "0"}), ("mpich", 0, {}),
-    ("torchrun", 1, {"DDP_GUARD": "0"}), ("mpich", 1, {"DDP_GUARD": "0"}),
-    ("mpich", 1, {"DDP_GUARD": "0", "DDP_MPI4PY": "0"})])
+    ("torchrun", 1, {}), ("mpich", 0, {}), ("mpich", 1, {"DDP_GUARD": "0"})])
 def test_a_rank_that_raises_ends_all_in_and_outside_collectives(launcher, failing, env, tmp_path):
     check_one_fails(launcher, failing, env, tmp_path)
 
@@ -178,7 +177,8 @@ def test_a_rank_that_raises_ends_all_in_and_outside_collectives(launcher, failin
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher, failing, env", [
     ("intel", 0, {}), ("intel", 1, {"DDP_MPI4PY": "0"}), ("openmpi", 2, {}),
-    ("openmpi", 0, {"DDP_GUARD": "0"}),
+    ("openmpi", 0, {"DDP_GUARD": "0"}), ("openmpi", 0, {"DDP_MPI4PY": "0"}),
+    ("torchrun", 1, {"DDP_GUARD": "0"}), ("mpich", 1, {"DDP_GUARD": "0", "DDP_MPI4PY": "0"}),
     # without mpi4py nothing ends the others there: see docs/faults.md
     ("intel", 1, {"DDP_GUARD": "0"}),
     ])
@@ -206,7 +206,7 @@ time.sleep(60)
         assert own_tracebacks(ranks.err()) == 0
 
 
-@pytest.mark.parametrize("launcher", ["mpich", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpich", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_without_a_guard_too_a_rank_that_leaves_early_is_a_failure(launcher, tmp_path):
     need(launcher)
     path = script(tmp_path, """
@@ -582,7 +582,8 @@ def expected_gradients(weights, accum):
 
 
 @pytest.mark.parametrize("launcher, env", [
-    ("openmpi", {}), ("torchrun", {"DDP_GLOO_MAX_RANKS": "2"})],
+    pytest.param("openmpi", {}, marks=pytest.mark.slow),
+    ("torchrun", {"DDP_GLOO_MAX_RANKS": "2"})],
                          ids=["openmpi", "torchrun-objects-over-the-device-backend"])
 def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
     need(launcher)

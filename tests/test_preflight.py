@@ -211,7 +211,7 @@ def test_of_ranks_that_wait_in_a_collective_the_one_at_fault_is_named(tmp_path, 
 
 
 @pytest.mark.parametrize("fault", [
-    "import signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    pytest.param("import signal; os.kill(os.getpid(), signal.SIGSTOP)", marks=pytest.mark.slow),
     "import ctypes; ctypes.PyDLL(None).sleep(1000)"], ids=["stopped", "lock held"])
 def test_when_rank_0_does_not_answer_the_others_name_it_and_end_all(tmp_path, fault):
     fault = f"""def stand_still():
