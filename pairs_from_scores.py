@@ -3,7 +3,7 @@
     python pairs_from_scores.py designs.csv pairs.json --margin 0.5 --per_structure 50
     python pairs_from_scores.py energies.csv pairs.json --lower_is_better
 
-Reads a CSV file (comma or tab) with the columns pdb, sequence, score and, for complexes, chain.
+Reads a CSV file (comma or tab) with the columns pdb, sequence, score and chain (the designed one).
 Writes a JSON list of pairs; paths of structures become relative to it. A pair is two different
 sequences of the same structure and chain whose scores differ by at least --margin. The best is
 paired with the worst, the second best with the second worst, and so on, at most --per_structure of
@@ -24,12 +24,12 @@ from pathlib import Path
 from run_log import write_text_atomic
 from sequence_data import LETTERS
 
-COLUMNS = ("pdb", "sequence", "score")
+COLUMNS = ("pdb", "sequence", "score", "chain")
 MAX_LISTED = 10
 
 
 def read_designs(path):
-    """{(path of the structure, chain or ""): {sequence: [scores]}} of a table.
+    """{(path of the structure, chain): {sequence: [scores]}} of a table.
 
     Raises: ValueError with all that is wrong, by line."""
     designs = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -41,15 +41,18 @@ def read_designs(path):
         missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
         if missing:
             raise ValueError(f"{path} has no column {', '.join(missing)}; expected the columns "
-                             f"{', '.join(COLUMNS)} and perhaps chain in its first line.")
+                             f"{', '.join(COLUMNS)} in its first line.")
         for row in rows:
             problem = wrong_in(row, path.parent)
             if problem:
                 problems.append(f"line {rows.line_num}: {problem}")
                 continue
             structure = os.path.join(path.parent, row["pdb"].strip())
-            key = structure, (row.get("chain") or "").strip()
-            designs[key][row["sequence"].strip().upper()].append(float(row["score"]))
+            scores, text = designs[structure, row["chain"].strip()], row["sequence"].strip().upper()
+            if len(text) != len(next(iter(scores), text)):
+                problems.append(f"line {rows.line_num}: found {len(text)} residues; expected "
+                                f"{len(next(iter(scores)))}, as above for this chain")
+            scores[text].append(float(row["score"]))
     if problems:
         more = [f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED)
         raise ValueError("\n  ".join([f"{path}: {len(problems)} lines cannot be used:",
@@ -63,7 +66,7 @@ def wrong_in(row, folder):
     """What is wrong in a row of the table, or ""."""
     if None in row.values() or None in row:
         return "found more or fewer cells than columns"
-    wrong = sorted(set(row["sequence"].strip().upper()) - set(LETTERS + "/-"))
+    wrong = sorted(set(row["sequence"].strip().upper()) - set(LETTERS + "-"))
     if wrong or not row["sequence"].strip():
         return f"found {' '.join(wrong) or 'nothing'} in the sequence; expected letters {LETTERS}"
     try:
@@ -72,6 +75,8 @@ def wrong_in(row, folder):
         finite = False
     if not finite:
         return f"found the score {row['score']!r}; expected a number"
+    if not row["chain"].strip():
+        return "found no chain; expected the name of the designed one, such as A"
     if not os.path.isfile(os.path.join(folder, row["pdb"].strip())):
         return f"there is no file {row['pdb']}"
     return ""
@@ -110,8 +115,8 @@ def main(argv):
             relative = os.path.relpath(structure, args.pairs.absolute().parent)
             found = make_pairs(scores, args.margin, args.per_structure, args.lower_is_better)
             counts[structure] += len(found)
-            entries += [{"pdb_file": relative, "preferred_seq": chosen, "unpreferred_seq": rejected,
-                         **({"chain_id": chain} if chain else {})} for chosen, rejected in found]
+            entries += [{"pdb_file": relative, "chain_id": chain, "preferred_seq": chosen,
+                         "unpreferred_seq": rejected} for chosen, rejected in found]
         if not entries:
             raise ValueError(f"{args.table}: no two sequences of a structure differ by "
                              f"{args.margin:g} in their scores; lower --margin.")

@@ -23,6 +23,9 @@ import time
 from pathlib import Path
 
 
+TRACKER_SECONDS = 60    # that a server may keep a run waiting
+
+
 class RunLog:
     """run_dir: folder, made if missing. total_steps: for bar and time left. quiet: no screen.
 
@@ -203,7 +206,8 @@ class Wandb:
     """A run on Weights & Biases. A resumed start goes on with it: its id is in RUN_DIR/wandb_id.
 
     settings: {"project", "name", "mode"}, each optional. Where neither WANDB_MODE nor `mode` says
-    otherwise and their server cannot be reached, it writes RUN_DIR/wandb for `wandb sync`."""
+    otherwise and their server cannot be reached, it writes RUN_DIR/wandb for `wandb sync`. Rows
+    after the checkpoint that a killed run goes on from come twice there."""
     name = "W&B"
 
     def __init__(self, folder, settings, config):
@@ -216,9 +220,12 @@ class Wandb:
             write_text_atomic(path, secrets.token_hex(4) + "\n")
         mode = os.environ.get("WANDB_MODE") or settings.get("mode") or (
             "online" if _reachable("api.wandb.ai") else "offline")
+        limits = {name: TRACKER_SECONDS for name in ("login_timeout", "finish_timeout")
+                  if hasattr(wandb.Settings(), name)}
         self.run = wandb.init(project=settings.get("project") or "protein-ddp", mode=mode,
                               name=settings.get("name") or folder.name, dir=str(folder),
-                              id=path.read_text().strip(), resume="allow", config=config)
+                              id=path.read_text().strip(), resume="allow", config=config,
+                              settings=wandb.Settings(**limits))
         self.run.define_metric("*", step_metric="step")
 
     def log(self, step, row):

@@ -181,7 +181,7 @@ def hand_over(args, argv):
         rest.add_argument(option)
     command = ["-u", sys.argv[0], *rest.parse_known_args(argv)[1]]
     print(f"starting {per_node} rank(s) here, on node {rank} of {nnodes}, with torch's launcher",
-          flush=True)
+          file=sys.stderr, flush=True)
     alone = nnodes == 1 and not args.master_addr and not args.master_port
     host, port = args.master_addr or "127.0.0.1", args.master_port or 29500
     endpoint = "localhost:0" if alone else f"{host}:{port}"

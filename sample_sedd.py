@@ -47,6 +47,7 @@ from sequence_data import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_ge
 
 FREE = "_"              # a place of a template that is to be drawn
 BLOCK = 2000            # sequences that are scored together: results appear after each
+PATIENCE = 6 * 3600.0   # seconds that ranks wait for one with more work
 INTERVAL = 1.96         # standard errors to either side that hold 95 %
 
 
@@ -57,7 +58,8 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
     """Draw a sequence for each template; a collective where ddp is given.
 
     Args:
-        templates: texts of the 20 letters, which stay, and "_", which are drawn: "_" * 100.
+        templates: texts of the 20 letters, which stay, and "_", which are drawn: "_" * 100. With
+            the uniform graph the model takes kept letters for noise while there is much of it.
         steps, predictor: see sedd_diffusion.sample.
         temperature, top_p: the denoising distribution at a mask is q[y] = s[y] / sum of s over the
             20 letters, s = exp(log score). It becomes q^(1/temperature), and of that the likeliest
@@ -202,7 +204,7 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
         window: cut sequences that are longer than the model was trained on into parts of equal
             length, taken as independent; else they are refused.
         tokens: positions in a batch.
-    Returns: Scores. Raises: ValueError.
+    Returns: Scores; equal sequences have the same error. Raises: ValueError.
     """
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
     parts, owner = [], []
@@ -237,26 +239,29 @@ def windows(row, longest, allowed):
 
 
 @torch.no_grad()
-def denoise(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
+def denoise(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None, places=None):
     """ln p of each letter at the masks of each row, given the rest of the row.
 
     Args:
         rows: (n, L) int64, with graph.mask_id at the places to be predicted.
         tokens: positions in a batch.
-    Returns: (n, L, 20) float32; values where there is no mask mean nothing.
+        places: (n,) int64, the only place of each row that is wanted, or None.
+    Returns: (n, L, 20) float32, with places (n, 20); where there is no mask it means nothing.
     Raises: ValueError for the uniform graph, which has no mask.
     """
     if not sedd.graph.absorb:
         raise ValueError("each position is scored behind a mask, which the uniform graph does not "
                          "have; expected a model with the absorbing one.")
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
-    out = torch.zeros(*rows.shape, X_ID)
+    out = torch.zeros(*(rows.shape if places is None else rows.shape[:1]), X_ID)
     size = max(tokens // rows.shape[1], 1)
     for first in range(ddp.rank * size, len(rows), ddp.world_size * size):
         part = rows[first:first + size].to(ddp.device)
         share = ((part == sedd.graph.mask_id).float().mean(1)).clamp(max=0.99)
         with autocast(dtype, ddp):   # the noise level at which this share is masked on average
             scores = sedd.model(part, -torch.log1p(-share))
+        if places is not None:
+            scores = scores[torch.arange(len(part)), places[first:first + size]]
         out[first:first + size] = torch.log_softmax(scores[..., :X_ID].float(), -1).cpu()
         beat(ddp)
     return all_sum(out, ddp)
@@ -273,7 +278,7 @@ def residue_scores(sedd, sequence, **how):
     rows = row[starts[:, None] + torch.arange(width)]
     places = torch.arange(length) - starts
     rows[torch.arange(length), places] = sedd.graph.mask_id if sedd.graph.absorb else 0
-    log_p = denoise(sedd, rows, **how)[torch.arange(length), places].double()
+    log_p = denoise(sedd, rows, places=places, **how).double()
     own = log_p.gather(1, row.clamp(max=X_ID - 1)[:, None])[:, 0]
     return -torch.where(row == X_ID, math.nan, own).numpy()
 
@@ -319,6 +324,9 @@ def read_variants(path, sequence):
                                  f"A12V: a letter of the sequence, its place from 1 to "
                                  f"{len(sequence)}, the new letter.")
             changes.append((place, AMINO_ACIDS.index(parts[3])))
+        if len({place for place, _ in changes}) < len(changes):
+            raise ValueError(f"{path}, line {number}: found one place twice in {line.strip()}; "
+                             "expected each place of a variant once.")
         if changes:
             found.append((",".join(words).upper(), changes))
     if not found:
@@ -366,26 +374,31 @@ def make_parser():
     return parser
 
 
-ONLY_WITH = {"score": ("window", "each_position", "mutations"),
-             "drawing": ("number", "length", "scaffold", "infill", "report")}
+ONLY_WITH = {"score": ("samples", "window", "each_position", "mutations"),
+             "drawing": ("number", "length", "scaffold", "infill", "report", "steps", "predictor",
+                         "temperature", "top_p")}
 
 
 def read_arguments(argv):
     """The options. Raises ValueError for those that do not fit together."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
     tasks = [name for name in ("scaffold", "infill", "score", "export") if getattr(args, name)]
     if len(tasks) > 1 or args.length and tasks:
         names = " and ".join(f"--{name}" for name in tasks + ["length"] * bool(args.length))
         raise ValueError(f"found {names}; expected one of them.")
     task = "score" if args.score else "export" if args.export else "drawing"
     for other, names in ONLY_WITH.items():
-        useless = [f"--{name}" for name in names if getattr(args, name) not in (None, False)]
+        useless = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
         if other != task and useless:
             raise ValueError(f"found {', '.join(useless)}, which --{task} does not use; expected "
                              "neither, or another task." if task != "drawing" else
                              f"found {', '.join(useless)} without --score; expected both.")
-    if args.each_position and args.mutations:
-        raise ValueError("found --each_position and --mutations; expected one of them.")
+    for one, *others in (("each_position", "mutations", "window", "samples"),
+                         ("mutations", "window", "samples"), ("export", "out")):
+        for other in others:
+            if getattr(args, one) and getattr(args, other) != parser.get_default(other):
+                raise ValueError(f"found --{one} and --{other}; expected one of them.")
     if args.report and (args.out is None or args.infill):
         raise ValueError("--report writes a picture beside --out, of samples without a template "
                          "file; expected --out FILE and no --infill.")
@@ -408,14 +421,16 @@ def check_files(args):
 
 
 def run(args, ddp):
-    """Do what the options say. Raises ValueError or OSError."""
+    """Do what the options say. Returns the samples that are to be reported on, or None.
+
+    Raises ValueError or OSError."""
     sedd = load_sedd(args.checkpoint, not args.no_ema, ddp.device)
     print0(ddp, *sedd.notes, sep="\n", file=sys.stderr)
     if args.export:
         if ddp.is_main:
             export_sedd(sedd, args.export)
         print0(ddp, f"exported to {args.export}", file=sys.stderr)
-        return
+        return None
     how = {"tokens": args.tokens, "ddp": ddp,
            "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
     with open_output(args.out, ddp) as write:
@@ -427,10 +442,7 @@ def run(args, ddp):
             score_file(sedd, args, how, write)
         else:
             sequences = draw_file(sedd, args, how, write)
-    if args.report and ddp.is_main:
-        from report_sequences import report
-        print(report(sequences, [text.upper() for _, text in named_sequences(args.report)],
-                     args.out.with_suffix(".png")), file=sys.stderr)
+    return sequences if args.report and ddp.is_main else None
 
 
 @contextlib.contextmanager
@@ -570,20 +582,29 @@ def cli(argv=None):
         args = read_arguments(argv)
         check_files(args)
         ddp = setup_ddp(args.device, args.backend, args.seed, args.ranks, quiet=True,
-                        init_timeout=args.init_timeout)
+                        timeout=PATIENCE, init_timeout=args.init_timeout, ipex=args.ipex)
     except (ValueError, RuntimeError, OSError) as e:
         print(f"sample_sedd.py: error: {e}", file=sys.stderr)
         sys.exit(BAD_INPUT)
-    problem = None
+    problem = samples = None
     with ddp:
         try:
-            run(args, ddp)
+            samples = run(args, ddp)
         except BrokenPipeError:   # as with `| head`
+            if ddp.world_size > 1 or args.out is not None:
+                abort(ddp, "nobody reads the output any longer")
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (ValueError, OSError) as e:
             problem = f"sample_sedd.py: error: {e}"
             if ddp.world_size > 1:
                 abort(ddp, problem, BAD_INPUT, secondary=not ddp.is_main)
+    try:
+        if samples:   # the other ranks need not wait for it
+            from report_sequences import report
+            reference = [text.upper() for _, text in named_sequences(args.report)]
+            print(report(samples, reference, args.out.with_suffix(".png")), file=sys.stderr)
+    except (ValueError, OSError) as e:
+        problem = f"sample_sedd.py: error: {e}"
     if problem:
         print(problem, file=sys.stderr)
         sys.exit(BAD_INPUT)

@@ -177,18 +177,21 @@ def export_sedd(sedd, target):
         raise FileExistsError(f"--export {target} exists; expected a new name.")
     weights = {name: value.detach().cpu().contiguous()
                for name, value in sedd.model.state_dict().items()}
-    if target.suffix in (".pth", ".pt"):
-        half = torch.arange(0, sedd.model.head_dim, 2) / sedd.model.head_dim
-        averages = [p.detach().cpu() for p in sedd.model.parameters() if p.requires_grad]
-        state = {"model": {**weights, "rotary_emb.inv_freq": 10000.0 ** -half},
-                 "ema": {"decay": 0.9999, "num_updates": 0, "shadow_params": averages},
-                 "step": int(sedd.about.get("step", 0))}
-        return write_whole(target, lambda path: torch.save(state, path))
-    save_file = need_safetensors().save_file
     settings = {"format": FORMAT, "alphabet": LETTERS, "max_length": sedd.max_length,
                 "config": sedd.config, "letters": sedd.letters.tolist(),
                 "lengths": None if sedd.lengths is None else sedd.lengths.tolist(),
                 "about": sedd.about}
+    if target.suffix in (".pth", ".pt"):
+        if sedd.config["model"]["parameterization"] != "sedd":
+            raise ValueError("the published layout knows free scores only, and this model is subs. "
+                             "Expected a folder: --export NAME.")
+        half = torch.arange(0, sedd.model.head_dim, 2) / sedd.model.head_dim
+        averages = [p.detach().cpu() for p in sedd.model.parameters() if p.requires_grad]
+        state = {**settings, "model": {**weights, "rotary_emb.inv_freq": 10000.0 ** -half},
+                 "ema": {"decay": 0.9999, "num_updates": 0, "shadow_params": averages},
+                 "step": int(sedd.about.get("step", 0))}
+        return write_whole(target, lambda path: torch.save(state, path))
+    save_file = need_safetensors().save_file
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     save_file(weights, temporary / "model.safetensors")

@@ -196,19 +196,28 @@ def decode(tokens):
     return "".join(LETTERS[t] for t in tokens.tolist())
 
 
+def _whole_lines(file, path):
+    """Lines of an open file, without blanks at their ends. Raises ValueError for a broken .gz."""
+    try:
+        yield from map(str.strip, file)
+    except (EOFError, zlib.error) as e:
+        raise ValueError(f"{path} is truncated or damaged ({e}); expected a whole file.") from None
+
+
 def named_sequences(path):
     """Yield (header, letters) of each record of a FASTA file (.gz or not): letters as they are,
     lines joined. For files that people write; read_sequences is for data sets.
 
     Raises ValueError where the file is no FASTA, naming the line, or holds none.
     """
-    header, parts, unzip = None, [], str(path).endswith(".gz")
-    with (gzip.open if unzip else open)(path, "rt", encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(map(str.strip, lines), 1):
+    header, parts = None, []
+    open_text = gzip.open if str(path).endswith(".gz") else open
+    with open_text(path, "rt", encoding="utf-8-sig", errors="replace") as file:
+        for number, line in enumerate(_whole_lines(file, path), 1):
             if line.startswith(">"):
                 if header is not None:
                     yield header, "".join(parts)
-                header, parts = line[1:].strip(), []
+                header, parts = " ".join(line[1:].split("\t")).strip(), []
             elif line and header is None:
                 raise ValueError(f"{path} line {number}: found letters before a header; expected "
                                  "FASTA, with > first.")

@@ -42,7 +42,9 @@ def test_the_pairs_are_those_that_training_reads(shared, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text, options, expected", [
-    ("pdb,sequence\nx.pdb,AAA\n", [], "no column score"),
+    ("pdb,sequence,chain\nx.pdb,AAA,A\n", [], "no column score"),
+    (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", [], "line 3: found 2 residues; expected 3"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,A1A,2,A\nno.pdb,AAA,nan,A\n", [],
      "2 lines cannot be used:\n  line 3: found 1 in the sequence"),
     (TABLE + "no.pdb,AAA,1,A\n", [], "line 2: there is no file no.pdb"),
