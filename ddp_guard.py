@@ -50,6 +50,7 @@ TICK = 0.5              # between two looks at what time has brought
 LATE_FAILURE = 1.0      # a failure that only reports a lost connection waits for the one behind it
 SILENCE = 13.0          # without a sign of a guard: it is stopped, or its host is gone
 SUSPENDED = 5.0         # a guard that wakes up so much too late was suspended: it forgets all ages
+UNHEARD = 7.0           # without a sign of a guard, when its rank is blamed: killed from outside
 STACKS = 2.0            # for all ranks to write their stacks
 TURN = 0.2              # between guards that have lost the hub: the first one prints
 LAST_WORDS = 5.0        # stderr may be a full pipe, the file system may hang
@@ -180,7 +181,8 @@ class Watcher:
     def lasted(self, name, holds, now):
         """Seconds for which a condition has held without a break."""
         if not holds:
-            self.since[name] = now
+            self.since.pop(name, None)
+            return 0.0
         return now - self.since.setdefault(name, now)
 
     def decide(self, now):
@@ -219,7 +221,7 @@ class Watcher:
 
 def blame(ranks, code, cause, now, text=""):
     """A Verdict on ranks, of which those that do not answer are to be killed from outside."""
-    silent = [rank.processes for rank in ranks if not rank.gone and now - rank.heard > STACKS]
+    silent = [rank.processes for rank in ranks if not rank.gone and now - rank.heard > UNHEARD]
     return Verdict(ranks[0].number, ranks[0].processes[0], code, cause, text, silent=silent)
 
 
@@ -291,7 +293,7 @@ class Guard:
                 if ending:
                     self.judge_end(self.process.returncode)
                 # Of 12,000 ranks each gives a sign every 6 s: the hub hears 2,000 lines a second.
-                pause = TICK if self.stacks_wanted else max(TICK, TICK * self.size / 1000)
+                pause = TICK if self.stacks_wanted else max(TICK, min(TICK * self.size / 1000, 6))
                 now = time.monotonic()
                 if now > ticked + pause + SUSPENDED:
                     self.me.progress = now
@@ -377,10 +379,11 @@ class Guard:
         """Listen for the guards of the other ranks, and tell the rank where."""
         self.peers, self.watcher.ranks, address = {}, [self.me], None
         self.token = os.urandom(8).hex()    # a new one: connections of an earlier set-up end
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):    # where the system does not let it
             import resource    # a connection for every rank
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        with contextlib.suppress(OSError):
             family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self.listener = socket.create_server(place[:2], family=family, backlog=4096)
             self.selector.register(self.listener, selectors.EVENT_READ)
@@ -417,8 +420,12 @@ class Guard:
         """The process of the rank has ended: has the rank failed?"""
         self.ended = True
         name = signal.Signals(-code).name if code < 0 else ""
-        if self.me.left:    # the results stand
-            if name:
+        if name and self.own_group:
+            with contextlib.suppress(OSError):    # nothing of it is left
+                os.killpg(self.process.pid, signal.SIGKILL)
+        # The results stand. Launchers send SIGTERM to the ranks that leave a little later.
+        if self.me.left or self.me.bye and name == "SIGTERM":
+            if name not in ("", "SIGTERM"):
                 print(f"ddp_guard: rank {self.me.number} ended by {name} after cleanup_ddp",
                       file=sys.stderr)
         elif name and self.joined:
@@ -504,7 +511,7 @@ class Guard:
                  if verdict.retry else "Mend the cause before the next start.")
         cause = verdict.cause.rstrip(".")
         cause = cause if len(cause) < 250 else f"{cause[:250]} ..."
-        text, line = f"[{place}] {verdict.text.rstrip()}\n", ""
+        text, line = f"[{place}] {verdict.text.rstrip() or cause}\n", ""
         if verdict.code != 2:    # else bad input: nothing ran, nothing to go on with
             text = text if verdict.text.strip() not in ("", cause) else ""
             line = f"FAILED: {place}: {cause}. {saved}. {again}\n"

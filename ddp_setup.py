@@ -66,6 +66,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import zipfile
@@ -651,6 +652,8 @@ def _join(ddp, env, init_timeout, error):
     if table["hub"]:
         _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, host=ddp.host,
                                    launcher=ddp.launcher, hub=table["hub"]))
+    else:   # it knows of no other rank: what the launcher offers ends the others, see abort
+        ddp.state.guard = None
     variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": ddp.rank,
                  "WORLD_SIZE": ddp.world_size, "LOCAL_RANK": ddp.local_rank,
                  "LOCAL_WORLD_SIZE": ddp.local_world_size or hosts.count(ddp.host)}
@@ -723,10 +726,14 @@ def _connect(ddp, host, port, limit, prefix, agent):
                     f"`ping {host}` from {ddp.host}.", prints, code=1) from None
             time.sleep(0.05)
     try:
-        with _time_limit(min(STORE_ANSWER, limit)):   # a stranger may listen, and say nothing
-            store = dist.PrefixStore(prefix, dist.TCPStore(
-                host, port, None, False, datetime.timedelta(seconds=limit),
-                wait_for_workers=False))
+        # A stranger that listens and says nothing would hold torch's client for ever (measured).
+        timer = threading.Timer(min(STORE_ANSWER, limit), _leave_a_silent_store,
+                                (f"{host}:{port}", prints))
+        timer.daemon = True
+        timer.start()
+        store = dist.PrefixStore(prefix, dist.TCPStore(
+            host, port, None, False, datetime.timedelta(seconds=limit), wait_for_workers=False))
+        timer.cancel()
         if not agent:   # rank 0 owns this store
             store.wait(["rank0"], datetime.timedelta(seconds=STORE_ANSWER))
         return store
@@ -736,6 +743,13 @@ def _connect(ddp, host, port, limit, prefix, agent):
             f"another program's? Choose another MASTER_PORT.", prints, code=1) from None
 
 
+def _leave_a_silent_store(place, prints):
+    if prints:
+        print(f"{place} answers, but rank 0 of this run is not there. Is it another program's? "
+              f"Choose another MASTER_PORT.", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 def _meet(ddp, store, error, limit, hub_host):
     """All ranks report to rank 0, which answers with a dict: "hosts" of all, and "hub", the address
     of its guard where all are guarded. If they do not fit together, it says why and all end."""
@@ -743,6 +757,11 @@ def _meet(ddp, store, error, limit, hub_host):
     row = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
            "guarded": ddp.state.guard is not None,
            "device": None if error else _device_id(ddp.device)}
+    twice = SetupError(f"rank {ddp.rank} of {size} is in this store already. Was it started twice, "
+                       f"or do two runs use one MASTER_PORT? Choose another for one of them.",
+                       ddp.local_rank == 0 or ddp.rank == 1)
+    if store.add(f"came/{ddp.rank}", 1) > 1:   # before it takes another run's table for its own
+        raise twice
     store.set(f"here/{ddp.rank}", json.dumps(row))
     if not ddp.is_main:   # rank 0 gives up first and says why; only if it is gone this takes longer
         try:
@@ -755,6 +774,8 @@ def _meet(ddp, store, error, limit, hub_host):
         if table["problem"]:
             store.set(f"read/{ddp.rank}", "")
             os._exit(1)
+        if len(table["hosts"]) != size:
+            raise twice
         return table
     keys = [f"here/{rank}" for rank in range(size)]
     with contextlib.suppress(RuntimeError):   # a rank that does not come
@@ -768,8 +789,10 @@ def _meet(ddp, store, error, limit, hub_host):
         print0(ddp, "ATTENTION: not every rank has a guard, so no rank is guarded")
     elif any(guarded) and not problem:
         _tell_guard(ddp, serve=hub_host)
-        with contextlib.suppress(OSError), ddp.state.guard.makefile() as answer:
+        with contextlib.suppress(OSError, ValueError), ddp.state.guard.makefile() as answer:
             table["hub"] = json.loads(answer.readline())["address"]
+        if not table["hub"]:
+            print0(ddp, "ATTENTION: the guards cannot be joined, so no rank is guarded")
     store.set("table", json.dumps(table))
     if problem:   # rank 0 owns the store: the others must have read before it leaves
         with contextlib.suppress(RuntimeError):
@@ -928,7 +951,8 @@ def cleanup_ddp(ddp):
     """Leave in good order: wait for the others, destroy the groups, finalise MPI, put the
     environment back. Harmless when called twice.
 
-    It waits for half an hour, or the limit of watch_run, and then names the missing ranks."""
+    It waits for half an hour, or the limit of watch_run, and then names the missing ranks. With a
+    guard, Python must end, or set up again, within two minutes after this."""
     if ddp.state.clean:
         return
     ddp.state.clean = True
@@ -937,7 +961,7 @@ def cleanup_ddp(ddp):
     try:
         _tell_guard(ddp, bye=patience)
         try:
-            barrier(ddp, patience + GUARD_FIRST)
+            _await_all(ddp, patience + GUARD_FIRST)
         except RuntimeError as e:
             abort(ddp, f"not all of {ddp.world_size} ranks came to cleanup_ddp within "
                        f"{patience:.0f} s: {_in_one_line(e)}", HANG, secondary=True)
@@ -956,6 +980,24 @@ def cleanup_ddp(ddp):
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _await_all(ddp, limit):
+    """A barrier that ends: above GLOO_MAX_RANKS in the store, as xccl knows no time limit."""
+    if ddp.world_size == 1 or ddp.control is not None:
+        barrier(ddp, limit)
+        return
+    store, limit = ddp.state.store, datetime.timedelta(seconds=limit)
+    store.set(f"bye/{ddp.rank}", "")
+    if ddp.is_main:
+        store.wait([f"bye/{rank}" for rank in range(ddp.world_size)], limit)
+        store.set("all bye", "")
+        with contextlib.suppress(RuntimeError):   # the store lives in this process
+            store.wait([f"read/bye/{rank}" for rank in range(1, ddp.world_size)],
+                       datetime.timedelta(seconds=10))
+    else:
+        store.wait(["all bye"], limit)
+        store.set(f"read/bye/{ddp.rank}", "")
 
 
 # ---------------------------------------------------------------- stop requests, progress, outcome
@@ -1002,11 +1044,13 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
                     number, lambda number, _: _request_stop(ddp, watch, number))
     if watch.limit:
         ddp.state.patience = watch.limit
-        with contextlib.suppress(OSError):   # without a file the stacks go to stderr
-            folder = (os.path.join(run_dir, "stacks") if run_dir else
-                      tempfile.mkdtemp(prefix="ddp-stacks-"))
-            os.makedirs(folder, exist_ok=True)
-            watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "a")
+        for _ in range(3):   # another rank may just remove the empty folder
+            with contextlib.suppress(OSError):   # without a file the stacks go to stderr
+                folder = (os.path.join(run_dir, "stacks") if run_dir else
+                          tempfile.mkdtemp(prefix="ddp-stacks-"))
+                os.makedirs(folder, exist_ok=True)
+                watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "a")
+                break
     if watch.limit and ddp.state.guard is not None:   # it asks for the stacks by this signal
         with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no stderr
             faulthandler.register(signal.SIGQUIT, watch.stacks or sys.__stderr__)

@@ -221,7 +221,8 @@ def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
         return 1
     # When a rank has left, torch's agent ends the others by SIGTERM: they leave with AGAIN, or are
     # ended by it while they leave anyway. A rank that was killed has another negative code.
-    failed = [code for code in codes if code not in (0, AGAIN, -signal.SIGTERM)]
+    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)   # the second one where a guard passed it on
+    failed = [code for code in codes if code not in (0, AGAIN, *ended)]
     if failed:
         return next((code for code in failed if code > 0), 1)
     return AGAIN if AGAIN in codes else int(any(codes))

@@ -290,7 +290,7 @@ def write_folder(row, ddp, args, answer):
 
 
 def read_folder(row, ddp, args, answer):
-    if "token" not in answer:
+    if "token" not in answer or "folder" in answer["failed"]:
         row["skip"] = "nothing was written"
     elif ddp.rank == ddp.world_size - 1:
         path, start = preflight_path(args, answer["token"]), time.monotonic()

@@ -51,6 +51,18 @@ def test_a_failure_is_the_cause_at_once_and_a_lost_connection_waits_for_the_fail
     assert watcher.decide(7.0)[:4] == (0, "n0", 1, "connection closed")
 
 
+def test_stacks_are_asked_for_before_a_hang_is_judged_however_seldom_the_hub_looks():
+    """With thousands of ranks it looks every few seconds, longer than ranks need for stacks."""
+    watcher, ranks = watched(2)
+    for now in (0.0, 6.0):
+        hear(ranks, now, (5, 0.0), (5, 0.0))
+        assert watcher.decide(now) is None and not watcher.hangs
+    hear(ranks, 17.0, (5, 11.0), (5, 11.0))
+    assert watcher.decide(17.0) is None and watcher.hangs
+    hear(ranks, 23.0, (5, 17.0), (5, 17.0))
+    assert watcher.decide(23.0).code == 70
+
+
 def test_a_guard_that_is_gone_is_a_death_unless_it_said_goodbye():
     for goodbye in (False, True):
         watcher, ranks = watched(2)

@@ -660,6 +660,27 @@ def test_a_port_alone_is_honoured_and_without_one_ranks_compute_the_same(tmp_pat
         assert ranks.out(1).splitlines()[-1] == ranks.out(0).splitlines()[-1]
 
 
+def test_a_second_run_at_the_same_port_is_refused_and_ends_not_the_first(tmp_path):
+    path = script(tmp_path, """
+ddp = setup_ddp(init_timeout=float(os.environ.get("LIMIT", 600)), quiet=True)
+barrier(ddp)
+print("met", flush=True)
+while not os.path.exists("end"):
+    time.sleep(0.05)
+cleanup_ddp(ddp)
+""")
+    (tmp_path / "other").mkdir()
+    other = shutil.copy(path, tmp_path / "other")
+    variables = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), LIMIT=20)
+    with ByHand(path, range(2), **variables) as ranks:
+        ranks.wait_for("met")
+        with ByHand(Path(other), [1], 2, **variables) as late:
+            assert late.codes() != [0]
+            assert "rank 1 of 2 is in this store already" in late.err(), late.err()
+        (tmp_path / "end").touch()
+        assert ranks.codes() == [0, 0], ranks.err()
+
+
 def test_a_busy_port_is_an_error_at_once(tmp_path):
     need("mpich")
     with socket.create_server(("127.0.0.1", 0)) as busy:
