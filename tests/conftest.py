@@ -6,6 +6,7 @@ The repository's folder and tests/ are on sys.path, and a test has a time limit:
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -109,6 +110,11 @@ def two_hosts(shared):
     def cable(plugged):
         state = "up" if plugged else "down"
         subprocess.run(["ip", "-n", "labsw", "link", "set", "pB", state], check=True)
+        if plugged:   # each host has to find the other again
+            for here, there in (("hostA", "hostB"), ("hostB", "hostA")):
+                ask = f"(: < /dev/tcp/{launchers.HOSTS[there]}/9) 2>&1 | grep -q refused"
+                command = shlex.join(["bash", "-c", f"until {ask}; do :; done"])
+                subprocess.run([launchers.HOST_SHELL, here, command], check=True, timeout=60)
 
     with only_one("two-hosts-of-tests"):
         cluster_script(shared / "cluster" / "netns_down.sh")   # what a killed run left
