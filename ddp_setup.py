@@ -731,9 +731,12 @@ def _connect(ddp, host, port, limit, prefix, agent):
                                 (f"{host}:{port}", prints))
         timer.daemon = True
         timer.start()
-        store = dist.PrefixStore(prefix, dist.TCPStore(
-            host, port, None, False, datetime.timedelta(seconds=limit), wait_for_workers=False))
-        timer.cancel()
+        try:
+            store = dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=limit),
+                                  wait_for_workers=False)
+        finally:
+            timer.cancel()
+        store = dist.PrefixStore(prefix, store)
         if not agent:   # rank 0 owns this store
             store.wait(["rank0"], datetime.timedelta(seconds=STORE_ANSWER))
         return store
