@@ -215,6 +215,9 @@ def check_values(c, checks, least):
         (o.decay_steps is None or o.decay != "none" and o.decay_steps > 0,
          f"optim.decay_steps is {o.decay_steps} with optim.decay {o.decay}; expected a number of "
          "steps, or a share of them below 1, and decay linear or cosine"),
+        (set(c.monitoring.wandb or ()) <= {"project", "name", "mode"},
+         f"monitoring.wandb has {', '.join(c.monitoring.wandb or ())}; expected some of project, "
+         "name, mode"),
         (all(0 <= b < 1 for b in o.betas),
          f"optim.betas is {list(o.betas)}; expected 0 up to below 1"),
         (0 <= c.model.dropout < 1, f"model.dropout is {c.model.dropout}; expected 0 up to below 1"),

@@ -200,10 +200,14 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
     check_alike(config_items(config, per_host), ddp)
+    defaults = config_to_dict(type(config)())
 
     def differences(former):
         former = former if isinstance(former, dict) else config_to_dict(
             load_config(type(config), former))
+        # Before a key was there, a run did what is its default now.
+        former = {name: {**defaults.get(name, {}), **values} if isinstance(values, dict) else values
+                  for name, values in former.items()}
         return config_differences(former, config_to_dict(config), ignore=may_change)
 
     path = find_checkpoint(work_dir, resume, fresh, differences) if ddp.is_main else None
@@ -258,11 +262,13 @@ def staged(folder, stage, copy, ddp):
 
     if ddp.local_rank == 0:
         copy(folder, target, report)
-    barrier(ddp, timeout=STAGE_SECONDS)
-    yield target
-    barrier(ddp)
-    if ddp.local_rank == 0:
-        shutil.rmtree(target)
+    try:
+        barrier(ddp, timeout=STAGE_SECONDS)
+        yield target
+        barrier(ddp)
+    finally:   # also where the copy cannot be used
+        if ddp.local_rank == 0:
+            shutil.rmtree(target, ignore_errors=True)
 
 
 def machine_differences(state, ddp):

@@ -212,10 +212,7 @@ class Wandb:
 
     def __init__(self, folder, settings, config):
         import wandb
-        known, path = {"project", "name", "mode"}, folder / "wandb_id"
-        if set(settings) - known:
-            raise ValueError(f"found {', '.join(sorted(set(settings) - known))}; expected some of "
-                             f"{', '.join(sorted(known))}")
+        path = folder / "wandb_id"
         if not path.exists():
             write_text_atomic(path, secrets.token_hex(4) + "\n")
         mode = os.environ.get("WANDB_MODE") or settings.get("mode") or (

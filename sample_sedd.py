@@ -39,7 +39,7 @@ from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, beat, print0, se
 from run_config import Parser
 from run_script import add_launch_arguments, hand_over
 from sedd_diffusion import sample
-from sedd_eval import BoundEstimator
+from sedd_eval import BoundEstimator, draw_lengths
 from sedd_files import export_sedd, load_sedd
 from sequence_batches import eval_batches
 from sequence_data import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator, keyed_seed,
@@ -171,9 +171,7 @@ def free_templates(sedd, length, number, seed):
         if sedd.lengths is None:
             raise ValueError("the checkpoint does not tell the lengths of its training proteins; "
                              "expected --length, such as 100 or 80-120.")
-        ends = np.cumsum(sedd.lengths)
-        drawn = torch.randint(int(ends[-1]), (number,), generator=generator).numpy()
-        return [FREE * int(n) for n in np.searchsorted(ends, drawn, "right")]
+        return [FREE * int(n) for n in draw_lengths(sedd.lengths, number, generator)]
     spec = re.fullmatch(r"(\d+)(?:-(\d+))?", length)
     if not spec or not int(spec[1]):
         raise ValueError(f"--length {length}; expected a length such as 100, or 80-120.")

@@ -186,15 +186,21 @@ def save(run, log, ddp, name, keep_last=1, resumes=True):
              letters=run.letters.tolist(), lengths=run.plan.counts.tolist())
 
 
+def draw_lengths(counts, number, generator):
+    """Lengths (number,) int64, as frequent as in counts (longest + 1,), proteins of each length."""
+    ends = np.cumsum(counts)
+    drawn = torch.randint(int(ends[-1]), (number,), generator=generator).numpy()
+    return np.searchsorted(ends, drawn, "right")
+
+
 def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
     """FASTA text of monitoring.n_samples proteins, keyed by (seed, step).
 
     counts: (longest + 1,) number of training proteins of each length, from which lengths are drawn.
     """
-    m, seed = config.monitoring, config.training.seed
-    generator, ends = keyed_generator(seed, "sample", step), np.cumsum(counts)
-    drawn = torch.randint(int(ends[-1]), (m.n_samples,), generator=generator).numpy()
-    lengths = np.searchsorted(ends, drawn, "right")
+    m = config.monitoring
+    generator = keyed_generator(config.training.seed, "sample", step)
+    lengths = draw_lengths(counts, m.n_samples, generator)
     mask = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None]).to(ddp.device)
     keys = None if bool(mask.all()) else mask
     was_training, _ = model.training, model.eval()

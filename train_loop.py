@@ -42,7 +42,8 @@ def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
     after the warm-up)."""
     rise = min((step + 1) / max(warmup, 1), 1.0)
     length = n_iters - warmup if decay_steps is None else decay_steps
-    left = (n_iters - step) / max(length * n_iters if length < 1 else length, 1)
+    length = min(length * n_iters if length < 1 else length, n_iters)
+    left = (n_iters - step) / max(length, 1)
     left = 1.0 if decay == "none" else min(max(left, 0.0), 1.0)
     return rise * (left if decay != "cosine" else (1 - math.cos(math.pi * left)) / 2)
 

@@ -40,16 +40,16 @@ from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock, 
 from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
-from sedd_diffusion import make_graph, make_noise, score_entropy_loss, stratified_times
+from sedd_diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd_eval import (TIME_EPS, Validation, evaluate, result_lines, save, to_device,
                        write_samples)
+from sedd_files import noise_of
 from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import (BatchPlan, BatchReader, count_rows, load_proteins, missing_data,
                               sum_rows)
 from sequence_data import (N_TOKENS, X_ID, apply_max_length, check_prepared, collate, crop_starts,
                            keyed_generator, keyed_seed, stage_prepared)
-from train_loop import (Run, first_batches, reason_to_stop, start_run,
-                        take_step)
+from train_loop import Run, first_batches, reason_to_stop, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
@@ -264,11 +264,8 @@ def make_model(config, graph):
 
 
 def make_config_noise(config):
-    n = config.noise
-    if n.type == "geometric":
-        return make_noise(n.type, sigma_min=n.sigma_min, sigma_max=n.sigma_max)
     try:
-        return make_noise(n.type, eps=n.eps)
+        return noise_of(vars(config.noise))
     except ValueError as e:
         raise ValueError(f"config: noise.{e}") from None
 
@@ -315,9 +312,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         micro_batches=micro_batches, filled=filled, make_ema=lambda p: EMA(p, o.ema),
         progress={"recent": [0.0, 0.0]},   # training loss since the last evaluation: sum, number
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
-        batch=batch,
-        nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0),
-        graph=graph, noise=noise, plan=plan, letters=letters)
+        batch=batch, letters=letters, graph=graph, noise=noise, plan=plan,
+        nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0))
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.schedule.mine[0])   # refuses damaged data
     lines = describe_data(run, data, precision, ddp)

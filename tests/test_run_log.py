@@ -189,9 +189,10 @@ def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch):
 
 
 def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)   # not installed
+    for name in ("torch.utils.tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)   # not installed
     log = RunLog(tmp_path, is_main=True)
-    log.track({}, 0, tensorboard=True, wandb={"projekt": "p"})
+    log.track({}, 0, tensorboard=True, wandb={})
     out = capsys.readouterr().out
     assert out.count("ATTENTION: TensorBoard is not used") == 1
     assert out.count("ATTENTION: W&B is not used") == 1

@@ -19,20 +19,13 @@ from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sedd_files import Sedd, export_sedd, load_sedd, model_of
 from sedd_model import EMA, load_official
 from sequence_data import AMINO_ACIDS, N_TOKENS, encode, named_sequences
+from training import one_thread  # noqa: F401 (a fixture for all)
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "parameterization": "sedd",
          "dropout": 0.1, "init_logits": 3.0}
 NOISE = {"type": "loglinear", "eps": 1e-3, "sigma_min": 1e-4, "sigma_max": 20.0}
 LENGTHS = {7: 3, 20: 5, 31: 2}   # of the training proteins
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,7 @@ def test_the_warm_up_is_linear_and_whole_in_its_last_step():
     ("linear", None, [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
     ("linear", 0.4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
     ("linear", 4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+    ("linear", 99, [0.5, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),   # all ten
     ("cosine", 4, [0.5, 1, 1, 1, 1, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])])
 def test_the_learning_rate_falls_to_0_after_the_last_step(decay, decay_steps, expected):
     """In step k of the decay 1 - k/D of it, or half of 1 + cos(pi k/D), is left."""

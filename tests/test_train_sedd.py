@@ -521,6 +521,20 @@ def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fast
     assert [row["step"] for row in rows(tmp_path / "w")] == [1, 2, 3]
 
 
+def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp_path):
+    """It did then what the new key does by default; another value is another config."""
+    half = tiny(fasta, training__n_iters=6)
+    run(half, tmp_path / "w")
+    path = tmp_path / "w" / "checkpoints" / "last.pt"
+    state = torch.load(path, weights_only=True)
+    del state["config"]["optim"]["decay"], state["config"]["monitoring"]["tensorboard"]
+    torch.save(state, path)
+    with pytest.raises(ValueError, match=r"optim\.decay: 'none' -> 'linear'"):
+        run(tiny(fasta, optim__decay="linear"), tmp_path / "w")
+    run(tiny(fasta), tmp_path / "w")
+    same_run(straight, tmp_path / "w")
+
+
 def test_resume_from_a_file_continues_it_in_the_folder_that_is_named(fasta, tmp_path, capsys):
     run(tiny(fasta), tmp_path / "a")
     shutil.copy(tmp_path / "a" / "checkpoints" / "last.pt", tmp_path / "step12.pt")
