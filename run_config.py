@@ -174,6 +174,9 @@ class CommonMonitoring:
     tensorboard: bool = False            # curves in RUN_DIR/tensorboard
     wandb: dict[str, str] | None = None  # {project, name, mode}, each optional: Weights & Biases
     check_sync_every: int = 1000         # steps between comparisons of the weights over ranks
+    timing_every: int = 50               # steps between timed ones, see step_meter.py; 0 = never
+    log_gradients: bool = False          # norms by layer in rows of log_freq, of gradients before
+    log_weights: bool = False            # clipping, and of weights; trackers: histograms too
 
 
 @dataclass
@@ -189,7 +192,8 @@ LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_e
                           eval_freq=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
                           keep_last=1, max_bad_steps=0),
          "optim": dict(lr=0, warmup=0, base_global_batch=1, grad_clip=0, eps=0, weight_decay=0),
-         "ddp": dict(bucket_cap_mb=1), "monitoring": dict(watchdog_minutes=0, check_sync_every=0)}
+         "ddp": dict(bucket_cap_mb=1), "monitoring": dict(watchdog_minutes=0, check_sync_every=0,
+                                                   timing_every=0)}
 
 
 def check_values(c, checks, least):

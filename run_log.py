@@ -64,18 +64,19 @@ class RunLog:
             self.say(f"ATTENTION: {name} is not used: {type(error).__name__}: {reason}")
             return False
 
-    def metrics(self, step, values):
+    def metrics(self, step, values, histograms=None):
         """Append one row {"step": step, **values}; other processes see it when this returns.
 
-        values: numbers. nan and infinities are written as null: JSON has no word for them, and
-        tables take null as missing.
+        values: numbers, or texts such as a host. nan and infinities are written as null: JSON has
+        no word for them, and tables take null as missing. histograms: {name: step_meter.Histogram},
+        for trackers alone.
         """
         if not self.is_main:
             return
         row = {"step": int(step)}
         for name, value in values.items():
-            value = value if isinstance(value, int) else float(value)
-            row[name] = value if math.isfinite(value) else None
+            value = value if isinstance(value, (int, str)) else float(value)
+            row[name] = value if isinstance(value, str) or math.isfinite(value) else None
         if self.file is None:
             if self.path.exists() and not _ends_a_line(self.path):
                 raise ValueError(f"{self.path} ends in half a row, left by a run that was killed; "
@@ -85,8 +86,8 @@ class RunLog:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         known = {name: value for name, value in row.items() if value is not None}
-        self.trackers = [tracker for tracker in self.trackers
-                         if self._try(tracker.name, lambda t=tracker: t.log(step, known))]
+        self.trackers = [tracker for tracker in self.trackers if self._try(
+            tracker.name, lambda t=tracker: t.log(step, known, histograms or {}))]
 
     def sync(self):
         """Have the rows on the disk, before the checkpoint that a next start continues from."""
@@ -167,7 +168,9 @@ class RunLog:
 def step_values(run, norm, first_row, ddp):
     """What every script logs of a step, by name."""
     values = {"grad_norm": float(norm), "lr": run.optimizer.param_groups[0]["lr"],
-              "epoch": (run.progress["step"] - 1) // run.steps_per_epoch}
+              "epoch": (run.progress["step"] - 1) // run.steps_per_epoch,
+              **{f"seen/{name}": number for name, number in run.progress["seen"].items()},
+              **run.meter.report()}
     if run.progress["bad_steps"][0]:
         values["bad_steps"] = run.progress["bad_steps"][0]
     if run.scaler.is_enabled():
@@ -192,10 +195,14 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
-    def log(self, step, row):
+    def log(self, step, row, histograms):
         for name, value in row.items():
             if name != "step":
-                self.writer.add_scalar(name, value, step)
+                add = self.writer.add_text if isinstance(value, str) else self.writer.add_scalar
+                add(name, value, step)
+        for name, h in histograms.items():
+            self.writer.add_histogram_raw(name, h.edges[0], h.edges[-1], sum(h.counts), h.total,
+                                          h.squares, h.edges[1:], h.counts, step)
         self.writer.flush()
 
     def close(self):
@@ -225,8 +232,10 @@ class Wandb:
                               settings=wandb.Settings(**limits))
         self.run.define_metric("*", step_metric="step")
 
-    def log(self, step, row):
-        self.run.log(row)
+    def log(self, step, row, histograms):
+        import wandb
+        self.run.log({**row, **{name: wandb.Histogram(np_histogram=(h.counts, h.edges))
+                                for name, h in histograms.items()}})
 
     def close(self):
         self.run.finish()

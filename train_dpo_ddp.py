@@ -123,10 +123,12 @@ class Memory(CommonMemory):
     # of the policy in training alone
     mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = False
     structure_cache_mb: int = 2048       # for what does not change of each structure, on the device
+    gradient_checkpointing: Literal[False] = False   # the model is too small to need it
 
 
 @dataclass
 class Monitoring(CommonMonitoring):
+    sample_frequency: int = 0            # taken for configs of SEDD; not used
     fall: float = 0.02                   # nats per residue; a larger fall of chosen sequences'
     #                                      log-probabilities is warned about
 
@@ -309,6 +311,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         micro_batches=micro_batches, filled=filled,
         progress={"start": None,       # log-probability per residue of chosen sequences, at first
                   "fallen": False},    # it has been warned that these become less likely
+        seen_at={"pairs": len(SUMS), "residues": SUMS.index("residues")},
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
         batch=batch, nominal=float(batch), pairs=data.train, base=base_hash,
         reference=reference, sums=sums)
@@ -325,9 +328,11 @@ def describe_data(run, data, base, precision, ddp):
     n_parameters = sum(p.numel() for p in bare.parameters())
     terms = f" + {c.sft:g} SFT" if c.sft else ""
     terms += f" - {c.diversity_lambda:g} entropy" if c.diversity_lambda else ""
+    frequency = run.config.monitoring.sample_frequency
+    unused = [f"  monitoring.sample_frequency {frequency} is SEDD's, not used"] * bool(frequency)
     return [f"model: ProteinMPNN, {n_parameters / 1e6:.2f} million parameters, {bare.num_edges} "
             "neighbours", f"  from {base}", f"  {precision}; the reference is scored in float32",
-            *data.description,
+            *data.description, *unused,
             f"loss: {c.name}, beta {c.beta:g}, temperature {c.temperature:g}, {c.order} order x "
             f"{c.n_orders}{terms}",
             describe_batch(run, f"up to {run.config.training.batch_size:,} pairs", ddp)]
@@ -350,13 +355,10 @@ def train(run, ddp):
 
     dataset = MicroBatches(run.pairs, config.loss, t.seed)
     batches = first_batches(run, dataset, loss_of, ddp)
-    since, waited, pairs, first_row = time.perf_counter(), 0.0, 0.0, True
+    pairs, first_row = 0.0, True
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
-        asked = time.perf_counter()
-        mine = [next(batches) for _ in run.schedule.mine]
-        waited += time.perf_counter() - asked
-        totals, norm = take_step(run, mine, loss_of, ddp)
+        totals, norm = take_step(run, batches, loss_of, ddp)
         pairs = pairs + totals.count
         run.sums += torch.where(totals.bad > 0, 0.0, totals.packed)
         step, last = progress["step"], progress["step"] == run.n_iters
@@ -369,8 +371,8 @@ def train(run, ddp):
             loss = metrics_of(totals.sums, totals.count)["loss"]
             log.say(f"step 0: train loss {loss:.4f}")
         if report:
-            seconds = time.perf_counter() - since
-            values = report_step(run, log, totals, norm, pairs, waited, seconds, first_row, ddp)
+            rate = float(pairs) / run.meter.seconds()
+            values = report_step(run, log, totals, norm, rate, first_row, ddp)
             first_row = False
         if evaluate_now:
             evaluate(run, log, values, at_end, epoch_began, ddp)
@@ -380,23 +382,23 @@ def train(run, ddp):
             progress["finished"] = "all steps done"
         if report:
             check_lock(run, ddp)
-            log.metrics(step, values)
+            log.metrics(step, values, run.meter.histograms)
         if step % run.steps_per_epoch == 0:
             run.sums.zero_()
         if progress["finished"] or save_now or reason:
             save_last(run, log, ddp)
         if report:   # evaluation and saving are not counted as training
-            since, waited, pairs = time.perf_counter(), 0.0, 0.0
+            run.meter.restart()
+            pairs = 0.0
     result = {"step": progress["step"], **values}
     return finish_run(run, log, ddp, reason, result, time.perf_counter() - began,
                       lambda: result_lines(result, progress, run.work_dir))
 
 
-def report_step(run, log, totals, norm, pairs, waited, seconds, first_row, ddp):
-    """Show a step; returns its metrics by name. pairs, waited, seconds: since the last report."""
+def report_step(run, log, totals, norm, rate, first_row, ddp):
+    """Show a step; returns its metrics by name. rate: pairs per second of all ranks."""
     values = {**metrics_of(totals.sums, totals.count), **step_values(run, norm, first_row, ddp),
-              "pairs_per_second": float(pairs) / seconds,
-              "data_wait": waited / seconds}   # share of the time, on rank 0
+              "pairs_per_second": rate}
     log.progress(run.progress["step"], loss=values["loss"],
                  **{"pairs/s": values["pairs_per_second"]}, acc=values["rewards/accuracies"],
                  margin=values["rewards/margins"], **bad_steps_field(run))

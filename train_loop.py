@@ -17,6 +17,7 @@ from ddp_setup import (all_sum, broadcast, grad_scaler, gradient_sync, listed,
                        optimize_with_ipex, stop_reason, stop_wanted, unwrap_ddp, worker_init,
                        wrap_ddp)
 from run_dir import ADVICE, Diverged
+from step_meter import StepMeter, make_meter
 
 
 # ---------------------------------------------------------------- learning rate
@@ -72,13 +73,15 @@ class Run:
     nominal: float             # near the count that the mean is over: it cancels
     lr: float                  # scaled
     warmup: int
+    meter: StepMeter           # of time, memory, gradients
+    seen_at: dict              # {"residues", say: place in Totals.packed}, counted in good steps
     lock: Any = None           # on the run folder: rank 0 only
     flags: Any = None          # of the last step, on their way to the host: see read_flags
     stop_requests: float = 0.0  # ranks that were asked to stop, as last read
 
 
 def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches, filled,
-              progress, make_ema=None, **fields):
+              progress, seen_at, make_ema=None, **fields):
     """Scale the learning rate, make schedule and optimizer, wrap the model; take over a checkpoint.
 
     Args:
@@ -86,14 +89,15 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
         former: what is continued, see run_dir.Former.
         bare: the model with its first weights, on the device. item_of: see MicroBatchSampler.
         filled: the global batch that there is data for: the learning rate is not scaled beyond it.
-        progress: what the script adds to what changes.
+        progress: what the script adds to what changes. seen_at: see Run.
         make_ema: function of parameters, which makes their averages.
         fields: the others of Run.
     Returns: an instance of `kind`.
     """
-    t, o, state = config.training, config.optim, former.state
+    t, o, state = config.training, config.optim, former.state and {"seen": {}, **former.state}
     progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
                 "bad_steps": [0, 0],   # nan or infinite: in all, and in a row now
+                "seen": dict.fromkeys(seen_at, 0),   # {} where an older checkpoint does not tell
                 **progress}
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
     if state is not None:
@@ -110,7 +114,8 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
                scaler=grad_scaler(fields["dtype"], ddp),
                ema=make_ema(bare.parameters()) if make_ema else None, progress=progress,
                schedule=schedule, n_iters=n_iters, steps_per_epoch=steps_per_epoch,
-               micro_batches=micro_batches, lr=lr, warmup=warmup, **fields)
+               micro_batches=micro_batches, lr=lr, warmup=warmup, seen_at=seen_at,
+               meter=make_meter(config, ddp), **fields)
     for name in ("optimizer", "scaler", "ema"):
         if state is not None and getattr(run, name) is not None:
             getattr(run, name).load_state_dict(state[name])
@@ -151,7 +156,7 @@ def unpack(packed):
     return Totals(packed, packed[:-4], *packed[-4:].unbind())
 
 
-def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None):
+def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None, meter=None):
     """Leave the gradient of the mean loss over the global batch in .grad on every rank.
 
     How many residues or pairs the mean is over is known only at the end: backward runs on
@@ -162,13 +167,13 @@ def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None)
         model: as DDP wraps it.
         batches: this rank's micro-batches, each with a "seed" for dropout.
         micro_batch_loss: function (model, batch) -> (loss sum, sums (n,) to be totalled, count).
-        nominal: about the count. scaler: a GradScaler, or None.
+        nominal: about the count. scaler: a GradScaler, or None. meter: a StepMeter, or None.
     Returns: (Totals, norm of the gradient). If totals.bad is not 0, all gradients are nan.
     """
-    packed = None
+    packed, meter = None, meter or StepMeter(ddp)
     for k, batch in enumerate(batches):
         torch.manual_seed(batch["seed"])   # so that dropout is keyed by the micro-batch
-        with gradient_sync(model, last=k == len(batches) - 1):
+        with gradient_sync(model, last=k == len(batches) - 1), meter.passes(model):
             loss, sums, count = micro_batch_loss(model, batch)
             scaled = loss / nominal
             (scaler.scale(scaled) if scaler is not None else scaled).backward()
@@ -184,7 +189,9 @@ def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None)
     own.bad_loss.copy_(own.bad_loss > 0)
     own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
     own.stop.fill_(stop_wanted(ddp))
+    meter.lap("optimizer")
     totals = unpack(all_sum(packed, ddp))
+    meter.lap("exchange")
     factor = ddp.world_size * nominal / totals.count.clamp(min=1)   # 0: nothing that counts
     factor = torch.where(totals.bad > 0, math.nan, factor).to(gradients[0].dtype)
     torch._foreach_mul_(gradients, factor)
@@ -206,32 +213,38 @@ def first_batches(run, dataset, micro_batch_loss, ddp):
         item = run.schedule.item_of(run.progress["step"], run.schedule.mine[0])
         global_gradient(run.model, [dataset[item]], micro_batch_loss, ddp, run.nominal)
         run.optimizer.zero_grad(set_to_none=True)
+    run.meter.restart()
     return batches
 
 
 def take_step(run, batches, micro_batch_loss, ddp):
-    """One optimizer step on this rank's micro-batches. A bad step leaves weights and averages
+    """One optimizer step on this rank's next micro-batches. A bad step leaves weights and averages
     as they are; it counts as a step.
 
-    Returns: (Totals, norm of the gradient before clipping)."""
+    batches: iterator of first_batches. Returns: (Totals, norm of the gradient before clipping)."""
     o, progress, optimizer, scaler = run.config.optim, run.progress, run.optimizer, run.scaler
+    mine = run.meter.fetch(batches, len(run.schedule.mine), progress["step"] + 1)
     for group in optimizer.param_groups:
         group["lr"] = run.lr * rate_share(progress["step"], run.warmup, run.n_iters, o.decay,
                                           o.decay_steps)
-    totals, norm = global_gradient(run.model, batches, micro_batch_loss, ddp, run.nominal, scaler)
+    totals, norm = global_gradient(run.model, mine, micro_batch_loss, ddp, run.nominal, scaler,
+                                   run.meter)
     read_flags(run)   # of the step before, which the device has long computed
     clip, parameters = o.grad_clip or math.inf, list(run.bare.parameters())
     if scaler.is_enabled():   # it skips the step by itself where gradients are nan
         scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, clip, foreach=True)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     else:   # a fused optimizer that is told found_inf changes nothing: decided on the device
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
         optimizer.grad_scale, optimizer.found_inf = None, (totals.bad > 0).float()
+    run.meter.measure_layers("gradients", run.bare)
+    torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     if run.ema is not None:
         run.ema.update(parameters, skip=totals.bad > 0)
+    run.meter.measure_layers("weights", run.bare)
+    run.meter.finish()
     progress["step"] += 1
     run.flags = to_host(totals.packed)
     return totals, norm
@@ -264,6 +277,8 @@ def read_flags(run):
     run.stop_requests = float(totals.stop)
     if not totals.bad:
         counts[1] = 0
+        for name in run.progress["seen"]:
+            run.progress["seen"][name] += int(packed[run.seen_at[name]])
         return
     if run.ema is not None:
         run.ema.num_updates -= 1   # a skipped step has not moved the averages

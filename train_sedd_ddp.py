@@ -176,8 +176,9 @@ def check_config(c):
 def micro_batch_loss(model, batch, graph, config, ddp, dtype):
     """Loss of one micro-batch of MicroBatches. X and padding do not count.
 
-    Returns: (loss sum in nats, (2,) loss sum and residues for the log, number that the mean is
-    over: residues or proteins). The mean over the global batch is taken by global_gradient.
+    Returns: (loss sum in nats, (3,) loss sum, residues and computed positions for the log, number
+    that the mean is over: residues or proteins). The mean over the global batch is taken by
+    global_gradient.
     """
     batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
     xt, x0, mask, sigma, dsigma = (batch[k] for k in ("xt", "x0", "mask", "sigma", "dsigma"))
@@ -187,7 +188,8 @@ def micro_batch_loss(model, batch, graph, config, ddp, dtype):
     loss, residues = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, counted)
     total = loss.sum()
     count = residues.sum() if config.loss.reduction == "residue" else (residues > 0).sum()
-    return total, torch.stack([total.detach().double(), residues.sum()]), count
+    positions = total.new_full((), x0.numel(), dtype=torch.float64)
+    return total, torch.stack([total.detach().double(), residues.sum(), positions]), count
 
 
 # ---------------------------------------------------------------- data
@@ -311,6 +313,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, filled=filled, make_ema=lambda p: EMA(p, o.ema),
         progress={"recent": [0.0, 0.0]},   # training loss since the last evaluation: sum, number
+        seen_at={"residues": 1, "tokens": 2},
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
         batch=batch, letters=letters, graph=graph, noise=noise, plan=plan,
         nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0))
@@ -348,11 +351,11 @@ def train(run, ddp):
 
     dataset = MicroBatches(run.graph, run.noise, config.data.max_length, run.micro_batches, t.seed)
     batches = first_batches(run, dataset, loss_of, ddp)
-    began = since = time.perf_counter()
+    began = time.perf_counter()
     residues, values, first_row = 0.0, {}, True
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
-        totals, norm = take_step(run, [next(batches) for _ in run.schedule.mine], loss_of, ddp)
+        totals, norm = take_step(run, batches, loss_of, ddp)
         residues = residues + totals.sums[1]
         step, last = progress["step"], progress["step"] == run.n_iters
         evaluate_now = last or step % t.eval_freq == 0
@@ -360,7 +363,7 @@ def train(run, ddp):
         report = evaluate_now or step % t.log_freq == 0
         reason = reason_to_stop(run, ddp, at_once=report or save_now)
         if report:
-            rate = float(residues) / (time.perf_counter() - since)
+            rate = float(residues) / run.meter.seconds()
             values = report_step(run, log, totals, norm, rate, first_row, ddp)
             first_row = False
         if evaluate_now:
@@ -369,13 +372,14 @@ def train(run, ddp):
             progress["finished"] = "all steps done"
         if report:
             check_lock(run, ddp)
-            log.metrics(step, values)
+            log.metrics(step, values, run.meter.histograms)
         if progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0):
             write_samples(run, ddp)
         if progress["finished"] or save_now or reason:   # "finished" promises samples
             save(run, log, ddp, "last.pt", t.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
-            since, residues = time.perf_counter(), 0.0
+            run.meter.restart()
+            residues = 0.0
     result = {"step": progress["step"], **values}
     if run.bound is not None:
         result.update(run.validation.compare(run.bound))
@@ -385,7 +389,7 @@ def train(run, ddp):
 
 def report_step(run, log, totals, norm, rate, first_row, ddp):
     """Show a step; returns its metrics by name. rate: residues per second of all ranks."""
-    loss_sum, residues = totals.sums.unbind()
+    loss_sum, residues, _ = totals.sums.unbind()
     loss = float(loss_sum / totals.count.clamp(min=1))
     per_residue = float(loss_sum / residues.clamp(min=1))
     values = {"loss": loss, "perplexity": math.exp(min(per_residue, 50.0)),

@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from run_log import RunLog, write_text_atomic
+from step_meter import histogram_of
 
 
 def rows(folder):
@@ -170,6 +173,26 @@ def test_tensorboard_reads_back_what_was_logged_also_after_a_resume(tmp_path):
     assert found.Tags()["scalars"] == ["loss"]
 
 
+def test_tensorboard_reads_back_histograms_and_texts(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    numbers = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    made = {"a": histogram_of(list(numbers)), "b": histogram_of([torch.zeros(3)])}
+    log = RunLog(tmp_path, is_main=True)
+    log.track({}, 0, tensorboard=True)
+    log.metrics(1, {"loss": 2.0, "time/slowest_host": "node7"}, made)
+    log.close()
+    assert rows(tmp_path) == [{"step": 1, "loss": 2.0, "time/slowest_host": "node7"}]
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    histogram = found.Histograms("a")[0].histogram_value
+    counts, edges = np.histogram(numbers.numpy(), len(histogram.bucket))
+    assert histogram.bucket == counts.tolist() and histogram.num == 1000
+    assert [histogram.min, *histogram.bucket_limit] == pytest.approx(edges.tolist(), abs=1e-5)
+    assert histogram.sum_squares == pytest.approx(float(numbers.square().sum()))
+    assert found.Histograms("b")[0].histogram_value.bucket[0] == 3
+    assert "time/slowest_host/text_summary" in found.Tags()["tensors"]
+
+
 def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -180,7 +203,8 @@ def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch):
         log.track({"model": {"width": 8}}, step - 1, wandb={"project": "p", "name": "n"})
         assert [tracker.run.name for tracker in log.trackers] == ["n"]
         ids.append(log.trackers[0].run.id)
-        log.metrics(step, {"loss": 2.5})
+        log.metrics(step, {"loss": 2.5, "host": "node7"}, {"a": histogram_of([torch.ones(3)])})
+        assert len(log.trackers) == 1                # one that fails would be left out
         log.close()
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert ids[0] == ids[1] and len(folders) == 2
@@ -200,7 +224,7 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(tmp_path, capsys
     class Broken:
         name = "broken"
 
-        def log(self, step, row):
+        def log(self, step, row, histograms):
             raise OSError("disk full")
 
     log.trackers.append(Broken())

@@ -1,6 +1,7 @@
 """train_loop on a toy model: the step, the schedule, bad steps, the best; launch options, and how
 ranks end."""
 
+import json
 import math
 import socket
 import types
@@ -8,12 +9,13 @@ import types
 import pytest
 import torch
 
-from ddp_setup import Ddp, load_checkpoint, save_checkpoint
-from launchers import run_ranks, start_ranks
+from ddp_setup import Ddp, load_checkpoint, save_checkpoint, wrap_ddp
+from launchers import fork_ranks, run_ranks, start_ranks
 from run_config import CommonTraining
 from run_dir import Former, check_resume, machine_differences, read_status, replace_status, write_status
 from run_script import describe_run, hand_over
 from sedd_model import EMA
+from step_meter import StepMeter
 from train_loop import (Run, MicroBatchSampler, first_batches, global_gradient, is_best, read_flags,
                         scale_for_batch, take_step)
 from training import ROOT
@@ -42,9 +44,9 @@ class Rows(torch.utils.data.Dataset):
 
 
 def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer="SGD", ema=None,
-        decay="none", decay_steps=None, **training):
+        decay="none", decay_steps=None, model=None, meter=None, ddp=Ddp(), **training):
     torch.manual_seed(0)
-    model = torch.nn.Linear(WIDTH, 1)
+    model = model or torch.nn.Linear(WIDTH, 1)
     settings = CommonTraining(accum=micro_batches, **training)
     config = types.SimpleNamespace(training=settings,
                                    monitoring=types.SimpleNamespace(check_sync_every=0),
@@ -52,24 +54,25 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
                                                                warmup=warmup, scale="none",
                                                                base_global_batch=None, decay=decay,
                                                                decay_steps=decay_steps))
-    return Run(config=config, work_dir=None, path=None, fingerprint={}, bare=model, model=model,
+    return Run(config=config, work_dir=None, path=None, fingerprint={}, bare=model,
+               model=wrap_ddp(model, ddp), meter=meter or StepMeter(ddp), seen_at={},
                optimizer=getattr(torch.optim, optimizer)(model.parameters(), lr=lr, fused=True),
                scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.float32,
                ema=EMA(model.parameters(), ema) if ema else None,
                progress={"step": 0, "best": None, "bad_evals": 0, "finished": "",
-                         "bad_steps": [0, 0]}, schedule=MicroBatchSampler(lambda *item: item, micro_batches,
-                                                                 Ddp(), 0, n_iters),
+                         "bad_steps": [0, 0], "seen": {}},
+               schedule=MicroBatchSampler(lambda *item: item, micro_batches, ddp, 0, n_iters),
                validation=None, n_iters=n_iters, steps_per_epoch=5, micro_batches=micro_batches,
                batch=4, nominal=3.0, lr=lr, warmup=warmup)
 
 
-def steps(run, n, scale=1.0, ddp=Ddp()):
+def steps(run, n, scale=1.0, ddp=Ddp(), loss_of=loss_of):
     """Take n steps; yields (learning rate, norm of the gradient, norm of the change of the
     weights)."""
     batches = first_batches(run, Rows(scale), loss_of, ddp)
     for _ in range(n):
         before = [p.detach().clone() for p in run.bare.parameters()]
-        _, norm = take_step(run, [next(batches) for _ in run.schedule.mine], loss_of, ddp)
+        _, norm = take_step(run, batches, loss_of, ddp)
         read_flags(run)
         moved = sum(float((p.detach() - q).square().sum()) for p,
                     q in zip(run.bare.parameters(), before)) ** 0.5
@@ -178,6 +181,84 @@ def test_scaling_gives_the_published_tables():
     assert scale_for_batch(1e-4, 100, "sqrt", 256, 64) == (pytest.approx(2e-4), 200)
     assert scale_for_batch(1e-4, 100, {"cap": 4}, 512, 64) == (pytest.approx(4e-4), 400)
     assert scale_for_batch(1e-4, 100, "none", 512, None) == (1e-4, 100)
+
+
+# ---- what is measured of a step ----
+
+def test_layers_have_the_norms_of_the_mean_gradient_before_clipping_and_of_the_new_weights():
+    """By hand: one backward over all rows. Groups: each numbered block, and what stands alone."""
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)]
+    model = torch.nn.Sequential()
+    model.add_module("blocks", torch.nn.Sequential(*layers))
+    model.add_module("head", torch.nn.Linear(WIDTH, 1))
+    batches = [Rows(100)[0, micro] for micro in range(2)]
+    x, y = (torch.cat([batch[name] for batch in batches]) for name in ("x", "y"))
+    groups = {"blocks.0": layers[0], "blocks.1": layers[1], "head": model.head}
+    loss = (model(x)[:, 0] - y).square().mean()
+    expected = {f"gradients/{name}": math.sqrt(sum(
+        float(g.square().sum())
+        for g in torch.autograd.grad(loss, list(part.parameters()), retain_graph=True)))
+        for name, part in groups.items()}
+    meter = StepMeter(Ddp(), layers=("gradients", "weights"), log_freq=1, with_histograms=True)
+    for _ in steps(toy(model=model, meter=meter, grad_clip=0.25, lr=0.1), 1, scale=100):
+        found = meter.report()
+    expected |= {f"weights/{name}": math.sqrt(sum(
+        float(p.detach().square().sum()) for p in part.parameters()))
+        for name, part in groups.items()}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert {f"histograms/{name}" for name in expected} == meter.histograms.keys()
+    counts = meter.histograms["histograms/weights/head"].counts
+    assert sum(counts) == WIDTH + 1 and not any(name.startswith("time/data") for name in found)
+
+
+# Rank 1 computes much and holds 200 MB more. With and without measurement; rank 0 writes what it
+# found.
+MEASURED = """
+import json, sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import torch
+from ddp_setup import cleanup_ddp, setup_ddp
+from step_meter import StepMeter
+from test_train_loop import loss_of, steps, toy
+torch.set_num_threads(1)
+ddp = setup_ddp("cpu", quiet=True)
+held = torch.ones(50_000_000 if ddp.rank == 1 else 1)
+
+def loss_of_uneven_ranks(model, batch):
+    n = 400 if ddp.rank == 1 else 4
+    for _ in range(3):
+        torch.ones(n, n) @ torch.ones(n, n)
+    return loss_of(model, batch)
+
+weights, values = [], []
+for settings in (dict(), dict(timing_every=1, layers=("gradients", "weights"))):
+    run = toy(ddp=ddp, micro_batches=4, optimizer="AdamW", lr=0.01,
+              meter=StepMeter(ddp, **settings))
+    norms = [found[1] for found in steps(run, 8, ddp=ddp, loss_of=loss_of_uneven_ranks)]
+    weights.append([norms, *(p.tolist() for p in run.bare.parameters())])
+    values.append(run.meter.report())
+if ddp.is_main:
+    json.dump({{"weights": weights, "values": values}}, open("found.json", "w"))
+cleanup_ddp(ddp)
+"""
+
+
+def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(tmp_path):
+    (tmp_path / "s.py").write_text(MEASURED.format(root=str(ROOT)))
+    result = fork_ranks(2, ["s.py"], tmp_path)
+    assert result.returncode == 0, result.text
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["weights"][0] == found["weights"][1]
+    plain, values = found["values"]
+    assert plain.keys() == {"time/step", "data_wait"}
+    assert values["time/slowest_rank"] == 1 and values["time/slowest_ratio"] > 1.3
+    assert values["time/slowest_host"] == values["memory/most_host"] == socket.gethostname()
+    assert 0.1 < values["memory/peak_gb_most"] - values["memory/peak_gb_least"] < 1
+    # rank 0 waits for about all of the time that rank 1 computes
+    shares = {name: values[f"time/{name}"] for name in ("data", "compute", "exchange", "optimizer")}
+    assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
+    assert 0.2 < shares["exchange"] < 0.6 and 0.2 < shares["compute"] < 0.7, shares
 
 
 # ---- start or continue ----

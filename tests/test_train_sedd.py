@@ -26,6 +26,7 @@ from launchers import clean_environment, fork_ranks, need, run_ranks, start_rank
 import bench_ddp
 import prepare_uniref50
 import sequence_batches
+import train_sedd_ddp
 from run_config import dump_yaml, load_config
 from run_dir import RunLock, replace_status
 from run_log import write_text_atomic
@@ -38,7 +39,8 @@ from train_sedd_ddp import (Config, MicroBatches, check_config, describe_plan, m
                             prepare, train)
 
 from training import (  # noqa: F401 (the fixture one_thread)
-    NAN_LOSS, ROOT, command_lines, losses, one_thread, rows, same_run, steps_with_a_nan, words)
+    NAN_LOSS, ORIGINAL_YAML, ROOT, command_lines, losses, one_thread, rows, same_run,
+    steps_with_a_nan, words)
 
 SCRIPT, DEMO = ROOT / "train_sedd_ddp.py", ROOT / "configs" / "sedd_demo.yaml"
 TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,
@@ -384,14 +386,25 @@ def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
 
 # ---- stop and go on ----
 
-def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, monkeypatch):
+    """Also if it is timed from there on. What it has seen is counted here by hand."""
+    real, seen = train_sedd_ddp.micro_batch_loss, [0, 0]
+
+    def counting(model, batch, *arguments):
+        seen[0] += int((batch["mask"] & (batch["x0"] != X_ID)).sum())
+        seen[1] += batch["x0"].numel()
+        return real(model, batch, *arguments)
+
+    monkeypatch.setattr(train_sedd_ddp, "micro_batch_loss", counting)
     run(tiny(fasta, training__n_iters=6), tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"step": 7, "loss": 0.0}\n{"step": 8, "lo')   # of a run that was killed later
-    run(tiny(fasta), tmp_path)
+    run(tiny(fasta, monitoring__timing_every=2), tmp_path)
     assert_equal_weights(weights(straight, "best.pt"), weights(tmp_path, "best.pt"))
     same_run(straight, tmp_path)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 13))
+    assert [rows(tmp_path)[-1][f"seen/{name}"] for name in ("residues", "tokens")] == seen
+    assert [row["step"] for row in rows(tmp_path) if "time/compute" in row] == [8, 10, 12]
     state = load_checkpoint(str(tmp_path / "checkpoints" / "last.pt"))
     assert (state["step"], state["epoch"], state["world_size"]) == (12, 12 // 27, 1)
 
@@ -528,11 +541,14 @@ def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp
     path = tmp_path / "w" / "checkpoints" / "last.pt"
     state = torch.load(path, weights_only=True)
     del state["config"]["optim"]["decay"], state["config"]["monitoring"]["tensorboard"]
+    del state["config"]["monitoring"]["timing_every"], state["seen"]
     torch.save(state, path)
     with pytest.raises(ValueError, match=r"optim\.decay: 'none' -> 'linear'"):
         run(tiny(fasta, optim__decay="linear"), tmp_path / "w")
     run(tiny(fasta), tmp_path / "w")
-    same_run(straight, tmp_path / "w")
+    assert_equal_weights(weights(straight), weights(tmp_path / "w"))
+    assert losses(straight) == losses(tmp_path / "w")
+    assert "seen/residues" not in rows(tmp_path / "w")[-1]   # nobody knows
 
 
 def test_resume_from_a_file_continues_it_in_the_folder_that_is_named(fasta, tmp_path, capsys):
@@ -1022,6 +1038,13 @@ def test_every_shipped_config_is_accepted():
     assert DEMO in paths
     for path in paths:
         check_config(load_config(Config, path))
+
+
+def test_the_original_yaml_is_accepted(tmp_path):
+    (tmp_path / "c.yaml").write_text(ORIGINAL_YAML)
+    config = load_config(Config, tmp_path / "c.yaml", ["training.num_epochs=1"])
+    check_config(config)
+    assert config.monitoring.log_gradients and config.monitoring.sample_frequency == 5000
 
 
 def test_the_plan_is_the_table_of_the_original():

@@ -1,0 +1,219 @@
+"""Where a step's time and memory go, and how large gradients and weights are, layer by layer.
+
+A timed step (every monitoring.timing_every-th) is cut into parts, whose shares are logged:
+
+    data       this rank waits for its micro-batches
+    compute    forward and backward passes, up to the moment when the last gradient of this rank is
+               there; DDP's all-reduce goes on beside the backward pass, and what of it is hidden
+               behind that costs nothing
+    exchange   what the step then waits for: the rest of the all-reduce, and the sum over ranks of
+               counts and flags. The wait for slower ranks is in it
+    optimizer  the rest: norm, clipping, optimizer, averages
+
+All but the exchange is a rank's own time; the slowest rank is the one with most of it. On a CPU
+the clock is read; on a device, events go into its queue and are read at the next report, so that
+no step waits: time is what the device takes for a part, or stands idle in it. Nothing here changes
+a result.
+"""
+import contextlib
+import itertools
+import math
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+
+from ddp_setup import all_sum
+
+PARTS = ("data", "compute", "exchange", "optimizer")
+BINS = 64     # of a histogram
+
+
+class StepMeter:
+    """Measures steps from one report to the next, on every rank.
+
+    Args:
+        timing_every: steps from one timed step to the next; 0: none is timed.
+        log_freq: steps from one measurement of the layers to the next.
+        layers: of "gradients", "weights": what is measured by layer, on rank 0.
+        with_histograms: whether histograms are made too.
+    """
+
+    def __init__(self, ddp, timing_every=0, log_freq=1, layers=(), with_histograms=False):
+        self.ddp, self.timing_every, self.log_freq = ddp, timing_every, log_freq
+        self.layers = layers if ddp.is_main else ()
+        self.with_histograms, self.laps = with_histograms, None
+        self.restart()
+
+    def restart(self):
+        """What follows belongs to the next report."""
+        self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
+        self.timed, self.norms, self.histograms = [], {}, {}
+
+    def fetch(self, batches, number, step):
+        """Begin step `step`: the next `number` micro-batches of the iterator `batches`."""
+        self.step, begin = step, time.perf_counter()
+        if self.timing_every and step % self.timing_every == 0:
+            self.laps = [("", self._stamp())]     # (part, stamp of its end)
+        fetched = [next(batches) for _ in range(number)]
+        self.waited += time.perf_counter() - begin
+        self.lap("data")
+        return fetched
+
+    def lap(self, part):
+        """What was done since the last lap belongs to `part`, if this step is timed."""
+        if self.laps is not None:
+            self.laps.append((part, self._stamp()))
+
+    @contextlib.contextmanager
+    def passes(self, model):
+        """Context for forward and backward pass of a micro-batch: laps "compute", "exchange"."""
+        if self.laps is None:
+            yield
+            return
+        ready = []     # stamp of the last gradient that was added to a parameter's
+
+        def gradient_is_there(parameter):
+            ready[:] = [self._stamp()]
+
+        hooks = [p.register_post_accumulate_grad_hook(gradient_is_there)
+                 for p in model.parameters() if p.requires_grad]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.laps.append(("compute", ready[0] if ready else self._stamp()))
+        self.lap("exchange")
+
+    def finish(self):
+        """End the step."""
+        self.lap("optimizer")
+        if self.laps is not None:
+            self.timed.append(self.laps)
+        self.laps, self.steps = None, self.steps + 1
+
+    def measure_layers(self, kind, model):
+        """Norms, perhaps histograms, of the model's `kind` ("gradients", "weights") by layer.
+
+        What this takes counts as no part of the step."""
+        if kind not in self.layers or self.step % self.log_freq:
+            return
+        self.lap("optimizer")
+        groups = {}
+        for name, parameter in model.named_parameters():
+            tensor = parameter.grad if kind == "gradients" else parameter.detach()
+            if tensor is not None:
+                groups.setdefault(layer_of(name), []).append(tensor)
+        norms = torch.stack([torch.nn.utils.get_total_norm(tensors, foreach=True)
+                             for tensors in groups.values()]).tolist()
+        for (layer, tensors), norm in zip(groups.items(), norms):
+            self.norms[f"{kind}/{layer}"] = norm
+            if self.with_histograms and math.isfinite(norm):
+                self.histograms[f"histograms/{kind}/{layer}"] = histogram_of(tensors)
+        self.lap("")
+
+    def seconds(self):
+        """Seconds since the last report."""
+        return time.perf_counter() - self.since
+
+    def report(self):
+        """Metrics of the steps since the last report, by name. A collective where one was timed."""
+        seconds = self.seconds()
+        values = {"time/step": seconds / max(self.steps, 1), "data_wait": self.waited / seconds,
+                  **self.norms}
+        if not self.timed:
+            return values
+        own = dict.fromkeys((*PARTS, ""), 0.0)
+        for laps in self.timed:
+            for (_, begin), (part, end) in itertools.pairwise(laps):
+                own[part] += _elapsed(begin, end)
+        rank, hosts = self.ddp.rank, self.ddp.state.hosts
+        table = torch.zeros(self.ddp.world_size, len(PARTS) + 2, dtype=torch.float64)
+        table[rank] = torch.tensor([*(own[part] for part in PARTS), peak_memory(self.ddp.device),
+                                    utilization(self.ddp.device)])
+        spent, memory, used = all_sum(table, self.ddp).split([len(PARTS), 1, 1], 1)
+        shares = spent.sum(0) / spent.sum()
+        values |= {f"time/{part}": float(share) for part, share in zip(PARTS, shares)}
+        values |= {"memory/peak_gb_least": float(memory.min()),
+                   "memory/peak_gb_most": float(memory.max())}
+        if used.isfinite().any():
+            values["device/utilization"] = float(used.nanmean())
+        if self.ddp.world_size > 1:
+            working = spent.sum(1) - spent[:, PARTS.index("exchange")]
+            slowest, largest = int(working.argmax()), int(memory.argmax())
+            values |= {"time/slowest_rank": slowest, "time/slowest_host": hosts[slowest],
+                       "time/slowest_ratio": float(working.max() / working.mean()),
+                       "memory/most_host": hosts[largest]}
+        return values
+
+    def _stamp(self):
+        if self.ddp.device.type == "cpu":
+            return time.perf_counter()
+        event = getattr(torch, self.ddp.device.type).Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def make_meter(config, ddp):
+    """The StepMeter of a run."""
+    m = config.monitoring
+    layers = [kind for kind in ("gradients", "weights") if getattr(m, f"log_{kind}")]
+    return StepMeter(ddp, m.timing_every, config.training.log_freq, layers,
+                     m.tensorboard or m.wandb is not None)
+
+
+def _elapsed(begin, end):
+    """Seconds between two stamps; waits for the device to have come to the second."""
+    if isinstance(end, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def layer_of(name):
+    """The layer of a parameter: blocks.0 of blocks.0.norm1.weight, W_out of W_out.bias."""
+    first, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return f"{first}.{number}" if number.isdecimal() else first
+
+
+class Histogram(NamedTuple):
+    """Of all numbers of a layer. edges: of the bins, one more than counts."""
+    counts: list
+    edges: list
+    total: float      # of the numbers
+    squares: float    # of the numbers, summed
+
+
+def histogram_of(tensors):
+    """The Histogram of all numbers in some tensors, which are finite."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).float()
+    low, high, total, squares = torch.stack([*flat.aminmax(), flat.sum(),
+                                             flat.square().sum()]).tolist()
+    if low == high:     # all numbers are alike, such as the zeros of fresh weights
+        high = low + (abs(low) or 1.0)
+    width = (high - low) / BINS
+    return Histogram(torch.histc(flat, BINS, low, high).tolist(),
+                     [low + i * width for i in range(BINS)] + [high], total, squares)
+
+
+def peak_memory(device):
+    """Most memory, in GB, that tensors on the device have taken since the start; of a CPU, that
+    this process has taken."""
+    if device.type != "cpu":
+        return getattr(torch, device.type).max_memory_allocated(device) / 1e9
+    import resource
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9
+
+
+def utilization(device):
+    """Share of the last moments in which a CUDA device computed, nan where nobody tells.
+
+    It needs the vendor's library (pynvml, amdsmi). That of XPUs would hold up a step for 0.1 s."""
+    try:
+        return torch.cuda.utilization(device) / 100 if device.type == "cuda" else math.nan
+    except Exception:     # no library, no permission, an old driver: of many classes
+        return math.nan
