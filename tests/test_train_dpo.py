@@ -456,6 +456,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
             shutil.rmtree(tmp_path / "fixed parts" / "reference")
         run(tiny(**often), tmp_path / f"{order} parts")
         same_run(tmp_path / order, tmp_path / f"{order} parts")
+    seen = {row["step"]: row.get("seen/pairs") for row in rows(tmp_path / "random parts")}
+    pairs = load_checkpoint(str(tmp_path / "random" / "checkpoints" / "last.pt"))["data"]["n"]
+    assert (seen[5], seen[10]) == (pairs, 2 * pairs)   # at the ends of epochs
     assert rows(tmp_path / "random")[-1]["loss"] != rows(tmp_path / "fixed")[-1]["loss"]
 
 

