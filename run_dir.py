@@ -26,6 +26,7 @@ import torch
 from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run,
                        describe_machine, end_watch, load_checkpoint, print0, save_checkpoint,
                        watch_run)
+from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import RunLog, read_rows, rows_up_to, write_text_atomic
 
@@ -378,6 +379,8 @@ def finish_run(run, log, ddp, reason, result, seconds, lines):
         print0(ddp, "\n".join([f"Finished at step {result['step']:,} ({run.progress['finished']}) "
                                f"after {seconds / 60:.1f} min{loss}", *lines()]))
         close_run(ddp, 0, run.progress["finished"])
+        if ddp.is_main:
+            draw_curves(run.work_dir)
         return result
     last, stop = run.work_dir / "checkpoints" / "last.pt", run.work_dir / "STOP"
     remove = f"Remove {stop}; then the" if stop.exists() else "The"
@@ -386,6 +389,18 @@ def finish_run(run, log, ddp, reason, result, seconds, lines):
                 "continues.")
     close_run(ddp, AGAIN, reason)
     return {**result, "stopped": reason}
+
+
+def draw_curves(folder):
+    """Draw curves.png of a run, where matplotlib is installed. It is never why a run fails."""
+    try:
+        draw({folder.name: rows_of(folder)}, folder / "curves.png")
+    except ImportError:   # it is optional
+        return
+    except Exception as error:
+        print(f"ATTENTION: no picture was drawn: {type(error).__name__}: {error}", flush=True)
+        return
+    print(f"  picture   {folder / 'curves.png'}", flush=True)
 
 
 def say_finished(run, ddp, lines):
@@ -398,10 +413,11 @@ def say_finished(run, ddp, lines):
     if not (folder / "metrics.jsonl").exists():   # --resume of another folder's checkpoint
         folder = Path(run.path).absolute().parent.parent
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == step]
-    result = rows[-1] if rows else {"step": step}
+    result, picture = rows[-1] if rows else {"step": step}, folder / "curves.png"
     print0(ddp, "\n".join([f"This run is finished: {'early stop' if early else 'all steps done'} "
                            f"at step {step:,}.{more} To start over, --fresh.",
-                           *lines(result, folder)]))
+                           *lines(result, folder),
+                           *([f"  picture   {picture}"] if picture.exists() else [])]))
     if ddp.is_main:
         write_status(run.work_dir, 0, run.progress["finished"], step)
     return {"step": step}

@@ -76,7 +76,7 @@ def installed(tmp_path_factory):
 def start_local_sh(folder, *arguments, **variables):
     """Start jobs/local.sh of `folder` from elsewhere, with mpirun of our own environment."""
     settings = {"PYTHON": sys._base_executable, "SCRIPT": "script.py", "CONFIG": "config.yaml",
-                "LAUNCHER": "mpirun", "MPI_WHEEL": ""}
+                "LAUNCHER": "mpirun", "MPI_WHEEL": "", "MATPLOTLIB": ""}
     env = clean_environment("mpich") | settings | variables
     words = ["bash", f"{folder.name}/jobs/local.sh", *arguments]
     return subprocess.Popen(words, cwd=folder.parent, env=env, text=True, stdin=subprocess.DEVNULL,
@@ -117,18 +117,21 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))           # bound but not listening: connections are refused
         index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
+        offline = {"PIP_INDEX_URL": index, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "",
+                   "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1", "PIP_CONFIG_FILE": os.devnull}
         (copy / "requirements.txt").write_text("torch==2.13.0\n")
-        code, printed = local_sh(copy, PIP_INDEX_URL=index, PIP_EXTRA_INDEX_URL="",
-                                 PIP_FIND_LINKS="",
-                                 PIP_RETRIES="0", PIP_NO_CACHE_DIR="1", PIP_CONFIG_FILE=os.devnull)
-    assert code == 1
-    assert "pip could not install -r requirements.txt" in printed and "PIP_INDEX_URL" in printed
-    assert "torch==2.13.0" in printed, "pip's own message must stay visible"
-    assert "arguments" not in printed and not (copy / ".venv" / "stamp").exists()
+        code, printed = local_sh(copy, **offline)
+        assert code == 1
+        assert "pip could not install -r requirements.txt" in printed and "PIP_INDEX_URL" in printed
+        assert "torch==2.13.0" in printed, "pip's own message must stay visible"
+        assert "arguments" not in printed and not (copy / ".venv" / "stamp").exists()
 
-    (copy / "requirements.txt").write_text("")
-    code, printed = local_sh(copy)
-    assert code == 0 and "making .venv" in printed, printed
+        (copy / "requirements.txt").write_text("")
+        code, printed = local_sh(copy, MATPLOTLIB="matplotlib", **offline)
+        assert code == 0 and "making .venv" in printed, printed
+        assert "runs draw no curves.png" in printed
+        code, printed = local_sh(copy, MATPLOTLIB="matplotlib", **offline)
+        assert code == 0 and "installing" not in printed, "the second start tried again"
 
 
 def test_local_sh_starts_the_scripts_own_launcher_and_ends_with_its_code_and_last_line(installed):

@@ -26,7 +26,7 @@ TABLE = {
                   {"mpi4py", "numpy", "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"}),
     "run_config": (set(), {"yaml"}, set()),
     "ddp_guard": (set(), set(), set()),
-    "run_dir": ({"ddp_setup", "run_config", "run_log"}, {"torch"}, set()),
+    "run_dir": ({"ddp_setup", "run_config", "run_log", "plot_run"}, {"torch"}, set()),
     "run_log": (set(), set(), {"tqdm", "torch", "tensorboard", "wandb", "matplotlib"}),
     "run_script": ({"ddp_setup", "run_config", "run_dir", "train_loop"}, {"torch"}, set()),
     "train_loop": ({"ddp_setup", "run_dir"}, {"torch"}, set()),

@@ -264,7 +264,7 @@ def test_averaged_weights_are_used_unless_not_wanted(checkpoint):
 
 
 @pytest.mark.parametrize("graph", ["absorb", "uniform"])
-def test_an_export_reads_back_to_the_last_bit(tmp_path, graph):
+def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
     pytest.importorskip("safetensors")
     sedd = load_sedd(write_checkpoint(tmp_path / "best.pt", graph))
     for name in ("folder", "published.pth"):
@@ -351,7 +351,7 @@ def test_the_report_of_known_sequences():
     assert difference([rows[0], rows[0]]) == 0 and difference(rows) == 1
 
 
-def test_samples_come_with_a_report(checkpoint, tmp_path, capsys):
+def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
     (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
     cli([str(checkpoint), "--number", "3", "--steps", "2", "--length", "20", "--report",
          str(tmp_path / "ref.fasta"), "--out", str(tmp_path / "new.fasta")])

@@ -487,6 +487,19 @@ def test_a_finished_run_says_so_and_may_be_lengthened(fasta, tmp_path):
     assert before != {p: p.stat().st_mtime_ns for p in (tmp_path / "w").rglob("*")}
 
 
+def test_a_finished_run_ends_with_a_picture_and_never_fails_for_it(fasta, tmp_path, capsys, extras):
+    pytest.importorskip("matplotlib")
+    run(tiny(fasta, training__n_iters=2), tmp_path / "w")
+    picture = tmp_path / "w" / "curves.png"
+    assert capsys.readouterr().out.splitlines()[-1] == f"  picture   {picture}"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    picture.mkdir()   # where no picture can be written
+    run(tiny(fasta, training__n_iters=3), tmp_path / "w")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("ATTENTION: no picture was drawn")
+    assert not list((tmp_path / "w").glob(".curves*"))
+
+
 def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fasta, tmp_path):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
     differences = r"(?s)another config.*optim\.lr: 0\.003 -> 0\.5.*loss\.reduction: 'residue'"
