@@ -1,4 +1,4 @@
-"""Do jobs/local.sh, the environments of jobs/test.sh, the README's commands and launchers.py work?
+"""Do jobs/local.sh, the environments of jobs/test.sh, launchers.py and the commands shown work?
 
 local.sh runs in copies whose requirements.txt is empty, so that making an environment takes seconds
 and no network; the real list is installed by whoever runs jobs/test.sh.
@@ -6,6 +6,7 @@ and no network; the real list is installed by whoever runs jobs/test.sh.
 
 import importlib
 import itertools
+import json
 import os
 import re
 import shlex
@@ -264,31 +265,38 @@ def test_the_environment_of_started_ranks_holds_no_other_launchers_variables(mon
     assert {name: after[name] for name in before if name in after} == {"RANK": "0"}
 
 
-def readme_commands():
-    """[(variables given, words)] of the README's shell lines; qsub's -v counts as variables."""
-    readme = ROOT / "README.md"
-    text = readme.read_text() if readme.exists() else ""
-    commands = []
-    for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        for line in block.splitlines():
-            words = shlex.split(line.replace(";", " "), comments=True)
-            given = dict(word.split("=", 1)
-                         for word in itertools.takewhile(re.compile(r"[A-Z_]+=").match, words))
-            words = words[len(given):]
-            if words[:1] == ["qsub"] and "-v" in words:
-                k = words.index("-v")
-                given |= dict(entry.split("=", 1) for entry in words[k + 1].split(","))
-            commands.append((given, words))
-    return commands
+def shell_blocks():
+    """Texts of the shell lines in the README, the pages of docs/ and the tutorial."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        yield from re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    for cell in json.loads((ROOT / "tutorial.ipynb").read_text())["cells"]:
+        head, _, lines = "".join(cell["source"]).partition("\n")
+        if head == "%%bash":
+            yield lines
+
+
+def commands(blocks):
+    """[(variables given, words)] of shell lines; qsub's -v counts as variables."""
+    found = []
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        words = shlex.split(line.replace(";", " "), comments=True)
+        given = dict(word.split("=", 1)
+                     for word in itertools.takewhile(re.compile(r"[A-Z_]+=").match, words))
+        words = words[len(given):]
+        if words[:1] == ["qsub"] and "-v" in words:   # a name alone: exported before
+            entries = words[words.index("-v") + 1].split(",")
+            given |= dict(entry.split("=", 1) for entry in entries if "=" in entry)
+        found.append((given, words))
+    return found
 
 
 COMMANDS = [pytest.param(given, words, id=" ".join(words)[:60]) for given,
-            words in readme_commands()
+            words in commands(shell_blocks())
             if any(re.fullmatch(r"(jobs/|tests/)?\w+\.(py|sh|pbs)", word) for word in words)]
 
 
 @pytest.mark.parametrize("given, words", COMMANDS)
-def test_a_command_of_the_readme_is_understood_by_the_script_it_names(given, words, monkeypatch):
+def test_a_command_that_is_shown_is_understood_by_the_script_it_names(given, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     place = next(k for k, word in enumerate(words)
                  if re.fullmatch(r"(jobs/|tests/)?\w+\.(py|sh|pbs)", word))
