@@ -3,6 +3,7 @@
     sedd = load_sedd("runs/mine/checkpoints/best.pt")       # or a folder that export_sedd made
     export_sedd(sedd, "my_model")                           # model.safetensors, config.json, README
     export_sedd(sedd, "my_model.pth")                       # the published layout
+    start_from_weights(config, former, resume, model, ddp)  # --init_from of train_sedd_ddp.py
 
 Nothing but tensors and plain types is read. Folders need the package safetensors.
 """
@@ -84,8 +85,8 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
         problems.append(str(e))
     if problems:
         listed = "\n    ".join(problems)
-        raise ValueError(f"the weights of {path} cannot be used here:\n    {listed}\n  Expected no "
-                         "difference. Give other weights, or set the keys as in the file.")
+        raise ValueError(f"the weights of {path} cannot be used here:\n    {listed}\n  Expected "
+                         "the same. Give other weights, or set these keys as in the file.")
     spoilt = [name for name, p in model.named_parameters() if not p.isfinite().all()]
     if spoilt:
         raise ValueError(f"{path}: {len(spoilt)} tensors hold nan or infinite numbers, first "
@@ -163,16 +164,18 @@ def published_config(path, state):
 
 def read_export(folder):
     """(weights, settings) of a folder that export_sedd made."""
-    load_file = need_safetensors().load_file
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no config.json. Expected a folder made by --export; of "
+                         "the folder of a run, give checkpoints/best.pt.") from None
     except ValueError as e:
         raise ValueError(f"{folder / 'config.json'} is no JSON ({e}). Expected a folder made by "
                          "--export.") from None
     if settings.get("format") != FORMAT:
         raise ValueError(f"{folder / 'config.json'} has the format {settings.get('format')!r}; "
                          f"expected {FORMAT!r}, as --export writes it.")
-    return load_file(folder / "model.safetensors"), settings
+    return need_safetensors().load_file(folder / "model.safetensors"), settings
 
 
 def need_safetensors():
@@ -205,16 +208,19 @@ def start_from_weights(config, former, resume, model, ddp):
         return record, describe_record(record) if record else []
     if resume:
         raise ValueError(f"--resume {resume} and --init_from {path} (training.init_from) exclude "
-                         "each other: continue a run, or begin a new one with these weights.")
+                         "each other: continue a run (training.init_from=null), or begin one with "
+                         "these weights.")
     if former.state is not None and record is None:
         raise ValueError(f"{former.path} is of a run that began with random weights, not with "
                          f"--init_from {path}. {LEAVE_OUT}")
-    sedd = found = None
+    sedd = None
     if ddp.is_main:
-        # A run that goes on does not need the file any longer.
-        if os.path.exists(path) or record is None or record["path"] != path:
-            sedd = read_initial(path, config)
-        found = {"path": path, "hash": hash_of(sedd.model.state_dict())} if sedd else record
+        if os.path.exists(path):
+            sedd = load_sedd(path, expected=None if record else config_to_dict(config))
+        elif record is None or record["path"] != path:   # a run that goes on needs it no longer
+            raise ValueError(f"--init_from {path}: there is no such file. Expected a checkpoint of "
+                             "train_sedd_ddp.py, an exported folder, or the published layout.")
+    found = {"path": path, "hash": hash_of(sedd.model.state_dict())} if sedd else record
     found = broadcast(found, ddp)
     if record is not None:
         if found["hash"] != record["hash"]:
@@ -226,22 +232,14 @@ def start_from_weights(config, former, resume, model, ddp):
         model.load_state_dict(sedd.model.state_dict())
     for parameter in model.parameters():
         broadcast(parameter.detach(), ddp)
-    notes = sedd.notes if sedd else ("",)
-    return found, [f"weights: {notes[0]}, hash {found['hash']}", *notes[1:]]
+    lines = [f"weights: {sedd.notes[0]}, hash {found['hash']}", *sedd.notes[1:]] if sedd else []
+    return found, lines
 
 
 def describe_record(record):
-    """Lines on the weights that a run which goes on began with. record: {"path", "hash"}."""
+    """Lines on what a continued run began with. record: {"path", "hash"}."""
     return [f"weights: from the run's checkpoint; it began with {record['path']} (hash "
             f"{record['hash']})"]
-
-
-def read_initial(path, config):
-    """The Sedd in the file that a run of this config begins with. Raises ValueError."""
-    if not os.path.exists(path):
-        raise ValueError(f"--init_from {path}: there is no such file. Expected a checkpoint of "
-                         "train_sedd_ddp.py, an exported folder, or the published layout.")
-    return load_sedd(path, expected=config_to_dict(config))
 
 
 # ---------------------------------------------------------------- save

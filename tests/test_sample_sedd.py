@@ -391,6 +391,7 @@ def test_what_is_no_model_is_refused(tmp_path, capsys):
     assert "holds no SEDD model" in refused(capsys, tmp_path / "other.pt")
     assert "nan or infinite numbers, first" in refused(capsys, tmp_path / "nan.pt")
     assert "No such file" in refused(capsys, tmp_path / "absent.pt")
+    assert "of a run, give checkpoints/best.pt" in refused(capsys, tmp_path)
 
 
 # ------------------------------------------------------------------ report
