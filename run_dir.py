@@ -11,6 +11,7 @@ host, which staged() makes, is gone when the run ends.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -115,7 +116,7 @@ class Former(NamedTuple):
     may_change: tuple         # keys of the config
 
 
-def check_resume(former, script, needed, model, things, fingerprint, accum, ddp):
+def check_resume(former, script, needed, model, things, fingerprint, accum, anew, ddp):
     """Refuse to continue from a checkpoint of something else, or from one that is spoilt.
 
     Args:
@@ -124,10 +125,12 @@ def check_resume(former, script, needed, model, things, fingerprint, accum, ddp)
         model: state_dict of the shapes expected.
         things, fingerprint: what is trained on, a word and {"n", "hash"}.
         accum: micro-batches per rank in a global batch of a new run.
+        anew: options that begin another run with the weights of this one, for messages.
     Returns: number of micro-batches in a global batch, which is fixed at the start of a run.
     Raises: ValueError.
     """
     path, state, differences, may_change = former
+    fine_tune = f" To train its weights further, as a new run: {anew} --work_dir NEW."
     if state is None:
         return accum * ddp.world_size
     absent = [k for k in needed if not isinstance(state, dict) or k not in state]
@@ -137,9 +140,10 @@ def check_resume(former, script, needed, model, things, fingerprint, accum, ddp)
     different = differences(state["config"])
     if different:
         listed = "\n    ".join(different)
+        fits = not any(line.startswith(("model.", "graph.")) for line in different)
         raise ValueError(f"{path} was trained with another config:\n    {listed}\n  Expected the "
                          f"same but for {', '.join(may_change)}. Give another --work_dir, or "
-                         "--fresh to start over.")
+                         f"--fresh to start over.{fine_tune if fits else ''}")
     shapes, found = ({k: tuple(v.shape) for k, v in weights.items()}
                      for weights in (model, state["model"]))
     if shapes != found:
@@ -157,7 +161,7 @@ def check_resume(former, script, needed, model, things, fingerprint, accum, ddp)
         raise ValueError(f"{path} was trained on other {things}, or in another order "
                          f"({state['data']['n']:,}, hash {state['data']['hash']}; now "
                          f"{fingerprint['n']:,}, {fingerprint['hash']}). Give the same data, "
-                         "another --work_dir, or --fresh.")
+                         f"another --work_dir, or --fresh.{fine_tune}")
     micro_batches = state["micro_batches"]
     if micro_batches % ddp.world_size:
         fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
@@ -165,6 +169,15 @@ def check_resume(former, script, needed, model, things, fingerprint, accum, ddp)
                          f"{ddp.world_size} ranks cannot share equally. Continue on "
                          f"{', '.join(map(str, fits))} ranks.")
     return micro_batches
+
+
+def hash_of(weights):
+    """Hash of a state_dict, as text."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(weights.items()):
+        numbers = value.detach().cpu().float().contiguous().numpy()
+        digest.update(name.encode() + numbers.tobytes())
+    return digest.hexdigest()
 
 
 def open_run(run_dir, fresh, folders):

@@ -3,6 +3,7 @@
     python train_sedd_ddp.py --config configs/sedd_demo.yaml
     mpirun -n 4 python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data data/uniref50
     python train_sedd_ddp.py --nproc_per_node 4 --config configs/sedd_cpu.yaml --data my.fasta
+    python train_sedd_ddp.py --config my.yaml --data family.fasta --init_from best.pt  # fine-tune
     python train_sedd_ddp.py --config configs/sedd_demo.yaml --plan 1,2,4,8   # what scaling does
 
 Reads a YAML config (every key below and in run_config.py, with its default) and proteins: a file
@@ -43,7 +44,7 @@ from run_script import (Script, add_run_arguments, choose_precision, describe_ba
 from sedd_diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd_eval import (TIME_EPS, Validation, evaluate, result_lines, save, to_device,
                        write_samples)
-from sedd_files import noise_of
+from sedd_files import noise_of, start_from_weights
 from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import (BatchPlan, BatchReader, count_rows, load_proteins, missing_data,
                               sum_rows)
@@ -62,6 +63,7 @@ class Training(CommonTraining):
     eval_freq: int = 500                 # steps between evaluations
     eval_samples: int = 1                # noise levels per validation protein
     snapshot_freq: int = 500             # steps between checkpoints
+    init_from: str | None = None         # weights to begin with: see sedd_files.load_sedd
 
 
 @dataclass
@@ -140,7 +142,7 @@ class Config:
 
 # A resumed run may differ in these and in the number of ranks (accum follows); in nothing else.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency",
-              "data.file")                  # its content is compared
+              "data.file", "training.init_from")   # their content is compared
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 
@@ -155,6 +157,7 @@ def check_config(c):
         ((t.n_iters is None) != (t.num_epochs is None),
          f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of "
          "the two"),
+        (t.init_from != "", "training.init_from (--init_from) is empty; expected a file or folder"),
         (c.optim.ema < 1, f"optim.ema is {c.optim.ema}; expected 0 up to below 1"),
         (m.parameterization == "sedd" or c.graph.type == "absorb",
          "model.parameterization is subs with the uniform graph; expected graph.type absorb"),
@@ -276,6 +279,7 @@ class SeddRun(Run):
     noise: Any
     plan: BatchPlan
     letters: Any          # (21,) int64, how often each token stands in the training proteins
+    init_from: dict | None   # {"path", "hash"} of the weights it began with; None: random ones
     bound: Any = None     # (n,) bounds of the last evaluation
 
 
@@ -287,14 +291,15 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     t, o, d, work_dir = config.training, config.optim, config.data, Path(work_dir)
     check_config(config)
     former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
-    data = load_data(config, ddp, stage)
-    check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     graph, noise = make_graph(config.graph.type, N_TOKENS), make_config_noise(config)
     dtype, precision = choose_precision(config, ddp)
     torch.manual_seed(t.seed)   # the same initial weights on every rank
     bare = make_model(config, graph).to(ddp.device)
+    init_from, begun = start_from_weights(config, former, resume, bare, ddp)
+    data = load_data(config, ddp, stage)
+    check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "proteins",
-                                 data.fingerprint, t.accum, ddp)
+                                 data.fingerprint, t.accum, f"--init_from {former.path}", ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
     plan, batch = reader.plan, micro_batches * (t.batch_size or t.tokens_per_batch)
     if former.state is not None and former.state["plan"] != plan.identity():
@@ -312,12 +317,12 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         micro_batches=micro_batches, filled=filled, make_ema=lambda p: EMA(p, o.ema),
         progress={"recent": [0.0, 0.0]},   # training loss since the last evaluation: sum, number
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
-        batch=batch, letters=letters, graph=graph, noise=noise, plan=plan,
+        batch=batch, letters=letters, graph=graph, noise=noise, plan=plan, init_from=init_from,
         nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0))
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.schedule.mine[0])   # refuses damaged data
     lines = describe_data(run, data, precision, ddp)
-    print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, filled, ddp))
+    print_lines(ddp, begun + lines + describe_run(run, former.state, plan.counted_in, filled, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
     return run
 
@@ -448,6 +453,8 @@ def make_parser():
                         help="file of proteins, or folder of prepare_uniref50.py (sets data.file)")
     parser.add_argument("--stage", metavar="DIR",
                         help="copy the prepared folder to DIR on each host, and read it there")
+    parser.add_argument("--init_from", metavar="FILE", help="begin with the weights of a "
+                        "checkpoint, export or published file (sets training.init_from)")
     add_run_arguments(parser, "--work_dir")
     return parser
 
@@ -455,7 +462,8 @@ def make_parser():
 def read_arguments(argv):
     """(options, config). Raises ValueError."""
     args = make_parser().parse_intermixed_args(argv)
-    config = load_config(Config, args.config, args.overrides, {"data.file": args.data or None})
+    config = load_config(Config, args.config, args.overrides, {
+        "data.file": args.data or None, "training.init_from": args.init_from})
     check_config(config)
     return args, config
 

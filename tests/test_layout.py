@@ -44,7 +44,7 @@ TABLE = {
                        {"torch", "numpy"}, set()),
     "train_dpo_ddp": (SHARED | {"structure_data", "proteinmpnn_model", "dpo_reference", "dpo_eval"},
                       {"torch", "numpy"}, set()),
-    "sedd_files": (MODELS | DATA | {"run_log"}, {"torch", "numpy"}, {"safetensors"}),
+    "sedd_files": (MODELS | DATA | {"ddp_setup", "run_config", "run_dir", "run_log"}, {"torch", "numpy"}, {"safetensors"}),
     "sample_sedd": (MODELS | DATA | {"ddp_setup", "ddp_guard", "run_config", "run_script",
                                      "sedd_eval", "sedd_files", "report_sequences"},
                     {"torch", "numpy"}, {"tqdm"}),
