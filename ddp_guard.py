@@ -308,7 +308,7 @@ class Guard:
             except Exception as error:    # the guard's own fault must not end the run
                 faults += 1
                 if faults == 1:
-                    print(f"ddp_guard: {type(error).__name__}: {error}", file=sys.stderr)
+                    say(f"ddp_guard: {type(error).__name__}: {error}")
                 if self.process.poll() is not None:
                     return self.process.returncode
                 time.sleep(TICK)
@@ -402,8 +402,8 @@ class Guard:
             self.watcher.ranks, self.urgent = [Rank(0, processes, now)], True
         except OSError as error:
             self.watcher.ranks = [self.me]
-            print(f"ddp_guard: rank {rank} goes on without the other guards: no connection to that "
-                  f"of rank 0 at {address[0]}:{address[1]} ({error})", file=sys.stderr)
+            say(f"ddp_guard: rank {rank} goes on without the other guards: no connection to that "
+                f"of rank 0 at {address[0]}:{address[1]} ({error})")
 
     def pass_on(self, number, _):
         """Give a signal to the rank. Before a terminal, it gets Ctrl-C from there."""
@@ -426,13 +426,12 @@ class Guard:
         # The results stand. Launchers send SIGTERM to the ranks that leave a little later.
         if self.me.left or self.me.bye and name == "SIGTERM":
             if name not in ("", "SIGTERM"):
-                print(f"ddp_guard: rank {self.me.number} ended by {name} after cleanup_ddp",
-                      file=sys.stderr)
+                say(f"ddp_guard: rank {self.me.number} ended by {name} after cleanup_ddp")
         elif name and self.joined:
             self.fail(1, f"died without a word ({name}{': out of memory?' * (name == 'SIGKILL')})")
         elif name and name not in ("SIGINT", "SIGTERM"):    # else somebody has asked for it
-            print(f"\nFAILED: a rank on {self.me.processes[0]} died before the ranks had met "
-                  f"({name})", file=sys.stderr)
+            say(f"\nFAILED: a rank on {self.me.processes[0]} died before the ranks had met "
+                f"({name})")
         elif self.joined and (code > 0 or not self.me.bye):
             missing = "" if code else " without cleanup_ddp"
             self.fail(code or 1, f"left with exit code {code}{missing}")
@@ -480,9 +479,7 @@ class Guard:
         """Print why, then tell the other guards: launchers kill all at the first end."""
         self.verdict = verdict
         time.sleep(TURN * min(self.me.number, 20))
-        words = threading.Thread(target=self.announce, daemon=True)
-        words.start()
-        words.join(LAST_WORDS)
+        spend_at_most(LAST_WORDS, self.announce)
         for sock in self.peers:
             send(sock, end=verdict)
 
@@ -534,6 +531,17 @@ class Guard:
                 os.rmdir(os.path.dirname(self.me.stacks))
         time.sleep(LEAVE)
         return self.verdict.code
+
+
+def spend_at_most(seconds, action):
+    """Do what may block."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def say(text):
+    spend_at_most(LAST_WORDS, lambda: print(text, file=sys.stderr, flush=True))
 
 
 def send(sock, **message):

@@ -37,15 +37,6 @@ def load_base(config):
     return model, f"{path}, trained with {model.noise_level:g} Angstrom of noise"
 
 
-def hash_of(weights):
-    """Hash of a state_dict, as text."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, value in sorted(weights.items()):
-        numbers = value.detach().cpu().float().contiguous().numpy()
-        digest.update(name.encode() + numbers.tobytes())
-    return digest.hexdigest()
-
-
 # ---------------------------------------------------------------- batches and scores
 def orders_of(pair, loss, seed, epoch=None):
     """(n_orders, L) decoding orders of a pair, fixed residues first: the same for its four scores.

@@ -3,9 +3,10 @@
     python plot_run.py runs/mine                               # writes runs/mine/curves.png
     python plot_run.py runs/a runs/b --out comparison.png      # overlaid, a colour for each run
 
-Reads metrics.jsonl of each run folder; needs matplotlib. SEDD: loss with validation and what letter
-frequencies alone give, learning rate, throughput, norm of the gradient. DPO: loss, accuracy,
-margins and rewards, recovery, KL divergence. A panel is drawn where some run has its numbers.
+A training script draws its own at the end, where matplotlib is installed. Reads metrics.jsonl of
+each run folder. SEDD: loss with validation and what letter frequencies alone give, learning rate,
+throughput, norm of the gradient. DPO: loss, accuracy, margins and rewards, recovery, KL divergence.
+A panel is drawn where some run has its numbers.
 """
 import argparse
 import math
@@ -82,9 +83,12 @@ def draw(runs, path):
         if len(runs) > 1 or len(axis.lines) > 1:
             axis.legend(fontsize="small")
     temporary = Path(path).with_name(f".{Path(path).name}.tmp")
-    figure.savefig(temporary, dpi=110, format="png")
-    pyplot.close(figure)
-    temporary.replace(path)
+    try:
+        figure.savefig(temporary, dpi=110, format="png")
+        temporary.replace(path)
+    finally:
+        pyplot.close(figure)
+        temporary.unlink(missing_ok=True)
 
 
 def main(argv):

@@ -11,6 +11,7 @@ host, which staged() makes, is gone when the run ends.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -26,6 +27,7 @@ import torch
 from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run,
                        describe_machine, end_watch, load_checkpoint, print0, save_checkpoint,
                        watch_run)
+from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import RunLog, read_rows, rows_up_to, write_text_atomic
 
@@ -115,7 +117,7 @@ class Former(NamedTuple):
     may_change: tuple         # keys of the config
 
 
-def check_resume(former, script, needed, model, things, fingerprint, accum, ddp):
+def check_resume(former, script, needed, model, things, fingerprint, accum, anew, ddp):
     """Refuse to continue from a checkpoint of something else, or from one that is spoilt.
 
     Args:
@@ -124,10 +126,12 @@ def check_resume(former, script, needed, model, things, fingerprint, accum, ddp)
         model: state_dict of the shapes expected.
         things, fingerprint: what is trained on, a word and {"n", "hash"}.
         accum: micro-batches per rank in a global batch of a new run.
+        anew: options that begin another run with the weights of this one, for messages.
     Returns: number of micro-batches in a global batch, which is fixed at the start of a run.
     Raises: ValueError.
     """
     path, state, differences, may_change = former
+    fine_tune = f" To train its weights further, as a new run: {anew} --work_dir NEW."
     if state is None:
         return accum * ddp.world_size
     absent = [k for k in needed if not isinstance(state, dict) or k not in state]
@@ -137,9 +141,10 @@ def check_resume(former, script, needed, model, things, fingerprint, accum, ddp)
     different = differences(state["config"])
     if different:
         listed = "\n    ".join(different)
+        fits = not any(line.startswith(("model.", "graph.")) for line in different)
         raise ValueError(f"{path} was trained with another config:\n    {listed}\n  Expected the "
                          f"same but for {', '.join(may_change)}. Give another --work_dir, or "
-                         "--fresh to start over.")
+                         f"--fresh to start over.{fine_tune if fits else ''}")
     shapes, found = ({k: tuple(v.shape) for k, v in weights.items()}
                      for weights in (model, state["model"]))
     if shapes != found:
@@ -157,7 +162,7 @@ def check_resume(former, script, needed, model, things, fingerprint, accum, ddp)
         raise ValueError(f"{path} was trained on other {things}, or in another order "
                          f"({state['data']['n']:,}, hash {state['data']['hash']}; now "
                          f"{fingerprint['n']:,}, {fingerprint['hash']}). Give the same data, "
-                         "another --work_dir, or --fresh.")
+                         f"another --work_dir, or --fresh.{fine_tune}")
     micro_batches = state["micro_batches"]
     if micro_batches % ddp.world_size:
         fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
@@ -165,6 +170,15 @@ def check_resume(former, script, needed, model, things, fingerprint, accum, ddp)
                          f"{ddp.world_size} ranks cannot share equally. Continue on "
                          f"{', '.join(map(str, fits))} ranks.")
     return micro_batches
+
+
+def hash_of(weights):
+    """Hash of a state_dict, as text."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(weights.items()):
+        numbers = value.detach().cpu().float().contiguous().numpy()
+        digest.update(name.encode() + numbers.tobytes())
+    return digest.hexdigest()
 
 
 def open_run(run_dir, fresh, folders):
@@ -379,6 +393,8 @@ def finish_run(run, log, ddp, reason, result, seconds, lines):
         print0(ddp, "\n".join([f"Finished at step {result['step']:,} ({run.progress['finished']}) "
                                f"after {seconds / 60:.1f} min{loss}", *lines()]))
         close_run(ddp, 0, run.progress["finished"])
+        if ddp.is_main:
+            draw_curves(run.work_dir)
         return result
     last, stop = run.work_dir / "checkpoints" / "last.pt", run.work_dir / "STOP"
     remove = f"Remove {stop}; then the" if stop.exists() else "The"
@@ -387,6 +403,18 @@ def finish_run(run, log, ddp, reason, result, seconds, lines):
                 "continues.")
     close_run(ddp, AGAIN, reason)
     return {**result, "stopped": reason}
+
+
+def draw_curves(folder):
+    """Draw curves.png of a run, where matplotlib is installed. It is never why a run fails."""
+    try:
+        draw({folder.name: rows_of(folder)}, folder / "curves.png")
+    except ImportError:   # it is optional
+        return
+    except Exception as error:
+        print(f"ATTENTION: no picture was drawn: {type(error).__name__}: {error}", flush=True)
+        return
+    print(f"  picture   {folder / 'curves.png'}", flush=True)
 
 
 def say_finished(run, ddp, lines):
@@ -399,10 +427,11 @@ def say_finished(run, ddp, lines):
     if not (folder / "metrics.jsonl").exists():   # --resume of another folder's checkpoint
         folder = Path(run.path).absolute().parent.parent
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == step]
-    result = rows[-1] if rows else {"step": step}
+    result, picture = rows[-1] if rows else {"step": step}, folder / "curves.png"
     print0(ddp, "\n".join([f"This run is finished: {'early stop' if early else 'all steps done'} "
                            f"at step {step:,}.{more} To start over, --fresh.",
-                           *lines(result, folder)]))
+                           *lines(result, folder),
+                           *([f"  picture   {picture}"] if picture.exists() else [])]))
     if ddp.is_main:
         write_status(run.work_dir, 0, run.progress["finished"], step)
     return {"step": step}

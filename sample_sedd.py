@@ -28,6 +28,7 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -68,7 +69,7 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
         seed: with the templates and `tokens` it decides the result, whatever the number of ranks.
         tokens: positions in a batch, padding included.
         dtype: of autocast.
-        on_step: called after each step of each batch of this rank.
+        on_step: called after each step of each batch of this rank, with the number of all these.
     Returns: list of str, in the order of the templates, without X, on every rank.
     Raises: ValueError for templates or settings that cannot be used.
     """
@@ -87,7 +88,8 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
         return []
     out = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
     batches = eval_batches(lengths, max(tokens, int(lengths.max())))
-    for number in range(ddp.rank, len(batches), ddp.world_size):
+    mine = range(ddp.rank, len(batches), ddp.world_size)
+    for number in mine:
         indices = batches[number]
         width = int(lengths[indices].max())
         given = torch.full((len(indices), width), -1)
@@ -106,8 +108,9 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
         with autocast(dtype, ddp):
             drawn = sample(log_score, sedd.graph, sedd.noise, tuple(given.shape), steps,
                            predictor=predictor, fixed=(given.clamp(min=0), kept),
-                           forbidden=(X_ID,), mask=real, device=ddp.device, on_step=on_step,
-                           generator=keyed_generator(seed, "sample", number))
+                           forbidden=(X_ID,), mask=real, device=ddp.device,
+                           generator=keyed_generator(seed, "sample", number),
+                           on_step=on_step and (lambda step, xt: on_step(len(mine) * steps)))
         out[torch.from_numpy(indices), :width] = drawn.cpu()
     out = all_sum(out, ddp).numpy()
     return [decode(row[:n]) for row, n in zip(out, lengths)]
@@ -479,9 +482,13 @@ def draw_file(sedd, args, how, write):
                      free_templates(sedd, args.length, number, args.seed))
         names = [f"sample_{k}" for k in range(1, number + 1)]
     with progress_bar(ddp, "steps") as bar:
+        def advance(total):
+            bar.total = total
+            bar.update()
+
         sequences = sample_sequences(sedd, templates, args.steps, args.predictor, args.temperature,
                                      args.top_p, args.seed, **how,
-                                     on_step=lambda step, xt: bar.update())
+                                     on_step=advance)
     for name, sequence in zip(names, sequences):
         write(f">{name} length={len(sequence)}\n{sequence}\n")
     return sequences
@@ -491,8 +498,9 @@ def draw_file(sedd, args, how, write):
 def progress_bar(ddp, unit):
     """A bar on standard error, where rank 0 has a terminal there."""
     from tqdm import tqdm
+    columns, lines = shutil.get_terminal_size()   # 80 x 24 if the terminal says 0 x 0
     with tqdm(unit=f" {unit}", disable=not (ddp.is_main and sys.stderr.isatty()), leave=False,
-              file=sys.stderr) as bar:
+              file=sys.stderr, ncols=columns, nrows=lines) as bar:
         yield bar
 
 

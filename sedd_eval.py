@@ -183,7 +183,8 @@ def evaluate(run, log, values, ddp):
 def save(run, log, ddp, name, keep_last=1, resumes=True):
     """Write checkpoints/NAME, see save_run."""
     save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity(),
-             letters=run.letters.tolist(), lengths=run.plan.counts.tolist())
+             letters=run.letters.tolist(), lengths=run.plan.counts.tolist(),
+             init_from=run.init_from)
 
 
 def draw_lengths(counts, number, generator):

@@ -3,6 +3,7 @@
     sedd = load_sedd("runs/mine/checkpoints/best.pt")       # or a folder that export_sedd made
     export_sedd(sedd, "my_model")                           # model.safetensors, config.json, README
     export_sedd(sedd, "my_model.pth")                       # the published layout
+    start_from_weights(config, former, resume, model, ddp)  # --init_from of train_sedd_ddp.py
 
 Nothing but tensors and plain types is read. Folders need the package safetensors.
 """
@@ -14,6 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ddp_setup import broadcast
+from run_config import config_to_dict
+from run_dir import hash_of
 from run_log import write_text_atomic
 from sedd_diffusion import make_graph, make_noise
 from sedd_model import SEDD, load_official
@@ -21,6 +25,13 @@ from sequence_data import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
 
 FORMAT = "sedd-protein-1"   # of an exported folder
 PUBLISHED_LENGTH = 1024     # residues the published models were trained on
+LEAVE_OUT = ("Leave --init_from out to continue it; to begin with these weights, give another "
+             "--work_dir, or --fresh.")
+# Weights mean something under these keys alone. Dropout and noise may change: the network is told
+# sigma, whatever the schedule. The head's logits are read otherwise in the other graph and in the
+# other parameterization.
+WEIGHTS_DEPEND_ON = (("model", "hidden_size"), ("model", "n_blocks"), ("model", "n_heads"),
+                     ("model", "cond_dim"), ("model", "parameterization"), ("graph", "type"))
 
 
 # ---------------------------------------------------------------- load
@@ -43,13 +54,15 @@ class Sedd(NamedTuple):
     notes: tuple
 
 
-def load_sedd(path, ema=True, device="cpu"):
+def load_sedd(path, ema=True, device="cpu", expected=None):
     """The Sedd in a checkpoint, an exported folder, or a file in the published layout.
 
     Args:
         ema: take the averaged weights where there are some.
         device: where the model goes.
-    Raises: ValueError or OSError for what is not there or cannot be used.
+        expected: sections {"model", "graph"} of a config, as dicts, that the file must agree with
+            in the keys of WEIGHTS_DEPEND_ON; None: whatever the file holds.
+    Raises: ValueError, naming all that does not fit, or OSError for what is not there.
     """
     path = Path(path)
     if path.is_dir():
@@ -61,12 +74,19 @@ def load_sedd(path, ema=True, device="cpu"):
     graph = make_graph(config["graph"]["type"], N_TOKENS)
     noise = noise_of(config["noise"])
     model = model_of(config["model"], graph)
+    problems = [f"{section}.{key} is {found} in the file, and {wanted} by the config"
+                for section, key in WEIGHTS_DEPEND_ON if expected is not None
+                and (found := config[section][key]) != (wanted := expected[section][key])]
     if saved.get("alphabet", LETTERS) != LETTERS:
-        raise ValueError(f"{path} has the alphabet {saved['alphabet']}; expected {LETTERS}.")
+        problems.append(f"the alphabet is {saved['alphabet']}; expected {LETTERS}")
     try:
         used = load_official(model, state, use_ema=ema)
     except ValueError as e:
-        raise ValueError(f"{path}: {e}") from None
+        problems.append(str(e))
+    if problems:
+        listed = "\n    ".join(problems)
+        raise ValueError(f"the weights of {path} cannot be used here:\n    {listed}\n  Expected "
+                         "the same. Give other weights, or set these keys as in the file.")
     spoilt = [name for name, p in model.named_parameters() if not p.isfinite().all()]
     if spoilt:
         raise ValueError(f"{path}: {len(spoilt)} tensors hold nan or infinite numbers, first "
@@ -77,7 +97,8 @@ def load_sedd(path, ema=True, device="cpu"):
              f"{'averaged weights' if used == 'ema' else 'weights as saved'}",
              *saved.get("notes", ())]
     if letters is None:
-        notes.append("no letter frequencies of the training data: UniRef50's stand for them")
+        notes.append("the file has no letter frequencies of its training data: where sequences are "
+                     "scored, UniRef50's stand for them")
         letters = np.append(np.round(np.array(UNIREF50) * 1e6), 0)
     length = saved["config"].get("data", {}).get("max_length") or saved["max_length"]
     about = {key: saved[key] for key in ("step", "best", "data", "about") if key in saved}
@@ -122,9 +143,6 @@ def published_config(path, state):
     weights = {name.removeprefix("module."): value
                for name, value in state.get("model", state).items()}
     vocab, hidden = weights["vocab_embed.embedding"].shape
-    if vocab not in (N_TOKENS, N_TOKENS + 1):
-        raise ValueError(f"{path} has {vocab} tokens. Expected {N_TOKENS} (the letters {LETTERS}, "
-                         f"uniform graph) or {N_TOKENS + 1} (with a mask, absorbing graph).")
     frequencies = weights.get("rotary_emb.inv_freq")
     if frequencies is None:
         raise ValueError(f"{path} has no rotary_emb.inv_freq, the only trace of the number of "
@@ -136,24 +154,28 @@ def published_config(path, state):
     graph = "absorb" if vocab > N_TOKENS else "uniform"
     noise = {"type": "loglinear", "eps": 1e-3} if graph == "absorb" else {
         "type": "geometric", "sigma_min": 1e-4, "sigma_max": 20.0}
+    alphabet = LETTERS if vocab in (N_TOKENS, N_TOKENS + 1) else (
+        f"one of {vocab} tokens, not of {N_TOKENS} (uniform graph) or {N_TOKENS + 1} (with a mask)")
     return {"config": {"model": model, "graph": {"type": graph}, "noise": noise},
-            "max_length": PUBLISHED_LENGTH,
+            "max_length": PUBLISHED_LENGTH, "alphabet": alphabet,
             "notes": [f"the file names no alphabet and no noise: taken as {LETTERS} and "
                       f"{noise['type']}, the published default for this graph"]}
 
 
 def read_export(folder):
     """(weights, settings) of a folder that export_sedd made."""
-    load_file = need_safetensors().load_file
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no config.json. Expected a folder made by --export; of "
+                         "the folder of a run, give checkpoints/best.pt.") from None
     except ValueError as e:
         raise ValueError(f"{folder / 'config.json'} is no JSON ({e}). Expected a folder made by "
                          "--export.") from None
     if settings.get("format") != FORMAT:
         raise ValueError(f"{folder / 'config.json'} has the format {settings.get('format')!r}; "
                          f"expected {FORMAT!r}, as --export writes it.")
-    return load_file(folder / "model.safetensors"), settings
+    return need_safetensors().load_file(folder / "model.safetensors"), settings
 
 
 def need_safetensors():
@@ -164,6 +186,60 @@ def need_safetensors():
     except ImportError as e:
         raise ValueError(f"an exported folder needs the package safetensors ({e}). Expected it: "
                          "pip install safetensors; or export a file NAME.pth.") from None
+
+
+# ---------------------------------------------------------------- start from weights
+def start_from_weights(config, former, resume, model, ddp):
+    """Give a new run the weights of training.init_from; refuse other ones for a run that goes on.
+
+    A collective: rank 0 reads the file and sends the weights to the others.
+
+    Args:
+        former: what is continued, see run_dir.Former. resume: checkpoint that is named, or None.
+        model: the run's SEDD, on the device; it changes in a new run only.
+    Returns: ({"path", "hash"} of the weights that the run began with, None for random ones; lines
+        that say so).
+    Raises: ValueError or OSError.
+    """
+    path, record = config.training.init_from, None
+    if isinstance(former.state, dict):
+        record = former.state.get("init_from")   # checkpoints of earlier versions have none
+    if path is None:
+        return record, describe_record(record) if record else []
+    if resume:
+        raise ValueError(f"--resume {resume} and --init_from {path} (training.init_from) exclude "
+                         "each other: continue a run (training.init_from=null), or begin one with "
+                         "these weights.")
+    if former.state is not None and record is None:
+        raise ValueError(f"{former.path} is of a run that began with random weights, not with "
+                         f"--init_from {path}. {LEAVE_OUT}")
+    sedd = None
+    if ddp.is_main:
+        if os.path.exists(path):
+            sedd = load_sedd(path, expected=None if record else config_to_dict(config))
+        elif record is None or record["path"] != path:   # a run that goes on needs it no longer
+            raise ValueError(f"--init_from {path}: there is no such file. Expected a checkpoint of "
+                             "train_sedd_ddp.py, an exported folder, or the published layout.")
+    found = {"path": path, "hash": hash_of(sedd.model.state_dict())} if sedd else record
+    found = broadcast(found, ddp)
+    if record is not None:
+        if found["hash"] != record["hash"]:
+            raise ValueError(f"{former.path} is of a run that began with other weights (hash "
+                             f"{record['hash']} of {record['path']}; now {found['hash']} of "
+                             f"{path}). {LEAVE_OUT}")
+        return record, describe_record(record)
+    if sedd:
+        model.load_state_dict(sedd.model.state_dict())
+    for parameter in model.parameters():
+        broadcast(parameter.detach(), ddp)
+    lines = [f"weights: {sedd.notes[0]}, hash {found['hash']}", *sedd.notes[1:]] if sedd else []
+    return found, lines
+
+
+def describe_record(record):
+    """Lines on what a continued run began with. record: {"path", "hash"}."""
+    return [f"weights: from the run's checkpoint; it began with {record['path']} (hash "
+            f"{record['hash']})"]
 
 
 # ---------------------------------------------------------------- save

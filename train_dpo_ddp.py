@@ -32,12 +32,12 @@ import torch.nn.functional as F
 from ddp_setup import autocast, beat, print0, seed_for, stop_reason
 from dpo_eval import (SUMS, Validation, evaluate, evaluate_base, metrics_of, result_lines,
                       save_model)
-from dpo_reference import (Reference, check_cache, hash_of, load_base, make_batch, make_tables,
+from dpo_reference import (Reference, check_cache, load_base, make_batch, make_tables,
                            pair_scores)
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
-                     check_resume, closing, finish_run, is_finished, open_log, save_run,
+                     check_resume, closing, finish_run, hash_of, is_finished, open_log, save_run,
                      say_finished, start_or_continue, take_folder)
 from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
@@ -153,6 +153,8 @@ PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.b
             "model.base_model_dir", "training.num_workers", "memory.structure_cache_mb",
             "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "sums", "base")   # what a checkpoint must hold
+# Options that begin another run with the weights of a former one, in the folder FORMER.
+FINE_TUNE = "--base_model_dir FORMER --base_model_name best_model"
 
 
 def check_config(c, without_data=False):
@@ -292,7 +294,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     bare = bare.to(ddp.device)
     reference = Reference(copy.deepcopy(bare), data.train, config, ddp)
     micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "pairs",
-                                 data.fingerprint, t.accum, ddp)
+                                 data.fingerprint, t.accum, FINE_TUNE, ddp)
     if former.state is not None and former.state["base"] != base_hash:
         raise ValueError(f"{former.path} was trained from other base weights (hash "
                          f"{former.state['base']}; {base}: {base_hash}). Give the same, another "
@@ -373,7 +375,7 @@ def train(run, ddp):
         if report:
             rate = float(pairs) / run.meter.seconds()
             values = report_step(run, log, totals, norm, rate, first_row, ddp)
-            first_row = False
+            first_row, pairs = False, 0.0
         if evaluate_now:
             evaluate(run, log, values, at_end, epoch_began, ddp)
         if at_end:
@@ -389,7 +391,6 @@ def train(run, ddp):
             save_last(run, log, ddp)
         if report:   # evaluation and saving are not counted as training
             run.meter.restart()
-            pairs = 0.0
     result = {"step": progress["step"], **values}
     return finish_run(run, log, ddp, reason, result, time.perf_counter() - began,
                       lambda: result_lines(result, progress, run.work_dir))

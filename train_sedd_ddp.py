@@ -3,6 +3,7 @@
     python train_sedd_ddp.py --config configs/sedd_demo.yaml
     mpirun -n 4 python train_sedd_ddp.py --config configs/sedd_uniref50.yaml --data data/uniref50
     python train_sedd_ddp.py --nproc_per_node 4 --config configs/sedd_cpu.yaml --data my.fasta
+    python train_sedd_ddp.py --config my.yaml --data family.fasta --init_from best.pt  # fine-tune
     python train_sedd_ddp.py --config configs/sedd_demo.yaml --plan 1,2,4,8   # what scaling does
 
 Reads a YAML config (every key below and in run_config.py, with its default) and proteins: a file
@@ -41,9 +42,8 @@ from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
 from sedd_diffusion import make_graph, score_entropy_loss, stratified_times
-from sedd_eval import (TIME_EPS, Validation, evaluate, result_lines, save, to_device,
-                       write_samples)
-from sedd_files import noise_of
+from sedd_eval import TIME_EPS, Validation, evaluate, result_lines, save, to_device, write_samples
+from sedd_files import noise_of, start_from_weights
 from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import (BatchPlan, BatchReader, count_rows, load_proteins, missing_data,
                               sum_rows)
@@ -62,6 +62,7 @@ class Training(CommonTraining):
     eval_freq: int = 500                 # steps between evaluations
     eval_samples: int = 1                # noise levels per validation protein
     snapshot_freq: int = 500             # steps between checkpoints
+    init_from: str | None = None         # weights to begin with: see sedd_files.load_sedd
 
 
 @dataclass
@@ -140,7 +141,7 @@ class Config:
 
 # A resumed run may differ in these and in the number of ranks (accum follows); in nothing else.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency",
-              "data.file")                  # its content is compared
+              "data.file", "training.init_from")   # their content is compared
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 
@@ -155,6 +156,7 @@ def check_config(c):
         ((t.n_iters is None) != (t.num_epochs is None),
          f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of "
          "the two"),
+        (t.init_from != "", "training.init_from (--init_from) is empty; expected a file or folder"),
         (c.optim.ema < 1, f"optim.ema is {c.optim.ema}; expected 0 up to below 1"),
         (m.parameterization == "sedd" or c.graph.type == "absorb",
          "model.parameterization is subs with the uniform graph; expected graph.type absorb"),
@@ -176,9 +178,8 @@ def check_config(c):
 def micro_batch_loss(model, batch, graph, config, ddp, dtype):
     """Loss of one micro-batch of MicroBatches. X and padding do not count.
 
-    Returns: (loss sum in nats, (3,) loss sum, residues and computed positions for the log, number
-    that the mean is over: residues or proteins). The mean over the global batch is taken by
-    global_gradient.
+    Returns: (loss sum in nats; (3,) loss sum, residues, computed positions, for the log; number of
+    residues or proteins). Their quotient over the global batch is taken by global_gradient.
     """
     batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
     xt, x0, mask, sigma, dsigma = (batch[k] for k in ("xt", "x0", "mask", "sigma", "dsigma"))
@@ -278,6 +279,7 @@ class SeddRun(Run):
     noise: Any
     plan: BatchPlan
     letters: Any          # (21,) int64, how often each token stands in the training proteins
+    init_from: dict | None   # {"path", "hash"} of the weights it began with; None: random ones
     bound: Any = None     # (n,) bounds of the last evaluation
 
 
@@ -289,14 +291,15 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     t, o, d, work_dir = config.training, config.optim, config.data, Path(work_dir)
     check_config(config)
     former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
-    data = load_data(config, ddp, stage)
-    check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     graph, noise = make_graph(config.graph.type, N_TOKENS), make_config_noise(config)
     dtype, precision = choose_precision(config, ddp)
     torch.manual_seed(t.seed)   # the same initial weights on every rank
     bare = make_model(config, graph).to(ddp.device)
+    init_from, begun = start_from_weights(config, former, resume, bare, ddp)
+    data = load_data(config, ddp, stage)
+    check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "proteins",
-                                 data.fingerprint, t.accum, ddp)
+                                 data.fingerprint, t.accum, f"--init_from {former.path}", ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
     plan, batch = reader.plan, micro_batches * (t.batch_size or t.tokens_per_batch)
     if former.state is not None and former.state["plan"] != plan.identity():
@@ -315,12 +318,12 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         progress={"recent": [0.0, 0.0]},   # training loss since the last evaluation: sum, number
         seen_at={"residues": 1, "tokens": 2},
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
-        batch=batch, letters=letters, graph=graph, noise=noise, plan=plan,
+        batch=batch, letters=letters, graph=graph, noise=noise, plan=plan, init_from=init_from,
         nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0))
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.schedule.mine[0])   # refuses damaged data
     lines = describe_data(run, data, precision, ddp)
-    print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, filled, ddp))
+    print_lines(ddp, begun + lines + describe_run(run, former.state, plan.counted_in, filled, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
     return run
 
@@ -351,8 +354,7 @@ def train(run, ddp):
 
     dataset = MicroBatches(run.graph, run.noise, config.data.max_length, run.micro_batches, t.seed)
     batches = first_batches(run, dataset, loss_of, ddp)
-    began = time.perf_counter()
-    residues, values, first_row = 0.0, {}, True
+    began, residues, values, first_row = time.perf_counter(), 0.0, {}, True
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
         totals, norm = take_step(run, batches, loss_of, ddp)
@@ -365,7 +367,7 @@ def train(run, ddp):
         if report:
             rate = float(residues) / run.meter.seconds()
             values = report_step(run, log, totals, norm, rate, first_row, ddp)
-            first_row = False
+            first_row, residues = False, 0.0
         if evaluate_now:
             evaluate(run, log, values, ddp)
         if last and not progress["finished"]:
@@ -379,7 +381,6 @@ def train(run, ddp):
             save(run, log, ddp, "last.pt", t.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()
-            residues = 0.0
     result = {"step": progress["step"], **values}
     if run.bound is not None:
         result.update(run.validation.compare(run.bound))
@@ -452,6 +453,8 @@ def make_parser():
                         help="file of proteins, or folder of prepare_uniref50.py (sets data.file)")
     parser.add_argument("--stage", metavar="DIR",
                         help="copy the prepared folder to DIR on each host, and read it there")
+    parser.add_argument("--init_from", metavar="FILE", help="begin with the weights of a "
+                        "checkpoint, export or published file (sets training.init_from)")
     add_run_arguments(parser, "--work_dir")
     return parser
 
@@ -459,7 +462,8 @@ def make_parser():
 def read_arguments(argv):
     """(options, config). Raises ValueError."""
     args = make_parser().parse_intermixed_args(argv)
-    config = load_config(Config, args.config, args.overrides, {"data.file": args.data or None})
+    config = load_config(Config, args.config, args.overrides, {
+        "data.file": args.data or None, "training.init_from": args.init_from})
     check_config(config)
     return args, config
 

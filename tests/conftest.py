@@ -10,12 +10,15 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 import launchers
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_addoption(parser, pluginmanager):
@@ -47,6 +50,22 @@ def shared():
     if not folder.is_dir():
         pytest.skip(f"no reference material at {folder}")
     return folder
+
+
+MATPLOTLIB = {}   # its modules, while a test runs that is to be as on a machine without it
+
+
+@pytest.fixture
+def extras(monkeypatch):
+    """What users may add, such as matplotlib, can be imported: jobs/test.sh has installed it."""
+    site, = list(ROOT.glob(".venv/extras/lib/python*/site-packages")) or [ROOT / "none"]
+    monkeypatch.syspath_prepend(site)
+    sys.modules.update(MATPLOTLIB)
+    yield site
+    MATPLOTLIB.update({name: module for name, module in sys.modules.items()
+                       if name.split(".")[0] == "matplotlib"})
+    for name in MATPLOTLIB:
+        sys.modules.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ SLURM_CONF and HOST_SHELL below.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import re
@@ -226,6 +227,20 @@ def fork_ranks(n, argv, cwd, env=None, timeout=300):
         raise
     return Result(next(filter(None, codes), 0), "".join(stdout), "".join(stderr),
                   time.monotonic() - start)
+
+
+@contextlib.contextmanager
+def full_pipe():
+    """The descriptor of a pipe that nobody reads and that takes no byte more."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, bytes(4096))
+    os.set_blocking(write, True)
+    yield write
+    os.close(read)
+    os.close(write)
 
 
 def start_ranks(launcher, n, argv, cwd, env=None, flags=()):

@@ -11,7 +11,7 @@ import pytest
 
 import ddp_guard
 from ddp_guard import Rank, Watcher
-from launchers import clean_environment
+from launchers import clean_environment, full_pipe
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -187,6 +187,15 @@ def test_a_fault_of_the_guard_itself_ends_no_run(tmp_path):
                       "ddp_guard.supervise()\ntime.sleep(1.5)\nsys.exit(7)\n")
     done = run_python([str(script)], env={"PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stderr) == (7, "ddp_guard: ZeroDivisionError: division by zero\n")
+
+
+def test_a_guard_that_cannot_print_ends_all_the_same(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os\nos.kill(os.getpid(), 11)\n")
+    with full_pipe() as stderr:
+        done = subprocess.run([sys.executable, "-m", "ddp_guard", str(script)], cwd=ROOT,
+                              stderr=stderr, env=clean_environment(), timeout=60)
+    assert done.returncode == -11
 
 
 STRANGERS = """

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from ddp_setup import load_checkpoint
-from launchers import (clean_environment, need, own_tracebacks, run_ranks, start_ranks,
+from launchers import (clean_environment, full_pipe, need, own_tracebacks, run_ranks, start_ranks,
                        stolen_seconds)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -817,25 +817,18 @@ def test_a_run_that_was_suspended_for_longer_than_the_limit_trains_on(
 
 @pytest.mark.slow
 def test_a_run_whose_stderr_is_a_full_pipe_ends_all_the_same(tmp_path, table):
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(write, bytes(4096))
-    os.set_blocking(write, True)
     chain, row = Chain("python", tmp_path, None, table), Row("python", "exception, stderr full")
-    process = subprocess.Popen(
-        [sys.executable, *chain.words, WATCHED], cwd=tmp_path, stdout=subprocess.DEVNULL,
-        stderr=write, env=clean_environment(env=chain.environment("raise")))
-    try:
-        seconds_until(lambda: chain.flag.exists() or process.poll() is not None, 300.0)
-        row.gone = seconds_until(lambda: process.poll() is not None, 60.0)
-        row.exit = str(process.poll())
-    finally:
-        process.kill()
-        process.wait()
-        os.close(read)
-        os.close(write)
+    with full_pipe() as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *chain.words, WATCHED], cwd=tmp_path, stdout=subprocess.DEVNULL,
+            stderr=stderr, env=clean_environment(env=chain.environment("raise")))
+        try:
+            seconds_until(lambda: chain.flag.exists() or process.poll() is not None, 300.0)
+            row.gone = seconds_until(lambda: process.poll() is not None, 60.0)
+            row.exit = str(process.poll())
+        finally:
+            process.kill()
+            process.wait()
     row.status = str(read_status(chain.run_dir).get("code"))
     table.append(row)
     assert row.exit != "0" and row.status in ("1", "70") and row.gone < WATCHDOG + GONE, row

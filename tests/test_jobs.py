@@ -1,4 +1,4 @@
-"""Do jobs/local.sh, the environments of jobs/test.sh, the README's commands and launchers.py work?
+"""Do jobs/local.sh, the environments of jobs/test.sh, launchers.py and the commands shown work?
 
 local.sh runs in copies whose requirements.txt is empty, so that making an environment takes seconds
 and no network; the real list is installed by whoever runs jobs/test.sh.
@@ -6,6 +6,7 @@ and no network; the real list is installed by whoever runs jobs/test.sh.
 
 import importlib
 import itertools
+import json
 import os
 import re
 import shlex
@@ -76,7 +77,7 @@ def installed(tmp_path_factory):
 def start_local_sh(folder, *arguments, **variables):
     """Start jobs/local.sh of `folder` from elsewhere, with mpirun of our own environment."""
     settings = {"PYTHON": sys._base_executable, "SCRIPT": "script.py", "CONFIG": "config.yaml",
-                "LAUNCHER": "mpirun", "MPI_WHEEL": ""}
+                "LAUNCHER": "mpirun", "MPI_WHEEL": "", "MATPLOTLIB": ""}
     env = clean_environment("mpich") | settings | variables
     words = ["bash", f"{folder.name}/jobs/local.sh", *arguments]
     return subprocess.Popen(words, cwd=folder.parent, env=env, text=True, stdin=subprocess.DEVNULL,
@@ -117,18 +118,21 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))           # bound but not listening: connections are refused
         index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
+        offline = {"PIP_INDEX_URL": index, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "",
+                   "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1", "PIP_CONFIG_FILE": os.devnull}
         (copy / "requirements.txt").write_text("torch==2.13.0\n")
-        code, printed = local_sh(copy, PIP_INDEX_URL=index, PIP_EXTRA_INDEX_URL="",
-                                 PIP_FIND_LINKS="",
-                                 PIP_RETRIES="0", PIP_NO_CACHE_DIR="1", PIP_CONFIG_FILE=os.devnull)
-    assert code == 1
-    assert "pip could not install -r requirements.txt" in printed and "PIP_INDEX_URL" in printed
-    assert "torch==2.13.0" in printed, "pip's own message must stay visible"
-    assert "arguments" not in printed and not (copy / ".venv" / "stamp").exists()
+        code, printed = local_sh(copy, **offline)
+        assert code == 1
+        assert "pip could not install -r requirements.txt" in printed and "PIP_INDEX_URL" in printed
+        assert "torch==2.13.0" in printed, "pip's own message must stay visible"
+        assert "arguments" not in printed and not (copy / ".venv" / "stamp").exists()
 
-    (copy / "requirements.txt").write_text("")
-    code, printed = local_sh(copy)
-    assert code == 0 and "making .venv" in printed, printed
+        (copy / "requirements.txt").write_text("")
+        code, printed = local_sh(copy, MATPLOTLIB="matplotlib", **offline)
+        assert code == 0 and "making .venv" in printed, printed
+        assert "runs draw no curves.png" in printed
+        code, printed = local_sh(copy, MATPLOTLIB="matplotlib", **offline)
+        assert code == 0 and "installing" not in printed, "the second start tried again"
 
 
 def test_local_sh_starts_the_scripts_own_launcher_and_ends_with_its_code_and_last_line(installed):
@@ -261,31 +265,38 @@ def test_the_environment_of_started_ranks_holds_no_other_launchers_variables(mon
     assert {name: after[name] for name in before if name in after} == {"RANK": "0"}
 
 
-def readme_commands():
-    """[(variables given, words)] of the README's shell lines; qsub's -v counts as variables."""
-    readme = ROOT / "README.md"
-    text = readme.read_text() if readme.exists() else ""
-    commands = []
-    for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        for line in block.splitlines():
-            words = shlex.split(line.replace(";", " "), comments=True)
-            given = dict(word.split("=", 1)
-                         for word in itertools.takewhile(re.compile(r"[A-Z_]+=").match, words))
-            words = words[len(given):]
-            if words[:1] == ["qsub"] and "-v" in words:
-                k = words.index("-v")
-                given |= dict(entry.split("=", 1) for entry in words[k + 1].split(","))
-            commands.append((given, words))
-    return commands
+def shell_blocks():
+    """Texts of the shell lines in the README, the pages of docs/ and the tutorial."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        yield from re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    for cell in json.loads((ROOT / "tutorial.ipynb").read_text())["cells"]:
+        head, _, lines = "".join(cell["source"]).partition("\n")
+        if head == "%%bash":
+            yield lines
+
+
+def commands(blocks):
+    """[(variables given, words)] of shell lines; qsub's -v counts as variables."""
+    found = []
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        words = shlex.split(line.replace(";", " "), comments=True)
+        given = dict(word.split("=", 1)
+                     for word in itertools.takewhile(re.compile(r"[A-Z_]+=").match, words))
+        words = words[len(given):]
+        if words[:1] == ["qsub"] and "-v" in words:   # a name alone: exported before
+            entries = words[words.index("-v") + 1].split(",")
+            given |= dict(entry.split("=", 1) for entry in entries if "=" in entry)
+        found.append((given, words))
+    return found
 
 
 COMMANDS = [pytest.param(given, words, id=" ".join(words)[:60]) for given,
-            words in readme_commands()
+            words in commands(shell_blocks())
             if any(re.fullmatch(r"(jobs/|tests/)?\w+\.(py|sh|pbs)", word) for word in words)]
 
 
 @pytest.mark.parametrize("given, words", COMMANDS)
-def test_a_command_of_the_readme_is_understood_by_the_script_it_names(given, words, monkeypatch):
+def test_a_command_that_is_shown_is_understood_by_the_script_it_names(given, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     place = next(k for k, word in enumerate(words)
                  if re.fullmatch(r"(jobs/|tests/)?\w+\.(py|sh|pbs)", word))

@@ -34,7 +34,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert not list(tmp_path.rglob("*.png"))
 
 
-def test_runs_are_drawn_into_one_picture(tmp_path, capsys):
+def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
     pytest.importorskip("matplotlib")
     sedd = write(tmp_path / "a", [{"step": k, "loss": 3 - k / 9, "lr": 0.1, "val/loss": 2.5,
                                    "val/unigram_perplexity": 18.0} for k in range(9)])

@@ -157,7 +157,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
 
 
 # ------------------------------------------------------------------ trackers
-def test_tensorboard_reads_back_what_was_logged_also_after_a_resume(tmp_path):
+def test_tensorboard_reads_back_what_was_logged_also_after_a_resume(tmp_path, extras):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     for first, last in ((1, 6), (4, 9)):   # the second start goes on from step 3
@@ -173,7 +173,7 @@ def test_tensorboard_reads_back_what_was_logged_also_after_a_resume(tmp_path):
     assert found.Tags()["scalars"] == ["loss"]
 
 
-def test_tensorboard_reads_back_histograms_and_texts(tmp_path):
+def test_tensorboard_reads_back_histograms_and_texts(tmp_path, extras):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     numbers = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
@@ -193,7 +193,7 @@ def test_tensorboard_reads_back_histograms_and_texts(tmp_path):
     assert "time/slowest_host/text_summary" in found.Tags()["tensors"]
 
 
-def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch):
+def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch, extras):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

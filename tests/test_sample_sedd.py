@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import sample_sedd
 from launchers import clean_environment, fork_ranks
 from report_sequences import (compare, difference, divergence, longest_repeat, low_complexity,
                               measure)
@@ -18,7 +19,8 @@ from sample_sedd import (cli, denoise, reshape_choice, residue_scores, sample_se
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sedd_files import Sedd, export_sedd, load_sedd, model_of
 from sedd_model import EMA, load_official
-from sequence_data import AMINO_ACIDS, N_TOKENS, encode, named_sequences
+from sequence_data import (AMINO_ACIDS, N_TOKENS, DemoSource, decode, encode,
+                           named_sequences)
 from training import one_thread  # noqa: F401 (a fixture for all)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,22 +133,49 @@ def test_temperature_and_top_p_shape_the_letters_and_not_the_speed():
 
 # ------------------------------------------------------------------ scoring
 class TrueScores(torch.nn.Module):
-    """The exact scores where residues are independent with probabilities p (20,)."""
+    """The exact scores of a source of proteins.
 
-    def __init__(self, p):
+    log_p: function of xt (B, L) -> (B, L, 20), ln p of each letter at a masked place given all
+    letters that are not masked."""
+
+    def __init__(self, log_p):
         super().__init__()
-        self.log_p, self.anything = torch.from_numpy(np.log(p)), torch.nn.Parameter(torch.zeros(1))
+        self.log_p, self.anything = log_p, torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, xt, sigma, mask=None):
         log_r = -torch.log(torch.expm1(sigma.double()))[:, None, None]
         scores = torch.full((*xt.shape, 22), -80.0, dtype=torch.float64)
-        scores[..., :20] = self.log_p + log_r
+        scores[..., :20] = self.log_p(xt) + log_r
         return scores.scatter(-1, xt[..., None], 0.0).float()
 
 
 def exact_model(p, letters=np.ones(21)):
-    return Sedd(TrueScores(p), make_graph("absorb", N_TOKENS), make_noise("loglinear"), {},
-                letters, None, 60, {}, ())
+    """Residues are independent, with probabilities p (20,)."""
+    scores = TrueScores(lambda xt: torch.from_numpy(np.log(p)))
+    return Sedd(scores, make_graph("absorb", N_TOKENS), make_noise("loglinear"), {}, letters, None,
+                60, {}, ())
+
+
+def demo_log_p(source, xt):
+    """ln p of each letter at each place given the unmasked letters, (B, L, 20): sums over all that
+    the masked ones may be, forwards and backwards along the chain of pairs of residues."""
+    transition = torch.from_numpy(source.transition)
+    seen = torch.nn.functional.one_hot(xt.clamp(max=20), 21)[..., :20].double()
+    seen[xt >= 20] = 1.0   # the mask, and X beyond the end
+    ahead = [torch.from_numpy(source.pair) * seen[:, 0, :, None] * seen[:, 1, None]]
+    for place in range(2, xt.shape[1]):
+        step = torch.einsum("nab,abc->nbc", ahead[-1], transition) * seen[:, place, None]
+        ahead.append(step / step.sum((1, 2), keepdim=True))
+    behind, found = torch.ones_like(ahead[-1]), []
+    for place in range(xt.shape[1] - 1, 0, -1):
+        both = ahead[place - 1] * behind
+        found.append(both.sum(1))
+        behind = torch.einsum("abc,nbc->nab", transition, behind * seen[:, place, None])
+        behind = behind / behind.amax((1, 2), keepdim=True)
+        if place == 1:
+            found.append(both.sum(2))
+    p = torch.stack(found[::-1], 1)
+    return torch.log(p / p.sum(-1, keepdim=True))
 
 
 def test_the_score_of_an_exact_model_is_the_exact_likelihood_within_its_error():
@@ -161,6 +190,34 @@ def test_the_score_of_an_exact_model_is_the_exact_likelihood_within_its_error():
     assert abs(scores.bound.sum() - exact.sum()) < 3 * error
     within = np.abs(scores.bound - exact) < 2 * scores.error
     assert within.mean() > 0.8   # the error of each one is no fiction
+
+
+def test_the_score_of_demo_proteins_is_their_exact_entropy_within_its_error(
+        tmp_path, capsys, monkeypatch):
+    """A trained model bounds it from above; the exact scores of the source must reach it."""
+    source = DemoSource(seed=0)
+    proteins = source.sample(150, seed=3)
+    n, exact = proteins.lengths, source.nll(proteins)
+    sedd = exact_model(np.ones(20), proteins.letter_counts())._replace(
+        model=TrueScores(lambda xt: demo_log_p(source, xt)), max_length=source.longest)
+    monkeypatch.setattr(sample_sedd, "load_sedd", lambda *_: sedd)
+    (tmp_path / "demo.fasta").write_text("".join(
+        f">{i}\n{decode(proteins[i])}\n" for i in range(len(n))))
+    cli(["exact", "--score", str(tmp_path / "demo.fasta"), "--out", str(tmp_path / "demo.tsv")])
+    mean, error, perplexity, low, high, unigram = map(float, re.search(
+        r"bound (\S+) nats .*error (\S+)\), perplexity (\S+) \(95 %: (\S+) to (\S+), .*"
+        r"unigram (\S+),", capsys.readouterr().err).groups())
+    average = exact.sum() / n.sum()
+    assert error < 0.01 * average and abs(mean - average) < 3 * error   # of these proteins
+    assert low < math.exp(average) < high and perplexity == pytest.approx(math.exp(mean), rel=1e-3)
+    # Of the source: the first two residues come from the law of pairs, each other one has its
+    # entropy. The error is that of proteins and noise together.
+    pairs, each = -(source.pair * np.log(source.pair)).sum(), source.entropy()[0]
+    entropy = (len(n) * pairs + (n - 2).sum() * each) / n.sum()
+    bounds = np.loadtxt(tmp_path / "demo.tsv", skiprows=1, usecols=2)
+    spread = np.sqrt(((bounds - mean * n)**2).sum()) / n.sum()
+    assert spread < 0.02 * entropy and abs(mean - entropy) < 3 * spread
+    assert unigram > entropy + 10 * spread   # letter frequencies alone do not agree
 
 
 def test_scores_agree_with_plain_averages_over_many_draws(checkpoint):
@@ -264,7 +321,7 @@ def test_averaged_weights_are_used_unless_not_wanted(checkpoint):
 
 
 @pytest.mark.parametrize("graph", ["absorb", "uniform"])
-def test_an_export_reads_back_to_the_last_bit(tmp_path, graph):
+def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
     pytest.importorskip("safetensors")
     sedd = load_sedd(write_checkpoint(tmp_path / "best.pt", graph))
     for name in ("folder", "published.pth"):
@@ -334,6 +391,7 @@ def test_what_is_no_model_is_refused(tmp_path, capsys):
     assert "holds no SEDD model" in refused(capsys, tmp_path / "other.pt")
     assert "nan or infinite numbers, first" in refused(capsys, tmp_path / "nan.pt")
     assert "No such file" in refused(capsys, tmp_path / "absent.pt")
+    assert "of a run, give checkpoints/best.pt" in refused(capsys, tmp_path)
 
 
 # ------------------------------------------------------------------ report
@@ -351,7 +409,7 @@ def test_the_report_of_known_sequences():
     assert difference([rows[0], rows[0]]) == 0 and difference(rows) == 1
 
 
-def test_samples_come_with_a_report(checkpoint, tmp_path, capsys):
+def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
     (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
     cli([str(checkpoint), "--number", "3", "--steps", "2", "--length", "20", "--report",
          str(tmp_path / "ref.fasta"), "--out", str(tmp_path / "new.fasta")])

@@ -21,6 +21,7 @@ from launchers import fork_ranks, need, run_ranks
 from proteinmpnn_model import (ALPHABET, from_checkpoint, load_proteinmpnn, random_proteinmpnn,
                                save_proteinmpnn)
 from run_config import dump_yaml, load_config
+from run_dir import hash_of
 from sequence_data import decode
 from structure_data import (NAMES, Chain, Complex, Pair, PairPlan, Structure, demo_pairs,
                             load_pairs, read_pairs)
@@ -470,7 +471,8 @@ def test_a_resume_is_refused_for_another_config_other_pairs_or_other_base_weight
     state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
     for key, value, text in (("base", "0", "trained from other base weights"),
                              ("data", {"n": 3, "hash": "0"},
-                              "trained on other pairs, or in another order"),
+                              "trained on other pairs, or in another order.* as a new run: "
+                              "--base_model_dir FORMER --base_model_name best_model --work_dir"),
                              ("optimizer", None,
                               "has no optimizer; expected a checkpoint of train_dpo_ddp.py")):
         changed = {k: v for k, v in {**state, key: value}.items() if v is not None}
@@ -842,9 +844,11 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
         entry["unpreferred_seq"] = entry["preferred_seq"][:4] + "GGGGG" + entry["preferred_seq"][9:]
     (files / "few.json").write_text(json.dumps(entries))
     few = "--train_data few.json --base_model_dir w --num_epochs 1".split()
-    plain, by_number, by_index = command_lines("train_dpo_ddp", [
+    plain, again, by_number, by_index = command_lines("train_dpo_ddp", [
         ("--train_data pairs.json --base_model_dir w --num_epochs 2 --lr 1e-3 --no_cuda "
          "--batch_size 2 --output_dir out --base_model_config_dir cfg").split(),
+        ("--train_data few.json --num_epochs 1 --base_model_dir out --base_model_name best_model "
+         "--work_dir again").split(),   # from the weights of a former run
         [*few, "--output_dir", "a", "--mutable_positions", "A5-A9"],
         [*few, "--output_dir", "b", "--mutable_ranges", "4-8", "optim.lr=3e-6"]], files)
     assert plain[0] == 0 and "--base_model_config_dir cfg is not needed" in plain[1], plain
@@ -853,6 +857,10 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
     assert "v_48_020.pt, trained with 0.2 Angstrom of noise" in plain[1]
     model = load_proteinmpnn(files / "out" / "latest_model.pt")
     assert model.noise_level == 0.2 and model.num_edges == 8
+    assert "out/best_model.pt, trained with 0.2 Angstrom of noise" in again[1], again
+    best = load_proteinmpnn(files / "out" / "best_model.pt")
+    state = load_checkpoint(str(files / "again" / "checkpoints" / "last.pt"))
+    assert state["base"] == hash_of(best.state_dict())
     for run, said in ((by_number, "5 positions by chain and number in the file: A5-A9"),
                       (by_index, "5 positions by 0-based number in the sequence: 4-8")):
         assert said in " ".join(run[1].split()), run

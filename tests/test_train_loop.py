@@ -279,7 +279,7 @@ def test_a_checkpoint_with_weights_that_are_nan_is_refused_by_the_name_of_the_te
     # noqa: E731
     former = Former("last.pt", state, lambda _: [], ())
     resume = lambda: check_resume(former, "train.py", ("model",), model.state_dict(), "rows",
-                                  state["data"], 1, Ddp())
+                                  state["data"], 1, "--init_from last.pt", Ddp())
     assert resume() == 1
     state["model"]["bias"][1] = math.nan
     with pytest.raises(ValueError,

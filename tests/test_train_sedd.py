@@ -4,6 +4,7 @@ Runs under launchers import torch in every rank (seconds), so each of them serve
 where the launcher does not matter, ranks are forked.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -34,6 +35,7 @@ from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode,
                            read_sequences)
 from sedd_eval import Validation, result_lines, sample_proteins
+from sedd_files import export_sedd, load_sedd
 from train_loop import MicroBatchSampler
 from train_sedd_ddp import (Config, MicroBatches, check_config, describe_plan, main, make_reader,
                             prepare, train)
@@ -500,12 +502,28 @@ def test_a_finished_run_says_so_and_may_be_lengthened(fasta, tmp_path):
     assert before != {p: p.stat().st_mtime_ns for p in (tmp_path / "w").rglob("*")}
 
 
+def test_a_finished_run_ends_with_a_picture_and_never_fails_for_it(fasta, tmp_path, capsys, extras):
+    pytest.importorskip("matplotlib")
+    run(tiny(fasta, training__n_iters=2), tmp_path / "w")
+    picture = tmp_path / "w" / "curves.png"
+    assert capsys.readouterr().out.splitlines()[-1] == f"  picture   {picture}"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    picture.mkdir()   # where no picture can be written
+    run(tiny(fasta, training__n_iters=3), tmp_path / "w")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("ATTENTION: no picture was drawn")
+    assert not list((tmp_path / "w").glob(".curves*"))
+
+
 def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fasta, tmp_path):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
-    differences = r"(?s)another config.*optim\.lr: 0\.003 -> 0\.5.*loss\.reduction: 'residue'"
+    path = re.escape(str(tmp_path / "w" / "checkpoints" / "last.pt"))
+    fine_tune = f"as a new run: --init_from {path} --work_dir NEW"
+    differences = (r"(?s)another config.*optim\.lr: 0\.003 -> 0\.5.*loss\.reduction: 'residue'.*"
+                   + fine_tune)
     with pytest.raises(ValueError, match=differences):
         run(tiny(fasta, optim__lr=0.5, loss__reduction="sequence"), tmp_path / "w")
-    with pytest.raises(ValueError, match=r"(?s)another config.*model\.hidden_size: 32 -> 48"):
+    with pytest.raises(ValueError, match=r"(?s)model\.hidden_size: 32 -> 48.*start over\.$"):
         run(tiny(fasta, model__hidden_size=48), tmp_path / "w")
     state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
     state["model"]["vocab_embed.embedding"] = torch.zeros(33, 32)   # of another alphabet, say
@@ -515,7 +533,7 @@ def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fast
         run(tiny(fasta), tmp_path / "new", resume=tmp_path / "alphabet.pt")
     fewer = tmp_path / "fewer.fasta"
     fewer.write_text(fasta.read_text().rpartition(">")[0])
-    with pytest.raises(ValueError, match="other proteins"):
+    with pytest.raises(ValueError, match=f"other proteins.*{fine_tune}"):
         run(tiny(fewer), tmp_path / "w")
     for state, text in (({"step": 1}, "no model, optimizer"), ([1, 2], "no model, optimizer"),
                         (None, "cannot read")):
@@ -542,6 +560,7 @@ def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp
     state = torch.load(path, weights_only=True)
     del state["config"]["optim"]["decay"], state["config"]["monitoring"]["tensorboard"]
     del state["config"]["monitoring"]["timing_every"], state["seen"]
+    del state["config"]["training"]["init_from"], state["init_from"]
     torch.save(state, path)
     with pytest.raises(ValueError, match=r"optim\.decay: 'none' -> 'linear'"):
         run(tiny(fasta, optim__decay="linear"), tmp_path / "w")
@@ -715,6 +734,135 @@ def test_a_stop_file_ends_the_run_and_its_line_says_to_remove_the_file(fasta, tm
     assert f"Remove {stop}; then the same command continues" in capsys.readouterr().out
     with pytest.raises(ValueError, match="Remove the file to continue"):
         run(tiny(fasta), tmp_path / "w")
+
+
+# ---- start from weights ----
+
+@pytest.fixture(scope="module")
+def sources(straight, tmp_path_factory):
+    """Files that hold the averaged weights of the best of `straight`, by kind."""
+    folder, best = tmp_path_factory.mktemp("sources"), straight / "checkpoints" / "best.pt"
+    export_sedd(load_sedd(best), folder / "published.pth")
+    state = torch.load(folder / "published.pth", weights_only=True)   # as others publish it
+    torch.save({key: state[key] for key in ("model", "ema", "step")}, folder / "published.pth")
+    paths = {"checkpoint": best, "published": folder / "published.pth"}
+    if importlib.util.find_spec("safetensors"):
+        export_sedd(load_sedd(best), folder / "export")
+        paths["export"] = folder / "export"
+    return paths
+
+
+@pytest.fixture
+def family(fasta, tmp_path):
+    """Some of the proteins of `fasta`."""
+    path = tmp_path / "family.fasta"
+    path.write_text(">".join(fasta.read_text().split(">")[:120]))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export", "published"])
+def test_a_run_begins_with_the_averaged_weights_of_a_file_and_nothing_else_of_it(
+        sources, family, tmp_path, kind):
+    if kind not in sources:
+        pytest.skip("needs the package safetensors")
+    config = tiny(family, training__init_from=sources[kind], training__seed=5,
+                  model__dropout=0, noise__type="geometric", optim__ema=0.5)
+    ready = prepare(config, Ddp(), tmp_path / "w")
+    averages = torch.load(sources["checkpoint"], weights_only=True)["ema"]["shadow_params"]
+    for average, p, own_average in zip(averages, ready.bare.parameters(), ready.ema.shadow_params,
+                                       strict=True):
+        assert torch.equal(average, p) and torch.equal(average, own_average)
+    assert not ready.optimizer.state and ready.progress["step"] == ready.ema.num_updates == 0
+    assert ready.progress["best"] is None and ready.lr == 3e-3 and ready.ema.decay == 0.5
+    assert load_config(Config, tmp_path / "w" / "config.yaml") == config
+
+
+def test_the_same_command_goes_on_with_the_run_that_it_began_from_weights(
+        sources, straight, family, tmp_path, capsys):
+    shutil.copy(sources["checkpoint"], base := tmp_path / "base.pt")
+
+    def begin(steps, path=base, **more):
+        init = {"training__init_from": path} if path else {}
+        return tiny(family, training__n_iters=steps, training__eval_freq=2,
+                    training__snapshot_freq=2, **init, **more)
+
+    run(begin(6), tmp_path / "whole")
+    run(begin(2), tmp_path / "parts")
+    begun = f"weights: from the run's checkpoint; it began with {base} (hash "
+    assert begun not in capsys.readouterr().out
+    run(begin(4), tmp_path / "parts")
+    assert begun in " ".join(capsys.readouterr().out.split())
+    state, other = torch.load(base, weights_only=True), tmp_path / "other.pt"
+    state["ema"]["shadow_params"][0][0, 0] += 1
+    torch.save(state, other)
+    with pytest.raises(ValueError, match=f"began with other weights .* now .* of {other}.*fresh"):
+        run(begin(6, other), tmp_path / "parts")
+    with pytest.raises(ValueError, match=f"--init_from {tmp_path}/absent.pt: there is no such"):
+        run(begin(6, tmp_path / "absent.pt"), tmp_path / "parts")
+    base.unlink()   # not needed any longer
+    run(begin(6), tmp_path / "parts")
+    same_run(tmp_path / "whole", tmp_path / "parts")
+    run(begin(8, path=None), tmp_path / "parts")
+    state = load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))
+    assert state["step"] == 8 and state["init_from"]["path"] == str(base)
+    before = weights(straight)
+    with pytest.raises(ValueError, match="began with random weights"):
+        run(tiny(family, training__init_from=other), straight)
+    with pytest.raises(ValueError, match="exclude each other"):
+        run(begin(4, other), tmp_path / "new", resume=straight / "checkpoints" / "last.pt")
+    assert_equal_weights(before, weights(straight))
+    assert not (tmp_path / "new").exists()
+
+
+def test_all_that_does_not_fit_the_weights_is_told_at_once_before_anything_is_written(
+        sources, family, tmp_path):
+    other = torch.load(sources["published"], weights_only=True)
+    other["model"]["vocab_embed.embedding"] = torch.zeros(33, 32)
+    other["ema"]["shadow_params"][0] = torch.zeros(33, 32)
+    torch.save(other, tmp_path / "tokens.pth")
+    letters = torch.load(sources["checkpoint"], weights_only=True)
+    torch.save({**letters, "alphabet": "ARNDCQEGHILKMFPSTWYVX"}, tmp_path / "letters.pt")
+    sizes = ["model.hidden_size is 32 in the file, and 48 by the config", "model.n_blocks is 2",
+             "model.n_heads is 2", "model.cond_dim is 16"]
+    cases = [(sources["checkpoint"], dict(model__parameterization="subs"),
+              [*sizes, "model.parameterization is sedd in the file, and subs"]),
+             (tmp_path / "letters.pt", dict(graph__type="uniform"),
+              [*sizes, "graph.type is absorb", "ARNDCQEGHILKMFPSTWYVX; expected ACDEF"]),
+             (tmp_path / "tokens.pth", {}, [*sizes, "one of 33 tokens", "(33, 32)"])]
+    for path, more, expected in cases:
+        with pytest.raises(ValueError) as error:
+            run(tiny(family, training__init_from=path, model__hidden_size=48, model__n_blocks=3,
+                     model__n_heads=4, model__cond_dim=8, **more), tmp_path / "w")
+        assert all(text in str(error.value) for text in expected), error.value
+    assert not (tmp_path / "w").exists()
+
+
+def test_two_ranks_begin_with_the_weights_that_rank_0_reads(sources, family, tmp_path):
+    run(tiny(family, training__init_from=sources["published"], training__n_iters=2,
+             training__accum=4), tmp_path / "one")
+    (tmp_path / "c.yaml").write_text(dump_yaml(tiny(family, training__n_iters=2)))
+    (tmp_path / "driver.py").write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train_sedd_ddp as script
+from run_dir import hash_of
+start_run = script.start_run
+def noting(kind, config, ddp, former, bare, *more, **fields):
+    open(f"hash{{ddp.rank}}", "w").write(hash_of(bare.state_dict()))   # before DDP wraps it
+    return start_run(kind, config, ddp, former, bare, *more, **fields)
+script.start_run = noting
+script.cli()
+""")
+    done = fork_ranks(2, ["driver.py", "--config", "c.yaml", "--work_dir", "two", "--init_from",
+                          sources["published"]], tmp_path)
+    assert done.returncode == 0, done.text
+    assert list(losses(tmp_path / "two").values()) == pytest.approx(
+        list(losses(tmp_path / "one").values()), rel=1e-5)
+    recorded = [load_checkpoint(str(tmp_path / name / "checkpoints" / "last.pt"))["init_from"]
+                for name in ("one", "two")]
+    assert recorded[0] == recorded[1] and recorded[0]["path"] == str(sources["published"])
+    for rank in (0, 1):
+        assert (tmp_path / f"hash{rank}").read_text() == recorded[0]["hash"]
 
 
 # ---- decisions ----
@@ -1057,7 +1205,7 @@ def test_the_plan_is_the_table_of_the_original():
 
     assert table_of("1,2,4,8") == [["1", "64", "5e-05", "5,000"], ["2", "128", "0.0001", "10,000"],
                      ["4", "256", "0.0002", "20,000"], ["8", "512", "0.0004", "40,000"]]
-    c.training.batch_size = 12
+    c.training.batch_size, c.training.init_from = 12, "not_read.pt"
     assert table_of("8") == [["8", "384", "0.0003", "30,000"]]
 
 
@@ -1099,6 +1247,8 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
              ([*base, "--device", "tpu"], ["--device", "tpu"]),
              ([*base[:-1], "asked", "--ranks", "2"], ["--ranks asks for 2"]),
              ([*base, "--fresh", "--resume", "other.pt"], ["exclude each other"]),
+             ([*base, "--init_from", "no.pt"], ["--init_from no.pt: there is no such file"]),
+             ([*base, "--init_from", ""], ["training.init_from (--init_from) is empty"]),
              ([*base, "--resume", "other.pt"], ["cannot read the checkpoint other.pt"]),
              ([*base, "--work_dir", "c.yaml/run"], ["c.yaml/run cannot be used",
                                                     "c.yaml is a file"]),
