@@ -98,8 +98,8 @@ read -r -a arguments <<< "$ARGS"
 for word in ${arguments[@]+"${arguments[@]}"} "$@"; do    # bash 3.2 calls an empty array unset
   case $word,${previous:-} in
     --config,* | --config=*) fail "give the config as CONFIG=...: the log is named after it." ;;
-    --*data*=* | data.*=*) path=${word#*=} ;;
-    *,--*data*) path=$word ;;
+    --*data*=* | data.*=* | --init_from=*) path=${word#*=} ;;
+    *,--*data* | *,--init_from) path=$word ;;
     *) path= ;;
   esac
   if [ -n "$path" ] && [ -e "$called_from/$path" ]; then word=${word%"$path"}$called_from/$path; fi

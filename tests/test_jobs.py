@@ -154,12 +154,13 @@ def test_local_sh_starts_the_scripts_own_launcher_and_ends_with_its_code_and_las
 def test_local_sh_takes_data_from_where_it_is_called_and_all_else_from_its_own_folder(copy):
     for name in ("my.fasta", "runs"):
         (copy.parent / name).touch()
-    words = ["--data", "my.fasta", "--data=my.fasta", "data.file=my.fasta", "--data", "not_there",
-             "--work_dir", "runs"]
+    words = ["--data", "my.fasta", "--data=my.fasta", "data.file=my.fasta", "--init_from",
+             "my.fasta", "--data", "not_there", "--work_dir", "runs"]
     code, printed = local_sh(copy, *words, DRY_RUN="1")
     here = str(copy.parent / "my.fasta")
-    assert code == 0 and shlex.split(printed.splitlines()[-1])[-8:] == [
-        "--data", here, f"--data={here}", f"data.file={here}", *words[-4:]], printed
+    assert code == 0 and shlex.split(printed.splitlines()[-1])[-10:] == [
+        "--data", here, f"--data={here}", f"data.file={here}", "--init_from", here,
+        *words[-4:]], printed
 
 
 @pytest.mark.parametrize("path", [*sorted((ROOT / "jobs").iterdir()), ROOT / ".ci" / "run"],
