@@ -13,20 +13,22 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from run_log import read_rows
 
-# title, unit of the vertical axis, keys of metrics.jsonl with their line style; a level is a number
-# that does not change
+# title, unit of the vertical axis, keys of metrics.jsonl with their line style; "~" is noisy, drawn
+# pale with its running mean; a level is a number that does not change
 PANELS = (
-    ("loss", "nats", {"loss": "-", "val/loss": "o-", "val/unigram": "level", "val/exact": "level"}),
+    ("loss", "nats", {"loss": "~", "val/loss": "o-", "val/unigram": "level", "val/exact": "level"}),
     ("rewards", "nats", {"val/rewards/chosen": "-", "val/rewards/rejected": "--"}),
-    ("accuracy", "share of pairs", {"rewards/accuracies": "-", "val/rewards/accuracies": "o-"}),
-    ("margin of the rewards", "nats", {"rewards/margins": "-", "val/rewards/margins": "o-"}),
+    ("accuracy", "share of pairs", {"rewards/accuracies": "~", "val/rewards/accuracies": "o-"}),
+    ("margin of the rewards", "nats", {"rewards/margins": "~", "val/rewards/margins": "o-"}),
     ("recovery of native sequences", "share", {"val/recovery": "o-"}),
     ("KL from the reference", "nats per residue", {"val/kl": "o-"}),
     ("learning rate", "", {"lr": "-"}),
     ("throughput", "per second", {"residues_per_second": "-", "pairs_per_second": "-"}),
-    ("norm of the gradient", "", {"grad_norm": "-"}))
+    ("norm of the gradient", "", {"grad_norm": "~"}))
 SMOOTHED = 200    # points of a curve above which its mean over neighbours is drawn
 
 
@@ -53,6 +55,16 @@ def points(rows, key):
     return [[sum(values) / len(values) for values in zip(*group)] for group in groups]
 
 
+def running_mean(values):
+    """Means over a twentieth of a curve's points to either side, fewer at its ends."""
+    reach = len(values) // 20
+    sums = np.cumsum([0.0, *values])
+    first = np.arange(len(values)) - reach
+    last = np.minimum(first + 2 * reach + 1, len(values))
+    first = np.maximum(first, 0)
+    return (sums[last] - sums[first]) / (last - first)
+
+
 def draw(runs, path):
     """Draw {name: rows} into a PNG at `path`. Raises: ImportError without matplotlib."""
     import matplotlib
@@ -71,16 +83,20 @@ def draw(runs, path):
             for key, style in keys.items():
                 curve = points(rows, key)
                 label = key if len(runs) == 1 else f"{name}: {key}"
-                color = f"C{len(axis.lines) if len(runs) == 1 else number}"
+                color = f"C{len(axis.get_legend_handles_labels()[1]) if len(runs) == 1 else number}"
                 if curve and style == "level":
                     axis.axhline(curve[-1][1], linestyle=":", color=color, label=label)
+                elif curve and style == "~":
+                    axis.plot(*zip(*curve), color=color, alpha=0.3)
+                    steps, values = zip(*curve)
+                    axis.plot(steps, running_mean(values), color=color, label=label)
                 elif curve:
                     axis.plot(*zip(*curve), style, color=color, markersize=3, label=label)
         axis.set(title=title, xlabel="step", ylabel=unit)
         axis.grid(alpha=0.3)
         if title in ("learning rate", "throughput"):
             axis.set_ylim(bottom=0)
-        if len(runs) > 1 or len(axis.lines) > 1:
+        if len(runs) > 1 or len(axis.get_legend_handles_labels()[1]) > 1:
             axis.legend(fontsize="small")
     temporary = Path(path).with_name(f".{Path(path).name}.tmp")
     try:

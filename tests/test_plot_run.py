@@ -3,9 +3,10 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
-from plot_run import SMOOTHED, main, points, rows_of
+from plot_run import SMOOTHED, main, points, rows_of, running_mean
 
 
 def write(folder, rows):
@@ -22,6 +23,13 @@ def test_long_curves_are_means_and_short_ones_as_they_are(tmp_path):
     assert points(rows[:5], "loss") == [[k, k % 2] for k in range(5)] and not points(rows, "lr")
     folder = write(tmp_path / "run", [{"step": 1, "val/unigram_perplexity": 18.0, "loss": None}])
     assert rows_of(folder)[0]["val/unigram"] == math.log(18.0)
+
+
+def test_a_running_mean_takes_as_many_points_on_either_side():
+    values = np.random.default_rng(0).normal(size=47)
+    expected = [values[max(i - 2, 0):i + 3].mean() for i in range(47)]
+    assert np.allclose(running_mean(values), expected)
+    assert list(running_mean([3.0, 1.0])) == [3.0, 1.0]   # too few to be smoothed
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
