@@ -1,4 +1,4 @@
-"""Designs of the validation structures in DPO training: what the policy draws, and is it collapsing?
+"""Designs of the validation structures in DPO training: what the policy draws; has it collapsed?
 
     designs = Designs(pairs, reference, config)
     values = designs(model, step, folder, ddp)     # metrics by name; FOLDER/designs/step_N.fasta
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ddp_setup import all_sum, beat, seed_for
 from dpo_reference import stack
@@ -22,7 +23,7 @@ from sequence_data import X_ID, decode
 from structure_data import Complex
 
 MOST_PROBLEMS = 16       # the first by key, a hash: the cost does not grow with the data
-BATCH = 16               # sequences that are drawn side by side, about
+MOST_IN_BATCH = 16       # sequences that are drawn side by side
 # Signs of a collapse: a diversity below this share of that under the base weights; a larger shift.
 LEAST_DIVERSITY, MOST_SHIFT = 0.5, 0.3
 TINY = 1e-300            # stands for 0 before a logarithm
@@ -60,8 +61,10 @@ class Designs:
         self.temperature = config.monitoring.design_temperature
         by_length = sorted(range(len(self.problems)),
                            key=lambda i: -len(self.problems[i].complex))
-        size = max(BATCH // self.number, 1)
-        self.batches = [by_length[i:i + size] for i in range(0, len(by_length), size)]
+        designs = list(itertools.product(by_length, range(self.number)))
+        # A micro-batch of training has twice batch_size sequences, and keeps more of each.
+        size = min(4 * config.training.batch_size, MOST_IN_BATCH)
+        self.batches = [designs[i:i + size] for i in range(0, len(designs), size)]
         self.base = None      # designs of the base weights, see draw
 
     def __call__(self, model, step, folder, ddp):
@@ -80,24 +83,22 @@ class Designs:
     def draw(self, model, ddp):
         """Letters (problems, designs, longest) uint8, 0 behind the end of a complex.
 
-        Each problem is computed on one rank, in the same batch always."""
+        Each design is computed on one rank, in the same batch always."""
         longest = max(len(problem.complex) for problem in self.problems)
         S = torch.zeros(len(self.problems), self.number, longest, dtype=torch.float64)
         was_training, _ = model.training, model.eval()
-        for indices in self.batches[ddp.rank::ddp.world_size]:
-            letters, drawn, order, noise = map(torch.stack, zip(*(
-                self.inputs(self.problems[i], number, len(self.problems[indices[0]].complex))
-                for i, number in itertools.product(indices, range(self.number)))))
-            graph = stack([self.reference.graph(self.problems[i].complex) for i in indices])
-            structure = torch.arange(len(indices)).repeat_interleave(self.number)
-            letters, drawn, order, noise, structure = (
-                x.to(ddp.device) for x in (letters, drawn, order, noise, structure))
+        for batch in self.batches[ddp.rank::ddp.world_size]:
+            indices, numbers = map(list, zip(*batch))
+            rows, L = list(dict.fromkeys(indices)), len(self.problems[indices[0]].complex)
+            graph = stack([self.reference.graph(self.problems[i].complex) for i in rows])
+            inputs = zip(*(self.inputs(self.problems[i], number, L) for i, number in batch))
+            letters, drawn, order, noise = (torch.stack(x).to(ddp.device) for x in inputs)
+            structure = torch.tensor([rows.index(i) for i in indices], device=ddp.device)
             # arg max of (logits + temperature x Gumbel noise) is a draw from
             # softmax(logits / temperature).
             found = model.sample(model.encode(graph), letters, drawn, order, temperature=0,
                                  bias=self.temperature * noise, structure=structure)
-            S[indices, :, :found.shape[1]] = found.view(
-                len(indices), self.number, -1).double().cpu()
+            S[indices, numbers, :L] = found.double().cpu()
             beat(ddp)
         model.train(was_training)
         return all_sum(S, ddp).numpy().astype(np.uint8)
@@ -108,17 +109,13 @@ class Designs:
         n = len(problem.drawn)
         generator = torch.Generator().manual_seed(
             seed_for(self.seed, "design", problem.key, number))
-        drawn = torch.from_numpy(problem.drawn).long()
-        order = decoding_order(drawn[None], torch.rand(1, n, dtype=torch.float64,
-                                                       generator=generator))[0]
+        letters, drawn = (torch.from_numpy(x).long() for x in (problem.letters, problem.drawn))
+        draws = torch.rand(1, n, dtype=torch.float64, generator=generator)
+        order = torch.cat([decoding_order(drawn[None], draws)[0], torch.arange(n, length)])
         uniform = torch.rand(n, len(ALPHABET), dtype=torch.float64, generator=generator)
-        noise = -(-uniform.clamp(min=TINY).log()).clamp(min=TINY).log()
-        padding = length - n
-        letters = torch.from_numpy(problem.letters).long()
-        return (torch.nn.functional.pad(letters, (0, padding)),
-                torch.nn.functional.pad(drawn, (0, padding)),
-                torch.cat([order, torch.arange(n, length)]),
-                torch.nn.functional.pad(noise.float(), (0, 0, 0, padding)))
+        noise = -(-uniform.clamp(min=TINY).log()).clamp(min=TINY).log().float()
+        rest = length - n
+        return pad(letters, (0, rest)), pad(drawn, (0, rest)), order, pad(noise, (0, 0, 0, rest))
 
     def drawn_letters(self, S):
         """Of each problem: (problem, letters (designs, n) of its drawn positions)."""
@@ -153,7 +150,7 @@ class Designs:
         now, shift = values["val/design_diversity"], values["val/design_shift"]
         base = self.metrics(self.base)["val/design_diversity"]
         if now < LEAST_DIVERSITY * base:
-            return (f"designs of one structure have become too alike: two of them differ in "
+            return ("designs of one structure have become too alike: two of them differ in "
                     f"{now:.1%} of their residues, under the base weights in {base:.1%}.")
         if shift > MOST_SHIFT:
             return (f"the composition of designs has moved: {shift:.0%} of their residues would "

@@ -35,10 +35,11 @@ class Validation:
     """Loss and rewards of every validation pair, under orders that stay, in float32.
 
     The same for any number of ranks: each pair is computed once, on one rank, and means, by the
-    pairs' weights, are taken over the gathered values. Beside it, on the native sequence of every design problem (complex and
-    designed positions) among the pairs, means over scored residues: recovery, the share of native
-    letters that are the policy's first choice given the letters decoded before, and the KL
-    divergence of the policy's choice from the reference's, in nats. designs: see there, or None.
+    weights of the pairs, are taken over the gathered values. Beside it, on the native sequence of
+    every design problem (complex and designed positions) among the pairs, means over scored
+    residues: recovery, the share of native letters that are the policy's first choice given the
+    letters decoded before, and the KL divergence of the policy's choice from the reference's, in
+    nats. designs: a Designs of the same pairs; None where monitoring.n_designs is 0.
     """
 
     def __init__(self, pairs, reference, config, objective):

@@ -9,8 +9,8 @@ sequences of the same structure and chain whose scores differ by at least --marg
 paired with the worst, the second best with the second worst, and so on, at most --per_structure of
 them, so that no sequence is used twice. Equal sequences count once, by their mean score. With
 --weights, the weight of a pair in the loss is its difference of scores over the mean difference of
-all pairs; without, all pairs count alike. Prints how many pairs each structure gave. Wrong input ends with one message, naming all its lines, and exit
-code 2; then nothing is written.
+all pairs; without, all pairs count alike. Prints how many pairs each structure gave. Wrong input
+ends with one message, naming all its lines, and exit code 2; then nothing is written.
 """
 import argparse
 import collections
@@ -85,8 +85,8 @@ def wrong_in(row, folder):
 
 
 def make_pairs(scores, margin, most, lower_is_better=False):
-    """[(better sequence, worse sequence, difference of their scores)] of one structure, see the head
-    of this file.
+    """[(better sequence, worse sequence, difference of scores)] of one structure, see the head of
+    this file.
 
     scores: {sequence: [scores]}. margin: least difference. most: number of pairs, or None."""
     sign = -1 if lower_is_better else 1
@@ -138,7 +138,8 @@ def main(argv):
     used = sum(map(len, designs.values()))
     if args.weights:
         weights = [entry["weight"] for entry in entries]
-        print(f"weights {min(weights):g} to {max(weights):g}, median {statistics.median(weights):g}")
+        print(f"weights {min(weights):g} to {max(weights):g}, median "
+              f"{statistics.median(weights):g}")
     print(f"{len(entries):,} pairs of {used:,} sequences on {len(counts):,} structure(s), written "
           f"to {args.pairs}")
     return 0

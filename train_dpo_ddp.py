@@ -129,8 +129,8 @@ class Memory(CommonMemory):
 class Monitoring(CommonMonitoring):
     fall: float = 0.02                   # nats per residue; a larger fall of chosen sequences'
     #                                      log-probabilities is warned about
-    n_designs: int = 4                   # drawn at each evaluation for each of at most 16 validation
-    #                                      structures (see dpo_designs.py); 0 = none
+    n_designs: int = 4                   # drawn at each evaluation of each of at most 16 validation
+    #                                      structures (dpo_designs.py); 0 = none
     design_temperature: float = 0.1      # at which they are drawn
 
 

@@ -335,23 +335,22 @@ def test_recovery_is_one_for_a_model_that_always_says_the_native_letter():
 
 # ---- designs ----
 
-def designs_of(ddp, only=slice(None), step=0, folder=None):
-    """(Designs of small_pairs, letters that the policy draws); of the problems `only`."""
+def designs_of(ddp, only=None):
+    """(Designs of small_pairs, or of one of them, letters that the policy draws)."""
     config = tiny(monitoring__n_designs=3, monitoring__design_temperature=0.5)
     policy, reference, pairs = sizes(config)
-    reference.ddp, found = ddp, Designs(pairs, reference, config)
-    found.problems = found.problems[only]
-    found.batches = [[i for i in batch if i < len(found.problems)] for batch in found.batches]
-    found.batches = [batch for batch in found.batches if batch]
+    reference.ddp = ddp
+    found = Designs(pairs if only is None else [pairs[only]], reference, config)
     return found, found.draw(policy, ddp)
 
 
 def test_designs_change_designed_resolved_positions_alone_and_hang_on_their_problem_alone():
     designs, S = designs_of(Ddp())
     pairs = small_pairs()
-    for i, (problem, drawn) in enumerate(zip(designs.problems, S, strict=True)):
-        pair = next(p for p in pairs if p.complex.key == problem.complex.key and
-                    np.array_equal(p.chosen, problem.preferred[0]))
+    for problem, drawn in zip(designs.problems, S, strict=True):
+        number, pair = next((k, p) for k, p in enumerate(pairs)
+                            if p.complex.key == problem.complex.key
+                            and np.array_equal(p.chosen, problem.preferred[0]))
         n, L, native = problem.complex.n_designed, len(problem.complex), problem.complex.S
         resolved = problem.complex.mask[:n]
         for kept, letters in ((~pair.chain_M, pair.chosen), (~resolved, native[:n])):
@@ -359,8 +358,7 @@ def test_designs_change_designed_resolved_positions_alone_and_hang_on_their_prob
         assert (drawn[:, :n][:, pair.chain_M & resolved] != ALPHABET.index("X")).all()
         assert (drawn[:, n:L] == native[n:]).all()                             # context
         assert len({row.tobytes() for row in drawn}) == designs.number
-        _, alone = designs_of(Ddp(), slice(i, i + 1))
-        assert (alone[0, :, :L] == drawn[:, :L]).all()
+        assert (designs_of(Ddp(), only=number)[1][0] == drawn[:, :L]).all()
     assert len(designs.problems) == 4 + 4 + 1
     entries = designs.fasta(S).splitlines()
     assert len(entries) == 2 * S[..., 0].size

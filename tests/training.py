@@ -45,8 +45,8 @@ def timeless(work_dir):
 
 
 def same_run(a, b):
-    """Assert that the last checkpoints, published models, designs and metrics of two run folders are
-    alike, to the last bit."""
+    """Assert that the last checkpoints, published models, designs and metrics of two run folders
+    are alike, to the last bit."""
     one, other = (load_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (a, b))
     tensors = {"model", "ema", "optimizer"} & one.keys()
     for key in tensors:
