@@ -9,6 +9,7 @@ import time
 import torch
 
 from ddp_setup import all_sum, beat, save_checkpoint
+from dpo_designs import Designs
 from dpo_reference import make_batch
 from proteinmpnn_model import ALPHABET, to_checkpoint
 from run_dir import ADVICE, Diverged, before_saving
@@ -22,7 +23,7 @@ SUMS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "reward
 
 
 def metrics_of(sums, pairs, prefix=""):
-    """Means over pairs, by name."""
+    """Means over pairs, by name. pairs: their number, or the sum of their weights."""
     values = {prefix + name: float(x) / (float(pairs) or math.nan) for name, x in zip(SUMS, sums)}
     values.pop(f"{prefix}residues")
     chosen, rejected = (values[f"{prefix}rewards/{side}"] for side in ("chosen", "rejected"))
@@ -33,11 +34,12 @@ def metrics_of(sums, pairs, prefix=""):
 class Validation:
     """Loss and rewards of every validation pair, under orders that stay, in float32.
 
-    The same for any number of ranks: each pair is computed once, on one rank, and means are taken
-    over the gathered values. Beside it, on the native sequence of every design problem (complex and
-    designed positions) among the pairs, means over scored residues: recovery, the share of native
-    letters that are the policy's first choice given the letters decoded before, and the KL
-    divergence of the policy's choice from the reference's, in nats.
+    The same for any number of ranks: each pair is computed once, on one rank, and means, by the
+    weights of the pairs, are taken over the gathered values. Beside it, on the native sequence of
+    every design problem (complex and designed positions) among the pairs, means over scored
+    residues: recovery, the share of native letters that are the policy's first choice given the
+    letters decoded before, and the KL divergence of the policy's choice from the reference's, in
+    nats. designs: a Designs of the same pairs; None where monitoring.n_designs is 0.
     """
 
     def __init__(self, pairs, reference, config, objective):
@@ -45,6 +47,8 @@ class Validation:
         of each pair, columns of SUMS), as in training."""
         self.pairs, self.reference, self.config, self.table = pairs, reference, config, None
         self.objective = objective
+        self.designs = Designs(pairs, reference, config) if config.monitoring.n_designs else None
+        self.weights = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
         natives, size, unknown = {}, config.training.batch_size, ALPHABET.index("X")
         for pair in pairs:
             native = pair.complex.S[:len(pair.chain_M)]
@@ -79,10 +83,10 @@ class Validation:
             natives[indices, 2] = batch["n"].double().cpu()
             beat(ddp)
         model.train(was_training)
-        sums = all_sum(values, ddp).sum(0)
+        sums = (self.weights[:, None] * all_sum(values, ddp)).sum(0)
         recovered, kl, residues = all_sum(natives, ddp).sum(0).tolist()
         per_residue = sums[SUMS.index("logps/chosen")] / sums[SUMS.index("residues")]
-        return {**metrics_of(sums, len(self.pairs), "val/"),
+        return {**metrics_of(sums, self.weights.sum(), "val/"),
                 "val/logps/chosen_per_residue": float(per_residue),
                 "val/recovery": recovered / max(residues, 1),
                 "val/kl": max(kl / max(residues, 1), 0.0)}   # of equal models: rounding
@@ -108,10 +112,9 @@ def evaluate_base(run, log, ddp):
         if run.reference.needed and not run.config.model.dropout:
             progress["start"] = 0.0
         return {}
-    values = validation(run.bare, ddp)
+    values = validate(run, log, ddp)
     log.metrics(0, values)
     log.say(f"step 0: validation {short_result(values)}, recovery {values['val/recovery']:.3f}")
-    warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
     keep_best(run, log, values, values["val/loss"], ddp)
     return values
 
@@ -122,12 +125,11 @@ def evaluate(run, log, values, at_end, epoch_began, ddp):
     trained = metrics_of(epoch.sums, epoch.count)
     text = f"train {short_result(trained, '')}"
     if run.validation is not None:
-        found = run.validation(run.bare, ddp)
+        found = validate(run, log, ddp)
         values.update(found)
         text += f", validation {short_result(found)}"
         if not at_end:
             log.say(f"step {step:,}: validation {short_result(found)}")
-        warn_of_fall(run, log, found["val/logps/chosen_per_residue"])
     elif float(epoch.count) and at_end:
         sums = dict(zip(SUMS, epoch.sums.tolist()))
         warn_of_fall(run, log, sums["rewards/chosen"] / sums["residues"] / run.config.loss.beta)
@@ -143,6 +145,31 @@ def evaluate(run, log, values, at_end, epoch_began, ddp):
                        f"expected finite numbers. {ADVICE}")
 
 
+def validate(run, log, ddp):
+    """Metrics of the validation pairs and of designs of their structures, with warnings."""
+    values = run.validation(run.bare, ddp)
+    warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
+    if run.validation.designs is not None:
+        step, folder = run.progress["step"], run.work_dir
+        values.update(run.validation.designs(run.bare, step, folder, ddp))
+        warn_of_collapse(run, log, values)
+    return values
+
+
+def warn_of_collapse(run, log, values):
+    """Warn, once, of designs that have lost variety. values: of Designs."""
+    progress = run.progress
+    if progress["collapsed"] or run.config.model.base_model_name == "random":   # nothing to lose
+        return
+    sign = run.validation.designs.sign_of_collapse(values)
+    if sign:
+        progress["collapsed"] = True
+        path = run.work_dir / "designs" / f"step_{progress['step']}.fasta"
+        say_attention(log, f"{sign} Look at {path}. If that is not what the pairs ask for: raise "
+                           "loss.beta, lower optim.lr, set loss.sft (1, say) or "
+                           "loss.diversity_lambda, or stop earlier.")
+
+
 def warn_of_fall(run, log, now):
     """Warn, once, of chosen sequences that become less likely. now: their log-probability per
     residue."""
@@ -153,11 +180,14 @@ def warn_of_fall(run, log, now):
     if progress["fallen"] or fall <= run.config.monitoring.fall:
         return
     progress["fallen"] = True
-    log.say(textwrap.fill(
-        f"ATTENTION: chosen sequences have become less likely, by {fall:.3f} nats per residue "
-        "since the start. DPO may widen the margin so, rejected ones falling faster. If designs "
-        "suffer: set loss.sft (1, say), raise loss.beta, lower optim.lr, or stop earlier.", 80,
-        subsequent_indent="    "))
+    say_attention(log, f"chosen sequences have become less likely, by {fall:.3f} nats per residue "
+                       "since the start. DPO may widen the margin so, rejected ones falling "
+                       "faster. If designs suffer: set loss.sft (1, say), raise loss.beta, lower "
+                       "optim.lr, or stop earlier.")
+
+
+def say_attention(log, text):
+    log.say(textwrap.fill(f"ATTENTION: {text}", 80, subsequent_indent="    "))
 
 
 def keep_best(run, log, values, score, ddp):
@@ -196,5 +226,7 @@ def result_lines(result, progress, folder):
     if best["step"] == 0:
         lines.append("  ATTENTION: no evaluation was better than the base weights, which "
                      "best_model.pt therefore holds")
+    if "val/design_diversity" in result:
+        lines.append(f"  designs   {folder / 'designs'}/step_{result['step']}.fasta")
     return [*lines, f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
                     "latest_model.pt", f"  metrics   {folder / 'metrics.jsonl'}"]

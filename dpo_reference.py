@@ -64,6 +64,7 @@ def make_batch(pairs, indices, loss, seed, epoch=None):
         index: (P, O, 2) int64, row in S of the chosen and the rejected sequence of a pair under
             each of its O orders.
         weight: (P, L) float32, 1 = scored. n: (P,) their number. indices: (P,) int64, as given.
+        pair_weight: (P,) float32, of each pair in means over pairs.
     """
     batch, rows, index = collate(pairs, indices), {}, []
     L = batch["S"].shape[1]
@@ -78,7 +79,8 @@ def make_batch(pairs, indices, loss, seed, epoch=None):
     weight = batch["chain_M"] * batch["mask"][batch["complex"]]
     return {"S": torch.stack(S), "order": torch.stack(order), "structure": torch.tensor(structure),
             "index": torch.tensor(index).view(len(indices), -1, 2), "weight": weight,
-            "n": weight.sum(1), "indices": torch.as_tensor(indices)}
+            "n": weight.sum(1), "indices": torch.as_tensor(indices),
+            "pair_weight": torch.tensor([pairs[i].weight for i in indices], dtype=torch.float32)}
 
 
 def pair_scores(log_probs, batch, temperature):

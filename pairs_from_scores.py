@@ -1,15 +1,16 @@
 """Make preference pairs for train_dpo_ddp.py from a table of scored designs.
 
     python pairs_from_scores.py designs.csv pairs.json --margin 0.5 --per_structure 50
-    python pairs_from_scores.py energies.csv pairs.json --lower_is_better
+    python pairs_from_scores.py energies.csv pairs.json --lower_is_better --weights
 
 Reads a CSV file (comma or tab) with the columns pdb, sequence, score and chain (the designed one).
 Writes a JSON list of pairs; paths of structures become relative to it. A pair is two different
 sequences of the same structure and chain whose scores differ by at least --margin. The best is
 paired with the worst, the second best with the second worst, and so on, at most --per_structure of
-them, so that no sequence is used twice. Equal sequences count once, by their mean score. Prints how
-many pairs each structure gave. Wrong input ends with one message, naming all its lines, and exit
-code 2; then nothing is written.
+them, so that no sequence is used twice. Equal sequences count once, by their mean score. With
+--weights, the weight of a pair in the loss is its difference of scores over the mean difference of
+all pairs; without, all pairs count alike. Prints how many pairs each structure gave. Wrong input
+ends with one message, naming all its lines, and exit code 2; then nothing is written.
 """
 import argparse
 import collections
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from run_log import write_text_atomic
 from sequence_data import LETTERS
+from structure_data import LEAST_WEIGHT
 
 COLUMNS = ("pdb", "sequence", "score", "chain")
 MAX_LISTED = 10
@@ -83,7 +85,8 @@ def wrong_in(row, folder):
 
 
 def make_pairs(scores, margin, most, lower_is_better=False):
-    """[(better sequence, worse sequence)] of one structure, see the head of this file.
+    """[(better sequence, worse sequence, difference of scores)] of one structure, see the head of
+    this file.
 
     scores: {sequence: [scores]}. margin: least difference. most: number of pairs, or None."""
     sign = -1 if lower_is_better else 1
@@ -92,7 +95,7 @@ def make_pairs(scores, margin, most, lower_is_better=False):
     pairs = []
     for (better, chosen), (worse, rejected) in zip(ranked[:len(ranked) // 2], reversed(ranked)):
         if better > worse and better - worse >= margin and len(pairs) != most:
-            pairs.append((chosen, rejected))
+            pairs.append((chosen, rejected, better - worse))
     return pairs
 
 
@@ -104,22 +107,28 @@ def main(argv):
     add("--margin", type=float, default=0.0, help="least difference of scores (default 0)")
     add("--per_structure", type=int, help="most pairs of a structure (default: all)")
     add("--lower_is_better", action="store_true", help="such as for energies")
+    add("--weights", action="store_true", help="weigh pairs by their difference of scores")
     args = parser.parse_args(argv)
     try:
         if not args.margin >= 0 or args.per_structure is not None and args.per_structure < 1:
             raise ValueError(f"found --margin {args.margin}, --per_structure "
                              f"{args.per_structure}; expected at least 0, and at least 1.")
-        entries, counts = [], collections.Counter()
+        entries, differences, counts = [], [], collections.Counter()
         designs = read_designs(args.table)
         for (structure, chain), scores in designs.items():
             relative = os.path.relpath(structure, args.pairs.absolute().parent)
             found = make_pairs(scores, args.margin, args.per_structure, args.lower_is_better)
             counts[structure] += len(found)
             entries += [{"pdb_file": relative, "chain_id": chain, "preferred_seq": chosen,
-                         "unpreferred_seq": rejected} for chosen, rejected in found]
+                         "unpreferred_seq": rejected} for chosen, rejected, _ in found]
+            differences += [difference for _, _, difference in found]
         if not entries:
             raise ValueError(f"{args.table}: no two sequences of a structure differ by "
                              f"{args.margin:g} in their scores; lower --margin.")
+        if args.weights:
+            mean = statistics.fmean(differences)
+            for entry, difference in zip(entries, differences):
+                entry["weight"] = max(float(f"{difference / mean:.6g}"), LEAST_WEIGHT)
         write_text_atomic(args.pairs, json.dumps(entries, indent=1) + "\n")
     except (ValueError, OSError) as error:
         print(f"pairs_from_scores.py: error: {error}", file=sys.stderr)
@@ -127,6 +136,10 @@ def main(argv):
     for structure, n in counts.items():
         print(f"{n:>6}  {structure}")
     used = sum(map(len, designs.values()))
+    if args.weights:
+        weights = [entry["weight"] for entry in entries]
+        print(f"weights {min(weights):g} to {max(weights):g}, median "
+              f"{statistics.median(weights):g}")
     print(f"{len(entries):,} pairs of {used:,} sequences on {len(counts):,} structure(s), written "
           f"to {args.pairs}")
     return 0

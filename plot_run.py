@@ -26,6 +26,8 @@ PANELS = (
     ("margin of the rewards", "nats", {"rewards/margins": "~", "val/rewards/margins": "o-"}),
     ("recovery of native sequences", "share", {"val/recovery": "o-"}),
     ("KL from the reference", "nats per residue", {"val/kl": "o-"}),
+    ("designs", "share", {"val/design_recovery": "o-", "val/design_diversity": "o-",
+                          "val/design_shift": "o-"}),
     ("learning rate", "", {"lr": "-"}),
     ("throughput", "per second", {"residues_per_second": "-", "pairs_per_second": "-"}),
     ("norm of the gradient", "", {"grad_norm": "~"}))

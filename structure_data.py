@@ -18,6 +18,7 @@ or one object per line in a .jsonl file. Keys of an object:
     mutable_positions, or mutable_ranges
                             0-based in the joined sequence; ranges [first, last] hold both ends.
                             Optional: without them every position is designed
+    weight                  of the pair in the loss, 1e-6 to 1e6; optional, 1 without it
     description             anything; not used
 Writes nothing. Everything is a function of its arguments: every rank reads, splits and plans the
 same. No model and no process group here.
@@ -54,7 +55,9 @@ MAX_LISTED = 20             # problems of a file, or contradictions, that are li
 LENGTH_RATIO = 1.1          # longest / shortest complex that are mixed at will in a step
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
 OPTIONAL = ("chain_id", "design_chains", "fixed_chains", "mutable_positions", "mutable_ranges",
-            "description")
+            "weight", "description")
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6   # of a pair
+FAR = 2                     # share of pairs held out / the share asked for, or the reverse: warned
 # What _random_words is keyed by first, so that no two purposes share a stream.
 FOR_SPLIT, FOR_PAIRS, FOR_LENGTHS, FOR_STEPS, FOR_DEMO = 1, 2, 3, 4, 5
 
@@ -309,10 +312,11 @@ class Pair:
     chosen, rejected: (n_designed,) uint8 letters by row of the complex; equal where not scored.
     chain_M: (n_designed,) bool, True = designed. Scored are the rows that are resolved as well.
     key:     integer from all this and the structure, for seeds and caches.
+    weight:  of the pair in means over pairs.
     """
 
-    def __init__(self, complex, chosen, rejected, chain_M):
-        self.complex, self.chain_M = complex, chain_M
+    def __init__(self, complex, chosen, rejected, chain_M, weight=1.0):
+        self.complex, self.chain_M, self.weight = complex, chain_M, weight
         self.chosen, self.rejected = chosen, rejected
         self.key = _content_key(complex.key, chosen, rejected, chain_M)
 
@@ -396,7 +400,10 @@ def describe(pairs):
         return sum(map(has, pairs))
 
     incomplete = {key for key, complex in complexes.items() if leaves_chains_out(complex)}
-    notes = [(count(lambda pair: len(pair.complex.design + pair.complex.fixed) > 1),
+    weights = [pair.weight for pair in pairs]
+    notes = [(count(lambda pair: pair.weight != 1),
+              f"with a weight other than 1; weights {min(weights):g} to {max(weights):g}"),
+             (count(lambda pair: len(pair.complex.design + pair.complex.fixed) > 1),
               "with several chains"),
              (count(lambda pair: not pair.chain_M.all()), "with fixed positions"),
              (count(lambda pair: pair.complex.key in incomplete),
@@ -488,6 +495,7 @@ class _PairReader:
                 return report(str(entry))
             return report(f"found {_quote(entry)}; expected an object")
         self.check_keys(entry, report)
+        weight = self.weight(entry, report)
         texts = {name: entry[name] for name in REQUIRED
                  if isinstance(entry.get(name), str) and entry[name].strip()}
         sequences = {name: text for name, text in texts.items() if name != "pdb_file"}
@@ -510,7 +518,7 @@ class _PairReader:
             is_mutable = self.positions_for_all(n, structure, design, report)
         if is_mutable is None or lengths != [n, n] or not letters_fit:
             return None
-        return self.compare(complex, design, sequences, is_mutable, report)
+        return self.compare(complex, design, sequences, is_mutable, weight, report)
 
     def check_keys(self, entry, report):
         for name in entry.repeated:
@@ -523,6 +531,13 @@ class _PairReader:
                 report(f"missing key {name}")
             elif not isinstance(entry[name], str) or not entry[name].strip():
                 report(f"{name} is {_quote(entry[name])}; expected a text that is not empty")
+
+    def weight(self, entry, report):
+        weight = entry.get("weight", 1.0)
+        if type(weight) in (int, float) and LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+            return float(weight)
+        return report(f"weight is {_quote(weight)}; expected a number above 0, from "
+                      f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
 
     def check_letters(self, sequences, report):
         """Are all letters amino acids, X or '-'? Lengths that differ are reported too."""
@@ -656,7 +671,7 @@ class _PairReader:
         mask = self.masks[key]
         return report(mask) if isinstance(mask, str) else mask
 
-    def compare(self, complex, design, sequences, is_mutable, report):
+    def compare(self, complex, design, sequences, is_mutable, weight, report):
         """Pair of two sequences of the right length and letters; is_mutable (n,) bool."""
         n, places = complex.n_designed, complex.places(design)
         resolved, native = np.zeros(n, bool), np.zeros(n, np.uint8)
@@ -677,7 +692,7 @@ class _PairReader:
         elif not differ.any():
             report("preferred and unpreferred are equal at all resolved positions: no preference")
         chosen, rejected = (np.where(resolved, ids, native)[places] for ids in (chosen, rejected))
-        return Pair(complex, chosen, rejected, (is_mutable & ~nameless)[places])
+        return Pair(complex, chosen, rejected, (is_mutable & ~nameless)[places], weight)
 
 
 # ---- the pairs of a run ----
@@ -724,8 +739,10 @@ def load_pairs(data, seed, alive=lambda: None):
         n = len({pair.complex.structure.key for pair in val})
         lines.append(f"  {len(pairs):,} pairs for training, {len(val):,} on {n:,} structure(s) for "
                      "validation")
-    keys = repr([[pair.key for pair in part] for part in (pairs, val or [])])   # in their order
-    digest = hashlib.blake2b(keys.encode(), digest_size=8).hexdigest()
+    content = [[pair.key for pair in part] for part in (pairs, val or [])]   # in their order
+    weights = [pair.weight for pair in [*pairs, *(val or [])]]
+    content += [weights] * any(weight != 1 for weight in weights)
+    digest = hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
     return TrainingPairs(pairs, val, {"n": len(pairs), "hash": digest},
                          lines + [f"ATTENTION: {warning}"] * bool(warning))
 
@@ -751,7 +768,9 @@ def split_pairs(pairs, val_fraction, seed):
     Of the structures, max(1, round(val_fraction x number)) go to validation: which ones, depends on
     the seed and on their content alone (Structure.key). Similar structures may still be on both
     sides. A single structure is split by sequence, with a warning: pairs that share a sequence,
-    through others as well, stay together, and about val_fraction of the pairs go to validation.
+    through others as well, stay together, and about val_fraction of the pairs go to validation. A
+    share of the pairs that is more than FAR times, or less than 1 / FAR of, val_fraction is warned
+    about.
 
     Args:
         pairs:        list of Pair.
@@ -787,10 +806,18 @@ def split_pairs(pairs, val_fraction, seed):
         held_out = order[:min(n_val, len(keys) - 1)]
     is_val = np.isin(groups, keys[held_out])
     train, val = ([pairs[i] for i in np.flatnonzero(side)] for side in (~is_val, is_val))
-    warning = (f"all pairs are of one structure: {len(val):,} of {len(pairs):,} are held out by "
-               "sequence, so validation tells about other sequences, not other structures. For "
-               "these, give --val_data.")
-    return train, val, warning if by_sequence else None
+    share, warnings = len(val) / len(pairs), []
+    if by_sequence:
+        warnings.append(f"all pairs are of one structure: {len(val):,} of {len(pairs):,} are held "
+                        "out by sequence, so validation tells about other sequences, not other "
+                        "structures. For these, give --val_data.")
+    if not val_fraction / FAR <= share <= val_fraction * FAR:
+        together = "linked by sequences that they share" if by_sequence else "of one structure"
+        warnings.append(f"{len(val):,} of {len(pairs):,} pairs ({share:.0%}) are held out for "
+                        f"validation, but data.val_fraction asks for {val_fraction:.0%}: pairs "
+                        f"{together} stay together. Give --val_data, pairs on more structures, or "
+                        "data.val_fraction=0 to train on all of them without validation.")
+    return train, val, " ".join(warnings) or None
 
 
 def _linked_by_sequence(pairs):

@@ -9,6 +9,7 @@ Reads pairs and their structures (structure_data.py), published weights, and per
 (every key below and in run_config.py, with its default). Writes into the run folder (--output_dir,
 default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN tools read;
 metrics.jsonl, config.yaml, reference/KEY.pt (log-probabilities under the base weights),
+designs/step_N.fasta (what each evaluation draws for the validation structures),
 checkpoints/last.pt (before it last-1.pt) to continue from, and at the end status.json. The same
 command again continues. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE and a file STOP in the run
 folder end a run in good order: it saves, and leaves with exit code 75.
@@ -43,8 +44,7 @@ from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
 from structure_data import PairPlan, load_pairs, try_all
-from train_loop import (Run, first_batches, reason_to_stop, start_run,
-                        take_step)
+from train_loop import Run, first_batches, reason_to_stop, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
@@ -131,6 +131,9 @@ class Monitoring(CommonMonitoring):
     sample_frequency: int = 0            # taken for configs of SEDD; not used
     fall: float = 0.02                   # nats per residue; a larger fall of chosen sequences'
     #                                      log-probabilities is warned about
+    n_designs: int = 4                   # drawn at each evaluation of each of at most 16 validation
+    #                                      structures (dpo_designs.py); 0 = none
+    design_temperature: float = 0.1      # at which they are drawn
 
 
 @dataclass
@@ -147,7 +150,8 @@ class Config:
 
 # What a resumed run may change, beside the number of ranks (accum follows).
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "memory.structure_cache_mb", "monitoring.fall",
-              "data.reference_cache", "data.train_data", "data.val_data", "model.base_model_name",
+              "monitoring.n_designs", "monitoring.design_temperature", "data.reference_cache",
+              "data.train_data", "data.val_data", "model.base_model_name",
               "model.base_model_dir")   # the content of files is compared
 PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.base_model_name",
             "model.base_model_dir", "training.num_workers", "memory.structure_cache_mb",
@@ -176,6 +180,9 @@ def check_config(c, without_data=False):
         (loss.order != "arange" or loss.n_orders == 1,
          f"loss.n_orders is {loss.n_orders} with loss.order arange, which is a single order; "
          "expected 1"),
+        (c.monitoring.n_designs != 1, "monitoring.n_designs is 1; expected 0, or 2 and more"),
+        (0 <= c.monitoring.design_temperature <= 1e3, "monitoring.design_temperature is "
+         f"{c.monitoring.design_temperature}; expected 0 to 1,000"),
         (base == "random" or c.model.random == Random(),
          "model.random gives sizes, but model.base_model_name is a file, which brings its own; "
          "expected random"),
@@ -190,7 +197,7 @@ def check_config(c, without_data=False):
          "them")),
         {"loss": dict(gamma=0, sft=0, diversity_lambda=0, n_orders=1),
          "data": dict(max_length=1, demo_structures=1, demo_pairs=1),
-         "memory": dict(structure_cache_mb=0), "monitoring": dict(fall=0)})
+         "memory": dict(structure_cache_mb=0), "monitoring": dict(fall=0, n_designs=0)})
     for key, value in vars(c.model.random).items():
         if value < 1:
             raise ValueError(f"config: model.random.{key} is {value}; expected at least 1.")
@@ -244,7 +251,8 @@ def objective(log_probs, batch, reference, loss):
 
 
 def micro_batch_loss(model, batch, reference, config, ddp, dtype):
-    """Loss of one micro-batch of MicroBatches: (sum over pairs in nats, the sums of SUMS, pairs).
+    """Of one micro-batch of MicroBatches: the weighted sum of losses, in nats; (11,) those of SUMS,
+    and the numbers of pairs and residues; the sum of weights.
 
     The mean over the global batch is taken by global_gradient."""
     batch = reference.to_device(batch)
@@ -252,7 +260,10 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     with autocast(dtype, ddp):
         log_probs = model(batch["graph"], batch["S"], batch["order"], batch["structure"])
     loss, columns = objective(log_probs, batch, ref, config.loss)
-    return loss.sum(), columns.sum(0), len(loss)
+    weight, residues = batch["pair_weight"], columns[:, SUMS.index("residues")].sum()
+    seen = torch.stack([residues.new_full((), len(loss)), residues])
+    sums = torch.cat([(weight[:, None] * columns).sum(0), seen])
+    return (weight * loss).sum(), sums, weight.double().sum()
 
 
 # ---------------------------------------------------------------- data
@@ -302,24 +313,25 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     plan = PairPlan(data.train, t.seed, micro_batches, t.batch_size)
     batch = micro_batches * t.batch_size
     filled = min(batch, len(data.train))   # a small file does not fill the global batch
-    validation = None
-    if data.val is not None:
-        validation = Validation(data.val, reference, config, objective)
-    sums = torch.zeros(len(SUMS) + 4, dtype=torch.float64, device=ddp.device)
-    if former.state is not None:
-        sums += torch.tensor(former.state["sums"], dtype=torch.float64, device=ddp.device)
+    validation = data.val and Validation(data.val, reference, config, objective)
+    sums = torch.zeros(len(SUMS) + 6, dtype=torch.float64, device=ddp.device)
+    if former.state is not None:   # one of an older version lacks the pairs and residues seen
+        saved = torch.tensor(former.state["sums"], dtype=torch.float64, device=ddp.device)
+        sums[:len(SUMS)] = saved[:len(SUMS)]
+        sums[len(SUMS) - len(saved):] = saved[len(SUMS):]
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, filled=filled,
-        progress={"start": None,       # log-probability per residue of chosen sequences, at first
-                  "fallen": False},    # it has been warned that these become less likely
-        seen_at={"pairs": len(SUMS), "residues": SUMS.index("residues")},
+        progress={"start": None,        # log-probability per residue of chosen sequences, at first
+                  "fallen": False,      # it has been warned that these become less likely
+                  "collapsed": False},  # it has been warned that designs become too alike
+        seen_at={"pairs": len(SUMS), "residues": len(SUMS) + 1},
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
-        batch=batch, nominal=float(batch), pairs=data.train, base=base_hash,
-        reference=reference, sums=sums)
+        batch=batch, pairs=data.train, base=base_hash, reference=reference, sums=sums,
+        nominal=batch * sum(pair.weight for pair in data.train) / len(data.train))
     lines = describe_data(run, data, base, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, "pairs", filled, ddp))
-    take_folder(run, ddp, fresh, ("checkpoints", "reference"))
+    take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
     bring_best(run, ddp, "best_model.pt")
     return run
 
@@ -361,7 +373,7 @@ def train(run, ddp):
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
         totals, norm = take_step(run, batches, loss_of, ddp)
-        pairs = pairs + totals.count
+        pairs = pairs + totals.sums[len(SUMS)]
         run.sums += torch.where(totals.bad > 0, 0.0, totals.packed)
         step, last = progress["step"], progress["step"] == run.n_iters
         at_end = last or step % run.steps_per_epoch == 0   # of the epoch, or of the run

@@ -101,7 +101,8 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
                 **progress}
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
     if state is not None:
-        lr, warmup, progress = state["lr"], state["warmup"], {k: state[k] for k in progress}
+        lr, warmup, progress = state["lr"], state["warmup"], {
+            name: state.get(name, first) for name, first in progress.items()}
         bare.load_state_dict(state["model"])
     n_iters = t.n_iters or t.num_epochs * steps_per_epoch
     schedule = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"],
@@ -192,7 +193,8 @@ def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None,
     meter.lap("optimizer")
     totals = unpack(all_sum(packed, ddp))
     meter.lap("exchange")
-    factor = ddp.world_size * nominal / totals.count.clamp(min=1)   # 0: nothing that counts
+    count = torch.where(totals.count > 0, totals.count, 1.0)   # 0: nothing that counts
+    factor = ddp.world_size * nominal / count
     factor = torch.where(totals.bad > 0, math.nan, factor).to(gradients[0].dtype)
     torch._foreach_mul_(gradients, factor)
     return totals, norm * factor

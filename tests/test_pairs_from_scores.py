@@ -12,10 +12,11 @@ TABLE = "pdb,sequence,score,chain\n"
 
 def test_the_best_meet_the_worst_by_the_margin_and_up_to_the_cap():
     scores = {"AAA": [5.0], "CCC": [4.0], "DDD": [3.0], "EEE": [1.0, 2.0], "FFF": [0.0]}
-    assert make_pairs(scores, 0, None) == [("AAA", "FFF"), ("CCC", "EEE")]
-    assert make_pairs(scores, 3, None) == [("AAA", "FFF")]      # 4 - 1.5 is less than 3
-    assert make_pairs(scores, 0, 1) == [("AAA", "FFF")]
-    assert make_pairs(scores, 0, None, lower_is_better=True) == [("FFF", "AAA"), ("EEE", "CCC")]
+    assert make_pairs(scores, 0, None) == [("AAA", "FFF", 5), ("CCC", "EEE", 2.5)]
+    assert make_pairs(scores, 3, None) == [("AAA", "FFF", 5)]      # 4 - 1.5 is less than 3
+    assert make_pairs(scores, 0, 1) == [("AAA", "FFF", 5)]
+    assert make_pairs(scores, 0, None, lower_is_better=True) == [("FFF", "AAA", 5),
+                                                                 ("EEE", "CCC", 2.5)]
     assert make_pairs({"AAA": [1.0], "CCC": [1.0]}, 0, None) == []    # neither is better
 
 
@@ -38,7 +39,13 @@ def test_the_pairs_are_those_that_training_reads(shared, tmp_path, capsys):
     assert len(made) == len(sequences) // 2 and f"{len(made)} pairs of" in out
     assert made[0]["preferred_seq"] == sequences[-1]
     assert made[0]["unpreferred_seq"] == sequences[0]
-    assert len(read_pairs(target)) == len(made)
+    assert [pair.weight for pair in read_pairs(target)] == [1] * len(made)
+    # the differences of the scores 0, 1, 2, ... are, from the outside in, n - 1, n - 3, ...
+    assert main([str(tmp_path / "in" / "designs.csv"), str(target), "--weights"]) == 0
+    n = len(sequences)
+    expected = [(n - 1 - 2 * k) / (n / 2) for k in range(n // 2)]     # their mean is n / 2
+    assert [pair.weight for pair in read_pairs(target)] == pytest.approx(expected, rel=1e-5)
+    assert f"weights {min(expected):g} to {max(expected):g}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text, options, expected", [

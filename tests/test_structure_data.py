@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from sequence_data import AMINO_ACIDS, LETTERS, decode, encode
 from structure_data import (BACKBONE, Chain, Complex, EpochPlan, Pair, Structure,
                             build_backbone, collate, collate_complexes, demo_pairs, describe,
-                            eval_batches, parse_positions, read_pairs, read_structure,
+                            eval_batches, load_pairs, parse_positions, read_pairs, read_structure,
                             shared_structures, split_pairs)
 
 
@@ -386,6 +387,8 @@ NAN = float("nan")
         [1, 5], [[1, 2, 3]], [[1, True]], [["A1", "A5"]], [], "1-5")], "whole numbers"),
     ([dict(mutable_ranges=[value]) for value in ([1, 7], [-2, 5])], "outside 0..6"),
     ([dict(mutable_ranges=[[1, 5], [5, 6]])], "range 5-6 repeats"),
+    ([dict(weight=value) for value in (0, -1, NAN, math.inf, "2", True, None, [1], 1e-9, 1e7)],
+     "expected a number above 0"),
     ([dict(Pdb_file="x")], "unknown key Pdb_file; did you mean pdb_file?")])
 def test_siblings_of_the_malformed_cases_are_refused_with_their_item(small, changes, says):
     for change in changes:
@@ -431,6 +434,23 @@ def test_all_problems_are_listed_at_once_equal_ones_together_and_not_without_end
     many = refusal(write(small, [changed(chain_id=f"Q{i}") for i in range(50)]))
     assert len(many.splitlines()) == 1 + 20 + 1
     assert many.endswith("and 30 more problems, in items 20-49")
+
+
+def test_a_weight_of_1_is_that_of_a_pair_without_and_another_makes_other_data(small):
+    def loaded(*weights):
+        entries = [changed(preferred_seq=f"MKXXV{letter}A", weight=weight)
+                   for letter, weight in zip("LVC", weights)]
+        data = SimpleNamespace(train_data=write(small, entries), val_data=None, val_fraction=0,
+                               max_length=None, mutable_positions=None, mutable_ranges=None)
+        return load_pairs(data, seed=0)
+
+    plain, ones, twos = loaded(*[ABSENT] * 3), loaded(1, 1.0, 1), loaded(2, ABSENT, 0.5)
+    assert plain.fingerprint == ones.fingerprint != twos.fingerprint
+    assert [pair.weight for pair in twos.train] == [2, 1, 0.5]
+    # what is kept of a pair for later runs, its orders and reference scores, stays
+    assert [pair.key for pair in twos.train] == [pair.key for pair in plain.train]
+    assert "with a weight" not in plain.description[0]
+    assert "2 with a weight other than 1; weights 0.5 to 2" in twos.description[0]
 
 
 def test_lines_and_a_byte_order_mark_and_windows_line_ends_read_like_a_list(small):
@@ -564,10 +584,25 @@ def sequences(pairs, first=None):
 def test_a_tenth_of_the_structures_at_least_one_is_held_out_whole(n, fraction, n_val):
     pairs = [pair for i in range(n) for pair in made(30, 1 + i % 3, i)]
     train, val, warning = split_pairs(pairs, fraction, seed=3)
-    assert len(keys(val)) == n_val and not keys(train) & keys(val) and warning is None
+    assert len(keys(val)) == n_val and not keys(train) & keys(val)
+    # told where it is not within a factor of two of what was asked for
+    assert (warning is None) == (fraction / 2 <= len(val) / len(pairs) <= 2 * fraction)
     assert sorted(map(id, train + val)) == sorted(map(id, pairs))
     assert shared_structures(train, val) == []
     assert shared_structures(pairs, val) == sorted({pair.complex.structure.name for pair in val})
+
+
+def test_a_split_that_takes_far_more_pairs_than_asked_says_so_with_the_way_out(shared):
+    data = SimpleNamespace(train_data=shared / "data" / "pairs_multichain.json", val_data=None,
+                           val_fraction=0.1, max_length=None, mutable_positions=None,
+                           mutable_ranges=None)
+    found = load_pairs(data, seed=0)
+    sides = sorted([len(found.train), len(found.val)])
+    told, = [line for line in found.description if line.startswith("ATTENTION")]
+    assert sides == [6, 22] and f"{len(found.val)} of 28 pairs" in told and "asks for 10%" in told
+    assert "--val_data" in told and "data.val_fraction=0" in told
+    data.val_fraction = len(found.val) / 28
+    assert not [line for line in load_pairs(data, 0).description if line.startswith("ATTENTION")]
 
 
 def test_the_split_depends_on_seed_and_content_not_on_order_or_copies():

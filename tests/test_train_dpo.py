@@ -17,6 +17,7 @@ import torch
 import bench_ddp
 import train_dpo_ddp
 from ddp_setup import Ddp, load_checkpoint
+from dpo_designs import Designs
 from launchers import fork_ranks, need, run_ranks
 from proteinmpnn_model import (ALPHABET, from_checkpoint, load_proteinmpnn, random_proteinmpnn,
                                save_proteinmpnn)
@@ -333,6 +334,89 @@ def test_recovery_is_one_for_a_model_that_always_says_the_native_letter():
         assert v(model, Ddp())["val/recovery"] == expected
 
 
+# ---- designs ----
+
+def designs_of(ddp, only=None):
+    """(Designs of small_pairs, or of one of them, letters that the policy draws)."""
+    config = tiny(monitoring__n_designs=3, monitoring__design_temperature=0.5)
+    policy, reference, pairs = sizes(config)
+    reference.ddp = ddp
+    found = Designs(pairs if only is None else [pairs[only]], reference, config)
+    return found, found.draw(policy, ddp)
+
+
+def test_designs_change_designed_resolved_positions_alone_and_hang_on_their_problem_alone():
+    designs, S = designs_of(Ddp())
+    pairs = small_pairs()
+    for problem, drawn in zip(designs.problems, S, strict=True):
+        number, pair = next((k, p) for k, p in enumerate(pairs)
+                            if p.complex.key == problem.complex.key
+                            and np.array_equal(p.chosen, problem.preferred[0]))
+        n, L, native = problem.complex.n_designed, len(problem.complex), problem.complex.S
+        resolved = problem.complex.mask[:n]
+        for kept, letters in ((~pair.chain_M, pair.chosen), (~resolved, native[:n])):
+            assert (drawn[:, :n][:, kept] == letters[kept]).all()
+        assert (drawn[:, :n][:, pair.chain_M & resolved] != ALPHABET.index("X")).all()
+        assert (drawn[:, n:L] == native[n:]).all()                             # context
+        assert len({row.tobytes() for row in drawn}) == designs.number
+        assert (designs_of(Ddp(), only=number)[1][0] == drawn[:, :L]).all()
+    assert len(designs.problems) == 4 + 4 + 1
+    entries = designs.fasta(S).splitlines()
+    assert len(entries) == 2 * S[..., 0].size
+    assert entries[1] == decode(S[0, 0, :designs.problems[0].complex.n_designed])
+
+
+def test_metrics_of_designs_by_hand_and_a_collapsed_model_is_seen():
+    designs, _ = designs_of(Ddp())
+    designs.base = designs.draw(designs.reference.model, Ddp())
+    base = designs.metrics(designs.base)
+    assert base["val/design_shift"] == 0 and base["val/design_diversity"] > 0.2
+    assert not designs.sign_of_collapse(base)
+    w, drawn = ALPHABET.index("W"), [p.drawn for p in designs.problems]
+    collapsed = random_proteinmpnn(0, **SMALL)
+    collapsed.W_out.bias.data[w] += 100
+    S = designs.draw(collapsed, Ddp())
+    assert all((row[:, :len(d)][:, d] == w).all() for row, d in zip(S, drawn))
+    found = designs.metrics(S)
+    native = [(p.complex.S[d] == w).mean() for p, d in zip(designs.problems, drawn)]
+    preferred = [np.mean([(s == w)[d[:len(s)]].mean() for s in p.preferred])
+                 for p, d in zip(designs.problems, drawn)]
+    share = np.mean(np.concatenate([row[k, :len(d)][d] for row, d in zip(designs.base, drawn)
+                                    for k in range(3)]) == w)
+    assert found == pytest.approx({
+        "val/design_recovery": np.mean(native), "val/design_preferred": np.mean(preferred),
+        "val/design_diversity": 0, "val/design_shift": 1 - share})
+    assert "too alike: two of them differ in 0.0% of their residues" in (
+        designs.sign_of_collapse(found))
+    # one letter of the first design of the first problem: it differs from the two others
+    i = np.flatnonzero(drawn[0])[0]
+    S[0, 0, i] = ALPHABET.index("C")
+    assert designs.metrics(S)["val/design_diversity"] == pytest.approx(
+        2 / 3 / drawn[0].sum() / len(drawn))
+    spread = {**found, "val/design_diversity": 1.0}       # varied, but of other letters
+    assert "the composition of designs has moved" in designs.sign_of_collapse(spread)
+
+
+# ---- weights of pairs ----
+
+def test_a_pair_of_weight_2_counts_as_if_it_came_twice():
+    config = tiny(loss__sft=0.3)
+    found = {}
+    for weights, indices in (({0: 2.0, 6: 3.0}, [0, 2, 6]), ({}, [0, 0, 2, 6, 6, 6])):
+        policy, ref, pairs = sizes(config)
+        for i, weight in weights.items():
+            pairs[i].weight = weight
+        data = MicroBatches(pairs, config.loss, 0)
+        totals, norm = global_gradient(policy, [data[0, 0, 0, indices]],
+                                       loss_of(ref, config, Ddp()), Ddp(), 3.0)
+        validation = Validation([pairs[i] for i in indices], ref, config, objective)
+        validation.table = ref._compute_scores(validation.pairs).float()
+        found[len(indices)] = (totals.sums / totals.count, totals.count, norm,
+                               [p.grad for p in policy.parameters()], validation(policy, Ddp()))
+    torch.testing.assert_close(found[3], found[6], rtol=2e-4, atol=1e-6)
+    assert found[3][1] == 6
+
+
 # ---- one run on any number of ranks ----
 
 GRADIENTS = """
@@ -340,9 +424,9 @@ import sys
 sys.path[:0] = [{root!r}, {tests!r}]
 import torch
 from ddp_setup import setup_ddp, cleanup_ddp
-from test_train_dpo import gradients
+from test_train_dpo import designs_of, gradients
 ddp = setup_ddp(quiet=True)
-found = gradients(ddp)
+found = gradients(ddp), torch.from_numpy(designs_of(ddp)[1])
 if ddp.is_main:
     torch.save(found, sys.argv[1])
 cleanup_ddp(ddp)
@@ -356,12 +440,14 @@ def loss_of(ref, config, ddp):
 def gradients(ddp, reference=False):
     """[{parameter: gradient}, loss] of two steps of four micro-batches of different sizes, float64.
 
-    reference: from the definition, one backward of the mean over all pairs of the step, each scored
-    by itself."""
+    Pairs have weights, of sums below 1. reference: from the definition, one backward of the mean
+    over all pairs of the step, each scored by itself."""
     from ddp_setup import wrap_ddp
     config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2)
     policy, ref, pairs = sizes(config)
     policy, ref.model, ref.ddp = policy.double(), ref.model.double(), ddp
+    for i, pair in enumerate(pairs):
+        pair.weight = (1 + i % 3) / 64   # of float32 without rounding
     plan, out, numbers = PairPlan(pairs, 0, 4, config.training.batch_size), [], set()
     schedule = MicroBatchSampler(plan.item_of, 4, ddp, 0, 2)
     model, items, data = wrap_ddp(policy, ddp), iter(schedule), MicroBatches(pairs, config.loss, 0)
@@ -374,8 +460,9 @@ def gradients(ddp, reference=False):
             for epoch, i in everything:
                 batch = ref.to_device(make_batch(pairs, [i], config.loss, 0, epoch))
                 log_probs = policy(batch["graph"], batch["S"], batch["order"], batch["structure"])
-                total = total + objective(log_probs, batch, ref.scores(batch), config.loss)[0].sum()
-            loss = total / len(everything)
+                loss = objective(log_probs, batch, ref.scores(batch), config.loss)[0].sum()
+                total = total + pairs[i].weight * loss
+            loss = total / sum(pairs[i].weight for _, i in everything)
             loss.backward()
         else:
             totals, _ = global_gradient(model, [data[next(items)] for _ in schedule.mine],
@@ -389,11 +476,13 @@ def gradients(ddp, reference=False):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_any_number_of_ranks_makes_the_gradient_of_the_mean_over_all_pairs(tmp_path, n):
+def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean_over_all_pairs_and_the_designs(
+        tmp_path, n):
     (tmp_path / "s.py").write_text(GRADIENTS.format(root=str(ROOT), tests=str(ROOT / "tests")))
     done = fork_ranks(n, ["s.py", "out.pt"], tmp_path)
     assert done.returncode == 0, done.text
-    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    found, designs = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(designs, torch.from_numpy(designs_of(Ddp())[1]))
     for a, b in zip(found, gradients(Ddp(), reference=True), strict=True):
         worst = max((float((a[k] - b[k]).norm() / b[k].norm()), k) for k in b if b[k].norm() > 0)
         assert worst[0] < 1e-6 and a.keys() == b.keys()   # structures are kept in float32
@@ -869,6 +958,20 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
     assert a[0]["val/logps/chosen_per_residue"] == pytest.approx(a[0]["val/logps/chosen"] / 5)
 
 
+def test_a_run_whose_designs_collapse_says_so_once_and_says_where_they_are(files, capsys):
+    collapse = words({"training.num_epochs": 3, "optim.lr": 0.1, "data.val_fraction": 0.4,
+                      "data.train_data": files / "pairs.json", "model.base_model_dir": files / "w"})
+    run(load_config(Config, None, collapse), files / "out")
+    printed, folder = " ".join(capsys.readouterr().out.split()), files / "out" / "designs"
+    assert printed.count("Look at") == printed.count("ATTENTION: the composition of designs") == 1
+    assert f"designs {folder}/step_3.fasta" in printed
+    assert sorted(p.name for p in folder.iterdir()) == [f"step_{k}.fasta" for k in range(4)]
+    run(load_config(Config, None, [*collapse, "training.n_iters=4"]), files / "out")
+    assert "Look at" not in capsys.readouterr().out
+    run(load_config(Config, None, [*collapse, "monitoring.n_designs=0"]), files / "out", fresh=True)
+    assert "  designs  " not in capsys.readouterr().out and not folder.exists()
+
+
 def test_positions_for_all_pairs_need_fit_those_alone_that_have_none_of_their_own(files):
     entries = json.loads((files / "pairs.json").read_text())[::2]
     lengths = [len(entry["preferred_seq"]) for entry in entries]
@@ -904,6 +1007,7 @@ CONFIG_CASES = [
     (["--num_epochs", "3", "training.n_iters=4"], ["--num_epochs 3 with training.n_iters 4"]),
     (["loss.name=dpo"], ["loss.name", "sigmoid"]), (["loss.nmae=dpo"], ["unknown key 'loss.nmae'"]),
     (["loss.label_smoothing=0.5"], ["below 0.5"]),
+    (["monitoring.n_designs=1"], ["monitoring.n_designs is 1; expected 0, or 2"]),
     (["loss.order=arange", "loss.n_orders=2"], ["single order"]),
     (["model.random.hidden_size=64"], ["expected random"]),
     (["--config", "none.yaml"], ["none.yaml does not exist"]),

@@ -56,8 +56,8 @@ def timeless(work_dir):
 
 
 def same_run(a, b):
-    """Assert that the last checkpoints, published models and metrics of two run folders are alike,
-    to the last bit."""
+    """Assert that the last checkpoints, published models, designs and metrics of two run folders
+    are alike, to the last bit."""
     one, other = (load_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (a, b))
     tensors = {"model", "ema", "optimizer"} & one.keys()
     for key in tensors:
@@ -69,6 +69,8 @@ def same_run(a, b):
         torch.testing.assert_close(one["model_state_dict"], other["model_state_dict"], rtol=0,
                                    atol=0)
         assert one["step"] == other["step"]
+    for path in a.glob("designs/*"):
+        assert path.read_bytes() == (b / "designs" / path.name).read_bytes(), path.name
     assert timeless(a) == timeless(b)
 
 

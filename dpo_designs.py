@@ -1,0 +1,180 @@
+"""Designs of the validation structures in DPO training: what the policy draws; has it collapsed?
+
+    designs = Designs(pairs, reference, config)
+    values = designs(model, step, folder, ddp)     # metrics by name; FOLDER/designs/step_N.fasta
+
+A design problem is a complex, the positions to design in it and the letters kept beside them. The
+random numbers of a design are keyed by (seed, problem, number of the design), not by the step: what
+changes from one file to the next is the model's doing. All is the same for any number of ranks.
+Measured on a CPU: 4 designs of each problem cost 10 to 60 % of the evaluation of its pairs beside
+them (80 % in configs/dpo_demo.yaml, which is 4 % of that run).
+"""
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from ddp_setup import all_sum, beat, seed_for
+from dpo_reference import stack
+from proteinmpnn_model import ALPHABET, decoding_order
+from run_log import write_text_atomic
+from sequence_data import X_ID, decode
+from structure_data import Complex
+
+MOST_PROBLEMS = 16       # the first by key, a hash: the cost does not grow with the data
+MOST_IN_BATCH = 16       # sequences that are drawn side by side
+# Signs of a collapse: a diversity below this share of that under the base weights; a larger shift.
+LEAST_DIVERSITY, MOST_SHIFT = 0.5, 0.3
+TINY = 1e-300            # stands for 0 before a logarithm
+
+
+class Problem(NamedTuple):
+    complex: Complex
+    drawn: np.ndarray     # (L,) bool, designed and resolved
+    letters: np.ndarray   # (L,) uint8, kept where not drawn: the pair's, and native ones of context
+    preferred: list       # of (n_designed,) uint8, the preferred sequences of its pairs
+    key: int
+
+
+def design_problems(pairs):
+    """The Problems of pairs, by key."""
+    found = {}
+    for pair in pairs:
+        n, letters = len(pair.chain_M), pair.complex.S.copy()
+        drawn = np.zeros(len(letters), bool)
+        drawn[:n] = pair.chain_M & pair.complex.mask[:n]
+        letters[:n] = np.where(pair.chain_M, letters[:n], pair.chosen)
+        key = seed_for("problem", pair.complex.key, drawn.tobytes(), letters.tobytes())
+        problem = found.setdefault(key, Problem(pair.complex, drawn, letters, [], key))
+        problem.preferred.append(pair.chosen)
+    return [found[key] for key in sorted(found)]
+
+
+class Designs:
+    """Draws monitoring.n_designs sequences for each of at most MOST_PROBLEMS design problems."""
+
+    def __init__(self, pairs, reference, config):
+        self.problems = design_problems(pairs)[:MOST_PROBLEMS]
+        self.reference, self.seed = reference, config.training.seed
+        self.number = config.monitoring.n_designs
+        self.temperature = config.monitoring.design_temperature
+        by_length = sorted(range(len(self.problems)),
+                           key=lambda i: -len(self.problems[i].complex))
+        designs = list(itertools.product(by_length, range(self.number)))
+        # A micro-batch of training has twice batch_size sequences, and keeps more of each.
+        size = min(4 * config.training.batch_size, MOST_IN_BATCH)
+        self.batches = [designs[i:i + size] for i in range(0, len(designs), size)]
+        self.base = None      # designs of the base weights, see draw
+
+    def __call__(self, model, step, folder, ddp):
+        """Draw, write FOLDER/designs/step_N.fasta on rank 0, and return metrics by name.
+
+        model: the bare one; put into eval mode and back. At step 0 it has the base weights, whose
+        designs each start draws once."""
+        if self.base is None:
+            self.base = self.draw(self.reference.model, ddp)
+        S = self.base if step == 0 else self.draw(model, ddp)
+        if ddp.is_main:
+            write_text_atomic(Path(folder) / "designs" / f"step_{step}.fasta", self.fasta(S))
+        return self.metrics(S)
+
+    @torch.no_grad()
+    def draw(self, model, ddp):
+        """Letters (problems, designs, longest) uint8, 0 behind the end of a complex.
+
+        Each design is computed on one rank, in the same batch always."""
+        longest = max(len(problem.complex) for problem in self.problems)
+        S = torch.zeros(len(self.problems), self.number, longest, dtype=torch.float64)
+        was_training, _ = model.training, model.eval()
+        for batch in self.batches[ddp.rank::ddp.world_size]:
+            indices, numbers = map(list, zip(*batch))
+            rows, L = list(dict.fromkeys(indices)), len(self.problems[indices[0]].complex)
+            graph = stack([self.reference.graph(self.problems[i].complex) for i in rows])
+            inputs = zip(*(self.inputs(self.problems[i], number, L) for i, number in batch))
+            letters, drawn, order, noise = (torch.stack(x).to(ddp.device) for x in inputs)
+            structure = torch.tensor([rows.index(i) for i in indices], device=ddp.device)
+            # arg max of (logits + temperature x Gumbel noise) is a draw from
+            # softmax(logits / temperature).
+            found = model.sample(model.encode(graph), letters, drawn, order, temperature=0,
+                                 bias=self.temperature * noise, structure=structure)
+            S[indices, numbers, :L] = found.double().cpu()
+            beat(ddp)
+        model.train(was_training)
+        return all_sum(S, ddp).numpy().astype(np.uint8)
+
+    def inputs(self, problem, number, length):
+        """Of one design, padded to `length` rows: letters, drawn (1 = to draw), decoding order,
+        Gumbel noise (length, 21)."""
+        n = len(problem.drawn)
+        generator = torch.Generator().manual_seed(
+            seed_for(self.seed, "design", problem.key, number))
+        letters, drawn = (torch.from_numpy(x).long() for x in (problem.letters, problem.drawn))
+        draws = torch.rand(1, n, dtype=torch.float64, generator=generator)
+        order = torch.cat([decoding_order(drawn[None], draws)[0], torch.arange(n, length)])
+        uniform = torch.rand(n, len(ALPHABET), dtype=torch.float64, generator=generator)
+        noise = -(-uniform.clamp(min=TINY).log()).clamp(min=TINY).log().float()
+        rest = length - n
+        return pad(letters, (0, rest)), pad(drawn, (0, rest)), order, pad(noise, (0, 0, 0, rest))
+
+    def drawn_letters(self, S):
+        """Of each problem: (problem, letters (designs, n) of its drawn positions)."""
+        return [(problem, designs[:, :len(problem.drawn)][:, problem.drawn])
+                for problem, designs in zip(self.problems, S)]
+
+    def metrics(self, S):
+        """Means over problems, of designs S as draw returns them; residues are drawn ones.
+
+        val/design_recovery: share of residues with the native letter, where that is known.
+        val/design_preferred: share of residues as in the preferred sequences of the problem's
+        pairs. val/design_diversity: share of residues in which two designs of a problem differ.
+        val/design_shift: least share of residues of all designs that would have to change for the
+        letters to be as frequent as in the base weights' designs (total variation distance)."""
+        recovery, preferred, diversity = [], [], []
+        for problem, letters in self.drawn_letters(S):
+            native = problem.complex.S[problem.drawn]
+            known = native != X_ID
+            if known.any():
+                recovery.append((letters == native)[:, known].mean())
+            better = np.stack(problem.preferred)[:, problem.drawn[:len(problem.preferred[0])]]
+            preferred.append((letters[:, None] == better).mean())
+            differ = (letters[:, None] != letters).mean(-1).sum()       # of all ordered couples
+            diversity.append(differ / (self.number * (self.number - 1)))
+        shift = abs(self.frequencies(S) - self.frequencies(self.base)).sum() / 2
+        means = {"recovery": recovery, "preferred": preferred, "diversity": diversity,
+                 "shift": [shift]}
+        return {f"val/design_{name}": float(np.mean(x)) for name, x in means.items() if x}
+
+    def sign_of_collapse(self, values):
+        """A sentence on what in `values`, as of metrics, speaks of a collapse; "" for nothing."""
+        now, shift = values["val/design_diversity"], values["val/design_shift"]
+        base = self.metrics(self.base)["val/design_diversity"]
+        if now < LEAST_DIVERSITY * base:
+            return ("designs of one structure have become too alike: two of them differ in "
+                    f"{now:.1%} of their residues, under the base weights in {base:.1%}.")
+        if shift > MOST_SHIFT:
+            return (f"the composition of designs has moved: {shift:.0%} of their residues would "
+                    "have to change for the letters to be as frequent as under the base weights "
+                    f"(more than {MOST_SHIFT:.0%}).")
+        return ""
+
+    def frequencies(self, S):
+        """(21,) share of each letter in the drawn residues of designs S."""
+        counts = sum(np.bincount(letters.ravel(), minlength=len(ALPHABET))
+                     for _, letters in self.drawn_letters(S))
+        return counts / counts.sum()
+
+    def fasta(self, S):
+        """FASTA text: the designed chains of each design, with / between them."""
+        lines = []
+        for problem, designs in zip(self.problems, S):
+            c = problem.complex
+            ends = np.flatnonzero(np.diff(c.chain_id[:c.n_designed])) + 1
+            for number, row in enumerate(designs, 1):
+                parts = "/".join(map(decode, np.split(row[:c.n_designed], ends)))
+                lines += [f">{Path(c.structure.name).name}, designed_chains={list(c.design)}, "
+                          f"designed={problem.drawn.sum()}, T={self.temperature:g}, "
+                          f"sample={number}", parts]
+        return "\n".join(lines) + "\n"
