@@ -217,7 +217,7 @@ class ProteinMPNN(nn.Module):
         chain_M = chain_M.bool().expand(M, L)
         draw = chain_M & of_structures(encoding.mask, structure)
         groups = tied_groups(tied, chain_M, draw)
-        bias = torch.zeros(M, L, V, device=device) + bias
+        bias = at_least_float32(encoding.h_V).new_zeros(M, L, V) + bias
         bias[..., [ALPHABET.index(letter) for letter in omit]] = -torch.inf
         bias = mean_in_groups(bias, groups)
         pssm = pssm and Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
@@ -246,7 +246,7 @@ class ProteinMPNN(nn.Module):
             # arg max of (log p + Gumbel noise) is a draw from p.
             letter = (log_p + noise[row, first]).argmax(-1, keepdim=True)           # (M, 1)
             S[m, at] = torch.where(drawn, letter, S[m, at])
-            probs[m, at] = (log_p.exp()[:, None] * drawn[..., None]).to(probs)
+            probs[m, at] = torch.where(drawn[..., None], log_p.exp()[:, None], 0).to(probs)
             for (layer, table, _), h_V in zip(layers, inputs):
                 table[m, at] = layer.decoded(h_V, self.W_s(S[m, at]))
         return (S, probs) if return_probs else S
