@@ -19,12 +19,14 @@ one message and exit code 2.
 
 --out_folder DIR is laid out as by the published tool, every file whole or absent:
     seqs/NAME.fa                  FASTA
-    scores/NAME.npz               score, global_score (N,) of the N drawn or given sequences
+    scores/NAME.npz               score, global_score (N,) of the N drawn sequences
     probs/NAME.npz                probs (N, L, 21) that letters were drawn from, 0 where none was
     unconditional_probs/NAME.npz  log_p (L, 21) of letters given the backbone alone, as well what
                                   the published --conditional_probs_only_backbone gives
     conditional_probs/NAME.npz    log_p (N, L, 21) given the backbone and all other residues, of the
-                                  mean probability over --orders orders of these
+                                  mean probability over --orders orders of these: one pass of the
+                                  decoder per residue and order
+    scored/NAME.fa, NAME.npz      where nothing is drawn, instead of seqs/ and scores/
 Each .npz has as well S (N, L) letters, header (N,), mask (L,) True = designed and resolved,
 position (L,) such as A12, and alphabet. log_p is nan where mask is False. L are the rows of the
 designed chains as in the FASTA, without "/". With the last two nothing is drawn: the N sequences
@@ -257,10 +259,12 @@ def output_files(args, paths):
                          f"{'folder' if folder else 'file'} in a folder that exists.")
     files = {"": {"seqs": out}}
     if folder:
-        kinds = [name.removeprefix("save_") for name in SAVED if getattr(args, name)]
-        files = {name: {"seqs": folder / "seqs" / f"{name}.fa",
-                        **{kind: folder / kind / f"{name}.npz" for kind in kinds}}
-                 for name in map(name_of, paths)}
+        kinds = ["seqs", *(name.removeprefix("save_") for name in SAVED if getattr(args, name))]
+        places = {kind: kind for kind in kinds}
+        if not args.drawing:                    # designs in the same folder stay
+            places |= {kind: "scored" for kind in ("seqs", "scores") if kind in kinds}
+        files = {name: {kind: folder / place / f"{name}.{'fa' if kind == 'seqs' else 'npz'}"
+                        for kind, place in places.items()} for name in map(name_of, paths)}
     settings = [getattr(args, name) for name in (*PER_STRUCTURE, "bias_AA_jsonl")]
     inputs = [args.checkpoint, *paths, *(args.score_only or ()), *filter(None, settings)]
     inputs = {os.stat(path)[1:3]: path for path in inputs if os.path.exists(path)}  # inode, device

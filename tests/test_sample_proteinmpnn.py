@@ -280,11 +280,14 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     for key in ("score", "global_score"):
         assert [head[key] for head, _ in again] == pytest.approx(scores[key], abs=1e-4)
     sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", tmp_path / "again")
-    later = arrays(tmp_path / "again", "scores", "dimer")
+    later = arrays(tmp_path / "again", "scored", "dimer")
     assert later["score"][1:] == pytest.approx(scores["score"], abs=1e-5)
-    assert "would write" not in fasta.read_text()
-    err = sample(*args, "--score_only", fasta, "--out_folder", folder, code=2)[1]
-    assert "is the input" in err
+    designs = fasta.read_bytes()
+    sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", folder)
+    scored = folder / "scored" / "dimer.fa"
+    assert read(scored.read_text())[1:] == again and fasta.read_bytes() == designs
+    err = sample(*args, "--score_only", scored, "--out_folder", folder, code=2)[1]
+    assert f"{scored} is the input" in err
 
 
 def test_unconditional_and_conditional_probabilities_are_those_of_the_model(
@@ -303,9 +306,9 @@ def test_unconditional_and_conditional_probabilities_are_those_of_the_model(
             last = helix_log_probs(weights, sequence, [*rest, i])[i]
             assert alone[i] == pytest.approx(first.numpy(), abs=1e-4)
             assert others[row, i] == pytest.approx(last.numpy(), abs=1e-4)
-    text = sample(pdb, *args[2:], "--conditional_probs")
+    assert sample(pdb, *args[2:], "--conditional_probs")[0] == ""
     assert arrays(folder, "conditional_probs")["log_p"].shape == (1, 9, 21)
-    assert text[0] == "" and (folder / "seqs" / "one.fa").read_text().count(">") == 1
+    assert (folder / "scored" / "one.fa").read_text().count(">") == 1
 
 
 def test_settings_by_position_act_at_their_position_only(sample, dimer, tmp_path):
