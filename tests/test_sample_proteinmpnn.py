@@ -243,6 +243,8 @@ def test_many_structures_and_temperatures_give_the_designs_of_calls_of_their_own
     pdb, dimer = pdb.rename(folder / "one.pdb"), dimer.rename(folder / "dimer.pdb")
     (folder / "notes.txt").write_text("not a structure")
     args = ("--num", 3, "--batch_size", 2)
+    near = drawn(sample(pdb, "--num", 2, "--temperature", 2, 2.0001))
+    assert len(set(near)) == 4                      # new draws at each temperature
     text = sample(folder, *args, "--temperature", 0.5, 2)[0]
     expected = []
     for path in (dimer, pdb):
@@ -312,18 +314,18 @@ def test_unconditional_and_conditional_probabilities_are_those_of_the_model(
 
 
 def test_settings_by_position_act_at_their_position_only(sample, dimer, tmp_path):
-    args = (dimer, "--num", 30, "--temperature", 30, "--omit", "C")
+    args = (dimer, "--chains", "B", "A", "--num", 30, "--temperature", 30, "--omit", "C")
     matrix = np.zeros((22, 21))
     matrix[4, LETTERS.index("W")] = 1e4
     found = drawn(sample(*args, "--bias_by_res_jsonl",
                          as_json(tmp_path, {"dimer": {"B": matrix.tolist()}, "other": {}})))
     columns = [set(column) for column in zip(*(s.replace("/", "") for s in found))]
-    assert columns.pop(22 + 4) == {"W"} and all(len(letters) > 5 for letters in columns)
+    assert columns.pop(4) == {"W"} and all(len(letters) > 5 for letters in columns)
     omit = {"dimer": {"A": [[[1, 2], "ADEFGHIKLM"], [[2], "NPQRSTVW"]]}}
     found = drawn(sample(*args, "--omit_AA_jsonl", as_json(tmp_path, omit)))
     columns = [set(column) for column in zip(*(s.replace("/", "") for s in found))]
-    assert columns[1] == {"Y"} and columns[0] <= set("NPQRSTVWY") and len(columns[0]) > 3
-    assert all(letters - set("NPQRSTVWY") for letters in columns[2:])
+    assert columns[23] == {"Y"} and columns[22] <= set("NPQRSTVWY") and len(columns[22]) > 3
+    assert all(letters - set("NPQRSTVWY") for letters in columns[:22] + columns[24:])
     assert set().union(*columns) == set(LETTERS) - {"C"}
     same = sample(*args, "--bias_AA_jsonl", as_json(tmp_path, {"E": 40, "K": -3}))[0]
     assert same == sample(*args, "--bias", "E=40,K=-3")[0]
@@ -344,8 +346,9 @@ def test_settings_of_a_file_are_those_of_the_options(sample, dimer, tmp_path):
 def test_a_negative_weight_makes_the_tied_state_unlikely(sample, dimer, tmp_path):
     def of_pair(weight):
         groups = [{"A": [[3], [1.0]], "B": [[3], [weight]]}]
-        sample(dimer, "--mutable_positions", "A12", "B12", "--save_probs", "--out_folder", tmp_path,
-               "--tied_positions_jsonl", as_json(tmp_path, {"dimer": groups}))
+        sample(dimer, "--chains", "B", "A", "--mutable_positions", "A12", "B12", "--save_probs",
+               "--out_folder", tmp_path, "--tied_positions_jsonl",
+               as_json(tmp_path, {"dimer": groups}))
         probs = arrays(tmp_path, "probs", "dimer")["probs"][0]
         assert (probs[2] == probs[24]).all()
         return np.log(probs[2, :20].astype(float).clip(1e-300))
