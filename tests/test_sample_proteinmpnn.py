@@ -344,18 +344,20 @@ def test_settings_of_a_file_are_those_of_the_options(sample, dimer, tmp_path):
 
 
 def test_a_negative_weight_makes_the_tied_state_unlikely(sample, dimer, tmp_path):
-    def of_pair(weight):
-        groups = [{"A": [[3], [1.0]], "B": [[3], [weight]]}]
-        sample(dimer, "--chains", "B", "A", "--mutable_positions", "A12", "B12", "--save_probs",
+    def of_pair(weight, chains="BA"):
+        groups = [{"A": [[3], [1.0]], "B": [[9], [weight]]}]
+        sample(dimer, "--chains", *chains, "--mutable_positions", "A12", "B18", "--save_probs",
                "--out_folder", tmp_path, "--tied_positions_jsonl",
                as_json(tmp_path, {"dimer": groups}))
-        probs = arrays(tmp_path, "probs", "dimer")["probs"][0]
-        assert (probs[2] == probs[24]).all()
-        return np.log(probs[2, :20].astype(float).clip(1e-300))
+        found = arrays(tmp_path, "probs", "dimer")
+        a12, b18 = (found["probs"][0, found["position"].tolist().index(at)] for at in ("A12", "B18"))
+        assert (a12 == b18).all()
+        return np.log(a12[:20].astype(float).clip(1e-300))
 
     zero, half, minus = of_pair(0), of_pair(0.01), of_pair(-0.01)
-    liked = half - zero                                     # of position B12, up to a constant
+    liked = half - zero                                     # by position B18, up to a constant
     assert np.corrcoef(liked, zero - minus)[0, 1] > 0.99 and np.ptp(liked) > 0.01
+    assert (of_pair(0, "AB") == zero).all()
 
 
 def test_a_pssm_that_has_it_all_decides_and_one_without_trust_changes_nothing(
