@@ -350,7 +350,8 @@ def test_a_negative_weight_makes_the_tied_state_unlikely(sample, dimer, tmp_path
                "--out_folder", tmp_path, "--tied_positions_jsonl",
                as_json(tmp_path, {"dimer": groups}))
         found = arrays(tmp_path, "probs", "dimer")
-        a12, b18 = (found["probs"][0, found["position"].tolist().index(at)] for at in ("A12", "B18"))
+        a12, b18 = (found["probs"][0, found["position"].tolist().index(name)]
+                    for name in ("A12", "B18"))
         assert (a12 == b18).all()
         return np.log(a12[:20].astype(float).clip(1e-300))
 
