@@ -101,7 +101,8 @@ class Design:
         weights = np.ones(len(self.complex), np.float32)
         groups = self.given_groups(args.tied_positions or ())
         groups = self.equal_numbers() if args.homomer else groups
-        for group in self.entry("tied_positions_jsonl") or ():
+        entry = self.entry("tied_positions_jsonl") or []
+        for group in entry if isinstance(entry, list) else [entry]:
             rows = []
             for first, n, value, where in self.settings("tied_positions_jsonl", group):
                 weighted = isinstance(value, list) and len(value) == 2 and (

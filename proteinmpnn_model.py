@@ -654,8 +654,7 @@ def check_sampling(chain_M, temperature, bias, omit, tied_weights, pssm, shape):
 
 
 def check_letters_left(bias, pssm, draw):
-    """ValueError where bias (M, L, V) and pssm leave no letter to draw at (M, L), or are no number.
-    """
+    """ValueError where bias (M, L, V) and pssm leave no letter and draw (M, L) is True; for nan."""
     allowed = bias > -torch.inf
     left = allowed.any(-1)
     if pssm is not None:

@@ -456,6 +456,7 @@ BAD_SETTINGS = [
     ("tied_positions", [{"A": [1], "Z": [1]}], 'found chain "Z"'),
     ("tied_positions", [{"A": [1], "B": [1]}, {"A": [1, 2]}], "in two groups"),
     ("tied_positions", [{"A": [[1, 2], [1]]}], "expected numbers of shape (2,)"),
+    ("tied_positions", 5, "dimer: found 5; expected {chain: ...}"),
     ("chain_id", [["A"]], "expected [[designed chains], [fixed chains]]"),
     ("chain_id", [["Z"], []], "--chain_id_jsonl: found Z"),
     ("pssm", {"A": {"pssm_coef": [1] * 22}}, "expected the keys pssm_coef, pssm_bias"),
