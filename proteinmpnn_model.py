@@ -36,6 +36,8 @@ N_CLASSES = 66                  # residue offsets -32 .. 32, and 65 = another ch
 MAX_OFFSET = 32
 N_RBF = 16
 TINY = 1e-300                   # stands for 0 before a logarithm
+COLDEST = 1e-30                 # stands for temperature 0
+UNLIKELY = 0.001                # factor of letters whose log-odds are too low
 # Columns of edge_embedding: distance from this atom of residue i to that atom of neighbour j.
 ATOMS = ("N", "CA", "C", "O", "CB")
 PAIRS = ("CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-C "
@@ -165,8 +167,24 @@ class ProteinMPNN(nn.Module):
         return torch.log_softmax(at_least_float32(self.W_out(h_V)), dim=-1)
 
     @torch.no_grad()
+    def conditional(self, encoding, S, order, positions):
+        """Log-probabilities of residues given the backbone and the letters of all other residues.
+
+        Args:
+            encoding:  of one structure.
+            S:         (1, L) int64 letters.
+            order:     (1, L) int64, in which the others are decoded; the residue itself comes last.
+            positions: list of P residues, from 0.
+        Returns: (P, 21) in nats.
+        """
+        rows = [torch.cat([order[0, order[0] != i], order.new_tensor([i])]) for i in positions]
+        log_probs = self.decode(encoding, S.expand(len(rows), -1), torch.stack(rows))
+        return log_probs[torch.arange(len(rows)), positions]
+
+    @torch.no_grad()
     def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, omit="X",
-               tied=(), generator=None, structure=None):
+               tied=(), generator=None, structure=None, *, tied_weights=None, pssm=None,
+               noise=None, return_probs=False):
         """Draw letters where chain_M is 1 and the residue is resolved; all others keep theirs.
 
         Dropout acts in training mode: call model.eval() first.
@@ -178,56 +196,79 @@ class ProteinMPNN(nn.Module):
             bias:        broadcasts to (M, L, 21), in nats; -inf = never this letter here.
             omit:        letters never drawn.
             tied:        lists of positions, from 0, that get one letter, drawn from the mean of
-                         their logits + bias. They are decoded together, when their first is due,
-                         and do not see one another. Unresolved positions are left out of it.
+                         their logits, bias and PSSM. They are decoded together, when their first
+                         is due, and do not see one another. Unresolved ones are left out of it.
             generator:   on the CPU, so that all devices draw alike: one number per sequence,
                          position and letter.
-        Returns: S (M, L); `decode` with the same order gives its log-probabilities.
+            tied_weights: (L,), multiply the logits in the mean of a tied group, not its bias;
+                         negative: the state of this position is to become unlikely.
+            pssm:        Pssm of the L positions; see `letter_log_probs`.
+            noise:       (M, L, 21) Gumbel noise to use instead of the generator's.
+            return_probs: return as well what the letters were drawn from.
+        Returns: S (M, L); `decode` with the same order gives its log-probabilities. With
+            return_probs (S, probs), probs (M, L, 21), 0 where nothing is drawn.
         Raises: ValueError for shapes that do not fit, ties of drawn and kept positions, positions
             with no letter left.
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
-        (M, L), V = S.shape, len(ALPHABET)
-        bias = torch.as_tensor(bias, device=S.device)
-        check_sampling(chain_M, temperature, bias, omit, (M, L, V))
+        (M, L), V, device = S.shape, len(ALPHABET), S.device
+        bias = torch.as_tensor(bias, device=device)
+        check_sampling(chain_M, temperature, bias, omit, tied_weights, pssm, (M, L, V))
         chain_M = chain_M.bool().expand(M, L)
         draw = chain_M & of_structures(encoding.mask, structure)
-        bias = torch.zeros(M, L, V, device=S.device) + bias
+        groups = tied_groups(tied, chain_M, draw)
+        bias = at_least_float32(encoding.h_V).new_zeros(M, L, V) + bias
         bias[..., [ALPHABET.index(letter) for letter in omit]] = -torch.inf
-        stuck = (draw & (bias.amax(-1) == -torch.inf)).nonzero().tolist()
-        if stuck:
-            raise ValueError(f"bias and omit leave no letter at (sequence, position) {stuck[:5]}, "
-                             "counted from 0. Allow one, or keep the letters there with chain_M 0.")
-        rank, steps, is_member = decoding_steps(decoding_order, tied, chain_M, draw)
-        # arg max of (scores + Gumbel noise x temperature) is a draw from
-        # softmax(scores / temperature).
-        exponential = torch.empty(M, L, V, dtype=torch.float64).exponential_(generator=generator)
-        noise = -temperature * exponential.clamp(min=TINY).log()
-        noise = noise.to(S.device, bias.dtype)
+        bias = mean_in_groups(bias, groups)
+        pssm = pssm and Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
+        check_letters_left(bias, pssm, draw)
+        rank, steps, is_member = decoding_steps(decoding_order, groups)
+        weights = torch.ones(L) if tied_weights is None else torch.as_tensor(tied_weights)
+        weights = weights.to(bias)[steps] * is_member / is_member.sum(-1, keepdim=True)
+        if noise is None:
+            exponential = torch.empty(M, L, V, dtype=torch.float64)
+            noise = -exponential.exponential_(generator=generator).clamp(min=TINY).log()
+        noise = (noise * (temperature > 0)).to(bias)
 
         # One pass over the given letters is right for all that is decoded before the first draw.
         S, visible = S.clone(), decoded_before(rank, of_structures(encoding.E_idx, structure))
         layers = self.run_decoder(encoding, self.W_s(S), visible, structure)[1]
-        m, home = torch.arange(M, device=S.device)[:, None], structure[:, None]
+        probs = torch.zeros_like(bias)
+        row = torch.arange(M, device=device)
+        m, home = row[:, None], structure[:, None]
         drawing = draw[m[..., None], steps].any(-1).any(0).nonzero().flatten().tolist()
         for t in range(drawing[0], drawing[-1] + 1) if drawing else ():
             at = steps[:, t]                                                        # (M, G)
-            E_idx, present = encoding.E_idx[home, at], encoding.present[home, at]   # (M, G, K)
-            visible = rank[m[..., None], E_idx] < rank[m, at][..., None]
-            index = torch.where(visible, E_idx, E_idx + L)
-            h_V, mask, inputs = encoding.h_V[home, at], encoding.mask[home, at], []
-            for layer, table, edges in layers:
-                inputs.append(h_V)
-                h_V = layer(h_V, edges[home, at], table[m[..., None], index], present, mask)
-            scores = at_least_float32(self.W_out(h_V)) + bias[m, at]
-            members = is_member[:, t]
-            mean = torch.where(members[..., None], scores, 0).sum(1) / members.sum(1, keepdim=True)
-            letter = (mean + noise[m[:, 0], at[:, 0]]).argmax(-1, keepdim=True)     # (M, 1)
-            S[m, at] = torch.where(draw[m, at], letter, S[m, at])
+            first, drawn = at[:, 0], draw[m, at]
+            logits, inputs = self.step(encoding, layers, rank, m, home, at)
+            scores = (logits * weights[:, t, :, None]).sum(1) + bias[row, first]    # (M, V)
+            log_p = letter_log_probs(scores, temperature, pssm and pssm.at(first))
+            # arg max of (log p + Gumbel noise) is a draw from p.
+            letter = (log_p + noise[row, first]).argmax(-1, keepdim=True)           # (M, 1)
+            S[m, at] = torch.where(drawn, letter, S[m, at])
+            probs[m, at] = torch.where(drawn[..., None], log_p.exp()[:, None], 0).to(probs)
             for (layer, table, _), h_V in zip(layers, inputs):
                 table[m, at] = layer.decoded(h_V, self.W_s(S[m, at]))
-        return S
+        return (S, probs) if return_probs else S
 
+    def step(self, encoding, layers, rank, m, home, at):
+        """Run the decoder on the residues of one step.
+
+        Args:
+            layers:  as of `run_decoder`.
+            rank:    (M, L) step at which each residue is decoded.
+            m, home: (M, 1) int64, row of each sequence in `rank`, and of its structure.
+            at:      (M, G) int64, the residues of the step.
+        Returns: logits (M, G, 21) and, per layer, its h_V (M, G, H).
+        """
+        E_idx, present = encoding.E_idx[home, at], encoding.present[home, at]       # (M, G, K)
+        visible = rank[m[..., None], E_idx] < rank[m, at][..., None]
+        index = torch.where(visible, E_idx, E_idx + rank.shape[1])
+        h_V, mask, inputs = encoding.h_V[home, at], encoding.mask[home, at], []
+        for layer, table, edges in layers:
+            inputs.append(h_V)
+            h_V = layer(h_V, edges[home, at], table[m[..., None], index], present, mask)
+        return at_least_float32(self.W_out(h_V)), inputs
 
 class EdgeFeatures(nn.Module):
     """Offset along the chain and 25 distances, 16 Gaussians each -> E (B, L, K, H)."""
@@ -463,14 +504,12 @@ def decoded_before(rank, E_idx):
     return rank.gather(1, E_idx.flatten(1)).view_as(E_idx) < rank[..., None]
 
 
-def decoding_steps(order, tied, chain_M, draw):
-    """Steps of the order when tied positions share one.
+def tied_groups(tied, chain_M, draw):
+    """Lists of tied positions that are drawn, of two or more; ValueError for what is not possible.
 
-    Returns: rank (M, L), equal for tied positions; steps (M, T, G) int64, the positions of each
-        step, where a group of fewer than G is filled up with its first; is_member (M, T, G) bool,
-        False for those fillers.
+    chain_M, draw: (M, L) bool, drawn where resolved; drawn.
     """
-    L, groups = order.shape[1], [list(group) for group in tied]
+    L, groups = draw.shape[1], [list(group) for group in tied]
     members = [i for group in groups for i in group]
     if len(set(members)) != len(members) or any(not 0 <= i < L for i in members):
         raise ValueError(f"tied = {groups}; expected lists of positions 0 to {L - 1}, none of them "
@@ -484,11 +523,21 @@ def decoding_steps(order, tied, chain_M, draw):
         raise ValueError("tied positions need the same drawn positions in all sequences, but "
                          "chain_M * mask differ.")
     groups = [[i for i in group if draw[0, i]] for group in groups]
-    groups = [group for group in groups if len(group) > 1]
+    return [group for group in groups if len(group) > 1]
+
+
+def decoding_steps(order, groups):
+    """Steps of the order (M, L) when the positions of each group share one.
+
+    Returns: rank (M, L), equal within a group; steps (M, T, G) int64, the positions of each step,
+        where a group of fewer than G is filled up with its first; is_member (M, T, G) bool, False
+        for those fillers.
+    """
     if not groups:
         steps = order[..., None]
         return ranks(order), steps, torch.ones_like(steps, dtype=torch.bool)
-    groups += [[i] for i in sorted(set(range(L)) - {i for group in groups for i in group})]
+    tied = {i for group in groups for i in group}
+    groups = groups + [[i] for i in range(order.shape[1]) if i not in tied]
     G, device = max(map(len, groups)), order.device
     steps = torch.tensor([group + group[:1] * (G - len(group)) for group in groups], device=device)
     is_member = torch.tensor([[g < len(group) for g in range(G)] for group in groups],
@@ -499,6 +548,68 @@ def decoding_steps(order, tied, chain_M, draw):
     turn = due.argsort(dim=1)
     return rank, steps[turn], is_member[turn]
 
+
+# ---- the letter of a step ----
+
+class Pssm(NamedTuple):
+    """A position-specific scoring matrix for L positions, such as of an alignment."""
+    share: torch.Tensor         # (L, 1) from 0 to 1: how much of the probabilities is `letters`
+    letters: torch.Tensor       # (L, 21) probabilities
+    factor: torch.Tensor        # (L, 21) multiplies the probabilities
+
+    def at(self, positions):
+        return Pssm(*(x[positions] for x in self))
+
+
+def make_pssm(coef, letters, log_odds, multi=0.0, threshold=None):
+    """Pssm as the published code uses it.
+
+    Args:
+        coef:      (L,) from 0 to 1, how far a position's matrix is trusted.
+        letters:   (L, 21) probabilities, "pssm_bias" there.
+        log_odds:  (L, 21).
+        multi:     from 0 to 1, times coef: the share of `letters`.
+        threshold: letters of lower or equal log-odds become a thousand times rarer; None: none do.
+    """
+    factor = torch.ones_like(log_odds)
+    if threshold is not None:
+        factor = (log_odds > threshold).to(log_odds.dtype) + UNLIKELY
+    return Pssm(multi * coef[:, None], letters, factor)
+
+
+def letter_log_probs(scores, temperature, pssm=None):
+    """Log-probabilities that a letter is drawn from.
+
+    p = softmax(scores / temperature); with a PSSM ((1 - share) p + share letters) x factor, without
+    the letters of score -inf, and normalised again.
+
+    Args:
+        scores:      (M, 21) nats, logits + bias; -inf = never.
+        temperature: at least 0, where the best letter has it all.
+        pssm:        Pssm of these M positions.
+    Returns: (M, 21) nats.
+    Source: Dauparas et al. 2022 and the published code's `sample`. That leaves a letter that is
+    omitted everywhere to its PSSM; here omitted letters never come.
+    """
+    never = scores == -torch.inf
+    scores = scores - scores.amax(-1, keepdim=True)
+    log_p = torch.log_softmax(scores / max(temperature, COLDEST), -1)
+    if pssm is None:
+        return log_p
+    p = ((1 - pssm.share) * log_p.exp() + pssm.share * pssm.letters) * pssm.factor
+    p = p.masked_fill(never, 0)
+    return (p / p.sum(-1, keepdim=True)).log()
+
+
+def mean_in_groups(x, groups):
+    """A copy of x (..., L, n) whose rows of a group are their mean."""
+    x = x.clone()
+    for group in groups:
+        x[..., group, :] = x[..., group, :].mean(-2, keepdim=True)
+    return x
+
+
+# ---- checks ----
 
 def check_sequences(encoding, S, decoding_order, structure):
     """Return structure (M,), filled in where it was left out; ValueError for what does not fit."""
@@ -524,7 +635,7 @@ def check_sequences(encoding, S, decoding_order, structure):
     return structure
 
 
-def check_sampling(chain_M, temperature, bias, omit, shape):
+def check_sampling(chain_M, temperature, bias, omit, tied_weights, pssm, shape):
     """ValueError unless arguments of `sample` fit `shape`, (M, L, V)."""
     M, L, V = shape
     broadcasts = bias.dim() <= 3 and all(
@@ -535,6 +646,26 @@ def check_sampling(chain_M, temperature, bias, omit, shape):
                          f"{tuple(bias.shape)}, omit {omit!r}; expected ({M}, {L}) or (1, {L}), a "
                          f"number from 0 to {MAX_TEMPERATURE:g}, a shape that broadcasts to "
                          f"({M}, {L}, {V}), and letters of {ALPHABET}.")
+    found = [] if pssm is None else [tuple(x.shape) for x in pssm]
+    n_weights = L if tied_weights is None else len(tied_weights)
+    if found not in ([], [(L, 1), (L, V), (L, V)]) or n_weights != L:
+        raise ValueError(f"tied_weights has {n_weights} numbers, pssm {found}; expected {L}, and "
+                         f"({L}, 1), ({L}, {V}), ({L}, {V}).")
+
+
+def check_letters_left(bias, pssm, draw):
+    """ValueError where bias (M, L, V) and pssm leave no letter and draw (M, L) is True; for nan."""
+    allowed = bias > -torch.inf
+    left = allowed.any(-1)
+    if pssm is not None:
+        left &= (1 - pssm.share + pssm.share * pssm.letters * allowed).sum(-1) > 0
+    stuck = (draw & ~left).nonzero().tolist()
+    if stuck:
+        raise ValueError(f"bias, omit and pssm leave no letter at (sequence, position) "
+                         f"{stuck[:5]}, counted from 0. Allow one, or keep the letters there with "
+                         "chain_M 0.")
+    if (bias.isnan() | (bias == torch.inf)).any():
+        raise ValueError("bias has a value that is nan or inf; expected nats, or -inf for never.")
 
 
 # ---- files ----

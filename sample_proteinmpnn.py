@@ -1,26 +1,64 @@
-"""Draw sequences for a backbone with ProteinMPNN, or score given ones.
+"""Draw sequences for backbones with ProteinMPNN, score given ones, or write probabilities.
 
     python sample_proteinmpnn.py v_48_020.pt 5L33.pdb --num 8 --out designs.fasta
-    python sample_proteinmpnn.py best_model.pt complex.cif --chains A --temperature 0.2 \\
+    python sample_proteinmpnn.py best_model.pt complex.cif --chains A --temperature 0.1 0.2 \\
         --mutable_positions A10-A20 A25
     python sample_proteinmpnn.py v_48_020.pt dimer.pdb --chains A B --homomer --omit C --bias E=0.5
+    python sample_proteinmpnn.py v_48_020.pt backbones/ --out_folder designs --save_probs
     python sample_proteinmpnn.py v_48_020.pt 5L33.pdb --score_only designs.fasta
+    python sample_proteinmpnn.py v_48_020.pt 5L33.pdb --out_folder out --conditional_probs
 
-Reads weights in the published format and a structure (.pdb, .ent, .cif, .mmcif, perhaps .gz).
-Writes FASTA to --out, whole or not at all, or to standard output: first the structure's own
-sequence, then the drawn ones, each the designed chains in the order of --chains with / between
-them. X is a row without a residue, such as a gap. How the input was understood, positions above
-all, is printed on standard error. Wrong input ends with one message and exit code 2.
+Reads weights in the published format and structures (.pdb, .ent, .cif, .mmcif, perhaps .gz): files,
+and folders, of which it takes every such file. A structure's name is that of its file, without
+folder and ending. Options hold for every structure.
+Writes FASTA to --out or to standard output: first a structure's own sequence, then the drawn ones,
+each the designed chains in the order of --chains with / between them. X is a row without a residue,
+such as a gap. Where one FASTA has several structures, headers begin with the structure's name. How
+the input was understood, positions above all, is printed on standard error. Wrong input ends with
+one message and exit code 2.
+
+--out_folder DIR is laid out as by the published tool, every file whole or absent:
+    seqs/NAME.fa                  FASTA
+    scores/NAME.npz               score, global_score (N,) of the N drawn sequences
+    probs/NAME.npz                probs (N, L, 21) that letters were drawn from, 0 where none was
+    unconditional_probs/NAME.npz  log_p (L, 21) of letters given the backbone alone, as well what
+                                  the published --conditional_probs_only_backbone gives
+    conditional_probs/NAME.npz    log_p (N, L, 21) given the backbone and all other residues, of the
+                                  mean probability over --orders orders of these: one pass of the
+                                  decoder per residue and order
+    scored/NAME.fa, NAME.npz      where nothing is drawn, instead of seqs/ and scores/
+Each .npz has as well S (N, L) letters, header (N,), mask (L,) True = designed and resolved,
+position (L,) such as A12, and alphabet. log_p is nan where mask is False. L are the rows of the
+designed chains as in the FASTA, without "/". With the last two nothing is drawn: the N sequences
+are those of --score_only, or the structure's own.
 
 Positions are chain and number in the file (A12, A12B with insertion code, A10-A20 with both ends),
 or all of them 0-based rows of the designed chains joined in the order of --chains, gaps counted.
+Files of settings are those of the published tool: JSON keyed by structure, each of which needs its
+entry, {} for none. Rows in them count from 1 in each chain, gaps included:
+    chain_id_jsonl         {"5L33": [["A"], ["B"]]}: designed and fixed chains
+    fixed_positions_jsonl  {"5L33": {"A": [1, 2]}}
+    tied_positions_jsonl   {"5L33": [{"A": [1], "B": [1]}, {"A": [[2], [1.0]], "B": [[2], [-0.5]]}]}
+                           the second with weights of the logits; negative: design against it
+    omit_AA_jsonl          {"5L33": {"A": [[[1, 2], "GP"]]}}
+    bias_by_res_jsonl      {"5L33": {"A": rows x 21 nats, in the order ACDEFGHIKLMNPQRSTVWYX}}
+    pssm_jsonl             {"5L33": {"A": {"pssm_coef": rows from 0 to 1, "pssm_bias": rows x 21
+                           probabilities, "pssm_log_odds": rows x 21}}}
+    bias_AA_jsonl          {"E": 0.5}, as --bias E=0.5; of letters, not of structures
+
+A letter is drawn from softmax((logits + bias) / temperature). With a PSSM, the share
+pssm_multi x pssm_coef of that is pssm_bias instead; then letters whose log-odds are not above the
+threshold become a thousand times rarer. Omitted letters never come. Tied positions take the mean of
+weight x logits, of bias and of PSSM. Source: Dauparas et al. 2022 and the published tool, where a
+PSSM can bring back omitted letters, and tied positions take bias and PSSM of their last.
 
 In the header lines: score, the mean negative log-probability in nats of the designed, resolved
 residues; global_score, of all resolved residues; seq_recovery, the share of designed, resolved
 residues that are as in the structure; each over residues whose letter is known (not X), and left
 out where there is none. Scores are means over --orders decoding orders, fixed residues first, which
-are the same for all sequences: scores compare.
-Sequence k depends on the seed and k alone, not on --num or --batch_size (but for rounding, where
+are the same for all sequences, and on the backbone without noise: scores compare.
+What is random in a sequence depends on the seed, the structure's name, the temperature and the
+sequence's number alone, not on --num, --batch_size and what else is drawn (but for rounding, where
 two letters tie).
 """
 import argparse
@@ -33,262 +71,209 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from design_settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
 from proteinmpnn_model import MAX_TEMPERATURE, decoding_order, load_proteinmpnn
-from sequence_data import (AMINO_ACIDS, LETTERS, X_ID, decode, encode, keyed_generator,
-                           named_sequences)
-from structure_data import Complex, collate_complexes, parse_positions, read_structure
+from sequence_data import LETTERS, X_ID, keyed_generator, named_sequences
+from structure_data import FORMATS, collate_complexes
 
-MAX_BIAS = 1e4          # nats; with more, float32 would not hold the logits beside it
-ONLY_DRAWING = ("num", "temperature", "omit", "bias", "tied_positions", "homomer")
+MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
+SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")
+NOT_DRAWING = ("score_only", "unconditional_probs", "conditional_probs")
+ONLY_DRAWING = ("num", "temperature", "omit", "bias", "tied_positions", "homomer", "bias_AA_jsonl",
+                "tied_positions_jsonl", "omit_AA_jsonl", "bias_by_res_jsonl", "pssm_jsonl",
+                "pssm_multi", "pssm_log_odds_flag", "pssm_threshold", "backbone_noise",
+                "save_probs")
+ONE_OF = (("tied_positions", "homomer", "tied_positions_jsonl"), ("chains", "chain_id_jsonl"),
+          ("fixed_chains", "chain_id_jsonl"), ("bias", "bias_AA_jsonl"), ("out", "out_folder"),
+          ("fixed_positions", "mutable_positions", "fixed_positions_jsonl"))
 
 
-def parse_arguments(argv):
+# ---- options ----
+
+def make_parser():
     """Where two names are given, the second is that of the published tool."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], allow_abbrev=False,
+        epilog="The head of this file explains outputs, positions and the JSON files.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100))
+
+    def flag(*names, help):
+        add(*names, nargs="?", const=1, type=int, choices=(0, 1), metavar="1", help=help)
+
     add = parser.add_argument
     add("checkpoint", help="weights: published, or of train_dpo_ddp.py (best_model.pt)")
-    add("structure", help="PDB or mmCIF file")
-    add("--chains", "--pdb_path_chains", nargs="+",
+    add("structures", nargs="+", metavar="structure", help="PDB or mmCIF files, or folders of them")
+    add = parser.add_argument_group("what is designed").add_argument
+    add("--chains", "--pdb_path_chains", nargs="+", metavar="CHAIN",
         help="to design; default: all that have a backbone")
-    add("--fixed_chains", nargs="*",
+    add("--fixed_chains", nargs="*", metavar="CHAIN",
         help="context; default: all others that have a backbone; without a name: none")
-    positions = parser.add_mutually_exclusive_group()
-    positions.add_argument("--fixed_positions", nargs="+",
-                           help="of the designed chains, that keep their letters")
-    positions.add_argument("--mutable_positions", nargs="+", help="the only ones to design")
+    add("--fixed_positions", nargs="+", metavar="POSITION",
+        help="of the designed chains, that keep their letters")
+    add("--mutable_positions", nargs="+", metavar="POSITION", help="the only ones to design")
+    add("--chain_id_jsonl", metavar="FILE", help="designed and fixed chains of each structure")
+    add("--fixed_positions_jsonl", metavar="FILE", help="fixed positions of each structure")
+    add = parser.add_argument_group("drawing").add_argument
+    add("--num", "--num_seq_per_target", type=int, metavar="N",
+        help="sequences per structure and temperature; default 1")
+    add("--temperature", "--sampling_temp", nargs="+", metavar="T",
+        help="of drawing, one or more; default 0.1; 0 takes the best letter")
+    add("--omit", "--omit_AAs", metavar="LETTERS", help="amino acids never drawn, such as CM")
+    add("--bias", nargs="+", metavar="LETTER=NATS",
+        help="added to logits before the temperature, such as E=0.5 K=-1")
     add("--tied_positions", nargs="+", metavar="GROUP",
         help="that get one letter: A1,B1 A2,B2 or, the same for ranges, A1-A2,B1-B2")
     add("--homomer", action="store_true", default=None,
         help="tie residues of equal number in the designed chains")
-    add("--omit", "--omit_AAs", metavar="LETTERS", help="amino acids never drawn, such as CM")
-    add("--bias", nargs="+", metavar="LETTER=NATS",
-        help="added to logits before the temperature, such as E=0.5 K=-1")
-    add("--temperature", "--sampling_temp", type=float,
-        help="of drawing, default 0.1; 0 takes the best letter")
-    add("--num", "--num_seq_per_target", type=int, help="sequences to draw, default 1")
-    add("--batch_size", type=int, default=8,
-        help="sequences per pass; changes memory and speed, not the result")
-    add("--seed", type=int, default=0)
-    add("--orders", type=int, default=4, help="decoding orders over which scores are averaged")
+    add("--backbone_noise", type=float, metavar="ANGSTROM",
+        help="standard deviation of noise on atoms, new for each sequence; default 0")
+    add("--bias_AA_jsonl", metavar="FILE", help="bias of letters, instead of --bias")
+    add("--bias_by_res_jsonl", metavar="FILE", help="bias by position, added to that of letters")
+    add("--omit_AA_jsonl", metavar="FILE", help="omitted letters by position, besides --omit")
+    add("--tied_positions_jsonl", metavar="FILE", help="tied positions, perhaps with weights")
+    add("--pssm_jsonl", metavar="FILE", help="position-specific scoring matrices")
+    add("--pssm_multi", type=float, metavar="SHARE",
+        help="0 to 1: how much of the probabilities is of the PSSM; default 0")
+    flag("--pssm_log_odds_flag", help="letters of low log-odds become rare")
+    add("--pssm_threshold", type=float, metavar="ODDS",
+        help="log-odds above this are not low; default 0")
+    add = parser.add_argument_group("scoring and running").add_argument
     add("--score_only", nargs="+", metavar="FASTA",
-        help="score the sequences of these files; nothing is drawn")
+        help="score the sequences of these files on each structure; nothing is drawn")
+    add("--orders", type=int, default=4, metavar="N",
+        help="decoding orders that scores are averaged over; default 4")
+    add("--batch_size", type=int, default=8, metavar="N",
+        help="sequences per pass; changes memory and speed, not the result; default 8")
+    add("--seed", type=int, default=0, metavar="N", help="default 0")
     add("--device", choices=("auto", "cpu", "cuda", "xpu"), default="auto")
-    add("--out", type=Path, help="file to write; default: standard output")
-    return check_arguments(parser.parse_args(argv))
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, metavar="FASTA", help="one file; default: standard output")
+    add("--out_folder", type=Path, metavar="DIR", help="files of each structure, in sub-folders")
+    flag("--save_scores", "--save_score", help="with --out_folder: scores of the sequences")
+    flag("--save_probs", help="with --out_folder: what each letter was drawn from")
+    flag("--unconditional_probs", "--unconditional_probs_only",
+         help="with --out_folder: letters given the backbone alone; nothing is drawn")
+    flag("--conditional_probs", "--conditional_probs_only",
+         help="with --out_folder: letters given all other residues; nothing is drawn")
+    return parser
 
 
-def check_arguments(args):
-    """Fill in defaults of drawing; raise ValueError for what argparse does not notice."""
-    if args.score_only:
-        useless = [f"--{name}" for name in ONLY_DRAWING if getattr(args, name) is not None]
-        if useless:
-            raise ValueError(f"found {' '.join(useless)} with --score_only; expected neither or "
-                             "one, as these are for drawing, and --score_only draws nothing. Leave "
-                             "one out.")
-        missing = [path for path in args.score_only if not os.path.isfile(path)]
-        if missing:
-            raise ValueError(f"--score_only: there is no file {missing[0]}. Expected FASTA files.")
+def parse_arguments(argv):
+    """Options with the defaults of drawing; ValueError for what argparse does not notice."""
+    args = make_parser().parse_args(argv)
+
+    def given(names):
+        return [f"--{name}" for name in names if getattr(args, name) not in (None, 0)]
+
+    for names in ONE_OF:
+        if len(given(names)) > 1:
+            raise ValueError(f"found {' and '.join(given(names))} together; expected one of them.")
+    idle, useless = given(NOT_DRAWING), given(ONLY_DRAWING)
+    if idle and useless:
+        raise ValueError(f"found {' '.join(useless)} with {idle[0]}; expected neither or one, as "
+                         f"these are for drawing, and {idle[0]} draws nothing. Leave one out.")
+    if given(SAVED) and args.out_folder is None:
+        raise ValueError(f"found {' '.join(given(SAVED))} without --out_folder; expected both.")
+    missing = [path for path in args.score_only or () if not os.path.isfile(path)]
+    if missing:
+        raise ValueError(f"--score_only: there is no file {missing[0]}. Expected FASTA files.")
+    args.drawing = not idle
     args.num = 1 if args.num is None else args.num
-    args.temperature = 0.1 if args.temperature is None else args.temperature
     for name in ("num", "batch_size", "orders"):
         if getattr(args, name) < 1:
             raise ValueError(f"found --{name} {getattr(args, name)}; expected at least 1.")
-    if not 0 <= args.temperature <= MAX_TEMPERATURE:
-        raise ValueError(f"found --temperature {args.temperature}; expected a number of at least "
-                         f"0, such as 0.1, and not above {MAX_TEMPERATURE:g}.")
-    out = args.out
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        problem = "a folder" if out.is_dir() else "in a folder that is missing"
-        raise ValueError(f"found --out {out}, {problem}; expected the name of a file in a folder "
-                         "that exists.")
-    for path in (args.checkpoint, args.structure, *(args.score_only or ())):
-        if out is not None and out.exists() and os.path.exists(path) and (
-                os.path.samefile(path, out)):
-            raise ValueError(f"found --out {out}, which is the input {path}; expected another "
-                             "file.")
+    args.temperature = temperatures(args.temperature or ["0.1"])
+    args.backbone_noise = args.backbone_noise or 0.0
+    if not 0 <= args.backbone_noise <= MAX_NOISE:
+        raise ValueError(f"found --backbone_noise {args.backbone_noise}; expected Angstrom from 0 "
+                         f"to {MAX_NOISE:g}, such as 0.1.")
+    check_pssm_options(args)
     return args
 
 
-class Design:
-    """What is designed. "Joined" is the order of the sequences, chain after chain as in `chains`.
-
-    complex:  the Complex, whose rows are in another order.
-    chains:   names of the designed chains, as the user orders them.
-    places:   (n_designed,) joined position of each designed row of the complex; row: the reverse.
-    ends:     joined position at which each chain ends.
-    labels:   such as "A12", of each joined position.
-    native, resolved, mutable: (n_designed,) joined letters; bool; bool.
-    drawn:    (L,) bool by row of the complex: mutable and resolved.
-    tied:     lists of rows of the complex that get one letter.
-    notes:    lines on how the input was understood.
-    """
-
-    def __init__(self, args):
-        structure = read_structure(args.structure)
-        self.chains, fixed = choose_chains(args, structure)
-        self.complex = Complex(structure, self.chains, fixed)
-        self.places, n = self.complex.places(self.chains), self.complex.n_designed
-        self.row = np.argsort(self.places)
-        chains = [structure.chains[name] for name in self.chains]
-        self.labels = [f"{name}{number}" if number else f"a gap in {name}"
-                       for name, chain in zip(self.chains, chains) for number in chain.numbers]
-        self.ends = np.cumsum([len(chain.S) for chain in chains])
-        self.native = self.complex.S[:n][self.row]
-        self.resolved = self.complex.mask[:n][self.row]
-        self.notes = [f"{structure.name}: designed chains {' '.join(self.chains)}, {n} rows, "
-                      f"{self.resolved.sum()} resolved; fixed chains {' '.join(fixed) or '(none)'}"]
-        self.mutable = np.ones(n, bool)
-        if args.fixed_positions:
-            self.mutable[self.positions("fixed_positions", args.fixed_positions)] = False
-        elif args.mutable_positions:
-            found = self.positions("mutable_positions", args.mutable_positions)
-            self.mutable = np.isin(np.arange(n), found)
-        if not (self.mutable & self.resolved).any():
-            raise ValueError("no position is left to design: all are fixed or without a complete "
-                             "backbone. Fix fewer.")
-        self.drawn = np.zeros(len(self.complex), bool)
-        self.drawn[:n] = (self.mutable & self.resolved)[self.places]
-        groups = self.tied_positions(args)
-        for group in groups:
-            if len(set(self.mutable[group])) == 2:
-                kinds = ", ".join(f"{self.labels[i]} ({'designed' if self.mutable[i] else 'fixed'})"
-                                  for i in group)
-                raise ValueError(f"tied positions are designed and fixed: {kinds}. Fix all of a "
-                                 "group or none.")
-        self.tied = [self.row[group].tolist() for group in groups]
-
-    def positions(self, option, texts):
-        """Joined positions of an option, sorted; how they were understood goes into the notes."""
+def temperatures(texts):
+    found = []
+    for text in " ".join(texts).replace(",", " ").split():
         try:
-            found, note = parse_positions(" ".join(texts), self.complex.structure, self.chains)
-        except ValueError as error:
-            raise ValueError(f"--{option}: {error}") from None
-        self.notes.append(f"--{option}: {note}")
-        return found
-
-    def tied_positions(self, args):
-        """Lists of joined positions that get one letter."""
-        if args.homomer and args.tied_positions:
-            raise ValueError("found --homomer and --tied_positions together; expected one of them.")
-        if args.homomer:
-            return self.equal_numbers()
-        return self.given_groups(args.tied_positions) if args.tied_positions else []
-
-    def given_groups(self, texts):
-        """Of each group as typed, the k-th positions of its parts, in turn."""
-        self.positions("tied_positions", texts)             # none twice, all of one kind
-        groups = []
-        for text in texts:
-            parts = [parse_positions([part], self.complex.structure, self.chains)[0].tolist()
-                     for part in re.split(r"[,\s]+", text.strip(", "))]
-            lengths = [len(part) for part in parts]
-            if len(parts) < 2 or len(set(lengths)) > 1:
-                raise ValueError(f"--tied_positions: found {text} with parts of {lengths} "
-                                 "positions; expected at least two parts of one length, such as "
-                                 "A1,B1 or A1-A9,B1-B9.")
-            groups += [list(group) for group in zip(*parts)]
-        return groups
-
-    def equal_numbers(self):
-        """Positions of the designed chains with the same number in the file."""
-        by_number, position = {}, 0
-        for name in self.chains:
-            for number in self.complex.structure.chains[name].numbers:
-                if number:
-                    by_number.setdefault(number, []).append(position)
-                position += 1
-        groups = [group for group in by_number.values() if len(group) > 1]
-        for group in groups:
-            if len({int(self.native[i]) for i in group} - {X_ID}) > 1:
-                found = ", ".join(f"{self.labels[i]} {LETTERS[self.native[i]]}" for i in group)
-                raise ValueError(f"--homomer ties residues of equal number, but found {found}; "
-                                 "expected the same letter. Name the chains that are equal "
-                                 "(--chains), or use --tied_positions.")
-        if not groups:
-            raise ValueError(f"--homomer: chains {' '.join(self.chains)} share no residue number; "
-                             "expected two or more chains with the same numbers. Name them "
-                             "(--chains), or use --tied_positions.")
-        n_alone = len(by_number) - len(groups)
-        self.notes.append(f"--homomer: {len(groups)} groups of residues of equal number in the "
-                          f"file; {n_alone} in one chain alone, not tied")
-        return groups
-
-    def text(self, S):
-        """(L,) ids of the complex -> letters of the designed chains, with / between them."""
-        joined = decode(S[self.row])
-        return "/".join(joined[a:b] for a, b in zip([0, *self.ends[:-1]], self.ends))
-
-    def ids(self, text, name):
-        """The reverse, for sequences of a file; unresolved rows keep the structure's letters."""
-        parts, expected = text.replace("-", "X").split("/"), np.diff([0, *self.ends]).tolist()
-        if [len(part) for part in parts] != expected:
-            raise ValueError(f"{name}: found chains of {[len(part) for part in parts]} letters; "
-                             f"expected {expected}, of chains {' '.join(self.chains)}, gap rows "
-                             "counted, with / between chains.")
-        joined = "".join(parts)
-        wrong = re.search(f"[^{LETTERS}]", joined)
-        is_x = np.array([letter == "X" for letter in joined])
-        unnamed = is_x & self.resolved & (self.native != X_ID)
-        if wrong or unnamed.any():
-            i = wrong.start() if wrong else int(unnamed.argmax())
-            raise ValueError(f"{name}: found {joined[i]!r} at {self.labels[i]} (position {i}, "
-                             f"0-based); expected one of {AMINO_ACIDS}"
-                             f"{'' if wrong else ' at a resolved residue'}.")
-        S = self.complex.S.copy()
-        S[:len(self.places)] = np.where(self.resolved, encode(joined), self.native)[self.places]
-        return S
-
-
-def choose_chains(args, structure):
-    """Names of the designed chains, in the user's order, and of the fixed ones."""
-    usable = sorted(name for name, chain in structure.chains.items() if chain.resolved.any())
-    designed = chain_names(args.chains, structure, "--chains") if args.chains else usable
-    unusable = [name for name in designed if name not in usable]
-    if unusable or not designed:
-        raise ValueError(f"chain {' '.join(unusable)} of {structure.name} has no residue with a "
-                         "complete backbone (N, CA, C, O); expected a protein chain. Design one "
-                         f"of: {' '.join(usable) or '(none)'}.")
-    fixed = [name for name in usable if name not in designed]
-    if args.fixed_chains is not None:
-        fixed = chain_names(args.fixed_chains, structure, "--fixed_chains")
-    both = sorted({*designed} & {*fixed})
-    if both:
-        raise ValueError(f"chain {' '.join(both)} is in --chains and in --fixed_chains; expected "
-                         "it in one.")
-    return designed, fixed
-
-
-def chain_names(texts, structure, option):
-    names = [name for text in texts for name in re.split(r"[,\s]+", text) if name]
-    absent = [name for name in names if name not in structure.chains]
-    if absent or len(set(names)) < len(names) or not names and texts:
-        raise ValueError(f"{option}: found {' '.join(names) or 'no name'}; expected chains of "
-                         f"{structure.name}, each once, which has "
-                         f"{' '.join(map(repr, structure.chains))}.")
-    return names
-
-
-def letter_bias(args):
-    """(21,) nats, -inf for what is never drawn."""
-    bias, seen = torch.zeros(len(LETTERS)), set()
-    for text in args.bias or ():
-        letter, _, value = text.partition("=")
-        try:
-            number = float(value)
+            found.append(float(text))
         except ValueError:
-            number = math.nan
-        if letter not in AMINO_ACIDS or len(letter) != 1 or not abs(number) <= MAX_BIAS:
-            raise ValueError(f"--bias: found {text}; expected an amino acid and nats, such as "
-                             f"E=0.5 or K=-1, up to {MAX_BIAS:g} either way.")
-        if letter in seen:
-            raise ValueError(f"--bias: found {letter} twice; expected each amino acid once.")
-        seen.add(letter)
-        bias[LETTERS.index(letter)] = number
-    omitted = set((args.omit or "") + "X")
-    if omitted - set(LETTERS) or omitted == set(LETTERS):
-        raise ValueError(f"--omit: found {args.omit}; expected some, not all, of {AMINO_ACIDS}.")
-    bias[[LETTERS.index(letter) for letter in omitted]] = -math.inf
-    return bias
+            found.append(math.nan)
+        if not 0 <= found[-1] <= MAX_TEMPERATURE:
+            value = text if math.isnan(found[-1]) else found[-1]
+            raise ValueError(f"found --temperature {value}; expected a number of at least 0, such "
+                             f"as 0.1, and not above {MAX_TEMPERATURE:g}.")
+    if len(set(found)) < len(found) or not found:
+        raise ValueError(f"found --temperature {' '.join(texts)}; expected each once, at least "
+                         "one.")
+    return found
+
+
+def check_pssm_options(args):
+    """ValueError for options of PSSMs that would have no effect."""
+    options = {name: getattr(args, name)
+               for name in ("pssm_jsonl", "pssm_multi", "pssm_log_odds_flag", "pssm_threshold")}
+    found = " ".join(f"--{name} {value}" for name, value in options.items() if value is not None)
+    has_use = bool(args.pssm_multi or args.pssm_log_odds_flag)
+    if found and (args.pssm_jsonl is None or not has_use) or (
+            args.pssm_threshold is not None and not args.pssm_log_odds_flag):
+        raise ValueError(f"found {found}; expected --pssm_jsonl FILE with --pssm_multi above 0, "
+                         "--pssm_log_odds_flag 1 or both, and --pssm_threshold only with the flag.")
+    if not 0 <= (args.pssm_multi or 0) <= 1 or not math.isfinite(args.pssm_threshold or 0):
+        raise ValueError(f"found {found}; expected --pssm_multi from 0 to 1 and a number as "
+                         "--pssm_threshold.")
+
+
+def structure_files(args):
+    """Paths of the structures, folders opened; ValueError for none, or two of one name."""
+    paths = []
+    for path in args.structures:
+        files = [path]
+        if os.path.isdir(path):
+            files = sorted(str(file) for file in Path(path).iterdir()
+                           if file.name.lower().removesuffix(".gz").endswith(FORMATS))
+            if not files:
+                raise ValueError(f"found no structure in the folder {path}; expected files with "
+                                 f"names in {' '.join(FORMATS)}, perhaps with .gz.")
+        paths += files
+    names = [name_of(path) for path in paths]
+    twice = [path for path, name in zip(paths, names) if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"found {' and '.join(twice[:3])}; expected structures of different "
+                         "names, which outputs and settings go by. Rename one or leave it out.")
+    return paths
+
+
+def output_files(args, paths):
+    """{structure name: {kind: path}} of --out_folder; {"": {"seqs": path}} of --out; or {}.
+
+    Raises: ValueError for a file that cannot be written, or that is an input.
+    """
+    out, folder = args.out, args.out_folder
+    target, option = (folder, "--out_folder") if folder else (out, "--out")
+    if target is None:
+        return {}
+    wrong = target.is_file() if folder else target.is_dir()
+    if wrong or not target.parent.is_dir():
+        problem = "in a folder that is missing" if not wrong else "a file" if folder else "a folder"
+        raise ValueError(f"found {option} {target}, {problem}; expected the name of a "
+                         f"{'folder' if folder else 'file'} in a folder that exists.")
+    files = {"": {"seqs": out}}
+    if folder:
+        kinds = ["seqs", *(name.removeprefix("save_") for name in SAVED if getattr(args, name))]
+        places = {kind: kind for kind in kinds}
+        if not args.drawing:                    # designs in the same folder stay
+            places |= {kind: "scored" for kind in ("seqs", "scores") if kind in kinds}
+        files = {name: {kind: folder / place / f"{name}.{'fa' if kind == 'seqs' else 'npz'}"
+                        for kind, place in places.items()} for name in map(name_of, paths)}
+    settings = [getattr(args, name) for name in (*PER_STRUCTURE, "bias_AA_jsonl")]
+    inputs = [args.checkpoint, *paths, *(args.score_only or ()), *filter(None, settings)]
+    inputs = {os.stat(path)[1:3]: path for path in inputs if os.path.exists(path)}  # inode, device
+    for path in (path for kinds in files.values() for path in kinds.values()):
+        if path.exists() and os.stat(path)[1:3] in inputs:
+            where = f", where {path}" if folder else ", which"
+            raise ValueError(f"found {option} {target}{where} is the input "
+                             f"{inputs[os.stat(path)[1:3]]}; expected another.")
+    return files
 
 
 def choose_device(name):
@@ -300,6 +285,8 @@ def choose_device(name):
     return torch.device((found + ["cpu"])[0] if name == "auto" else name)
 
 
+# ---- sequences, scores, probabilities ----
+
 def random_order(design, *key):
     """(1, L) decoding order, fixed residues first, of this key."""
     L, generator = len(design.drawn), keyed_generator(*key)
@@ -307,28 +294,39 @@ def random_order(design, *key):
     return decoding_order(torch.from_numpy(design.drawn)[None].long(), randn)
 
 
-def draw(model, encoding, design, args, bias, numbers):
-    """Draw the sequences of these numbers, (M, L) int64.
+def encode(model, tensors, device):
+    graph = model.graph(**tensors)
+    return model.encode(type(graph)(*(x.to(device) for x in graph)))
 
-    All that is random in a sequence is keyed by (seed, number).
+
+def with_noise(tensors, keys, angstrom):
+    """The tensors of one structure once per key, with noise on the atoms that are there."""
+    X = tensors["X"]
+    noise = torch.cat([torch.randn(X.shape, dtype=torch.float64,
+                                   generator=keyed_generator(*key, "backbone")) for key in keys])
+    tensors = {name: x.expand(len(keys), *x.shape[1:]).contiguous() for name, x in tensors.items()}
+    return {**tensors, "X": X + (angstrom * noise).float() * (X != 0).any(-1, keepdim=True)}
+
+
+def draw(model, encoding, design, temperature, keys):
+    """Draw a sequence per key, which all that is random in it depends on.
+
+    encoding: of the structure, or of it with the noise of each key.
+    Returns: S (M, L) int64 and what its letters were drawn from, (M, L, 21).
     """
     device, (L, V) = encoding.mask.device, (len(design.drawn), len(LETTERS))
-    orders, noise = [], []
-    for k in numbers:
-        orders.append(random_order(design, args.seed, "order", k))
-        generator = keyed_generator(args.seed, "letters", k)
-        uniform = torch.rand(L, V, dtype=torch.float64, generator=generator)
-        gumbel = -(-uniform.clamp(min=1e-300).log()).clamp(min=1e-300).log()
-        for group in design.tied:
-            gumbel[group] = gumbel[group[0]].clone()    # one draw, which their mean leaves as it is
-        noise.append(gumbel)
-    # arg max of (logits + bias + temperature x Gumbel noise) is a draw from
-    # softmax((logits + bias) / temperature).
-    scores = bias + (args.temperature * torch.stack(noise)).float()
-    S = torch.from_numpy(design.complex.S.astype(np.int64)).expand(len(numbers), L)
+    orders = torch.cat([random_order(design, *key, "order") for key in keys])
+    uniform = torch.stack([torch.rand(L, V, dtype=torch.float64,
+                                      generator=keyed_generator(*key, "letters")) for key in keys])
+    gumbel = -(-uniform.clamp(min=1e-300).log()).clamp(min=1e-300).log()
+    S = torch.from_numpy(design.complex.S.astype(np.int64)).expand(len(keys), L)
     drawn = torch.from_numpy(design.drawn).long()[None]
-    return model.sample(encoding, S.to(device), drawn.to(device), torch.cat(orders).to(device),
-                        temperature=0, bias=scores.to(device), tied=design.tied).cpu()
+    pssm = design.pssm and type(design.pssm)(*(x.to(device) for x in design.pssm))
+    S, probs = model.sample(
+        encoding, S.to(device), drawn.to(device), orders.to(device), temperature,
+        design.bias.to(device), tied=design.tied, tied_weights=design.tied_weights, pssm=pssm,
+        noise=gumbel.float().to(device), return_probs=True)
+    return S.cpu(), probs.cpu()
 
 
 def score(model, encoding, design, args, S):
@@ -354,64 +352,148 @@ def recovery(design, S):
     return (S[counted] == design.complex.S[counted]).mean() if counted.any() else math.nan
 
 
-@torch.no_grad()
-def make_records(args):
-    """(FASTA text, lines on how the input was understood). Raises ValueError or OSError."""
-    design = Design(args)
-    given = [(name, design.ids(text, f"{path}, sequence {i} ({name:.40})"))
-             for path in args.score_only or ()
-             for i, (name, text) in enumerate(named_sequences(path), 1)]
-    bias, device = letter_bias(args), choose_device(args.device)
-    model = load_proteinmpnn(args.checkpoint).eval().to(device)
+def conditional_log_probs(model, encoding, design, args, S):
+    """(L, 21) of each residue given all others of S (L,), of the mean probability over orders."""
+    device, rows = encoding.mask.device, np.flatnonzero(design.drawn).tolist()
+    probs = torch.zeros(len(S), len(LETTERS), dtype=torch.float64)
+    for k in range(args.orders):
+        order = random_order(design, args.seed, "score", k).to(device)
+        for first in range(0, len(rows), args.batch_size):
+            some = rows[first:first + args.batch_size]
+            log_p = model.conditional(encoding, S[None].to(device), order, some)
+            probs[some] += log_p.cpu().double().exp() / args.orders
+    return probs.log()
+
+
+def make_batches(model, encoding, tensors, design, args, given):
+    """Yield (header lines, S (M, L), probabilities or None), to be scored together.
+
+    SCORES in a header stands for the figures.
+    """
+    size, device = args.batch_size, encoding.mask.device
+    name = f"{design.name}, " if args.many_in_one else ""
+    for first in range(0, len(given), size):
+        heads, S = zip(*given[first:first + size])
+        old_scores = r",? *(score|global_score|seq_recovery)=[^,]*"
+        yield ([f"{name}{re.sub(old_scores, '', head)}, SCORES" for head in heads],
+               torch.from_numpy(np.stack(S).astype(np.int64)), None)
+    if given:
+        return
+    yield ([f"{design.name}, SCORES, fixed_chains={list(design.complex.fixed)}, "
+            f"designed_chains={design.chains}, model_name={Path(args.checkpoint).stem}, "
+            f"seed={args.seed}"], torch.from_numpy(design.complex.S.astype(np.int64))[None], None)
+    for temperature in args.temperature if args.drawing else ():
+        for first in range(1, args.num + 1, size):
+            numbers = range(first, min(first + size, args.num + 1))
+            keys = [(args.seed, design.name, repr(temperature), k) for k in numbers]
+            seen = encoding
+            if args.backbone_noise:
+                seen = encode(model, with_noise(tensors, keys, args.backbone_noise), device)
+            yield ([f"{name}T={temperature:g}, sample={k}, SCORES" for k in numbers],
+                   *draw(model, seen, design, temperature, keys))
+
+
+def make_results(model, design, args, given, device):
+    """FASTA text of one structure, and {kind: arrays by name} of what else is to be saved."""
     tensors = collate_complexes([design.complex])
-    native = tensors.pop("S")
-    graph = model.graph(**tensors)
-    encoding = model.encode(type(graph)(*(x.to(device) for x in graph)))
-
-    def batches():
-        """(header lines, S (M, L)), to be scored together; SCORES stands for the figures."""
-        size = args.batch_size
-        if not given:
-            name = Path(re.sub(r"\.gz$", "", args.structure)).stem
-            yield [f"{name}, SCORES, fixed_chains={list(design.complex.fixed)}, "
-                   f"designed_chains={design.chains}, model_name={Path(args.checkpoint).stem}, "
-                   f"seed={args.seed}"], native
-            for first in range(1, args.num + 1, size):
-                numbers = range(first, min(first + size, args.num + 1))
-                yield ([f"T={args.temperature:g}, sample={k}, SCORES" for k in numbers],
-                       draw(model, encoding, design, args, bias, numbers))
-        for first in range(0, len(given), size):
-            heads, S = zip(*given[first:first + size])
-            old_scores = r",? *(score|global_score|seq_recovery)=[^,]*"
-            yield ([re.sub(old_scores, "", head) + ", SCORES" for head in heads],
-                   torch.from_numpy(np.stack(S).astype(np.int64)))
-
-    lines = []
-    for heads, S in batches():
-        figures = score(model, encoding, design, args, S).tolist()
-        for head, row, (mean, whole) in zip(heads, S.numpy(), figures):
+    del tensors["S"]
+    encoding = encode(model, tensors, device)
+    lines, saved, log_p = [], [], []
+    for heads, S, probs in make_batches(model, encoding, tensors, design, args, given):
+        figures = score(model, encoding, design, args, S)
+        for head, row, (mean, whole) in zip(heads, S.numpy(), figures.tolist()):
             scores = {"score": mean, "global_score": whole, "seq_recovery": recovery(design, row)}
             text = ", ".join(f"{key}={value:.4f}" for key, value in scores.items()
                              if not math.isnan(value)) or "no residue of known letter"
             lines += [">" + text.join(head.rsplit("SCORES", 1)), design.text(row)]
-    last_note = f"{device}: {args.checkpoint}, {len(lines) // 2} sequences"
-    return "\n".join(lines) + "\n", [*design.notes, last_note]
+        if args.conditional_probs:
+            log_p += [conditional_log_probs(model, encoding, design, args, row) for row in S]
+        if probs is not None or not args.drawing:           # the structure's own is not drawn
+            saved.append(([head.replace(", SCORES", "") for head in heads], S, figures, probs))
+    heads, S, figures, probs = zip(*saved)
+    mask = design.drawn[design.row]
+
+    def joined(x):
+        """(..., L, 21) by row of the complex -> by joined row; nan where nothing is designed."""
+        return np.where(mask[:, None], x.float().numpy()[..., design.row, :], np.nan)
+
+    arrays = {}
+    if args.save_scores:
+        arrays["scores"] = dict(zip(("score", "global_score"), torch.cat(figures).T.numpy()))
+    if args.save_probs:
+        arrays["probs"] = {"probs": torch.cat(probs)[:, design.row].numpy()}
+    if args.unconditional_probs:
+        arrays["unconditional_probs"] = {"log_p": joined(model.unconditional(encoding)[0].cpu())}
+    if args.conditional_probs:
+        arrays["conditional_probs"] = {"log_p": joined(torch.stack(log_p))}
+    about = {"S": torch.cat(S)[:, design.row].numpy(), "header": np.array(sum(heads, [])),
+             "mask": mask, "position": np.array(design.labels), "alphabet": np.array(LETTERS)}
+    return "\n".join(lines) + "\n", {kind: {**x, **about} for kind, x in arrays.items()}
+
+
+# ---- command ----
+
+def write_whole(path, write):
+    """Call write(file) on a file that is renamed to `path` once it is whole."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_designs(paths, args):
+    """The Design of each path; ValueError with the path where there are several."""
+    tables = {option: read_json(getattr(args, option))
+              for option in PER_STRUCTURE if getattr(args, option)}
+    bias, designs = letter_bias(args), []
+    for path in paths:
+        try:
+            designs.append(Design(path, args, bias, tables))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}" if len(paths) > 1 else error) from None
+    for option, table in tables.items():
+        n_others = len(set(table) - {design.name for design in designs})
+        if n_others:
+            designs[0].notes.append(f"--{option}: has settings for {n_others} other structures")
+    return designs
+
+
+@torch.no_grad()
+def run(args):
+    """Read everything, then write structure by structure. Raises ValueError or OSError."""
+    paths = structure_files(args)
+    files, device = output_files(args, paths), choose_device(args.device)
+    args.many_in_one = len(paths) > 1 and args.out_folder is None
+    designs = read_designs(paths, args)
+    given = [[(head, design.ids(text, f"{path}, sequence {i} ({head:.40})"))
+              for path in args.score_only or ()
+              for i, (head, text) in enumerate(named_sequences(path), 1)] for design in designs]
+    model = load_proteinmpnn(args.checkpoint).eval().to(device)
+    texts = []
+    for design, sequences in zip(designs, given):
+        text, arrays = make_results(model, design, args, sequences, device)
+        note = f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} sequences"
+        print(*design.notes, note, sep="\n", file=sys.stderr)
+        texts.append(text)
+        if not files:
+            sys.stdout.write(text)
+        if args.out_folder:
+            args.out_folder.mkdir(exist_ok=True)
+            targets = files[design.name]
+            for kind, values in arrays.items():
+                write_whole(targets[kind], lambda file, values=values: np.savez(file, **values))
+            write_whole(targets["seqs"], lambda file, text=text: file.write(text.encode()))
+    if args.out:
+        write_whole(args.out, lambda file: file.write("".join(texts).encode()))
 
 
 def main(argv):
     try:
-        args = parse_arguments(argv)
-        text, notes = make_records(args)
-        print(*notes, sep="\n", file=sys.stderr)
-        if args.out is None:
-            sys.stdout.write(text)
-            return 0
-        temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(temporary, args.out)
-        finally:
-            temporary.unlink(missing_ok=True)
+        run(parse_arguments(argv))
         return 0
     except (ValueError, OSError) as error:
         print(f"sample_proteinmpnn.py: error: {error}", file=sys.stderr)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from proteinmpnn_model import (ALPHABET, Encoding, ProteinMPNN, decoding_order, from_checkpoint,
-                               gaussians, load_proteinmpnn, random_proteinmpnn, save_proteinmpnn,
-                               to_checkpoint)
+                               gaussians, load_proteinmpnn, make_pssm, random_proteinmpnn,
+                               save_proteinmpnn, to_checkpoint)
 
 X_LETTER = 20
 
@@ -476,11 +476,86 @@ def test_tied_positions_share_their_letters_whatever_the_orders_and_group_sizes(
     near(draw(1), draw(1, tied=[[2, 10]]))          # one of two is unresolved: nothing to tie
 
 
+def test_the_probabilities_of_a_sample_are_those_of_the_tempered_and_biased_model():
+    T = 0.7
+    model, encoding, S, order = sampling_case(M=3, unresolved=(3,))
+    chain_M = (torch.arange(20) % 3 > 0).float()[None]
+    bias = torch.randn(20, 21, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found, probs = model.sample(encoding, S, chain_M, order, T, bias, omit="XC", return_probs=True)
+    scores = model.decode(encoding, found, order) + bias
+    scores[..., [1, X_LETTER]] = -math.inf
+    drawn = (chain_M.bool() & encoding.mask)[0]
+    near(probs[:, drawn], (scores / T).softmax(-1)[:, drawn], atol=1e-12)
+    assert (probs[:, ~drawn] == 0).all()
+
+
+def one_step(model, encoding, S, at, T=1.0, **options):
+    """What the letters of the positions `at`, drawn together after all others, are drawn from."""
+    L = S.shape[1]
+    order = torch.tensor([[i for i in range(L) if i not in at] + at])
+    chain_M = F.one_hot(torch.tensor(at), L).sum(0, keepdim=True)
+    return model.sample(encoding, S, chain_M, order, T, return_probs=True, **options)[1][0, at]
+
+
+def test_conditional_probabilities_see_all_other_letters_and_those_of_the_first_residue_none():
+    model, encoding, S, order = sampling_case()
+    found = model.conditional(encoding, S, torch.arange(20)[None], [4, 19, 0])
+    for row, i in zip(found, (4, 19, 0)):
+        near(row.exp(), one_step(model, encoding, S, [i], omit="")[0], atol=1e-12)
+        other = S.clone()
+        other[0, (i + 1) % 20] += 1
+        assert not torch.equal(row, model.conditional(encoding, other, order, [i])[0])
+        first = torch.cat([torch.tensor([[i]]), order[order != i][None]], 1)
+        near(model.decode(encoding, S, first)[0, i], model.unconditional(encoding)[0, i],
+             atol=1e-12)
+
+
+def test_a_negative_weight_designs_against_the_state_of_its_tied_position():
+    model, encoding, S, _ = sampling_case(num_edges=12, lengths=(6, 6))
+    T, i, j, bias = 0.5, 2, 8, torch.zeros(12, 21, dtype=torch.float64)
+    bias[i, 3] = 1
+    before = [k for k in range(12) if k not in (i, j)]
+    logits = [model.decode(encoding, S, torch.tensor([[*before, *last]]))[0, last[0]]
+              for last in ((i, j), (j, i))]
+    against = logits[1][:X_LETTER].argmax()
+    for weight in (1, -0.5):
+        weights = torch.ones(12)
+        weights[j] = weight
+        probs = one_step(model, encoding, S, [i, j], T, bias=bias, tied=[[i, j]],
+                         tied_weights=weights)
+        scores = (logits[0] + weight * logits[1] + bias[i])[:X_LETTER] / 2
+        near(probs[:, :X_LETTER], (scores / T).softmax(-1).expand(2, -1), atol=1e-12)
+    alone = one_step(model, encoding, S, [i], T, bias=bias)[0]
+    assert probs[0, against] < alone[against]
+
+
+def test_a_pssm_takes_its_share_of_the_probabilities_and_makes_low_odds_rare():
+    model, encoding, S, _ = sampling_case()
+    generator, i, T = torch.Generator().manual_seed(0), 5, 0.3
+    coef, letters, odds = (torch.rand(*shape, generator=generator, dtype=torch.float64)
+                           for shape in ((20,), (20, 21), (20, 21)))
+    letters /= letters.sum(-1, keepdim=True)
+    options = dict(T=T, omit="XC")
+    plain = one_step(model, encoding, S, [i], **options)[0]
+    allowed = torch.ones(21).index_fill(0, torch.tensor([1, X_LETTER]), 0)
+    for multi, threshold in ((0.0, None), (0.4, None), (1.0, None), (0.4, 0.5), (0.0, 0.5)):
+        probs = one_step(model, encoding, S, [i], **options,
+                         pssm=make_pssm(coef, letters, odds, multi, threshold))[0]
+        mixed = (1 - multi * coef[i]) * plain + multi * coef[i] * letters[i]
+        if threshold is not None:
+            mixed = mixed * torch.where(odds[i] > threshold, 1.001, 0.001)
+        near(probs, mixed * allowed / (mixed * allowed).sum(), atol=1e-9)
+    whole = make_pssm(torch.ones(20), letters, odds, 1.0)
+    near(one_step(model, encoding, S, [i], omit="", pssm=whole)[0], letters[i], atol=1e-12)
+
+
 def test_sampling_refuses_what_cannot_be_drawn():
     model, encoding, S, order = sampling_case(M=2)
     ones, half = torch.ones(2, 20), torch.arange(20).expand(2, 20) < 10
     uneven, never = ones.clone(), torch.zeros(20, 21)
     uneven[0, :2], never[7] = 0, -math.inf
+    split = torch.zeros(20, 21)                     # tied, these two allow no common letter
+    split[4, 1:], split[5, :1] = -math.inf, -math.inf
     for options, message in (
             (dict(tied=[[1, 2], [2, 3]]), "none of them twice"), (dict(tied=[[1, 20]]), "0 to 19"),
             (dict(chain_M=half, tied=[[1, 12]]), "mixes drawn"),
@@ -490,12 +565,16 @@ def test_sampling_refuses_what_cannot_be_drawn():
             (dict(temperature=math.nan), "temperature nan"),
             (dict(temperature=1e40), "temperature 1e"),
             (dict(chain_M=ones[0]), r"chain_M is \(20,\)"),
+            (dict(bias=math.inf), "nan or inf"), (dict(tied_weights=[1.0]), "has 1 numbers"),
+            (dict(pssm=make_pssm(torch.ones(20), torch.zeros(20, 21), never, 1.0)), "no letter"),
+            (dict(tied=[[4, 5]], bias=split), r"\[0, 4\], \[0, 5\]"),
             (dict(bias=torch.zeros(3, 20, 21)), r"bias \(3, 20, 21\)")):
         with pytest.raises(ValueError, match=message):
             model.sample(encoding, S, **{"chain_M": ones, "decoding_order": order, **options})
     kept = ones.clone()
     kept[:, 7] = 0
-    assert torch.equal(model.sample(encoding, S, kept, order, bias=never)[:, 7], S[:, 7])
+    found, probs = model.sample(encoding, S, kept, order, bias=never, return_probs=True)
+    assert torch.equal(found[:, 7], S[:, 7]) and (probs[:, 7] == 0).all()
 
 
 # ---- precision, dropout, boundary ----

@@ -1,5 +1,6 @@
 """Does sample_proteinmpnn.py draw and score what it was asked to, and refuse what it cannot do?"""
 
+import json
 import re
 
 import numpy as np
@@ -224,11 +225,185 @@ def test_recovery_is_counted_on_designed_positions(sample, pdb, tmp_path):
         assert head["seq_recovery"] == pytest.approx(share, abs=1e-4)
 
 
+# ---- several structures and temperatures, settings per structure, files of arrays ----
+
+def as_json(tmp_path, settings):
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    return tmp_path / "settings.json"
+
+
+def arrays(folder, kind, name="one"):
+    return dict(np.load(folder / kind / f"{name}.npz"))
+
+
+def test_many_structures_and_temperatures_give_the_designs_of_calls_of_their_own(
+        sample, dimer, pdb, tmp_path):
+    folder = tmp_path / "backbones"
+    folder.mkdir()
+    pdb, dimer = pdb.rename(folder / "one.pdb"), dimer.rename(folder / "dimer.pdb")
+    (folder / "notes.txt").write_text("not a structure")
+    args = ("--num", 3, "--batch_size", 2)
+    near = drawn(sample(pdb, "--num", 2, "--temperature", 2, 2.0001))
+    assert len(set(near)) == 4                      # new draws at each temperature
+    text = sample(folder, *args, "--temperature", 0.5, 2)[0]
+    expected = []
+    for path in (dimer, pdb):
+        hot, cold = (sample(path, *args, "--temperature", T)[0] for T in (2, 0.5))
+        assert set(drawn((hot,))).isdisjoint(drawn((cold,)))
+        expected += [read(cold)[0], *read(cold)[1:], *read(hot)[1:]]
+    assert read(text) == expected
+    heads = [line for line in text.splitlines() if line[0] == ">"]
+    assert [head.startswith(">one, ") for head in heads] == [False] * 7 + [True] * 7
+    assert sample(folder, *args, "--sampling_temp", "0.5 2")[0] == text
+    sample(dimer, pdb, *args, "--temperature", 0.5, 2, "--out_folder", tmp_path / "new")
+    written = [(tmp_path / "new" / "seqs" / f"{name}.fa").read_text() for name in ("dimer", "one")]
+    assert read("".join(written)) == expected
+    assert sorted(path.name for path in (tmp_path / "new").rglob("*")) == [
+        "dimer.fa", "one.fa", "seqs"]
+
+
+def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp_path):
+    folder = tmp_path / "out"
+    args = (dimer, "--chains", "B", "A", "--fixed_positions", "A12-A20")
+    sample(*args, "--num", 5, "--temperature", 2, "--omit", "C", "--save_scores", "--save_probs",
+           "1", "--out_folder", folder)
+    fasta = folder / "seqs" / "dimer.fa"
+    sequences = [sequence.replace("/", "") for sequence in drawn((fasta.read_text(),))]
+    scores, probs = (arrays(folder, kind, "dimer") for kind in ("scores", "probs"))
+    assert ["".join(probs["alphabet"].item()[i] for i in S) for S in probs["S"]] == sequences
+    assert probs["probs"].shape == (5, 44, 21) and probs["position"][23] == "A11"
+    mask = probs["mask"]
+    assert [str(x) for x in probs["position"][~mask]] == [f"A{i}" for i in range(12, 21)]
+    assert (probs["probs"][:, ~mask] == 0).all() and (probs["probs"][..., [1, 20]] == 0).all()
+    assert probs["probs"][:, mask].sum(-1) == pytest.approx(1, abs=1e-5)
+    of_drawn = np.take_along_axis(probs["probs"], probs["S"][..., None], -1)[..., 0][:, mask]
+    assert of_drawn.min() > 0 and 0.1 < of_drawn.mean() < 1
+    again = read(sample(*args, "--score_only", fasta, "--batch_size", 2)[0])[1:]
+    for key in ("score", "global_score"):
+        assert [head[key] for head, _ in again] == pytest.approx(scores[key], abs=1e-4)
+    sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", tmp_path / "again")
+    later = arrays(tmp_path / "again", "scored", "dimer")
+    assert later["score"][1:] == pytest.approx(scores["score"], abs=1e-5)
+    designs = fasta.read_bytes()
+    sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", folder)
+    scored = folder / "scored" / "dimer.fa"
+    assert read(scored.read_text())[1:] == again and fasta.read_bytes() == designs
+    err = sample(*args, "--score_only", scored, "--out_folder", folder, code=2)[1]
+    assert f"{scored} is the input" in err
+
+
+def test_unconditional_and_conditional_probabilities_are_those_of_the_model(
+        sample, weights, tmp_path):
+    pdb, folder = write_pdb(tmp_path / "one.pdb", {"A": "ACD-EFGHI"}), tmp_path / "out"
+    given = tmp_path / "given.fasta"
+    given.write_text(">a\nACDXEFGHI\n>b\nWWWXWWWWW\n")
+    args = ("--fixed_positions", "A10", "--orders", 1, "--out_folder", folder)
+    sample(pdb, *args, "--unconditional_probs", "--conditional_probs", "--score_only", given)
+    alone, others = (arrays(folder, f"{kind}conditional_probs")["log_p"] for kind in ("un", ""))
+    assert np.isnan(alone[[0, 3]]).all() and np.isnan(others[:, [0, 3]]).all()
+    for i in (1, 2, 4, 5, 6, 7, 8):
+        rest = [k for k in range(9) if k != i]
+        for row, sequence in enumerate(("ACDXEFGHI", "WWWXWWWWW")):
+            first = helix_log_probs(weights, sequence, [i, *rest])[i]
+            last = helix_log_probs(weights, sequence, [*rest, i])[i]
+            assert alone[i] == pytest.approx(first.numpy(), abs=1e-4)
+            assert others[row, i] == pytest.approx(last.numpy(), abs=1e-4)
+    assert sample(pdb, *args[2:], "--conditional_probs")[0] == ""
+    assert arrays(folder, "conditional_probs")["log_p"].shape == (1, 9, 21)
+    assert (folder / "scored" / "one.fa").read_text().count(">") == 1
+
+
+def test_settings_by_position_act_at_their_position_only(sample, dimer, tmp_path):
+    args = (dimer, "--chains", "B", "A", "--num", 30, "--temperature", 30, "--omit", "C")
+    matrix = np.zeros((22, 21))
+    matrix[4, LETTERS.index("W")] = 1e4
+    found = drawn(sample(*args, "--bias_by_res_jsonl",
+                         as_json(tmp_path, {"dimer": {"B": matrix.tolist()}, "other": {}})))
+    columns = [set(column) for column in zip(*(s.replace("/", "") for s in found))]
+    assert columns.pop(4) == {"W"} and all(len(letters) > 5 for letters in columns)
+    omit = {"dimer": {"A": [[[1, 2], "ADEFGHIKLM"], [[2], "NPQRSTVW"]]}}
+    found = drawn(sample(*args, "--omit_AA_jsonl", as_json(tmp_path, omit)))
+    columns = [set(column) for column in zip(*(s.replace("/", "") for s in found))]
+    assert columns[23] == {"Y"} and columns[22] <= set("NPQRSTVWY") and len(columns[22]) > 3
+    assert all(letters - set("NPQRSTVWY") for letters in columns[:22] + columns[24:])
+    assert set().union(*columns) == set(LETTERS) - {"C"}
+    same = sample(*args, "--bias_AA_jsonl", as_json(tmp_path, {"E": 40, "K": -3}))[0]
+    assert same == sample(*args, "--bias", "E=40,K=-3")[0]
+
+
+def test_settings_of_a_file_are_those_of_the_options(sample, dimer, tmp_path):
+    args = (dimer, "--num", 2, "--temperature", 2)
+    for option, settings, given in (
+            ("chain_id_jsonl", [["B"], ["A"]], ("--chains", "B")),
+            ("fixed_positions_jsonl", {"A": [1, 3], "B": [22]},
+             ("--fixed_positions", "A10", "A12", "B31")),
+            ("tied_positions_jsonl", [{"A": [3], "B": [11]}, {"A": [[4], [1]], "B": [[12], [1]]}],
+             ("--tied_positions", "A12-A13,B20-B21"))):
+        path = as_json(tmp_path, {"dimer": settings})
+        assert sample(*args, f"--{option}", path)[0] == sample(*args, *given)[0]
+
+
+def test_a_negative_weight_makes_the_tied_state_unlikely(sample, dimer, tmp_path):
+    def of_pair(weight, chains="BA"):
+        groups = [{"A": [[3], [1.0]], "B": [[9], [weight]]}]
+        sample(dimer, "--chains", *chains, "--mutable_positions", "A12", "B18", "--save_probs",
+               "--out_folder", tmp_path, "--tied_positions_jsonl",
+               as_json(tmp_path, {"dimer": groups}))
+        found = arrays(tmp_path, "probs", "dimer")
+        a12, b18 = (found["probs"][0, found["position"].tolist().index(name)]
+                    for name in ("A12", "B18"))
+        assert (a12 == b18).all()
+        return np.log(a12[:20].astype(float).clip(1e-300))
+
+    zero, half, minus = of_pair(0), of_pair(0.01), of_pair(-0.01)
+    liked = half - zero                                     # by position B18, up to a constant
+    assert np.corrcoef(liked, zero - minus)[0, 1] > 0.99 and np.ptp(liked) > 0.01
+    assert (of_pair(0, "AB") == zero).all()
+
+
+def test_a_pssm_that_has_it_all_decides_and_one_without_trust_changes_nothing(
+        sample, pdb, tmp_path):
+    target, plain = NATIVE[::-1], sample(pdb, "--num", 3, "--temperature", 1)[0]
+    letters = np.eye(21)[[LETTERS.index(letter) for letter in target]]
+    for coef, found in ((1, [target] * 3), (0, drawn((plain,)))):
+        table = {"pssm_coef": [coef] * 22, "pssm_bias": letters.tolist(),
+                 "pssm_log_odds": (letters - 0.5).tolist()}
+        args = (pdb, "--num", 3, "--temperature", 1, "--pssm_jsonl",
+                as_json(tmp_path, {"one": {"A": table}}))
+        assert drawn(sample(*args, "--pssm_multi", 1)) == found
+    rare = drawn(sample(*args, "--pssm_log_odds_flag", 1, "--pssm_threshold", -0.1))
+    as_target = np.mean([a == b for s in rare for a, b in zip(s, target)])
+    assert as_target > 0.5 > np.mean([a == b for s in found for a, b in zip(s, target)])
+    everything = drawn(sample(*args, "--pssm_log_odds_flag", 1, "--pssm_threshold", -1))
+    assert everything == found
+    err = sample(*args, "--pssm_multi", 0.5, "--omit", "C", "--pssm_threshold", 1, code=2)[1]
+    assert "only with the flag" in err
+
+
+def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample, pdb, tmp_path):
+    def probabilities(*args):
+        """Of the one designed residue, for each of 5 sequences."""
+        sample(pdb, "--mutable_positions", "A20", "--num", 5, "--temperature", 9, "--save_probs",
+               "--out_folder", tmp_path, *args)
+        return arrays(tmp_path, "probs")["probs"][:, 10]
+
+    none, noisy = probabilities(), probabilities("--backbone_noise", 0.3)
+    assert (probabilities("--backbone_noise", 0) == none).all() and np.ptp(none, 0).max() < 1e-6
+    assert np.ptp(noisy, 0).max() > 1e-3
+    args, out = (pdb, "--temperature", 1, "--num", 5), tmp_path / "noisy.fasta"
+    sample(*args, "--backbone_noise", 0.3, "--batch_size", 4, "--out", out)
+    noisy = out.read_text()
+    assert sample(*args, "--backbone_noise", 0.3, "--batch_size", 1)[0] == noisy
+    assert read(noisy)[0] == read(sample(*args)[0])[0]
+    again = read(sample(pdb, "--score_only", out)[0])
+    assert [head["score"] for head, _ in again] == [head["score"] for head, _ in read(noisy)]
+
+
 BAD = {                                                     # arguments: words of the message
     "--chains Z": "Z; expected chains of",
     "--chains A --fixed_chains A": "in --chains and in --fixed_chains",
     "--fixed_positions A9": "--fixed_positions: position A9 is not there",
-    "--fixed_positions A12 --mutable_positions A13": "not allowed with",
+    "--fixed_positions A12 --mutable_positions A13": "together; expected one of them",
     "--fixed_positions 0-43": "no position is left to design",
     "--tied_positions A12": "at least two parts",
     "--tied_positions A12,B12 --fixed_positions A12": "A12 (fixed), B12 (designed)",
@@ -254,7 +429,49 @@ BAD = {                                                     # arguments: words o
     "--score_only lower.fasta": "'m' at A10",
     "--score_only unknown.fasta": "'X' at A11 (position 1, 0-based)",
     "--device xpu": "--device xpu",
+    "--temperature 0.1 0.1": "expected each once",
+    "--temperature warm": "found --temperature warm",
+    "--backbone_noise -1": "expected Angstrom from 0",
+    "--bias W=1 --bias_AA_jsonl list.json": "together; expected one of them",
+    "--score_only good.fasta --omit_AA_jsonl list.json": "found --omit_AA_jsonl with --score_only",
+    "--num 2 --conditional_probs": "found --num with --conditional_probs",
+    "--save_probs": "without --out_folder",
+    "--pssm_multi 0.5": "expected --pssm_jsonl FILE",
+    "--pssm_jsonl list.json": "with --pssm_multi above 0",
+    "--pssm_jsonl list.json --pssm_multi 2": "--pssm_multi from 0 to 1",
+    "--omit_AA_jsonl none.json": "none.json",
+    "--omit_AA_jsonl list.json": "expected JSON objects",
+    "--omit_AA_jsonl twice.json": 'the name "dimer" twice',
 }
+# Settings of the structure "dimer" in the file of an option: words of the message.
+BAD_SETTINGS = [
+    ("omit_AA", None, 'found settings for ["other"]; expected dimer among them'),
+    ("omit_AA", {"Z": []}, 'found chain "Z"; expected one of A B'),
+    ("omit_AA", {"A": [[[23], "G"]]}, "chain A: found [23]; expected a list of rows from 1 to 22"),
+    ("omit_AA", {"A": [[[1], "B"]]}, 'expected [[rows], "letters"]'),
+    ("omit_AA", {"B": [[[2], "ACDEFGHIKLMNPQRSTVWY"]]}, "no letter to draw at B11"),
+    ("fixed_positions", {"A": ["A10"]}, "expected a list of rows"),
+    ("bias_by_res", {"A": [[0.0] * 21]}, "expected numbers of shape (22, 21)"),
+    ("bias_by_res", {"A": [[1e9] * 21] * 22}, "from -10000 to 10000"),
+    ("tied_positions", [{"A": [1], "Z": [1]}], 'found chain "Z"'),
+    ("tied_positions", [{"A": [1], "B": [1]}, {"A": [1, 2]}], "in two groups"),
+    ("tied_positions", [{"A": [[1, 2], [1]]}], "expected numbers of shape (2,)"),
+    ("tied_positions", 5, "dimer: found 5; expected {chain: ...}"),
+    ("chain_id", [["A"]], "expected [[designed chains], [fixed chains]]"),
+    ("chain_id", [["Z"], []], "--chain_id_jsonl: found Z"),
+    ("pssm", {"A": {"pssm_coef": [1] * 22}}, "expected the keys pssm_coef, pssm_bias"),
+    ("pssm", {"A": {"pssm_coef": [1] * 22, "pssm_bias": [[0.5] * 21] * 22,
+                    "pssm_log_odds": [[0] * 21] * 22}}, "pssm_bias at A10 of dimer with a sum of"),
+]
+
+
+@pytest.mark.parametrize("option, settings, words", BAD_SETTINGS)
+def test_bad_settings_are_refused_by_structure_and_chain(
+        sample, dimer, tmp_path, option, settings, words):
+    path = as_json(tmp_path, {"other": {}} if settings is None else {"dimer": settings})
+    more = ("--pssm_multi", 1) if option == "pssm" else ()
+    out, err = sample(dimer, f"--{option}_jsonl", path, *more, code=2)
+    assert words in err and out == ""
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -268,6 +485,8 @@ def test_bad_input_is_one_clear_error_and_leaves_no_file(
                           "unknown": f"MX{NATIVE[2:]}/{NATIVE}"}.items():
         (tmp_path / f"{name}.fasta").write_text(f">a\n{letters}\n")
     (tmp_path / "empty.fasta").write_text("\n")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "twice.json").write_text('{"dimer": {}}\n{"dimer": {}}\n')
     (tmp_path / "headless.fasta").write_text(NATIVE)
     before = sorted(tmp_path.iterdir())
     out, err = sample(dimer, "--out", tmp_path / "new.fasta", *text.split(), code=2)
@@ -285,6 +504,16 @@ def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_
         out, err = sample(structure, "--out", old, code=2, checkpoint=checkpoint)
         assert name in err and err.startswith("sample_proteinmpnn.py: error: ") and out == ""
         assert old.read_text() == "as it was"
+
+
+def test_structures_of_one_name_and_folders_without_any_are_refused(sample, pdb, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("")
+    assert "no structure in the folder" in sample(pdb, tmp_path / "empty", code=2)[1]
+    assert "structures of different names" in sample(pdb, pdb, code=2)[1]
+    write_pdb(tmp_path / "b.pdb", {"B": NATIVE})
+    err = sample(pdb, tmp_path / "b.pdb", "--chains", "A", code=2)[1]
+    assert f"{tmp_path / 'b.pdb'}: --chains: found A" in err
 
 
 def test_an_input_is_never_written_over(sample, weights, dimer, tmp_path, monkeypatch):

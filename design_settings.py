@@ -1,0 +1,395 @@
+"""What of a structure is designed, and by which rules: for sample_proteinmpnn.py.
+
+    tables = {"omit_AA_jsonl": read_json("omit.jsonl")}
+    design = Design("5L33.pdb", args, letter_bias(args), tables)
+    print(*design.notes, sep="\\n")                 # how everything was understood
+
+Takes chains, fixed and tied positions, bias, omitted letters and PSSMs from the options of the
+command line and from the published tool's JSON files of settings, {structure name: entry}. In an
+entry, mostly {chain: value}, rows are counted from 1 in each chain, gaps included. Results are by
+row of the designed chains joined in the user's order, or by row of the Complex, as each says.
+Whatever names a structure, chain, position or letter that is not there is a ValueError.
+"""
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from proteinmpnn_model import make_pssm
+from sequence_data import AMINO_ACIDS, LETTERS, X_ID, decode, encode
+from structure_data import Complex, parse_positions, read_structure
+
+MAX_BIAS = 1e4          # nats; with more, float32 would not hold the logits beside it
+PER_STRUCTURE = ("chain_id_jsonl", "fixed_positions_jsonl", "tied_positions_jsonl",
+                 "omit_AA_jsonl", "bias_by_res_jsonl", "pssm_jsonl")
+PSSM_KEYS = ("pssm_coef", "pssm_bias", "pssm_log_odds")
+
+
+class Design:
+    """What is designed. "Joined" is the order of the sequences, chain after chain as in `chains`.
+
+    name:     of the structure: its file's, without folder and ending.
+    complex:  the Complex, whose rows are in another order.
+    chains:   names of the designed chains, as the user orders them.
+    places:   (n_designed,) joined position of each designed row of the complex; row: the reverse.
+    ends:     joined position at which each chain ends.
+    labels:   such as "A12", of each joined position.
+    native, resolved, mutable: (n_designed,) joined letters; bool; bool.
+    drawn:    (L,) bool by row of the complex: mutable and resolved.
+    tied:     lists of rows of the complex that get one letter; tied_weights: (L,) of logits.
+    bias:     (L, 21) nats by row of the complex, -inf for what is never drawn.
+    pssm:     Pssm by row of the complex, or None.
+    notes:    lines on how the input was understood.
+    """
+
+    def __init__(self, path, args, bias, tables):
+        """args: options of sample_proteinmpnn.py. bias: (21,) of letters. tables: {option: JSON}"""
+        structure = read_structure(path)
+        self.name, self.structure, self.tables, self.notes = name_of(path), structure, tables, []
+        self.chains, fixed = choose_chains(args, structure, self.entry("chain_id_jsonl"))
+        self.complex = Complex(structure, self.chains, fixed)
+        self.places, n = self.complex.places(self.chains), self.complex.n_designed
+        self.row = np.argsort(self.places)
+        chains = [structure.chains[name] for name in self.chains]
+        self.labels = [f"{name}{number}" if number else f"a gap in {name}"
+                       for name, chain in zip(self.chains, chains) for number in chain.numbers]
+        self.ends = np.cumsum([len(chain.S) for chain in chains])
+        self.spans = {name: (int(end) - len(chain.S), len(chain.S))
+                      for name, chain, end in zip(self.chains, chains, self.ends)}
+        self.native = self.complex.S[:n][self.row]
+        self.resolved = self.complex.mask[:n][self.row]
+        self.notes.append(
+            f"{structure.name}: designed chains {' '.join(self.chains)}, {n} rows, "
+            f"{self.resolved.sum()} resolved; fixed chains {' '.join(fixed) or '(none)'}")
+        self.mutable = self.mutable_positions(args)
+        if not (self.mutable & self.resolved).any():
+            raise ValueError(f"{self.name}: no position is left to design: all are fixed or "
+                             "without a complete backbone. Fix fewer.")
+        self.drawn = np.zeros(len(self.complex), bool)
+        self.drawn[:n] = (self.mutable & self.resolved)[self.places]
+        self.tie(args)
+        self.weigh_letters(args, bias)
+
+    # ---- positions ----
+
+    def positions(self, option, texts):
+        """Joined positions of an option, sorted; how they were understood goes into the notes."""
+        try:
+            found, note = parse_positions(" ".join(texts), self.structure, self.chains)
+        except ValueError as error:
+            raise ValueError(f"--{option}: {error}") from None
+        self.notes.append(f"--{option}: {note}")
+        return found
+
+    def mutable_positions(self, args):
+        """(n_designed,) bool, joined."""
+        mutable = np.ones(len(self.places), bool)
+        if args.fixed_positions:
+            mutable[self.positions("fixed_positions", args.fixed_positions)] = False
+        elif args.mutable_positions:
+            found = self.positions("mutable_positions", args.mutable_positions)
+            mutable = np.isin(np.arange(len(mutable)), found)
+        for first, n, rows, where in self.settings("fixed_positions_jsonl"):
+            mutable[joined_rows(rows, first, n, where)] = False
+        return mutable
+
+    def tie(self, args):
+        """Set `tied` and `tied_weights`."""
+        weights = np.ones(len(self.complex), np.float32)
+        groups = self.given_groups(args.tied_positions or ())
+        groups = self.equal_numbers() if args.homomer else groups
+        entry = self.entry("tied_positions_jsonl") or []
+        for group in entry if isinstance(entry, list) else [entry]:
+            rows = []
+            for first, n, value, where in self.settings("tied_positions_jsonl", group):
+                weighted = isinstance(value, list) and len(value) == 2 and (
+                    isinstance(value[0], list))
+                found = joined_rows(value[0] if weighted else value, first, n, where)
+                rows += found
+                if weighted:
+                    weights[self.row[found]] = numbers(value[1], (len(found),), where)
+            groups += [rows] if rows else []
+        members = [i for group in groups for i in group]
+        if len(set(members)) < len(members):
+            raise ValueError(f"{self.name}: found tied positions in two groups; expected each "
+                             "position in one.")
+        for group in groups:
+            if len(set(self.mutable[group])) == 2:
+                kinds = ", ".join(f"{self.labels[i]} ({'designed' if self.mutable[i] else 'fixed'})"
+                                  for i in group)
+                raise ValueError(f"tied positions are designed and fixed: {kinds}. Fix all of a "
+                                 "group or none.")
+        self.tied, self.tied_weights = [self.row[group].tolist() for group in groups], weights
+
+    def given_groups(self, texts):
+        """Of each group as typed, the k-th positions of its parts, in turn."""
+        if texts:
+            self.positions("tied_positions", texts)         # none twice, all of one kind
+        groups = []
+        for text in texts:
+            parts = [parse_positions([part], self.structure, self.chains)[0].tolist()
+                     for part in re.split(r"[,\s]+", text.strip(", "))]
+            lengths = [len(part) for part in parts]
+            if len(parts) < 2 or len(set(lengths)) > 1:
+                raise ValueError(f"--tied_positions: found {text} with parts of {lengths} "
+                                 "positions; expected at least two parts of one length, such as "
+                                 "A1,B1 or A1-A9,B1-B9.")
+            groups += [list(group) for group in zip(*parts)]
+        return groups
+
+    def equal_numbers(self):
+        """Positions of the designed chains with the same number in the file."""
+        by_number, position = {}, 0
+        for name in self.chains:
+            for number in self.structure.chains[name].numbers:
+                if number:
+                    by_number.setdefault(number, []).append(position)
+                position += 1
+        groups = [group for group in by_number.values() if len(group) > 1]
+        for group in groups:
+            if len({int(self.native[i]) for i in group} - {X_ID}) > 1:
+                found = ", ".join(f"{self.labels[i]} {LETTERS[self.native[i]]}" for i in group)
+                raise ValueError(f"--homomer ties residues of equal number, but found {found}; "
+                                 "expected the same letter. Name the chains that are equal "
+                                 "(--chains), or use --tied_positions.")
+        if not groups:
+            raise ValueError(f"--homomer: chains {' '.join(self.chains)} share no residue number; "
+                             "expected two or more chains with the same numbers. Name them "
+                             "(--chains), or use --tied_positions.")
+        n_alone = len(by_number) - len(groups)
+        self.notes.append(f"--homomer: {len(groups)} groups of residues of equal number in the "
+                          f"file; {n_alone} in one chain alone, not tied")
+        return groups
+
+    # ---- letters ----
+
+    def weigh_letters(self, args, letter_bias):
+        """Set `bias` and `pssm`."""
+        n, V = len(self.places), len(LETTERS)
+        bias = np.tile(letter_bias, (n, 1))
+        for first, n_rows, value, where in self.settings("bias_by_res_jsonl"):
+            bias[first:first + n_rows] += numbers(value, (n_rows, V), where, -MAX_BIAS, MAX_BIAS)
+        for first, n_rows, items, where in self.settings("omit_AA_jsonl"):
+            for item in items if isinstance(items, list) else [items]:
+                if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], str) or (
+                        set(item[1]) - set(LETTERS)):
+                    raise ValueError(f'{where}: found {quote(item)}; expected [[rows], "letters"] '
+                                     f"with letters of {LETTERS}.")
+                rows = joined_rows(item[0], first, n_rows, where)
+                bias[np.ix_(rows, [LETTERS.index(letter) for letter in item[1]])] = -math.inf
+        self.bias, self.pssm = self.of_complex(bias), None
+        allowed = self.bias > -math.inf
+        for group in self.tied:
+            allowed[group] = allowed[group].all(0)
+        stuck = self.drawn & ~allowed.any(1).numpy()
+        if stuck.any():
+            raise ValueError(f"{self.name}: bias and omitted letters leave no letter to draw at "
+                             f"{self.labels[self.places[stuck.argmax()]]}. Omit fewer there.")
+        coef, letters, log_odds = np.zeros((n, 1)), np.zeros((n, V)), np.full((n, V), 1e4)
+        for first, n_rows, value, where in self.settings("pssm_jsonl"):
+            if not isinstance(value, dict) or set(value) != {*PSSM_KEYS}:
+                raise ValueError(f"{where}: found {quote(value)}; expected the keys "
+                                 f"{', '.join(PSSM_KEYS)}.")
+            span = slice(first, first + n_rows)
+            coef[span, 0] = numbers(value["pssm_coef"], (n_rows,), f"{where}, pssm_coef", 0, 1)
+            letters[span] = numbers(value["pssm_bias"], (n_rows, V), f"{where}, pssm_bias", 0, 1)
+            log_odds[span] = numbers(value["pssm_log_odds"], (n_rows, V), f"{where}, pssm_log_odds")
+        no_sum = (coef[:, 0] > 0) & (np.abs(letters.sum(1) - 1) > 0.01)
+        if no_sum.any():
+            raise ValueError(f"--pssm_jsonl: found pssm_bias at {self.labels[no_sum.argmax()]} of "
+                             f"{self.name} with a sum of {letters[no_sum.argmax()].sum():g}; "
+                             "expected probabilities, a sum of 1, where pssm_coef is above 0.")
+        if "pssm_jsonl" in self.tables:
+            threshold = (args.pssm_threshold or 0.0) if args.pssm_log_odds_flag else None
+            self.pssm = make_pssm(self.of_complex(coef)[:, 0], self.of_complex(letters),
+                                  self.of_complex(log_odds), args.pssm_multi or 0.0, threshold)
+
+    def of_complex(self, joined):
+        """(n_designed, k) joined -> (L, k) float32 by row of the complex, 0 for fixed chains."""
+        rows = np.zeros((len(self.complex), joined.shape[1]), np.float32)
+        rows[:len(self.places)] = joined[self.places]
+        return torch.from_numpy(rows)
+
+    # ---- JSON files ----
+
+    def entry(self, option):
+        """What the file of an option says of this structure; None without such a file."""
+        table = self.tables.get(option)
+        if table is not None and self.name not in table:
+            raise ValueError(f"--{option}: found settings for {quote(sorted(table))}; expected "
+                             f"{self.name} among them. Give it {{}} for none.")
+        return table and table[self.name]
+
+    def settings(self, option, group=None):
+        """Yield (first joined row, rows, value, words for messages) of each chain of an entry.
+
+        group: of tied positions, whose chains must all be designed.
+        """
+        entry, where = self.entry(option) if group is None else group, f"--{option}: {self.name}"
+        if entry and not isinstance(entry, dict):
+            raise ValueError(f"{where}: found {quote(entry)}; expected {{chain: ...}}.")
+        for name, value in (entry or {}).items():
+            if name not in (self.structure.chains if group is None else self.spans):
+                raise ValueError(f"{where}: found chain {quote(name)}; expected one of "
+                                 f"{' '.join(self.structure.chains)}, designed where positions "
+                                 "are tied.")
+            if value and name in self.spans:
+                yield *self.spans[name], value, f"{where}, chain {name}"
+            elif value:
+                self.notes.append(f"{where}: chain {name} is not designed, which leaves its "
+                                  "settings without effect")
+
+    # ---- sequences ----
+
+    def text(self, S):
+        """(L,) ids of the complex -> letters of the designed chains, with / between them."""
+        joined = decode(S[self.row])
+        return "/".join(joined[a:b] for a, b in zip([0, *self.ends[:-1]], self.ends))
+
+    def ids(self, text, name):
+        """The reverse, for sequences of a file; unresolved rows keep the structure's letters."""
+        parts, expected = text.replace("-", "X").split("/"), np.diff([0, *self.ends]).tolist()
+        if [len(part) for part in parts] != expected:
+            raise ValueError(f"{name}: found chains of {[len(part) for part in parts]} letters; "
+                             f"expected {expected}, of chains {' '.join(self.chains)}, gap rows "
+                             "counted, with / between chains.")
+        joined = "".join(parts)
+        wrong = re.search(f"[^{LETTERS}]", joined)
+        is_x = np.array([letter == "X" for letter in joined])
+        unnamed = is_x & self.resolved & (self.native != X_ID)
+        if wrong or unnamed.any():
+            i = wrong.start() if wrong else int(unnamed.argmax())
+            raise ValueError(f"{name}: found {joined[i]!r} at {self.labels[i]} (position {i}, "
+                             f"0-based); expected one of {AMINO_ACIDS}"
+                             f"{'' if wrong else ' at a resolved residue'}.")
+        S = self.complex.S.copy()
+        S[:len(self.places)] = np.where(self.resolved, encode(joined), self.native)[self.places]
+        return S
+
+
+def name_of(path):
+    return Path(re.sub(r"\.gz$", "", str(path))).stem
+
+
+def choose_chains(args, structure, entry):
+    """Names of the designed chains, in the user's order, and of the fixed ones.
+
+    entry: [designed, fixed] of a file, or None.
+    """
+    designed, fixed, option = args.chains, args.fixed_chains, "--chains"
+    if entry:
+        if not isinstance(entry, list) or len(entry) != 2 or not entry[0] or not all(
+                isinstance(names, list) and all(isinstance(name, str) for name in names)
+                for names in entry):
+            raise ValueError(f"--chain_id_jsonl: {structure.name}: found {quote(entry)}; expected "
+                             "[[designed chains], [fixed chains]].")
+        (designed, fixed), option = entry, "--chain_id_jsonl"
+    usable = sorted(name for name, chain in structure.chains.items() if chain.resolved.any())
+    designed = chain_names(designed, structure, option) if designed else usable
+    unusable = [name for name in designed if name not in usable]
+    if unusable or not designed:
+        raise ValueError(f"chain {' '.join(unusable)} of {structure.name} has no residue with a "
+                         "complete backbone (N, CA, C, O); expected a protein chain. Design one "
+                         f"of: {' '.join(usable) or '(none)'}.")
+    if fixed is None:
+        fixed = [name for name in usable if name not in designed]
+    else:
+        fixed = chain_names(fixed, structure, option.replace("--chains", "--fixed_chains"))
+    both = sorted({*designed} & {*fixed})
+    if both:
+        raise ValueError(f"chain {' '.join(both)} is in --chains and in --fixed_chains; expected "
+                         "it in one.")
+    return designed, fixed
+
+
+def chain_names(texts, structure, option):
+    names = [name for text in texts for name in re.split(r"[,\s]+", text) if name]
+    absent = [name for name in names if name not in structure.chains]
+    if absent or len(set(names)) < len(names) or not names and texts:
+        raise ValueError(f"{option}: found {' '.join(names) or 'no name'}; expected chains of "
+                         f"{structure.name}, each once, which has "
+                         f"{' '.join(map(repr, structure.chains))}.")
+    return names
+
+
+def letter_bias(args):
+    """(21,) nats, -inf for what is never drawn."""
+    option, texts, bias, seen = "--bias", args.bias or (), np.zeros(len(LETTERS)), set()
+    if args.bias_AA_jsonl:
+        option, table = "--bias_AA_jsonl", read_json(args.bias_AA_jsonl)
+        texts = [f"{letter}={value}" for letter, value in table.items()]
+    for text in [part for text in texts for part in re.split(r"[,\s]+", text) if part]:
+        letter, _, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if letter not in AMINO_ACIDS or len(letter) != 1 or not abs(number) <= MAX_BIAS:
+            raise ValueError(f"{option}: found {text}; expected an amino acid and nats, such as "
+                             f"E=0.5 or K=-1, up to {MAX_BIAS:g} either way.")
+        if letter in seen:
+            raise ValueError(f"{option}: found {letter} twice; expected each amino acid once.")
+        seen.add(letter)
+        bias[LETTERS.index(letter)] = number
+    omitted = set((args.omit or "") + "X")
+    if omitted - set(LETTERS) or omitted == set(LETTERS):
+        raise ValueError(f"--omit: found {args.omit}; expected some, not all, of {AMINO_ACIDS}.")
+    bias[[LETTERS.index(letter) for letter in omitted]] = -math.inf
+    return bias
+
+
+def read_json(path):
+    """The object of a JSON file, or of one with an object per line, taken together.
+
+    Raises: ValueError for anything else and for names that come twice; OSError.
+    """
+    def once(items):
+        names = [name for name, _ in items]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"the name {quote(twice[0])} twice")
+        return dict(items)
+
+    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    try:
+        try:
+            objects = [json.loads(text, object_pairs_hook=once)]
+        except json.JSONDecodeError:
+            objects = [json.loads(line, object_pairs_hook=once)
+                       for line in text.splitlines() if line.strip()]
+        return once([item for value in objects for item in value.items()])
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: found {str(error)[:80]}; expected JSON objects, {{...}}, one "
+                         "per line, no name twice.") from None
+
+
+def joined_rows(rows, first, n, where):
+    """Rows of a chain, from 1, as joined positions; the chain has n rows from joined row `first`.
+    """
+    if not isinstance(rows, list) or not all(type(i) is int and 1 <= i <= n for i in rows) or (
+            len(set(rows)) < len(rows)):
+        raise ValueError(f"{where}: found {quote(rows)}; expected a list of rows from 1 to {n}, "
+                         "gaps counted, none twice.")
+    return [first + i - 1 for i in rows]
+
+
+def numbers(value, shape, where, low=-math.inf, high=math.inf):
+    """Array float64 of this shape of finite numbers from low to high."""
+    try:
+        array = np.array(value, np.float64)
+    except (ValueError, TypeError):
+        array = np.empty(0)
+    if array.shape != shape or not np.isfinite(array).all() or (
+            (array < low) | (array > high)).any():
+        raise ValueError(f"{where}: found {quote(value)}; expected numbers of shape {shape} from "
+                         f"{low:g} to {high:g}.")
+    return array
+
+
+def quote(value):
+    """A value as short JSON."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
