@@ -12,8 +12,10 @@ to its nearest sequence of the reference. It does not say whether they fold or w
   (the first pass of SEG; Wootton, Federhen 1993, Computers & Chemistry 17, 149).
 - Longest repeat: residues of the longest stretch that stands twice or more in one sequence.
 - New 5-mers: share of a sequence's 5-mers that no reference sequence has.
-- Identity: of the global alignment with the reference sequence that shares most 5-mers with it, as
-  a share of the shorter one; a sequence that shares none has none.
+- Identity: of the global alignment with the nearest stretch of the reference, about as long as the
+  sequence, as a share of the shorter one. The nearest stretch is the one that shares most 5-mers at
+  about the same distance (Lipman, Pearson 1985, Science 227, 1435); a sequence that shares none has
+  none. By chance: the same of the sequence's letters in a random order, with that stretch.
 - Difference among samples: 1 - shared / all 5-mers of two samples, mean over pairs; 0: the same.
 """
 import argparse
@@ -29,6 +31,7 @@ from sequence_data import AMINO_ACIDS, named_sequences
 
 K = 5                   # length of the words that are compared: 3.2 million of them
 WINDOW, LEAST_BITS = 12, 2.2    # of low complexity
+BAND = 16               # residues by which gaps may shift a stretch against another
 MOST_PAIRS = 500        # samples of which all pairs are compared
 
 
@@ -82,29 +85,46 @@ def words_of(text):
     return {text[i:i + K] for i in range(len(text) - K + 1)}
 
 
-def compare(samples, reference):
-    """(share of each sample's K-mers that are new, identity with its nearest reference sequence,
-    that one's place), (n,) each; the identity is nan and the place -1 where no K-mer is shared.
+class Novelty(NamedTuple):
+    """Of n samples, (n,) each: share of their K-mers that are new; identity with the nearest
+    stretch of the reference, that of their shuffled letters, and that sequence's place; without a
+    shared K-mer nan, nan and -1."""
+    new: np.ndarray
+    identity: np.ndarray
+    by_chance: np.ndarray
+    nearest: np.ndarray
 
-    Alignments: gemmi's, with its default scores."""
-    import gemmi
-    wanted = [words_of(text) for text in samples]
-    holders = {word: [] for words in wanted for word in words}
+
+def compare(samples, reference):
+    """The Novelty of samples. samples, reference: lists of str."""
+    holders = {word: [] for text in samples for word in words_of(text)}
     for place, text in enumerate(reference):
-        for word in words_of(text) & holders.keys():
-            holders[word].append(place)
-    new, identity, nearest = [], [], []
-    for text, words in zip(samples, wanted):
-        shared = Counter(place for word in words for place in holders[word])
-        new.append(sum(not holders[word] for word in words) / max(len(words), 1))
-        place = max(shared, key=lambda p: (shared[p], -p)) if shared else -1
-        nearest.append(place)
-        if place < 0:
-            identity.append(math.nan)
+        for i in range(len(text) - K + 1):
+            if (found := holders.get(text[i:i + K])) is not None:
+                found.append((place, i))
+    random, rows = np.random.default_rng(0), []
+    for text in samples:
+        words = words_of(text)
+        new = sum(not holders[word] for word in words) / max(len(words), 1)
+        bands = Counter((place, (i - j) // BAND) for j in range(len(text) - K + 1)
+                        for place, i in holders[text[j:j + K]])
+        if not bands:
+            rows.append((new, math.nan, math.nan, -1))
             continue
-        aligned = gemmi.align_string_sequences(list(text), list(reference[place]), [])
-        identity.append(aligned.match_count / min(len(text), len(reference[place])))
-    return np.array(new), np.array(identity), np.array(nearest)
+        place, band = max(bands, key=lambda key: (bands[key], *(-x for x in key)))
+        first = band * BAND - BAND
+        stretch = reference[place][max(first, 0):first + len(text) + 3 * BAND]
+        shuffled = "".join(random.permutation(list(text)))
+        rows.append((new, identity(text, stretch), identity(shuffled, stretch), place))
+    return Novelty(*map(np.array, zip(*rows)))
+
+
+def identity(one, other):
+    """Equal letters of the global alignment (gemmi's, with its default scores), as a share of the
+    shorter one."""
+    import gemmi
+    aligned = gemmi.align_string_sequences(list(one), list(other), [])
+    return aligned.match_count / min(len(one), len(other))
 
 
 def difference(samples):
@@ -135,7 +155,7 @@ def report(samples, reference, picture=None):
         raise ValueError(f"found {len(samples)} samples and {len(reference)} reference sequences; "
                          "expected some of both.")
     ours, theirs = measure(samples), measure(reference)
-    new, identity, _ = compare(samples, reference)
+    novelty = compare(samples, reference)
     rows = [("sequences", f"{len(samples):,}", f"{len(reference):,}"),
             ("distinct sequences", f"{len(set(samples)):,}", f"{len(set(reference)):,}"),
             ("length: least, median, most", *(span(f.lengths, "{:,.0f}") for f in (ours, theirs))),
@@ -145,18 +165,19 @@ def report(samples, reference, picture=None):
             ("residue frequencies: KL, nats", f"{divergence(ours.residues, theirs.residues):.4f}",
              ""),
             ("dipeptides: KL, nats", f"{divergence(ours.dipeptides, theirs.dipeptides):.4f}", ""),
-            ("new 5-mers: mean share", f"{new.mean():.3f}", ""),
-            ("identity with nearest: least, median, most", span(identity, "{:.2f}"), ""),
-            ("samples that share no 5-mer", f"{int(np.isnan(identity).sum()):,}", ""),
+            ("new 5-mers: mean share", f"{novelty.new.mean():.3f}", ""),
+            ("identity with nearest: least, median, most", span(novelty.identity, "{:.2f}"), ""),
+            ("    by chance", span(novelty.by_chance, "{:.2f}"), ""),
+            ("samples that share no 5-mer", f"{(novelty.nearest < 0).sum():,}", ""),
             ("difference among samples: mean", f"{difference(samples):.3f}", "")]
     lines = [f"{'':<47}{'samples':>15}  {'reference':>15}"]
     lines += [f"{name:<47}{mine:>15}  {other:>15}".rstrip() for name, mine, other in rows]
     if picture is not None:
-        lines.append(draw(ours, theirs, new, identity, picture))
+        lines.append(draw(ours, theirs, novelty, picture))
     return "\n".join(lines)
 
 
-def draw(ours, theirs, new, identity, path):
+def draw(ours, theirs, novelty, path):
     """Draw the picture; returns a line on it."""
     try:
         import matplotlib
@@ -166,18 +187,22 @@ def draw(ours, theirs, new, identity, path):
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
     places = np.arange(len(AMINO_ACIDS))
-    edges = np.histogram_bin_edges(np.concatenate([ours.lengths, theirs.lengths]), 30)
+    lengths = np.concatenate([ours.lengths, theirs.lengths])
+    edges = np.geomspace(max(lengths.min(), 1), lengths.max() + 1, 31)
     for shift, figures, name in ((-0.2, ours, "samples"), (0.2, theirs, "reference")):
         axes[0, 0].bar(places + shift, figures.residues, 0.4, label=name)
-        axes[0, 1].hist(figures.lengths, edges, density=True, alpha=0.6, label=name)
-        axes[1, 0].hist(figures.simple, 20, range=(0, 1), density=True, alpha=0.6, label=name)
+        share = np.full(len(figures.lengths), 1 / len(figures.lengths))
+        axes[0, 1].hist(figures.lengths, edges, weights=share, alpha=0.6, label=name)
+        axes[1, 0].hist(figures.simple, 20, range=(0, 1), weights=share, alpha=0.6, label=name)
     axes[0, 0].set(xticks=places, xticklabels=list(AMINO_ACIDS), title="share of each residue")
-    axes[0, 1].set(title="length", xlabel="residues", yticks=[])
-    axes[1, 0].set(title="low complexity", xlabel="share of a sequence", yticks=[])
-    axes[1, 1].hist(identity[~np.isnan(identity)], 20, range=(0, 1), alpha=0.6,
-                    label="identity with the nearest")
-    axes[1, 1].hist(new, 20, range=(0, 1), alpha=0.6, label=f"share of new {K}-mers")
-    axes[1, 1].set(title="novelty of the samples", ylabel="samples")
+    axes[0, 1].set(title="length", xlabel="residues", xscale="log", ylabel="share of sequences")
+    axes[1, 0].set(title="low complexity", xlabel="share of a sequence",
+                   ylabel="share of sequences")
+    for values, name in ((novelty.identity, "identity with the nearest"),
+                         (novelty.by_chance, "the same, letters shuffled")):
+        axes[1, 1].hist(values[~np.isnan(values)], 25, range=(0, 1), alpha=0.6, label=name)
+    axes[1, 1].set(title="novelty of the samples", xlabel="share of the shorter one",
+                   ylabel="samples")
     for axis in axes.flat:
         axis.legend()
     figure.savefig(path, dpi=120)

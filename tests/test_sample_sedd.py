@@ -403,10 +403,21 @@ def test_the_report_of_known_sequences():
     figures = measure(rows)
     assert divergence(figures.residues, figures.residues) == 0
     assert figures.residues.sum() == pytest.approx(1) and (figures.lengths == 22).all()
-    new, identity, nearest = compare([rows[0], "MKTAYIAKQRWWWWWWWWWWWW", "CCCCCCCCC"], rows)
+    new, identity, by_chance, nearest = compare(
+        [rows[0], "MKTAYIAKQRWWWWWWWWWWWW", "CCCCCCCCC"], rows)
     assert nearest.tolist()[:2] == [0, 0] and nearest[2] == -1 and np.isnan(identity[2])
     assert new[0] == 0 and identity[0] == 1 and new[2] == 1 and 0.4 < identity[1] < 0.7
+    assert by_chance[0] < 0.7 and np.isnan(by_chance[2])
     assert difference([rows[0], rows[0]]) == 0 and difference(rows) == 1
+
+
+def test_a_long_protein_is_near_to_its_own_stretches_only():
+    random = np.random.default_rng(0)
+    long, other = ("".join(random.choice(list(AMINO_ACIDS), n)) for n in (5000, 100))
+    copied = long[2000:2040] + "WW" + long[2040:2100]   # with an insertion
+    _, identity, by_chance, nearest = compare([copied, other], [other[:7] + "A" * 99, long])
+    assert nearest[0] == 1 and identity[0] > 0.97
+    assert identity[1] < 0.5 and (by_chance < 0.5).all()   # letters in order, somewhere, are not it
 
 
 def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
