@@ -440,6 +440,8 @@ def write_whole(path, write):
     try:
         with open(temporary, "wb") as file:
             write(file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
