@@ -363,7 +363,8 @@ def open_log(run, ddp):
     """The RunLog of a run, as it was at the step that the run is at."""
     log, m = RunLog(run.work_dir, ddp.is_main, total_steps=run.n_iters), run.config.monitoring
     log.truncate(run.progress["step"] if run.path else -1)
-    log.track(config_to_dict(run.config), run.progress["step"], m.tensorboard, m.wandb)
+    log.track({**config_to_dict(run.config), "world_size": ddp.world_size}, run.progress["step"],
+              m.tensorboard, m.wandb)
     return log
 
 
