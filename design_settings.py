@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from proteinmpnn_model import make_pssm
+from proteinmpnn_model import make_pssm, mean_in_groups
 from sequence_data import AMINO_ACIDS, LETTERS, X_ID, decode, encode
 from structure_data import Complex, parse_positions, read_structure
 
@@ -122,7 +122,16 @@ class Design:
                                   for i in group)
                 raise ValueError(f"tied positions are designed and fixed: {kinds}. Fix all of a "
                                  "group or none.")
-        self.tied, self.tied_weights = [self.row[group].tolist() for group in groups], weights
+        groups, all_groups = [[i for i in group if self.resolved[i]] for group in groups], groups
+        for group in groups:
+            if len(group) == 1:   # nothing is left that it could be tied to
+                weights[self.row[group]] = 1.0
+        n_absent = sum(map(len, all_groups)) - sum(map(len, groups))
+        if n_absent:
+            self.notes.append(f"{n_absent} tied positions are gaps or lack atoms, and are left out "
+                              "of their groups")
+        self.tied = [self.row[group].tolist() for group in groups if len(group) > 1]
+        self.tied_weights = weights
 
     def given_groups(self, texts):
         """Of each group as typed, the k-th positions of its parts, in turn."""
@@ -181,13 +190,6 @@ class Design:
                 rows = joined_rows(item[0], first, n_rows, where)
                 bias[np.ix_(rows, [LETTERS.index(letter) for letter in item[1]])] = -math.inf
         self.bias, self.pssm = self.of_complex(bias), None
-        allowed = self.bias > -math.inf
-        for group in self.tied:
-            allowed[group] = allowed[group].all(0)
-        stuck = self.drawn & ~allowed.any(1).numpy()
-        if stuck.any():
-            raise ValueError(f"{self.name}: bias and omitted letters leave no letter to draw at "
-                             f"{self.labels[self.places[stuck.argmax()]]}. Omit fewer there.")
         coef, letters, log_odds = np.zeros((n, 1)), np.zeros((n, V)), np.full((n, V), 1e4)
         for first, n_rows, value, where in self.settings("pssm_jsonl"):
             if not isinstance(value, dict) or set(value) != {*PSSM_KEYS}:
@@ -206,6 +208,14 @@ class Design:
             threshold = (args.pssm_threshold or 0.0) if args.pssm_log_odds_flag else None
             self.pssm = make_pssm(self.of_complex(coef)[:, 0], self.of_complex(letters),
                                   self.of_complex(log_odds), args.pssm_multi or 0.0, threshold)
+        allowed = mean_in_groups(self.bias, self.tied) > -math.inf
+        if self.pssm is not None:
+            share, letters = (mean_in_groups(x, self.tied) for x in self.pssm[:2])
+            allowed &= (share < 1) | (letters > 0)
+        stuck = self.drawn & ~allowed.any(1).numpy()
+        if stuck.any():
+            raise ValueError(f"{self.name}: bias, omitted letters and PSSM leave no letter to draw "
+                             f"at {self.labels[self.places[stuck.argmax()]]}. Omit fewer there.")
 
     def of_complex(self, joined):
         """(n_designed, k) joined -> (L, k) float32 by row of the complex, 0 for fixed chains."""
@@ -233,9 +243,9 @@ class Design:
             raise ValueError(f"{where}: found {quote(entry)}; expected {{chain: ...}}.")
         for name, value in (entry or {}).items():
             if name not in (self.structure.chains if group is None else self.spans):
+                chains = self.structure.chains if group is None else self.spans
                 raise ValueError(f"{where}: found chain {quote(name)}; expected one of "
-                                 f"{' '.join(self.structure.chains)}, designed where positions "
-                                 "are tied.")
+                                 f"{' '.join(chains)}{'' if group is None else ', the designed'}.")
             if value and name in self.spans:
                 yield *self.spans[name], value, f"{where}, chain {name}"
             elif value:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from ddp_setup import all_sum, beat, seed_for
 from dpo_reference import stack
-from proteinmpnn_model import ALPHABET, decoding_order
+from proteinmpnn_model import ALPHABET, decoding_order, gumbel_noise
 from run_log import write_text_atomic
 from sequence_data import X_ID, decode
 from structure_data import Complex
@@ -28,7 +28,6 @@ MOST_PROBLEMS = 16       # the first by key, a hash: the cost does not grow with
 MOST_IN_BATCH = 16       # sequences that are drawn side by side
 # Signs of a collapse: a diversity below this share of that under the base weights; a larger shift.
 LEAST_DIVERSITY, MOST_SHIFT = 0.5, 0.3
-TINY = 1e-300            # stands for 0 before a logarithm
 
 
 class Problem(NamedTuple):
@@ -96,10 +95,8 @@ class Designs:
             inputs = zip(*(self.inputs(self.problems[i], number, L) for i, number in batch))
             letters, drawn, order, noise = (torch.stack(x).to(ddp.device) for x in inputs)
             structure = torch.tensor([rows.index(i) for i in indices], device=ddp.device)
-            # arg max of (logits + temperature x Gumbel noise) is a draw from
-            # softmax(logits / temperature).
-            found = model.sample(model.encode(graph), letters, drawn, order, temperature=0,
-                                 bias=self.temperature * noise, structure=structure)
+            found = model.sample(model.encode(graph), letters, drawn, order, self.temperature,
+                                 noise=noise, structure=structure)
             S[indices, numbers, :L] = found.double().cpu()
             beat(ddp)
         model.train(was_training)
@@ -115,9 +112,9 @@ class Designs:
         draws = torch.rand(1, n, dtype=torch.float64, generator=generator)
         order = torch.cat([decoding_order(drawn[None], draws)[0], torch.arange(n, length)])
         uniform = torch.rand(n, len(ALPHABET), dtype=torch.float64, generator=generator)
-        noise = -(-uniform.clamp(min=TINY).log()).clamp(min=TINY).log().float()
         rest = length - n
-        return pad(letters, (0, rest)), pad(drawn, (0, rest)), order, pad(noise, (0, 0, 0, rest))
+        return (pad(letters, (0, rest)), pad(drawn, (0, rest)), order,
+                pad(gumbel_noise(uniform), (0, 0, 0, rest)))
 
     def drawn_letters(self, S):
         """Of each problem: (problem, letters (designs, n) of its drawn positions)."""

@@ -228,5 +228,7 @@ def result_lines(result, progress, folder):
                      "best_model.pt therefore holds")
     if "val/design_diversity" in result:
         lines.append(f"  designs   {folder / 'designs'}/step_{result['step']}.fasta")
+    if progress.get("collapsed"):
+        lines.append("  ATTENTION: designs have lost variety: look at them before you use weights")
     return [*lines, f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
                     "latest_model.pt", f"  metrics   {folder / 'metrics.jsonl'}"]

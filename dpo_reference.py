@@ -27,7 +27,11 @@ def load_base(config):
         model = random_proteinmpnn(seed, num_edges=r.num_edges, hidden_size=r.hidden_size,
                                    n_encoder=r.n_encoder, n_decoder=r.n_decoder, dropout=m.dropout)
         return model, f"RANDOM weights from seed {seed}: for demonstrations and tests only"
-    path = Path(m.base_model_dir) / f"{m.base_model_name.removesuffix('.pt')}.pt"
+    path, folder = Path(m.base_model_dir), Path(m.base_model_dir).parent
+    if path.is_file():
+        raise ValueError(f"base weights: --base_model_dir {path} is a file; expected "
+                         f"--base_model_dir {folder} --base_model_name {path.stem}.")
+    path = path / f"{m.base_model_name.removesuffix('.pt')}.pt"
     if not path.is_file():
         raise ValueError(f"base weights: there is no file {path} (of --base_model_dir and "
                          f"--base_model_name). {PUBLISHED} Fetch that folder and name it: "

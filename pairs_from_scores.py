@@ -7,7 +7,8 @@ Reads a CSV file (comma or tab) with the columns pdb, sequence, score and chain 
 Writes a JSON list of pairs; paths of structures become relative to it. A pair is two different
 sequences of the same structure and chain whose scores differ by at least --margin. The best is
 paired with the worst, the second best with the second worst, and so on, at most --per_structure of
-them, so that no sequence is used twice. Equal sequences count once, by their mean score. With
+them, so that no sequence is used twice. A higher score is better, unless --lower_is_better is given
+(energies, scores of sample_proteinmpnn.py). Equal sequences count once, by their mean score. With
 --weights, the weight of a pair in the loss is its difference of scores over the mean difference of
 all pairs; without, all pairs count alike. Prints how many pairs each structure gave. Wrong input
 ends with one message, naming all its lines, and exit code 2; then nothing is written.
@@ -49,7 +50,7 @@ def read_designs(path):
             if problem:
                 problems.append(f"line {rows.line_num}: {problem}")
                 continue
-            structure = os.path.join(path.parent, row["pdb"].strip())
+            structure = os.path.normpath(os.path.join(path.parent, row["pdb"].strip()))
             scores, text = designs[structure, row["chain"].strip()], row["sequence"].strip().upper()
             if len(text) != len(next(iter(scores), text)):
                 problems.append(f"line {rows.line_num}: found {len(text)} residues; expected "
@@ -117,7 +118,8 @@ def main(argv):
         designs = read_designs(args.table)
         for (structure, chain), scores in designs.items():
             relative = os.path.relpath(structure, args.pairs.absolute().parent)
-            found = make_pairs(scores, args.margin, args.per_structure, args.lower_is_better)
+            room = args.per_structure and args.per_structure - counts[structure]
+            found = make_pairs(scores, args.margin, room, args.lower_is_better)
             counts[structure] += len(found)
             entries += [{"pdb_file": relative, "chain_id": chain, "preferred_seq": chosen,
                          "unpreferred_seq": rejected} for chosen, rejected, _ in found]
@@ -140,6 +142,7 @@ def main(argv):
         weights = [entry["weight"] for entry in entries]
         print(f"weights {min(weights):g} to {max(weights):g}, median "
               f"{statistics.median(weights):g}")
+    print(f"preferred: the {'lower' if args.lower_is_better else 'higher'} score")
     print(f"{len(entries):,} pairs of {used:,} sequences on {len(counts):,} structure(s), written "
           f"to {args.pairs}")
     return 0

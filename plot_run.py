@@ -20,14 +20,15 @@ from run_log import read_rows
 # title, unit of the vertical axis, keys of metrics.jsonl with their line style; "~" is noisy, drawn
 # pale with its running mean; a level is a number that does not change
 PANELS = (
-    ("loss", "nats", {"loss": "~", "val/loss": "o-", "val/unigram": "level", "val/exact": "level"}),
+    ("loss", "nats", {"loss": "~", "val/loss": "o-", "val/unigram": "level:",
+                      "val/exact": "level--"}),
     ("rewards", "nats", {"val/rewards/chosen": "-", "val/rewards/rejected": "--"}),
     ("accuracy", "share of pairs", {"rewards/accuracies": "~", "val/rewards/accuracies": "o-"}),
     ("margin of the rewards", "nats", {"rewards/margins": "~", "val/rewards/margins": "o-"}),
     ("recovery of native sequences", "share", {"val/recovery": "o-"}),
     ("KL from the reference", "nats per residue", {"val/kl": "o-"}),
-    ("designs", "share", {"val/design_recovery": "o-", "val/design_diversity": "o-",
-                          "val/design_shift": "o-"}),
+    ("designs", "share", {"val/design_recovery": "o-", "val/design_diversity": "s--",
+                          "val/design_shift": "^:"}),
     ("learning rate", "", {"lr": "-"}),
     ("throughput", "per second", {"residues_per_second": "-", "pairs_per_second": "-"}),
     ("norm of the gradient", "", {"grad_norm": "~"}))
@@ -86,8 +87,8 @@ def draw(runs, path):
                 curve = points(rows, key)
                 label = key if len(runs) == 1 else f"{name}: {key}"
                 color = f"C{len(axis.get_legend_handles_labels()[1]) if len(runs) == 1 else number}"
-                if curve and style == "level":
-                    axis.axhline(curve[-1][1], linestyle=":", color=color, label=label)
+                if curve and style.startswith("level:"):
+                    axis.axhline(curve[-1][1], linestyle=style[5:], color=color, label=label)
                 elif curve and style == "~":
                     axis.plot(*zip(*curve), color=color, alpha=0.3)
                     steps, values = zip(*curve)
@@ -95,6 +96,7 @@ def draw(runs, path):
                 elif curve:
                     axis.plot(*zip(*curve), style, color=color, markersize=3, label=label)
         axis.set(title=title, xlabel="step", ylabel=unit)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         if title in ("learning rate", "throughput"):
             axis.set_ylim(bottom=0)

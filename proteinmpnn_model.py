@@ -551,6 +551,11 @@ def decoding_steps(order, groups):
 
 # ---- the letter of a step ----
 
+def gumbel_noise(uniform):
+    """Gumbel noise, float32, of draws from [0, 1) float64: arg max of (log p + noise) is a draw."""
+    return -(-uniform.clamp(min=TINY).log()).clamp(min=TINY).log().float()
+
+
 class Pssm(NamedTuple):
     """A position-specific scoring matrix for L positions, such as of an alignment."""
     share: torch.Tensor         # (L, 1) from 0 to 1: how much of the probabilities is `letters`

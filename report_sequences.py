@@ -13,7 +13,7 @@ to its nearest sequence of the reference. It does not say whether they fold or w
 - Longest repeat: residues of the longest stretch that stands twice or more in one sequence.
 - New 5-mers: share of a sequence's 5-mers that no reference sequence has.
 - Identity: of the global alignment with the nearest stretch of the reference, about as long as the
-  sequence, as a share of the shorter one. The nearest stretch is the one that shares most 5-mers at
+  sequence, as a share of the sequence. The nearest stretch is the one that shares most 5-mers at
   about the same distance (Lipman, Pearson 1985, Science 227, 1435); a sequence that shares none has
   none. By chance: the same of the sequence's letters in a random order, with that stretch.
 - Difference among samples: 1 - shared / all 5-mers of two samples, mean over pairs; 0: the same.
@@ -120,11 +120,11 @@ def compare(samples, reference):
 
 
 def identity(one, other):
-    """Equal letters of the global alignment (gemmi's, with its default scores), as a share of the
-    shorter one."""
+    """Equal letters of the global alignment (gemmi's, with its default scores), as a share of
+    `one`."""
     import gemmi
     aligned = gemmi.align_string_sequences(list(one), list(other), [])
-    return aligned.match_count / min(len(one), len(other))
+    return aligned.match_count / len(one)
 
 
 def difference(samples):
@@ -201,7 +201,7 @@ def draw(ours, theirs, novelty, path):
     for values, name in ((novelty.identity, "identity with the nearest"),
                          (novelty.by_chance, "the same, letters shuffled")):
         axes[1, 1].hist(values[~np.isnan(values)], 25, range=(0, 1), alpha=0.6, label=name)
-    axes[1, 1].set(title="novelty of the samples", xlabel="share of the shorter one",
+    axes[1, 1].set(title="novelty of the samples", xlabel="share of the sample",
                    ylabel="samples")
     for axis in axes.flat:
         axis.legend()

@@ -433,6 +433,7 @@ def say_finished(run, ddp, lines):
                            f"at step {step:,}.{more} To start over, --fresh.",
                            *lines(result, folder),
                            *([f"  picture   {picture}"] if picture.exists() else [])]))
+    end_watch(ddp)   # its end would write another status.json
     if ddp.is_main:
         write_status(run.work_dir, 0, run.progress["finished"], step)
     return {"step": step}

@@ -251,7 +251,12 @@ def _reachable(host):
 
 
 def write_text_atomic(path, text):
-    """Write a text file so that a kill at any moment leaves the old file, or none, or the new one.
+    """Write a text file, see write_whole."""
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def write_whole(path, write):
+    """Call write(binary file) so that a kill at any moment leaves the old file, none, or the new.
 
     Makes the folder if it is missing. Temporary name in it, fsync, rename, fsync of the folder.
     """
@@ -260,8 +265,8 @@ def write_text_atomic(path, text):
     writer = f"{os.getpid()}-{threading.get_ident()}"   # two threads may end a run
     temporary = path.with_name(f".{path.name}.{writer}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

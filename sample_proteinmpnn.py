@@ -72,7 +72,8 @@ import numpy as np
 import torch
 
 from design_settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
-from proteinmpnn_model import MAX_TEMPERATURE, decoding_order, load_proteinmpnn
+from proteinmpnn_model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
+from run_log import write_whole
 from sequence_data import LETTERS, X_ID, keyed_generator, named_sequences
 from structure_data import FORMATS, collate_complexes
 
@@ -211,11 +212,12 @@ def temperatures(texts):
 def check_pssm_options(args):
     """ValueError for options of PSSMs that would have no effect."""
     options = {name: getattr(args, name)
-               for name in ("pssm_jsonl", "pssm_multi", "pssm_log_odds_flag", "pssm_threshold")}
-    found = " ".join(f"--{name} {value}" for name, value in options.items() if value is not None)
+               for name in ("pssm_jsonl", "pssm_multi", "pssm_log_odds_flag", "pssm_threshold")
+               if getattr(args, name) not in (None, 0)}
+    found = " ".join(f"--{name} {value}" for name, value in options.items())
     has_use = bool(args.pssm_multi or args.pssm_log_odds_flag)
     if found and (args.pssm_jsonl is None or not has_use) or (
-            args.pssm_threshold is not None and not args.pssm_log_odds_flag):
+            args.pssm_threshold and not args.pssm_log_odds_flag):
         raise ValueError(f"found {found}; expected --pssm_jsonl FILE with --pssm_multi above 0, "
                          "--pssm_log_odds_flag 1 or both, and --pssm_threshold only with the flag.")
     if not 0 <= (args.pssm_multi or 0) <= 1 or not math.isfinite(args.pssm_threshold or 0):
@@ -318,14 +320,13 @@ def draw(model, encoding, design, temperature, keys):
     orders = torch.cat([random_order(design, *key, "order") for key in keys])
     uniform = torch.stack([torch.rand(L, V, dtype=torch.float64,
                                       generator=keyed_generator(*key, "letters")) for key in keys])
-    gumbel = -(-uniform.clamp(min=1e-300).log()).clamp(min=1e-300).log()
     S = torch.from_numpy(design.complex.S.astype(np.int64)).expand(len(keys), L)
     drawn = torch.from_numpy(design.drawn).long()[None]
     pssm = design.pssm and type(design.pssm)(*(x.to(device) for x in design.pssm))
     S, probs = model.sample(
         encoding, S.to(device), drawn.to(device), orders.to(device), temperature,
         design.bias.to(device), tied=design.tied, tied_weights=design.tied_weights, pssm=pssm,
-        noise=gumbel.float().to(device), return_probs=True)
+        noise=gumbel_noise(uniform).to(device), return_probs=True)
     return S.cpu(), probs.cpu()
 
 
@@ -433,20 +434,6 @@ def make_results(model, design, args, given, device):
 
 # ---- command ----
 
-def write_whole(path, write):
-    """Call write(file) on a file that is renamed to `path` once it is whole."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def read_designs(paths, args):
     """The Design of each path; ValueError with the path where there are several."""
     tables = {option: read_json(getattr(args, option))
@@ -458,9 +445,11 @@ def read_designs(paths, args):
         except ValueError as error:
             raise ValueError(f"{path}: {error}" if len(paths) > 1 else error) from None
     for option, table in tables.items():
-        n_others = len(set(table) - {design.name for design in designs})
-        if n_others:
-            designs[0].notes.append(f"--{option}: has settings for {n_others} other structures")
+        others = sorted(set(table) - {design.name for design in designs})
+        if others:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            designs[0].notes.append(f"--{option}: has settings for {', '.join(others[:3])}{more}, "
+                                    "which are no structures of this call")
     return designs
 
 
@@ -478,7 +467,9 @@ def run(args):
     texts = []
     for design, sequences in zip(designs, given):
         text, arrays = make_results(model, design, args, sequences, device)
-        note = f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} sequences"
+        place = files[design.name if args.out_folder else ""]["seqs"] if files else "the screen"
+        note = (f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} sequence(s), the "
+                f"structure's own included, to {place}")
         print(*design.notes, note, sep="\n", file=sys.stderr)
         texts.append(text)
         if not files:
@@ -486,6 +477,9 @@ def run(args):
         if args.out_folder:
             args.out_folder.mkdir(exist_ok=True)
             targets = files[design.name]
+            if args.drawing:   # what an earlier call saved does not belong to these designs
+                for kind in ("scores", "probs"):
+                    (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)
             for kind, values in arrays.items():
                 write_whole(targets[kind], lambda file, values=values: np.savez(file, **values))
             write_whole(targets["seqs"], lambda file, text=text: file.write(text.encode()))

@@ -30,6 +30,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -426,7 +427,8 @@ def run(args, ddp):
 
     Raises ValueError or OSError."""
     sedd = load_sedd(args.checkpoint, not args.no_ema, ddp.device)
-    print0(ddp, *sedd.notes, sep="\n", file=sys.stderr)
+    for note in sedd.notes:
+        print0(ddp, textwrap.fill(note, 80, subsequent_indent="  "), file=sys.stderr)
     if args.export:
         if ddp.is_main:
             export_sedd(sedd, args.export)
@@ -481,6 +483,10 @@ def draw_file(sedd, args, how, write):
         templates = (scaffold_templates(args.scaffold, number, args.seed) if args.scaffold else
                      free_templates(sedd, args.length, number, args.seed))
         names = [f"sample_{k}" for k in range(1, number + 1)]
+    longest = max(map(len, templates), default=0)
+    if longest > sedd.max_length:
+        print0(ddp, f"ATTENTION: {longest} residues are asked for; the model was trained on at "
+                    f"most {sedd.max_length}.", file=sys.stderr)
     with progress_bar(ddp, "steps") as bar:
         def advance(total):
             bar.total = total

@@ -176,7 +176,7 @@ def evaluate(run, log, values, ddp):
         log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
                 f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
     run.progress["recent"] = [0.0, 0.0]
-    if is_best(run, score, ddp):
+    if is_best(run, score, ddp, **{k: v for k, v in values.items() if k.startswith("val/")}):
         save(run, log, ddp, "best.pt", resumes=False)
 
 
@@ -246,7 +246,10 @@ def result_lines(result, progress, folder):
         if "exact" in result:
             lines.append("    (no model can be below the exact value; standard error "
                          f"{result['standard_error']:.4f})")
-    checkpoints, step = folder / "checkpoints", progress["best"]["step"]
-    return [*lines, f"  weights   {checkpoints / 'best.pt'} (step {step:,}) and last.pt",
+    checkpoints, best = folder / "checkpoints", progress["best"]
+    better = f", bound {best['score']:.4f}" if best.get("val/loss", math.inf) < result.get(
+        "val/loss", -math.inf) else ""
+    return [*lines,
+            f"  weights   {checkpoints / 'best.pt'} (step {best['step']:,}{better}) and last.pt",
             f"  samples   {folder / 'samples'}/step_{result['step']}.fasta",
             f"  metrics   {folder / 'metrics.jsonl'}"]

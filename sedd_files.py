@@ -9,6 +9,7 @@ Nothing but tensors and plain types is read. Folders need the package safetensor
 """
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from ddp_setup import broadcast
 from run_config import config_to_dict
 from run_dir import hash_of
-from run_log import write_text_atomic
+from run_log import write_text_atomic, write_whole
 from sedd_diffusion import make_graph, make_noise
 from sedd_model import SEDD, load_official
 from sequence_data import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
@@ -70,10 +71,13 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
     else:
         state = read_file(path)
         saved = state if "config" in state else published_config(path, state)
-    config = {name: saved["config"][name] for name in ("model", "graph", "noise")}
-    graph = make_graph(config["graph"]["type"], N_TOKENS)
-    noise = noise_of(config["noise"])
-    model = model_of(config["model"], graph)
+    try:
+        config = {name: saved["config"][name] for name in ("model", "graph", "noise")}
+        graph = make_graph(config["graph"]["type"], N_TOKENS)
+        noise, model = noise_of(config["noise"]), model_of(config["model"], graph)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{path} has a config without {e}; expected one of train_sedd_ddp.py or "
+                         "of --export.") from None
     problems = [f"{section}.{key} is {found} in the file, and {wanted} by the config"
                 for section, key in WEIGHTS_DEPEND_ON if expected is not None
                 and (found := config[section][key]) != (wanted := expected[section][key])]
@@ -213,11 +217,13 @@ def start_from_weights(config, former, resume, model, ddp):
     if former.state is not None and record is None:
         raise ValueError(f"{former.path} is of a run that began with random weights, not with "
                          f"--init_from {path}. {LEAVE_OUT}")
+    if record is not None and record["path"] == path:   # the file may have changed since
+        return record, describe_record(record)
     sedd = None
     if ddp.is_main:
         if os.path.exists(path):
             sedd = load_sedd(path, expected=None if record else config_to_dict(config))
-        elif record is None or record["path"] != path:   # a run that goes on needs it no longer
+        else:
             raise ValueError(f"--init_from {path}: there is no such file. Expected a checkpoint of "
                              "train_sedd_ddp.py, an exported folder, or the published layout.")
     found = {"path": path, "hash": hash_of(sedd.model.state_dict())} if sedd else record
@@ -266,27 +272,17 @@ def export_sedd(sedd, target):
         state = {**settings, "model": {**weights, "rotary_emb.inv_freq": 10000.0 ** -half},
                  "ema": {"decay": 0.9999, "num_updates": 0, "shadow_params": averages},
                  "step": int(sedd.about.get("step", 0))}
-        return write_whole(target, lambda path: torch.save(state, path))
-    save_file = need_safetensors().save_file
+        return write_whole(target, lambda file: torch.save(state, file))
+    save = need_safetensors().save
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
-    save_file(weights, temporary / "model.safetensors")
-    write_text_atomic(temporary / "config.json", json.dumps(settings, indent=1) + "\n")
-    write_text_atomic(temporary / "README.md", model_card(sedd))
-    os.replace(temporary, target)
-
-
-def write_whole(path, write):
-    """Call write(temporary path), then rename: path is whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_whole(temporary / "model.safetensors", lambda file: file.write(save(weights)))
+        write_text_atomic(temporary / "config.json", json.dumps(settings, indent=1) + "\n")
+        write_text_atomic(temporary / "README.md", model_card(sedd))
+        os.replace(temporary, target)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def model_card(sedd):
@@ -294,15 +290,24 @@ def model_card(sedd):
     m, best = sedd.config["model"], sedd.about.get("best") or {}
     frequencies = ", ".join(f"{letter} {count / max(sedd.letters[:X_ID].sum(), 1):.3f}"
                             for letter, count in zip(AMINO_ACIDS, sedd.letters.tolist()))
+    figures = [f"{best['score']:.4f} nats per residue"] if best else ["unknown"]
+    figures += [f"{name.removeprefix('val/')} {value:.4f}" for name, value in best.items()
+                if name.startswith("val/") and name != "val/loss"]
+    lengths = ""
+    if sedd.lengths is not None and sedd.lengths.any():
+        ends, known = np.cumsum(sedd.lengths), np.flatnonzero(sedd.lengths)
+        median = np.searchsorted(ends, ends[-1] / 2)
+        lengths = f", of {known[0]} to {known[-1]} residues, median {median}"
     lines = ["# SEDD protein model", "",
              f"- network: {m['n_blocks']} blocks, width {m['hidden_size']}, {m['n_heads']} heads, "
              f"{m['parameterization']}; {sedd.config['graph']['type']} graph, "
              f"{sedd.config['noise']['type']} noise",
              f"- trained on at most {sedd.max_length} residues; step "
              f"{sedd.about.get('step', 'unknown')}",
-             f"- training proteins: {(sedd.about.get('data') or {}).get('n', 'unknown')}",
-             f"- best validation bound: {best.get('score', 'unknown')} nats per residue, at step "
-             f"{best.get('step', 'unknown')}",
+             f"- training proteins: {(sedd.about.get('data') or {}).get('n', 'unknown')}"
+             f"{lengths}",
+             f"- best validation bound, of step {best.get('step', 'unknown')}: "
+             f"{', '.join(figures)}",
              f"- letters of the training data: {frequencies}", "",
              "Weights: `model.safetensors`, names of the published SEDD code, averaged weights "
              "where there were some. Tokens: the place of a letter in `alphabet` of `config.json`; "

@@ -157,8 +157,6 @@ PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.b
             "model.base_model_dir", "training.num_workers", "memory.structure_cache_mb",
             "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "sums", "base")   # what a checkpoint must hold
-# Options that begin another run with the weights of a former one, in the folder FORMER.
-FINE_TUNE = "--base_model_dir FORMER --base_model_name best_model"
 
 
 def check_config(c, without_data=False):
@@ -184,8 +182,8 @@ def check_config(c, without_data=False):
         (0 <= c.monitoring.design_temperature <= 1e3, "monitoring.design_temperature is "
          f"{c.monitoring.design_temperature}; expected 0 to 1,000"),
         (base == "random" or c.model.random == Random(),
-         "model.random gives sizes, but model.base_model_name is a file, which brings its own; "
-         "expected random"),
+         f"model.random gives sizes, but model.base_model_name is {base}, a file, which brings "
+         "its own; expected no model.random in the config, or base_model_name random"),
         (given or base == "random",
          "data.train_data is not given; expected a file of preference pairs (--train_data). Demo "
          "pairs are made for random weights only (configs/dpo_demo.yaml)"),
@@ -305,7 +303,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     bare = bare.to(ddp.device)
     reference = Reference(copy.deepcopy(bare), data.train, config, ddp)
     micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "pairs",
-                                 data.fingerprint, t.accum, FINE_TUNE, ddp)
+                                 data.fingerprint, t.accum,
+                                 f"--base_model_dir {'FORMER' if resume else work_dir} "
+                                 "--base_model_name best_model", ddp)
     if former.state is not None and former.state["base"] != base_hash:
         raise ValueError(f"{former.path} was trained from other base weights (hash "
                          f"{former.state['base']}; {base}: {base_hash}). Give the same, another "

@@ -53,7 +53,7 @@ TABLE = {
     "report_sequences": ({"sequence_data"}, {"numpy"}, {"gemmi", "matplotlib"}),
     "pairs_from_scores": ({"run_log", "sequence_data", "structure_data"}, set(), set()),
     "design_settings": (MODELS | DATA, {"torch", "numpy"}, set()),
-    "sample_proteinmpnn": (MODELS | DATA | {"design_settings"}, {"torch", "numpy"}, set()),
+    "sample_proteinmpnn": (MODELS | DATA | {"design_settings", "run_log"}, {"torch", "numpy"}, set()),
     "prepare_uniref50": ({"sequence_data"}, {"torch", "numpy", "tqdm"}, set()),
     "bench_ddp": (SHARED | MODELS | DATA | {"train_sedd_ddp", "train_dpo_ddp", "step_meter"}, {"torch", "numpy"},
                   {"matplotlib"}),

@@ -48,6 +48,17 @@ def test_the_pairs_are_those_that_training_reads(shared, tmp_path, capsys):
     assert f"weights {min(expected):g} to {max(expected):g}" in capsys.readouterr().out
 
 
+def test_the_cap_is_for_a_structure_whatever_its_chains_and_the_spelling_of_its_path(tmp_path):
+    (tmp_path / "x.pdb").write_text("")
+    rows = [f"{path},{text},{score},{chain}\n" for path, chain in (
+        ("x.pdb", "A"), ("x.pdb", "B"), ("./x.pdb", "A"))
+            for text, score in (("AAA", 1), ("CCC", 2))]
+    (tmp_path / "t.csv").write_text(TABLE + "".join(rows))
+    for most, expected in ((1, 1), (2, 2), (9, 2)):
+        main([str(tmp_path / "t.csv"), str(tmp_path / "p.json"), "--per_structure", str(most)])
+        assert len(json.loads((tmp_path / "p.json").read_text())) == expected
+
+
 @pytest.mark.parametrize("text, options, expected", [
     ("pdb,sequence,chain\nx.pdb,AAA,A\n", [], "no column score"),
     (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),

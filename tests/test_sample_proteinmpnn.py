@@ -361,6 +361,34 @@ def test_a_negative_weight_makes_the_tied_state_unlikely(sample, dimer, tmp_path
     assert (of_pair(0, "AB") == zero).all()
 
 
+def test_gaps_and_broken_residues_are_left_out_of_their_groups(sample, tmp_path):
+    """As the published helper ties them: row by row, whatever is resolved there."""
+    gapped = NATIVE[:3] + "-" + NATIVE[4:]
+    dimer = write_pdb(tmp_path / "dimer.pdb", {"A": NATIVE, "B": gapped})
+    args = (dimer, "--num", 2, "--temperature", 2, "--tied_positions_jsonl")
+    groups = [{"A": [i], "B": [i]} for i in range(1, 23)]
+    out = sample(*args, as_json(tmp_path, {"dimer": groups}))
+    for sequence in drawn(out):
+        a, b = sequence.split("/")
+        assert a[:3] + a[4:] == b[:3] + b[4:] and b[3] == "X" != a[3]
+    assert "1 tied positions are gaps or lack atoms" in out[1]
+    # What is left of a group is drawn as if it were in none, whatever its weight was.
+    for weight in (1.0, -0.5):
+        alone = [{"A": [[4], [weight]], "B": [[4], [1.0]]}]
+        assert drawn(sample(*args, as_json(tmp_path, {"dimer": alone}))) == drawn(
+            sample(*args[:-1]))
+
+
+def test_a_pssm_that_leaves_no_letter_is_told_before_anything_is_written(sample, pdb, tmp_path):
+    other, table = write_pdb(tmp_path / "other.pdb", {"A": NATIVE}), {
+        "pssm_coef": [1] * 22, "pssm_bias": np.eye(21)[[0] * 22].tolist(),
+        "pssm_log_odds": np.zeros((22, 21)).tolist()}
+    err = sample(pdb, other, "--omit", "A", "--pssm_multi", 1, "--out_folder", tmp_path / "out",
+                 "--pssm_jsonl", as_json(tmp_path, {"one": {}, "other": {"A": table}}), code=2)[1]
+    assert "other: bias, omitted letters and PSSM leave no letter to draw at A10" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_pssm_that_has_it_all_decides_and_one_without_trust_changes_nothing(
         sample, pdb, tmp_path):
     target, plain = NATIVE[::-1], sample(pdb, "--num", 3, "--temperature", 1)[0]

@@ -339,7 +339,7 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
             export_sedd(sedd, tmp_path / name)
     folder = load_sedd(tmp_path / "folder")
     assert folder.about == sedd.about
-    assert "2.5 nats per residue" in (tmp_path / "folder" / "README.md").read_text()
+    assert "2.5000 nats per residue" in (tmp_path / "folder" / "README.md").read_text()
     official = torch.load(tmp_path / "published.pth", weights_only=True)
     assert load_official(sedd.model, official) == "ema"
 

@@ -1009,7 +1009,7 @@ CONFIG_CASES = [
     (["loss.label_smoothing=0.5"], ["below 0.5"]),
     (["monitoring.n_designs=1"], ["monitoring.n_designs is 1; expected 0, or 2"]),
     (["loss.order=arange", "loss.n_orders=2"], ["single order"]),
-    (["model.random.hidden_size=64"], ["expected random"]),
+    (["model.random.hidden_size=64"], ["expected no model.random"]),
     (["--config", "none.yaml"], ["none.yaml does not exist"]),
     (["--rank", "2"], ["unrecognized arguments: --rank"])]
 

@@ -489,6 +489,8 @@ def test_a_finished_run_says_so_and_may_be_lengthened(fasta, tmp_path):
     argv = ["--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__n_iters=3),
             "--work_dir", "w"]
     first, again = command_lines("train_sedd_ddp", [argv, argv], tmp_path)
+    assert json.loads((tmp_path / "w" / "status.json").read_text()) == {
+        "code": 0, "reason": "all steps done", "step": 3}
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "w").rglob("*")}
     assert first[0] == 0 and again[0] == 0, again
     assert "This run is finished: all steps done at step 3" in again[1]
@@ -799,7 +801,7 @@ def test_the_same_command_goes_on_with_the_run_that_it_began_from_weights(
         run(begin(6, other), tmp_path / "parts")
     with pytest.raises(ValueError, match=f"--init_from {tmp_path}/absent.pt: there is no such"):
         run(begin(6, tmp_path / "absent.pt"), tmp_path / "parts")
-    base.unlink()   # not needed any longer
+    base.write_bytes(b"newer")   # not needed any longer
     run(begin(6), tmp_path / "parts")
     same_run(tmp_path / "whole", tmp_path / "parts")
     run(begin(8, path=None), tmp_path / "parts")
