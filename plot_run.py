@@ -87,7 +87,7 @@ def draw(runs, path):
                 curve = points(rows, key)
                 label = key if len(runs) == 1 else f"{name}: {key}"
                 color = f"C{len(axis.get_legend_handles_labels()[1]) if len(runs) == 1 else number}"
-                if curve and style.startswith("level:"):
+                if curve and style.startswith("level"):
                     axis.axhline(curve[-1][1], linestyle=style[5:], color=color, label=label)
                 elif curve and style == "~":
                     axis.plot(*zip(*curve), color=color, alpha=0.3)
