@@ -607,7 +607,8 @@ def time_meters(run, folder, args, ddp):
                 "timing_every 1": dict(timing_every=1),
                 "log_gradients": dict(layers=both[:1]),
                 "log_gradients, log_weights, histograms": dict(layers=both, with_histograms=True)}
-    meters = {name: StepMeter(ddp, log_freq=config.training.log_freq, **setting)
+    meters = {name: StepMeter(ddp, log_freq=config.training.log_freq, seen=run.meter.seen,
+                              **setting)
               for name, setting in settings.items()}
     on_cpu = ddp.device.type == "cpu"
     now = time.process_time if on_cpu else time.perf_counter
@@ -623,8 +624,7 @@ def time_meters(run, folder, args, ddp):
         start = now()
         totals, norm = take_step(run, iter(mine), loss_of, ddp)
         if step % config.training.log_freq == 0:
-            log.metrics(step, report_step(run, log, totals, norm, 0.0, False, ddp),
-                        run.meter.histograms)
+            log.metrics(step, report_step(run, log, totals, norm, ddp), run.meter.histograms)
             run.meter.restart()
         if not on_cpu:
             getattr(torch, ddp.device.type).synchronize()

@@ -6,12 +6,11 @@
 
 or, for a script that shall not be changed: python -m ddp_guard SCRIPT ARGUMENTS...
 
-`supervise` starts the same command again as a child, the rank, and stays behind as its guard: a
-small process without torch, which still works when the rank is stopped, holds Python's lock or is
-dead. The guards of all ranks are joined by TCP at that of rank 0, the hub. The hub ends the run
-when a rank fails, dies, does not come to cleanup_ddp, or when all together make no progress for
-the limit that watch_run sets. It writes status.json and prints `FAILED: rank R of N on HOST: ...`;
-then every guard kills its rank and leaves with the same exit code.
+`supervise` starts the same command again as a child, the rank, and stays as its guard: a small
+process without torch, which works when the rank is stopped, holds Python's lock or is dead. The
+guards are joined by TCP at that of rank 0, the hub. It ends the run when a rank fails, dies, does
+not come to cleanup_ddp, or all make no progress for the limit that watch_run sets: status.json,
+`FAILED: rank R of N on HOST: ...`, then every guard kills its rank and leaves with the same code.
 
 It is off with DDP_GUARD=0, in a debugger, a notebook, a script from stdin, and on Windows; and,
 unless DDP_GUARD=1, under launchers where it was never tried (PALS, Flux, jsrun, MVAPICH2).
@@ -25,8 +24,7 @@ Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard'
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
   {"bye": seconds}        in cleanup_ddp; the others may take that long to come there
   {"left": true}          cleanup_ddp is over, the process is about to end
-Guard to hub: {"token", "idle", and the fields of its Rank}, twice a second;
-  of more than 1,000 ranks less often.
+Guard to hub, twice a second, of 1,000 ranks and more less often: {"token", "idle", its Rank's}.
 Hub to guard: {"stacks": whether they are wanted}, as often; {"end": Verdict}.
 """
 import collections
@@ -129,8 +127,7 @@ def _die_with_parent(number):
 
 
 def _die_with_agent():
-    """torchrun and Open MPI leave ranks behind when they are killed. Not where a shell is the
-    parent: it may end at once."""
+    """torchrun and Open MPI leave ranks behind when killed. A shell as parent may end at once."""
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
         with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/comm") as file:
             if not re.search(r"sh$|^env$|^numactl$", file.read().strip()):
@@ -170,9 +167,8 @@ class Rank:
 
 
 class Watcher:
-    """Decides from what a guard knows of ranks. Times are given to it: testable.
-
-    The hub watches all ranks, other guards watch rank 0; before they have joined, their own."""
+    """Decides from what a guard knows of ranks, at times that are given to it: testable. The hub
+    watches all ranks, other guards watch rank 0; before they have joined, their own."""
 
     def __init__(self, rank):
         self.ranks, self.since = [rank], {}    # since when conditions hold
@@ -308,7 +304,7 @@ class Guard:
             except Exception as error:    # the guard's own fault must not end the run
                 faults += 1
                 if faults == 1:
-                    say(f"ddp_guard: {type(error).__name__}: {error}")
+                    self.try_to(sys.stderr.write, f"ddp_guard: {type(error).__name__}: {error}\n")
                 if self.process.poll() is not None:
                     return self.process.returncode
                 time.sleep(TICK)
@@ -402,8 +398,8 @@ class Guard:
             self.watcher.ranks, self.urgent = [Rank(0, processes, now)], True
         except OSError as error:
             self.watcher.ranks = [self.me]
-            say(f"ddp_guard: rank {rank} goes on without the other guards: no connection to that "
-                f"of rank 0 at {address[0]}:{address[1]} ({error})")
+            self.try_to(sys.stderr.write, f"ddp_guard: rank {rank} goes on without the other guards"
+                        f": no connection to rank 0's at {address[0]}:{address[1]} ({error})\n")
 
     def pass_on(self, number, _):
         """Give a signal to the rank. Before a terminal, it gets Ctrl-C from there."""
@@ -426,17 +422,24 @@ class Guard:
         # The results stand. Launchers send SIGTERM to the ranks that leave a little later.
         if self.me.left or self.me.bye and name == "SIGTERM":
             if name not in ("", "SIGTERM"):
-                say(f"ddp_guard: rank {self.me.number} ended by {name} after cleanup_ddp")
+                self.try_to(sys.stderr.write, f"ddp_guard: rank {self.me.number} ended by {name} "
+                                              "after cleanup_ddp\n")
         elif name and self.joined:
             self.fail(1, f"died without a word ({name}{': out of memory?' * (name == 'SIGKILL')})")
         elif name and name not in ("SIGINT", "SIGTERM"):    # else somebody has asked for it
-            say(f"\nFAILED: a rank on {self.me.processes[0]} died before the ranks had met "
-                f"({name})")
+            self.try_to(sys.stderr.write, f"\nFAILED: a rank on {self.me.processes[0]} died before "
+                                          f"the ranks had met ({name})\n")
         elif self.joined and (code > 0 or not self.me.bye):
             missing = "" if code else " without cleanup_ddp"
             self.fail(code or 1, f"left with exit code {code}{missing}")
 
     # ---- what it does
+    def try_to(self, action, *values):
+        """Do what may block, such as to print where nobody reads."""
+        thread = threading.Thread(target=action, args=values, daemon=True)
+        thread.start()
+        thread.join(LAST_WORDS)
+
     def fail(self, code, cause, **more):
         """The run shall end for a fault of this rank: the next tick decides it or tells the hub."""
         self.urgent = True
@@ -479,7 +482,7 @@ class Guard:
         """Print why, then tell the other guards: launchers kill all at the first end."""
         self.verdict = verdict
         time.sleep(TURN * min(self.me.number, 20))
-        spend_at_most(LAST_WORDS, self.announce)
+        self.try_to(self.announce)
         for sock in self.peers:
             send(sock, end=verdict)
 
@@ -531,17 +534,6 @@ class Guard:
                 os.rmdir(os.path.dirname(self.me.stacks))
         time.sleep(LEAVE)
         return self.verdict.code
-
-
-def spend_at_most(seconds, action):
-    """Do what may block."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(seconds)
-
-
-def say(text):
-    spend_at_most(LAST_WORDS, lambda: print(text, file=sys.stderr, flush=True))
 
 
 def send(sock, **message):

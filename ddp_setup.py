@@ -725,31 +725,27 @@ def _connect(ddp, host, port, limit, prefix, agent):
                     f"Expected it to listen there. Did it start? Is MASTER_ADDR right? Try "
                     f"`ping {host}` from {ddp.host}.", prints, code=1) from None
             time.sleep(0.05)
+    text = (f"{host}:{port} answers, but rank 0 of this run is not there. Is it another run's, or "
+            f"another program's? Choose another MASTER_PORT.")
+    # A stranger that listens and says nothing would hold torch's client for ever (measured).
+    timer = threading.Timer(min(STORE_ANSWER, limit), _leave_a_silent_store, (text, prints))
+    timer.start()
     try:
-        # A stranger that listens and says nothing would hold torch's client for ever (measured).
-        timer = threading.Timer(min(STORE_ANSWER, limit), _leave_a_silent_store,
-                                (f"{host}:{port}", prints))
-        timer.daemon = True
-        timer.start()
-        try:
-            store = dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=limit),
-                                  wait_for_workers=False)
-        finally:
-            timer.cancel()
-        store = dist.PrefixStore(prefix, store)
+        store = dist.PrefixStore(prefix, dist.TCPStore(
+            host, port, None, False, datetime.timedelta(seconds=limit), wait_for_workers=False))
+        timer.cancel()
         if not agent:   # rank 0 owns this store
             store.wait(["rank0"], datetime.timedelta(seconds=STORE_ANSWER))
         return store
     except RuntimeError:
-        raise SetupError(
-            f"{host}:{port} answers, but rank 0 of this run is not there. Is it another run's, or "
-            f"another program's? Choose another MASTER_PORT.", prints, code=1) from None
+        raise SetupError(text, prints, code=1) from None
+    finally:
+        timer.cancel()
 
 
-def _leave_a_silent_store(place, prints):
+def _leave_a_silent_store(text, prints):
     if prints:
-        print(f"{place} answers, but rank 0 of this run is not there. Is it another program's? "
-              f"Choose another MASTER_PORT.", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     os._exit(1)
 
 

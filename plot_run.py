@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from run_log import read_rows
+from run_log import read_rows, write_whole
 
 # title, unit of the vertical axis, keys of metrics.jsonl with their line style; "~" is noisy, drawn
 # pale with its running mean; a level is a number that does not change
@@ -102,13 +102,10 @@ def draw(runs, path):
             axis.set_ylim(bottom=0)
         if len(runs) > 1 or len(axis.get_legend_handles_labels()[1]) > 1:
             axis.legend(fontsize="small")
-    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
     try:
-        figure.savefig(temporary, dpi=110, format="png")
-        temporary.replace(path)
+        write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))
     finally:
         pyplot.close(figure)
-        temporary.unlink(missing_ok=True)
 
 
 def main(argv):

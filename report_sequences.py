@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from run_log import write_whole
 from sequence_data import AMINO_ACIDS, named_sequences
 
 K = 5                   # length of the words that are compared: 3.2 million of them
@@ -205,7 +206,7 @@ def draw(ours, theirs, novelty, path):
                    ylabel="samples")
     for axis in axes.flat:
         axis.legend()
-    figure.savefig(path, dpi=120)
+    write_whole(path, lambda file: figure.savefig(file, dpi=120, format="png"))
     pyplot.close(figure)
     return f"picture: {path}"
 

@@ -25,8 +25,8 @@ from typing import Callable, NamedTuple
 import torch
 
 from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run,
-                       describe_machine, end_watch, load_checkpoint, print0, save_checkpoint,
-                       watch_run)
+                       describe_machine, end_watch, listed, load_checkpoint, print0,
+                       save_checkpoint, unwrap_ddp, watch_run)
 from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import RunLog, read_rows, rows_up_to, write_text_atomic
@@ -249,6 +249,31 @@ def check_alike(values, ddp):
         problem = broadcast(problem, ddp, src=differs.index(1.0))
         raise ValueError(f"{problem}. Expected the same on all ranks. Is a file that every host "
                          "has a copy of an old one somewhere, or was another command given there?")
+
+
+def check_in_sync(model, ddp):
+    """Compare the parameters of all ranks, bit by bit by a checksum each.
+
+    Raises: RuntimeError on every rank, naming the ranks that differ and their first parameter."""
+    if ddp.world_size == 1:
+        return
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    names, parameters = zip(*unwrap_ddp(model).named_parameters())
+    sums = torch.stack([p.detach().contiguous().view(words[p.element_size()]).sum(dtype=torch.int64)
+                        for p in parameters])
+    differs = (sums != broadcast(sums.clone(), ddp)).tolist()
+    first = differs.index(True) + 1 if any(differs) else 0
+    found = all_sum([first if r == ddp.rank else 0 for r in range(ddp.world_size)], ddp)
+    ranks = [r for r, n in enumerate(found) if n]
+    if not ranks:
+        return
+    name, hosts = names[int(found[ranks[0]]) - 1], ddp.state.hosts
+    who = f"rank {listed([f'{r} on {hosts[r]}' for r in ranks])} differ from rank 0"
+    if len(ranks) > ddp.world_size / 2 and ddp.world_size > 2:
+        who = f"rank 0 on {hosts[0]} differs from most others"
+    raise RuntimeError(f"the parameters are no longer equal on all ranks: {who}, first in {name}. "
+                       "Expected equal bits. Is a device faulty, or does a rank change weights by "
+                       "itself?")
 
 
 @contextlib.contextmanager

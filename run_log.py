@@ -165,8 +165,9 @@ class RunLog:
             self.file = None
 
 
-def step_values(run, norm, first_row, ddp):
-    """What every script logs of a step, by name."""
+def step_values(run, norm, ddp):
+    """What every script logs of a step, by name. A collective at times, see StepMeter.report."""
+    first_row = run.meter.reports == 0   # of every start: the ranks may be others
     values = {"grad_norm": float(norm), "lr": run.optimizer.param_groups[0]["lr"],
               "epoch": (run.progress["step"] - 1) // run.steps_per_epoch,
               **{f"seen/{name}": number for name, number in run.progress["seen"].items()},
@@ -175,7 +176,7 @@ def step_values(run, norm, first_row, ddp):
         values["bad_steps"] = run.progress["bad_steps"][0]
     if run.scaler.is_enabled():
         values["loss_scale"] = run.scaler.get_scale()
-    if first_row:   # of every start: the ranks may be others
+    if first_row:
         values.update({"ddp/world_size": ddp.world_size, "ddp/effective_batch_size": run.batch,
                        "ddp/scaled_lr": run.lr, "ddp/scaled_warmup": run.warmup})
     return values

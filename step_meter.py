@@ -39,17 +39,20 @@ class StepMeter:
         log_freq: steps from one measurement of the layers to the next.
         layers: of "gradients", "weights": what is measured by layer, on rank 0.
         with_histograms: whether histograms are made too.
+        seen: names of what the last of a step's sums count; of the first the rate is reported.
     """
 
-    def __init__(self, ddp, timing_every=0, log_freq=1, layers=(), with_histograms=False):
+    def __init__(self, ddp, timing_every=0, log_freq=1, layers=(), with_histograms=False,
+                 seen=("items",)):
         self.ddp, self.timing_every, self.log_freq = ddp, timing_every, log_freq
+        self.seen, self.reports = seen, 0
         self.layers = layers if ddp.is_main else ()
         self.with_histograms, self.laps = with_histograms, None
         self.restart()
 
     def restart(self):
         """What follows belongs to the next report."""
-        self.since, self.steps, self.waited = time.perf_counter(), 0, 0.0
+        self.since, self.steps, self.waited, self.count = time.perf_counter(), 0, 0.0, 0.0
         self.timed, self.norms, self.histograms = [], {}, {}
 
     def fetch(self, batches, number, step):
@@ -88,8 +91,9 @@ class StepMeter:
         self.laps.append(("compute", ready[0] if ready else self._stamp()))
         self.lap("exchange")
 
-    def finish(self):
-        """End the step."""
+    def finish(self, sums):
+        """End the step. sums: of Totals."""
+        self.count = self.count + sums[-len(self.seen)]   # on the device
         self.lap("optimizer")
         if self.laps is not None:
             self.timed.append(self.laps)
@@ -115,15 +119,12 @@ class StepMeter:
                 self.histograms[f"histograms/{kind}/{layer}"] = histogram_of(tensors)
         self.lap("")
 
-    def seconds(self):
-        """Seconds since the last report."""
-        return time.perf_counter() - self.since
-
     def report(self):
         """Metrics of the steps since the last report, by name. A collective where one was timed."""
-        seconds = self.seconds()
+        seconds = time.perf_counter() - self.since
         values = {"time/step": seconds / max(self.steps, 1), "data_wait": self.waited / seconds,
-                  **self.norms}
+                  f"{self.seen[0]}_per_second": float(self.count) / seconds, **self.norms}
+        self.reports += 1
         if not self.timed:
             return values
         own = dict.fromkeys((*PARTS, ""), 0.0)
@@ -157,12 +158,12 @@ class StepMeter:
         return event
 
 
-def make_meter(config, ddp):
-    """The StepMeter of a run."""
+def make_meter(config, ddp, seen):
+    """The StepMeter of a run. seen: see there."""
     m = config.monitoring
     layers = [kind for kind in ("gradients", "weights") if getattr(m, f"log_{kind}")]
     return StepMeter(ddp, m.timing_every, config.training.log_freq, layers,
-                     m.tensorboard or m.wandb is not None)
+                     m.tensorboard or m.wandb is not None, seen)
 
 
 def _elapsed(begin, end):

@@ -65,7 +65,7 @@ from ddp_setup import (GLOO_MAX_RANKS, abort, barrier, broadcast, cleanup_ddp, d
                        save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
 from run_config import Parser
 from run_script import add_launch_arguments, hand_over
-from train_loop import check_in_sync
+from run_dir import check_in_sync
 
 FAILED, USAGE = 3, 2        # exit codes
 EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",

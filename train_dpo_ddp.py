@@ -123,17 +123,14 @@ class Memory(CommonMemory):
     # of the policy in training alone
     mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = False
     structure_cache_mb: int = 2048       # for what does not change of each structure, on the device
-    gradient_checkpointing: Literal[False] = False   # the model is too small to need it
 
 
 @dataclass
 class Monitoring(CommonMonitoring):
-    sample_frequency: int = 0            # taken for configs of SEDD; not used
     fall: float = 0.02                   # nats per residue; a larger fall of chosen sequences'
     #                                      log-probabilities is warned about
-    n_designs: int = 4                   # drawn at each evaluation of each of at most 16 validation
-    #                                      structures (dpo_designs.py); 0 = none
-    design_temperature: float = 0.1      # at which they are drawn
+    n_designs: int = 4                   # of each validation structure, drawn at each evaluation
+    design_temperature: float = 0.1
 
 
 @dataclass
@@ -249,8 +246,7 @@ def objective(log_probs, batch, reference, loss):
 
 
 def micro_batch_loss(model, batch, reference, config, ddp, dtype):
-    """Of one micro-batch of MicroBatches: the weighted sum of losses, in nats; (11,) those of SUMS,
-    and the numbers of pairs and residues; the sum of weights.
+    """Of a micro-batch: sum of weight x loss, in nats; (11,) SUMS so, pairs, residues; weights.
 
     The mean over the global batch is taken by global_gradient."""
     batch = reference.to_device(batch)
@@ -303,9 +299,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     bare = bare.to(ddp.device)
     reference = Reference(copy.deepcopy(bare), data.train, config, ddp)
     micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "pairs",
-                                 data.fingerprint, t.accum,
-                                 f"--base_model_dir {'FORMER' if resume else work_dir} "
-                                 "--base_model_name best_model", ddp)
+                                 data.fingerprint, t.accum, "--base_model_name best_model "
+                                 f"--base_model_dir {'FORMER' if resume else work_dir}", ddp)
     if former.state is not None and former.state["base"] != base_hash:
         raise ValueError(f"{former.path} was trained from other base weights (hash "
                          f"{former.state['base']}; {base}: {base_hash}). Give the same, another "
@@ -314,21 +309,18 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     batch = micro_batches * t.batch_size
     filled = min(batch, len(data.train))   # a small file does not fill the global batch
     validation = data.val and Validation(data.val, reference, config, objective)
-    sums = torch.zeros(len(SUMS) + 6, dtype=torch.float64, device=ddp.device)
-    if former.state is not None:   # one of an older version lacks the pairs and residues seen
-        saved = torch.tensor(former.state["sums"], dtype=torch.float64, device=ddp.device)
-        sums[:len(SUMS)] = saved[:len(SUMS)]
-        sums[len(SUMS) - len(saved):] = saved[len(SUMS):]
+    sums, size = former.state["sums"][:] if former.state else [], len(SUMS) + 6
+    sums[len(SUMS):len(SUMS)] = [0.0] * (size - len(sums))   # older checkpoints lack what was seen
+    sums = torch.tensor(sums, dtype=torch.float64, device=ddp.device)
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, filled=filled,
         progress={"start": None,        # log-probability per residue of chosen sequences, at first
                   "fallen": False,      # it has been warned that these become less likely
                   "collapsed": False},  # it has been warned that designs become too alike
-        seen_at={"pairs": len(SUMS), "residues": len(SUMS) + 1},
-        work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
-        batch=batch, pairs=data.train, base=base_hash, reference=reference, sums=sums,
-        nominal=batch * sum(pair.weight for pair in data.train) / len(data.train))
+        seen=("pairs", "residues"), work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype,
+        validation=validation, batch=batch, pairs=data.train, base=base_hash, reference=reference,
+        sums=sums, nominal=batch * sum(pair.weight for pair in data.train) / len(data.train))
     lines = describe_data(run, data, base, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, "pairs", filled, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
@@ -342,11 +334,9 @@ def describe_data(run, data, base, precision, ddp):
     n_parameters = sum(p.numel() for p in bare.parameters())
     terms = f" + {c.sft:g} SFT" if c.sft else ""
     terms += f" - {c.diversity_lambda:g} entropy" if c.diversity_lambda else ""
-    frequency = run.config.monitoring.sample_frequency
-    unused = [f"  monitoring.sample_frequency {frequency} is SEDD's, not used"] * bool(frequency)
     return [f"model: ProteinMPNN, {n_parameters / 1e6:.2f} million parameters, {bare.num_edges} "
             "neighbours", f"  from {base}", f"  {precision}; the reference is scored in float32",
-            *data.description, *unused,
+            *data.description,
             f"loss: {c.name}, beta {c.beta:g}, temperature {c.temperature:g}, {c.order} order x "
             f"{c.n_orders}{terms}",
             describe_batch(run, f"up to {run.config.training.batch_size:,} pairs", ddp)]
@@ -369,11 +359,9 @@ def train(run, ddp):
 
     dataset = MicroBatches(run.pairs, config.loss, t.seed)
     batches = first_batches(run, dataset, loss_of, ddp)
-    pairs, first_row = 0.0, True
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
         totals, norm = take_step(run, batches, loss_of, ddp)
-        pairs = pairs + totals.sums[len(SUMS)]
         run.sums += torch.where(totals.bad > 0, 0.0, totals.packed)
         step, last = progress["step"], progress["step"] == run.n_iters
         at_end = last or step % run.steps_per_epoch == 0   # of the epoch, or of the run
@@ -385,9 +373,7 @@ def train(run, ddp):
             loss = metrics_of(totals.sums, totals.count)["loss"]
             log.say(f"step 0: train loss {loss:.4f}")
         if report:
-            rate = float(pairs) / run.meter.seconds()
-            values = report_step(run, log, totals, norm, rate, first_row, ddp)
-            first_row, pairs = False, 0.0
+            values = report_step(run, log, totals, norm, ddp)
         if evaluate_now:
             evaluate(run, log, values, at_end, epoch_began, ddp)
         if at_end:
@@ -408,10 +394,9 @@ def train(run, ddp):
                       lambda: result_lines(result, progress, run.work_dir))
 
 
-def report_step(run, log, totals, norm, rate, first_row, ddp):
-    """Show a step; returns its metrics by name. rate: pairs per second of all ranks."""
-    values = {**metrics_of(totals.sums, totals.count), **step_values(run, norm, first_row, ddp),
-              "pairs_per_second": rate}
+def report_step(run, log, totals, norm, ddp):
+    """Show a step; returns its metrics by name."""
+    values = {**metrics_of(totals.sums, totals.count), **step_values(run, norm, ddp)}
     log.progress(run.progress["step"], loss=values["loss"],
                  **{"pairs/s": values["pairs_per_second"]}, acc=values["rewards/accuracies"],
                  margin=values["rewards/margins"], **bad_steps_field(run))

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (all_sum, broadcast, grad_scaler, gradient_sync, listed,
-                       optimize_with_ipex, stop_reason, stop_wanted, unwrap_ddp, worker_init,
-                       wrap_ddp)
-from run_dir import ADVICE, Diverged
+from ddp_setup import (all_sum, broadcast, grad_scaler, gradient_sync, optimize_with_ipex,
+                       stop_reason, stop_wanted, worker_init, wrap_ddp)
+from run_dir import ADVICE, Diverged, check_in_sync
 from step_meter import StepMeter, make_meter
 
 
@@ -74,14 +73,13 @@ class Run:
     lr: float                  # scaled
     warmup: int
     meter: StepMeter           # of time, memory, gradients
-    seen_at: dict              # {"residues", say: place in Totals.packed}, counted in good steps
     lock: Any = None           # on the run folder: rank 0 only
     flags: Any = None          # of the last step, on their way to the host: see read_flags
     stop_requests: float = 0.0  # ranks that were asked to stop, as last read
 
 
 def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches, filled,
-              progress, seen_at, make_ema=None, **fields):
+              progress, seen, make_ema=None, **fields):
     """Scale the learning rate, make schedule and optimizer, wrap the model; take over a checkpoint.
 
     Args:
@@ -89,7 +87,8 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
         former: what is continued, see run_dir.Former.
         bare: the model with its first weights, on the device. item_of: see MicroBatchSampler.
         filled: the global batch that there is data for: the learning rate is not scaled beyond it.
-        progress: what the script adds to what changes. seen_at: see Run.
+        progress: what the script adds to what changes.
+        seen: names of what the last of Totals.sums count, to be totalled over good steps.
         make_ema: function of parameters, which makes their averages.
         fields: the others of Run.
     Returns: an instance of `kind`.
@@ -97,7 +96,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
     t, o, state = config.training, config.optim, former.state and {"seen": {}, **former.state}
     progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
                 "bad_steps": [0, 0],   # nan or infinite: in all, and in a row now
-                "seen": dict.fromkeys(seen_at, 0),   # {} where an older checkpoint does not tell
+                "seen": dict.fromkeys(seen, 0),   # {} where an older checkpoint does not tell
                 **progress}
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
     if state is not None:
@@ -115,8 +114,8 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
                scaler=grad_scaler(fields["dtype"], ddp),
                ema=make_ema(bare.parameters()) if make_ema else None, progress=progress,
                schedule=schedule, n_iters=n_iters, steps_per_epoch=steps_per_epoch,
-               micro_batches=micro_batches, lr=lr, warmup=warmup, seen_at=seen_at,
-               meter=make_meter(config, ddp), **fields)
+               micro_batches=micro_batches, lr=lr, warmup=warmup,
+               meter=make_meter(config, ddp, seen), **fields)
     for name in ("optimizer", "scaler", "ema"):
         if state is not None and getattr(run, name) is not None:
             getattr(run, name).load_state_dict(state[name])
@@ -246,7 +245,7 @@ def take_step(run, batches, micro_batch_loss, ddp):
     if run.ema is not None:
         run.ema.update(parameters, skip=totals.bad > 0)
     run.meter.measure_layers("weights", run.bare)
-    run.meter.finish()
+    run.meter.finish(totals.sums)
     progress["step"] += 1
     run.flags = to_host(totals.packed)
     return totals, norm
@@ -279,8 +278,9 @@ def read_flags(run):
     run.stop_requests = float(totals.stop)
     if not totals.bad:
         counts[1] = 0
-        for name in run.progress["seen"]:
-            run.progress["seen"][name] += int(packed[run.seen_at[name]])
+        seen = run.progress["seen"]
+        for name, number in zip(seen, totals.sums[-len(seen):].tolist()):
+            seen[name] += int(number)
         return
     if run.ema is not None:
         run.ema.num_updates -= 1   # a skipped step has not moved the averages
@@ -308,31 +308,6 @@ def reason_to_stop(run, ddp, at_once=True):
     if every and (step % every == 0 or step == run.n_iters):
         check_in_sync(run.bare, ddp)
     return reason
-
-
-def check_in_sync(model, ddp):
-    """Compare the parameters of all ranks, bit by bit by a checksum each.
-
-    Raises: RuntimeError on every rank, naming the ranks that differ and their first parameter."""
-    if ddp.world_size == 1:
-        return
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    names, parameters = zip(*unwrap_ddp(model).named_parameters())
-    sums = torch.stack([p.detach().contiguous().view(words[p.element_size()]).sum(dtype=torch.int64)
-                        for p in parameters])
-    differs = (sums != broadcast(sums.clone(), ddp)).tolist()
-    first = differs.index(True) + 1 if any(differs) else 0
-    found = all_sum([first if r == ddp.rank else 0 for r in range(ddp.world_size)], ddp)
-    ranks = [r for r, n in enumerate(found) if n]
-    if not ranks:
-        return
-    name, hosts = names[int(found[ranks[0]]) - 1], ddp.state.hosts
-    who = f"rank {listed([f'{r} on {hosts[r]}' for r in ranks])} differ from rank 0"
-    if len(ranks) > ddp.world_size / 2 and ddp.world_size > 2:
-        who = f"rank 0 on {hosts[0]} differs from most others"
-    raise RuntimeError(f"the parameters are no longer equal on all ranks: {who}, first in {name}. "
-                       "Expected equal bits. Is a device faulty, or does a rank change weights by "
-                       "itself?")
 
 
 # ---------------------------------------------------------------- the best

@@ -156,7 +156,6 @@ def check_config(c):
         ((t.n_iters is None) != (t.num_epochs is None),
          f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of "
          "the two"),
-        (t.init_from != "", "training.init_from (--init_from) is empty; expected a file or folder"),
         (c.optim.ema < 1, f"optim.ema is {c.optim.ema}; expected 0 up to below 1"),
         (m.parameterization == "sedd" or c.graph.type == "absorb",
          "model.parameterization is subs with the uniform graph; expected graph.type absorb"),
@@ -316,7 +315,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, filled=filled, make_ema=lambda p: EMA(p, o.ema),
         progress={"recent": [0.0, 0.0]},   # training loss since the last evaluation: sum, number
-        seen_at={"residues": 1, "tokens": 2},
+        seen=("residues", "tokens"),
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
         batch=batch, letters=letters, graph=graph, noise=noise, plan=plan, init_from=init_from,
         nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0))
@@ -354,20 +353,17 @@ def train(run, ddp):
 
     dataset = MicroBatches(run.graph, run.noise, config.data.max_length, run.micro_batches, t.seed)
     batches = first_batches(run, dataset, loss_of, ddp)
-    began, residues, values, first_row = time.perf_counter(), 0.0, {}, True
+    began, values = time.perf_counter(), {}
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
         totals, norm = take_step(run, batches, loss_of, ddp)
-        residues = residues + totals.sums[1]
         step, last = progress["step"], progress["step"] == run.n_iters
         evaluate_now = last or step % t.eval_freq == 0
         save_now = last or step % t.snapshot_freq == 0
         report = evaluate_now or step % t.log_freq == 0
         reason = reason_to_stop(run, ddp, at_once=report or save_now)
         if report:
-            rate = float(residues) / run.meter.seconds()
-            values = report_step(run, log, totals, norm, rate, first_row, ddp)
-            first_row, residues = False, 0.0
+            values = report_step(run, log, totals, norm, ddp)
         if evaluate_now:
             evaluate(run, log, values, ddp)
         if last and not progress["finished"]:
@@ -388,15 +384,15 @@ def train(run, ddp):
                       lambda: result_lines(result, progress, run.work_dir))
 
 
-def report_step(run, log, totals, norm, rate, first_row, ddp):
-    """Show a step; returns its metrics by name. rate: residues per second of all ranks."""
+def report_step(run, log, totals, norm, ddp):
+    """Show a step; returns its metrics by name."""
     loss_sum, residues, _ = totals.sums.unbind()
     loss = float(loss_sum / totals.count.clamp(min=1))
     per_residue = float(loss_sum / residues.clamp(min=1))
     values = {"loss": loss, "perplexity": math.exp(min(per_residue, 50.0)),
-              **step_values(run, norm, first_row, ddp), "residues_per_second": rate}
-    log.progress(run.progress["step"], loss=loss, ppl=values["perplexity"], rate=rate,
-                 **bad_steps_field(run))
+              **step_values(run, norm, ddp)}
+    log.progress(run.progress["step"], loss=loss, ppl=values["perplexity"],
+                 rate=values["residues_per_second"], **bad_steps_field(run))
     if math.isfinite(loss):
         total, number = run.progress["recent"]
         run.progress["recent"] = [total + loss, number + 1]

@@ -25,7 +25,7 @@ import ddp_setup  # noqa: E402
 from ddp_setup import (all_mean, all_sum, autocast, broadcast,  # noqa: E402
                        detect_launcher, optimize_with_ipex, print0, setup_ddp, wrap_ddp)
 from run_script import add_launch_arguments, hand_over  # noqa: E402
-from train_loop import check_in_sync  # noqa: E402
+from run_dir import check_in_sync  # noqa: E402
 from proteinmpnn_model import ProteinMPNN  # noqa: E402
 from sedd_model import SEDD  # noqa: E402
 

@@ -55,7 +55,7 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
                                                                base_global_batch=None, decay=decay,
                                                                decay_steps=decay_steps))
     return Run(config=config, work_dir=None, path=None, fingerprint={}, bare=model,
-               model=wrap_ddp(model, ddp), meter=meter or StepMeter(ddp), seen_at={},
+               model=wrap_ddp(model, ddp), meter=meter or StepMeter(ddp),
                optimizer=getattr(torch.optim, optimizer)(model.parameters(), lr=lr, fused=True),
                scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.float32,
                ema=EMA(model.parameters(), ema) if ema else None,
@@ -251,7 +251,7 @@ def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["weights"][0] == found["weights"][1]
     plain, values = found["values"]
-    assert plain.keys() == {"time/step", "data_wait"}
+    assert plain.keys() == {"time/step", "data_wait", "items_per_second"}
     assert values["time/slowest_rank"] == 1 and values["time/slowest_ratio"] > 1.3
     assert values["time/slowest_host"] == values["memory/most_host"] == socket.gethostname()
     assert 0.1 < values["memory/peak_gb_most"] - values["memory/peak_gb_least"] < 1

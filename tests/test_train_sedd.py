@@ -1010,7 +1010,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 from ddp_setup import *
-from train_loop import check_in_sync
+from run_dir import check_in_sync
 with setup_ddp(quiet=True) as ddp:
     layers = [torch.nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(2)]
     model = wrap_ddp(torch.nn.Sequential(*layers), ddp)
@@ -1250,7 +1250,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
              ([*base[:-1], "asked", "--ranks", "2"], ["--ranks asks for 2"]),
              ([*base, "--fresh", "--resume", "other.pt"], ["exclude each other"]),
              ([*base, "--init_from", "no.pt"], ["--init_from no.pt: there is no such file"]),
-             ([*base, "--init_from", ""], ["training.init_from (--init_from) is empty"]),
+             ([*base, "--init_from", ""], ["--init_from : there is no such file"]),
              ([*base, "--resume", "other.pt"], ["cannot read the checkpoint other.pt"]),
              ([*base, "--work_dir", "c.yaml/run"], ["c.yaml/run cannot be used",
                                                     "c.yaml is a file"]),
