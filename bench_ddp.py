@@ -9,6 +9,7 @@
     python bench_ddp.py data --proteins 60000000 --folder /tmp  # plan and read a made set, 17 GB
     mpirun -n 2 python bench_ddp.py data                        # only training from it, 2 ranks
     python bench_ddp.py watch                                   # timed steps, norms by layer
+    python bench_ddp.py scale --ranks 1,2,4                     # see bench_scale.py
 """
 import argparse
 import copy
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import bench_scale
 import train_dpo_ddp as dpo
 from ddp_setup import (all_sum, barrier, broadcast, load_checkpoint, print0, save_checkpoint,
                        setup_ddp, wrap_ddp)
@@ -644,6 +646,8 @@ def time_meters(run, folder, args, ddp):
 
 
 def main(argv):
+    if argv[:1] == ["scale"]:     # it has options of its own
+        return bench_scale.main(argv[1:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("what", choices=("save", "dpo", "data", "watch"))

@@ -127,10 +127,8 @@ class StepMeter:
         self.reports += 1
         if not self.timed:
             return values
-        own = dict.fromkeys((*PARTS, ""), 0.0)
-        for laps in self.timed:
-            for (_, begin), (part, end) in itertools.pairwise(laps):
-                own[part] += _elapsed(begin, end)
+        steps = [seconds_by_part(laps) for laps in self.timed]
+        own = {part: sum(step[part] for step in steps) for part in PARTS}
         rank, hosts = self.ddp.rank, self.ddp.state.hosts
         table = torch.zeros(self.ddp.world_size, len(PARTS) + 2, dtype=torch.float64)
         table[rank] = torch.tensor([*(own[part] for part in PARTS), peak_memory(self.ddp.device),
@@ -164,6 +162,14 @@ def make_meter(config, ddp, seen):
     layers = [kind for kind in ("gradients", "weights") if getattr(m, f"log_{kind}")]
     return StepMeter(ddp, m.timing_every, config.training.log_freq, layers,
                      m.tensorboard or m.wandb is not None, seen)
+
+
+def seconds_by_part(laps):
+    """{part: seconds} of a timed step; under "" what belongs to none."""
+    own = dict.fromkeys((*PARTS, ""), 0.0)
+    for (_, begin), (part, end) in itertools.pairwise(laps):
+        own[part] += _elapsed(begin, end)
+    return own
 
 
 def _elapsed(begin, end):

@@ -1,0 +1,341 @@
+"""How a run scales with the number of ranks, measured and predicted: bench_ddp.py scale.
+
+    python bench_ddp.py scale --ranks 1,2,4                     # SEDD; starts the ranks, here
+    python bench_ddp.py scale dpo --ranks 1,2 --variants        # buckets, static graph, compression
+    python bench_ddp.py scale --ranks 1,2,4 --predict 12,96,384,1536 --plot scale.png
+    srun -n 96 python bench_ddp.py scale --ranks 12,96 --json scale.json    # added to the file
+    python bench_ddp.py scale --json scale.json --predict 768 --latency_us 5 --bandwidth_gbs 20
+
+Trains a config by its script's own code, on its data or on demo data, in a folder that is removed;
+on a CPU with one thread a rank. Without a launcher it starts --ranks here, one number after the
+other; under one it measures the ranks that there are; without --ranks it only reports on --json.
+
+weak: a rank's share stays that of the config. strong: the global batch stays that of the largest of
+--ranks, and fewer ranks take more micro-batches each. "alone": the same processes at the same time
+on the same data, each training as if it were the only one, without DDP and without a collective:
+the limit of what exchange can be. "of alone" is the median, over steps, of its time over that with
+exchange. Settings are timed in turns, some steps each; several launches of a number of ranks
+(--rounds, or the same --json) are joined by medians. The formulas are in scale_report.py.
+"""
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+import train_dpo_ddp as dpo
+import train_sedd_ddp as sedd
+from ddp_setup import all_sum, barrier, broadcast, detect_launcher, setup_ddp, wrap_ddp
+from dpo_reference import make_tables
+from run_config import Parser, load_config
+from run_dir import closing
+from run_log import write_text_atomic
+from run_script import run_ranks
+from scale_report import report
+from step_meter import PARTS, StepMeter, peak_memory, seconds_by_part
+from train_loop import first_batches, global_gradient, take_step
+
+CONFIGS = Path(__file__).with_name("configs")
+SCRIPTS = {"sedd": (sedd, "sedd_cpu.yaml"), "dpo": (dpo, "dpo_demo.yaml")}
+ALL_REDUCES = 9              # timed, of each size
+NOISE_MICRO_BATCHES = 8      # in the larger of the two batches that tell the gradient's noise
+COLLECTIVE_SECONDS = 900.0   # after which a rank that does not come ends all
+
+
+class Setting(NamedTuple):
+    """A way to train that is timed. share: micro-batches of a rank in a step."""
+    scaling: str                 # weak | strong
+    share: int
+    variant: str = ""            # what differs from the config; "alone": without exchange
+    options: dict = {}           # of DistributedDataParallel
+    compressed: bool = False     # gradients travel in bfloat16
+
+
+# ---------------------------------------------------------------- one launch
+def make_settings(args, accum, ddp):
+    """The settings of this number of ranks. accum: of the config."""
+    ranks, largest = ddp.world_size, max(args.ranks or [0])
+    settings = [Setting("weak", accum)]
+    if ranks in (args.ranks or ()) and ranks < largest:     # of the largest, both are the same
+        settings.append(Setting("strong", accum * largest // ranks))
+    if ranks > 1:
+        settings += [setting._replace(variant="alone") for setting in settings]
+    if ranks > 1 and args.variants:
+        settings += [Setting("weak", accum, f"bucket {size} MB", {"bucket_cap_mb": size})
+                     for size in (1, 4, 100)]
+        settings += [Setting("weak", accum, "static graph", {"static_graph": True}),
+                     Setting("weak", accum, "bfloat16", compressed=True)]
+    return settings
+
+
+def measure(args, config, ddp):
+    """What this number of ranks does, as a dict for JSON. A collective."""
+    if ddp.device.type == "cpu":
+        torch.set_num_threads(1)
+    settings, script = make_settings(args, config.training.accum, ddp), SCRIPTS[args.what][0]
+    config.training.accum = max(setting.share for setting in settings)
+    config.training.stop_signals, config.monitoring.watchdog_minutes = [], 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        folder = ddp.is_main and stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="bench-", dir="."))   # that all hosts share
+        folder = Path(broadcast(folder, ddp), "run")
+        launch = closing(ddp, lambda: script.prepare(config, ddp, folder),
+                         lambda run, ddp: measure_run(run, settings, args, ddp))
+        barrier(ddp)     # nobody needs the folder any more
+    return launch
+
+
+def measure_run(run, settings, args, ddp):
+    """As measure, of a run that `prepare` has made."""
+    dataset, loss_of = training_of(run, args.what, ddp)
+    mine, order = run.schedule.mine, list(enumerate(settings))
+    if args.train:
+        time_block(run, settings[0], 0, args.train, dataset, loss_of, ddp)
+    noise = measure_noise(run, dataset, loss_of, args.steps, ddp) if args.predict else None
+    times = np.zeros((ddp.world_size, len(settings), args.repeats, args.steps, len(PARTS) + 1))
+    for repeat in range(args.repeats):
+        order.append(order.pop(0))
+        for k, setting in order:
+            run.schedule.mine = mine[:setting.share]
+            times[ddp.rank, k, repeat] = time_block(run, setting, args.train + repeat * args.steps,
+                                                    args.steps, dataset, loss_of, ddp)
+    times = all_sum(torch.from_numpy(times), ddp).numpy()
+    memory = [peak_memory(ddp.device) * (rank == ddp.rank) for rank in range(ddp.world_size)]
+    rows = [make_row(setting, settings, times, run.batch / run.micro_batches)
+            for setting in settings]
+    if args.ranks and ddp.world_size == max(args.ranks) > 1:
+        rows += [{**row, "scaling": "strong"} for row in rows if row["variant"] in ("", "alone")]
+    parameters = list(run.bare.parameters())
+    size = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    return dict(
+        what=args.what, config=Path(args.config).name, overrides=args.overrides,
+        device=ddp.device.type, backend=ddp.backend, dtype=str(run.dtype)[6:],
+        ranks=ddp.world_size, unit=run.plan.counted_in if args.what == "sedd" else "pairs",
+        parameters=sum(p.numel() for p in parameters), gradient_bytes=size,
+        messages=math.ceil(size / 2**20 / (run.config.ddp.bucket_cap_mb or 25)) + 1,
+        memory_gb=max(all_sum(memory, ddp)), noise=noise, all_reduces=time_all_reduces(size, ddp),
+        rows=rows)
+
+
+def training_of(run, what, ddp):
+    """(data set of micro-batches, loss function), as the script's `train` makes them."""
+    config, seed = run.config, run.config.training.seed
+    if what == "sedd":
+        dataset = sedd.MicroBatches(run.graph, run.noise, config.data.max_length,
+                                    run.micro_batches, seed)
+        return dataset, lambda model, batch: sedd.micro_batch_loss(
+            model, batch, run.graph, config, ddp, run.dtype)
+    make_tables(run, ddp)
+    return dpo.MicroBatches(run.pairs, config.loss, seed), lambda model, batch: (
+        dpo.micro_batch_loss(model, batch, run.reference, config, ddp, run.dtype))
+
+
+def time_block(run, setting, first, n, dataset, loss_of, ddp):
+    """Take n steps from step `first` on, after one that does not count.
+
+    Returns: (n, 5) seconds of each: the PARTS of this rank's step, and of its CPU.
+    """
+    place = replace(ddp, world_size=1) if setting.variant == "alone" else ddp
+    # This sends rank 0's weights to all: what ranks did alone has made them differ.
+    run.model = wrap_ddp(run.bare, place, **{**vars(run.config.ddp), **setting.options})
+    if setting.compressed:
+        run.model.register_comm_hook(None, compress)
+    run.schedule.first, run.schedule.last, run.progress["step"] = first, first + n + 1, first
+    run.meter, run.flags, busy = StepMeter(place, timing_every=1, seen=run.meter.seen), None, []
+    batches = first_batches(run, dataset, loss_of, place)
+    barrier(ddp)
+    for _ in range(n + 1):
+        begin = time.process_time()
+        take_step(run, batches, loss_of, place)
+        busy.append(time.process_time() - begin)
+    steps = map(seconds_by_part, run.meter.timed)
+    return [[*map(step.get, PARTS), cpu] for step, cpu in zip(steps, busy)][1:]
+
+
+def compress(group, bucket):
+    """bf16_compress_hook, which DDP refuses on a CPU by its name, though gloo can do it."""
+    return bf16_compress_hook(group, bucket)
+
+
+def make_row(setting, settings, times, per_micro_batch):
+    """What is written of a setting. times: (rank, setting, repeat, step, part or CPU) seconds."""
+    own, ranks = times[:, settings.index(setting)], len(times)
+    by_rank, cpu = own[..., :-1].sum(-1), own[..., -1].mean(0)
+    steps = by_rank.mean(0)
+    seconds = float(np.median(steps))
+    shares = own[..., :-1].mean((0, 1, 2)) / steps.mean()
+    # A median is not moved by the few steps that a busy machine holds up. 1.4826 of it is the
+    # standard deviation of normal numbers.
+    spread = 1.4826 * np.median(np.abs(by_rank - (steps if ranks > 1 else seconds)))
+    row = dict(scaling=setting.scaling, variant=setting.variant,
+               batch=per_micro_batch * setting.share * ranks, seconds=seconds,
+               parts={part: float(share) * seconds for part, share in zip(PARTS, shares)},
+               sigma=float(spread) * math.sqrt(ranks / max(ranks - 1, 1)),
+               cpu_seconds=float(np.median(cpu)), of_alone=1.0, cpu_of_alone=1.0)
+    limit = Setting(setting.scaling, setting.share, "alone")
+    if limit in settings:
+        limit = times[:, settings.index(limit)].mean(0)
+        row["of_alone"] = float(np.median(limit[..., :-1].sum(-1) / steps))
+        row["cpu_of_alone"] = float(np.median(limit[..., -1] / cpu))
+    return row
+
+
+def time_all_reduces(largest, ddp):
+    """[[bytes, seconds]] of all-reduces of float32 numbers, of each size the median, in turns."""
+    if ddp.world_size == 1:
+        return []
+    sizes = sorted({min(size, largest) // 4 * 4 for size in (4096, 2**20, 25 * 2**20)})
+    tensors = [torch.zeros(size // 4, device=ddp.device) for size in sizes]
+    times = torch.zeros(len(sizes), 2 + ALL_REDUCES, dtype=torch.float64)   # two to warm up
+    for repeat in range(times.shape[1]):
+        for k, tensor in enumerate(tensors):
+            barrier(ddp)
+            begin = time.perf_counter()
+            dist.all_reduce(tensor)
+            if ddp.device.type != "cpu":
+                getattr(torch, ddp.device.type).synchronize()
+            times[k, repeat] = time.perf_counter() - begin
+    medians = all_sum(times[:, 2:], ddp).median(1).values / ddp.world_size
+    return list(map(list, zip(sizes, medians.tolist())))
+
+
+def measure_noise(run, dataset, loss_of, groups, ddp):
+    """Arguments of scale_report.noise_scale, at the weights as they are: gradients of micro-batches
+    and of NOISE_MICRO_BATCHES of them together, means over all ranks' `groups` of those."""
+    place, sums = replace(ddp, world_size=1), np.zeros(5)
+    items = iter([run.schedule.item_of(step, micro) for micro in run.schedule.mine
+                  for step in range(groups * NOISE_MICRO_BATCHES)])
+    run.bare.train()
+    for _ in range(groups):
+        together, count = None, 0.0
+        for _ in range(NOISE_MICRO_BATCHES):
+            totals, norm = global_gradient(run.bare, [dataset[next(items)]], loss_of, place,
+                                           run.nominal)
+            n, gradients = float(totals.count), [p.grad for p in run.bare.parameters()
+                                                 if p.grad is not None]
+            weighted, count = torch._foreach_mul(gradients, n), count + n
+            together = torch._foreach_add(together, weighted) if together else weighted
+            sums += np.array([float(norm)**2, 0, 1 / n, 0, n]) / NOISE_MICRO_BATCHES
+            run.optimizer.zero_grad(set_to_none=True)
+        big = float(torch.nn.utils.get_total_norm(together)) / count
+        sums += 0, big**2, 0, 1 / count, 0
+    small, big, per_small, per_big, n = (x / groups / ddp.world_size
+                                         for x in all_sum(list(sums), ddp))
+    unit = run.batch / run.micro_batches / n      # of the global batch, in what the loss counts
+    return dict(small=small, big=big, n_small=unit / per_small, n_big=unit / per_big)
+
+
+# ---------------------------------------------------------------- command line
+def numbers_of(name, text):
+    """Numbers of ranks of text such as "1,2,4". Raises: ValueError."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise ValueError(f"--{name} {text}; expected numbers of ranks, such as 1,2,4")
+    return sorted({int(number) for number in text.split(",")})
+
+
+def read_launches(path):
+    """The launches in a file that main wrote; none where there is no file."""
+    if path is None or not os.path.exists(path):
+        return []
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"--json {path} was not written by bench_ddp.py scale; expected a file "
+                         "of it, or a new name") from None
+
+
+def read_arguments(argv):
+    """(options, config). Raises: ValueError."""
+    parser = Parser(prog="bench_ddp.py scale", description=__doc__.split("\n")[0],
+                    allow_abbrev=False, epilog="The head of bench_scale.py says what is measured.")
+    add = parser.add_argument
+    add("words", nargs="*", metavar="[sedd|dpo] section.key=value", help="script and overrides")
+    add("--config", help="YAML file; default: configs/sedd_cpu.yaml or dpo_demo.yaml")
+    add("--ranks", help="numbers of ranks, such as 1,2,4")
+    add("--steps", type=int, default=4, help="of a setting at a time")
+    add("--repeats", type=int, default=4, help="turns over the settings")
+    add("--rounds", type=int, default=1, help="turns over the numbers of ranks")
+    add("--train", type=int, default=0, help="steps before all: the critical batch of fresh "
+                                             "weights is small")
+    add("--variants", action="store_true", help="bucket sizes, static graph, compression too")
+    add("--predict", help="numbers of ranks whose step is predicted; the critical batch too")
+    add("--latency_us", type=float, help="of a hop of the machine that is predicted")
+    add("--bandwidth_gbs", type=float, help="its bus bandwidth (test_aurora_ddp.py --bandwidth)")
+    add("--json", help="file that the launch is added to")
+    add("--plot", help="PNG to draw")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
+    add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
+    add("--init_timeout", type=float, default=300.0, help="seconds to wait for all ranks")
+    add("--measure", action="store_true", help="no report: for the ranks that this starts")
+    args = parser.parse_intermixed_args(argv)
+    args.what = args.words.pop(0) if args.words and "=" not in args.words[0] else "sedd"
+    args.overrides = args.words
+    args.ranks, args.predict = (text and numbers_of(name, text) for name, text in
+                                (("ranks", args.ranks), ("predict", args.predict)))
+    problems = [f"--{name} is {value}; expected more than 0" for name, value in vars(args).items()
+                if name != "train" and type(value) in (int, float) and not value > 0]
+    problems += [f"--ranks: {n} does not divide {args.ranks[-1]}; expected numbers that do, so that "
+                 "the global batch can stay the same" for n in args.ranks or () if args.ranks[-1] % n]
+    if args.what not in SCRIPTS:
+        problems.append(f"found {args.what!r}; expected sedd, dpo or section.key=value")
+    if (args.latency_us is None) != (args.bandwidth_gbs is None):
+        problems.append("found one of --latency_us and --bandwidth_gbs; expected both or none")
+    if problems:
+        raise ValueError(problems[0])
+    script, name = SCRIPTS[args.what]
+    args.config = args.config or str(CONFIGS / name)
+    config = load_config(script.Config, args.config, args.overrides)
+    script.check_config(config)
+    args.launches = read_launches(args.json)
+    return args, config
+
+
+def main(argv):
+    place = detect_launcher(dict(os.environ))
+    launched = place.launcher != "plain process"
+    try:
+        args, config = read_arguments(argv)
+        if not launched and not args.ranks and not args.launches:
+            raise ValueError("expected --ranks, such as 1,2,4, or --json with what was measured")
+        if not launched and not args.ranks:
+            return write_report(args)
+    except ValueError as error:
+        if place.rank == 0:
+            print(f"bench_ddp.py scale: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if launched:
+        with setup_ddp(args.device, args.backend, timeout=COLLECTIVE_SECONDS,
+                       init_timeout=args.init_timeout, quiet=True) as ddp:
+            args.launches.append(measure(args, config, ddp))
+            if ddp.is_main:
+                write_report(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        args.json = args.json or os.path.join(folder, "scale.json")
+        command = ["-u", str(Path(__file__).with_name("bench_ddp.py")), "scale", *argv,
+                   "--measure", "--json", args.json]
+        for ranks in args.ranks * args.rounds:
+            if code := run_ranks(command, ranks, 1, 0, "c10d", "localhost:0"):
+                sys.exit(code)      # the rank that failed has said why
+        args.launches = read_launches(args.json)
+        write_report(args)
+
+
+def write_report(args):
+    """Report on the launches, and write them to --json; --measure: the latter alone."""
+    found = {"launches": args.launches} if args.measure else report(args.launches, args)
+    if args.json:
+        write_text_atomic(args.json, json.dumps(found, indent=1))

@@ -1,0 +1,95 @@
+"""bench_ddp.py scale: what it writes, its formulas, its messages."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import bench_scale
+from launchers import fork_ranks
+from scale_report import Link, expected_maximum, fit_link, noise_scale, predict_step
+from training import ROOT
+
+TINY = ["model.hidden_size=16", "model.n_blocks=1", "model.n_heads=1", "model.cond_dim=8",
+        "training.tokens_per_batch=256", "data.max_length=64", "data.demo_proteins=300"]
+
+
+def test_launches_add_up_to_a_table_a_prediction_and_a_picture(tmp_path, extras, monkeypatch,
+                                                               capsys):
+    """Two ranks of a launcher, and one that the command starts; then the file alone."""
+    words = [ROOT / "bench_ddp.py", "scale", "--steps=2", "--repeats=1", "--predict=2,8",
+             "--json=scale.json", "--device=cpu", *TINY]
+    for done in (fork_ranks(2, [*words, "--ranks=1,2", "--variants"], tmp_path),
+                 fork_ranks(1, [*words, "--ranks=1"], tmp_path)):
+        assert done.returncode == 0 and max(map(len, done.stdout.splitlines())) <= 100, done.text
+    found = json.loads((tmp_path / "scale.json").read_text())
+    assert [launch["ranks"] for launch in found["launches"]] == [2, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["scale.json"]
+    rows = {(row["scaling"], row["variant"], row["ranks"]): row for row in found["table"]}
+    assert {("weak", name, 2) for name in ("alone", "bucket 1 MB", "static graph", "bfloat16")} | {
+        ("strong", "", 2)} < rows.keys()
+    weak, first = rows["weak", "", 2], rows["weak", "", 1]
+    assert weak["batch"] == 2 * first["batch"] == 512 and first["speed_up"] == 1
+    assert weak["speed_up"] == pytest.approx(2 * first["seconds"] / weak["seconds"])
+    assert weak["efficiency"] == pytest.approx(weak["speed_up"] / 2)
+    for row in rows.values():
+        assert sum(row["parts"].values()) == pytest.approx(row["seconds"])
+    assert [row["batch"] for row in found["predicted"]] == [512, 2048]
+    assert found["errors"].keys() == {"weak 2", "strong 2"}
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    bench_scale.main(["--json=scale.json", "--plot=scale.png"])
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+    assert "picture: scale.png" in capsys.readouterr().out
+
+
+def test_a_step_is_predicted_as_a_ring_passes_it_on_and_the_slowest_rank_ends_it():
+    """Every rank passes a part of size / N to the next, N - 1 times to sum and as often to share;
+    a step lasts as long as the slowest rank's own work."""
+    random, size, latency, bandwidth = np.random.default_rng(0), 1e6, 2e-4, 1e8
+    for ranks in (2, 6):
+        clock = 0.0
+        for _ in ("sum", "share"):
+            for _ in range(ranks - 1):
+                clock += latency + size / ranks / bandwidth
+        link = Link(latency, bandwidth, ring=True)
+        assert link.seconds(ranks, size) == pytest.approx(clock)
+        slowest = random.normal(1.0, 0.1, (100_000, ranks)).max(1).mean()
+        alone = {"seconds": 1.0, "sigma": 0.1, "parts": {"compute": 0.9}}
+        assert predict_step(alone, ranks, clock, 0.0) == pytest.approx(slowest + clock, rel=5e-3)
+        assert predict_step(alone, ranks, clock, 0.25) == pytest.approx(slowest + 0.75 * clock,
+                                                                        rel=5e-3)
+        sizes = [4e3, 1e6, 2.5e7]
+        assert fit_link(ranks, [[n, link.seconds(ranks, n)] for n in sizes], True) == (
+            pytest.approx(latency), pytest.approx(bandwidth), True)
+    hidden = predict_step({"seconds": 1.0, "sigma": 0.0, "parts": {"compute": 0.9}}, 4, 5.0, 1.0)
+    assert hidden == pytest.approx(1.0 + 5.0 - 0.6)      # no more than a backward pass can hide
+    assert expected_maximum(10_000) == pytest.approx(math.sqrt(2 * math.log(10_000)), rel=0.15)
+
+
+def test_the_noise_scale_is_that_of_gaussian_gradients():
+    """Gradients of single examples g + noise, with |g|^2 = 4 and a noise of 5 per coordinate."""
+    random, size = np.random.default_rng(1), 50
+    g = np.full(size, 2 / math.sqrt(size))
+    norms = {n: np.mean([np.square(g + random.normal(0, math.sqrt(5 / n), (2000, size))).sum(1)])
+             for n in (10, 80)}
+    trace, square = noise_scale(norms[10], norms[80], 10, 80)
+    assert trace == pytest.approx(5 * size, rel=0.03) and square == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--ranks=1,x"], "--ranks 1,x; expected numbers of ranks, such as 1,2,4"),
+    (["--ranks=1,2", "--predict=12,0"], "--predict 12,0; expected numbers of ranks"),
+    (["--ranks=1,2,3"], "2 does not divide 3; expected numbers that do"),
+    (["train"], "found 'train'; expected sedd, dpo or"),
+    ([], "expected --ranks, such as 1,2,4, or --json"),
+    (["--ranks=2", "--json=bad.json"], "bad.json was not written by bench_ddp.py scale"),
+    (["--ranks=2", "--latency_us=5"], "expected both or none")])
+def test_what_cannot_be_done_is_refused_in_one_line(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text("[1]")
+    with pytest.raises(SystemExit) as end:
+        bench_scale.main(words)
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and len(lines) == 1 and message in lines[0]
