@@ -37,7 +37,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import train_dpo_ddp as dpo
 import train_sedd_ddp as sedd
-from ddp_setup import all_sum, barrier, broadcast, detect_launcher, setup_ddp, wrap_ddp
+from ddp_setup import (BAD_INPUT, abort, all_sum, barrier, broadcast, detect_launcher, setup_ddp,
+                       wrap_ddp)
 from dpo_reference import make_tables
 from run_config import Parser, load_config
 from run_dir import closing
@@ -86,7 +87,7 @@ def measure(args, config, ddp):
         torch.set_num_threads(1)
     settings, script = make_settings(args, config.training.accum, ddp), SCRIPTS[args.what][0]
     config.training.accum = max(setting.share for setting in settings)
-    config.training.stop_signals, config.monitoring.watchdog_minutes = [], 0
+    config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         folder = ddp.is_main and stack.enter_context(
@@ -278,7 +279,6 @@ def read_arguments(argv):
     add("--plot", help="PNG to draw")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
     add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
-    add("--init_timeout", type=float, default=300.0, help="seconds to wait for all ranks")
     add("--measure", action="store_true", help="no report: for the ranks that this starts")
     args = parser.parse_intermixed_args(argv)
     args.what = args.words.pop(0) if args.words and "=" not in args.words[0] else "sedd"
@@ -287,8 +287,9 @@ def read_arguments(argv):
                                 (("ranks", args.ranks), ("predict", args.predict)))
     problems = [f"--{name} is {value}; expected more than 0" for name, value in vars(args).items()
                 if name != "train" and type(value) in (int, float) and not value > 0]
-    problems += [f"--ranks: {n} does not divide {args.ranks[-1]}; expected numbers that do, so that "
-                 "the global batch can stay the same" for n in args.ranks or () if args.ranks[-1] % n]
+    largest = max(args.ranks or [1])
+    problems += [f"--ranks: {n} does not divide {largest}; expected numbers that do, so that the "
+                 "global batch can stay the same" for n in args.ranks or () if largest % n]
     if args.what not in SCRIPTS:
         problems.append(f"found {args.what!r}; expected sedd, dpo or section.key=value")
     if (args.latency_us is None) != (args.bandwidth_gbs is None):
@@ -315,11 +316,14 @@ def main(argv):
     except ValueError as error:
         if place.rank == 0:
             print(f"bench_ddp.py scale: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(BAD_INPUT)
     if launched:
         with setup_ddp(args.device, args.backend, timeout=COLLECTIVE_SECONDS,
-                       init_timeout=args.init_timeout, quiet=True) as ddp:
-            args.launches.append(measure(args, config, ddp))
+                       quiet=True) as ddp:
+            try:
+                args.launches.append(measure(args, config, ddp))
+            except (ValueError, OSError) as error:      # of the data, say: one line, from rank 0
+                abort(ddp, f"error: {error}", BAD_INPUT, secondary=not ddp.is_main)
             if ddp.is_main:
                 write_report(args)
         return

@@ -246,8 +246,8 @@ def draw(table, predicted, path):
             if rows:
                 axis.plot([row["ranks"] for row in rows], [row[key] for row in rows], style,
                           label=label)
-    ends = [f(row["ranks"] for row in [*table, *predicted]) for f in (min, max)]
-    speed.loglog(ends, [n / ends[0] for n in ends], ":", base=2, color="grey", label="ideal")
+    ranks = sorted({row["ranks"] for row in [*table, *predicted]})
+    speed.loglog(ranks, [n / ranks[0] for n in ranks], ":", base=2, color="grey", label="ideal")
     share.plot([row["ranks"] for row in weak], [row["of_alone"] for row in weak], "^C2:",
                label="weak, of alone")
     share.semilogx(base=2)
@@ -257,10 +257,13 @@ def draw(table, predicted, path):
         heights = [row["parts"][part] for row in weak]
         parts.bar([str(row["ranks"]) for row in weak], heights, 0.6, bottom, label=part)
         bottom += heights
+    for axis in (speed, share):
+        axis.set_xticks(ranks, ranks)
     for axis, title, unit in ((speed, "speed-up", ""), (share, "efficiency", "share of ideal"),
                               (parts, "a step, weak", "seconds")):
         axis.set(title=title, xlabel="ranks", ylabel=unit)
         axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
         axis.legend(fontsize="small")
     try:
         write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))
