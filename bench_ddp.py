@@ -1,4 +1,4 @@
-"""What things cost on this machine; prints what it measured, writes nothing that stays.
+"""What things cost on this machine; prints what it measured, leaves no file that is not asked for.
 
     python bench_ddp.py save                                    # write, check, read a checkpoint
     python bench_ddp.py save --folder /lus/flare/projects/X     # on that file system

@@ -117,7 +117,7 @@ def measure_run(run, settings, args, ddp):
     memory = [peak_memory(ddp.device) * (rank == ddp.rank) for rank in range(ddp.world_size)]
     rows = [make_row(setting, settings, times, run.batch / run.micro_batches)
             for setting in settings]
-    if args.ranks and ddp.world_size == max(args.ranks) > 1:
+    if len(args.ranks or ()) > 1 and ddp.world_size == max(args.ranks):
         rows += [{**row, "scaling": "strong"} for row in rows if row["variant"] in ("", "alone")]
     parameters = list(run.bare.parameters())
     size = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
@@ -216,27 +216,26 @@ def time_all_reduces(largest, ddp):
 def measure_noise(run, dataset, loss_of, groups, ddp):
     """Arguments of scale_report.noise_scale, at the weights as they are: gradients of micro-batches
     and of NOISE_MICRO_BATCHES of them together, means over all ranks' `groups` of those."""
-    place, sums = replace(ddp, world_size=1), np.zeros(5)
+    place = replace(ddp, world_size=1)
     items = iter([run.schedule.item_of(step, micro) for micro in run.schedule.mine
                   for step in range(groups * NOISE_MICRO_BATCHES)])
+    small, big = [], []     # (squared norm, 1 / what the loss counts) of each batch
     run.bare.train()
     for _ in range(groups):
         together, count = None, 0.0
         for _ in range(NOISE_MICRO_BATCHES):
             totals, norm = global_gradient(run.bare, [dataset[next(items)]], loss_of, place,
                                            run.nominal)
-            n, gradients = float(totals.count), [p.grad for p in run.bare.parameters()
-                                                 if p.grad is not None]
-            weighted, count = torch._foreach_mul(gradients, n), count + n
+            n, count = float(totals.count), count + float(totals.count)
+            small.append((float(norm)**2, 1 / n))
+            weighted = [n * p.grad for p in run.bare.parameters() if p.grad is not None]
             together = torch._foreach_add(together, weighted) if together else weighted
-            sums += np.array([float(norm)**2, 0, 1 / n, 0, n]) / NOISE_MICRO_BATCHES
             run.optimizer.zero_grad(set_to_none=True)
-        big = float(torch.nn.utils.get_total_norm(together)) / count
-        sums += 0, big**2, 0, 1 / count, 0
-    small, big, per_small, per_big, n = (x / groups / ddp.world_size
-                                         for x in all_sum(list(sums), ddp))
-    unit = run.batch / run.micro_batches / n      # of the global batch, in what the loss counts
-    return dict(small=small, big=big, n_small=unit / per_small, n_big=unit / per_big)
+        big.append(((float(torch.nn.utils.get_total_norm(together)) / count)**2, 1 / count))
+    means = [mean / ddp.world_size for batches in (small, big)
+             for mean in all_sum(list(np.mean(batches, 0)), ddp)]
+    size = run.batch / run.micro_batches     # in the unit of the global batch
+    return dict(small=means[0], big=means[2], n_small=size, n_big=size * means[1] / means[3])
 
 
 # ---------------------------------------------------------------- command line
@@ -273,7 +272,8 @@ def read_arguments(argv):
                                              "weights is small")
     add("--variants", action="store_true", help="bucket sizes, static graph, compression too")
     add("--predict", help="numbers of ranks whose step is predicted; the critical batch too")
-    add("--latency_us", type=float, help="of a hop of the machine that is predicted")
+    add("--latency_us", type=float, help="of a hop of the machine that is predicted: time of a "
+                                         "small all-reduce / (2 log2 of its ranks)")
     add("--bandwidth_gbs", type=float, help="its bus bandwidth (test_aurora_ddp.py --bandwidth)")
     add("--json", help="file that the launch is added to")
     add("--plot", help="PNG to draw")

@@ -2,11 +2,15 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import bench_scale
+from bench_scale import measure_noise
+from ddp_setup import Ddp
 from launchers import fork_ranks
 from scale_report import Link, expected_maximum, fit_link, noise_scale, predict_step
 from training import ROOT
@@ -69,13 +73,20 @@ def test_a_step_is_predicted_as_a_ring_passes_it_on_and_the_slowest_rank_ends_it
 
 
 def test_the_noise_scale_is_that_of_gaussian_gradients():
-    """Gradients of single examples g + noise, with |g|^2 = 4 and a noise of 5 per coordinate."""
-    random, size = np.random.default_rng(1), 50
-    g = np.full(size, 2 / math.sqrt(size))
-    norms = {n: np.mean([np.square(g + random.normal(0, math.sqrt(5 / n), (2000, size))).sum(1)])
-             for n in (10, 80)}
-    trace, square = noise_scale(norms[10], norms[80], 10, 80)
-    assert trace == pytest.approx(5 * size, rel=0.03) and square == pytest.approx(4, rel=0.1)
+    """The gradient of w x is x: of a mean g, |g|^2 = 4, and a variance of 5 per coordinate.
+    The global batch counts every example twice, as the unit of a batch may be another one."""
+    random, size = torch.Generator().manual_seed(1), 50
+    g, sizes = torch.full((size,), 2 / math.sqrt(size)), (4, 10, 16)
+    batches = [{"seed": 0, "x": g + 5**0.5 * torch.randn(sizes[k % 3], size, generator=random)}
+               for k in range(320)]
+    model = torch.nn.Linear(size, 1, bias=False)
+    run = SimpleNamespace(bare=model, optimizer=torch.optim.SGD(model.parameters()), nominal=7.0,
+                          micro_batches=2, batch=2 * 2 * 3 / sum(1 / n for n in sizes),
+                          schedule=SimpleNamespace(mine=range(1), item_of=lambda step, _: step))
+    found = measure_noise(run, batches, lambda model, batch: (
+        model(batch["x"]).sum(), torch.zeros(1), len(batch["x"])), 40, Ddp())
+    trace, square = noise_scale(**found)
+    assert trace == pytest.approx(2 * 5 * size, rel=0.1) and square == pytest.approx(4, rel=0.1)
 
 
 @pytest.mark.parametrize("words, message", [
