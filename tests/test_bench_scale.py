@@ -80,7 +80,7 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
     batches = [{"seed": 0, "x": g + 5**0.5 * torch.randn(sizes[k % 3], size, generator=random)}
                for k in range(320)]
     model = torch.nn.Linear(size, 1, bias=False)
-    run = SimpleNamespace(bare=model, optimizer=torch.optim.SGD(model.parameters()), nominal=7.0,
+    run = SimpleNamespace(bare=model, optimizer=model, nominal=7.0,
                           micro_batches=2, batch=2 * 2 * 3 / sum(1 / n for n in sizes),
                           schedule=SimpleNamespace(mine=range(1), item_of=lambda step, _: step))
     found = measure_noise(run, batches, lambda model, batch: (
