@@ -304,42 +304,44 @@ def read_arguments(argv):
     return args, config
 
 
+def measure_here(args, config):
+    """Measure the ranks of the launcher that has started this process; rank 0 adds the launch."""
+    with setup_ddp(args.device, args.backend, timeout=COLLECTIVE_SECONDS, quiet=True) as ddp:
+        try:
+            args.launches.append(measure(args, config, ddp))
+        except (ValueError, OSError) as error:      # of the data, say: one line, from rank 0
+            abort(ddp, f"error: {error}", BAD_INPUT, secondary=not ddp.is_main)
+        if ddp.is_main and args.json:
+            write_text_atomic(args.json, json.dumps({"launches": args.launches}, indent=1))
+
+
+def start_ranks(args, argv):
+    """Run this command on each number of ranks, here; ends the process where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.json or os.path.join(folder, "scale.json")
+        command = ["-u", str(Path(__file__).with_name("bench_ddp.py")), "scale", *argv,
+                   "--measure", "--json", path]
+        for ranks in args.ranks * args.rounds:
+            if code := run_ranks(command, ranks, 1, 0, "c10d", "localhost:0"):
+                sys.exit(code)      # the rank that failed has said why
+        args.launches = read_launches(path)
+
+
 def main(argv):
     place = detect_launcher(dict(os.environ))
-    launched = place.launcher != "plain process"
     try:
         args, config = read_arguments(argv)
-        if not launched and not args.ranks and not args.launches:
+        if place.launcher != "plain process":
+            measure_here(args, config)
+        elif args.ranks:
+            start_ranks(args, argv)
+        elif not args.launches:
             raise ValueError("expected --ranks, such as 1,2,4, or --json with what was measured")
-        if not launched and not args.ranks:
-            return write_report(args)
+        if place.rank == 0 and not args.measure:
+            found = report(args.launches, args)
+            if args.json:
+                write_text_atomic(args.json, json.dumps(found, indent=1))
     except ValueError as error:
         if place.rank == 0:
             print(f"bench_ddp.py scale: error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
-    if launched:
-        with setup_ddp(args.device, args.backend, timeout=COLLECTIVE_SECONDS,
-                       quiet=True) as ddp:
-            try:
-                args.launches.append(measure(args, config, ddp))
-            except (ValueError, OSError) as error:      # of the data, say: one line, from rank 0
-                abort(ddp, f"error: {error}", BAD_INPUT, secondary=not ddp.is_main)
-            if ddp.is_main:
-                write_report(args)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        args.json = args.json or os.path.join(folder, "scale.json")
-        command = ["-u", str(Path(__file__).with_name("bench_ddp.py")), "scale", *argv,
-                   "--measure", "--json", args.json]
-        for ranks in args.ranks * args.rounds:
-            if code := run_ranks(command, ranks, 1, 0, "c10d", "localhost:0"):
-                sys.exit(code)      # the rank that failed has said why
-        args.launches = read_launches(args.json)
-        write_report(args)
-
-
-def write_report(args):
-    """Report on the launches, and write them to --json; --measure: the latter alone."""
-    found = {"launches": args.launches} if args.measure else report(args.launches, args)
-    if args.json:
-        write_text_atomic(args.json, json.dumps(found, indent=1))
