@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from ddp_setup import Ddp, autocast, barrier, beat, broadcast, print0, stop_reason
+from optimizer import state_bytes
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock, check_resume,
@@ -431,7 +432,8 @@ def describe_plan(config, ranks):
         positions = int((plans[-1].sizes * plans[-1].tops).max())
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
-    memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"))
+    memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"),
+                             state_bytes(model, config.optim.name))
     return "\n".join([*lines, *table, *problems, *memory])
 
 
