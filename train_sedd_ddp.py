@@ -43,7 +43,8 @@ from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
 from sedd_diffusion import make_graph, score_entropy_loss, stratified_times
-from sedd_eval import TIME_EPS, Validation, evaluate, result_lines, save, to_device, write_samples
+from sedd_eval import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
+                       to_device, write_samples)
 from sedd_files import noise_of, start_from_weights
 from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import (BatchPlan, BatchReader, count_rows, load_proteins, missing_data,
@@ -353,6 +354,7 @@ def train(run, ddp):
         return micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)
 
     dataset = MicroBatches(run.graph, run.noise, config.data.max_length, run.micro_batches, t.seed)
+    evaluate_start(run, log, ddp)
     batches = first_batches(run, dataset, loss_of, ddp)
     began, values = time.perf_counter(), {}
     reason = stop_reason(ddp, progress["step"])

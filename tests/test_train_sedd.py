@@ -816,6 +816,7 @@ def test_the_same_command_goes_on_with_the_run_that_it_began_from_weights(
     base.write_bytes(b"newer")   # not needed any longer
     run(begin(6), tmp_path / "parts")
     same_run(tmp_path / "whole", tmp_path / "parts")
+    assert [row["step"] for row in rows(tmp_path / "parts") if "val/loss" in row] == [0, 2, 4, 6]
     run(begin(8, path=None), tmp_path / "parts")
     state = load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))
     assert state["step"] == 8 and state["init_from"]["path"] == str(base)

@@ -46,7 +46,7 @@ def rows(work_dir):
 
 
 def losses(work_dir):
-    return {row["step"]: row["loss"] for row in rows(work_dir)}
+    return {row["step"]: row["loss"] for row in rows(work_dir) if row["step"]}
 
 
 def timeless(work_dir):
