@@ -3,7 +3,7 @@
     @dataclass
     class Optim:
         lr: float = 3e-4
-        betas: tuple[float, float] = (0.9, 0.999)
+        betas: tuple[float, float] = (0.9, 0.999)   # of AdamW, as is eps
 
     @dataclass
     class Config:
@@ -149,14 +149,14 @@ class CommonTraining:
 
 @dataclass
 class CommonOptim:
-    """AdamW. Scripts add lr (at base_global_batch) and warmup (steps, linear), which follow scale.
-    """
+    """Scripts add lr (at base_global_batch) and warmup (steps, linear), which follow scale."""
+    name: Literal["adamw", "muon"] = "adamw"   # see optimizer.py
     scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
     base_global_batch: int | None = None  # per step, in the unit of the script: see --plan
     decay: Literal["none", "linear", "cosine"] = "none"   # of the learning rate, to 0 at the end
     decay_steps: float | None = None     # over so many last steps; below 1: that share of all steps
     grad_clip: float = 1.0               # global norm; 0 = none
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.999)   # of AdamW, as is eps
     eps: float = 1e-8
     weight_decay: float = 0.0
 

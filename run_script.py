@@ -306,7 +306,9 @@ def describe_run(run, state, unit, base_batch, ddp):
            "as given (scale none)" if o.scale == "none" else
            f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
            f"({scale_name(o.scale)}){fewer}")
-    lines = [*first, f"optim: lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}{decay_name(o)}"]
+    name = "Muon for the blocks' matrices, AdamW for the rest, " if o.name == "muon" else ""
+    lines = [*first, f"optim: {name}lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}"
+                     f"{decay_name(o)}"]
     if state is None and run.warmup >= run.n_iters:
         lines.append(f"ATTENTION: the warm-up ({run.warmup:,} steps) lasts to the end "
                      f"({run.n_iters:,} steps): the learning rate reaches "

@@ -180,6 +180,14 @@ def evaluate(run, log, values, ddp):
         save(run, log, ddp, "best.pt", resumes=False)
 
 
+def evaluate_start(run, log, ddp):
+    """Validate the weights that a run begins with (--init_from): what training has to improve."""
+    if run.init_from and not run.path and run.validation is not None:
+        values = {}
+        evaluate(run, log, values, ddp)
+        log.metrics(0, values)
+
+
 def save(run, log, ddp, name, keep_last=1, resumes=True):
     """Write checkpoints/NAME, see save_run."""
     save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity(),
@@ -247,6 +255,9 @@ def result_lines(result, progress, folder):
             lines.append("    (no model can be below the exact value; standard error "
                          f"{result['standard_error']:.4f})")
     checkpoints, best = folder / "checkpoints", progress["best"]
+    if best["step"] == 0:
+        lines.append("  ATTENTION: no evaluation was better than the weights it began with, which "
+                     "best.pt\n    therefore holds")
     better = f", bound {best['score']:.4f}" if best.get("val/loss", math.inf) < result.get(
         "val/loss", -math.inf) else ""
     return [*lines,

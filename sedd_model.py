@@ -355,11 +355,12 @@ class EMA:
 SAVED_BYTES = {"float32": 104, "16 bits": 68}   # for backward, per position, width, block; measured
 
 
-def describe_memory(model, positions, in_float32):
+def describe_memory(model, positions, in_float32, optimizer_bytes):
     """Lines on the memory that training takes on a rank.
 
     model: a SEDD, perhaps on the device "meta". positions: most of them in a micro-batch, padding
-    included. in_float32: whether the blocks compute in it, not in 16 bits.
+    included. in_float32: whether the blocks compute in it, not in 16 bits. optimizer_bytes: its
+    state.
     """
     n = sum(p.numel() for p in model.parameters())
     per_block, blocks = SAVED_BYTES["float32" if in_float32 else "16 bits"], len(model.blocks)
@@ -367,7 +368,8 @@ def describe_memory(model, positions, in_float32):
         blocks = 1 + 4 / per_block * blocks
     activations = positions * model.n_heads * model.head_dim * blocks * per_block
     return [f"memory of a rank, {n / 1e6:,.2f} million parameters in float32:",
-            f"  weights {4 * n / 1e9:.2f} GB, gradients {4 * n / 1e9:.2f}, AdamW "
-            f"{8 * n / 1e9:.2f}, averages (EMA) {4 * n / 1e9:.2f}: {20 * n / 1e9:.2f} GB",
+            f"  weights {4 * n / 1e9:.2f} GB, gradients {4 * n / 1e9:.2f}, optimizer "
+            f"{optimizer_bytes / 1e9:.2f}, averages (EMA) {4 * n / 1e9:.2f}: "
+            f"{(12 * n + optimizer_bytes) / 1e9:.2f} GB",
             f"  activations about {activations / 1e9:.2f} GB: an estimate, for micro-batches of up "
             f"to {positions:,} positions"]

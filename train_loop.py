@@ -15,6 +15,7 @@ import torch
 
 from ddp_setup import (all_sum, broadcast, grad_scaler, gradient_sync, optimize_with_ipex,
                        stop_reason, stop_wanted, worker_init, wrap_ddp)
+from optimizer import make_optimizer
 from run_dir import ADVICE, Diverged, check_in_sync
 from step_meter import StepMeter, make_meter
 
@@ -106,9 +107,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
     n_iters = t.n_iters or t.num_epochs * steps_per_epoch
     schedule = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"],
                         max(n_iters, progress["step"]))
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=lr, betas=o.betas, eps=o.eps,
-                                  weight_decay=o.weight_decay, fused=True)
-    bare, optimizer = optimize_with_ipex(bare, optimizer, ddp)
+    bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, o), ddp)
     run = kind(config=config, path=former.path, bare=bare,
                model=wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer=optimizer,
                scaler=grad_scaler(fields["dtype"], ddp),
@@ -235,7 +234,7 @@ def take_step(run, batches, micro_batch_loss, ddp):
     if scaler.is_enabled():   # it skips the step by itself where gradients are nan
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    else:   # a fused optimizer that is told found_inf changes nothing: decided on the device
+    else:   # an optimizer that is told found_inf changes nothing: decided on the device
         optimizer.grad_scale, optimizer.found_inf = None, (totals.bad > 0).float()
     run.meter.measure_layers("gradients", run.bare)
     torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)

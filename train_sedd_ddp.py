@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from ddp_setup import Ddp, autocast, barrier, beat, broadcast, print0, stop_reason
+from optimizer import state_bytes
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock, check_resume,
@@ -42,7 +43,8 @@ from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
 from sedd_diffusion import make_graph, score_entropy_loss, stratified_times
-from sedd_eval import TIME_EPS, Validation, evaluate, result_lines, save, to_device, write_samples
+from sedd_eval import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
+                       to_device, write_samples)
 from sedd_files import noise_of, start_from_weights
 from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import (BatchPlan, BatchReader, count_rows, load_proteins, missing_data,
@@ -352,6 +354,7 @@ def train(run, ddp):
         return micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)
 
     dataset = MicroBatches(run.graph, run.noise, config.data.max_length, run.micro_batches, t.seed)
+    evaluate_start(run, log, ddp)
     batches = first_batches(run, dataset, loss_of, ddp)
     began, values = time.perf_counter(), {}
     reason = stop_reason(ddp, progress["step"])
@@ -431,7 +434,8 @@ def describe_plan(config, ranks):
         positions = int((plans[-1].sizes * plans[-1].tops).max())
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
-    memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"))
+    memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"),
+                             state_bytes(model, config.optim.name))
     return "\n".join([*lines, *table, *problems, *memory])
 
 

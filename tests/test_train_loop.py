@@ -1,6 +1,7 @@
 """train_loop on a toy model: the step, the schedule, bad steps, the best; launch options, and how
 ranks end."""
 
+import copy
 import json
 import math
 import socket
@@ -11,7 +12,8 @@ import torch
 
 from ddp_setup import Ddp, load_checkpoint, save_checkpoint, wrap_ddp
 from launchers import fork_ranks, run_ranks, start_ranks
-from run_config import CommonTraining
+from optimizer import make_optimizer
+from run_config import CommonOptim, CommonTraining
 from run_dir import Former, check_resume, machine_differences, read_status, replace_status, write_status
 from run_script import describe_run, hand_over
 from sedd_model import EMA
@@ -43,6 +45,19 @@ class Rows(torch.utils.data.Dataset):
                 "y": self.scale * torch.randn(n, generator=draw)}
 
 
+class Blocks(torch.nn.Module):
+    """Two matrices in a block, which Muon updates, and others, which AdamW does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.ModuleList([torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))])
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.body[0](x))
+
+
 def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer="SGD", ema=None,
         decay="none", decay_steps=None, model=None, meter=None, ddp=Ddp(), **training):
     torch.manual_seed(0)
@@ -56,7 +71,9 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
                                                                decay_steps=decay_steps))
     return Run(config=config, work_dir=None, path=None, fingerprint={}, bare=model,
                model=wrap_ddp(model, ddp), meter=meter or StepMeter(ddp),
-               optimizer=getattr(torch.optim, optimizer)(model.parameters(), lr=lr, fused=True),
+               optimizer=(make_optimizer(model, lr, CommonOptim(name=optimizer))
+                          if optimizer in ("adamw", "muon") else
+                          getattr(torch.optim, optimizer)(model.parameters(), lr=lr, fused=True)),
                scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.float32,
                ema=EMA(model.parameters(), ema) if ema else None,
                progress={"step": 0, "best": None, "bad_evals": 0, "finished": "",
@@ -132,22 +149,48 @@ def test_the_gradient_is_that_of_the_mean_over_all_rows_whatever_the_micro_batch
         torch.testing.assert_close(found / len(y), p, rtol=1e-12, atol=1e-12)
 
 
-def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run():
-    run = toy(optimizer="AdamW", ema=0.5, max_bad_steps=2)
-    before = {}
-    for k, _ in enumerate(steps(run, 3)):
-        before = {name: p.clone() for name, p in run.bare.state_dict().items()}
+@pytest.mark.parametrize("optimizer, first", [("adamw", 3), ("muon", 3), ("muon", 0)])
+def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run(optimizer, first):
+    """first: good steps before it."""
+    def state():
+        moments = run.optimizer.state_dict()
+        return copy.deepcopy([run.bare.state_dict(), moments.get("muon", moments)["state"]])
+
+    run = toy(model=Blocks(), optimizer=optimizer, ema=0.5, max_bad_steps=2, lr=0.01)
+    list(steps(run, first))
+    before = state()
     averages, updates = [p.clone() for p in run.ema.shadow_params], run.ema.num_updates
     for bad in (1, 2):
         _, norm, moved = next(steps(run, 1, scale=math.nan))
         assert moved == 0 and math.isnan(norm) and run.progress["bad_steps"] == [bad, bad]
-    assert all(torch.equal(before[name], p) for name, p in run.bare.state_dict().items())
+    torch.testing.assert_close(state(), before, rtol=0, atol=0)
     assert all(map(torch.equal, averages, run.ema.shadow_params)) and run.ema.num_updates == updates
     next(steps(run, 1))
     assert run.progress["bad_steps"] == [2, 0] and run.ema.num_updates == updates + 1
     with pytest.raises(RuntimeError,
                        match="in 3 steps in a row, on 1 rank.*expected at most 2.*optim.lr"):
         list(steps(run, 3, scale=math.inf))
+
+
+def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():
+    """With U S V' the gradient, by lr x 0.2 sqrt(larger side) x U V', but for Newton-Schulz's error
+    (0.7 to 1.2 for 1). AdamW's first step is lr for each weight."""
+    torch.manual_seed(0)
+    model, lr = Blocks(), 0.01
+    optimizer = make_optimizer(model, lr, CommonOptim(name="muon"))
+    before = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        moved = before[name] - p.detach()
+        if name.startswith("body") and p.ndim == 2:
+            U, _, V = torch.linalg.svd(p.grad, full_matrices=False)
+            found = U.T @ moved @ V.T / (lr * 0.2 * max(p.shape)**0.5)
+            assert 0.6 < found.diag().min() and found.diag().max() < 1.3, (name, found)
+            assert (found - found.diag().diag()).abs().max() < 0.05, (name, found)
+        else:
+            torch.testing.assert_close(moved, lr * p.grad.sign(), rtol=1e-3, atol=0)
 
 
 def test_every_rank_count_shares_the_same_items_from_any_step_on():
@@ -218,9 +261,9 @@ MEASURED = """
 import json, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import torch
-from ddp_setup import cleanup_ddp, setup_ddp
+from ddp_setup import Ddp, cleanup_ddp, setup_ddp
 from step_meter import StepMeter
-from test_train_loop import loss_of, steps, toy
+from test_train_loop import Blocks, loss_of, steps, toy
 torch.set_num_threads(1)
 ddp = setup_ddp("cpu", quiet=True)
 held = torch.ones(50_000_000 if ddp.rank == 1 else 1)
@@ -238,8 +281,13 @@ for settings in (dict(), dict(timing_every=1, layers=("gradients", "weights"))):
     norms = [found[1] for found in steps(run, 8, ddp=ddp, loss_of=loss_of_uneven_ranks)]
     weights.append([norms, *(p.tolist() for p in run.bare.parameters())])
     values.append(run.meter.report())
+by_muon = []
+for ranks in (ddp, Ddp()):
+    run = toy(ddp=ranks, micro_batches=4, optimizer="muon", lr=0.01, model=Blocks())
+    list(steps(run, 8, ddp=ranks))
+    by_muon.append([p.flatten().tolist() for p in run.bare.parameters()])
 if ddp.is_main:
-    json.dump({{"weights": weights, "values": values}}, open("found.json", "w"))
+    json.dump({{"weights": weights, "values": values, "by_muon": by_muon}}, open("found.json", "w"))
 cleanup_ddp(ddp)
 """
 
@@ -250,6 +298,8 @@ def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(
     assert result.returncode == 0, result.text
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["weights"][0] == found["weights"][1]
+    for two, one in zip(*found["by_muon"]):
+        assert two == pytest.approx(one, abs=1e-3), "Muon's update does not depend on the ranks"
     plain, values = found["values"]
     assert plain.keys() == {"time/step", "data_wait", "items_per_second"}
     assert values["time/slowest_rank"] == 1 and values["time/slowest_ratio"] > 1.3

@@ -411,6 +411,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, mo
     assert (state["step"], state["epoch"], state["world_size"]) == (12, 12 // 27, 1)
 
 
+def test_a_resumed_run_of_muon_equals_an_uninterrupted_one(fasta, tmp_path):
+    def muon(n):
+        return tiny(fasta, optim__name="muon", training__n_iters=n, training__eval_freq=3)
+
+    run(muon(6), tmp_path / "whole")
+    run(muon(3), tmp_path / "parts")
+    run(muon(6), tmp_path / "parts")
+    same_run(tmp_path / "whole", tmp_path / "parts")
+    with pytest.raises(ValueError, match="optim.name: 'muon' -> 'adamw'"):
+        run(tiny(fasta, training__n_iters=6, training__eval_freq=3), tmp_path / "parts")
+
+
 def test_a_killed_run_goes_on_from_its_last_checkpoint_by_the_same_command(fasta, tmp_path):
     config = words({**TINY, "data.file": fasta}, training__snapshot_freq=4,
                    training__eval_freq=10**6)
@@ -804,6 +816,7 @@ def test_the_same_command_goes_on_with_the_run_that_it_began_from_weights(
     base.write_bytes(b"newer")   # not needed any longer
     run(begin(6), tmp_path / "parts")
     same_run(tmp_path / "whole", tmp_path / "parts")
+    assert [row["step"] for row in rows(tmp_path / "parts") if "val/loss" in row] == [0, 2, 4, 6]
     run(begin(8, path=None), tmp_path / "parts")
     state = load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))
     assert state["step"] == 8 and state["init_from"]["path"] == str(base)

@@ -46,7 +46,7 @@ def rows(work_dir):
 
 
 def losses(work_dir):
-    return {row["step"]: row["loss"] for row in rows(work_dir)}
+    return {row["step"]: row["loss"] for row in rows(work_dir) if row["step"]}
 
 
 def timeless(work_dir):
@@ -61,7 +61,7 @@ def same_run(a, b):
     one, other = (load_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (a, b))
     tensors = {"model", "ema", "optimizer"} & one.keys()
     for key in tensors:
-        torch.testing.assert_close(one[key], other[key], rtol=0, atol=0)
+        same_tensors(one[key], other[key], key)
     for key in one.keys() - tensors - {"config"}:
         assert one[key] == other[key], key
     for path in a.glob("*_model.pt"):
@@ -72,6 +72,21 @@ def same_run(a, b):
     for path in a.glob("designs/*"):
         assert path.read_bytes() == (b / "designs" / path.name).read_bytes(), path.name
     assert timeless(a) == timeless(b)
+
+
+def same_tensors(a, b, name):
+    """Assert that two nested states are alike; assert_close compares no words."""
+    assert type(a) is type(b), name
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), name
+        for key in a:
+            same_tensors(a[key], b[key], f"{name}.{key}")
+    elif isinstance(a, list) and a and torch.is_tensor(a[0]):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    elif torch.is_tensor(a):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=lambda text: f"{name}: {text}")
+    else:
+        assert a == b, name
 
 
 def command_lines(script, cases, cwd):

@@ -1,0 +1,113 @@
+"""How far each recipe learns from the same residues; prints a table of validation values.
+
+    python bench_learn.py --data proteins.fasta.gz
+    mpirun -n 2 python bench_learn.py --data my.fasta --steps 5000 --seeds 0,1,2 --folder runs/learn
+    python bench_learn.py --data my.fasta --recipes adamw,muon_decay optim.weight_decay=0.1
+
+A recipe is a set of keys on top of --config. All recipes of a seed see the same residues in the
+same order, and are validated on the same proteins under the same noise. The runs are ordinary runs
+in --folder: a stopped bench goes on by the same command, and a finished run is not trained again.
+"""
+import argparse
+import contextlib
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from ddp_setup import broadcast, print0, setup_ddp
+from run_config import load_config
+from run_log import read_rows
+from run_script import add_launch_arguments
+from train_sedd_ddp import Config, main as train
+
+CONFIG = Path(__file__).with_name("configs") / "sedd_cpu.yaml"
+DECAY = ["optim.decay=linear", "optim.decay_steps=0.5"]
+RECIPES = {   # the first is what the others are compared with
+    "adamw": ["optim.name=adamw", "optim.lr=1e-3", "optim.decay=none"],
+    "adamw_decay": ["optim.name=adamw", "optim.lr=2e-3", *DECAY],
+    "muon": ["optim.name=muon", "optim.lr=2e-3", "optim.decay=none"],
+    "muon_decay": ["optim.name=muon", "optim.lr=4e-3", *DECAY],
+    "muon_decay_subs": ["optim.name=muon", "optim.lr=4e-3", *DECAY,
+                        "model.parameterization=subs"],
+}
+
+
+def train_recipe(folder, recipe, seed, args, ddp):
+    """Train one run to its end. Returns [(step, perplexity over the unigram's), ...]; [] where it
+    was asked to stop."""
+    work_dir = folder / f"{recipe}_{seed}"
+    overrides = [*RECIPES[recipe], *args.overrides, f"training.seed={seed}",
+                 f"training.n_iters={args.steps}", f"training.eval_freq={max(args.steps // 5, 1)}"]
+    config = load_config(Config, args.config, overrides, {"data.file": args.data})
+    with contextlib.redirect_stdout(io.StringIO()):
+        if "stopped" in train(config, ddp, work_dir):
+            return []
+    rows = read_rows(work_dir / "metrics.jsonl") if ddp.is_main else []
+    return broadcast([(row["step"], row["val/perplexity"] / row["val/unigram_perplexity"])
+                      for row in rows if "val/perplexity" in row], ddp)
+
+
+def steps_to(curve, value):
+    """The step at which a curve first reaches `value`, between two points on a line; None: never.
+
+    curve: [(step, value), ...], falling as a whole."""
+    before = None
+    for step, found in curve:
+        if found <= value:
+            if before is None or before[1] == found:
+                return step
+            share = (before[1] - value) / (before[1] - found)
+            return before[0] + share * (step - before[0])
+        before = step, found
+    return None
+
+
+def describe(recipe, curves, baseline):
+    """A row of the table. curves, baseline: {seed: curve} of this recipe and of the first one."""
+    ends = [curve[-1][1] for curve in curves.values()]
+    reached = [steps_to(curve, baseline[seed][-1][1]) for seed, curve in curves.items()]
+    shares = ["never" if step is None else f"{step / baseline[seed][-1][0]:.0%}"
+              for step, seed in zip(reached, curves)]
+    return (f"{recipe:<20}{np.mean(ends):>8.4f}   {' '.join(f'{end:.4f}' for end in ends):<22}"
+            f"{' '.join(shares)}")
+
+
+def bench_learn(args, ddp):
+    """Train all recipes with all seeds, in turns of seeds, and print the table as it grows."""
+    folder, found = Path(args.folder), {recipe: {} for recipe in args.recipes}
+    print0(ddp, f"{args.steps:,} steps of {args.config}, validation perplexity over that of the "
+                "letter frequencies\n"
+                f"{'recipe':<20}{'mean':>8}   {'seeds ' + ' '.join(map(str, args.seeds)):<22}steps "
+                f"to the last value of {args.recipes[0]}")
+    for recipe in args.recipes:
+        for seed in args.seeds:
+            found[recipe][seed] = train_recipe(folder, recipe, seed, args, ddp)
+            if not found[recipe][seed]:
+                return print0(ddp, "Stopped and saved. The same command goes on.")
+        print0(ddp, describe(recipe, found[recipe], found[args.recipes[0]]))
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", help="proteins; default: demo proteins")
+    parser.add_argument("--config", default=CONFIG)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seeds", default=[0, 1],
+                        type=lambda text: [int(seed) for seed in text.split(",")])
+    parser.add_argument("--recipes", default=list(RECIPES), type=lambda text: text.split(","),
+                        help=f"default: {','.join(RECIPES)}")
+    parser.add_argument("--folder", default="runs/learn", help="of the runs, which stay")
+    parser.add_argument("overrides", nargs="*", help="keys for all recipes, such as optim.warmup=9")
+    add_launch_arguments(parser)
+    args = parser.parse_intermixed_args(argv)
+    if unknown := [recipe for recipe in args.recipes if recipe not in RECIPES]:
+        parser.error(f"--recipes: {', '.join(unknown)}; expected some of {', '.join(RECIPES)}")
+    with setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout,
+                   quiet=True) as ddp:
+        bench_learn(args, ddp)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

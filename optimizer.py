@@ -1,0 +1,93 @@
+"""The optimizer of a training script: AdamW, or Muon for the matrices inside the blocks.
+
+    optimizer = make_optimizer(model, lr, config.optim)
+    optimizer.found_inf = bad              # (), 1.0: the gradient is nan, leave everything as it is
+    optimizer.step()                       # decided on the device: nothing waits for it
+
+Muon replaces the update of a matrix by the nearest matrix of which all singular values are equal,
+so that no direction is learned much faster than others. It takes the same learning rate as AdamW,
+as its updates are scaled to the size of AdamW's (0.2 sqrt(larger side), arXiv 2502.16982).
+Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; the update is torch.optim.Muon's.
+"""
+import torch
+
+
+def make_optimizer(model, lr, o):
+    """The optimizer that the section `optim` of a config names, over all parameters of `model`.
+
+    Raises: ValueError where this torch has no Muon."""
+    if o.name == "adamw":
+        return _adamw(model.parameters(), lr, o)
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"config: optim.name is muon; torch {torch.__version__} has none. "
+                         "Expected torch 2.9 or newer, or optim.name adamw.")
+    return MuonAndAdamW(model, lr, o)
+
+
+def block_matrices(model):
+    """The matrices that Muon updates: those of modules in a ModuleList (the blocks of a network).
+
+    Embeddings and output layers are left to AdamW: their rows belong to tokens, and only some of
+    them get a gradient in a step."""
+    blocks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return [p for block in blocks for p in block.parameters() if p.ndim == 2]
+
+
+def state_bytes(model, name):
+    """Bytes of the optimizer's state: two float32 numbers per weight; one where Muon updates."""
+    matrices = block_matrices(model) if name == "muon" else []
+    return 8 * sum(p.numel() for p in model.parameters()) - 4 * sum(p.numel() for p in matrices)
+
+
+class MuonAndAdamW:
+    """torch.optim.Muon for block_matrices, AdamW for all other parameters, used as one optimizer.
+
+    Raises: ValueError for a model without such matrices."""
+
+    def __init__(self, model, lr, o):
+        matrices = block_matrices(model)
+        if not matrices:
+            raise ValueError("config: optim.name is muon; this model has no blocks with matrices. "
+                             "Expected optim.name adamw.")
+        ids = {id(p) for p in matrices}
+        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=o.weight_decay,
+                                     adjust_lr_fn="match_rms_adamw")
+        for p in matrices:   # made here, so that a bad first step finds them too
+            self.muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        self.adamw = _adamw([p for p in model.parameters() if id(p) not in ids], lr, o)
+        self.found_inf = self.grad_scale = None
+
+    @property
+    def param_groups(self):
+        return self.muon.param_groups + self.adamw.param_groups
+
+    def zero_grad(self, set_to_none=True):
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self):
+        """Update all parameters; where found_inf is 1.0 they and the state stay as they are."""
+        self.adamw.found_inf, self.adamw.grad_scale = self.found_inf, self.grad_scale
+        self.adamw.step()
+        if self.found_inf is None:
+            self.muon.step()
+            return
+        # torch's Muon knows no found_inf
+        tensors = [t for p, state in self.muon.state.items() for t in (p, state["momentum_buffer"])]
+        before = [t.clone() for t in tensors]
+        self.muon.step()
+        for t, old in zip(tensors, before):
+            t.copy_(torch.where(self.found_inf > 0, old, t))
+
+    def state_dict(self):
+        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state):
+        self.muon.load_state_dict(state["muon"])
+        self.adamw.load_state_dict(state["adamw"])
+
+
+def _adamw(parameters, lr, o):
+    return torch.optim.AdamW(parameters, lr=lr, betas=o.betas, eps=o.eps,
+                             weight_decay=o.weight_decay, fused=True)
