@@ -14,6 +14,7 @@ only; reads and writes nothing.
 Source: Lou, Meng, Ermon 2024, arXiv 2310.16834; adaLN-zero: Peebles, Xie 2023, arXiv 2212.09748.
 """
 import contextlib
+import functools
 import math
 
 import torch
@@ -92,12 +93,19 @@ class SEDD(nn.Module):
         h = self.vocab_embed(xt)                                                # (B, L, H)
         rotary = rotary_tables(xt.shape[1], self.head_dim, xt.device, exact)
         attended = None if mask is None else mask[:, None, None, :]             # (B, 1, 1, L)
-        for block in self.blocks:
+        needed = [None] * len(self.blocks)
+        if self.training and self.scale_by_sigma and xt.device.type == "cpu":
+            rows = (xt.flatten() == self.vocab_size - 1).nonzero()[:, 0]
+            needed[-1] = rows, rows // xt.shape[1]
+        for block, last in zip(self.blocks, needed):
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                h = checkpoint(block, h, c, rotary, attended, use_reentrant=False)
+                h = checkpoint(block, h, c, rotary, attended, last, use_reentrant=False)
             else:
-                h = block(h, c, rotary, attended)
-        logits = self.output_layer(h, c).to(exact)  # before the offset, which bfloat16 would round
+                h = block(h, c, rotary, attended, last)
+        logits = self.output_layer(h, c, last).to(exact)    # before the offset, which bfloat16
+        if last is not None:                                # would round
+            everywhere = logits.new_zeros(xt.numel(), self.vocab_size)
+            logits = everywhere.index_copy(0, rows, logits[:, 0]).view(*xt.shape, -1)
         return self.log_score(logits, xt, sigma)
 
     def log_score(self, logits, xt, sigma):
@@ -152,29 +160,33 @@ class Block(nn.Module):
         super().__init__()
         self.n_heads, self.dropout = n_heads, dropout
         self.norm1 = Norm(hidden_size)
-        self.attn_qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
-        self.attn_out = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.attn_qkv = Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.attn_out = Linear(hidden_size, hidden_size, bias=False)
         self.norm2 = Norm(hidden_size)
-        self.mlp = nn.Sequential(nn.Linear(hidden_size, 4 * hidden_size),
+        self.mlp = nn.Sequential(Linear(hidden_size, 4 * hidden_size),
                                  nn.GELU(approximate="tanh"),
-                                 nn.Linear(4 * hidden_size, hidden_size))
+                                 Linear(4 * hidden_size, hidden_size))
         self.adaLN_modulation = zero_linear(cond_dim, 6 * hidden_size)
 
-    def forward(self, h, c, rotary, attended):
-        modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)         # each (B, 1, H)
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulation
-        branch = self.attention(self.norm1(h) * (1 + scale1) + shift1, rotary, attended)
-        h = h + gate1 * F.dropout(branch, self.dropout, self.training)
+    def forward(self, h, c, rotary, attended, needed=None):
+        modulation = self.adaLN_modulation(c)[:, None]                          # (B, 1, 6 H)
+        shift, scale = modulation.chunk(6, dim=-1)[:2]                          # each (B, 1, H)
+        branch = self.attention(self.norm1(h) * (1 + scale) + shift, rotary, attended)
+        if needed is not None:
+            rows, proteins = needed
+            h, branch, modulation = take(h, rows), take(branch, rows), take(modulation, proteins)
+        gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)[2:]
+        branch = self.attn_out(branch)
+        h = h + gate1 * dropout(branch, self.dropout, self.training)
         branch = self.mlp(self.norm2(h) * (1 + scale2) + shift2)
-        return h + gate2 * F.dropout(branch, self.dropout, self.training)
+        return h + gate2 * dropout(branch, self.dropout, self.training)
 
     def attention(self, h, rotary, attended):
         B, L, H = h.shape
         qkv = self.attn_qkv(h).view(B, L, 3, self.n_heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # each (B, heads, L, e)
-        out = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v,
-                                             attn_mask=attended)
-        return self.attn_out(out.transpose(1, 2).reshape(B, L, H))
+        q, k, v = Rotate.apply(qkv, *rotary)                             # each (B, heads, L, e)
+        out = attend(q, k, v, attended)
+        return out.transpose(1, 2).reshape(B, L, H)
 
 
 class Head(nn.Module):
@@ -186,9 +198,17 @@ class Head(nn.Module):
         self.linear = zero_linear(hidden_size, vocab_size)
         self.adaLN_modulation = zero_linear(cond_dim, 2 * hidden_size)
 
-    def forward(self, h, c):
-        shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=-1)
+    def forward(self, h, c, needed=None):
+        modulation = self.adaLN_modulation(c)[:, None]
+        if needed is not None:
+            modulation = take(modulation, needed[1])
+        shift, scale = modulation.chunk(2, dim=-1)
         return self.linear(self.norm_final(h) * (1 + scale) + shift)
+
+
+def take(x, rows):
+    """Rows (n,) of x (B, L, C), as n sequences of one position: (n, 1, C)."""
+    return F.embedding(rows, x.flatten(0, 1))[:, None]
 
 
 class Norm(nn.Module):
@@ -219,14 +239,77 @@ def rotary_tables(L, head_dim, device, dtype):
     return angle.cos(), angle.sin()
 
 
-def rotate(x, rotary):
-    """Turn x (B, heads, L, e) by its positions: entry i is paired with entry i + e/2.
+class Rotate(torch.autograd.Function):
+    """qkv (B, L, 3, heads, e) -> queries and keys turned by their positions, and values.
 
-    Source: arXiv 2104.09864, in half-split order.
+    Each is (B, heads, L, e), contiguous. The backward pass is written out because autograd's own
+    copies every gradient several times. cos, sin: see rotary_tables.
     """
-    cos, sin = (table.to(x.dtype) for table in rotary)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k = (turn(x, cos, sin).to(qkv.dtype) for x in (q, k))
+        return q, k, v.contiguous()
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        cos, sin = ctx.saved_tensors
+        B, heads, L, e = dq.shape
+        dqkv = dq.new_empty(B, L, 3, heads, e)
+        for part, gradient in zip(dqkv.permute(2, 0, 3, 1, 4),
+                                  (turn(dq, cos, -sin), turn(dk, cos, -sin), dv)):
+            part.copy_(gradient)
+        return dqkv, None, None
+
+
+def turn(x, cos, sin):
+    """Turn x (B, heads, L, e) by its positions, in the dtype of the tables.
+
+    Entry i is paired with entry i + e/2. Source: arXiv 2104.09864, in half-split order.
+    """
+    turned = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+    (a, b), (turned_a, turned_b) = x.to(cos.dtype).chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    torch.mul(a, cos, out=turned_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=turned_b).addcmul_(a, sin)
+    return turned
+
+
+def attend(q, k, v, attended):
+    """Softmax attention: q, k, v (B, heads, L, e), attended (B, 1, 1, L) bool or None -> as q."""
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
+        scores = (q * q.shape[-1] ** -0.5) @ k.mT
+        if attended is not None:
+            scores = scores.masked_fill(~attended, -math.inf)
+        return scores.softmax(dim=-1) @ v
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=attended)
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        if (x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32
+                and onednn_is_faster() and not torch.is_autocast_enabled("cpu")):
+            return F.linear(x.to_mkldnn(), self.weight, self.bias).to_dense()
+        return super().forward(x)
+
+
+@functools.cache
+def onednn_is_faster():
+    """Whether oneDNN multiplies float32 matrices faster than MKL, which torch takes: on AMD."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+            and "AMD" in capabilities.get("cpu_name", ""))
+
+
+def dropout(x, p, training):
+    if not training or not p or x.device.type != "cpu":
+        return F.dropout(x, p, training)
+    threshold = round(p * 2**16)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2**63, None)
+    bits = bits.view(torch.int16)[:x.numel()].view(x.shape)
+    keep = torch.ge(bits, threshold - 2**15, out=torch.empty_like(x))
+    return x * keep * (1 / (1 - threshold / 2**16))
 
 
 def at_least_float32(dtype):
