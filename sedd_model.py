@@ -81,7 +81,8 @@ class SEDD(nn.Module):
         sigma: (B,) floating point, total noise > 0 in nats; NOT the time t.
         mask:  (B, L) bool, True = residue, or None where nothing is padding (faster).
         Returns log_score (B, L, V): float32 whatever autocast or the parameters' dtype, float64 for
-        a float64 model; 0 at each position's own token. Values at padding mean nothing.
+        a float64 model; 0 at each position's own token. Values at padding mean nothing; nor do
+        those at known residues in training with the absorbing graph, whose loss has none of them.
         Raises ValueError for other shapes or dtypes.
         """
         check_inputs(xt, sigma, mask)
@@ -93,17 +94,19 @@ class SEDD(nn.Module):
         h = self.vocab_embed(xt)                                                # (B, L, H)
         rotary = rotary_tables(xt.shape[1], self.head_dim, xt.device, exact)
         attended = None if mask is None else mask[:, None, None, :]             # (B, 1, 1, L)
-        needed = [None] * len(self.blocks)
-        if self.training and self.scale_by_sigma and on_cpu(xt):
+        needed = None   # after the last attention: all positions, or those that enter the loss
+        if self.training and self.scale_by_sigma and on_cpu(xt):    # elsewhere the host would wait
             rows = (xt.flatten() == self.vocab_size - 1).nonzero()[:, 0]
-            needed[-1] = rows, rows // xt.shape[1]
-        for block, last in zip(self.blocks, needed):
+            needed = rows, rows // xt.shape[1]
+        for i, block in enumerate(self.blocks, 1):
+            inputs = h, c, rotary, attended, needed if i == len(self.blocks) else None
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                h = checkpoint(block, h, c, rotary, attended, last, use_reentrant=False)
+                h = checkpoint(block, *inputs, use_reentrant=False)
             else:
-                h = block(h, c, rotary, attended, last)
-        logits = self.output_layer(h, c, last).to(exact)    # before the offset, which bfloat16
-        if last is not None:                                # would round
+                h = block(*inputs)
+        # In `exact` before the offset, which bfloat16 would round.
+        logits = self.output_layer(h, c, needed).to(exact)
+        if needed is not None:
             everywhere = logits.new_zeros(xt.numel(), self.vocab_size)
             logits = everywhere.index_copy(0, rows, logits[:, 0]).view(*xt.shape, -1)
         return self.log_score(logits, xt, sigma)
@@ -154,7 +157,11 @@ class SigmaEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each scaled, shifted and gated by the noise level: h (B, L, H) -> same."""
+    """Attention and MLP, each scaled, shifted and gated by the noise level: h (B, L, H) -> same.
+
+    needed: (rows of h.flatten(0, 1), the protein of each), both (n,) int64: all that follows
+            attention is computed there only, and h returned as (n, 1, H). None: everywhere.
+    """
 
     def __init__(self, hidden_size, n_heads, cond_dim, dropout):
         super().__init__()
@@ -183,8 +190,8 @@ class Block(nn.Module):
     def attention(self, h, rotary, attended):
         B, L, H = h.shape
         qkv = self.attn_qkv(h).view(B, L, 3, self.n_heads, -1)
-        q, k, v = Rotate.apply(qkv, *rotary)                             # each (B, heads, L, e)
-        out = attend(q, k, v, attended)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # each (B, heads, L, e)
+        out = attend(rotate(q, rotary), rotate(k, rotary), v, attended)
         return out.transpose(1, 2).reshape(B, L, H)
 
 
@@ -206,8 +213,8 @@ class Head(nn.Module):
 
 
 def take(x, rows):
-    """Rows (n,) of x (B, L, C), as n sequences of one position: (n, 1, C)."""
-    return F.embedding(rows, x.flatten(0, 1))[:, None]
+    """Rows (n,) of x (B, L, C) as n sequences of one position, (n, 1, C)."""
+    return F.embedding(rows, x.flatten(0, 1))[:, None]      # its gradient is faster than x[rows]'s
 
 
 class Norm(nn.Module):
@@ -238,51 +245,24 @@ def rotary_tables(L, head_dim, device, dtype):
     return angle.cos(), angle.sin()
 
 
-class Rotate(torch.autograd.Function):
-    """qkv (B, L, 3, heads, e) -> queries and keys turned by their positions, and values.
+def rotate(x, rotary):
+    """Turn x (B, heads, L, e) by its positions: entry i is paired with entry i + e/2.
 
-    Each is (B, heads, L, e), contiguous. The backward pass is written out because autograd's own
-    copies every gradient several times. cos, sin: see rotary_tables.
+    Source: arXiv 2104.09864, in half-split order.
     """
-
-    @staticmethod
-    def forward(ctx, qkv, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        q, k = (turn(x, cos, sin).to(qkv.dtype) for x in (q, k))
-        return q, k, v.contiguous()
-
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        cos, sin = ctx.saved_tensors
-        B, heads, L, e = dq.shape
-        dqkv = dq.new_empty(B, L, 3, heads, e)
-        for part, gradient in zip(dqkv.permute(2, 0, 3, 1, 4),
-                                  (turn(dq, cos, -sin), turn(dk, cos, -sin), dv)):
-            part.copy_(gradient)
-        return dqkv, None, None
-
-
-def turn(x, cos, sin):
-    """Turn x (B, heads, L, e) by its positions, in the dtype of the tables.
-
-    Entry i is paired with entry i + e/2. Source: arXiv 2104.09864, in half-split order.
-    """
-    turned = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    (a, b), (turned_a, turned_b) = x.to(cos.dtype).chunk(2, dim=-1), turned.chunk(2, dim=-1)
-    turned_a.copy_(a * cos).addcmul_(b, sin, value=-1)
-    turned_b.copy_(b * cos).addcmul_(a, sin)
-    return turned
+    cos, sin = (table.to(x.dtype) for table in rotary)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 def attend(q, k, v, attended):
     """Softmax attention: q, k, v (B, heads, L, e), attended (B, 1, 1, L) bool or None -> as q."""
-    # torch's kernel for a CPU takes up to 6 times as long in bfloat16 as two products, which hold
-    # all scores in memory: no more of them than is quick.
+    # In bfloat16 torch's kernel for a CPU takes 1.1 to 6 times as long as two products, which hold
+    # all scores in memory: so not for long proteins.
     if on_cpu(q) and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
         scores = (q * q.shape[-1] ** -0.5) @ k.mT
         if attended is not None:
-            scores = scores.masked_fill(~attended, -math.inf)
+            scores = scores.masked_fill(~attended, torch.finfo(scores.dtype).min)
         return scores.softmax(dim=-1) @ v
     return F.scaled_dot_product_attention(q, k, v, attn_mask=attended)
 
@@ -291,8 +271,8 @@ def add_branch(h, branch, gate, p):
     """h + gate x dropout(branch): each entry of branch is dropped with probability p."""
     if not on_cpu(h) or not p:
         return h + gate * F.dropout(branch, p, p > 0)
-    # Four entries share a random number of 64 bits: an eighth of the time. p becomes a multiple of
-    # 2^-16, as exactly as the entries that stay are scaled.
+    # Four entries share a random number of 64 bits: an eighth of the time. p is rounded to a
+    # multiple of 2^-16, and entries that stay are scaled by that.
     dropped = round(p * 2**16)
     bits = torch.empty(-(-branch.numel() // 4), dtype=torch.int64).random_(-2**63, None)
     bits = bits.view(torch.int16)[:branch.numel()].view(branch.shape)
@@ -301,7 +281,7 @@ def add_branch(h, branch, gate, p):
 
 
 class Linear(nn.Linear):
-    """nn.Linear, on AMD's CPUs in float32 by way of oneDNN: 1.8 times as fast there as MKL."""
+    """nn.Linear, in float32 on AMD's CPUs by oneDNN: 1.8 times as fast there as by MKL."""
 
     def forward(self, x):
         if (on_cpu(x) and x.dtype == self.weight.dtype == torch.float32
@@ -312,14 +292,14 @@ class Linear(nn.Linear):
 
 @functools.cache
 def onednn_is_faster():
-    """Whether torch multiplies float32 matrices by MKL, which is slow on the CPU at hand."""
+    """Whether torch takes MKL for products in float32, and the CPU is one that MKL is slow on."""
     name = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "")
-    return all(("AMD" in name, torch.backends.mkl.is_available(),
-                torch.backends.mkldnn.is_available()))
+    mkl, onednn = torch.backends.mkl.is_available(), torch.backends.mkldnn.is_available()
+    return "AMD" in name and mkl and onednn
 
 
 def on_cpu(x):
-    """Whether what is faster on a CPU alone is done for x: not in code that torch.compile makes."""
+    """Whether to compute with x as is fastest on a CPU; torch.compile finds its own way."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
