@@ -262,7 +262,7 @@ def attend(q, k, v, attended):
     if on_cpu(q) and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
         scores = (q * q.shape[-1] ** -0.5) @ k.mT
         if attended is not None:
-            scores = scores.masked_fill(~attended, torch.finfo(scores.dtype).min)
+            scores += torch.where(attended, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
         return scores.softmax(dim=-1) @ v
     return F.scaled_dot_product_attention(q, k, v, attn_mask=attended)
 
