@@ -6,6 +6,7 @@
     python bench_ddp.py dpo                                     # a DPO step and a plain one, 1 CPU
     python bench_ddp.py dpo --device cuda                       # on a device: pairs per second
     python bench_ddp.py dpo --pdb 5L33.pdb --long               # this structure; memory of both
+    python bench_ddp.py sedd --data proteins.fasta.gz           # a SEDD step and a plain one
     python bench_ddp.py data --proteins 60000000 --folder /tmp  # plan and read a made set, 17 GB
     mpirun -n 2 python bench_ddp.py data                        # only training from it, 2 ranks
     python bench_ddp.py watch                                   # timed steps, norms by layer
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 
 import bench_scale
 import train_dpo_ddp as dpo
+from bench_sedd import LONGEST, bench_sedd, made_lengths
 from ddp_setup import (all_sum, barrier, broadcast, load_checkpoint, print0, save_checkpoint,
                        setup_ddp, wrap_ddp)
 from proteinmpnn_model import ATOMS, PAIRS, random_proteinmpnn
@@ -402,24 +404,21 @@ def compare_steps(path, pairs, order, dtype, repeats, ddp):
 
 # ---- data ----
 
-# Log-normal, mean 287 residues.
-UNIREF50_LENGTHS = dict(mean=np.log(200), sigma=0.85, shortest=11, longest=45_000)
 BYTES_PER_PROTEIN = 300     # of a prepared set
 MOST_READ = 20_000          # micro-batches of a window that are looked at
 
 
 def write_prepared(folder, n):
     """A prepared folder of n made proteins, with UniRef50's length distribution."""
-    law, random = UNIREF50_LENGTHS, np.random.default_rng(0)
+    random = np.random.default_rng(0)
     for name in SETS:
         (folder / name).mkdir(parents=True)
         for part in PARTS:
             (folder / name / part).touch()
-    histogram = np.zeros(law["longest"] + 1, np.int64)
+    histogram = np.zeros(LONGEST + 1, np.int64)
     files = [open(folder / "train" / part, "wb") for part in PARTS]
     for first in range(0, n, 250_000):
-        lengths = np.exp(random.normal(law["mean"], law["sigma"], min(250_000, n - first)))
-        lengths = lengths.clip(law["shortest"], law["longest"]).astype(np.int64)
+        lengths = made_lengths(min(250_000, n - first), random)
         tokens = random.integers(0, X_ID, lengths.sum(), np.uint8)
         keys = sequence_keys(tokens, np.cumsum(lengths) - lengths, lengths)
         for file, part, dtype in zip(files, (tokens, lengths, keys), PARTS.values()):
@@ -650,23 +649,24 @@ def main(argv):
         return bench_scale.main(argv[1:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("what", choices=("save", "dpo", "data", "watch"))
+    add("what", choices=("save", "sedd", "dpo", "data", "watch"))
     add("configs", nargs="*", type=Path, help="of save; default: configs/sedd_*.yaml")
     add("--folder", default=".", help="where to write (and remove) checkpoints")
     add("--repeats", type=int, default=5)
     add("--proteins", type=int, default=2_000_000,
         help="data: size of the made set (60000000: 17 GB)")
     add("--steps", type=int, default=60, help="data: steps of each training; watch: of a round")
+    add("--data", help="sedd: proteins; default: random ones, as long as those of UniRef50")
     add("--pdb", type=Path, help="structure for dpo, all its chains designed; default: a built one")
     add("--long", action="store_true",
         help="dpo: memory of the plain step too; takes GB and minutes")
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
-    if args.what in ("dpo", "data", "watch") and args.device == "auto":
+    if args.what in ("sedd", "dpo", "data", "watch") and args.device == "auto":
         args.device = "cpu"
     with setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout,
                    quiet=True) as ddp:
-        {"save": bench_save, "dpo": bench_dpo, "data": bench_data,
+        {"save": bench_save, "sedd": bench_sedd, "dpo": bench_dpo, "data": bench_data,
          "watch": bench_watch}[args.what](args, ddp)
 
 

@@ -10,7 +10,7 @@
 Rotary positions, adaLN-zero conditioning on sigma (not t), scaled dot-product attention. Parameter
 names and initial values are those of the published SEDD code, so that its checkpoints load. No
 buffers: nothing for DDP to broadcast, and a model cast to bfloat16 has exact tables. Needs torch
-only; reads and writes nothing.
+and cpu_linear.py; reads and writes nothing.
 Source: Lou, Meng, Ermon 2024, arXiv 2310.16834; adaLN-zero: Peebles, Xie 2023, arXiv 2212.09748.
 """
 import contextlib
@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from cpu_linear import Linear, on_cpu
 
 
 class SEDD(nn.Module):
@@ -80,7 +82,8 @@ class SEDD(nn.Module):
         sigma: (B,) floating point, total noise > 0 in nats; NOT the time t.
         mask:  (B, L) bool, True = residue, or None where nothing is padding (faster).
         Returns log_score (B, L, V): float32 whatever autocast or the parameters' dtype, float64 for
-        a float64 model; 0 at each position's own token. Values at padding mean nothing.
+        a float64 model; 0 at each position's own token. Values at padding mean nothing; nor do
+        those at known residues in training with the absorbing graph, whose loss has none of them.
         Raises ValueError for other shapes or dtypes.
         """
         check_inputs(xt, sigma, mask)
@@ -92,12 +95,21 @@ class SEDD(nn.Module):
         h = self.vocab_embed(xt)                                                # (B, L, H)
         rotary = rotary_tables(xt.shape[1], self.head_dim, xt.device, exact)
         attended = None if mask is None else mask[:, None, None, :]             # (B, 1, 1, L)
-        for block in self.blocks:
+        needed = None   # after the last attention: all positions, or those that enter the loss
+        if self.training and self.scale_by_sigma and on_cpu(xt):    # elsewhere the host would wait
+            rows = (xt.flatten() == self.vocab_size - 1).nonzero()[:, 0]
+            needed = rows, rows // xt.shape[1]
+        for i, block in enumerate(self.blocks, 1):
+            inputs = h, c, rotary, attended, needed if i == len(self.blocks) else None
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                h = checkpoint(block, h, c, rotary, attended, use_reentrant=False)
+                h = checkpoint(block, *inputs, use_reentrant=False)
             else:
-                h = block(h, c, rotary, attended)
-        logits = self.output_layer(h, c).to(exact)  # before the offset, which bfloat16 would round
+                h = block(*inputs)
+        # In `exact` before the offset, which bfloat16 would round.
+        logits = self.output_layer(h, c, needed).to(exact)
+        if needed is not None:
+            everywhere = logits.new_zeros(xt.numel(), self.vocab_size)
+            logits = everywhere.index_copy(0, rows, logits[:, 0]).view(*xt.shape, -1)
         return self.log_score(logits, xt, sigma)
 
     def log_score(self, logits, xt, sigma):
@@ -146,35 +158,42 @@ class SigmaEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each scaled, shifted and gated by the noise level: h (B, L, H) -> same."""
+    """Attention and MLP, each scaled, shifted and gated by the noise level: h (B, L, H) -> same.
+
+    needed: (rows of h.flatten(0, 1), the protein of each), both (n,) int64: all that follows
+            attention is computed there only, and h returned as (n, 1, H). None: everywhere.
+    """
 
     def __init__(self, hidden_size, n_heads, cond_dim, dropout):
         super().__init__()
         self.n_heads, self.dropout = n_heads, dropout
         self.norm1 = Norm(hidden_size)
-        self.attn_qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
-        self.attn_out = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.attn_qkv = Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.attn_out = Linear(hidden_size, hidden_size, bias=False)
         self.norm2 = Norm(hidden_size)
-        self.mlp = nn.Sequential(nn.Linear(hidden_size, 4 * hidden_size),
+        self.mlp = nn.Sequential(Linear(hidden_size, 4 * hidden_size),
                                  nn.GELU(approximate="tanh"),
-                                 nn.Linear(4 * hidden_size, hidden_size))
+                                 Linear(4 * hidden_size, hidden_size))
         self.adaLN_modulation = zero_linear(cond_dim, 6 * hidden_size)
 
-    def forward(self, h, c, rotary, attended):
-        modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)         # each (B, 1, H)
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulation
-        branch = self.attention(self.norm1(h) * (1 + scale1) + shift1, rotary, attended)
-        h = h + gate1 * F.dropout(branch, self.dropout, self.training)
-        branch = self.mlp(self.norm2(h) * (1 + scale2) + shift2)
-        return h + gate2 * F.dropout(branch, self.dropout, self.training)
+    def forward(self, h, c, rotary, attended, needed=None):
+        modulation = self.adaLN_modulation(c)[:, None]                          # (B, 1, 6 H)
+        shift, scale = modulation.chunk(6, dim=-1)[:2]                          # each (B, 1, H)
+        branch = self.attention(self.norm1(h) * (1 + scale) + shift, rotary, attended)
+        if needed is not None:
+            rows, proteins = needed
+            h, branch, modulation = take(h, rows), take(branch, rows), take(modulation, proteins)
+        gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)[2:]
+        p = self.dropout if self.training else 0.0
+        h = add_branch(h, self.attn_out(branch), gate1, p)
+        return add_branch(h, self.mlp(self.norm2(h) * (1 + scale2) + shift2), gate2, p)
 
     def attention(self, h, rotary, attended):
         B, L, H = h.shape
         qkv = self.attn_qkv(h).view(B, L, 3, self.n_heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # each (B, heads, L, e)
-        out = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v,
-                                             attn_mask=attended)
-        return self.attn_out(out.transpose(1, 2).reshape(B, L, H))
+        out = attend(rotate(q, rotary), rotate(k, rotary), v, attended)
+        return out.transpose(1, 2).reshape(B, L, H)
 
 
 class Head(nn.Module):
@@ -186,9 +205,17 @@ class Head(nn.Module):
         self.linear = zero_linear(hidden_size, vocab_size)
         self.adaLN_modulation = zero_linear(cond_dim, 2 * hidden_size)
 
-    def forward(self, h, c):
-        shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=-1)
+    def forward(self, h, c, needed=None):
+        modulation = self.adaLN_modulation(c)[:, None]
+        if needed is not None:
+            modulation = take(modulation, needed[1])
+        shift, scale = modulation.chunk(2, dim=-1)
         return self.linear(self.norm_final(h) * (1 + scale) + shift)
+
+
+def take(x, rows):
+    """Rows (n,) of x (B, L, C) as n sequences of one position, (n, 1, C)."""
+    return F.embedding(rows, x.flatten(0, 1))[:, None]      # its gradient is faster than x[rows]'s
 
 
 class Norm(nn.Module):
@@ -227,6 +254,31 @@ def rotate(x, rotary):
     cos, sin = (table.to(x.dtype) for table in rotary)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def attend(q, k, v, attended):
+    """Softmax attention: q, k, v (B, heads, L, e), attended (B, 1, 1, L) bool or None -> as q."""
+    # In bfloat16 torch's kernel for a CPU takes 1.1 to 6 times as long as two products, which hold
+    # all scores in memory: so not for long proteins.
+    if on_cpu(q) and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
+        scores = (q * q.shape[-1] ** -0.5) @ k.mT
+        if attended is not None:
+            scores += torch.where(attended, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
+        return scores.softmax(dim=-1) @ v
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=attended)
+
+
+def add_branch(h, branch, gate, p):
+    """h + gate x dropout(branch): each entry of branch is dropped with probability p."""
+    if not on_cpu(h) or not p:
+        return h + gate * F.dropout(branch, p, p > 0)
+    # Four entries share a random number of 64 bits: an eighth of the time. p is rounded to a
+    # multiple of 2^-16, and entries that stay are scaled by that.
+    dropped = round(p * 2**16)
+    bits = torch.empty(-(-branch.numel() // 4), dtype=torch.int64).random_(-2**63, None)
+    bits = bits.view(torch.int16)[:branch.numel()].view(branch.shape)
+    stays = torch.ge(bits, dropped - 2**15, out=torch.empty_like(branch))       # 0.0 or 1.0
+    return h + gate / (1 - dropped / 2**16) * (branch * stays)
 
 
 def at_least_float32(dtype):

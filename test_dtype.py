@@ -107,8 +107,9 @@ def random_sedd(width, blocks, B, L):
 
     What starts at zero is drawn too: a fresh SEDD does not look at sigma.
     """
+    # eval: in training a CPU does not compute the scores at known residues, a device does.
     model = SEDD(GRAPH.vocab_size, width, blocks, 4, dropout=0.0, forbidden=(X_ID,),
-                 init_logits=1.0)
+                 init_logits=1.0).eval()
     for parameter in model.parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)

@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import cpu_linear
+from bench_sedd import plain_log_score, plain_loss
 from sedd_cases import BOTH_GRAPHS, CASES, entries, near, official_numbers, seeded
 from sedd_diffusion import (AbsorbingGraph, make_graph, make_noise, sample, score_entropy_loss,
                             stratified_times)
-from sedd_model import EMA, SEDD, load_official
+from sedd_model import EMA, SEDD, add_branch, attend, load_official
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +68,15 @@ def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name
     near(fresh(xt[:2], sigma[:2]), case["log_score_fresh"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("onednn", [False, True])
+@pytest.mark.parametrize("training", [False, True])
 @CASES
-def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name):
+def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name, training, onednn,
+                                                monkeypatch):
+    monkeypatch.setattr(cpu_linear, "onednn_is_faster", lambda: onednn)
     case = entries(fixture, graph_name, noise_name)
     xt, x0, sigma, dsigma = (case[key] for key in ("xt", "x0", "sigma", "dsigma"))
-    model = official_model(fixture, graph_name)
+    model = official_model(fixture, graph_name, dropout=0.0).train(training)
     graph, everything = make_graph(graph_name, fixture["cfg_tokens"]), torch.ones_like(xt) == 1
     loss, _ = score_entropy_loss(model(xt, sigma), sigma, dsigma, xt, x0, graph, everything)
     loss.mean().backward()
@@ -78,6 +85,21 @@ def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name)
     for found, key in ((model.vocab_embed.embedding.grad, "grad_embed"),
                        (model.output_layer.linear.weight.grad, "grad_out_weight")):
         near(found, case[key], atol=1e-4 * case[key].abs().max().item())
+
+
+@pytest.mark.parametrize("noise_name", ["loglinear", "geometric"])
+def test_the_plain_step_that_speed_is_measured_against_agrees_with_the_official_code(fixture,
+                                                                                     noise_name):
+    case = entries(fixture, "absorb", noise_name)
+    xt, x0, sigma, dsigma = (case[key] for key in ("xt", "x0", "sigma", "dsigma"))
+    model = official_model(fixture, "absorb")
+    log_score = plain_log_score(model, xt, sigma)
+    near(log_score, case["log_score"], rtol=1e-4, atol=1e-4)
+    loss = plain_loss(log_score, sigma, dsigma, xt, x0)
+    near(loss, case["loss"], rtol=1e-4, atol=1e-3)
+    loss.mean().backward()
+    norms = torch.stack([p.grad.norm() for p in model.parameters()])
+    near(norms, case["grad_norms"], rtol=1e-3)
 
 
 def test_three_training_steps_agree_with_the_official_code(fixture):
@@ -261,6 +283,42 @@ def test_activation_checkpointing_gives_the_same_gradients_with_dropout(autocast
         found.append([p.grad for p in model.parameters()] + [torch.rand(3)])    # ends alike
     for plain, recomputed in zip(*found):
         near(recomputed, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_drops_each_entry_alike_and_keeps_the_mean(p, dtype):
+    B, L, H = 8, 127, 129                   # no multiple of 4
+    torch.manual_seed(0)
+    h, branch, gate = torch.zeros(B, L, H), torch.ones(B, L, H, dtype=dtype), torch.ones(B, 1, 1)
+    found = [add_branch(h, branch, gate, p) for _ in range(2)]
+    dropped = [(x == 0).double() for x in found]
+    for x, zeros in zip(found, dropped):
+        near(x[x != 0], torch.full_like(x[x != 0], 1 / (1 - p)), rtol=1e-4)
+        for k in range(4):                  # four entries share a random number
+            share = zeros.flatten()[k::4]
+            assert abs(share.mean() - p) < 5 * math.sqrt(p * (1 - p) / len(share))
+    pairs = [(dropped[0].flatten()[:-k], dropped[0].flatten()[k:]) for k in (1, 2, 3)]
+    for a, b in [*pairs, dropped]:          # neighbours, and the next draw, know nothing of them
+        assert abs((a * b).mean() - p * p) < 5 * p / math.sqrt(a.numel())
+    torch.manual_seed(0)
+    assert torch.equal(add_branch(h, branch, gate, p), found[0])
+
+
+@pytest.mark.parametrize("L", [24, 513])    # 513: torch's own kernel
+def test_attention_in_bfloat16_is_as_exact_as_its_rounding(L):
+    q, k, v = torch.randn(3, 2, 4, L, 8, generator=seeded()).bfloat16().unbind()
+    attended = (torch.arange(L) < torch.tensor([[L], [L // 2]]))[:, None, None]
+    for mask in (None, attended):
+        exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
+        near(attend(q, k, v, mask).float(), exact, atol=0.03)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_batch_of_known_residues_alone_or_none_has_a_gradient(masked):
+    model, xt = small_model(AbsorbingGraph(21)), torch.full((2, 5), 21 if masked else 3)
+    model.train()(xt, torch.ones(2)).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_dropout_acts_in_training_only():
