@@ -65,7 +65,7 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
     settings = CommonTraining(accum=micro_batches, **training)
     config = types.SimpleNamespace(training=settings,
                                    monitoring=types.SimpleNamespace(check_sync_every=0),
-                                   optim=types.SimpleNamespace(grad_clip=grad_clip, lr=lr,
+                                   optim=types.SimpleNamespace(name="adamw", grad_clip=grad_clip, lr=lr,
                                                                warmup=warmup, scale="none",
                                                                base_global_batch=None, decay=decay,
                                                                decay_steps=decay_steps))
