@@ -410,7 +410,7 @@ def test_a_pair_of_weight_2_counts_as_if_it_came_twice():
         totals, norm = global_gradient(policy, [data[0, 0, 0, indices]],
                                        loss_of(ref, config, Ddp()), Ddp(), 3.0)
         validation = Validation([pairs[i] for i in indices], ref, config, objective)
-        validation.table = ref._compute_scores(validation.pairs).float()
+        validation.table = ref.compute_scores(validation.pairs).float()
         found[len(indices)] = (totals.sums[:len(SUMS)] / totals.count, totals.count, norm,
                                [p.grad for p in policy.parameters()], validation(policy, Ddp()))
     torch.testing.assert_close(found[3], found[6], rtol=2e-4, atol=1e-6)
@@ -744,8 +744,8 @@ def test_the_plain_step_of_the_benchmark_has_our_loss_and_gradient(tmp_path):
     lines = [line for line in (tmp_path / "s.pdb").read_text().splitlines(keepends=True)
              if int(line[22:26]) != 9 and (int(line[22:26]) != 17 or line[13] != "O")]
     (tmp_path / "s.pdb").write_text("".join(lines))
-    steps = bench_ddp.DpoSteps(tmp_path / "s.pdb", 2, Ddp())
-    (plain, norm), (ours, our_norm) = (map(float, steps.gradient(kind))
+    steps = bench_ddp.DpoSteps(bench_ddp.made_pairs(tmp_path / "s.pdb"), 2, Ddp())
+    (plain, norm), (ours, our_norm) = (map(float, steps.gradient(kind, 0, [0, 1]))
                                        for kind in ("plain", "ours"))
     assert plain == pytest.approx(ours, abs=4e-6) and abs(plain - math.log(2)) > 1e-3
     assert norm == pytest.approx(our_norm, rel=1e-4)
