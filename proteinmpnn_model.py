@@ -31,7 +31,6 @@ ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"      # the index of a letter in S; X = unknow
 PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) lie in "
              "vanilla_model_weights and soluble_model_weights of github.com/dauparas/ProteinMPNN.")
 MESSAGE_SCALE = 30              # divides each sum over neighbours, whatever their number
-ROWS = 4_096                    # of a product of two long matrices: a part that a cache holds
 MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32 would overflow
 MAX_EDGES, MAX_HIDDEN, MAX_LAYERS = 10_000, 2_048, 100  # of a file; published models: 48, 128, 3
 N_CLASSES = 66                  # residue offsets -32 .. 32, and 65 = another chain

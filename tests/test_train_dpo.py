@@ -754,6 +754,20 @@ def test_the_plain_step_of_the_benchmark_has_our_loss_and_gradient(tmp_path):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5 * norm, msg=name)
 
 
+def test_the_benchmark_takes_each_pair_of_a_file_once_and_pads_structures_together(tmp_path):
+    for length in (50, 60):   # neighbours of a shorter one would be padding, as published
+        bench_ddp.write_demo_pdb(tmp_path / f"{length}.pdb", length)
+    pairs = [*bench_ddp.made_pairs(tmp_path / "50.pdb", 2),
+             *bench_ddp.made_pairs(tmp_path / "60.pdb", 2)]
+    steps = bench_ddp.DpoSteps(pairs, 2, Ddp(), "random")
+    together = {len(pairs[i].complex) for i in steps.next_pairs("plain")[1]}
+    loss, norm = steps.differences()
+    assert together == {50, 60} and loss < 4e-6 and norm < 1e-4
+    for kind, n in (("plain", 1), ("ours", 2)):   # the other plain one is taken
+        indices = [i for _ in range(n) for i in steps.next_pairs(kind)[1]]
+        assert len(set(indices)) == len(indices) == 2 * n
+
+
 # ---- the demo, and real proteins ----
 
 @pytest.fixture(scope="module")
