@@ -148,6 +148,9 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
         difference = atoms[p][:, :, None] - atoms[q][:, None]
         return (difference.square().sum(-1) + 1e-6).sqrt()                  # (B, L, L)
 
+    def linear(layer, x):                               # not our faster one
+        return F.linear(x, layer.weight, layer.bias)
+
     def gather(x, index):                               # (B, L, H), (B, L, K) -> (B, L, K, H)
         flat = index.flatten(1)[..., None].expand(-1, -1, x.shape[-1])
         return x.gather(1, flat).view(*index.shape, x.shape[-1])
@@ -165,20 +168,24 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
     same = (chain_id[:, :, None] == chain_id[:, None]).gather(2, E_idx)
     kind = torch.where(same, (offset + 32).clamp(0, 64), 65)
     f = model.features
-    positional = f.embeddings.linear(F.one_hot(kind, 66).float())
-    h_E = model.W_e(f.norm_edges(f.edge_embedding(torch.cat([positional, *rbf], -1))))
+    positional = linear(f.embeddings.linear, F.one_hot(kind, 66).float())
+    features = linear(f.edge_embedding, torch.cat([positional, *rbf], -1))
+    h_E = linear(model.W_e, f.norm_edges(features))
     h_V = h_E.new_zeros(B, L, h_E.shape[-1])
     edge_mask = mask[..., None] * gather(mask[..., None], E_idx)[..., 0]
 
     def message(x, *layers):
-        return layers[2](F.gelu(layers[1](F.gelu(layers[0](x)))))
+        for layer in layers[:-1]:
+            x = F.gelu(linear(layer, x))
+        return linear(layers[-1], x)
 
     def centre(h_V, rest):
         return torch.cat([h_V[:, :, None].expand(-1, -1, rest.shape[2], -1), rest], -1)
 
     def update(layer, h_V, m):
         h_V = layer.norm1(h_V + m.sum(2) / 30)
-        return layer.norm2(h_V + layer.dense(h_V)) * mask[..., None]
+        dense = message(h_V, layer.dense.W_in, layer.dense.W_out)
+        return layer.norm2(h_V + dense) * mask[..., None]
 
     for layer in model.encoder_layers:
         x = centre(h_V, torch.cat([h_E, gather(h_V, E_idx)], -1))
@@ -194,7 +201,7 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
     for layer in model.decoder_layers:
         seen = torch.cat([h_E, gather(h_S, E_idx), gather(h_V, E_idx)], -1) * visible * known
         h_V = update(layer, h_V, message(centre(h_V, seen + blind), layer.W1, layer.W2, layer.W3))
-    return torch.log_softmax(model.W_out(h_V), -1)
+    return torch.log_softmax(linear(model.W_out, h_V), -1)
 
 
 def plain_loss(policy, reference, pairs, beta):
