@@ -4,6 +4,7 @@
     python bench_ddp.py save --folder /lus/flare/projects/X     # on that file system
     mpirun -n 4 python bench_ddp.py save configs/sedd_cpu.yaml  # rank 0 reads and sends to others
     python bench_ddp.py dpo                                     # a DPO step and a plain one, 1 CPU
+    python bench_ddp.py dpo --pairs pairs.json                  # real pairs, shuffled as they come
     python bench_ddp.py dpo --device cuda                       # on a device: pairs per second
     python bench_ddp.py dpo --pdb 5L33.pdb --long               # this structure; memory of both
     python bench_ddp.py sedd --data proteins.fasta.gz           # a SEDD step and a plain one
@@ -42,8 +43,8 @@ from sedd_model import EMA
 from sequence_batches import BatchReader, sum_rows
 from sequence_data import (FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, PreparedProteins,
                            sequence_keys)
-from structure_data import (NAMES, PHI_PSI, Complex, Pair, build_backbone, collate,
-                            collate_complexes, read_structure)
+from structure_data import (NAMES, PHI_PSI, Complex, Pair, PairPlan, build_backbone, collate,
+                            collate_complexes, describe, read_pairs, read_structure)
 from run_script import add_launch_arguments
 from step_meter import StepMeter
 from train_loop import MicroBatchSampler, first_batches, global_gradient, take_step
@@ -52,6 +53,12 @@ from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, m
 
 CONFIGS = Path(__file__).with_name("configs")
 SAVE_PERIOD = 900           # seconds between two checkpoints, for the share that saving takes
+# Of dpo: pairs per step, and (order, dtype) of our steps, for made pairs and those of a file.
+MADE_CASES = {1: [("arange", "float32"), ("random", "float32")],
+              4: [("arange", "float32"), ("arange", "bfloat16")]}
+FILE_CASES = {1: [("random", "float32"), ("fixed", "float32")],
+              4: [("fixed", "float32"), ("random", "bfloat16"), ("fixed", "bfloat16")]}
+PAIRS_OF_A_TURN = 16        # of a file
 
 
 def seconds(function, repeats):
@@ -145,6 +152,9 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
         difference = atoms[p][:, :, None] - atoms[q][:, None]
         return (difference.square().sum(-1) + 1e-6).sqrt()                  # (B, L, L)
 
+    def linear(layer, x):                               # not our faster one
+        return F.linear(x, layer.weight, layer.bias)
+
     def gather(x, index):                               # (B, L, H), (B, L, K) -> (B, L, K, H)
         flat = index.flatten(1)[..., None].expand(-1, -1, x.shape[-1])
         return x.gather(1, flat).view(*index.shape, x.shape[-1])
@@ -162,20 +172,24 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
     same = (chain_id[:, :, None] == chain_id[:, None]).gather(2, E_idx)
     kind = torch.where(same, (offset + 32).clamp(0, 64), 65)
     f = model.features
-    positional = f.embeddings.linear(F.one_hot(kind, 66).float())
-    h_E = model.W_e(f.norm_edges(f.edge_embedding(torch.cat([positional, *rbf], -1))))
+    positional = linear(f.embeddings.linear, F.one_hot(kind, 66).float())
+    features = linear(f.edge_embedding, torch.cat([positional, *rbf], -1))
+    h_E = linear(model.W_e, f.norm_edges(features))
     h_V = h_E.new_zeros(B, L, h_E.shape[-1])
     edge_mask = mask[..., None] * gather(mask[..., None], E_idx)[..., 0]
 
     def message(x, *layers):
-        return layers[2](F.gelu(layers[1](F.gelu(layers[0](x)))))
+        for layer in layers[:-1]:
+            x = F.gelu(linear(layer, x))
+        return linear(layers[-1], x)
 
     def centre(h_V, rest):
         return torch.cat([h_V[:, :, None].expand(-1, -1, rest.shape[2], -1), rest], -1)
 
     def update(layer, h_V, m):
         h_V = layer.norm1(h_V + m.sum(2) / 30)
-        return layer.norm2(h_V + layer.dense(h_V)) * mask[..., None]
+        dense = message(h_V, layer.dense.W_in, layer.dense.W_out)
+        return layer.norm2(h_V + dense) * mask[..., None]
 
     for layer in model.encoder_layers:
         x = centre(h_V, torch.cat([h_E, gather(h_V, E_idx)], -1))
@@ -191,15 +205,20 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
     for layer in model.decoder_layers:
         seen = torch.cat([h_E, gather(h_S, E_idx), gather(h_V, E_idx)], -1) * visible * known
         h_V = update(layer, h_V, message(centre(h_V, seen + blind), layer.W1, layer.W2, layer.W3))
-    return torch.log_softmax(model.W_out(h_V), -1)
+    return torch.log_softmax(linear(model.W_out, h_V), -1)
 
 
-def plain_loss(policy, reference, path, pairs, beta):
-    """Mean DPO loss of pairs on one structure, read anew: four forward passes, nothing shared."""
-    structure = read_structure(path)
-    complex = Complex(structure, sorted(structure.chains))
-    pairs = [Pair(complex, pair.chosen, pair.rejected, pair.chain_M) for pair in pairs]
-    batch = {**collate(pairs, range(len(pairs))), **collate_complexes([complex])}
+def plain_loss(policy, reference, pairs, beta):
+    """Mean DPO loss of pairs, padded to the longest: four forward passes, nothing shared, the
+    structures read anew."""
+    complexes = {}
+    for pair in pairs:
+        old = pair.complex
+        if old.key not in complexes:
+            complexes[old.key] = Complex(read_structure(old.structure.name), old.design, old.fixed)
+    pairs = [Pair(complexes[pair.complex.key], pair.chosen, pair.rejected, pair.chain_M)
+             for pair in pairs]
+    batch = {**collate(pairs, range(len(pairs))), **collate_complexes([*complexes.values()])}
     device = policy.W_s.weight.device
     batch = {name: value.to(device) for name, value in batch.items()}
     names = "X", "mask", "residue_idx", "chain_id"
@@ -217,26 +236,28 @@ def plain_loss(policy, reference, path, pairs, beta):
     return -F.logsigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
 
 
+def made_pairs(path, n=4, seed=0):
+    """n pairs of random sequences on all chains of a structure."""
+    structure, rng = read_structure(path), np.random.default_rng(seed)
+    complex = Complex(structure, sorted(structure.chains))
+    L = len(complex)
+    sequences = [np.where(complex.mask, rng.integers(0, 20, (2, L)), complex.S) for _ in range(n)]
+    return [Pair(complex, *both.astype(np.uint8), np.ones(L, bool)) for both in sequences]
+
+
 class DpoSteps:
     """The plain step and ours, from equal weights, on the same pairs.
 
-    A step is loss, gradient, clipping and Adam.
-    Args: path: structure. batch_size: pairs per step. order: a value of loss.order. n_pairs: how
-        many random pairs there are.
+    A step is loss, gradient, clipping and Adam. The plain one takes the pairs shuffled as they
+    come, ours as training takes them.
+    Args: batch_size: pairs per step. order: a value of loss.order.
     """
 
-    def __init__(self, path, batch_size, ddp, order="arange", dtype="float32", seed=0, n_pairs=4):
-        self.path, self.batch_size, self.ddp = path, batch_size, ddp
+    def __init__(self, pairs, batch_size, ddp, order="arange", dtype="float32", seed=0):
+        self.pairs, self.batch_size, self.ddp = pairs, batch_size, ddp
         self.config = dpo.Config()
         self.config.loss.order = order
         self.dtype = getattr(torch, dtype)
-        structure = read_structure(path)
-        complex, rng = Complex(structure, sorted(structure.chains)), np.random.default_rng(seed)
-        L = len(complex)
-        self.pairs = []
-        for _ in range(n_pairs):
-            sequences = np.where(complex.mask, rng.integers(0, 20, (2, L)), complex.S)
-            self.pairs.append(Pair(complex, *sequences.astype(np.uint8), np.ones(L, bool)))
         self.base = random_proteinmpnn(seed).eval()
         policy = copy.deepcopy(self.base)
         self.base = self.base.to(ddp.device)
@@ -246,39 +267,51 @@ class DpoSteps:
                 p += 0.003 * torch.randn(p.shape, generator=generator)
         policy = policy.to(ddp.device)
         self.models = {"plain": policy, "ours": copy.deepcopy(policy)}
-        self.optimizers = {kind: torch.optim.Adam(model.parameters(), lr=3e-6)
-                           for kind, model in self.models.items()}
-        self.reference = dpo.Reference(self.base, self.pairs, self.config, ddp)
-        self.next_pair, self.epoch, self.loading = {"plain": 0, "ours": 0}, 0, 0.0
+        self.optimizers = {
+            "plain": torch.optim.Adam(self.models["plain"].parameters(), lr=3e-6),
+            "ours": torch.optim.AdamW(self.models["ours"].parameters(), lr=3e-6, fused=True)}
+        self.reference = dpo.Reference(self.base, pairs, self.config, ddp)
+        self.shuffled = np.random.default_rng(seed).permutation(len(pairs)).tolist()
+        self.plan = PairPlan(pairs, seed, 1, batch_size)
+        self.taken, self.loading = {"plain": 0, "ours": 0}, 0.0
         if order != "random":               # the reference's scores: once per run, not per step
-            self.epoch = None
-            with torch.no_grad():
-                batch = self.reference.to_device(self.make_batch(range(n_pairs)))
-                log_probs = self.reference.log_probs(batch)
-            self.reference.table = dpo.pair_scores(log_probs, batch, 1.0)[0]
+            self.reference.table = self.reference.compute_scores(pairs).to(ddp.device)
 
-    def make_batch(self, indices):
-        return dpo.make_batch(self.pairs, list(indices), self.config.loss, 0, self.epoch)
+    def next_pairs(self, kind):
+        """(epoch, indices) of the next step."""
+        step, n = self.taken[kind], len(self.pairs)
+        self.taken[kind] += 1
+        if kind == "ours":
+            return self.plan.item_of(step, 0)[2:]
+        return 0, [self.shuffled[(step * self.batch_size + i) % n] for i in range(self.batch_size)]
 
-    def gradient(self, kind):
-        """(loss, norm of the gradient) of the next pairs, tensors; the gradient is in .grad."""
-        model, first = self.models[kind], self.next_pair[kind]
-        indices = [(first + i) % len(self.pairs) for i in range(self.batch_size)]
-        self.next_pair[kind] += self.batch_size
+    def gradient(self, kind, epoch, indices):
+        """(loss, norm of the gradient) of these pairs, tensors; the gradient is in .grad."""
+        model = self.models[kind]
         model.zero_grad()
         if kind == "plain":
-            loss = plain_loss(model, self.base, self.path, [self.pairs[i] for i in indices],
+            loss = plain_loss(model, self.base, [self.pairs[i] for i in indices],
                               self.config.loss.beta)
             loss.backward()
             gradients = [p.grad for p in model.parameters()]
             return loss.detach(), torch.nn.utils.get_total_norm(gradients)
-        self.epoch = self.epoch if self.epoch is None else self.next_pair[kind]
         start = self.now()
-        batch = self.make_batch(indices)
+        batch = dpo.make_batch(self.pairs, indices, self.config.loss, 0, epoch)
         self.loading += self.now() - start
         totals, norm = global_gradient(model, [{**batch, "seed": 0}], self.loss_of, self.ddp,
                                        self.batch_size)
         return totals.sums[0] / totals.count, norm
+
+    def differences(self):
+        """(of the loss, of the gradient's norm, relative) between the two on the same pairs, both
+        decoded from N to C."""
+        loss, table = self.config.loss, self.reference.table
+        order, loss.order, self.reference.table = loss.order, "arange", None
+        indices = self.shuffled[:self.batch_size]
+        (plain, norm), (ours, our_norm) = (map(float, self.gradient(kind, 0, indices))
+                                           for kind in ("plain", "ours"))
+        loss.order, self.reference.table = order, table
+        return abs(plain - ours), abs(norm / our_norm - 1)
 
     def loss_of(self, model, batch):
         return dpo.micro_batch_loss(model, batch, self.reference, self.config, self.ddp,
@@ -295,18 +328,20 @@ class DpoSteps:
     def step(self, kind, n=1):
         """Take n steps; the device is not waited for between them.
 
-        Returns: (seconds of each, share of them in which the next pairs were made).
+        Returns: (seconds of each, share of them in which the next pairs were made, rows of each).
         """
         self.finish()
-        start, self.loading = self.now(), 0.0
+        start, self.loading, rows = self.now(), 0.0, 0
         for _ in range(n):
-            self.gradient(kind)
-            torch.nn.utils.clip_grad_norm_(self.models[kind].parameters(),
-                                           self.config.optim.grad_clip)
+            epoch, indices = self.next_pairs(kind)
+            norm = self.gradient(kind, epoch, indices)[1]
+            torch.nn.utils.clip_grads_with_norm_(self.models[kind].parameters(),
+                                                 self.config.optim.grad_clip, norm)
             self.optimizers[kind].step()
+            rows += sum(len(self.pairs[i].complex) for i in indices)
         self.finish()
         duration = self.now() - start
-        return duration / n, self.loading / duration
+        return duration / n, self.loading / duration, rows / n
 
 
 def write_demo_pdb(path, n_residues):
@@ -332,7 +367,7 @@ def memory_of_a_step(kind, path, queue):
     torch.set_num_threads(1)
     with setup_ddp("cpu", quiet=True) as ddp:
         before = resident("VmRSS")
-        steps = DpoSteps(path, 1, ddp, n_pairs=1)
+        steps = DpoSteps(made_pairs(path, 1), 1, ddp)
         Path("/proc/self/clear_refs").write_text("5")   # the peak starts at what there is now
         duration = steps.step(kind)[0]
         queue.put((resident("VmHWM") - before, duration))
@@ -342,7 +377,7 @@ def memory_on_the_device(kind, path, ddp):
     """The same of a device, in seconds."""
     backend = getattr(torch, ddp.device.type)
     before = backend.memory_allocated()
-    steps = DpoSteps(path, 1, ddp, n_pairs=1)
+    steps = DpoSteps(made_pairs(path, 1), 1, ddp)
     backend.reset_peak_memory_stats()
     duration = steps.step(kind)[0]
     return (backend.max_memory_allocated() - before) / 1e9, duration
@@ -353,28 +388,38 @@ def bench_dpo(args, ddp):
     if ddp.world_size > 1:
         raise ValueError(f"found {ddp.world_size} ranks; expected one process: bench_ddp.py dpo "
                          "compares steps, on one device. Start it by python alone.")
+    if args.pairs and (args.pdb or args.long):
+        raise ValueError("found --pairs with --pdb or --long; expected --pairs alone: its file "
+                         "names the structures.")
     on_cpu = ddp.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)
     second = "CPU second" if on_cpu else "second"
     with tempfile.TemporaryDirectory() as folder:
-        path = args.pdb or Path(folder, "demo.pdb")
-        if args.pdb is None:
-            write_demo_pdb(path, 106)
-        n = sum(len(chain.S) for chain in read_structure(path).chains.values())
-        print(f"DPO step, {path.name}, {n} rows, all designed; "
-              f"{'one thread' if on_cpu else ddp.device}, in turns, median of {args.repeats};\n"
-              f"loss and gradient norm before the first step\n"
+        path, n, cases = args.pdb or Path(folder, "demo.pdb"), 3 if on_cpu else 20, MADE_CASES
+        if args.pairs:
+            pairs, cases = read_pairs(args.pairs), FILE_CASES
+            title, n = f"{args.pairs.name}, {describe(pairs)}", PAIRS_OF_A_TURN
+        else:
+            if args.pdb is None:
+                write_demo_pdb(path, 106)
+            pairs = made_pairs(path)
+            title = f"{path.name}, {len(pairs[0].complex)} rows, all designed"
+        print(f"DPO step, {title};\n{'one thread' if on_cpu else ddp.device}, in turns, median of "
+              f"{args.repeats}; loss and gradient norm before the first step, decoded from N to C\n"
               f"{'':<34}{f'pairs per {second}':^24}\n{'ours is':<34}"
               f"{'plain':>8}{'ours':>8}{'ratio':>8}  {'(min-max)':<14}{'data':>5}"
               f"{'loss differs':>13}{'norm, relative':>16}")
-        for case in ((1, "arange", "float32"), (1, "random", "float32"), (4, "arange", "float32"),
-                     (4, "arange", "bfloat16")):
-            print(compare_steps(path, *case, args.repeats, ddp), flush=True)
-        print("plain: reads the file and runs four forward passes in float32 each step. Order "
-              "random computes the reference\neach step too, and compares with the plain step's "
-              "order arange. data: share of our step in which its pairs are\nmade, as without "
-              "--num_workers.")
+        for batch_size, settings in cases.items():
+            counts = (n // batch_size,) * 2 if args.pairs else (1, n)
+            for row in compare_steps(pairs, batch_size, settings, counts, args.repeats, ddp):
+                print(row, flush=True)
+        print("plain: reads the files and runs four forward passes in float32 each step, decoded "
+              "from N to C, pairs shuffled as\nthey come. Order random computes the reference each "
+              "step too. The ratio is of the time per row of a structure.\ndata: share of our step "
+              "in which its pairs are made, as without --num_workers.")
+        if args.pairs:
+            return
         path = Path(folder, "long.pdb")
         write_demo_pdb(path, 2000)
         for kind in ("ours", "plain")[:1 + args.long]:
@@ -384,22 +429,28 @@ def bench_dpo(args, ddp):
                   f"{duration:.1f} {second}s", flush=True)
 
 
-def compare_steps(path, pairs, order, dtype, repeats, ddp):
-    """A row of bench_dpo's table."""
-    steps = DpoSteps(path, pairs, ddp, order, dtype)
-    loss, norm = map(float, steps.gradient("plain"))
-    our_loss, our_norm = map(float, steps.gradient("ours"))
-    steps.step("ours", 3)                   # Adam's state, and what stays of each structure
-    n = 3 if ddp.device.type == "cpu" else 20
-    times = [(steps.step("plain")[0], *steps.step("ours", n)) for _ in range(repeats)]
-    plain, ours, data = (statistics.median(column) for column in zip(*times))
-    ratios = [a / b for a, b, _ in times]
-    differences = f"{'another order':>13}"
-    if order == "arange":
-        differences = f"{abs(loss - our_loss):>13.1e}{abs(norm / our_norm - 1):>16.1e}"
-    return (f"{f'{pairs} per structure, {order}, {dtype}':<34}{pairs / plain:>8.2f}"
-            f"{pairs / ours:>8.2f}{plain / ours:>7.1f}x  "
-            f"{f'({min(ratios):.1f}-{max(ratios):.1f})':<14}{data:>5.1%}{differences}")
+def compare_steps(pairs, batch_size, settings, counts, repeats, ddp):
+    """Rows of bench_dpo's table, one for each (order, dtype) of ours.
+
+    counts: plain steps, and ours, of a turn.
+    """
+    sides = [DpoSteps(pairs, batch_size, ddp, *setting) for setting in settings]
+    differences = [steps.differences() for steps in sides]
+    for steps in sides:
+        steps.step("ours", 3)                   # Adam's state, and what stays of each structure
+    turns = [[sides[0].step("plain", counts[0])] + [steps.step("ours", counts[1])
+                                                    for steps in sides] for _ in range(repeats)]
+    plain, *ours = zip(*turns)
+    for (order, dtype), turns_of_ours, (loss, norm) in zip(settings, ours, differences):
+        ratios = [(a / rows_a) / (b / rows_b)
+                  for (a, _, rows_a), (b, _, rows_b) in zip(plain, turns_of_ours)]
+        (seconds_plain, *_), (seconds_ours, data, _) = (
+            map(statistics.median, zip(*column)) for column in (plain, turns_of_ours))
+        name = f"{batch_size} pair{'s' * (batch_size > 1)} a step, {order}, {dtype}"
+        yield (f"{name:<34}{batch_size / seconds_plain:>8.2f}{batch_size / seconds_ours:>8.2f}"
+               f"{statistics.median(ratios):>7.1f}x  "
+               f"{f'({min(ratios):.1f}-{max(ratios):.1f})':<14}{data:>5.1%}"
+               f"{loss:>13.1e}{norm:>16.1e}")
 
 
 # ---- data ----
@@ -658,6 +709,7 @@ def main(argv):
     add("--steps", type=int, default=60, help="data: steps of each training; watch: of a round")
     add("--data", help="sedd: proteins; default: random ones, as long as those of UniRef50")
     add("--pdb", type=Path, help="structure for dpo, all its chains designed; default: a built one")
+    add("--pairs", type=Path, help="file of preference pairs for dpo, as train_dpo_ddp.py reads it")
     add("--long", action="store_true",
         help="dpo: memory of the plain step too; takes GB and minutes")
     add_launch_arguments(parser)

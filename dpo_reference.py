@@ -193,7 +193,7 @@ class Reference:
         if broadcast(scores is not None, self.ddp):
             scores = torch.zeros(len(pairs), 2) if scores is None else scores
             return broadcast(scores, self.ddp).to(self.ddp.device), f"read from {path}"
-        scores = self._compute_scores(pairs)
+        scores = self.compute_scores(pairs)
         save_checkpoint(str(path), self.ddp, resumes=False, scores=scores)
         return scores.to(self.ddp.device), f"computed, kept in {path}{trouble}"
 
@@ -208,7 +208,7 @@ class Reference:
         return hashlib.blake2b(repr(content).encode(), digest_size=12).hexdigest() + ".pt"
 
     @torch.no_grad()
-    def _compute_scores(self, pairs):
+    def compute_scores(self, pairs):
         """(n, 2) float32, the same for any number of ranks: each pair on one rank, in the same
         batch always."""
         t, loss, ddp = self.config.training, self.config.loss, self.ddp

@@ -18,6 +18,7 @@ only load and save touch files.
 Source: Dauparas et al. 2022, Science 378, 49; published code and weights:
 github.com/dauparas/ProteinMPNN.
 """
+import functools
 import math
 import os
 from typing import NamedTuple
@@ -77,13 +78,13 @@ class ProteinMPNN(nn.Module):
         super().__init__()
         self.num_edges, self.noise_level = num_edges, noise_level
         self.features = EdgeFeatures(hidden_size)
-        self.W_e = nn.Linear(hidden_size, hidden_size)
+        self.W_e = Linear(hidden_size, hidden_size)
         self.W_s = nn.Embedding(len(ALPHABET), hidden_size)
         self.encoder_layers = nn.ModuleList(
             EncoderLayer(hidden_size, dropout) for _ in range(n_encoder))
         self.decoder_layers = nn.ModuleList(
             DecoderLayer(hidden_size, dropout) for _ in range(n_decoder))
-        self.W_out = nn.Linear(hidden_size, len(ALPHABET))
+        self.W_out = Linear(hidden_size, len(ALPHABET))
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
@@ -278,14 +279,14 @@ class EdgeFeatures(nn.Module):
         self.embeddings = nn.Module()
         self.embeddings.linear = nn.Linear(N_CLASSES, n_positional)
         n_features = n_positional + N_RBF * len(PAIRS.split())
-        self.edge_embedding = nn.Linear(n_features, hidden_size, bias=False)
+        self.edge_embedding = Linear(n_features, hidden_size, bias=False)
         self.norm_edges = nn.LayerNorm(hidden_size)
 
     def forward(self, graph):
         weight, positional = self.edge_embedding.weight, self.positional()
         n_positional = positional.shape[1]
         of_offset, of_distance = weight[:, :n_positional], weight[:, n_positional:]
-        E = F.linear(gaussians(graph.distance).to(weight.dtype), of_distance)
+        E = linear(gaussians(graph.distance).to(weight.dtype), of_distance)
         return self.norm_edges(E + F.embedding(graph.offset, F.linear(positional, of_offset)))
 
     def positional(self):
@@ -311,12 +312,11 @@ class EncoderLayer(nn.Module):
         hidden = F.gelu(self.W12(F.gelu(self.first(self.W11, h_V, h_E, graph.E_idx))))
         return h_V, self.norm3(h_E + self.drop(self.W13(hidden)))
 
-    def first(self, linear, h_V, h_E, E_idx):
-        """linear([h_V_i | h_E_ij | h_V_j]), block by block."""
-        centre, edge, neighbour = weight_blocks(linear)
-        x = F.linear(h_E, edge)                                                     # (B, L, K, H)
-        x.add_(gather_rows(F.linear(h_V, neighbour), E_idx))
-        return x.add_(F.linear(h_V, centre, linear.bias)[..., None, :])
+    def first(self, layer, h_V, h_E, E_idx):
+        """layer([h_V_i | h_E_ij | h_V_j]), block by block."""
+        centre, edge, neighbour = weight_blocks(layer)
+        x = linear(h_E, edge) + gather_rows(F.linear(h_V, neighbour), E_idx)        # (B, L, K, H)
+        return x.add_(F.linear(h_V, centre, layer.bias)[..., None, :])
 
 
 class DecoderLayer(nn.Module):
@@ -350,7 +350,7 @@ class DecoderLayer(nn.Module):
         return self.norm2(h_V + self.drop(self.dense(h_V))) * mask[..., None]
 
     def edges(self, h_E):
-        return F.linear(h_E, weight_blocks(self.W1)[1])
+        return linear(h_E, weight_blocks(self.W1)[1])
 
     def decoded(self, h_V, h_S):
         _, _, letter, neighbour = weight_blocks(self.W1)
@@ -363,8 +363,8 @@ class DecoderLayer(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, hidden_size):
         super().__init__()
-        self.W_in = nn.Linear(hidden_size, 4 * hidden_size)
-        self.W_out = nn.Linear(4 * hidden_size, hidden_size)
+        self.W_in = Linear(hidden_size, 4 * hidden_size)
+        self.W_out = Linear(4 * hidden_size, hidden_size)
 
     def forward(self, h):
         return self.W_out(F.gelu(self.W_in(h)))
@@ -372,7 +372,54 @@ class FeedForward(nn.Module):
 
 def message_layers(n_blocks, hidden_size):
     sizes = (n_blocks * hidden_size, hidden_size, hidden_size)
-    return [nn.Linear(size, hidden_size) for size in sizes]
+    return [Linear(size, hidden_size) for size in sizes]
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x, weight, bias=None):
+    """F.linear, in float32 on a CPU with AVX-512 by oneDNN instead of MKL.
+
+    The same sums. MKL leaves half of the vector unit of CPUs that are not Intel's unused: there
+    oneDNN is up to 2.5 times as fast.
+    """
+    if x.device.type == "cpu" and x.dtype == torch.float32 and has_onednn() and not (
+            torch.is_autocast_enabled("cpu")):
+        return OneDnnLinear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+    return F.linear(x, weight, bias)
+
+
+@functools.cache
+def has_onednn():
+    return torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_linear_pointwise") and (
+        torch.backends.cpu.get_cpu_capability() == "AVX512")
+
+
+class OneDnnLinear(torch.autograd.Function):
+    """x (rows, n), weight (m, n), bias (m,) or None, all float32 -> (rows, m)."""
+
+    @staticmethod
+    def product(x, weight, bias=None):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        weight = weight.contiguous()    # of a block it would be slower by orders of magnitude
+        ctx.save_for_backward(x, weight)
+        return OneDnnLinear.product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        grad = grad.contiguous()
+        grad_x = OneDnnLinear.product(grad, weight.t()) if of_x else None
+        grad_weight = grad.t() @ x if of_weight else None
+        return grad_x, grad_weight, grad.sum(0) if of_bias else None
 
 
 def weight_blocks(linear):
@@ -451,10 +498,11 @@ def gaussians(distance):
     distance: (..., 25) Angstrom. Returns (..., 400).
     """
     centres = torch.linspace(2, 22, N_RBF, dtype=distance.dtype, device=distance.device)
-    exponent = ((distance[..., None] - centres) * (N_RBF / 20)).square().neg()
+    x = distance[..., None] - centres
+    x.mul_(N_RBF / 20).square_().neg_()     # in place: the largest tensor of all
     # No float notices e^-60, but subnormal numbers make a CPU's exponential and matrix product
     # several times slower.
-    return exponent.clamp(min=-60).exp().flatten(-2)
+    return x.clamp_(min=-60).exp_().flatten(-2)
 
 
 def check_structure(X, mask, residue_idx, chain_id):

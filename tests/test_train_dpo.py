@@ -410,7 +410,7 @@ def test_a_pair_of_weight_2_counts_as_if_it_came_twice():
         totals, norm = global_gradient(policy, [data[0, 0, 0, indices]],
                                        loss_of(ref, config, Ddp()), Ddp(), 3.0)
         validation = Validation([pairs[i] for i in indices], ref, config, objective)
-        validation.table = ref._compute_scores(validation.pairs).float()
+        validation.table = ref.compute_scores(validation.pairs).float()
         found[len(indices)] = (totals.sums[:len(SUMS)] / totals.count, totals.count, norm,
                                [p.grad for p in policy.parameters()], validation(policy, Ddp()))
     torch.testing.assert_close(found[3], found[6], rtol=2e-4, atol=1e-6)
@@ -744,14 +744,28 @@ def test_the_plain_step_of_the_benchmark_has_our_loss_and_gradient(tmp_path):
     lines = [line for line in (tmp_path / "s.pdb").read_text().splitlines(keepends=True)
              if int(line[22:26]) != 9 and (int(line[22:26]) != 17 or line[13] != "O")]
     (tmp_path / "s.pdb").write_text("".join(lines))
-    steps = bench_ddp.DpoSteps(tmp_path / "s.pdb", 2, Ddp())
-    (plain, norm), (ours, our_norm) = (map(float, steps.gradient(kind))
+    steps = bench_ddp.DpoSteps(bench_ddp.made_pairs(tmp_path / "s.pdb"), 2, Ddp())
+    (plain, norm), (ours, our_norm) = (map(float, steps.gradient(kind, 0, [0, 1]))
                                        for kind in ("plain", "ours"))
     assert plain == pytest.approx(ours, abs=4e-6) and abs(plain - math.log(2)) > 1e-3
     assert norm == pytest.approx(our_norm, rel=1e-4)
     for (name, p), q in zip(steps.models["plain"].named_parameters(),
                             steps.models["ours"].parameters()):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5 * norm, msg=name)
+
+
+def test_the_benchmark_takes_each_pair_of_a_file_once_and_pads_structures_together(tmp_path):
+    for length in (50, 60):   # neighbours of a shorter one would be padding, as published
+        bench_ddp.write_demo_pdb(tmp_path / f"{length}.pdb", length)
+    pairs = [*bench_ddp.made_pairs(tmp_path / "50.pdb", 2),
+             *bench_ddp.made_pairs(tmp_path / "60.pdb", 2)]
+    steps = bench_ddp.DpoSteps(pairs, 2, Ddp(), "random")
+    together = {len(pairs[i].complex) for i in steps.next_pairs("plain")[1]}
+    loss, norm = steps.differences()
+    assert together == {50, 60} and loss < 4e-6 and norm < 1e-4
+    for kind, n in (("plain", 1), ("ours", 2)):   # the other plain one is taken
+        indices = [i for _ in range(n) for i in steps.next_pairs(kind)[1]]
+        assert len(set(indices)) == len(indices) == 2 * n
 
 
 # ---- the demo, and real proteins ----
