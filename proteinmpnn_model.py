@@ -13,12 +13,11 @@ Parameter names and sizes are those of the published code, so its files load and
 same numbers come cheaper: features exist for the K neighbours only; a linear layer on concatenated
 [centre | edge | neighbour] is the sum of its blocks, so what belongs to a residue is multiplied L
 times, not L x K; the last linear layer of a message commutes with the sum over neighbours. Padding
-never changes a score. Float64 (with X in float64) and autocast work. No buffers. Needs torch only;
-only load and save touch files.
+never changes a score. Float64 (with X in float64) and autocast work. No buffers. Needs torch and
+cpu_linear.py; only load and save touch files.
 Source: Dauparas et al. 2022, Science 378, 49; published code and weights:
 github.com/dauparas/ProteinMPNN.
 """
-import functools
 import math
 import os
 from typing import NamedTuple
@@ -26,6 +25,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from cpu_linear import Linear, linear
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"      # the index of a letter in S; X = unknown or unresolved
 PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) lie in "
@@ -373,53 +374,6 @@ class FeedForward(nn.Module):
 def message_layers(n_blocks, hidden_size):
     sizes = (n_blocks * hidden_size, hidden_size, hidden_size)
     return [Linear(size, hidden_size) for size in sizes]
-
-
-class Linear(nn.Linear):
-    def forward(self, x):
-        return linear(x, self.weight, self.bias)
-
-
-def linear(x, weight, bias=None):
-    """F.linear, in float32 on a CPU with AVX-512 by oneDNN instead of MKL.
-
-    The same sums. MKL leaves half of the vector unit of CPUs that are not Intel's unused: there
-    oneDNN is up to 2.5 times as fast.
-    """
-    if x.device.type == "cpu" and x.dtype == torch.float32 and has_onednn() and not (
-            torch.is_autocast_enabled("cpu")):
-        return OneDnnLinear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
-    return F.linear(x, weight, bias)
-
-
-@functools.cache
-def has_onednn():
-    return torch.backends.mkldnn.is_available() and hasattr(
-        torch.ops.mkldnn, "_linear_pointwise") and (
-        torch.backends.cpu.get_cpu_capability() == "AVX512")
-
-
-class OneDnnLinear(torch.autograd.Function):
-    """x (rows, n), weight (m, n), bias (m,) or None, all float32 -> (rows, m)."""
-
-    @staticmethod
-    def product(x, weight, bias=None):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        weight = weight.contiguous()    # of a block it would be slower by orders of magnitude
-        ctx.save_for_backward(x, weight)
-        return OneDnnLinear.product(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        grad = grad.contiguous()
-        grad_x = OneDnnLinear.product(grad, weight.t()) if of_x else None
-        grad_weight = grad.t() @ x if of_weight else None
-        return grad_x, grad_weight, grad.sum(0) if of_bias else None
 
 
 def weight_blocks(linear):
