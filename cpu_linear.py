@@ -21,17 +21,18 @@ class Linear(nn.Linear):
 def linear(x, weight, bias=None):
     """F.linear: x (..., n), weight (m, n), bias (m,) or None -> (..., m)."""
     if (on_cpu(x) and x.dtype == weight.dtype == torch.float32
-            and not torch.is_autocast_enabled("cpu") and onednn_is_faster()):
+            and not torch.is_autocast_enabled("cpu") and onednn_is_faster(*weight.shape)):
         return F.linear(x.to_mkldnn(), weight.contiguous(), bias).to_dense()
     return F.linear(x, weight, bias)
 
 
 @functools.cache
-def onednn_is_faster():
-    """Whether torch takes MKL for products in float32, and the CPU is one that MKL is slow on."""
+def onednn_is_faster(n_out, n_in):
+    """Whether torch takes MKL for products in float32, the CPU is one that MKL is slow on, and the
+    layer is so wide that the copies to oneDNN and back are worth it."""
     name = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "")
     mkl, onednn = torch.backends.mkl.is_available(), torch.backends.mkldnn.is_available()
-    return "AMD" in name and mkl and onednn
+    return "AMD" in name and mkl and onednn and min(n_out, n_in) >= 128
 
 
 def on_cpu(x):

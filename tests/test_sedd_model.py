@@ -73,7 +73,7 @@ def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name
 @CASES
 def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name, training, onednn,
                                                 monkeypatch):
-    monkeypatch.setattr(cpu_linear, "onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(cpu_linear, "onednn_is_faster", lambda *_: onednn)
     case = entries(fixture, graph_name, noise_name)
     xt, x0, sigma, dsigma = (case[key] for key in ("xt", "x0", "sigma", "dsigma"))
     model = official_model(fixture, graph_name, dropout=0.0).train(training)
