@@ -45,7 +45,7 @@ from sequence_data import (FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, Prepare
                            sequence_keys)
 from structure_data import (NAMES, PHI_PSI, Complex, Pair, PairPlan, build_backbone, collate,
                             collate_complexes, describe, read_pairs, read_structure)
-from run_script import add_launch_arguments
+from run_script import add_launch_arguments, bad_input_ends
 from step_meter import StepMeter
 from train_loop import MicroBatchSampler, first_batches, global_gradient, take_step
 from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader,
@@ -717,7 +717,7 @@ def main(argv):
     if args.what in ("sedd", "dpo", "data", "watch") and args.device == "auto":
         args.device = "cpu"
     with setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout,
-                   quiet=True) as ddp:
+                   quiet=True) as ddp, bad_input_ends(ddp):
         {"save": bench_save, "sedd": bench_sedd, "dpo": bench_dpo, "data": bench_data,
          "watch": bench_watch}[args.what](args, ddp)
 

@@ -19,7 +19,7 @@ import numpy as np
 from ddp_setup import broadcast, print0, setup_ddp
 from run_config import load_config
 from run_log import read_rows
-from run_script import add_launch_arguments
+from run_script import add_launch_arguments, bad_input_ends
 from train_sedd_ddp import Config, main as train
 
 CONFIG = Path(__file__).with_name("configs") / "sedd_cpu.yaml"
@@ -105,7 +105,7 @@ def main(argv):
     if unknown := [recipe for recipe in args.recipes if recipe not in RECIPES]:
         parser.error(f"--recipes: {', '.join(unknown)}; expected some of {', '.join(RECIPES)}")
     with setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout,
-                   quiet=True) as ddp:
+                   quiet=True) as ddp, bad_input_ends(ddp):
         bench_learn(args, ddp)
 
 

@@ -22,7 +22,6 @@ import io
 import json
 import math
 import os
-import re
 import sys
 import tempfile
 import time
@@ -37,13 +36,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import train_dpo_ddp as dpo
 import train_sedd_ddp as sedd
-from ddp_setup import (BAD_INPUT, abort, all_sum, barrier, broadcast, detect_launcher, setup_ddp,
+from ddp_setup import (BAD_INPUT, all_sum, barrier, broadcast, detect_launcher, setup_ddp,
                        wrap_ddp)
 from dpo_reference import make_tables
 from run_config import Parser, load_config
 from run_dir import closing
 from run_log import write_text_atomic
-from run_script import run_ranks
+from run_script import bad_input_ends, numbers_of, run_ranks
 from scale_report import report
 from step_meter import PARTS, StepMeter, peak_memory, seconds_by_part
 from train_loop import first_batches, global_gradient, take_step
@@ -239,13 +238,6 @@ def measure_noise(run, dataset, loss_of, groups, ddp):
 
 
 # ---------------------------------------------------------------- command line
-def numbers_of(name, text):
-    """Numbers of ranks of text such as "1,2,4". Raises: ValueError."""
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise ValueError(f"--{name} {text}; expected numbers of ranks, such as 1,2,4")
-    return sorted({int(number) for number in text.split(",")})
-
-
 def read_launches(path):
     """The launches in a file that main wrote; none where there is no file."""
     if path is None or not os.path.exists(path):
@@ -283,7 +275,7 @@ def read_arguments(argv):
     args = parser.parse_intermixed_args(argv)
     args.what = args.words.pop(0) if args.words and "=" not in args.words[0] else "sedd"
     args.overrides = args.words
-    args.ranks, args.predict = (text and numbers_of(name, text) for name, text in
+    args.ranks, args.predict = (text and sorted({*numbers_of(name, text)}) for name, text in
                                 (("ranks", args.ranks), ("predict", args.predict)))
     problems = [f"--{name} is {value}; expected more than 0" for name, value in vars(args).items()
                 if name != "train" and type(value) in (int, float) and not value > 0]
@@ -307,10 +299,8 @@ def read_arguments(argv):
 def measure_here(args, config):
     """Measure the ranks of the launcher that has started this process; rank 0 adds the launch."""
     with setup_ddp(args.device, args.backend, timeout=COLLECTIVE_SECONDS, quiet=True) as ddp:
-        try:
+        with bad_input_ends(ddp):
             args.launches.append(measure(args, config, ddp))
-        except (ValueError, OSError) as error:      # of the data, say: one line, from rank 0
-            abort(ddp, f"error: {error}", BAD_INPUT, secondary=not ddp.is_main)
         if ddp.is_main and args.json:
             write_text_atomic(args.json, json.dumps({"launches": args.launches}, indent=1))
 

@@ -26,9 +26,9 @@ from ddp_setup import autocast
 from run_dir import closing
 from sequence_data import LETTERS, X_ID
 from sedd_eval import to_device
+from sedd_files import noise_of
 from train_loop import first_batches, global_gradient, take_step
-from train_sedd_ddp import (Config, MicroBatches, Model, make_config_noise, micro_batch_loss,
-                            prepare)
+from train_sedd_ddp import Config, MicroBatches, Model, micro_batch_loss, prepare
 
 LONGEST = 45_000                                    # residues of a made protein
 BATCH, EQUAL_LENGTH, PADDED_LENGTH = 8, 256, 512    # proteins in a plain step; residues
@@ -112,7 +112,7 @@ class PlainSteps:
 
     def __init__(self, model, config, length, ddp):
         self.model, self.dropout, self.ddp = model, config.model.dropout, ddp
-        self.optim, self.noise = config.optim, make_config_noise(config)
+        self.optim, self.noise = config.optim, noise_of(vars(config.noise))
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr,
                                            weight_decay=0.0, foreach=False, fused=False)
         self.averages = [p.detach().clone() for p in model.parameters()]

@@ -2,13 +2,16 @@
 
 torch takes MKL for products of float32 matrices, which leaves half of the vector units of AMD's
 CPUs unused. oneDNN, which torch has too, is 1.3 to 1.8 times as fast there (measured on an EPYC
-with AVX-512). The sums are the same, in another order. Needs torch only.
+with AVX-512). The sums are the same, in another order. In training oneDNN's copy of a layer's input
+is kept for the backward pass, beside the input. Needs torch only.
 """
 import functools
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+LARGEST = 2**23     # entries of an input; above, copies cost more memory and time than is gained
 
 
 class Linear(nn.Linear):
@@ -20,7 +23,7 @@ class Linear(nn.Linear):
 
 def linear(x, weight, bias=None):
     """F.linear: x (..., n), weight (m, n), bias (m,) or None -> (..., m)."""
-    if (on_cpu(x) and x.dtype == weight.dtype == torch.float32
+    if (on_cpu(x) and x.dtype == weight.dtype == torch.float32 and x.numel() <= LARGEST
             and not torch.is_autocast_enabled("cpu") and onednn_is_faster(*weight.shape)):
         return F.linear(x.to_mkldnn(), weight.contiguous(), bias).to_dense()
     return F.linear(x, weight, bias)

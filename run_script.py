@@ -8,6 +8,7 @@ folder's status.json, and ends all ranks with exit code 2. Other codes: 0 finish
 work left, 1 an error, 130 Ctrl-C. Below that: what --plan and the start of a run print.
 """
 import argparse
+import contextlib
 import logging
 import os
 import re
@@ -78,6 +79,15 @@ def run_script(script, argv=None):
         result = script.train(run, ddp)
     if "stopped" in result:
         sys.exit(AGAIN)
+
+
+@contextlib.contextmanager
+def bad_input_ends(ddp):
+    """What is wrong with the data or settings ends all ranks with one line, from rank 0."""
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        abort(ddp, f"error: {e}", BAD_INPUT, secondary=not ddp.is_main)
 
 
 def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp):
@@ -229,12 +239,17 @@ def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
 
 
 # ---------------------------------------------------------------- what is printed
+def numbers_of(option, text):
+    """Numbers of ranks of text such as "1,2,4,8", given to an option. Raises: ValueError."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise ValueError(f"--{option} {text}; expected numbers of ranks, such as 1,2,4,8")
+    return [int(number) for number in text.split(",")]
+
+
 def plan_head(o, ranks, unit):
     """(numbers of ranks from text such as "1,2,4,8", line on the scaling) for --plan."""
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", ranks):
-        raise ValueError(f"--plan {ranks}; expected numbers of ranks, such as 1,2,4,8")
     base = f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else ""
-    return [int(n) for n in ranks.split(",")], (
+    return numbers_of("plan", ranks), (
         f"optim.scale {scale_name(o.scale)}: from lr {o.lr:g} and warm-up {o.warmup:,}{base}"
         f"{decay_name(o)}")
 

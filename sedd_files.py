@@ -119,9 +119,14 @@ def model_of(sizes, graph):
 
 
 def noise_of(section):
-    """The noise schedule of a config's section `noise`, as a dict with keys for all types."""
+    """The noise schedule of a config's section `noise`, as a dict with keys for all types.
+
+    Raises: ValueError naming the key."""
     keys = ("sigma_min", "sigma_max") if section["type"] == "geometric" else ("eps",)
-    return make_noise(section["type"], **{key: section[key] for key in keys})
+    try:
+        return make_noise(section["type"], **{key: section[key] for key in keys})
+    except ValueError as e:
+        raise ValueError(f"config: noise.{e}") from None
 
 
 def read_file(path):

@@ -267,13 +267,6 @@ def make_model(config, graph):
                 gradient_checkpointing=config.memory.gradient_checkpointing)
 
 
-def make_config_noise(config):
-    try:
-        return noise_of(vars(config.noise))
-    except ValueError as e:
-        raise ValueError(f"config: noise.{e}") from None
-
-
 @dataclass(kw_only=True)
 class SeddRun(Run):
     graph: Any
@@ -292,7 +285,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     t, o, d, work_dir = config.training, config.optim, config.data, Path(work_dir)
     check_config(config)
     former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
-    graph, noise = make_graph(config.graph.type, N_TOKENS), make_config_noise(config)
+    graph, noise = make_graph(config.graph.type, N_TOKENS), noise_of(vars(config.noise))
     dtype, precision = choose_precision(config, ddp)
     torch.manual_seed(t.seed)   # the same initial weights on every rank
     bare = make_model(config, graph).to(ddp.device)
@@ -409,7 +402,7 @@ def describe_plan(config, ranks):
     t, d, lengths, plans = config.training, config.data, None, []
     unit = "proteins" if t.batch_size else "tokens"
     numbers, head = plan_head(config.optim, ranks, unit)
-    make_config_noise(config)
+    noise_of(vars(config.noise))   # refuses what training would refuse
     if missing := missing_data(d):
         lines = [head, f"steps per epoch are not known: {missing}"]
     else:

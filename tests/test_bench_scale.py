@@ -90,7 +90,7 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--ranks=1,x"], "--ranks 1,x; expected numbers of ranks, such as 1,2,4"),
+    (["--ranks=1,x"], "--ranks 1,x; expected numbers of ranks, such as 1,2,4,8"),
     (["--ranks=1,2", "--predict=12,0"], "--predict 12,0; expected numbers of ranks"),
     (["--ranks=1,2,3"], "2 does not divide 3; expected numbers that do"),
     (["train"], "found 'train'; expected sedd, dpo or"),

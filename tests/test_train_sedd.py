@@ -1222,6 +1222,8 @@ def test_the_plan_is_the_table_of_the_original():
                      ["4", "256", "0.0002", "20,000"], ["8", "512", "0.0004", "40,000"]]
     c.training.batch_size, c.training.init_from = 12, "not_read.pt"
     assert table_of("8") == [["8", "384", "0.0003", "30,000"]]
+    c = load_config(Config, ROOT / "configs" / "sedd_uniref50_8gpu.yaml")
+    assert table_of("8") == [["8", "384", "0.0003", "30,000"]]
 
 
 # ---- bad input ----
