@@ -1,13 +1,13 @@
 """Which proteins a run has, and which go into which batch: of training, and of evaluation.
 
-    train, val, *_ = load_proteins(config.data, seed=0)  # a file, a prepared folder, or a demo
+    train, val, *_ = load_data(config, ddp)              # a file, a prepared folder, or a demo
     plan = BatchPlan(train.length_counts(), 512, micro_batches=4, tokens=8192)
     reader = BatchReader(plan, train, sum_rows(train, plan))
     proteins, width = reader.micro_batch(step, lane)     # one of 4 lanes, on any number of ranks
     for indices in eval_batches(val.lengths, tokens=8192): ...
 
 A plan depends on the lengths of the proteins, the size of the global batch and a seed; never on
-ranks, workers or restarts. Needs numpy and sequence_data.py; reads through the given table only.
+ranks, workers or restarts. It reads through the given table only.
 """
 
 import hashlib
@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sequence_data import (REMAKE, DemoSource, PreparedProteins, Proteins, keyed_seed, keys_hash,
-                           random_words, read_meta, read_sequences, split_by_hash)
+from ddp_setup import barrier, beat, print0
+from run_dir import staged
+from sequence_data import (REMAKE, DemoSource, PreparedProteins, Proteins, check_prepared,
+                           keyed_seed, keys_hash, random_words, read_meta, read_sequences,
+                           split_by_hash, stage_prepared)
 
 LARGE_FILE = 200_000_000        # bytes of a file, from which on preparing it pays
 PREPARED_VAL_FRACTION = 0.001   # default of prepare_uniref50.py
@@ -47,49 +50,72 @@ class TrainingData(NamedTuple):
     description: str
 
 
-def load_proteins(data, seed, copy=None, alive=lambda: None, say=print):
-    """The proteins to train on and to validate with.
+def load_data(config, ddp, stage=None):
+    """The proteins to train on and to validate with: a collective.
 
     Args:
-        data:  section of a config with file (None: demo proteins), val_fraction, min_length,
-            demo_proteins.
-        seed:  of the demo proteins.
-        copy:  where a prepared folder was copied to; None: it is read where it is.
-        alive: called now and then, to show a watchdog that reading goes on.
-        say:   called with a hint on a large file.
+        config: its section data has file (a file, a prepared folder, None: demo proteins),
+            val_fraction, min_length, demo_proteins.
+        stage:  folder on each host to copy a prepared folder to.
     Returns: TrainingData.
     Raises: ValueError or OSError for data that cannot be used.
     """
-    source = None
-    if data.file and os.path.isdir(data.file):
-        folder = copy or data.file
-        val = PreparedProteins(folder, "val").read_all()
-        meta, train = read_meta(folder), PreparedProteins(folder)
-        hashes = [meta["sets"][name]["keys_hash"] for name in ("train", "val")]
-        made_of = meta.get("release") or ", ".join(map(str, meta.get("source", ())))
-        description = f"{data.file}: {len(train) + len(val):,} proteins, prepared from {made_of}"
+    data = config.data
+    if missing := missing_data(data):
+        raise FileNotFoundError(missing)
+    prepared = data.file and os.path.isdir(data.file)
+    if prepared:
+        if ddp.is_main:
+            check_prepared(data.file, data.val_fraction, data.min_length)
+        barrier(ddp)   # so that what is wrong is said once
+        with staged(data.file, stage, stage_prepared, ddp) as copy:
+            found = _open_prepared(data.file, copy or data.file)
+    elif stage:
+        raise ValueError("--stage copies a folder made by prepare_uniref50.py; data.file is "
+                         f"{data.file}.")
     else:
-        if data.file is None:
-            source = DemoSource(seed=0)
-            proteins = source.sample(data.demo_proteins, seed=seed)
-            description = f"{len(proteins):,} demo proteins of a second-order Markov source"
-        else:
-            proteins, report = _read_file(data, alive, say)
-            description = f"{data.file}: {report}"
-        train, val = _split(proteins, data.val_fraction)
-        hashes = [keys_hash(part.keys) for part in (train, val)]
+        found = _load_file_or_demo(data, config.training.seed, ddp)
+    beat(ddp)
+    return found
+
+
+def _open_prepared(name, folder):
+    """TrainingData of a prepared folder, read at `folder`."""
+    val = PreparedProteins(folder, "val").read_all()
+    meta, train = read_meta(folder), PreparedProteins(folder)
+    made_of = meta.get("release") or ", ".join(map(str, meta.get("source", ())))
+    hashes = [meta["sets"][part]["keys_hash"] for part in ("train", "val")]
+    return _training_data(train, val, hashes,
+                          f"{name}: {len(train) + len(val):,} proteins, prepared from {made_of}")
+
+
+def _load_file_or_demo(data, seed, ddp):
+    source = None
+    if data.file is None:
+        source = DemoSource(seed=0)
+        proteins = source.sample(data.demo_proteins, seed=seed)
+        description = f"{len(proteins):,} demo proteins of a second-order Markov source"
+    else:
+        proteins, report = _read_file(data, ddp)
+        description = f"{data.file}: {report}"
+    train, val = _split(proteins, data.val_fraction)
+    return _training_data(train, val, [keys_hash(part.keys) for part in (train, val)], description,
+                          source)
+
+
+def _training_data(train, val, hashes, description, source=None):
     fingerprint = {"n": len(train), "hash": "".join(hashes)}
     return TrainingData(train, val if len(val) else None, source, fingerprint, description)
 
 
-def _read_file(data, alive, say):
+def _read_file(data, ddp):
     """(Proteins, report) of a file; a large one is read with a hint."""
     size = os.path.getsize(data.file)
     if size > LARGE_FILE:
-        say(f"NOTE: every rank reads {data.file} ({size / 1e9:.1f} GB) and keeps some 0.4 GB per "
-            "million proteins. Prepared once, it starts in seconds and 0.1 GB:\n  "
-            f"{_prepare_command(data, 'FOLDER')} --fasta {data.file}   then --data FOLDER")
-    return read_sequences(data.file, data.min_length, alive)
+        print0(ddp, f"NOTE: every rank reads {data.file} ({size / 1e9:.1f} GB) and keeps some 0.4 "
+                    "GB per million proteins. Prepared once, it starts in seconds and 0.1 GB:\n  "
+                    f"{_prepare_command(data, 'FOLDER')} --fasta {data.file}   then --data FOLDER")
+    return read_sequences(data.file, data.min_length, lambda: beat(ddp))
 
 
 def _split(proteins, val_fraction):

@@ -23,7 +23,6 @@ if __name__ == "__main__":   # starts this command again as the rank, and stays 
     ddp_guard.supervise()
 
 import math
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +31,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ddp_setup import Ddp, autocast, barrier, beat, broadcast, print0, stop_reason
+from ddp_setup import Ddp, autocast, broadcast, stop_reason
 from optimizer import state_bytes
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock, check_resume,
-                     closing, finish_run, is_finished, open_log, say_finished, staged,
-                     start_or_continue, take_folder)
+                     closing, finish_run, is_finished, open_log, say_finished, start_or_continue,
+                     take_folder)
 from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
@@ -47,10 +46,10 @@ from sedd_eval import (TIME_EPS, Validation, evaluate, evaluate_start, result_li
                        to_device, write_samples)
 from sedd_files import noise_of, start_from_weights
 from sedd_model import EMA, SEDD, describe_memory
-from sequence_batches import (BatchPlan, BatchReader, count_rows, load_proteins, missing_data,
+from sequence_batches import (BatchPlan, BatchReader, count_rows, load_data, missing_data,
                               sum_rows)
-from sequence_data import (N_TOKENS, X_ID, apply_max_length, check_prepared, collate, crop_starts,
-                           keyed_generator, keyed_seed, stage_prepared)
+from sequence_data import (N_TOKENS, X_ID, apply_max_length, collate, crop_starts, keyed_generator,
+                           keyed_seed)
 from train_loop import Run, first_batches, reason_to_stop, start_run, take_step
 
 
@@ -221,28 +220,6 @@ class MicroBatches(torch.utils.data.Dataset):
         return {"x0": x0, "xt": torch.where(mask, xt, X_ID), "mask": mask, "full": bool(mask.all()),
                 "sigma": sigma, "dsigma": dsigma,
                 "seed": keyed_seed(self.seed, "dropout", step, micro)}
-
-
-def load_data(config, ddp, stage=None):
-    """The proteins to train on and to validate with, as TrainingData.
-
-    stage: folder on each host to copy a prepared folder to.
-    Raises: ValueError or OSError for data that cannot be used."""
-    d = config.data
-    if missing := missing_data(d):
-        raise FileNotFoundError(missing)
-    if d.file and os.path.isdir(d.file):
-        if ddp.is_main:
-            check_prepared(d.file, d.val_fraction, d.min_length)
-        barrier(ddp)   # so that what is wrong is said once
-    elif stage:
-        raise ValueError("--stage copies a folder made by prepare_uniref50.py; data.file is "
-                         f"{d.file}.")
-    with staged(d.file, stage, stage_prepared, ddp) as copy:
-        data = load_proteins(d, config.training.seed, copy, lambda: beat(ddp),
-                             lambda text: print0(ddp, text))
-    beat(ddp)
-    return data
 
 
 def make_batch_plan(config, length_counts, micro_batches):

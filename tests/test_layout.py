@@ -42,7 +42,7 @@ TABLE = {
     "sedd_diffusion": (set(), {"torch"}, set()),
     "proteinmpnn_model": ({"cpu_linear"}, {"torch"}, set()),
     "sequence_data": (set(), {"torch", "numpy"}, set()),
-    "sequence_batches": ({"sequence_data"}, {"numpy"}, set()),
+    "sequence_batches": ({"ddp_setup", "run_dir", "sequence_data"}, {"numpy"}, set()),
     "structure_data": ({"sequence_data"}, {"torch", "numpy", "gemmi"}, set()),
     "train_sedd_ddp": (SHARED | {"sequence_data", "sequence_batches", "sedd_model",
                                  "sedd_diffusion", "sedd_eval", "sedd_files"},
