@@ -24,13 +24,16 @@ from train_sedd_ddp import Config, main as train
 
 CONFIG = Path(__file__).with_name("configs") / "sedd_cpu.yaml"
 DECAY = ["optim.decay=linear", "optim.decay_steps=0.5"]
+LOSS = ["model.parameterization=subs", "noise.type=cosine"]   # cosine: times by importance
 RECIPES = {   # the first is what the others are compared with
-    "adamw": ["optim.name=adamw", "optim.lr=1e-3", "optim.decay=none"],
-    "adamw_decay": ["optim.name=adamw", "optim.lr=2e-3", *DECAY],
-    "muon": ["optim.name=muon", "optim.lr=2e-3", "optim.decay=none"],
-    "muon_decay": ["optim.name=muon", "optim.lr=4e-3", *DECAY],
-    "muon_decay_subs": ["optim.name=muon", "optim.lr=4e-3", *DECAY,
-                        "model.parameterization=subs"],
+    "adamw": ["optim.name=adamw", "optim.lr=1e-3", "optim.decay=none",
+              "model.parameterization=sedd", "noise.type=loglinear"],
+    "adamw_decay": ["optim.name=adamw", "optim.lr=2e-3", *DECAY,
+                    "model.parameterization=sedd", "noise.type=loglinear"],
+    "adamw_decay_loss": ["optim.name=adamw", "optim.lr=2e-3", *DECAY, *LOSS],
+    "muon_decay": ["optim.name=muon", "optim.lr=4e-3", *DECAY,
+                   "model.parameterization=sedd", "noise.type=loglinear"],
+    "muon_decay_loss": ["optim.name=muon", "optim.lr=4e-3", *DECAY, *LOSS],
 }
 
 
@@ -39,7 +42,8 @@ def train_recipe(folder, recipe, seed, args, ddp):
     was asked to stop."""
     work_dir = folder / f"{recipe}_{seed}"
     overrides = [*RECIPES[recipe], *args.overrides, f"training.seed={seed}",
-                 f"training.n_iters={args.steps}", f"training.eval_freq={max(args.steps // 5, 1)}"]
+                 f"training.n_iters={args.steps}", f"training.eval_freq={max(args.steps // 5, 1)}",
+                 "monitoring.n_samples=1", "monitoring.sample_steps=1"]
     config = load_config(Config, args.config, overrides, {"data.file": args.data})
     with contextlib.redirect_stdout(io.StringIO()):
         if "stopped" in train(config, ddp, work_dir):

@@ -46,8 +46,7 @@ from sedd_eval import (TIME_EPS, Validation, evaluate, evaluate_start, result_li
                        to_device, write_samples)
 from sedd_files import noise_of, start_from_weights
 from sedd_model import EMA, SEDD, describe_memory
-from sequence_batches import (BatchPlan, BatchReader, count_rows, load_data, missing_data,
-                              sum_rows)
+from sequence_batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
 from sequence_data import (N_TOKENS, X_ID, apply_max_length, collate, crop_starts, keyed_generator,
                            keyed_seed)
 from train_loop import Run, first_batches, reason_to_stop, start_run, take_step
@@ -141,7 +140,8 @@ class Config:
 
 
 # A resumed run may differ in these and in the number of ranks (accum follows); in nothing else.
-MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency",
+MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency", "monitoring.n_samples",
+              "monitoring.sample_steps", "monitoring.predictor",
               "data.file", "training.init_from")   # their content is compared
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
