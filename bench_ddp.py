@@ -34,6 +34,7 @@ import train_dpo_ddp as dpo
 from bench_sedd import LONGEST, bench_sedd, made_lengths
 from ddp_setup import (all_sum, barrier, broadcast, load_checkpoint, print0, save_checkpoint,
                        setup_ddp, wrap_ddp)
+from optimizer import make_optimizer
 from proteinmpnn_model import ATOMS, PAIRS, random_proteinmpnn
 from run_config import load_config
 from run_dir import closing
@@ -93,7 +94,7 @@ def training_state(path):
     """
     config = load_config(Config, path)
     model = make_model(config, make_graph(config.graph.type, N_TOKENS))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = make_optimizer(model, config.optim.lr, config.optim)
     ema = EMA(model.parameters(), config.optim.ema)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -5,8 +5,9 @@
     python bench_learn.py --data my.fasta --recipes adamw,muon_decay optim.weight_decay=0.1
 
 A recipe is a set of keys on top of --config. All recipes of a seed see the same residues in the
-same order, and are validated on the same proteins under the same noise. The runs are ordinary runs
-in --folder: a stopped bench goes on by the same command, and a finished run is not trained again.
+same order, and are validated on the same proteins, each under its own noise schedule. The runs are
+ordinary runs in --folder: a stopped bench goes on by the same command, and a finished run is not
+trained again.
 """
 import argparse
 import contextlib
@@ -24,27 +25,30 @@ from train_sedd_ddp import Config, main as train
 
 CONFIG = Path(__file__).with_name("configs") / "sedd_cpu.yaml"
 DECAY = ["optim.decay=linear", "optim.decay_steps=0.5"]
-LOSS = ["model.parameterization=subs", "noise.type=cosine"]   # cosine: times by importance
+# cosine: visits little noise more often, as importance sampling of times does
+SUBS_COSINE = ["model.parameterization=subs", "noise.type=cosine"]
 RECIPES = {   # the first is what the others are compared with
-    "adamw": ["optim.name=adamw", "optim.lr=1e-3", "optim.decay=none",
+    "adamw": ["optim.name=adamw", "optim.lr=1e-3", "optim.decay=none", "optim.decay_steps=null",
               "model.parameterization=sedd", "noise.type=loglinear"],
     "adamw_decay": ["optim.name=adamw", "optim.lr=2e-3", *DECAY,
                     "model.parameterization=sedd", "noise.type=loglinear"],
-    "adamw_decay_loss": ["optim.name=adamw", "optim.lr=2e-3", *DECAY, *LOSS],
+    "adamw_decay_subs_cosine": ["optim.name=adamw", "optim.lr=2e-3", *DECAY, *SUBS_COSINE],
     "muon_decay": ["optim.name=muon", "optim.lr=4e-3", *DECAY,
                    "model.parameterization=sedd", "noise.type=loglinear"],
-    "muon_decay_loss": ["optim.name=muon", "optim.lr=4e-3", *DECAY, *LOSS],
+    "muon_decay_subs_cosine": ["optim.name=muon", "optim.lr=4e-3", *DECAY, *SUBS_COSINE],
 }
 
 
 def train_recipe(folder, recipe, seed, args, ddp):
     """Train one run to its end. Returns [(step, perplexity over the unigram's), ...]; [] where it
-    was asked to stop."""
-    work_dir = folder / f"{recipe}_{seed}"
+    was asked to stop. Raises: ValueError without validation proteins."""
+    work_dir = folder / f"{recipe}_{args.steps}_{seed}"
     overrides = [*RECIPES[recipe], *args.overrides, f"training.seed={seed}",
                  f"training.n_iters={args.steps}", f"training.eval_freq={max(args.steps // 5, 1)}",
                  "monitoring.n_samples=1", "monitoring.sample_steps=1"]
     config = load_config(Config, args.config, overrides, {"data.file": args.data})
+    if not config.data.val_fraction:
+        raise ValueError("data.val_fraction is 0; expected proteins to validate with.")
     with contextlib.redirect_stdout(io.StringIO()):
         if "stopped" in train(config, ddp, work_dir):
             return []
@@ -74,7 +78,7 @@ def describe(recipe, curves, baseline):
     reached = [steps_to(curve, baseline[seed][-1][1]) for seed, curve in curves.items()]
     shares = ["never" if step is None else f"{step / baseline[seed][-1][0]:.0%}"
               for step, seed in zip(reached, curves)]
-    return (f"{recipe:<20}{np.mean(ends):>8.4f}   {' '.join(f'{end:.4f}' for end in ends):<22}"
+    return (f"{recipe:<26}{np.mean(ends):>8.4f}   {' '.join(f'{end:.4f}' for end in ends):<22}"
             f"{' '.join(shares)}")
 
 
@@ -83,7 +87,7 @@ def bench_learn(args, ddp):
     folder, found = Path(args.folder), {recipe: {} for recipe in args.recipes}
     print0(ddp, f"{args.steps:,} steps of {args.config}, validation perplexity over that of the "
                 "letter frequencies\n"
-                f"{'recipe':<20}{'mean':>8}   {'seeds ' + ' '.join(map(str, args.seeds)):<22}steps "
+                f"{'recipe':<26}{'mean':>8}   {'seeds ' + ' '.join(map(str, args.seeds)):<22}steps "
                 f"to the last value of {args.recipes[0]}")
     for recipe in args.recipes:
         for seed in args.seeds:

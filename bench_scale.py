@@ -104,7 +104,7 @@ def measure_run(run, settings, args, ddp):
     mine, order = run.schedule.mine, list(enumerate(settings))
     if args.train:
         time_block(run, settings[0], 0, args.train, dataset, loss_of, ddp)
-    noise = measure_noise(run, dataset, loss_of, args.steps, ddp) if args.predict else None
+    noise = measure_noise(run, dataset, loss_of, args, ddp) if args.predict else None
     times = np.zeros((ddp.world_size, len(settings), args.repeats, args.steps, len(PARTS) + 1))
     for repeat in range(args.repeats):
         order.append(order.pop(0))
@@ -124,6 +124,7 @@ def measure_run(run, settings, args, ddp):
         what=args.what, config=Path(args.config).name, overrides=args.overrides,
         device=ddp.device.type, backend=ddp.backend, dtype=str(run.dtype)[6:],
         ranks=ddp.world_size, unit=run.plan.counted_in if args.what == "sedd" else "pairs",
+        largest=max(args.ranks or [ddp.world_size]), train=args.train,
         parameters=sum(p.numel() for p in parameters), gradient_bytes=size,
         messages=math.ceil(size / 2**20 / (run.config.ddp.bucket_cap_mb or 25)) + 1,
         memory_gb=max(all_sum(memory, ddp)), noise=noise, all_reduces=time_all_reduces(size, ddp),
@@ -212,12 +213,12 @@ def time_all_reduces(largest, ddp):
     return list(map(list, zip(sizes, medians.tolist())))
 
 
-def measure_noise(run, dataset, loss_of, groups, ddp):
+def measure_noise(run, dataset, loss_of, args, ddp):
     """Arguments of scale_report.noise_scale, at the weights as they are: gradients of micro-batches
-    and of NOISE_MICRO_BATCHES of them together, means over all ranks' `groups` of those."""
-    place = replace(ddp, world_size=1)
-    items = iter([run.schedule.item_of(step, micro) for micro in run.schedule.mine
-                  for step in range(groups * NOISE_MICRO_BATCHES)])
+    and of NOISE_MICRO_BATCHES of them together, means over args.steps of those of every rank."""
+    place, groups = replace(ddp, world_size=1), args.steps
+    items = iter([run.schedule.item_of(args.train + step, micro) for micro in run.schedule.mine
+                  for step in range(groups * NOISE_MICRO_BATCHES)])     # none was trained on
     small, big = [], []     # (squared norm, 1 / what the loss counts) of each batch
     run.bare.train()
     for _ in range(groups):
@@ -278,7 +279,7 @@ def read_arguments(argv):
     args.ranks, args.predict = (text and sorted({*numbers_of(name, text)}) for name, text in
                                 (("ranks", args.ranks), ("predict", args.predict)))
     problems = [f"--{name} is {value}; expected more than 0" for name, value in vars(args).items()
-                if name != "train" and type(value) in (int, float) and not value > 0]
+                if type(value) in (int, float) and not value > 0 and (name, value) != ("train", 0)]
     largest = max(args.ranks or [1])
     problems += [f"--ranks: {n} does not divide {largest}; expected numbers that do, so that the "
                  "global batch can stay the same" for n in args.ranks or () if largest % n]

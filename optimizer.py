@@ -20,15 +20,16 @@ def make_optimizer(model, lr, o):
         return _adamw(model.parameters(), lr, o)
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"config: optim.name is muon; torch {torch.__version__} has none. "
-                         "Expected torch 2.9 or newer, or optim.name adamw.")
+                         "Expected torch 2.9 or newer, or optim.name adamw with "
+                         "about a quarter of the learning rate.")
     return MuonAndAdamW(model, lr, o)
 
 
 def block_matrices(model):
     """The matrices that Muon updates: those of modules in a ModuleList (the blocks of a network).
 
-    Embeddings and output layers are left to AdamW: their rows belong to tokens, and only some of
-    them get a gradient in a step."""
+    Embeddings, output layers and what else stands outside the blocks are left to AdamW, as in the
+    source."""
     blocks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return [p for block in blocks for p in block.parameters() if p.ndim == 2]
 

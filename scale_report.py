@@ -4,7 +4,8 @@ The weak step of N ranks is predicted (predict_step) as
     alone + sigma m(N) + X - min(overlap X, backward)
     X = 2 (N - 1) / N x bytes / bandwidth + messages x hops x latency
 alone, sigma: seconds of a step without exchange and their spread over ranks, at the largest
-    measured number of ranks up to N: neighbours on a host share its memory and its cores
+    measured number of ranks up to N: neighbours on a host share its memory and its cores. Where
+    one rank alone was measured, sigma is that over its steps, which differ in work as ranks do not
 m(N): expected maximum of N standard normal numbers, which grows as sqrt(2 ln N): all wait for the
     slowest rank
 bandwidth, latency of a hop: of a line through measured all-reduces. bytes: of all gradients
@@ -26,7 +27,7 @@ import numpy as np
 from run_log import write_whole
 
 # Of launches that are compared; what the ranks are is compared too.
-ALIKE = ("what", "config", "overrides", "device", "dtype", "parameters")
+ALIKE = ("what", "config", "overrides", "device", "dtype", "parameters", "train")
 
 
 # ---------------------------------------------------------------- formulas
@@ -79,17 +80,20 @@ def predict_step(alone, ranks, exchange, overlap):
 # ---------------------------------------------------------------- what was measured
 def merge(launches):
     """{ranks: launch} of those like the last one; of several, medians. "rows": {(scaling,
-    variant): row}."""
+    variant): row}, strong ones of the largest global batch alone."""
     alike, merged = {}, {}
     for launch in launches:
-        if all(launch[key] == launches[-1][key] for key in ALIKE):
+        if all(launch.get(key) == launches[-1].get(key) for key in ALIKE):
             alike.setdefault(launch["ranks"], []).append(launch)
+    largest = max(launch["largest"] for group in alike.values() for launch in group)
     for ranks, group in sorted(alike.items()):
         rows = {}
-        for row in (row for launch in group for row in launch["rows"]):
-            rows.setdefault((row["scaling"], row["variant"]), []).append(row)
+        for launch, row in ((launch, row) for launch in group for row in launch["rows"]):
+            if row["scaling"] == "weak" or launch["largest"] == largest:
+                rows.setdefault((row["scaling"], row["variant"]), []).append(row)
         noises = [launch["noise"] for launch in group if launch["noise"]]
-        merged[ranks] = {**group[-1], "noise": median_of(noises) if noises else None,
+        merged[ranks] = {**group[-1], "launches": len(group),
+                         "noise": median_of(noises) if noises else None,
                          "rows": {key: median_of(repeats) for key, repeats in rows.items()},
                          "all_reduces": sum((launch["all_reduces"] for launch in group), [])}
     return merged
@@ -158,12 +162,13 @@ def predict(launches, args):
 
 
 def critical_batch(launches):
-    """B_simple in the unit of the batch; None where it was not measured, or noise hides it."""
-    noises = [launch["noise"] for launch in launches.values() if launch["noise"]]
+    """B_simple in the unit of the batch, of the most ranks that measured it; None where none did,
+    0 where noise hides it."""
+    noises = [launches[ranks]["noise"] for ranks in sorted(launches) if launches[ranks]["noise"]]
     if not noises:
         return None
-    trace, square = map(sum, zip(*(noise_scale(**noise) for noise in noises)))
-    return trace / square if trace > 0 and square > 0 else None
+    trace, square = noise_scale(**noises[-1])
+    return trace / square if trace > 0 and square > 0 else 0
 
 
 # ---------------------------------------------------------------- report
@@ -175,6 +180,9 @@ def report(launches, args):
                            merged)
     table.sort(key=lambda row: (row["scaling"] == "strong", row["variant"], row["ranks"]))
     unit = last["unit"]
+    if left_out := len(launches) - sum(launch["launches"] for launch in merged.values()):
+        print(f"{left_out} launches in the file are left out: another "
+              f"{', '.join(ALIKE[:-1])} or {ALIKE[-1]} than the last one's")
     print(textwrap.fill(" ".join([f"{last['what']},", last["config"], *last["overrides"]]), 100))
     print(f"{last['parameters'] / 1e6:.2f} million parameters, {last['dtype']}, {last['device']}"
           f"{', one thread a rank' * (last['device'] == 'cpu')}; medians\n"
@@ -222,6 +230,8 @@ def print_prediction(predicted, errors, text, critical, launches):
               f"{row['exchange']:>12.4f}{row['speed_up']:>10.1f}{row['efficiency']:>12.0%}"
               f"{progress:>10}")
     if critical is None:
+        return print("critical batch: not measured; give --predict with --ranks.")
+    if not critical:
         return print("critical batch: not found; the noise hides the gradient in so few batches. "
                      "Take more --steps.")
     print(textwrap.fill(

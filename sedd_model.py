@@ -182,7 +182,7 @@ class Block(nn.Module):
         branch = self.attention(self.norm1(h) * (1 + scale) + shift, rotary, attended)
         if needed is not None:
             rows, proteins = needed
-            h, branch, modulation = take(h, rows), take(branch, rows), take(modulation, proteins)
+            h, branch, modulation = take(h, rows), take(branch, rows), spread(modulation, proteins)
         gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)[2:]
         p = self.dropout if self.training else 0.0
         h = add_branch(h, self.attn_out(branch), gate1, p)
@@ -208,7 +208,7 @@ class Head(nn.Module):
     def forward(self, h, c, needed=None):
         modulation = self.adaLN_modulation(c)[:, None]
         if needed is not None:
-            modulation = take(modulation, needed[1])
+            modulation = spread(modulation, needed[1])
         shift, scale = modulation.chunk(2, dim=-1)
         return self.linear(self.norm_final(h) * (1 + scale) + shift)
 
@@ -216,6 +216,13 @@ class Head(nn.Module):
 def take(x, rows):
     """Rows (n,) of x (B, L, C) as n sequences of one position, (n, 1, C)."""
     return F.embedding(rows, x.flatten(0, 1))[:, None]      # its gradient is faster than x[rows]'s
+
+
+def spread(modulation, proteins):
+    """modulation (B, 1, C) -> that of the protein of each position, (n, 1, C). The gradients of a
+    protein's positions are summed in float32 at least: in bfloat16 a sum of hundreds loses much."""
+    exact = modulation.to(at_least_float32(modulation.dtype))
+    return take(exact, proteins).to(modulation.dtype)
 
 
 class Norm(nn.Module):

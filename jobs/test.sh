@@ -3,10 +3,11 @@
 #   bash jobs/test.sh                             all but the slow ones
 #   bash jobs/test.sh --slow                      only the slow ones
 #   bash jobs/test.sh tests/test_layout.py -x     arguments of pytest; paths from the root
+# Two tests run at a time; TEST_PROCESSES=0: one after the other, as debuggers need it.
 # The exit code is pytest's (5: no test matched).
 set -euo pipefail
 
-PYTEST="pytest>=8 pytest-timeout>=2.3 ruff==0.17.6"
+PYTEST="pytest>=8 pytest-timeout>=2.3 pytest-xdist>=3.6 ruff==0.17.6"
 # What users may add. In .venv/extras, so that all tests but theirs run as on a machine without it.
 EXTRAS="matplotlib>=3.8 safetensors>=0.4 tensorboard>=2.16 wandb>=0.17 nbclient>=0.10 ipykernel>=6"
 # The MPI of .venv, in which only one can live (as in jobs/local.sh).
@@ -100,4 +101,4 @@ cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 locked make_test_env "$@"
 
 export OMP_NUM_THREADS=1       # many small processes on few cores; also makes sums repeatable
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadgroup "$@"

@@ -41,6 +41,11 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if bool(item.get_closest_marker("slow")) != wanted]
     items[:] = [item for item in items if bool(item.get_closest_marker("slow")) == wanted]
     config.hook.pytest_deselected(items=left_out)
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:   # Slurm and the two hosts can exist once: in one process of pytest
+            cluster = {"slurm", "two_hosts"} & set(item.fixturenames)
+            group = "test_faults.py" if cluster else item.path.name   # whose rows ask for them too
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -17,17 +17,18 @@ def test_where_a_curve_reaches_a_value_is_on_the_line_between_two_points():
 
 def test_the_table_compares_with_the_first_recipe_and_a_finished_run_is_not_trained_again(tmp_path):
     argv = ["--config", ROOT / "configs" / "sedd_demo.yaml", "--steps", "5", "--seeds", "0,3",
-            "--recipes", "adamw,muon_decay_subs", "--folder", "runs",
+            "--recipes", "adamw,muon_decay_subs_cosine", "--folder", "runs",
             "data.demo_proteins=60", "data.val_fraction=0.2",
             "model.hidden_size=16", "model.n_blocks=1", "model.n_heads=2", "training.batch_size=2",
-            "monitoring.n_samples=1", "monitoring.sample_steps=2", "--device", "cpu"]
+            "--device", "cpu"]
     (code, table, err), again, refused, no_data = command_lines(
         "bench_learn", [argv, argv, [*argv, "--recipes", "sgd"], [*argv, "--data", "no.fasta"]],
         tmp_path)
     assert code == again[0] == 0 and again[1] == table, err
     assert all(len(path.read_text().splitlines()) == 5 for path in tmp_path.rglob("metrics.jsonl"))
     rows = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) ([\d.]+) +(\S+) (\S+)$", table, re.M)
-    assert [row[0] for row in rows] == ["adamw", "muon_decay_subs"] and rows[0][4:] == ("100%",) * 2
+    assert [row[0] for row in rows] == ["adamw", "muon_decay_subs_cosine"]
+    assert rows[0][4:] == ("100%",) * 2
     for _, mean, *ends, _, _ in rows:
         assert float(mean) == pytest.approx((float(ends[0]) + float(ends[1])) / 2, abs=2e-4)
     assert no_data[0] == 2 and "no.fasta" in no_data[2] and "Traceback" not in no_data[2]

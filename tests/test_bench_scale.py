@@ -84,7 +84,8 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
                           micro_batches=2, batch=2 * 2 * 3 / sum(1 / n for n in sizes),
                           schedule=SimpleNamespace(mine=range(1), item_of=lambda step, _: step))
     found = measure_noise(run, batches, lambda model, batch: (
-        model(batch["x"]).sum(), torch.zeros(1), len(batch["x"])), 40, Ddp())
+        model(batch["x"]).sum(), torch.zeros(1), len(batch["x"])),
+        SimpleNamespace(steps=40, train=0), Ddp())
     trace, square = noise_scale(**found)
     assert trace == pytest.approx(2 * 5 * size, rel=0.1) and square == pytest.approx(4, rel=0.1)
 

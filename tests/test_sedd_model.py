@@ -11,7 +11,7 @@ from bench_sedd import plain_log_score, plain_loss
 from sedd_cases import BOTH_GRAPHS, CASES, entries, near, official_numbers, seeded
 from sedd_diffusion import (AbsorbingGraph, make_graph, make_noise, sample, score_entropy_loss,
                             stratified_times)
-from sedd_model import EMA, SEDD, add_branch, attend, load_official
+from sedd_model import EMA, SEDD, add_branch, attend, load_official, spread
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +319,12 @@ def test_a_batch_of_known_residues_alone_or_none_has_a_gradient(masked):
     model, xt = small_model(AbsorbingGraph(21)), torch.full((2, 5), 21 if masked else 3)
     model.train()(xt, torch.ones(2)).sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_gradient_of_a_protein_is_a_sum_over_its_positions_in_bfloat16_too():
+    modulation = torch.zeros(2, 1, 3, dtype=torch.bfloat16, requires_grad=True)
+    spread(modulation, torch.tensor([0] * 1000 + [1])).sum().backward()   # 256 + 1 is 256 there
+    assert modulation.grad[:, 0, 0].tolist() == [1000, 1]
 
 
 def test_dropout_acts_in_training_only():
