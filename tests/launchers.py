@@ -273,8 +273,7 @@ def fork_ranks(n, argv, cwd, env=None, timeout=300):
     start = time.monotonic()
     with ForkedRanks(argv, cwd, environments) as ranks:
         codes = ranks.codes(timeout, GRACE)
-    return Result(next(filter(None, codes), 0), ranks.out(), ranks.err(),
-                  time.monotonic() - start)
+    return Result(next(filter(None, codes), 0), ranks.out(), ranks.err(), time.monotonic() - start)
 
 
 @contextlib.contextmanager

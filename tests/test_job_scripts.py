@@ -688,7 +688,8 @@ def test_qdel_saves_and_ends_the_chain_and_the_same_qsub_ends_as_an_undisturbed_
 def test_the_default_job_without_its_data_says_in_one_line_how_to_make_it(pals_site, project):
     site = pals_site
     shutil.copytree(ROOT / "configs", project / "configs")
-    more = {"SCRIPT": "train_sedd_ddp.py", "CONFIG": "configs/sedd_uniref50.yaml", "PREFLIGHT": ""}
+    more = {"SCRIPT": "train_sedd_ddp.py", "CONFIG": "configs/sedd_uniref50.yaml", "PREFLIGHT": "",
+            "NPROC": "1"}
     with site.start("aurora.pbs", "101.site", on="hostA", **more) as job:
         result = job.wait(timeout=60)
     assert result.returncode == 2 and not result.leftover, result.text + logs(project)
@@ -706,7 +707,7 @@ def test_a_pbs_job_stops_by_the_clock_and_the_next_one_goes_on_from_there(pals_s
     more = {"DDP_MPI4PY": "0", "PREFLIGHT": ""}
     (project / "driver.py").write_text(DRIVER.replace(     # its first steps last until the deadline
         "time.sleep(0.5)", "time.sleep(max(0, float(os.environ['DDP_DEADLINE']) - time.time()))"))
-    with site.start("aurora.pbs", "101.site", on="hostA", SAVE_SECONDS=7200 - 60, **more) as job:
+    with site.start("aurora.pbs", "101.site", on="hostA", SAVE_SECONDS=7200 - 45, **more) as job:
         result = job.wait(timeout=400)
     assert result.returncode == 75 and result.leftover == [], logs(project)
     status = read_status(run_dir)
