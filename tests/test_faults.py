@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from ddp_setup import load_checkpoint
 from launchers import (clean_environment, fork_ranks, full_pipe, need, own_tracebacks, run_ranks,
                        start_ranks, stolen_seconds)
+from run_dir import read_status
+from training import equal
 
 ROOT = Path(__file__).resolve().parents[1]
 GONE = 15.0         # seconds in which every process must be gone after a failure; 5 are wanted
@@ -159,7 +160,7 @@ LAUNCHERS = {
     "python": ("python", 1, [], {}),
     "torchrun": ("torchrun", 2, [], {}), "openmpi": ("openmpi", 2, [], {}),
     "mpich": ("mpich", 2, [], {}), "intel": ("intel", 2, [], {}),
-    "srun": ("srun", 4, ["--kill-on-bad-exit=0"], {}),
+    "srun": ("srun", 2, ["--kill-on-bad-exit=0"], {}),
     "srun --kill-on-bad-exit": ("srun", 2, ["--kill-on-bad-exit=1"], {}),
     "mpich without mpi4py": ("mpich", 2, [], NO_MPI4PY),
     "torchrun with signals": (
@@ -260,14 +261,12 @@ FAULTS = {
                        lambda running, folder: (folder / "run" / "STOP").touch()),
     "DDP_DEADLINE": Fault("slow", 0, 75, "DDP_DEADLINE"),
 }
-# Of torchrun and mpich the quick set has some, and the slow one all others.
 QUICK = {"torchrun": ("exception in forward",), "mpich": ("SIGUSR1",)}
 FULL = tuple(name for name in FAULTS if not re.search("scancel|srun|USR1 to", name))
 FIVE = ("exception, others busy", "exit code 1", "kill -9 of rank 0", "SIGSTOP", "guard killed")
 HOSTS = ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "cable pulled")
-SLOW = {"torchrun": (*(name for name in FULL if name not in (*QUICK["torchrun"], "SIGUSR1")),
-                     "SIGUSR1 to the agent"),
-        "mpich": tuple(name for name in FULL if name not in QUICK["mpich"]),
+SLOW = {"torchrun": (*(name for name in FULL if name != "SIGUSR1"), "SIGUSR1 to the agent"),
+        "mpich": FULL,
         "openmpi": (*FIVE, "SIGTERM", "SIGUSR1 to all, 2 workers"), "intel": (*FIVE, "SIGTERM"),
         "srun": (*FIVE, "before the group", "scancel -s TERM", "SIGTERM to srun"),
         "srun --kill-on-bad-exit": ("exception, others busy", "SIGSTOP", "scancel"),
@@ -328,16 +327,6 @@ def prepare(folder):
     return ["driver.py", "--config", "config.yaml", "--work_dir", "run"]
 
 
-def equal(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
-
-
 def check_checkpoint(run_dir, reference):
     """The step of last.pt, which must be, to the last bit, what the undisturbed run had there."""
     state = load_checkpoint(str(run_dir / "checkpoints" / "last.pt"))
@@ -358,11 +347,6 @@ def check_finished(run_dir, reference):
     metrics = [[[row.get(key) for key in ("step", "loss", "lr", "val/loss")] for row in rows]
                for rows in tables]
     assert metrics[0] == metrics[1], "rows of metrics.jsonl are missing, doubled or different"
-
-
-def read_status(run_dir):
-    path = run_dir / "status.json"
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def plain(text):
@@ -657,11 +641,8 @@ def small_disk(tmp_path):
             pass
 
 
-FULL_DISK = "No space left|disk full|file write failed"
-
-
 @pytest.mark.parametrize("fault, launcher, says", [
-    ("fill", "python", FULL_DISK), slow("fill", "mpich", FULL_DISK),
+    ("fill", "python", "No space left|disk full|file write failed"),
     slow("make read-only", "torchrun", "Read-only file system|read-only")])
 def test_a_save_that_fails_ends_all_with_one_message_and_the_checkpoint_of_before(
         fault, launcher, says, small_disk, table, undisturbed):
@@ -847,8 +828,7 @@ def test_as_process_1_of_a_container_too_a_rank_is_ended(name, tmp_path, table):
     chain = Chain("python", tmp_path, None, table)
     done = subprocess.run(
         [*apart, sys.executable, *chain.words, WATCHED], cwd=tmp_path, text=True,
-        capture_output=True, timeout=120,
-        env=clean_environment(env=chain.environment(fault.fault)))
+        capture_output=True, timeout=120, env=clean_environment(env=chain.environment(fault.fault)))
     row.exit, row.status = str(done.returncode), str(read_status(chain.run_dir).get("code"))
     table.append(row)
     assert (row.exit, row.status) == (str(fault.code),) * 2, done.stdout + done.stderr

@@ -41,8 +41,7 @@ from train_sedd_ddp import (Config, MicroBatches, check_config, describe_plan, m
                             prepare, train)
 
 from training import (  # noqa: F401 (the fixture one_thread)
-    NAN_LOSS, ORIGINAL_YAML, ROOT, command_lines, losses, one_thread, rows, same_run,
-    steps_with_a_nan, words)
+    NAN_LOSS, ROOT, command_lines, losses, one_thread, rows, same_run, steps_with_a_nan, words)
 
 SCRIPT, DEMO = ROOT / "train_sedd_ddp.py", ROOT / "configs" / "sedd_demo.yaml"
 TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,
@@ -106,7 +105,7 @@ ALIKE = words({"training.batch_size": 8, "training.n_iters": 10, "training.eval_
                "training.eval_samples": 1, "training.log_freq": 1, "optim.warmup": 3,
                "model.hidden_size": 64, "model.n_blocks": 2, "model.dropout": 0.1,
                "data.demo_proteins": 600, "monitoring.sample_steps": 2})
-RANKS = {"alone": 1, "torchrun": 2, "mpich": 2, "openmpi": 4}
+RANKS = {"alone": 1, "torchrun": 2, "openmpi": 4}
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +129,7 @@ def demo(tmp_path_factory):
 
 
 @pytest.mark.parametrize("launcher", [
-    "torchrun", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mpich", "openmpi"))])
+    "torchrun", pytest.param("openmpi", marks=pytest.mark.slow)])
 def test_the_same_global_batch_gives_the_same_losses_under_any_launcher(demo, launcher):
     need(launcher)
     one, other = rows(demo("alone")[0]), rows(demo(launcher)[0])
@@ -919,17 +918,6 @@ def test_large_perplexities_stay_apart_in_the_table():
 
 
 
-def test_a_run_that_no_longer_improves_stops_early_and_stays_stopped(fasta, tmp_path, capsys):
-    still = dict(optim__lr=0, training__n_iters=50, training__eval_freq=2, training__patience=3)
-    result = run(tiny(fasta, **still), tmp_path / "w")
-    assert result["step"] == 2 + 3 * 2   # the first evaluation is the best
-    state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
-    assert state["finished"] == "early stop" and state["best"]["step"] == 2
-    capsys.readouterr()
-    assert run(tiny(fasta, **still), tmp_path / "w")["step"] == 8
-    assert "This run is finished: early stop at step 8" in capsys.readouterr().out
-
-
 def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(fasta, tmp_path):
     (tmp_path / "c.yaml").write_text("training: {}\n")
     settings = words({**TINY, "data.file": fasta}, optim__lr=0, data__val_fraction=0,
@@ -1185,9 +1173,8 @@ def test_a_longer_demo_comes_near_the_exact_value_and_not_below(tmp_path, model)
 def test_real_proteins_are_learned_on_two_ranks(shared, tmp_path):
     more = ["training.n_iters=300", "training.eval_freq=300", "optim.ema=0.98",
             "monitoring.sample_steps=16"]
-    done = run_ranks("torchrun", 2, [SCRIPT, "--config", ROOT / "configs" / "sedd_cpu.yaml",
-                                     "--data", shared / "data" / "proteins.fasta.gz", *more],
-                     tmp_path, timeout=2900)
+    done = fork_ranks(2, [SCRIPT, "--config", ROOT / "configs" / "sedd_cpu.yaml", "--data",
+                          shared / "data" / "proteins.fasta.gz", *more], tmp_path, timeout=2900)
     assert done.returncode == 0, done.text
     last = rows(tmp_path / "runs" / "sedd_cpu")[-1]
     ratio = last["val/perplexity"] / last["val/unigram_perplexity"]
@@ -1203,6 +1190,16 @@ def test_every_shipped_config_is_accepted():
     assert DEMO in paths
     for path in paths:
         check_config(load_config(Config, path))
+
+
+# As the guide prints it that users of the original come from.
+ORIGINAL_YAML = """
+training: {batch_size: 16, accum: 4, num_workers: 4}
+optim: {lr: 1e-4, warmup: 10000}
+memory: {gradient_checkpointing: False, mixed_precision: True, max_memory_per_gpu: 0.85}
+ddp: {find_unused_parameters: False, gradient_as_bucket_view: True}
+monitoring: {log_gradients: true, log_weights: false, sample_frequency: 5000}
+"""
 
 
 def test_the_original_yaml_is_accepted(tmp_path):
