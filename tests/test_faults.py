@@ -313,7 +313,7 @@ def undisturbed(tmp_path_factory):
         if n not in done:
             folder = tmp_path_factory.mktemp(f"undisturbed{n}")
             arguments = prepare(folder) + ["training.snapshot_freq=1"]
-            result = fork_ranks(n, arguments, folder, env={"KEEP_ALL": folder})
+            result = fork_ranks(n, arguments, folder, {"KEEP_ALL": folder}, timeout=600)
             assert result.returncode == 0, result.text
             done[n] = folder
         return done[n]

@@ -461,7 +461,7 @@ def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_unin
     saved = load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))
     assert saved["step"] == status["step"] < 60
     for work_dir in ("parts", "straight"):
-        result = fork_ranks(3, [*argv, "--work_dir", work_dir], tmp_path)
+        result = fork_ranks(3, [*argv, "--work_dir", work_dir], tmp_path, timeout=600)
         assert result.returncode == 0, result.text
         assert ("continuing from step" in result.stdout) == (work_dir == "parts")
     same_run(tmp_path / "straight", tmp_path / "parts")
