@@ -1,10 +1,12 @@
-"""Runs scripts in processes forked from one that has imported torch, for launchers.fork_ranks.
+"""Runs scripts in processes forked from one that has imported torch, for launchers.ForkedRanks.
 
-Importing torch takes seconds in every rank, and most tests of ranks need no launcher. Reads a run
-per line, as JSON: {"argv": script and arguments, "cwd", "ranks": [environment of each],
-"timeout": seconds}. Writes for each a line of JSON: [[exit code, stdout, stderr] of each rank].
-A rank that is still there at the timeout, or GRACE seconds after another has failed, is killed: its
-exit code is -9.
+Importing torch takes seconds in every rank, and most tests of ranks need no launcher. Reads
+requests as lines of JSON, and answers each by one:
+  {"argv": script and arguments, "cwd", "ranks": [[environment, path of stdout, of stderr], ...]}
+                                       -> [process of each]
+  {"wait": processes, "timeout": seconds, "grace": seconds} -> [exit code of each]
+A process that is still there at the timeout, or `grace` seconds after another has failed (null: no
+limit), is killed: its exit code is -9. A guard forks its rank, where it would start Python anew.
 """
 
 import atexit
@@ -14,66 +16,74 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
-import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch._dynamo  # noqa: E402, F401 - the optimizer imports it, which takes seconds
+import ddp_guard  # noqa: E402
 import test_aurora_ddp  # noqa: E402, F401
 import test_dtype  # noqa: E402, F401
 import train_dpo_ddp  # noqa: E402, F401
 import train_sedd_ddp  # noqa: E402, F401
 
-GRACE = 3.0     # for the other ranks, as launchers have one
+codes = {}      # {process: exit code} of those that have ended
 
 
-def wait_for(pids, timeout):
-    """{pid: exit code} of child processes; all of their groups are gone then."""
-    codes, deadline = {}, time.monotonic() + timeout
-    try:
-        while len(codes) < len(pids) and time.monotonic() < deadline:
-            for pid in set(pids) - codes.keys():
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
-                    if status:
-                        deadline = min(deadline, time.monotonic() + GRACE)
-            time.sleep(0.005)
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):      # nothing of it is left
-                os.killpg(pid, signal.SIGKILL)
-    for pid in set(pids) - codes.keys():
+def wait_for(pids, timeout, grace):
+    """Exit codes of child processes; all of their groups are gone then."""
+    running, deadline = [pid for pid in pids if pid not in codes], time.monotonic() + timeout
+    left = set(running)
+    while left and time.monotonic() < deadline:
+        for pid in set(left):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                left.remove(pid)
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                if status and grace is not None:
+                    deadline = min(deadline, time.monotonic() + grace)
+        time.sleep(0.005)
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):      # nothing of it is left
+            os.killpg(pid, signal.SIGKILL)
+    for pid in left:
         codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return codes
-
-
-def text_of(file):
-    file.seek(0)
-    return file.read().decode(errors="replace")
+    return [codes[pid] for pid in pids]
 
 
 def serve():
     """Answer until stdin ends. Returns in a child what it has to run: (environment, argv, cwd)."""
     for line in sys.stdin:
-        run = json.loads(line)
-        ranks = []
-        for environment in run["ranks"]:
-            out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-            pid = os.fork()
-            if pid == 0:
-                os.setpgid(0, 0)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                for file, stream in ((open(os.devnull), 0), (out, 1), (err, 2)):
-                    os.dup2(file.fileno(), stream)
-                return environment, run["argv"], run["cwd"]
-            ranks.append((pid, out, err))
-        codes = wait_for([pid for pid, _, _ in ranks], run["timeout"])
-        print(json.dumps([[codes[pid], text_of(out), text_of(err)] for pid, out, err in ranks]),
-              flush=True)
+        request = json.loads(line)
+        if "wait" in request:
+            answer = wait_for(request["wait"], request["timeout"], request["grace"])
+        else:
+            answer = []
+            for environment, *files in request["ranks"]:
+                pid = os.fork()
+                os.setpgid(pid, 0)      # by both, as either may be the first
+                if pid == 0:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    for stream, path in enumerate([os.devnull, *files]):
+                        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), stream)
+                    return environment, request["argv"], request["cwd"]
+                codes.pop(pid, None)
+                answer.append(pid)
+        print(json.dumps(answer), flush=True)
+
+
+class ForkedRank(subprocess.Popen):
+    """What a guard starts: a fork of itself that runs the same script."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *_):
+        self.pid = os.fork()
+        if self.pid == 0:
+            preexec_fn()
+            run_and_leave(env, args[1:], os.getcwd())
 
 
 def run(environment, argv, folder):
@@ -81,7 +91,8 @@ def run(environment, argv, folder):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
+    sys.argv, sys.orig_argv = argv, [sys.executable, *argv]
+    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     try:
         runpy.run_path(argv[0], run_name="__main__")
         return 0
@@ -90,17 +101,26 @@ def run(environment, argv, folder):
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.excepthook(*sys.exc_info())
         return 1
+
+
+def run_and_leave(environment, argv, folder):
+    code = 1
+    try:
+        code = run(environment, argv, folder)
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)      # to take the modules apart, as the interpreter does, costs a second
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     gc.freeze()     # a collection in a child would copy all of this process's memory
     if work := serve():
-        code = run(*work)
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)      # to take the modules apart, as the interpreter does, costs a second
+        ddp_guard.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRank})
+        run_and_leave(*work)

@@ -44,7 +44,8 @@ LAUNCHERS = ("python", "torchrun", "openmpi", "mpich", "intel", "srun", "torchru
 MARK = "TEST_RUN_MARK"
 SLURM_CONF = None     # configuration file of the running two-node Slurm
 HOST_SHELL = None     # program: HOST_SHELL HOST COMMAND... runs it on a host, a network namespace
-_fork_server = None   # the process that forks the ranks of fork_ranks
+GRACE = 3.0           # seconds of forked ranks after another has failed, as launchers have them
+_fork_server = None   # the process that forks ranks
 HOSTS = {"hostA": "10.77.0.1", "hostB": "10.77.0.2"}
 
 # What a batch system or an outer launcher may have left in our own environment.
@@ -194,39 +195,85 @@ def run_ranks(launcher, n, argv, cwd, env=None, timeout=600, leftover_grace=2.0,
         return running.wait(timeout, leftover_grace)
 
 
-def fork_ranks(n, argv, cwd, env=None, timeout=300):
-    """Run `python argv` on n ranks without a launcher, in processes forked from one that has
-    imported torch, and return a Result.
-
-    They have the variables of torchrun and no guard. returncode: 0, or that of the first rank that
-    failed; -9 is that of a rank which was still there after `timeout` seconds, or three seconds
-    after another had failed.
-    """
+def ask_fork_server(**request):
+    """The answer of forked_ranks.py, which the first call starts."""
     global _fork_server
     if _fork_server is None or _fork_server.poll() is not None:
         _fork_server = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("forked_ranks.py")], text=True,
             env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         atexit.register(_fork_server.communicate)      # closes its stdin, which ends it
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = clean_environment(env={"DDP_GUARD": 0, **(env or {})})
-    here = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [common | {name: str(value) for name, value in here.items()}
-             | {"RANK": str(k), "LOCAL_RANK": str(k)} for k in range(n)] if n > 1 else [common]
-    run = {"argv": list(map(str, argv)), "cwd": str(cwd), "ranks": ranks, "timeout": timeout}
-    start = time.monotonic()
     try:
-        _fork_server.stdin.write(json.dumps(run) + "\n")
+        _fork_server.stdin.write(json.dumps(request) + "\n")
         _fork_server.stdin.flush()
-        codes, stdout, stderr = zip(*json.loads(_fork_server.stdout.readline()))
+        return json.loads(_fork_server.stdout.readline())
     except BaseException:       # a test's time limit, say: its answer is not for the next one
         _fork_server.terminate()
         _fork_server.wait()
         raise
-    return Result(next(filter(None, codes), 0), "".join(stdout), "".join(stderr),
-                  time.monotonic() - start)
+
+
+class ForkedRanks:
+    """Ranks that run `python argv`, forked from a process that has imported torch; for a `with`,
+    whose end kills what is left.
+
+    environments: {rank: variables added to a clean environment}. A script that asks for a guard has
+    one, as everywhere, unless DDP_GUARD=0 stands there. pids: {rank: process id}, of the guards.
+    """
+
+    def __init__(self, argv, cwd, environments):
+        self._files = {rank: [tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()]
+                       for rank in environments}
+        ranks = [[clean_environment(env=env), *(file.name for file in self._files[rank])]
+                 for rank, env in environments.items()]
+        started = ask_fork_server(argv=list(map(str, argv)), cwd=str(cwd), ranks=ranks)
+        self.pids = dict(zip(environments, started))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.codes(timeout=0)
+
+    def out(self, rank=None):
+        """What `rank`, or all of them, printed to stdout yet."""
+        return "".join(_read(out) for number, (out, _) in self._files.items()
+                       if rank in (None, number))
+
+    def err(self):
+        return "".join(_read(err) for _, err in self._files.values())
+
+    def wait_for(self, text, timeout=600):
+        """Return once every rank has printed `text`."""
+        deadline = time.monotonic() + timeout
+        while not all(text in self.out(rank) for rank in self.pids):
+            assert time.monotonic() < deadline, self.err()
+            time.sleep(0.02)
+
+    def codes(self, timeout=600, grace=None):
+        """Wait for all; exit codes, of those killed at the timeout or `grace` seconds after another
+        had failed -9."""
+        return ask_fork_server(wait=list(self.pids.values()), timeout=timeout, grace=grace)
+
+
+def fork_ranks(n, argv, cwd, env=None, timeout=300):
+    """Run `python argv` on n ForkedRanks to their end and return a Result.
+
+    They have the variables of torchrun, and no guard unless `env` holds DDP_GUARD=1. returncode: 0,
+    or that of the first rank that failed; -9 is that of a rank which was still there after
+    `timeout` seconds, or GRACE seconds after another had failed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common, size = {"DDP_GUARD": 0, **(env or {})}, {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+    here = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environments = {rank: {**here, "RANK": rank, "LOCAL_RANK": rank, **common} if n > 1 else common
+                    for rank in range(n)}
+    start = time.monotonic()
+    with ForkedRanks(argv, cwd, environments) as ranks:
+        codes = ranks.codes(timeout, GRACE)
+    return Result(next(filter(None, codes), 0), ranks.out(), ranks.err(), time.monotonic() - start)
 
 
 @contextlib.contextmanager

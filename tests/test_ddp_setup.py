@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -24,29 +23,25 @@ from ddp_setup import (Ddp, State, all_mean, all_sum, autocast, broadcast, choos
                        choose_dtype, cleanup_ddp, close_run, ddp_sampler, detect_launcher,
                        load_checkpoint, optimize_with_ipex, save_checkpoint, setup_ddp,
                        slurm_first_host, stop_reason, stop_wanted, watch_run, wrap_ddp)
-from launchers import clean_environment
+from launchers import clean_environment, fork_ranks
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
 TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", GROUP_RANK="1",
-                MASTER_ADDR="n0",
-                MASTER_PORT="29500", TORCHELASTIC_RUN_ID="none")
+                MASTER_ADDR="n0", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="none")
 OPENMPI = dict(OMPI_COMM_WORLD_RANK="5", OMPI_COMM_WORLD_SIZE="8", OMPI_COMM_WORLD_LOCAL_RANK="1",
                OMPI_COMM_WORLD_LOCAL_SIZE="4", OMPI_COMM_WORLD_NODE_RANK="1",
-               OMPI_UNIVERSE_SIZE="2", PMIX_RANK="5",
-               PMIX_NAMESPACE="prterun-n0-17@1")
+               OMPI_UNIVERSE_SIZE="2", PMIX_RANK="5", PMIX_NAMESPACE="prterun-n0-17@1")
 PALS_AURORA = dict(PALS_RANKID="5", PALS_LOCAL_RANKID="1", PALS_LOCAL_SIZE="4", PALS_NODEID="1",
                    PMIX_RANK="5", PMI_SIZE="")
 PALS_POLARIS = dict(PALS_RANKID="5", PALS_LOCAL_RANKID="1", PALS_NODEID="1", PMI_RANK="5",
-                    PMI_SIZE="8",
-                    PMI_LOCAL_RANK="1", PMI_LOCAL_SIZE="4")
+                    PMI_SIZE="8", PMI_LOCAL_RANK="1", PMI_LOCAL_SIZE="4")
 HYDRA = dict(PMI_RANK="5", PMI_SIZE="8", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="4", PMI_FD="9")
 MVAPICH2 = dict(MV2_COMM_WORLD_RANK="5", MV2_COMM_WORLD_SIZE="8", MV2_COMM_WORLD_LOCAL_RANK="1",
                 MV2_COMM_WORLD_LOCAL_SIZE="4")
 FLUX = dict(FLUX_TASK_RANK="5", FLUX_JOB_SIZE="8", FLUX_TASK_LOCAL_ID="1", FLUX_JOB_NNODES="2")
 JSRUN = dict(JSM_NAMESPACE_RANK="5", JSM_NAMESPACE_SIZE="8", JSM_NAMESPACE_LOCAL_RANK="1")
 BATCH_SHELL = dict(SLURM_JOB_ID="77", SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_LOCALID="0",
-                   SLURM_NODEID="0",
-                   SLURM_TASKS_PER_NODE="4(x2)")
+                   SLURM_NODEID="0", SLURM_TASKS_PER_NODE="4(x2)")
 SLURM = dict(BATCH_SHELL, SLURM_STEP_ID="0", SLURM_PROCID="5", SLURM_STEP_NUM_TASKS="8",
              SLURM_NTASKS="16", SLURM_LOCALID="1",
              SLURM_NODEID="1", SLURM_STEP_TASKS_PER_NODE="4(x2)")
@@ -114,8 +109,7 @@ def test_contradictions_are_refused_and_shown(env, mpi, words):
 
 @pytest.mark.parametrize("text, host", [
     ("n1", "n1"), ("n1,n2", "n1"), ("a[003-5,9]-ib,b3", "a003-ib"), ("a[1-2],b3", "a1"),
-    ("r[07-10]n[1-4]", "r07n1"),
-    ("x-1-[12,14-16]", "x-1-12")])
+    ("r[07-10]n[1-4]", "r07n1"), ("x-1-[12,14-16]", "x-1-12")])
 def test_first_host_of_a_slurm_list(text, host):
     assert slurm_first_host(text) == host
 
@@ -511,25 +505,22 @@ def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
 
 
 # ---------------------------------------------------------------- --doctor
-def doctor(env, *launcher):
-    words = [*launcher, sys.executable, ddp_setup.__file__, "--doctor"]
-    done = subprocess.run(words, env=clean_environment(env=env), capture_output=True, text=True,
-                          timeout=300)
+def doctor(folder, env=None, ranks=1):
+    done = fork_ranks(ranks, [ddp_setup.__file__, "--doctor"], folder, env)
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_doctor_shows_what_was_detected_and_what_would_be_chosen():
-    code, out, err = doctor({"DDP_RANK": "0", "DDP_WORLD_SIZE": "2", "DDP_LOCAL_RANK": "0",
-                             "MASTER_ADDR": "127.0.0.1"})
+def test_the_doctor_shows_what_was_detected_and_what_would_be_chosen(tmp_path):
+    code, out, err = doctor(tmp_path, {"DDP_RANK": "0", "DDP_WORLD_SIZE": "2",
+                                       "DDP_LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
     assert (code, err) == (0, ""), out + err
     for words in (torch.__version__, "gloo yes", "rank from DDP_RANK", "rank 0 of 2", "device cpu",
-                  "backend gloo",
-                  "MASTER_ADDR: 127.0.0.1 is 127.0.0.1", "DDP_WORLD_SIZE=2"):
+                  "backend gloo", "MASTER_ADDR: 127.0.0.1 is 127.0.0.1", "DDP_WORLD_SIZE=2"):
         assert words in out
 
 
-def test_the_doctor_marks_problems_and_says_what_to_do():
-    code, out, err = doctor({"MASTER_ADDR": "no-such-host.invalid", "PMI_RANK": "1"})
+def test_the_doctor_marks_problems_and_says_what_to_do(tmp_path):
+    code, out, err = doctor(tmp_path, {"MASTER_ADDR": "no-such-host.invalid", "PMI_RANK": "1"})
     assert (code, err) == (1, "")
     for words in ("PROBLEM: a launcher seems to have started",
                   "no set of its variables is complete",
@@ -537,9 +528,7 @@ def test_the_doctor_marks_problems_and_says_what_to_do():
         assert words in out, out
 
 
-def test_under_a_launcher_the_doctor_speaks_once():
-    code, out, err = doctor({}, sys.executable, "-m", "torch.distributed.run", "--standalone",
-                            "--nproc_per_node=2",
-                            "--no-python")
+def test_under_a_launcher_the_doctor_speaks_once(tmp_path):
+    code, out, err = doctor(tmp_path, ranks=2)
     assert (code, out.count("versions"), out.count("rank 0 of 2"),
             out.count("launcher torchrun")) == (0, 1, 1, 1), out + err

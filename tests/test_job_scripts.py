@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils._pytree import tree_leaves
 
 import launchers
 from ddp_setup import load_checkpoint
 from launchers import Running, clean_environment, fork_ranks, need
+from run_dir import read_status
+from training import equal
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = ROOT / "jobs"
@@ -89,11 +89,6 @@ def reference(tmp_path_factory):
     return folder / "run"
 
 
-def equal(a, b):
-    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
-    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
-
-
 def check_finished(run_dir, reference):
     """The run has come to its end, with the very weights of the undisturbed run."""
     mine, wanted = (load_checkpoint(str(folder / "checkpoints" / "last.pt"))
@@ -105,11 +100,6 @@ def check_finished(run_dir, reference):
             for row in (run_dir / "metrics.jsonl").read_text().splitlines()] == [
         *range(1, STEPS + 1)]
     assert read_status(run_dir)["code"] == 0
-
-
-def read_status(run_dir):
-    path = run_dir / "status.json"
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def steps_saved(run_dir):
@@ -149,11 +139,13 @@ def write_program(path, text):
 def test_lines_that_job_scripts_share_are_equal():
     blocks = {}
     for path in sorted(JOBS.iterdir()):
-        for head, text in re.findall(r"^# >>> (.*) >>>\n(.*?)^# <<<", path.read_text(),
-                                     re.M | re.S):
+        text = path.read_text()
+        for head, block in re.findall(r"^# >>> (.*) >>>\n(.*?)^# <<<", text, re.M | re.S):
             assert path.name in head, f"{path.name} has a block that names other files: {head}"
-            blocks.setdefault(head, []).append(text)
-    assert len(blocks) == 2 and all(len(texts) == 2 and len(set(texts)) == 1
+            blocks.setdefault(head, []).append(block)
+        for line in re.findall(r"^MPI_WHEEL=.*", text, re.M):       # which .venv has one of
+            blocks.setdefault("MPI", []).append(line)
+    assert len(blocks) == 3 and all(len(texts) == 2 and len(set(texts)) == 1
                                     for texts in blocks.values())
 
 
@@ -304,8 +296,7 @@ class Site:
             "SITE": self.folder, "PATH": path, "SLURM_SUBMIT_DIR": self.project,
             "SLURM_JOB_ID": "101",
             "SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_NUM_NODES": 2, "VENV": "none", **SETTINGS,
-            "PREFLIGHT": "",
-            **given})
+            "PREFLIGHT": "", **given})
         copy = self.folder / "spool" / "slurm_script"
         shutil.copy(self.project / "jobs" / "slurm.sh", copy)
         with Running(["bash", str(copy), *arguments], self.folder, env) as running:
@@ -397,16 +388,14 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
     site.fake_launcher("75 75")
     (project / "jobs" / "aurora.pbs").rename(project / "jobs" / "mine.pbs")
     given = {"ARGS": "training.stop_signals=[SIGTERM,SIGUSR1] data.max_length=32", "NPROC": "3",
-             "MY_OWN": "a b",
-             "PREFLIGHT": ""}
+             "MY_OWN": "a b", "PREFLIGHT": ""}
     assert site.run("mine.pbs", **given) == 75, site.printed + logs(project)
     asked = site.submitted()
     words = " ".join(asked["words"])
     for part in ("-W depend=afterany:101.site", "-A AnyProject", "-q capacity",
                  "-l select=2:system=any", "-N sedd",
                  "-l place=scatter", "-l walltime=02:00:00", "-l filesystems=flare",
-                 "-l software=one", "-m abe",
-                 "-M me@any.site"):
+                 "-l software=one", "-m abe", "-M me@any.site"):
         assert part in words, words
     assert asked["words"][-1] == "jobs/mine.pbs", "what was submitted, as it is by then"
     assert "ncpus" not in words and "award" not in words, "PBS' and the site's"
@@ -523,8 +512,7 @@ class SlurmJob:
     def __init__(self, folder, **variables):
         self.folder, self.mark = folder, f"{launchers.MARK}={folder}"
         self.env = clean_environment("srun", {"PYTHON": sys.executable, "VENV": "none", **SETTINGS,
-                                              **variables,
-                                              launchers.MARK: folder})
+                                              **variables, launchers.MARK: folder})
         options = ["--gres=none", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1",
                    "--time=30"]
         self.id = self.ask("sbatch", "--parsable", *options, "jobs/slurm.sh")
@@ -688,7 +676,8 @@ def test_qdel_saves_and_ends_the_chain_and_the_same_qsub_ends_as_an_undisturbed_
 def test_the_default_job_without_its_data_says_in_one_line_how_to_make_it(pals_site, project):
     site = pals_site
     shutil.copytree(ROOT / "configs", project / "configs")
-    more = {"SCRIPT": "train_sedd_ddp.py", "CONFIG": "configs/sedd_uniref50.yaml", "PREFLIGHT": ""}
+    more = {"SCRIPT": "train_sedd_ddp.py", "CONFIG": "configs/sedd_uniref50.yaml", "PREFLIGHT": "",
+            "NPROC": "1"}
     with site.start("aurora.pbs", "101.site", on="hostA", **more) as job:
         result = job.wait(timeout=60)
     assert result.returncode == 2 and not result.leftover, result.text + logs(project)
@@ -706,7 +695,7 @@ def test_a_pbs_job_stops_by_the_clock_and_the_next_one_goes_on_from_there(pals_s
     more = {"DDP_MPI4PY": "0", "PREFLIGHT": ""}
     (project / "driver.py").write_text(DRIVER.replace(     # its first steps last until the deadline
         "time.sleep(0.5)", "time.sleep(max(0, float(os.environ['DDP_DEADLINE']) - time.time()))"))
-    with site.start("aurora.pbs", "101.site", on="hostA", SAVE_SECONDS=7200 - 60, **more) as job:
+    with site.start("aurora.pbs", "101.site", on="hostA", SAVE_SECONDS=7200 - 45, **more) as job:
         result = job.wait(timeout=400)
     assert result.returncode == 75 and result.leftover == [], logs(project)
     status = read_status(run_dir)
@@ -735,8 +724,7 @@ def multinode(project, **more):
     env = {"PYTHON": sys.executable, "VENV": "none", **SETTINGS, "NNODES": 2,
            "MASTER_ADDR": "10.77.0.1", **more}
     return two_shells([["env", f"NODE_RANK={rank}", "bash", "jobs/torchrun_multinode.sh"]
-                       for rank in (0, 1)],
-                      project, env)
+                       for rank in (0, 1)], project, env)
 
 
 def by_hand(project, python, *arguments, **more):
@@ -744,8 +732,7 @@ def by_hand(project, python, *arguments, **more):
     write_program(project / "bin" / "python",
                   f'#!/bin/bash\nif [ "$1" = -c ]; then echo 3; exit; fi\n{python}')
     env = clean_environment(env={**SETTINGS, "PYTHON": "bin/python", "VENV": "none", "NNODES": 2,
-                                 "NODE_RANK": 1,
-                                 "MASTER_ADDR": "hostA", "NPROC": "", **more})
+                                 "NODE_RANK": 1, "MASTER_ADDR": "hostA", "NPROC": "", **more})
     return Running(["bash", "jobs/torchrun_multinode.sh", *arguments], project, env)
 
 
@@ -804,12 +791,13 @@ def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_
     assert result.returncode == 75 and result.leftover == [], result.text
     saved = steps_saved(run_dir)
     assert read_status(run_dir)["code"] == 75 and saved >= 7
+    assert " passed, 0 failed" in result.stdout     # of the pre-flight
     (project / "slow").unlink()
-    with multinode(project) as running:
+    with multinode(project, PREFLIGHT="") as running:
         result = running.wait(timeout=400)
     assert result.returncode == 0 and result.leftover == [], result.text
     assert f"continuing from step {saved}" in " ".join(result.stdout.split())
-    assert " passed, 0 failed" in result.stdout and "4 rank(s) on 2 host(s)" in result.stdout
+    assert "4 rank(s) on 2 host(s)" in result.stdout
     check_finished(run_dir, reference)
     written = sorted((project / "logs").glob("config-0-*.log"))
     assert len(written) == 2 and f"step {STEPS}/{STEPS}" in written[-1].read_text()

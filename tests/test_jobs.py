@@ -257,8 +257,7 @@ def test_waiting_for_words_of_a_process_that_ended_without_them_fails_at_once(tm
 
 def test_the_environment_of_started_ranks_holds_no_other_launchers_variables(monkeypatch):
     for name in ("RANK", "MASTER_ADDR", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_SIZE",
-                 "PALS_RANKID",
-                 "DDP_RANK"):
+                 "PALS_RANKID", "DDP_RANK"):
         monkeypatch.setenv(name, "3")
     before = {name for name in os.environ
               if name.endswith(("RANK", "RANKID", "PROCID", "WORLD_SIZE", "ADDR"))}

@@ -78,7 +78,6 @@ OPTIONAL = {"wandb", "tensorboard", "matplotlib", "safetensors", "mpi4py", "inte
 
 SOURCES = sorted(path for path in ROOT.glob("*.py"))
 JOBS = sorted(path for path in [*ROOT.glob("jobs/*"), ROOT / ".ci" / "run"] if path.is_file())
-FENCES = ("# >>> environment", "# <<< environment <<<")
 
 
 def imported_names(source):
@@ -174,19 +173,6 @@ def test_every_package_the_design_imports_at_a_top_is_in_requirements():
     installed_as = {"yaml": "pyyaml"}
     tops = set().union(*(at_top for _, at_top, _ in TABLE.values())) - {"pytest"}
     assert {installed_as.get(package, package) for package in tops} <= requirements("requirements.txt").keys()
-
-
-def test_copies_of_the_environment_block_are_equal():
-    blocks = {}
-    for path in JOBS:
-        text = path.read_text()
-        if FENCES[0] in text:
-            assert text.count(FENCES[0]) == text.count(FENCES[1]) == 1, path.name
-            blocks[path.name] = text[text.index(FENCES[0]):text.index(FENCES[1])]
-    assert {"local.sh", "test.sh"} <= blocks.keys()
-    assert len(set(blocks.values())) == 1, f"the lines between {FENCES} differ among {sorted(blocks)}"
-    mpi = {re.search(r"^MPI_WHEEL=.*", (ROOT / "jobs" / name).read_text(), re.M).group() for name in blocks}
-    assert len(mpi) == 1, f"scripts that share .venv want different MPIs in it: {mpi}"
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)

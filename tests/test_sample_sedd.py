@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 import sample_sedd
-from launchers import clean_environment, fork_ranks
+from launchers import fork_ranks
 from report_sequences import (compare, difference, divergence, longest_repeat, low_complexity,
                               measure)
 from sample_sedd import (cli, denoise, reshape_choice, residue_scores, sample_sequences,
@@ -19,8 +17,7 @@ from sample_sedd import (cli, denoise, reshape_choice, residue_scores, sample_se
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sedd_files import Sedd, export_sedd, load_sedd, model_of
 from sedd_model import EMA, load_official
-from sequence_data import (AMINO_ACIDS, N_TOKENS, DemoSource, decode, encode,
-                           named_sequences)
+from sequence_data import (AMINO_ACIDS, N_TOKENS, DemoSource, decode, encode, named_sequences)
 from training import one_thread  # noqa: F401 (a fixture for all)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -351,10 +348,9 @@ def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
                 "data.demo_proteins=200", "data.max_length=64", "monitoring.n_samples=1",
                 "monitoring.sample_steps=2"]
     (tmp_path / "c.yaml").write_text("{}\n")
-    done = subprocess.run([sys.executable, ROOT / "train_sedd_ddp.py", "--config", "c.yaml",
-                           "--work_dir", "run", *settings], cwd=tmp_path, env=clean_environment(),
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = fork_ranks(1, [ROOT / "train_sedd_ddp.py", "--config", "c.yaml", "--work_dir", "run",
+                          *settings], tmp_path)
+    assert done.returncode == 0, done.text
     best = str(tmp_path / "run" / "checkpoints" / "best.pt")
     fasta = tmp_path / "new.fasta"
     cli([best, "--number", "3", "--steps", "2", "--out", str(fasta)])

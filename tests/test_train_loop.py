@@ -372,16 +372,17 @@ def test_launch_options_that_do_not_fit_together_are_refused(given, words):
         hand_over(types.SimpleNamespace(**{**args, **given}), [])
 
 
-# Hands over; then each rank writes what it is, and ends as --end says.
+# Hands over; then each rank writes what it is, and ends as --end says. Only the first imports torch.
 RANKS = """
 import argparse, os, signal, sys, time
-sys.path.insert(0, {root!r})
-from run_script import add_launch_arguments, hand_over
 parser = argparse.ArgumentParser()
 parser.add_argument("--end")
-add_launch_arguments(parser)
+if "RANK" not in os.environ:
+    sys.path.insert(0, {root!r})
+    from run_script import add_launch_arguments, hand_over
+    add_launch_arguments(parser)
+    hand_over(parser.parse_args(), sys.argv[1:])
 args = parser.parse_args()
-hand_over(args, sys.argv[1:])
 rank, stopped = int(os.environ["RANK"]), []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 os.write(1, f"rank {{rank}} of {{os.environ['WORLD_SIZE']}}, local {{os.environ['LOCAL_RANK']}}\\n".encode())

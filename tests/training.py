@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 from ddp_setup import load_checkpoint
 from launchers import fork_ranks
@@ -14,15 +15,6 @@ ROOT = Path(__file__).resolve().parents[1]
 # Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.
 CLOCK = ("residues_per_second", "pairs_per_second", "data_wait", "time/", "memory/", "device/",
          "ddp/")
-
-# As the guide prints it that users of the original come from.
-ORIGINAL_YAML = """
-training: {batch_size: 16, accum: 4, num_workers: 4}
-optim: {lr: 1e-4, warmup: 10000}
-memory: {gradient_checkpointing: False, mixed_precision: True, max_memory_per_gpu: 0.85}
-ddp: {find_unused_parameters: False, gradient_as_bucket_view: True}
-monitoring: {log_gradients: true, log_weights: false, sample_frequency: 5000}
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +64,14 @@ def same_run(a, b):
     for path in a.glob("designs/*"):
         assert path.read_bytes() == (b / "designs" / path.name).read_bytes(), path.name
     assert timeless(a) == timeless(b)
+
+
+def equal(a, b):
+    """Are two nested states alike, to the last bit?"""
+    (leaves, form), (others, other_form) = tree_flatten(a), tree_flatten(b)
+    return form == other_form and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(leaves, others))
 
 
 def same_tensors(a, b, name):
