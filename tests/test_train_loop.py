@@ -5,16 +5,23 @@ import copy
 import json
 import math
 import socket
+import traceback
 import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import cpu_linear
+import proteinmpnn_model
+import sedd_model
+import train_loop
+from bench_scale import SCRIPTS, training_of
 from ddp_setup import Ddp, load_checkpoint, save_checkpoint, wrap_ddp
 from launchers import fork_ranks, run_ranks, start_ranks
 from optimizer import make_optimizer
-from run_config import CommonOptim, CommonTraining
-from run_dir import Former, check_resume, machine_differences, read_status, replace_status, write_status
+from run_config import CommonOptim, CommonTraining, load_config
+from run_dir import Former, check_resume, closing, machine_differences, read_status, replace_status, write_status
 from run_script import describe_run, hand_over
 from sedd_model import EMA
 from step_meter import StepMeter
@@ -170,6 +177,69 @@ def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run
     with pytest.raises(RuntimeError,
                        match="in 3 steps in a row, on 1 rank.*expected at most 2.*optim.lr"):
         list(steps(run, 3, scale=math.inf))
+
+
+class HostReads(TorchDispatchMode):
+    """Collects the operations for which a host would wait for its device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        reads = operation in (aten._local_scalar_dense.default, aten.nonzero.default,
+                              aten.masked_select.default, aten.equal.default)
+        if operation in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+            reads = any(index is not None and index.dtype == torch.bool for index in args[1])
+        if reads:
+            self.found.append("".join(traceback.format_stack(limit=8)))
+        return operation(*args, **(kwargs or {}))
+
+
+STEPS = {"sedd": ["training.batch_size=4", "training.accum=2", "training.n_iters=9",
+                  "model.hidden_size=32", "model.n_blocks=2", "model.n_heads=2",
+                  "data.max_length=64", "data.demo_proteins=300", "memory.compile=false"],
+         "dpo": ["training.batch_size=3", "training.accum=2", "model.base_model_name=random",
+                 "data.demo_structures=6", "data.demo_pairs=5", "model.random.hidden_size=16",
+                 "model.random.n_encoder=1", "model.random.n_decoder=1"]}
+
+
+@pytest.mark.parametrize("what", STEPS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="CUDA alone can refuse to wait: no such device here"))])
+def test_the_host_waits_for_nothing_in_a_step(what, device, tmp_path, monkeypatch):
+    """On the CPU without what is done there alone: fast paths, checks of values. Flags are read a
+    step later, when they have come."""
+    script, ddp = SCRIPTS[what][0], Ddp(device=torch.device(device))
+    config = load_config(script.Config, None, STEPS[what])
+    if device == "cpu":
+        monkeypatch.setattr(sedd_model, "on_cpu", lambda x: False)
+        monkeypatch.setattr(cpu_linear, "on_cpu", lambda x: False)
+        monkeypatch.setattr(proteinmpnn_model, "check_sequences", lambda *arguments: arguments[-1])
+        monkeypatch.setattr(proteinmpnn_model, "check_structure", lambda *arguments: None)
+        monkeypatch.setattr(train_loop, "read_flags", lambda run: None)
+
+    def take_steps(run, ddp):
+        dataset, micro_batch_loss = training_of(run, what, ddp)
+        batches = first_batches(run, dataset, micro_batch_loss, ddp)
+        for _ in range(2):   # the optimizer makes its state
+            take_step(run, batches, micro_batch_loss, ddp)
+        mine = iter([next(batches) for _ in range(4)])
+        if device == "cpu":
+            with HostReads() as reads:
+                for _ in range(2):
+                    take_step(run, mine, micro_batch_loss, ddp)
+            assert not reads.found, reads.found[0]
+            return
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(2):
+                take_step(run, mine, micro_batch_loss, ddp)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    closing(ddp, lambda: script.prepare(config, ddp, tmp_path / "run"), take_steps)
 
 
 def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():
