@@ -1,7 +1,6 @@
 """All speeds of one card, in one table: bench_ddp.py card.
 
     python bench_ddp.py card --json card.json                 # SEDD of 6, 38, 92 million, and DPO
-    python bench_ddp.py card --data data/uniref50 --models 92m
     python bench_ddp.py card --device cpu --models 6m,dpo --steps 2 training.batch_size=2
 
 Trains configs/sedd_uniref50.yaml (92m), sedd_uniref50_38m.yaml (38m), the former with the network
@@ -17,14 +16,12 @@ other devices than CUDA's with --compile). Columns:
     residues/s  trained on, without padding; of DPO pairs/s
     TFLOP/s     6 x the weights of all matrices that every position is multiplied by (blocks and
                 output, not the noise level's) + 12 x blocks x width x length for attention, per
-                position, padding included: forward and backward pass, nothing recomputed
+                position, padding included: both passes; what is recomputed does not count
     of matmul   that over the rate of one product of two matrices, measured here and shown first
     waits       share of the time in which the step waits for its proteins
     peak GB     most memory that tensors took; on a CPU the process, since its start
-    of plain    residues/s over those of plain
 
-Times are medians over --repeats of --steps steps, which follow each other without a pause; on a CPU
-in CPU seconds, of one thread.
+Times are medians over --repeats of --steps steps without a pause; on a CPU, CPU seconds.
 """
 import contextlib
 import copy
@@ -50,7 +47,6 @@ from run_script import bad_input_ends, compile_blocks
 from step_meter import peak_memory
 from train_loop import first_batches, take_step
 
-# (config, overrides) by name
 MODELS = {"6m": ("sedd_uniref50.yaml", ["model.hidden_size=256", "model.n_blocks=6",
                                         "model.n_heads=8"]),
           "38m": ("sedd_uniref50_38m.yaml", []),
@@ -127,29 +123,24 @@ def work_of_steps(run, what, args):
 
 
 def rows_of(run, what, args, ddp):
-    """The rows of a model, as dicts."""
+    """Yield (name, seconds of each repeat, (residues or pairs, FLOP) of each, other columns)."""
     if what == "sedd":
         plan, length = run.plan, run.plan.max_length
         n = round(plan.mean / (1 if plan.counted_in == "proteins" else length)) or 1
         plain = PlainSteps(copy.deepcopy(run.bare), run.config, length, ddp, n)
         times, memory = time_steps(lambda step: plain.step(run.dtype), args, ddp)
-        work = np.array([plan.residues / plan.proteins,
-                         length * flops_per_position(run.bare, length)])
-        yield make_row("plain", times, [args.steps * n * work] * args.repeats, peak_gb=memory)
+        protein = plan.residues / plan.proteins, length * flops_per_position(run.bare, length)
+        work = np.tile(protein, (args.repeats, 1)) * args.steps * n
+        yield "plain", times, work, dict(waits=0.0, peak_gb=memory)
         del plain
     work = work_of_steps(run, what, args)
     times, columns = time_ours(run, what, args, ddp)
-    yield make_row("ours", times, work, **columns)
+    yield "ours", times, work, columns
     if what == "sedd" and (args.compile or ddp.device.type == "cuda"):
         compile_blocks(run.bare, True, ddp)
         times, columns = time_ours(run, what, args, ddp)
-        yield make_row("compiled", times, work, **columns)
-
-
-def make_row(name, times, work, **columns):
-    """A row. work: (residues or pairs, FLOP) of each repeat."""
-    rate, flops = np.median(np.asarray(work) / np.asarray(times)[:, None], 0).tolist()
-    return {"step": name, "per_second": rate, "flops_per_second": flops, "waits": 0.0, **columns}
+        yield "compiled", times, work, columns
+        torch.compiler.reset()
 
 
 def measure_model(name, args, folder, matmul, ddp):
@@ -168,11 +159,13 @@ def measure_model(name, args, folder, matmul, ddp):
 
     def measure(run, ddp):
         rows, n = [], sum(p.numel() for p in run.bare.parameters())
-        for row in rows_of(run, what, args, ddp):
-            row = {"model": name, "parameters": n, "dtype": str(run.dtype)[6:], **row}
+        for step, times, work, columns in rows_of(run, what, args, ddp):
+            rate, flops = np.median(np.asarray(work) / np.asarray(times)[:, None], 0).tolist()
+            row = dict(model=name, parameters=n, dtype=str(run.dtype)[6:], step=step,
+                       per_second=rate, flops_per_second=flops, **columns)
             if what == "sedd":
-                row["of_matmul"] = row["flops_per_second"] / matmul
-                row["of_plain"] = row["per_second"] / (rows or [row])[0]["per_second"]
+                plain = (rows or [row])[0]
+                row |= dict(of_matmul=flops / matmul, of_plain=rate / plain["per_second"])
             rows.append(row)
             print(describe_row(row), flush=True)
         return rows
@@ -193,8 +186,7 @@ def describe_row(row):
 
 def read_arguments(argv):
     """Options. Raises: ValueError."""
-    parser = Parser(prog="bench_ddp.py card", description=__doc__.split("\n")[0],
-                    epilog="The head of bench_card.py explains the columns.")
+    parser = Parser(prog="bench_ddp.py card", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("overrides", nargs="*", metavar="section.key=value", help="of the configs")
     add("--models", default=",".join(MODELS), help="some of %(default)s")
@@ -212,17 +204,15 @@ def read_arguments(argv):
     for name, value in vars(args).items():
         if type(value) is int and value < 1:
             raise ValueError(f"--{name} is {value}; expected at least 1")
-    if unknown := set(args.models) - set(MODELS):
-        raise ValueError(f"--models: found {', '.join(unknown)}; expected some of "
-                         f"{', '.join(MODELS)}")
+    if unknown := {*args.models} - {*MODELS}:
+        raise ValueError(f"--models: found {', '.join(unknown)}; expected {', '.join(MODELS)}")
     return args
 
 
 def measure_card(args, ddp):
     """Print the table; returns what --json writes."""
     if ddp.world_size > 1:
-        raise ValueError(f"found {ddp.world_size} ranks; expected one process: bench_ddp.py card "
-                         "measures one device. Start it by python alone.")
+        raise ValueError(f"found {ddp.world_size} ranks; expected one: start it by python alone.")
     dtype, _ = choose_dtype(True, ddp.device)
     if ddp.device.type == "cpu":
         torch.set_num_threads(1)
@@ -236,21 +226,16 @@ def measure_card(args, ddp):
           f"{'peak GB':>9}{'of plain':>10}", flush=True)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         if args.data is None and args.models != ["dpo"]:
-            args.data = make_folder(Path(folder), args.proteins)
+            random, fasta = np.random.default_rng(0), Path(folder, "made.fasta")
+            write_made_fasta(fasta, made_lengths(args.proteins, random), random)
+            args.data = Path(folder, "prepared")
             args.overrides.append("data.val_fraction=0")
+            with contextlib.redirect_stdout(io.StringIO()):
+                prepare_uniref50.prepare(args.data, [fasta], None, val_fraction=0.0)
         rows = [row for model in args.models
                 for row in measure_model(model, args, Path(folder, model), matmul, ddp)]
     return dict(device=name, torch=torch.__version__, dtype=str(dtype)[6:], matmul_rows=n,
                 matmul_flops_per_second=matmul, rows=rows)
-
-
-def make_folder(folder, n):
-    """A prepared folder of n made proteins, in `folder`."""
-    random, fasta = np.random.default_rng(0), folder / "made.fasta"
-    write_made_fasta(fasta, made_lengths(n, random), random)
-    with contextlib.redirect_stdout(io.StringIO()):
-        prepare_uniref50.prepare(folder / "prepared", [fasta], None, val_fraction=0.0)
-    return folder / "prepared"
 
 
 def main(argv):
