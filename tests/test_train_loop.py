@@ -22,7 +22,7 @@ from launchers import fork_ranks, run_ranks, start_ranks
 from optimizer import make_optimizer
 from run_config import CommonOptim, CommonTraining, load_config
 from run_dir import Former, check_resume, closing, machine_differences, read_status, replace_status, write_status
-from run_script import describe_run, hand_over
+from run_script import compile_blocks, describe_run, hand_over
 from sedd_model import EMA
 from step_meter import StepMeter
 from train_loop import (Run, MicroBatchSampler, first_batches, global_gradient, is_best, read_flags,
@@ -427,6 +427,21 @@ def test_an_accumulation_that_follows_the_ranks_and_a_long_warm_up_are_told():
     run.config.training.accum = 1
     text = " ".join(describe_run(run, None, "rows", 4, Ddp()))
     assert "accum is 2 and not 1" in text and "reaches 25 % of its value" in text and "a new run" in text
+
+
+def test_blocks_are_compiled_where_asked_for_and_by_themselves_on_no_cpu_or_old_device(monkeypatch):
+    model = sedd_model.SEDD(22, 32, 2, 2)
+    names = list(model.state_dict())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))
+
+    def compiled(setting, device):
+        words = compile_blocks(model, setting, Ddp(device=torch.device(device)))
+        return words, [block._compiled_call_impl is not None for block in model.blocks]
+
+    assert compiled("auto", "cpu") == compiled(False, "cuda") == ("", [False, False])
+    words, found = compiled("auto", "cuda")
+    assert "no compute capability 7" in words and found == [False, False]
+    assert compiled(True, "cpu")[1] == [True, True] and list(model.state_dict()) == names
 
 
 # ---- launch ----
