@@ -6,8 +6,8 @@
 Trains configs/sedd_uniref50.yaml (92m), sedd_uniref50_38m.yaml (38m), the former with the network
 of bench_ddp.py sedd (6m), and dpo_demo.yaml with the published size of ProteinMPNN, by the code of
 the scripts, in a folder that is removed. Proteins come from a prepared folder through the config's
-loader; without --data from one that it makes, of random proteins as long as UniRef50's. In
-bfloat16 where the device computes in it. Further words are overrides of all these configs.
+loader; without --data from one that it makes, of random proteins as long as UniRef50's. SEDD in
+bfloat16 where the device computes in it, DPO in float32. Further words override the configs' keys.
 
 Rows of a model: "plain" is the step of bench_sedd.py, padded to data.max_length, with as many
 proteins; "ours" the step of train_sedd_ddp.py; "compiled" the same with memory.compile=true (on

@@ -87,7 +87,7 @@ class Model:
 
 @dataclass
 class Loss:
-    reduction: Literal["residue", "sequence"] = "residue"   # mean over these; a protein's: a sum
+    reduction: Literal["residue", "sequence"] = "residue"   # a mean per residue or per protein
 
 
 @dataclass
