@@ -4,6 +4,7 @@ ranks end."""
 import copy
 import json
 import math
+import shutil
 import socket
 import traceback
 import types
@@ -430,13 +431,34 @@ def test_an_accumulation_that_follows_the_ranks_and_a_long_warm_up_are_told():
 
 
 def test_blocks_are_not_compiled_by_themselves_on_a_cpu_or_an_old_device(monkeypatch):
-    """That they are where it is asked for: see test_train_sedd.py."""
     model = sedd_model.SEDD(22, 32, 2, 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))
     words = [compile_blocks(model, setting, Ddp(device=torch.device(device)))
              for setting, device in (("auto", "cpu"), (False, "cuda"), ("auto", "cuda"))]
     assert words[:2] == ["", ""] and "no compute capability 7" in words[2]
     assert all(block._compiled_call_impl is None for block in model.blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU: none here")
+def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_all_shapes():
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(sedd_model.SEDD(22, 32, 2, 2, dropout=0.0, scale_by_sigma=False))
+        with torch.no_grad():
+            for p in models[-1].parameters():
+                p += 0.05 * torch.randn(p.shape)
+    assert "compiled" in compile_blocks(models[1], True, Ddp())
+    assert models[0].state_dict().keys() == models[1].state_dict().keys()
+    for shape in ((4, 16), (6, 21)):
+        xt, sigma = torch.randint(0, 22, shape), torch.rand(shape[0]) + 0.1
+        for model in models:
+            model.zero_grad()
+            model(xt, sigma).square().sum().backward()
+        torch.testing.assert_close(*([p.grad for p in model.parameters()] for model in models),
+                                   rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 # ---- launch ----

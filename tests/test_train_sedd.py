@@ -946,23 +946,6 @@ def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(f
 
 # ---- what is computed ----
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU: none here")
-def test_a_compiled_run_has_the_losses_of_another_and_the_names_in_its_checkpoint(fasta, tmp_path):
-    """And goes on without the compiler."""
-    for name in ("false", "true"):
-        config = tiny(fasta, memory__compile=name, model__dropout=0.0, training__n_iters=2,
-                      data__val_fraction=0.0)
-        run(config, tmp_path / name)
-    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-5)
-    compiled, other = (weights(tmp_path / name) for name in ("true", "false"))
-    assert compiled.keys() == other.keys()
-    config.memory.compile, config.training.n_iters = False, 3
-    run(config, tmp_path / "true")
-    assert len(losses(tmp_path / "true")) == 3
-
-
 def test_gradient_checkpointing_gives_the_same_losses(fasta, straight, tmp_path):
     run(tiny(fasta, memory__gradient_checkpointing="true"), tmp_path)
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=1e-6)
