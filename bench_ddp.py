@@ -12,6 +12,7 @@
     mpirun -n 2 python bench_ddp.py data                        # only training from it, 2 ranks
     python bench_ddp.py watch                                   # timed steps, norms by layer
     python bench_ddp.py scale --ranks 1,2,4                     # see bench_scale.py
+    python bench_ddp.py card                                    # all of one card, see bench_card.py
 """
 import argparse
 import copy
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import bench_card
 import bench_scale
 import train_dpo_ddp as dpo
 from bench_sedd import LONGEST, bench_sedd, made_lengths
@@ -697,8 +699,9 @@ def time_meters(run, folder, args, ddp):
 
 
 def main(argv):
-    if argv[:1] == ["scale"]:     # it has options of its own
-        return bench_scale.main(argv[1:])
+    own_options = {"scale": bench_scale.main, "card": bench_card.main}
+    if argv and argv[0] in own_options:
+        return own_options[argv[0]](argv[1:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("what", choices=("save", "sedd", "dpo", "data", "watch"))

@@ -110,13 +110,13 @@ def plain_loss(log_score, sigma, dsigma, xt, x0):
 class PlainSteps:
     """Steps on batches of padded proteins; padding counts as residues do."""
 
-    def __init__(self, model, config, length, ddp):
+    def __init__(self, model, config, length, ddp, n=BATCH):
         self.model, self.dropout, self.ddp = model, config.model.dropout, ddp
         self.optim, self.noise = config.optim, noise_of(vars(config.noise))
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr,
                                            weight_decay=0.0, foreach=False, fused=False)
         self.averages = [p.detach().clone() for p in model.parameters()]
-        self.x0 = torch.randint(0, X_ID, (BATCH, length), device=ddp.device)
+        self.x0 = torch.randint(0, X_ID, (n, length), device=ddp.device)
 
     def loss(self, batch, dtype, dropout):
         x0, xt, sigma, dsigma = batch

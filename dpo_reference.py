@@ -149,7 +149,7 @@ class Reference:
         def make():
             c = collate_complexes([complex])
             graph = self.model.graph(c["X"], c["mask"], c["residue_idx"], c["chain_id"])
-            return type(graph)(*(x.to(self.ddp.device) for x in graph))
+            return type(graph)(*(x.to(self.ddp.device, non_blocking=True) for x in graph))
         return self.cached("graph", complex, make)
 
     def to_device(self, batch, pairs=None):

@@ -39,7 +39,7 @@ MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_f
                      "training.max_bad_steps", "training.stop_signals", "training.num_workers",
                      "monitoring.watchdog_minutes", "monitoring.check_sync_every",
                      "monitoring.tensorboard", "monitoring.wandb", "monitoring.timing_every",
-                     "monitoring.log_gradients", "monitoring.log_weights")
+                     "monitoring.log_gradients", "monitoring.log_weights", "memory.compile")
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")

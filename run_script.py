@@ -9,9 +9,11 @@ work left, 1 an error, 130 Ctrl-C. Below that: what --plan and the start of a ru
 """
 import argparse
 import contextlib
+import importlib.util
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import textwrap
@@ -301,6 +303,35 @@ def limit_memory(share, ddp):
         return f"; max_memory_per_gpu {share} has no effect on {kind}"
     setter(share, ddp.device)
     return f"; at most {share:.0%} of the device's memory"
+
+
+def compile_blocks(model, setting, ddp):
+    """Let torch compile the blocks of a network, where that pays; returns words on it.
+
+    In place, so that no name in a checkpoint changes, and block by block: all blocks share what is
+    compiled for one, and DDP sends the gradients of a block while those before it are computed.
+
+    setting: memory.compile. "auto": on a CUDA device, with what torch compiles by; on a CPU it was
+        no gain, and elsewhere nobody has tried.
+    """
+    if not setting or setting == "auto" and ddp.device.type != "cuda":
+        return ""
+    if setting == "auto":
+        compilers = os.environ.get("CC", "gcc"), "gcc", "clang"
+        missing = [what for what, found in (
+            ("Triton", importlib.util.find_spec("triton")),
+            ("C compiler", any(map(shutil.which, compilers))),
+            ("compute capability 7", torch.cuda.get_device_capability(ddp.device) >= (7, 0)))
+            if not found]
+        if missing:
+            return f"; blocks not compiled: no {', no '.join(missing)} here"
+    settings = torch._dynamo.config
+    settings.optimize_ddp = False     # it cuts a network where DDP sends gradients: here, blocks
+    settings.recompile_limit = 32     # with and without gradient, padding, of one protein or more
+    settings.specialize_float = True  # a rate of dropout that is no constant cannot be compiled
+    for block in model.blocks:
+        block.compile(dynamic=True)   # batches come in dozens of shapes: one code for all
+    return "; blocks compiled, in the first steps"
 
 
 def describe_batch(run, per_rank, ddp, average=""):

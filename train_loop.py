@@ -203,7 +203,7 @@ def first_batches(run, dataset, micro_batch_loss, ddp):
     t = run.config.training
     batches = iter(torch.utils.data.DataLoader(
         dataset, sampler=run.schedule, batch_size=None, num_workers=t.num_workers,
-        pin_memory=ddp.device.type == "cuda", generator=torch.Generator(),
+        pin_memory=ddp.device.type != "cpu", generator=torch.Generator(),
         worker_init_fn=functools.partial(worker_init, signals=t.stop_signals)))
     run.bare.train()
     # DDP lays out its buckets anew after its first backward, which changes the order of sums from 3

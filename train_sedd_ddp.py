@@ -39,8 +39,8 @@ from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock, 
                      closing, finish_run, is_finished, open_log, say_finished, start_or_continue,
                      take_folder)
 from run_log import bad_steps_field, step_values
-from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
-                        plan_head, plan_table, print_lines, run_script)
+from run_script import (Script, add_run_arguments, choose_precision, compile_blocks, describe_batch,
+                        describe_run, plan_head, plan_table, print_lines, run_script)
 from sedd_diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd_eval import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
                        to_device, write_samples)
@@ -85,8 +85,7 @@ class Model:
 
 @dataclass
 class Loss:
-    reduction: Literal["residue", "sequence"] = "residue"   # mean over residues, or of the sums
-    #                                                         over length, mean over proteins
+    reduction: Literal["residue", "sequence"] = "residue"   # a mean per residue or per protein
 
 
 @dataclass
@@ -115,6 +114,7 @@ class Data:
 @dataclass
 class Memory(CommonMemory):
     gradient_checkpointing: bool = False
+    compile: bool | Literal["auto"] = "auto"   # the blocks; auto: on a CUDA device
 
 
 @dataclass
@@ -240,8 +240,7 @@ def make_reader(config, proteins, micro_batches, ddp):
 # ---------------------------------------------------------------- prepare
 def make_model(config, graph):
     return SEDD(graph.vocab_size, **vars(config.model), scale_by_sigma=graph.absorb,
-                forbidden=(X_ID,),
-                gradient_checkpointing=config.memory.gradient_checkpointing)
+                forbidden=(X_ID,), gradient_checkpointing=config.memory.gradient_checkpointing)
 
 
 @dataclass(kw_only=True)
@@ -266,6 +265,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     dtype, precision = choose_precision(config, ddp)
     torch.manual_seed(t.seed)   # the same initial weights on every rank
     bare = make_model(config, graph).to(ddp.device)
+    precision += compile_blocks(bare, config.memory.compile, ddp)
     init_from, begun = start_from_weights(config, former, resume, bare, ddp)
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)

@@ -4,18 +4,26 @@ ranks end."""
 import copy
 import json
 import math
+import shutil
 import socket
+import traceback
 import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import cpu_linear
+import proteinmpnn_model
+import sedd_model
+import train_loop
+from bench_scale import SCRIPTS, training_of
 from ddp_setup import Ddp, load_checkpoint, save_checkpoint, wrap_ddp
 from launchers import fork_ranks, run_ranks, start_ranks
 from optimizer import make_optimizer
-from run_config import CommonOptim, CommonTraining
-from run_dir import Former, check_resume, machine_differences, read_status, replace_status, write_status
-from run_script import describe_run, hand_over
+from run_config import CommonOptim, CommonTraining, load_config
+from run_dir import Former, check_resume, closing, machine_differences, read_status, replace_status, write_status
+from run_script import compile_blocks, describe_run, hand_over
 from sedd_model import EMA
 from step_meter import StepMeter
 from train_loop import (Run, MicroBatchSampler, first_batches, global_gradient, is_best, read_flags,
@@ -170,6 +178,69 @@ def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run
     with pytest.raises(RuntimeError,
                        match="in 3 steps in a row, on 1 rank.*expected at most 2.*optim.lr"):
         list(steps(run, 3, scale=math.inf))
+
+
+class HostReads(TorchDispatchMode):
+    """Collects the operations for which a host would wait for its device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        reads = operation in (aten._local_scalar_dense.default, aten.nonzero.default,
+                              aten.masked_select.default, aten.equal.default)
+        if operation in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+            reads = any(index is not None and index.dtype == torch.bool for index in args[1])
+        if reads:
+            self.found.append("".join(traceback.format_stack(limit=8)))
+        return operation(*args, **(kwargs or {}))
+
+
+STEPS = {"sedd": ["training.batch_size=4", "training.accum=2", "training.n_iters=9",
+                  "model.hidden_size=32", "model.n_blocks=2", "model.n_heads=2",
+                  "data.max_length=64", "data.demo_proteins=300", "memory.compile=false"],
+         "dpo": ["training.batch_size=3", "training.accum=2", "model.base_model_name=random",
+                 "data.demo_structures=6", "data.demo_pairs=5", "model.random.hidden_size=16",
+                 "model.random.n_encoder=1", "model.random.n_decoder=1"]}
+
+
+@pytest.mark.parametrize("what", STEPS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="CUDA alone can refuse to wait: no such device here"))])
+def test_the_host_waits_for_nothing_in_a_step(what, device, tmp_path, monkeypatch):
+    """On the CPU without what is done there alone: fast paths, checks of values. Flags are read a
+    step later, when they have come."""
+    script, ddp = SCRIPTS[what][0], Ddp(device=torch.device(device))
+    config = load_config(script.Config, None, STEPS[what])
+    if device == "cpu":
+        monkeypatch.setattr(sedd_model, "on_cpu", lambda x: False)
+        monkeypatch.setattr(cpu_linear, "on_cpu", lambda x: False)
+        monkeypatch.setattr(proteinmpnn_model, "check_sequences", lambda *arguments: arguments[-1])
+        monkeypatch.setattr(proteinmpnn_model, "check_structure", lambda *arguments: None)
+        monkeypatch.setattr(train_loop, "read_flags", lambda run: None)
+
+    def take_steps(run, ddp):
+        dataset, micro_batch_loss = training_of(run, what, ddp)
+        batches = first_batches(run, dataset, micro_batch_loss, ddp)
+        for _ in range(2):   # the optimizer makes its state
+            take_step(run, batches, micro_batch_loss, ddp)
+        mine = iter([next(batches) for _ in range(4)])
+        if device == "cpu":
+            with HostReads() as reads:
+                for _ in range(2):
+                    take_step(run, mine, micro_batch_loss, ddp)
+            assert not reads.found, reads.found[0]
+            return
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(2):
+                take_step(run, mine, micro_batch_loss, ddp)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    closing(ddp, lambda: script.prepare(config, ddp, tmp_path / "run"), take_steps)
 
 
 def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():
@@ -357,6 +428,37 @@ def test_an_accumulation_that_follows_the_ranks_and_a_long_warm_up_are_told():
     run.config.training.accum = 1
     text = " ".join(describe_run(run, None, "rows", 4, Ddp()))
     assert "accum is 2 and not 1" in text and "reaches 25 % of its value" in text and "a new run" in text
+
+
+def test_blocks_are_not_compiled_by_themselves_on_a_cpu_or_an_old_device(monkeypatch):
+    model = sedd_model.SEDD(22, 32, 2, 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))
+    words = [compile_blocks(model, setting, Ddp(device=torch.device(device)))
+             for setting, device in (("auto", "cpu"), (False, "cuda"), ("auto", "cuda"))]
+    assert words[:2] == ["", ""] and "no compute capability 7" in words[2]
+    assert all(block._compiled_call_impl is None for block in model.blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU: none here")
+def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_all_shapes():
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(sedd_model.SEDD(22, 32, 2, 2, dropout=0.0, scale_by_sigma=False))
+        with torch.no_grad():
+            for p in models[-1].parameters():
+                p += 0.05 * torch.randn(p.shape)
+    assert "compiled" in compile_blocks(models[1], True, Ddp())
+    assert models[0].state_dict().keys() == models[1].state_dict().keys()
+    for shape in ((4, 16), (6, 21)):
+        xt, sigma = torch.randint(0, 22, shape), torch.rand(shape[0]) + 0.1
+        for model in models:
+            model.zero_grad()
+            model(xt, sigma).square().sum().backward()
+        torch.testing.assert_close(*([p.grad for p in model.parameters()] for model in models),
+                                   rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 # ---- launch ----

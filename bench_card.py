@@ -1,0 +1,250 @@
+"""All speeds of one card, in one table: bench_ddp.py card.
+
+    python bench_ddp.py card --json card.json                 # SEDD of 6, 38, 92 million, and DPO
+    python bench_ddp.py card --device cpu --models 6m,dpo --steps 2 training.batch_size=2
+
+Trains configs/sedd_uniref50.yaml (92m), sedd_uniref50_38m.yaml (38m), the former with the network
+of bench_ddp.py sedd (6m), and dpo_demo.yaml with the published size of ProteinMPNN, by the code of
+the scripts, in a folder that is removed. Proteins come from a prepared folder through the config's
+loader; without --data from one that it makes, of random proteins as long as UniRef50's. SEDD in
+bfloat16 where the device computes in it, DPO in float32. Further words override the configs' keys.
+
+Rows of a model: "plain" is the step of bench_sedd.py, padded to data.max_length, with as many
+proteins; "ours" the step of train_sedd_ddp.py; "compiled" the same with memory.compile=true (on
+other devices than CUDA's with --compile). Columns:
+
+    residues/s  trained on, without padding; of DPO pairs/s
+    TFLOP/s     6 x the weights of all matrices that every position is multiplied by (blocks and
+                output, not the noise level's) + 12 x blocks x width x length for attention, per
+                position, padding included: both passes; what is recomputed does not count
+    of matmul   that over the rate of one product of two matrices, measured here and shown first
+    waits       share of the time in which the step waits for its proteins
+    peak GB     most memory that tensors took; on a CPU the process, since its start
+
+Times are medians over --repeats of --steps steps without a pause; on a CPU, CPU seconds.
+"""
+import contextlib
+import copy
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import prepare_uniref50
+from bench_scale import CONFIGS, SCRIPTS, training_of
+from bench_sedd import PlainSteps, made_lengths, now, write_made_fasta
+from ddp_setup import BAD_INPUT, choose_dtype, setup_ddp
+from run_config import Parser, load_config
+from run_dir import closing
+from run_log import write_text_atomic
+from run_script import bad_input_ends, compile_blocks
+from step_meter import peak_memory
+from train_loop import first_batches, take_step
+
+MODELS = {"6m": ("sedd_uniref50.yaml", ["model.hidden_size=256", "model.n_blocks=6",
+                                        "model.n_heads=8"]),
+          "38m": ("sedd_uniref50_38m.yaml", []),
+          "92m": ("sedd_uniref50.yaml", []),
+          "dpo": ("dpo_demo.yaml", ["model.random.hidden_size=128", "model.random.n_encoder=3",
+                                    "model.random.n_decoder=3", "model.random.num_edges=48",
+                                    "data.val_fraction=0"])}
+
+
+def flops_per_position(model, length):
+    """Forward and backward pass of a SEDD, at a position of a sequence of this length."""
+    matrices = [p for block in model.blocks for name, p in block.named_parameters()
+                if p.ndim == 2 and "adaLN" not in name] + [model.output_layer.linear.weight]
+    width = model.n_heads * model.head_dim
+    return 6 * sum(p.numel() for p in matrices) + 12 * len(model.blocks) * width * length
+
+
+def time_steps(take, args, ddp):
+    """Take --warmup steps, and --repeats times --steps.
+
+    take: function (number of the step), which takes it.
+    Returns: (seconds of each repeat, peak memory in GB)."""
+    if ddp.device.type != "cpu":
+        getattr(torch, ddp.device.type).reset_peak_memory_stats(ddp.device)
+    for step in range(args.warmup):
+        take(step)
+    times = []
+    for repeat in range(args.repeats):
+        start = now(ddp)
+        for step in range(args.steps):
+            take(args.warmup + repeat * args.steps + step)
+        times.append(now(ddp) - start)
+    return times, peak_memory(ddp.device)
+
+
+def measure_matmul(n, dtype, args, ddp):
+    """FLOP/s of the product of two (n, n) matrices."""
+    a, b = (torch.randn(n, n, device=ddp.device).to(dtype) for _ in range(2))
+    times, _ = time_steps(lambda step: a @ b, args, ddp)
+    return 2 * n**3 * args.steps / statistics.median(times)
+
+
+def time_ours(run, what, args, ddp):
+    """(seconds of each repeat, columns of a row) of our step."""
+    dataset, loss_of = training_of(run, what, ddp)
+    run.schedule.first = run.progress["step"] = 0
+    run.schedule.last = args.warmup + args.steps * args.repeats
+    batches, begin = first_batches(run, dataset, loss_of, ddp), []
+
+    def take(step):
+        if step == args.warmup:
+            begin[:] = run.meter.waited, time.perf_counter()
+        take_step(run, batches, loss_of, ddp)
+
+    times, memory = time_steps(take, args, ddp)
+    waits = (run.meter.waited - begin[0]) / (time.perf_counter() - begin[1])
+    return times, dict(waits=waits, peak_gb=memory)
+
+
+def work_of_steps(run, what, args):
+    """(repeats, 2): residues (of DPO pairs) and FLOP of the steps that time_ours takes."""
+    work = np.zeros((args.repeats, 2))
+    for k in range(args.steps * args.repeats):
+        for micro in run.schedule.mine:
+            item = run.schedule.item_of(args.warmup + k, micro)
+            if what == "dpo":
+                work[k // args.steps, 0] += len(item[-1])
+                continue
+            *_, proteins, width = item
+            flops = len(proteins) * width * flops_per_position(run.bare, width)
+            residues = np.minimum(proteins.lengths, run.plan.max_length).sum()
+            work[k // args.steps] += residues, flops
+    return work
+
+
+def rows_of(run, what, args, ddp):
+    """Yield (name, seconds of each repeat, (residues or pairs, FLOP) of each, other columns)."""
+    if what == "sedd":
+        plan, length = run.plan, run.plan.max_length
+        n = round(plan.mean / (1 if plan.counted_in == "proteins" else length)) or 1
+        plain = PlainSteps(copy.deepcopy(run.bare), run.config, length, ddp, n)
+        times, memory = time_steps(lambda step: plain.step(run.dtype), args, ddp)
+        protein = plan.residues / plan.proteins, length * flops_per_position(run.bare, length)
+        work = np.tile(protein, (args.repeats, 1)) * args.steps * n
+        yield "plain", times, work, dict(waits=0.0, peak_gb=memory)
+        del plain
+    work = work_of_steps(run, what, args)
+    times, columns = time_ours(run, what, args, ddp)
+    yield "ours", times, work, columns
+    if what == "sedd" and (args.compile or ddp.device.type == "cuda"):
+        compile_blocks(run.bare, True, ddp)
+        times, columns = time_ours(run, what, args, ddp)
+        yield "compiled", times, work, columns
+        torch.compiler.reset()
+
+
+def measure_model(name, args, folder, matmul, ddp):
+    """Print and return the rows of a model, as dicts."""
+    what = "dpo" if name == "dpo" else "sedd"
+    script, (file, overrides) = SCRIPTS[what][0], MODELS[name]
+    config = load_config(script.Config, CONFIGS / file, overrides + args.overrides)
+    script.check_config(config)
+    config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
+    if what == "sedd":
+        config.data.file, config.memory.compile = str(args.data), False
+
+    def prepare():
+        with contextlib.redirect_stdout(io.StringIO()):
+            return script.prepare(config, ddp, folder)
+
+    def measure(run, ddp):
+        rows, n = [], sum(p.numel() for p in run.bare.parameters())
+        for step, times, work, columns in rows_of(run, what, args, ddp):
+            rate, flops = np.median(np.asarray(work) / np.asarray(times)[:, None], 0).tolist()
+            row = dict(model=name, parameters=n, dtype=str(run.dtype)[6:], step=step,
+                       per_second=rate, flops_per_second=flops, **columns)
+            if what == "sedd":
+                plain = (rows or [row])[0]
+                row |= dict(of_matmul=flops / matmul, of_plain=rate / plain["per_second"])
+            rows.append(row)
+            print(describe_row(row), flush=True)
+        return rows
+
+    return closing(ddp, prepare, measure)
+
+
+def describe_row(row):
+    """A line of the table."""
+    flops, of_plain = " " * 19, "  (pairs/s)"
+    if row["model"] != "dpo":
+        flops = f"{row['flops_per_second'] / 1e12:>9.2f}{row['of_matmul']:>10.1%}"
+        of_plain = f"{row['of_plain']:>9.2f}x"
+    return (f"{row['model']:<6}{row['parameters'] / 1e6:>8.2f} M  {row['dtype']:<9}"
+            f"{row['step']:<9}{row['per_second']:>12,.1f}{flops}{row['waits']:>7.1%}"
+            f"{row['peak_gb']:>9.2f}{of_plain}")
+
+
+def read_arguments(argv):
+    """Options. Raises: ValueError."""
+    parser = Parser(prog="bench_ddp.py card", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="section.key=value", help="of the configs")
+    add("--models", default=",".join(MODELS), help="some of %(default)s")
+    add("--data", type=Path, help="folder of prepare_uniref50.py; default: a made one")
+    add("--proteins", type=int, default=20_000, help="of a made one")
+    add("--steps", type=int, default=10, help="between two looks at the clock")
+    add("--repeats", type=int, default=5)
+    add("--warmup", type=int, default=10, help="steps before, in which blocks are compiled")
+    add("--matmul", type=int, help="rows of the matrices; default: 8192, on a CPU 1024")
+    add("--compile", action="store_true", help="compiled rows on other devices than CUDA's too")
+    add("--json", help="file to write the rows to")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
+    args = parser.parse_intermixed_args(argv)
+    args.models = args.models.split(",")
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1:
+            raise ValueError(f"--{name} is {value}; expected at least 1")
+    if unknown := {*args.models} - {*MODELS}:
+        raise ValueError(f"--models: found {', '.join(unknown)}; expected {', '.join(MODELS)}")
+    return args
+
+
+def measure_card(args, ddp):
+    """Print the table; returns what --json writes."""
+    if ddp.world_size > 1:
+        raise ValueError(f"found {ddp.world_size} ranks; expected one: start it by python alone.")
+    dtype, _ = choose_dtype(True, ddp.device)
+    if ddp.device.type == "cpu":
+        torch.set_num_threads(1)
+        name, n = "one CPU thread", args.matmul or 1024
+    else:
+        name, n = getattr(torch, ddp.device.type).get_device_name(ddp.device), args.matmul or 8192
+    matmul = measure_matmul(n, dtype, args, ddp)
+    print(f"{name}, torch {torch.__version__}: {matmul / 1e12:.2f} TFLOP/s in products of "
+          f"{n:,} x {n:,} matrices in {str(dtype)[6:]}\n{'model':<6}{'parameters':>10}  "
+          f"{'dtype':<9}{'step':<9}{'residues/s':>12}{'TFLOP/s':>9}{'of matmul':>10}{'waits':>7}"
+          f"{'peak GB':>9}{'of plain':>10}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        if args.data is None and args.models != ["dpo"]:
+            random, fasta = np.random.default_rng(0), Path(folder, "made.fasta")
+            write_made_fasta(fasta, made_lengths(args.proteins, random), random)
+            args.data = Path(folder, "prepared")
+            args.overrides.append("data.val_fraction=0")
+            with contextlib.redirect_stdout(io.StringIO()):
+                prepare_uniref50.prepare(args.data, [fasta], None, val_fraction=0.0)
+        rows = [row for model in args.models
+                for row in measure_model(model, args, Path(folder, model), matmul, ddp)]
+    return dict(device=name, torch=torch.__version__, dtype=str(dtype)[6:], matmul_rows=n,
+                matmul_flops_per_second=matmul, rows=rows)
+
+
+def main(argv):
+    try:
+        args = read_arguments(argv)
+    except ValueError as error:
+        print(f"bench_ddp.py card: error: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    with setup_ddp(args.device, quiet=True) as ddp, bad_input_ends(ddp):
+        found = measure_card(args, ddp)
+        if args.json:
+            write_text_atomic(args.json, json.dumps(found, indent=1))
