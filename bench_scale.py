@@ -279,7 +279,9 @@ def read_arguments(argv):
     args.ranks, args.predict = (text and sorted({*numbers_of(name, text)}) for name, text in
                                 (("ranks", args.ranks), ("predict", args.predict)))
     problems = [f"--{name} is {value}; expected more than 0" for name, value in vars(args).items()
-                if type(value) in (int, float) and not value > 0 and (name, value) != ("train", 0)]
+                if name != "train" and type(value) in (int, float) and not value > 0]
+    if args.train < 0:
+        problems.append(f"--train is {args.train}; expected 0 or more")
     largest = max(args.ranks or [1])
     problems += [f"--ranks: {n} does not divide {largest}; expected numbers that do, so that the "
                  "global batch can stay the same" for n in args.ranks or () if largest % n]

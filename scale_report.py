@@ -181,8 +181,8 @@ def report(launches, args):
     table.sort(key=lambda row: (row["scaling"] == "strong", row["variant"], row["ranks"]))
     unit = last["unit"]
     if left_out := len(launches) - sum(launch["launches"] for launch in merged.values()):
-        print(f"{left_out} launches in the file are left out: another "
-              f"{', '.join(ALIKE[:-1])} or {ALIKE[-1]} than the last one's")
+        print(f"{left_out} of the file's launches are left out. They differ from the last one in "
+              f"one of\n  {', '.join(ALIKE)}")
     print(textwrap.fill(" ".join([f"{last['what']},", last["config"], *last["overrides"]]), 100))
     print(f"{last['parameters'] / 1e6:.2f} million parameters, {last['dtype']}, {last['device']}"
           f"{', one thread a rank' * (last['device'] == 'cpu')}; medians\n"

@@ -85,7 +85,7 @@ class Model:
 
 @dataclass
 class Loss:
-    reduction: Literal["residue", "sequence"] = "residue"   # a mean per residue or per protein
+    reduction: Literal["residue", "sequence"] = "residue"   # mean over residues; or proteins' sums
 
 
 @dataclass

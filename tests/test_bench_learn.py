@@ -21,9 +21,9 @@ def test_the_table_compares_with_the_first_recipe_and_a_finished_run_is_not_trai
             "data.demo_proteins=60", "data.val_fraction=0.2",
             "model.hidden_size=16", "model.n_blocks=1", "model.n_heads=2", "training.batch_size=2",
             "--device", "cpu"]
-    (code, table, err), again, refused, no_data = command_lines(
-        "bench_learn", [argv, argv, [*argv, "--recipes", "sgd"], [*argv, "--data", "no.fasta"]],
-        tmp_path)
+    (code, table, err), again, refused, no_data, no_validation = command_lines(
+        "bench_learn", [argv, argv, [*argv, "--recipes", "sgd"], [*argv, "--data", "no.fasta"],
+                        [*argv, "data.val_fraction=0"]], tmp_path)
     assert code == again[0] == 0 and again[1] == table, err
     assert all(len(path.read_text().splitlines()) == 5 for path in tmp_path.rglob("metrics.jsonl"))
     rows = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) ([\d.]+) +(\S+) (\S+)$", table, re.M)
@@ -32,4 +32,5 @@ def test_the_table_compares_with_the_first_recipe_and_a_finished_run_is_not_trai
     for _, mean, *ends, _, _ in rows:
         assert float(mean) == pytest.approx((float(ends[0]) + float(ends[1])) / 2, abs=2e-4)
     assert no_data[0] == 2 and "no.fasta" in no_data[2] and "Traceback" not in no_data[2]
+    assert no_validation[0] == 2 and "expected proteins to validate with" in no_validation[2]
     assert refused[0] == 2 and "sgd; expected some of adamw," in refused[2]

@@ -44,9 +44,17 @@ def test_launches_add_up_to_a_table_a_prediction_and_a_picture(tmp_path, extras,
     assert found["errors"].keys() == {"weak 2", "strong 2"}
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
+    two = found["launches"][0]      # other weights, and a strong row of another global batch
+    found["launches"] = [{**two, "train": 9}, {**two, "largest": 1, "rows": [
+        {**row, "seconds": 1e3} for row in two["rows"] if row["scaling"] == "strong"]},
+        *found["launches"]]
+    (tmp_path / "scale.json").write_text(json.dumps(found))
     bench_scale.main(["--json=scale.json", "--plot=scale.png"])
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
-    assert "picture: scale.png" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "picture: scale.png" in out and "1 of the file's launches are left out" in out
+    again = json.loads((tmp_path / "scale.json").read_text())["table"]
+    assert [row["seconds"] for row in again] == [row["seconds"] for row in found["table"]]
 
 
 def test_a_step_is_predicted_as_a_ring_passes_it_on_and_the_slowest_rank_ends_it():
@@ -95,6 +103,7 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
     (["--ranks=1,x"], "--ranks 1,x; expected numbers of ranks, such as 1,2,4,8"),
     (["--ranks=1,2", "--predict=12,0"], "--predict 12,0; expected numbers of ranks"),
     (["--ranks=1,2,3"], "2 does not divide 3; expected numbers that do"),
+    (["--ranks=1,2", "--train=-1"], "--train is -1; expected 0 or more"),
     (["train"], "found 'train'; expected sedd, dpo or"),
     ([], "expected --ranks, such as 1,2,4, or --json"),
     (["--ranks=2", "--json=bad.json"], "bad.json was not written by bench_ddp.py scale"),

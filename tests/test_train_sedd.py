@@ -561,7 +561,8 @@ def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fast
     shutil.copy(fasta, copy)
     allowed = dict(training__n_iters=3, training__eval_freq=1, training__log_freq=2,
                    training__snapshot_freq=1, training__num_workers=1,
-                   monitoring__sample_frequency=2)
+                   monitoring__sample_frequency=2, monitoring__n_samples=3,
+                   monitoring__sample_steps=3, monitoring__predictor="euler")
     run(tiny(copy, **allowed), tmp_path / "w")
     assert [row["step"] for row in rows(tmp_path / "w")] == [1, 2, 3]
 
