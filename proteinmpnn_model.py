@@ -281,18 +281,34 @@ class EdgeFeatures(nn.Module):
         self.embeddings.linear = nn.Linear(N_CLASSES, n_positional)
         n_features = n_positional + N_RBF * len(PAIRS.split())
         self.edge_embedding = Linear(n_features, hidden_size, bias=False)
-        self.norm_edges = nn.LayerNorm(hidden_size)
+        self.norm_edges = Norm(hidden_size)
 
     def forward(self, graph):
         weight, positional = self.edge_embedding.weight, self.positional()
         n_positional = positional.shape[1]
         of_offset, of_distance = weight[:, :n_positional], weight[:, n_positional:]
         E = linear(gaussians(graph.distance).to(weight.dtype), of_distance)
-        return self.norm_edges(E + F.embedding(graph.offset, F.linear(positional, of_offset)))
+        # The table in float32: in 16 bits the gradient of a class, a sum over thousands of edges,
+        # was wrong by up to 30 % (measured).
+        table = at_least_float32(F.linear(positional, of_offset))
+        return self.norm_edges(E + F.embedding(graph.offset, table).to(E.dtype))
 
     def positional(self):
         """(66, 16) positional features of offset classes: a linear layer of one-hot vectors."""
         return self.embeddings.linear.weight.T + self.embeddings.linear.bias
+
+
+class Norm(nn.LayerNorm):
+    """Layer norm whose own gradients are sums in float32 at least.
+
+    torch's kernel for a CPU sums them in the dtype of x: in bfloat16, over the 20,000 edges of 430
+    residues, they were wrong by 40 % (measured)."""
+
+    def forward(self, x):
+        if x.element_size() > 2 or x.device.type != "cpu":
+            return super().forward(x)
+        normed = F.layer_norm(x, self.normalized_shape, eps=self.eps)
+        return normed * self.weight.to(x.dtype) + self.bias.to(x.dtype)
 
 
 class EncoderLayer(nn.Module):
@@ -301,7 +317,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, hidden_size, dropout):
         super().__init__()
         self.drop = nn.Dropout(dropout)
-        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(hidden_size) for _ in range(3))
+        self.norm1, self.norm2, self.norm3 = (Norm(hidden_size) for _ in range(3))
         self.W1, self.W2, self.W3 = message_layers(3, hidden_size)
         self.W11, self.W12, self.W13 = message_layers(3, hidden_size)
         self.dense = FeedForward(hidden_size)
@@ -331,7 +347,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, hidden_size, dropout):
         super().__init__()
         self.drop = nn.Dropout(dropout)
-        self.norm1, self.norm2 = (nn.LayerNorm(hidden_size) for _ in range(2))
+        self.norm1, self.norm2 = (Norm(hidden_size) for _ in range(2))
         self.W1, self.W2, self.W3 = message_layers(4, hidden_size)
         self.dense = FeedForward(hidden_size)
 
