@@ -3,7 +3,7 @@
 #   bash jobs/test.sh                             all but the slow ones
 #   bash jobs/test.sh --slow                      only the slow ones
 #   bash jobs/test.sh tests/test_layout.py -x     arguments of pytest; paths from the root
-# Two tests run at a time, slow ones one; TEST_PROCESSES=0: one, as debuggers need it.
+# Two tests run at a time; with TEST_PROCESSES=0 one, as debuggers need it.
 # The exit code is pytest's (5: no test matched).
 set -euo pipefail
 
@@ -101,6 +101,4 @@ cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 locked make_test_env "$@"
 
 export OMP_NUM_THREADS=1       # many small processes on few cores; also makes sums repeatable
-processes=2
-case " $* " in *" --slow "*) processes=0 ;; esac   # they end hangs in seconds: one at a time
-exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-$processes}" --dist loadgroup "$@"
+exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadgroup "$@"

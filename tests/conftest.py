@@ -36,6 +36,7 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)   # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     wanted = config.getoption("--slow")
     left_out = [item for item in items if bool(item.get_closest_marker("slow")) != wanted]
