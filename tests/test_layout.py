@@ -5,6 +5,7 @@ Nothing of the project is imported here: files are read and parsed.
 
 import ast
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -228,3 +229,9 @@ def test_the_tests_run_without_the_plugin_for_time_limits(tmp_path):
          "-W", "error", "-c", ROOT / "pytest.ini", "-k", "marked_with_a_time", tmp_path,
          ROOT / "tests" / "test_layout.py"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_tests_of_a_file_run_in_one_process(request):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("all tests run in this process")
+    assert request.node.nodeid.endswith("@test_layout.py")   # the group that conftest.py gives
