@@ -39,11 +39,11 @@ import torch
 import prepare_uniref50
 from bench_scale import CONFIGS, SCRIPTS, training_of
 from bench_sedd import PlainSteps, made_lengths, now, write_made_fasta
-from ddp_setup import BAD_INPUT, choose_dtype, setup_ddp
+from ddp_setup import BAD_INPUT, choose_dtype
 from run_config import Parser, load_config
 from run_dir import closing
 from run_log import write_text_atomic
-from run_script import bad_input_ends, compile_blocks
+from run_script import compile_blocks, joined_ranks
 from step_meter import peak_memory
 from train_loop import first_batches, take_step
 
@@ -204,6 +204,8 @@ def read_arguments(argv):
     for name, value in vars(args).items():
         if type(value) is int and value < 1:
             raise ValueError(f"--{name} is {value}; expected at least 1")
+    if args.data and not args.data.is_dir():
+        raise ValueError(f"--data {args.data} is not a folder of prepare_uniref50.py.")
     if unknown := {*args.models} - {*MODELS}:
         raise ValueError(f"--models: found {', '.join(unknown)}; expected {', '.join(MODELS)}")
     return args
@@ -244,7 +246,7 @@ def main(argv):
     except ValueError as error:
         print(f"bench_ddp.py card: error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
-    with setup_ddp(args.device, quiet=True) as ddp, bad_input_ends(ddp):
+    with joined_ranks(args.device) as ddp:
         found = measure_card(args, ddp)
         if args.json:
             write_text_atomic(args.json, json.dumps(found, indent=1))

@@ -48,7 +48,7 @@ from sequence_data import (FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, Prepare
                            sequence_keys)
 from structure_data import (NAMES, PHI_PSI, Complex, Pair, PairPlan, build_backbone, collate,
                             collate_complexes, describe, read_pairs, read_structure)
-from run_script import add_launch_arguments, bad_input_ends
+from run_script import add_launch_arguments, joined_ranks
 from step_meter import StepMeter
 from train_loop import MicroBatchSampler, first_batches, global_gradient, take_step
 from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader,
@@ -704,8 +704,9 @@ def main(argv):
         return own_options[argv[0]](argv[1:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("what", choices=("save", "sedd", "dpo", "data", "watch"))
-    add("configs", nargs="*", type=Path, help="of save; default: configs/sedd_*.yaml")
+    add("what", choices=("save", "sedd", "dpo", "data", "watch", *own_options),
+        help="scale and card have options of their own: bench_ddp.py scale --help")
+    add("configs", nargs="*", type=Path, default=[], help="of save; default: configs/sedd_*.yaml")
     add("--folder", default=".", help="where to write (and remove) checkpoints")
     add("--repeats", type=int, default=5)
     add("--proteins", type=int, default=2_000_000,
@@ -718,10 +719,17 @@ def main(argv):
         help="dpo: memory of the plain step too; takes GB and minutes")
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
+    if args.what in own_options:
+        parser.error(f"{args.what} is to be the first word")
     if args.what in ("sedd", "dpo", "data", "watch") and args.device == "auto":
         args.device = "cpu"
-    with setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout,
-                   quiet=True) as ddp, bad_input_ends(ddp):
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1:
+            parser.error(f"--{name} is {value}; expected at least 1")
+    if args.configs and args.what != "save":
+        parser.error(f"found {args.configs[0]}; expected options: save alone takes configs")
+    with joined_ranks(args.device, args.backend, ranks=args.ranks,
+                      init_timeout=args.init_timeout) as ddp:
         {"save": bench_save, "sedd": bench_sedd, "dpo": bench_dpo, "data": bench_data,
          "watch": bench_watch}[args.what](args, ddp)
 

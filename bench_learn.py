@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_setup import broadcast, print0, setup_ddp
+from ddp_setup import AGAIN, broadcast, print0
 from run_config import load_config
 from run_log import read_rows
-from run_script import add_launch_arguments, bad_input_ends
+from run_script import add_launch_arguments, joined_ranks
 from train_sedd_ddp import Config, main as train
 
 CONFIG = Path(__file__).with_name("configs") / "sedd_cpu.yaml"
@@ -83,7 +83,8 @@ def describe(recipe, curves, baseline):
 
 
 def bench_learn(args, ddp):
-    """Train all recipes with all seeds, in turns of seeds, and print the table as it grows."""
+    """Train all recipes with all seeds, in turns of seeds, and print the table as it grows. Returns
+    whether it is whole."""
     folder, found = Path(args.folder), {recipe: {} for recipe in args.recipes}
     print0(ddp, f"{args.steps:,} steps of {args.config}, validation perplexity over that of the "
                 "letter frequencies\n"
@@ -93,8 +94,14 @@ def bench_learn(args, ddp):
         for seed in args.seeds:
             found[recipe][seed] = train_recipe(folder, recipe, seed, args, ddp)
             if not found[recipe][seed]:
-                return print0(ddp, "Stopped and saved. The same command goes on.")
+                print0(ddp, "Stopped and saved. The same command goes on.")
+                return False
         print0(ddp, describe(recipe, found[recipe], found[args.recipes[0]]))
+    return True
+
+
+def numbers(text):
+    return [int(number) for number in text.split(",")]
 
 
 def main(argv):
@@ -102,8 +109,7 @@ def main(argv):
     parser.add_argument("--data", help="proteins; default: demo proteins")
     parser.add_argument("--config", default=CONFIG)
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--seeds", default=[0, 1],
-                        type=lambda text: [int(seed) for seed in text.split(",")])
+    parser.add_argument("--seeds", default=[0, 1], type=numbers, help="default: 0,1")
     parser.add_argument("--recipes", default=list(RECIPES), type=lambda text: text.split(","),
                         help=f"default: {','.join(RECIPES)}")
     parser.add_argument("--folder", default="runs/learn", help="of the runs, which stay")
@@ -112,9 +118,13 @@ def main(argv):
     args = parser.parse_intermixed_args(argv)
     if unknown := [recipe for recipe in args.recipes if recipe not in RECIPES]:
         parser.error(f"--recipes: {', '.join(unknown)}; expected some of {', '.join(RECIPES)}")
-    with setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout,
-                   quiet=True) as ddp, bad_input_ends(ddp):
-        bench_learn(args, ddp)
+    if args.steps < 1:
+        parser.error(f"--steps is {args.steps}; expected at least 1")
+    with joined_ranks(args.device, args.backend, ranks=args.ranks,
+                      init_timeout=args.init_timeout) as ddp:
+        finished = bench_learn(args, ddp)
+    if not finished:
+        sys.exit(AGAIN)
 
 
 if __name__ == "__main__":

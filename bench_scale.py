@@ -18,6 +18,7 @@ exchange. Settings are timed in turns, some steps each; several launches of a nu
 (--rounds, or the same --json) are joined by medians. The formulas are in scale_report.py.
 """
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -36,13 +37,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import train_dpo_ddp as dpo
 import train_sedd_ddp as sedd
-from ddp_setup import (BAD_INPUT, all_sum, barrier, broadcast, detect_launcher, setup_ddp,
-                       wrap_ddp)
+from ddp_setup import (BAD_INPUT, all_sum, barrier, broadcast, detect_launcher, wrap_ddp)
 from dpo_reference import make_tables
 from run_config import Parser, load_config
 from run_dir import closing
 from run_log import write_text_atomic
-from run_script import bad_input_ends, numbers_of, run_ranks
+from run_script import joined_ranks, numbers_of, run_ranks
 from scale_report import report
 from step_meter import PARTS, StepMeter, peak_memory, seconds_by_part
 from train_loop import first_batches, global_gradient, take_step
@@ -282,6 +282,8 @@ def read_arguments(argv):
                 if name != "train" and type(value) in (int, float) and not value > 0]
     if args.train < 0:
         problems.append(f"--train is {args.train}; expected 0 or more")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        problems.append("--plot needs matplotlib: pip install matplotlib")
     largest = max(args.ranks or [1])
     problems += [f"--ranks: {n} does not divide {largest}; expected numbers that do, so that the "
                  "global batch can stay the same" for n in args.ranks or () if largest % n]
@@ -301,9 +303,8 @@ def read_arguments(argv):
 
 def measure_here(args, config):
     """Measure the ranks of the launcher that has started this process; rank 0 adds the launch."""
-    with setup_ddp(args.device, args.backend, timeout=COLLECTIVE_SECONDS, quiet=True) as ddp:
-        with bad_input_ends(ddp):
-            args.launches.append(measure(args, config, ddp))
+    with joined_ranks(args.device, args.backend, timeout=COLLECTIVE_SECONDS) as ddp:
+        args.launches.append(measure(args, config, ddp))
         if ddp.is_main and args.json:
             write_text_atomic(args.json, json.dumps({"launches": args.launches}, indent=1))
 

@@ -158,7 +158,7 @@ def bench_sedd(args, ddp):
         equal, made = Path(folder, "equal.fasta"), Path(folder, "made.fasta")
         write_made_fasta(equal, [EQUAL_LENGTH] * 400, random)
         write_made_fasta(made, made_lengths(N_MADE, random), random)
-        for file, length in ((equal, EQUAL_LENGTH), (args.data or made, PADDED_LENGTH)):
+        for file, length in ((args.data or made, PADDED_LENGTH), (equal, EQUAL_LENGTH)):
             closing(ddp, lambda: prepare_quietly(file, length, Path(folder, str(length)), ddp),
                     lambda run, ddp: print_rows(run, Path(file).stem, length, args.repeats, ddp))
     print(f"equal: {BATCH} proteins of {EQUAL_LENGTH} residues. The other proteins are cropped to "

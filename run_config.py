@@ -211,14 +211,14 @@ def check_values(c, checks, least):
         (share is None or 0 < share <= 1,
          f"memory.max_memory_per_gpu is {share}; expected a share of the memory, above 0 up to 1"),
         (o.scale == "none" or o.base_global_batch,
-         f"optim.scale is {o.scale} without optim.base_global_batch; give the global batch that lr "
-         "was chosen for"),
+         f"optim.scale is {o.scale} and optim.base_global_batch {o.base_global_batch}; expected "
+         "the global batch that lr was chosen for"),
         (not isinstance(o.scale, dict) or (list(o.scale) == ["cap"] and o.scale["cap"] >= 1),
          f"optim.scale is {o.scale}; expected none, linear, sqrt or {{cap: N}} with N of at least "
          "1"),
         (o.decay_steps is None or o.decay != "none" and o.decay_steps > 0,
-         f"optim.decay_steps is {o.decay_steps} with optim.decay {o.decay}; expected a number of "
-         "steps, or a share of them below 1, and decay linear or cosine"),
+         f"optim.decay_steps is {o.decay_steps} with optim.decay {o.decay}; expected more than "
+         "0 (steps, or a share of them below 1), and decay linear or cosine"),
         (set(c.monitoring.wandb or ()) <= {"project", "name", "mode"},
          f"monitoring.wandb has {', '.join(c.monitoring.wandb or ())}; expected some of project, "
          "name, mode"),
@@ -452,7 +452,7 @@ def _name_type(kind):
     if dataclasses.is_dataclass(kind):
         return f"a mapping with the keys {', '.join(_fields(kind))}"
     return {float: "a number", int: "a whole number", bool: "true or false", str: "text",
-            dict: "a mapping", type(None): "null"}.get(origin or kind, str(kind))
+            dict: "a mapping {key: value}", type(None): "null"}.get(origin or kind, str(kind))
 
 
 def _convert(value, kind):

@@ -84,12 +84,19 @@ def run_script(script, argv=None):
 
 
 @contextlib.contextmanager
-def bad_input_ends(ddp):
-    """What is wrong with the data or settings ends all ranks with one line, from rank 0."""
+def joined_ranks(*devices, **options):
+    """setup_ddp for a script that measures. What is wrong with the machine, the data or the
+    settings ends all ranks with one line."""
     try:
-        yield
-    except (ValueError, OSError) as e:
-        abort(ddp, f"error: {e}", BAD_INPUT, secondary=not ddp.is_main)
+        ddp = setup_ddp(*devices, quiet=True, **options)
+    except RuntimeError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(getattr(e, "code", 1))
+    with ddp:
+        try:
+            yield ddp
+        except (ValueError, OSError) as e:
+            abort(ddp, f"error: {e}", BAD_INPUT, secondary=not ddp.is_main)
 
 
 def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp):

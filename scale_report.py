@@ -202,11 +202,8 @@ def report(launches, args):
         predicted, errors, text = predict(merged, args)
         print_prediction(predicted, errors, text, critical, merged)
     if args.plot:
-        try:
-            draw(table, predicted, args.plot)
-            print(f"picture: {args.plot}")
-        except ImportError as error:
-            print(f"no picture: {error}. Expected matplotlib: pip install matplotlib")
+        draw(table, predicted, args.plot)
+        print(f"picture: {args.plot}")
     return dict(launches=launches, table=table, predicted=predicted, errors=errors,
                 critical_batch=critical)
 
@@ -214,8 +211,9 @@ def report(launches, args):
 def print_prediction(predicted, errors, text, critical, launches):
     """Print the predicted rows, with the progress that they buy, and the critical batch."""
     found = ", ".join(f"{name}: {error:+.1%}" for name, error in errors.items())
-    print(textwrap.fill(f"predicted, {text}. Predicted over measured time, with the overlap of the "
-                        f"other numbers of ranks (none: 0): {found or '-'}", 100))
+    print(textwrap.fill(f"predicted, {text}. At the measured numbers of ranks, with the link as "
+                        "measured and the overlap of the other numbers (none: 0), it errs by: "
+                        f"{found or '-'}", 100))
     least = min(launches)
     unit, first = launches[least]["unit"], launches[least]["rows"]["weak", ""]
     print(f"{'ranks':>6}{'batch ' + unit:>17}{'step s':>10}{'exchange s':>12}{'speed-up':>10}"
@@ -236,14 +234,15 @@ def print_prediction(predicted, errors, text, critical, launches):
                      "Take more --steps.")
     print(textwrap.fill(
         f"critical batch: B_simple = tr(Sigma)/|G|^2 = {critical:,.0f} {unit}, that of "
-        f"{critical * least / first['batch']:,.1f} ranks, at the weights where it was measured; it "
+        f"{critical * least / first['batch']:,.2g} ranks, at the weights where it was measured; it "
         "grows in training. A step of it makes half of an exact gradient's progress, and what is "
         "added beyond at most doubles that: more ranks then buy little (McCandlish et al. 2018, "
-        f"arXiv 1812.06162). progress: per second, over that of {least} rank(s).", 100))
+        f"arXiv 1812.06162). progress: what is learned per second, over that of {least} "
+        "rank(s); below 1 more ranks learn more slowly.", 100))
 
 
 def draw(table, predicted, path):
-    """Speed-up, efficiency and parts of the step, as a PNG. Raises: ImportError."""
+    """Speed-up, efficiency and parts of the step, as a PNG."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -139,8 +139,8 @@ def missing_data(data):
     if os.path.exists(f"{path}.partial"):
         return f"{problem} Its preparing is not finished: give the same command of " \
                "prepare_uniref50.py again."
-    return f"{problem} To download and prepare UniRef50 (13 GB): {_prepare_command(data, path)}; " \
-           "from your own files: the same with --fasta FILE."
+    return f"{problem} Check the path. To download and prepare UniRef50 (13 GB): " \
+           f"{_prepare_command(data, path)}; from your own files: the same with --fasta FILE."
 
 
 def _prepare_command(data, folder):

@@ -153,7 +153,7 @@ def check_config(c):
     check_values(c, (
         ((t.batch_size is None) != (t.tokens_per_batch is None),
          f"training.batch_size is {t.batch_size} and training.tokens_per_batch "
-         f"{t.tokens_per_batch}; expected one of the two"),
+         f"{t.tokens_per_batch}; expected one of the two, and null for the other"),
         ((t.n_iters is None) != (t.num_epochs is None),
          f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of "
          "the two"),

@@ -14,7 +14,7 @@ from bench_scale import measure_noise
 from ddp_setup import Ddp
 from launchers import fork_ranks
 from scale_report import Link, expected_maximum, fit_link, noise_scale, predict_step
-from training import ROOT
+from training import ROOT, command_lines
 
 TINY = ["model.hidden_size=16", "model.n_blocks=1", "model.n_heads=1", "model.cond_dim=8",
         "training.tokens_per_batch=256", "data.max_length=64", "data.demo_proteins=300"]
@@ -115,6 +115,21 @@ def test_what_cannot_be_done_is_refused_in_one_line(words, message, tmp_path, mo
         bench_scale.main(words)
     lines = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and len(lines) == 1 and message in lines[0]
+
+
+def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_path):
+    refused = {
+        ("sedd", "--backend=nccl"): "--backend nccl does not serve device cpu",
+        ("sedd", "--repeats=0"): "--repeats is 0; expected at least 1",
+        ("sedd", "optim.lr=1"): "save alone takes configs",
+        ("sedd", "--data=no.fasta"): "no.fasta does not exist",
+        ("--repeats=3", "scale"): "scale is to be the first word",
+        ("card", "--data=no"): "--data no is not a folder",
+        ("learn",): "'learn' (choose from"}
+    found = command_lines("bench_ddp", [list(words) for words in refused], tmp_path)
+    for (code, out, err), message in zip(found, refused.values()):
+        assert code == 2 and message in err.splitlines()[-1], err
+        assert "Traceback" not in err and "float32" not in out
 
 
 def test_a_card_is_measured_model_by_model_against_the_plain_step(tmp_path, monkeypatch, capsys):

@@ -1272,7 +1272,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
              ([*base, "training.tokens_per_batch=400"], ["expected one of the two"]),
              ([*base, "graph.type=uniform", "model.parameterization=subs"],
               ["expected graph.type absorb"]), ([*base, "optim.scale=linear"],
-                                                ["without optim.base_global_batch"]),
+                                                ["optim.base_global_batch None"]),
              ([*base, "noise.eps=2"], ["noise.eps = 2"]), ([*base, "model.n_heads=5"],
                                                            ["model.n_heads is 5",
                                                             "n_heads one of 1, 2, 4, 8, 16"]),
