@@ -273,7 +273,7 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
             of further columns). Raises ValueError where training would be refused.
     Returns: (lines, lines on what would be refused).
     """
-    o, problems = config.optim, []
+    o, steps, problems, late = config.optim, config.training.n_iters, [], []
     rows = [f"{'ranks':>6} {title} {'learning rate':>14} {'warm-up steps':>14}{more}"]
     for n in numbers:
         batch = n * config.training.accum * per_rank
@@ -286,6 +286,10 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
             continue
         lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
         rows.append(f"{row} {lr:>14.4g} {warmup:>14,}{columns}")
+        late += [str(n)] if steps and warmup >= steps else []
+    if late:
+        rows.append(f"ATTENTION: with {', '.join(late)} rank(s) the warm-up lasts to the end (step "
+                    f"{steps:,})")
     return rows, problems
 
 

@@ -1224,6 +1224,8 @@ def test_the_plan_is_the_table_of_the_original():
     assert table_of("8") == [["8", "384", "0.0003", "30,000"]]
     c = load_config(Config, ROOT / "configs" / "sedd_uniref50_8gpu.yaml")
     assert table_of("8") == [["8", "384", "0.0003", "30,000"]]
+    c = load_config(Config, DEMO, ["optim.warmup=300", "data.demo_proteins=3000"])
+    assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in describe_plan(c, "4,64")
 
 
 # ---- bad input ----
