@@ -205,7 +205,8 @@ def read_arguments(argv):
         if type(value) is int and value < 1:
             raise ValueError(f"--{name} is {value}; expected at least 1")
     if args.data and not args.data.is_dir():
-        raise ValueError(f"--data {args.data} is not a folder of prepare_uniref50.py.")
+        raise ValueError(f"--data {args.data} is not a folder; expected one that "
+                         "prepare_uniref50.py made")
     if unknown := {*args.models} - {*MODELS}:
         raise ValueError(f"--models: found {', '.join(unknown)}; expected {', '.join(MODELS)}")
     return args

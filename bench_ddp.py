@@ -724,7 +724,7 @@ def main(argv):
     if args.what in ("sedd", "dpo", "data", "watch") and args.device == "auto":
         args.device = "cpu"
     for name, value in vars(args).items():
-        if type(value) is int and value < 1:
+        if name != "node_rank" and type(value) is int and value < 1:
             parser.error(f"--{name} is {value}; expected at least 1")
     if args.configs and args.what != "save":
         parser.error(f"found {args.configs[0]}; expected options: save alone takes configs")

@@ -302,7 +302,7 @@ class Norm(nn.LayerNorm):
     """Layer norm whose own gradients are sums in float32 at least.
 
     torch's kernel for a CPU sums them in the dtype of x: in bfloat16, over the 20,000 edges of 430
-    residues, they were wrong by 40 % (measured)."""
+    residues, they were wrong by 40 % (measured). Twice the time, and one more tensor kept."""
 
     def forward(self, x):
         if x.element_size() > 2 or x.device.type != "cpu":

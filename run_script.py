@@ -89,7 +89,7 @@ def joined_ranks(*devices, **options):
     settings ends all ranks with one line."""
     try:
         ddp = setup_ddp(*devices, quiet=True, **options)
-    except RuntimeError as e:
+    except (RuntimeError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(getattr(e, "code", 1))
     with ddp:
@@ -264,7 +264,8 @@ def plan_head(o, ranks, unit):
 
 
 def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batch: (batch, "")):
-    """Table of what each number of ranks would do: global batch, learning rate, warm-up.
+    """Table of what each number of ranks would do: global batch, learning rate, warm-up, and where
+    this outlasts training.n_iters.
 
     Args:
         per_rank: batch of a rank in a micro-step.

@@ -7,7 +7,7 @@
 # The exit code is pytest's (5: no test matched).
 set -euo pipefail
 
-# Under pytest 9.2 the groups of pytest-xdist 3.8 have no effect (see tests/conftest.py).
+# pytest 8: with 9.2 the groups that tests/conftest.py gives pytest-xdist 3.8 have no effect.
 PYTEST="pytest>=8,<9 pytest-timeout>=2.3 pytest-xdist>=3.6 ruff==0.17.6"
 # What users may add. In .venv/extras, so that all tests but theirs run as on a machine without it.
 EXTRAS="matplotlib>=3.8 safetensors>=0.4 tensorboard>=2.16 wandb>=0.17 nbclient>=0.10 ipykernel>=6"

@@ -5,7 +5,6 @@ Nothing of the project is imported here: files are read and parsed.
 
 import ast
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -232,6 +231,6 @@ def test_the_tests_run_without_the_plugin_for_time_limits(tmp_path):
 
 
 def test_the_tests_of_a_file_run_in_one_process(request):
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        pytest.skip("all tests run in this process")
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("not started with --dist loadgroup")
     assert request.node.nodeid.endswith("@test_layout.py")   # the group that conftest.py gives
