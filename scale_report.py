@@ -232,10 +232,9 @@ def print_prediction(predicted, errors, text, critical, launches):
     if not critical:
         return print("critical batch: not found; the noise hides the gradient in so few batches. "
                      "Take more --steps.")
-    ranks = critical * least / first["batch"]
     print(textwrap.fill(
         f"critical batch: B_simple = tr(Sigma)/|G|^2 = {critical:,.0f} {unit}, that of "
-        f"{float(f'{ranks:.2g}'):,g} ranks, at the weights where it was measured; it "
+        f"{critical * least / first['batch']:,.2f} ranks, at the weights where it was measured; it "
         "grows in training. A step of it makes half of an exact gradient's progress, and what is "
         "added beyond at most doubles that: more ranks then buy little (McCandlish et al. 2018, "
         f"arXiv 1812.06162). progress: what is learned per second, over that of {least} "
