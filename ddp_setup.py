@@ -71,6 +71,7 @@ import time
 import traceback
 import zipfile
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -596,10 +597,9 @@ def _launch_name(env, ddp, one_host):
     pid, variable = os.getppid(), f"{row.rank}=".encode()
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
         while True:
-            with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/environ", "rb") as environ:
-                _, parent, *fields = stat.read().rpartition(")")[2].split()
-                if variable not in environ.read():
-                    return f"{pid}-{fields[17]}"   # start time
+            _, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if variable not in Path(f"/proc/{pid}/environ").read_bytes():
+                return f"{pid}-{fields[17]}"   # start time
             pid = int(parent)
     return str(pid)
 
@@ -671,10 +671,9 @@ def _join(ddp, env, init_timeout, error):
             control = (dist.group.WORLD if ddp.backend == "gloo" else
                        dist.new_group(backend="gloo", timeout=ddp.timeout))
     node_rank = list(dict.fromkeys(hosts)).index(ddp.host)
-    return replace(
-        ddp, local_world_size=ddp.local_world_size or hosts.count(ddp.host), control=control,
-        node_rank=node_rank if ddp.node_rank is None else ddp.node_rank,
-        notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
+    return replace(ddp, local_world_size=variables["LOCAL_WORLD_SIZE"], control=control,
+                   node_rank=node_rank if ddp.node_rank is None else ddp.node_rank,
+                   notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
 
 
 def _open_store(ddp, env, one_host, agent, limit):
@@ -727,8 +726,13 @@ def _connect(ddp, host, port, limit, prefix, agent):
             time.sleep(0.05)
     text = (f"{host}:{port} answers, but rank 0 of this run is not there. Is it another run's, or "
             f"another program's? Choose another MASTER_PORT.")
-    # A stranger that listens and says nothing would hold torch's client for ever (measured).
-    timer = threading.Timer(min(STORE_ANSWER, limit), _leave_a_silent_store, (text, prints))
+
+    def leave():   # a stranger that says nothing would hold torch's client for ever (measured)
+        if prints:
+            print(text, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(min(STORE_ANSWER, limit), leave)
     timer.start()
     try:
         store = dist.PrefixStore(prefix, dist.TCPStore(
@@ -741,12 +745,6 @@ def _connect(ddp, host, port, limit, prefix, agent):
         raise SetupError(text, prints, code=1) from None
     finally:
         timer.cancel()
-
-
-def _leave_a_silent_store(text, prints):
-    if prints:
-        print(text, file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def _meet(ddp, store, error, limit, hub_host):
@@ -968,6 +966,7 @@ def cleanup_ddp(ddp):
             close_run(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
         with _time_limit(DESTROY):
             if ddp.world_size > 1:
+                _await_gloo_threads()
                 dist.destroy_process_group()
             _end_mpi(ddp.state.mpi)
     finally:   # whatever happens, the caller may go on
@@ -979,6 +978,17 @@ def cleanup_ddp(ddp):
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _await_gloo_threads():
+    """Gloo's threads let go of a collective's tensors after it has returned, and need Python's lock
+    for it: one that only comes while Python ends would abort the process."""
+    for _ in range(1000):
+        time.sleep(0.01)   # without the lock
+        with contextlib.suppress(OSError):   # a thread that has ended
+            if not any(b" (pt_gloo_runloop) R " in file.read_bytes()
+                       for file in Path("/proc/self/task").glob("*/stat")):
+                return
 
 
 def _await_all(ddp, limit):
@@ -1236,7 +1246,7 @@ def gradient_sync(model, last):
     return contextlib.nullcontext() if last else model.no_sync()
 
 
-class DdpSampler(torch.utils.data.Sampler):
+class ddp_sampler(torch.utils.data.Sampler):
     """A sampler for any dataset with a length. The order is f(seed, epoch), dealt in turn.
 
     train=True shuffles and cuts the epoch to equal steps per rank; train=False gives every item to
@@ -1275,16 +1285,12 @@ class DdpSampler(torch.utils.data.Sampler):
         return range(self.start + self.rank, self.n - rest, self.world_size)
 
 
-ddp_sampler = DdpSampler
-
-
 # ---------------------------------------------------------------- agree, reduce
 def print0(ddp, *values, **options):
     """print on rank 0; on every rank, with its number, where DDP_LOG_ALL=1."""
-    everywhere = os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1
-    if everywhere or ddp.is_main:
-        head = [f"[rank {ddp.rank}]"] * everywhere
-        print(*head, *values, **{"flush": True, **options})
+    log_all = os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1
+    if log_all or ddp.is_main:
+        print(*[f"[rank {ddp.rank}]"] * log_all, *values, **{"flush": True, **options})
 
 
 def _route(ddp, device):
@@ -1344,8 +1350,7 @@ def all_sum(value, ddp):
 
 
 def all_mean(value, ddp):
-    """Mean over ranks, as all_sum. Right only where every rank has the same share; else sum and
-    count."""
+    """Mean over ranks, as all_sum; right only where every rank has the same share."""
     if not isinstance(value, torch.Tensor):
         return all_mean(torch.tensor(value, dtype=torch.float64), ddp).tolist()
     return all_sum(value, ddp) / ddp.world_size
@@ -1367,9 +1372,8 @@ def _native_bfloat16(device):
     if device.type == "xpu":
         return True
     try:
-        with open("/proc/cpuinfo") as f:
-            flags = set(re.search(r"^(?:flags|Features)\s*:(.*)$", f.read(), re.M)[1].split())
-        return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
     except (OSError, TypeError):
         return False
 
@@ -1443,7 +1447,7 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
     Raises: on all ranks, where writing failed, ValueError for something that is not plain,
         RuntimeError for the disk; then the former file is untouched.
     """
-    path, refused, failed = os.fspath(path), "", ""
+    path, problem = os.fspath(path), None
     beat(ddp)
     try:
         if ddp.is_main:
@@ -1453,16 +1457,14 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
             _check_plain(state, "checkpoint")
             _write_checkpoint(path, ddp, keep_last, state)
     except ValueError as e:
-        refused = str(e)
+        problem = "plain", str(e)
     except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
-        failed = (f"cannot write {path}: {str(e).splitlines()[0]}. The former checkpoint is "
-                  f"untouched. Is the disk full or the folder read-only?")
-    refused, failed = broadcast([refused, failed], ddp)
+        problem = "disk", (f"cannot write {path}: {str(e).splitlines()[0]}. The former checkpoint "
+                           f"is untouched. Is the disk full or the folder read-only?")
+    problem = broadcast(problem, ddp)
     beat(ddp)
-    if refused:
-        raise ValueError(refused)
-    if failed:
-        raise RuntimeError(failed)
+    if problem:
+        raise (ValueError if problem[0] == "plain" else RuntimeError)(problem[1])
     if resumes:   # the last line of a failure names it
         ddp.state.checkpoint = path, state.get("step")
         _tell_guard(ddp, checkpoint=ddp.state.checkpoint)
@@ -1542,8 +1544,7 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
 def _read_checkpoint(path, map_location):
     """(the file's bytes, what they hold)."""
     try:
-        with open(path, "rb") as f:
-            data = f.read()
+        data = Path(path).read_bytes()
     except FileNotFoundError:
         raise ValueError(f"no checkpoint {path}. Expected a file written by save_checkpoint."
                          ) from None
@@ -1634,11 +1635,10 @@ def doctor(env):
     for name in ("numpy", "mpi4py", "intel-extension-for-pytorch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-    own, yes_or_no = _own_address(), {True: "yes", False: "no"}
+    own, words = _own_address(), {"True": "yes", "False": "no"}
     print(f"versions: {', '.join(versions)}",
-          "found: " + ", ".join(f"{name} {yes_or_no[number]}"
-                                if isinstance(number, bool) else f"{name} {number}"
-                                for name, number in found.items()), *rows,
+          "found: " + ", ".join(f"{name} {words.get(str(value), value)}"
+                                for name, value in found.items()), *rows,
           f"this host: {socket.gethostname()}, {own} on interface {_interface_of(own)}", _seen(env),
           *(f"{name}={env[name]}" for name in sorted(env) if name.startswith("DDP_")), sep="\n")
     return int(any(row.startswith("PROBLEM") for row in rows))

@@ -360,6 +360,43 @@ after()
         assert ranks.err().count(says.format(host=socket.gethostname())) == 1, ranks.err()
 
 
+@pytest.mark.slow
+def test_a_rank_ends_in_good_order_however_late_gloo_lets_go_of_the_last_tensor(tmp_path):
+    """Its threads need Python's lock for that, and get hardly any time beside a busy process."""
+    path = script(tmp_path, head=f"""import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from ddp_setup import *
+""", text="""
+def run_rank(rank, port):
+    global ddp      # as in a script: it lives until Python ends
+    os.environ.update(DDP_RANK=str(rank), DDP_LOCAL_RANK=str(rank), DDP_WORLD_SIZE="2",
+                      DDP_LOCAL_WORLD_SIZE="2", MASTER_PORT=port)
+    ddp = setup_ddp(quiet=True)
+    processor = {sorted(os.sched_getaffinity(0))[-rank]}
+    for thread in map(int, os.listdir("/proc/self/task")):
+        os.sched_setaffinity(thread, processor)
+        with open(f"/proc/self/task/{thread}/comm") as name:
+            if "gloo_runloop" in name.read():
+                os.setpriority(os.PRIO_PROCESS, thread, 19)
+    pid = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == pid:
+            pass
+        os._exit(0)
+    all_sum(1.0, ddp)
+    cleanup_ddp(ddp)
+    sys.exit()
+
+for port in sys.argv[1:]:
+    pids = [os.fork() or run_rank(rank, port) for rank in range(2)]
+    print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
+""")
+    launches = 8    # without the wait in cleanup_ddp one in four ended by SIGABRT
+    result = run_ranks("python", 1, [path, *(free_port() for _ in range(launches))], cwd=tmp_path,
+                       env=NO_GUARD)
+    assert (result.stdout, result.stderr) == (launches * "[0, 0]\n", ""), result.text
+
+
 def test_a_forked_child_that_ends_by_itself_ends_no_rank(tmp_path):
     path = script(tmp_path, """
 ddp = setup_ddp(quiet=True)

@@ -220,7 +220,7 @@ def test_when_rank_0_does_not_answer_the_others_name_it_and_end_all(tmp_path, fa
     platform.python_version = stand_still
 test_aurora_ddp.ANSWER = 1.0"""
     result = check(tmp_path, "--timeout", "3", fault=fault, faulty_rank=0, launcher="mpich")
-    assert result.returncode == 3 and result.leftover == [], result.text
+    assert result.returncode in (3, 9) and result.leftover == [], result.text   # as in assert_found
     # The check at work, or the next one: rank 0 may stand still before its answer is read.
     last_line = result.stderr.splitlines()[-1]
     assert re.search(rf"check \w+: rank 0 on {re.escape(HOST)} did not answer", last_line)
