@@ -20,7 +20,7 @@ import numpy as np
 from ddp_setup import AGAIN, broadcast, print0
 from run_config import load_config
 from run_log import read_rows
-from run_script import add_launch_arguments, joined_ranks
+from run_script import add_launch_arguments, hand_over, joined_ranks
 from train_sedd_ddp import Config, main as train
 
 CONFIG = Path(__file__).with_name("configs") / "sedd_cpu.yaml"
@@ -92,6 +92,7 @@ def bench_learn(args, ddp):
                 f"to the last value of {args.recipes[0]}")
     for recipe in args.recipes:
         for seed in args.seeds:
+            print0(ddp, f"training {recipe}, seed {seed}", file=sys.stderr)
             found[recipe][seed] = train_recipe(folder, recipe, seed, args, ddp)
             if not found[recipe][seed]:
                 print0(ddp, "Stopped and saved. The same command goes on.")
@@ -120,6 +121,10 @@ def main(argv):
         parser.error(f"--recipes: {', '.join(unknown)}; expected some of {', '.join(RECIPES)}")
     if args.steps < 1:
         parser.error(f"--steps is {args.steps}; expected at least 1")
+    try:
+        hand_over(args, argv)
+    except ValueError as e:
+        parser.error(str(e))
     with joined_ranks(args.device, args.backend, ranks=args.ranks,
                       init_timeout=args.init_timeout) as ddp:
         finished = bench_learn(args, ddp)
