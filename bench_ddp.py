@@ -48,7 +48,7 @@ from sequence_data import (FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, Prepare
                            sequence_keys)
 from structure_data import (NAMES, PHI_PSI, Complex, Pair, PairPlan, build_backbone, collate,
                             collate_complexes, describe, read_pairs, read_structure)
-from run_script import add_launch_arguments, hand_over, joined_ranks
+from run_script import add_launch_arguments, started_ranks
 from step_meter import StepMeter
 from train_loop import MicroBatchSampler, first_batches, global_gradient, take_step
 from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader,
@@ -728,12 +728,7 @@ def main(argv):
             parser.error(f"--{name} is {value}; expected at least 1")
     if args.configs and args.what != "save":
         parser.error(f"found {args.configs[0]}; expected options: save alone takes configs")
-    try:
-        hand_over(args, argv)
-    except ValueError as e:
-        parser.error(str(e))
-    with joined_ranks(args.device, args.backend, ranks=args.ranks,
-                      init_timeout=args.init_timeout) as ddp:
+    with started_ranks(args, argv) as ddp:
         {"save": bench_save, "sedd": bench_sedd, "dpo": bench_dpo, "data": bench_data,
          "watch": bench_watch}[args.what](args, ddp)
 

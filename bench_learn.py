@@ -20,7 +20,7 @@ import numpy as np
 from ddp_setup import AGAIN, broadcast, print0
 from run_config import load_config
 from run_log import read_rows
-from run_script import add_launch_arguments, hand_over, joined_ranks
+from run_script import add_launch_arguments, started_ranks
 from train_sedd_ddp import Config, main as train
 
 CONFIG = Path(__file__).with_name("configs") / "sedd_cpu.yaml"
@@ -121,12 +121,7 @@ def main(argv):
         parser.error(f"--recipes: {', '.join(unknown)}; expected some of {', '.join(RECIPES)}")
     if args.steps < 1:
         parser.error(f"--steps is {args.steps}; expected at least 1")
-    try:
-        hand_over(args, argv)
-    except ValueError as e:
-        parser.error(str(e))
-    with joined_ranks(args.device, args.backend, ranks=args.ranks,
-                      init_timeout=args.init_timeout) as ddp:
+    with started_ranks(args, argv) as ddp:
         finished = bench_learn(args, ddp)
     if not finished:
         sys.exit(AGAIN)

@@ -99,6 +99,19 @@ def joined_ranks(*devices, **options):
             abort(ddp, f"error: {e}", BAD_INPUT, secondary=not ddp.is_main)
 
 
+def started_ranks(args, argv):
+    """joined_ranks with the options of add_launch_arguments, the ranks started where they say so.
+
+    argv: what `args` was parsed from."""
+    try:
+        hand_over(args, argv)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    return joined_ranks(args.device, args.backend, ranks=args.ranks,
+                        init_timeout=args.init_timeout, ipex=args.ipex)
+
+
 def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp):
     """Prepare the run; what is wrong with the arguments or data ends all ranks with one line.
 

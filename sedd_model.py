@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cpu_linear import Linear, on_cpu
 
-# To so many positions the needed ones are filled up, with the first: oneDNN compiles a kernel for
-# every number that it has not met, a tenth of the time of a small model's step (measured).
+# The positions that enter the loss are filled up to a multiple of this, with the very first one:
+# oneDNN compiles kernels for every new number of them, a tenth of a small model's step (measured).
 NEEDED_MULTIPLE = 64
 
 
@@ -102,8 +102,8 @@ class SEDD(nn.Module):
         needed = None   # after the last attention: all positions, or those that enter the loss
         if self.training and self.scale_by_sigma and on_cpu(xt):    # elsewhere the host would wait
             rows = (xt.flatten() == self.vocab_size - 1).nonzero()[:, 0]
-            some_twice = F.pad(rows, (0, -len(rows) % NEEDED_MULTIPLE))
-            needed = some_twice, some_twice // xt.shape[1]
+            filled_up = F.pad(rows, (0, -len(rows) % NEEDED_MULTIPLE))
+            needed = filled_up, filled_up // xt.shape[1]
         for i, block in enumerate(self.blocks, 1):
             inputs = h, c, rotary, attended, needed if i == len(self.blocks) else None
             if self.gradient_checkpointing and torch.is_grad_enabled():

@@ -342,6 +342,21 @@ def test_a_batch_of_known_residues_alone_or_none_has_a_gradient(masked):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_numbers_of_unknown_residues_make_few_shapes_and_the_scores_of_evaluation():
+    """For a new shape oneDNN compiles its products anew."""
+    model, x0 = small_model(AbsorbingGraph(21), dropout=0.0), small_batch(AbsorbingGraph(21))[0]
+    shapes, sigma = set(), torch.ones(len(x0))
+    model.blocks[-1].mlp.register_forward_hook(lambda _, inputs, out: shapes.add(out.shape))
+    for number in range(0, x0.numel() + 1, 4):
+        unknown = (torch.arange(x0.numel()) < number).view(x0.shape)
+        xt = x0.where(~unknown, 21)
+        in_training = model.train()(xt, sigma)[unknown]
+        assert len(shapes) <= 4    # 0, 64, 128, 192 of 144 positions
+        with torch.no_grad():
+            near(in_training, model.eval()(xt, sigma)[unknown], atol=1e-5)
+        shapes.discard(torch.Size([*x0.shape, 32]))    # of the evaluation
+
+
 def test_the_gradient_of_a_protein_is_a_sum_over_its_positions_in_bfloat16_too():
     modulation = torch.zeros(2, 1, 3, dtype=torch.bfloat16, requires_grad=True)
     spread(modulation, torch.tensor([0] * 1000 + [1])).sum().backward()   # 256 + 1 is 256 there
