@@ -37,6 +37,7 @@ WIDEST_STEP = 0.80              # down to this share of its top, a bucket ends a
 # Micro-batches that a unit fills beyond its share of all, as they run on from bucket to bucket
 # (measured).
 TAIL_BATCHES = 2.2
+WELL_FILLED = 0.95              # mean share of the fullest micro-batch's work
 MEAN_WITHIN = 0.02              # how near the mean of batch_size or tokens is to what was asked for
 
 
@@ -206,11 +207,12 @@ class BatchPlan:
             raise ValueError(f"found tokens = {tokens}, batch_size = {batch_size}, micro_batches = "
                              f"{micro_batches}; expected one of tokens and batch_size, and at "
                              f"least 1 of each.")
-        self.counted_in = "proteins" if tokens is None else "tokens"
+        self.counted_in, self.budget = (("proteins", "batch_size") if tokens is None else
+                                        ("tokens", "tokens_per_batch"))
         self.seed, self.micro_batches = seed, micro_batches
         self.max_length, self.long = max_length, long
         self._count_lengths(*(np.asarray(x, np.int64) for x in length_counts), hidden_size)
-        self._choose_shapes(budgets[0], tokens is not None)
+        self._choose_shapes(budgets[0])
         self.available = self.residues if tokens else self.proteins
 
         bytes_each = self.totals[1] / self.expected             # of a micro-batch, in the file
@@ -250,29 +252,32 @@ class BatchPlan:
         self.proteins = int(counts[taken].sum())
         self.residues = int((self.counts * np.arange(len(self.counts))).sum())
 
-    def _choose_shapes(self, asked, by_tokens):
-        """Find the work of a micro-batch whose mean is what was asked for, and its shapes."""
+    def _choose_shapes(self, asked):
+        """Take the shapes whose mean is what was asked for."""
         longest = len(self.counts) - 1
-        least_work = int(self.work_of[longest])                 # one protein is the least that fits
-        self.least = math.ceil(self._shapes(least_work, by_tokens).mean * 0.99)
+        self.least_work = int(self.work_of[longest])            # one protein is the least that fits
+        self.least = math.ceil(self._shapes(self.least_work).mean * 0.99)
         if asked < self.least:
-            name = "tokens_per_batch" if by_tokens else "batch_size"
-            raise ValueError(f"{name} {asked:,} is less work per micro-batch than the longest "
-                             f"protein alone, of {longest:,} residues; expected at least "
-                             f"{self.least:,}. Raise training.{name}, or lower data.max_length.")
-        work = least_work
+            raise ValueError(f"{self.budget} {asked:,} is less work per micro-batch than the "
+                             f"longest protein alone, of {longest:,} residues; expected at least "
+                             f"{self.least:,}. Raise training.{self.budget}, or lower "
+                             f"data.max_length.")
+        self.work, self.tops, self.sizes, self.expected, self.mean, self.filled = self._find(asked)
+        self.bucket_of = np.searchsorted(-self.tops, -np.arange(longest + 1), side="right") - 1
+
+    def _find(self, asked):
+        """The fullest Shapes of those whose mean is what was asked for."""
+        work = self.least_work
         for _ in range(20):                             # towards the mean that was asked for
-            work = max(int(work * asked / self._shapes(work, by_tokens).mean), least_work)
-        nearby = (max(int(work * share), least_work) for share in np.linspace(0.85, 1.15, 61))
-        tried = [self._shapes(work, by_tokens) for work in nearby]
+            work = max(int(work * asked / self._shapes(work).mean), self.least_work)
+        nearby = (max(int(work * share), self.least_work) for share in np.linspace(0.85, 1.15, 61))
+        tried = [self._shapes(work) for work in nearby]
         errors = [abs(shapes.mean / asked - 1) for shapes in tried]
         close = [shapes for shapes, error in zip(tried, errors) if error <= MEAN_WITHIN]
         nearest = tried[errors.index(min(errors))]
-        best = max(close or [nearest], key=lambda shapes: shapes.filled)
-        self.work, self.tops, self.sizes, self.expected, self.mean, self.filled = best
-        self.bucket_of = np.searchsorted(-self.tops, -np.arange(longest + 1), side="right") - 1
+        return max(close or [nearest], key=lambda shapes: shapes.filled)
 
-    def _shapes(self, work, by_tokens):
+    def _shapes(self, work):
         """Shapes of micro-batches of this much work, each for a bucket of lengths up to its top."""
         longest = len(self.counts) - 1
         work_of = self.work_of[:longest + 1]                    # of cropped lengths
@@ -298,7 +303,9 @@ class BatchPlan:
         sizes = np.maximum(number[tops], 1)
         batches = members / sizes
         expected = batches.sum()
-        mean = (batches * sizes * tops).sum() / expected if by_tokens else self.proteins / expected
+        mean = self.proteins / expected
+        if self.counted_in == "tokens":
+            mean = (batches * sizes * tops).sum() / expected
         filled = (batches * sizes * work_of[tops]).sum() / expected / work
         return Shapes(work, tops, sizes, expected, mean, filled)
 
@@ -330,12 +337,15 @@ class BatchPlan:
         return text
 
     def warning(self):
-        """Lines on batches that are far from full; none if they are not."""
-        if self.filled >= 0.95 or self.micro_batches == 1:
+        """Lines on batches that are far from full, with numbers that fill them; none if full."""
+        if self.filled >= WELL_FILLED or self.micro_batches == 1:
             return []
-        return ["  few of the longest proteins fit into such a batch: on average "
-                f"{self.mean:,.4g} {self.counted_in}, and a step waits up to "
-                f"{1 / self.filled - 1:.0%} longer than with larger batches"]
+        fit = int(self.sizes[0])        # of the longest: the room for a part of one more is lost
+        means = [round(self._shapes(n * self.least_work).mean) for n in (fit, fit + 1)]
+        good = [str(mean) for mean in means if self._find(mean).filled >= WELL_FILLED]
+        return ["  the longest proteins do not fill a micro-batch: a step waits up to "
+                f"{1 / self.filled - 1:.0%} longer.",
+                f"  Better: training.{self.budget}={' or '.join(good) or 'a larger one'}"]
 
     def place(self, step):
         """(epoch, window of the epoch, step of the window) of a step of the run."""

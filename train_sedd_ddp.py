@@ -399,9 +399,9 @@ def describe_plan(config, ranks):
                                  outcome)
     if problems and not plans:
         raise ValueError("\n".join(problems))
-    positions = t.tokens_per_batch or t.batch_size * d.max_length
-    if plans:
-        positions = int((plans[-1].sizes * plans[-1].tops).max())
+    positions = (int((plans[-1].sizes * plans[-1].tops).max()) if plans else
+                 t.tokens_per_batch or t.batch_size * d.max_length)
+    problems += plans[-1].warning() if plans else []
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
     memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"),

@@ -1,6 +1,7 @@
 """sequence_batches: the plan of training and its reader, batches for evaluation."""
 
 import itertools
+import re
 import time
 
 import numpy as np
@@ -75,6 +76,27 @@ def test_the_average_batch_is_what_was_asked_for(real):
         assert found == pytest.approx(budget, rel=0.04)
         # Attention makes long proteins dearer, so short ones get more positions, but not many more.
         assert max(positions) < 1.35 * np.mean(positions)
+
+
+@pytest.mark.parametrize("unit, asked", [("tokens", 1950), ("batch_size", 5)])
+def test_where_the_longest_do_not_fill_a_batch_the_warning_names_numbers_that_let_steps_wait_less(
+        unit, asked):
+    lengths = random_lengths(3001, 2000)
+
+    def share_that_works(plan):
+        """Mean work of a micro-batch over that of the fullest one of its step."""
+        works = [[work_of(batch) for batch in step] for step in steps_of(plan)]
+        return np.sum(works) / 4 / np.sum(np.max(works, axis=1))
+
+    poor = plan_of(lengths, 512, 4, **{unit: asked})
+    waits, advice = poor.plan.warning()
+    assert f"up to {1 / poor.plan.filled - 1:.0%} longer" in waits
+    better = [int(number) for number in re.findall(r"\d+", advice)]
+    assert len(better) == 2 and better[0] < asked < better[1]
+    for number in better:
+        good = plan_of(lengths, 512, 4, **{unit: number})
+        assert good.plan.warning() == []
+        assert share_that_works(good) > share_that_works(poor) + 0.03
 
 
 @BUDGETS

@@ -52,15 +52,6 @@ TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,
         "monitoring.n_samples": 2, "monitoring.sample_steps": 2}
 
 
-@pytest.fixture(autouse=True)
-def no_watch_left():
-    """train, when it raises, leaves the watch to the end of the process, which here goes on."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "ddp-watch":
-            thread.close()
-
-
 @pytest.fixture(scope="module")
 def fasta(tmp_path_factory):
     """240 proteins of 5 to 70 residues, some of them X."""
