@@ -3,7 +3,6 @@
     python prepare_uniref50.py FOLDER                                # UniRef50: 13 GB, leaves 18 GB
     python prepare_uniref50.py FOLDER --max_sequences 10000          # its first records only
     python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # files of one's own
-    python prepare_uniref50.py FOLDER --bench FILE.gz                # speed here; makes no FOLDER
 
 Files, cleaning and refusals are those of sequence_data.py. Of equal proteins one stays. The
 folder holds, all numbers little endian and without headers, for SET = train and val:
@@ -33,7 +32,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import gzip
 import hashlib
 import http.client
 import io
@@ -44,10 +42,7 @@ import re
 import shutil
 import socket
 import ssl
-import statistics
-import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 import urllib.error
@@ -81,11 +76,8 @@ def main(argv=None):
     """Exit code: 0 done (or done before), 2 refused or failed, 130 interrupted."""
     args = parse(argv)
     try:
-        if args.bench:
-            bench(args.bench, args.folder)
-        else:
-            prepare(args.folder, args.fasta, args.url, args.max_sequences, args.val_fraction,
-                    args.min_length, args.seed)
+        prepare(args.folder, args.fasta, args.url, args.max_sequences, args.val_fraction,
+                args.min_length, args.seed)
         return 0
     except KeyboardInterrupt:
         print("interrupted; the same command starts the unfinished part again", file=sys.stderr)
@@ -108,7 +100,6 @@ def parse(argv):
     parser.add_argument("--val_fraction", type=float, default=0.001, help="default %(default)s")
     parser.add_argument("--min_length", type=int, default=1, help="residues; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the order; default %(default)s")
-    parser.add_argument("--bench", type=Path, metavar="FILE", help="measure on a .gz file only")
     return parser.parse_args(argv)
 
 
@@ -542,64 +533,6 @@ def print_summary(folder, meta, report):
           f"  python train_sedd_ddp.py --config configs/sedd_{config}.yaml "
           f"--data {os.path.relpath(folder)} \\\n"
           f"    data.val_fraction={meta['val_fraction']} data.min_length={meta['min_length']}")
-
-
-# ---- bench ----
-
-def bench(path, folder, rounds=3):
-    """Time gzip, our pass over the text, the whole preparing and a plain loop, in turns."""
-    with open(path, "rb") as file:
-        if file.read(2) != b"\x1f\x8b":
-            raise ValueError(f"{path} is not gzip; expected a .gz file, to compare with gzip -dc.")
-    seconds = collections.defaultdict(list)
-
-    def timed(name, work, *arguments):
-        began = time.perf_counter()
-        result = work(*arguments)
-        seconds[name].append(time.perf_counter() - began)
-        return result
-
-    def count():
-        return sum(len(block.lengths) for block in read_blocks(path, ReadReport()))
-    shell = ["bash", "-c", 'gzip -dc "$1" | wc -c', "-", path]
-    parent = Path(os.path.abspath(folder)).parent
-    for _ in range(rounds):
-        n_text = int(timed("gzip -dc FILE | wc -c", subprocess.check_output, shell))
-        n = timed("pass over the text", count)
-        with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as scratch:
-            with contextlib.redirect_stdout(None):
-                timed("preparing, both passes", prepare, Path(scratch, "out"), [path], None)
-        part = timed("plain loop", plain_loop, path, 20 << 20)
-        seconds["plain loop"][-1] *= n_text / part
-    print(f"{path}: {n:,} sequences, {n_text:,} bytes of text; medians of {rounds} rounds. The "
-          f"plain loop ran over the first {part:,} bytes and is scaled.")
-
-    def faster(name, other):
-        return statistics.median(b / a for a, b in zip(seconds[name], seconds[other]))
-    for name, times in seconds.items():
-        middle, speed = statistics.median(times), faster(name, "gzip -dc FILE | wc -c")
-        print(f"{name:24s}{middle:9.2f} s {middle / n * 1e6:8.2f} us/sequence   "
-              f"speed {speed:6.2f} of gzip")
-    print(f"The pass over the text is {faster('pass over the text', 'plain loop'):.1f} times as "
-          f"fast as the plain loop.")
-
-
-def plain_loop(path, n_text):
-    """The same work by line and letter -> bytes of text read, n_text or a little more (or all)."""
-    token, done, parts, rows = {letter: i for i, letter in enumerate(LETTERS)}, 0, [], {}
-    with gzip.open(path, "rt") as file:
-        for line in file:
-            done += len(line)
-            if not line.startswith(">"):
-                parts.append(line.strip())
-            elif parts:
-                sequence = "".join(parts).upper().removesuffix("*")
-                ids = [token[letter if letter in token else "X"] for letter in sequence]
-                key = hashlib.blake2b(sequence.encode(), digest_size=8).digest()
-                rows[key], parts = np.array(ids, np.uint8), []
-                if done >= n_text:
-                    break
-    return done
 
 
 # ---- download ----

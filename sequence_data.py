@@ -196,14 +196,6 @@ def decode(tokens):
     return "".join(LETTERS[t] for t in tokens.tolist())
 
 
-def _whole_lines(file, path):
-    """Lines of an open file, without blanks at their ends. Raises ValueError for a broken .gz."""
-    try:
-        yield from map(str.strip, file)
-    except (EOFError, zlib.error) as e:
-        raise ValueError(f"{path} is truncated or damaged ({e}); expected a whole file.") from None
-
-
 def named_sequences(path):
     """Yield (header, letters) of each record of a FASTA file (.gz or not): letters as they are,
     lines joined. For files that people write; read_sequences is for data sets.
@@ -212,17 +204,20 @@ def named_sequences(path):
     """
     header, parts = None, []
     open_text = gzip.open if str(path).endswith(".gz") else open
-    with open_text(path, "rt", encoding="utf-8-sig", errors="replace") as file:
-        for number, line in enumerate(_whole_lines(file, path), 1):
-            if line.startswith(">"):
-                if header is not None:
-                    yield header, "".join(parts)
-                header, parts = " ".join(line[1:].split("\t")).strip(), []
-            elif line and header is None:
-                raise ValueError(f"{path} line {number}: found letters before a header; expected "
-                                 "FASTA, with > first.")
-            else:
-                parts.append(line)
+    try:
+        with open_text(path, "rt", encoding="utf-8-sig", errors="replace") as file:
+            for number, line in enumerate(map(str.strip, file), 1):
+                if line.startswith(">"):
+                    if header is not None:
+                        yield header, "".join(parts)
+                    header, parts = " ".join(line[1:].split("\t")).strip(), []
+                elif line and header is None:
+                    raise ValueError(f"{path} line {number}: found letters before a header; "
+                                     "expected FASTA, with > first.")
+                else:
+                    parts.append(line)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+        raise ValueError(f"{path} is truncated or damaged ({e}); expected a whole file.") from None
     if header is None:
         raise ValueError(f"{path} holds no sequence; expected FASTA.")
     yield header, "".join(parts)
@@ -548,16 +543,10 @@ def _remove_final_stops(tokens, lengths, report):
 
 
 def _all_x(words, lengths):
-    """Which proteins are X and nothing else: (n,) bool; only what begins with X is searched."""
+    """Which proteins are X and nothing else: (n,) bool."""
     starts, counts = word_spans(lengths)
-    tokens = words.view(np.uint8).reshape(-1, 8)
-    result = lengths > 0
-    result[result] = tokens[starts[result], 0] == X_ID
-    if result.any():
-        starts, counts = starts[result], counts[result]
-        known = (tokens[span_indices(starts, counts)] < X_ID).any(1)
-        result[result] = ~np.logical_or.reduceat(known, np.cumsum(counts) - counts)
-    return result
+    known = np.append(0, np.cumsum((words.view(np.uint8) < X_ID).view("<u8") > 0))
+    return (lengths > 0) & (known[starts + counts] == known[starts])
 
 
 # From files to text: each of these gives (kind, number of the first line or entry, text), where

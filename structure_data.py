@@ -919,16 +919,11 @@ class PairPlan:
         self.epoch_plan = functools.lru_cache(1)(
             lambda epoch: EpochPlan(pairs, seed, epoch, micro_batches, batch_size))
         self.steps_per_epoch = self.epoch_plan(0).n_steps
-        self.batch_of = functools.lru_cache(1)(self.global_batch)
-
-    def global_batch(self, step):
-        """(step, micro-batch, epoch, indices into pairs) of each micro-batch of a step."""
-        epoch, at = divmod(step, self.steps_per_epoch)
-        return [(step, k, epoch, indices.tolist())
-                for k, indices in enumerate(self.epoch_plan(epoch).global_batch(at))]
 
     def item_of(self, step, micro):
-        return self.batch_of(step)[micro]
+        """(step, micro-batch, epoch, indices into pairs) of a micro-batch."""
+        epoch, at = divmod(step, self.steps_per_epoch)
+        return step, micro, epoch, self.epoch_plan(epoch).global_batch(at)[micro].tolist()
 
 
 def eval_batches(pairs, batch_size):

@@ -52,7 +52,6 @@ import tempfile
 import textwrap
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -544,14 +543,14 @@ def save_and_load(row, ddp, args, answer):
 def clean_up(row, ddp, args, answer):
     """The last check: ranks can still report, as the store ends only with rank 0's process."""
     cleanup_ddp(ddp)
-    wait_until(lambda: inventory(args) <= args.inventory, time.monotonic() + LEAVING)
-    row["figure"] = "no thread, process, variable or warning of ours is left"
-    if left := sorted(inventory(args) - args.inventory):
+    wait_until(lambda: inventory() <= args.inventory, time.monotonic() + LEAVING)
+    row["figure"] = "no thread, process or variable of ours is left"
+    if left := sorted(inventory() - args.inventory):
         row["problems"] = [f"is left with {', '.join(left)[:300]}"]
 
 
-def inventory(args):
-    """Texts: this process' threads, children (Linux), variables, and the warnings it has given."""
+def inventory():
+    """Texts: this process' threads, children (Linux) and variables."""
     found = {f"thread {thread.name}" for thread in threading.enumerate()
              if type(thread).__name__ != "_DummyThread"}   # not Python's
     found |= {f"variable {name}={os.environ[name]}" for name in EXPORTED if name in os.environ}
@@ -560,7 +559,7 @@ def inventory(args):
             name, fields = stat.read_text().rsplit(")", 1)
             if int(fields.split()[1]) == os.getpid():
                 found.add(f"process {name})")
-    return found | set(args.warnings)
+    return found
 
 
 def checks_for(args):
@@ -908,18 +907,6 @@ def read_arguments(argv):
     return args
 
 
-def collect_warnings():
-    """The list to which each later warning of this process is added, besides being shown."""
-    texts, show = [], warnings.showwarning
-
-    def collect(message, category, *more, **options):
-        texts.append(f"{category.__name__}: {str(message).strip()[:100]}")
-        show(message, category, *more, **options)
-
-    warnings.showwarning = collect
-    return texts
-
-
 def fail_setup(text):
     print(check_lines("set-up", "FAIL", [], text.replace("\n", " "), []), flush=True)
 
@@ -941,8 +928,7 @@ def cli(argv=None):
         args = read_arguments(argv)
     except (ValueError, RuntimeError) as error:   # printed below, once for all ranks
         args, problem = make_parser().parse_args(["--device", "cpu"]), error
-    args.warnings = collect_warnings()
-    args.inventory = inventory(args)
+    args.inventory = inventory()
     limit = args.init_timeout + SETTING_UP
     timer = threading.Timer(limit, end_hung_setup, (limit,))
     timer.daemon = True

@@ -494,7 +494,7 @@ def test_forty_kills_at_random_moments_leave_no_folder_that_looks_finished(tmp_p
     check_kills(tmp_path, 20, seed=1)
 
 
-# ---- memory, bench, help ----
+# ---- memory, help ----
 
 def test_memory_is_bounded_whatever_the_size_of_the_source(tmp_path):
     rng, peaks = np.random.default_rng(0), []
@@ -515,20 +515,6 @@ def test_memory_is_bounded_whatever_the_size_of_the_source(tmp_path):
                               capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout.splitlines()[-1]) * 1024)
     assert max(peaks) < 450 << 20 and abs(peaks[1] - peaks[0]) < 15 << 20, peaks
-
-
-def test_the_bench_prints_ratios_and_leaves_nothing(tmp_path, out, capsys):
-    file = write_fasta(tmp_path / "in.fasta.gz", random_proteins(2000))
-    assert prepare(out, bench=file) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{file}: 2,000 sequences")
-    row = re.compile(r"(.*?)\s+[\d.]+ s +[\d.]+ us/sequence +speed +[\d.]+ of gzip$")
-    assert [row.match(line)[1] for line in lines[1:5]] == [
-        "gzip -dc FILE | wc -c", "pass over the text", "preparing, both passes", "plain loop"]
-    assert re.match(r"The pass over the text is [\d.]+ times as fast", lines[5])
-    assert os.listdir(tmp_path) == ["in.fasta.gz"]
-    plain = write_fasta(tmp_path / "x.fasta", ["MKV"])
-    assert "is not gzip" in refusal(capsys, out, bench=plain)
 
 
 def test_progress_lines_fit_into_80_columns_and_say_bytes_sequences_and_rate(tmp_path, out, capfd):

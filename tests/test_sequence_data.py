@@ -19,8 +19,8 @@ import torch
 
 from sequence_data import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID, DemoSource, Proteins,
                            ReadReport, apply_max_length, collate, crop_start, crop_starts, decode,
-                           encode, eval_crop_starts, keyed_generator, keyed_seed, order_words,
-                           read_blocks, read_sequences, sequence_keys, split_by_hash,
+                           encode, eval_crop_starts, keyed_generator, keyed_seed, named_sequences,
+                           order_words, read_blocks, read_sequences, sequence_keys, split_by_hash,
                            unigram_frequencies)
 
 BLOCK_SIZES = [BLOCK_BYTES, 1, 5, 6, 7, 31]    # the small ones end blocks at every place
@@ -530,6 +530,15 @@ def test_an_empty_side_or_an_impossible_fraction_is_refused():
     for fraction in (0, 1, -0.1, 2, float("nan")):
         with pytest.raises(ValueError, match="more than 0 and less than 1"):
             split_by_hash(proteins, fraction)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-12],                  # cut off
+                                    lambda data: data[:-8] + bytes(4) + data[-4:]])   # checksum
+def test_a_damaged_gz_of_named_sequences_is_refused_by_its_name(tmp_path, damage):
+    path = tmp_path / "designs.fasta.gz"
+    path.write_bytes(damage(gzip.compress(b">a\nMKV\n>b\nACD\n")))
+    with pytest.raises(ValueError, match="designs.fasta.gz is truncated or damaged"):
+        list(named_sequences(path))
 
 
 def test_long_proteins_are_cropped_or_dropped_and_counted():

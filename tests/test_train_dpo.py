@@ -452,9 +452,9 @@ def gradients(ddp, reference=False):
     model, items, data = wrap_ddp(policy, ddp), iter(schedule), MicroBatches(pairs, config.loss, 0)
     for step in range(2):
         if reference:
-            everything = [(epoch, i) for _, _, epoch, indices in plan.global_batch(step)
-                          for i in indices]
-            numbers.update(len(item[3]) for item in plan.global_batch(step))
+            micro_batches = [plan.item_of(step, k) for k in range(4)]
+            everything = [(epoch, i) for _, _, epoch, indices in micro_batches for i in indices]
+            numbers.update(len(item[3]) for item in micro_batches)
             total = 0.0
             for epoch, i in everything:
                 batch = ref.to_device(make_batch(pairs, [i], config.loss, 0, epoch))
