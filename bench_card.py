@@ -45,7 +45,7 @@ from run_dir import closing
 from run_log import write_text_atomic
 from run_script import compile_blocks, joined_ranks
 from step_meter import peak_memory
-from train_loop import first_batches, take_step
+from train_loop import open_batches, take_step
 
 MODELS = {"6m": ("sedd_uniref50.yaml", ["model.hidden_size=256", "model.n_blocks=6",
                                         "model.n_heads=8"]),
@@ -94,7 +94,7 @@ def time_ours(run, what, args, ddp):
     dataset, loss_of = training_of(run, what, ddp)
     run.schedule.first = run.progress["step"] = 0
     run.schedule.last = args.warmup + args.steps * args.repeats
-    batches, begin = first_batches(run, dataset, loss_of, ddp), []
+    batches, begin = open_batches(run, dataset, loss_of, ddp), []
 
     def take(step):
         if step == args.warmup:

@@ -6,7 +6,7 @@
     python bench_ddp.py dpo                                     # a DPO step and a plain one, 1 CPU
     python bench_ddp.py dpo --pairs pairs.json                  # real pairs, shuffled as they come
     python bench_ddp.py dpo --device cuda                       # on a device: pairs per second
-    python bench_ddp.py dpo --pdb 5L33.pdb --long               # this structure; memory of both
+    python bench_ddp.py dpo --pdb 5L33.pdb                      # this structure
     python bench_ddp.py sedd --data proteins.fasta.gz           # a SEDD step and a plain one
     python bench_ddp.py data --proteins 60000000 --folder /tmp  # plan and read a made set, 17 GB
     mpirun -n 2 python bench_ddp.py data                        # only training from it, 2 ranks
@@ -33,9 +33,9 @@ import torch.nn.functional as F
 import bench_card
 import bench_scale
 import train_dpo_ddp as dpo
-from bench_sedd import LONGEST, bench_sedd, made_lengths
+from bench_sedd import LONGEST, bench_sedd, made_lengths, now
 from ddp_setup import (all_sum, barrier, broadcast, load_checkpoint, print0, save_checkpoint,
-                       setup_ddp, wrap_ddp)
+                       wrap_ddp)
 from optimizer import make_optimizer
 from proteinmpnn_model import ATOMS, PAIRS, random_proteinmpnn
 from run_config import load_config
@@ -50,7 +50,7 @@ from structure_data import (NAMES, PHI_PSI, Complex, Pair, PairPlan, build_backb
                             collate_complexes, describe, read_pairs, read_structure)
 from run_script import add_launch_arguments, started_ranks
 from step_meter import StepMeter
-from train_loop import MicroBatchSampler, first_batches, global_gradient, take_step
+from train_loop import MicroBatchSampler, open_batches, global_gradient, take_step
 from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader,
                             micro_batch_loss, prepare, report_step)
 
@@ -324,17 +324,12 @@ class DpoSteps:
         """CPU seconds of this process; of a device, which works beside it, seconds."""
         return time.process_time() if self.ddp.device.type == "cpu" else time.perf_counter()
 
-    def finish(self):
-        if self.ddp.device.type != "cpu":
-            getattr(torch, self.ddp.device.type).synchronize()
-
     def step(self, kind, n=1):
         """Take n steps; the device is not waited for between them.
 
         Returns: (seconds of each, share of them in which the next pairs were made, rows of each).
         """
-        self.finish()
-        start, self.loading, rows = self.now(), 0.0, 0
+        start, self.loading, rows = now(self.ddp), 0.0, 0
         for _ in range(n):
             epoch, indices = self.next_pairs(kind)
             norm = self.gradient(kind, epoch, indices)[1]
@@ -342,8 +337,7 @@ class DpoSteps:
                                                  self.config.optim.grad_clip, norm)
             self.optimizers[kind].step()
             rows += sum(len(self.pairs[i].complex) for i in indices)
-        self.finish()
-        duration = self.now() - start
+        duration = now(self.ddp) - start
         return duration / n, self.loading / duration, rows / n
 
 
@@ -360,40 +354,14 @@ def write_demo_pdb(path, n_residues):
                 file.write(f"ATOM  {place}    {x}{y}{z}  1.00  0.00           {atom[0]}\n")
 
 
-def resident(field):
-    """VmRSS or VmHWM (its peak) of this process in GB; Linux only."""
-    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1e6
-
-
-def memory_of_a_step(kind, path, queue):
-    """Growth of the peak memory in GB, with all that stays for the step, and its CPU seconds."""
-    torch.set_num_threads(1)
-    with setup_ddp("cpu", quiet=True) as ddp:
-        before = resident("VmRSS")
-        steps = DpoSteps(made_pairs(path, 1), 1, ddp)
-        Path("/proc/self/clear_refs").write_text("5")   # the peak starts at what there is now
-        duration = steps.step(kind)[0]
-        queue.put((resident("VmHWM") - before, duration))
-
-
-def memory_on_the_device(kind, path, ddp):
-    """The same of a device, in seconds."""
-    backend = getattr(torch, ddp.device.type)
-    before = backend.memory_allocated()
-    steps = DpoSteps(made_pairs(path, 1), 1, ddp)
-    backend.reset_peak_memory_stats()
-    duration = steps.step(kind)[0]
-    return (backend.max_memory_allocated() - before) / 1e9, duration
-
-
 def bench_dpo(args, ddp):
-    """Our DPO step and a plain one in turns: speed, differences of the results, memory."""
+    """Our DPO step and a plain one in turns: speed, differences of the results."""
     if ddp.world_size > 1:
         raise ValueError(f"found {ddp.world_size} ranks; expected one process: bench_ddp.py dpo "
                          "compares steps, on one device. Start it by python alone.")
-    if args.pairs and (args.pdb or args.long):
-        raise ValueError("found --pairs with --pdb or --long; expected --pairs alone: its file "
-                         "names the structures.")
+    if args.pairs and args.pdb:
+        raise ValueError("found --pairs with --pdb; expected --pairs alone: its file names the "
+                         "structures.")
     on_cpu = ddp.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)
@@ -421,15 +389,6 @@ def bench_dpo(args, ddp):
               "from N to C, pairs shuffled as\nthey come. Order random computes the reference each "
               "step too. The ratio is of the time per row of a structure.\ndata: share of our step "
               "in which its pairs are made, as without --num_workers.")
-        if args.pairs:
-            return
-        path = Path(folder, "long.pdb")
-        write_demo_pdb(path, 2000)
-        for kind in ("ours", "plain")[:1 + args.long]:
-            growth, duration = (in_a_child(memory_of_a_step, kind, path) if on_cpu else
-                                memory_on_the_device(kind, path, ddp))
-            print(f"2,000 residues, 1 pair, {kind}: peak memory grows by {growth:.2f} GB, "
-                  f"{duration:.1f} {second}s", flush=True)
 
 
 def compare_steps(pairs, batch_size, settings, counts, repeats, ddp):
@@ -665,25 +624,21 @@ def time_meters(run, folder, args, ddp):
     meters = {name: StepMeter(ddp, log_freq=config.training.log_freq, seen=run.meter.seen,
                               **setting)
               for name, setting in settings.items()}
-    on_cpu = ddp.device.type == "cpu"
-    now = time.process_time if on_cpu else time.perf_counter
 
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)
 
     dataset = MicroBatches(run.graph, run.noise, config.data.max_length, run.micro_batches, 0)
-    batches = first_batches(run, dataset, loss_of, ddp)
+    batches = open_batches(run, dataset, loss_of, ddp)
 
     def take(name, step, mine):
         run.meter, run.progress["step"] = meters[name], step - 1
-        start = now()
+        start = now(ddp)
         totals, norm = take_step(run, iter(mine), loss_of, ddp)
         if step % config.training.log_freq == 0:
             log.metrics(step, report_step(run, log, totals, norm, ddp), run.meter.histograms)
             run.meter.restart()
-        if not on_cpu:
-            getattr(torch, ddp.device.type).synchronize()
-        return now() - start
+        return now(ddp) - start
 
     inputs = [[next(batches) for _ in run.schedule.mine] for _ in range(args.steps)]
     order, times = list(meters), {name: np.full(args.steps, np.inf) for name in meters}
@@ -715,8 +670,6 @@ def main(argv):
     add("--data", help="sedd: proteins; default: random ones, as long as those of UniRef50")
     add("--pdb", type=Path, help="structure for dpo, all its chains designed; default: a built one")
     add("--pairs", type=Path, help="file of preference pairs for dpo, as train_dpo_ddp.py reads it")
-    add("--long", action="store_true",
-        help="dpo: memory of the plain step too; takes GB and minutes")
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     if args.what in own_options:

@@ -45,7 +45,7 @@ from run_log import write_text_atomic
 from run_script import joined_ranks, numbers_of, run_ranks
 from scale_report import report
 from step_meter import PARTS, StepMeter, peak_memory, seconds_by_part
-from train_loop import first_batches, global_gradient, take_step
+from train_loop import open_batches, global_gradient, take_step
 
 CONFIGS = Path(__file__).with_name("configs")
 SCRIPTS = {"sedd": (sedd, "sedd_cpu.yaml"), "dpo": (dpo, "dpo_demo.yaml")}
@@ -156,7 +156,7 @@ def time_block(run, setting, first, n, dataset, loss_of, ddp):
         run.model.register_comm_hook(None, compress)
     run.schedule.first, run.schedule.last, run.progress["step"] = first, first + n + 1, first
     run.meter, run.flags, busy = StepMeter(place, timing_every=1, seen=run.meter.seen), None, []
-    batches = first_batches(run, dataset, loss_of, place)
+    batches = open_batches(run, dataset, loss_of, place)
     barrier(ddp)
     for _ in range(n + 1):
         begin = time.process_time()

@@ -27,7 +27,7 @@ from run_dir import closing
 from sequence_data import LETTERS, X_ID
 from sedd_eval import to_device
 from sedd_files import noise_of
-from train_loop import first_batches, global_gradient, take_step
+from train_loop import open_batches, global_gradient, take_step
 from train_sedd_ddp import Config, MicroBatches, Model, micro_batch_loss, prepare
 
 LONGEST = 45_000                                    # residues of a made protein
@@ -186,7 +186,7 @@ def print_rows(run, name, length, repeats, ddp):
     float32, bfloat16 = torch.float32, torch.bfloat16
     differences = {dtype: compare(run, plain, dtype, ddp) for dtype in (float32, bfloat16)}
     dataset = MicroBatches(run.graph, run.noise, length, run.micro_batches, 0)
-    batches = first_batches(run, dataset, None, ddp)
+    batches = open_batches(run, dataset, None, ddp)
     per_step = BATCH * run.plan.residues / run.plan.proteins    # residues of plain's, on average
 
     def time_step(kind, dtype):

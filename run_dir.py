@@ -29,7 +29,7 @@ from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, clos
                        save_checkpoint, unwrap_ddp, watch_run)
 from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
-from run_log import RunLog, read_rows, rows_up_to, write_text_atomic
+from run_log import RunLog, read_rows, rows_up_to, write_text_atomic, write_whole
 
 ADVICE = ("The checkpoints hold the weights from before. Lower optim.lr, raise optim.warmup, or "
           "set memory.mixed_precision: false.")
@@ -39,7 +39,8 @@ MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_f
                      "training.max_bad_steps", "training.stop_signals", "training.num_workers",
                      "monitoring.watchdog_minutes", "monitoring.check_sync_every",
                      "monitoring.tensorboard", "monitoring.wandb", "monitoring.timing_every",
-                     "monitoring.log_gradients", "monitoring.log_weights", "memory.compile")
+                     "monitoring.log_gradients", "monitoring.log_weights", "memory.compile",
+                     "memory.max_memory_per_gpu")
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
@@ -342,15 +343,15 @@ def bring_best(run, ddp, name):
     best = run.progress["best"]
     if is_finished(run) or not best:
         return
-    if not broadcast(ddp.is_main and copy_best(run.work_dir / name, run.path, best), ddp):
+    if not broadcast(ddp.is_main and copy_best(run.work_dir, name, run.path, best), ddp):
         run.progress["best"] = None
         print0(ddp, f"{name} of the run so far is not at hand: the best is looked for from here on")
 
 
-def copy_best(here, path, best):
-    """Is there a file `here`? Else it is copied from the run of checkpoint `path`, if its step is
-    that of `best`."""
-    there = Path(path).absolute().parent.parent / here.name
+def copy_best(folder, name, path, best):
+    """Is file `name` in the run folder? Else it is copied from the run of checkpoint `path`, if its
+    step is that of `best`."""
+    here, there = folder / name, Path(path).absolute().parent.parent / name
     if here.exists():
         return True
     try:
@@ -358,12 +359,8 @@ def copy_best(here, path, best):
             return False
     except (ValueError, KeyError, TypeError):   # no model of ours
         return False
-    half = here.with_name(f".{here.name}.{os.getpid()}.tmp")
-    with open(there, "rb") as source, open(half, "wb") as copied:
-        shutil.copyfileobj(source, copied)
-        copied.flush()
-        os.fsync(copied.fileno())
-    os.replace(half, here)
+    with open(there, "rb") as source:
+        write_whole(here, lambda file: shutil.copyfileobj(source, file))
     return True
 
 

@@ -3,9 +3,9 @@
     run_script(Script(make_parser, read_arguments, describe_plan, prepare, train))
 
 A start goes in this order: read the options, start ranks where the options ask for it, let the
-ranks meet, prepare, train. What is wrong before the training is printed once, written into the run
-folder's status.json, and ends all ranks with exit code 2. Other codes: 0 finished, 75 stopped with
-work left, 1 an error, 130 Ctrl-C. Below that: what --plan and the start of a run print.
+ranks meet, prepare, train. What is wrong before the training is printed once, replaces a former
+status.json in the run folder, and ends all ranks with exit code 2. Other codes: 0 finished, 75
+stopped with work left, 1 an error, 130 Ctrl-C. Below that: what --plan and a start print.
 """
 import argparse
 import contextlib
@@ -366,13 +366,13 @@ def describe_batch(run, per_rank, ddp, average=""):
             f"{run.n_iters:,} steps in all")
 
 
-def describe_run(run, state, unit, base_batch, ddp):
-    """Lines on how this start trains. base_batch: the global batch that lr was scaled to."""
+def describe_run(run, state, unit, filled, ddp):
+    """Lines on how this start trains. filled: the global batch that lr was scaled to."""
     o, accum, first = run.config.optim, run.micro_batches // ddp.world_size, []
     if accum != run.config.training.accum:
         first = [f"  accum is {accum} and not {run.config.training.accum}: it follows the ranks, "
                  "so that the global batch stays"]
-    fewer = f", to the {base_batch:,} {unit} that there are" if base_batch < run.batch else ""
+    fewer = f", to the {filled:,} {unit} that there are" if filled < run.batch else ""
     how = ("kept from the checkpoint" if state is not None else
            "as given (scale none)" if o.scale == "none" else
            f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "

@@ -130,7 +130,7 @@ class Validation(BoundEstimator):
         super().__init__(proteins, graph, noise, letter_counts, part, t.eval_samples,
                          t.tokens_per_batch or 16 * d.max_length)
         self.unigram = math.exp(self.unigram_nll.sum() / self.counts.sum())
-        # of the window that is evaluated
+        # (n,) exact -ln p in nats, of the windows that are evaluated
         self.exact = None if source is None else source.nll(self.proteins)
 
     def __call__(self, model, ddp, dtype):
@@ -139,24 +139,20 @@ class Validation(BoundEstimator):
         return self.baseline - self.gains(model, ddp, dtype).mean(1)
 
     def summarise(self, bound):
-        """Metrics of one evaluation, from its bounds (n,)."""
-        nll = float(bound.sum() / self.counts.sum())
-        exact = {} if self.exact is None else {
-            "val/exact": float(self.exact.sum() / self.counts.sum())}
-        return {"val/loss": nll, "val/perplexity": math.exp(min(nll, 50.0)),
-                "val/unigram_perplexity": self.unigram, **exact}
+        """Metrics of one evaluation, from its bounds (n,), in nats per residue.
 
-    def compare(self, bound):
-        """{"exact", "standard_error"} in nats per residue, where the exact -ln p is known.
-
-        exact: its mean. standard_error: of the mean of bound - exact (ratio estimator over
-        proteins)."""
+        Where the exact -ln p is known: val/exact, its mean; val/standard_error, of the mean of
+        bound - exact (ratio estimator over proteins)."""
+        n = self.counts.sum()
+        nll = float(bound.sum() / n)
+        values = {"val/loss": nll, "val/perplexity": math.exp(min(nll, 50.0)),
+                  "val/unigram_perplexity": self.unigram}
         if self.exact is None:
-            return {}
-        difference, n = bound.numpy() - self.exact, self.counts.sum()
+            return values
+        difference = bound.numpy() - self.exact
         rest = difference - difference.sum() / n * self.counts
-        return {"exact": float(self.exact.sum() / n),
-                "standard_error": float(np.sqrt((rest**2).sum()) / n)}
+        return {**values, "val/exact": float(self.exact.sum() / n),
+                "val/standard_error": float(np.sqrt((rest**2).sum()) / n)}
 
 
 def evaluate(run, log, values, ddp):
@@ -167,8 +163,8 @@ def evaluate(run, log, values, ddp):
     score = total / number if number else math.inf
     if validation is not None:
         with run.ema.applied(run.bare):
-            run.bound = validation(run.bare, ddp, run.dtype)
-        values.update(validation.summarise(run.bound))
+            bound = validation(run.bare, ddp, run.dtype)
+        values.update(validation.summarise(bound))
         score = values["val/loss"]
         if not math.isfinite(score):
             raise Diverged(f"step {step}: the validation bound is {score}; expected a finite "
@@ -244,16 +240,16 @@ def result_lines(result, progress, folder):
     if "val/loss" in result:
         rows = [("learned bound (EMA)", result["val/loss"]),
                 ("unigram", math.log(result["val/unigram_perplexity"]))]
-        if "exact" in result:
-            rows.append(("exact, of the source", result["exact"]))
+        if "val/exact" in result:
+            rows.append(("exact, of the source", result["val/exact"]))
         lines.append("  the same validation proteins under   nats per residue   perplexity")
         for name, nats in rows:
             perplexity = math.exp(min(nats, 700.0))
             text = f"{perplexity:.3f}" if perplexity < 1e5 else f"{perplexity:.3e}"
             lines.append(f"    {name:<33} {nats:>15.4f} {text:>12}")
-        if "exact" in result:
+        if "val/standard_error" in result:
             lines.append("    (no model can be below the exact value; standard error "
-                         f"{result['standard_error']:.4f})")
+                         f"{result['val/standard_error']:.4f})")
     checkpoints, best = folder / "checkpoints", progress["best"]
     if best["step"] == 0:
         lines.append("  ATTENTION: no evaluation was better than the weights it began with, which "

@@ -8,14 +8,14 @@
 Reads pairs and their structures (structure_data.py), published weights, and perhaps a YAML config
 (every key below and in run_config.py, with its default). Writes into the run folder (--output_dir,
 default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN tools read;
-metrics.jsonl, config.yaml, reference/KEY.pt (log-probabilities under the base weights),
-designs/step_N.fasta (what each evaluation draws for the validation structures),
-checkpoints/last.pt (before it last-1.pt) to continue from, and at the end status.json. The same
-command again continues. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE and a file STOP in the run
-folder end a run in good order: it saves, and leaves with exit code 75.
+metrics.jsonl, config.yaml, status.json, reference/KEY.pt (log-probabilities under the base
+weights), designs/step_N.fasta (what each evaluation draws for the validation structures),
+checkpoints/last.pt (the one before: last-1.pt) to continue from, and at the end curves.png. The
+same command again continues. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE and a file STOP in the
+run folder end a run in good order: it saves, and leaves with exit code 75.
 
-A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and
-everything random is keyed by (seed, purpose, pair, epoch), never drawn from a stream of a rank.
+A run with the same global batch is the same on any number of ranks: micro-batches are what is
+distributed, and all that is random is keyed by (seed, purpose, pair, epoch), never by a rank.
 """
 if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
     import ddp_guard
@@ -44,7 +44,7 @@ from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
 from structure_data import PairPlan, load_pairs, try_all
-from train_loop import Run, first_batches, reason_to_stop, start_run, take_step
+from train_loop import Run, open_batches, reason_to_stop, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
@@ -358,7 +358,7 @@ def train(run, ddp):
         return micro_batch_loss(model, batch, run.reference, config, ddp, run.dtype)
 
     dataset = MicroBatches(run.pairs, config.loss, t.seed)
-    batches = first_batches(run, dataset, loss_of, ddp)
+    batches = open_batches(run, dataset, loss_of, ddp)
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
         totals, norm = take_step(run, batches, loss_of, ddp)

@@ -26,8 +26,7 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
 
     With f = global_batch / base: "linear" multiplies by f (Goyal et al. 2017, arXiv 1706.02677);
     "sqrt" by sqrt(f), usual for Adam; {"cap": N} by min(f, N); "none" changes nothing. Warm-up is
-    scaled alike, in whole steps. Each step takes f times the data, so that N times the ranks warm
-    up on N x N times the data.
+    scaled alike, in whole steps: with "linear", N times the ranks warm up on N x N times the data.
     Returns: (learning rate, warm-up steps).
     """
     f = 1.0 if rule == "none" else global_batch / base
@@ -70,7 +69,7 @@ class Run:
     steps_per_epoch: int
     micro_batches: int         # per global batch
     batch: int                 # the global batch in proteins, tokens or pairs
-    nominal: float             # near the count that the mean is over: it cancels
+    nominal: float             # guess of Totals.count: divides the loss, then cancels
     lr: float                  # scaled
     warmup: int
     meter: StepMeter           # of time, memory, gradients
@@ -89,9 +88,9 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
         bare: the model with its first weights, on the device. item_of: see MicroBatchSampler.
         filled: the global batch that there is data for: the learning rate is not scaled beyond it.
         progress: what the script adds to what changes.
-        seen: names of what the last of Totals.sums count, to be totalled over good steps.
+        seen: names of the last entries of Totals.sums, which good steps add up.
         make_ema: function of parameters, which makes their averages.
-        fields: the others of Run.
+        fields: other fields of `kind`.
     Returns: an instance of `kind`.
     """
     t, o, state = config.training, config.optim, former.state and {"seen": {}, **former.state}
@@ -106,7 +105,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
         bare.load_state_dict(state["model"])
     n_iters = t.n_iters or t.num_epochs * steps_per_epoch
     schedule = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"],
-                        max(n_iters, progress["step"]))
+                                 max(n_iters, progress["step"]))
     bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, o), ddp)
     run = kind(config=config, path=former.path, bare=bare,
                model=wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer=optimizer,
@@ -198,7 +197,7 @@ def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None,
     return totals, norm * factor
 
 
-def first_batches(run, dataset, micro_batch_loss, ddp):
+def open_batches(run, dataset, micro_batch_loss, ddp):
     """An iterator over this rank's micro-batches, from the step that the run is at."""
     t = run.config.training
     batches = iter(torch.utils.data.DataLoader(
@@ -221,7 +220,7 @@ def take_step(run, batches, micro_batch_loss, ddp):
     """One optimizer step on this rank's next micro-batches. A bad step leaves weights and averages
     as they are; it counts as a step.
 
-    batches: iterator of first_batches. Returns: (Totals, norm of the gradient before clipping)."""
+    batches: iterator of open_batches. Returns: (Totals, norm of the gradient before clipping)."""
     o, progress, optimizer, scaler = run.config.optim, run.progress, run.optimizer, run.scaler
     mine = run.meter.fetch(batches, len(run.schedule.mine), progress["step"] + 1)
     for group in optimizer.param_groups:
@@ -283,8 +282,8 @@ def read_flags(run):
         return
     if run.ema is not None:
         run.ema.num_updates -= 1   # a skipped step has not moved the averages
-    # In float16 a gradient may overflow: so the scale is found. Below a scale of 1 it is the
-    # gradient itself that is infinite.
+    # In float16 the scaler finds its scale by overflows, which are not counted. Below a scale of 1
+    # the gradient itself is infinite.
     if totals.bad_loss or not run.scaler.is_enabled() or run.scaler.get_scale() < 1:
         counts[:] = counts[0] + 1, counts[1] + 1
     if counts[1] > most:
@@ -295,7 +294,7 @@ def read_flags(run):
 
 
 def reason_to_stop(run, ddp, at_once=True):
-    """Why all ranks stop after this step, '' to go on; the same on every rank.
+    """Why all ranks stop after this step, '' to go on. Compares their weights now and then.
 
     at_once: wait for the flags of this very step, not only for those of the step before."""
     step, every = run.progress["step"], run.config.monitoring.check_sync_every
@@ -316,8 +315,7 @@ def is_best(run, score, ddp, **values):
     score: lower is better. values: to be kept with the best."""
     progress, t = run.progress, run.config.training
     best = progress["best"]
-    improved = best is None or score < best["score"] - t.min_delta
-    improved = broadcast(improved, ddp)
+    improved = broadcast(best is None or score < best["score"] - t.min_delta, ddp)
     progress["bad_evals"] = 0 if improved else progress["bad_evals"] + 1
     if improved:
         progress["best"] = {"step": progress["step"], "score": score, **values}

@@ -9,14 +9,14 @@
 Reads a YAML config (every key below and in run_config.py, with its default) and proteins: a file
 (sequence_data.py), a folder made by prepare_uniref50.py, or demo proteins that it makes. Writes
 into the run folder (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
-samples/step_N.fasta, checkpoints/last.pt (before it last-1.pt) and best.pt, and at the end
-status.json. The same command again continues from last.pt. SIGTERM, SIGUSR1, Ctrl-C, the time
-DDP_DEADLINE and a file STOP in the run folder end a run in good order: it saves, and leaves with
-exit code 75.
+status.json, samples/step_N.fasta, checkpoints/last.pt (the one before: last-1.pt) and best.pt, and
+at the end curves.png. The same command again continues from last.pt. SIGTERM, SIGUSR1, Ctrl-C, the
+time DDP_DEADLINE and a file STOP in the run folder end a run in good order: it saves, and leaves
+with exit code 75.
 
-A run does not depend on the number of ranks: the unit of distribution is the micro-batch, and
-everything random is keyed by (seed, purpose, step, micro-batch) or by protein, never drawn from a
-stream of a rank.
+A run with the same global batch is the same on any number of ranks: micro-batches are what is
+distributed, and everything random is keyed by (seed, purpose, step, micro-batch) or by protein,
+never drawn from a stream of a rank.
 """
 if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
     import ddp_guard
@@ -35,9 +35,9 @@ from ddp_setup import Ddp, autocast, broadcast, stop_reason
 from optimizer import state_bytes
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
-from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, check_alike, check_lock, check_resume,
-                     closing, finish_run, is_finished, open_log, say_finished, start_or_continue,
-                     take_folder)
+from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
+                     check_resume, closing, finish_run, is_finished, open_log, say_finished,
+                     start_or_continue, take_folder)
 from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, compile_blocks, describe_batch,
                         describe_run, plan_head, plan_table, print_lines, run_script)
@@ -49,7 +49,7 @@ from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
 from sequence_data import (N_TOKENS, X_ID, apply_max_length, collate, crop_starts, keyed_generator,
                            keyed_seed)
-from train_loop import Run, first_batches, reason_to_stop, start_run, take_step
+from train_loop import Run, open_batches, reason_to_stop, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
@@ -85,7 +85,7 @@ class Model:
 
 @dataclass
 class Loss:
-    reduction: Literal["residue", "sequence"] = "residue"   # mean over residues; or proteins' sums
+    reduction: Literal["residue", "sequence"] = "residue"   # nats per residue; or per protein
 
 
 @dataclass
@@ -178,8 +178,8 @@ def check_config(c):
 def micro_batch_loss(model, batch, graph, config, ddp, dtype):
     """Loss of one micro-batch of MicroBatches. X and padding do not count.
 
-    Returns: (loss sum in nats; (3,) loss sum, residues, computed positions, for the log; number of
-    residues or proteins). Their quotient over the global batch is taken by global_gradient.
+    Returns: (loss sum in nats; (3,) sums for the log: loss, residues, computed positions; number of
+    residues or proteins, over which global_gradient takes the mean of the global batch).
     """
     batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
     xt, x0, mask, sigma, dsigma = (batch[k] for k in ("xt", "x0", "mask", "sigma", "dsigma"))
@@ -250,7 +250,6 @@ class SeddRun(Run):
     plan: BatchPlan
     letters: Any          # (21,) int64, how often each token stands in the training proteins
     init_from: dict | None   # {"path", "hash"} of the weights it began with; None: random ones
-    bound: Any = None     # (n,) bounds of the last evaluation
 
 
 def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
@@ -266,7 +265,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     torch.manual_seed(t.seed)   # the same initial weights on every rank
     bare = make_model(config, graph).to(ddp.device)
     precision += compile_blocks(bare, config.memory.compile, ddp)
-    init_from, begun = start_from_weights(config, former, resume, bare, ddp)
+    init_from, lines = start_from_weights(config, former, resume, bare, ddp)
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
     micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "proteins",
@@ -293,9 +292,10 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0))
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.schedule.mine[0])   # refuses damaged data
-    lines = describe_data(run, data, precision, ddp)
-    print_lines(ddp, begun + lines + describe_run(run, former.state, plan.counted_in, filled, ddp))
+    lines += describe_data(run, data, precision, ddp)
+    print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, filled, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
+    bring_best(run, ddp, "checkpoints/best.pt")
     return run
 
 
@@ -325,7 +325,7 @@ def train(run, ddp):
 
     dataset = MicroBatches(run.graph, run.noise, config.data.max_length, run.micro_batches, t.seed)
     evaluate_start(run, log, ddp)
-    batches = first_batches(run, dataset, loss_of, ddp)
+    batches = open_batches(run, dataset, loss_of, ddp)
     began, values = time.perf_counter(), {}
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
@@ -346,13 +346,11 @@ def train(run, ddp):
             log.metrics(step, values, run.meter.histograms)
         if progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0):
             write_samples(run, ddp)
-        if progress["finished"] or save_now or reason:   # "finished" promises samples
+        if progress["finished"] or save_now or reason:   # samples first: last.pt says finished
             save(run, log, ddp, "last.pt", t.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()
     result = {"step": progress["step"], **values}
-    if run.bound is not None:
-        result.update(run.validation.compare(run.bound))
     return finish_run(run, log, ddp, reason, result, time.perf_counter() - began,
                       lambda: result_lines(result, progress, run.work_dir))
 

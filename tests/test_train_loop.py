@@ -26,7 +26,7 @@ from run_dir import Former, check_resume, closing, machine_differences, read_sta
 from run_script import compile_blocks, describe_run, hand_over
 from sedd_model import EMA
 from step_meter import StepMeter
-from train_loop import (Run, MicroBatchSampler, first_batches, global_gradient, is_best, read_flags,
+from train_loop import (Run, MicroBatchSampler, open_batches, global_gradient, is_best, read_flags,
                         scale_for_batch, take_step)
 from training import ROOT
 
@@ -94,7 +94,7 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
 def steps(run, n, scale=1.0, ddp=Ddp(), loss_of=loss_of):
     """Take n steps; yields (learning rate, norm of the gradient, norm of the change of the
     weights)."""
-    batches = first_batches(run, Rows(scale), loss_of, ddp)
+    batches = open_batches(run, Rows(scale), loss_of, ddp)
     for _ in range(n):
         before = [p.detach().clone() for p in run.bare.parameters()]
         _, norm = take_step(run, batches, loss_of, ddp)
@@ -223,7 +223,7 @@ def test_the_host_waits_for_nothing_in_a_step(what, device, tmp_path, monkeypatc
 
     def take_steps(run, ddp):
         dataset, micro_batch_loss = training_of(run, what, ddp)
-        batches = first_batches(run, dataset, micro_batch_loss, ddp)
+        batches = open_batches(run, dataset, micro_batch_loss, ddp)
         for _ in range(2):   # the optimizer makes its state
             take_step(run, batches, micro_batch_loss, ddp)
         mine = iter([next(batches) for _ in range(4)])
