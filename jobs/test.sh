@@ -68,7 +68,7 @@ locked() {   # run a function while no other call works on .venv
 }
 # <<< environment <<<
 
-side_env() {   # side_env NAME PACKAGE...: the environment .venv/NAME, which sees .venv's packages too
+side_env() {   # side_env NAME PACKAGE...: environment .venv/NAME, which sees .venv's packages too
   # mpi4py looks for libmpi in the lib/ of the environment that runs, so .venv/mpi/NAME/bin/python
   # loads this one and not that of .venv (tests/test_jobs.py checks it). pip is seen there too.
   local here=.venv/$1 where='import sysconfig; print(sysconfig.get_path("purelib"))' site

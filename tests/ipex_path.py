@@ -1,11 +1,13 @@
-"""Does training with Intel's extension (IPEX) keep ranks equal and checkpoints plain? Two ranks on CPU, gloo.
+"""Does training with Intel's extension (IPEX) keep ranks equal and checkpoints plain? Two ranks on
+CPU, gloo.
 
-    ipex/bin/python tests/ipex_path.py        # an environment made from requirements-ipex.txt; under a minute
+    ipex/bin/python tests/ipex_path.py        # in an environment made from requirements-ipex.txt
 
-In no test suite, since IPEX 2.8, its last release, needs torch 2.8. Trains SEDD and ProteinMPNN through
-ddp_setup.optimize_with_ipex and wrap_ddp for STEPS steps, with and without dtype=bfloat16; ranks start from different
-weights and see different data. Prints a row per case, one of them without the broadcast, to show what it is for. Exit
-code 1 if ranks differ, a checkpoint does not load into the plain model, or IPEX was not used. Writes nothing.
+In no test suite, since IPEX 2.8, its last release, needs torch 2.8. Trains SEDD and ProteinMPNN
+through ddp_setup.optimize_with_ipex and wrap_ddp for STEPS steps, with and without dtype=bfloat16,
+in under a minute. Ranks start from different weights and see different data. Prints a row per case,
+one of them without the broadcast, to show what it is for. Exit code 1 if ranks differ, a checkpoint
+does not load into the plain model, or IPEX was not used. Writes nothing.
 """
 import argparse
 import contextlib
@@ -37,7 +39,8 @@ def make_sedd():
     """(model, f): f(model) is a mean loss in nats on this rank's data."""
     model = SEDD(22, 64, 2, 4, dropout=0.0, init_logits=1.0)
     xt, sigma = torch.randint(0, 22, (8, 40)), torch.rand(8) + 0.1
-    return model, lambda model: F.cross_entropy(model(xt, sigma).flatten(0, 1), (xt.flatten() + 1) % 20)
+    target = (xt.flatten() + 1) % 20
+    return model, lambda model: F.cross_entropy(model(xt, sigma).flatten(0, 1), target)
 
 
 def make_proteinmpnn():
@@ -50,9 +53,11 @@ def make_proteinmpnn():
 
 
 def optimize(model, ddp, dtype=None, without_broadcast=False):
-    """(model, optimizer, what was printed); without_broadcast leaves each rank its own initial weights."""
+    """(model, optimizer, what was printed). without_broadcast: each rank keeps its own initial
+    weights."""
     optimizer, printed = torch.optim.AdamW(model.parameters(), lr=LR, fused=True), io.StringIO()
-    skip = mock.patch.object(ddp_setup, "broadcast") if without_broadcast else contextlib.nullcontext()
+    skip = (mock.patch.object(ddp_setup, "broadcast") if without_broadcast else
+            contextlib.nullcontext())
     with skip, contextlib.redirect_stdout(printed):
         return *optimize_with_ipex(model, optimizer, ddp, dtype), printed
 
@@ -72,7 +77,8 @@ def run_steps(model, optimizer, loss_of, compute, ddp, steps):
 
 def spread(state, ddp):
     """Largest difference of a tensor in `state` from rank 0's, over all ranks."""
-    largest = max((value - broadcast(value.clone(), ddp)).abs().max().item() for value in state.values())
+    largest = max((value - broadcast(value.clone(), ddp)).abs().max().item()
+                  for value in state.values())
     return max(all_sum([largest * (r == ddp.rank) for r in range(ddp.world_size)], ddp))
 
 
@@ -96,18 +102,20 @@ def examine(make, compute, dtype, without_broadcast, ddp):
     with torch.no_grad(), autocast(compute, ddp):
         before = loss_of(bare).item()
         plain.load_state_dict(state, strict=False)
-        change = abs(loss_of(plain).item() - before)   # the plain model computes what the optimized one did
+        change = abs(loss_of(plain).item() - before)   # both compute the same
     weights = "+".join(sorted({str(p.dtype)[6:] for p in bare.parameters()}))
-    row = (f"{weights:17}{'yes' if in_sync else 'NO':5}{apart:<9.2g}{'yes' if loads else 'NO':7}{change:<10.1g}"
-           f"{losses[0]:.3f} to {losses[-1]:.3f}{'' if used else '  IPEX WAS NOT USED'}")
+    row = (f"{weights:17}{'yes' if in_sync else 'NO':5}{apart:<9.2g}{'yes' if loads else 'NO':7}"
+           f"{change:<10.1g}{losses[0]:.3f} to {losses[-1]:.3f}"
+           f"{'' if used else '  IPEX WAS NOT USED'}")
     if without_broadcast:
         return row, used and apart > 0
-    return row, used and in_sync and apart == 0 and loads and change < 0.02 and losses[-1] < losses[0]
+    good = used and in_sync and apart == 0 and loads and change < 0.02 and losses[-1] < losses[0]
+    return row, good
 
 
 def resumed(ddp):
-    """Largest difference of the weights after STEPS steps, in one go and with everything saved, made anew and loaded
-    half way."""
+    """Largest difference of the weights after STEPS steps: in one go, and with everything saved,
+    made anew and loaded half way."""
     ends = []
     for parts in ([STEPS], [STEPS // 2, STEPS - STEPS // 2]):
         saved = None
@@ -126,7 +134,8 @@ def resumed(ddp):
 
 
 def falls_back(ddp):
-    """(what was printed, did all ranks keep what they had) where IPEX refuses the model of the last rank alone."""
+    """(what was printed, did all ranks keep what they had) where IPEX refuses the model of the last
+    rank alone."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters()) if ddp.rank < ddp.world_size - 1 else None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -137,23 +146,29 @@ def falls_back(ddp):
 
 def main(ddp):
     wrong = []
-    print0(ddp, f"torch {torch.__version__}, {ddp.world_size} ranks, {STEPS} steps; apart: largest difference of the "
-                f"ranks' state dicts;\nloads: state dict fits the plain model; change: of its loss, in nats\n"
-                f"{'model':6}{'dtype=':9}{'autocast':9}{'weights':17}sync {'apart':9}loads  {'change':10}loss")
-    cases = [(name, make, compute, dtype, False) for name, make in (("SEDD", make_sedd), ("MPNN", make_proteinmpnn))
+    print0(ddp, f"torch {torch.__version__}, {ddp.world_size} ranks, {STEPS} steps; apart: largest "
+                f"difference of the ranks' state dicts;\nloads: state dict fits the plain model; "
+                f"change: of its loss, in nats\n{'model':6}{'dtype=':9}{'autocast':9}{'weights':17}"
+                f"sync {'apart':9}loads  {'change':10}loss")
+    cases = [(name, make, compute, dtype, False)
+             for name, make in (("SEDD", make_sedd), ("MPNN", make_proteinmpnn))
              for compute, dtype in ((FLOAT32, None), (BFLOAT16, None), (BFLOAT16, BFLOAT16))]
-    for name, make, compute, dtype, without in [*cases, ("SEDD", make_sedd, BFLOAT16, BFLOAT16, True)]:
+    cases.append(("SEDD", make_sedd, BFLOAT16, BFLOAT16, True))
+    for name, make, compute, dtype, without in cases:
         row, good = examine(make, compute, dtype, without, ddp)
         wrong += [] if good else [f"{name} dtype={dtype} autocast {compute}"]
-        note = "without the broadcast of the initial weights, the ranks must differ:\n" if without else ""
+        note = ("without the broadcast of the initial weights, the ranks must differ:\n" if without
+                else "")
         print0(ddp, f"{note}{name:6}{str(dtype)[6:] if dtype else '-':9}"
                     f"{'-' if compute == FLOAT32 else 'bfloat16':9}{row}")
     difference = resumed(ddp)
-    print0(ddp, f"resumed after {STEPS // 2} steps, the weights differ from an uninterrupted run's by {difference:g}")
+    print0(ddp, f"resumed after {STEPS // 2} steps, the weights differ from an uninterrupted run's "
+                f"by {difference:g}")
     wrong += ["resume"] if all_sum(difference, ddp) else []
     printed, kept = falls_back(ddp)
     print0(ddp, f"where the last rank's IPEX refuses, all go on without: {printed}")
-    wrong += [] if kept and (not ddp.is_main or printed.count("\n") == 0 and "not used" in printed) else ["fall back"]
+    told = not ddp.is_main or printed.count("\n") == 0 and "not used" in printed
+    wrong += [] if kept and told else ["fall back"]
     print0(ddp, f"WRONG: {'; '.join(wrong)}" if wrong else "all as it must be")
     return bool(all_sum(len(wrong), ddp))
 

@@ -1,4 +1,4 @@
-"""Is the repository laid out as designed? Imports, requirements, and what job scripts must have in common.
+"""Is the repository laid out as designed? Imports, requirements, what job scripts have in common.
 
 Nothing of the project is imported here: files are read and parsed.
 """
@@ -20,11 +20,11 @@ SHARED = {"ddp_setup", "ddp_guard", "optimizer", "train_loop", "run_config", "ru
           "run_script"}
 
 # file: (imports of ours, packages imported at its top, packages imported only inside functions).
-# A file that is not here has no place in the design yet. What may use torch at its top may use numpy inside a
-# function.
+# A file that is not here has no place in the design yet. What may use torch at its top may use
+# numpy inside a function.
 TABLE = {
-    "ddp_setup": (set(), {"torch"},
-                  {"mpi4py", "numpy", "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"}),
+    "ddp_setup": (set(), {"torch"}, {"mpi4py", "numpy", "intel_extension_for_pytorch",
+                                     "oneccl_bindings_for_pytorch"}),
     "run_config": (set(), {"yaml"}, set()),
     "ddp_guard": (set(), set(), set()),
     "run_dir": ({"ddp_setup", "run_config", "run_log", "plot_run"}, {"torch"}, set()),
@@ -33,10 +33,13 @@ TABLE = {
     "train_loop": ({"ddp_setup", "optimizer", "run_dir", "step_meter"}, {"torch"}, set()),
     "optimizer": (set(), {"torch"}, set()),
     "step_meter": ({"ddp_setup"}, {"torch"}, set()),
-    "sedd_eval": ({"ddp_setup", "run_dir", "run_log", "train_loop", "sequence_batches", "sequence_data", "sedd_diffusion"}, {"torch", "numpy"}, set()),
+    "sedd_eval": ({"ddp_setup", "run_dir", "run_log", "train_loop", "sequence_batches",
+                   "sequence_data", "sedd_diffusion"}, {"torch", "numpy"}, set()),
     "dpo_reference": ({"ddp_setup", "structure_data", "proteinmpnn_model"}, {"torch"}, set()),
-    "dpo_designs": ({"ddp_setup", "dpo_reference", "run_log", "sequence_data", "structure_data", "proteinmpnn_model"}, {"torch", "numpy"}, set()),
-    "dpo_eval": ({"ddp_setup", "dpo_designs", "dpo_reference", "run_dir", "train_loop", "structure_data", "proteinmpnn_model"}, {"torch"}, set()),
+    "dpo_designs": ({"ddp_setup", "dpo_reference", "run_log", "sequence_data", "structure_data",
+                     "proteinmpnn_model"}, {"torch", "numpy"}, set()),
+    "dpo_eval": ({"ddp_setup", "dpo_designs", "dpo_reference", "run_dir", "train_loop",
+                  "structure_data", "proteinmpnn_model"}, {"torch"}, set()),
     "cpu_linear": (set(), {"torch"}, set()),
     "sedd_model": ({"cpu_linear"}, {"torch"}, set()),
     "sedd_diffusion": (set(), {"torch"}, set()),
@@ -49,23 +52,29 @@ TABLE = {
                        {"torch", "numpy"}, set()),
     "train_dpo_ddp": (SHARED | {"structure_data", "proteinmpnn_model", "dpo_reference", "dpo_eval"},
                       {"torch", "numpy"}, set()),
-    "sedd_files": (MODELS | DATA | {"ddp_setup", "run_config", "run_dir", "run_log"}, {"torch", "numpy"}, {"safetensors"}),
+    "sedd_files": (MODELS | DATA | {"ddp_setup", "run_config", "run_dir", "run_log"},
+                   {"torch", "numpy"}, {"safetensors"}),
     "sample_sedd": (MODELS | DATA | {"ddp_setup", "ddp_guard", "run_config", "run_script",
                                      "sedd_eval", "sedd_files", "report_sequences"},
                     {"torch", "numpy"}, {"tqdm"}),
     "report_sequences": ({"sequence_data", "run_log"}, {"numpy"}, {"gemmi", "matplotlib"}),
     "pairs_from_scores": ({"run_log", "sequence_data", "structure_data"}, set(), set()),
     "design_settings": (MODELS | DATA, {"torch", "numpy"}, set()),
-    "sample_proteinmpnn": (MODELS | DATA | {"design_settings", "run_log"}, {"torch", "numpy"}, set()),
+    "sample_proteinmpnn": (MODELS | DATA | {"design_settings", "run_log"}, {"torch", "numpy"},
+                           set()),
     "prepare_uniref50": ({"sequence_data"}, {"torch", "numpy", "tqdm"}, set()),
-    "bench_scale": (SHARED | {"train_sedd_ddp", "train_dpo_ddp", "step_meter", "dpo_reference", "scale_report"}, {"torch", "numpy"}, set()),
-    "bench_card": (SHARED | {"bench_scale", "bench_sedd", "prepare_uniref50", "step_meter"}, {"torch", "numpy"}, set()),
+    "bench_scale": (SHARED | {"train_sedd_ddp", "train_dpo_ddp", "step_meter", "dpo_reference",
+                              "scale_report"}, {"torch", "numpy"}, set()),
+    "bench_card": (SHARED | {"bench_scale", "bench_sedd", "prepare_uniref50", "step_meter"},
+                   {"torch", "numpy"}, set()),
     "scale_report": ({"run_log"}, {"numpy"}, {"matplotlib"}),
-    "bench_ddp": (SHARED | MODELS | DATA | {"bench_card", "bench_scale", "bench_sedd", "train_sedd_ddp", "train_dpo_ddp",
-                                            "step_meter"}, {"torch", "numpy"}, {"matplotlib"}),
-    "bench_sedd": ({"ddp_setup", "run_dir", "sequence_data", "sedd_eval", "sedd_files", "train_loop",
-                    "train_sedd_ddp"}, {"torch", "numpy"}, set()),
-    "bench_learn": ({"ddp_setup", "run_config", "run_log", "run_script", "train_sedd_ddp"}, {"numpy"}, set()),
+    "bench_ddp": (SHARED | MODELS | DATA | {"bench_card", "bench_scale", "bench_sedd",
+                                            "train_sedd_ddp", "train_dpo_ddp", "step_meter"},
+                  {"torch", "numpy"}, {"matplotlib"}),
+    "bench_sedd": ({"ddp_setup", "run_dir", "sequence_data", "sedd_eval", "sedd_files",
+                    "train_loop", "train_sedd_ddp"}, {"torch", "numpy"}, set()),
+    "bench_learn": ({"ddp_setup", "run_config", "run_log", "run_script", "train_sedd_ddp"},
+                    {"numpy"}, set()),
     "plot_run": ({"run_log"}, {"numpy"}, {"matplotlib"}),
     "test_aurora_ddp": ({"ddp_setup", "ddp_guard", "run_config", "run_script", "run_dir"},
                         {"torch", "numpy", "pytest"}, {"mpi4py"}),
@@ -74,18 +83,18 @@ TABLE = {
 }
 
 # Not needed to train; whoever lacks them must be able to import every file.
-OPTIONAL = {"wandb", "tensorboard", "matplotlib", "safetensors", "mpi4py", "intel_extension_for_pytorch",
-            "oneccl_bindings_for_pytorch"}
+OPTIONAL = {"wandb", "tensorboard", "matplotlib", "safetensors", "mpi4py",
+            "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"}
 
 SOURCES = sorted(path for path in ROOT.glob("*.py"))
 JOBS = sorted(path for path in [*ROOT.glob("jobs/*"), ROOT / ".ci" / "run"] if path.is_file())
 
 
 def imported_names(source):
-    """Packages that a Python source imports, by first name part: (set at its top, set inside functions).
+    """Packages that a Python source imports, by first name part: (at its top, inside functions).
 
-    The top is everything that runs at import: class bodies, `if` and `try` included. importlib.import_module
-    and __import__ with a literal name count as imports.
+    The top is everything that runs at import: class bodies, `if` and `try` included.
+    importlib.import_module and __import__ with a literal name count as imports.
     """
     top, inside = set(), set()
 
@@ -95,7 +104,7 @@ def imported_names(source):
         elif isinstance(node, ast.ImportFrom):
             found.add(node.module if node.level == 0 else "." * node.level)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            called = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
             if called in ("import_module", "__import__"):
                 found.add(str(node.args[0].value))
         in_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
@@ -109,14 +118,15 @@ def imported_names(source):
 def broken_rules(name, source):
     """Sentences about what in file `name` imports against the table; empty if it keeps to it."""
     if name not in TABLE:
-        return [f"{name}.py is not in the table of files. Put it there with what it may import, or move it."]
+        return [f"{name}.py is not in the table of files. Put it there with what it may import, or "
+                "move it."]
     ours, at_top, in_functions = TABLE[name]
     top, inside = imported_names(source)
     third_party = (top | inside) - sys.stdlib_module_names - TABLE.keys()
     lazily = at_top | in_functions | ({"numpy"} if "torch" in at_top else set())
     return [*(f"{name}.py imports {other}.py, which the table does not allow"
               for other in sorted((top | inside) & TABLE.keys() - ours)),
-            *(f"{name}.py needs {package} to be imported; import it inside the function that uses it"
+            *(f"{name}.py needs {package} to be imported; import it in the function that uses it"
               for package in sorted(top & OPTIONAL)),
             *(f"{name}.py imports {package} at its top, allowed there: {sorted(at_top)}"
               for package in sorted(top & third_party - at_top - OPTIONAL)),
@@ -161,19 +171,21 @@ def test_torch_is_pinned_and_nothing_optional_is_required():
     assert required["torch"] == "==2.13.0"
     assert required.keys() == {"torch", "numpy", "pyyaml", "tqdm", "gemmi", "mpi4py"}
     for optional in ("wandb", "tensorboard", "matplotlib"):
-        assert re.search(rf"^#\s+{optional}\s+\w", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+        assert re.search(rf"^#\s+{optional}\s+\w", (ROOT / "requirements.txt").read_text(), re.M)
 
 
 def test_ipex_stands_apart_with_the_torch_it_was_made_for():
     required = requirements("requirements-ipex.txt")
     assert required["torch"] == required["intel-extension-for-pytorch"] == "==2.8.*"
-    assert required.keys() - {"intel-extension-for-pytorch"} == requirements("requirements.txt").keys()
+    others = required.keys() - {"intel-extension-for-pytorch"}
+    assert others == requirements("requirements.txt").keys()
 
 
 def test_every_package_the_design_imports_at_a_top_is_in_requirements():
     installed_as = {"yaml": "pyyaml"}
     tops = set().union(*(at_top for _, at_top, _ in TABLE.values())) - {"pytest"}
-    assert {installed_as.get(package, package) for package in tops} <= requirements("requirements.txt").keys()
+    needed = {installed_as.get(package, package) for package in tops}
+    assert needed <= requirements("requirements.txt").keys()
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
@@ -195,7 +207,7 @@ def test_files_named_in_commands_of_the_readme_exist():
     readme = ROOT / "README.md"
     if not readme.exists():
         pytest.skip("no README.md")
-    fenced = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", readme.read_text(), re.M | re.S)
     blocks = "\n".join(fenced)
     named = set(re.findall(r"(?<![\w/.])(?:jobs|configs|tests)/[\w./-]*\w", blocks))
     named |= {f"{name}.py" for name in TABLE if re.search(rf"(?<![\w/]){name}\.py", blocks)}

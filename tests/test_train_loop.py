@@ -22,7 +22,8 @@ from ddp_setup import Ddp, load_checkpoint, save_checkpoint, wrap_ddp
 from launchers import fork_ranks, run_ranks, start_ranks
 from optimizer import make_optimizer
 from run_config import CommonOptim, CommonTraining, load_config
-from run_dir import Former, check_resume, closing, machine_differences, read_status, replace_status, write_status
+from run_dir import (Former, check_resume, closing, machine_differences, read_status,
+                     replace_status, write_status)
 from run_script import compile_blocks, describe_run, hand_over
 from sedd_model import EMA
 from step_meter import StepMeter
@@ -73,10 +74,10 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
     settings = CommonTraining(accum=micro_batches, **training)
     config = types.SimpleNamespace(training=settings,
                                    monitoring=types.SimpleNamespace(check_sync_every=0),
-                                   optim=types.SimpleNamespace(name="adamw", grad_clip=grad_clip, lr=lr,
-                                                               warmup=warmup, scale="none",
-                                                               base_global_batch=None, decay=decay,
-                                                               decay_steps=decay_steps))
+                                   optim=types.SimpleNamespace(
+                                       name="adamw", grad_clip=grad_clip, lr=lr, warmup=warmup,
+                                       scale="none", base_global_batch=None, decay=decay,
+                                       decay_steps=decay_steps))
     return Run(config=config, work_dir=None, path=None, fingerprint={}, bare=model,
                model=wrap_ddp(model, ddp), meter=meter or StepMeter(ddp),
                optimizer=(make_optimizer(model, lr, CommonOptim(name=optimizer))
@@ -266,10 +267,8 @@ def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_t
 
 def test_every_rank_count_shares_the_same_items_from_any_step_on():
     def items(ranks, first):
-        return sorted(item for rank in range(ranks) for item in MicroBatchSampler(lambda *item: item, 12,
-                                                                         Ddp(rank=rank,
-                                                                             world_size=ranks),
-                                                                         first, 5))
+        return sorted(item for rank in range(ranks) for item in MicroBatchSampler(
+            lambda *item: item, 12, Ddp(rank=rank, world_size=ranks), first, 5))
     assert items(1, 0) == [(step, micro) for step in range(5) for micro in range(12)]
     assert items(3, 0) == items(4, 0) == items(1, 0) and items(2, 3) == items(1, 3)
 
@@ -390,17 +389,19 @@ def test_another_machine_is_told_by_what_may_change_the_last_bits(tmp_path):
     state = load_checkpoint(str(path))
     assert machine_differences(state, Ddp()) == ""
     state["machine"]["threads"], state["world_size"] = 99, 7
-    assert machine_differences(state, Ddp()) == f"world_size 7 -> 1, threads 99 -> {torch.get_num_threads()}"
+    assert machine_differences(state, Ddp()) == ("world_size 7 -> 1, threads 99 -> "
+                                                 f"{torch.get_num_threads()}")
 
 
 def test_a_checkpoint_with_weights_that_are_nan_is_refused_by_the_name_of_the_tensor():
     model = torch.nn.Linear(2, 2)
     state = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "config": {},
              "data": {"n": 1, "hash": ""}, "micro_batches": 1}
-    # noqa: E731
     former = Former("last.pt", state, lambda _: [], ())
-    resume = lambda: check_resume(former, "train.py", ("model",), model.state_dict(), "rows",
-                                  state["data"], 1, "--init_from last.pt", Ddp())
+
+    def resume():
+        return check_resume(former, "train.py", ("model",), model.state_dict(), "rows",
+                            state["data"], 1, "--init_from last.pt", Ddp())
     assert resume() == 1
     state["model"]["bias"][1] = math.nan
     with pytest.raises(ValueError,
@@ -427,7 +428,8 @@ def test_an_accumulation_that_follows_the_ranks_and_a_long_warm_up_are_told():
     run = toy(micro_batches=2, warmup=40)
     run.config.training.accum = 1
     text = " ".join(describe_run(run, None, "rows", 4, Ddp()))
-    assert "accum is 2 and not 1" in text and "reaches 25 % of its value" in text and "a new run" in text
+    for words in ("accum is 2 and not 1", "reaches 25 % of its value", "a new run"):
+        assert words in text
 
 
 def test_blocks_are_not_compiled_by_themselves_on_a_cpu_or_an_old_device(monkeypatch):
@@ -474,7 +476,8 @@ def test_launch_options_that_do_not_fit_together_are_refused(given, words):
         hand_over(types.SimpleNamespace(**{**args, **given}), [])
 
 
-# Hands over; then each rank writes what it is, and ends as --end says. Only the first imports torch.
+# Hands over; then each rank writes what it is, and ends as --end says. Only the first one imports
+# torch.
 RANKS = """
 import argparse, os, signal, sys, time
 parser = argparse.ArgumentParser()
@@ -487,7 +490,8 @@ if "RANK" not in os.environ:
 args = parser.parse_args()
 rank, stopped = int(os.environ["RANK"]), []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-os.write(1, f"rank {{rank}} of {{os.environ['WORLD_SIZE']}}, local {{os.environ['LOCAL_RANK']}}\\n".encode())
+world, local = os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+os.write(1, f"rank {{rank}} of {{world}}, local {{local}}\\n".encode())
 open(f"here{{rank}}", "w").close()   # else one may end the other before it has said what it is
 while not all(os.path.exists(f"here{{r}}") for r in range(int(os.environ["WORLD_SIZE"]))):
     time.sleep(0.01)
