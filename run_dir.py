@@ -349,15 +349,15 @@ def bring_best(run, ddp, name):
 
 
 def copy_best(folder, name, path, best):
-    """Is file `name` in the run folder? Else it is copied from the run of checkpoint `path`, if its
-    step is that of `best`."""
+    """Is file `name` in the run folder? From the run of checkpoint `path`, where that is another
+    one, it is copied if its step is that of `best`."""
     here, there = folder / name, Path(path).absolute().parent.parent / name
-    if here.exists():
-        return True
+    if here.resolve() == there.resolve():
+        return here.exists()
     try:
         if not there.is_file() or load_checkpoint(str(there))["step"] != best["step"]:
             return False
-    except (ValueError, KeyError, TypeError):   # no model of ours
+    except (OSError, ValueError, KeyError, TypeError):   # no model of ours
         return False
     with open(there, "rb") as source:
         write_whole(here, lambda file: shutil.copyfileobj(source, file))

@@ -340,12 +340,16 @@ class BatchPlan:
         """Lines on batches that are far from full, with numbers that fill them; none if full."""
         if self.filled >= WELL_FILLED or self.micro_batches == 1:
             return []
-        fit = int(self.sizes[0])        # of the longest: the room for a part of one more is lost
-        means = [round(self._shapes(n * self.least_work).mean) for n in (fit, fit + 1)]
-        good = [str(mean) for mean in means if self._find(mean).filled >= WELL_FILLED]
-        return ["  the longest proteins do not fill a micro-batch: a step waits up to "
-                f"{1 / self.filled - 1:.0%} longer.",
-                f"  Better: training.{self.budget}={' or '.join(good) or 'a larger one'}"]
+        least = self.max_length if self.counted_in == "tokens" else 0
+        good, fit = [], int(self.sizes[0])      # of the longest proteins
+        for n in range(fit, fit + 4):
+            asked = max(round(self._shapes(n * self.least_work).mean), self.least, least)
+            found = self._find(asked)
+            if found.filled >= WELL_FILLED and found.expected >= self.micro_batches:
+                good.append(str(asked))
+        better = f"{self.budget}={' or '.join(good[:2])}" if good else f"a larger {self.budget}"
+        return ["  proteins of some lengths do not fill a micro-batch: a step waits up to "
+                f"{1 / self.filled - 1:.0%}", f"  longer. Better: training.{better}"]
 
     def place(self, step):
         """(epoch, window of the epoch, step of the window) of a step of the run."""

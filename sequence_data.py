@@ -217,7 +217,8 @@ def named_sequences(path):
                 else:
                     parts.append(line)
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-        raise ValueError(f"{path} is truncated or damaged ({e}); expected a whole file.") from None
+        raise ValueError(f"{path} is truncated or damaged ({e}); expected a whole gzip "
+                         "file.") from None
     if header is None:
         raise ValueError(f"{path} holds no sequence; expected FASTA.")
     yield header, "".join(parts)

@@ -308,7 +308,7 @@ def describe_data(run, data, precision, ddp):
             f"{config.noise.type} noise, {config.model.parameterization}",
             f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
             describe_batch(run, f"{run.batch // run.micro_batches:,} {plan.counted_in}", ddp,
-                           " on average"), *plan.warning()]
+                           " on average"), *(plan.warning() if not run.path else [])]
 
 
 # ---------------------------------------------------------------- train
@@ -399,7 +399,7 @@ def describe_plan(config, ranks):
         raise ValueError("\n".join(problems))
     positions = (int((plans[-1].sizes * plans[-1].tops).max()) if plans else
                  t.tokens_per_batch or t.batch_size * d.max_length)
-    problems += plans[-1].warning() if plans else []
+    problems += next(filter(None, (plan.warning() for plan in reversed(plans))), [])
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
     memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"),

@@ -78,9 +78,10 @@ def test_the_average_batch_is_what_was_asked_for(real):
         assert max(positions) < 1.35 * np.mean(positions)
 
 
-@pytest.mark.parametrize("unit, asked", [("tokens", 1950), ("batch_size", 5)])
-def test_where_the_longest_do_not_fill_a_batch_the_warning_names_numbers_that_let_steps_wait_less(
-        unit, asked):
+@pytest.mark.parametrize("unit, asked, max_length", [
+    ("tokens", 1950, 512), ("batch_size", 5, 512), ("tokens", 160, 128)])
+def test_where_some_lengths_do_not_fill_a_batch_the_warning_names_numbers_that_let_steps_wait_less(
+        unit, asked, max_length):
     lengths = random_lengths(3001, 2000)
 
     def share_that_works(plan):
@@ -88,15 +89,24 @@ def test_where_the_longest_do_not_fill_a_batch_the_warning_names_numbers_that_le
         works = [[work_of(batch) for batch in step] for step in steps_of(plan)]
         return np.sum(works) / 4 / np.sum(np.max(works, axis=1))
 
-    poor = plan_of(lengths, 512, 4, **{unit: asked})
+    poor = plan_of(lengths, max_length, 4, **{unit: asked})
     waits, advice = poor.plan.warning()
-    assert f"up to {1 / poor.plan.filled - 1:.0%} longer" in waits
+    assert waits.endswith(f"up to {1 / poor.plan.filled - 1:.0%}")
     better = [int(number) for number in re.findall(r"\d+", advice)]
-    assert len(better) == 2 and better[0] < asked < better[1]
+    assert len(better) == 2
     for number in better:
-        good = plan_of(lengths, 512, 4, **{unit: number})
+        assert unit == "batch_size" or number >= max_length   # else a config is refused
+        good = plan_of(lengths, max_length, 4, **{unit: number})
         assert good.plan.warning() == []
         assert share_that_works(good) > share_that_works(poor) + 0.03
+
+
+def test_a_warning_names_no_number_of_which_the_proteins_fill_no_global_batch():
+    def make(tokens):
+        return plan_of(random_lengths(40, 512), 512, 8, tokens=tokens).plan
+
+    numbers = [int(number) for number in re.findall(r"\d+", make(1080).warning()[1])]
+    assert numbers and all(make(number).steps_per_epoch for number in numbers)
 
 
 @BUDGETS
