@@ -340,10 +340,12 @@ class BatchPlan:
         """Lines on batches that are far from full, with numbers that fill them; none if full."""
         if self.filled >= WELL_FILLED or self.micro_batches == 1:
             return []
-        least = self.max_length if self.counted_in == "tokens" else 0
+        least = self.least
+        if self.counted_in == "tokens":
+            least = max(least, self.max_length)     # what a config must hold
         good, fit = [], int(self.sizes[0])      # of the longest proteins
         for n in range(fit, fit + 4):
-            asked = max(round(self._shapes(n * self.least_work).mean), self.least, least)
+            asked = max(round(self._shapes(n * self.least_work).mean), least)
             found = self._find(asked)
             if found.filled >= WELL_FILLED and found.expected >= self.micro_batches:
                 good.append(str(asked))

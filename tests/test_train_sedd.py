@@ -598,6 +598,8 @@ def test_the_best_weights_go_along_into_another_folder_or_the_search_begins_anew
     a, b, c = (tmp_path / name / "checkpoints" for name in "abc")
     longer = tiny(fasta, training__min_delta=9.0, training__n_iters=14,
                   memory__max_memory_per_gpu=0.5)   # which may differ
+    b.mkdir(parents=True)
+    (b / "best.pt").write_bytes(b"of a start that came to no checkpoint")
     run(longer, tmp_path / "b", resume=a / "last.pt")
     assert (b / "best.pt").read_bytes() == (a / "best.pt").read_bytes()
     assert load_checkpoint(str(b / "best.pt"))["step"] == 6
@@ -915,6 +917,26 @@ def test_the_learning_rate_is_not_scaled_beyond_the_data_there_is(fasta, tmp_pat
     prepare(tiny(fasta, training__batch_size=n + 10, **scaled), Ddp(), tmp_path / "b")
     said = " ".join(capsys.readouterr().out.split())
     assert f"lr {3e-3 * n / 2:g}, " in said and f"to the {n} proteins that there are" in said
+
+
+def test_a_batch_that_is_not_filled_is_told_by_a_start_and_by_every_plan_but_not_by_a_resume(
+        fasta, tmp_path, capsys):
+    poor, said = dict(training__batch_size=3), "do not fill a micro-batch"
+    for ranks in ("1", "1,2", "2,1"):
+        table = describe_plan(tiny(fasta, **poor, training__accum=1), ranks)
+        assert (said in table) == (ranks != "1"), ranks
+    run(tiny(fasta, **poor), tmp_path)
+    assert said in capsys.readouterr().out
+    run(tiny(fasta, **poor, training__n_iters=13), tmp_path)
+    assert said not in capsys.readouterr().out
+
+
+def test_a_finished_demo_shows_its_exact_value_each_time_it_is_started(tmp_path, capsys):
+    demo = words(TINY, training__n_iters=2, training__eval_freq=2, data__demo_proteins=100)
+    for _ in range(2):
+        run(load_config(Config, None, demo), tmp_path)
+        text = capsys.readouterr().out
+        assert "exact, of the source" in text and "standard error" in text
 
 
 def test_large_perplexities_stay_apart_in_the_table():
