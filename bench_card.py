@@ -92,8 +92,8 @@ def measure_matmul(n, dtype, args, ddp):
 def time_ours(run, what, args, ddp):
     """(seconds of each repeat, columns of a row) of our step."""
     dataset, loss_of = training_of(run, what, ddp)
-    run.schedule.first = run.progress["step"] = 0
-    run.schedule.last = args.warmup + args.steps * args.repeats
+    run.sampler.first = run.progress["step"] = 0
+    run.sampler.last = args.warmup + args.steps * args.repeats
     batches, begin = open_batches(run, dataset, loss_of, ddp), []
 
     def take(step):
@@ -110,8 +110,8 @@ def work_of_steps(run, what, args):
     """(repeats, 2): residues (of DPO pairs) and FLOP of the steps that time_ours takes."""
     work = np.zeros((args.repeats, 2))
     for k in range(args.steps * args.repeats):
-        for micro in run.schedule.mine:
-            item = run.schedule.item_of(args.warmup + k, micro)
+        for micro in run.sampler.mine:
+            item = run.sampler.item_of(args.warmup + k, micro)
             if what == "dpo":
                 work[k // args.steps, 0] += len(item[-1])
                 continue

@@ -640,7 +640,7 @@ def time_meters(run, folder, args, ddp):
             run.meter.restart()
         return now(ddp) - start
 
-    inputs = [[next(batches) for _ in run.schedule.mine] for _ in range(args.steps)]
+    inputs = [[next(batches) for _ in run.sampler.mine] for _ in range(args.steps)]
     order, times = list(meters), {name: np.full(args.steps, np.inf) for name in meters}
     for step in range(1, 4):                  # Adam's state is made, caches are filled
         take("none", step, inputs[0])

@@ -101,7 +101,7 @@ def measure(args, config, ddp):
 def measure_run(run, settings, args, ddp):
     """As measure, of a run that `prepare` has made."""
     dataset, loss_of = training_of(run, args.what, ddp)
-    mine, order = run.schedule.mine, list(enumerate(settings))
+    mine, order = run.sampler.mine, list(enumerate(settings))
     if args.train:
         time_block(run, settings[0], 0, args.train, dataset, loss_of, ddp)
     noise = measure_noise(run, dataset, loss_of, args, ddp) if args.predict else None
@@ -109,7 +109,7 @@ def measure_run(run, settings, args, ddp):
     for repeat in range(args.repeats):
         order.append(order.pop(0))
         for k, setting in order:
-            run.schedule.mine = mine[:setting.share]
+            run.sampler.mine = mine[:setting.share]
             times[ddp.rank, k, repeat] = time_block(run, setting, args.train + repeat * args.steps,
                                                     args.steps, dataset, loss_of, ddp)
     times = all_sum(torch.from_numpy(times), ddp).numpy()
@@ -154,7 +154,7 @@ def time_block(run, setting, first, n, dataset, loss_of, ddp):
     run.model = wrap_ddp(run.bare, place, **{**vars(run.config.ddp), **setting.options})
     if setting.compressed:
         run.model.register_comm_hook(None, compress)
-    run.schedule.first, run.schedule.last, run.progress["step"] = first, first + n + 1, first
+    run.sampler.first, run.sampler.last, run.progress["step"] = first, first + n + 1, first
     run.meter, run.flags, busy = StepMeter(place, timing_every=1, seen=run.meter.seen), None, []
     batches = open_batches(run, dataset, loss_of, place)
     barrier(ddp)
@@ -217,7 +217,7 @@ def measure_noise(run, dataset, loss_of, args, ddp):
     """Arguments of scale_report.noise_scale, at the weights as they are: gradients of micro-batches
     and of NOISE_MICRO_BATCHES of them together, means over args.steps of those of every rank."""
     place, groups = replace(ddp, world_size=1), args.steps
-    items = iter([run.schedule.item_of(args.train + step, micro) for micro in run.schedule.mine
+    items = iter([run.sampler.item_of(args.train + step, micro) for micro in run.sampler.mine
                   for step in range(groups * NOISE_MICRO_BATCHES)])     # none was trained on
     small, big = [], []     # (squared norm, 1 / what the loss counts) of each batch
     run.bare.train()

@@ -222,7 +222,7 @@ def loss_in(dtype, run, ddp):
 def compare(run, plain, dtype, ddp):
     """Relative differences (loss, norm of the gradient) of both on our first batch, dropout 0."""
     dataset = MicroBatches(run.graph, run.noise, run.plan.max_length, run.micro_batches, 0)
-    batch = dataset[run.schedule.item_of(0, 0)]
+    batch = dataset[run.sampler.item_of(0, 0)]
     batch["x0"] = batch["x0"].where(batch["x0"] != X_ID, 0)     # plain counts X, ours does not
     n, loss = len(batch["x0"]), 0.0
     for block in run.bare.train().blocks:

@@ -8,12 +8,13 @@ or, for a script that shall not be changed: python -m ddp_guard SCRIPT ARGUMENTS
 
 `supervise` starts the same command again as a child, the rank, and stays as its guard: a small
 process without torch, which works when the rank is stopped, holds Python's lock or is dead. The
-guards are joined by TCP at that of rank 0, the hub. It ends the run when a rank fails, dies, does
+guards connect by TCP to that of rank 0, the hub. The hub ends the run when a rank fails, dies, does
 not come to cleanup_ddp, or all make no progress for the limit that watch_run sets: status.json,
 `FAILED: rank R of N on HOST: ...`, then every guard kills its rank and leaves with the same code.
 
 It is off with DDP_GUARD=0, in a debugger, a notebook, a script from stdin, and on Windows; and,
-unless DDP_GUARD=1, under launchers where it was never tried (PALS, Flux, jsrun, MVAPICH2).
+unless DDP_GUARD=1, under launchers where it was never tried (PALS, Flux, jsrun, MVAPICH2). A script
+that starts the ranks itself may set DDP_COMMAND: what the last line tells the user to give again.
 
 Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard's process"):
   {"serve": host}         rank 0: listen for the other guards; answer: {"address": hub}
@@ -24,8 +25,8 @@ Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard'
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
   {"bye": seconds}        in cleanup_ddp; the others may take that long to come there
   {"left": true}          cleanup_ddp is over, the process is about to end
-Guard to hub, twice a second, of 1,000 ranks and more less often: {"token", "idle", its Rank's}.
-Hub to guard: {"stacks": whether they are wanted}, as often; {"end": Verdict}.
+Guard to hub, every report_period: {"token", "idle", the fields of its Rank}. Hub to guard: {}, as
+often; {"end": Verdict}.
 """
 import collections
 import contextlib
@@ -48,8 +49,8 @@ TICK = 0.5              # between two looks at what time has brought
 LATE_FAILURE = 1.0      # a failure that only reports a lost connection waits for the one behind it
 SILENCE = 13.0          # without a sign of a guard: it is stopped, or its host is gone
 SUSPENDED = 5.0         # a guard that wakes up so much too late was suspended: it forgets all ages
-UNHEARD = 7.0           # without a sign of a guard, when its rank is blamed: killed from outside
-STACKS = 2.0            # for all ranks to write their stacks
+UNHEARD = 7.0           # a blamed rank whose guard was silent for so long is killed from outside
+STACKS = 2.0            # for all ranks to write their stacks, and their guards to read them
 TURN = 0.2              # between guards that have lost the hub: the first one prints
 LAST_WORDS = 5.0        # stderr may be a full pipe, the file system may hang
 LEAVE = 0.7             # between the verdict and the guards' ends: launchers kill at the first end
@@ -71,7 +72,7 @@ def supervise(command=None):
     if parent and int(parent) == os.getppid():    # this is the rank
         os.set_inheritable(int(descriptor), False)
         return
-    if not _is_wanted(os.environ):
+    if not _is_wanted():
         if command:
             os.execv(command[0], command)
         return
@@ -98,23 +99,23 @@ def supervise(command=None):
     code = guard.run()
     # A signal, to be seen as such: else a shell's loop goes on after Ctrl-C, and MPICH's other
     # ranks wait for the one that died before they had met.
-    if code == -signal.SIGINT or code < 0 and not guard.joined:
+    if code == -signal.SIGINT or (code < 0 and not guard.joined):
         with contextlib.suppress(OSError):    # no handler of SIGKILL can be set
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _is_wanted(environment):
+def _is_wanted():
     script = getattr(sys.modules.get("__main__"), "__file__", None)    # None: it comes from stdin
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or not script
     debugged = sys.gettrace() or "bdb" in sys.modules or "pydevd" in sys.modules
-    if environment.get("DDP_GUARD") == "0" or os.name != "posix" or interactive or debugged:
+    if os.environ.get("DDP_GUARD") == "0" or os.name != "posix" or interactive or debugged:
         return False
-    untried = [variable for variable in UNTRIED if variable in environment]
-    if not untried or environment.get("DDP_GUARD") == "1":
+    untried = [variable for variable in UNTRIED if variable in os.environ]
+    if not untried or os.environ.get("DDP_GUARD") == "1":
         return True
-    if environment[untried[0]] == "0":
+    if os.environ[untried[0]] == "0":
         print(f"ddp_guard: never tried under {UNTRIED[untried[0]]}; the run goes on without it. "
               f"DDP_GUARD=1 uses it.", file=sys.stderr)
     return False
@@ -145,7 +146,7 @@ class Verdict(NamedTuple):
     secondary: bool = False             # it only reports a lost connection
     retry: bool = True                  # may the same command help?
     checkpoint: tuple = (None, None)    # path and step, as the failing rank knows it
-    silent: tuple = ()                  # processes of ranks whose guards do not answer
+    silent: tuple = ()                  # (host, pids) of ranks whose guards do not answer
 
 
 class Rank:
@@ -153,12 +154,12 @@ class Rank:
     step = run_dir = stacks = failure = None    # as in the messages; failure: a Verdict
     checkpoint = (None, None)
     limit = 0.0               # seconds that it may be without progress; 0: no limit
-    place = None              # in the code, while stacks are wanted
+    place = None              # in the code, once it has written its stacks
     bye = None                # in cleanup_ddp: seconds that others may take to come there
     left = gone = False       # cleanup_ddp is over; its guard has ended
 
-    def __init__(self, number, processes, now):
-        self.number, self.processes = number, processes    # host, its guard's process, its own
+    def __init__(self, number, host, pids, now):
+        self.number, self.host, self.pids = number, host, pids    # pids: its guard's, its own
         self.heard = self.progress = now
 
     def hear(self, now, idle=0.0, **fields):
@@ -172,7 +173,6 @@ class Watcher:
 
     def __init__(self, rank):
         self.ranks, self.since = [rank], {}    # since when conditions hold
-        self.hangs = False                     # nobody makes progress: stacks are wanted
 
     def lasted(self, name, holds, now):
         """Seconds for which a condition has held without a break."""
@@ -190,7 +190,8 @@ class Watcher:
         missing = [rank for rank in ranks if not rank.bye]
         patience = max(rank.bye or 0.0 for rank in self.ranks)
         watched = [rank for rank in missing if rank.limit]
-        self.hangs = bool(watched) and all(now - rank.progress >= rank.limit for rank in watched)
+        hang = bool(watched) and all(now - rank.progress >= rank.limit for rank in watched)
+        stacks = max(STACKS, 2 * report_period(len(self.ranks)))
         for failure in failures:
             if not failure.secondary or self.lasted("failure", True, now) > LATE_FAILURE:
                 return failure
@@ -204,7 +205,7 @@ class Watcher:
             numbers = listed([rank.number for rank in missing])
             return blame(missing, HANG, f"rank {numbers} of {len(self.ranks)} did not come to "
                                         f"cleanup_ddp within {patience:.0f} s", now)
-        if self.lasted("hang", self.hangs, now) > STACKS:
+        if self.lasted("hang", hang, now) > stacks:
             return describe_hang(ranks, now)
         return None
 
@@ -215,10 +216,16 @@ class Watcher:
             rank.heard = rank.progress = now
 
 
+def report_period(size):
+    """Seconds. Of 12,000 ranks each guard reports every 6 s: the hub hears 2,000 lines a second."""
+    return max(TICK, min(TICK * size / 1000, 6))
+
+
 def blame(ranks, code, cause, now, text=""):
     """A Verdict on ranks, of which those that do not answer are to be killed from outside."""
-    silent = [rank.processes for rank in ranks if not rank.gone and now - rank.heard > UNHEARD]
-    return Verdict(ranks[0].number, ranks[0].processes[0], code, cause, text, silent=silent)
+    silent = [(rank.host, rank.pids) for rank in ranks
+              if not rank.gone and now - rank.heard > UNHEARD]
+    return Verdict(ranks[0].number, ranks[0].host, code, cause, text, silent=silent)
 
 
 def describe_hang(ranks, now):
@@ -232,7 +239,7 @@ def describe_hang(ranks, now):
         len(group), -group[0].number))
     stories = []
     for group in (late, *waiting):
-        names = listed([f"{rank.number} on {rank.processes[0]}" for rank in group])
+        names = listed([f"{rank.number} on {rank.host}" for rank in group])
         place = f"in {group[0].place}" if group[0].place else "stopped: no answer"
         stories.append(f"rank {names}, last step {group[0].step}, {place}")
     limit = max(rank.limit for rank in ranks)
@@ -248,7 +255,7 @@ def listed(items):
 
 def place_of(stacks):
     """Where the main thread was: its innermost two frames outside libraries."""
-    section = stacks.rpartition("Current thread")[2].partition("\n\n")[0]
+    section = stacks.rpartition("Thread 0x")[2]    # the oldest thread comes last
     frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', section)
     library = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
     own = [frame for frame in frames if not any(part in frame[0] for part in library)]
@@ -261,15 +268,13 @@ class Guard:
     """Waits, in one thread, for its rank, the other guards and signals."""
     size, launcher, joined = 1, "plain process", False
     hub = listener = interrupted = None     # sockets; time of the first Ctrl-C
-    stacks_wanted = False                   # the hub wants to know where the rank is
-    written = None                          # bytes in the file of stacks before it was asked
     urgent = False                          # decide, or tell the hub, at once
     ended = False                           # the rank's process has ended
     verdict = None                          # why all ranks shall end
 
     def __init__(self, process, pipe, own_group):
         self.process, self.pipe, self.own_group = process, pipe, own_group
-        self.me = Rank(0, [socket.gethostname(), os.getpid(), process.pid], time.monotonic())
+        self.me = Rank(0, socket.gethostname(), [os.getpid(), process.pid], time.monotonic())
         self.watcher, self.began = Watcher(self.me), time.time()
         self.peers, self.unread = {}, {}    # socket -> Rank, bytes without their end of line
         self.selector = selectors.DefaultSelector()
@@ -288,9 +293,7 @@ class Guard:
                     self.read(key.fileobj)
                 if ending:
                     self.judge_end(self.process.returncode)
-                # Of 12,000 ranks each gives a sign every 6 s: the hub hears 2,000 lines a second.
-                pause = TICK if self.stacks_wanted else max(TICK, min(TICK * self.size / 1000, 6))
-                now = time.monotonic()
+                pause, now = report_period(self.size), time.monotonic()
                 if now > ticked + pause + SUSPENDED:
                     self.me.progress = now
                     self.watcher.forget_ages(now)
@@ -332,12 +335,11 @@ class Guard:
             self.hear_rank(now, **message)
         elif sock is self.hub:
             self.watcher.ranks[0].heard = now
-            self.stacks_wanted = message.get("stacks", False)
             if "end" in message:
                 self.verdict = Verdict(*message["end"])
         elif message["token"] == self.token:
             if sock not in self.peers:
-                self.peers[sock] = Rank(message["number"], message["processes"], now)
+                self.peers[sock] = Rank(message["number"], message["host"], message["pids"], now)
                 self.watcher.ranks.append(self.peers[sock])
             self.peers[sock].hear(now, **message)
             self.urgent = self.urgent or bool(self.peers[sock].failure)
@@ -383,19 +385,20 @@ class Guard:
             family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self.listener = socket.create_server(place[:2], family=family, backlog=4096)
             self.selector.register(self.listener, selectors.EVENT_READ)
-            address = [*self.listener.getsockname()[:2], self.token, self.me.processes]
+            address = [*self.listener.getsockname()[:2], self.token, self.me.host,
+                       self.me.pids]
         send(self.pipe, address=address)
 
-    def join(self, now, rank, size, launcher, hub, **_):
+    def join(self, now, rank, size, launcher, hub):
         self.size, self.launcher, self.joined = size, launcher, True
         self.me.number, self.me.bye, self.me.left = rank, None, False    # it may set up twice
         if rank == 0:
             return
-        *address, self.token, processes = hub
+        *address, self.token, host, pids = hub
         try:
             self.hub = socket.create_connection(address, timeout=10)
             self.selector.register(self.hub, selectors.EVENT_READ)
-            self.watcher.ranks, self.urgent = [Rank(0, processes, now)], True
+            self.watcher.ranks, self.urgent = [Rank(0, host, pids, now)], True
         except OSError as error:
             self.watcher.ranks = [self.me]
             self.try_to(sys.stderr.write, f"ddp_guard: rank {rank} goes on without the other guards"
@@ -427,7 +430,7 @@ class Guard:
         elif name and self.joined:
             self.fail(1, f"died without a word ({name}{': out of memory?' * (name == 'SIGKILL')})")
         elif name and name not in ("SIGINT", "SIGTERM"):    # else somebody has asked for it
-            self.try_to(sys.stderr.write, f"\nFAILED: a rank on {self.me.processes[0]} died before "
+            self.try_to(sys.stderr.write, f"\nFAILED: a rank on {self.me.host} died before "
                                           f"the ranks had met ({name})\n")
         elif self.joined and (code > 0 or not self.me.bye):
             missing = "" if code else " without cleanup_ddp"
@@ -444,39 +447,31 @@ class Guard:
         """The run shall end for a fault of this rank: the next tick decides it or tells the hub."""
         self.urgent = True
         self.me.failure = self.me.failure or Verdict(
-            self.me.number, self.me.processes[0], code, cause, checkpoint=self.me.checkpoint,
-            **more)
+            self.me.number, self.me.host, code, cause, checkpoint=self.me.checkpoint, **more)
 
     def tick(self, now):
         """See what time has brought, and give a sign of life."""
         self.me.heard = now
         if self.watcher.lasted("exit", self.me.left, now) > EXIT:
             self.fail(HANG, f"did not end within {EXIT:.0f} s after cleanup_ddp")
+        self.find_place(now)
         if not self.verdict and (verdict := self.watcher.decide(now)):
             self.end_run(verdict)
-        if not self.hub:
-            self.stacks_wanted = self.watcher.hangs
-        self.find_place()
         self.urgent = False
         if self.hub:
             send(self.hub, **vars(self.me), idle=now - self.me.progress, token=self.token)
         for sock in self.peers:
-            send(sock, stacks=self.stacks_wanted)
+            send(sock)
 
-    def find_place(self):
-        """Have faulthandler in the rank write its stacks, which needs no lock of Python."""
-        if not self.stacks_wanted:
-            self.me.place = self.written = None
-        elif self.me.stacks is None:
-            self.me.place = "code before watch_run"
-        elif self.me.place is None:
-            with contextlib.suppress(OSError), open(self.me.stacks, "rb") as file:
-                stacks = file.read()
-                if self.written is None:
-                    self.written = len(stacks)
-                    self.process.send_signal(signal.SIGQUIT)
-                elif len(stacks) > self.written:
-                    self.me.place = place_of(stacks[self.written:].decode(errors="replace"))
+    def find_place(self, now):
+        """Read the stacks that the rank's own timer writes at its limit (faulthandler, in C)."""
+        me, idle = self.me, now - self.me.progress
+        me.place = None if me.limit else "code outside watch_run"
+        if me.limit and idle >= me.limit:
+            with contextlib.suppress(OSError, TypeError), open(me.stacks, errors="replace") as file:
+                # A stopped rank writes none; those of an earlier wait do not count.
+                if time.time() - os.path.getmtime(me.stacks) < idle - me.limit / 2:
+                    me.place = place_of(file.read())
 
     def end_run(self, verdict):
         """Print why, then tell the other guards: launchers kill all at the first end."""
@@ -507,7 +502,7 @@ class Guard:
         saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
         saved += "" if step is None else f" (step {step})"
         again = (f"To go on, give the same command again ({self.launcher}, {self.size} rank(s)): "
-                 + shlex.join(["python", *sys.orig_argv[1:]])
+                 + os.environ.get("DDP_COMMAND", shlex.join(["python", *sys.orig_argv[1:]]))
                  if verdict.retry else "Mend the cause before the next start.")
         cause = verdict.cause.rstrip(".")
         cause = cause if len(cause) < 250 else f"{cause[:250]} ..."
@@ -522,8 +517,8 @@ class Guard:
     def end_rank(self):
         """Kill the rank, its workers, and what does not answer on this host. Returns the code."""
         pids = [-self.process.pid] if self.own_group else []
-        for host, *processes in self.verdict.silent:
-            pids += processes if host == self.me.processes[0] else []
+        for host, silent in self.verdict.silent:
+            pids += silent if host == self.me.host else []
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

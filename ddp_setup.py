@@ -259,7 +259,7 @@ def detect_launcher(env, mpi=None):
     if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
         claims.update({other.name: (theirs["rank"][0], theirs["size"][0])
                        for other, theirs in outer if other.mpi})
-    first = local_rank == 0   # what all ranks of the host see alike, its first one prints
+    first = local_rank == 0   # only the first rank of a host prints what all its ranks see
     for index, what, prints in ((1, "number of ranks", first), (0, "rank", True)):
         numbers = {source: claim[index] for source, claim in claims.items()
                    if claim[index] is not None}
@@ -353,7 +353,7 @@ def choose_device(device, backend, local_rank, found, ranks=2):
         trouble = f" ({found['trouble']})" if "ccl" in choice and "trouble" in found else ""
         refuse(f"no backend for {kind}: expected {' or '.join(choice)}, which this torch "
                f"lacks{trouble}")
-    # Folding serves all three: every device visible, a mask of some, one visible device per task.
+    # Right with every device visible, with a mask of some, and with one visible device per task.
     index = None if kind == "cpu" else local_rank % found[kind]
     where = "cpu" if index is None else f"{kind}:{index} of {found[kind]}"
     return kind, index, chosen, f"device {where}; backend {chosen} ({asked})"
@@ -442,7 +442,7 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
 
 
 def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
-    _deadline(env)
+    _deadline(env)   # refuses a wrong DDP_DEADLINE before anything is started
     if ipex not in ("auto", "on", "off"):
         raise SetupError(f"ipex is {ipex!r}; expected auto, on or off")
     mpi = _start_mpi(env, init_timeout)
@@ -472,7 +472,7 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
     if ddp.world_size > 1:
         ddp = _join(ddp, env, init_timeout, error)
     else:
-        _tell_guard(ddp, join=dict(rank=0, size=1, host=ddp.host, launcher=ddp.launcher, hub=None))
+        _tell_guard(ddp, join=dict(rank=0, size=1, launcher=ddp.launcher, hub=None))
     atexit.register(_at_exit, ddp, os.getpid())
     _seed_all(seed)
     return ddp
@@ -519,9 +519,9 @@ def _time_limit(seconds):
         faulthandler.cancel_dump_traceback_later()
 
 
-def _set_timer(seconds, file):
+def _set_timer(seconds, file, exit=True):
     with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no real stderr
-        faulthandler.dump_traceback_later(seconds, exit=True, file=file)
+        faulthandler.dump_traceback_later(seconds, exit=exit, file=file)
 
 
 # ---------------------------------------------------------------- rendezvous: addresses
@@ -650,8 +650,8 @@ def _join(ddp, env, init_timeout, error):
     hosts = ddp.state.hosts = table["hosts"]
     ddp.state.store = store
     if table["hub"]:
-        _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, host=ddp.host,
-                                   launcher=ddp.launcher, hub=table["hub"]))
+        _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, launcher=ddp.launcher,
+                                   hub=table["hub"]))
     else:   # it knows of no other rank: what the launcher offers ends the others, see abort
         ddp.state.guard = None
     variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": ddp.rank,
@@ -1038,9 +1038,9 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
     RUN_DIR/status.json {code, reason, step}; code is null while the run is on.
 
     A run without progress for `minutes` (0: no limit) is ended with exit code 70; progress is a
-    call of stop_reason or beat. With guards no rank must have made any, and the late ranks are
-    named; without, each rank ends by itself, also one that waits for another's long work. Stacks go
-    to RUN_DIR/stacks/rank_R.txt (without a run_dir: below the temporary folder)."""
+    call of stop_reason or beat. With guards the run ends when no rank has made any, and the late
+    ranks are named; without, each rank ends by itself, also one that waits for another's work.
+    Stacks go to RUN_DIR/stacks/rank_R.txt (without a run_dir: below the temporary folder)."""
     requested = ddp.state.watch.requested if ddp.state.watch else ""   # while loading, say
     end_watch(ddp)
     run_dir, notebook = run_dir and os.path.abspath(run_dir), _alone_in_a_notebook(ddp)
@@ -1060,9 +1060,6 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
                 os.makedirs(folder, exist_ok=True)
                 watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "a")
                 break
-    if watch.limit and ddp.state.guard is not None:   # it asks for the stacks by this signal
-        with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no stderr
-            faulthandler.register(signal.SIGQUIT, watch.stacks or sys.__stderr__)
     _tell_guard(ddp, watch=dict(limit=watch.limit, run_dir=run_dir,
                                 stacks=watch.stacks and watch.stacks.name))
     beat(ddp)
@@ -1112,8 +1109,7 @@ def stop_reason(ddp, step, wanted=None):
     if ddp.state.watch is None:
         watch_run(ddp)
     beat(ddp, step)
-    mine = stop_wanted(ddp)
-    if not (all_sum(mine, ddp) if wanted is None else wanted):
+    if not (all_sum(stop_wanted(ddp), ddp) if wanted is None else wanted):
         return ""
     ddp.state.watch.requested = first_problem(ddp.state.watch.requested, ddp)
     return ddp.state.watch.requested
@@ -1130,8 +1126,8 @@ def beat(ddp, step=None):
     watch.sent = now
     if ddp.state.guard is not None:
         _tell_guard(ddp, socket.MSG_DONTWAIT, step=watch.step)
-    elif watch.limit:
-        _set_timer(watch.limit, watch.stacks or sys.__stderr__)
+    if watch.limit:   # a guard ends the run, and reads the stacks
+        _set_timer(watch.limit, watch.stacks or sys.__stderr__, exit=ddp.state.guard is None)
 
 
 def close_run(ddp, code, reason):
@@ -1144,7 +1140,7 @@ def close_run(ddp, code, reason):
 
 
 def end_watch(ddp):
-    """No longer watch: for a caller that goes on after an exception, such as a notebook."""
+    """No longer watch: called by close_run, and by who goes on after an exception (a notebook)."""
     watch, ddp.state.watch = ddp.state.watch, None
     if watch is None:
         return
@@ -1153,9 +1149,6 @@ def end_watch(ddp):
     if watch.limit:
         faulthandler.cancel_dump_traceback_later()
         _tell_guard(ddp, watch=dict(limit=0.0, run_dir=watch.run_dir, stacks=None))
-        if ddp.state.guard is not None:
-            faulthandler.unregister(signal.SIGQUIT)
-            signal.signal(signal.SIGQUIT, signal.SIG_IGN)   # a request that is on its way
     if watch.stacks is not None:
         watch.stacks.close()
         with contextlib.suppress(OSError):

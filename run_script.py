@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -212,6 +213,7 @@ def hand_over(args, argv):
     for option in ("--nnodes", "--node_rank", "--master_addr", "--master_port", "--nproc_per_node"):
         rest.add_argument(option)
     command = ["-u", sys.argv[0], *rest.parse_known_args(argv)[1]]
+    os.environ["DDP_COMMAND"] = shlex.join(["python", *sys.orig_argv[1:]])   # see ddp_guard.py
     print(f"starting {per_node} rank(s) here, on node {rank} of {nnodes}, with torch's launcher",
           file=sys.stderr, flush=True)
     alone = nnodes == 1 and not args.master_addr and not args.master_port
@@ -361,7 +363,7 @@ def compile_blocks(model, setting, ddp):
 
 def describe_batch(run, per_rank, ddp, average=""):
     """Line on the global batch. per_rank: text, what a rank takes in a micro-step."""
-    return (f"batch: {per_rank} x accum {len(run.schedule.mine)} x {ddp.world_size} rank(s) = "
+    return (f"batch: {per_rank} x accum {len(run.sampler.mine)} x {ddp.world_size} rank(s) = "
             f"{run.batch:,} per step{average}, {run.steps_per_epoch:,} steps per epoch, "
             f"{run.n_iters:,} steps in all")
 

@@ -44,7 +44,7 @@ from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
 from structure_data import PairPlan, load_pairs, try_all
-from train_loop import Run, open_batches, reason_to_stop, start_run, take_step
+from train_loop import Run, open_batches, after_step, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
@@ -368,7 +368,7 @@ def train(run, ddp):
         evaluate_now = at_end or bool(t.eval_freq) and step % t.eval_freq == 0
         save_now = at_end or bool(t.snapshot_freq) and step % t.snapshot_freq == 0
         report = evaluate_now or step % t.log_freq == 0
-        reason = reason_to_stop(run, ddp, at_once=report or save_now)
+        reason = after_step(run, ddp, at_once=report or save_now)
         if step == 1 and run.validation is None:   # its loss is that before the step
             loss = metrics_of(totals.sums, totals.count)["loss"]
             log.say(f"step 0: train loss {loss:.4f}")

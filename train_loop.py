@@ -41,10 +41,11 @@ def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
     towards 0 over the last decay_steps of n_iters steps (below 1: that share of them; None: all
     after the warm-up)."""
     rise = min((step + 1) / max(warmup, 1), 1.0)
-    length = n_iters - warmup if decay_steps is None else decay_steps
+    if decay == "none":
+        return rise
+    length = max(n_iters - warmup, 1) if decay_steps is None else decay_steps
     length = min(length * n_iters if length < 1 else length, n_iters)
-    left = (n_iters - step) / max(length, 1)
-    left = 1.0 if decay == "none" else min(max(left, 0.0), 1.0)
+    left = min(max((n_iters - step) / max(length, 1), 0.0), 1.0)
     return rise * (left if decay != "cosine" else (1 - math.cos(math.pi * left)) / 2)
 
 
@@ -63,24 +64,24 @@ class Run:
     ema: Any = None            # averages of the weights, where the script keeps some
     dtype: torch.dtype         # that autocast computes in
     progress: dict             # what changes: step, best, bad_evals, finished, bad_steps, ...
-    schedule: Any
+    sampler: Any               # MicroBatchSampler
     validation: Any            # None without validation proteins or pairs
     n_iters: int               # steps in all
     steps_per_epoch: int
     micro_batches: int         # per global batch
     batch: int                 # the global batch in proteins, tokens or pairs
-    nominal: float             # guess of Totals.count: divides the loss, then cancels
+    nominal: float             # divides the loss before backward, see global_gradient
     lr: float                  # scaled
     warmup: int
     meter: StepMeter           # of time, memory, gradients
     lock: Any = None           # on the run folder: rank 0 only
     flags: Any = None          # of the last step, on their way to the host: see read_flags
-    stop_requests: float = 0.0  # ranks that were asked to stop, as last read
+    stop_requests: float = 0.0  # how many ranks were asked to stop, as last read
 
 
 def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches, filled,
               progress, seen, make_ema=None, **fields):
-    """Scale the learning rate, make schedule and optimizer, wrap the model; take over a checkpoint.
+    """Scale the learning rate, make sampler and optimizer, wrap the model; take over a checkpoint.
 
     Args:
         kind: the script's class of Run.
@@ -93,25 +94,26 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
         fields: other fields of `kind`.
     Returns: an instance of `kind`.
     """
-    t, o, state = config.training, config.optim, former.state and {"seen": {}, **former.state}
+    t, o, state = config.training, config.optim, former.state
     progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
                 "bad_steps": [0, 0],   # nan or infinite: in all, and in a row now
-                "seen": dict.fromkeys(seen, 0),   # {} where an older checkpoint does not tell
+                "seen": dict.fromkeys(seen, 0),
                 **progress}
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
     if state is not None:
-        lr, warmup, progress = state["lr"], state["warmup"], {
-            name: state.get(name, first) for name, first in progress.items()}
+        state = {"seen": {}, **state}   # older checkpoints do not tell how much they have seen
+        lr, warmup = state["lr"], state["warmup"]
+        progress = {name: state.get(name, first) for name, first in progress.items()}
         bare.load_state_dict(state["model"])
     n_iters = t.n_iters or t.num_epochs * steps_per_epoch
-    schedule = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"],
-                                 max(n_iters, progress["step"]))
+    sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"],
+                                max(n_iters, progress["step"]))
     bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, o), ddp)
     run = kind(config=config, path=former.path, bare=bare,
                model=wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer=optimizer,
                scaler=grad_scaler(fields["dtype"], ddp),
                ema=make_ema(bare.parameters()) if make_ema else None, progress=progress,
-               schedule=schedule, n_iters=n_iters, steps_per_epoch=steps_per_epoch,
+               sampler=sampler, n_iters=n_iters, steps_per_epoch=steps_per_epoch,
                micro_batches=micro_batches, lr=lr, warmup=warmup,
                meter=make_meter(config, ddp, seen), **fields)
     for name in ("optimizer", "scaler", "ema"):
@@ -144,9 +146,9 @@ class Totals(NamedTuple):
     packed: torch.Tensor     # all of the following in a row, for one all-reduce and one copy
     sums: torch.Tensor       # (n,) as the script's micro_batch_loss returns them
     count: torch.Tensor      # residues, proteins or pairs that the mean loss is over
-    bad: torch.Tensor        # ranks with a loss or gradient that is nan or infinite
-    bad_loss: torch.Tensor   # ranks with such a loss
-    stop: torch.Tensor       # ranks that were asked to stop
+    bad: torch.Tensor        # how many ranks have a loss or gradient that is nan or infinite
+    bad_loss: torch.Tensor   # how many have such a loss
+    stop: torch.Tensor       # how many were asked to stop
 
 
 def unpack(packed):
@@ -159,36 +161,35 @@ def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None,
 
     How many residues or pairs the mean is over is known only at the end: backward runs on
     sum / nominal, then comes one small all-reduce, then the gradients are multiplied by
-    ranks x nominal / count (DDP has divided by the ranks). Nothing here waits for the device.
+    ranks x nominal / count (DDP has divided by the ranks). Any nominal gives the same gradient;
+    one near the count keeps backward in the range of float16. Nothing here waits for the device.
 
     Args:
         model: as DDP wraps it.
         batches: this rank's micro-batches, each with a "seed" for dropout.
         micro_batch_loss: function (model, batch) -> (loss sum, sums (n,) to be totalled, count).
-        nominal: about the count. scaler: a GradScaler, or None. meter: a StepMeter, or None.
+        scaler: a GradScaler, or None. meter: a StepMeter, or None.
     Returns: (Totals, norm of the gradient). If totals.bad is not 0, all gradients are nan.
     """
-    packed, meter = None, meter or StepMeter(ddp)
+    own, meter = None, meter or StepMeter(ddp)
     for k, batch in enumerate(batches):
         torch.manual_seed(batch["seed"])   # so that dropout is keyed by the micro-batch
         with gradient_sync(model, last=k == len(batches) - 1), meter.passes(model):
             loss, sums, count = micro_batch_loss(model, batch)
             scaled = loss / nominal
             (scaler.scale(scaled) if scaler is not None else scaled).backward()
-        values = torch.zeros(len(sums) + 4, dtype=torch.float64, device=ddp.device)
-        part = unpack(values)   # views: what is written into them is in `values`
-        part.sums.copy_(sums.detach())
-        part.count.add_(count)
-        part.bad_loss.copy_(~loss.detach().isfinite())
-        packed = values if packed is None else packed + values
+        if own is None:
+            own = unpack(torch.zeros(len(sums) + 4, dtype=torch.float64, device=ddp.device))
+        own.sums.add_(sums.detach())   # views of own.packed
+        own.count.add_(count)
+        own.bad_loss.add_(~loss.detach().isfinite())
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    own = unpack(packed)
     own.bad_loss.copy_(own.bad_loss > 0)
     own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
     own.stop.fill_(stop_wanted(ddp))
-    meter.lap("optimizer")
-    totals = unpack(all_sum(packed, ddp))
+    meter.lap("optimizer")   # a lap names what has just ended
+    totals = unpack(all_sum(own.packed, ddp))
     meter.lap("exchange")
     count = torch.where(totals.count > 0, totals.count, 1.0)   # 0: nothing that counts
     factor = ddp.world_size * nominal / count
@@ -201,15 +202,15 @@ def open_batches(run, dataset, micro_batch_loss, ddp):
     """An iterator over this rank's micro-batches, from the step that the run is at."""
     t = run.config.training
     batches = iter(torch.utils.data.DataLoader(
-        dataset, sampler=run.schedule, batch_size=None, num_workers=t.num_workers,
-        pin_memory=ddp.device.type != "cpu", generator=torch.Generator(),
+        dataset, sampler=run.sampler, batch_size=None, num_workers=t.num_workers,
+        pin_memory=ddp.device.type != "cpu", generator=torch.Generator(),   # not the global one
         worker_init_fn=functools.partial(worker_init, signals=t.stop_signals)))
     run.bare.train()
     # DDP lays out its buckets anew after its first backward, which changes the order of sums from 3
     # ranks on. One backward whose gradient is thrown away, at every start, and a resumed run has
     # the layout of the one before.
     if ddp.world_size > 1:
-        item = run.schedule.item_of(run.progress["step"], run.schedule.mine[0])
+        item = run.sampler.item_of(run.progress["step"], run.sampler.mine[0])
         global_gradient(run.model, [dataset[item]], micro_batch_loss, ddp, run.nominal)
         run.optimizer.zero_grad(set_to_none=True)
     run.meter.restart()
@@ -222,7 +223,7 @@ def take_step(run, batches, micro_batch_loss, ddp):
 
     batches: iterator of open_batches. Returns: (Totals, norm of the gradient before clipping)."""
     o, progress, optimizer, scaler = run.config.optim, run.progress, run.optimizer, run.scaler
-    mine = run.meter.fetch(batches, len(run.schedule.mine), progress["step"] + 1)
+    mine = run.meter.fetch(batches, len(run.sampler.mine), progress["step"] + 1)
     for group in optimizer.param_groups:
         group["lr"] = run.lr * rate_share(progress["step"], run.warmup, run.n_iters, o.decay,
                                           o.decay_steps)
@@ -293,8 +294,9 @@ def read_flags(run):
                        f"expected at most {most}. These steps were skipped. {ADVICE}")
 
 
-def reason_to_stop(run, ddp, at_once=True):
-    """Why all ranks stop after this step, '' to go on. Compares their weights now and then.
+def after_step(run, ddp, at_once=True):
+    """What follows each step: count it if it was bad, compare the ranks' weights now and then, and
+    return why all ranks stop here, '' to go on. Raises: see read_flags.
 
     at_once: wait for the flags of this very step, not only for those of the step before."""
     step, every = run.progress["step"], run.config.monitoring.check_sync_every

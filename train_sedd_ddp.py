@@ -49,7 +49,7 @@ from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
 from sequence_data import (N_TOKENS, X_ID, apply_max_length, collate, crop_starts, keyed_generator,
                            keyed_seed)
-from train_loop import Run, open_batches, reason_to_stop, start_run, take_step
+from train_loop import Run, open_batches, after_step, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
@@ -291,7 +291,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         batch=batch, letters=letters, graph=graph, noise=noise, plan=plan, init_from=init_from,
         nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0))
     if not is_finished(run):
-        reader.item_of(run.progress["step"], run.schedule.mine[0])   # refuses damaged data
+        reader.item_of(run.progress["step"], run.sampler.mine[0])   # refuses damaged data
     lines += describe_data(run, data, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, filled, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
@@ -334,7 +334,7 @@ def train(run, ddp):
         evaluate_now = last or step % t.eval_freq == 0
         save_now = last or step % t.snapshot_freq == 0
         report = evaluate_now or step % t.log_freq == 0
-        reason = reason_to_stop(run, ddp, at_once=report or save_now)
+        reason = after_step(run, ddp, at_once=report or save_now)
         if report:
             values = report_step(run, log, totals, norm, ddp)
         if evaluate_now:

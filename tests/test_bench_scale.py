@@ -91,7 +91,7 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
     model = torch.nn.Linear(size, 1, bias=False)
     run = SimpleNamespace(bare=model, optimizer=model, nominal=7.0,
                           micro_batches=2, batch=2 * 2 * 3 / sum(1 / n for n in sizes),
-                          schedule=SimpleNamespace(mine=range(1), item_of=lambda step, _: step))
+                          sampler=SimpleNamespace(mine=range(1), item_of=lambda step, _: step))
     found = measure_noise(run, batches, lambda model, batch: (
         model(batch["x"]).sum(), torch.zeros(1), len(batch["x"])),
         SimpleNamespace(steps=40, train=0), Ddp())

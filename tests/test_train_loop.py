@@ -87,7 +87,7 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
                ema=EMA(model.parameters(), ema) if ema else None,
                progress={"step": 0, "best": None, "bad_evals": 0, "finished": "",
                          "bad_steps": [0, 0], "seen": {}},
-               schedule=MicroBatchSampler(lambda *item: item, micro_batches, ddp, 0, n_iters),
+               sampler=MicroBatchSampler(lambda *item: item, micro_batches, ddp, 0, n_iters),
                validation=None, n_iters=n_iters, steps_per_epoch=5, micro_batches=micro_batches,
                batch=4, nominal=3.0, lr=lr, warmup=warmup)
 
@@ -520,6 +520,30 @@ def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end
     first, *others = result.stderr.splitlines()
     assert first.startswith("starting 2 rank(s) here"), result.text
     assert others == ["the last word"] * 2 * (end == "signal"), result.text
+
+
+FAILS = """
+if __name__ == "__main__":
+    import sys
+    sys.path.insert(0, {root!r})
+    import ddp_guard
+    ddp_guard.supervise()
+import argparse
+from run_script import add_launch_arguments, started_ranks
+parser = argparse.ArgumentParser()
+add_launch_arguments(parser)
+with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
+    assert ddp.is_main, "on purpose"
+"""
+
+
+def test_the_command_to_give_again_starts_as_many_ranks(tmp_path):
+    (tmp_path / "s.py").write_text(FAILS.format(root=str(ROOT)))
+    options = ["--nproc_per_node", "2", "--device", "cpu"]
+    result = run_ranks("python", 1, ["s.py", *options], tmp_path, timeout=300)
+    last_line = result.stderr.splitlines()[-1]
+    assert result.returncode == 1 and last_line.startswith("FAILED: rank 1 of 2"), result.text
+    assert last_line.endswith(": python s.py " + " ".join(options)), result.text
 
 
 def test_two_nodes_given_by_hand_make_one_run(tmp_path):
