@@ -27,11 +27,11 @@ a run also stops in good order on a signal, before the walltime, or on a STOP fi
 
 `python ddp_setup.py --doctor` prints what this file finds here and would choose.
 
-When a rank fails, the launcher ends the others: torchrun and Open MPI by themselves, MPICH and
-Intel MPI by MPI_Abort or SIGABRT, Slurm by scancel. A hang is ended by faulthandler's timer, with
-the stacks of each rank. With ddp_guard.py, the parent of each rank, all ranks end under every
-launcher, also when one is killed, stopped or stuck outside Python; one last line names the rank at
-fault, and the exit code is kept.
+When a rank fails, the launcher ends the others: torchrun and Open MPI by themselves, MPICH by
+MPI_Abort or SIGABRT, Intel MPI by MPI_Abort (with mpi4py), Slurm by scancel. A hang is ended by
+faulthandler's timer, with the stacks of each rank. With ddp_guard.py, the parent of each rank, all
+ranks end under every launcher where it was tried, also when one is killed or stopped, and one last
+line names the rank at fault.
 
 Environment read: the launcher variables of LAUNCHERS, and
   MASTER_ADDR, MASTER_PORT  rendezvous; the address alone means port 29500
@@ -912,7 +912,7 @@ def _end_others(ddp, code):
         with contextlib.suppress(OSError):   # a container without scancel
             subprocess.run(["scancel", step], timeout=30)
     if any(row.mpi and row.name == ddp.launcher for row in LAUNCHERS):
-        os.abort()   # MPICH and Intel MPI end all for a signal, not for an exit code
+        os.abort()   # MPICH ends all for a signal, not for an exit code
 
 
 def _abort_with(ddp, error, printed=False):

@@ -170,7 +170,7 @@ class CommonMemory:
 
 @dataclass
 class CommonMonitoring:
-    watchdog_minutes: float = 30.0       # without progress, then the run is ended; 0 = never
+    watchdog_minutes: float = 30.0       # without progress, then the run is ended; 0 = off
     tensorboard: bool = False            # curves in RUN_DIR/tensorboard
     wandb: dict[str, str] | None = None  # {project, name, mode}, each optional: Weights & Biases
     check_sync_every: int = 1000         # steps between comparisons of the weights over ranks

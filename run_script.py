@@ -295,12 +295,12 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
         batch = n * config.training.accum * per_rank
         row = f"{n:>6} {batch:>{len(title)},}"
         try:
-            filled, columns = outcome(n, batch)
+            available, columns = outcome(n, batch)
         except ValueError as e:
             problems.append(f"refused with {n} rank(s): {e}")
             rows.append(f"{row} {'refused, see below':>14}")
             continue
-        lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
+        lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, available, o.base_global_batch)
         rows.append(f"{row} {lr:>14.4g} {warmup:>14,}{columns}")
         late += [str(n)] if steps and warmup >= steps else []
     if late:
@@ -368,13 +368,13 @@ def describe_batch(run, per_rank, ddp, average=""):
             f"{run.n_iters:,} steps in all")
 
 
-def describe_run(run, state, unit, filled, ddp):
-    """Lines on how this start trains. filled: the global batch that lr was scaled to."""
+def describe_run(run, state, unit, available, ddp):
+    """Lines on how this start trains. available: the global batch that lr was scaled to."""
     o, accum, first = run.config.optim, run.micro_batches // ddp.world_size, []
     if accum != run.config.training.accum:
         first = [f"  accum is {accum} and not {run.config.training.accum}: it follows the ranks, "
                  "so that the global batch stays"]
-    fewer = f", to the {filled:,} {unit} that there are" if filled < run.batch else ""
+    fewer = f", to the {available:,} {unit} that there are" if available < run.batch else ""
     how = ("kept from the checkpoint" if state is not None else
            "as given (scale none)" if o.scale == "none" else
            f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "

@@ -14,8 +14,9 @@ checkpoints/last.pt (the one before: last-1.pt) to continue from, and at the end
 same command again continues. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE and a file STOP in the
 run folder end a run in good order: it saves, and leaves with exit code 75.
 
-A run with the same global batch is the same on any number of ranks: micro-batches are what is
-distributed, and all that is random is keyed by (seed, purpose, pair, epoch), never by a rank.
+A run with the same global batch is the same on any number of ranks, to rounding: micro-batches are
+what is distributed, and all that is random is keyed by (seed, purpose, pair, epoch), never by a
+rank.
 """
 if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
     import ddp_guard
@@ -246,9 +247,8 @@ def objective(log_probs, batch, reference, loss):
 
 
 def micro_batch_loss(model, batch, reference, config, ddp, dtype):
-    """Of a micro-batch: sum of weight x loss, in nats; (11,) SUMS so, pairs, residues; weights.
-
-    The mean over the global batch is taken by global_gradient."""
+    """Of a micro-batch: sum of weight x loss, in nats; (11,) weighted SUMS, pairs, residues; sum of
+    weights, over which global_gradient takes the mean of the global batch."""
     batch = reference.to_device(batch)
     ref = reference.scores(batch)   # outside autocast: in float32
     with autocast(dtype, ddp):
@@ -307,14 +307,14 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
                          "--work_dir, or --fresh.")
     plan = PairPlan(data.train, t.seed, micro_batches, t.batch_size)
     batch = micro_batches * t.batch_size
-    filled = min(batch, len(data.train))   # a small file does not fill the global batch
+    available = min(batch, len(data.train))   # a small file does not fill the global batch
     validation = data.val and Validation(data.val, reference, config, objective)
     sums, size = former.state["sums"][:] if former.state else [], len(SUMS) + 6
     sums[len(SUMS):len(SUMS)] = [0.0] * (size - len(sums))   # older checkpoints lack what was seen
     sums = torch.tensor(sums, dtype=torch.float64, device=ddp.device)
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
-        micro_batches=micro_batches, filled=filled,
+        micro_batches=micro_batches, available=available,
         progress={"start": None,        # log-probability per residue of chosen sequences, at first
                   "fallen": False,      # it has been warned that these become less likely
                   "collapsed": False},  # it has been warned that designs become too alike
@@ -322,7 +322,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         validation=validation, batch=batch, pairs=data.train, base=base_hash, reference=reference,
         sums=sums, nominal=batch * sum(pair.weight for pair in data.train) / len(data.train))
     lines = describe_data(run, data, base, precision, ddp)
-    print_lines(ddp, lines + describe_run(run, former.state, "pairs", filled, ddp))
+    print_lines(ddp, lines + describe_run(run, former.state, "pairs", available, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
     bring_best(run, ddp, "best_model.pt")
     return run
@@ -344,11 +344,11 @@ def describe_data(run, data, base, precision, ddp):
 
 # ---------------------------------------------------------------- train
 def train(run, ddp):
-    """Train from where `prepare` left off. Returns the final metrics, the same on every rank."""
+    """Train from where `prepare` left off. Returns the step and the last metrics."""
     config, progress, t = run.config, run.progress, run.config.training
     if is_finished(run):
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
-    progress["finished"] = ""
+    progress["finished"] = ""   # n_iters may have been raised
     log = open_log(run, ddp)
     make_tables(run, ddp)
     began = epoch_began = time.perf_counter()

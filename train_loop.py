@@ -79,15 +79,15 @@ class Run:
     stop_requests: float = 0.0  # how many ranks were asked to stop, as last read
 
 
-def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches, filled,
-              progress, seen, make_ema=None, **fields):
+def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches,
+              available, progress, seen, make_ema=None, **fields):
     """Scale the learning rate, make sampler and optimizer, wrap the model; take over a checkpoint.
 
     Args:
         kind: the script's class of Run.
         former: what is continued, see run_dir.Former.
         bare: the model with its first weights, on the device. item_of: see MicroBatchSampler.
-        filled: the global batch that there is data for: the learning rate is not scaled beyond it.
+        available: the part of the global batch that there is data for; lr is scaled to that.
         progress: what the script adds to what changes.
         seen: names of the last entries of Totals.sums, which good steps add up.
         make_ema: function of parameters, which makes their averages.
@@ -99,7 +99,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
                 "bad_steps": [0, 0],   # nan or infinite: in all, and in a row now
                 "seen": dict.fromkeys(seen, 0),
                 **progress}
-    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, filled, o.base_global_batch)
+    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, available, o.base_global_batch)
     if state is not None:
         state = {"seen": {}, **state}   # older checkpoints do not tell how much they have seen
         lr, warmup = state["lr"], state["warmup"]

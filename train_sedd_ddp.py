@@ -14,9 +14,9 @@ at the end curves.png. The same command again continues from last.pt. SIGTERM, S
 time DDP_DEADLINE and a file STOP in the run folder end a run in good order: it saves, and leaves
 with exit code 75.
 
-A run with the same global batch is the same on any number of ranks: micro-batches are what is
-distributed, and everything random is keyed by (seed, purpose, step, micro-batch) or by protein,
-never drawn from a stream of a rank.
+A run with the same global batch is the same on any number of ranks, to rounding: micro-batches are
+what is distributed, and everything random is keyed by (seed, purpose, step, micro-batch) or by
+protein, never drawn from a stream of a rank.
 """
 if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
     import ddp_guard
@@ -139,7 +139,8 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# A resumed run may differ in these and in the number of ranks (accum follows); in nothing else.
+# A resumed run may differ in these and in the number of ranks (each then takes more or fewer of the
+# micro-batches, whatever accum says); in nothing else.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency", "monitoring.n_samples",
               "monitoring.sample_steps", "monitoring.predictor",
               "data.file", "training.init_from")   # their content is compared
@@ -195,8 +196,8 @@ def micro_batch_loss(model, batch, graph, config, ddp, dtype):
 
 # ---------------------------------------------------------------- data
 class MicroBatches(torch.utils.data.Dataset):
-    """(step, micro, epoch, proteins, width) -> tensors of one micro-batch, noised on the CPU: the
-    same on every device and with any number of workers.
+    """(step, micro, epoch, proteins, width) -> tensors of one micro-batch. The sampler has read the
+    proteins; they are noised here, on the CPU: the same on every device, with any workers.
 
     A dict of x0, xt (B, L) int64, L = width; mask (B, L) bool, True = residue; full, bool: no
     padding; sigma, dsigma (B,) float64; seed, int.
@@ -264,7 +265,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     dtype, precision = choose_precision(config, ddp)
     torch.manual_seed(t.seed)   # the same initial weights on every rank
     bare = make_model(config, graph).to(ddp.device)
-    precision += compile_blocks(bare, config.memory.compile, ddp)
+    compiled = compile_blocks(bare, config.memory.compile, ddp)
     init_from, lines = start_from_weights(config, former, resume, bare, ddp)
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
@@ -276,7 +277,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         raise ValueError(f"{former.path} was saved by a run with other batches (hash "
                          f"{former.state['plan']}, now {plan.identity()}); expected the same. "
                          "Continue with the version of this project that saved it, or --fresh.")
-    validation, filled = None, min(batch, plan.available)   # a small set does not fill it
+    validation, available = None, min(batch, plan.available)   # a small set may not fill it
     letters = data.train.letter_counts()
     if data.val is not None:
         val, _, _ = apply_max_length(data.val, d.max_length, d.long)
@@ -284,7 +285,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch
     run = start_run(
         SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
-        micro_batches=micro_batches, filled=filled, make_ema=lambda p: EMA(p, o.ema),
+        micro_batches=micro_batches, available=available, make_ema=lambda p: EMA(p, o.ema),
         progress={"recent": [0.0, 0.0]},   # training loss since the last evaluation: sum, number
         seen=("residues", "tokens"),
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
@@ -292,8 +293,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0))
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # refuses damaged data
-    lines += describe_data(run, data, precision, ddp)
-    print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, filled, ddp))
+    lines += describe_data(run, data, precision + compiled, ddp)
+    print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, available, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
     bring_best(run, ddp, "checkpoints/best.pt")
     return run
@@ -313,11 +314,11 @@ def describe_data(run, data, precision, ddp):
 
 # ---------------------------------------------------------------- train
 def train(run, ddp):
-    """Train from where `prepare` left off. Returns the final metrics, the same on every rank."""
+    """Train from where `prepare` left off. Returns the step and the last metrics."""
     config, progress, t, m = run.config, run.progress, run.config.training, run.config.monitoring
     if is_finished(run):
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
-    progress["finished"] = ""
+    progress["finished"] = ""   # n_iters may have been raised
     log = open_log(run, ddp)
 
     def loss_of(model, batch):
@@ -346,7 +347,7 @@ def train(run, ddp):
             log.metrics(step, values, run.meter.histograms)
         if progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0):
             write_samples(run, ddp)
-        if progress["finished"] or save_now or reason:   # samples first: last.pt says finished
+        if progress["finished"] or save_now or reason:   # after samples: it may say "finished"
             save(run, log, ddp, "last.pt", t.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()
