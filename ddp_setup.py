@@ -395,7 +395,7 @@ def _device_id(device):
 
 # ---------------------------------------------------------------- set-up
 def seed_for(*parts):
-    """Integer in [0, 2**63) from integers and texts: equal parts give equal seeds, everywhere."""
+    """Integer in [0, 2**63) from plain values: equal parts give equal seeds, everywhere."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -8,7 +8,8 @@ Takes chains, fixed and tied positions, bias, omitted letters and PSSMs from the
 command line and from the published tool's JSON files of settings, {structure name: entry}. In an
 entry, mostly {chain: value}, rows are counted from 1 in each chain, gaps included. Results are by
 row of the designed chains joined in the user's order, or by row of the Complex, as each says.
-Whatever names a structure, chain, position or letter that is not there is a ValueError.
+Whatever names a chain, position or letter that is not there is a ValueError; settings for other
+structures than those of the call are noted.
 """
 import json
 import math
@@ -20,7 +21,7 @@ import torch
 
 from proteinmpnn_model import make_pssm, mean_in_groups
 from sequence_data import AMINO_ACIDS, LETTERS, X_ID, decode, encode
-from structure_data import Complex, parse_positions, read_structure
+from structure_data import Complex, parse_positions, quote, read_structure
 
 MAX_BIAS = 1e4          # nats; with more, float32 would not hold the logits beside it
 PER_STRUCTURE = ("chain_id_jsonl", "fixed_positions_jsonl", "tied_positions_jsonl",
@@ -34,8 +35,10 @@ class Design:
     name:     of the structure: its file's, without folder and ending.
     complex:  the Complex, whose rows are in another order.
     chains:   names of the designed chains, as the user orders them.
-    places:   (n_designed,) joined position of each designed row of the complex; row: the reverse.
+    places:   (n_designed,) joined position of each designed row of the complex.
+    row:      (n_designed,) the reverse: row of the complex of each joined position.
     ends:     joined position at which each chain ends.
+    spans:    {chain: (its first joined position, its number of rows)}.
     labels:   such as "A12", of each joined position.
     native, resolved, mutable: (n_designed,) joined letters; bool; bool.
     drawn:    (L,) bool by row of the complex: mutable and resolved.
@@ -135,12 +138,12 @@ class Design:
 
     def given_groups(self, texts):
         """Of each group as typed, the k-th positions of its parts, in turn."""
+        texts, groups = " ".join(texts).split(), []             # a blank ends a group, quoted too
         if texts:
             self.positions("tied_positions", texts)         # none twice, all of one kind
-        groups = []
         for text in texts:
             parts = [parse_positions([part], self.structure, self.chains)[0].tolist()
-                     for part in re.split(r"[,\s]+", text.strip(", "))]
+                     for part in text.strip(",").split(",")]
             lengths = [len(part) for part in parts]
             if len(parts) < 2 or len(set(lengths)) > 1:
                 raise ValueError(f"--tied_positions: found {text} with parts of {lengths} "
@@ -298,20 +301,23 @@ def choose_chains(args, structure, entry):
                              "[[designed chains], [fixed chains]].")
         (designed, fixed), option = entry, "--chain_id_jsonl"
     usable = sorted(name for name, chain in structure.chains.items() if chain.resolved.any())
-    designed = chain_names(designed, structure, option) if designed else usable
+    if fixed is not None:
+        fixed = chain_names(fixed, structure, option.replace("--chains", "--fixed_chains"))
+    designed = (chain_names(designed, structure, option) if designed else
+                [name for name in usable if name not in (fixed or ())])
     unusable = [name for name in designed if name not in usable]
     if unusable or not designed:
-        raise ValueError(f"chain {' '.join(unusable)} of {structure.name} has no residue with a "
-                         "complete backbone (N, CA, C, O); expected a protein chain. Design one "
-                         f"of: {' '.join(usable) or '(none)'}.")
+        what = f"chain {' '.join(unusable)} of {structure.name} has no residue"
+        what = what if unusable else f"no other chain of {structure.name} has a residue"
+        raise ValueError(f"{what} with a complete backbone (N, CA, C, O); expected a protein chain "
+                         f"to design. There are: {' '.join(usable) or '(none)'}.")
     if fixed is None:
         fixed = [name for name in usable if name not in designed]
-    else:
-        fixed = chain_names(fixed, structure, option.replace("--chains", "--fixed_chains"))
     both = sorted({*designed} & {*fixed})
     if both:
-        raise ValueError(f"chain {' '.join(both)} is in --chains and in --fixed_chains; expected "
-                         "it in one.")
+        where = ("--chains and in --fixed_chains" if option == "--chains" else
+                 f"both lists of {option}")
+        raise ValueError(f"chain {' '.join(both)} is in {where}; expected it in one.")
     return designed, fixed
 
 
@@ -397,9 +403,3 @@ def numbers(value, shape, where, low=-math.inf, high=math.inf):
         raise ValueError(f"{where}: found {quote(value)}; expected numbers of shape {shape} from "
                          f"{low:g} to {high:g}.")
     return array
-
-
-def quote(value):
-    """A value as short JSON."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -67,9 +67,9 @@ class Validation:
         natives = torch.zeros(len(self.natives), 3, dtype=torch.float64)   # recovered, KL, residues
         for indices in self.batches[ddp.rank::ddp.world_size]:
             batch, log_probs = self._forward(model, self.pairs, indices)
-            ref = torch.zeros_like(batch["weight"][:, :2])
+            ref = torch.zeros_like(batch["scored"][:, :2])
             if self.reference.needed:
-                ref = self.table[batch["indices"]]
+                ref = self.table[batch["pair_numbers"]]
             values[indices] = self.objective(log_probs, batch, ref, loss)[1].cpu()
             beat(ddp)
         for indices in self.native_batches[ddp.rank::ddp.world_size]:
@@ -78,9 +78,9 @@ class Validation:
             difference = log_probs - self.reference.log_probs(batch)
             kl = (log_probs.exp() * difference).sum(-1)
             for k, each in enumerate((right, kl)):
-                sums = (each[batch["index"][..., 0]].mean(1) * batch["weight"]).sum(-1)
+                sums = (each[batch["sequence_rows"][..., 0]].mean(1) * batch["scored"]).sum(-1)
                 natives[indices, k] = sums.double().cpu()
-            natives[indices, 2] = batch["n"].double().cpu()
+            natives[indices, 2] = batch["n_scored"].double().cpu()
             beat(ddp)
         model.train(was_training)
         sums = (self.weights[:, None] * all_sum(values, ddp)).sum(0)
@@ -95,16 +95,16 @@ class Validation:
         """(batch on the device, log-probabilities (M, L, 21)) of these pairs."""
         batch = make_batch(pairs, indices.tolist(), self.config.loss, self.config.training.seed)
         batch = self.reference.to_device(batch, pairs)
-        return batch, model(batch["graph"], batch["S"], batch["order"], batch["structure"])
+        return batch, model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
 
 
 def evaluate_base(run, log, ddp):
     """At the start of a run: what the base weights do. Returns metrics by name, none without
     validation pairs.
 
-    Without those, training itself tells how far log-probabilities are from those under the base
-    weights; where it cannot, as these are not known or without dropout, how far from those of the
-    first epoch."""
+    Without those, training itself tells how far log-probabilities have fallen: from the base
+    weights (start = 0) where the loss has a reference and there is no dropout, else from the mean
+    of the first epoch."""
     progress, validation = run.progress, run.validation
     if progress["start"] is not None:
         return {}
@@ -138,7 +138,10 @@ def evaluate(run, log, values, at_end, epoch_began, ddp):
                 f"{time.perf_counter() - epoch_began:.0f} s")
     if step % per_epoch == 0:
         values.update({f"epoch/{k}": trained[k] for k in ("loss", "rewards/accuracies")})
-    if run.validation is not None or float(epoch.count):
+    # Without validation the training loss of whole epochs decides: a part of one may be one batch.
+    waits = run.validation is None and step % per_epoch and not (
+        step == run.n_iters and run.progress["best"] is None)
+    if not waits and (run.validation is not None or float(epoch.count)):
         keep_best(run, log, values, values.get("val/loss", trained["loss"]), ddp)
     elif step == run.n_iters and run.progress["best"] is None:
         raise Diverged(f"step {step}: all steps had a nan or infinite loss or gradient; "

@@ -43,9 +43,11 @@ def load_base(config):
 
 # ---------------------------------------------------------------- batches and scores
 def orders_of(pair, loss, seed, epoch=None):
-    """(n_orders, L) decoding orders of a pair, fixed residues first: the same for its four scores.
+    """(n_orders, L) decoding orders of a pair (arange: (1, L)), fixed residues first: the same for
+    chosen and rejected, under policy and reference.
 
-    Keyed by (seed, pair, epoch); without an epoch, or with order fixed, by (seed, pair)."""
+    Keyed by (seed, pair, epoch); without an epoch, or with order fixed, by (seed, pair). With
+    share_order the complex and its designed positions stand for the pair."""
     n = len(pair.chain_M)
     designed = torch.zeros(1, len(pair.complex))
     designed[0, :n] = torch.from_numpy(pair.chain_M & pair.complex.mask[:n])
@@ -64,13 +66,14 @@ def make_batch(pairs, indices, loss, seed, epoch=None):
 
     Returns a dict of
         S, order: (M, L) int64, the sequences and the order in which each is decoded.
-        structure: (M,) int64, row of the complex, counted as they first come.
-        index: (P, O, 2) int64, row in S of the chosen and the rejected sequence of a pair under
-            each of its O orders.
-        weight: (P, L) float32, 1 = scored. n: (P,) their number. indices: (P,) int64, as given.
+        complex_row: (M,) int64, which of the complexes, counted as they first come.
+        sequence_rows: (P, O, 2) int64, row in S of the chosen and the rejected sequence of a pair
+            under each of its O orders.
+        scored: (P, L) float32, 1 = this residue is. n_scored: (P,) their number.
+        pair_numbers: (P,) int64, the indices as given.
         pair_weight: (P,) float32, of each pair in means over pairs.
     """
-    batch, rows, index = collate(pairs, indices), {}, []
+    batch, rows, sequence_rows = collate(pairs, indices), {}, []
     L = batch["S"].shape[1]
     for p, i in enumerate(indices):
         for order in orders_of(pairs[i], loss, seed, epoch):
@@ -78,12 +81,13 @@ def make_batch(pairs, indices, loss, seed, epoch=None):
             for name in ("chosen", "rejected"):
                 row = (int(batch["complex"][p]), batch[name][p], order)
                 key = row[0], row[1].numpy().tobytes(), order.numpy().tobytes()
-                index.append(rows.setdefault(key, (len(rows), row))[0])
-    structure, S, order = zip(*(row for _, row in rows.values()))
-    weight = batch["chain_M"] * batch["mask"][batch["complex"]]
-    return {"S": torch.stack(S), "order": torch.stack(order), "structure": torch.tensor(structure),
-            "index": torch.tensor(index).view(len(indices), -1, 2), "weight": weight,
-            "n": weight.sum(1), "indices": torch.as_tensor(indices),
+                sequence_rows.append(rows.setdefault(key, (len(rows), row))[0])
+    complex_row, S, order = zip(*(row for _, row in rows.values()))
+    scored = batch["chain_M"] * batch["mask"][batch["complex"]]
+    return {"S": torch.stack(S), "order": torch.stack(order),
+            "complex_row": torch.tensor(complex_row),
+            "sequence_rows": torch.tensor(sequence_rows).view(len(indices), -1, 2),
+            "scored": scored, "n_scored": scored.sum(1), "pair_numbers": torch.as_tensor(indices),
             "pair_weight": torch.tensor([pairs[i].weight for i in indices], dtype=torch.float32)}
 
 
@@ -98,9 +102,9 @@ def pair_scores(log_probs, batch, temperature):
         log_probs = torch.log_softmax(log_probs / temperature, dim=-1)
     token = log_probs.gather(-1, batch["S"][..., None])[..., 0]                    # (M, L)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    weight, index = batch["weight"][:, None], batch["index"]               # (P, 1, L), (P, O, 2)
-    sums = (token[index] * weight[:, None]).sum(-1).mean(1)
-    return sums, (entropy[index[..., 0]] * weight).sum(-1).mean(1) / batch["n"]
+    scored, rows = batch["scored"][:, None], batch["sequence_rows"]       # (P, 1, L), (P, O, 2)
+    sums = (token[rows] * scored[:, None]).sum(-1).mean(1)
+    return sums, (entropy[rows[..., 0]] * scored).sum(-1).mean(1) / batch["n_scored"]
 
 
 # ---------------------------------------------------------------- the reference
@@ -155,11 +159,11 @@ class Reference:
     def to_device(self, batch, pairs=None):
         """The batch of make_batch on the device, with its complexes and their graph.
 
-        pairs: those that batch["indices"] counts in; None: the training pairs."""
+        pairs: those that batch["pair_numbers"] counts in; None: the training pairs."""
         moved = {name: value.to(self.ddp.device, non_blocking=True) if torch.is_tensor(value) else
                  value for name, value in batch.items()}
         pairs = self.pairs if pairs is None else pairs
-        complexes = [pairs[i].complex for i in batch["indices"].tolist()]
+        complexes = [pairs[i].complex for i in batch["pair_numbers"].tolist()]
         complexes = list({complex.key: complex for complex in complexes}.values())
         graph = stack([self.graph(complex) for complex in complexes])
         return {**moved, "complexes": complexes, "graph": graph}
@@ -169,14 +173,14 @@ class Reference:
         """(M, L, 21) under the base weights, in float32 whatever the policy computes in."""
         encoding = stack([self.cached("encoding", c, lambda: self.model.encode(self.graph(c)))
                           for c in batch["complexes"]])
-        return self.model.decode(encoding, batch["S"], batch["order"], batch["structure"])
+        return self.model.decode(encoding, batch["S"], batch["order"], batch["complex_row"])
 
     def scores(self, batch):
         """(P, 2) summed log-probabilities of chosen and rejected; 0 where the loss needs none."""
         if not self.needed:
-            return torch.zeros_like(batch["weight"][:, :2])
+            return torch.zeros_like(batch["scored"][:, :2])
         if self.table is not None:
-            return self.table[batch["indices"]]
+            return self.table[batch["pair_numbers"]]
         return pair_scores(self.log_probs(batch), batch, self.config.loss.temperature)[0]
 
     def precompute(self, pairs, weights_hash, folder):
@@ -216,7 +220,7 @@ class Reference:
         for indices in eval_batches(pairs, t.batch_size)[ddp.rank::ddp.world_size]:
             batch = self.to_device(make_batch(pairs, indices.tolist(), loss, t.seed), pairs)
             # The whole model, as in validation: equal weights have equal scores to the last bit.
-            log_probs = self.model(batch["graph"], batch["S"], batch["order"], batch["structure"])
+            log_probs = self.model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
             scores[indices] = pair_scores(log_probs, batch, loss.temperature)[0].double().cpu()
             beat(ddp)
         return all_sum(scores, ddp).float()

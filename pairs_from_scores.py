@@ -3,15 +3,17 @@
     python pairs_from_scores.py designs.csv pairs.json --margin 0.5 --per_structure 50
     python pairs_from_scores.py energies.csv pairs.json --lower_is_better --weights
 
-Reads a CSV file (comma or tab) with the columns pdb, sequence, score and chain (the designed one).
-Writes a JSON list of pairs; paths of structures become relative to it. A pair is two different
-sequences of the same structure and chain whose scores differ by at least --margin. The best is
-paired with the worst, the second best with the second worst, and so on, at most --per_structure of
-them, so that no sequence is used twice. A higher score is better, unless --lower_is_better is given
-(energies, scores of sample_proteinmpnn.py). Equal sequences count once, by their mean score. With
---weights, the weight of a pair in the loss is its difference of scores over the mean difference of
-all pairs; without, all pairs count alike. Prints how many pairs each structure gave. Wrong input
-ends with one message, naming all its lines, and exit code 2; then nothing is written.
+Reads a CSV file (comma or tab) with the columns pdb, sequence, score and chain (the designed one),
+and perhaps context (other chains, such as "B C", that the model shall see; without it the model
+sees the designed chain alone). Writes a JSON list of pairs (.jsonl: one per line), with paths of
+structures relative to its folder. A pair is two different sequences of the same structure and
+chains whose scores differ by at least --margin. The best is paired with the worst, the second best
+with the second worst, and so on, at most --per_structure of them, so that no sequence is used
+twice. A higher score is better, unless --lower_is_better is given (energies, scores of
+sample_proteinmpnn.py). Equal sequences count once, by their mean score. With --weights, the weight
+of a pair in the loss is its difference of scores over the mean difference of all pairs; without,
+all pairs count alike. Prints how many pairs each structure gave. Wrong input ends with one message,
+naming up to ten of its lines, and exit code 2; then nothing is written.
 """
 import argparse
 import collections
@@ -32,30 +34,24 @@ MAX_LISTED = 10
 
 
 def read_designs(path):
-    """{(path of the structure, chain): {sequence: [scores]}} of a table.
+    """{(path of the structure, chain, its context): {sequence: [scores]}} of a table.
 
-    Raises: ValueError with all that is wrong, by line."""
+    Raises: ValueError with what is wrong, by line."""
     designs = collections.defaultdict(lambda: collections.defaultdict(list))
     problems = []
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        dialect = "excel-tab" if "\t" in file.readline() else "excel"
-        file.seek(0)
-        rows = csv.DictReader(file, dialect=dialect)
-        missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{path} has no column {', '.join(missing)}; expected the columns "
-                             f"{', '.join(COLUMNS)} in its first line.")
-        for row in rows:
-            problem = wrong_in(row, path.parent)
-            if problem:
-                problems.append(f"line {rows.line_num}: {problem}")
-                continue
-            structure = os.path.normpath(os.path.join(path.parent, row["pdb"].strip()))
-            scores, text = designs[structure, row["chain"].strip()], row["sequence"].strip().upper()
-            if len(text) != len(next(iter(scores), text)):
-                problems.append(f"line {rows.line_num}: found {len(text)} residues; expected "
-                                f"{len(next(iter(scores)))}, as above for this chain")
-            scores[text].append(float(row["score"]))
+    for line, row in read_rows(path):
+        problem = wrong_in(row, path.parent)
+        if problem:
+            problems.append(f"line {line}: {problem}")
+            continue
+        structure = os.path.normpath(os.path.join(path.parent, row["pdb"].strip()))
+        context = tuple(row.get("context", "").replace(",", " ").split())
+        scores, text = designs[structure, row["chain"].strip(), context], row["sequence"]
+        text = text.strip().upper()
+        if len(text) != len(next(iter(scores), text)):
+            problems.append(f"line {line}: found {len(text)} residues; expected "
+                            f"{len(next(iter(scores)))}, as above for this chain")
+        scores[text].append(float(row["score"]))
     if problems:
         more = [f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED)
         raise ValueError("\n  ".join([f"{path}: {len(problems)} lines cannot be used:",
@@ -63,6 +59,21 @@ def read_designs(path):
     if not designs:
         raise ValueError(f"{path} holds no design; expected lines below its first.")
     return designs
+
+
+def read_rows(path):
+    """[(number of its last line, {column: text})] of a table. Raises: ValueError."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)
+        rows = csv.DictReader(lines, dialect="excel-tab" if "\t" in "".join(lines[:1]) else "excel")
+        found = [(rows.line_num, row) for row in rows]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
+    missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
+    if missing:
+        raise ValueError(f"{path} has no column {', '.join(missing)}; expected the columns "
+                         f"{', '.join(COLUMNS)} in its first line.")
+    return found
 
 
 def wrong_in(row, folder):
@@ -86,8 +97,8 @@ def wrong_in(row, folder):
 
 
 def make_pairs(scores, margin, most, lower_is_better=False):
-    """[(better sequence, worse sequence, difference of scores)] of one structure, see the head of
-    this file.
+    """[(better sequence, worse sequence, difference of scores)] of one chain of a structure, see
+    the head of this file.
 
     scores: {sequence: [scores]}. margin: least difference. most: number of pairs, or None."""
     sign = -1 if lower_is_better else 1
@@ -114,14 +125,18 @@ def main(argv):
         if not args.margin >= 0 or args.per_structure is not None and args.per_structure < 1:
             raise ValueError(f"found --margin {args.margin}, --per_structure "
                              f"{args.per_structure}; expected at least 0, and at least 1.")
+        if args.pairs.resolve() == args.table.resolve():
+            raise ValueError(f"{args.pairs} is the table itself; expected another file to write.")
         entries, differences, counts = [], [], collections.Counter()
         designs = read_designs(args.table)
-        for (structure, chain), scores in designs.items():
+        for (structure, chain, context), scores in designs.items():
+            chains = ({"design_chains": [chain], "fixed_chains": list(context)} if context else
+                      {"chain_id": chain})
             relative = os.path.relpath(structure, args.pairs.absolute().parent)
             room = args.per_structure and args.per_structure - counts[structure]
             found = make_pairs(scores, args.margin, room, args.lower_is_better)
             counts[structure] += len(found)
-            entries += [{"pdb_file": relative, "chain_id": chain, "preferred_seq": chosen,
+            entries += [{"pdb_file": relative, **chains, "preferred_seq": chosen,
                          "unpreferred_seq": rejected} for chosen, rejected, _ in found]
             differences += [difference for _, _, difference in found]
         if not entries:
@@ -131,20 +146,22 @@ def main(argv):
             mean = statistics.fmean(differences)
             for entry, difference in zip(entries, differences):
                 entry["weight"] = max(float(f"{difference / mean:.6g}"), LEAST_WEIGHT)
-        write_text_atomic(args.pairs, json.dumps(entries, indent=1) + "\n")
+        text = ("\n".join(map(json.dumps, entries)) if args.pairs.suffix == ".jsonl" else
+                json.dumps(entries, indent=1))
+        write_text_atomic(args.pairs, text + "\n")
     except (ValueError, OSError) as error:
         print(f"pairs_from_scores.py: error: {error}", file=sys.stderr)
         return 2
     for structure, n in counts.items():
         print(f"{n:>6}  {structure}")
-    used = sum(map(len, designs.values()))
+    n_sequences, n_used = sum(map(len, designs.values())), sum(map(bool, counts.values()))
     if args.weights:
         weights = [entry["weight"] for entry in entries]
         print(f"weights {min(weights):g} to {max(weights):g}, median "
               f"{statistics.median(weights):g}")
     print(f"preferred: the {'lower' if args.lower_is_better else 'higher'} score")
-    print(f"{len(entries):,} pairs of {used:,} sequences on {len(counts):,} structure(s), written "
-          f"to {args.pairs}")
+    print(f"{len(entries):,} pairs on {n_used:,} of {len(counts):,} structure(s), from "
+          f"{n_sequences:,} sequences, written to {args.pairs}")
     return 0
 
 

@@ -7,7 +7,7 @@
     encoding = model.encode(graph)                  # once; then score or draw many sequences
     log_probs = model.decode(encoding, S, order)    # S (M, L) for one structure, or structure=
     S = model.sample(encoding, S, chain_M, order, temperature=0.1)
-    save_proteinmpnn("best_model.pt", model, epoch=3)       # any ProteinMPNN tool reads it
+    torch.save(to_checkpoint(model, epoch=3), "best_model.pt")      # any ProteinMPNN tool reads it
 
 Parameter names and sizes are those of the published code, so its files load and it loads ours. The
 same numbers come cheaper: features exist for the K neighbours only; a linear layer on concatenated
@@ -133,7 +133,7 @@ class ProteinMPNN(nn.Module):
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
         E_idx = of_structures(encoding.E_idx, structure)
-        visible = decoded_before(ranks(decoding_order), E_idx)
+        visible = decoded_before(step_of_residue(decoding_order), E_idx)
         return self.log_probs(self.run_decoder(encoding, self.W_s(S), visible, structure)[0])
 
     def unconditional(self, encoding):
@@ -224,7 +224,7 @@ class ProteinMPNN(nn.Module):
         bias = mean_in_groups(bias, groups)
         pssm = pssm and Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
         check_letters_left(bias, pssm, draw)
-        rank, steps, is_member = decoding_steps(decoding_order, groups)
+        step_of, steps, is_member = decoding_steps(decoding_order, groups)
         weights = torch.ones(L) if tied_weights is None else torch.as_tensor(tied_weights)
         weights = weights.to(bias)[steps] * is_member / is_member.sum(-1, keepdim=True)
         if noise is None:
@@ -233,7 +233,7 @@ class ProteinMPNN(nn.Module):
         noise = (noise * (temperature > 0)).to(bias)
 
         # One pass over the given letters is right for all that is decoded before the first draw.
-        S, visible = S.clone(), decoded_before(rank, of_structures(encoding.E_idx, structure))
+        S, visible = S.clone(), decoded_before(step_of, of_structures(encoding.E_idx, structure))
         layers = self.run_decoder(encoding, self.W_s(S), visible, structure)[1]
         probs = torch.zeros_like(bias)
         row = torch.arange(M, device=device)
@@ -242,7 +242,7 @@ class ProteinMPNN(nn.Module):
         for t in range(drawing[0], drawing[-1] + 1) if drawing else ():
             at = steps[:, t]                                                        # (M, G)
             first, drawn = at[:, 0], draw[m, at]
-            logits, inputs = self.step(encoding, layers, rank, m, home, at)
+            logits, inputs = self.step(encoding, layers, step_of, m, home, at)
             scores = (logits * weights[:, t, :, None]).sum(1) + bias[row, first]    # (M, V)
             log_p = letter_log_probs(scores, temperature, pssm and pssm.at(first))
             # arg max of (log p + Gumbel noise) is a draw from p.
@@ -253,24 +253,25 @@ class ProteinMPNN(nn.Module):
                 table[m, at] = layer.decoded(h_V, self.W_s(S[m, at]))
         return (S, probs) if return_probs else S
 
-    def step(self, encoding, layers, rank, m, home, at):
+    def step(self, encoding, layers, step_of, m, home, at):
         """Run the decoder on the residues of one step.
 
         Args:
             layers:  as of `run_decoder`.
-            rank:    (M, L) step at which each residue is decoded.
-            m, home: (M, 1) int64, row of each sequence in `rank`, and of its structure.
+            step_of:    (M, L) step at which each residue is decoded.
+            m, home: (M, 1) int64, row of each sequence in `step_of`, and of its structure.
             at:      (M, G) int64, the residues of the step.
         Returns: logits (M, G, 21) and, per layer, its h_V (M, G, H).
         """
         E_idx, present = encoding.E_idx[home, at], encoding.present[home, at]       # (M, G, K)
-        visible = rank[m[..., None], E_idx] < rank[m, at][..., None]
-        index = torch.where(visible, E_idx, E_idx + rank.shape[1])
+        visible = step_of[m[..., None], E_idx] < step_of[m, at][..., None]
+        index = torch.where(visible, E_idx, E_idx + step_of.shape[1])
         h_V, mask, inputs = encoding.h_V[home, at], encoding.mask[home, at], []
         for layer, table, edges in layers:
             inputs.append(h_V)
             h_V = layer(h_V, edges[home, at], table[m[..., None], index], present, mask)
         return at_least_float32(self.W_out(h_V)), inputs
+
 
 class EdgeFeatures(nn.Module):
     """Offset along the chain and 25 distances, 16 Gaussians each -> E (B, L, K, H)."""
@@ -392,20 +393,20 @@ def message_layers(n_blocks, hidden_size):
     return [Linear(size, hidden_size) for size in sizes]
 
 
-def weight_blocks(linear):
+def weight_blocks(layer):
     """(H, H) blocks of a layer on concatenated inputs; their sum and the bias are its result."""
-    return linear.weight.split(linear.out_features, dim=1)
+    return layer.weight.split(layer.out_features, dim=1)
 
 
-def sum_messages(hidden, weight, linear):
-    """Sum over neighbours j of weight_ij linear(hidden_ij) / 30, `linear` applied after the sum.
+def sum_messages(hidden, counted, layer):
+    """Sum of layer(hidden_ij) / 30 over the neighbours j that count, the layer applied to the sum.
 
-    hidden: (..., K, H). weight: (..., K) bool. Returns (..., H).
+    hidden: (..., K, H). counted: (..., K) bool. Returns (..., H).
     """
-    weight = weight.to(hidden.dtype)
-    total = torch.matmul(weight[..., None, :], hidden)[..., 0, :]
-    bias = weight.sum(-1, keepdim=True) * linear.bias
-    return (F.linear(total, linear.weight) + bias) / MESSAGE_SCALE
+    counted = counted.to(hidden.dtype)
+    total = torch.matmul(counted[..., None, :], hidden)[..., 0, :]
+    bias = counted.sum(-1, keepdim=True) * layer.bias
+    return (F.linear(total, layer.weight) + bias) / MESSAGE_SCALE
 
 
 def gather_rows(table, index):
@@ -496,30 +497,30 @@ def check_structure(X, mask, residue_idx, chain_id):
 
 # ---- decoding order ----
 
-def decoding_order(designed, randn):
-    """Make a random order with fixed residues first.
+def decoding_order(designed, keys):
+    """Make an order with fixed residues first, random where the keys are.
 
     The published rule argsort((designed + 0.0001) |randn|), without its rare designed residue ahead
     of fixed ones.
 
     Args:
         designed: (B, L), 1 = designed and resolved.
-        randn:    (B, L) normal numbers.
+        keys:     (B, L) numbers; residues are sorted by |key|, the least first.
     Returns: (B, L) int64, element t = residue decoded at step t.
     """
-    order = randn.abs().argsort(dim=-1)
+    order = keys.abs().argsort(dim=-1)
     return order.gather(-1, designed.gather(-1, order).argsort(dim=-1, stable=True))
 
 
-def ranks(order):
+def step_of_residue(order):
     """(M, L) order -> (M, L) step at which each residue is decoded."""
     step = torch.arange(order.shape[1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, step)
 
 
-def decoded_before(rank, E_idx):
+def decoded_before(step_of, E_idx):
     """(M, L), (M, L, K) -> (M, L, K) bool: is the neighbour decoded before the residue?"""
-    return rank.gather(1, E_idx.flatten(1)).view_as(E_idx) < rank[..., None]
+    return step_of.gather(1, E_idx.flatten(1)).view_as(E_idx) < step_of[..., None]
 
 
 def tied_groups(tied, chain_M, draw):
@@ -547,24 +548,24 @@ def tied_groups(tied, chain_M, draw):
 def decoding_steps(order, groups):
     """Steps of the order (M, L) when the positions of each group share one.
 
-    Returns: rank (M, L), equal within a group; steps (M, T, G) int64, the positions of each step,
-        where a group of fewer than G is filled up with its first; is_member (M, T, G) bool, False
-        for those fillers.
+    Returns: step_of (M, L), equal within a group; steps (M, T, G) int64, the positions of each
+        step, where a group of fewer than G is filled up with its first; is_member (M, T, G) bool,
+        False for those fillers.
     """
     if not groups:
         steps = order[..., None]
-        return ranks(order), steps, torch.ones_like(steps, dtype=torch.bool)
+        return step_of_residue(order), steps, torch.ones_like(steps, dtype=torch.bool)
     tied = {i for group in groups for i in group}
     groups = groups + [[i] for i in range(order.shape[1]) if i not in tied]
     G, device = max(map(len, groups)), order.device
     steps = torch.tensor([group + group[:1] * (G - len(group)) for group in groups], device=device)
     is_member = torch.tensor([[g < len(group) for g in range(G)] for group in groups],
                              device=device)
-    due = ranks(order)[:, steps].amin(-1)                           # (M, T), when its first is
-    rank = torch.empty_like(order)
-    rank[:, steps.flatten()] = due.repeat_interleave(G, dim=1)
+    due = step_of_residue(order)[:, steps].amin(-1)                 # (M, T), when its first is
+    step_of = torch.empty_like(order)
+    step_of[:, steps.flatten()] = due.repeat_interleave(G, dim=1)
     turn = due.argsort(dim=1)
-    return rank, steps[turn], is_member[turn]
+    return step_of, steps[turn], is_member[turn]
 
 
 # ---- the letter of a step ----
@@ -790,9 +791,3 @@ def to_checkpoint(model, **extra):
     weights = {key: value.cpu() for key, value in model.state_dict().items()}
     return {**extra, "num_edges": model.num_edges, "noise_level": model.noise_level,
             "model_state_dict": weights}
-
-
-def save_proteinmpnn(path, model, **extra):
-    """Write `to_checkpoint(model, **extra)`; a reader finds the old file or the whole new one."""
-    torch.save(to_checkpoint(model, **extra), f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)

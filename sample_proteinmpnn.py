@@ -11,26 +11,27 @@
 Reads weights in the published format and structures (.pdb, .ent, .cif, .mmcif, perhaps .gz): files,
 and folders, of which it takes every such file. A structure's name is that of its file, without
 folder and ending. Options hold for every structure.
-Writes FASTA to --out or to standard output: first a structure's own sequence, then the drawn ones,
-each the designed chains in the order of --chains with / between them. X is a row without a residue,
-such as a gap. Where one FASTA has several structures, headers begin with the structure's name. How
-the input was understood, positions above all, is printed on standard error. Wrong input ends with
-one message and exit code 2.
+Writes FASTA to --out or to standard output: first a structure's own sequence, then the drawn ones
+(with --score_only those of its FASTA alone), each the designed chains in the order of --chains with
+/ between them. X is a row without a residue, such as a gap. Where one FASTA has several structures,
+headers begin with the structure's name. How the input was understood, positions above all, is
+printed on standard error. Wrong input ends with one message and exit code 2.
 
 --out_folder DIR is laid out as by the published tool, every file whole or absent:
     seqs/NAME.fa                  FASTA
     scores/NAME.npz               score, global_score (N,) of the N drawn sequences
     probs/NAME.npz                probs (N, L, 21) that letters were drawn from, 0 where none was
-    unconditional_probs/NAME.npz  log_p (L, 21) of letters given the backbone alone, as well what
-                                  the published --conditional_probs_only_backbone gives
+    unconditional_probs/NAME.npz  log_p (L, 21) of letters given the backbone alone (what the
+                                  published --conditional_probs_only_backbone gives, too)
     conditional_probs/NAME.npz    log_p (N, L, 21) given the backbone and all other residues, of the
                                   mean probability over --orders orders of these: one pass of the
                                   decoder per residue and order
     scored/NAME.fa, NAME.npz      where nothing is drawn, instead of seqs/ and scores/
 Each .npz has as well S (N, L) letters, header (N,), mask (L,) True = designed and resolved,
 position (L,) such as A12, and alphabet. log_p is nan where mask is False. L are the rows of the
-designed chains as in the FASTA, without "/". With the last two nothing is drawn: the N sequences
-are those of --score_only, or the structure's own.
+designed chains as in the FASTA, without "/". With --score_only, --unconditional_probs and
+--conditional_probs nothing is drawn: the N sequences are those of --score_only, or the structure's
+own.
 
 Positions are chain and number in the file (A12, A12B with insertion code, A10-A20 with both ends),
 or all of them 0-based rows of the designed chains joined in the order of --chains, gaps counted.
@@ -169,16 +170,16 @@ def parse_arguments(argv):
     for names in ONE_OF:
         if len(given(names)) > 1:
             raise ValueError(f"found {' and '.join(given(names))} together; expected one of them.")
-    idle, useless = given(NOT_DRAWING), given(ONLY_DRAWING)
-    if idle and useless:
-        raise ValueError(f"found {' '.join(useless)} with {idle[0]}; expected neither or one, as "
-                         f"these are for drawing, and {idle[0]} draws nothing. Leave one out.")
+    not_drawing, for_drawing = given(NOT_DRAWING), given(ONLY_DRAWING)
+    if not_drawing and for_drawing:
+        raise ValueError(f"found {' '.join(for_drawing)} with {not_drawing[0]}, which draws "
+                         "nothing; expected one of the two.")
     if given(SAVED) and args.out_folder is None:
         raise ValueError(f"found {' '.join(given(SAVED))} without --out_folder; expected both.")
     missing = [path for path in args.score_only or () if not os.path.isfile(path)]
     if missing:
         raise ValueError(f"--score_only: there is no file {missing[0]}. Expected FASTA files.")
-    args.drawing = not idle
+    args.drawing = not not_drawing
     args.num = 1 if args.num is None else args.num
     for name in ("num", "batch_size", "orders"):
         if getattr(args, name) < 1:
@@ -193,19 +194,14 @@ def parse_arguments(argv):
 
 
 def temperatures(texts):
-    found = []
-    for text in " ".join(texts).replace(",", " ").split():
-        try:
-            found.append(float(text))
-        except ValueError:
-            found.append(math.nan)
-        if not 0 <= found[-1] <= MAX_TEMPERATURE:
-            value = text if math.isnan(found[-1]) else found[-1]
-            raise ValueError(f"found --temperature {value}; expected a number of at least 0, such "
-                             f"as 0.1, and not above {MAX_TEMPERATURE:g}.")
-    if len(set(found)) < len(found) or not found:
-        raise ValueError(f"found --temperature {' '.join(texts)}; expected each once, at least "
-                         "one.")
+    try:
+        found = [float(text) for text in " ".join(texts).replace(",", " ").split()]
+    except ValueError:
+        found = []
+    if not found or len({*found}) < len(found) or not all(
+            0 <= T <= MAX_TEMPERATURE for T in found):
+        raise ValueError(f"found --temperature {' '.join(texts)}; expected numbers from 0 to "
+                         f"{MAX_TEMPERATURE:g}, such as 0.1, each once.")
     return found
 
 
@@ -375,7 +371,7 @@ def make_batches(model, encoding, tensors, design, args, given):
     name = f"{design.name}, " if args.many_in_one else ""
     for first in range(0, len(given), size):
         heads, S = zip(*given[first:first + size])
-        old_scores = r",? *(score|global_score|seq_recovery)=[^,]*"
+        old_scores = r",? *\b(score|global_score|seq_recovery)=[^,]*"
         yield ([f"{name}{re.sub(old_scores, '', head)}, SCORES" for head in heads],
                torch.from_numpy(np.stack(S).astype(np.int64)), None)
     if given:
@@ -406,7 +402,8 @@ def make_results(model, design, args, given, device):
             scores = {"score": mean, "global_score": whole, "seq_recovery": recovery(design, row)}
             text = ", ".join(f"{key}={value:.4f}" for key, value in scores.items()
                              if not math.isnan(value)) or "no residue of known letter"
-            lines += [">" + text.join(head.rsplit("SCORES", 1)), design.text(row)]
+            before, after = head.rsplit("SCORES", 1)
+            lines += [f">{before}{text}{after}", design.text(row)]
         if args.conditional_probs:
             log_p += [conditional_log_probs(model, encoding, design, args, row) for row in S]
         if probs is not None or not args.drawing:           # the structure's own is not drawn
@@ -468,8 +465,9 @@ def run(args):
     for design, sequences in zip(designs, given):
         text, arrays = make_results(model, design, args, sequences, device)
         place = files[design.name if args.out_folder else ""]["seqs"] if files else "the screen"
-        note = (f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} sequence(s), the "
-                f"structure's own included, to {place}")
+        own = "" if sequences else ", the structure's own included"
+        note = (f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} sequence(s){own}, "
+                f"to {place}")
         print(*design.notes, note, sep="\n", file=sys.stderr)
         texts.append(text)
         if not files:
@@ -477,9 +475,9 @@ def run(args):
         if args.out_folder:
             args.out_folder.mkdir(exist_ok=True)
             targets = files[design.name]
-            if args.drawing:   # what an earlier call saved does not belong to these designs
-                for kind in ("scores", "probs"):
-                    (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)
+            # What an earlier call saved does not belong to these sequences.
+            for kind in ("scores", "probs") if args.drawing else ("scored",) * bool(sequences):
+                (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)
             for kind, values in arrays.items():
                 write_whole(targets[kind], lambda file, values=values: np.savez(file, **values))
             write_whole(targets["seqs"], lambda file, text=text: file.write(text.encode()))

@@ -223,7 +223,8 @@ class Complex:
     mask:        (L,) bool, True = resolved.
     chain_id:    (L,) int64, from 1.
     residue_idx: (L,) int64, the row plus 100 per chain before.
-    n_designed:  the first so many rows are designed.
+    n_designed:  rows of the designed chains, which come first (some of them may be kept, too).
+    left_out:    names of the other protein chains of the structure.
     key:         integer from the structure and the names of the chains.
     """
 
@@ -238,6 +239,8 @@ class Complex:
         self.residue_idx = np.arange(len(self.S)) + 100 * (self.chain_id - 1)
         self.n_designed = int((self.chain_id <= len(self.design)).sum())
         self.key = _content_key(structure.key, self.design, self.fixed)
+        self.left_out = [name for name, chain in structure.chains.items()
+                         if chain.resolved.any() and name not in self.design + self.fixed]
 
     def __len__(self):
         return len(self.S)
@@ -392,22 +395,15 @@ def describe(pairs):
     more = len(contradictions) - MAX_LISTED
     listed = ", ".join(contradictions[:MAX_LISTED]) + f", and {more:,} more" * (more > 0)
 
-    def leaves_chains_out(complex):
-        return any(chain.resolved.any() for name, chain in complex.structure.chains.items()
-                   if name not in complex.design + complex.fixed)
-
     def count(has):
         return sum(map(has, pairs))
 
-    incomplete = {key for key, complex in complexes.items() if leaves_chains_out(complex)}
     weights = [pair.weight for pair in pairs]
     notes = [(count(lambda pair: pair.weight != 1),
               f"with a weight other than 1; weights {min(weights):g} to {max(weights):g}"),
              (count(lambda pair: len(pair.complex.design + pair.complex.fixed) > 1),
               "with several chains"),
              (count(lambda pair: not pair.chain_M.all()), "with fixed positions"),
-             (count(lambda pair: pair.complex.key in incomplete),
-              "leave other protein chains of their file out"),
              (count(lambda pair: not pair.complex.mask[:len(pair.chosen)].all()),
               "with unresolved rows, which are not scored"),
              (len(pairs) - len(items_of), "repeat an earlier one"),
@@ -434,15 +430,15 @@ def _parse_json(text, place=""):
         return ValueError(f"{place}this is no JSON: {str(error)[:80]}")
 
 
-def _quote(value):
+def quote(value):
     """A value as short JSON, in ASCII whatever it holds."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _bare(text):
-    """A text as _quote shows it, without the quotes."""
-    return _quote(text)[1:-1]
+    """A text as quote shows it, without the quotes."""
+    return quote(text)[1:-1]
 
 
 def _read_entries(path):
@@ -468,7 +464,7 @@ def _read_entries(path):
         raise ValueError(f"{path}: {entries}. Expected a JSON list; a file with one object per "
                          "line is named .jsonl.")
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path}: found {_quote(entries)}; the top level must be a list of "
+        raise ValueError(f"{path}: found {quote(entries)}; the top level must be a list of "
                          "objects, [{...}, ...], and not an empty one.")
     return entries
 
@@ -493,7 +489,7 @@ class _PairReader:
         if not isinstance(entry, dict):
             if isinstance(entry, ValueError):
                 return report(str(entry))
-            return report(f"found {_quote(entry)}; expected an object")
+            return report(f"found {quote(entry)}; expected an object")
         self.check_keys(entry, report)
         weight = self.weight(entry, report)
         texts = {name: entry[name] for name in REQUIRED
@@ -522,7 +518,7 @@ class _PairReader:
 
     def check_keys(self, entry, report):
         for name in entry.repeated:
-            report(f"key {_quote(name)} given twice")
+            report(f"key {quote(name)} given twice")
         for name in sorted(entry.keys() - {*REQUIRED, *OPTIONAL}):
             near = difflib.get_close_matches(name, REQUIRED + OPTIONAL, 1)
             report(f"unknown key {_bare(name)}" + (f"; did you mean {near[0]}?" if near else ""))
@@ -530,13 +526,13 @@ class _PairReader:
             if name not in entry:
                 report(f"missing key {name}")
             elif not isinstance(entry[name], str) or not entry[name].strip():
-                report(f"{name} is {_quote(entry[name])}; expected a text that is not empty")
+                report(f"{name} is {quote(entry[name])}; expected a text that is not empty")
 
     def weight(self, entry, report):
         weight = entry.get("weight", 1.0)
         if type(weight) in (int, float) and LEAST_WEIGHT <= weight <= MOST_WEIGHT:
             return float(weight)
-        return report(f"weight is {_quote(weight)}; expected a number above 0, from "
+        return report(f"weight is {quote(weight)}; expected a number above 0, from "
                       f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
 
     def check_letters(self, sequences, report):
@@ -565,7 +561,7 @@ class _PairReader:
                                   "or design_chains with fixed_chains")
             if isinstance(entry["chain_id"], str) and entry["chain_id"].strip():
                 return [entry["chain_id"]], []
-            return report(f'chain_id is {_quote(entry["chain_id"])}; expected the name of a chain, '
+            return report(f'chain_id is {quote(entry["chain_id"])}; expected the name of a chain, '
                           'such as "A"')
         if "design_chains" not in entry:
             return report("neither chain_id nor design_chains given; expected the chains that the "
@@ -574,7 +570,7 @@ class _PairReader:
         for key, names in (("design_chains", design), ("fixed_chains", fixed)):
             if not isinstance(names, list) or not all(
                     isinstance(name, str) and name.strip() for name in names):
-                return report(f'{key} is {_quote(names)}; expected a list of names of chains, such '
+                return report(f'{key} is {quote(names)}; expected a list of names of chains, such '
                               'as ["A"]')
             for name in names:
                 if names.count(name) > 1:
@@ -640,7 +636,7 @@ class _PairReader:
                 for ends in ranges):
             example = ("[0, 1, 5]" if key == "mutable_positions"
                        else "[[0, 5], [10, 12]], both ends included")
-            return report(f"{key} is {_quote(entry[key])}; expected whole numbers from 0, such as "
+            return report(f"{key} is {quote(entry[key])}; expected whole numbers from 0, such as "
                           f"{example}")
         mask = np.zeros(n, bool)
         for first, last in ranges if n else ():
@@ -715,7 +711,7 @@ def load_pairs(data, seed, alive=lambda: None):
     Returns: TrainingPairs.
     Raises: ValueError with all that is wrong with the files.
     """
-    structures, notes, warning = {}, [], None
+    structures, notes, warnings = {}, [], []
     positions = data.mutable_positions or data.mutable_ranges
 
     def read(path):
@@ -732,19 +728,24 @@ def load_pairs(data, seed, alive=lambda: None):
         lines.append(f"  {data.val_data}, for validation: {describe(val)}")
         shared = shared_structures(pairs, val)
         if shared:
-            warning = (f"{len(shared)} structures are in training and validation, first "
-                       f"{shared[0]}: validation does not tell about new structures.")
+            warnings.append(f"{len(shared)} structures are in training and validation, first "
+                            f"{shared[0]}: validation does not tell about new structures.")
     elif data.val_fraction:
         pairs, val, warning = split_pairs(pairs, data.val_fraction, seed)
+        warnings += [warning] * bool(warning)
         n = len({pair.complex.structure.key for pair in val})
         lines.append(f"  {len(pairs):,} pairs for training, {len(val):,} on {n:,} structure(s) for "
                      "validation")
+    if partial := sum(bool(pair.complex.left_out) for pair in pairs):
+        warnings.append(f"{partial:,} pairs leave other protein chains of their file out, and the "
+                        "model does not see these. Where they matter, name them in fixed_chains, "
+                        "with design_chains in place of chain_id.")
     content = [[pair.key for pair in part] for part in (pairs, val or [])]   # in their order
     weights = [pair.weight for pair in [*pairs, *(val or [])]]
     content += [weights] * any(weight != 1 for weight in weights)
     digest = hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
     return TrainingPairs(pairs, val, {"n": len(pairs), "hash": digest},
-                         lines + [f"ATTENTION: {warning}"] * bool(warning))
+                         lines + [f"ATTENTION: {warning}" for warning in warnings])
 
 
 def try_all(*functions):

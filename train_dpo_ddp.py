@@ -95,13 +95,15 @@ class Loss:
     #                                      for sigmoid_norm
     label_smoothing: float = 0.1         # robust, conservative: share of pairs the wrong way round
     gamma: float = 0.5                   # simpo: margin, in nats
-    sft: float = 0.0                     # x mean -log-probability of the chosen, per residue
-    diversity_lambda: float = 0.0        # x mean entropy of the policy, per residue, is taken off
-    temperature: float = 1.0             # log_softmax(logits / temperature); 0.1: up to 10 x beta
-    order: Literal["random", "fixed", "arange"] = "random"   # each epoch; per pair; from N to C
+    sft: float = 0.0                     # adds so many times mean -ln p of the chosen, per residue
+    diversity_lambda: float = 0.0        # subtracts so many times mean entropy, per residue
+    temperature: float = 1.0             # log_softmax(logits / temperature) in loss and rewards;
+    #                                      0.1 acts like up to 10 x beta
+    # random: anew in each epoch; fixed: one per pair for the whole run; arange: from N to C
+    order: Literal["random", "fixed", "arange"] = "random"
     n_orders: int = 1                    # orders per pair that log-probabilities are averaged over
-    share_order: bool = False            # one order for all pairs of a design problem: sequences
-    #                                      that recur count once
+    share_order: bool = False            # one for all pairs of a complex with the same designed
+    #                                      positions; a sequence in several is computed once
 
 
 @dataclass
@@ -121,9 +123,9 @@ class Data:
 
 @dataclass
 class Memory(CommonMemory):
-    # of the policy in training alone
+    # for the policy's training steps only; validation and reference: float32
     mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = False
-    structure_cache_mb: int = 2048       # for what does not change of each structure, on the device
+    structure_cache_mb: int = 2048       # on the device, for graphs and base encodings
 
 
 @dataclass
@@ -173,6 +175,11 @@ def check_config(c, without_data=False):
          f"loss.temperature is {loss.temperature}; expected 0.001 to 1,000"),
         (0 <= loss.label_smoothing < 0.5,
          f"loss.label_smoothing is {loss.label_smoothing}; expected 0 up to below 0.5"),
+        *((loss.name in users or getattr(loss, key) == getattr(Loss, key),
+           f"loss.{key} is {getattr(loss, key)} with loss.name {loss.name}, which has none; "
+           f"expected {' or '.join(users)}")
+          for key, users in (("label_smoothing", ("robust", "conservative")),
+                             ("gamma", ("simpo",)))),
         (loss.order != "arange" or loss.n_orders == 1,
          f"loss.n_orders is {loss.n_orders} with loss.order arange, which is a single order; "
          "expected 1"),
@@ -201,7 +208,7 @@ def check_config(c, without_data=False):
 
 # ---------------------------------------------------------------- loss
 def preference_loss(chosen, rejected, ref_chosen, ref_rejected, n, loss):
-    """Loss of each pair, (P,), in nats.
+    """Loss of each pair, (P,).
 
     Args:
         chosen, rejected, ref_chosen, ref_rejected: (P,) log-probabilities under policy and
@@ -232,7 +239,7 @@ def objective(log_probs, batch, reference, loss):
     log_probs: (M, L, 21) of the policy. reference: (P, 2), summed log-probabilities of chosen and
     rejected under the reference."""
     scores, entropy = pair_scores(log_probs, batch, loss.temperature)
-    (chosen, rejected), n = scores.unbind(1), batch["n"]
+    (chosen, rejected), n = scores.unbind(1), batch["n_scored"]
     total = preference = preference_loss(chosen, rejected, *reference.unbind(1), n, loss)
     if loss.sft:
         total = total - loss.sft * chosen / n
@@ -252,7 +259,7 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     batch = reference.to_device(batch)
     ref = reference.scores(batch)   # outside autocast: in float32
     with autocast(dtype, ddp):
-        log_probs = model(batch["graph"], batch["S"], batch["order"], batch["structure"])
+        log_probs = model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
     loss, columns = objective(log_probs, batch, ref, config.loss)
     weight, residues = batch["pair_weight"], columns[:, SUMS.index("residues")].sum()
     seen = torch.stack([residues.new_full((), len(loss)), residues])
@@ -309,8 +316,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     batch = micro_batches * t.batch_size
     available = min(batch, len(data.train))   # a small file does not fill the global batch
     validation = data.val and Validation(data.val, reference, config, objective)
-    sums, size = former.state["sums"][:] if former.state else [], len(SUMS) + 6
-    sums[len(SUMS):len(SUMS)] = [0.0] * (size - len(sums))   # older checkpoints lack what was seen
+    sums, size = former.state["sums"][:] if former.state else [], len(SUMS) + 2 + 4
+    sums[len(SUMS):len(SUMS)] = [0.0] * (size - len(sums))   # older checkpoints lack the 2, `seen`
     sums = torch.tensor(sums, dtype=torch.float64, device=ddp.device)
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,

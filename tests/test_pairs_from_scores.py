@@ -36,7 +36,7 @@ def test_the_pairs_are_those_that_training_reads(shared, tmp_path, capsys):
     assert main([str(tmp_path / "in" / "designs.csv"), str(target)]) == 0
     out = capsys.readouterr().out
     made = json.loads(target.read_text())
-    assert len(made) == len(sequences) // 2 and f"{len(made)} pairs of" in out
+    assert len(made) == len(sequences) // 2 and f"{len(made)} pairs on 1 of 1 structure(s)" in out
     assert made[0]["preferred_seq"] == sequences[-1]
     assert made[0]["unpreferred_seq"] == sequences[0]
     assert [pair.weight for pair in read_pairs(target)] == [1] * len(made)
@@ -59,7 +59,28 @@ def test_the_cap_is_for_a_structure_whatever_its_chains_and_the_spelling_of_its_
         assert len(json.loads((tmp_path / "p.json").read_text())) == expected
 
 
+def test_context_chains_become_fixed_chains_and_jsonl_has_a_pair_per_line(tmp_path):
+    (tmp_path / "x.pdb").write_text("")
+    rows = [f"x.pdb,{text},{score},A,{context}\n" for context in ("B C", "", "B  C")
+            for text, score in (("AAA", 1), ("CCC", 2))]
+    (tmp_path / "t.csv").write_text("pdb,sequence,score,chain,context\n" + "".join(rows))
+    assert main([str(tmp_path / "t.csv"), str(tmp_path / "p.jsonl")]) == 0
+    chains = [{key: entry[key] for key in entry if "chain" in key}
+              for entry in map(json.loads, (tmp_path / "p.jsonl").read_text().splitlines())]
+    assert chains == [{"design_chains": ["A"], "fixed_chains": ["B", "C"]}, {"chain_id": "A"}]
+
+
+def test_a_table_is_not_written_over(tmp_path, capsys):
+    (tmp_path / "x.pdb").write_text("")
+    table = tmp_path / "t.csv"
+    table.write_text(TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n")
+    assert main([str(table), str(tmp_path / "." / "t.csv")]) == 2
+    assert "the table itself" in capsys.readouterr().err and table.read_text().startswith("pdb,")
+
+
 @pytest.mark.parametrize("text, options, expected", [
+    (TABLE + 'x.pdb,"AAA' + "A" * 140000, [], "t.csv is no table: field larger than"),
+    (b"\xff\xfep\x00d\x00b\x00", [], "t.csv is no table: 'utf-8' codec"),
     ("pdb,sequence,chain\nx.pdb,AAA,A\n", [], "no column score"),
     (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", [], "line 3: found 2 residues; expected 3"),
@@ -72,7 +93,7 @@ def test_the_cap_is_for_a_structure_whatever_its_chains_and_the_spelling_of_its_
     (TABLE, ["--margin", "-1"], "--margin -1.0")])
 def test_a_wrong_table_is_refused_whole(tmp_path, capsys, text, options, expected):
     (tmp_path / "x.pdb").write_text("")
-    (tmp_path / "t.csv").write_text(text)
+    (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main([str(tmp_path / "t.csv"), str(tmp_path / "p.json"), *options]) == 2
     err = capsys.readouterr().err
     assert expected in err and err.count("error: ") == 1

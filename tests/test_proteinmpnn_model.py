@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from proteinmpnn_model import (ALPHABET, Encoding, ProteinMPNN, decoding_order, from_checkpoint,
                                gaussians, load_proteinmpnn, make_pssm, random_proteinmpnn,
-                               save_proteinmpnn, to_checkpoint)
+                               to_checkpoint)
 
 X_LETTER = 20
 
@@ -650,7 +650,7 @@ def test_a_saved_model_loads_back_exactly_and_is_laid_out_as_published(tmp_path)
     model = random_proteinmpnn(1, num_edges=30, hidden_size=8, n_encoder=1, n_decoder=2,
                                noise_level=0.1)
     path = tmp_path / "model.pt"
-    save_proteinmpnn(path, model, epoch=3)
+    torch.save(to_checkpoint(model, epoch=3), path)
     file = torch.load(path, weights_only=True)
     assert (file["num_edges"], file["noise_level"], file["epoch"]) == (30, 0.1, 3)
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]

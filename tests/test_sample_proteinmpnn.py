@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import sample_proteinmpnn
-from proteinmpnn_model import (decoding_order, load_proteinmpnn, random_proteinmpnn,
-                               save_proteinmpnn)
+from proteinmpnn_model import (decoding_order, load_proteinmpnn, random_proteinmpnn, to_checkpoint)
 from structure_data import NAMES, PHI_PSI, build_backbone
 from test_structure_data import Atoms
 
@@ -49,7 +48,7 @@ def weights(tmp_path_factory):
         model.W_s.weight *= 20
         model.W_out.weight *= 2
         model.features.norm_edges.weight *= 4
-    save_proteinmpnn(path, model)
+    torch.save(to_checkpoint(model), path)
     return path
 
 
@@ -149,6 +148,7 @@ def test_fixed_chains_are_context_that_no_sequence_shows(sample, dimer):
     with_a = read(text)[0][0]
     assert native == NATIVE and len(sequence) == 22
     assert alone["score"] == alone["global_score"] != with_a["score"] != with_a["global_score"]
+    assert sample(dimer, "--fixed_chains", "A", "--num", 1)[0] == text
 
 
 def test_chains_come_in_the_order_given(sample, tmp_path):
@@ -181,9 +181,11 @@ def test_tied_chains_of_a_homodimer_are_equal(sample, dimer):
     for sequence in drawn(sample(*args)):
         a, b = sequence.split("/")
         assert a != b
-    for sequence in drawn(sample(*args, "--tied_positions", "A12,B20", "A13,B21")):
+    groups = sample(*args, "--tied_positions", "A12,B20", "A13,B21")
+    for sequence in drawn(groups):
         a, b = sequence.split("/")
         assert (a[2], a[3]) == (b[10], b[11])
+    assert sample(*args, "--tied_positions", "A12,B20 A13,B21") == groups, "quoted as one word"
 
 
 def test_scores_in_the_fasta_are_those_of_score_only(sample, dimer, tmp_path):
@@ -288,6 +290,13 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", folder)
     scored = folder / "scored" / "dimer.fa"
     assert read(scored.read_text())[1:] == again and fasta.read_bytes() == designs
+    assert (folder / "scored" / "dimer.npz").exists()
+    others = tmp_path / "others.fasta"
+    others.write_text(f">d1, rosetta_score=-250.1, score=3\n{NATIVE}/{NATIVE}\n")
+    note = sample(*args, "--score_only", others, "--out_folder", folder)[1]
+    assert scored.read_text().startswith(">d1, rosetta_score=-250.1, score=")
+    assert scored.read_text().count("score=") == 3 and " 1 sequence(s), to " in note
+    assert not (folder / "scored" / "dimer.npz").exists(), "these were scores of other sequences"
     err = sample(*args, "--score_only", scored, "--out_folder", folder, code=2)[1]
     assert f"{scored} is the input" in err
 
@@ -430,6 +439,7 @@ def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample,
 BAD = {                                                     # arguments: words of the message
     "--chains Z": "Z; expected chains of",
     "--chains A --fixed_chains A": "in --chains and in --fixed_chains",
+    "--fixed_chains A B": "dimer.pdb has a residue with a complete",
     "--fixed_positions A9": "--fixed_positions: position A9 is not there",
     "--fixed_positions A12 --mutable_positions A13": "together; expected one of them",
     "--fixed_positions 0-43": "no position is left to design",
@@ -442,8 +452,8 @@ BAD = {                                                     # arguments: words o
     "--bias W": "found W; expected an amino acid and nats",
     "--bias W=0 W=2": "found W twice",
     "--bias W=1e40": "found W=1e40",
-    "--temperature -1": "number of at least 0",
-    "--temperature 1e40": "found --temperature 1e+40",
+    "--temperature -1": "expected numbers from 0",
+    "--temperature 1e40": "found --temperature 1e40",
     "--num 0": "found --num 0",
     "--batch_size 0": "found --batch_size 0",
     "--orders 0": "found --orders 0",
@@ -457,7 +467,7 @@ BAD = {                                                     # arguments: words o
     "--score_only lower.fasta": "'m' at A10",
     "--score_only unknown.fasta": "'X' at A11 (position 1, 0-based)",
     "--device xpu": "--device xpu",
-    "--temperature 0.1 0.1": "expected each once",
+    "--temperature 0.1 0.1": "each once",
     "--temperature warm": "found --temperature warm",
     "--backbone_noise -1": "expected Angstrom from 0",
     "--bias W=1 --bias_AA_jsonl list.json": "together; expected one of them",

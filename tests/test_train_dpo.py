@@ -20,7 +20,7 @@ from ddp_setup import Ddp, load_checkpoint
 from dpo_designs import Designs
 from launchers import fork_ranks, need, run_ranks
 from proteinmpnn_model import (ALPHABET, from_checkpoint, load_proteinmpnn, random_proteinmpnn,
-                               save_proteinmpnn)
+                               to_checkpoint)
 from run_config import dump_yaml, load_config
 from run_dir import hash_of
 from sequence_data import decode
@@ -65,14 +65,15 @@ def batch_of(inputs, order):
     """The pair of a fixture, as make_batch lays it out."""
     weight = inputs["mask"] * inputs["chain_M_full"]
     return {"S": torch.cat([inputs["S_chosen"], inputs["S_rejected"]]),
-            "order": order.expand(2, -1), "weight": weight, "n": weight.sum(1),
-            "structure": torch.zeros(2, dtype=torch.int64), "index": torch.tensor([[[0, 1]]])}
+            "order": order.expand(2, -1), "scored": weight, "n_scored": weight.sum(1),
+            "complex_row": torch.zeros(2, dtype=torch.int64),
+            "sequence_rows": torch.tensor([[[0, 1]]])}
 
 
 def scored(model, inputs, batch):
     graph = model.graph(*(inputs[key] for key in ("X", "mask", "residue_idx",
                                                   "chain_encoding_all")))
-    return model(graph, batch["S"], batch["order"], batch["structure"])
+    return model(graph, batch["S"], batch["order"], batch["complex_row"])
 
 
 FIXTURE_NAMES = {
@@ -147,7 +148,8 @@ def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_
     p[..., 0], p[..., 1] = 0.6, 0.3   # chosen AAAA, rejected CCCC, under any order
     S = torch.tensor([[0] * 4, [1] * 4])
     weight = torch.tensor([[1.0, 1, 0, 1]]).double()
-    batch = {"S": S, "weight": weight, "n": weight.sum(1), "index": torch.tensor([[[0, 1]]])}
+    batch = {"S": S, "scored": weight, "n_scored": weight.sum(1),
+             "sequence_rows": torch.tensor([[[0, 1]]])}
     entropy = -(0.6 * math.log(0.6) + 0.3 * math.log(0.3) + 0.1 * math.log(0.1 / 19))
     loss = Loss(sft=2.0, diversity_lambda=0.5)
     value, columns = objective(p.log().expand(2, -1, -1), batch, torch.zeros(1, 2).double(), loss)
@@ -215,16 +217,17 @@ def test_a_batch_scores_each_distinct_sequence_once_and_only_designed_resolved_r
     some = [base, again, pairs[1], pairs[16]]
     batch = make_batch(some, [0, 1, 2, 3], Loss(order="arange"), 0)
     assert len(batch["S"]) == 7   # 8, but the chosen of two pairs is one
-    assert batch["index"][0, 0, 0] == batch["index"][1, 0, 0]
+    assert batch["sequence_rows"][0, 0, 0] == batch["sequence_rows"][1, 0, 0]
     assert len(make_batch(some, [0, 1, 2, 3], Loss(), 0, 0)["S"]) == 8     # its orders differ
     assert len(make_batch(some, [0, 1, 2, 3], Loss(share_order=True), 0, 0)["S"]) == 7
     for p, pair in enumerate(some):
         n = len(pair.chain_M)
         expected = np.zeros(batch["S"].shape[1])
         expected[:n] = pair.chain_M & pair.complex.mask[:n]
-        assert batch["weight"][p].tolist() == expected.tolist() and batch["n"][p] == expected.sum()
+        assert batch["scored"][p].tolist() == expected.tolist()
+        assert batch["n_scored"][p] == expected.sum()
         for side, letters in enumerate((pair.chosen, pair.rejected)):
-            row = batch["index"][p, 0, side]
+            row = batch["sequence_rows"][p, 0, side]
             assert batch["S"][row, :n].tolist() == letters.tolist()
             # context: native
             assert batch["S"][row, n:len(pair.complex)].tolist() == pair.complex.S[n:].tolist()
@@ -277,7 +280,7 @@ def test_scores_of_mixed_batches_are_those_of_each_sequence_alone(settings):
     policy, reference, pairs = sizes(config)
     chosen = [0, 2, 1, 6, 16, 17]
     batch = reference.to_device(make_batch(pairs, chosen, config.loss, 7, 3))
-    found = pair_scores(policy(batch["graph"], batch["S"], batch["order"], batch["structure"]),
+    found = pair_scores(policy(batch["graph"], batch["S"], batch["order"], batch["complex_row"]),
                         batch, config.loss.temperature)[0]
     for scores, model in ((found, policy), (reference.scores(batch), reference.model)):
         expected = [[alone(model, pairs[i], S, orders_of(pairs[i], config.loss, 7, 3),
@@ -458,7 +461,7 @@ def gradients(ddp, reference=False):
             total = 0.0
             for epoch, i in everything:
                 batch = ref.to_device(make_batch(pairs, [i], config.loss, 0, epoch))
-                log_probs = policy(batch["graph"], batch["S"], batch["order"], batch["structure"])
+                log_probs = policy(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
                 loss = objective(log_probs, batch, ref.scores(batch), config.loss)[0].sum()
                 total = total + pairs[i].weight * loss
             loss = total / sum(pairs[i].weight for _, i in everything)
@@ -926,8 +929,8 @@ def files(tmp_path):
                         "unpreferred_seq": decode(pair.rejected), "chain_id": "A"})
     (tmp_path / "pairs.json").write_text(json.dumps(entries))
     (tmp_path / "w").mkdir()
-    save_proteinmpnn(tmp_path / "w" / "v_48_020.pt", random_proteinmpnn(0, noise_level=0.2,
-                                                                        **SMALL))
+    torch.save(to_checkpoint(random_proteinmpnn(0, noise_level=0.2, **SMALL)),
+               tmp_path / "w" / "v_48_020.pt")
     return tmp_path
 
 
@@ -1090,7 +1093,8 @@ def test_two_ranks_refuse_alike_also_when_each_could_go_on_with_what_it_has_read
         own = [{"pdb_file": "s0.pdb"}] if alike else entries[::-1] if rank == "1" else entries
         (files / rank / "p.json").write_text(json.dumps(own))
     if not alike:
-        save_proteinmpnn(files / "1" / "w" / "v_48_020.pt", random_proteinmpnn(1, **SMALL))
+        torch.save(to_checkpoint(random_proteinmpnn(1, **SMALL)),
+                   files / "1" / "w" / "v_48_020.pt")
     (files / "driver.py").write_text(OWN_FILES.format(root=str(ROOT)))
     before = sorted(p.name for p in files.rglob("*"))
     argv = ["driver.py", "--train_data", "p.json", "--base_model_dir", "w"]
