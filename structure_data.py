@@ -736,7 +736,7 @@ def load_pairs(data, seed, alive=lambda: None):
         n = len({pair.complex.structure.key for pair in val})
         lines.append(f"  {len(pairs):,} pairs for training, {len(val):,} on {n:,} structure(s) for "
                      "validation")
-    if partial := sum(bool(pair.complex.left_out) for pair in pairs):
+    if partial := sum(bool(pair.complex.left_out) for pair in [*pairs, *(val or [])]):
         warnings.append(f"{partial:,} pairs leave other protein chains of their file out, and the "
                         "model does not see these. Where they matter, name them in fixed_chains, "
                         "with design_chains in place of chain_id.")

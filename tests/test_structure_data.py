@@ -598,11 +598,24 @@ def test_a_split_that_takes_far_more_pairs_than_asked_says_so_with_the_way_out(s
                            mutable_ranges=None)
     found = load_pairs(data, seed=0)
     sides = sorted([len(found.train), len(found.val)])
-    told, = [line for line in found.description if line.startswith("ATTENTION")]
+    told, partial = [line for line in found.description if line.startswith("ATTENTION")]
     assert sides == [6, 22] and f"{len(found.val)} of 28 pairs" in told and "asks for 10%" in told
     assert "--val_data" in told and "data.val_fraction=0" in told
     data.val_fraction = len(found.val) / 28
-    assert not [line for line in load_pairs(data, 0).description if line.startswith("ATTENTION")]
+    assert [line for line in load_pairs(data, 0).description
+            if line.startswith("ATTENTION")] == [partial]
+
+
+def test_a_start_says_how_many_pairs_leave_chains_of_their_file_out_of_the_models_sight(shared):
+    data = SimpleNamespace(train_data=shared / "data" / "pairs_multichain.json", val_data=None,
+                           val_fraction=0, max_length=None, mutable_positions=None,
+                           mutable_ranges=None)
+    entries = json.loads(data.train_data.read_text())
+    partial = [entry for entry in entries if entry["pdb_file"] == "pdbs/3HTN.pdb"
+               and set("ABC") != {*entry["design_chains"], *entry["fixed_chains"]}]
+    told, = [line for line in load_pairs(data, 0).description if line.startswith("ATTENTION")]
+    assert told.startswith(f"ATTENTION: {len(partial)} pairs leave other protein chains")
+    assert 0 < len(partial) < len(entries) and "fixed_chains" in told
 
 
 def test_the_split_depends_on_seed_and_content_not_on_order_or_copies():

@@ -619,6 +619,16 @@ def test_a_run_that_no_longer_improves_stops_early_and_keeps_the_base_weights(tm
                for k in base) and best["step"] == 0
 
 
+def test_without_validation_the_best_model_is_of_a_whole_epoch_whose_mean_loss_is_least(tmp_path):
+    """Its part may be one batch, which is luckier than any epoch."""
+    run(tiny(data__val_fraction=0, training__n_iters=14, training__eval_freq=1), tmp_path / "w")
+    per_epoch = 5
+    table = [row for row in rows(tmp_path / "w") if "epoch/loss" in row]
+    least = min(table, key=lambda row: row["epoch/loss"])["step"]
+    best = torch.load(tmp_path / "w" / "best_model.pt", weights_only=True)["step"]
+    assert [row["step"] for row in table] == [per_epoch, 2 * per_epoch] and best == least
+
+
 def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path, capsys):
     settings, warning = dict(training__n_iters=30, optim__lr=1e-2), "have become less likely"
     result = run(tiny(**settings), tmp_path / "plain")
@@ -1014,6 +1024,8 @@ CONFIG_CASES = [
     (["--num_epochs", "3", "training.n_iters=4"], ["--num_epochs 3 with training.n_iters 4"]),
     (["loss.name=dpo"], ["loss.name", "sigmoid"]), (["loss.nmae=dpo"], ["unknown key 'loss.nmae'"]),
     (["loss.label_smoothing=0.5"], ["below 0.5"]),
+    (["loss.label_smoothing=0.2"], ["loss.name sigmoid", "expected robust or conservative"]),
+    (["loss.gamma=0.2", "loss.name=hinge"], ["loss.gamma is 0.2", "expected simpo"]),
     (["monitoring.n_designs=1"], ["monitoring.n_designs is 1; expected 0, or 2"]),
     (["loss.order=arange", "loss.n_orders=2"], ["single order"]),
     (["model.random.hidden_size=64"], ["expected no model.random"]),
