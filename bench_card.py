@@ -1,6 +1,6 @@
 """All speeds of one card, in one table: bench_ddp.py card.
 
-    python bench_ddp.py card --json card.json                 # SEDD of 6, 38, 92 million, and DPO
+    python bench_ddp.py card --json card.json                 # SEDD of 6, 39, 92 million, and DPO
     python bench_ddp.py card --device cpu --models 6m,dpo --steps 2 training.batch_size=2
 
 Trains configs/sedd_uniref50.yaml (92m), sedd_uniref50_38m.yaml (38m), the former with the network
@@ -143,12 +143,18 @@ def rows_of(run, what, args, ddp):
         torch.compiler.reset()
 
 
+def config_of(name, args):
+    """(training script, config) of a model. Raises: ValueError for overrides that do not fit it."""
+    script, (file, overrides) = SCRIPTS["dpo" if name == "dpo" else "sedd"][0], MODELS[name]
+    config = load_config(script.Config, CONFIGS / file, overrides + args.overrides)
+    script.check_config(config)
+    return script, config
+
+
 def measure_model(name, args, folder, matmul, ddp):
     """Print and return the rows of a model, as dicts."""
     what = "dpo" if name == "dpo" else "sedd"
-    script, (file, overrides) = SCRIPTS[what][0], MODELS[name]
-    config = load_config(script.Config, CONFIGS / file, overrides + args.overrides)
-    script.check_config(config)
+    script, config = config_of(name, args)
     config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
     if what == "sedd":
         config.data.file, config.memory.compile = str(args.data), False
@@ -209,11 +215,13 @@ def read_arguments(argv):
                          "prepare_uniref50.py made")
     if unknown := {*args.models} - {*MODELS}:
         raise ValueError(f"--models: found {', '.join(unknown)}; expected {', '.join(MODELS)}")
+    for name in args.models:   # now, not after an hour of measuring the others
+        config_of(name, args)
     return args
 
 
 def measure_card(args, ddp):
-    """Print the table; returns what --json writes."""
+    """Print the table, and write --json."""
     if ddp.world_size > 1:
         raise ValueError(f"found {ddp.world_size} ranks; expected one: start it by python alone.")
     dtype, _ = choose_dtype(True, ddp.device)
@@ -235,10 +243,12 @@ def measure_card(args, ddp):
             args.overrides.append("data.val_fraction=0")
             with contextlib.redirect_stdout(io.StringIO()):
                 prepare_uniref50.prepare(args.data, [fasta], None, val_fraction=0.0)
-        rows = [row for model in args.models
-                for row in measure_model(model, args, Path(folder, model), matmul, ddp)]
-    return dict(device=name, torch=torch.__version__, dtype=str(dtype)[6:], matmul_rows=n,
-                matmul_flops_per_second=matmul, rows=rows)
+        found = dict(device=name, torch=torch.__version__, dtype=str(dtype)[6:], matmul_rows=n,
+                     matmul_flops_per_second=matmul, rows=[])
+        for model in args.models:
+            found["rows"] += measure_model(model, args, Path(folder, model), matmul, ddp)
+            if args.json:   # after each: the next may not fit into the memory
+                write_text_atomic(args.json, json.dumps(found, indent=1))
 
 
 def main(argv):
@@ -248,6 +258,4 @@ def main(argv):
         print(f"bench_ddp.py card: error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     with joined_ranks(args.device) as ddp:
-        found = measure_card(args, ddp)
-        if args.json:
-            write_text_atomic(args.json, json.dumps(found, indent=1))
+        measure_card(args, ddp)

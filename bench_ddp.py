@@ -560,16 +560,18 @@ def train_from_both(args, folder, ddp):
 
     def run(proteins, first, last, train):
         reader = make_reader(config, proteins, ddp.world_size, ddp)
-        schedule = MicroBatchSampler(reader.item_of, ddp.world_size, ddp, first, last)
+        sampler = MicroBatchSampler(reader.item_of, ddp.world_size, ddp, first, last)
         barrier(ddp)
         start, residues = time.perf_counter(), 0.0
-        for item in schedule:
+        for item in sampler:
             batch = dataset[item]
             residues += float(batch["mask"].sum())
             if train:
                 global_gradient(model, [batch], loss_of, ddp, 2048.0)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+        if ddp.device.type != "cpu":
+            getattr(torch, ddp.device.type).synchronize()
         return all_sum(residues, ddp) / (time.perf_counter() - start)
 
     in_memory = on_disk.read_all()
@@ -660,9 +662,10 @@ def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("what", choices=("save", "sedd", "dpo", "data", "watch", *own_options),
-        help="scale and card have options of their own: bench_ddp.py scale --help")
+        help="scale and card have options of their own (bench_ddp.py scale --help); sedd, dpo, "
+             "data and watch measure the CPU unless --device names another")
     add("configs", nargs="*", type=Path, default=[], help="of save; default: configs/sedd_*.yaml")
-    add("--folder", default=".", help="where to write (and remove) checkpoints")
+    add("--folder", default=".", help="where to write, and remove, checkpoints, data, runs")
     add("--repeats", type=int, default=5)
     add("--proteins", type=int, default=2_000_000,
         help="data: size of the made set (60000000: 17 GB)")

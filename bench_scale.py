@@ -37,7 +37,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import train_dpo_ddp as dpo
 import train_sedd_ddp as sedd
-from ddp_setup import (BAD_INPUT, all_sum, barrier, broadcast, detect_launcher, wrap_ddp)
+from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_sum, barrier, broadcast, detect_launcher,
+                       wrap_ddp)
 from dpo_reference import make_tables
 from run_config import Parser, load_config
 from run_dir import closing
@@ -322,7 +323,10 @@ def start_ranks(args, argv):
 
 
 def main(argv):
-    place = detect_launcher(dict(os.environ))
+    try:
+        place = detect_launcher(os.environ)
+    except SetupError:   # such as of PALS, where mpi4py tells the number of ranks: see setup_ddp
+        place = Ddp(rank=int(os.environ.get("PALS_RANKID", 0)), launcher="told by mpi4py")
     try:
         args, config = read_arguments(argv)
         if place.launcher != "plain process":

@@ -388,9 +388,13 @@ def _device_id(device):
     """A name that is unique for an accelerator within its host, whatever is masked; CPU: None."""
     if device.type == "cpu":
         return None
-    uuid = getattr(getattr(torch, device.type).get_device_properties(device.index), "uuid", None)
+    kind = getattr(torch, device.type)
+    uuids = [str(getattr(kind.get_device_properties(i), "uuid", ""))
+             for i in range(kind.device_count())]
     mask = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}[device.type]
-    return f"{device.type} {uuid}" if uuid else f"{device} of {mask}={os.environ.get(mask, '')}"
+    if all(uuids) and len({*uuids}) == len(uuids):   # the tiles of a card may share one
+        return f"{device.type} {uuids[device.index]}"
+    return f"{device} of {mask}={os.environ.get(mask, '')}"
 
 
 # ---------------------------------------------------------------- set-up
@@ -421,7 +425,7 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
         init_timeout: seconds to wait for all ranks to appear.
         ipex: auto | on | off, see optimize_with_ipex.
     Raises: SetupError (a RuntimeError) with what was found and what to do, naming missing ranks.
-        What all ranks see alike is raised on one of them; the others end with exit code 1.
+        What all ranks see alike is raised on one of them; the others end with its exit code.
     """
     if getattr(setup_ddp, "current", None) is not None:
         return setup_ddp.current   # one process has one process group, as in torch.distributed
@@ -431,7 +435,7 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
         if not e.prints:
             time.sleep(FIRST_MESSAGE)
             sys.stdout.flush()
-            os._exit(1)
+            os._exit(e.code)
         raise
     setup_ddp.current = ddp
     if not quiet:
@@ -770,7 +774,7 @@ def _meet(ddp, store, error, limit, hub_host):
         table = json.loads(store.get("table"))
         if table["problem"]:
             store.set(f"read/{ddp.rank}", "")
-            os._exit(1)
+            raise SetupError(table["problem"], prints=False, code=table["code"])
         if len(table["hosts"]) != size:
             raise twice
         return table
@@ -780,7 +784,8 @@ def _meet(ddp, store, error, limit, hub_host):
     rows = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
             if store.check([key])}
     problem, code = _problem_of(rows, size, limit)
-    table = {"problem": problem, "hosts": [row["host"] for row in rows.values()], "hub": None}
+    table = {"problem": problem, "code": code, "hosts": [row["host"] for row in rows.values()],
+             "hub": None}
     guarded = [row["guarded"] for row in rows.values()]
     if any(guarded) and not all(guarded):
         print0(ddp, "ATTENTION: not every rank has a guard, so no rank is guarded")
@@ -819,8 +824,8 @@ def _problem_of(rows, size, limit):
         first = users.setdefault((row["host"], row["device"]), rank)
         if row["device"] and rank != first:
             return (f"ranks {first}, {rank} on {row['host']} share one accelerator "
-                    f"({row['device']}); expected one each. Start fewer ranks per host, or unset "
-                    f"the mask (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK)."), 2
+                    f"({row['device']}); expected one each. Start fewer ranks per host, unset the "
+                    f"mask (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK), or give --device cpu."), 2
     for what in ("backend", "torch"):
         values = sorted({row[what] for row in rows.values()})
         if len(values) > 1:
@@ -1481,11 +1486,12 @@ def _write_checkpoint(path, ddp, keep_last, state):
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    handle = os.open(folder or ".", os.O_RDONLY)
-    try:
-        os.fsync(handle)   # the rename itself must survive a power cut
-    finally:
-        os.close(handle)
+    with contextlib.suppress(OSError):   # file systems that cannot sync a folder
+        handle = os.open(folder or ".", os.O_RDONLY)
+        try:
+            os.fsync(handle)   # the rename itself must survive a power cut
+        finally:
+            os.close(handle)
 
 
 def describe_machine(ddp):

@@ -53,7 +53,7 @@ class MuonAndAdamW:
         ids = {id(p) for p in matrices}
         self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=o.weight_decay,
                                      adjust_lr_fn="match_rms_adamw")
-        for p in matrices:   # made here, so that a bad first step finds them too
+        for p in matrices:   # made here: `step` copies them before the first update
             self.muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
         self.adamw = _adamw([p for p in model.parameters() if id(p) not in ids], lr, o)
         self.found_inf = self.grad_scale = None

@@ -154,7 +154,7 @@ class CommonOptim:
     scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
     base_global_batch: int | None = None  # per step, in the unit of the script: see --plan
     decay: Literal["none", "linear", "cosine"] = "none"   # of the learning rate, to 0 at the end
-    decay_steps: float | None = None     # over so many last steps; below 1: that share of all steps
+    decay_steps: float | None = None     # over so many last steps; below 1: that share of all
     grad_clip: float = 1.0               # global norm; 0 = none
     betas: tuple[float, float] = (0.9, 0.999)   # of AdamW, as is eps
     eps: float = 1e-8
@@ -165,7 +165,7 @@ class CommonOptim:
 class CommonMemory:
     # true: bfloat16 where the device computes in it
     mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = True
-    max_memory_per_gpu: float | None = None  # share of the device's memory this process may take
+    max_memory_per_gpu: float | None = None  # not GB: share of the device's, above 0 up to 1
 
 
 @dataclass

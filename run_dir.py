@@ -496,9 +496,9 @@ def read_status(run_dir):
 def replace_status(run_dir, code, reason, since=math.inf, finished=None):
     """Replace the status.json that an earlier start left: it is not the outcome of this start.
 
-    Returns whether it was written: not where there is none, where a live run goes on, and over the
-    outcome of a finished run (code 0) when this start was refused: a mistyped command does not undo
-    it.
+    The outcome of a finished run (code 0) stays, or is put back, when this start was refused: a
+    mistyped command does not undo it.
+    Returns whether it was written: not where there is none, or where a live run goes on.
 
     Args:
         run_dir: None where the command did not name it.

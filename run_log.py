@@ -11,6 +11,7 @@ Writes RUN_DIR/metrics.jsonl, one JSON object per row. The same rows go to Tenso
 Biases where `track` is asked for them; a tracker that fails is named once and left out.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -274,11 +275,12 @@ def write_whole(path, write):
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with contextlib.suppress(OSError):   # file systems that cannot sync a folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _short(value):

@@ -201,6 +201,9 @@ def hand_over(args, argv):
     if place.world_size > 1:
         raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
                          f"started {place.world_size} already. Leave one of the two out.")
+    for name in ("nnodes", "nproc_per_node"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}; expected at least 1")
     nnodes, rank = args.nnodes or 1, args.node_rank or 0
     if nnodes > 1 and (args.node_rank is None or args.master_addr is None):
         raise ValueError(f"--nnodes {nnodes} needs --node_rank (0 to {nnodes - 1}) and "

@@ -146,16 +146,6 @@ def judge_places(rows, args):
     return shared_values(rows, "local", "local rank"), figure
 
 
-def identify_device(row, ddp, args, answer):
-    row["id"] = ddp_setup._device_id(ddp.device)
-    if row["id"] is None:
-        row["skip"] = "all ranks are on the CPU"
-
-
-def judge_devices(rows, args):
-    return shared_values(rows, "id", "device"), f"{len(rows)} different device(s)"
-
-
 def list_versions(row, ddp, args, answer):
     folder = Path(__file__).resolve().parent
     row.update(python=platform.python_version(), torch=str(torch.__version__), folder=str(folder),
@@ -569,7 +559,6 @@ def checks_for(args):
     if args.preflight or claims:
         chosen += [Check("barrier", arrive, limit, judge_arrival),
                    Check("place", describe_place, limit, judge_places),
-                   Check("device", identify_device, limit, judge_devices),
                    Check("versions", list_versions, limit, judge_versions),
                    Check("limits", check_limits, limit, judge_limits),
                    Check("all-reduce", sum_over_ranks, limit, judge_sum),
@@ -928,6 +917,9 @@ def cli(argv=None):
         args = read_arguments(argv)
     except (ValueError, RuntimeError) as error:   # printed below, once for all ranks
         args, problem = make_parser().parse_args(["--device", "cpu"]), error
+    if args.suspects:   # those of an earlier call must not stay if this one is cut short
+        with contextlib.suppress(OSError):   # name_suspects says so
+            Path(args.suspects).write_text("")
     args.inventory = inventory()
     limit = args.init_timeout + SETTING_UP
     timer = threading.Timer(limit, end_hung_setup, (limit,))

@@ -525,7 +525,7 @@ def report(ddp, limit):
         print0(ddp, textwrap.fill(f"{status}  {name:<12} {figure}", WIDTH,
                                   subsequent_indent=" " * 19, break_on_hyphens=False))
     dtype, reason = recommend(rows)
-    summary = f"{len(CLAIMS) - len(failed)} of {len(CLAIMS)} claims did not fail. {reason}"
+    summary = f"{len(failed)} of {len(CLAIMS)} claims failed. {reason}"
     print0(ddp, textwrap.fill(summary, WIDTH))
     print0(ddp, f"recommended: memory.mixed_precision: {short_name(dtype)}")
     return failed

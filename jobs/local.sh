@@ -1,19 +1,18 @@
 #!/bin/bash
 # Train on this machine, with nothing prepared: makes .venv (once), installs, starts the ranks.
-#   bash jobs/local.sh                                    2 ranks, the built-in demo
+#   bash jobs/local.sh                                    the built-in demo; one rank per GPU, or 2
 #   bash jobs/local.sh 2 --data my.fasta optim.lr=1e-4    2 ranks; the rest goes to the script
 #   CONFIG=configs/sedd_cpu.yaml LAUNCHER=mpirun bash jobs/local.sh 2
 #   DRY_RUN=1 bash jobs/local.sh 4                        shows what would be started
-# Output goes to the screen and to logs/CONFIG-DATE.log. Exit codes: README.md.
-# It works in the repository's folder from wherever it is called, so that the same command finds the
-# same run folder again; only data that are there where you are (--data) are taken from there.
+# Output goes to the screen and to logs/CONFIG-DATE.log. Exit codes: README.md. It works in the
+# repository's folder; only data that are there where you are (--data) are taken from there.
 # PYTHON=python3.12 chooses the interpreter. Without a GPU, docs/machines.md has a smaller download.
 set -euo pipefail
 
 # What you may want to edit; each can also be given in front of the command.
 SCRIPT=${SCRIPT:-train_sedd_ddp.py}
 CONFIG=${CONFIG:-configs/sedd_demo.yaml}
-NPROC=${NPROC:-2}                # ranks; with GPUs, one per GPU. or the first argument
+NPROC=${NPROC:-}                 # ranks, or the first argument; empty: one per GPU, without any 2
 LAUNCHER=${LAUNCHER:-torchrun}   # torchrun (by the script's own --nproc_per_node) | mpirun
 ARGS=${ARGS:-}                   # more arguments of the training script, separated by blanks
 LOGS=${LOGS:-1}                  # 0: to the screen alone, where a terminal shows a bar of progress
@@ -23,7 +22,7 @@ MATPLOTLIB=${MATPLOTLIB-matplotlib}   # draws curves.png at the end of a run; em
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo   # the ^ form never in GLOO_SOCKET_IFNAME
 
 # >>> environment: the same lines in jobs/local.sh and jobs/test.sh >>>
-fail() { printf '%s: %s\n' "$0" "$*" >&2; exit 1; }
+fail() { printf '%s: %s\n' "$0" "$*" >&2; exit 2; }
 
 install() {   # install PYTHON [pip arguments]
   "$1" -m pip install --quiet --no-input --disable-pip-version-check "${@:2}" ||
@@ -81,6 +80,7 @@ make_run_env() {
 }
 
 if [[ ${1:-} =~ ^[0-9]+$ ]]; then NPROC=$1; shift; fi
+[ -n "$NPROC" ] || NPROC=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU) || NPROC=2
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a number of ranks, 1 or more."
 [[ $LAUNCHER == torchrun || $LAUNCHER == mpirun ]] ||
   fail "LAUNCHER is '$LAUNCHER', expected torchrun or mpirun."

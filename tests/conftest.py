@@ -19,6 +19,9 @@ import pytest
 import launchers
 
 ROOT = Path(__file__).resolve().parents[1]
+# Several ranks of a test must not share a GPU. TEST_CUDA=1 shows it, to tests that need one.
+if os.environ.get("TEST_CUDA") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_addoption(parser, pluginmanager):

@@ -125,6 +125,7 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
         ("sedd", "--data=no.fasta"): "no.fasta does not exist",
         ("--repeats=3", "scale"): "scale is to be the first word",
         ("card", "--data=no"): "--data no is not a folder",
+        ("card", "--models=6m,dpo", "memory.gradient_checkpointing=true"): "gradient_checkpointing",
         ("learn",): "'learn' (choose from"}
     found = command_lines("bench_ddp", [list(words) for words in refused], tmp_path)
     for (code, out, err), message in zip(found, refused.values()):

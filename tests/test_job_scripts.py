@@ -476,6 +476,24 @@ def test_a_dry_run_shows_the_launch_line_on_any_machine_and_starts_nothing(scrip
     assert sorted(project.rglob("*")) == before
 
 
+def test_aurora_shows_its_settings_without_mpi4py_off_site_too(project):
+    env = clean_environment(env={"DRY_RUN": 2, "DDP_MPI4PY": 0})
+    shutil.copytree(ROOT / "configs", project / "configs")
+    with Running(["bash", "jobs/aurora.pbs"], project, env) as running:
+        result = running.wait(60)
+    assert result.returncode == 0 and "mpiexec -n 24 " in result.stdout, result.text
+
+
+def test_a_workstation_gets_a_rank_per_gpu(site, project):
+    shutil.copytree(ROOT / "configs", project / "configs")
+    site.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0: one'\n")
+    path = f"{site.folder / 'bin'}:{os.environ['PATH']}"
+    env = clean_environment(env={"DRY_RUN": 1, "PATH": path})
+    with Running(["bash", "jobs/local.sh"], project, env) as running:
+        result = running.wait(60)
+    assert " --nproc_per_node 1 " in result.stdout, result.text
+
+
 def test_modules_that_cannot_be_loaded_and_a_users_logout_file_do_not_hide_how_a_job_ends(
         site, project):
     site.fake_launcher("75 143", "75 143")
@@ -503,6 +521,8 @@ def test_nothing_is_trained_after_a_preflight_that_failed(script, site, project)
                     PREFLIGHT="--preflight --slow 0.1") == 3 and not site.goes_on(), logs(project)
     assert len(site.launched()) == 1
     assert "test_aurora_ddp.py --preflight --slow 0.1 --work_dir runs/mine" in site.launched()[0]
+    site.fake_launcher("- 2")   # a mistyped option is no fault of a host
+    assert site.run(script, PREFLIGHT="--prefligth") == 2 and not site.goes_on(), logs(project)
 
 
 # ---------------------------------------------------------------- a real Slurm

@@ -122,7 +122,7 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
                    "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1", "PIP_CONFIG_FILE": os.devnull}
         (copy / "requirements.txt").write_text("torch==2.13.0\n")
         code, printed = local_sh(copy, **offline)
-        assert code == 1
+        assert code == 2
         assert "pip could not install -r requirements.txt" in printed and "PIP_INDEX_URL" in printed
         assert "torch==2.13.0" in printed, "pip's own message must stay visible"
         assert "arguments" not in printed and not (copy / ".venv" / "stamp").exists()
@@ -185,7 +185,7 @@ def test_shellcheck_has_nothing_to_say(path):
 ])
 def test_local_sh_refuses_before_it_installs(copy, arguments, variables, message):
     code, printed = local_sh(copy, *arguments, **variables)
-    assert code == 1 and message in printed
+    assert code == 2 and message in printed
     assert not (copy / ".venv").exists()
 
 
@@ -194,7 +194,7 @@ def test_local_sh_leaves_an_environment_alone_that_it_did_not_make(copy):
     (copy / ".venv" / "mine").write_text("")
     for _ in range(2):
         code, printed = local_sh(copy)
-        assert code == 1 and "was not made by this script" in printed
+        assert code == 2 and "was not made by this script" in printed
     assert (copy / ".venv" / "mine").exists()
 
 
@@ -203,7 +203,7 @@ def test_local_sh_does_not_write_through_a_link_to_another_environment(copy, tmp
     (tmp_path / "other" / "stamp").write_text("of another folder")
     (copy / ".venv").symlink_to(tmp_path / "other")
     code, printed = local_sh(copy)
-    assert code == 1 and ".venv is a link" in printed
+    assert code == 2 and ".venv is a link" in printed
     assert (tmp_path / "other" / "stamp").read_text() == "of another folder"
 
 

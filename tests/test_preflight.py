@@ -14,7 +14,7 @@ from launchers import fork_ranks, need, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = socket.gethostname()
-CHECKS = ["barrier", "place", "device", "versions", "limits", "all-reduce", "matmul", "folder",
+CHECKS = ["barrier", "place", "versions", "limits", "all-reduce", "matmul", "folder",
           "visible"]
 CLAIMS = ["messages", "gradients", "accumulate", "steps", "ipex", "sampler", "checkpoint",
           "clean-up"]
@@ -92,8 +92,7 @@ def test_two_healthy_ranks_pass_and_the_bandwidth_is_a_table(tmp_path):
     result = check(tmp_path, "--bandwidth", "--max_mib", "4", "--repeats", "3", "--work_dir",
                    "runs", env=GUARDED)
     assert result.returncode == 0, result.text
-    assert statuses(result) == [(name, "SKIP" if name == "device" else "PASS")
-                                for name in [*CHECKS, "bandwidth"]], result.text
+    assert statuses(result) == [(name, "PASS") for name in [*CHECKS, "bandwidth"]], result.text
     assert re.search(rf"^ +1  {re.escape(HOST)} +1  cpu ", result.stdout, re.M), result.text
     assert "suspect" not in result.stdout and (tmp_path / "bad_hosts").read_text() == ""
     assert [p.name for p in tmp_path.iterdir()] == ["bad_hosts"]    # the run folder is as it was
@@ -112,8 +111,8 @@ def test_one_rank_skips_what_needs_two_and_says_why(tmp_path):
     assert result.returncode == 0, result.text
     lines = lines_of(result).items()
     assert {name: figure for name, (status, figure) in lines if status == "SKIP"} == {
-        "device": "all ranks are on the CPU", "all-reduce": "one rank: nothing to sum over",
-        "folder": "no --work_dir given", "visible": "nothing was written",
+        "all-reduce": "one rank: nothing to sum over", "folder": "no --work_dir given",
+        "visible": "nothing was written",
         "bandwidth": "one rank: nothing to reduce over"}
 
 
@@ -123,7 +122,7 @@ def test_all_claims_hold_on_two_ranks_that_leave_nothing_behind(tmp_path, launch
     assert result.returncode == 0 and result.leftover == [] and result.stderr == "", result.text
     lines = result.stdout.partition("PASS")[2].splitlines()
     assert max(map(len, lines)) <= 80, result.text
-    skipped = {"device", "folder", "visible", "ipex"}
+    skipped = {"folder", "visible", "ipex"}
     assert statuses(result) == [(name, "SKIP" if name in skipped else "PASS")
                                 for name in CHECKS + CLAIMS], result.text
     assert [p.name for p in tmp_path.iterdir()] == ["bad_hosts"]

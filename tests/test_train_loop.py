@@ -468,7 +468,9 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
 @pytest.mark.parametrize("given, words", [(dict(nnodes=2), "--node_rank"),
                                           (dict(nnodes=2, node_rank=2, master_addr="h"),
                                            "outside 0 to 1"),
-                                          (dict(master_addr="h"), "without --nnodes")])
+                                          (dict(master_addr="h"), "without --nnodes"),
+                                          (dict(nproc_per_node=0), "--nproc_per_node is 0"),
+                                          (dict(nnodes=0), "--nnodes is 0")])
 def test_launch_options_that_do_not_fit_together_are_refused(given, words):
     args = dict(nnodes=None, node_rank=None, master_addr=None, master_port=None,
                 nproc_per_node=None, device="cpu")
@@ -535,6 +537,14 @@ add_launch_arguments(parser)
 with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
     assert ddp.is_main, "on purpose"
 """
+
+
+def test_a_device_that_is_not_there_ends_all_ranks_with_code_2_and_one_message(tmp_path):
+    (tmp_path / "s.py").write_text(FAILS.format(root=str(ROOT)))
+    result = run_ranks("python", 1, ["s.py", "--nproc_per_node", "2", "--device", "xpu"], tmp_path,
+                       timeout=300)
+    assert result.returncode == 2 and result.leftover == [], result.text
+    assert result.stderr.count("error: xpu was asked for") == 1, result.text
 
 
 def test_the_command_to_give_again_starts_as_many_ranks(tmp_path):
