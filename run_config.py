@@ -45,14 +45,14 @@ def load_config(cls, path=None, overrides=(), flags=None):
     """Make a configuration from defaults, a YAML file and the command line.
 
     Args:
-        cls:       dataclass with a field per key; a field that is a dataclass is a section.
+        cls:       dataclass with a field per key, each with a default; a field that is a dataclass
+            is a section.
         path:      YAML file; None: defaults only. A key that it lacks keeps its default.
         overrides: texts "section.key=value", whose values are YAML; the last one for a key wins.
         flags:     {"section.key": text, or None where it is not given} of options of their own.
             They win over all; a field that takes text takes theirs as it is.
     Returns: an instance of cls.
-    Raises: ValueError for what cannot be read as declared. One that a __post_init__ raises is
-        passed on with the name of its section.
+    Raises: ValueError for what cannot be read as declared.
     """
     raw = {} if path is None else _read_yaml(path)
     given_as = {}                       # dotted key -> the override as typed, for messages
@@ -322,37 +322,31 @@ def _read_yaml(path):
 
 # ---- dataclasses ----
 
-class _Field(typing.NamedTuple):
-    type: object
-    is_section: bool            # the type is a dataclass
-
-
-def _fields(cls):
-    """{name: _Field} of what a dataclass takes."""
+def _types(cls):
+    """{name of a field: its type}; a section's is a dataclass."""
     hints = typing.get_type_hints(cls)
-    return {field.name: _Field(hints[field.name], dataclasses.is_dataclass(hints[field.name]))
-            for field in dataclasses.fields(cls) if field.init}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _names(cls, prefix=""):
     """Dotted names of all keys, those of sections included."""
     names = []
-    for name, field in _fields(cls).items():
+    for name, kind in _types(cls).items():
         dotted = prefix + name
-        names += _names(field.type, dotted + ".") if field.is_section else [dotted]
+        names += _names(kind, dotted + ".") if dataclasses.is_dataclass(kind) else [dotted]
     return names
 
 
 def _takes_text(cls, dotted):
     """Is a key text, or text or nothing?"""
     for name in dotted.split("."):
-        cls = _fields(cls)[name].type
+        cls = _types(cls)[name]
     return cls is str or str in typing.get_args(cls)
 
 
 def _unknown(root, cls, key, prefix, where):
     """ValueError for a key that cls lacks, with the nearest name: here, else in another section."""
-    here = list(_fields(cls))
+    here = list(_types(cls))
     near = [prefix + name for name in difflib.get_close_matches(str(key), here, 1)]
     if not near:
         everywhere = {name.rpartition(".")[2]: name for name in reversed(_names(root))}
@@ -368,25 +362,25 @@ def _override(cls, raw, dotted, value, text, path):
     node, owner, prefix, parts = raw, cls, "", dotted.split(".")
     where = f"command line, {text!r}"
     for part in parts[:-1]:
-        fields = _fields(owner)
-        if part not in fields:
+        kinds = _types(owner)
+        if part not in kinds:
             raise _unknown(cls, owner, part, prefix, where)
         prefix += part + "."
-        if not fields[part].is_section:
+        if not dataclasses.is_dataclass(kinds[part]):
             raise ValueError(f"{where}: {prefix[:-1]!r} is a key, not a section; expected "
                              f"{prefix[:-1]}=value, where the value may be YAML such as "
                              f"'{{{dotted[len(prefix):]}: ...}}'.")
-        owner = fields[part].type
+        owner = kinds[part]
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise ValueError(f"{path}: section {prefix[:-1]!r} is {_show(node)}; expected "
                              "'key: value' lines under it.")
-    fields = _fields(owner)
-    if parts[-1] not in fields:
+    kinds = _types(owner)
+    if parts[-1] not in kinds:
         raise _unknown(cls, owner, parts[-1], prefix, where)
-    if fields[parts[-1]].is_section:
+    if dataclasses.is_dataclass(kinds[parts[-1]]):
         raise ValueError(f"{where}: {dotted!r} is a section; expected one of its keys, such as "
-                         f"{_names(fields[parts[-1]].type, dotted + '.')[0]}=...")
+                         f"{_names(kinds[parts[-1]], dotted + '.')[0]}=...")
     node[parts[-1]] = value
 
 
@@ -397,32 +391,23 @@ def _make_section(cls, raw, prefix, where, given_as, root=None):
     of the command line, what to say instead. root: dataclass of the whole, to find near names in.
     """
     root = root or cls
-    fields, values = _fields(cls), {}
+    kinds, values = _types(cls), {}
     for key, value in raw.items():
-        if key not in fields:
+        if key not in kinds:
             raise _unknown(root, cls, key, prefix, where)
-        dotted, field = f"{prefix}{key}", fields[key]
-        if field.is_section:
+        dotted = f"{prefix}{key}"
+        if dataclasses.is_dataclass(kinds[key]):
             if not isinstance(value, dict):
                 raise ValueError(f"{where}: section {dotted!r} is {_show(value)}; expected "
                                  "'key: value' lines under it. For its defaults leave the section "
                                  "out.")
-            values[key] = _make_section(field.type, value, dotted + ".", where, given_as, root)
+            values[key] = _make_section(kinds[key], value, dotted + ".", where, given_as, root)
         else:
             try:
-                values[key] = _convert(value, field.type)
+                values[key] = _convert(value, kinds[key])
             except ValueError as error:
                 raise ValueError(f"{given_as.get(dotted, where)}: {dotted}: {error}") from None
-    missing = [prefix + field.name for field in dataclasses.fields(cls)
-               if field.init and field.name not in values and field.default is dataclasses.MISSING
-               and field.default_factory is dataclasses.MISSING]
-    if missing:
-        raise ValueError(f"{where}: nothing given for {', '.join(map(repr, missing))}; expected a "
-                         "value, since there is no default.")
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise ValueError(f"{where}: {prefix[:-1] + ': ' if prefix else ''}{error}") from None
+    return cls(**values)
 
 
 # ---- values ----
@@ -449,8 +434,6 @@ def _name_type(kind):
         if origin is tuple and Ellipsis not in args:
             return f"[{', '.join(items)}]"
         return f"a list, each {items[0]}" if items else "a list"
-    if dataclasses.is_dataclass(kind):
-        return f"a mapping with the keys {', '.join(_fields(kind))}"
     return {float: "a number", int: "a whole number", bool: "true or false", str: "text",
             dict: "a mapping {key: value}", type(None): "null"}.get(origin or kind, str(kind))
 
@@ -491,10 +474,6 @@ def _convert(value, kind):
             raise refusal
         key_kind, item_kind = args or (typing.Any, typing.Any)
         return {_convert(key, key_kind): _convert(item, item_kind) for key, item in value.items()}
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise refusal
-        return _make_section(kind, value, "", "in this section", {})
     raise TypeError(f"a configuration field has the type {kind}, which run_config does not read")
 
 
