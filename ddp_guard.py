@@ -13,8 +13,8 @@ not come to cleanup_ddp, or all make no progress for the limit that watch_run se
 `FAILED: rank R of N on HOST: ...`, then every guard kills its rank and leaves with the same code.
 
 It is off with DDP_GUARD=0, in a debugger, a notebook, a script from stdin, and on Windows; and,
-unless DDP_GUARD=1, under launchers where it was never tried (PALS, Flux, jsrun, MVAPICH2). A script
-that starts the ranks itself may set DDP_COMMAND: what the last line tells the user to give again.
+unless DDP_GUARD=1, under launchers where it was never tried (PALS, Flux, jsrun, MVAPICH2).
+DDP_COMMAND, where it is set, is what the last line tells the user to give again.
 
 Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard's process"):
   {"serve": host}         rank 0: listen for the other guards; answer: {"address": hub}
@@ -25,8 +25,8 @@ Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard'
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
   {"bye": seconds}        in cleanup_ddp; the others may take that long to come there
   {"left": true}          cleanup_ddp is over, the process is about to end
-Guard to hub, every report_period: {"token", "idle", the fields of its Rank}. Hub to guard: {}, as
-often; {"end": Verdict}.
+Guard to hub, twice a second, of 1,000 ranks and more less often: {"token", "idle", the fields of
+its Rank}. Hub to guard: {"stacks": whether they are wanted}, as often; {"end": Verdict}.
 """
 import collections
 import contextlib
@@ -50,7 +50,7 @@ LATE_FAILURE = 1.0      # a failure that only reports a lost connection waits fo
 SILENCE = 13.0          # without a sign of a guard: it is stopped, or its host is gone
 SUSPENDED = 5.0         # a guard that wakes up so much too late was suspended: it forgets all ages
 UNHEARD = 7.0           # a blamed rank whose guard was silent for so long is killed from outside
-STACKS = 2.0            # for all ranks to write their stacks, and their guards to read them
+STACKS = 2.0            # for all ranks to write their stacks
 TURN = 0.2              # between guards that have lost the hub: the first one prints
 LAST_WORDS = 5.0        # stderr may be a full pipe, the file system may hang
 LEAVE = 0.7             # between the verdict and the guards' ends: launchers kill at the first end
@@ -97,8 +97,8 @@ def supervise(command=None):
     ranks_end.close()
     guard = Guard(rank, ours, own_group)
     code = guard.run()
-    # A signal, to be seen as such: else a shell's loop goes on after Ctrl-C, and MPICH's other
-    # ranks wait for the one that died before they had met.
+    # A signal: else a shell's loop goes on after Ctrl-C, and MPICH's other ranks wait for the one
+    # that died before they had met.
     if code == -signal.SIGINT or (code < 0 and not guard.joined):
         with contextlib.suppress(OSError):    # no handler of SIGKILL can be set
             signal.signal(-code, signal.SIG_DFL)
@@ -154,7 +154,7 @@ class Rank:
     step = run_dir = stacks = failure = None    # as in the messages; failure: a Verdict
     checkpoint = (None, None)
     limit = 0.0               # seconds that it may be without progress; 0: no limit
-    place = None              # in the code, once it has written its stacks
+    place = None              # in the code, while stacks are wanted
     bye = None                # in cleanup_ddp: seconds that others may take to come there
     left = gone = False       # cleanup_ddp is over; its guard has ended
 
@@ -173,6 +173,7 @@ class Watcher:
 
     def __init__(self, rank):
         self.ranks, self.since = [rank], {}    # since when conditions hold
+        self.hangs = False                     # nobody makes progress: stacks are wanted
 
     def lasted(self, name, holds, now):
         """Seconds for which a condition has held without a break."""
@@ -190,8 +191,7 @@ class Watcher:
         missing = [rank for rank in ranks if not rank.bye]
         patience = max(rank.bye or 0.0 for rank in self.ranks)
         watched = [rank for rank in missing if rank.limit]
-        hang = bool(watched) and all(now - rank.progress >= rank.limit for rank in watched)
-        stacks = max(STACKS, 2 * report_period(len(self.ranks)))
+        self.hangs = bool(watched) and all(now - rank.progress >= rank.limit for rank in watched)
         for failure in failures:
             if not failure.secondary or self.lasted("failure", True, now) > LATE_FAILURE:
                 return failure
@@ -205,7 +205,7 @@ class Watcher:
             numbers = listed([rank.number for rank in missing])
             return blame(missing, HANG, f"rank {numbers} of {len(self.ranks)} did not come to "
                                         f"cleanup_ddp within {patience:.0f} s", now)
-        if self.lasted("hang", hang, now) > stacks:
+        if self.lasted("hang", self.hangs, now) > STACKS:
             return describe_hang(ranks, now)
         return None
 
@@ -214,11 +214,6 @@ class Watcher:
         self.since.clear()
         for rank in self.ranks:
             rank.heard = rank.progress = now
-
-
-def report_period(size):
-    """Seconds. Of 12,000 ranks each guard reports every 6 s: the hub hears 2,000 lines a second."""
-    return max(TICK, min(TICK * size / 1000, 6))
 
 
 def blame(ranks, code, cause, now, text=""):
@@ -255,7 +250,7 @@ def listed(items):
 
 def place_of(stacks):
     """Where the main thread was: its innermost two frames outside libraries."""
-    section = stacks.rpartition("Thread 0x")[2]    # the oldest thread comes last
+    section = stacks.rpartition("Current thread")[2].partition("\n\n")[0]
     frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', section)
     library = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
     own = [frame for frame in frames if not any(part in frame[0] for part in library)]
@@ -268,6 +263,8 @@ class Guard:
     """Waits, in one thread, for its rank, the other guards and signals."""
     size, launcher, joined = 1, "plain process", False
     hub = listener = interrupted = None     # sockets; time of the first Ctrl-C
+    stacks_wanted = False                   # the hub wants to know where the rank is
+    written = None                          # bytes in the file of stacks before it was asked
     urgent = False                          # decide, or tell the hub, at once
     ended = False                           # the rank's process has ended
     verdict = None                          # why all ranks shall end
@@ -293,7 +290,9 @@ class Guard:
                     self.read(key.fileobj)
                 if ending:
                     self.judge_end(self.process.returncode)
-                pause, now = report_period(self.size), time.monotonic()
+                # Of 12,000 ranks each gives a sign every 6 s: the hub hears 2,000 lines a second.
+                pause = TICK if self.stacks_wanted else max(TICK, min(TICK * self.size / 1000, 6))
+                now = time.monotonic()
                 if now > ticked + pause + SUSPENDED:
                     self.me.progress = now
                     self.watcher.forget_ages(now)
@@ -335,6 +334,7 @@ class Guard:
             self.hear_rank(now, **message)
         elif sock is self.hub:
             self.watcher.ranks[0].heard = now
+            self.stacks_wanted = message.get("stacks", False)
             if "end" in message:
                 self.verdict = Verdict(*message["end"])
         elif message["token"] == self.token:
@@ -385,11 +385,10 @@ class Guard:
             family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self.listener = socket.create_server(place[:2], family=family, backlog=4096)
             self.selector.register(self.listener, selectors.EVENT_READ)
-            address = [*self.listener.getsockname()[:2], self.token, self.me.host,
-                       self.me.pids]
+            address = [*self.listener.getsockname()[:2], self.token, self.me.host, self.me.pids]
         send(self.pipe, address=address)
 
-    def join(self, now, rank, size, launcher, hub):
+    def join(self, now, rank, size, launcher, hub, **_):
         self.size, self.launcher, self.joined = size, launcher, True
         self.me.number, self.me.bye, self.me.left = rank, None, False    # it may set up twice
         if rank == 0:
@@ -454,24 +453,31 @@ class Guard:
         self.me.heard = now
         if self.watcher.lasted("exit", self.me.left, now) > EXIT:
             self.fail(HANG, f"did not end within {EXIT:.0f} s after cleanup_ddp")
-        self.find_place(now)
         if not self.verdict and (verdict := self.watcher.decide(now)):
             self.end_run(verdict)
+        if not self.hub:
+            self.stacks_wanted = self.watcher.hangs
+        self.find_place()
         self.urgent = False
         if self.hub:
             send(self.hub, **vars(self.me), idle=now - self.me.progress, token=self.token)
         for sock in self.peers:
-            send(sock)
+            send(sock, stacks=self.stacks_wanted)
 
-    def find_place(self, now):
-        """Read the stacks that the rank's own timer writes at its limit (faulthandler, in C)."""
-        me, idle = self.me, now - self.me.progress
-        me.place = None if me.limit else "code outside watch_run"
-        if me.limit and idle >= me.limit:
-            with contextlib.suppress(OSError, TypeError), open(me.stacks, errors="replace") as file:
-                # A stopped rank writes none; those of an earlier wait do not count.
-                if time.time() - os.path.getmtime(me.stacks) < idle - me.limit / 2:
-                    me.place = place_of(file.read())
+    def find_place(self):
+        """Have faulthandler in the rank write its stacks, which needs no lock of Python."""
+        if not self.stacks_wanted:
+            self.me.place = self.written = None
+        elif self.me.stacks is None:
+            self.me.place = "code outside watch_run"
+        elif self.me.place is None:
+            with contextlib.suppress(OSError), open(self.me.stacks, "rb") as file:
+                stacks = file.read()
+                if self.written is None:
+                    self.written = len(stacks)
+                    self.process.send_signal(signal.SIGQUIT)
+                elif len(stacks) > self.written:
+                    self.me.place = place_of(stacks[self.written:].decode(errors="replace"))
 
     def end_run(self, verdict):
         """Print why, then tell the other guards: launchers kill all at the first end."""

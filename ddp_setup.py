@@ -28,10 +28,9 @@ a run also stops in good order on a signal, before the walltime, or on a STOP fi
 `python ddp_setup.py --doctor` prints what this file finds here and would choose.
 
 When a rank fails, the launcher ends the others: torchrun and Open MPI by themselves, MPICH by
-MPI_Abort or SIGABRT, Intel MPI by MPI_Abort (with mpi4py), Slurm by scancel. A hang is ended by
-faulthandler's timer, with the stacks of each rank. With ddp_guard.py, the parent of each rank, all
-ranks end under every launcher where it was tried, also when one is killed or stopped, and one last
-line names the rank at fault.
+MPI_Abort or SIGABRT, Intel MPI by MPI_Abort, Slurm by scancel. A hang is ended by faulthandler's
+timer, with the stacks of each rank. With ddp_guard.py, the parent of each rank, all end under every
+launcher where it was tried, also when one is killed, and one last line names the rank at fault.
 
 Environment read: the launcher variables of LAUNCHERS, and
   MASTER_ADDR, MASTER_PORT  rendezvous; the address alone means port 29500
@@ -388,13 +387,11 @@ def _device_id(device):
     """A name that is unique for an accelerator within its host, whatever is masked; CPU: None."""
     if device.type == "cpu":
         return None
-    kind = getattr(torch, device.type)
-    uuids = [str(getattr(kind.get_device_properties(i), "uuid", ""))
-             for i in range(kind.device_count())]
+    uuid = getattr(getattr(torch, device.type).get_device_properties(device.index), "uuid", None)
+    if uuid and device.type == "cuda":
+        return f"cuda {uuid}"
     mask = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}[device.type]
-    if all(uuids) and len({*uuids}) == len(uuids):   # the tiles of a card may share one
-        return f"{device.type} {uuids[device.index]}"
-    return f"{device} of {mask}={os.environ.get(mask, '')}"
+    return f"{device} of {mask}={os.environ.get(mask, '')} {uuid or ''}"   # tiles may share a uuid
 
 
 # ---------------------------------------------------------------- set-up
@@ -425,7 +422,7 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
         init_timeout: seconds to wait for all ranks to appear.
         ipex: auto | on | off, see optimize_with_ipex.
     Raises: SetupError (a RuntimeError) with what was found and what to do, naming missing ranks.
-        What all ranks see alike is raised on one of them; the others end with its exit code.
+        What all ranks see alike is raised on one of them; the others end with its `code`.
     """
     if getattr(setup_ddp, "current", None) is not None:
         return setup_ddp.current   # one process has one process group, as in torch.distributed
@@ -523,9 +520,9 @@ def _time_limit(seconds):
         faulthandler.cancel_dump_traceback_later()
 
 
-def _set_timer(seconds, file, exit=True):
+def _set_timer(seconds, file):
     with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no real stderr
-        faulthandler.dump_traceback_later(seconds, exit=exit, file=file)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
 
 # ---------------------------------------------------------------- rendezvous: addresses
@@ -784,8 +781,7 @@ def _meet(ddp, store, error, limit, hub_host):
     rows = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
             if store.check([key])}
     problem, code = _problem_of(rows, size, limit)
-    table = {"problem": problem, "code": code, "hosts": [row["host"] for row in rows.values()],
-             "hub": None}
+    table = dict(problem=problem, code=code, hub=None, hosts=[row["host"] for row in rows.values()])
     guarded = [row["guarded"] for row in rows.values()]
     if any(guarded) and not all(guarded):
         print0(ddp, "ATTENTION: not every rank has a guard, so no rank is guarded")
@@ -860,11 +856,12 @@ def _open_guard():
     return guard
 
 
-def _tell_guard(ddp, flags=0, **message):
-    """Send a line to the guard; with MSG_DONTWAIT it is dropped where the guard does not read."""
+def _tell_guard(ddp, wait=True, **message):
+    """Send a line to the guard; wait=False: it is dropped where the guard does not read."""
     if ddp.state.guard is not None:
-        with contextlib.suppress(OSError):
-            ddp.state.guard.send(json.dumps(message).encode() + b"\n", flags)
+        line = json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(OSError):   # its own send waits, even with MSG_DONTWAIT (measured)
+            ddp.state.guard.send(line) if wait else os.write(ddp.state.guard.fileno(), line)
 
 
 def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
@@ -1065,6 +1062,9 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
                 os.makedirs(folder, exist_ok=True)
                 watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "a")
                 break
+    if watch.limit and ddp.state.guard is not None:   # it asks for the stacks by this signal
+        with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no stderr
+            faulthandler.register(signal.SIGQUIT, watch.stacks or sys.__stderr__)
     _tell_guard(ddp, watch=dict(limit=watch.limit, run_dir=run_dir,
                                 stacks=watch.stacks and watch.stacks.name))
     beat(ddp)
@@ -1130,9 +1130,9 @@ def beat(ddp, step=None):
         return
     watch.sent = now
     if ddp.state.guard is not None:
-        _tell_guard(ddp, socket.MSG_DONTWAIT, step=watch.step)
-    if watch.limit:   # a guard ends the run, and reads the stacks
-        _set_timer(watch.limit, watch.stacks or sys.__stderr__, exit=ddp.state.guard is None)
+        _tell_guard(ddp, wait=False, step=watch.step)
+    elif watch.limit:
+        _set_timer(watch.limit, watch.stacks or sys.__stderr__)
 
 
 def close_run(ddp, code, reason):
@@ -1154,6 +1154,9 @@ def end_watch(ddp):
     if watch.limit:
         faulthandler.cancel_dump_traceback_later()
         _tell_guard(ddp, watch=dict(limit=0.0, run_dir=watch.run_dir, stacks=None))
+        if ddp.state.guard is not None:
+            faulthandler.unregister(signal.SIGQUIT)
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)   # a request that is on its way
     if watch.stacks is not None:
         watch.stacks.close()
         with contextlib.suppress(OSError):
@@ -1486,12 +1489,10 @@ def _write_checkpoint(path, ddp, keep_last, state):
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    with contextlib.suppress(OSError):   # file systems that cannot sync a folder
-        handle = os.open(folder or ".", os.O_RDONLY)
-        try:
-            os.fsync(handle)   # the rename itself must survive a power cut
-        finally:
-            os.close(handle)
+    handle = os.open(folder or ".", os.O_RDONLY)
+    with contextlib.suppress(OSError):   # some file systems cannot
+        os.fsync(handle)   # the rename itself must survive a power cut
+    os.close(handle)
 
 
 def describe_machine(ddp):

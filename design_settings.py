@@ -308,7 +308,7 @@ def choose_chains(args, structure, entry):
     unusable = [name for name in designed if name not in usable]
     if unusable or not designed:
         what = f"chain {' '.join(unusable)} of {structure.name} has no residue"
-        what = what if unusable else f"no other chain of {structure.name} has a residue"
+        what = what if unusable else f"no chain of {structure.name} that is not fixed has a residue"
         raise ValueError(f"{what} with a complete backbone (N, CA, C, O); expected a protein chain "
                          f"to design. There are: {' '.join(usable) or '(none)'}.")
     if fixed is None:

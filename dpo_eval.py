@@ -139,8 +139,10 @@ def evaluate(run, log, values, at_end, epoch_began, ddp):
     if step % per_epoch == 0:
         values.update({f"epoch/{k}": trained[k] for k in ("loss", "rewards/accuracies")})
     # Without validation the training loss of whole epochs decides: a part of one may be one batch.
-    waits = run.validation is None and step % per_epoch and not (
-        step == run.n_iters and run.progress["best"] is None)
+    best = run.progress["best"]
+    if run.validation is None and step % per_epoch == 0 and best and best["step"] % per_epoch:
+        run.progress["best"] = None   # of a run that was shorter than an epoch, and is continued
+    waits = run.validation is None and step % per_epoch and not (step == run.n_iters and not best)
     if not waits and (run.validation is not None or float(epoch.count)):
         keep_best(run, log, values, values.get("val/loss", trained["loss"]), ddp)
     elif step == run.n_iters and run.progress["best"] is None:

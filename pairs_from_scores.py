@@ -18,6 +18,7 @@ naming up to ten of its lines, and exit code 2; then nothing is written.
 import argparse
 import collections
 import csv
+import io
 import json
 import math
 import os
@@ -45,7 +46,7 @@ def read_designs(path):
             problems.append(f"line {line}: {problem}")
             continue
         structure = os.path.normpath(os.path.join(path.parent, row["pdb"].strip()))
-        context = tuple(row.get("context", "").replace(",", " ").split())
+        context = tuple(sorted(row.get("context", "").replace(",", " ").split()))
         scores, text = designs[structure, row["chain"].strip(), context], row["sequence"]
         text = text.strip().upper()
         if len(text) != len(next(iter(scores), text)):
@@ -64,8 +65,9 @@ def read_designs(path):
 def read_rows(path):
     """[(number of its last line, {column: text})] of a table. Raises: ValueError."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)
-        rows = csv.DictReader(lines, dialect="excel-tab" if "\t" in "".join(lines[:1]) else "excel")
+        text = path.read_bytes().decode("utf-8-sig")
+        dialect = "excel-tab" if "\t" in text.partition("\n")[0] else "excel"
+        rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect)
         found = [(rows.line_num, row) for row in rows]
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
@@ -91,6 +93,9 @@ def wrong_in(row, folder):
         return f"found the score {row['score']!r}; expected a number"
     if not row["chain"].strip():
         return "found no chain; expected the name of the designed one, such as A"
+    named = [row["chain"].strip(), *row.get("context", "").replace(",", " ").split()]
+    if len({*named}) < len(named):
+        return f"found the chains {' '.join(named)}; expected each once, the designed one first"
     if not os.path.isfile(os.path.join(folder, row["pdb"].strip())):
         return f"there is no file {row['pdb']}"
     return ""

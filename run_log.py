@@ -275,12 +275,10 @@ def write_whole(path, write):
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):   # file systems that cannot sync a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    folder = os.open(path.parent, os.O_RDONLY)
+    with contextlib.suppress(OSError):   # some file systems cannot
+        os.fsync(folder)
+    os.close(folder)
 
 
 def _short(value):

@@ -107,7 +107,7 @@ def make_parser():
     add("structures", nargs="+", metavar="structure", help="PDB or mmCIF files, or folders of them")
     add = parser.add_argument_group("what is designed").add_argument
     add("--chains", "--pdb_path_chains", nargs="+", metavar="CHAIN",
-        help="to design; default: all that have a backbone")
+        help="to design; default: all others that have a backbone")
     add("--fixed_chains", nargs="*", metavar="CHAIN",
         help="context; default: all others that have a backbone; without a name: none")
     add("--fixed_positions", nargs="+", metavar="POSITION",
@@ -371,7 +371,7 @@ def make_batches(model, encoding, tensors, design, args, given):
     name = f"{design.name}, " if args.many_in_one else ""
     for first in range(0, len(given), size):
         heads, S = zip(*given[first:first + size])
-        old_scores = r",? *\b(score|global_score|seq_recovery)=[^,]*"
+        old_scores = r",? *(?<![\w.-])(score|global_score|seq_recovery)=[^,]*"
         yield ([f"{name}{re.sub(old_scores, '', head)}, SCORES" for head in heads],
                torch.from_numpy(np.stack(S).astype(np.int64)), None)
     if given:
@@ -476,7 +476,7 @@ def run(args):
             args.out_folder.mkdir(exist_ok=True)
             targets = files[design.name]
             # What an earlier call saved does not belong to these sequences.
-            for kind in ("scores", "probs") if args.drawing else ("scored",) * bool(sequences):
+            for kind in ("scores", "probs") if args.drawing else ("scored",):
                 (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)
             for kind, values in arrays.items():
                 write_whole(targets[kind], lambda file, values=values: np.savez(file, **values))

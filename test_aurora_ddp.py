@@ -917,8 +917,9 @@ def cli(argv=None):
         args = read_arguments(argv)
     except (ValueError, RuntimeError) as error:   # printed below, once for all ranks
         args, problem = make_parser().parse_args(["--device", "cpu"]), error
-    if args.suspects:   # those of an earlier call must not stay if this one is cut short
-        with contextlib.suppress(OSError):   # name_suspects says so
+    # Suspects of an earlier call must not stay if this one is cut short.
+    with contextlib.suppress(OSError, ddp_setup.SetupError):   # which are reported later
+        if args.suspects and ddp_setup.detect_launcher(os.environ).rank == 0:
             Path(args.suspects).write_text("")
     args.inventory = inventory()
     limit = args.init_timeout + SETTING_UP

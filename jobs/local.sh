@@ -80,7 +80,8 @@ make_run_env() {
 }
 
 if [[ ${1:-} =~ ^[0-9]+$ ]]; then NPROC=$1; shift; fi
-[ -n "$NPROC" ] || NPROC=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU) || NPROC=2
+gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2> /dev/null | grep -o ^GPU | paste -sd , || :)}
+[ -n "$NPROC" ] || NPROC=$(tr , '\n' <<< "$gpus" | grep -c .) || NPROC=2
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a number of ranks, 1 or more."
 [[ $LAUNCHER == torchrun || $LAUNCHER == mpirun ]] ||
   fail "LAUNCHER is '$LAUNCHER', expected torchrun or mpirun."
@@ -88,7 +89,6 @@ called_from=$PWD
 CDPATH='' cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 [ "$called_from" -ef . ] || echo "working in $PWD"
 [[ -f $SCRIPT && -f $CONFIG ]] || fail "SCRIPT=$SCRIPT or CONFIG=$CONFIG is not a file in $PWD"
-
 case $LAUNCHER,$MPI_WHEEL in
   torchrun,*) command=(.venv/bin/python "$SCRIPT" --nproc_per_node "$NPROC" --config "$CONFIG") ;;
   mpirun,) command=(mpirun -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG") ;;

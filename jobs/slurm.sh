@@ -79,8 +79,7 @@ else
 fi
 
 if [ -n "$PREFLIGHT" ]; then          # shellcheck disable=SC2086
-  "${launch[@]}" test_aurora_ddp.py $PREFLIGHT --work_dir "$RUN_DIR" ||
-    exit $(($? == 2 ? 2 : 3))         # 2: a mistake in PREFLIGHT, no host's fault
+  "${launch[@]}" test_aurora_ddp.py $PREFLIGHT --work_dir "$RUN_DIR" || exit 3
 fi
 written() { stat -c '%i %y' "$1" 2> /dev/null || echo never; }   # differs after every writing
 status=$RUN_DIR/status.json last=$RUN_DIR/checkpoints/last.pt cancelled='' code=0

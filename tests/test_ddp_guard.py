@@ -50,16 +50,16 @@ def test_a_failure_is_the_cause_at_once_and_a_lost_connection_waits_for_the_fail
     assert watcher.decide(7.0)[:4] == (0, "n0", 1, "connection closed")
 
 
-@pytest.mark.parametrize("size", [2, 12000])
-def test_a_hang_is_judged_when_every_guard_has_had_the_time_to_report_where_its_rank_is(size):
-    watcher, ranks = watched(size)
-    period = ddp_guard.report_period(size)
-    hear(ranks, 11.0, *[(5, 11.0)] * size)
-    assert watcher.decide(11.0) is None
-    hear(ranks, 11.1 + period, *[(5, 11.1 + period)] * size)
-    assert watcher.decide(11.1 + period) is None, "the last one may only now have read the stacks"
-    hear(ranks, 24.0, *[(5, 24.0)] * size)
-    assert watcher.decide(24.0).code == 70
+def test_stacks_are_asked_for_before_a_hang_is_judged_however_seldom_the_hub_looks():
+    """With thousands of ranks it looks every few seconds, longer than ranks need for stacks."""
+    watcher, ranks = watched(2)
+    for now in (0.0, 6.0):
+        hear(ranks, now, (5, 0.0), (5, 0.0))
+        assert watcher.decide(now) is None and not watcher.hangs
+    hear(ranks, 17.0, (5, 11.0), (5, 11.0))
+    assert watcher.decide(17.0) is None and watcher.hangs
+    hear(ranks, 23.0, (5, 17.0), (5, 17.0))
+    assert watcher.decide(23.0).code == 70
 
 
 def test_a_guard_that_is_gone_is_a_death_unless_it_said_goodbye():
@@ -76,7 +76,7 @@ def test_a_rank_that_works_long_while_the_others_wait_is_no_hang():
     watcher, ranks = watched(3)
     for now in range(1, 100):
         hear(ranks, now, (5, now), (5, 0.5), (5, now))
-        assert watcher.decide(now) is None
+        assert watcher.decide(now) is None and not watcher.hangs
 
 
 @pytest.mark.parametrize("places, steps, late", [
@@ -87,7 +87,7 @@ def test_where_nobody_makes_progress_the_late_ranks_are_named_with_host_step_and
         places, steps, late):
     watcher, ranks = watched(3)
     hear(ranks, 11.0, *((step, 10.5) for step in steps))
-    assert watcher.decide(11.0) is None, "first they write their stacks"
+    assert watcher.decide(11.0) is None and watcher.hangs, "first they write their stacks"
     for rank, place in zip(ranks, places):
         rank.place = place
     hear(ranks, 13.1, *((step, 12.6) for step in steps))
@@ -103,9 +103,9 @@ def test_where_nobody_makes_progress_the_late_ranks_are_named_with_host_step_and
 def test_progress_while_the_ranks_write_their_stacks_is_no_hang():
     watcher, ranks = watched(2)
     hear(ranks, 11.0, (7, 10.5), (7, 10.5))
-    assert watcher.decide(11.0) is None
+    assert watcher.decide(11.0) is None and watcher.hangs
     hear(ranks, 13.5, (8, 0.1), (7, 12.5))
-    assert watcher.decide(13.5) is None
+    assert watcher.decide(13.5) is None and not watcher.hangs
 
 
 def test_a_guard_without_a_sign_is_named_with_the_processes_to_be_killed():
@@ -121,7 +121,7 @@ def test_a_guard_that_was_suspended_itself_forgets_all_ages():
     watcher, ranks = watched(2)
     hear(ranks, 1.0, (1, 0.0), (1, 0.0))
     watcher.forget_ages(100.0)
-    assert watcher.decide(100.5) is None
+    assert watcher.decide(100.5) is None and not watcher.hangs
 
 
 def test_who_does_not_come_to_the_clean_up_is_named():
@@ -134,13 +134,14 @@ def test_who_does_not_come_to_the_clean_up_is_named():
 
 
 STACKS = """
-import faulthandler, statistics, threading, time
+import faulthandler, os, signal, statistics, threading, time
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-def step(_):
-    time.sleep(60)
+def step(number):
+    os.kill(os.getpid(), signal.SIGQUIT)
+    return number
 def main():
     statistics.mean(map(step, [1]))
-faulthandler.dump_traceback_later(0.2, exit=True)
+faulthandler.register(signal.SIGQUIT)
 main()
 """
 
@@ -148,7 +149,7 @@ main()
 def test_a_place_is_the_innermost_frames_of_the_main_thread_outside_libraries(tmp_path):
     (tmp_path / "script.py").write_text(STACKS)
     stacks = run_python([str(tmp_path / "script.py")]).stderr
-    assert stacks.count("Thread 0x") == 2 and "statistics.py" in stacks
+    assert stacks.lower().count("thread 0x") == 2 and "statistics.py" in stacks
     assert ddp_guard.place_of(stacks) == "step (script.py:5) < main (script.py:7)"
 
 

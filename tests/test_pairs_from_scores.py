@@ -61,7 +61,7 @@ def test_the_cap_is_for_a_structure_whatever_its_chains_and_the_spelling_of_its_
 
 def test_context_chains_become_fixed_chains_and_jsonl_has_a_pair_per_line(tmp_path):
     (tmp_path / "x.pdb").write_text("")
-    rows = [f"x.pdb,{text},{score},A,{context}\n" for context in ("B C", "", "B  C")
+    rows = [f"x.pdb,{text},{score},A,{context}\n" for context in ("B C", "", "C  B")
             for text, score in (("AAA", 1), ("CCC", 2))]
     (tmp_path / "t.csv").write_text("pdb,sequence,score,chain,context\n" + "".join(rows))
     assert main([str(tmp_path / "t.csv"), str(tmp_path / "p.jsonl")]) == 0
@@ -83,6 +83,7 @@ def test_a_table_is_not_written_over(tmp_path, capsys):
     (b"\xff\xfep\x00d\x00b\x00", [], "t.csv is no table: 'utf-8' codec"),
     ("pdb,sequence,chain\nx.pdb,AAA,A\n", [], "no column score"),
     (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
+    ("pdb,sequence,score,chain,context\nx.pdb,AAA,1,A,B A\n", [], "found the chains A B A; exp"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", [], "line 3: found 2 residues; expected 3"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,A1A,2,A\nno.pdb,AAA,nan,A\n", [],
      "2 lines cannot be used:\n  line 3: found 1 in the sequence"),

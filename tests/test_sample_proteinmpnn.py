@@ -292,10 +292,10 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     assert read(scored.read_text())[1:] == again and fasta.read_bytes() == designs
     assert (folder / "scored" / "dimer.npz").exists()
     others = tmp_path / "others.fasta"
-    others.write_text(f">d1, rosetta_score=-250.1, score=3\n{NATIVE}/{NATIVE}\n")
+    others.write_text(f">d1, rosetta_score=-250.1, my-score=1, score=3\n{NATIVE}/{NATIVE}\n")
     note = sample(*args, "--score_only", others, "--out_folder", folder)[1]
-    assert scored.read_text().startswith(">d1, rosetta_score=-250.1, score=")
-    assert scored.read_text().count("score=") == 3 and " 1 sequence(s), to " in note
+    assert scored.read_text().startswith(">d1, rosetta_score=-250.1, my-score=1, score=")
+    assert scored.read_text().count("score=") == 4 and " 1 sequence(s), to " in note
     assert not (folder / "scored" / "dimer.npz").exists(), "these were scores of other sequences"
     err = sample(*args, "--score_only", scored, "--out_folder", folder, code=2)[1]
     assert f"{scored} is the input" in err
@@ -439,7 +439,7 @@ def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample,
 BAD = {                                                     # arguments: words of the message
     "--chains Z": "Z; expected chains of",
     "--chains A --fixed_chains A": "in --chains and in --fixed_chains",
-    "--fixed_chains A B": "dimer.pdb has a residue with a complete",
+    "--fixed_chains A B": "dimer.pdb that is not fixed has a residue",
     "--fixed_positions A9": "--fixed_positions: position A9 is not there",
     "--fixed_positions A12 --mutable_positions A13": "together; expected one of them",
     "--fixed_positions 0-43": "no position is left to design",

@@ -209,7 +209,7 @@ STEPS = {"sedd": ["training.batch_size=4", "training.accum=2", "training.n_iters
 
 @pytest.mark.parametrize("what", STEPS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="CUDA alone can refuse to wait: no such device here"))])
+    not torch.cuda.is_available(), reason="CUDA alone can refuse to wait: TEST_CUDA=1 shows it"))])
 def test_the_host_waits_for_nothing_in_a_step(what, device, tmp_path, monkeypatch):
     """On the CPU without what is done there alone: fast paths, checks of values. Flags are read a
     step later, when they have come."""
@@ -539,6 +539,7 @@ with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
 """
 
 
+@pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has an XPU")
 def test_a_device_that_is_not_there_ends_all_ranks_with_code_2_and_one_message(tmp_path):
     (tmp_path / "s.py").write_text(FAILS.format(root=str(ROOT)))
     result = run_ranks("python", 1, ["s.py", "--nproc_per_node", "2", "--device", "xpu"], tmp_path,
