@@ -150,7 +150,7 @@ def test_a_place_is_the_innermost_frames_of_the_main_thread_outside_libraries(tm
     (tmp_path / "script.py").write_text(STACKS)
     stacks = run_python([str(tmp_path / "script.py")]).stderr
     assert stacks.lower().count("thread 0x") == 2 and "statistics.py" in stacks
-    assert ddp_guard.place_of(stacks) == "step (script.py:5) < main (script.py:7)"
+    assert ddp_guard.place_of(stacks) == "step (script.py:5) < main (script.py:8)"
 
 
 def run_python(words, env=None, **options):

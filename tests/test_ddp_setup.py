@@ -2,12 +2,15 @@
 
 Real launchers are in test_ddp_launch.py.
 """
+import contextlib
 import importlib.machinery
 import importlib.metadata
 import json
+import math
 import os
 import re
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -219,6 +222,35 @@ def test_intels_packages_are_imported_only_where_torch_has_no_xccl(monkeypatch, 
                     oneccl_bindings_for_pytorch=types.ModuleType("oneccl_bindings_for_pytorch"))
     kind, _, backend, _ = choose_device("auto", "auto", 0, ddp_setup._found_devices(ipex=ipex))
     assert (backend, kind, order) == (*expected, imported)
+
+
+def test_tiles_of_a_card_that_share_a_uuid_are_told_apart_and_two_ranks_on_one_are_not(monkeypatch):
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: types.SimpleNamespace(uuid=7))
+
+    def names(*places):
+        """places: (ZE_AFFINITY_MASK, index within it)."""
+        found = []
+        for mask, index in places:
+            monkeypatch.setenv("ZE_AFFINITY_MASK", mask)
+            found.append(ddp_setup._device_id(torch.device("xpu", index)))
+        return found
+
+    for places in ([("", 0), ("", 1)], [("0.0", 0), ("0.1", 0)]):
+        assert len({*names(*places)}) == 2
+    assert len({*names(("0.0", 0), ("0.0", 0))}) == 1
+
+
+def test_a_guard_that_does_not_read_holds_up_no_step():
+    ours, guards = socket.socketpair()
+    ours.settimeout(ddp_setup.GUARD_ANSWER)
+    with ours, guards:
+        with contextlib.suppress(BlockingIOError):
+            while True:   # until it is full
+                os.write(ours.fileno(), b"x" * 4096)
+        ddp, began = Ddp(state=State(guard=ours)), time.monotonic()
+        ddp.state.watch = ddp_setup.Watch(None, 0.0, math.inf, os.getpid())
+        ddp_setup.beat(ddp, step=5)
+        assert time.monotonic() - began < ddp_setup.GUARD_ANSWER / 2
 
 
 def test_bindings_that_cannot_be_imported_are_told_with_the_reason(monkeypatch):

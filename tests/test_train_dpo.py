@@ -627,6 +627,10 @@ def test_without_validation_the_best_model_is_of_a_whole_epoch_whose_mean_loss_i
     least = min(table, key=lambda row: row["epoch/loss"])["step"]
     best = torch.load(tmp_path / "w" / "best_model.pt", weights_only=True)["step"]
     assert [row["step"] for row in table] == [per_epoch, 2 * per_epoch] and best == least
+    for steps in (1, per_epoch):   # the single batch's loss is no better and no worse
+        run(tiny(data__val_fraction=0, training__n_iters=steps, optim__lr=0), tmp_path / "part")
+        best = torch.load(tmp_path / "part" / "best_model.pt", weights_only=True)["step"]
+        assert best == steps
 
 
 def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path, capsys):
