@@ -313,7 +313,10 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
 
 
 def choose_precision(config, ddp):
-    """(dtype of autocast, words on it and on the limit of memory)."""
+    """(dtype of autocast, words on it and on the limit of memory). Raises: ValueError."""
+    if ddp.device.type == "xpu" and not torch.xpu.get_device_properties(ddp.device).has_fp64:
+        raise ValueError(f"{ddp.device} computes no float64, in which losses are summed; expected "
+                         "a data-centre XPU. Give --device cpu.")
     try:
         dtype, why = choose_dtype(config.memory.mixed_precision, ddp.device)
     except RuntimeError as e:

@@ -24,7 +24,7 @@ from optimizer import make_optimizer
 from run_config import CommonOptim, CommonTraining, load_config
 from run_dir import (Former, check_resume, closing, machine_differences, read_status,
                      replace_status, write_status)
-from run_script import compile_blocks, describe_run, hand_over
+from run_script import choose_precision, compile_blocks, describe_run, hand_over
 from sedd_model import EMA
 from step_meter import StepMeter
 from train_loop import (Run, MicroBatchSampler, open_batches, global_gradient, is_best, read_flags,
@@ -461,6 +461,14 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
         torch.testing.assert_close(*([p.grad for p in model.parameters()] for model in models),
                                    rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_device_without_float64_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(torch.xpu, "get_device_properties",
+                        lambda _: types.SimpleNamespace(has_fp64=False))
+    config = types.SimpleNamespace(memory=types.SimpleNamespace(mixed_precision=True))
+    with pytest.raises(ValueError, match="xpu:0 computes no float64"):
+        choose_precision(config, Ddp(device=torch.device("xpu", 0)))
 
 
 # ---- launch ----
