@@ -14,7 +14,6 @@ not come to cleanup_ddp, or all make no progress for the limit that watch_run se
 
 It is off with DDP_GUARD=0, in a debugger, a notebook, a script from stdin, and on Windows; and,
 unless DDP_GUARD=1, under launchers where it was never tried (PALS, Flux, jsrun, MVAPICH2).
-DDP_COMMAND, where it is set, is what the last line tells the user to give again.
 
 Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard's process"):
   {"serve": host}         rank 0: listen for the other guards; answer: {"address": hub}

@@ -46,7 +46,7 @@ def read_designs(path):
             problems.append(f"line {line}: {problem}")
             continue
         structure = os.path.normpath(os.path.join(path.parent, row["pdb"].strip()))
-        context = tuple(sorted(row.get("context", "").replace(",", " ").split()))
+        context = tuple(sorted(context_of(row)))
         scores, text = designs[structure, row["chain"].strip(), context], row["sequence"]
         text = text.strip().upper()
         if len(text) != len(next(iter(scores), text)):
@@ -78,6 +78,11 @@ def read_rows(path):
     return found
 
 
+def context_of(row):
+    """Names of the chains in the column context, which a table need not have."""
+    return row.get("context", "").replace(",", " ").split()
+
+
 def wrong_in(row, folder):
     """What is wrong in a row of the table, or ""."""
     if None in row.values() or None in row:
@@ -93,7 +98,7 @@ def wrong_in(row, folder):
         return f"found the score {row['score']!r}; expected a number"
     if not row["chain"].strip():
         return "found no chain; expected the name of the designed one, such as A"
-    named = [row["chain"].strip(), *row.get("context", "").replace(",", " ").split()]
+    named = [row["chain"].strip(), *context_of(row)]
     if len({*named}) < len(named):
         return f"found the chains {' '.join(named)}; expected each once, the designed one first"
     if not os.path.isfile(os.path.join(folder, row["pdb"].strip())):

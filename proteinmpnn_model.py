@@ -258,7 +258,7 @@ class ProteinMPNN(nn.Module):
 
         Args:
             layers:  as of `run_decoder`.
-            step_of:    (M, L) step at which each residue is decoded.
+            step_of: (M, L) step at which each residue is decoded.
             m, home: (M, 1) int64, row of each sequence in `step_of`, and of its structure.
             at:      (M, G) int64, the residues of the step.
         Returns: logits (M, G, 21) and, per layer, its h_V (M, G, H).

@@ -216,7 +216,8 @@ def hand_over(args, argv):
     for option in ("--nnodes", "--node_rank", "--master_addr", "--master_port", "--nproc_per_node"):
         rest.add_argument(option)
     command = ["-u", sys.argv[0], *rest.parse_known_args(argv)[1]]
-    os.environ["DDP_COMMAND"] = shlex.join(["python", *sys.orig_argv[1:]])   # see ddp_guard.py
+    # What the guard's last line tells the user to give again: `command` starts a single rank.
+    os.environ["DDP_COMMAND"] = shlex.join(["python", *sys.orig_argv[1:]])
     print(f"starting {per_node} rank(s) here, on node {rank} of {nnodes}, with torch's launcher",
           file=sys.stderr, flush=True)
     alone = nnodes == 1 and not args.master_addr and not args.master_port

@@ -45,7 +45,7 @@ from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
 from structure_data import PairPlan, load_pairs, try_all
-from train_loop import Run, open_batches, after_step, start_run, take_step
+from train_loop import Run, after_step, open_batches, start_run, take_step
 
 
 # ---------------------------------------------------------------- config

@@ -49,7 +49,7 @@ from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
 from sequence_data import (N_TOKENS, X_ID, apply_max_length, collate, crop_starts, keyed_generator,
                            keyed_seed)
-from train_loop import Run, open_batches, after_step, start_run, take_step
+from train_loop import Run, after_step, open_batches, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
