@@ -326,13 +326,18 @@ def test_dropout_drops_each_entry_alike_and_keeps_the_mean(p, dtype):
     assert torch.equal(add_branch(h, branch, gate, p), found[0])
 
 
-@pytest.mark.parametrize("L", [24, 513])    # 513: torch's own kernel
-def test_attention_in_bfloat16_is_as_exact_as_its_rounding(L):
-    q, k, v = torch.randn(3, 2, 4, L, 8, generator=seeded()).bfloat16().unbind()
+@pytest.mark.parametrize("L", [24, 500, 513])   # 500: keys filled up, in parts; 513: torch's kernel
+def test_attention_in_bfloat16_and_its_gradients_are_as_exact_as_its_rounding(L):
+    inputs = torch.randn(3, 2, 4, L, 8, generator=seeded()).bfloat16().requires_grad_()
+    exact_inputs = inputs.detach().float().requires_grad_()
     attended = (torch.arange(L) < torch.tensor([[L], [L // 2]]))[:, None, None]
     for mask in (None, attended):
-        exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
-        near(attend(q, k, v, mask).float(), exact, atol=0.03)
+        exact = F.scaled_dot_product_attention(*exact_inputs, attn_mask=mask)
+        found = attend(*inputs, mask)
+        near(found.float(), exact, atol=0.03)
+        gradients = [torch.autograd.grad((out.float() ** 2).sum(), x)[0].float()
+                     for out, x in ((found, inputs), (exact, exact_inputs))]
+        near(*gradients, atol=0.1)
 
 
 @pytest.mark.parametrize("masked", [False, True])
