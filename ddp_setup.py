@@ -27,10 +27,9 @@ a run also stops in good order on a signal, before the walltime, or on a STOP fi
 
 `python ddp_setup.py --doctor` prints what this file finds here and would choose.
 
-When a rank fails, the launcher ends the others: torchrun and Open MPI by themselves, MPICH by
-MPI_Abort or SIGABRT, Intel MPI by MPI_Abort, Slurm by scancel. A hang is ended by faulthandler's
-timer, with the stacks of each rank. With ddp_guard.py, the parent of each rank, all end under every
-launcher where it was tried, also when one is killed, and one last line names the rank at fault.
+When a rank fails, the launcher ends the others, see _end_others. A hang is ended by faulthandler's
+timer, with the stacks of each rank. With ddp_guard.py, the parent of each rank, all end also when
+one is killed, and one last line names the rank at fault.
 
 Environment read: the launcher variables of LAUNCHERS, and
   MASTER_ADDR, MASTER_PORT  rendezvous; the address alone means port 29500
@@ -608,6 +607,9 @@ def _launch_name(env, ddp, one_host):
 def _place_of_rank_0(ddp, env, one_host):
     """(host, port or 0, their source) of rank 0's store, as far as this rank knows by itself."""
     host, port = env.get("MASTER_ADDR", ""), _int(env, "MASTER_PORT") or 0
+    if not 0 <= port < 1 << 16:   # such as 10000 + the job's number
+        raise SetupError(f"MASTER_PORT={port} is no port; expected 1024 to 65535. Leave it unset "
+                         f"to have one found.", ddp.local_rank == 0)
     source = f"from {'MASTER_ADDR' if host else 'MASTER_PORT'}" if host or port else ""
     if host:
         port = port or 29500
@@ -960,7 +962,8 @@ def cleanup_ddp(ddp):
     try:
         _tell_guard(ddp, bye=patience)
         try:
-            _await_all(ddp, patience + GUARD_FIRST)
+            with _time_limit(patience + 2 * GUARD_FIRST):   # xccl knows no limit of a barrier
+                barrier(ddp, patience + GUARD_FIRST)
         except RuntimeError as e:
             abort(ddp, f"not all of {ddp.world_size} ranks came to cleanup_ddp within "
                        f"{patience:.0f} s: {_in_one_line(e)}", HANG, secondary=True)
@@ -991,24 +994,6 @@ def _await_gloo_threads():
             if not any(b" (pt_gloo_runloop) R " in file.read_bytes()
                        for file in Path("/proc/self/task").glob("*/stat")):
                 return
-
-
-def _await_all(ddp, limit):
-    """A barrier that ends: above GLOO_MAX_RANKS in the store, as xccl knows no time limit."""
-    if ddp.world_size == 1 or ddp.control is not None:
-        barrier(ddp, limit)
-        return
-    store, limit = ddp.state.store, datetime.timedelta(seconds=limit)
-    store.set(f"bye/{ddp.rank}", "")
-    if ddp.is_main:
-        store.wait([f"bye/{rank}" for rank in range(ddp.world_size)], limit)
-        store.set("all bye", "")
-        with contextlib.suppress(RuntimeError):   # the store lives in this process
-            store.wait([f"read/bye/{rank}" for rank in range(1, ddp.world_size)],
-                       datetime.timedelta(seconds=10))
-    else:
-        store.wait(["all bye"], limit)
-        store.set(f"read/bye/{ddp.rank}", "")
 
 
 # ---------------------------------------------------------------- stop requests, progress, outcome
@@ -1055,13 +1040,11 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
                     number, lambda number, _: _request_stop(ddp, watch, number))
     if watch.limit:
         ddp.state.patience = watch.limit
-        for _ in range(3):   # another rank may just remove the empty folder
-            with contextlib.suppress(OSError):   # without a file the stacks go to stderr
-                folder = (os.path.join(run_dir, "stacks") if run_dir else
-                          tempfile.mkdtemp(prefix="ddp-stacks-"))
-                os.makedirs(folder, exist_ok=True)
-                watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "a")
-                break
+        with contextlib.suppress(OSError):   # without a file the stacks go to stderr
+            folder = (os.path.join(run_dir, "stacks") if run_dir else
+                      tempfile.mkdtemp(prefix="ddp-stacks-"))
+            os.makedirs(folder, exist_ok=True)
+            watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "a")
     if watch.limit and ddp.state.guard is not None:   # it asks for the stacks by this signal
         with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no stderr
             faulthandler.register(signal.SIGQUIT, watch.stacks or sys.__stderr__)
@@ -1427,9 +1410,9 @@ def _check_plain(value, where):
             _check_plain(item, f"{where}[{i}]")
     elif (value is not None and type(value) not in (bool, int, float, str)
           and not isinstance(value, torch.Tensor)):
-        raise ValueError(f"{where} is {type(value).__name__}; expected tensors and plain types "
-                         f"(dicts with text or int as keys), so that torch.load(weights_only=True) "
-                         f"reads it. Convert it: float(x), x.tolist(), ...")
+        raise TypeError(f"{where} is {type(value).__name__}; expected tensors and plain types "
+                        f"(dicts with text or int as keys), so that torch.load(weights_only=True) "
+                        f"reads it. Convert it: float(x), x.tolist(), ...")
 
 
 def kept_checkpoint(path, k):
@@ -1445,10 +1428,10 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
         state: tensors and plain types, nested. `world_size`, `versions` and `machine` are added.
         keep_last: how many to keep, this one included; the former ones as path-1, path-2, ...
         resumes: this is what a next start continues from, to be named when something fails.
-    Raises: on all ranks, where writing failed, ValueError for something that is not plain,
-        RuntimeError for the disk; then the former file is untouched.
+    Raises: RuntimeError, on all ranks, for something that is not plain, or where the disk does not
+        take it; then the former file is untouched.
     """
-    path, problem = os.fspath(path), None
+    path, problem = os.fspath(path), ""
     beat(ddp)
     try:
         if ddp.is_main:
@@ -1457,15 +1440,15 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
                                    "python": sys.version.split()[0]})
             _check_plain(state, "checkpoint")
             _write_checkpoint(path, ddp, keep_last, state)
-    except ValueError as e:
-        problem = "plain", str(e)
     except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
-        problem = "disk", (f"cannot write {path}: {str(e).splitlines()[0]}. The former checkpoint "
-                           f"is untouched. Is the disk full or the folder read-only?")
+        problem = (f"cannot write {path}: {str(e).splitlines()[0]}. The former checkpoint is "
+                   f"untouched. Is the disk full or the folder read-only?")
+    except TypeError as e:
+        problem = str(e)
     problem = broadcast(problem, ddp)
     beat(ddp)
     if problem:
-        raise (ValueError if problem[0] == "plain" else RuntimeError)(problem[1])
+        raise RuntimeError(problem)
     if resumes:   # the last line of a failure names it
         ddp.state.checkpoint = path, state.get("step")
         _tell_guard(ddp, checkpoint=ddp.state.checkpoint)
@@ -1489,10 +1472,6 @@ def _write_checkpoint(path, ddp, keep_last, state):
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    handle = os.open(folder or ".", os.O_RDONLY)
-    with contextlib.suppress(OSError):   # some file systems cannot
-        os.fsync(handle)   # the rename itself must survive a power cut
-    os.close(handle)
 
 
 def describe_machine(ddp):
@@ -1545,9 +1524,9 @@ def _read_checkpoint(path, map_location):
     """(the file's bytes, what they hold)."""
     try:
         data = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"no checkpoint {path}. Expected a file written by save_checkpoint."
-                         ) from None
+    except OSError as e:
+        raise ValueError(f"no checkpoint {path}: {e.strerror}. Expected a file written by "
+                         f"save_checkpoint.") from None
     try:
         damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
         if damaged is None:

@@ -194,21 +194,26 @@ def test_a_fault_of_the_guard_itself_ends_no_run(tmp_path):
     assert (done.returncode, done.stderr) == (7, "ddp_guard: ZeroDivisionError: division by zero\n")
 
 
-def test_a_guard_that_cannot_print_ends_all_the_same(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import os\nos.kill(os.getpid(), 11)\n")
-    with full_pipe() as stderr:
-        done = subprocess.run([sys.executable, "-m", "ddp_guard", str(script)], cwd=ROOT,
-                              stderr=stderr, env=clean_environment(), timeout=60)
-    assert done.returncode == -11
-
-
-STRANGERS = """
-import json, os, socket, time
+HUB = """
+import json, os, socket
 guard = socket.socket(fileno=int(os.environ["DDP_GUARD_FD"].partition(":")[0]))
 guard.sendall(b'{"serve": "127.0.0.1"}\\n')
 host, port, *_ = json.loads(guard.makefile().readline())["address"]
 guard.sendall(b'{"join": {"rank": 0, "size": 2, "launcher": "l", "hub": null}}\\n')
+"""
+
+
+@pytest.mark.parametrize("joined, code", [(False, -11), (True, 1)])
+def test_a_guard_that_cannot_print_ends_all_the_same(joined, code, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(HUB * joined + "import os\nos.kill(os.getpid(), 11)\n")
+    with full_pipe() as stderr:
+        done = subprocess.run([sys.executable, "-m", "ddp_guard", str(script)], cwd=ROOT,
+                              stderr=stderr, env=clean_environment(), timeout=60)
+    assert done.returncode == code
+
+
+STRANGERS = HUB + """
 strangers = [socket.create_connection((host, port)) for _ in range(6)]
 for stranger, line in zip(strangers, [b"GET / HTTP/1.1", b"5", b"[]", b"{}",
                                       b'{"token": "x", "number": 1, "host": "h", "pids": [1, 2]}']):

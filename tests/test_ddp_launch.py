@@ -4,7 +4,6 @@ Ranks started "by hand" (DDP_* variables, no launcher that would end them) show 
 by itself.
 """
 import json
-import os
 import re
 import shutil
 import signal
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 import launchers
-from ddp_setup import Ddp, ddp_sampler
 from launchers import (ForkedRanks, clean_environment, fork_ranks, need, own_tracebacks, python_of,
                        run_ranks, start_ranks, stolen_seconds)
 
@@ -57,57 +55,6 @@ def free_port(address="127.0.0.1"):
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-# ---------------------------------------------------------------- the script of the design
-FOREIGN_HEAD = """import torch
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
-torch.set_default_dtype(torch.float64)
-g = torch.Generator().manual_seed(1)
-x = torch.rand(64, 5, generator=g)
-data = TensorDataset(x, x.sin().sum(1, keepdim=True))
-def MyModel():
-    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-"""
-
-
-def weights_of_one_process(global_batch):
-    """What the foreign script computes, in plain torch."""
-    names = {}
-    before = torch.get_default_dtype(), torch.get_rng_state()
-    try:
-        exec(FOREIGN_HEAD, names)
-        torch.manual_seed(0)
-        model = names["MyModel"]()
-    finally:
-        torch.set_default_dtype(before[0])
-        torch.set_rng_state(before[1])
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    order = ddp_sampler(range(64), Ddp(seed=0))
-    for epoch in range(10):
-        order.set_epoch(epoch)
-        for batch in torch.tensor(list(order)).split(global_batch):
-            x, y = names["data"][batch]
-            optim.zero_grad()
-            torch.nn.functional.mse_loss(model(x), y).backward()
-            optim.step()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("launcher, n", [("torchrun", 2), ("mpich", 2), slow("openmpi", 4)])
-def test_the_script_of_the_design_gives_the_weights_of_one_process(launcher, n, tmp_path, shared):
-    need(launcher)
-    text = re.search(r"```python\n(from ddp_setup import.*?)```",
-                     (shared / "design.md").read_text(), re.S)[1]
-    shutil.copy(ROOT / "ddp_setup.py", tmp_path)
-    script(tmp_path, text, head=FOREIGN_HEAD)
-    result = run_ranks(launcher, n, ["script.py"], cwd=tmp_path, timeout=600)
-    assert (result.returncode, result.stderr, result.leftover) == (0, "", []), result.text
-    state = torch.load(tmp_path / "out" / "9.pt", weights_only=True)
-    assert (state["epoch"], state["world_size"]) == (9, n)
-    for name, expected in weights_of_one_process(8 * n).items():
-        torch.testing.assert_close(state["model"][name], expected, rtol=1e-9, atol=1e-12)
 
 
 # ---------------------------------------------------------------- one fails, all end
@@ -216,30 +163,20 @@ cleanup_ddp(ddp)
     assert json.loads((tmp_path / "out" / "status.json").read_text())["code"] == 1
 
 
-def test_the_death_of_rank_0_is_told_by_another(tmp_path):
-    path = script(tmp_path, """
-ddp = setup_ddp(quiet=True)
-print('ready', flush=True)
-time.sleep(60)
-""")
-    with by_hand(path, range(2)) as ranks:
-        ranks.wait_for("ready")
-        os.kill(ranks.pids[0], signal.SIGKILL)
-        assert ranks.codes() == [-signal.SIGKILL, 1]
-        assert ranks.err().count("FAILED: rank 0 of 2 on ") == 1, ranks.err()
-        assert ranks.err().count("died without a word") == 1, ranks.err()
-
-
-def test_the_death_of_rank_0_is_told_even_where_its_loss_is_what_the_other_runs_into(tmp_path):
-    path = script(tmp_path, """
+@pytest.mark.parametrize("end, codes", [
+    ("os.kill(os.getppid(), 9)", [-signal.SIGKILL, 1]),    # of its guard, too
+    ("os.kill(os.getpid(), 9)", [1, 1])])
+def test_the_death_of_rank_0_is_told_even_where_its_loss_is_what_the_other_runs_into(
+        end, codes, tmp_path):
+    path = script(tmp_path, f"""
 ddp = setup_ddp(quiet=True)
 barrier(ddp)
 if ddp.rank == 0:
-    os.kill(os.getpid(), 9)
+    {end}
 all_sum(1, ddp)
 """)
     with by_hand(path, range(2)) as ranks:
-        assert ranks.codes() == [1, 1]
+        assert ranks.codes() == codes
         assert ranks.err().count("FAILED: rank 0 of 2 on ") == 1, ranks.err()
         assert ranks.err().count("died without a word") == 1, ranks.err()
 
@@ -287,24 +224,6 @@ def test_a_hang_is_ended_with_the_late_rank_its_step_and_all_stacks(mode, n, lat
     assert where in text, text
     for r in range(n):
         assert "script.py" in (tmp_path / "out" / "stacks" / f"rank_{r}.txt").read_text(), r
-
-
-@pytest.mark.slow
-def test_a_run_in_which_one_rank_works_long_while_the_others_wait_is_no_hang(tmp_path):
-    path = script(tmp_path, """
-ddp = setup_ddp(quiet=True)
-watch_run(ddp, None, minutes=3 / 60)
-stop_reason(ddp, 0)
-end = time.monotonic() + 8
-while ddp.rank == 0 and time.monotonic() < end:
-    beat(ddp)                                # as sampling does
-barrier(ddp)
-print(stop_reason(ddp, 1) or "went on", flush=True)
-cleanup_ddp(ddp)
-""")
-    with by_hand(path, range(2)) as ranks:
-        assert ranks.codes() == [0, 0], ranks.err()
-        assert (ranks.out(0), ranks.out(1), ranks.err()) == ("went on\n", "went on\n", "")
 
 
 @pytest.mark.parametrize("late", [1, slow(0)])
@@ -413,8 +332,9 @@ cleanup_ddp(ddp)
         assert ranks.out(1) == "5\n"
 
 
-def test_a_script_that_only_asks_for_the_reason_leaves_an_outcome_and_can_end_children(tmp_path):
+def test_a_stop_that_one_rank_is_asked_for_is_the_outcome_and_children_keep_their_signals(tmp_path):
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".last.pt.tmp").write_text("half")    # of a save that was killed
     path = script(tmp_path, """
 import multiprocessing, signal
 ddp = setup_ddp(quiet=True)
@@ -425,33 +345,14 @@ begun = fork.Event()
 def work():
     begun.set()
     time.sleep(600)
-child = fork.Process(target=work, daemon=True)
-child.start()
-begun.wait(60)     # Python drops a signal that comes while it forks
-child.terminate()
-child.join(60)
-print(child.exitcode)
-child.kill()
-os.kill(os.getpid(), signal.SIGUSR1)
-while not stop_reason(ddp, 1):
-    pass
-cleanup_ddp(ddp)
-""")
-    result = fork_ranks(1, [path], tmp_path, {"DDP_GUARD": 1})
-    assert (result.returncode, result.stdout) == (0, "-15\n"), result.text
-    status = json.loads((tmp_path / "out" / "status.json").read_text())
-    assert status["code"] == 75 and status["reason"].startswith("SIGUSR1 on rank 0")
-
-
-def test_a_stop_that_another_rank_was_asked_for_is_the_outcome_and_half_saves_go(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".last.pt.tmp").write_text("half")
-    path = script(tmp_path, """
-import signal
-ddp = setup_ddp(quiet=True)
-watch_run(ddp, "out")
-stop_reason(ddp, 0)
 if ddp.rank == 1:
+    child = fork.Process(target=work, daemon=True)
+    child.start()
+    begun.wait(60)     # Python drops a signal that comes while it forks
+    child.terminate()
+    child.join(60)
+    print(child.exitcode)
+    child.kill()
     os.kill(os.getpid(), signal.SIGUSR1)
 while not stop_reason(ddp, 1):
     pass
@@ -460,6 +361,7 @@ cleanup_ddp(ddp)
 """)
     with by_hand(path, range(2)) as ranks:
         assert ranks.codes() == [0, 0], ranks.err()
+        assert ranks.out(1) == "-15\n"
     status = json.loads((tmp_path / "out" / "status.json").read_text())
     assert status["code"] == 75 and status["reason"].startswith("SIGUSR1 on rank 1"), status
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["last.pt", "status.json"]
@@ -672,39 +574,25 @@ cleanup_ddp(ddp)
         assert ranks.codes() == [0, 0], ranks.err()
 
 
-def test_a_busy_port_is_an_error_at_once(tmp_path):
+@pytest.mark.parametrize("text, ranks, size, env, codes, said", [
+    (WHERE, [0, 1], 2, {"MASTER_PORT": "busy", "LIMIT": 6}, [1, 1], "cannot listen on 127.0.0.1:"),
+    (WHERE, [0, 1], 2, {"MASTER_PORT": 99999, "LIMIT": 6}, [1, 2], "MASTER_PORT=99999 is no port"),
+    (WHERE, [0, 2], 3, {"LIMIT": 4}, [1, 1],
+     "1 of 3 ranks did not appear within 4 s: rank(s) 1."),
+    # 1: of an exception that nobody caught; 2: of a bad request
+    ("setup_ddp(device=['cpu', 'cuda'][int(os.environ['DDP_RANK'])])", [0, 1], 2, {}, [1, 2],
+     "rank 1 on {host}: cuda was asked for"),
+    ("setup_ddp(ranks=4)\n", [0, 1], 2, {}, [1, 2],
+     "--ranks asks for 4 rank(s), but 2 were started")],
+    ids=["busy port", "no port", "missing rank", "impossible device", "number of ranks"])
+def test_a_start_that_cannot_be_is_refused_once(text, ranks, size, env, codes, said, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        with by_hand(script(tmp_path, WHERE), range(2), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                     LIMIT=6) as ranks:
-            assert 0 not in ranks.codes(300) and -9 not in ranks.codes(), ranks.err()
-    assert ranks.err().count(f"cannot listen on 127.0.0.1:{port}") == 1, ranks.err()
-    assert own_tracebacks(ranks.err()) == 1, ranks.err()
-
-
-def test_a_rank_that_never_comes_is_named(tmp_path):
-    with by_hand(script(tmp_path, WHERE), [0, 2], 3, LIMIT=4) as ranks:
-        assert ranks.codes(500) == [1, 1]
-        missing = "1 of 3 ranks did not appear within 4 s: rank(s) 1."
-        assert ranks.err().count(missing) == 1, ranks.err()
-        assert own_tracebacks(ranks.err()) == 1
-
-
-def test_a_rank_whose_request_is_impossible_is_named_by_rank_0(tmp_path):
-    path = script(tmp_path, """
-setup_ddp(device="cuda" if os.environ["DDP_RANK"] == "1" else "cpu")
-""")
-    with by_hand(path, range(2), CUDA_VISIBLE_DEVICES="") as ranks:
-        assert ranks.codes() == [1, 2]   # of an exception that nobody caught; of a bad request
-        assert ranks.err().count("cuda was asked for") == 1, ranks.err()
-        assert "rank 1 on " in ranks.err(), ranks.err()
-
-
-def test_another_number_of_ranks_than_asked_for_is_refused_once(tmp_path):
-    with by_hand(script(tmp_path, "setup_ddp(ranks=4)\n"), range(2)) as ranks:
-        assert 0 not in ranks.codes(), ranks.err()
-    assert ranks.err().count("--ranks asks for 4 rank(s), but 2 were started") == 1, ranks.err()
-    assert own_tracebacks(ranks.err()) == 1
+        if env.get("MASTER_PORT") == "busy":
+            env = {**env, "MASTER_PORT": busy.getsockname()[1]}
+        with by_hand(script(tmp_path, text), ranks, size, **env) as started:
+            assert started.codes(500) == codes, started.err()
+    assert started.err().count(said.format(host=socket.gethostname())) == 1, started.err()
+    assert own_tracebacks(started.err()) == 1, started.err()
 
 
 def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tmp_path):
@@ -718,10 +606,15 @@ def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tm
     assert result.stderr.count("built for another MPI") == 1, result.text
 
 
-def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(tmp_path):
+@pytest.mark.parametrize("launcher, n", [
+    ("python", 1), ("mpich", 2), slow("torchrun", 2), slow("openmpi", 4)])
+def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(launcher, n, tmp_path):
+    need(launcher)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (tmp_path / "script.py").write_text(next(block for block in blocks if "setup_ddp" in block))
     shutil.copy(ROOT / "ddp_setup.py", tmp_path)
-    result = run_ranks("python", 1, ["script.py"], cwd=tmp_path, timeout=600)
-    assert result.returncode == 0 and "epoch 9  loss" in result.stdout, result.text
-    assert (tmp_path / "out" / "9.pt").exists()
+    result = run_ranks(launcher, n, ["script.py"], cwd=tmp_path, timeout=600)
+    assert (result.returncode, result.stderr, result.leftover) == (0, "", []), result.text
+    assert result.stdout.count("epoch 9  loss") == 1, result.text
+    state = torch.load(tmp_path / "out" / "9.pt", weights_only=True)
+    assert (state["epoch"], state["world_size"]) == (9, n)

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from ddp_setup import load_checkpoint
-from launchers import (clean_environment, fork_ranks, full_pipe, need, own_tracebacks, run_ranks,
+from launchers import (clean_environment, fork_ranks, need, own_tracebacks, run_ranks,
                        start_ranks, stolen_seconds)
 from run_dir import read_status
 from training import equal
@@ -664,91 +664,6 @@ def test_a_save_that_fails_ends_all_with_one_message_and_the_checkpoint_of_befor
     chain.finish()
 
 
-# The saves of a run of one process are interrupted, each at a random moment. A process that has
-# imported torch is forked for every start, which saves the seconds that importing torch takes.
-KILLED_SAVES = """
-import json, os, random, signal, sys, time
-import driver
-draw, kills, argv = random.Random(0), int(sys.argv[1]), sys.argv[2:]
-
-
-def start(nth, kill_in):
-    '''One start, killed `kill_in` seconds into its nth save (None: not at all).
-
-    Returns the seconds that its whole saves took.'''
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        save, began = driver.run_dir.save_checkpoint, []
-
-        def timed_save(*values, **state):
-            began.append(time.monotonic())
-            if len(began) == nth:
-                os.write(write, b"s")
-            save(*values, **state)
-            os.write(write, f"{time.monotonic() - began[-1]} ".encode())
-        driver.run_dir.save_checkpoint = timed_save
-        with open("out", "ab") as out:
-            os.dup2(out.fileno(), 1)
-            os.dup2(out.fileno(), 2)
-        try:
-            driver.train_sedd_ddp.cli(argv)
-        finally:
-            sys.stdout.flush()
-            os._exit(0)
-    os.close(write)
-    heard = b""
-    while b"s" not in heard and (more := os.read(read, 1)):
-        heard += more
-    if kill_in is not None:
-        end = time.monotonic() + kill_in
-        while time.monotonic() < end:
-            pass
-        os.kill(pid, signal.SIGKILL)
-    while more := os.read(read, 100):
-        heard += more
-    os.waitpid(pid, 0)
-    os.close(read)
-    return [float(word) for word in heard.decode().replace("s", "").split()]
-
-
-usual = sorted(start(8, 0.0))[3]
-print(json.dumps({"usual": usual}), flush=True)
-for _ in range(kills):
-    finished = len(start(2, draw.uniform(0, 1.1 * usual)))
-    files = sorted(os.listdir("run/checkpoints"))
-    print(json.dumps({"finished": finished, "files": files}), flush=True)
-start(0, None)
-"""
-
-
-@pytest.mark.parametrize("kills", [3, slow(12)])
-def test_a_kill_at_a_random_moment_of_a_save_leaves_a_checkpoint_to_go_on_from(
-        kills, tmp_path, undisturbed, table):
-    words = prepare(tmp_path)
-    (tmp_path / "saves.py").write_text(KILLED_SAVES)
-    done = subprocess.run(
-        [sys.executable, "saves.py", str(kills), *words[1:], "training.snapshot_freq=1"],
-        cwd=tmp_path, env=clean_environment(), text=True, capture_output=True, timeout=600)
-    out = (tmp_path / "out").read_text()
-    assert done.returncode == 0, done.stdout + done.stderr + out
-    usual, *saves = [json.loads(line) for line in done.stdout.splitlines()]
-    inside = sum(row["finished"] == 1 for row in saves)
-    print(f"{inside} of {kills} kills hit a save, of {usual['usual'] * 1000:.0f} ms\n"
-          f"{done.stdout}\n{out[-3000:]}")
-    assert inside >= kills // 4
-    starts = [int(step) for step in re.findall(r"continuing from step (\d+)", plain(out))]
-    assert len(starts) == kills + 1 and plain(out).count("a new run") == 1, out
-    # Every start makes a whole save before the one that is hit, which counts if its file was
-    # already in place; at an evaluation the best weights are another save of the same step.
-    for before, after, row in zip(starts[:-1], starts[1:], saves, strict=True):
-        evaluated = (after + 1) // (STEPS // 2) > before // (STEPS // 2)
-        assert row["finished"] - evaluated <= after - before <= row["finished"] + 1, (starts, saves)
-    check_finished(tmp_path / "run", undisturbed(1))
-    table.append(
-        Row("python", f"kill -9 in a save, {kills} times, {inside} inside", 0.0, "-9", "-", "yes"))
-
-
 # ---------------------------------------------------------------- Ctrl-C
 @pytest.mark.parametrize("launcher, n", [("python", 1), slow("mpich", 2)])
 def test_a_second_ctrl_c_ends_at_once_with_130_and_without_a_wall_of_tracebacks(
@@ -799,25 +714,6 @@ def test_a_run_that_was_suspended_for_longer_than_the_limit_trains_on(
     assert result.returncode == status["code"] == 0, result.text
     check_finished(chain.run_dir, chain.reference)
     row.gone, row.continued = 0.0, "yes"
-
-
-@pytest.mark.slow
-def test_a_run_whose_stderr_is_a_full_pipe_ends_all_the_same(tmp_path, table):
-    chain, row = Chain("python", tmp_path, None, table), Row("python", "exception, stderr full")
-    with full_pipe() as stderr:
-        process = subprocess.Popen(
-            [sys.executable, *chain.words, WATCHED], cwd=tmp_path, stdout=subprocess.DEVNULL,
-            stderr=stderr, env=clean_environment(env=chain.environment("raise")))
-        try:
-            seconds_until(lambda: chain.flag.exists() or process.poll() is not None, 300.0)
-            row.gone = seconds_until(lambda: process.poll() is not None, 60.0)
-            row.exit = str(process.poll())
-        finally:
-            process.kill()
-            process.wait()
-    row.status = str(read_status(chain.run_dir).get("code"))
-    table.append(row)
-    assert row.exit != "0" and row.status in ("1", "70") and row.gone < WATCHDOG + GONE, row
 
 
 @pytest.mark.slow
