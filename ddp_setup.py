@@ -1171,6 +1171,7 @@ def _write_status(ddp, code, reason):
     if watch is None or watch.run_dir is None or not ddp.is_main and code in (None, 0, AGAIN):
         return
     with contextlib.suppress(OSError):   # a full disk is what is being reported, perhaps
+        os.makedirs(watch.run_dir, exist_ok=True)
         with open(os.path.join(watch.run_dir, f".status.json.{os.getpid()}.tmp"), "w") as f:
             json.dump({"code": code, "reason": reason, "step": watch.step}, f)
             f.flush()
@@ -1394,8 +1395,7 @@ def autocast(dtype, ddp):
 
 
 def grad_scaler(dtype, ddp):
-    """A GradScaler that scales for float16 and passes everything through otherwise. A step it skips
-    because of an overflow is its way of finding the scale, not a failure."""
+    """A GradScaler that scales for float16 and passes everything through otherwise."""
     return torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
 
 
@@ -1605,11 +1605,10 @@ def doctor(env):
         rows.append(f"PROBLEM: {e}")
     finally:
         _end_mpi(mpi)
-    if (master := env.get("MASTER_ADDR")) and not _resolve(master):
-        rows.append(f"PROBLEM: MASTER_ADDR={master} cannot be resolved here. Expected a host name "
+    if master := env.get("MASTER_ADDR"):
+        rows.append(f"MASTER_ADDR: {master} is {_resolve(master)}" if _resolve(master) else
+                    f"PROBLEM: MASTER_ADDR={master} cannot be resolved here. Expected a host name "
                     f"or address.")
-    elif master:
-        rows.append(f"MASTER_ADDR: {master} is {_resolve(master)}")
     versions = [f"Python {sys.version.split()[0]}", f"torch {torch.__version__}"]
     for name in ("numpy", "mpi4py", "intel-extension-for-pytorch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

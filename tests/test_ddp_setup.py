@@ -491,17 +491,19 @@ def test_what_cannot_be_read_as_a_checkpoint_is_refused_with_its_name(tmp_path):
 
 # ---------------------------------------------------------------- stop requests
 def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp_path, monkeypatch):
+    folder = tmp_path / "new"
+
     def status():
-        return json.loads((tmp_path / "status.json").read_text())
+        return json.loads((folder / "status.json").read_text())
 
     for cause, left, expected in (
             ("none", 3600, ""), ("deadline", -1, "DDP_DEADLINE is reached"),
-            ("file", 3600, f"{tmp_path}/STOP exists; remove it before the next start")):
+            ("file", 3600, f"{folder}/STOP exists; remove it before the next start")):
         monkeypatch.setenv("DDP_DEADLINE", str(time.time() + left))
         if cause == "file":
-            (tmp_path / "STOP").touch()
+            (folder / "STOP").touch()
         ddp = Ddp()
-        watch_run(ddp, tmp_path)
+        watch_run(ddp, folder, minutes=0)
         assert status() == {"code": None, "reason": "running", "step": None}
         assert stop_reason(ddp, 3) == expected
         close_run(ddp, 75, "because")
