@@ -450,7 +450,7 @@ class Guard:
     def tick(self, now):
         """See what time has brought, and give a sign of life."""
         self.me.heard = now
-        if self.watcher.lasted("exit", self.me.left, now) > EXIT:
+        if self.watcher.lasted("exit", self.me.left and not self.ended, now) > EXIT:
             self.fail(HANG, f"did not end within {EXIT:.0f} s after cleanup_ddp")
         if not self.verdict and (verdict := self.watcher.decide(now)):
             self.end_run(verdict)
