@@ -1472,6 +1472,10 @@ def _write_checkpoint(path, ddp, keep_last, state):
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+    handle = os.open(folder or ".", os.O_RDONLY)
+    with contextlib.suppress(OSError):   # some file systems cannot
+        os.fsync(handle)   # the rename itself must survive a power cut
+    os.close(handle)
 
 
 def describe_machine(ddp):
