@@ -39,6 +39,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import ssl
@@ -83,8 +84,8 @@ def main(argv=None):
         print("interrupted; the same command starts the unfinished part again", file=sys.stderr)
         return 130
     except (ValueError, RuntimeError, OSError) as error:
-        is_full = getattr(error, "errno", None) == errno.ENOSPC
-        advice = "; the disk is full. Make room and run the same command again" if is_full else ""
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        advice = "; the disk or a quota is full. Make room and run the same command again" if is_full else ""
         print(f"error: {error}{advice}", file=sys.stderr)
         return 2
 
@@ -194,16 +195,23 @@ class Input:
 
 
 def download_input(url, folder, max_sequences):
-    """([Input], release or None). Downloads the whole file, unless only its head is wanted."""
-    source, path = look_up(url), folder / Path(shown(url)).name
+    """([Input], release or None). Downloads the whole file, unless only its head is wanted.
+
+    A finished download needs no network: the passes may go on where there is none.
+    """
+    path = folder / Path(shown(url)).name
+    arrived = _Part(Source(url), path)
+    if arrived.finished:
+        return [Input.of_file(path)], arrived.note["release"]
+    source = look_up(url)
     streamed = Input(shown(url), source.size, lambda: open_stream(source))
     if max_sequences and path.suffix != ".pt":
         return [streamed], source.release
     folder.mkdir(exist_ok=True)
     if not path.exists() and source.size:
-        arrived = sum(entry.stat().st_size for entry in folder.iterdir())
         n_bytes, _ = estimate([streamed], None, 1)
-        check_disk(folder, n_bytes, max(0, source.size - arrived))
+        n_arrived = sum(entry.stat().st_size for entry in folder.iterdir())
+        check_disk(folder, n_bytes, max(0, source.size - n_arrived))
     download(source, path)
     return [Input.of_file(path)], source.release
 
@@ -451,6 +459,10 @@ def working_folder(folder):
             is_ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / "lock"))
         except (BlockingIOError, FileNotFoundError):    # held, or removed by a finished process
             is_ours = False
+        except OSError as error:                        # as on Lustre mounted without locks
+            _say(f"{folder.parent}: this disk has no locks ({error.strerror}). Start the making "
+                 f"of {folder.name} only once at a time.")
+            is_ours = True
         if not is_ours:
             raise RuntimeError(f"another process is making {folder} (it holds {partial / 'lock'}); "
                                f"expected none. Wait for it, or name another folder.")
@@ -531,7 +543,7 @@ def print_summary(folder, meta, report):
     config = "uniref50" if meta["sets"]["train"]["proteins"] > 1_000_000 else "cpu"
     print(f"{folder} is ready{release}. Next:\n"
           f"  python train_sedd_ddp.py --config configs/sedd_{config}.yaml "
-          f"--data {os.path.relpath(folder)} \\\n"
+          f"--data {shlex.quote(os.path.relpath(folder))} \\\n"
           f"    data.val_fraction={meta['val_fraction']} data.min_length={meta['min_length']}")
 
 
@@ -632,8 +644,7 @@ class _Part:
         except (OSError, ValueError):
             self.note = {}
         self.differences = [key for key, value in self.wanted.items()
-                            if self.note.get(key) != value
-                            and (key, value) != ("size", None)]     # the server may have said it
+                            if value not in (None, self.note.get(key))]
         self.finished = path.exists() and not self.differences
 
     @property

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +136,7 @@ def missing_data(data):
         return ""
     path = Path(data.file)
     problem = f"data.file {path} does not exist (relative to {Path.cwd()})."
-    if path.suffix in (".fasta", ".fa", ".faa", ".fas", ".gz", ".txt", ".seq", ".pt"):
+    if path.suffix.lower() in (".fasta", ".fa", ".faa", ".fas", ".gz", ".txt", ".seq", ".pt"):
         return f"{problem} Check the path."
     if os.path.exists(f"{path}.partial"):
         return f"{problem} Its preparing is not finished: give the same command of " \
@@ -150,7 +151,7 @@ def _prepare_command(data, folder):
     if data.val_fraction != PREPARED_VAL_FRACTION:
         options += f" --val_fraction {data.val_fraction}"
     options += f" --min_length {data.min_length}" if data.min_length != 1 else ""
-    return f"python prepare_uniref50.py {folder}{options}"
+    return f"python prepare_uniref50.py {shlex.quote(str(folder))}{options}"
 
 
 # ---- the plan of training ----
@@ -221,6 +222,7 @@ class BatchPlan:
         self.windows = max(1, int(self.expected / micro_batches / fewest_steps))
         per_unit = self.expected / micro_batches / self.windows
         per_unit += min(TAIL_BATCHES, per_unit / 8)
+        per_unit = min(per_unit, self.proteins / micro_batches / self.windows)
         self.window_steps = int(per_unit)
         self.steps_per_epoch = self.windows * self.window_steps
         if self.steps_per_epoch == 0:

@@ -554,7 +554,7 @@ def _all_x(words, lengths):
 # kind is "fasta" (whole records), "line" or "entry" (one sequence per line).
 
 def _texts(source, name, block_bytes):
-    if Path(name).suffix == ".pt":
+    if Path(name).suffix.lower() == ".pt":
         yield from _texts_of_pt(_checked(source), block_bytes)
         return
     opened = contextlib.nullcontext(source)
@@ -575,8 +575,8 @@ def _checked(path):
         raise ValueError(f"{path} is a directory; expected a file of sequences. Name the file "
                          f"inside it.")
     if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty (0 bytes); expected sequences. Was its download "
-                         f"interrupted?")
+        raise ValueError(f"{path} is empty (0 bytes), or a pipe; expected a file of sequences. Was "
+                         f"its download interrupted?")
     return path
 
 
@@ -600,7 +600,7 @@ def _unpacked(name, stream, size):
     """
     data = stream.read(size)
     if data[:2] != b"\x1f\x8b":
-        if data and Path(name).suffix == ".gz":
+        if data and Path(name).suffix.lower() == ".gz":
             raise ValueError(f"{name} is not gzip: it begins with {data[:4]!r}; expected "
                              f"b'\\x1f\\x8b'. Was an error page saved in its place? If it is "
                              f"plain text, remove .gz from its name.")
@@ -690,7 +690,7 @@ def _kind_of_text(name, beginning):
     first = beginning.lstrip()
     if first[:1] == b">":
         return "fasta"
-    if Path(Path(name).name.removesuffix(".gz")).suffix in (".txt", ".seq"):
+    if Path(Path(name).name.lower().removesuffix(".gz")).suffix in (".txt", ".seq"):
         return "line"
     line = 1 + beginning.count(b"\n", 0, len(beginning) - len(first))
     raise ValueError(f"{name}, line {line}: found {first.splitlines()[0][:20]!r}; expected '>', "
