@@ -85,8 +85,8 @@ def main(argv=None):
         return 130
     except (ValueError, RuntimeError, OSError) as error:
         is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        advice = "; the disk or a quota is full. Make room and run the same command again" if is_full else ""
-        print(f"error: {error}{advice}", file=sys.stderr)
+        advice = "; disk or quota is full. Make room and run the same command again"
+        print(f"error: {error}{advice if is_full else ''}", file=sys.stderr)
         return 2
 
 
@@ -166,7 +166,7 @@ class Input:
     @classmethod
     def of_file(cls, path):
         size = path.stat().st_size if path.is_file() else 0
-        if path.suffix == ".pt" or not size:
+        if path.suffix.lower() == ".pt" or not size:
             return cls(str(path), size, None)
         return cls(str(path), size, lambda: open(path, "rb"))
 
@@ -205,7 +205,7 @@ def download_input(url, folder, max_sequences):
         return [Input.of_file(path)], arrived.note["release"]
     source = look_up(url)
     streamed = Input(shown(url), source.size, lambda: open_stream(source))
-    if max_sequences and path.suffix != ".pt":
+    if max_sequences and path.suffix.lower() != ".pt":
         return [streamed], source.release
     folder.mkdir(exist_ok=True)
     if not path.exists() and source.size:
@@ -220,7 +220,7 @@ def estimate(inputs, max_sequences, min_length):
     """About how many (bytes, sequences) the inputs hold, from the head of each."""
     total, left = np.zeros(2), max_sequences or math.inf
     for entry in inputs:
-        if Path(entry.name).suffix == ".pt":
+        if Path(entry.name).suffix.lower() == ".pt":
             found = np.array([entry.size, entry.size / PT_BYTES])
         else:
             found = sample_head(entry, left, min_length)

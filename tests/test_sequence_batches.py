@@ -229,10 +229,12 @@ def test_too_few_proteins_are_refused_with_numbers_that_work():
         plan_of([5, 6, 7], 50, 4, batch_size=4)
 
 
-def test_a_set_of_a_few_proteins_gives_every_lane_something_in_every_step():
-    steps = steps_of(plan_of([5, 6, 7, 9], 50, 2, batch_size=2))
-    assert len(steps) == 1 and len(steps[0]) == 2
-    assert all(len(keys) for keys, _, _ in steps[0])
+@pytest.mark.parametrize("lengths, micro_batches, size, n_steps", [
+    ([5, 6, 7, 9], 2, 2, 1), ([30] * 60, 1, 1, 60)], ids=["few proteins", "one protein a batch"])
+def test_every_lane_has_a_protein_in_every_step(lengths, micro_batches, size, n_steps):
+    steps = steps_of(plan_of(lengths, 50, micro_batches, batch_size=size))
+    assert len(steps) == n_steps and all(len(step) == micro_batches for step in steps)
+    assert all(width > 1 for step in steps for _, _, width in step)     # 1: nothing was left
 
 
 @pytest.mark.parametrize("arguments", [
