@@ -230,19 +230,19 @@ def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_down
     assert path.read_bytes() == DATA
 
 
-def test_a_finished_download_needs_neither_network_nor_list(web, tmp_path, monkeypatch):
-    web.files["/u/RELEASE.metalink"] = metalink()
-    found = [prepare_uniref50.download_input(web.url, tmp_path, None)]
+def test_a_finished_download_needs_neither_network_nor_list(web, tmp_path):
+    one, other = (gzip.compress(b">a\n%b\n" % letters, mtime=0) for letters in (b"MKV", b"MKVLA"))
+
+    def download_input(data, url):
+        web.files = {"/u/uniref50.fasta.gz": data,
+                     "/u/RELEASE.metalink": metalink(hashlib.md5(data).hexdigest(), len(data))}
+        (entry,), release = prepare_uniref50.download_input(url, tmp_path, None)
+        assert Path(entry.name).read_bytes() == data and release == "2025_04"
+    download_input(one, web.url)
     web.asked.clear()
-    found.append(prepare_uniref50.download_input(web.url, tmp_path, None))
-    for (entry,), release in found:
-        assert Path(entry.name).read_bytes() == DATA and release == "2025_04"
+    download_input(one, web.url)
     assert web.asked == []
-    other = f"{web.url}?version=2"                      # of the same name, but another file
-    web.files["/u/uniref50.fasta.gz"] = OTHER
-    web.files["/u/RELEASE.metalink"] = metalink(hashlib.md5(OTHER).hexdigest(), len(OTHER))
-    (entry,), _ = prepare_uniref50.download_input(other, tmp_path, None)
-    assert Path(entry.name).read_bytes() == OTHER
+    download_input(other, f"{web.url}?version=2")       # of the same name, but another file
 
 
 def test_a_part_is_continued_though_its_list_cannot_be_read_now(web, path):
