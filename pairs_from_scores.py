@@ -67,7 +67,7 @@ def read_rows(path):
     try:
         text = path.read_bytes().decode("utf-8-sig")
         dialect = "excel-tab" if "\t" in text.partition("\n")[0] else "excel"
-        rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect)
+        rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect, skipinitialspace=True)
         found = [(rows.line_num, row) for row in rows]
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
@@ -142,7 +142,9 @@ def main(argv):
         for (structure, chain, context), scores in designs.items():
             chains = ({"design_chains": [chain], "fixed_chains": list(context)} if context else
                       {"chain_id": chain})
-            relative = os.path.relpath(structure, args.pairs.absolute().parent)
+            folder, name = os.path.split(structure)   # a link that leads elsewhere has another ".."
+            relative = os.path.relpath(os.path.join(os.path.realpath(folder), name),
+                                       os.path.realpath(args.pairs.parent))
             room = args.per_structure and args.per_structure - counts[structure]
             found = make_pairs(scores, args.margin, room, args.lower_is_better)
             counts[structure] += len(found)

@@ -18,7 +18,6 @@ cpu_linear.py; only load and save touch files.
 Source: Dauparas et al. 2022, Science 378, 49; published code and weights:
 github.com/dauparas/ProteinMPNN.
 """
-import math
 import os
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) lie 
              "vanilla_model_weights and soluble_model_weights of github.com/dauparas/ProteinMPNN.")
 MESSAGE_SCALE = 30              # divides each sum over neighbours, whatever their number
 MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32 would overflow
-MAX_EDGES, MAX_HIDDEN, MAX_LAYERS = 10_000, 2_048, 100  # of a file; published models: 48, 128, 3
 N_CLASSES = 66                  # residue offsets -32 .. 32, and 65 = another chain
 MAX_OFFSET = 32
 N_RBF = 16
@@ -106,9 +104,8 @@ class ProteinMPNN(nn.Module):
             residue_idx: (B, L) int64.
             chain_id:    (B, L) int64, 1, 2, ... and 0 = padding.
         Returns: Graph.
-        Raises: ValueError for other shapes and dtypes, and for resolved residues that are padding
-            or not finite (values are checked on the CPU only: elsewhere that would stall the
-            device).
+        Raises: ValueError for other shapes, and for resolved residues that are padding or not
+            finite (values are checked on the CPU only: elsewhere that would stall the device).
         """
         return neighbour_graph(X, mask, residue_idx, chain_id, self.num_edges)
 
@@ -209,13 +206,14 @@ class ProteinMPNN(nn.Module):
             return_probs: return as well what the letters were drawn from.
         Returns: S (M, L); `decode` with the same order gives its log-probabilities. With
             return_probs (S, probs), probs (M, L, 21), 0 where nothing is drawn.
-        Raises: ValueError for shapes that do not fit, ties of drawn and kept positions, positions
+        Raises: ValueError for a temperature below 0, ties of drawn and kept positions, positions
             with no letter left.
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
         (M, L), V, device = S.shape, len(ALPHABET), S.device
         bias = torch.as_tensor(bias, device=device)
-        check_sampling(chain_M, temperature, bias, omit, tied_weights, pssm, (M, L, V))
+        if not 0 <= temperature <= MAX_TEMPERATURE:
+            raise ValueError(f"temperature is {temperature}; expected 0 to {MAX_TEMPERATURE:g}.")
         chain_M = chain_M.bool().expand(M, L)
         draw = chain_M & of_structures(encoding.mask, structure)
         groups = tied_groups(tied, chain_M, draw)
@@ -477,14 +475,10 @@ def gaussians(distance):
 
 
 def check_structure(X, mask, residue_idx, chain_id):
-    if X.dim() != 4 or X.shape[2:] != (4, 3) or not X.is_floating_point():
-        raise ValueError(f"X is {tuple(X.shape)} {X.dtype}; expected (B, L, 4, 3) floating point: "
-                         "N, CA, C, O.")
-    for name, x in (("mask", mask), ("residue_idx", residue_idx), ("chain_id", chain_id)):
-        if x.shape != X.shape[:2] or name != "mask" and x.dtype != torch.int64:
-            kind = ", 1 = resolved" if name == "mask" else " torch.int64"
-            raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype}; expected {tuple(X.shape[:2])}"
-                             f"{kind}, as X is {tuple(X.shape)}.")
+    others = [tuple(x.shape) for x in (mask, residue_idx, chain_id)]
+    if X.shape[2:] != (4, 3) or any(shape != X.shape[:2] for shape in others):
+        raise ValueError(f"X is {tuple(X.shape)}; mask, residue_idx and chain_id are {others}; "
+                         "expected (B, L, 4, 3), of N, CA, C, O, and (B, L).")
     if X.device.type == "cpu":
         resolved = mask.bool()
         if not X[resolved].isfinite().all():
@@ -638,43 +632,17 @@ def mean_in_groups(x, groups):
 def check_sequences(encoding, S, decoding_order, structure):
     """Return structure (M,), filled in where it was left out; ValueError for what does not fit."""
     (B, L), M = encoding.mask.shape, len(S)
-    for name, x in (("S", S), ("decoding_order", decoding_order)):
-        if x.shape != (M, L) or x.dtype != torch.int64:
-            raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype}; expected ({M}, {L}) "
-                             "torch.int64, one row per sequence, as long as the structures.")
     if structure is None and B in (1, M):
         structure = torch.arange(M, device=S.device) if B == M else S.new_zeros(M)
-    if structure is None or structure.shape != (M,) or structure.dtype != torch.int64:
-        found = structure if structure is None else tuple(structure.shape)
-        raise ValueError(f"structure is {found} for {M} sequences on {B} structures; expected "
-                         f"({M},) torch.int64, the row of each one's structure.")
-    if S.device.type == "cpu":
-        for name, x, n in (("S", S, len(ALPHABET)), ("structure", structure, B)):
-            if ((x < 0) | (x >= n)).any():
-                raise ValueError(f"{name} has values {int(x.min())} to {int(x.max())}; expected 0 "
-                                 f"to {n - 1}.")
-        if not torch.equal(decoding_order.sort(1).values, torch.arange(L).expand(M, L)):
-            raise ValueError(f"decoding_order is no permutation; expected each of 0 to {L - 1} "
-                             "once per row.")
+    found = [None if x is None else tuple(x.shape) for x in (S, decoding_order, structure)]
+    if found != [(M, L), (M, L), (M,)]:
+        raise ValueError(f"S, decoding_order and structure are {found}; expected ({M}, {L}), "
+                         f"({M}, {L}) and ({M},), the row of each one's structure among {B}.")
+    if S.device.type == "cpu" and not torch.equal(decoding_order.sort(1).values,
+                                                  torch.arange(L).expand(M, L)):
+        raise ValueError(f"decoding_order is no permutation; expected each of 0 to {L - 1} once "
+                         "per row.")
     return structure
-
-
-def check_sampling(chain_M, temperature, bias, omit, tied_weights, pssm, shape):
-    """ValueError unless arguments of `sample` fit `shape`, (M, L, V)."""
-    M, L, V = shape
-    broadcasts = bias.dim() <= 3 and all(
-        n in (1, size) for n, size in zip(bias.shape[::-1], shape[::-1]))
-    if chain_M.shape not in ((M, L), (1, L)) or not broadcasts or set(omit) - set(ALPHABET) or (
-            not 0 <= temperature <= MAX_TEMPERATURE):
-        raise ValueError(f"chain_M is {tuple(chain_M.shape)}, temperature {temperature}, bias "
-                         f"{tuple(bias.shape)}, omit {omit!r}; expected ({M}, {L}) or (1, {L}), a "
-                         f"number from 0 to {MAX_TEMPERATURE:g}, a shape that broadcasts to "
-                         f"({M}, {L}, {V}), and letters of {ALPHABET}.")
-    found = [] if pssm is None else [tuple(x.shape) for x in pssm]
-    n_weights = L if tied_weights is None else len(tied_weights)
-    if found not in ([], [(L, 1), (L, V), (L, V)]) or n_weights != L:
-        raise ValueError(f"tied_weights has {n_weights} numbers, pssm {found}; expected {L}, and "
-                         f"({L}, 1), ({L}, {V}), ({L}, {V}).")
 
 
 def check_letters_left(bias, pssm, draw):
@@ -723,7 +691,19 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
 
     Raises: ValueError with `name` for anything else.
     """
-    num_edges, noise_level, weights = check_checkpoint(checkpoint, name)
+    keys = ("num_edges", "noise_level", "model_state_dict")
+    found = [str(key) for key in checkpoint] if isinstance(checkpoint, dict) else [
+        f"a {type(checkpoint).__name__}"]
+    if not set(keys) <= set(found):
+        raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}, as "
+                         f"best_model.pt of a run does. {PUBLISHED}")
+    num_edges, noise_level, weights = (checkpoint[key] for key in keys)
+    if type(num_edges) is not int or num_edges < 1 or type(noise_level) not in (int, float) or (
+            not isinstance(weights, dict)
+            or not all(torch.is_tensor(x) and x.is_floating_point() for x in weights.values())):
+        raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r} and "
+                         f"model_state_dict, a {type(weights).__name__}; expected an int above 0, "
+                         "Angstrom, and a dict of floating-point tensors.")
     weights = {key.removeprefix("module."): value for key, value in weights.items()}
     other = None
     if any(key.startswith("context_encoder_layers.") for key in weights):
@@ -736,10 +716,10 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
     hidden_size = weights["W_e.bias"].numel() if "W_e.bias" in weights else 128
     n_layers = [len({key.split(".")[1] for key in weights if key.startswith(part)})
                 for part in ("encoder_layers.", "decoder_layers.")]
-    if not 1 <= hidden_size <= MAX_HIDDEN or not all(1 <= n <= MAX_LAYERS for n in n_layers):
-        raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size:,} numbers, "
-                         f"and it has {n_layers[0]} + {n_layers[1]} layers; expected 1 to "
-                         f"{MAX_HIDDEN:,} and 1 to {MAX_LAYERS}. {PUBLISHED}")
+    if not all((hidden_size, *n_layers)):
+        raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size} numbers, "
+                         f"and it has {n_layers[0]} + {n_layers[1]} layers; expected some. "
+                         f"{PUBLISHED}")
     # Not on the device "meta", whose first use imports a compiler for more than a second.
     model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
                                n_encoder=n_layers[0], n_decoder=n_layers[1], dropout=dropout,
@@ -757,33 +737,6 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
                          f"({len(problems)} differences): {'; '.join(problems[:8])}. {PUBLISHED}")
     model.load_state_dict(weights)
     return model
-
-
-def check_checkpoint(checkpoint, name):
-    """num_edges, noise_level and tensors by name of a checkpoint, or ValueError."""
-    keys = ("num_edges", "noise_level", "model_state_dict")
-    found = [str(key) for key in checkpoint] if isinstance(checkpoint, dict) else [
-        f"a {type(checkpoint).__name__}"]
-    if not set(keys) <= set(found):
-        raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}. "
-                         f"{PUBLISHED}")
-    num_edges, noise_level, weights = (checkpoint[key] for key in keys)
-    if type(num_edges) is not int or not 1 <= num_edges <= MAX_EDGES or (
-            type(noise_level) not in (int, float) or not 0 <= noise_level < math.inf):
-        raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r}; "
-                         f"expected an int from 1 to {MAX_EDGES:,} and a number of Angstrom.")
-    if not isinstance(weights, dict):
-        raise ValueError(f"model_state_dict of {name} is {type(weights).__name__}; expected a dict "
-                         "of tensors.")
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    for key, value in weights.items():
-        is_tensor = torch.is_tensor(value)
-        if type(key) is not str or not is_tensor or value.layout != torch.strided or (
-                value.dtype not in dtypes):
-            kind = f"{value.layout} {value.dtype}" if is_tensor else type(value).__name__
-            raise ValueError(f"model_state_dict of {name} has {key!r}: {kind}; expected a dict of "
-                             "tensors by name, dense, of 16, 32 or 64 bit floating point.")
-    return num_edges, noise_level, weights
 
 
 def to_checkpoint(model, **extra):

@@ -150,16 +150,16 @@ def _parse_pdb(text):
                 re.fullmatch(number, line[i:i + 8], re.IGNORECASE) for i in (30, 38, 46)):
             raise ValueError(f"found {line.decode('latin-1')[:54]!r}; expected a residue number in "
                              "columns 23 to 26 and coordinates in columns 31 to 54")
-    # Two chains without a name that restart their numbers would become one, the second lost. Models
-    # restart them by intent, so only the first is looked at.
+    # Of two chains with one name, or none, the second would be lost without a word. Models repeat
+    # residues by intent, so only the first is looked at; so do alternatives (column 17).
     first_model = re.split(rb"^ENDMDL", text, flags=re.MULTILINE)[0]
-    atoms = re.findall(rb"^ATOM[^\r\n]*", first_model, re.MULTILINE)
-    nameless = [place for place, _ in itertools.groupby(
-        line[22:27] for line in atoms if line[21:22] == b" ")]
-    if len(set(nameless)) < len(nameless):
-        again = next(place for i, place in enumerate(nameless) if place in nameless[:i])
-        raise ValueError(f"residue {again.decode('latin-1').strip()} comes again in a chain "
-                         "without a name; expected names in column 22, which keep chains apart")
+    seen = set()
+    for place in re.findall(rb"^ATOM.{8} CA  .{4}(.{6})", first_model, re.MULTILINE):
+        if place in seen:
+            residue = " ".join(place.decode("latin-1").split())
+            raise ValueError(f"residue {residue} comes twice; expected a name of its own for each "
+                             "chain, in column 22, which keeps chains apart")
+        seen.add(place)
     # A letter in column 21 would become part of the chain's name.
     lines = [line[:20] + b" " + line[21:] for line in lines]
     return gemmi.read_pdb_string(b"\n".join(lines) + b"\n")
@@ -778,11 +778,8 @@ def split_pairs(pairs, val_fraction, seed):
         val_fraction: above 0 and below 1.
         seed:         int.
     Returns: two lists of pairs, train and val, in their order, and the text of a warning or None.
-    Raises: ValueError for another fraction, and where all pairs of a single structure are linked.
+    Raises: ValueError where all pairs of a single structure are linked.
     """
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"found val_fraction = {val_fraction}; expected more than 0 and less than "
-                         "1, such as 0.1.")
     groups = np.array([pair.complex.structure.key for pair in pairs], np.int64)
     by_sequence = len(set(groups.tolist())) == 1
     if by_sequence:
@@ -882,11 +879,10 @@ class EpochPlan:
 
     def __init__(self, pairs, seed, epoch, micro_batches, batch_size):
         n = len(pairs)
-        if micro_batches < 1 or batch_size < 1 or n < micro_batches:
-            raise ValueError(f"found {n:,} pairs, {micro_batches:,} micro-batches per step (ranks "
-                             f"x accumulation), batch_size {batch_size:,}; expected at least 1 of "
-                             "each, and a pair for each micro-batch. Use fewer ranks or less "
-                             "accumulation, or give more pairs.")
+        if n < micro_batches:
+            raise ValueError(f"found {n:,} pairs for {micro_batches:,} micro-batches per step "
+                             "(ranks x accumulation); expected a pair for each. Use fewer ranks or "
+                             "less accumulation, or give more pairs.")
         self.n_steps = min(-(-n // (micro_batches * batch_size)), n // micro_batches)
         n_pieces = self.n_steps * micro_batches
         shuffled = np.argsort(_random_words(n, FOR_PAIRS, seed, epoch), kind="stable")
@@ -908,8 +904,6 @@ class EpochPlan:
 
     def global_batch(self, step):
         """The micro-batches of a step: list of int64 arrays of indices into pairs."""
-        if not 0 <= step < self.n_steps:
-            raise ValueError(f"found step {step} of the epoch; expected 0 to {self.n_steps - 1}.")
         return [self.pieces[k] for k in self.steps[step]]
 
 
@@ -932,10 +926,7 @@ def eval_batches(pairs, batch_size):
 
     Returns: list of int64 index arrays, each pair in exactly one, longest first, complexes
         together.
-    Raises: ValueError for a batch_size below 1.
     """
-    if batch_size < 1:
-        raise ValueError(f"found batch_size = {batch_size}; expected at least 1.")
     order = sorted(range(len(pairs)),
                    key=lambda i: (-len(pairs[i].complex), pairs[i].complex.key, i))
     return [np.array(order[first:first + batch_size], np.int64)

@@ -25,7 +25,8 @@ def test_the_pairs_are_those_that_training_reads(shared, tmp_path, capsys):
     first = [e for e in entries if e["pdb_file"] == entries[0]["pdb_file"]][:2]
     structure = shared / "data" / first[0]["pdb_file"]
     (tmp_path / "in").mkdir()
-    (tmp_path / "out").mkdir()
+    (tmp_path / "scratch" / "mine").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "scratch" / "mine")
     (tmp_path / "in" / structure.name).write_bytes(structure.read_bytes())
     sequences = list(dict.fromkeys(e[key] for e in first
                                    for key in ("preferred_seq", "unpreferred_seq")))
@@ -63,7 +64,7 @@ def test_context_chains_become_fixed_chains_and_jsonl_has_a_pair_per_line(tmp_pa
     (tmp_path / "x.pdb").write_text("")
     rows = [f"x.pdb,{text},{score},A,{context}\n" for context in ("B C", "", "C  B")
             for text, score in (("AAA", 1), ("CCC", 2))]
-    (tmp_path / "t.csv").write_text("pdb,sequence,score,chain,context\n" + "".join(rows))
+    (tmp_path / "t.csv").write_text("pdb, sequence, score, chain, context\n" + "".join(rows))
     assert main([str(tmp_path / "t.csv"), str(tmp_path / "p.jsonl")]) == 0
     chains = [{key: entry[key] for key in entry if "chain" in key}
               for entry in map(json.loads, (tmp_path / "p.jsonl").read_text().splitlines())]
