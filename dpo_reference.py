@@ -123,10 +123,6 @@ def stack(parts):
     return type(parts[0])(*out)
 
 
-def bytes_of(tensors):
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
 class Reference:
     """The base weights on the device, and what they make of each complex: its graph (what the
     network sees) and its encoding. Both are made once per complex and kept while there is room."""
@@ -143,10 +139,10 @@ class Reference:
         found = self.cache.pop((kind, complex.key), None)
         if found is None:
             found = make()
-            self.room -= bytes_of(found)
+            self.room -= sum(x.nbytes for x in found)
         self.cache[kind, complex.key] = found   # the last used stands last
         while self.room < 0 and len(self.cache) > 1:
-            self.room += bytes_of(self.cache.pop(next(iter(self.cache))))
+            self.room += sum(x.nbytes for x in self.cache.pop(next(iter(self.cache))))
         return found
 
     def graph(self, complex):

@@ -102,8 +102,9 @@ def read_structure(path):
     ATOM records count, and HETATM records of MSE, which are read as M. A residue of another name
     than the 20 is X and keeps its coordinates. Of atoms with one name in one residue the first
     counts, and so does its first residue name: alternative locations and models are merged, the
-    first winning. Nucleic acids become X rows without coordinates. mmCIF is read by author names
-    and numbers, which are those of the PDB file.
+    first winning. A residue that a PDB file repeats without these is refused. Nucleic acids become
+    X rows without coordinates. mmCIF is read by author names and numbers, which are those of the
+    PDB file.
     Source: parse_PDB_biounits of github.com/dauparas/ProteinMPNN.
 
     Args:

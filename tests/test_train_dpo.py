@@ -233,7 +233,7 @@ def test_a_batch_scores_each_distinct_sequence_once_and_only_designed_resolved_r
             assert batch["S"][row, n:len(pair.complex)].tolist() == pair.complex.S[n:].tolist()
 
 
-def sizes(config, **more):
+def sizes(config):
     """(policy, Reference, pairs) of small_pairs; the policy differs everywhere."""
     pairs, model = small_pairs(), random_proteinmpnn(1, **SMALL)
     policy, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
@@ -671,12 +671,6 @@ def test_scores_under_the_reference_are_kept_on_disk_for_orders_that_stay(tmp_pa
     assert capsys.readouterr().out.count("computed, kept in") == 2
 
 
-def test_little_room_for_structures_changes_nothing(tmp_path):
-    run(tiny(), tmp_path / "a")
-    run(tiny(memory__structure_cache_mb=0), tmp_path / "b")
-    same_run(tmp_path / "a", tmp_path / "b")
-
-
 @pytest.mark.parametrize("name, beta", [("simpo", 2), ("ipo", 0.1)])
 def test_other_losses_train(tmp_path, name, beta):
     result = run(tiny(loss__name=name, loss__beta=beta, training__n_iters=25), tmp_path / "w")
@@ -685,8 +679,10 @@ def test_other_losses_train(tmp_path, name, beta):
     assert (tmp_path / "w" / "reference").exists() == (name == "ipo")       # simpo has none
 
 
-def test_mixed_precision_trains_near_float32_with_a_step_0_in_float32(tmp_path, capsys):
+def test_little_room_changes_nothing_and_mixed_precision_little_and_not_step_0(tmp_path, capsys):
     run(tiny(), tmp_path / "a")
+    run(tiny(memory__structure_cache_mb=0), tmp_path / "little")
+    same_run(tmp_path / "a", tmp_path / "little")
     run(tiny(memory__mixed_precision="bfloat16"), tmp_path / "b")
     assert "bfloat16 (asked for" in capsys.readouterr().out
     a, b = rows(tmp_path / "a"), rows(tmp_path / "b")
