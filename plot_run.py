@@ -69,12 +69,16 @@ def running_mean(values):
 
 
 def draw(runs, path):
-    """Draw {name: rows} into a PNG at `path`. Raises: ImportError without matplotlib."""
+    """Draw {name: rows} into a PNG at `path`. Raises: ValueError where nothing can be drawn,
+    ImportError without matplotlib."""
+    panels = [panel for panel in PANELS if any(points(rows, key) for rows in runs.values()
+                                               for key in panel[2])]
+    if not panels:
+        raise ValueError(f"{', '.join(runs)}: found none of the metrics that are drawn; expected "
+                         "those of docs/metrics.md.")
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    panels = [panel for panel in PANELS if any(points(rows, key) for rows in runs.values()
-                                               for key in panel[2])]
     columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     height = math.ceil(len(panels) / columns)
     figure, axes = pyplot.subplots(height, columns, figsize=(5.5 * columns, 3.2 * height),

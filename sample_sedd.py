@@ -25,6 +25,7 @@ if __name__ == "__main__":   # starts this command again as the rank, and stays 
     ddp_guard.supervise()
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -41,7 +42,7 @@ from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, beat, print0, se
 from run_config import Parser
 from run_script import add_launch_arguments, hand_over
 from sedd_diffusion import sample
-from sedd_eval import BoundEstimator, draw_lengths
+from sedd_eval import BoundEstimator, draw_lengths, perplexity
 from sedd_files import export_sedd, load_sedd
 from sequence_batches import eval_batches
 from sequence_data import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator, keyed_seed,
@@ -111,7 +112,7 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
                            predictor=predictor, fixed=(given.clamp(min=0), kept),
                            forbidden=(X_ID,), mask=real, device=ddp.device,
                            generator=keyed_generator(seed, "sample", number),
-                           on_step=on_step and (lambda step, xt: on_step(len(mine) * steps)))
+                           on_step=on_step and (lambda step, xt: on_step(len(mine) * (steps + 1))))
         out[torch.from_numpy(indices), :width] = drawn.cpu()
     out = all_sum(out, ddp).numpy()
     return [decode(row[:n]) for row, n in zip(out, lengths)]
@@ -312,11 +313,11 @@ def read_variants(path, sequence):
 
     Raises: ValueError naming the line, also where the sequence has another letter."""
     found = []
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
-        words = re.split(r"[\s,;:+/]+", line.partition("#")[0].strip())
+        words = re.findall(r"[^\s,;:+/]+", line.partition("#")[0])
         changes = []
-        for word in words if words != [""] else ():
+        for word in words:
             parts = re.fullmatch(rf"([{AMINO_ACIDS}])(\d+)([{AMINO_ACIDS}])", word.upper())
             place = int(parts[2]) - 1 if parts else -1
             if not parts or not 0 <= place < len(sequence) or sequence[place] != parts[1]:
@@ -385,10 +386,10 @@ def read_arguments(argv):
     """The options. Raises ValueError for those that do not fit together."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    tasks = [name for name in ("scaffold", "infill", "score", "export") if getattr(args, name)]
-    if len(tasks) > 1 or args.length and tasks:
-        names = " and ".join(f"--{name}" for name in tasks + ["length"] * bool(args.length))
-        raise ValueError(f"found {names}; expected one of them.")
+    tasks = [f"--{name}" for name in ("length", "scaffold", "infill", "score", "export")
+             if getattr(args, name)]
+    if len(tasks) > 1:
+        raise ValueError(f"found {' and '.join(tasks)}; expected one of them.")
     task = "score" if args.score else "export" if args.export else "drawing"
     for other, names in ONLY_WITH.items():
         useless = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
@@ -401,9 +402,9 @@ def read_arguments(argv):
         for other in others:
             if getattr(args, one) and getattr(args, other) != parser.get_default(other):
                 raise ValueError(f"found --{one} and --{other}; expected one of them.")
-    if args.report and (args.out is None or args.infill):
-        raise ValueError("--report writes a picture beside --out, of samples without a template "
-                         "file; expected --out FILE and no --infill.")
+    if args.report and (args.out is None or args.out.suffix == ".png" or args.infill):
+        raise ValueError("--report writes a picture, NAME.png, beside --out, of samples without a "
+                         "template file; expected --out NAME.fasta and no --infill.")
     for name in ("number", "steps", "samples", "tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -413,13 +414,17 @@ def read_arguments(argv):
 
 
 def check_files(args):
-    """Refuse files that are not there. Raises ValueError."""
+    """Refuse files that cannot be read or written. Raises ValueError."""
     for path in (args.infill, args.score, args.mutations, args.report):
         if path is not None and not path.is_file():
             raise ValueError(f"there is no file {path}.")
-    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
-        raise ValueError(f"--out {args.out} is a folder, or in one that is missing; expected the "
-                         "name of a file in a folder that exists.")
+    if args.report:   # it is read when the samples are there: so say now that it is no FASTA
+        next(named_sequences(args.report))
+    out = args.out   # a device, such as /dev/null, would be replaced by a file
+    if out is not None and (out.exists() and not out.is_file()
+                            or not out.absolute().parent.is_dir()):
+        raise ValueError(f"--out {out} is a folder or a device, or in a folder that is missing; "
+                         "expected the name of a file in a folder that exists.")
 
 
 def run(args, ddp):
@@ -510,24 +515,13 @@ def progress_bar(ddp, unit):
         yield bar
 
 
-def blocks(named):
-    """Lists of up to BLOCK items."""
-    block = []
-    for item in named:
-        block.append(item)
-        if len(block) == BLOCK:
-            yield block
-            block = []
-    if block:
-        yield block
-
-
 def score_file(sedd, args, how, write):
     """Write a table of bounds; at the end the total, on standard error."""
     totals = np.zeros(4)   # residues, bound, variance, unigram
     head = "name\tlength\tnats\tnats_per_residue\tstandard_error\tunigram_nats\n"
+    named = named_sequences(args.score)
     with progress_bar(how["ddp"], "sequences") as bar:
-        for block in blocks(named_sequences(args.score)):
+        while block := list(itertools.islice(named, BLOCK)):
             texts = [scorable(name, text, sedd, args) for name, text in block]
             scores = score_sequences(sedd, texts, args.samples, args.window, **how)
             lines = [head]
@@ -544,11 +538,11 @@ def score_file(sedd, args, how, write):
     if not n:
         raise ValueError(f"{args.score} has no residue that counts: X alone.")
     mean, error = bound / n, math.sqrt(variance) / n
-    low, high = (math.exp(mean + side * INTERVAL * error) for side in (-1, 1))
+    low, high = (perplexity(mean + side * INTERVAL * error) for side in (-1, 1))
     print0(how["ddp"], f"{n:,.0f} residues: bound {mean:.4f} nats per residue (standard error "
-                       f"{error:.4f}), perplexity {math.exp(mean):.3f} (95 %: {low:.3f} to "
-                       f"{high:.3f}, of the noise drawn); unigram {unigram / n:.4f}, "
-                       f"{math.exp(unigram / n):.3f}", file=sys.stderr)
+                       f"{error:.4f}), perplexity {perplexity(mean)} (95 %: {low} to {high}, "
+                       f"of the noise drawn); unigram {unigram / n:.4f}, "
+                       f"{perplexity(unigram / n)}", file=sys.stderr)
 
 
 def scorable(name, text, sedd, args):

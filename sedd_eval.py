@@ -234,6 +234,12 @@ def write_samples(run, ddp):
     write_text_atomic(run.work_dir / "samples" / f"step_{step}.fasta", text)
 
 
+def perplexity(nats):
+    """exp(nats) as a text, of nats per residue; beyond what a float holds, the largest."""
+    value = math.exp(min(nats, 700.0))
+    return f"{value:.3f}" if value < 1e5 else f"{value:.3e}"
+
+
 def result_lines(result, progress, folder):
     """What a person wants to know at the end: a table of bounds, and where things are."""
     lines = []
@@ -244,9 +250,7 @@ def result_lines(result, progress, folder):
             rows.append(("exact, of the source", result["val/exact"]))
         lines.append("  the same validation proteins under   nats per residue   perplexity")
         for name, nats in rows:
-            perplexity = math.exp(min(nats, 700.0))
-            text = f"{perplexity:.3f}" if perplexity < 1e5 else f"{perplexity:.3e}"
-            lines.append(f"    {name:<33} {nats:>15.4f} {text:>12}")
+            lines.append(f"    {name:<33} {nats:>15.4f} {perplexity(nats):>12}")
         if "val/standard_error" in result:
             lines.append("    (no model can be below the exact value; standard error "
                          f"{result['val/standard_error']:.4f})")

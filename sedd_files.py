@@ -7,6 +7,7 @@
 
 Nothing but tensors and plain types is read. Folders need the package safetensors.
 """
+import functools
 import json
 import os
 import shutil
@@ -129,21 +130,29 @@ def noise_of(section):
         raise ValueError(f"config: noise.{e}") from None
 
 
-def read_file(path):
-    """The dict in a file of torch.save. Raises ValueError or OSError."""
+def read_tensors(path, load):
+    """What load(path) returns. Raises ValueError or OSError."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        return load(path)
     except OSError:
         raise
-    except Exception as e:   # torch raises half a dozen kinds for a damaged file
+    except Exception as e:   # half a dozen kinds, for a damaged file
         reason = (str(e).splitlines() or [""])[0]
-        raise ValueError(f"cannot read {path} ({type(e).__name__}: {reason}). Expected a "
-                         "checkpoint of train_sedd_ddp.py or in the published layout, of tensors "
-                         "and plain types.") from None
+        raise ValueError(f"cannot read {path} ({type(e).__name__}: {reason}). Expected a whole "
+                         "checkpoint of train_sedd_ddp.py, an exported folder, or a file in the "
+                         "published layout, of tensors and plain types.") from None
+
+
+def read_file(path):
+    """The dict in a file of torch.save. Raises ValueError or OSError."""
+    state = read_tensors(path, functools.partial(torch.load, map_location="cpu",
+                                                 weights_only=True))
     weights = state.get("model", state) if isinstance(state, dict) else {}
-    if not isinstance(weights, dict) or not any("vocab_embed" in str(name) for name in weights):
-        raise ValueError(f"{path} holds no SEDD model. Expected a checkpoint of "
-                         "train_sedd_ddp.py, an exported folder, or the published layout.")
+    embedding = "vocab_embed.embedding"
+    if not isinstance(weights, dict) or not {embedding, f"module.{embedding}"} & weights.keys():
+        raise ValueError(f"{path} holds no SEDD model, as it has no {embedding}. Expected a "
+                         "checkpoint of train_sedd_ddp.py, an exported folder, or the published "
+                         "layout.")
     return state
 
 
@@ -181,10 +190,12 @@ def read_export(folder):
     except ValueError as e:
         raise ValueError(f"{folder / 'config.json'} is no JSON ({e}). Expected a folder made by "
                          "--export.") from None
-    if settings.get("format") != FORMAT:
-        raise ValueError(f"{folder / 'config.json'} has the format {settings.get('format')!r}; "
-                         f"expected {FORMAT!r}, as --export writes it.")
-    return need_safetensors().load_file(folder / "model.safetensors"), settings
+    found = settings.get("format") if isinstance(settings, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{folder / 'config.json'} has the format {found!r}; expected {FORMAT!r}, "
+                         "as --export writes it.")
+    load = need_safetensors().load_file
+    return read_tensors(folder / "model.safetensors", load), settings
 
 
 def need_safetensors():
@@ -226,11 +237,10 @@ def start_from_weights(config, former, resume, model, ddp):
         return record, describe_record(record)
     sedd = None
     if ddp.is_main:
-        if os.path.exists(path):
-            sedd = load_sedd(path, expected=None if record else config_to_dict(config))
-        else:
+        if not os.path.exists(path):
             raise ValueError(f"--init_from {path}: there is no such file. Expected a checkpoint of "
                              "train_sedd_ddp.py, an exported folder, or the published layout.")
+        sedd = load_sedd(path, expected=None if record else config_to_dict(config))
     found = {"path": path, "hash": hash_of(sedd.model.state_dict())} if sedd else record
     found = broadcast(found, ddp)
     if record is not None:
@@ -298,6 +308,8 @@ def model_card(sedd):
     figures = [f"{best['score']:.4f} nats per residue"] if best else ["unknown"]
     figures += [f"{name.removeprefix('val/')} {value:.4f}" for name, value in best.items()
                 if name.startswith("val/") and name != "val/loss"]
+    # A run without validation proteins keeps the weights of the lowest training loss.
+    kind = "validation bound" if "val/loss" in best else "training loss" if best else "validation"
     lengths = ""
     if sedd.lengths is not None and sedd.lengths.any():
         ends, known = np.cumsum(sedd.lengths), np.flatnonzero(sedd.lengths)
@@ -311,8 +323,7 @@ def model_card(sedd):
              f"{sedd.about.get('step', 'unknown')}",
              f"- training proteins: {(sedd.about.get('data') or {}).get('n', 'unknown')}"
              f"{lengths}",
-             f"- best validation bound, of step {best.get('step', 'unknown')}: "
-             f"{', '.join(figures)}",
+             f"- best {kind}, of step {best.get('step', 'unknown')}: {', '.join(figures)}",
              f"- letters of the training data: {frequencies}", "",
              "Weights: `model.safetensors`, names of the published SEDD code, averaged weights "
              "where there were some. Tokens: the place of a letter in `alphabet` of `config.json`; "

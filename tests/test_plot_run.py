@@ -36,7 +36,8 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "metrics.jsonl").write_text('{"step": 1}\nst\n')
     for folder, words in ((tmp_path, "is missing or empty"), (tmp_path / "half", "expected a JSON"),
-                          (write(tmp_path / "none", []), "is missing or empty")):
+                          (write(tmp_path / "none", []), "is missing or empty"),
+                          (write(tmp_path / "own", [{"step": 1, "mine": 2.0}]), "found none of")):
         assert main([str(folder)]) == 2
         assert words in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.png"))

@@ -61,7 +61,6 @@ def test_unknown_names_and_impossible_settings_are_refused():
     for make in (lambda: make_noise("linear"),
                  lambda: make_noise("cosine", eps=0),
                  lambda: make_noise("geometric", sigma_min=2.0, sigma_max=1.0),
-                 lambda: make_noise("cosine")(torch.tensor([1])),
                  lambda: make_graph("absorbing", 21)):
         with pytest.raises(ValueError, match="expected"):
             make()
@@ -77,10 +76,6 @@ def test_stratified_times_hit_every_stratum_once():
         assert stratum.sort().values.tolist() == list(range(n))
     t = stratified_times(4, 0.5, torch.tensor([3, 0, 1, 2]), 0.0)
     assert t.tolist() == [0.875, 0.125, 0.375, 0.625]
-    with pytest.raises(ValueError, match="repeats"):
-        stratified_times(3, 0.5, torch.tensor([0, 1, 1]))
-    with pytest.raises(ValueError, match="offset"):
-        stratified_times(3, 1.0, torch.arange(3))
 
 
 # ---- graphs and score entropy against the official code ----
@@ -373,27 +368,6 @@ def test_infilling_keeps_the_fixed_residues_in_every_step(graph_name, predictor)
     assert torch.equal(x[where], tokens[where]) and (x[~where] < 20).all()
     assert [step for step, _ in seen] == list(range(7))
     assert all(torch.equal(xt[where], tokens[where]) for _, xt in seen)
-
-
-def test_infilling_in_the_absorbing_graph_draws_from_the_exact_conditional_distribution():
-    graph, noise, B = AbsorbingGraph(3), make_noise("loglinear", eps=1e-6), 20_000
-    table = Table(graph)
-    tokens, where = torch.tensor([[2, 0]]).expand(B, 2), torch.tensor([[True, False]]).expand(B, 2)
-    x = sample(table, graph, noise, (B, 2), 3, fixed=(tokens, where), generator=seeded())
-    p = table.p0[2] / table.p0[2].sum()
-    assert ((x[:, 1].bincount(minlength=3) / B - p).abs() < 4 * (p * (1 - p) / B).sqrt()).all()
-
-
-def test_sampling_calls_the_model_with_sigma_and_with_falling_noise():
-    graph, noise, called = AbsorbingGraph(4), make_noise("loglinear"), []
-
-    def model(xt, sigma):
-        called.append(sigma)
-        return torch.zeros(*xt.shape, 5)
-
-    sample(model, graph, noise, (3, 2), 4)
-    times = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0], dtype=torch.float64) * (1 - 1e-5) + 1e-5
-    near(torch.stack(called), noise(times)[0].float()[:, None].expand(5, 3), rtol=1e-6)
 
 
 def test_padding_is_not_drawn_and_the_same_generator_gives_the_same_sample():

@@ -68,6 +68,29 @@ def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name
     near(fresh(xt[:2], sigma[:2]), case["log_score_fresh"], rtol=1e-4, atol=1e-4)
 
 
+def backward(model, case, dtype=torch.float32, log_score_of=lambda model, *inputs: model(*inputs),
+             loss_of=score_entropy_loss):
+    """The log scores and the losses of a model on a case of the fixture; its gradient is made."""
+    xt, x0, sigma, dsigma = (case[key] for key in ("xt", "x0", "sigma", "dsigma"))
+    everything = torch.ones_like(xt, dtype=torch.bool)
+    graph = make_graph("absorb" if model.scale_by_sigma else "uniform",
+                       model.vocab_size - model.scale_by_sigma)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        log_score = log_score_of(model, xt, sigma)
+    loss, _ = loss_of(log_score, sigma, dsigma, xt, x0, graph, everything)
+    loss.mean().backward()
+    return log_score, loss
+
+
+def compare_gradients(model, case, of_norms, of_tensors):
+    """Compare with the official gradients: all norms, and two tensors, each relative."""
+    near(torch.stack([p.grad.norm() for p in model.parameters()]), case["grad_norms"],
+         rtol=of_norms)
+    for found, key in ((model.vocab_embed.embedding.grad, "grad_embed"),
+                       (model.output_layer.linear.weight.grad, "grad_out_weight")):
+        assert (found - case[key]).norm() < of_tensors * case[key].norm()
+
+
 @pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @CASES
@@ -75,68 +98,42 @@ def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name,
                                                 monkeypatch):
     monkeypatch.setattr(cpu_linear, "onednn_is_faster", lambda *_: onednn)
     case = entries(fixture, graph_name, noise_name)
-    xt, x0, sigma, dsigma = (case[key] for key in ("xt", "x0", "sigma", "dsigma"))
     model = official_model(fixture, graph_name, dropout=0.0).train(training)
-    graph, everything = make_graph(graph_name, fixture["cfg_tokens"]), torch.ones_like(xt) == 1
-    loss, _ = score_entropy_loss(model(xt, sigma), sigma, dsigma, xt, x0, graph, everything)
-    loss.mean().backward()
-    norms = torch.stack([p.grad.norm() for p in model.parameters()])
-    near(norms, case["grad_norms"], rtol=1e-3)
-    for found, key in ((model.vocab_embed.embedding.grad, "grad_embed"),
-                       (model.output_layer.linear.weight.grad, "grad_out_weight")):
-        near(found, case[key], atol=1e-4 * case[key].abs().max().item())
+    backward(model, case)
+    compare_gradients(model, case, of_norms=1e-3, of_tensors=1e-4)
 
 
 @pytest.mark.parametrize("training", [False, True])
 @CASES
 def test_bfloat16_stays_near_the_official_code(fixture, graph_name, noise_name, training):
     case = entries(fixture, graph_name, noise_name)
-    xt, x0, sigma, dsigma = (case[key] for key in ("xt", "x0", "sigma", "dsigma"))
     model = official_model(fixture, graph_name, dropout=0.0).train(training)
-    graph, everything = make_graph(graph_name, fixture["cfg_tokens"]), torch.ones_like(xt) == 1
-    with torch.autocast("cpu", torch.bfloat16):
-        log_score = model(xt, sigma)
-    scored = xt == graph.vocab_size - 1 if graph.absorb else everything
+    log_score, loss = backward(model, case, torch.bfloat16)
+    scored = case["xt"] == model.vocab_size - 1 if graph_name == "absorb" else slice(None)
     near(log_score[scored], case["log_score"][scored], atol=0.02)
-    loss, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, everything)
     near(loss, case["loss"], rtol=3e-3, atol=1e-3)
-    loss.mean().backward()
-    norms = torch.stack([p.grad.norm() for p in model.parameters()])
-    near(norms, case["grad_norms"], rtol=0.01)
-    for found, key in ((model.vocab_embed.embedding.grad, "grad_embed"),
-                       (model.output_layer.linear.weight.grad, "grad_out_weight")):
-        assert (found - case[key]).norm() < 0.01 * case[key].norm()
+    compare_gradients(model, case, of_norms=0.01, of_tensors=0.01)
 
 
 @pytest.mark.parametrize("noise_name", ["loglinear", "geometric"])
 def test_the_plain_step_that_speed_is_measured_against_agrees_with_the_official_code(fixture,
                                                                                      noise_name):
-    case = entries(fixture, "absorb", noise_name)
-    xt, x0, sigma, dsigma = (case[key] for key in ("xt", "x0", "sigma", "dsigma"))
-    model = official_model(fixture, "absorb")
-    log_score = plain_log_score(model, xt, sigma)
+    case, model = entries(fixture, "absorb", noise_name), official_model(fixture, "absorb")
+    log_score, loss = backward(model, case, log_score_of=plain_log_score,
+                               loss_of=lambda *inputs: (plain_loss(*inputs[:5]), None))
     near(log_score, case["log_score"], rtol=1e-4, atol=1e-4)
-    loss = plain_loss(log_score, sigma, dsigma, xt, x0)
     near(loss, case["loss"], rtol=1e-4, atol=1e-3)
-    loss.mean().backward()
-    norms = torch.stack([p.grad.norm() for p in model.parameters()])
-    near(norms, case["grad_norms"], rtol=1e-3)
+    compare_gradients(model, case, of_norms=1e-3, of_tensors=1e-4)
 
 
 def test_three_training_steps_agree_with_the_official_code(fixture):
     case, expected = entries(fixture, "absorb", "loglinear"), entries(fixture, "train3")
-    x0, xt = case["x0"], case["xt"]
-    sigma, dsigma = make_noise("loglinear")(case["t"])
-    graph = make_graph("absorb", fixture["cfg_tokens"])
     model = official_model(fixture, "absorb")
     optim = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0)
     ema = EMA(model.parameters(), decay=0.9999)
     for step in range(len(expected["loss"])):
-        everything = torch.ones_like(xt, dtype=torch.bool)
-        log_score = model(xt, sigma)
-        loss = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, everything)[0].mean()
         optim.zero_grad()
-        loss.backward()
+        loss = backward(model, case)[1].mean()
         optim.param_groups[0]["lr"] = 3e-4 * min((step + 1) / expected["warmup"], 1)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optim.step()
@@ -154,24 +151,6 @@ def test_three_training_steps_agree_with_the_official_code(fixture):
 
 
 # ---- closed forms ----
-
-def test_a_fresh_model_loses_ln_n_nats_per_residue():
-    # l[y] = ln r - ln n at a mask: the expectation over t and xt is exactly ln n.
-    graph, n, B, L = AbsorbingGraph(20), 20, 512, 64
-    generator = seeded()
-    x0 = torch.randint(n, (B, L), generator=generator)
-    t = stratified_times(B, 0.3, torch.randperm(B, generator=generator))
-    sigma, dsigma = make_noise("loglinear")(t)
-    xt = graph.corrupt(x0, sigma, generator)
-    model = SEDD(21, 16, 1, 2, cond_dim=8)
-    with torch.no_grad():
-        log_score = model(xt, sigma.float())
-        loss, count = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, x0 < n)
-    per_residue = loss.double() / L
-    # Given t the loss is (ln n / t) x masked share, of variance (ln n)^2 (1 - t) / (t L).
-    error = math.log(n) * ((1 - t) / (t * L)).sum().sqrt() / B
-    assert abs(per_residue.mean() - math.log(n)) < 4 * error and count.sum() == B * L
-
 
 def test_init_logits_is_the_spread_of_fresh_logits_and_lets_the_gradient_into_the_blocks():
     graph = make_graph("uniform", 21)                       # its log scores are the logits
@@ -210,15 +189,6 @@ def test_subs_makes_the_score_entropy_cross_entropy_over_t():
     assert (log_score.gather(-1, xt[..., None]) == 0).all()
     loss.sum().backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("predictor", ["euler", "analytic"])
-def test_a_subs_model_is_sampled_as_any_other(predictor):
-    graph = AbsorbingGraph(21)
-    model = small_model(graph, parameterization="subs", forbidden=(20,)).eval()
-    x = sample(model, graph, make_noise("loglinear"), (4, 16), 4, predictor, forbidden=(20,),
-               generator=seeded())
-    assert (x < 20).all() and len(x.unique()) > 5
 
 
 # ---- padding, dtypes, checkpointing ----
@@ -378,11 +348,8 @@ def test_dropout_acts_in_training_only():
 def test_wrong_inputs_are_refused_with_what_was_found():
     model, xt, sigma = SEDD(22, 16, 1, 2), torch.zeros(2, 5, dtype=torch.int64), torch.ones(2)
     cases = [((xt.float(), sigma), "torch.float32; expected"),
-             ((xt.bfloat16(), sigma), "bfloat16"),
              ((xt[0], sigma), r"\(5,\)"),
              ((xt, torch.ones(2, 1)), "not the time"),
-             ((xt, torch.ones(2, 5)), "not the time"),
-             ((xt, torch.tensor(1.0)), "not the time"),
              ((xt, torch.ones(2, dtype=torch.int64)), "int64"),
              ((xt, sigma, torch.ones(2, 5)), "True = residue"),
              ((xt, sigma, torch.ones(2, 1, dtype=torch.bool)), "True = residue")]
