@@ -42,14 +42,10 @@ def state_bytes(model, name):
 
 class MuonAndAdamW:
     """torch.optim.Muon for block_matrices, AdamW for all other parameters, used as one optimizer.
-
-    Raises: ValueError for a model without such matrices."""
+    """
 
     def __init__(self, model, lr, o):
         matrices = block_matrices(model)
-        if not matrices:
-            raise ValueError("config: optim.name is muon; this model has no blocks with matrices. "
-                             "Expected optim.name adamw.")
         ids = {id(p) for p in matrices}
         self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=o.weight_decay,
                                      adjust_lr_fn="match_rms_adamw")

@@ -17,7 +17,7 @@ from sample_sedd import (cli, denoise, reshape_choice, residue_scores, sample_se
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
 from sedd_files import Sedd, export_sedd, load_sedd, model_of
 from sedd_model import EMA, load_official
-from sequence_data import (AMINO_ACIDS, N_TOKENS, DemoSource, decode, encode, named_sequences)
+from sequence_data import AMINO_ACIDS, N_TOKENS, encode, named_sequences
 from training import one_thread  # noqa: F401 (a fixture for all)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,72 +132,44 @@ def test_temperature_and_top_p_shape_the_letters_and_not_the_speed():
 
 # ------------------------------------------------------------------ scoring
 class TrueScores(torch.nn.Module):
-    """The exact scores of a source of proteins.
+    """The exact scores of residues drawn independently with probabilities p (20,)."""
 
-    log_p: function of xt (B, L) -> (B, L, 20), ln p of each letter at a masked place given all
-    letters that are not masked."""
-
-    def __init__(self, log_p):
+    def __init__(self, p):
         super().__init__()
-        self.log_p, self.anything = log_p, torch.nn.Parameter(torch.zeros(1))
+        self.log_p, self.anything = torch.from_numpy(np.log(p)), torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, xt, sigma, mask=None):
         log_r = -torch.log(torch.expm1(sigma.double()))[:, None, None]
         scores = torch.full((*xt.shape, 22), -80.0, dtype=torch.float64)
-        scores[..., :20] = self.log_p(xt) + log_r
+        scores[..., :20] = self.log_p + log_r
         return scores.scatter(-1, xt[..., None], 0.0).float()
 
 
-def exact_model(p, letters=np.ones(21)):
-    """Residues are independent, with probabilities p (20,)."""
-    scores = TrueScores(lambda xt: torch.from_numpy(np.log(p)))
-    return Sedd(scores, make_graph("absorb", N_TOKENS), make_noise("loglinear"), {}, letters, None,
-                60, {}, ())
+def exact_model(p):
+    return Sedd(TrueScores(p), make_graph("absorb", N_TOKENS), make_noise("loglinear"), {},
+                np.ones(21), None, 60, {}, ())
 
 
-def demo_log_p(source, xt):
-    """ln p of each letter at each place given the unmasked letters, (B, L, 20): sums over all that
-    the masked ones may be, forwards and backwards along the chain of pairs of residues."""
-    transition = torch.from_numpy(source.transition)
-    seen = torch.nn.functional.one_hot(xt.clamp(max=20), 21)[..., :20].double()
-    seen[xt >= 20] = 1.0   # the mask, and X beyond the end
-    ahead = [torch.from_numpy(source.pair) * seen[:, 0, :, None] * seen[:, 1, None]]
-    for place in range(2, xt.shape[1]):
-        step = torch.einsum("nab,abc->nbc", ahead[-1], transition) * seen[:, place, None]
-        ahead.append(step / step.sum((1, 2), keepdim=True))
-    behind, found = torch.ones_like(ahead[-1]), []
-    for place in range(xt.shape[1] - 1, 0, -1):
-        both = ahead[place - 1] * behind
-        found.append(both.sum(1))
-        behind = torch.einsum("abc,nbc->nab", transition, behind * seen[:, place, None])
-        behind = behind / behind.amax((1, 2), keepdim=True)
-        if place == 1:
-            found.append(both.sum(2))
-    p = torch.stack(found[::-1], 1)
-    return torch.log(p / p.sum(-1, keepdim=True))
-
-
-def test_the_score_of_demo_proteins_is_their_exact_likelihood_within_its_error(
+def test_the_score_of_an_exact_model_is_the_exact_likelihood_within_its_error(
         tmp_path, capsys, monkeypatch):
-    """A trained model bounds it from above; the exact scores of the source must reach it."""
-    source = DemoSource(seed=0)
-    proteins = source.sample(150, seed=3)
-    n, exact = proteins.lengths, source.nll(proteins)
-    sedd = exact_model(np.ones(20), proteins.letter_counts())._replace(
-        model=TrueScores(lambda xt: demo_log_p(source, xt)), max_length=source.longest)
-    monkeypatch.setattr(sample_sedd, "load_sedd", lambda *_: sedd)
-    (tmp_path / "demo.fasta").write_text("".join(
-        f">{i}\n{decode(proteins[i])}\n" for i in range(len(n))))
-    cli(["exact", "--score", str(tmp_path / "demo.fasta"), "--out", str(tmp_path / "demo.tsv")])
+    p = np.arange(1, 21) / 210
+    random = np.random.default_rng(0)
+    rows = ["".join(random.choice(list(AMINO_ACIDS), 50, p=p)) for _ in range(60)]
+    exact = np.array([-np.log(p)[encode(row)].sum() for row in rows])
+    monkeypatch.setattr(sample_sedd, "load_sedd", lambda *_: exact_model(p))
+    (tmp_path / "p.fasta").write_text("".join(f">{i}\n{row}\n" for i, row in enumerate(rows)))
+    cli(["exact", "--score", str(tmp_path / "p.fasta"), "--samples", "32",
+         "--out", str(tmp_path / "p.tsv")])
     mean, error, perplexity, low, high, unigram = map(float, re.search(
-        r"bound (\S+) nats .*error (\S+)\), perplexity (\S+) \(95 %: (\S+) to (\S+), .*"
-        r"unigram (\S+),", capsys.readouterr().err).groups())
-    bounds, errors = np.loadtxt(tmp_path / "demo.tsv", skiprows=1, usecols=(2, 4)).T
-    assert (np.abs(bounds - exact) < 2 * errors).mean() > 0.8   # the error of each is no fiction
-    average = exact.sum() / n.sum()
-    assert error < 0.01 * average and abs(mean - average) < 3 * error   # of these proteins
+        r"3,000 residues: bound (\S+) nats .*error (\S+)\), perplexity (\S+) \(95 %: (\S+) to "
+        r"(\S+), .*unigram (\S+),", capsys.readouterr().err).groups())
+    average = exact.mean() / 50
+    assert error < 0.01 * average and abs(mean - average) < 3 * error
     assert low < math.exp(average) < high and perplexity == pytest.approx(math.exp(mean), rel=1e-3)
-    assert unigram > average + 10 * error   # letter frequencies alone do not agree
+    assert unigram == pytest.approx(math.log(20), abs=1e-4)
+    bounds, each, errors = np.loadtxt(tmp_path / "p.tsv", skiprows=1, usecols=(2, 3, 4)).T
+    assert (np.abs(bounds - exact) < 2 * errors).mean() > 0.8   # the error of each is no fiction
+    assert np.allclose(each, bounds / 50, atol=1e-4)
 
 
 def test_scores_agree_with_plain_averages_over_many_draws(checkpoint):
