@@ -1,6 +1,7 @@
 """sample_sedd.py and report_sequences.py: what comes out keeps its promises."""
 
 import math
+import os
 import re
 from pathlib import Path
 
@@ -330,7 +331,6 @@ def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
     (["--window"], "--window without --score"),
     (["--temperature", "0", "--length", "5"], "expected temperature above 0"),
     (["--out", "no/where.fasta"], "in a folder that is missing"),
-    (["--out", "/dev/null"], "is a folder or a device"),
     (["--report", __file__, "--out", "new.fasta"], "found letters before a header"),
     (["--report", __file__, "--out", "new.png"], "expected --out NAME.fasta"),
     (["--mutations", __file__, "--score", __file__, "--each_position"], "expected one of them"),
@@ -338,6 +338,12 @@ def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
     (["--infill", __file__], "found letters before a header")])
 def test_what_cannot_be_done_is_refused_in_one_message(checkpoint, capsys, words, expected):
     assert expected in refused(capsys, checkpoint, *words)
+
+
+def test_a_result_does_not_replace_a_device(checkpoint, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert "is a folder or a device" in refused(capsys, checkpoint, "--out", tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_bound_beyond_what_a_float_holds_is_told(tmp_path, capsys, monkeypatch):
