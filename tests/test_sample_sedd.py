@@ -336,8 +336,11 @@ def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
     (["--mutations", __file__, "--score", __file__, "--each_position"], "expected one of them"),
     (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
     (["--infill", __file__], "found letters before a header")])
-def test_what_cannot_be_done_is_refused_in_one_message(checkpoint, capsys, words, expected):
+def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(
+        checkpoint, tmp_path, capsys, monkeypatch, words, expected):
+    monkeypatch.chdir(tmp_path)
     assert expected in refused(capsys, checkpoint, *words)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_result_does_not_replace_a_device(checkpoint, tmp_path, capsys):
