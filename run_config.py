@@ -19,9 +19,9 @@ the field:
     int      whole numbers, also written 1e6 or 2.0; not 1.5
     bool     true and false (YAML 1.1 reads yes, no, on, off as these too); not 0 and 1
     str      text only: a number or yes/no/on/off needs quotes
-    Literal  one of the values, of the same type
+    Literal  one of the texts
     A | B    the first member, in the order of the annotation, that takes the value
-    list[T], tuple[T, U], tuple[T, ...], dict[str, T], and plain list, tuple, dict
+    tuple[T, U], tuple[T, ...], dict[str, T]
 
 010 and 1:30 are refused: YAML 1.1 would read them as 8 (octal) and 90 (to the base of 60).
 """
@@ -427,13 +427,10 @@ def _name_type(kind):
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_name_type(member) for member in args)
     if origin is typing.Literal:
-        return "one of " + ", ".join(
-            str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in args)
-    if origin in (list, tuple) or kind in (list, tuple):
+        return f"one of {', '.join(args)}"
+    if origin is tuple:
         items = [_name_type(item) for item in args if item is not Ellipsis]
-        if origin is tuple and Ellipsis not in args:
-            return f"[{', '.join(items)}]"
-        return f"a list, each {items[0]}" if items else "a list"
+        return f"a list, each {items[0]}" if Ellipsis in args else f"[{', '.join(items)}]"
     return {float: "a number", int: "a whole number", bool: "true or false", str: "text",
             dict: "a mapping {key: value}", type(None): "null"}.get(origin or kind, str(kind))
 
@@ -442,8 +439,6 @@ def _convert(value, kind):
     """value as YAML gave it -> a value of the annotated type, or ValueError."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     refusal = ValueError(f"found {_show(value)}; expected {_name_type(kind)}.")
-    if kind is typing.Any:
-        return value
     if origin in (typing.Union, types.UnionType):
         for member in args:
             try:
@@ -460,33 +455,29 @@ def _convert(value, kind):
             quote = kind is str and type(value) in (bool, int, float)
             raise ValueError(f"{refusal}{' Quote it.' if quote else ''}")
         return value
-    if origin in (list, tuple) or kind in (list, tuple):
+    if origin is tuple:
         if not isinstance(value, list):
             raise refusal
-        has_fixed_length = origin is tuple and Ellipsis not in args
-        if has_fixed_length and len(value) != len(args):
-            raise ValueError(f"found {len(value)} values, {value!r}; expected {len(args)}: "
+        kinds = args[:1] * len(value) if Ellipsis in args else args
+        if len(value) != len(kinds):
+            raise ValueError(f"found {len(value)} values, {value!r}; expected {len(kinds)}: "
                              f"{_name_type(kind)}.")
-        kinds = args if has_fixed_length else (args[:1] or (typing.Any,)) * len(value)
-        return (origin or kind)(map(_convert, value, kinds))
-    if origin is dict or kind is dict:
+        return tuple(map(_convert, value, kinds))
+    if origin is dict:
         if not isinstance(value, dict):
             raise refusal
-        key_kind, item_kind = args or (typing.Any, typing.Any)
-        return {_convert(key, key_kind): _convert(item, item_kind) for key, item in value.items()}
+        return {_convert(key, args[0]): _convert(item, args[1]) for key, item in value.items()}
     raise TypeError(f"a configuration field has the type {kind}, which run_config does not read")
 
 
 def _choose(value, choices, refusal):
-    """The choice of a Literal that equals value and has its type: 1 is not True."""
-    for choice in choices:
-        if type(choice) is type(value) and choice == value:
-            return choice
-    words = [choice for choice in choices if isinstance(choice, str)]
-    if isinstance(value, bool) and words:
+    """The choice of a Literal that equals value."""
+    if value in choices:
+        return value
+    if isinstance(value, bool):
         raise ValueError(f"{refusal} YAML reads on, off, yes and no without quotes as true and "
                          "false: quote them.")
-    near = difflib.get_close_matches(str(value), words, 1)
+    near = difflib.get_close_matches(str(value), choices, 1)
     raise ValueError(f"{refusal}" + (f" Did you mean {near[0]!r}?" if near else ""))
 
 

@@ -215,6 +215,12 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     """
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
+    if fresh and work_dir.name in ("", ".."):
+        raise ValueError(f"--fresh renames the run folder, and --work_dir {work_dir} names none. "
+                         "Give its name, from another folder.")
+    if resume and Path(resume).is_dir():
+        raise ValueError(f"--resume {resume} is a folder; expected a checkpoint, such as "
+                         f"{Path(resume) / 'checkpoints' / 'last.pt'}.")
     check_alike(config_items(config, per_host), ddp)
     defaults = config_to_dict(type(config)())
 
@@ -326,8 +332,14 @@ def is_finished(run):
 
 
 def take_folder(run, ddp, fresh, folders):
-    """Take the run folder and watch over the run from here on; nothing for a finished run."""
+    """Take the run folder and watch over the run from here on; nothing for a finished run.
+
+    Raises: ValueError where no step is left of a run that is not finished."""
     if is_finished(run):
+        if not run.progress["finished"]:   # it was stopped when n_iters was higher
+            raise ValueError(f"{run.path} is of step {run.progress['step']:,} of a run that is not "
+                             f"finished, and training.n_iters or num_epochs asks for "
+                             f"{run.n_iters:,} steps; expected more.")
         return
     if ddp.is_main:
         run.lock = open_run(run.work_dir, fresh, folders)

@@ -79,10 +79,6 @@ class RunLog:
             value = value if isinstance(value, (int, str)) else float(value)
             row[name] = value if isinstance(value, str) or math.isfinite(value) else None
         if self.file is None:
-            if self.path.exists() and not _ends_a_line(self.path):
-                raise ValueError(f"{self.path} ends in half a row, left by a run that was killed; "
-                                 "expected whole rows. Call truncate(step) with the step that the "
-                                 "run resumes from.")
             self.file = open(self.path, "a", encoding="utf-8")
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
@@ -283,14 +279,6 @@ def write_whole(path, write):
 
 def _short(value):
     return value if isinstance(value, str) else f"{value:.4g}"
-
-
-def _ends_a_line(path):
-    with open(path, "rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def rows_up_to(path, step):
