@@ -81,8 +81,6 @@ def find_checkpoint(run_dir, resume, fresh, differences):
                          "Expected a checkpoint of the same run. Give another --work_dir; or "
                          "leave --resume out to continue this run.")
     names = sorted(os.listdir(run_dir)) if run_dir.exists() else []
-    half_locks = {p.name for p in run_dir.glob(".lock.json.*.tmp")}   # of a start that failed
-    names = [name for name in names if name not in half_locks]
     if names and not MARKS & set(names):
         raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(names[:5])}. "
                          "Expected an empty or new folder, or that of a run. Give another "

@@ -92,16 +92,14 @@ class RunLog:
             os.fsync(self.file.fileno())
 
     def truncate(self, step):
-        """Drop the rows after `step`, and a last row that a killed run left half written.
+        """Drop the rows after `step`, and a last row that a killed run left half written; to be
+        called before the first row is written.
 
         The file is replaced in one go, so a kill leaves the old or the new one. Raises ValueError
         for a row that is broken anywhere else.
         """
         if not self.is_main or not self.path.exists():
             return
-        if self.file is not None:
-            self.file.close()
-            self.file = None
         kept = rows_up_to(self.path, step)
         if kept != self.path.read_text(encoding="utf-8", errors="replace"):
             write_text_atomic(self.path, kept)
@@ -268,8 +266,10 @@ def write_whole(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:   # a full disk names no file
+            error.filename = str(path)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     with contextlib.suppress(OSError):   # some file systems cannot

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from run_log import RunLog, write_text_atomic
+from run_log import RunLog, write_text_atomic, write_whole
 from step_meter import histogram_of
 
 
@@ -117,6 +117,12 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
     write_text_atomic(target, "old")
     with pytest.raises(UnicodeEncodeError):
         write_text_atomic(target, "new \ud800")          # no encoding for it: fails while writing
+
+    def write_to_a_full_disk(file):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device: .*note.txt"):
+        write_whole(target, write_to_a_full_disk)
     assert target.read_text() == "old" and [path.name
                                             for path in tmp_path.iterdir()] == ["note.txt"]
 
