@@ -192,7 +192,8 @@ def describe_row(row):
 
 def read_arguments(argv):
     """Options. Raises: ValueError."""
-    parser = Parser(prog="bench_ddp.py card", description=__doc__.split("\n")[0])
+    parser = Parser(prog="bench_ddp.py card", description=__doc__.split("\n")[0],
+                    allow_abbrev=False)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="section.key=value", help="of the configs")
     add("--models", default=",".join(MODELS), help="some of %(default)s")

@@ -10,7 +10,6 @@
     python bench_ddp.py sedd --data proteins.fasta.gz           # a SEDD step and a plain one
     python bench_ddp.py data --proteins 60000000 --folder /tmp  # plan and read a made set, 17 GB
     mpirun -n 2 python bench_ddp.py data                        # only training from it, 2 ranks
-    python bench_ddp.py watch                                   # timed steps, norms by layer
     python bench_ddp.py scale --ranks 1,2,4                     # see bench_scale.py
     python bench_ddp.py card                                    # all of one card, see bench_card.py
 """
@@ -39,8 +38,6 @@ from ddp_setup import (all_sum, barrier, broadcast, load_checkpoint, print0, sav
 from optimizer import make_optimizer
 from proteinmpnn_model import ATOMS, PAIRS, random_proteinmpnn
 from run_config import load_config
-from run_dir import closing
-from run_log import RunLog
 from sedd_diffusion import make_graph, make_noise
 from sedd_model import EMA
 from sequence_batches import BatchReader, sum_rows
@@ -49,10 +46,9 @@ from sequence_data import (FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, Prepare
 from structure_data import (NAMES, PHI_PSI, Complex, Pair, PairPlan, build_backbone, collate,
                             collate_complexes, describe, read_pairs, read_structure)
 from run_script import add_launch_arguments, started_ranks
-from step_meter import StepMeter
-from train_loop import MicroBatchSampler, open_batches, global_gradient, take_step
+from train_loop import MicroBatchSampler, global_gradient
 from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader,
-                            micro_batch_loss, prepare, report_step)
+                            micro_batch_loss)
 
 CONFIGS = Path(__file__).with_name("configs")
 SAVE_PERIOD = 900           # seconds between two checkpoints, for the share that saving takes
@@ -125,8 +121,9 @@ def bench_save(args, ddp):
     finally:
         if ddp.is_main:
             shutil.rmtree(folder)
-    print0(ddp, "'every 15 min': the share of the time that saving takes. Training waits while it "
-                "saves.")
+    print0(ddp, "read: what this host has just written and may still hold in memory; a later start "
+                "takes longer.\n'every 15 min': the share of the time that saving takes. Training "
+                "waits while it saves.")
 
 
 def temporary_folder(args, ddp):
@@ -589,87 +586,21 @@ def train_from_both(args, folder, ddp):
                 f"from memory; the loader alone {loader:,.0f} residues/s")
 
 
-# ---- what measuring costs ----
-
-def bench_watch(args, ddp):
-    """Training steps with and without measurement; each step is taken in all ways, in turns."""
-    if ddp.world_size > 1:
-        raise ValueError(f"found {ddp.world_size} ranks; expected one process. Start it by python "
-                         "alone.")
-    torch.set_num_threads(1)
-    config = load_config(Config, CONFIGS / "sedd_cpu.yaml",
-                         ["data.demo_proteins=2000", "training.log_freq=10"])
-    folder = temporary_folder(args, ddp)
-    try:
-        times = closing(ddp, lambda: prepare(config, ddp, folder / "run"),
-                        lambda run, ddp: time_meters(run, folder, args, ddp))
-    finally:
-        shutil.rmtree(folder)
-    plain = times.pop("none")
-    print(f"sedd_cpu.yaml, {ddp.device}, one thread, a row every {config.training.log_freq} steps: "
-          f"{plain.mean():.3f} {'CPU ' * (ddp.device.type == 'cpu')}seconds per step; "
-          f"{args.steps} steps,\neach in all ways in turns, least of {args.repeats} times; time "
-          "over that without measurement, standard error")
-    for name, found in times.items():
-        error = (found - plain).std() * len(plain)**0.5 / plain.sum()
-        print(f"{name:<44}{found.sum() / plain.sum():>8.4f} +- {error:.4f}")
-
-
-def time_meters(run, folder, args, ddp):
-    """{setting: (steps,) seconds of each step}, the least of several times."""
-    config, log = run.config, RunLog(folder, True, quiet=True)
-    both, every = ("gradients", "weights"), config.monitoring.timing_every
-    settings = {"none": {}, "none, again": {}, f"timing_every {every}": dict(timing_every=every),
-                "timing_every 1": dict(timing_every=1),
-                "log_gradients": dict(layers=both[:1]),
-                "log_gradients, log_weights, histograms": dict(layers=both, with_histograms=True)}
-    meters = {name: StepMeter(ddp, log_freq=config.training.log_freq, seen=run.meter.seen,
-                              **setting)
-              for name, setting in settings.items()}
-
-    def loss_of(model, batch):
-        return micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)
-
-    dataset = MicroBatches(run.graph, run.noise, config.data.max_length, run.micro_batches, 0)
-    batches = open_batches(run, dataset, loss_of, ddp)
-
-    def take(name, step, mine):
-        run.meter, run.progress["step"] = meters[name], step - 1
-        start = now(ddp)
-        totals, norm = take_step(run, iter(mine), loss_of, ddp)
-        if step % config.training.log_freq == 0:
-            log.metrics(step, report_step(run, log, totals, norm, ddp), run.meter.histograms)
-            run.meter.restart()
-        return now(ddp) - start
-
-    inputs = [[next(batches) for _ in run.sampler.mine] for _ in range(args.steps)]
-    order, times = list(meters), {name: np.full(args.steps, np.inf) for name in meters}
-    for step in range(1, 4):                  # Adam's state is made, caches are filled
-        take("none", step, inputs[0])
-    for _ in range(args.repeats):
-        for i, mine in enumerate(inputs):
-            order.append(order.pop(0))
-            for name in order:
-                times[name][i] = min(times[name][i], take(name, i + 1, mine))
-    log.close()
-    return times
-
-
 def main(argv):
     own_options = {"scale": bench_scale.main, "card": bench_card.main}
     if argv and argv[0] in own_options:
         return own_options[argv[0]](argv[1:])
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("what", choices=("save", "sedd", "dpo", "data", "watch", *own_options),
-        help="scale and card have options of their own (bench_ddp.py scale --help); sedd, dpo, "
-             "data and watch measure the CPU unless --device names another")
+    add("what", choices=("save", "sedd", "dpo", "data", *own_options),
+        help="scale and card have options of their own (bench_ddp.py scale --help); sedd, dpo "
+             "and data measure the CPU unless --device names another")
     add("configs", nargs="*", type=Path, default=[], help="of save; default: configs/sedd_*.yaml")
-    add("--folder", default=".", help="where to write, and remove, checkpoints, data, runs")
+    add("--folder", default=".", help="where to write, and remove, checkpoints, data")
     add("--repeats", type=int, default=5)
     add("--proteins", type=int, default=2_000_000,
         help="data: size of the made set (60000000: 17 GB)")
-    add("--steps", type=int, default=60, help="data: steps of each training; watch: of a round")
+    add("--steps", type=int, default=60, help="data: steps of each training")
     add("--data", help="sedd: proteins; default: random ones, as long as those of UniRef50")
     add("--pdb", type=Path, help="structure for dpo, all its chains designed; default: a built one")
     add("--pairs", type=Path, help="file of preference pairs for dpo, as train_dpo_ddp.py reads it")
@@ -677,7 +608,7 @@ def main(argv):
     args = parser.parse_args(argv)
     if args.what in own_options:
         parser.error(f"{args.what} is to be the first word")
-    if args.what in ("sedd", "dpo", "data", "watch") and args.device == "auto":
+    if args.what in ("sedd", "dpo", "data") and args.device == "auto":
         args.device = "cpu"
     for name, value in vars(args).items():
         if name != "node_rank" and type(value) is int and value < 1:
@@ -685,8 +616,8 @@ def main(argv):
     if args.configs and args.what != "save":
         parser.error(f"found {args.configs[0]}; expected options: save alone takes configs")
     with started_ranks(args, argv) as ddp:
-        {"save": bench_save, "sedd": bench_sedd, "dpo": bench_dpo, "data": bench_data,
-         "watch": bench_watch}[args.what](args, ddp)
+        {"save": bench_save, "sedd": bench_sedd, "dpo": bench_dpo,
+         "data": bench_data}[args.what](args, ddp)
 
 
 if __name__ == "__main__":

@@ -49,9 +49,14 @@ def train_recipe(folder, recipe, seed, args, ddp):
     config = load_config(Config, args.config, overrides, {"data.file": args.data})
     if not config.data.val_fraction:
         raise ValueError("data.val_fraction is 0; expected proteins to validate with.")
-    with contextlib.redirect_stdout(io.StringIO()):
-        if "stopped" in train(config, ddp, work_dir):
-            return []
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            if "stopped" in train(config, ddp, work_dir):
+                return []
+    except ValueError as e:
+        if "--work_dir" not in str(e):   # an option of train_sedd_ddp.py, not of this script
+            raise
+        raise ValueError(f"{e}\nHere: another --folder, or remove {work_dir}.") from None
     rows = read_rows(work_dir / "metrics.jsonl") if ddp.is_main else []
     return broadcast([(row["step"], row["val/perplexity"] / row["val/unigram_perplexity"])
                       for row in rows if "val/perplexity" in row], ddp)
@@ -106,7 +111,7 @@ def numbers(text):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--data", help="proteins; default: demo proteins")
     parser.add_argument("--config", default=CONFIG)
     parser.add_argument("--steps", type=int, default=1500)

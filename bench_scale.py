@@ -292,6 +292,9 @@ def read_arguments(argv):
         problems.append(f"found {args.what!r}; expected sedd, dpo or section.key=value")
     if (args.latency_us is None) != (args.bandwidth_gbs is None):
         problems.append("found one of --latency_us and --bandwidth_gbs; expected both or none")
+    if args.latency_us and not args.predict:
+        problems.append("found --latency_us without --predict; expected --predict with numbers of "
+                        "ranks, such as 96,384")
     if problems:
         raise ValueError(problems[0])
     script, name = SCRIPTS[args.what]
@@ -334,7 +337,8 @@ def main(argv):
         elif args.ranks:
             start_ranks(args, argv)
         elif not args.launches:
-            raise ValueError("expected --ranks, such as 1,2,4, or --json with what was measured")
+            raise ValueError("expected --ranks, such as 1,2,4, or --json with what was measured"
+                             + f"; found no launch in {args.json}" * bool(args.json))
         if place.rank == 0 and not args.measure:
             found = report(args.launches, args)
             if args.json:

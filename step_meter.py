@@ -14,7 +14,7 @@ All but the exchange is a rank's own time; the slowest rank is the one with most
 the clock is read; on a device, events go into its queue and are read at the next report, so that
 no step waits: time is what the device takes for a part, or stands idle in it. Nothing here changes
 a result. The default of 50 gives a minute's run some samples, and leaves the one collective of a
-report with samples, a few numbers per rank, to few reports (bench_ddp.py watch).
+report with samples, a few numbers per rank, to few reports.
 """
 import contextlib
 import itertools

@@ -107,7 +107,9 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
     (["train"], "found 'train'; expected sedd, dpo or"),
     ([], "expected --ranks, such as 1,2,4, or --json"),
     (["--ranks=2", "--json=bad.json"], "bad.json was not written by bench_ddp.py scale"),
-    (["--ranks=2", "--latency_us=5"], "expected both or none")])
+    (["--ranks=2", "--latency_us=5"], "expected both or none"),
+    (["--ranks=2", "--latency_us=5", "--bandwidth_gbs=2"], "found --latency_us without --predict"),
+    (["--json=typo.json"], "found no launch in typo.json")])
 def test_what_cannot_be_done_is_refused_in_one_line(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text("[1]")
@@ -120,6 +122,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(words, message, tmp_path, mo
 def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_path):
     refused = {
         ("sedd", "--backend=nccl"): "--backend nccl does not serve device cpu",
+        ("save", "--nproc=1"): "unrecognized arguments: --nproc=1",   # it started itself for ever
         ("sedd", "--repeats=0"): "--repeats is 0; expected at least 1",
         ("sedd", "optim.lr=1"): "save alone takes configs",
         ("sedd", "--data=no.fasta"): "no.fasta does not exist",
