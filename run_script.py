@@ -69,6 +69,7 @@ def run_script(script, argv=None):
         ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=limit,
                         init_timeout=early.init_timeout, ipex=early.ipex)
     except (ValueError, RuntimeError, OSError) as e:
+        e = problem or e   # what was wrong first
         code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
         if early.plan is None:

@@ -731,7 +731,7 @@ def run_checks(ddp, args):
         remove_preflight_file(args, written)
         print0(ddp, ", ".join(f"{outcomes.count(status)} {word}" for status, word in (
             ("PASS", "passed"), ("FAIL", "failed"), ("SKIP", "skipped"))))
-        name_suspects(args, list(suspects))
+        name_suspects(ddp, args, list(suspects))
         if lost:
             abort(ddp, f"check {check.name}: ranks are missing or stuck, see above; all end here",
                   FAILED)
@@ -751,7 +751,7 @@ def check_lines(name, status, problems, figure, hosts):
     return "\n".join([line, *("      " + row for row in table)])
 
 
-def name_suspects(args, hosts):
+def name_suspects(ddp, args, hosts):
     """Print the suspect hosts, if there are any, and write them to --suspects."""
     if hosts:
         print(f"suspect hosts: {','.join(hosts)}", flush=True)
@@ -759,8 +759,7 @@ def name_suspects(args, hosts):
         try:
             Path(args.suspects).write_text("".join(f"{host}\n" for host in hosts))
         except OSError as error:
-            print(f"cannot write --suspects {args.suspects}: {error.strerror}", file=sys.stderr,
-                  flush=True)
+            abort(ddp, f"cannot write --suspects {args.suspects}: {error.strerror}", FAILED)
 
 
 # ---------------------------------------------------------------- helpers
@@ -887,9 +886,9 @@ def make_parser():
 def read_arguments(argv):
     args = make_parser().parse_args(argv)
     for name in ("timeout", "max_mib", "repeats"):
-        if not getattr(args, name) > 0:
-            raise ValueError(f"command line: --{name} is {getattr(args, name)}, expected more "
-                             "than 0")
+        if not 0 < getattr(args, name) < 1e9:   # nor nan
+            raise ValueError(f"command line: --{name} is {getattr(args, name)}, expected a number "
+                             "above 0 and below 1e9")
     if args.slow is not None and not 0 < args.slow < 1:
         raise ValueError(f"command line: --slow is {args.slow}, expected a share between 0 and 1")
     hand_over(args, argv)
@@ -931,9 +930,11 @@ def cli(argv=None):
                         timeout=args.timeout + BANDWIDTH + COLLECTIVES,
                         init_timeout=args.init_timeout)
     except RuntimeError as error:
+        if problem:   # was there first
+            print(f"error: {problem}", file=sys.stderr)
+            sys.exit(USAGE)
         fail_setup(str(error))
-        name_suspects(args, [])
-        sys.exit(USAGE if problem else FAILED)
+        sys.exit(FAILED)
     timer.cancel()
     ddp.state.patience = args.timeout   # of cleanup_ddp, which then names the missing ranks
     with ddp:

@@ -559,8 +559,8 @@ def cli(argv):
         ddp = setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout,
                         ipex=args.ipex, quiet=True)
     except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "code", 2))
+        print(f"error: {problem or error}", file=sys.stderr)
+        sys.exit(2 if problem else getattr(error, "code", 2))
     with ddp:
         if problem:
             print0(ddp, f"error: {problem}", file=sys.stderr)

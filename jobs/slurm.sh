@@ -42,9 +42,9 @@ fail() { printf 'job script: %s\n' "$*" >&2; exit 2; }
 cd "${SLURM_SUBMIT_DIR:-.}"
 [[ -f $SCRIPT && -f $CONFIG ]] || fail "SCRIPT=$SCRIPT or CONFIG=$CONFIG is not a file in $PWD.
   Submit from the folder that holds them."
-[[ $NPROC,$SAVE_SECONDS =~ ^[1-9][0-9]*,[0-9]+$ ]] ||
-  fail "NPROC=$NPROC or SAVE_SECONDS=$SAVE_SECONDS is not a number. Expected such as 4 and 600."
-[[ ! " $ARGS $* " =~ \ (--(config|work_dir|output_dir|fresh|resume))[\ =] ]] ||
+[[ $NPROC,${DRY_RUN:-1},$SAVE_SECONDS =~ ^[1-9][0-9]*,[1-9][0-9]*,[0-9]+$ ]] ||
+  fail "NPROC=$NPROC, SAVE_SECONDS=$SAVE_SECONDS or DRY_RUN=${DRY_RUN:-} is not a number."
+[[ ! " $ARGS $* " =~ [[:space:]](--(config|work_dir|output_dir|fresh|resume))[=[:space:]] ]] ||
   fail "ARGS holds ${BASH_REMATCH[1]}. Give CONFIG=... and RUN_DIR=...; what no next start may
   repeat, --fresh and --resume, once by hand."
 PATH=$(realpath -m "$VENV")/bin:$PATH
@@ -56,7 +56,7 @@ export DDP_WORLD_SIZE=$((nodes * NPROC))
 launch=(srun --nodes="$nodes" --ntasks="$DDP_WORLD_SIZE" --ntasks-per-node="$NPROC"
   --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --cpu-bind=cores --kill-on-bad-exit=1 --wait=60
   "$PYTHON" -u)
-read -r -a arguments <<< "$ARGS"
+read -r -d '' -a arguments <<< "$ARGS" || :    # of all its lines
 arguments+=("$@")
 training=("$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"})
 if [ -n "${DRY_RUN:-}" ]; then
@@ -79,7 +79,7 @@ else
 fi
 
 if [ -n "$PREFLIGHT" ]; then          # shellcheck disable=SC2086
-  "${launch[@]}" test_aurora_ddp.py $PREFLIGHT --work_dir "$RUN_DIR" || exit 3
+  "${launch[@]}" test_aurora_ddp.py $PREFLIGHT --work_dir "$RUN_DIR" || exit $(($? == 2 ? 2 : 3))
 fi
 written() { stat -c '%i %y' "$1" 2> /dev/null || echo never; }   # differs after every writing
 status=$RUN_DIR/status.json last=$RUN_DIR/checkpoints/last.pt cancelled='' code=0

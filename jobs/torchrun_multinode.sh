@@ -32,7 +32,7 @@ fail() { printf 'job script: %s\n' "$*" >&2; exit 2; }
 [[ -f $SCRIPT && -f $CONFIG ]] || fail "SCRIPT=$SCRIPT or CONFIG=$CONFIG is not a file in $PWD.
   Start this in the folder that holds them."
 own='config|work_dir|output_dir|nnodes|node_rank|nproc_per_node|master_addr|master_port'
-[[ ! " $ARGS $* " =~ \ (--($own|fresh|resume))[\ =] ]] ||
+[[ ! " $ARGS $* " =~ [[:space:]](--($own|fresh|resume))[=[:space:]] ]] ||
   fail "ARGS holds ${BASH_REMATCH[1]}. Give CONFIG=..., RUN_DIR=..., NNODES=... and so on; what no
   continuation may repeat, --fresh and --resume, once by hand."
 if [ -d "$VENV/bin" ]; then PATH=$(cd "$VENV/bin" && pwd):$PATH; fi
@@ -41,8 +41,9 @@ if [ -z "$NPROC" ]; then
 print(torch.cuda.device_count() or torch.xpu.device_count() or 1)') ||
     fail "PYTHON=$PYTHON cannot import torch. Set VENV, PYTHON or NPROC."
 fi
-[[ $NNODES,$NPROC,${MINUTES:-1} =~ ^[1-9][0-9]*,[1-9][0-9]*,[1-9][0-9]*$ ]] ||
-  fail "NNODES=$NNODES, NPROC=$NPROC or MINUTES=$MINUTES is not a number, 1 or more."
+[[ $NNODES,$NPROC,$MASTER_PORT,${MINUTES:-1} =~ ^[1-9][0-9]*(,[1-9][0-9]*){3}$ ]] ||
+  fail "NNODES=$NNODES, NPROC=$NPROC, MASTER_PORT=$MASTER_PORT or MINUTES=$MINUTES is not a number,
+  1 or more."
 export DDP_WORLD_SIZE=$((NNODES * NPROC))
 if [ -n "$MINUTES" ]; then export DDP_DEADLINE=$(($(date +%s) - SECONDS + MINUTES * 60)); fi
 cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
@@ -50,7 +51,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))
 
 ranks=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --nproc_per_node "$NPROC"
   --master_addr "$MASTER_ADDR")
-read -r -a arguments <<< "$ARGS"
+read -r -d '' -a arguments <<< "$ARGS" || :    # of all its lines
 arguments+=("$@")
 training=("$PYTHON" "$SCRIPT" "${ranks[@]}" --master_port "$MASTER_PORT" --config "$CONFIG"
   --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"})
@@ -66,7 +67,7 @@ if [ -n "$PREFLIGHT" ]; then         # after a signal in it nothing is trained
   trap 'stopped=143' TERM HUP
   # shellcheck disable=SC2086
   "$PYTHON" test_aurora_ddp.py "${ranks[@]}" --master_port $((MASTER_PORT + 1)) $PREFLIGHT ||
-    exit "${stopped:-3}"
+    exit "${stopped:-$(($? == 2 ? 2 : 3))}"
   [ -z "$stopped" ] || exit "$stopped"
   trap - INT TERM HUP
 fi
