@@ -143,21 +143,25 @@ def judge_places(rows, args):
         for rank, row in enumerate(rows):
             figure += (f"\n{rank:>4}  {row['host']:<{width}}  {row['local']:>5}  "
                        f"{row['device']:<8}  {gibibytes(row['free']):>8}  {row['cores']}")
-    return shared_values(rows, "local", "local rank"), figure
+    owners, problems = {}, []
+    for rank, row in enumerate(rows):
+        owner = owners.setdefault((row["host"], row["local"]), rank)
+        if owner != rank:
+            problems.append((rank, f"has the same local rank as rank {owner}: {row['local']}"))
+    return problems, figure
 
 
 def list_versions(row, ddp, args, answer):
     folder = Path(__file__).resolve().parent
     row.update(python=platform.python_version(), torch=str(torch.__version__), folder=str(folder),
-               ddp_setup=hash_of(Path(ddp_setup.__file__).read_bytes()),
                code=hash_of([[p.name, p.read_bytes()] for p in sorted(folder.glob("*.py"))]))
 
 
 def judge_versions(rows, args):
     problems, figures = [], []
-    for key in ("python", "torch", "ddp_setup", "code"):
+    for key in ("python", "torch", "code"):
         usual, others = majority([row[key] for row in rows])
-        figures += [f"{key} {usual}"] * (key != "ddp_setup")   # to fit one line
+        figures.append(f"{key} {usual}")
         for rank in others:
             files = f" (*.py in {rows[rank]['folder']})" if key == "code" else ""
             problems.append((rank, f"has {key} {rows[rank][key]}, most have {usual}{files}"))
@@ -794,14 +798,6 @@ def hash_of(value):
         items = value.items() if isinstance(value, dict) else value
         value = [hash_of(item) for item in items]
     return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()
-
-
-def shared_values(rows, key, noun):
-    """[(rank, text)] of ranks with the same row[key] as an earlier rank of their host."""
-    owners = {}
-    return [(rank, f"has the same {noun} as rank {owners[row['host'], row[key]]}: {row[key]}")
-            for rank, row in enumerate(rows)
-            if owners.setdefault((row["host"], row[key]), rank) != rank]
 
 
 def majority(values):

@@ -435,9 +435,7 @@ def _starter(launcher):
 def stolen_seconds():
     """Seconds, since boot, in which the machine below gave one of our cores to others.
 
-    Of the core that lost most; 0 where unknown.
-
-    Limits in seconds are meant for a machine that runs; a virtual one may be away for most of them.
+    Of the core that lost most; 0 where unknown. Limits in seconds are meant for a machine that runs; a virtual one may be away for most of them.
     """
     try:
         lines = Path("/proc/stat").read_text().splitlines()
@@ -484,8 +482,4 @@ def _parent(pid):
 
 
 def _describe(pid):
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return f"{pid} " + b" ".join(words).decode(errors="replace")
-    except OSError:
-        return f"{pid} (ended meanwhile)"
+    return f"{pid} {_command(pid) or '(ended meanwhile)'}"

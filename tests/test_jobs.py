@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -32,16 +31,10 @@ from mpi4py import MPI
 library = MPI.Get_library_version().split()[0]
 print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.size, "in", library, flush=True)
 """
-# Rank 0 has a child with the same environment, in a session of its own: it outlives a launcher.
-WAIT = """
-import os, subprocess, sys, time
-names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-rank = next((os.environ[name] for name in names if name in os.environ), "0")
-if rank == "0":
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
-print(f"rank {rank} is process {os.getpid()}.", flush=True)
-if "leave" not in sys.argv:
-    time.sleep(300)
+# It has a child with the same environment, in a session of its own, which outlives it.
+LEAVE = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 """
 
 
@@ -189,22 +182,17 @@ def test_local_sh_refuses_before_it_installs(copy, arguments, variables, message
     assert not (copy / ".venv").exists()
 
 
-def test_local_sh_leaves_an_environment_alone_that_it_did_not_make(copy):
+def test_local_sh_writes_into_no_environment_that_it_did_not_make(copy):
     (copy / ".venv").mkdir()
-    (copy / ".venv" / "mine").write_text("")
     for _ in range(2):
         code, printed = local_sh(copy)
         assert code == 2 and "was not made by this script" in printed
-    assert (copy / ".venv" / "mine").exists()
-
-
-def test_local_sh_does_not_write_through_a_link_to_another_environment(copy, tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "stamp").write_text("of another folder")
-    (copy / ".venv").symlink_to(tmp_path / "other")
+    (copy / ".venv").rename(copy / "other")
+    (copy / "other" / "stamp").touch()
+    (copy / ".venv").symlink_to("other")
     code, printed = local_sh(copy)
     assert code == 2 and ".venv is a link" in printed
-    assert (tmp_path / "other" / "stamp").read_text() == "of another folder"
+    assert [path.name for path in (copy / "other").iterdir()] == ["stamp"]
 
 
 @pytest.mark.parametrize("launcher, library", [
@@ -219,50 +207,13 @@ def test_mpi4py_loads_the_mpi_of_its_launcher(tmp_path, launcher, library):
     assert result.leftover == []
 
 
-@pytest.mark.parametrize("launcher", [
-    "torchrun", "mpich", "openmpi", pytest.param("intel", marks=pytest.mark.slow)])
-def test_ranks_are_found_by_number_and_a_hang_ends_with_its_output_and_no_process(tmp_path,
-                                                                                  launcher):
-    (tmp_path / "wait.py").write_text(WAIT)
-    with start_ranks(launcher, 2, ["wait.py"], cwd=tmp_path) as running:
-        for rank in (0, 1):
-            running.wait_for(f"rank {rank} is process", timeout=600)
-        pids = running.rank_pids()
-        assert sorted(pids) == [0, 1]
-        assert all(f"rank {rank} is process {pid}." in running.stdout() for rank,
-                   pid in pids.items())
-        assert len(running.pids()) > 3          # the launcher and rank 0's child too
-        with pytest.raises(TimeoutError,
-                           match=r"still running after 0.1 s(.|\n)*rank 1 is process"):
-            running.wait(timeout=0.1)
-        assert running.pids() == []
-        assert running.process.returncode == -signal.SIGKILL
-
-
 def test_a_process_left_behind_is_named_and_ended(tmp_path):
-    (tmp_path / "wait.py").write_text(WAIT)
-    with start_ranks("python", 1, ["wait.py", "leave"], cwd=tmp_path) as running:
+    (tmp_path / "leave.py").write_text(LEAVE)
+    with start_ranks("python", 1, ["leave.py"], cwd=tmp_path) as running:
         result = running.wait(timeout=600, leftover_grace=0.2)
         assert result.returncode == 0
         assert len(result.leftover) == 1 and "time.sleep(300)" in result.leftover[0]
         assert running.pids() == []
-
-
-def test_waiting_for_words_of_a_process_that_ended_without_them_fails_at_once(tmp_path):
-    (tmp_path / "short.py").write_text("print('something else')")
-    with start_ranks("python", 1, ["short.py"], cwd=tmp_path) as running:
-        with pytest.raises(TimeoutError, match=r"not printed before the end(.|\n)*something else"):
-            running.wait_for("step 1", timeout=600)
-
-
-def test_the_environment_of_started_ranks_holds_no_other_launchers_variables(monkeypatch):
-    for name in ("RANK", "MASTER_ADDR", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_SIZE",
-                 "PALS_RANKID", "DDP_RANK"):
-        monkeypatch.setenv(name, "3")
-    before = {name for name in os.environ
-              if name.endswith(("RANK", "RANKID", "PROCID", "WORLD_SIZE", "ADDR"))}
-    after = clean_environment(env={"RANK": 0})
-    assert {name: after[name] for name in before if name in after} == {"RANK": "0"}
 
 
 def shell_blocks():
@@ -305,7 +256,7 @@ def test_a_command_that_is_shown_is_understood_by_the_script_it_names(given, wor
     if script.startswith("jobs/"):
         known = set(re.findall(r"^(?:export )?(\w+)=\$\{\1", text, re.MULTILINE))
         assert given.keys() <= known, f"{script} reads {sorted(known)}"
-        if argv[:1] == ["--install"] or script == "jobs/test.sh":
+        if script == "jobs/test.sh":
             return
         settings = {name: given.get(name)
                     or re.search(rf"^{name}=\$\{{{name}:-(.*)\}}", text, re.MULTILINE)[1]

@@ -226,11 +226,13 @@ test_aurora_ddp.ANSWER = 1.0"""
     assert "Traceback" not in result.text and result.seconds < 60, result.text
 
 
-def test_wrong_arguments_are_printed_once_and_exit_with_2(tmp_path):
-    result = check(tmp_path, "--max_mib", "0", env=GUARDED)
-    assert result.returncode == 2, result.text
-    message = "error: command line: --max_mib is 0, expected more than 0"
-    assert result.text.count(message) == 1, result.text
+@pytest.mark.parametrize("words, code, message", [
+    (["--max_mib", "0"], 2, "error: command line: --max_mib is 0, expected a number above 0"),
+    (["--timeout", "inf"], 2, "error: command line: --timeout is inf, expected a number above 0"),
+    (["--suspects", "none/hosts"], 3, "cannot write --suspects none/hosts: No such file")])
+def test_wrong_arguments_are_printed_once_and_no_success(tmp_path, words, code, message):
+    result = check(tmp_path, *words, env=GUARDED)
+    assert result.returncode == code and result.text.count(message) == 1, result.text
 
 
 def test_a_rank_that_was_never_started_is_named_by_the_set_up(tmp_path):
