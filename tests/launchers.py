@@ -435,7 +435,8 @@ def _starter(launcher):
 def stolen_seconds():
     """Seconds, since boot, in which the machine below gave one of our cores to others.
 
-    Of the core that lost most; 0 where unknown. Limits in seconds are meant for a machine that runs; a virtual one may be away for most of them.
+    Of the core that lost most; 0 where unknown. Limits in seconds are meant for a machine that
+    runs; a virtual one may be away for most of them.
     """
     try:
         lines = Path("/proc/stat").read_text().splitlines()
