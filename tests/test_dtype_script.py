@@ -9,7 +9,7 @@ import test_dtype as script
 from ddp_setup import Ddp
 from launchers import fork_ranks
 from run_config import load_config
-from sequence_data import DemoSource, collate
+from sequence_data import N_TOKENS, DemoSource, collate
 from test_dtype import NetworkErrors as Errors
 from test_dtype import Row
 from sedd_eval import sample_proteins, to_device
@@ -197,6 +197,7 @@ def test_generation_in_training_gives_the_network_sigma_and_not_t(dtype):
     model, _ = script.make("SEDD", (16, 1, 2, 8))
     model.register_forward_pre_hook(lambda _, args: sigmas.append(args[1][0].item()))
     lengths = torch.tensor([9, 12]).numpy()
+    assert script.GRAPH.vocab_size == N_TOKENS + 1      # with the mask, as in training
     sample_proteins(model, config, script.GRAPH, script.NOISE, lengths, 0, Ddp(), dtype)
     expected = script.NOISE(torch.linspace(1, 1e-5, 4, dtype=torch.float64))[0]
     assert sigmas == pytest.approx(expected.tolist(), rel=1e-5)
