@@ -476,9 +476,12 @@ def gaussians(distance):
 
 def check_structure(X, mask, residue_idx, chain_id):
     others = [tuple(x.shape) for x in (mask, residue_idx, chain_id)]
-    if X.shape[2:] != (4, 3) or any(shape != X.shape[:2] for shape in others):
-        raise ValueError(f"X is {tuple(X.shape)}; mask, residue_idx and chain_id are {others}; "
-                         "expected (B, L, 4, 3), of N, CA, C, O, and (B, L).")
+    dtypes = residue_idx.dtype, chain_id.dtype
+    if (X.shape[2:] != (4, 3) or any(shape != X.shape[:2] for shape in others)
+            or set(dtypes) != {torch.int64}):
+        raise ValueError(f"X is {tuple(X.shape)}; mask, residue_idx and chain_id are {others}, the "
+                         f"last two {dtypes}; expected (B, L, 4, 3), of N, CA, C, O, and (B, L), "
+                         "torch.int64.")
     if X.device.type == "cpu":
         resolved = mask.bool()
         if not X[resolved].isfinite().all():
@@ -635,9 +638,10 @@ def check_sequences(encoding, S, decoding_order, structure):
     if structure is None and B in (1, M):
         structure = torch.arange(M, device=S.device) if B == M else S.new_zeros(M)
     found = [None if x is None else tuple(x.shape) for x in (S, decoding_order, structure)]
-    if found != [(M, L), (M, L), (M,)]:
+    if found != [(M, L), (M, L), (M,)] or S.dtype != torch.int64:
         raise ValueError(f"S, decoding_order and structure are {found}; expected ({M}, {L}), "
-                         f"({M}, {L}) and ({M},), the row of each one's structure among {B}.")
+                         f"({M}, {L}) and ({M},), the row of each one's structure among {B}. S is "
+                         f"{S.dtype}; expected torch.int64.")
     if S.device.type == "cpu" and not torch.equal(decoding_order.sort(1).values,
                                                   torch.arange(L).expand(M, L)):
         raise ValueError(f"decoding_order is no permutation; expected each of 0 to {L - 1} once "
