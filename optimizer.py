@@ -41,8 +41,7 @@ def state_bytes(model, name):
 
 
 class MuonAndAdamW:
-    """torch.optim.Muon for block_matrices, AdamW for all other parameters, used as one optimizer.
-    """
+    """torch.optim.Muon for block_matrices and AdamW for all other parameters, used as one."""
 
     def __init__(self, model, lr, o):
         matrices = block_matrices(model)
