@@ -27,7 +27,7 @@ from run_dir import (Former, check_resume, closing, machine_differences, read_st
 from run_script import choose_precision, compile_blocks, describe_run, hand_over
 from sedd_model import EMA
 from step_meter import StepMeter
-from train_loop import (Run, MicroBatchSampler, open_batches, is_best, read_flags,
+from train_loop import (Run, MicroBatchSampler, open_batches, global_gradient, is_best, read_flags,
                         scale_for_batch, take_step)
 from training import ROOT
 
@@ -132,6 +132,30 @@ def test_clipping_limits_the_change_of_the_weights_and_not_the_norm_that_is_told
         assert norm > 1 and moved == pytest.approx(0.01 * 0.25, rel=1e-4)
     for _, norm, moved in steps(toy(lr=0.01, grad_clip=0.0), 3, scale=100):
         assert moved == pytest.approx(0.01 * norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_gradient_is_that_of_the_mean_over_all_rows_whatever_the_micro_batches(ranks):
+    """Ranks are simulated: the sum of what each leaves, weighted by its own count."""
+    model = torch.nn.Linear(WIDTH, 1).double()
+    batches = [{k: v.double() if torch.is_tensor(v) else v for k, v in Rows()[0, micro].items()}
+               for micro in range(4)]
+    x, y = (torch.cat([batch[name] for batch in batches]) for name in ("x", "y"))
+    (model(x)[:, 0] - y).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    total, rows_in_all = [torch.zeros_like(p) for p in expected], 0
+    for rank in range(ranks):
+        model.zero_grad()
+        mine = batches[rank * 4 // ranks:(rank + 1) * 4 // ranks]
+        totals, norm = global_gradient(model, mine, loss_of, Ddp(), nominal=7.0)
+        assert totals.bad == 0 and float(norm) == pytest.approx(
+            sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5)
+        rows_in_all += float(totals.count)
+        for sum_, p in zip(total, model.parameters()):
+            sum_ += p.grad * totals.count
+    assert rows_in_all == len(y)
+    for found, p in zip(total, expected):
+        torch.testing.assert_close(found / len(y), p, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("optimizer, first", [("adamw", 3), ("muon", 3), ("muon", 0)])
@@ -239,6 +263,14 @@ def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_t
             assert (found - found.diag().diag()).abs().max() < 0.05, (name, found)
         else:
             torch.testing.assert_close(moved, lr * p.grad.sign(), rtol=1e-3, atol=0)
+
+
+def test_every_rank_count_shares_the_same_items_from_any_step_on():
+    def items(ranks, first):
+        return sorted(item for rank in range(ranks) for item in MicroBatchSampler(
+            lambda *item: item, 12, Ddp(rank=rank, world_size=ranks), first, 5))
+    assert items(1, 0) == [(step, micro) for step in range(5) for micro in range(12)]
+    assert items(3, 0) == items(4, 0) == items(1, 0) and items(2, 3) == items(1, 3)
 
 
 def test_the_best_is_kept_and_a_run_that_no_longer_improves_ends():
