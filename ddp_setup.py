@@ -445,6 +445,8 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
     _deadline(env)   # refuses a wrong DDP_DEADLINE before anything is started
     if ipex not in ("auto", "on", "off"):
         raise SetupError(f"ipex is {ipex!r}; expected auto, on or off")
+    if not init_timeout > 0:
+        raise SetupError(f"init_timeout is {init_timeout}; expected seconds, more than 0")
     mpi = _start_mpi(env, init_timeout)
     ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
     for name, wanted in (("--ranks", ranks), ("DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))):
@@ -1159,7 +1161,9 @@ def worker_init(worker_id=0, signals=STOP_SIGNALS):
 def _deadline(env):
     text = env.get("DDP_DEADLINE", "").strip()
     try:
-        return float(text or "inf")
+        if (deadline := float(text or "inf")) > 0:   # nan is not
+            return deadline
+        raise ValueError
     except ValueError:
         raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected such as "
                          f"$(( $(date +%s) + 3000 )).") from None

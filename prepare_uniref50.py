@@ -91,7 +91,7 @@ def main(argv=None):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__,
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what is made")
     source = parser.add_mutually_exclusive_group()
@@ -242,7 +242,7 @@ def sample_head(entry, n_records, min_length):
                 first_count, first_found = entry.count, found.copy()
             elif entry.count - first_count >= SAMPLE_BYTES:
                 if entry.size is None:
-                    return found * max(1, n_records / found[1])
+                    return found * max(1, n_records / max(found[1], 1))
                 return (found - first_found) / (entry.count - first_count) * entry.size
     return found
 

@@ -46,6 +46,11 @@ class Figures(NamedTuple):
     repeats: np.ndarray
 
 
+def sequences_of(path):
+    """The sequences of a FASTA file, in capitals, without a stop at the end."""
+    return [text.upper().removesuffix("*") for _, text in named_sequences(path)]
+
+
 def measure(sequences):
     """Figures of a list of str. Letters beside the 20 are left out of the shares."""
     singles, doubles = Counter(), Counter()
@@ -218,9 +223,11 @@ def main(argv):
     parser.add_argument("--picture", type=Path, help="PNG to draw")
     args = parser.parse_args(argv)
     try:
-        samples, reference = ([text.upper() for _, text in named_sequences(path)]
-                              for path in (args.samples, args.reference))
-        print(report(samples, reference, args.picture))
+        for path in (args.samples, args.reference):
+            if args.picture and args.picture.exists() and args.picture.samefile(path):
+                raise ValueError(f"--picture {path} would overwrite what is read; expected "
+                                 "another file.")
+        print(report(sequences_of(args.samples), sequences_of(args.reference), args.picture))
         return 0
     except (ValueError, OSError) as error:
         print(f"report_sequences.py: error: {error}", file=sys.stderr)

@@ -191,7 +191,7 @@ class DdpSection:
 LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
                           eval_freq=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
                           keep_last=1, max_bad_steps=0),
-         "optim": dict(lr=0, warmup=0, base_global_batch=1, grad_clip=0, eps=0, weight_decay=0),
+         "optim": dict(lr=0, warmup=0, base_global_batch=1, grad_clip=0, weight_decay=0),
          "ddp": dict(bucket_cap_mb=1), "monitoring": dict(watchdog_minutes=0, check_sync_every=0,
                                                    timing_every=0)}
 
@@ -227,7 +227,7 @@ def check_values(c, checks, least):
         (0 <= c.model.dropout < 1, f"model.dropout is {c.model.dropout}; expected 0 up to below 1"),
         (0 <= c.data.val_fraction < 1,
          f"data.val_fraction is {c.data.val_fraction}; expected 0 up to below 1"),
-        (abs(t.seed) < 2**63, f"training.seed is {t.seed}; expected at most {2**63 - 1}"),
+        (o.eps > 0, f"optim.eps is {o.eps}; expected more than 0"),
         (set(t.stop_signals) <= known,
          f"training.stop_signals is {list(t.stop_signals)}; expected names such as SIGTERM, of "
          "signals that a program may handle"))
@@ -488,4 +488,6 @@ def _number(value, kind, refusal):
         raise refusal
     if kind is int and value != int(value):
         raise refusal
+    if kind is int and abs(value) >= 2**63:
+        raise ValueError(f"found {value}; expected at most {2**63 - 1}.")
     return kind(value)

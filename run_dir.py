@@ -80,7 +80,8 @@ def find_checkpoint(run_dir, resume, fresh, differences):
         raise ValueError(f"{run_dir} holds a run already, and --resume {resume} is of another. "
                          "Expected a checkpoint of the same run. Give another --work_dir; or "
                          "leave --resume out to continue this run.")
-    names = sorted(os.listdir(run_dir)) if run_dir.exists() else []
+    names = sorted(name for name in (os.listdir(run_dir) if run_dir.exists() else ())
+                   if not name.startswith(".lock.json."))   # half, of a start that was killed
     if names and not MARKS & set(names):
         raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(names[:5])}. "
                          "Expected an empty or new folder, or that of a run. Give another "

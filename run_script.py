@@ -175,6 +175,9 @@ def launch_options(argv):
     parser.add_argument("--work_dir", "--output_dir")
     parser.add_argument("--plan")
     parser.add_argument("--no_cuda", action="store_true")
+    if "" in argv or any(re.fullmatch("--[^=]+=", text) for text in argv):
+        raise ValueError(f"command line: an argument is empty in {shlex.join(argv)}. Expected a "
+                         "value. Is a variable of the shell unset?")
     early = parser.parse_known_args(argv)[0]
     if early.no_cuda:
         if early.device not in ("auto", "cpu"):

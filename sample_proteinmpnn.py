@@ -489,8 +489,10 @@ def main(argv):
     try:
         run(parse_arguments(argv))
         return 0
-    except (ValueError, OSError) as error:
-        print(f"sample_proteinmpnn.py: error: {error}", file=sys.stderr)
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        memory = isinstance(error, torch.OutOfMemoryError)
+        advice = " Give a smaller --batch_size, or --device cpu." if memory else ""
+        print(f"sample_proteinmpnn.py: error: {error}{advice}", file=sys.stderr)
         return 2
 
 

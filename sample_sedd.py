@@ -51,6 +51,7 @@ from sequence_data import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_ge
 FREE = "_"              # a place of a template that is to be drawn
 BLOCK = 2000            # sequences that are scored together: results appear after each
 PATIENCE = 6 * 3600.0   # seconds that ranks wait for one with more work
+FASTA_ENDINGS = (".fasta", ".fa", ".faa")
 INTERVAL = 1.96         # standard errors to either side that hold 95 %
 
 
@@ -409,8 +410,18 @@ def read_arguments(argv):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"found --{name} {value}; expected at least 1.")
+    if abs(args.seed) >= 2**63:
+        raise ValueError(f"found --seed {args.seed}; expected at most {2**63 - 1}.")
     hand_over(args, argv)
     return args
+
+
+def picture_of(args):
+    """The file of --report's picture: NAME.png beside --out. None without --report."""
+    if not args.report:
+        return None
+    name = args.out.stem if args.out.suffix in FASTA_ENDINGS else args.out.name   # not of t0.5
+    return args.out.with_name(f"{name}.png")
 
 
 def check_files(args):
@@ -418,6 +429,9 @@ def check_files(args):
     for path in (args.infill, args.score, args.mutations, args.report):
         if path is not None and not path.is_file():
             raise ValueError(f"there is no file {path}.")
+        for out in (args.out, picture_of(args)):
+            if path and out and out.exists() and out.samefile(path):
+                raise ValueError(f"the result would overwrite {path}; expected another --out.")
     if args.report:   # it is read when the samples are there: so say now that it is no FASTA
         next(named_sequences(args.report))
     out = args.out   # a device, such as /dev/null, would be replaced by a file
@@ -606,9 +620,8 @@ def cli(argv=None):
                 abort(ddp, problem, BAD_INPUT, secondary=not ddp.is_main)
     try:
         if samples:   # the other ranks need not wait for it
-            from report_sequences import report
-            reference = [text.upper() for _, text in named_sequences(args.report)]
-            print(report(samples, reference, args.out.with_suffix(".png")), file=sys.stderr)
+            from report_sequences import report, sequences_of
+            print(report(samples, sequences_of(args.report), picture_of(args)), file=sys.stderr)
     except (ValueError, OSError) as e:
         problem = f"sample_sedd.py: error: {e}"
     if problem:

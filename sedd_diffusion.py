@@ -370,9 +370,9 @@ def _held_positions(graph, shape, fixed, mask, forbidden, device):
 # ---- checks and small parts ----
 
 def _checked_eps(eps):
-    if not 0 < eps < 1:
-        raise ValueError(f"eps = {eps}; expected between 0 and 1: the share of residues left clean "
-                         f"at t = 1.")
+    if not 1e-12 <= eps < 1:   # else 1 - eps may be 1, and sigma infinite
+        raise ValueError(f"eps = {eps}; expected 1e-12 up to below 1: the share of residues left "
+                         f"clean at t = 1.")
     return eps
 
 

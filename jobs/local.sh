@@ -81,7 +81,7 @@ make_run_env() {
 
 if [[ ${1:-} =~ ^[0-9]+$ ]]; then NPROC=$1; shift; fi
 gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2> /dev/null | grep -o ^GPU || :)}
-[ -n "$NPROC" ] || NPROC=$(tr , '\n' <<< "$gpus" | grep -c .) || NPROC=2
+[ -n "$NPROC" ] || NPROC=$(tr , '\n' <<< "$gpus" | grep -c '^[^-]') || NPROC=2
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a number of ranks, 1 or more."
 [[ $LAUNCHER == torchrun || $LAUNCHER == mpirun ]] ||
   fail "LAUNCHER is '$LAUNCHER', expected torchrun or mpirun."

@@ -508,9 +508,10 @@ def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp
         assert stop_reason(ddp, 3) == expected
         close_run(ddp, 75, "because")
         assert status() == {"code": 75, "reason": "because", "step": 3}
-    monkeypatch.setenv("DDP_DEADLINE", "soon")
-    with pytest.raises(RuntimeError, match="DDP_DEADLINE='soon' is not a time"):
-        watch_run(Ddp(), tmp_path)
+    for text in ("soon", "nan", "-60"):
+        monkeypatch.setenv("DDP_DEADLINE", text)
+        with pytest.raises(RuntimeError, match=f"DDP_DEADLINE='{text}' is not a time"):
+            watch_run(Ddp(), tmp_path)
 
 
 def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():

@@ -458,7 +458,7 @@ def test_a_workstation_gets_a_rank_per_gpu(site, project):
     shutil.copytree(ROOT / "configs", project / "configs")
     site.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0: one'\n")
     path = f"{site.folder / 'bin'}:{os.environ['PATH']}"
-    for visible, ranks in ((None, 1), ("0,3,5", 3), ("", 2)):
+    for visible, ranks in ((None, 1), ("0,3,5", 3), ("", 2), ("-1", 2)):
         env = clean_environment(env={"DRY_RUN": 1, "PATH": path, "CUDA_VISIBLE_DEVICES": visible})
         with Running(["bash", "jobs/local.sh"], project, env) as running:
             result = running.wait(60)

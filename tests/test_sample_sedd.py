@@ -333,6 +333,8 @@ def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
     (["--out", "no/where.fasta"], "in a folder that is missing"),
     (["--report", __file__, "--out", "new.fasta"], "found letters before a header"),
     (["--report", __file__, "--out", "new.png"], "expected --out NAME.fasta"),
+    (["--score", __file__, "--out", __file__], "the result would overwrite"),
+    (["--seed", 2**63], f"--seed {2**63}; expected at most"),
     (["--mutations", __file__, "--score", __file__, "--each_position"], "expected one of them"),
     (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
     (["--infill", __file__], "found letters before a header")])
@@ -408,7 +410,7 @@ def test_a_long_protein_is_near_to_its_own_stretches_only():
 def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
     (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
     cli([str(checkpoint), "--number", "3", "--steps", "2", "--length", "20", "--report",
-         str(tmp_path / "ref.fasta"), "--out", str(tmp_path / "new.fasta")])
+         str(tmp_path / "ref.fasta"), "--out", str(tmp_path / "t0.5")])
     err = capsys.readouterr().err
     assert "distinct sequences" in err and all(len(line) <= 80 for line in err.splitlines()[1:-1])
     try:
@@ -416,4 +418,4 @@ def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
     except ImportError:
         assert "no picture" in err
     else:
-        assert (tmp_path / "new.png").stat().st_size > 10_000
+        assert (tmp_path / "t0.5.png").stat().st_size > 10_000

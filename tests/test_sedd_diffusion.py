@@ -59,7 +59,7 @@ def test_cosine_and_loglinear_noise_leave_only_eps_of_the_residues_clean_at_the_
 
 def test_unknown_names_and_impossible_settings_are_refused():
     for make in (lambda: make_noise("linear"),
-                 lambda: make_noise("cosine", eps=0),
+                 lambda: make_noise("cosine", eps=1e-300),
                  lambda: make_noise("geometric", sigma_min=2.0, sigma_max=1.0),
                  lambda: make_graph("absorbing", 21)):
         with pytest.raises(ValueError, match="expected"):

@@ -29,7 +29,7 @@ import prepare_uniref50
 import sequence_batches
 import train_sedd_ddp
 from run_config import dump_yaml, load_config
-from run_dir import RunLock, replace_status
+from run_dir import RunLock, find_checkpoint, replace_status
 from run_log import write_text_atomic
 from sedd_diffusion import make_graph, make_noise
 from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode,
@@ -619,6 +619,9 @@ def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_
         assert [p.name for p in (tmp_path / "w").iterdir()] == ["lock.json"]
         assert not (tmp_path / "w.old1").exists()
         holder.kill()
+    (tmp_path / "h").mkdir()
+    (tmp_path / "h" / ".lock.json.7.tmp").touch()   # all that a start left that was killed
+    assert find_checkpoint(tmp_path / "h", None, False, None) is None
     run(tiny(fasta, training__n_iters=1), tmp_path / "w")
     lock = tmp_path / "w" / "lock.json"
     assert not lock.exists()
@@ -1249,7 +1252,12 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
              ([*base, "--data", "alike.fasta"], ["data.val_fraction", "set data.val_fraction=0"]),
              ([*base, "--work_dir", "/proc/nope"], ["--work_dir", "/proc/nope"]),
              ([*base, "training.seed=1" + "0" * 19], ["training.seed"]),
+             ([*base, "training.batch_size=1e21"], ["training.batch_size"]),
+             ([*base, "optim.eps=0"], ["optim.eps is 0"]),
              ([*base, "optim.ema=1.0"], ["optim.ema is 1.0"]),
+             ([*base, "--work_dir", ""], ["an argument is empty"]),
+             ([*base, "--work_dir="], ["an argument is empty"]),
+             ([*base, "--init_timeout", "0"], ["init_timeout is 0"]),
              ([*base, "optim.betas=[0.9,1.0]"], ["optim.betas"]),
              ([*base, "noise.eps=0"], ["noise.eps"]), ([], ["--config"]),
              ([*base, "--lr", "3"], ["unrecognized arguments: --lr"]),
@@ -1258,7 +1266,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
              ([*base[:-1], "asked", "--ranks", "2"], ["--ranks asks for 2"]),
              ([*base, "--fresh", "--resume", "other.pt"], ["exclude each other"]),
              ([*base, "--init_from", "no.pt"], ["--init_from no.pt: there is no such file"]),
-             ([*base, "--init_from", ""], ["--init_from : there is no such file"]),
+             ([*base, "--init_from", ""], ["an argument is empty"]),
              ([*base, "--resume", "other.pt"], ["cannot read the checkpoint other.pt"]),
              ([*base, "--work_dir", "c.yaml/run"], ["c.yaml/run cannot be used",
                                                     "c.yaml is a file"]),
