@@ -514,7 +514,8 @@ class Guard:
         text, line = f"[{place}] {verdict.text.rstrip() or cause}\n", ""
         if verdict.code != 2:    # else bad input: nothing ran, nothing to go on with
             text = text if verdict.text.strip() not in ("", cause) else ""
-            line = f"FAILED: {place}: {cause}. {saved}. {again}\n"
+            end = "" if cause.endswith("?") else "."
+            line = f"FAILED: {place}: {cause}{end} {saved}. {again}\n"
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"\n{text}{line}")
             sys.stderr.flush()

@@ -900,7 +900,8 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
     if code != BAD_INPUT:   # else nothing ran
         path = ddp.state.checkpoint[0]
         saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
-        lines.append(f"FAILED: {place}: {cause}. {saved}.")
+        end = "" if cause.endswith((".", "?")) else "."
+        lines.append(f"FAILED: {place}: {cause}{end} {saved}.")
     with contextlib.suppress(OSError, ValueError):
         print("\n".join(lines), file=sys.stderr, flush=True)
     if ddp.world_size > 1:
