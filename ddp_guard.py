@@ -514,8 +514,7 @@ class Guard:
         text, line = f"[{place}] {verdict.text.rstrip() or cause}\n", ""
         if verdict.code != 2:    # else bad input: nothing ran, nothing to go on with
             text = text if verdict.text.strip() not in ("", cause) else ""
-            end = "" if cause.endswith("?") else "."
-            line = f"FAILED: {place}: {cause}{end} {saved}. {again}\n"
+            line = f"FAILED: {place}: {cause}{'.' * (cause[-1:] != '?')} {saved}. {again}\n"
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"\n{text}{line}")
             sys.stderr.flush()

@@ -900,8 +900,7 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
     if code != BAD_INPUT:   # else nothing ran
         path = ddp.state.checkpoint[0]
         saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
-        end = "" if cause.endswith((".", "?")) else "."
-        lines.append(f"FAILED: {place}: {cause}{end} {saved}.")
+        lines.append(f"FAILED: {place}: {cause}{'.' * (cause[-1:] not in '.?')} {saved}.")
     with contextlib.suppress(OSError, ValueError):
         print("\n".join(lines), file=sys.stderr, flush=True)
     if ddp.world_size > 1:

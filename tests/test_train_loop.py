@@ -543,7 +543,7 @@ from run_script import add_launch_arguments, started_ranks
 parser = argparse.ArgumentParser()
 add_launch_arguments(parser)
 with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
-    assert ddp.is_main, "on purpose"
+    assert ddp.is_main, "on purpose?"
 """
 
 
@@ -562,6 +562,7 @@ def test_the_command_to_give_again_starts_as_many_ranks(tmp_path):
     result = run_ranks("python", 1, ["s.py", *options], tmp_path, timeout=300)
     last_line = result.stderr.splitlines()[-1]
     assert result.returncode == 1 and last_line.startswith("FAILED: rank 1 of 2"), result.text
+    assert ": on purpose? No checkpoint yet. " in last_line, result.text
     assert last_line.endswith(": python s.py " + " ".join(options)), result.text
 
 
