@@ -521,10 +521,10 @@ class Guard:
 
     def end_rank(self):
         """Kill the rank, its workers, and what does not answer on this host. Returns the code."""
-        pids = [-self.process.pid] if self.own_group else []
-        for host, silent in self.verdict.silent:
-            pids += silent if host == self.me.host else []
-        for pid in pids:
+        pids = [pid for host, pids in self.verdict.silent if host == self.me.host for pid in pids]
+        # The rank at fault goes last: others would report that their connection to it is lost.
+        time.sleep(TURN * (self.verdict.rank == self.me.number))
+        for pid in pids + [-self.process.pid] * self.own_group:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         self.process.kill()
