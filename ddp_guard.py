@@ -522,8 +522,8 @@ class Guard:
     def end_rank(self):
         """Kill the rank, its workers, and what does not answer on this host. Returns the code."""
         pids = [pid for host, pids in self.verdict.silent if host == self.me.host for pid in pids]
-        # The rank at fault goes last: others would report that their connection to it is lost.
-        time.sleep(TURN * (self.verdict.rank == self.me.number))
+        self.process.send_signal(signal.SIGSTOP)
+        time.sleep(TURN)    # all stop before one is killed: they would report a lost connection
         for pid in pids + [-self.process.pid] * self.own_group:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
