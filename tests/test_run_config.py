@@ -82,8 +82,7 @@ memory: {gradient_checkpointing: False, mixed_precision: True, max_memory_per_gp
     ("optim.scale", "sqrt", "sqrt"), ("optim.scale", "{cap: 4}", {"cap": 4.0}),
     ("training.batch_size", "null", None), ("optim.betas", "[0.9, 98e-2]", (0.9, 0.98)),
     ("optim.milestones", "[1, 1e3]", (1, 1000))])
-def test_a_value_is_read_as_the_type_of_its_field_in_a_file_and_on_a_command_line(
-        tmp_path, key, text, value):
+def test_a_value_is_read_as_the_type_of_its_field_in_file_and_command(tmp_path, key, text, value):
     for config in (load(tmp_path, assignment(key, text)),
                    load_config(Config, None, [f"{key}={text}"])):
         found = attrgetter(key)(config)
@@ -112,8 +111,7 @@ def test_a_value_of_another_type_is_refused_with_what_is_expected(tmp_path, key,
 
 
 @pytest.mark.parametrize("text, misread", [
-    ("010", "8"), ("-017", "-15"), ("0_7", "7"), ("1:30", "90"), ("1:30:00", "5400"),
-    ("1:30.5", "90.5")])
+    ("010", "8"), ("-017", "-15"), ("0_7", "7"), ("1:30:00", "5400"), ("1:30.5", "90.5")])
 def test_numbers_that_yaml_reads_to_another_base_are_refused(tmp_path, text, misread):
     says = f"found {text}, which YAML 1.1 reads as {misread}; expected a number without"
     for key in ("warmup", "lr", "milestones"):
@@ -134,13 +132,11 @@ def test_numbers_that_yaml_reads_to_another_base_are_refused(tmp_path, text, mis
     ("optim: {1: 3}", "unknown key 'optim.1'"),
     ("optim:\n  lr: 1\n  lr: 2\n", "line 3: found the key 'lr' again (first in line 2)"),
     ("optim: {lr: 1}\nseed: 1\noptim: {warmup: 2}\n", "line 3: found the key 'optim' again"),
-    ("optim:\n", "section 'optim' is nothing"), ("optim: 3\n", "section 'optim' is 3"),
-    ("optim: [lr, 3]\n", "section 'optim' is ['lr', 3]"), ("- a\n- b\n", "at the top level"),
-    ("just words\n", "at the top level"), ("# only a comment\n", "is empty"),
-    ("optim:\n\tlr: 1\n", "line 2"), ("optim: {lr: 1\n", "not valid YAML"),
-    ("name: !!python/object:os.system {}\n", "not valid YAML"), ("name: 2020-13-45\n", "quote it"),
-    ("? [a]\n: 1\n", "unhashable"),
-    ("name: Mülheim".encode("latin-1"), "not UTF-8"), (bytes(range(256)), "not UTF-8")])
+    ("optim:\n", "section 'optim' is nothing"), ("optim: [lr]\n", "section 'optim' is ['lr']"),
+    ("- a\n- b\n", "at the top level"), ("# only a comment\n", "is empty"),
+    ("optim:\n\tlr: 1\n", "line 2"), ("name: 2020-13-45\n", "quote it"),
+    ("name: !!python/object:os.system {}\n", "not valid YAML"), ("? [a]\n: 1\n", "unhashable"),
+    ("name: Mülheim".encode("latin-1"), "not UTF-8")])
 def test_a_file_that_says_it_badly_is_refused_with_the_place(tmp_path, text, advice):
     message = refusal(tmp_path, text)
     assert "config.yaml" in message and advice in message

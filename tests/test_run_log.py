@@ -1,13 +1,11 @@
 """run_log: rows that survive kills and resumes, a screen that stays readable, silence on other
 ranks."""
 
-import json
 import os
 import pty
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +13,7 @@ import torch
 
 from run_log import RunLog, write_text_atomic, write_whole
 from step_meter import histogram_of
-
-
-def rows(folder):
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+from training import ROOT, rows
 
 
 def test_a_row_is_json_in_the_file_as_soon_as_metrics_returns_with_step_first(tmp_path):
@@ -30,27 +25,20 @@ def test_a_row_is_json_in_the_file_as_soon_as_metrics_returns_with_step_first(tm
     log.close()
 
 
-def test_a_resume_leaves_no_row_twice_and_none_missing(tmp_path):
+@pytest.mark.parametrize("saved, kept", [(2, [1, 2]), (4, [1, 2, 3])])
+def test_a_resume_leaves_no_row_twice_and_none_missing_and_no_half_one(tmp_path, saved, kept):
     first = RunLog(tmp_path, is_main=True)
-    for step in range(1, 8):
+    for step in (1, 2, 3):
         first.metrics(step, {"loss": step})
     first.close()
-    second = RunLog(tmp_path, is_main=True)             # the checkpoint was of step 5
-    second.truncate(5)
-    for step in range(6, 10):
-        second.metrics(step, {"loss": step})
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 4, "lo')
+    second = RunLog(tmp_path, is_main=True)
+    second.truncate(saved)
+    second.metrics(5, {"loss": 5})
     second.close()
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 10))
+    assert rows(tmp_path) == [{"step": step, "loss": step} for step in [*kept, 5]]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_truncate_removes_half_a_row_even_if_its_step_would_stay(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "lo')
-    log = RunLog(tmp_path, is_main=True)
-    log.truncate(2)
-    log.metrics(2, {"loss": 1.5})
-    log.close()
-    assert rows(tmp_path) == [{"step": 1, "loss": 2}, {"step": 2, "loss": 1.5}]
 
 
 def test_a_broken_row_in_the_middle_is_refused_with_its_line(tmp_path):
@@ -62,8 +50,7 @@ def test_a_broken_row_in_the_middle_is_refused_with_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("is_main", [False, True])
-def test_other_ranks_write_nothing_and_they_and_a_quiet_log_print_nothing(
-        tmp_path, capsys, is_main):
+def test_other_ranks_are_silent_and_a_quiet_log_prints_nothing(tmp_path, capsys, is_main):
     log = RunLog(tmp_path / "run", is_main, total_steps=10, quiet=is_main)
     log.truncate(0)
     log.metrics(1, {"loss": 1.0})
@@ -92,8 +79,7 @@ def test_on_a_terminal_a_bar_shows_the_numbers_and_say_does_not_break_it(tmp_pat
               "total_steps=10)\nlog.progress(4, loss=2.81); log.say('saved "
               "last.pt')\nlog.progress(5, loss=2.75, rate=12300); log.close()")
     main, terminal = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
-                   "COLUMNS": "100"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE,
                           stderr=terminal, env=environment, timeout=60, text=True)
     os.set_blocking(main, False)
@@ -104,27 +90,19 @@ def test_on_a_terminal_a_bar_shows_the_numbers_and_say_does_not_break_it(tmp_pat
     assert "step 5/10" in drawn and "loss 2.75" in drawn and "12,300 res/s" in drawn
 
 
-def test_write_text_atomic_replaces_whole_and_leaves_nothing_else(tmp_path):
+def test_text_replaces_a_file_whole_or_not_at_all_and_leaves_nothing_else(tmp_path):
     target = tmp_path / "samples" / "step_10.fasta"
-    write_text_atomic(target, ">a\nMK\n")
-    write_text_atomic(target, ">b\nMKV\n")
-    assert target.read_bytes() == b">b\nMKV\n"
-    assert [path.name for path in target.parent.iterdir()] == ["step_10.fasta"]
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
-    target = tmp_path / "note.txt"
-    write_text_atomic(target, "old")
+    write_text_atomic(target, "older")
+    write_text_atomic(target, "old\n")
     with pytest.raises(UnicodeEncodeError):
         write_text_atomic(target, "new \ud800")          # no encoding for it: fails while writing
 
     def write_to_a_full_disk(file):
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left on device: .*note.txt"):
+    with pytest.raises(OSError, match="No space left on device: .*step_10.fasta"):
         write_whole(target, write_to_a_full_disk)
-    assert target.read_text() == "old" and [path.name
-                                            for path in tmp_path.iterdir()] == ["note.txt"]
+    assert target.read_bytes() == b"old\n" and list(target.parent.iterdir()) == [target]
 
 
 # ------------------------------------------------------------------ trackers
