@@ -66,16 +66,10 @@ def test_unknown_names_and_impossible_settings_are_refused():
             make()
 
 
-def test_stratified_times_hit_every_stratum_once():
-    n, eps = 64, 1e-3
-    for seed in range(5):
-        offset = torch.rand((), generator=seeded(seed), dtype=torch.float64).item()
-        t = stratified_times(n, offset, torch.randperm(n, generator=seeded(seed)), eps)
-        assert t.dtype == torch.float64 and t.min() >= eps and t.max() <= 1
-        stratum = ((t - eps) / (1 - eps) * n).floor().long()
-        assert stratum.sort().values.tolist() == list(range(n))
-    t = stratified_times(4, 0.5, torch.tensor([3, 0, 1, 2]), 0.0)
-    assert t.tolist() == [0.875, 0.125, 0.375, 0.625]
+def test_stratified_times_lie_in_the_strata_asked_for_above_eps():
+    t = stratified_times(4, 0.5, torch.tensor([3, 0, 1, 2]), 0.2)
+    expected = 0.2 + 0.8 * torch.tensor([0.875, 0.125, 0.375, 0.625], dtype=torch.float64)
+    near(t, expected, rtol=1e-12)
 
 
 # ---- graphs and score entropy against the official code ----
@@ -308,8 +302,7 @@ def test_the_loss_of_the_exact_score_integrates_to_the_entropy_of_the_data(graph
 @BOTH_GRAPHS
 @pytest.mark.parametrize("steps, denoise, eps", [
     (1, True, 1e-5), (1, False, 1e-5), (5, True, 1e-5), (2, True, 0.5)])
-def test_analytic_sampling_of_one_residue_is_exact_in_any_number_of_steps(
-        graph_name, steps, denoise, eps):
+def test_analytic_sampling_of_one_residue_is_exact(graph_name, steps, denoise, eps):
     graph, noise, B = make_graph(graph_name, 6), make_noise("loglinear", eps=1e-6), 40_000
     p0 = torch.tensor([0.4, 0.3, 0.2, 0.09, 0.01, 0.0], dtype=torch.float64)
     possible = p0.clamp(min=1e-12)

@@ -116,8 +116,7 @@ def test_bfloat16_stays_near_the_official_code(fixture, graph_name, noise_name, 
 
 
 @pytest.mark.parametrize("noise_name", ["loglinear", "geometric"])
-def test_the_plain_step_that_speed_is_measured_against_agrees_with_the_official_code(fixture,
-                                                                                     noise_name):
+def test_the_plain_step_of_the_benchmark_agrees_with_the_official_code(fixture, noise_name):
     case, model = entries(fixture, "absorb", noise_name), official_model(fixture, "absorb")
     log_score, loss = backward(model, case, log_score_of=plain_log_score,
                                loss_of=lambda *inputs: (plain_loss(*inputs[:5]), None))
