@@ -74,38 +74,3 @@ def command_lines(script, cases, cwd):
     """Run each list of arguments as `python SCRIPT.py ARGUMENTS`: [(exit code, stdout, stderr)]."""
     done = [fork_ranks(1, [ROOT / f"{script}.py", *case], cwd) for case in cases]
     return [(result.returncode, result.stdout, result.stderr) for result in done]
-
-
-# A training script in which the loss is nan on rank 1 in the calls BAD, counted after the first,
-# which lays out
-# DDP's buckets.
-NAN_LOSS = """
-import os, sys
-sys.path.insert(0, {root!r})
-import ddp_guard
-ddp_guard.supervise()
-import {script} as script
-real, calls = script.micro_batch_loss, []
-def micro_batch_loss(*arguments):
-    loss, sums, count = real(*arguments)
-    calls.append(1)
-    bad = os.environ["RANK"] == "1" and len(calls) - 1 in {bad}
-    return (loss * float("nan"), sums * float("nan"), count) if bad else (loss, sums, count)
-script.micro_batch_loss = micro_batch_loss
-script.cli()
-"""
-
-
-def steps_with_a_nan(work_dir):
-    """Assert that step 3, bad on one rank, changed nothing on any; return the states of all
-    checkpoints by step."""
-    states = [load_checkpoint(str(path))
-              for path in (Path(work_dir) / "checkpoints").glob("last*.pt")]
-    states = {state["step"]: state for state in states}
-    for key in {"model", "ema", "optimizer"} & states[3].keys():
-        part = (lambda s: s["optimizer"]["state"]) if key == "optimizer" else (lambda s: s[key])
-        torch.testing.assert_close(part(states[3]), part(states[2]), rtol=0, atol=0)
-    assert not all(torch.equal(states[4]["model"][k], v) for k, v in states[3]["model"].items())
-    assert [states[k]["bad_steps"] for k in (1, 2, 3, 4, 5)] == [[0, 0], [0, 0], [1, 1], [1, 0],
-                                                                 [1, 0]]
-    return states
