@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,25 +24,25 @@ import torch
 
 from accumulate_gradients import SETTINGS, reference
 from ddp_setup import Ddp, load_checkpoint
-from launchers import ForkedRanks, clean_environment, fork_ranks, need, run_ranks, start_ranks
+from launchers import clean_environment, fork_ranks, need, run_ranks
 import bench_ddp
 import prepare_uniref50
 import sequence_batches
 import train_sedd_ddp
 from run_config import dump_yaml, load_config
-from run_dir import RunLock, find_checkpoint, replace_status
+from run_dir import RunLock, find_checkpoint, read_status, replace_status
 from run_log import write_text_atomic
 from sedd_diffusion import make_graph, make_noise
 from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode,
                            read_sequences)
-from sedd_eval import Validation, result_lines, sample_proteins
+from sedd_eval import Validation, sample_proteins
 from sedd_files import export_sedd, load_sedd
 from train_loop import MicroBatchSampler
 from train_sedd_ddp import (Config, MicroBatches, check_config, describe_plan, main, make_reader,
                             prepare, train)
 
 from training import (  # noqa: F401 (the fixture one_thread)
-    NAN_LOSS, ROOT, command_lines, losses, one_thread, rows, same_run, steps_with_a_nan, words)
+    ROOT, command_lines, losses, one_thread, rows, same_run, words)
 
 SCRIPT, DEMO = ROOT / "train_sedd_ddp.py", ROOT / "configs" / "sedd_demo.yaml"
 TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,
@@ -81,8 +82,23 @@ def straight(fasta, tmp_path_factory):
     return folder
 
 
+def by_command(n, config, folder, work_dir, *more, script=SCRIPT, env=None):
+    """The same on n ranks, as the command line starts it in `folder`."""
+    (folder / "c.yaml").write_text(dump_yaml(config))
+    argv = [script, "--config", "c.yaml", "--work_dir", work_dir, *more]
+    return fork_ranks(n, argv, folder, env)
+
+
+def state_of(work_dir, name="last.pt"):
+    return load_checkpoint(str(work_dir / "checkpoints" / name))
+
+
+def steps_of(work_dir):
+    return [row["step"] for row in rows(work_dir)]
+
+
 def weights(work_dir, name="last.pt"):
-    state = load_checkpoint(str(Path(work_dir) / "checkpoints" / name))
+    state = state_of(work_dir, name)
     return state["model"] | {f"ema {i}": p for i, p in enumerate(state["ema"]["shadow_params"])}
 
 
@@ -124,7 +140,7 @@ def demo(tmp_path_factory):
 def test_the_same_global_batch_gives_the_same_losses_under_any_launcher(demo, launcher):
     need(launcher)
     one, other = rows(demo("alone")[0]), rows(demo(launcher)[0])
-    assert [row["step"] for row in other] == list(range(1, 11))
+    assert steps_of(demo(launcher)[0]) == list(range(1, 11))
     for a, b in zip(one, other):
         keys = ["loss", "perplexity", "lr"] + [k for k in a if k.startswith("val/")]
         assert [b[k] for k in keys] == pytest.approx([a[k] for k in keys], rel=1e-5), a["step"]
@@ -138,49 +154,37 @@ def test_the_same_global_batch_gives_the_same_losses_under_any_launcher(demo, la
     assert demo(launcher)[1].stdout.count("step 10/10") == 1              # rank 0 alone speaks
 
 
-def worst_difference(found, expected):
-    """Largest relative norm of a difference over parameters and steps, of references not zero."""
-    return max(float((a[name] - b[name]).norm() / b[name].norm())
-               for a, b in zip(found, expected, strict=True) for name in b)
-
-
-@pytest.fixture(scope="module")
-def references(fasta):
+def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(fasta, tmp_path):
     proteins, _ = read_sequences(fasta)
-    plain = {name: s | {"static": False} for name, s in SETTINGS.items()}
-    return {name: reference(proteins, Ddp(), **s) for name, s in plain.items()}
+    expected = {name: reference(proteins, Ddp(), **setting | {"static": False})
+                for name, setting in SETTINGS.items()}
+    for n in (1, 2, 4):
+        done = fork_ranks(n, [ROOT / "tests" / "accumulate_gradients.py", fasta, "out.pt"],
+                          tmp_path)
+        assert done.returncode == 0, done.text
+        for setting, steps in torch.load(tmp_path / "out.pt", weights_only=True).items():
+            for a, b in zip(steps, expected[setting], strict=True):
+                worst = max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b)
+                assert worst < (1e-10 if "float64" in setting else 1e-5), (n, setting)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(
-        fasta, references, tmp_path, n):
-    done = fork_ranks(n, [ROOT / "tests" / "accumulate_gradients.py", fasta, "out.pt"], tmp_path)
-    assert done.returncode == 0, done.text
-    found = torch.load(tmp_path / "out.pt", weights_only=True)
-    worst = {name: worst_difference(found[name], references[name]) for name in SETTINGS}
-    assert all(w < (1e-10 if "float64" in name else 1e-5) for name, w in worst.items()), worst
-
-
-def items_of(proteins, config, first, n):
-    """Items of n ranks by (step, micro-batch), from step `first` to 45."""
-    found = {}
-    for rank in range(n):
-        reader = make_reader(config, proteins, 4, Ddp())
-        ddp = Ddp(rank=rank, world_size=n)
-        for step, micro, epoch, part, width in MicroBatchSampler(reader.item_of, 4, ddp, first, 45):
-            assert (step, micro) not in found
-            found[step, micro] = epoch, [decode(part[i]) for i in range(len(part))], width
-    return found
-
-
-@pytest.mark.parametrize("budget", ["training.batch_size=3", "training.tokens_per_batch=200"])
-def test_any_number_of_ranks_computes_the_same_micro_batches_from_any_step_on(fasta, budget):
+def test_any_number_of_ranks_computes_the_same_micro_batches_from_any_step_on(fasta):
     proteins, _ = read_sequences(fasta)
-    config = load_config(Config, None, [budget, "training.seed=7", "data.max_length=50"])
-    one, two, four, late = (items_of(proteins, config, first, n) for first,
-                            n in ((0, 1), (0, 2), (0, 4), (31, 2)))
-    assert len({epoch for epoch, _, _ in one.values()}) >= 2 and len(one) == 45 * 4
-    assert two == four == one and late == {k: v for k, v in one.items() if k[0] >= 31}
+    config = load_config(Config, None, ["training.tokens_per_batch=200", "training.seed=7",
+                                        "data.max_length=50"])
+
+    def items(first, n):
+        """(step, micro-batch, epoch, width, proteins) of all ranks, from step `first` to 45."""
+        read = (MicroBatchSampler(make_reader(config, proteins, 4, Ddp()).item_of, 4,
+                                  Ddp(rank=rank, world_size=n), first, 45) for rank in range(n))
+        return sorted((step, micro, epoch, width, [decode(part[i]) for i in range(len(part))])
+                      for sampler in read for step, micro, epoch, part, width in sampler)
+
+    one = items(0, 1)
+    assert [item[:2] for item in one] == [(step, micro) for step in range(45) for micro in range(4)]
+    assert {epoch for _, _, epoch, *_ in one} >= {0, 1}
+    assert items(0, 2) == items(0, 4) == one
+    assert items(31, 2) == [item for item in one if item[0] >= 31]
 
 
 def test_the_times_of_a_micro_batch_hit_each_stratum_once_and_those_of_a_global_batch_lie_closer():
@@ -234,22 +238,16 @@ def own_copy(prepared, tmp_path):
     return shutil.copytree(prepared, tmp_path / "copy")
 
 
-def test_ranks_read_the_same_from_a_prepared_folder_or_from_a_copy_on_their_host(
-        fasta, prepared, tmp_path):
+def test_ranks_read_the_same_from_a_prepared_folder_or_a_copy_of_it(fasta, prepared, tmp_path):
     run(tiny(fasta, training__accum=4), tmp_path / "one")
-    (tmp_path / "c.yaml").write_text("training: {}\n")
     for n, stage in ((2, []), (4, ["--stage", "local"])):
-        settings = words({**TINY, "data.file": prepared}, training__accum=4 // n)
-        done = fork_ranks(n, [SCRIPT, "--config", "c.yaml", "--work_dir", f"on{n}", *settings,
-                              *stage], tmp_path)
+        done = by_command(n, tiny(prepared, training__accum=4 // n), tmp_path, f"on{n}", *stage)
         assert done.returncode == 0, done.text
-        assert list(losses(tmp_path / f"on{n}").values()) == pytest.approx(
-            list(losses(tmp_path / "one").values()), rel=1e-5)
+        assert losses(tmp_path / f"on{n}") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert list((tmp_path / "local").iterdir()) == []
 
 
-def test_a_run_begun_from_fasta_goes_on_from_the_folder_and_not_from_another(
-        fasta, straight, prepared, tmp_path):
+def test_a_run_begun_from_fasta_goes_on_from_the_folder(fasta, straight, prepared, tmp_path):
     run(tiny(fasta, training__n_iters=7), tmp_path / "parts")
     run(tiny(prepared), tmp_path / "parts")
     assert_equal_weights(weights(straight), weights(tmp_path / "parts"))
@@ -261,44 +259,38 @@ def test_a_run_begun_from_fasta_goes_on_from_the_folder_and_not_from_another(
         run(tiny(tmp_path / "other", training__n_iters=20), tmp_path / "parts")
 
 
+# kind: (file, what becomes of its bytes, what the refusal says)
+DAMAGE = {
+    "short": ("train/tokens.bin", lambda data: data[:-1],
+              r"train/tokens.bin has [\d,]+ bytes \(expected"),
+    "missing": ("train/lengths.bin", None, "train/lengths.bin is missing"),
+    "version": ("meta.json", lambda data: data.replace(b'"version": 1', b'"version": 2'),
+                "version 2; expected"),
+    "torn": ("meta.json", lambda data: data[:100], "cannot be read"),
+    "lengths": ("train/lengths.bin", lambda data: os.urandom(len(data)),
+                "lengths.bin of the data is damaged"),
+    "hole": ("train/tokens.bin", lambda data: data[:1000].ljust(len(data), b"\0"),   # half copied
+             "is damaged or was changed under the run: tokens.bin, .* is wrong at or before")}
+
+
 def damage(folder, kind):
-    tokens, meta = folder / "train" / "tokens.bin", folder / "meta.json"
-    if kind == "short":
-        tokens.write_bytes(tokens.read_bytes()[:-1])
-    elif kind == "missing":
-        (folder / "train" / "lengths.bin").unlink()
-    elif kind == "meta":
-        meta.unlink()
-    elif kind == "version":
-        meta.write_text(json.dumps({**json.loads(meta.read_text()), "version": 2}))
-    elif kind == "torn":
-        meta.write_text(meta.read_text()[:100])
-    elif kind == "lengths":
-        lengths = folder / "train" / "lengths.bin"
-        lengths.write_bytes(os.urandom(lengths.stat().st_size))
-    elif kind == "hole":       # a copy that wrote the size first
-        tokens.write_bytes(tokens.read_bytes()[:1000].ljust(tokens.stat().st_size, b"\0"))
+    name, change, says = DAMAGE[kind]
+    path = folder / name
+    path.write_bytes(change(path.read_bytes())) if change else path.unlink()
+    return says
 
 
-@pytest.mark.parametrize("kind, expected", [
-    ("short", r"train/tokens.bin has [\d,]+ bytes \(expected"),
-    ("missing", "train/lengths.bin is missing"), ("meta", "meta.json does not exist"),
-    ("version", "version 2; expected"), ("torn", "cannot be read"),
-    ("hole", "is damaged or was changed under the run: tokens.bin, .* is wrong at or before"),
-    ("lengths", "lengths.bin of the data is damaged")])
-def test_a_damaged_folder_is_refused_with_what_differs_before_anything_is_written(
-        kind, expected, own_copy, tmp_path):
-    damage(own_copy, kind)
-    with pytest.raises((ValueError, OSError), match=expected):
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_folder_is_refused_before_anything_is_written(kind, own_copy, tmp_path):
+    with pytest.raises((ValueError, OSError), match=damage(own_copy, kind)):
         run(tiny(own_copy), tmp_path / "w")
     assert not (tmp_path / "w").exists()
 
 
 def test_a_folder_prepared_with_other_settings_is_refused(prepared, tmp_path):
-    with pytest.raises(ValueError, match="data.val_fraction is 0.2, but .* was prepared with 0.1"):
-        run(tiny(prepared, data__val_fraction=0.2), tmp_path / "w")
-    with pytest.raises(ValueError, match="data.min_length is 9, but .* was prepared with 1"):
-        run(tiny(prepared, data__min_length=9), tmp_path / "w")
+    for key, value, made in (("val_fraction", 0.2, 0.1), ("min_length", 9, 1)):
+        with pytest.raises(ValueError, match=f"{key} is {value}, but .* was prepared with {made}"):
+            run(tiny(prepared, **{f"data__{key}": value}), tmp_path / "w")
     assert not (tmp_path / "w").exists()
 
 
@@ -313,8 +305,7 @@ def test_a_file_changed_under_a_run_is_noticed(own_copy, tmp_path, monkeypatch):
         train(ready, Ddp())
 
 
-def test_staging_leaves_nothing_whatever_happens_and_never_touches_the_original(prepared, own_copy,
-                                                                                tmp_path):
+def test_staging_leaves_nothing_and_never_touches_the_original(prepared, own_copy, tmp_path):
     before = sorted(prepared.rglob("*"))
     run(tiny(prepared), tmp_path / "w", stage=str(prepared.parent))        # beside the original
     assert sorted(prepared.rglob("*")) == before and [prepared] == list(prepared.parent.iterdir())
@@ -348,8 +339,8 @@ def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
 
 # ---- stop and go on ----
 
-def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, monkeypatch):
-    """Also if it is timed from there on. What it has seen is counted here by hand."""
+def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, monkeypatch, capsys):
+    """Also if it was killed and is timed from there on. What it has seen is counted by hand."""
     real, seen = train_sedd_ddp.micro_batch_loss, [0, 0]
 
     def counting(model, batch, *arguments):
@@ -361,13 +352,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, mo
     run(tiny(fasta, training__n_iters=6), tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"step": 7, "loss": 0.0}\n{"step": 8, "lo')   # of a run that was killed later
+    (tmp_path / "checkpoints" / ".last.pt.7.tmp").touch()
     run(tiny(fasta, monitoring__timing_every=2), tmp_path)
+    assert "continuing from step 6 " in capsys.readouterr().out and not [*tmp_path.rglob("*.tmp")]
     assert_equal_weights(weights(straight, "best.pt"), weights(tmp_path, "best.pt"))
     same_run(straight, tmp_path)
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 13))
+    assert steps_of(tmp_path) == list(range(1, 13))
     assert [rows(tmp_path)[-1][f"seen/{name}"] for name in ("residues", "tokens")] == seen
     assert [row["step"] for row in rows(tmp_path) if "time/compute" in row] == [8, 10, 12]
-    state = load_checkpoint(str(tmp_path / "checkpoints" / "last.pt"))
+    state = state_of(tmp_path)
     assert (state["step"], state["epoch"], state["world_size"]) == (12, 12 // 27, 1)
 
 
@@ -383,67 +376,18 @@ def test_a_resumed_run_of_muon_equals_an_uninterrupted_one(fasta, tmp_path):
         run(tiny(fasta, training__n_iters=6, training__eval_freq=3), tmp_path / "parts")
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint_by_the_same_command(fasta, tmp_path):
-    config = words({**TINY, "data.file": fasta}, training__snapshot_freq=4,
-                   training__eval_freq=10**6)
-    (tmp_path / "c.yaml").write_text("training: {}\n")
-    start = [SCRIPT, "--config", "c.yaml", *config, "training.n_iters=100000"]
-    with ForkedRanks(start, tmp_path, {0: {"DDP_GUARD": 0}}) as ranks:
-        ranks.wait_for("step 7/")
-        os.kill(ranks.pids[0], signal.SIGKILL)
-        assert ranks.codes() == [-signal.SIGKILL]
-    killed = tmp_path / "runs" / "c"
-    at = load_checkpoint(str(killed / "checkpoints" / "last.pt"))["step"]
-    assert (killed / "lock.json").exists() and at % 4 == 0
-    to = f"training.n_iters={at + 6}"
-    go_on, straight = command_lines("train_sedd_ddp", [["--config", "c.yaml", *config, to],
-                                                       ["--config", "c.yaml", *config, to,
-                                                        "--work_dir", "straight"]], tmp_path)
-    assert go_on[0] == straight[0] == 0, go_on
-    assert f"continuing from step {at:,} " in go_on[1]
-    assert losses(killed) == losses(tmp_path / "straight") and len(rows(killed)) == at + 6
-    assert_equal_weights(weights(killed), weights(tmp_path / "straight"))
-    assert not (killed / "lock.json").exists() and not list(killed.rglob("*.tmp"))
+def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one(fasta, tmp_path):
+    def go_on(n, steps, **env):
+        config = tiny(fasta, training__accum=3, training__batch_size=2, training__n_iters=steps,
+                      training__eval_freq=100, optim__scale="linear", optim__base_global_batch=8)
+        return by_command(n, config, tmp_path, f"on{n}", env=env)
 
-
-@pytest.mark.slow
-def test_three_ranks_stopped_in_the_middle_of_an_epoch_and_resumed_equal_an_uninterrupted_run(
-        fasta, tmp_path):
-    (tmp_path / "c.yaml").write_text("training: {}\n")
-    argv = [SCRIPT, "--config", "c.yaml", *words({**TINY, "data.file": fasta},
-                                                 training__num_workers=1, training__n_iters=60,
-                                                 training__eval_freq=50)]
-    with start_ranks("torchrun", 3, [*argv, "--work_dir", "parts"], tmp_path) as running:
-        running.wait_for_step(2, timeout=600)
-        os.kill(running.rank_pids()[1], signal.SIGTERM)
-        result = running.wait(timeout=600)
-    status = json.loads((tmp_path / "parts" / "status.json").read_text())
-    assert status["code"] == 75 and status["reason"].startswith("SIGTERM on rank 1 ("), result.text
-    saved = load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))
-    assert saved["step"] == status["step"] < 60
-    for work_dir in ("parts", "straight"):
-        result = fork_ranks(3, [*argv, "--work_dir", work_dir], tmp_path, timeout=600)
-        assert result.returncode == 0, result.text
-        assert ("continuing from step" in result.stdout) == (work_dir == "parts")
-    same_run(tmp_path / "straight", tmp_path / "parts")
-
-
-def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one_and_not_on_five(
-        fasta, tmp_path):
-    (tmp_path / "c.yaml").write_text("training: {}\n")
-    settings = words({**TINY, "data.file": fasta}, training__accum=3, training__batch_size=2,
-                     training__eval_freq=100, optim__scale="linear", optim__base_global_batch=8)
-
-    def go_on(n, steps, work_dir):
-        argv = [SCRIPT, "--config", "c.yaml", *settings, f"training.n_iters={steps}"]
-        return fork_ranks(n, [*argv, "--work_dir", work_dir], tmp_path)
-
-    result = go_on(4, 5, "on4")
+    result = go_on(4, 5)
     assert result.returncode == 0, result.text
     for n in (3, 2, 1, 5):
         shutil.copytree(tmp_path / "on4", tmp_path / f"on{n}")
     for n, accum in ((4, 3), (3, 4), (2, 6), (1, 12)):
-        result = go_on(n, 15, f"on{n}")
+        result = go_on(n, 15)
         assert result.returncode == 0, result.text
         assert "lr 0.009, warm-up 12 steps, kept" in result.stdout
         if n != 4:
@@ -453,8 +397,17 @@ def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one_and_not_on
         assert [row["loss"] for row in found[5:]] == pytest.approx(
             [row["loss"] for row in expected[5:]], rel=1e-5)
         assert [row["lr"] for row in found] == [row["lr"] for row in expected] and len(found) == 15
-    result = go_on(5, 15, "on5")
-    assert "Continue on 1, 2, 3, 4, 6, 12 ranks" in result.stderr and result.returncode == 2
+    before = sorted(tmp_path.rglob("*"))
+    refuse(go_on(5, 15, DDP_GUARD=1), "has 12 micro-batches per step, which 5 ranks cannot share "
+           "equally. Continue on 1, 2, 3, 4, 6, 12 ranks.")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def refuse(result, expected):
+    """Assert that ranks with a guard have refused with this one message."""
+    assert result.returncode == 2 and "Traceback" not in result.text, result.text
+    said = result.stdout + result.stderr
+    assert said.count(expected) == 1 == said.count("error: "), result.text
 
 
 def test_starts_that_leave_nothing_to_do_or_to_rename_are_refused(fasta, tmp_path, monkeypatch):
@@ -472,24 +425,24 @@ def test_starts_that_leave_nothing_to_do_or_to_rename_are_refused(fasta, tmp_pat
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_finished_run_says_so_and_may_be_lengthened(fasta, tmp_path):
-    (tmp_path / "c.yaml").write_text("training: {}\n")
-    argv = ["--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__n_iters=3),
-            "--work_dir", "w"]
-    first, again = command_lines("train_sedd_ddp", [argv, argv], tmp_path)
-    assert json.loads((tmp_path / "w" / "status.json").read_text()) == {
-        "code": 0, "reason": "all steps done", "step": 3}
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "w").rglob("*")}
-    assert first[0] == 0 and again[0] == 0, again
-    assert "This run is finished: all steps done at step 3" in again[1]
-    assert "step 3/3" not in again[1]
-    result = first[1][first[1].index("  the same validation"):]
-    # its result and paths
-    assert result in again[1] and "weights   w/checkpoints/best.pt (step 3)" in again[1]
-    longer = command_lines("train_sedd_ddp", [[*argv, "training.n_iters=5", "training.log_freq=2"]],
-                           tmp_path)[0]
-    assert longer[0] == 0 and [row["step"] for row in rows(tmp_path / "w")] == [1, 2, 3, 4, 5]
-    assert before != {p: p.stat().st_mtime_ns for p in (tmp_path / "w").rglob("*")}
+def test_a_finished_run_says_so_and_may_be_lengthened(tmp_path):
+    def start(**more):
+        config = load_config(Config, None, words({**TINY, "training.n_iters": 3,
+                                                  "data.demo_proteins": 100}, **more))
+        result = by_command(1, config, tmp_path, "w")
+        assert result.returncode == 0, result.text
+        return result.stdout
+
+    first, folder = start(), tmp_path / "w"
+    assert read_status(folder) == {"code": 0, "reason": "all steps done", "step": 3}
+    again = start()
+    assert "This run is finished: all steps done at step 3" in again
+    assert "step 3/3" not in again
+    result = first[first.index("  the same validation"):]   # and paths
+    assert result in again and "weights   w/checkpoints/best.pt (step 3)" in again
+    assert "exact, of the source" in result and "standard error" in result
+    start(training__n_iters=5, training__log_freq=2)
+    assert steps_of(folder) == [1, 2, 3, 4, 5]
 
 
 def test_a_finished_run_ends_with_a_picture_and_never_fails_for_it(fasta, tmp_path, capsys, extras):
@@ -505,7 +458,7 @@ def test_a_finished_run_ends_with_a_picture_and_never_fails_for_it(fasta, tmp_pa
     assert not list((tmp_path / "w").glob(".curves*"))
 
 
-def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fasta, tmp_path):
+def test_a_resume_is_refused_for_another_config_other_data_or_model(fasta, tmp_path, monkeypatch):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
     path = re.escape(str(tmp_path / "w" / "checkpoints" / "last.pt"))
     fine_tune = f"as a new run: --init_from {path} --work_dir NEW"
@@ -515,7 +468,7 @@ def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fast
         run(tiny(fasta, optim__lr=0.5, loss__reduction="sequence"), tmp_path / "w")
     with pytest.raises(ValueError, match=r"(?s)model\.hidden_size: 32 -> 48.*start over\.$"):
         run(tiny(fasta, model__hidden_size=48), tmp_path / "w")
-    state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
+    state = state_of(tmp_path / "w")
     state["model"]["vocab_embed.embedding"] = torch.zeros(33, 32)   # of another alphabet, say
     torch.save(state, tmp_path / "alphabet.pt")
     shapes = r"another model: 1 tensors.*\(33, 32\) in the file, \(22, 32\) by the config"
@@ -525,14 +478,15 @@ def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fast
     fewer.write_text(fasta.read_text().rpartition(">")[0])
     with pytest.raises(ValueError, match=f"other proteins.*{fine_tune}"):
         run(tiny(fewer), tmp_path / "w")
-    for state, text in (({"step": 1}, "no model, optimizer"), ([1, 2], "no model, optimizer"),
-                        (None, "cannot read")):
-        path = tmp_path / "other.pt"
-        path.write_bytes(b"junk") if state is None else torch.save(state, path)
-        with pytest.raises(ValueError, match=text):
-            run(tiny(fasta), tmp_path / "new", resume=path)
-    assert not (tmp_path / "new").exists()
-    assert [row["step"] for row in rows(tmp_path / "w")] == [1, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(sequence_batches, "BUCKET_RATIO", 0.9)   # another version of the project
+        with pytest.raises(ValueError, match="was saved by a run with other batches"):
+            run(tiny(fasta), tmp_path / "w")
+    for state in ({"step": 1}, [1, 2]):
+        torch.save(state, tmp_path / "other.pt")
+        with pytest.raises(ValueError, match="no model, optimizer"):
+            run(tiny(fasta), tmp_path / "new", resume=tmp_path / "other.pt")
+    assert not (tmp_path / "new").exists() and steps_of(tmp_path / "w") == [1, 2]
     copy = tmp_path / "copy.fasta"   # the same proteins under another name are the same data
     shutil.copy(fasta, copy)
     allowed = dict(training__n_iters=3, training__eval_freq=1, training__log_freq=2,
@@ -540,7 +494,7 @@ def test_a_resume_is_refused_for_another_config_other_data_or_another_model(fast
                    monitoring__sample_frequency=2, monitoring__n_samples=3,
                    monitoring__sample_steps=3, monitoring__predictor="euler")
     run(tiny(copy, **allowed), tmp_path / "w")
-    assert [row["step"] for row in rows(tmp_path / "w")] == [1, 2, 3]
+    assert steps_of(tmp_path / "w") == [1, 2, 3]
 
 
 def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp_path):
@@ -561,38 +515,29 @@ def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp
     assert "seen/residues" not in rows(tmp_path / "w")[-1]   # nobody knows
 
 
-def test_resume_from_a_file_continues_it_in_the_folder_that_is_named(fasta, tmp_path, capsys):
-    run(tiny(fasta), tmp_path / "a")
-    shutil.copy(tmp_path / "a" / "checkpoints" / "last.pt", tmp_path / "step12.pt")
-    run(tiny(fasta, training__n_iters=14), tmp_path / "b", resume=tmp_path / "step12.pt")
-    assert [row["step"] for row in rows(tmp_path / "b")] == [13, 14]
-    run(tiny(fasta, training__n_iters=14), tmp_path / "a")
-    assert_equal_weights(weights(tmp_path / "a"), weights(tmp_path / "b"))
-    with pytest.raises(ValueError, match="holds a run already"):
-        run(tiny(fasta), tmp_path / "a", resume=tmp_path / "step12.pt")
-    with pytest.raises(ValueError, match="exclude each other"):
-        run(tiny(fasta), tmp_path / "a", resume=tmp_path / "step12.pt", fresh=True)
-    with pytest.raises(ValueError, match="no checkpoint"):
-        run(tiny(fasta), tmp_path / "c", resume=tmp_path / "missing.pt")
+def test_a_file_is_continued_in_another_folder_with_the_best_weights(fasta, tmp_path, capsys):
+    def to(steps, **more):   # no evaluation after the first one is better
+        return tiny(fasta, training__n_iters=steps, training__min_delta=9.0, **more)
 
-
-def test_the_best_weights_go_along_into_another_folder_or_the_search_begins_anew(
-        fasta, tmp_path, capsys):
-    first = tiny(fasta, training__min_delta=9.0)   # no evaluation after the first one is better
-    run(first, tmp_path / "a")
+    run(to(12), tmp_path / "a")
     a, b, c = (tmp_path / name / "checkpoints" for name in "abc")
-    longer = tiny(fasta, training__min_delta=9.0, training__n_iters=14,
-                  memory__max_memory_per_gpu=0.5)   # which may differ
     b.mkdir(parents=True)
     (b / "best.pt").write_bytes(b"of a start that came to no checkpoint")
-    run(longer, tmp_path / "b", resume=a / "last.pt")
+    run(to(14, memory__max_memory_per_gpu=0.5), tmp_path / "b", resume=a / "last.pt")
+    assert steps_of(tmp_path / "b") == [13, 14]
     assert (b / "best.pt").read_bytes() == (a / "best.pt").read_bytes()
-    assert load_checkpoint(str(b / "best.pt"))["step"] == 6
-    (a / "best.pt").unlink()
+    assert state_of(tmp_path / "b", "best.pt")["step"] == 6
+    shutil.copy(a / "last.pt", tmp_path / "step12.pt")
+    run(to(14), tmp_path / "a")
+    assert_equal_weights(weights(tmp_path / "a"), weights(tmp_path / "b"))
     capsys.readouterr()
-    run(longer, tmp_path / "c", resume=a / "last.pt")
+    run(to(14), tmp_path / "c", resume=tmp_path / "step12.pt")   # beside which is no best.pt
     assert "best.pt of the run so far is not at hand" in capsys.readouterr().out
-    assert load_checkpoint(str(c / "best.pt"))["step"] == 14
+    assert state_of(tmp_path / "c", "best.pt")["step"] == 14
+    with pytest.raises(ValueError, match="holds a run already"):
+        run(to(14), tmp_path / "a", resume=tmp_path / "step12.pt")
+    with pytest.raises(ValueError, match="no checkpoint"):
+        run(to(14), tmp_path / "d", resume=tmp_path / "missing.pt")
 
 
 def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
@@ -601,12 +546,10 @@ def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["w", "w.old1", "w.old2"]
     seeds = [load_config(Config, tmp_path / name / "config.yaml").training.seed
              for name in ("w.old1", "w.old2", "w")]
-    assert seeds == [0, 1, 2]
-    assert [row["step"] for row in rows(tmp_path / "w")] == [1, 2]
+    assert seeds == [0, 1, 2] and steps_of(tmp_path / "w") == [1, 2]
 
 
-def test_a_second_live_run_in_a_folder_is_refused_and_a_dead_ones_lock_is_taken_over(
-        fasta, tmp_path, monkeypatch):
+def test_the_lock_of_a_live_run_counts_and_a_dead_ones_is_taken_over(fasta, tmp_path, monkeypatch):
     hold = ("import time; from run_dir import RunLock; RunLock('w'); print('held', flush=True); "
             "time.sleep(100)")
     with subprocess.Popen([sys.executable, "-c", hold], cwd=tmp_path, stdout=subprocess.PIPE,
@@ -695,13 +638,6 @@ def test_a_folder_that_is_no_run_directory_is_refused_and_left_alone(fasta, tmp_
     assert sorted(p.name for p in (tmp_path / "project").iterdir()) == [".notes.tmp", "src"]
 
 
-def test_a_run_that_fails_gives_its_folder_free_where_the_process_goes_on(fasta, tmp_path):
-    with pytest.raises(RuntimeError, match="weights are nan|losses and gradients|in a row"):
-        run(tiny(fasta, optim__lr=1e9, optim__warmup=0, optim__grad_clip=0,
-                 training__max_bad_steps=0), tmp_path / "w")
-    assert not (tmp_path / "w" / "lock.json").exists()
-
-
 def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_config(fasta, tmp_path):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
     shutil.rmtree(tmp_path / "w" / "checkpoints")
@@ -711,18 +647,7 @@ def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_conf
         run(tiny(fasta, training__n_iters=2, optim__lr=0.5), tmp_path / "w")
     assert before == {p: p.read_bytes() for p in (tmp_path / "w").rglob("*") if p.is_file()}
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
-    assert [row["step"] for row in rows(tmp_path / "w")] == [1, 2]
-    (tmp_path / "w" / "metrics.jsonl").write_text("nonsense\n")
-    with pytest.raises(ValueError, match="line 1: found 'nonsense'"):
-        run(tiny(fasta, training__n_iters=3), tmp_path / "w")
-    assert not (tmp_path / "w" / "lock.json").exists()
-
-
-def test_a_resume_with_other_batches_is_refused(fasta, tmp_path, monkeypatch):
-    run(tiny(fasta, training__n_iters=2), tmp_path / "w")
-    monkeypatch.setattr(sequence_batches, "BUCKET_RATIO", 0.9)   # another version of the project
-    with pytest.raises(ValueError, match="was saved by a run with other batches"):
-        run(tiny(fasta), tmp_path / "w")
+    assert steps_of(tmp_path / "w") == [1, 2]
 
 
 def test_a_stop_file_ends_the_run_and_its_line_says_to_remove_the_file(fasta, tmp_path, capsys):
@@ -760,8 +685,7 @@ def family(fasta, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export", "published"])
-def test_a_run_begins_with_the_averaged_weights_of_a_file_and_nothing_else_of_it(
-        sources, family, tmp_path, kind):
+def test_a_run_begins_with_nothing_but_the_averages_of_a_file(sources, family, tmp_path, kind):
     if kind not in sources:
         pytest.skip("needs the package safetensors")
     config = tiny(family, training__init_from=sources[kind], training__seed=5,
@@ -776,8 +700,7 @@ def test_a_run_begins_with_the_averaged_weights_of_a_file_and_nothing_else_of_it
     assert load_config(Config, tmp_path / "w" / "config.yaml") == config
 
 
-def test_the_same_command_goes_on_with_the_run_that_it_began_from_weights(
-        sources, straight, family, tmp_path, capsys):
+def test_the_same_command_goes_on_with_what_it_began(sources, straight, family, tmp_path, capsys):
     shutil.copy(sources["checkpoint"], base := tmp_path / "base.pt")
 
     def begin(steps, path=base, **more):
@@ -803,7 +726,7 @@ def test_the_same_command_goes_on_with_the_run_that_it_began_from_weights(
     same_run(tmp_path / "whole", tmp_path / "parts")
     assert [row["step"] for row in rows(tmp_path / "parts") if "val/loss" in row] == [0, 2, 4, 6]
     run(begin(8, path=None), tmp_path / "parts")
-    state = load_checkpoint(str(tmp_path / "parts" / "checkpoints" / "last.pt"))
+    state = state_of(tmp_path / "parts")
     assert state["step"] == 8 and state["init_from"]["path"] == str(base)
     before = weights(straight)
     with pytest.raises(ValueError, match="began with random weights"):
@@ -814,8 +737,7 @@ def test_the_same_command_goes_on_with_the_run_that_it_began_from_weights(
     assert not (tmp_path / "new").exists()
 
 
-def test_all_that_does_not_fit_the_weights_is_told_at_once_before_anything_is_written(
-        sources, family, tmp_path):
+def test_all_that_does_not_fit_the_weights_is_told_at_once(sources, family, tmp_path):
     other = torch.load(sources["published"], weights_only=True)
     other["model"]["vocab_embed.embedding"] = torch.zeros(33, 32)
     other["ema"]["shadow_params"][0] = torch.zeros(33, 32)
@@ -840,7 +762,6 @@ def test_all_that_does_not_fit_the_weights_is_told_at_once_before_anything_is_wr
 def test_two_ranks_begin_with_the_weights_that_rank_0_reads(sources, family, tmp_path):
     run(tiny(family, training__init_from=sources["published"], training__n_iters=2,
              training__accum=4), tmp_path / "one")
-    (tmp_path / "c.yaml").write_text(dump_yaml(tiny(family, training__n_iters=2)))
     (tmp_path / "driver.py").write_text(f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -853,13 +774,11 @@ def noting(kind, config, ddp, former, bare, *more, **fields):
 script.start_run = noting
 script.cli()
 """)
-    done = fork_ranks(2, ["driver.py", "--config", "c.yaml", "--work_dir", "two", "--init_from",
-                          sources["published"]], tmp_path)
+    done = by_command(2, tiny(family, training__n_iters=2), tmp_path, "two", "--init_from",
+                      sources["published"], script="driver.py")
     assert done.returncode == 0, done.text
-    assert list(losses(tmp_path / "two").values()) == pytest.approx(
-        list(losses(tmp_path / "one").values()), rel=1e-5)
-    recorded = [load_checkpoint(str(tmp_path / name / "checkpoints" / "last.pt"))["init_from"]
-                for name in ("one", "two")]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    recorded = [state_of(tmp_path / name)["init_from"] for name in ("one", "two")]
     assert recorded[0] == recorded[1] and recorded[0]["path"] == str(sources["published"])
     for rank in (0, 1):
         assert (tmp_path / f"hash{rank}").read_text() == recorded[0]["hash"]
@@ -884,17 +803,14 @@ def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_pat
 
 
 def test_the_learning_rate_is_not_scaled_beyond_the_data_there_is(fasta, tmp_path, capsys):
-    scaled = dict(optim__scale="linear", optim__base_global_batch=2, optim__warmup=0,
-                  training__accum=1)
-    n = prepare(tiny(fasta, training__batch_size=60, **scaled), Ddp(), tmp_path / "a").plan.proteins
-    assert "lr 0.09, " in capsys.readouterr().out and n < 240   # 3e-3 x 60 / 2
-    prepare(tiny(fasta, training__batch_size=n + 10, **scaled), Ddp(), tmp_path / "b")
+    config = tiny(fasta, optim__scale="linear", optim__base_global_batch=2, optim__warmup=0,
+                  training__accum=1, training__batch_size=240)
+    n = prepare(config, Ddp(), tmp_path).plan.proteins
     said = " ".join(capsys.readouterr().out.split())
     assert f"lr {3e-3 * n / 2:g}, " in said and f"to the {n} proteins that there are" in said
 
 
-def test_a_batch_that_is_not_filled_is_told_by_a_start_and_by_every_plan_but_not_by_a_resume(
-        fasta, tmp_path, capsys):
+def test_a_batch_that_is_not_filled_is_told_by_plan_and_start_not_resume(fasta, tmp_path, capsys):
     poor, said = dict(training__batch_size=3), "do not fill a micro-batch"
     for ranks in ("1", "1,2", "2,1"):
         table = describe_plan(tiny(fasta, **poor, training__accum=1), ranks)
@@ -905,36 +821,14 @@ def test_a_batch_that_is_not_filled_is_told_by_a_start_and_by_every_plan_but_not
     assert said not in capsys.readouterr().out
 
 
-def test_a_finished_demo_shows_its_exact_value_each_time_it_is_started(tmp_path, capsys):
-    demo = words(TINY, training__n_iters=2, training__eval_freq=2, data__demo_proteins=100)
-    for _ in range(2):
-        run(load_config(Config, None, demo), tmp_path)
-        text = capsys.readouterr().out
-        assert "exact, of the source" in text and "standard error" in text
-
-
-def test_large_perplexities_stay_apart_in_the_table():
-    result = {"step": 1, "val/loss": 25.0, "val/unigram_perplexity": 17.0, "val/exact": 1e4,
-              "val/standard_error": 0.1}
-    lines = result_lines(result, {"best": {"step": 1}}, Path("w"))
-    assert [line.split()[-2:] for line in lines[1:4]] == [["25.0000", "7.200e+10"],
-                                                          ["2.8332", "17.000"],
-                                                          ["10000.0000", "1.014e+304"]]
-
-
-
 def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(fasta, tmp_path):
-    (tmp_path / "c.yaml").write_text("training: {}\n")
-    settings = words({**TINY, "data.file": fasta}, optim__lr=0, data__val_fraction=0,
-                     training__n_iters=50, training__eval_freq=2, training__patience=2,
-                     training__min_delta=10)
-    done = fork_ranks(2, [SCRIPT, "--config", "c.yaml", *settings], tmp_path, {"DDP_LOG_ALL": "1"})
+    config = tiny(fasta, optim__lr=0, data__val_fraction=0, training__n_iters=50,
+                  training__eval_freq=2, training__patience=2, training__min_delta=10)
+    done = by_command(2, config, tmp_path, "w", env={"DDP_LOG_ALL": "1"})   # both say it
     assert done.returncode == 0, done.text
-    # DDP_LOG_ALL: both say it
     assert done.stdout.count("Finished at step 6 (early stop)") == 2, done.text
-    table = rows(tmp_path / "runs" / "c")
-    state = load_checkpoint(str(tmp_path / "runs" / "c" / "checkpoints" / "best.pt"))
-    assert state["best"] == {"step": 2, "score": (table[0]["loss"] + table[1]["loss"]) / 2}
+    table, best = rows(tmp_path / "w"), state_of(tmp_path / "w", "best.pt")["best"]
+    assert best == {"step": 2, "score": (table[0]["loss"] + table[1]["loss"]) / 2}
     assert not any(k.startswith("val/") for row in table for k in row)
 
 
@@ -976,39 +870,8 @@ def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_
         ready.progress["step"] == 4 and ready.bare.output_layer.linear.bias.data.fill_(math.nan)))
     with pytest.raises(RuntimeError, match="step 6: weights are nan.*optim.lr"):
         train(ready, Ddp())
-    state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
+    state = state_of(tmp_path / "w")
     assert state["step"] == 3 and all(p.isfinite().all() for p in state["model"].values())
-
-
-def run_with_nan(fasta, folder, bad, *more):
-    """Two ranks; the loss is nan on rank 1 in the steps `bad`; every step is saved."""
-    (folder / "driver.py").write_text(NAN_LOSS.format(root=str(ROOT), bad=bad,
-                                                      script="train_sedd_ddp"))
-    (folder / "c.yaml").write_text(dump_yaml(tiny(fasta, training__n_iters=6,
-                                                  training__snapshot_freq=1, training__accum=1,
-                                                  training__eval_freq=100, training__keep_last=9,
-                                                  data__val_fraction=0.0)))
-    return fork_ranks(2, ["driver.py", "--config", "c.yaml", "--work_dir", "w", *more], folder)
-
-
-def test_a_nan_on_one_rank_is_skipped_by_all_counted_and_logged(fasta, tmp_path):
-    result = run_with_nan(fasta, tmp_path, {3})
-    assert result.returncode == 0, result.text
-    assert sorted(steps_with_a_nan(tmp_path / "w")) == [1, 2, 3, 4, 5, 6]
-    table = rows(tmp_path / "w")
-    assert [row.get("bad_steps") for row in table] == [None, None, 1, 1, 1,
-                                                       1] and table[2]["loss"] is None
-
-
-def test_more_bad_steps_in_a_row_than_allowed_end_the_run_with_the_checkpoint_of_before(fasta,
-                                                                                        tmp_path):
-    result = run_with_nan(fasta, tmp_path, {2, 4, 5, 6}, "training.max_bad_steps=2")
-    assert result.returncode != 0
-    # the story and the last line
-    assert result.stderr.count("in 3 steps in a row, on 1 rank(s)") == 2, result.text
-    assert json.loads((tmp_path / "w" / "status.json").read_text())["code"] == 1
-    state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
-    assert state["step"] == 5 and all(p.isfinite().all() for p in state["model"].values())
 
 
 def test_weights_that_have_come_apart_are_told_with_rank_and_parameter(tmp_path):
@@ -1061,11 +924,9 @@ def iid_proteins():
     return p, Proteins.from_sequences(rows)
 
 
-@pytest.mark.parametrize("graph, noise, arguments", [("absorb", "loglinear", {}),
-                                                     ("absorb", "cosine", {}),
-                                                     ("uniform", "loglinear", {}),
-                                                     ("uniform", "geometric", {}),
-                                                     ("uniform", "geometric", {"sigma_max": 1.0})])
+@pytest.mark.parametrize("graph, noise, arguments", [
+    ("absorb", "loglinear", {}), ("absorb", "cosine", {}), ("uniform", "loglinear", {}),
+    ("uniform", "geometric", {}), ("uniform", "geometric", {"sigma_max": 1.0})])
 def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, noise, arguments):
     p, proteins = iid_proteins()
     graph, noise = make_graph(graph, N_TOKENS), make_noise(noise, **arguments)
@@ -1073,9 +934,8 @@ def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, no
                                         "data.max_length=80"])
     validation = Validation(proteins, config, graph, noise, np.ones(21, np.int64))
     bound = validation(TrueScores(p, graph), Ddp(), torch.float32)
-    # Sampling starts from full noise, the data end at sigma(1): the bound exceeds the likelihood by
-    # what that costs,
-    # the mean of ln p(x1)/limit over x1 given x0, which is 0 to four digits but for the last case.
+    # Sampling starts from full noise, the data end at sigma(1). The bound exceeds the likelihood by
+    # the mean of ln p(x1)/limit over x1 given x0: 0 to four digits but for the last case.
     extra = torch.zeros(20, dtype=torch.float64)
     if not graph.absorb:
         V, stay = graph.vocab_size, torch.exp(-noise(torch.ones((), dtype=torch.float64))[0])
@@ -1091,10 +951,9 @@ def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, no
     assert abs(float(mean)) < 3 * error + 0.002 * exact
 
 
-@pytest.mark.parametrize("graph, noise, arguments", [("absorb", "loglinear", {}),
-                                                     ("absorb", "loglinear", {"eps": 0.2}),
-                                                     ("uniform", "loglinear", {}),
-                                                     ("uniform", "geometric", {})])
+@pytest.mark.parametrize("graph, noise, arguments", [
+    ("absorb", "loglinear", {}), ("absorb", "loglinear", {"eps": 0.2}),
+    ("uniform", "loglinear", {}), ("uniform", "geometric", {})])
 def test_one_draw_of_the_noise_tells_how_a_model_differs_from_the_unigram(graph, noise, arguments):
     p, proteins = iid_proteins()
     config = load_config(Config, None, ["training.batch_size=1", "training.eval_samples=1",
@@ -1147,9 +1006,9 @@ def assert_a_bound(result):
     assert result["val/loss"] > result["val/exact"] - error
 
 
-# Measured: 9.69, 9.69 and 10.5 after 100 steps, of a unigram's 17.96 and an exact 8.06.
+# Measured: 9.69 to 10.5 after 100 steps, of a unigram's 17.96 and an exact 8.06.
 @pytest.mark.parametrize("model", [
-    "sedd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("uniform", "subs"))])
+    "sedd", pytest.param("subs", marks=pytest.mark.slow)])
 def test_a_short_demo_learns_the_source_and_stays_above_its_exact_value(tmp_path, model):
     result = learn(tmp_path, 100, model)
     assert_a_bound(result)
@@ -1207,17 +1066,16 @@ def test_every_shipped_config_and_the_keys_of_the_original_are_accepted():
 def test_the_plan_is_the_table_of_the_original():
     c = load_config(Config, ROOT / "configs" / "sedd_uniref50.yaml")
 
-    def table_of(ranks):
-        return [re.split(r"\s{2,}", line.strip())[:4] for line in describe_plan(c,
-                                                                                ranks).splitlines()
-                if re.match(r" +\d", line)]
+    def table_of(c, ranks):
+        return [re.split(r"\s{2,}", line.strip())[:4]
+                for line in describe_plan(c, ranks).splitlines() if re.match(r" +\d", line)]
 
-    assert table_of("1,2,4,8") == [["1", "64", "5e-05", "5,000"], ["2", "128", "0.0001", "10,000"],
-                     ["4", "256", "0.0002", "20,000"], ["8", "512", "0.0004", "40,000"]]
-    c.training.batch_size, c.training.init_from = 12, "not_read.pt"
-    assert table_of("8") == [["8", "384", "0.0003", "30,000"]]
+    c.training.init_from = "not_read.pt"
+    assert table_of(c, "1,2,4,8") == [
+        ["1", "64", "5e-05", "5,000"], ["2", "128", "0.0001", "10,000"],
+        ["4", "256", "0.0002", "20,000"], ["8", "512", "0.0004", "40,000"]]
     c = load_config(Config, ROOT / "configs" / "sedd_uniref50_8gpu.yaml")
-    assert table_of("8") == [["8", "384", "0.0003", "30,000"]]
+    assert table_of(c, "8") == [["8", "384", "0.0003", "30,000"]]
     c = load_config(Config, DEMO, ["optim.warmup=300", "data.demo_proteins=3000"])
     assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in describe_plan(c, "4,64")
 
@@ -1225,93 +1083,61 @@ def test_the_plan_is_the_table_of_the_original():
 # ---- bad input ----
 
 def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_path):
-    good = words({**TINY, "data.file": fasta}, training__n_iters=1)
     files = {"c.yaml": "training: {}\n", "typo.yaml": "optim: {lrr: 1}\n",
-             "one.fasta": ">a\nACDEF\n", "alike.fasta": ">a\nACDEF\n>b\nACDEF\n",
-             "broken.fasta": ">a\nACDEF\n>b\nAC1EF\n", "empty.fasta": "",
-             "few.fasta": ">a\nACDEF\n>b\nACDEG\n>c\nACDEH\n", "cut.fasta.gz": None,
-             "other.pt": None}
+             "one.fasta": ">a\nACDEF\n", "broken.fasta": ">a\nACDEF\n>b\nAC1EF\n",
+             "few.fasta": ">a\nACDEF\n>b\nACDEG\n>c\nACDEH\n", "other.pt": "junk"}
     for name, text in files.items():
-        (tmp_path / name).write_bytes(b"\x1f\x8b\x08\0junk" if text is None else text.encode())
-    base = ["--config", "c.yaml", *good, "--work_dir", "new"]
-    cases = [([*base, "--data", "none.fasta"], ["none.fasta does not exist"]),
-             ([*base, "--data", "data/none"], ["data/none does not exist",
-                                               "python prepare_uniref50.py data/none"]),
-             ([*base, "--datafile", "broken.fasta"],
-              ["broken.fasta, line 4, column 3: found b'1'"]),
-             ([*base, "--data", "cut.fasta.gz"], ["cut.fasta.gz"]),
-             ([*base, "--data", "empty.fasta"], ["empty.fasta is empty"]),
-             ([*base, "--data", "few.fasta", "data.val_fraction=0"],
-              ["3 proteins fill", "one global batch needs 2"]),
-             ([*base, "--data", "."], ["meta.json does not exist", "prepare_uniref50.py"]),
-             (["--config", "none.yaml"], ["none.yaml does not exist"]),
-             (["--config", "."], ["is a directory"]), (["--config", "typo.yaml"],
-                                                       ["unknown key 'optim.lrr'", "'optim.lr'"]),
-             (["--nnodes", "2", "--node_rank", "0", "--master_addr", "h"], ["required: --config"]),
-             ([*base, "--data", "one.fasta"], ["data.val_fraction", "set data.val_fraction=0"]),
-             ([*base, "--data", "alike.fasta"], ["data.val_fraction", "set data.val_fraction=0"]),
-             ([*base, "--work_dir", "/proc/nope"], ["--work_dir", "/proc/nope"]),
-             ([*base, "training.seed=1" + "0" * 19], ["training.seed"]),
-             ([*base, "training.batch_size=1e21"], ["training.batch_size"]),
-             ([*base, "optim.eps=0"], ["optim.eps is 0"]),
-             ([*base, "optim.ema=1.0"], ["optim.ema is 1.0"]),
-             ([*base, "--work_dir", ""], ["an argument is empty"]),
-             ([*base, "--work_dir="], ["an argument is empty"]),
-             ([*base, "--init_timeout", "0"], ["init_timeout is 0"]),
-             ([*base, "optim.betas=[0.9,1.0]"], ["optim.betas"]),
-             ([*base, "noise.eps=0"], ["noise.eps"]), ([], ["--config"]),
-             ([*base, "--lr", "3"], ["unrecognized arguments: --lr"]),
-             ([*base, "--rank", "2"], ["unrecognized arguments: --rank"]),
-             ([*base, "--device", "tpu"], ["--device", "tpu"]),
-             ([*base[:-1], "asked", "--ranks", "2"], ["--ranks asks for 2"]),
-             ([*base, "--fresh", "--resume", "other.pt"], ["exclude each other"]),
-             ([*base, "--init_from", "no.pt"], ["--init_from no.pt: there is no such file"]),
-             ([*base, "--init_from", ""], ["an argument is empty"]),
-             ([*base, "--resume", "other.pt"], ["cannot read the checkpoint other.pt"]),
-             ([*base, "--work_dir", "c.yaml/run"], ["c.yaml/run cannot be used",
-                                                    "c.yaml is a file"]),
-             ([*base, "training.tokens_per_batch=400"], ["expected one of the two"]),
-             ([*base, "graph.type=uniform", "model.parameterization=subs"],
-              ["expected graph.type absorb"]), ([*base, "optim.scale=linear"],
-                                                ["optim.base_global_batch None"]),
-             ([*base, "noise.eps=2"], ["noise.eps = 2"]), ([*base, "model.n_heads=5"],
-                                                           ["model.n_heads is 5",
-                                                            "n_heads one of 1, 2, 4, 8, 16"]),
-             (["--config", "c.yaml", *good, "--plan", "1,x"], ["--plan 1,x"]),
-             ([*base, "training.accum=0"], ["training.accum is 0; expected at least 1"])]
+        (tmp_path / name).write_text(text)
+    alone = [("--config typo.yaml", "unknown key 'optim.lrr'"), ("", "--config"),
+             ("--nnodes 2 --node_rank 0 --master_addr h", "required: --config")]
+    more = [   # words after good ones, what is said about them
+        ("--data none.fasta", "none.fasta does not exist"),
+        ("--data data/none", "data/none does not exist", "python prepare_uniref50.py data/none"),
+        ("--datafile broken.fasta", "broken.fasta, line 4, column 3: found b'1'"),
+        ("--data few.fasta data.val_fraction=0", "3 proteins fill", "one global batch needs 2"),
+        ("--data one.fasta", "data.val_fraction", "set data.val_fraction=0"),
+        ("--data .", "meta.json does not exist", "prepare_uniref50.py"),
+        ("--work_dir /proc/nope", "--work_dir", "/proc/nope"),
+        ("--work_dir c.yaml/run", "c.yaml/run cannot be used", "c.yaml is a file"),
+        ("--work_dir ''", "an argument is empty"), ("--work_dir=", "an argument is empty"),
+        ("training.seed=1" + "0" * 19, "training.seed"), ("optim.eps=0", "optim.eps is 0"),
+        ("training.batch_size=1e21", "training.batch_size"), ("optim.ema=1.0", "optim.ema is 1.0"),
+        ("training.accum=0", "training.accum is 0; expected at least 1"),
+        ("training.tokens_per_batch=400", "expected one of the two"),
+        ("optim.betas=[0.9,1.0]", "optim.betas"), ("noise.eps=2", "noise.eps = 2"),
+        ("optim.scale=linear", "optim.base_global_batch None"),
+        ("graph.type=uniform model.parameterization=subs", "expected graph.type absorb"),
+        ("model.n_heads=5", "model.n_heads is 5", "n_heads one of 1, 2, 4, 8, 16"),
+        ("--rank 2", "unrecognized arguments: --rank"), ("--device tpu", "--device", "tpu"),
+        ("--init_timeout 0", "init_timeout is 0"), ("--plan 1,x", "--plan 1,x"),
+        ("--work_dir asked --ranks 2", "--ranks asks for 2"),
+        ("--fresh --resume other.pt", "exclude each other"),
+        ("--resume other.pt", "cannot read the checkpoint other.pt"),
+        ("--init_from no.pt", "--init_from no.pt: there is no such file")]
+    base = ["--config", "c.yaml", *words({**TINY, "data.file": fasta}, training__n_iters=1),
+            "--work_dir", "new"]
+    cases = [(first + shlex.split(text), said)
+             for first, those in ((base, more), ([], alone)) for text, *said in those]
     # an outcome of before must not speak for the start that was refused
     for folder in ("runs/typo", "new", "asked"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "status.json").write_text('{"code": 75}')
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    for (argv, expected), (code, out, err) in zip(cases, command_lines("train_sedd_ddp",
-                                                                       [argv for argv, _ in cases],
-                                                                       tmp_path)):
+    found = command_lines("train_sedd_ddp", [argv for argv, _ in cases], tmp_path)
+    for (argv, expected), (code, out, err) in zip(cases, found):
         text = f"{argv}\nexit code {code}\n{out}\n{err}"
         assert code not in (0, None) and code > 0, text
         assert all(e in err for e in expected) and err.count("error:") == 1, text
         assert "Traceback" not in out + err and len(err.strip().splitlines()) <= 3, text
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
     for folder in ("runs/typo", "new", "asked"):
-        assert json.loads((tmp_path / folder / "status.json").read_text())["code"] == 2
+        assert read_status(tmp_path / folder)["code"] == 2
 
 
-@pytest.mark.parametrize("work_dir, expected", [
-    ("three", "has 3 micro-batches per step, which 2 ranks cannot share equally. Continue on 1, 3 "
-     "ranks."),
-    ("c.yaml/run", "c.yaml/run cannot be used")],
-    ids=["another number of ranks", "an unwritable folder"])
-def test_two_ranks_refuse_with_one_message(fasta, tmp_path, work_dir, expected):
-    (tmp_path / "c.yaml").write_text("training: {}\n")
-    run(tiny(fasta, training__accum=3, training__n_iters=1), tmp_path / "three")
-    before = sorted(p.name for p in tmp_path.rglob("*"))
-    settings = words({**TINY, "data.file": fasta}, training__accum=3, training__n_iters=2)
-    done = fork_ranks(2, [SCRIPT, "--config", "c.yaml", "--work_dir", work_dir, *settings],
-                      tmp_path, {"DDP_GUARD": 1})
-    assert done.returncode == 2 and "Traceback" not in done.text, done.text
-    said = done.stdout + done.stderr
-    assert said.count(expected) == 1 and said.count("error: ") == 1, done.text
-    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+def test_two_ranks_refuse_a_folder_that_cannot_be_written_with_one_message(fasta, tmp_path):
+    refuse(by_command(2, tiny(fasta), tmp_path, "c.yaml/run", env={"DDP_GUARD": 1}),
+           "c.yaml/run cannot be used")
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
 # train_sedd_ddp.py, where rank 1 is asked to stop while it reads the proteins, or has been given
@@ -1339,17 +1165,15 @@ train_sedd_ddp.cli(argv)
     ("stop", 75, r"SIGTERM on rank 1"),
     ("setting", 2, r"rank 1 on \S+ has optim.lr 0.002 \(rank 0: 0.001\)\. "),
     ("file", 2, r'rank 1 on \S+ has data \(hash\) "\w+" \(rank 0: "\w+"\)\. ')])
-def test_what_happens_to_one_rank_before_the_training_is_the_outcome_of_all(case, code, expected,
-                                                                            fasta, tmp_path):
+def test_what_one_rank_meets_before_the_training_ends_all(case, code, expected, fasta, tmp_path):
     text = Path(fasta).read_text()
     for name, whole in (("file0.fasta", text), ("file1.fasta", text[:text.rindex(">")])):
         (tmp_path / name).write_text(whole)
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "status.json").write_text('{"code": 75}')
-    (tmp_path / "c.yaml").write_text(dump_yaml(tiny(fasta)))
     (tmp_path / "driver.py").write_text(LOADING.format(root=str(ROOT), case=case))
-    result = fork_ranks(2, ["driver.py", "--config", "c.yaml", "--work_dir", "w"], tmp_path)
-    status = json.loads((tmp_path / "w" / "status.json").read_text())
+    result = by_command(2, tiny(fasta), tmp_path, "w", script="driver.py")
+    status = read_status(tmp_path / "w")
     assert (result.returncode, status["code"]) == (code, code), result.text
     assert re.search(expected, status["reason"]) and "Traceback" not in result.stderr, result.text
     said = re.findall(expected, result.stdout if code == 75 else result.stderr)
