@@ -106,40 +106,29 @@ def test_text_replaces_a_file_whole_or_not_at_all_and_leaves_nothing_else(tmp_pa
 
 
 # ------------------------------------------------------------------ trackers
-def test_tensorboard_reads_back_what_was_logged_also_after_a_resume(tmp_path, extras):
+def test_tensorboard_reads_back_numbers_histograms_and_texts_also_after_a_resume(tmp_path, extras):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    numbers = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    made = {"a": histogram_of(list(numbers)), "b": histogram_of([torch.zeros(3)])}
     for first, last in ((1, 6), (4, 9)):   # the second start goes on from step 3
         log = RunLog(tmp_path, is_main=True)
         log.truncate(first - 1)
         log.track({}, first - 1, tensorboard=True)
         for step in range(first, last):
-            log.metrics(step, {"loss": first + step / 8, "bad": float("nan")})
+            log.metrics(step, {"loss": first + step / 8, "bad": float("nan"), "host": "n7"}, made)
         log.close()
+    assert rows(tmp_path)[-1] == {"step": 8, "loss": 5.0, "bad": None, "host": "n7"}
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     scalars = {event.step: event.value for event in found.Scalars("loss")}
     assert scalars == {row["step"]: row["loss"] for row in rows(tmp_path)}
-    assert found.Tags()["scalars"] == ["loss"]
-
-
-def test_tensorboard_reads_back_histograms_and_texts(tmp_path, extras):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    numbers = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
-    made = {"a": histogram_of(list(numbers)), "b": histogram_of([torch.zeros(3)])}
-    log = RunLog(tmp_path, is_main=True)
-    log.track({}, 0, tensorboard=True)
-    log.metrics(1, {"loss": 2.0, "time/slowest_host": "node7"}, made)
-    log.close()
-    assert rows(tmp_path) == [{"step": 1, "loss": 2.0, "time/slowest_host": "node7"}]
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert found.Tags()["scalars"] == ["loss"] and "host/text_summary" in found.Tags()["tensors"]
     histogram = found.Histograms("a")[0].histogram_value
     counts, edges = np.histogram(numbers.numpy(), len(histogram.bucket))
     assert histogram.bucket == counts.tolist() and histogram.num == 1000
     assert [histogram.min, *histogram.bucket_limit] == pytest.approx(edges.tolist(), abs=1e-5)
     assert histogram.sum_squares == pytest.approx(float(numbers.square().sum()))
     assert found.Histograms("b")[0].histogram_value.bucket[0] == 3
-    assert "time/slowest_host/text_summary" in found.Tags()["tensors"]
 
 
 def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch, extras):

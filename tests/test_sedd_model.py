@@ -125,30 +125,6 @@ def test_the_plain_step_of_the_benchmark_agrees_with_the_official_code(fixture, 
     compare_gradients(model, case, of_norms=1e-3, of_tensors=1e-4)
 
 
-def test_three_training_steps_agree_with_the_official_code(fixture):
-    case, expected = entries(fixture, "absorb", "loglinear"), entries(fixture, "train3")
-    model = official_model(fixture, "absorb")
-    optim = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0)
-    ema = EMA(model.parameters(), decay=0.9999)
-    for step in range(len(expected["loss"])):
-        optim.zero_grad()
-        loss = backward(model, case)[1].mean()
-        optim.param_groups[0]["lr"] = 3e-4 * min((step + 1) / expected["warmup"], 1)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optim.step()
-        ema.update(model.parameters())
-        near(loss.detach(), expected["loss"][step], rtol=1e-4)
-        near(norm, expected["grad_norm"][step], rtol=1e-3)
-        near(torch.tensor(optim.param_groups[0]["lr"]), expected["lr"][step], rtol=1e-6)
-    assert ema.num_updates == expected["ema_num_updates"]
-    averages = dict(zip((name for name, _ in model.named_parameters()), ema.shadow_params))
-    for kind, found in (("param", dict(model.named_parameters())), ("ema", averages)):
-        values = entries(fixture, "train3", kind)
-        assert values
-        for name, value in values.items():  # Adam may flip the sign of a gradient of almost zero
-            assert ((found[name] - value).abs() <= 2e-6).float().mean() >= 0.999
-
-
 # ---- closed forms ----
 
 def test_init_logits_is_the_spread_of_fresh_logits_and_lets_the_gradient_into_the_blocks():
@@ -309,25 +285,21 @@ def test_attention_in_bfloat16_and_its_gradients_are_as_exact_as_its_rounding(L)
         near(*gradients, atol=0.1)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_batch_of_known_residues_alone_or_none_has_a_gradient(masked):
-    model, xt = small_model(AbsorbingGraph(21)), torch.full((2, 5), 21 if masked else 3)
-    model.train()(xt, torch.ones(2)).sum().backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-
-
 def test_numbers_of_unknown_residues_make_few_shapes_and_the_scores_of_evaluation():
-    """For a new shape oneDNN compiles its products anew."""
+    """For a new shape oneDNN compiles its products anew. Gradients are there for 0 and all, too."""
     model, x0 = small_model(AbsorbingGraph(21), dropout=0.0), small_batch(AbsorbingGraph(21))[0]
     shapes, sigma = set(), torch.ones(len(x0))
     model.blocks[-1].mlp.register_forward_hook(lambda _, inputs, out: shapes.add(out.shape))
     for number in range(0, x0.numel() + 1, 4):
         unknown = (torch.arange(x0.numel()) < number).view(x0.shape)
         xt = x0.where(~unknown, 21)
-        in_training = model.train()(xt, sigma)[unknown]
+        in_training = model.train()(xt, sigma)
+        model.zero_grad()
+        in_training.sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
         assert len(shapes) <= 4    # 0, 64, 128, 192 of 144 positions
         with torch.no_grad():
-            near(in_training, model.eval()(xt, sigma)[unknown], atol=1e-5)
+            near(in_training[unknown], model.eval()(xt, sigma)[unknown], atol=1e-5)
         shapes.discard(torch.Size([*x0.shape, 32]))    # of the evaluation
 
 

@@ -4,6 +4,7 @@ Runs under launchers import torch in every rank (seconds), so each of them serve
 where the launcher does not matter, ranks are forked.
 """
 
+import functools
 import importlib.util
 import json
 import math
@@ -119,19 +120,15 @@ RANKS = {"alone": 1, "torchrun": 2, "openmpi": 4}
 def demo(tmp_path_factory):
     """demo(launcher) -> (run directory, what was printed) of ten steps of the demo, global batch
     32."""
-    done = {}
-
+    @functools.cache
     def get(launcher):
-        if launcher not in done:
-            n, folder = RANKS[launcher], tmp_path_factory.mktemp(launcher)
-            more = [f"training.accum={4 // n}",
-                    f"training.num_workers={1 if launcher == 'torchrun' else 0}"]
-            argv = [SCRIPT, "--config", DEMO, *ALIKE, *more]
-            result = (fork_ranks(n, argv, folder) if launcher == "alone" else
-                      run_ranks(launcher, n, argv, folder))
-            assert result.returncode == 0 and not result.leftover, result.text
-            done[launcher] = folder / "runs" / "sedd_demo", result
-        return done[launcher]
+        n, folder = RANKS[launcher], tmp_path_factory.mktemp(launcher)
+        argv = [SCRIPT, "--config", DEMO, *ALIKE, f"training.accum={4 // n}",
+                f"training.num_workers={int(launcher == 'torchrun')}"]
+        result = (fork_ranks(n, argv, folder) if launcher == "alone" else
+                  run_ranks(launcher, n, argv, folder))
+        assert result.returncode == 0 and not result.leftover, result.text
+        return folder / "runs" / "sedd_demo", result
     return get
 
 
