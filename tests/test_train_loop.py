@@ -459,8 +459,7 @@ sys.exit(75 if stopped else int(args.end or 0))
 """
 
 
-@pytest.mark.parametrize("end, code", [
-    (2, 2), ("signal", 75), ("killed", 1), pytest.param(75, 75, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("end, code", [(2, 2), ("signal", 75), ("killed", 1)])
 def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end, code):
     (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
     options = ["--nproc_per_node", "2", "--end", str(end)]
