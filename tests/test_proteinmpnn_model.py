@@ -333,6 +333,18 @@ def test_no_tensor_is_larger_than_all_distances_or_the_neighbours_features():
     assert largest.numel == max(L * L, L * K * 400)
 
 
+def test_sequences_sharing_an_encoding_score_as_in_passes_of_their_own():
+    model = small_model()
+    *structures, _ = [torch.cat(x) for x in zip(*(protein([20], seed=seed) for seed in range(3)))]
+    encoding, which = model.encode(model.graph(*structures)), torch.tensor([2, 0, 0, 2, 1])
+    S = torch.randint(20, (5, 20), generator=torch.Generator().manual_seed(0))
+    order = random_order(20, M=5)
+    found = model.decode(encoding, S, order, structure=which)
+    for row, b in enumerate(which):
+        graph = model.graph(*(x[b:b + 1] for x in structures))
+        near(found[row], model(graph, S[row:row + 1], order[row:row + 1])[0], atol=1e-10)
+
+
 def test_fixed_residues_come_first_in_a_random_order():
     generator = torch.Generator().manual_seed(0)
     designed = (torch.rand(200, 40, generator=generator) < 0.5).float()

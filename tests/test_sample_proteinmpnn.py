@@ -360,6 +360,7 @@ def test_gaps_and_broken_residues_are_left_out_of_their_groups(sample, tmp_path)
         a, b = sequence.split("/")
         assert a[:3] + a[4:] == b[:3] + b[4:] and b[3] == "X" != a[3]
     assert "1 tied positions are gaps or lack atoms" in out[1]
+    assert drawn(sample(*args[:-1], "--homomer")) == drawn(out)
     # What is left of a group is drawn as if it were in none, whatever its weight was.
     for weight in (1.0, -0.5):
         alone = [{"A": [[4], [weight]], "B": [[4], [1.0]]}]
@@ -432,6 +433,7 @@ BAD = {                                                     # arguments: words o
     "--bias W=0 W=2": "found W twice",
     "--bias W=1e40": "found W=1e40",
     "--temperature -1": "expected numbers from 0",
+    "--temperature 1e40": "found --temperature 1e40",
     "--num 0": "found --num 0",
     "--batch_size 0": "found --batch_size 0",
     "--orders 0": "found --orders 0",
