@@ -373,11 +373,10 @@ def test_waits_double_up_to_a_minute(web, path, monkeypatch):
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
-@pytest.mark.parametrize("code", [401, 404])
-def test_a_wrong_address_is_refused_at_once(web, path, code):
-    web.faults = [answers(code)]
+def test_a_wrong_address_is_refused_at_once(web, path):
+    web.faults = [answers(401)]
     message = refusal(ValueError, download, Source(web.url), path)
-    assert str(code) in message and web.url in message and len(web.asked) == 1
+    assert "401" in message and web.url in message and len(web.asked) == 1
 
 
 def test_no_server_and_no_such_host_are_refused_at_once(path, monkeypatch):
@@ -608,22 +607,7 @@ def test_an_end_without_length_or_chunks_counts_only_with_a_size_or_md5(web, pat
     get(web, path, size=len(DATA))
 
 
-# ---- killed, and no room ----
-
-def test_killed_midway_the_same_call_asks_only_for_the_rest(web, path, monkeypatch):
-    write = prepare_uniref50._Part.write
-
-    def writes_and_is_killed(part, data):
-        write(part, data)
-        raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_uniref50._Part, "write", writes_and_is_killed)
-        download(Source(web.url), path, **FAST)
-    arrived = part_of(path).stat().st_size
-    assert 0 < arrived < len(DATA) and not path.exists()
-    get(web, path)
-    assert web.ranges() == [None, f"bytes={arrived}-"]
-
+# ---- no room ----
 
 def test_no_room_is_refused_naming_the_file_and_keeps_what_arrived(web, path):
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -642,11 +626,6 @@ def test_no_room_is_refused_naming_the_file_and_keeps_what_arrived(web, path):
 
 # ---- the stream ----
 
-def test_a_stream_is_the_file(web):
-    with gzip.open(open_stream(Source(web.url), **FAST)) as file:
-        assert file.read() == gzip.decompress(DATA)
-
-
 def test_a_stream_that_ends_early_or_stalls_is_an_error_in_words(web):
     held = threading.Event()
 
@@ -664,7 +643,8 @@ def test_a_stream_that_ends_early_or_stalls_is_an_error_in_words(web):
 
 def test_opening_a_stream_is_tried_again_and_refuses_what_is_no_file(web):
     web.faults = [answers(503), drops_after(0)]
-    open_stream(Source(web.url), **FAST).close()
+    with gzip.open(open_stream(Source(web.url), **FAST)) as file:
+        assert file.read() == gzip.decompress(DATA)
     web.faults = [answers(404)]
     assert "404" in refusal(ValueError, open_stream, Source(web.url))
     web.faults = [lambda answer: answer.whole(headers={"Content-Type": "text/html"})]

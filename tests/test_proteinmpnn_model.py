@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from proteinmpnn_model import (ALPHABET, Encoding, ProteinMPNN, decoding_order, from_checkpoint,
+from proteinmpnn_model import (ALPHABET, ProteinMPNN, decoding_order, from_checkpoint,
                                gaussians, load_proteinmpnn, make_pssm, random_proteinmpnn,
                                to_checkpoint)
 
@@ -191,11 +191,6 @@ def protein(lengths, unresolved=(), seed=0, width=None):
             for x, padding in tensors]
 
 
-def proteins(*arguments, **options):
-    """The tensors of `protein` for several proteins, in one batch."""
-    return [torch.cat(x) for x in zip(*(protein(*args, **options) for args in arguments))]
-
-
 def random_order(L, M=1, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([torch.randperm(L, generator=generator) for _ in range(M)])
@@ -304,7 +299,8 @@ def test_padding_changes_neither_scores_nor_gradients(num_edges):
     cases = ([30], ()), ([7, 5], (2, 6)), ([9], (1, 2, 3, 5)), ([1], ())
 
     def score(cases, width, row):
-        *structure, S = proteins(*cases, width=width)
+        *structure, S = [torch.cat(x) for x in zip(*(protein(*case, width=width)
+                                                     for case in cases))]
         order = torch.stack([       # padding first: a padded residue is earlier than all others
             torch.cat([torch.arange(sum(lengths), S.shape[1]), random_order(sum(lengths))[0]])
             for lengths, _ in cases])
@@ -337,8 +333,6 @@ def test_no_tensor_is_larger_than_all_distances_or_the_neighbours_features():
     assert largest.numel == max(L * L, L * K * 400)
 
 
-# ---- encode once ----
-
 def test_sequences_sharing_an_encoding_score_as_in_passes_of_their_own():
     model = small_model()
     *structures, _ = [torch.cat(x) for x in zip(*(protein([20], seed=seed) for seed in range(3)))]
@@ -349,9 +343,6 @@ def test_sequences_sharing_an_encoding_score_as_in_passes_of_their_own():
     for row, b in enumerate(which):
         graph = model.graph(*(x[b:b + 1] for x in structures))
         near(found[row], model(graph, S[row:row + 1], order[row:row + 1])[0], atol=1e-10)
-    one = Encoding(*(x[2:] for x in encoding))      # structure left out: one structure, one each
-    near(model.decode(one, S[[0, 3]], order[[0, 3]]), found[[0, 3]], atol=1e-10)
-    near(model.decode(encoding, S[[1, 4, 0]], order[[1, 4, 0]]), found[[1, 4, 0]], atol=1e-10)
 
 
 def test_fixed_residues_come_first_in_a_random_order():
@@ -453,19 +444,6 @@ def one_step(model, encoding, S, at, T=1.0, **options):
     order = torch.tensor([[i for i in range(L) if i not in at] + at])
     chain_M = F.one_hot(torch.tensor(at), L).sum(0, keepdim=True)
     return model.sample(encoding, S, chain_M, order, T, return_probs=True, **options)[1][0, at]
-
-
-def test_conditional_probabilities_see_all_other_letters_and_those_of_the_first_residue_none():
-    model, encoding, S, order = sampling_case()
-    found = model.conditional(encoding, S, torch.arange(20)[None], [4, 19, 0])
-    for row, i in zip(found, (4, 19, 0)):
-        near(row.exp(), one_step(model, encoding, S, [i], omit="")[0], atol=1e-12)
-        other = S.clone()
-        other[0, (i + 1) % 20] += 1
-        assert not torch.equal(row, model.conditional(encoding, other, order, [i])[0])
-        first = torch.cat([torch.tensor([[i]]), order[order != i][None]], 1)
-        near(model.decode(encoding, S, first)[0, i], model.unconditional(encoding)[0, i],
-             atol=1e-12)
 
 
 def test_a_negative_weight_designs_against_the_state_of_its_tied_position():

@@ -21,18 +21,14 @@ def helix(n):
     return build_backbone(*zip(*[PHI_PSI["helix"]] * n)).round(3)
 
 
-def helices(chains):
-    """Atoms of helices of these sequences, 15 Angstrom apart; "-" is a gap."""
+def write_pdb(path, chains):
+    """A file of helices of these sequences, 15 Angstrom apart; "-" is a gap."""
     atoms = Atoms()
     for c, (chain, sequence) in enumerate(chains.items()):
         for i, (letter, xyz) in enumerate(zip(sequence, helix(len(sequence)) + [0, 15 * c, 0])):
             if letter != "-":
                 atoms.add(chain, 10 + i, NAMES[LETTERS.index(letter)], xyz=xyz)
-    return atoms
-
-
-def write_pdb(path, chains):
-    path.write_text(helices(chains).pdb())
+    path.write_text(atoms.pdb())
     return path
 
 
@@ -183,17 +179,6 @@ def test_tied_chains_of_a_homodimer_are_equal(sample, dimer):
     assert sample(*args, "--tied_positions", "A12,B20 A13,B21") == groups, "quoted as one word"
 
 
-def test_scores_in_the_fasta_are_those_of_score_only(sample, dimer, tmp_path):
-    args = (dimer, "--chains", "B", "A", "--fixed_positions", "A12-A20")
-    out, keys = tmp_path / "out.fasta", ("score", "global_score", "seq_recovery")
-    sample(*args, "--num", 5, "--temperature", 1, "--batch_size", 2, "--out", out)
-    rescored = read(sample(*args, "--score_only", out, "--batch_size", 4)[0])
-    first, again = ([([head[key] for key in keys], sequence) for head, sequence in records]
-                    for records in (read(out.read_text()), rescored))
-    assert first == again and len({scores[0] for scores, _ in first}) == 6
-    assert list(tmp_path.glob(".*")) == []
-
-
 def test_score_is_the_mean_over_designed_residues_and_global_score_over_all(
         sample, weights, tmp_path):
     """Of one designed residue, it is its log-probability given all others; gaps do not count."""
@@ -261,7 +246,8 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     sample(*args, "--num", 5, "--temperature", 2, "--omit", "C", "--save_scores", "--save_probs",
            "1", "--out_folder", folder)
     fasta = folder / "seqs" / "dimer.fa"
-    sequences = [sequence.replace("/", "") for sequence in drawn((fasta.read_text(),))]
+    designs, designs_file = read(fasta.read_text())[1:], fasta.read_bytes()
+    sequences = [sequence.replace("/", "") for _, sequence in designs]
     scores, probs = (arrays(folder, kind, "dimer") for kind in ("scores", "probs"))
     assert ["".join(probs["alphabet"].item()[i] for i in S) for S in probs["S"]] == sequences
     assert probs["probs"].shape == (5, 44, 21) and probs["position"][23] == "A11"
@@ -272,15 +258,17 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     of_drawn = np.take_along_axis(probs["probs"], probs["S"][..., None], -1)[..., 0][:, mask]
     assert of_drawn.min() > 0 and 0.1 < of_drawn.mean() < 1
     again = read(sample(*args, "--score_only", fasta, "--batch_size", 2)[0])[1:]
-    for key in ("score", "global_score"):
-        assert [head[key] for head, _ in again] == pytest.approx(scores[key], abs=1e-4)
+    of_again, of_designs = ([[head[key] for key in ("score", "global_score", "seq_recovery")]
+                             for head, _ in records] for records in (again, designs))
+    assert of_again == of_designs and len({row[0] for row in of_again}) == 5
+    for k, key in enumerate(("score", "global_score")):
+        assert [row[k] for row in of_again] == pytest.approx(scores[key], abs=1e-4)
     sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", tmp_path / "again")
     later = arrays(tmp_path / "again", "scored", "dimer")
     assert later["score"][1:] == pytest.approx(scores["score"], abs=1e-5)
-    designs = fasta.read_bytes()
     sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", folder)
     scored = folder / "scored" / "dimer.fa"
-    assert read(scored.read_text())[1:] == again and fasta.read_bytes() == designs
+    assert read(scored.read_text())[1:] == again and fasta.read_bytes() == designs_file
     assert (folder / "scored" / "dimer.npz").exists()
     others = tmp_path / "others.fasta"
     others.write_text(f">d1, rosetta_score=-250.1, my-score=1, score=3\n{NATIVE}/{NATIVE}\n")
@@ -372,6 +360,7 @@ def test_gaps_and_broken_residues_are_left_out_of_their_groups(sample, tmp_path)
         a, b = sequence.split("/")
         assert a[:3] + a[4:] == b[:3] + b[4:] and b[3] == "X" != a[3]
     assert "1 tied positions are gaps or lack atoms" in out[1]
+    assert drawn(sample(*args[:-1], "--homomer")) == drawn(out)
     # What is left of a group is drawn as if it were in none, whatever its weight was.
     for weight in (1.0, -0.5):
         alone = [{"A": [[4], [weight]], "B": [[4], [1.0]]}]
@@ -570,25 +559,3 @@ def test_designs_of_unknown_letters_have_scores_where_there_are_letters_and_no_n
 def test_a_homomer_whose_letters_differ_is_refused(sample, tmp_path):
     pdb = write_pdb(tmp_path / "shifted.pdb", {"A": "MKTAY", "B": "KTAYM"})
     assert "A10 M, B10 K; expected the same letter" in sample(pdb, "--homomer", code=2)[1]
-
-
-def test_a_real_complex_with_gaps_and_a_fixed_chain(sample, shared):
-    case = torch.load(shared / "fixtures" / "proteinmpnn.pt",
-                      weights_only=True)["cases"]["complex_small"]
-    path, chains = shared / "data" / "pdbs" / case["pdb"], case["design_chains"]
-    parts = ["--chains", *chains, "--homomer", "--num", 2, "--mutable_positions",
-             *(f"{chain}50-{chain}60" for chain in chains)]
-    text, notes = sample(path, *parts)
-    assert f"fixed_chains={case['fixed_chains']}, designed_chains={chains}" in text
-    assert f"{11 * len(chains)} positions by chain and number" in notes
-    err = sample(path, "--chains", *chains, "--fixed_positions", f"{chains[0]}0", code=2)[1]
-    first = int(re.search(rf"chains {' '.join(chains)} hold {chains[0]}(\d+) ", err).group(1))
-    (_, native), *records = read(text)
-    for _, sequence in records:
-        a, *others = sequence.split("/")
-        changed = {i + first for i, (x, y) in enumerate(zip(a, native.split("/")[0])) if x != y}
-        assert all(other == a for other in others) and changed <= set(range(50, 61))
-    assert read(sample(path.with_suffix(".cif"), *parts)[0]) == read(text)
-    fixed = case["fixed_chains"][0]
-    gap, = drawn(sample(path, "--chains", fixed, "--mutable_positions", f"{fixed}60"))
-    assert re.fullmatch("[A-Z]+X+[A-Z]+", gap)

@@ -151,26 +151,14 @@ def exact_model(p):
                 np.ones(21), None, 60, {}, ())
 
 
-def test_the_score_of_an_exact_model_is_the_exact_likelihood_within_its_error(
-        tmp_path, capsys, monkeypatch):
-    p = np.arange(1, 21) / 210
-    random = np.random.default_rng(0)
+def test_the_score_of_an_exact_model_is_the_exact_likelihood_within_its_error():
+    p, random = np.arange(1, 21) / 210, np.random.default_rng(0)
     rows = ["".join(random.choice(list(AMINO_ACIDS), 50, p=p)) for _ in range(60)]
     exact = np.array([-np.log(p)[encode(row)].sum() for row in rows])
-    monkeypatch.setattr(sample_sedd, "load_sedd", lambda *_: exact_model(p))
-    (tmp_path / "p.fasta").write_text("".join(f">{i}\n{row}\n" for i, row in enumerate(rows)))
-    cli(["exact", "--score", str(tmp_path / "p.fasta"), "--samples", "32",
-         "--out", str(tmp_path / "p.tsv")])
-    mean, error, perplexity, low, high, unigram = map(float, re.search(
-        r"3,000 residues: bound (\S+) nats .*error (\S+)\), perplexity (\S+) \(95 %: (\S+) to "
-        r"(\S+), .*unigram (\S+),", capsys.readouterr().err).groups())
-    average = exact.mean() / 50
-    assert error < 0.01 * average and abs(mean - average) < 3 * error
-    assert low < math.exp(average) < high and perplexity == pytest.approx(math.exp(mean), rel=1e-3)
-    assert unigram == pytest.approx(math.log(20), abs=1e-4)
-    bounds, each, errors = np.loadtxt(tmp_path / "p.tsv", skiprows=1, usecols=(2, 3, 4)).T
-    assert (np.abs(bounds - exact) < 2 * errors).mean() > 0.8   # the error of each is no fiction
-    assert np.allclose(each, bounds / 50, atol=1e-4)
+    scores = score_sequences(exact_model(p), rows, samples=32)
+    error = math.hypot(*scores.error)
+    assert error < 0.01 * exact.sum() and abs(scores.bound.sum() - exact.sum()) < 3 * error
+    assert (np.abs(scores.bound - exact) < 2 * scores.error).mean() > 0.8   # each one's, too
 
 
 def test_scores_agree_with_plain_averages_over_many_draws(checkpoint):
@@ -248,8 +236,14 @@ def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
     head, one, two = (line.split("\t") for line in out.splitlines())
     assert head[:3] == ["name", "length", "nats"]
     assert one[:2] == ["one first", "9"] and two[1] == "7"
-    total = re.search(r"15 residues: bound (\S+) nats", err)   # X does not count
-    assert float(total[1]) == pytest.approx((float(one[2]) + float(two[2])) / 15, abs=1e-3)
+    nats, each, errors, unigram = np.array([one[2:], two[2:]], float).T
+    assert each == pytest.approx(nats / [9, 6], abs=1e-4)   # X does not count
+    mean, error = nats.sum() / 15, math.hypot(*errors) / 15
+    said = re.search(r"15 residues: bound (\S+) nats .*error (\S+)\), perplexity (\S+) "
+                     r"\(95 %: (\S+) to (\S+), .*unigram (\S+),", err).groups()
+    perplexities = np.exp([mean, mean - 1.96 * error, mean + 1.96 * error])
+    assert list(map(float, said)) == pytest.approx(
+        [mean, error, *perplexities, unigram.sum() / 15], rel=1e-3, abs=1e-4)
     cli([str(checkpoint), "--score", str(fasta), "--each_position"])
     assert len(capsys.readouterr().out.splitlines()) == 1 + 9 + 7
     (tmp_path / "wild.fasta").write_text(">w\nMKTAYIAKQ\n")

@@ -232,11 +232,6 @@ def test_a_file_that_is_no_protein_file_is_refused(read, tmp_path, content, name
     assert says in refusal(read, write(tmp_path, content, name))
 
 
-def test_random_bytes_are_refused_under_every_name(read, tmp_path):
-    for seed, name in itertools.product(range(5), ("in.fasta", "in.txt", "in.pt", "in.fasta.gz")):
-        refusal(read, write(tmp_path, np.random.default_rng(seed).bytes(3000), name))
-
-
 def test_a_truncated_or_damaged_gz_is_refused_with_the_line_it_reached(read, tmp_path):
     rng = np.random.default_rng(0)
     fasta = "".join(f">{i}\n{decode(rng.integers(0, 20, 60))}\n" for i in range(500)).encode()
@@ -251,23 +246,11 @@ def test_a_truncated_or_damaged_gz_is_refused_with_the_line_it_reached(read, tmp
     assert "is damaged" in refusal(read, write(tmp_path, packed + b"tail", "in.fasta.gz"))
 
 
-def test_a_missing_file_and_a_directory_are_told_apart(read, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere.fasta does not exist"):
-        read(tmp_path / "nowhere.fasta")
+def test_a_directory_and_a_pipe_are_no_files(read, tmp_path):
     (tmp_path / "folder.fasta").mkdir()
     assert "is a directory" in refusal(read, tmp_path / "folder.fasta")
     os.mkfifo(tmp_path / "pipe")
     assert "or a pipe" in refusal(read, tmp_path / "pipe")
-
-
-def test_the_real_file_reads_wholly(shared, real):
-    proteins, report = real
-    text = gzip.decompress((shared / "data" / "proteins.fasta.gz").read_bytes()).decode()
-    counts, found = plain_reader(text, 1)
-    assert sorted_texts(proteins) == sorted(found) and report.n_proteins == len(found)
-    assert all(getattr(report, name) == counts[name] for name in counts if name)
-    assert report.n_residues == sum(map(len, found))
-    assert (report.shortest, report.longest, report.median) == (20, 13100, 251)
 
 
 def plain_reader(text, min_length):
