@@ -969,20 +969,24 @@ train_dpo_ddp.cli()
 """
 
 
-def test_ranks_that_have_read_other_pairs_and_other_base_weights_refuse(files):
+@pytest.mark.parametrize("alike", [False, True])
+def test_two_ranks_refuse_a_bad_file_and_good_files_that_differ(files, alike):
     entries = json.loads((files / "pairs.json").read_text())
     for rank in ("0", "1"):
         shutil.copytree(files / "w", files / rank / "w")
         for path in files.glob("*.pdb"):
             shutil.copy(path, files / rank)
-        own = entries[::-1] if rank == "1" else entries
+        own = [{"pdb_file": "s0.pdb"}] if alike else entries[::-1] if rank == "1" else entries
         (files / rank / "p.json").write_text(json.dumps(own))
-    torch.save(to_checkpoint(random_proteinmpnn(1, **SMALL)), files / "1" / "w" / "v_48_020.pt")
+    if not alike:
+        torch.save(to_checkpoint(random_proteinmpnn(1, **SMALL)),
+                   files / "1" / "w" / "v_48_020.pt")
     (files / "driver.py").write_text(OWN_FILES.format(root=str(ROOT)))
     before = sorted(p.name for p in files.rglob("*"))
     argv = ["driver.py", "--train_data", "p.json", "--base_model_dir", "w"]
     done = fork_ranks(2, argv, files)
-    said = r'rank 1 on \S+ has pairs \(hash\) "\w+" \(rank 0: "\w+"\), base weights \(hash\) "'
+    said = ("missing key preferred_seq" if alike else
+            r'rank 1 on \S+ has pairs \(hash\) "\w+" \(rank 0: "\w+"\), base weights \(hash\) "')
     assert done.returncode == 2 and len(re.findall(said, done.stderr)) == 2, done.text
     assert "Traceback" not in done.text and sorted(p.name for p in files.rglob("*")) == before
 
