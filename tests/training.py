@@ -9,9 +9,8 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ddp_setup import load_checkpoint
-from launchers import fork_ranks
+from launchers import ROOT, fork_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 # Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.
 CLOCK = ("residues_per_second", "pairs_per_second", "data_wait", "time/", "memory/", "device/",
          "ddp/")
@@ -77,8 +76,7 @@ def command_lines(script, cases, cwd):
 
 
 # A training script in which the loss is nan on rank 1 in the calls BAD, counted after the first,
-# which lays out
-# DDP's buckets.
+# which lays out DDP's buckets.
 NAN_LOSS = """
 import os, sys
 sys.path.insert(0, {root!r})
