@@ -25,7 +25,7 @@ from ddp_setup import (Ddp, State, all_mean, all_sum, autocast, broadcast, choos
                        choose_dtype, cleanup_ddp, close_run, ddp_sampler, detect_launcher,
                        load_checkpoint, optimize_with_ipex, save_checkpoint, setup_ddp,
                        slurm_first_host, stop_reason, stop_wanted, watch_run, wrap_ddp)
-from launchers import clean_environment, fork_ranks
+from launchers import await_that, clean_environment, fork_ranks
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
 TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", GROUP_RANK="1",
@@ -484,9 +484,7 @@ def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
     ddp = Ddp()
     stop_reason(ddp, 0)
     os.kill(os.getpid(), signal.SIGTERM)
-    end = time.monotonic() + 60
-    while not stop_wanted(ddp) and time.monotonic() < end:
-        pass
+    await_that(lambda: stop_wanted(ddp), 60, lambda: "SIGTERM was not noticed")
     assert stop_reason(ddp, 1).startswith("SIGTERM on rank 0")
     close_run(ddp, 75, "")
     assert (signal.getsignal(signal.SIGTERM), threading.active_count()) == (before, threads)
