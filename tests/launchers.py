@@ -98,8 +98,8 @@ def need(launcher):
     if launcher.endswith("-2hosts") and not HOST_SHELL:
         pytest.skip(f"{launcher}: no hosts; the fixture `two_hosts` brings them up")
     if _mpi_home(launcher) and not _starter(launcher).exists():
-        pytest.skip(f"{launcher}: no {_starter(launcher)}; `bash jobs/test.sh"
-                    f"{' --slow' * (launcher == 'intel')}` installs it")
+        installer = "jobs/test.sh --slow" if launcher == "intel" else "jobs/test.sh"
+        pytest.skip(f"{launcher}: no {_starter(launcher)}; `bash {installer}` installs it")
 
 
 def python_of(launcher):
