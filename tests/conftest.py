@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import launchers
+from launchers import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # Several ranks of a test must not share a GPU. TEST_CUDA=1 shows it, to tests that need one.
 if os.environ.get("TEST_CUDA") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -78,18 +78,24 @@ def extras(monkeypatch):
 
 
 @contextlib.contextmanager
-def only_one(name):
-    """Wait until no other run of the tests on this machine uses `name`, which can exist once."""
-    with open(Path(tempfile.gettempdir(), f"{name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def brought_up(scripts, lock, **env):
+    """Between SCRIPTS_up.sh and SCRIPTS_down.sh, while no other run of the tests on this machine
+    holds `lock`: what they make can exist once."""
+    def run(end):
+        return subprocess.run(["bash", f"{scripts}_{end}.sh"], timeout=120, text=True,
+                              env=launchers.clean_environment(env=env), stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
-
-def cluster_script(path, **env):
-    done = subprocess.run(["bash", path], env=launchers.clean_environment(env=env), text=True,
-                          timeout=120, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
-    return done.returncode, done.stdout
+    with open(Path(tempfile.gettempdir(), f"{lock}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        run("down")      # what a killed run left
+        try:
+            done = run("up")
+            if done.returncode:
+                pytest.fail(f"{scripts}_up.sh ended with {done.returncode}:\n{done.stdout}")
+            yield
+        finally:
+            run("down")
 
 
 @pytest.fixture(scope="session")
@@ -106,19 +112,11 @@ def slurm(shared):
     # Not pytest's folder for temporary files, which other users (munge) may not enter. A fixed
     # name, so that what a killed run left is found and stopped.
     folder = Path(tempfile.gettempdir(), "slurm-of-tests")
-    env = dict(SLURM_DIR=folder, CTLPORT=26817, BASEPORT=27000)
-    with only_one("slurm-of-tests"):
-        if folder.exists():
-            cluster_script(shared / "cluster" / "slurm_down.sh", **env)
-        try:
-            code, output = cluster_script(shared / "cluster" / "slurm_up.sh", **env)
-            if code:
-                pytest.fail(f"slurm_up.sh ended with {code}:\n{output}")
-            launchers.SLURM_CONF = folder / "slurm.conf"
-            yield folder
-        finally:
-            launchers.SLURM_CONF = None
-            cluster_script(shared / "cluster" / "slurm_down.sh", **env)
+    with brought_up(shared / "cluster" / "slurm", "slurm-of-tests", SLURM_DIR=folder,
+                    CTLPORT=26817, BASEPORT=27000):
+        launchers.SLURM_CONF = folder / "slurm.conf"
+        yield folder
+        launchers.SLURM_CONF = None
 
 
 @pytest.fixture(scope="session")
@@ -144,14 +142,7 @@ def two_hosts(shared):
                 command = shlex.join(["bash", "-c", f"until {ask}; do :; done"])
                 subprocess.run([launchers.HOST_SHELL, here, command], check=True, timeout=60)
 
-    with only_one("two-hosts-of-tests"):
-        cluster_script(shared / "cluster" / "netns_down.sh")   # what a killed run left
-        try:
-            code, output = cluster_script(shared / "cluster" / "netns_up.sh")
-            if code:
-                pytest.fail(f"netns_up.sh ended with {code}:\n{output}")
-            launchers.HOST_SHELL = shared / "cluster" / "nsrsh.sh"
-            yield cable
-        finally:
-            launchers.HOST_SHELL = None
-            cluster_script(shared / "cluster" / "netns_down.sh")
+    with brought_up(shared / "cluster" / "netns", "two-hosts-of-tests"):
+        launchers.HOST_SHELL = shared / "cluster" / "nsrsh.sh"
+        yield cable
+        launchers.HOST_SHELL = None

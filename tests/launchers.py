@@ -39,8 +39,7 @@ from pathlib import Path
 
 import pytest
 
-LAUNCHERS = ("python", "torchrun", "openmpi", "mpich", "intel", "srun", "torchrun-2hosts",
-             "mpich-2hosts")
+ROOT = Path(__file__).resolve().parents[1]
 MARK = "TEST_RUN_MARK"
 SLURM_CONF = None     # configuration file of the running two-node Slurm
 HOST_SHELL = None     # program: HOST_SHELL HOST COMMAND... runs it on a host, a network namespace
@@ -83,32 +82,24 @@ class Result:
                 f"stdout:\n{self.stdout}\nstderr:\n{self.stderr}")
 
 
-def why_unavailable(launcher):
-    """None if `launcher` can be used here, else the reason in words."""
-    if launcher not in LAUNCHERS:
-        raise ValueError(f"launcher is {launcher!r}, expected one of {', '.join(LAUNCHERS)}")
-    if launcher in ("python", "torchrun"):
-        return None
-    if not Path("/proc/self/environ").exists():
-        return "processes are followed through /proc, which only Linux has"
-    if launcher == "srun":
-        return None if SLURM_CONF else "srun: no Slurm is up; the fixture `slurm` brings one up"
-    if launcher.endswith("-2hosts") and not HOST_SHELL:
-        return f"{launcher}: no hosts; the fixture `two_hosts` brings them up"
-    if launcher == "torchrun-2hosts":
-        return None
-    program = _starter(launcher)
-    if program.exists():
-        return None
-    slow = " --slow" if launcher == "intel" else ""
-    return f"{launcher}: no {program}; `bash jobs/test.sh{slow}` installs it"
+def slow(*values):
+    """A row of a parametrization that runs with --slow alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def need(launcher):
     """Skip the calling test if `launcher` cannot be used here."""
-    reason = why_unavailable(launcher)
-    if reason:
-        pytest.skip(reason)
+    if launcher in ("python", "torchrun"):
+        return
+    if not Path("/proc/self/environ").exists():
+        pytest.skip("processes are followed through /proc, which only Linux has")
+    if launcher == "srun" and not SLURM_CONF:
+        pytest.skip("srun: no Slurm is up; the fixture `slurm` brings one up")
+    if launcher.endswith("-2hosts") and not HOST_SHELL:
+        pytest.skip(f"{launcher}: no hosts; the fixture `two_hosts` brings them up")
+    if _mpi_home(launcher) and not _starter(launcher).exists():
+        installer = "jobs/test.sh --slow" if launcher == "intel" else "jobs/test.sh"
+        pytest.skip(f"{launcher}: no {_starter(launcher)}; `bash {installer}` installs it")
 
 
 def python_of(launcher):
@@ -150,15 +141,12 @@ def command(launcher, n, argv, flags=()):
         words = command(launcher, n, argv)
         at = words.index("torch.distributed.run") + 1 if launcher == "torchrun" else 1
         return [*words[:at], *flags, *words[at:]]
-    if launcher.endswith("-2hosts"):
-        return host_commands(launcher, n, argv)[0]
     if launcher == "srun":
         nodes = min(n, 2)
         return ["srun", f"--nodes={nodes}", f"--ntasks={n}", f"--ntasks-per-node={n // nodes}",
                 python, *argv]
     if launcher == "python":
-        if n != 1:
-            raise ValueError(f"plain python starts one rank, {n} were asked for")
+        assert n == 1, "plain python starts one rank"
         return [python, *argv]
     if launcher == "torchrun":
         return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}",
@@ -245,10 +233,7 @@ class ForkedRanks:
 
     def wait_for(self, text, timeout=600):
         """Return once every rank has printed `text`."""
-        deadline = time.monotonic() + timeout
-        while not all(text in self.out(rank) for rank in self.pids):
-            assert time.monotonic() < deadline, self.err()
-            time.sleep(0.02)
+        await_that(lambda: all(text in self.out(rank) for rank in self.pids), timeout, self.err)
 
     def codes(self, timeout=600, grace=None):
         """Wait for all; exit codes, of those killed at the timeout or `grace` seconds after another
@@ -263,11 +248,8 @@ def fork_ranks(n, argv, cwd, env=None, timeout=300):
     or that of the first rank that failed; -9 is that of a rank which was still there after
     `timeout` seconds, or GRACE seconds after another had failed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common, size = {"DDP_GUARD": 0, **(env or {})}, {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
-    here = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    here = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     environments = {rank: {**here, "RANK": rank, "LOCAL_RANK": rank, **common} if n > 1 else common
                     for rank in range(n)}
     start = time.monotonic()
@@ -276,25 +258,17 @@ def fork_ranks(n, argv, cwd, env=None, timeout=300):
     return Result(next(filter(None, codes), 0), ranks.out(), ranks.err(), time.monotonic() - start)
 
 
-@contextlib.contextmanager
-def full_pipe():
-    """The descriptor of a pipe that nobody reads and that takes no byte more."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(write, bytes(4096))
-    os.set_blocking(write, True)
-    yield write
-    os.close(read)
-    os.close(write)
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return s.getsockname()[1]
 
 
 def start_ranks(launcher, n, argv, cwd, env=None, flags=()):
     """As run_ranks, but returns at once: a Running, for a `with`, whose end kills what is left."""
     need(launcher)
-    more = host_commands(launcher, n, argv)[1:] if launcher.endswith("-2hosts") else ()
-    return Running(command(launcher, n, argv, flags), cwd, clean_environment(launcher, env), more)
+    words, *more = (host_commands(launcher, n, argv) if launcher.endswith("-2hosts")
+                    else [command(launcher, n, argv, flags)])
+    return Running(words, cwd, clean_environment(launcher, env), more)
 
 
 class Running:
@@ -331,7 +305,7 @@ class Running:
 
     def pids(self):
         """Ids of all live processes of this run: launcher, helpers, ranks and their children."""
-        return [pid for pid in _all_pids() if self._mark in _environment(pid)]
+        return [pid for pid in all_pids() if self._mark in environment_of(pid)]
 
     def rank_pids(self):
         """{rank: process id} of the ranks that run now: of guarded ones the guard's child. A rank's
@@ -346,7 +320,7 @@ class Running:
         """{rank: (outermost process with its number, the rank's own)}"""
         ranks, guarded = {}, {}
         for pid in self.pids():
-            environment = dict(entry.partition("=")[::2] for entry in _environment(pid))
+            environment = dict(entry.partition("=")[::2] for entry in environment_of(pid))
             number = next(filter(None, map(environment.get, _RANK_VARIABLES)), None)
             if number is not None:
                 ranks[pid] = int(number)
@@ -389,9 +363,7 @@ class Running:
             raise TimeoutError(f"still running after {timeout} s: {self._story()}\nalive were:\n"
                                + "\n".join(alive)) from None
         seconds = time.monotonic() - self._start
-        deadline = time.monotonic() + leftover_grace
-        while self.pids() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        seconds_until(lambda: not self.pids(), leftover_grace)
         leftover = [_describe(pid) for pid in self.pids()]
         self.kill()
         returncode = next((code for code in returncodes if code != 0), 0)
@@ -411,10 +383,8 @@ class Running:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{pids} of {' '.join(self.words)} do not end by SIGKILL")
             for pid in pids:
-                try:
+                with contextlib.suppress(ProcessLookupError):      # it ended in between
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:      # it ended in between
-                    continue
             time.sleep(0.02)
 
     def _story(self):
@@ -446,41 +416,54 @@ def stolen_seconds():
     return max(int(row[8]) for row in rows) / os.sysconf("SC_CLK_TCK")
 
 
+def seconds_until(condition, limit):
+    """Seconds until condition() holds, without those in which this machine was away; gives up after
+    `limit`."""
+    start, stolen = time.monotonic(), stolen_seconds()
+    while not condition() and time.monotonic() < start + limit:
+        time.sleep(0.02)
+    return time.monotonic() - start - (stolen_seconds() - stolen)
+
+
+def await_that(condition, seconds, what):
+    """Return once `condition()` is true; AssertionError with what() if that takes too long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what()}"
+        time.sleep(0.05)
+
+
 def _read(file):
     # pread leaves alone the file position, at which the processes write.
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
-def _all_pids():
-    if not os.path.isdir("/proc"):
-        return []
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if pid != os.getpid()]
+def all_pids():
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
-def _environment(pid):
-    """The environment a process was started with; empty for one that has ended, or not ours."""
+def about(pid, name):
+    """The text of a file of /proc/PID; "" of one that has ended, or not ours."""
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
-def _command(pid):
-    """The command line of a process, with blanks; empty for one that has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
     except OSError:
         return ""
 
 
+def environment_of(pid):
+    """The variables a process was started with: "NAME=VALUE" each."""
+    return about(pid, "environ").split("\0")
+
+
+def command_of(pid):
+    return about(pid, "cmdline").replace("\0", " ")
+
+
 def _parent(pid):
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
+    fields = about(pid, "stat").rpartition(")")[2].split()
+    return int(fields[1]) if fields else None
 
 
 def _describe(pid):
-    return f"{pid} {_command(pid) or '(ended meanwhile)'}"
+    return f"{pid} {command_of(pid) or '(ended meanwhile)'}"

@@ -2,17 +2,17 @@
 
 Real processes are in test_faults.py.
 """
+import contextlib
+import os
 import subprocess
 import sys
-from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 import ddp_guard
 from ddp_guard import Rank, Watcher
-from launchers import clean_environment, full_pipe
-
-ROOT = Path(__file__).resolve().parents[1]
+from launchers import ROOT, clean_environment
 
 
 def watched(size):
@@ -146,30 +146,29 @@ main()
 """
 
 
+def run(text, folder, *words, before=("-m", "ddp_guard"), env=None, **options):
+    """Run a script of this text to its end, under a guard unless `before` is empty."""
+    (folder / "script.py").write_text(text)
+    return subprocess.run([sys.executable, *before, folder / "script.py", *words], text=True,
+                          env=clean_environment(env={"PYTHONPATH": ROOT, **(env or {})}),
+                          timeout=60, **{"stdout": PIPE, "stderr": PIPE, **options})
+
+
 def test_a_place_is_the_innermost_frames_of_the_main_thread_outside_libraries(tmp_path):
-    (tmp_path / "script.py").write_text(STACKS)
-    stacks = run_python([str(tmp_path / "script.py")]).stderr
+    stacks = run(STACKS, tmp_path, before=()).stderr
     assert stacks.lower().count("thread 0x") == 2 and "statistics.py" in stacks
     assert ddp_guard.place_of(stacks) == "step (script.py:5) < main (script.py:8)"
 
 
-def run_python(words, env=None, **options):
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60,
-                          cwd=ROOT, env=clean_environment(env=env), **options)
-
-
 def test_any_script_can_be_guarded_and_keeps_its_arguments_output_and_exit_code(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import sys\nprint(sys.argv[1:], sys.stdin.read())\nsys.exit(7)\n")
-    done = run_python(["-m", "ddp_guard", str(script), "a", "--b"], input="text")
+    done = run("import sys\nprint(sys.argv[1:], sys.stdin.read())\nsys.exit(7)\n", tmp_path, "a",
+               "--b", input="text")
     assert (done.returncode, done.stdout, done.stderr) == (7, "['a', '--b'] text\n", "")
-    assert run_python(["-m", "ddp_guard"]).returncode == 1
+    assert subprocess.call([sys.executable, "-m", "ddp_guard"], cwd=ROOT, stderr=PIPE) == 1
 
 
 def test_ctrl_c_is_seen_by_a_shell_as_such(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    done = run_python(["-m", "ddp_guard", str(script)])
+    done = run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", tmp_path)
     assert done.returncode == -2 and done.stderr.count("KeyboardInterrupt") == 1
 
 
@@ -177,20 +176,17 @@ def test_ctrl_c_is_seen_by_a_shell_as_such(tmp_path):
     ({}, True), ({"DDP_GUARD": "0"}, False), ({"PALS_RANKID": "0"}, False),
     ({"PALS_RANKID": "0", "DDP_GUARD": "1"}, True)])
 def test_where_it_was_never_tried_or_is_not_wanted_there_is_no_guard(env, guarded, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import os, ddp_guard\nddp_guard.supervise()\n"
-                      "print(bool(os.environ.get('DDP_GUARD_FD')))\n")
-    for command in ([str(script)], ["-m", "ddp_guard", str(script)]):
-        done = run_python(command, env={**env, "PYTHONPATH": str(ROOT)})
+    text = ("import os, ddp_guard\nddp_guard.supervise()\n"
+            "print(bool(os.environ.get('DDP_GUARD_FD')))\n")
+    for before in ((), ("-m", "ddp_guard")):
+        done = run(text, tmp_path, before=before, env=env)
         assert (done.returncode, done.stdout) == (0, f"{guarded}\n"), done.stderr
         assert ("never tried under PALS" in done.stderr) == ("PALS_RANKID" in env and not guarded)
 
 
 def test_a_fault_of_the_guard_itself_ends_no_run(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import sys, time, ddp_guard\nddp_guard.Watcher.decide = lambda *_: 1 / 0\n"
-                      "ddp_guard.supervise()\ntime.sleep(1.5)\nsys.exit(7)\n")
-    done = run_python([str(script)], env={"PYTHONPATH": str(ROOT)})
+    done = run("import sys, time, ddp_guard\nddp_guard.Watcher.decide = lambda *_: 1 / 0\n"
+               "ddp_guard.supervise()\ntime.sleep(1.5)\nsys.exit(7)\n", tmp_path, before=())
     assert (done.returncode, done.stderr) == (7, "ddp_guard: ZeroDivisionError: division by zero\n")
 
 
@@ -205,11 +201,15 @@ guard.sendall(b'{"join": {"rank": 0, "size": 2, "launcher": "l", "hub": null}}\\
 
 @pytest.mark.parametrize("joined, code", [(False, -11), (True, 1)])
 def test_a_guard_that_cannot_print_ends_all_the_same(joined, code, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(HUB * joined + "import os\nos.kill(os.getpid(), 11)\n")
-    with full_pipe() as stderr:
-        done = subprocess.run([sys.executable, "-m", "ddp_guard", str(script)], cwd=ROOT,
-                              stderr=stderr, env=clean_environment(), timeout=60)
+    read, stderr = os.pipe()      # nobody reads it, and it takes no byte more
+    os.set_blocking(stderr, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(stderr, bytes(4096))
+    os.set_blocking(stderr, True)
+    done = run(HUB * joined + "import os\nos.kill(os.getpid(), 11)\n", tmp_path, stderr=stderr)
+    os.close(read)
+    os.close(stderr)
     assert done.returncode == code
 
 
@@ -226,7 +226,5 @@ guard.sendall(b'{"bye": 60}\\n{"left": true}\\n')
 
 
 def test_strangers_at_the_port_of_the_hub_are_turned_away(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(STRANGERS)
-    done = run_python(["-m", "ddp_guard", str(script)])
+    done = run(STRANGERS, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

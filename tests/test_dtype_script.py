@@ -1,13 +1,12 @@
 """Does test_dtype.py notice what it is for? Its own claims: `pytest test_dtype.py`."""
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 
 import test_dtype as script
 from ddp_setup import Ddp
-from launchers import fork_ranks
+from launchers import ROOT, fork_ranks
 from run_config import load_config
 from sequence_data import N_TOKENS, DemoSource, collate
 from test_dtype import NetworkErrors as Errors
@@ -15,7 +14,6 @@ from test_dtype import Row
 from sedd_eval import sample_proteins, to_device
 from train_sedd_ddp import Config
 
-ROOT = Path(__file__).resolve().parents[1]
 NAN, INFINITE = float("nan"), float("inf")
 EXACT = dict.fromkeys(("SEDD", "ProteinMPNN"), Errors(0.0, 0.0, 1))
 

@@ -8,7 +8,7 @@ variable FAULT_TABLE.
 """
 
 import contextlib
-import json
+import functools
 import os
 import re
 import signal
@@ -21,12 +21,11 @@ from pathlib import Path
 import pytest
 
 from ddp_setup import load_checkpoint
-from launchers import (clean_environment, fork_ranks, need, own_tracebacks, run_ranks,
-                       start_ranks, stolen_seconds)
+from launchers import (ROOT, about, clean_environment, fork_ranks, need, own_tracebacks,
+                       run_ranks, seconds_until, slow, start_ranks)
 from run_dir import read_status
-from training import equal
+from training import equal, timeless
 
-ROOT = Path(__file__).resolve().parents[1]
 GONE = 15.0         # seconds in which every process must be gone after a failure; 5 are wanted
 SILENCE = 13.0      # seconds after which a guard that gives no sign is taken for lost
 INIT = 8            # seconds that ranks wait for one that failed before it came to them
@@ -184,15 +183,11 @@ class Fault:
     guard: bool = False      # it hits the guard, not the rank
 
 
-def command_name(pid):
-    return Path(f"/proc/{pid}/comm").read_text()
-
-
 def to_launcher(number):
     def act(running, folder):
         # Intel's mpirun is a shell script, which dies of the signal and passes nothing on. Its
         # mpiexec.hydra does.
-        pids = [pid for pid in running.pids() if command_name(pid).startswith("mpiexec.hydra")]
+        pids = [pid for pid in running.pids() if about(pid, "comm").startswith("mpiexec.hydra")]
         os.kill(pids[0] if pids else running.process.pid, number)
     return act
 
@@ -201,7 +196,7 @@ def to_all(number):
     def act(running, folder):
         for pid in running.pids():
             with contextlib.suppress(OSError):      # it has just ended
-                if command_name(pid) != "srun\n":      # see scancel
+                if about(pid, "comm") != "srun\n":      # see scancel
                     os.kill(pid, number)
     return act
 
@@ -218,8 +213,8 @@ def scancel(*flags):
     """Slurm sends its signals to the tasks. srun itself, when it gets SIGTERM, has all tasks killed
     at once."""
     def act(running, folder):
-        environ = Path(f"/proc/{running.rank_pids()[0]}/environ").read_text()
-        job = re.search(r"\0SLURM_JOB_ID=(\d+)", environ)[1]
+        variables = about(running.rank_pids()[0], "environ")
+        job = re.search(r"\0SLURM_JOB_ID=(\d+)", variables)[1]
         subprocess.run(["scancel", *flags, job], env=clean_environment("srun"), check=True)
     return act
 
@@ -307,16 +302,13 @@ def table(request):
 def undisturbed(tmp_path_factory):
     """undisturbed(n): folder of a run on n ranks to which nothing happened, with step_N.pt of every
     step."""
-    done = {}
-
+    @functools.cache
     def get(n):
-        if n not in done:
-            folder = tmp_path_factory.mktemp(f"undisturbed{n}")
-            arguments = prepare(folder) + ["training.snapshot_freq=1"]
-            result = fork_ranks(n, arguments, folder, {"KEEP_ALL": folder}, timeout=600)
-            assert result.returncode == 0, result.text
-            done[n] = folder
-        return done[n]
+        folder = tmp_path_factory.mktemp(f"undisturbed{n}")
+        arguments = prepare(folder) + ["training.snapshot_freq=1"]
+        result = fork_ranks(n, arguments, folder, {"KEEP_ALL": folder}, timeout=600)
+        assert result.returncode == 0, result.text
+        return folder
     return get
 
 
@@ -342,35 +334,7 @@ def check_finished(run_dir, reference):
     best = [load_checkpoint(str(folder / "checkpoints" / "best.pt"))["model"]
             for folder in (run_dir, reference / "run")]
     assert equal(*best)
-    tables = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-              for folder in (run_dir, reference / "run")]
-    metrics = [[[row.get(key) for key in ("step", "loss", "lr", "val/loss")] for row in rows]
-               for rows in tables]
-    assert metrics[0] == metrics[1], "rows of metrics.jsonl are missing, doubled or different"
-
-
-def plain(text):
-    """Text without its line breaks: a path may have been wrapped."""
-    return " ".join(text.split())
-
-
-def await_file(path, running, timeout=300):
-    deadline = time.monotonic() + timeout
-    while not path.exists():
-        ended = running.process.poll() is not None
-        if ended and not path.exists() or time.monotonic() > deadline:
-            raise AssertionError(f"no fault came about (ended: {ended}):\n"
-                                 f"{running.stdout()}\n{running.stderr()}")
-        time.sleep(0.02)
-
-
-def seconds_until(condition, limit):
-    """Seconds until condition() holds, without those in which this machine was away; gives up after
-    `limit`."""
-    start, stolen = time.monotonic(), stolen_seconds()
-    while not condition() and time.monotonic() < start + limit:
-        time.sleep(0.02)
-    return time.monotonic() - start - (stolen_seconds() - stolen)
+    assert timeless(run_dir) == timeless(reference / "run")
 
 
 def await_end(row, running, run_dir, limit=45.0):
@@ -417,7 +381,10 @@ class Chain:
                 seconds_until(lambda: time.time() > env["DDP_DEADLINE"], 60)
                 running.wait_for("continuing from" if self.step else "a new run", 60)
             else:
-                await_file(self.flag, running)
+                process = running.process
+                seconds_until(lambda: self.flag.exists() or process.poll() is not None, 300)
+                assert self.flag.exists(), (
+                    f"no fault came about:\n{running.stdout()}\n{running.stderr()}")
             if fault != "early":
                 self.check_continued(running)
             yield row, running
@@ -426,14 +393,16 @@ class Chain:
     def check_continued(self, running):
         """Has this start gone on from where the one before has left off?"""
         expected = f"continuing from step {self.step}" if self.step else "a new run"
+
+        def seen():
+            return expected in " ".join(running.stdout().split())     # a path may have been wrapped
         # What a rank prints comes through its launcher, after the files that it writes.
-        seconds_until(lambda: expected in plain(running.stdout()) or not running.pids(), 30.0)
-        printed = running.stdout()
-        ok = expected in plain(printed)
+        seconds_until(lambda: seen() or not running.pids(), 30.0)
+        ok = seen()
         for row in self.rows:
             row.continued = "yes" if ok else "NO"
         faults = [row.fault for row in self.rows]
-        assert ok, f"after {faults}: expected {expected!r} in\n{printed}"
+        assert ok, f"after {faults}: expected {expected!r} in\n{running.stdout()}"
         self.rows.clear()
 
     def hit(self, name, fault, **env):
@@ -566,10 +535,6 @@ def memory_group():
         pytest.skip(f"the memory of a group of processes cannot be limited here: {error}")
     finally:
         group.rmdir()
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("launcher, name", [

@@ -18,9 +18,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launchers import clean_environment, need, run_ranks, start_ranks
-
-ROOT = Path(__file__).resolve().parents[1]
+from launchers import ROOT, clean_environment, need, run_ranks, slow, start_ranks
 
 SCRIPT = """
 import os, sys
@@ -159,11 +157,12 @@ def test_local_sh_takes_data_from_where_it_is_called_and_all_else_from_its_own_f
 
 @pytest.mark.parametrize("path", [*sorted((ROOT / "jobs").iterdir()), ROOT / ".ci" / "run"],
                          ids=lambda path: path.name)
-def test_shellcheck_has_nothing_to_say(path):
-    if not shutil.which("shellcheck"):
-        pytest.skip("no shellcheck; the package of that name has it")
-    checked = subprocess.run(["shellcheck", "--shell=bash", path], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout
+def test_a_script_stops_at_errors_and_shellcheck_has_nothing_to_say(path):
+    text = path.read_text()
+    assert text.startswith("#!/bin/bash") and re.search(r"^set -[a-z]*e", text, re.MULTILINE)
+    check = ["shellcheck", "--shell=bash"] if shutil.which("shellcheck") else ["bash", "-n"]
+    checked = subprocess.run([*check, path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @pytest.mark.parametrize("arguments, variables, message", [
@@ -197,8 +196,7 @@ def test_local_sh_writes_into_no_environment_that_it_did_not_make(copy):
 
 
 @pytest.mark.parametrize("launcher, library", [
-    ("mpich", "MPICH"), ("openmpi", "Open"),
-    pytest.param("intel", "Intel(R)", marks=pytest.mark.slow)])
+    ("mpich", "MPICH"), ("openmpi", "Open"), slow("intel", "Intel(R)")])
 def test_mpi4py_loads_the_mpi_of_its_launcher(tmp_path, launcher, library):
     (tmp_path / "say.py").write_text(SAY_MPI)
     result = run_ranks(launcher, 3, ["say.py"], cwd=tmp_path)

@@ -6,13 +6,11 @@ torch, Python or the system behaving differently there, or with other files.
 import re
 import shutil
 import socket
-from pathlib import Path
 
 import pytest
 
-from launchers import fork_ranks, need, run_ranks
+from launchers import ROOT, fork_ranks, need, run_ranks, slow
 
-ROOT = Path(__file__).resolve().parents[1]
 HOST = socket.gethostname()
 CHECKS = ["barrier", "place", "versions", "limits", "all-reduce", "matmul", "folder",
           "visible"]
@@ -116,7 +114,7 @@ def test_one_rank_skips_what_needs_two_and_says_why(tmp_path):
         "bandwidth": "one rank: nothing to reduce over"}
 
 
-@pytest.mark.parametrize("launcher", [None, pytest.param("mpich", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", [None, slow("mpich")])
 def test_all_claims_hold_on_two_ranks_that_leave_nothing_behind(tmp_path, launcher):
     result = check(tmp_path, "--claims", launcher=launcher, env=GUARDED)
     assert result.returncode == 0 and result.leftover == [] and result.stderr == "", result.text
@@ -211,7 +209,7 @@ def test_of_ranks_that_wait_in_a_collective_the_one_at_fault_is_named(tmp_path, 
 
 
 @pytest.mark.parametrize("fault", [
-    pytest.param("import signal; os.kill(os.getpid(), signal.SIGSTOP)", marks=pytest.mark.slow),
+    slow("import signal; os.kill(os.getpid(), signal.SIGSTOP)"),
     "import ctypes; ctypes.PyDLL(None).sleep(1000)"], ids=["stopped", "lock held"])
 def test_when_rank_0_does_not_answer_the_others_name_it_and_end_all(tmp_path, fault):
     fault = f"""def stand_still():

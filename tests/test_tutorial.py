@@ -13,9 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launchers import clean_environment
-
-ROOT = Path(__file__).resolve().parents[1]
+from launchers import ROOT, clean_environment
 
 
 def test_the_notebook_is_committed_without_outputs_and_with_an_id_for_each_cell():

@@ -9,9 +9,8 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ddp_setup import load_checkpoint
-from launchers import fork_ranks
+from launchers import ROOT, fork_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 # Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.
 CLOCK = ("residues_per_second", "pairs_per_second", "data_wait", "time/", "memory/", "device/",
          "ddp/")
