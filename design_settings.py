@@ -284,7 +284,7 @@ class Design:
 
 
 def name_of(path):
-    return Path(re.sub(r"\.gz$", "", str(path))).stem
+    return Path(re.sub(r"\.gz$", "", str(path), flags=re.I)).stem
 
 
 def choose_chains(args, structure, entry):

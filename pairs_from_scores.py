@@ -71,9 +71,9 @@ def read_rows(path):
         found = [(rows.line_num, row) for row in rows]
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
-    missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
+    missing = [name for name in COLUMNS if list(rows.fieldnames or ()).count(name) != 1]
     if missing:
-        raise ValueError(f"{path} has no column {', '.join(missing)}; expected the columns "
+        raise ValueError(f"{path} has no column {', '.join(missing)}, or two; expected each of "
                          f"{', '.join(COLUMNS)} in its first line.")
     return found
 
@@ -135,10 +135,11 @@ def main(argv):
         if not args.margin >= 0 or args.per_structure is not None and args.per_structure < 1:
             raise ValueError(f"found --margin {args.margin}, --per_structure "
                              f"{args.per_structure}; expected at least 0, and at least 1.")
-        if args.pairs.resolve() == args.table.resolve():
-            raise ValueError(f"{args.pairs} is the table itself; expected another file to write.")
         entries, differences, counts = [], [], collections.Counter()
         designs = read_designs(args.table)
+        for path in (args.table, *(structure for structure, *_ in designs)):
+            if args.pairs.exists() and args.pairs.samefile(path):
+                raise ValueError(f"{args.pairs} is read; expected another file to write.")
         for (structure, chain, context), scores in designs.items():
             chains = ({"design_chains": [chain], "fixed_chains": list(context)} if context else
                       {"chain_id": chain})

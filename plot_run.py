@@ -89,7 +89,7 @@ def draw(runs, path):
         for number, (name, rows) in enumerate(runs.items()):
             for key, style in keys.items():
                 curve = points(rows, key)
-                label = key if len(runs) == 1 else f"{name}: {key}"
+                label = key if len(runs) == 1 else f"{key}, {name}".replace("$", r"\$")
                 color = f"C{len(axis.get_legend_handles_labels()[1]) if len(runs) == 1 else number}"
                 if curve and style.startswith("level"):
                     axis.axhline(curve[-1][1], linestyle=style[5:], color=color, label=label)
@@ -119,6 +119,8 @@ def main(argv):
     args = parser.parse_args(argv)
     out = args.out or args.runs[0] / "curves.png"
     try:
+        if out.suffix.lower() != ".png":
+            raise ValueError(f"found --out {out}; expected a name that ends in .png.")
         draw({str(folder): rows_of(folder) for folder in args.runs}, out)
     except (ValueError, OSError) as error:
         print(f"plot_run.py: error: {error}", file=sys.stderr)

@@ -143,7 +143,11 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
         bits = max(0, math.ceil(math.log2(max(1, n_bytes) / BUCKET_BYTES)))
         n_read = deal(inputs, partial / "buckets", bits, n_sequences, report, settings)
         sets = collect(partial / "buckets", bits, partial / "result", n_read, settings)
-        finish_report(report, sets, n_read, settings)
+        try:
+            finish_report(report, sets, n_read, settings)
+        except ValueError:   # the same call would be refused again: nothing to go on from
+            shutil.rmtree(partial / "result")
+            raise
         meta = {"format": FORMAT, "version": VERSION, "release": release, "letters": LETTERS,
                 **settings, "report": dataclasses.asdict(report), "sets": sets}
         publish(partial / "result", meta, folder)

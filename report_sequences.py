@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from run_log import write_whole
-from sequence_data import AMINO_ACIDS, named_sequences
+from sequence_data import AMINO_ACIDS, encode, named_sequences
 
 K = 5                   # length of the words that are compared: 3.2 million of them
 WINDOW, LEAST_BITS = 12, 2.2    # of low complexity
@@ -47,8 +47,16 @@ class Figures(NamedTuple):
 
 
 def sequences_of(path):
-    """The sequences of a FASTA file, in capitals, without a stop at the end."""
-    return [text.upper().removesuffix("*") for _, text in named_sequences(path)]
+    """The sequences of a FASTA file, in capitals, without a stop at the end. Raises ValueError for
+    gaps and other signs, which would count as residues."""
+    sequences = []
+    for name, text in named_sequences(path):
+        sequences.append(text.upper().removesuffix("*"))
+        try:
+            encode(sequences[-1])
+        except ValueError as error:
+            raise ValueError(f"{path}, {name:.60}: {error}") from None
+    return sequences
 
 
 def measure(sequences):

@@ -218,8 +218,9 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
         raise ValueError(f"--fresh renames the run folder, and --work_dir {work_dir} names none. "
                          "Give its name, from another folder.")
     if resume and Path(resume).is_dir():
+        folder = "" if Path(resume).name == "checkpoints" else "checkpoints"
         raise ValueError(f"--resume {resume} is a folder; expected a checkpoint, such as "
-                         f"{Path(resume) / 'checkpoints' / 'last.pt'}.")
+                         f"{Path(resume) / folder / 'last.pt'}.")
     check_alike(config_items(config, per_host), ddp)
     defaults = config_to_dict(type(config)())
 

@@ -53,6 +53,7 @@ BLOCK = 2000            # sequences that are scored together: results appear aft
 PATIENCE = 6 * 3600.0   # seconds that ranks wait for one with more work
 FASTA_ENDINGS = (".fasta", ".fa", ".faa")
 INTERVAL = 1.96         # standard errors to either side that hold 95 %
+LONGEST = 10**6         # residues of a sample
 
 
 # ---------------------------------------------------------------- sample
@@ -164,8 +165,9 @@ def scaffold_templates(scaffold, number, seed):
 def draw_number(low, high, generator):
     """An integer, evenly from low to high (texts; "" for high: low), both included."""
     low, high = int(low), int(high or low)
-    if high < low:
-        raise ValueError(f"the length {low}-{high} ends before it begins; expected such as 80-120.")
+    if not low <= high <= LONGEST:
+        raise ValueError(f"the length {low}-{high} ends before it begins, or is over {LONGEST:,}; "
+                         "expected such as 80-120.")
     return low + int(torch.randint(high - low + 1, (), generator=generator))
 
 
@@ -380,7 +382,7 @@ def make_parser():
 
 ONLY_WITH = {"score": ("samples", "window", "each_position", "mutations"),
              "drawing": ("number", "length", "scaffold", "infill", "report", "steps", "predictor",
-                         "temperature", "top_p")}
+                         "temperature", "top_p", "seed")}
 
 
 def read_arguments(argv):
@@ -426,14 +428,16 @@ def picture_of(args):
 
 def check_files(args):
     """Refuse files that cannot be read or written. Raises ValueError."""
-    for path in (args.infill, args.score, args.mutations, args.report):
-        if path is not None and not path.is_file():
+    checkpoint = Path(args.checkpoint)
+    for path in (checkpoint, args.infill, args.score, args.mutations, args.report):
+        if path not in (None, checkpoint) and not path.is_file():
             raise ValueError(f"there is no file {path}.")
         for out in (args.out, picture_of(args)):
             if path and out and out.exists() and out.samefile(path):
                 raise ValueError(f"the result would overwrite {path}; expected another --out.")
-    if args.report:   # it is read when the samples are there: so say now that it is no FASTA
-        next(named_sequences(args.report))
+    if args.report:   # it is read again when the samples are there: so say now what is wrong
+        from report_sequences import sequences_of
+        sequences_of(args.report)
     out = args.out   # a device, such as /dev/null, would be replaced by a file
     if out is not None and (out.exists() and not out.is_file()
                             or not out.absolute().parent.is_dir()):
@@ -563,7 +567,8 @@ def scorable(name, text, sedd, args):
     """The letters of a sequence of a file. Raises ValueError naming it."""
     try:
         text = text.upper().removesuffix("*")
-        windows(encode(text), sedd.max_length, args.window or args.each_position)
+        windows(encode(text), sedd.max_length,
+                args.window or args.each_position or args.mutations)
         return text
     except ValueError as e:
         raise ValueError(f"{args.score}, {name:.60}: {e}") from None

@@ -251,6 +251,9 @@ def result_lines(result, progress, folder):
         lines.append("  the same validation proteins under   nats per residue   perplexity")
         for name, nats in rows:
             lines.append(f"    {name:<33} {nats:>15.4f} {perplexity(nats):>12}")
+        if rows[0][1] >= rows[1][1]:
+            lines.append("  ATTENTION: no better than the letter frequencies, see\n"
+                         "    'It does not learn' in docs/troubleshooting.md")
         if "val/standard_error" in result:
             lines.append("    (no model can be below the exact value; standard error "
                          f"{result['val/standard_error']:.4f})")

@@ -215,7 +215,7 @@ def named_sequences(path):
                     raise ValueError(f"{path} line {number}: found letters before a header; "
                                      "expected FASTA, with > first.")
                 else:
-                    parts.append(line)
+                    parts.append("".join(line.split()))   # read_sequences removes blanks too
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
         raise ValueError(f"{path} is truncated or damaged ({e}); expected a whole gzip "
                          "file.") from None

@@ -71,18 +71,21 @@ def test_context_chains_become_fixed_chains_and_jsonl_has_a_pair_per_line(tmp_pa
     assert chains == [{"design_chains": ["A"], "fixed_chains": ["B", "C"]}, {"chain_id": "A"}]
 
 
-def test_a_table_is_not_written_over(tmp_path, capsys):
-    (tmp_path / "x.pdb").write_text("")
-    table = tmp_path / "t.csv"
+def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
+    table, structure = tmp_path / "t.csv", tmp_path / "x.pdb"
     table.write_text(TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n")
-    assert main([str(table), str(tmp_path / "." / "t.csv")]) == 2
-    assert "the table itself" in capsys.readouterr().err and table.read_text().startswith("pdb,")
+    structure.write_text("")
+    for path in (table, structure):
+        former = path.read_text()
+        assert main([str(table), str(path)]) == 2 and path.read_text() == former
+        assert f"{path} is read; expected another file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, options, expected", [
     (TABLE + 'x.pdb,"AAA' + "A" * 140000, [], "t.csv is no table: field larger than"),
     (b"\xff\xfep\x00d\x00b\x00", [], "t.csv is no table: 'utf-8' codec"),
     ("pdb,sequence,chain\nx.pdb,AAA,A\n", [], "no column score"),
+    ("pdb,sequence,score,score,chain\nx.pdb,AAA,1,2,A\n", [], "no column score, or two"),
     (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
     ("pdb,sequence,score,chain,context\nx.pdb,AAA,1,A,B A\n", [], "found the chains A B A; exp"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", [], "line 3: found 2 residues; expected 3"),

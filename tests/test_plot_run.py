@@ -40,7 +40,10 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
                           (write(tmp_path / "own", [{"step": 1, "mine": 2.0}]), "found none of")):
         assert main([str(folder)]) == 2
         assert words in capsys.readouterr().err
-    assert not list(tmp_path.rglob("*.png"))
+    log = write(tmp_path / "good", [{"step": 1, "loss": 2.0}]) / "metrics.jsonl"
+    assert main([str(log.parent), "--out", str(log)]) == 2
+    assert "expected a name that ends in .png" in capsys.readouterr().err
+    assert log.read_text().startswith("{") and not list(tmp_path.rglob("*.png"))
 
 
 def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):

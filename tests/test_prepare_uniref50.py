@@ -309,7 +309,8 @@ def test_impossible_settings_are_refused(tmp_path, out, file, capsys, key, value
 
 def test_a_set_without_training_proteins_is_refused(out, file, capsys):
     message = refusal(capsys, out, file, val_fraction=0.9999999)
-    assert "puts 0 proteins in training and 50 in validation" in message and not out.exists()
+    assert "puts 0 proteins in training and 50 in validation" in message
+    assert list(out.parent.iterdir()) == [file]     # no work that no call could go on from
 
 
 def test_too_little_free_disk_is_refused_with_numbers_beforehand(

@@ -12,7 +12,7 @@ import torch
 import sample_sedd
 from launchers import fork_ranks
 from report_sequences import (compare, difference, divergence, longest_repeat, low_complexity,
-                              measure)
+                              measure, sequences_of)
 from sample_sedd import (cli, denoise, reshape_choice, residue_scores, sample_sequences,
                          scaffold_templates, score_sequences, variant_scores)
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
@@ -319,6 +319,8 @@ def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
 @pytest.mark.parametrize("words, expected", [
     (["--number", "0"], "--number 0; expected at least 1"),
     (["--length", "9-3"], "the length 9-3 ends before it begins"),
+    (["--length", "9" * 20], "is over 1,000,000"),
+    (["--score", __file__, "--seed", "1"], "found --seed, which --score does not use"),
     (["--scaffold", "MKT[4]", "--score", __file__], "--scaffold and --score; expected one"),
     (["--score", "nope.fasta"], "there is no file nope.fasta"),
     (["--score", __file__], "found letters before a header"),
@@ -339,7 +341,10 @@ def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_writte
     assert not list(tmp_path.iterdir())
 
 
-def test_a_result_does_not_replace_a_device(checkpoint, tmp_path, capsys):
+def test_a_result_replaces_neither_a_device_nor_the_checkpoint(checkpoint, tmp_path, capsys):
+    former = checkpoint.read_bytes()
+    assert "would overwrite" in refused(capsys, checkpoint, "--length", 5, "--out", checkpoint)
+    assert checkpoint.read_bytes() == former
     os.mkfifo(tmp_path / "pipe")
     assert "is a folder or a device" in refused(capsys, checkpoint, "--out", tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
@@ -399,6 +404,12 @@ def test_a_long_protein_is_near_to_its_own_stretches_only():
     _, identity, by_chance, nearest = compare([copied, other], [other[:7] + "A" * 99, long])
     assert nearest[0] == 1 and identity[0] > 0.97
     assert identity[1] < 0.5 and (by_chance < 0.5).all()   # letters in order, somewhere, are not it
+
+
+def test_a_report_on_sequences_with_gaps_is_refused(tmp_path):
+    (tmp_path / "a.fasta").write_text(">a\nMKTAY IAKQR\n>b\nMK--AY\n")
+    with pytest.raises(ValueError, match="a.fasta, b: found '-' at position 3"):
+        sequences_of(tmp_path / "a.fasta")
 
 
 def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):

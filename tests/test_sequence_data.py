@@ -475,6 +475,11 @@ def test_an_empty_side_or_an_impossible_fraction_is_refused():
             split_by_hash(proteins, fraction)
 
 
+def test_blanks_within_a_sequence_do_not_count(tmp_path):
+    (tmp_path / "a.fasta").write_text(">a b\nMKV AC\n D\tE\n\n>c\nM\n")
+    assert list(named_sequences(tmp_path / "a.fasta")) == [("a b", "MKVACDE"), ("c", "M")]
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-12],                  # cut off
                                     lambda data: data[:-8] + bytes(4) + data[-4:]])   # checksum
 def test_a_damaged_gz_of_named_sequences_is_refused_by_its_name(tmp_path, damage):

@@ -36,7 +36,7 @@ from run_log import write_text_atomic
 from sedd_diffusion import make_graph, make_noise
 from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode,
                            read_sequences)
-from sedd_eval import Validation, sample_proteins
+from sedd_eval import Validation, result_lines, sample_proteins
 from sedd_files import export_sedd, load_sedd
 from train_loop import MicroBatchSampler
 from train_sedd_ddp import (Config, MicroBatches, check_config, describe_plan, main, make_reader,
@@ -413,7 +413,9 @@ def test_starts_that_leave_nothing_to_do_or_to_rename_are_refused(fasta, tmp_pat
     for folder, options, more, expected in (
             (tmp_path / "w", {}, dict(training__n_iters=1), "not finished.*asks for 1 steps"),
             (".", dict(fresh=True), {}, r"--fresh renames the run folder, and --work_dir \. names"),
-            (tmp_path / "new", dict(resume=tmp_path / "w"), {}, "w is a folder; expected a check")):
+            (tmp_path / "new", dict(resume=tmp_path / "w"), {}, "w is a folder; expected a check"),
+            (tmp_path / "new", dict(resume=tmp_path / "w" / "checkpoints"), {},
+             "expected a checkpoint, such as .*/w/checkpoints/last.pt")):
         with pytest.raises(ValueError, match=expected):
             run(tiny(fasta, **more), folder, **options)
     assert sorted(tmp_path.rglob("*")) == before
@@ -435,6 +437,7 @@ def test_a_finished_run_says_so_and_may_be_lengthened(tmp_path):
     result = first[first.index("  the same validation"):]   # and paths
     assert result in again and "weights   w/checkpoints/best.pt (step 3)" in again
     assert "exact, of the source" in result and "standard error" in result
+    assert "no better than the letter frequencies" in result
     start(training__n_iters=5, training__log_freq=2)
     assert steps_of(folder) == [1, 2, 3, 4, 5]
 
@@ -1007,6 +1010,8 @@ def test_a_short_demo_learns_the_source_and_stays_above_its_exact_value(tmp_path
     result = learn(tmp_path, 100, model)
     assert_a_bound(result)
     assert result["val/perplexity"] < 0.65 * result["val/unigram_perplexity"]
+    lines = result_lines(result, {"best": {"step": 1}}, tmp_path)
+    assert "no better than the letter frequencies" not in "\n".join(lines)
 
 
 @pytest.mark.parametrize("model", ["sedd", "subs", "uniform"])
