@@ -71,10 +71,11 @@ def read_rows(path):
         found = [(rows.line_num, row) for row in rows]
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
-    missing = [name for name in COLUMNS if list(rows.fieldnames or ()).count(name) != 1]
-    if missing:
-        raise ValueError(f"{path} has no column {', '.join(missing)}, or two; expected each of "
-                         f"{', '.join(COLUMNS)} in its first line.")
+    times = collections.Counter(rows.fieldnames)
+    wrong = [name for name in COLUMNS if times[name] != 1] + ["context"] * (times["context"] > 1)
+    if wrong:
+        raise ValueError(f"{path} has no column {', '.join(wrong)}, or two; expected each of "
+                         f"{', '.join(COLUMNS)} once in its first line.")
     return found
 
 
@@ -139,7 +140,8 @@ def main(argv):
         designs = read_designs(args.table)
         for path in (args.table, *(structure for structure, *_ in designs)):
             if args.pairs.exists() and args.pairs.samefile(path):
-                raise ValueError(f"{args.pairs} is read; expected another file to write.")
+                raise ValueError(f"{args.pairs} is the table or a structure that it names; "
+                                 "expected another file to write.")
         for (structure, chain, context), scores in designs.items():
             chains = ({"design_chains": [chain], "fixed_chains": list(context)} if context else
                       {"chain_id": chain})

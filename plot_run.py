@@ -89,6 +89,7 @@ def draw(runs, path):
         for number, (name, rows) in enumerate(runs.items()):
             for key, style in keys.items():
                 curve = points(rows, key)
+                # A label that begins with "_" would be left out; "$" begins mathematics.
                 label = key if len(runs) == 1 else f"{key}, {name}".replace("$", r"\$")
                 color = f"C{len(axis.get_legend_handles_labels()[1]) if len(runs) == 1 else number}"
                 if curve and style.startswith("level"):

@@ -141,12 +141,13 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
         check_disk(partial, n_bytes)
         report = ReadReport()
         bits = max(0, math.ceil(math.log2(max(1, n_bytes) / BUCKET_BYTES)))
-        n_read = deal(inputs, partial / "buckets", bits, n_sequences, report, settings)
-        sets = collect(partial / "buckets", bits, partial / "result", n_read, settings)
         try:
+            n_read = deal(inputs, partial / "buckets", bits, n_sequences, report, settings)
+            sets = collect(partial / "buckets", bits, partial / "result", n_read, settings)
             finish_report(report, sets, n_read, settings)
         except ValueError:   # the same call would be refused again: nothing to go on from
-            shutil.rmtree(partial / "result")
+            for name in ("buckets", "result"):
+                shutil.rmtree(partial / name, ignore_errors=True)
             raise
         meta = {"format": FORMAT, "version": VERSION, "release": release, "letters": LETTERS,
                 **settings, "report": dataclasses.asdict(report), "sets": sets}

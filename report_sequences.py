@@ -2,9 +2,9 @@
 
     python report_sequences.py samples.fasta reference.fasta --picture report.png
 
-Reads two FASTA files (.gz or not). Prints a table; writes the picture where matplotlib is
-installed. It says how the sequences are composed, how they repeat themselves, and how near each is
-to its nearest sequence of the reference. It does not say whether they fold or work.
+Reads two FASTA files (.gz or not), without gaps. Prints a table; writes the picture where
+matplotlib is installed. It says how the sequences are composed, how they repeat themselves, and how
+near each is to its nearest sequence of the reference. It does not say whether they fold or work.
 
 - Frequencies and dipeptides: KL divergence of the samples' shares from the reference's, in nats;
   one is added to each count, so that none is zero.
@@ -47,16 +47,15 @@ class Figures(NamedTuple):
 
 
 def sequences_of(path):
-    """The sequences of a FASTA file, in capitals, without a stop at the end. Raises ValueError for
-    gaps and other signs, which would count as residues."""
-    sequences = []
+    """Yield the sequences of a FASTA file, in capitals, without a stop at the end. Raises
+    ValueError for gaps and other signs, which would count as residues."""
     for name, text in named_sequences(path):
-        sequences.append(text.upper().removesuffix("*"))
+        text = text.upper().removesuffix("*")
         try:
-            encode(sequences[-1])
+            encode(text)
         except ValueError as error:
             raise ValueError(f"{path}, {name:.60}: {error}") from None
-    return sequences
+        yield text
 
 
 def measure(sequences):
@@ -235,7 +234,8 @@ def main(argv):
             if args.picture and args.picture.exists() and args.picture.samefile(path):
                 raise ValueError(f"--picture {path} would overwrite what is read; expected "
                                  "another file.")
-        print(report(sequences_of(args.samples), sequences_of(args.reference), args.picture))
+        samples, reference = (list(sequences_of(path)) for path in (args.samples, args.reference))
+        print(report(samples, reference, args.picture))
         return 0
     except (ValueError, OSError) as error:
         print(f"report_sequences.py: error: {error}", file=sys.stderr)

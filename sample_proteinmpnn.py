@@ -79,7 +79,7 @@ from sequence_data import LETTERS, X_ID, keyed_generator, named_sequences
 from structure_data import FORMATS, collate_complexes
 
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
-PLACE = "\0"            # of figures in a header
+FIGURES = "\0"          # in a header, until they are known
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")
 NOT_DRAWING = ("score_only", "unconditional_probs", "conditional_probs")
 ONLY_DRAWING = ("num", "temperature", "omit", "bias", "tied_positions", "homomer", "bias_AA_jsonl",
@@ -366,18 +366,18 @@ def conditional_log_probs(model, encoding, design, args, S):
 def make_batches(model, encoding, tensors, design, args, given):
     """Yield (header lines, S (M, L), probabilities or None), to be scored together.
 
-    PLACE stands in a header for the figures.
+    FIGURES stands in a header for them.
     """
     size, device = args.batch_size, encoding.mask.device
     name = f"{design.name}, " if args.many_in_one else ""
     for first in range(0, len(given), size):
         heads, S = zip(*given[first:first + size])
         old_scores = r",? *(?<![\w.-])(score|global_score|seq_recovery)=[^,]*"
-        yield ([f"{name}{re.sub(old_scores, '', head)}, {PLACE}" for head in heads],
+        yield ([f"{name}{re.sub(old_scores, '', head)}, {FIGURES}" for head in heads],
                torch.from_numpy(np.stack(S).astype(np.int64)), None)
     if given:
         return
-    yield ([f"{design.name}, {PLACE}, fixed_chains={list(design.complex.fixed)}, "
+    yield ([f"{design.name}, {FIGURES}, fixed_chains={list(design.complex.fixed)}, "
             f"designed_chains={design.chains}, model_name={Path(args.checkpoint).stem}, "
             f"seed={args.seed}"], torch.from_numpy(design.complex.S.astype(np.int64))[None], None)
     for temperature in args.temperature if args.drawing else ():
@@ -387,7 +387,7 @@ def make_batches(model, encoding, tensors, design, args, given):
             seen = encoding
             if args.backbone_noise:
                 seen = encode(model, with_noise(tensors, keys, args.backbone_noise), device)
-            yield ([f"{name}T={temperature:g}, sample={k}, {PLACE}" for k in numbers],
+            yield ([f"{name}T={temperature:g}, sample={k}, {FIGURES}" for k in numbers],
                    *draw(model, seen, design, temperature, keys))
 
 
@@ -403,11 +403,11 @@ def make_results(model, design, args, given, device):
             scores = {"score": mean, "global_score": whole, "seq_recovery": recovery(design, row)}
             text = ", ".join(f"{key}={value:.4f}" for key, value in scores.items()
                              if not math.isnan(value)) or "no residue of known letter"
-            lines += [f">{head.replace(PLACE, text)}", design.text(row)]
+            lines += [f">{head.replace(FIGURES, text)}", design.text(row)]
         if args.conditional_probs:
             log_p += [conditional_log_probs(model, encoding, design, args, row) for row in S]
         if probs is not None or not args.drawing:           # the structure's own is not drawn
-            saved.append(([head.replace(f", {PLACE}", "") for head in heads], S, figures, probs))
+            saved.append(([head.replace(f", {FIGURES}", "") for head in heads], S, figures, probs))
     heads, S, figures, probs = zip(*saved)
     mask = design.drawn[design.row]
 

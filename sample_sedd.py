@@ -53,7 +53,7 @@ BLOCK = 2000            # sequences that are scored together: results appear aft
 PATIENCE = 6 * 3600.0   # seconds that ranks wait for one with more work
 FASTA_ENDINGS = (".fasta", ".fa", ".faa")
 INTERVAL = 1.96         # standard errors to either side that hold 95 %
-LONGEST = 10**6         # residues of a sample
+LONGEST = 10**6         # residues of a free stretch
 
 
 # ---------------------------------------------------------------- sample
@@ -166,8 +166,8 @@ def draw_number(low, high, generator):
     """An integer, evenly from low to high (texts; "" for high: low), both included."""
     low, high = int(low), int(high or low)
     if not low <= high <= LONGEST:
-        raise ValueError(f"the length {low}-{high} ends before it begins, or is over {LONGEST:,}; "
-                         "expected such as 80-120.")
+        raise ValueError(f"found the length {low}-{high}; expected such as 80-120, at most "
+                         f"{LONGEST:,}.")
     return low + int(torch.randint(high - low + 1, (), generator=generator))
 
 
@@ -351,9 +351,9 @@ def make_parser():
     add("--no_ema", action="store_true", help="the last weights, not their averages")
     add("--bfloat16", action="store_true", help="compute in bfloat16 (autocast)")
     add("--tokens", type=int, default=16384, help="positions in a batch (default 16384)")
-    add("--seed", type=int, default=0)
     group = parser.add_argument_group("sampling")
     add = group.add_argument
+    add("--seed", type=int, default=0, help="another one draws other samples (default 0)")
     add("--number", type=int, help="sequences; with --infill: of each template (default 1)")
     add("--length", help="residues: 100, or 80-120; default: drawn from the training proteins")
     add("--scaffold", help='kept letters and free lengths, such as "MKT[40]GSHHW[12-20]"')
@@ -428,16 +428,19 @@ def picture_of(args):
 
 def check_files(args):
     """Refuse files that cannot be read or written. Raises ValueError."""
-    checkpoint = Path(args.checkpoint)
-    for path in (checkpoint, args.infill, args.score, args.mutations, args.report):
-        if path not in (None, checkpoint) and not path.is_file():
+    given = [path for path in (args.infill, args.score, args.mutations, args.report) if path]
+    for path in given:
+        if not path.is_file():
             raise ValueError(f"there is no file {path}.")
+    checkpoint = Path(args.checkpoint)
+    for path in (checkpoint, *checkpoint.glob("*"), *given):   # an export is a folder
         for out in (args.out, picture_of(args)):
-            if path and out and out.exists() and out.samefile(path):
+            if out and out.exists() and path.exists() and out.samefile(path):
                 raise ValueError(f"the result would overwrite {path}; expected another --out.")
     if args.report:   # it is read again when the samples are there: so say now what is wrong
         from report_sequences import sequences_of
-        sequences_of(args.report)
+        for _ in sequences_of(args.report):
+            pass
     out = args.out   # a device, such as /dev/null, would be replaced by a file
     if out is not None and (out.exists() and not out.is_file()
                             or not out.absolute().parent.is_dir()):
@@ -626,7 +629,8 @@ def cli(argv=None):
     try:
         if samples:   # the other ranks need not wait for it
             from report_sequences import report, sequences_of
-            print(report(samples, sequences_of(args.report), picture_of(args)), file=sys.stderr)
+            print(report(samples, list(sequences_of(args.report)), picture_of(args)),
+                  file=sys.stderr)
     except (ValueError, OSError) as e:
         problem = f"sample_sedd.py: error: {e}"
     if problem:

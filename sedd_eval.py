@@ -242,7 +242,7 @@ def perplexity(nats):
 
 def result_lines(result, progress, folder):
     """What a person wants to know at the end: a table of bounds, and where things are."""
-    lines = []
+    lines, checkpoints, best = [], folder / "checkpoints", progress["best"]
     if "val/loss" in result:
         rows = [("learned bound (EMA)", result["val/loss"]),
                 ("unigram", math.log(result["val/unigram_perplexity"]))]
@@ -251,13 +251,12 @@ def result_lines(result, progress, folder):
         lines.append("  the same validation proteins under   nats per residue   perplexity")
         for name, nats in rows:
             lines.append(f"    {name:<33} {nats:>15.4f} {perplexity(nats):>12}")
-        if rows[0][1] >= rows[1][1]:
-            lines.append("  ATTENTION: no better than the letter frequencies, see\n"
-                         "    'It does not learn' in docs/troubleshooting.md")
         if "val/standard_error" in result:
             lines.append("    (no model can be below the exact value; standard error "
                          f"{result['val/standard_error']:.4f})")
-    checkpoints, best = folder / "checkpoints", progress["best"]
+        if min(result["val/loss"], best.get("val/loss", math.inf)) >= rows[1][1]:
+            lines.append("  ATTENTION: no better than the letter frequencies, see\n"
+                         "    'It does not learn' in docs/troubleshooting.md")
     if best["step"] == 0:
         lines.append("  ATTENTION: no evaluation was better than the weights it began with, which "
                      "best.pt\n    therefore holds")

@@ -198,12 +198,12 @@ def decode(tokens):
 
 def named_sequences(path):
     """Yield (header, letters) of each record of a FASTA file (.gz or not): letters as they are,
-    lines joined. For files that people write; read_sequences is for data sets.
+    without blanks, lines joined. For files that people write; read_sequences is for data sets.
 
     Raises ValueError where the file is no FASTA, naming the line, or holds none.
     """
     header, parts = None, []
-    open_text = gzip.open if str(path).endswith(".gz") else open
+    open_text = gzip.open if str(path).lower().endswith(".gz") else open
     try:
         with open_text(path, "rt", encoding="utf-8-sig", errors="replace") as file:
             for number, line in enumerate(map(str.strip, file), 1):

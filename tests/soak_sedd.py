@@ -132,7 +132,7 @@ def soak(launcher, kills, seed, folder):
                 same_run(run_dir, reference / "run")
             except AssertionError as e:
                 tally["runs that differ"] += 1
-                print(f"PROBLEM: a finished run differs: {e}", flush=True)
+                print(f"PROBLEM: a finished run differs: {str(e) or 'its metrics'}", flush=True)
             number += 1
             current = folder / f"run-{number}"
             current.mkdir()

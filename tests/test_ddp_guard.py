@@ -164,7 +164,8 @@ def test_any_script_can_be_guarded_and_keeps_its_arguments_output_and_exit_code(
     done = run("import sys\nprint(sys.argv[1:], sys.stdin.read())\nsys.exit(7)\n", tmp_path, "a",
                "--b", input="text")
     assert (done.returncode, done.stdout, done.stderr) == (7, "['a', '--b'] text\n", "")
-    assert subprocess.call([sys.executable, "-m", "ddp_guard"], cwd=ROOT, stderr=PIPE) == 1
+    assert subprocess.call([sys.executable, "-m", "ddp_guard"], cwd=ROOT, stderr=PIPE,
+                           env=clean_environment()) == 1
 
 
 def test_ctrl_c_is_seen_by_a_shell_as_such(tmp_path):

@@ -78,7 +78,7 @@ def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
     for path in (table, structure):
         former = path.read_text()
         assert main([str(table), str(path)]) == 2 and path.read_text() == former
-        assert f"{path} is read; expected another file" in capsys.readouterr().err
+        assert f"{path} is the table or a structure" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, options, expected", [
@@ -86,6 +86,7 @@ def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
     (b"\xff\xfep\x00d\x00b\x00", [], "t.csv is no table: 'utf-8' codec"),
     ("pdb,sequence,chain\nx.pdb,AAA,A\n", [], "no column score"),
     ("pdb,sequence,score,score,chain\nx.pdb,AAA,1,2,A\n", [], "no column score, or two"),
+    (TABLE.strip() + ",context,context\nx.pdb,AAA,1,A,B,C\n", [], "no column context, or two"),
     (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
     ("pdb,sequence,score,chain,context\nx.pdb,AAA,1,A,B A\n", [], "found the chains A B A; exp"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", [], "line 3: found 2 residues; expected 3"),

@@ -51,9 +51,9 @@ def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
     sedd = write(tmp_path / "a", [{"step": k, "loss": 3 - k / 9, "lr": 0.1, "val/loss": 2.5,
                                    "val/exact": 2.1, "val/unigram_perplexity": 18.0}
                                   for k in range(9)])
-    dpo = write(tmp_path / "b", [{"step": k, "loss": 0.6, "val/kl": k / 9} for k in range(9)])
+    dpo = write(tmp_path / "b$x^$", [{"step": k, "loss": 0.6, "val/kl": k / 9} for k in range(9)])
     assert main([str(sedd)]) == 0 and str(sedd / "curves.png") in capsys.readouterr().out
     assert main([str(sedd), str(dpo), "--out", str(tmp_path / "both.png")]) == 0
     for path in (sedd / "curves.png", tmp_path / "both.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "both.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b$x^$", "both.png"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sample_proteinmpnn
+from design_settings import name_of
 from proteinmpnn_model import (decoding_order, load_proteinmpnn, random_proteinmpnn, to_checkpoint)
 from structure_data import NAMES, PHI_PSI, build_backbone
 from test_structure_data import Atoms
@@ -410,6 +411,7 @@ def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample,
     args, out = (pdb, "--temperature", 1, "--num", 5), tmp_path / "noisy.fasta"
     sample(*args, "--backbone_noise", 0.3, "--batch_size", 4, "--out", out)
     noisy = out.read_text()
+    assert list(tmp_path.glob(".*")) == []
     assert sample(*args, "--backbone_noise", 0.3, "--batch_size", 1)[0] == noisy
     assert read(noisy)[0] == read(sample(*args)[0])[0]
     again = read(sample(pdb, "--score_only", out)[0])
@@ -420,7 +422,7 @@ BAD = {                                                     # arguments: words o
     "--chains Z": "Z; expected chains of",
     "--chains A --fixed_chains A": "in --chains and in --fixed_chains",
     "--fixed_chains A B": "dimer.pdb that is not fixed has a residue",
-    "--fixed_positions A9": "--fixed_positions: position A9 is not there",
+    "--fixed_positions A9": "position A9 is not there, or reversed; chains A B hold A10 to",
     "--fixed_positions A12 --mutable_positions A13": "together; expected one of them",
     "--fixed_positions 0-43": "no position is left to design",
     "--tied_positions A12": "at least two parts",
@@ -545,6 +547,14 @@ def test_an_input_is_never_written_over(sample, weights, dimer, tmp_path, monkey
                      checkpoint="w.pt")[1]
         assert f"found --out {out}, which is the input" in err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_names_in_a_header_are_those_of_the_files(sample, weights, tmp_path):
+    pdb = write_pdb(tmp_path / "SCORES.pdb", {"A": NATIVE})
+    (tmp_path / "SCORES.pt").write_bytes(weights.read_bytes())
+    text = sample(pdb, checkpoint=tmp_path / "SCORES.pt")[0]
+    assert text.startswith(">SCORES, score=") and "model_name=SCORES," in text
+    assert name_of("folder/Y.PDB.GZ") == "Y"
 
 
 def test_designs_of_unknown_letters_have_scores_where_there_are_letters_and_no_nan(sample, pdb):

@@ -12,7 +12,7 @@ import torch
 import sample_sedd
 from launchers import fork_ranks
 from report_sequences import (compare, difference, divergence, longest_repeat, low_complexity,
-                              measure, sequences_of)
+                              measure)
 from sample_sedd import (cli, denoise, reshape_choice, residue_scores, sample_sequences,
                          scaffold_templates, score_sequences, variant_scores)
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
@@ -244,6 +244,8 @@ def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
     perplexities = np.exp([mean, mean - 1.96 * error, mean + 1.96 * error])
     assert list(map(float, said)) == pytest.approx(
         [mean, error, *perplexities, unigram.sum() / 15], rel=1e-3, abs=1e-4)
+    cli([str(checkpoint), "--score", str(fasta), "--samples", "1"])
+    assert {line.split("\t")[4] for line in capsys.readouterr().out.splitlines()[1:]} == {"nan"}
     cli([str(checkpoint), "--score", str(fasta), "--each_position"])
     assert len(capsys.readouterr().out.splitlines()) == 1 + 9 + 7
     (tmp_path / "wild.fasta").write_text(">w\nMKTAYIAKQ\n")
@@ -254,6 +256,9 @@ def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
     assert {row[1] for row in rows} == {"M1A", "K2W,Q9A", "T3G"}
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert [float(row[2]) for row in rows] == sorted((float(row[2]) for row in rows), reverse=True)
+    (tmp_path / "wild.fasta").write_text(">w\n" + "MKTAYIAKQ" * 5)
+    assert "Cut it to the part that is mutated" in refused(capsys, *words, tmp_path / "v.txt")
+    (tmp_path / "wild.fasta").write_text(">w\nMKTAYIAKQ\n")
     (tmp_path / "bad.txt").write_text("M1A\nA2W\n")
     assert "line 2: found A2W; the sequence has K there" in refused(capsys, *words,
                                                                     tmp_path / "bad.txt")
@@ -318,8 +323,8 @@ def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
 
 @pytest.mark.parametrize("words, expected", [
     (["--number", "0"], "--number 0; expected at least 1"),
-    (["--length", "9-3"], "the length 9-3 ends before it begins"),
-    (["--length", "9" * 20], "is over 1,000,000"),
+    (["--length", "9-3"], "found the length 9-3; expected such as 80-120"),
+    (["--length", "9" * 20], "at most 1,000,000"),
     (["--score", __file__, "--seed", "1"], "found --seed, which --score does not use"),
     (["--scaffold", "MKT[4]", "--score", __file__], "--scaffold and --score; expected one"),
     (["--score", "nope.fasta"], "there is no file nope.fasta"),
@@ -406,10 +411,11 @@ def test_a_long_protein_is_near_to_its_own_stretches_only():
     assert identity[1] < 0.5 and (by_chance < 0.5).all()   # letters in order, somewhere, are not it
 
 
-def test_a_report_on_sequences_with_gaps_is_refused(tmp_path):
+def test_a_reference_with_gaps_is_refused_before_anything_is_drawn(checkpoint, tmp_path, capsys):
     (tmp_path / "a.fasta").write_text(">a\nMKTAY IAKQR\n>b\nMK--AY\n")
-    with pytest.raises(ValueError, match="a.fasta, b: found '-' at position 3"):
-        sequences_of(tmp_path / "a.fasta")
+    assert "a.fasta, b: found '-' at position 3" in refused(
+        capsys, checkpoint, "--report", tmp_path / "a.fasta", "--out", tmp_path / "new.fasta")
+    assert not (tmp_path / "new.fasta").exists()
 
 
 def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):

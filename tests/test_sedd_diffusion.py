@@ -67,8 +67,8 @@ def test_unknown_names_and_impossible_settings_are_refused():
 
 
 def test_stratified_times_lie_in_the_strata_asked_for_above_eps():
-    t = stratified_times(4, 0.5, torch.tensor([3, 0, 1, 2]), 0.2)
-    expected = 0.2 + 0.8 * torch.tensor([0.875, 0.125, 0.375, 0.625], dtype=torch.float64)
+    t = stratified_times(4, 0.25, torch.tensor([3, 0, 1, 2]), 0.2)
+    expected = 0.2 + 0.8 * torch.tensor([0.8125, 0.0625, 0.3125, 0.5625], dtype=torch.float64)
     near(t, expected, rtol=1e-12)
 
 

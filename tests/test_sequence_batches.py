@@ -77,8 +77,8 @@ def test_batches_of_real_proteins_have_the_size_asked_for_and_hardly_pad_or_wait
                                             for step in steps for keys, lengths, width in step])
     positions = sizes * widths
     assert 1 - residues.sum() / positions.sum() < 0.05              # padding
-    if asked == 5:
-        return      # too few to fill a micro-batch of every length: a warning tells, see below
+    if asked == 5:      # too few to fill a micro-batch of every length, see the next test
+        return
     assert np.mean(positions if unit == "tokens" else sizes) == pytest.approx(asked, rel=0.04)
     # Attention makes long proteins dearer, so short ones get more positions, but not many more.
     assert max(positions) < 1.35 * np.mean(positions)

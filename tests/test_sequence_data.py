@@ -476,8 +476,8 @@ def test_an_empty_side_or_an_impossible_fraction_is_refused():
 
 
 def test_blanks_within_a_sequence_do_not_count(tmp_path):
-    (tmp_path / "a.fasta").write_text(">a b\nMKV AC\n D\tE\n\n>c\nM\n")
-    assert list(named_sequences(tmp_path / "a.fasta")) == [("a b", "MKVACDE"), ("c", "M")]
+    (tmp_path / "A.FA.GZ").write_bytes(gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n"))
+    assert list(named_sequences(tmp_path / "A.FA.GZ")) == [("a b", "MKVACDE"), ("c", "M")]
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-12],                  # cut off

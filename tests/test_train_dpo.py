@@ -525,8 +525,11 @@ def test_a_resume_is_refused_for_another_config_other_pairs_or_other_base_weight
     for key, value, text in (("base", "0", "trained from other base weights"),
                              ("data", {"n": 3, "hash": "0"},
                               "trained on other pairs, or in another order.* as a new run: "
-                              "--base_model_name best_model --base_model_dir FORMER --work_dir")):
-        torch.save({**state, key: value}, tmp_path / "other.pt")
+                              "--base_model_name best_model --base_model_dir FORMER --work_dir"),
+                             ("optimizer", None,
+                              "has no optimizer; expected a checkpoint of train_dpo_ddp.py")):
+        changed = {k: v for k, v in {**state, key: value}.items() if v is not None}
+        torch.save(changed, tmp_path / "other.pt")
         with pytest.raises(ValueError, match=text):
             run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")
     assert not (tmp_path / "new").exists()

@@ -25,7 +25,7 @@ import torch
 
 from accumulate_gradients import SETTINGS, reference
 from ddp_setup import Ddp, load_checkpoint
-from launchers import clean_environment, fork_ranks, need, run_ranks
+from launchers import ForkedRanks, clean_environment, fork_ranks, need, run_ranks
 import bench_ddp
 import prepare_uniref50
 import sequence_batches
@@ -84,7 +84,7 @@ def straight(fasta, tmp_path_factory):
 
 
 def by_command(n, config, folder, work_dir, *more, script=SCRIPT, env=None):
-    """The same on n ranks, as the command line starts it in `folder`."""
+    """Run a config on n ranks by the command line, in `folder`: a Result."""
     (folder / "c.yaml").write_text(dump_yaml(config))
     argv = [script, "--config", "c.yaml", "--work_dir", work_dir, *more]
     return fork_ranks(n, argv, folder, env)
@@ -333,8 +333,8 @@ def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
 
 # ---- stop and go on ----
 
-def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, monkeypatch, capsys):
-    """Also if it was killed and is timed from there on. What it has seen is counted by hand."""
+def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, monkeypatch):
+    """Also if it is timed from there on. What it has seen is counted here by hand."""
     real, seen = train_sedd_ddp.micro_batch_loss, [0, 0]
 
     def counting(model, batch, *arguments):
@@ -346,9 +346,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, mo
     run(tiny(fasta, training__n_iters=6), tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"step": 7, "loss": 0.0}\n{"step": 8, "lo')   # of a run that was killed later
-    (tmp_path / "checkpoints" / ".last.pt.7.tmp").touch()
     run(tiny(fasta, monitoring__timing_every=2), tmp_path)
-    assert "continuing from step 6 " in capsys.readouterr().out and not [*tmp_path.rglob("*.tmp")]
     same_weights(straight, tmp_path, "best.pt")
     same_run(straight, tmp_path)
     assert steps_of(tmp_path) == list(range(1, 13))
@@ -356,6 +354,27 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, mo
     assert [row["step"] for row in rows(tmp_path) if "time/compute" in row] == [8, 10, 12]
     state = state_of(tmp_path)
     assert (state["step"], state["epoch"], state["world_size"]) == (12, 12 // 27, 1)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint_by_the_same_command(fasta, tmp_path):
+    config = words({**TINY, "data.file": fasta}, training__snapshot_freq=4,
+                   training__eval_freq=10**6)
+    (tmp_path / "c.yaml").write_text("training: {}\n")
+    start = [SCRIPT, "--config", "c.yaml", *config, "training.n_iters=100000"]
+    with ForkedRanks(start, tmp_path, {0: {"DDP_GUARD": 0}}) as ranks:
+        ranks.wait_for("step 7/")
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        assert ranks.codes() == [-signal.SIGKILL]
+    killed = tmp_path / "runs" / "c"
+    at = state_of(killed)["step"]
+    assert (killed / "lock.json").exists() and at % 4 == 0
+    same = ["--config", "c.yaml", *config, f"training.n_iters={at + 6}"]
+    go_on, straight = command_lines("train_sedd_ddp", [same, [*same, "--work_dir", "straight"]],
+                                    tmp_path)
+    assert go_on[0] == straight[0] == 0, go_on
+    assert f"continuing from step {at:,} " in go_on[1]
+    same_run(killed, tmp_path / "straight")
+    assert not (killed / "lock.json").exists() and not list(killed.rglob("*.tmp"))
 
 
 def test_a_resumed_run_of_muon_equals_an_uninterrupted_one(fasta, tmp_path):
@@ -392,12 +411,12 @@ def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one(fasta, tmp
             [row["loss"] for row in expected[5:]], rel=1e-5)
         assert [row["lr"] for row in found] == [row["lr"] for row in expected] and len(found) == 15
     before = sorted(tmp_path.rglob("*"))
-    refuse(go_on(5, 15, DDP_GUARD=1), "has 12 micro-batches per step, which 5 ranks cannot share "
-           "equally. Continue on 1, 2, 3, 4, 6, 12 ranks.")
+    assert_refused(go_on(5, 15, DDP_GUARD=1), "has 12 micro-batches per step, which 5 ranks cannot "
+                   "share equally. Continue on 1, 2, 3, 4, 6, 12 ranks.")
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def refuse(result, expected):
+def assert_refused(result, expected):
     """Assert that ranks with a guard have refused with this one message."""
     assert result.returncode == 2 and "Traceback" not in result.text, result.text
     said = result.stdout + result.stderr
@@ -645,6 +664,11 @@ def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_conf
     assert before == {p: p.read_bytes() for p in (tmp_path / "w").rglob("*") if p.is_file()}
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
     assert steps_of(tmp_path / "w") == [1, 2]
+    (tmp_path / "w" / "metrics.jsonl").write_text("nonsense\n")
+    before = (tmp_path / "w" / "config.yaml").read_bytes()
+    with pytest.raises(ValueError, match="line 1: found 'nonsense'"):
+        run(tiny(fasta, training__n_iters=3), tmp_path / "w")
+    assert (tmp_path / "w" / "config.yaml").read_bytes() == before
 
 
 def test_a_stop_file_ends_the_run_and_its_line_says_to_remove_the_file(fasta, tmp_path, capsys):
@@ -1134,8 +1158,8 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
 
 
 def test_two_ranks_refuse_a_folder_that_cannot_be_written_with_one_message(fasta, tmp_path):
-    refuse(by_command(2, tiny(fasta), tmp_path, "c.yaml/run", env={"DDP_GUARD": 1}),
-           "c.yaml/run cannot be used")
+    assert_refused(by_command(2, tiny(fasta), tmp_path, "c.yaml/run", env={"DDP_GUARD": 1}),
+                   "c.yaml/run cannot be used")
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
