@@ -133,8 +133,7 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
             print(f"{folder} is finished already, with these settings; nothing to do.")
             shutil.rmtree(partial)
             return
-        for name in ("buckets", "result"):                      # of a run that was interrupted
-            shutil.rmtree(partial / name, ignore_errors=True)
+        remove_work(partial)                                    # of a run that was interrupted
         if not files:
             inputs, release = download_input(url, partial / "download", max_sequences)
         n_bytes, n_sequences = estimate(inputs, max_sequences, min_length)
@@ -145,9 +144,8 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
             n_read = deal(inputs, partial / "buckets", bits, n_sequences, report, settings)
             sets = collect(partial / "buckets", bits, partial / "result", n_read, settings)
             finish_report(report, sets, n_read, settings)
-        except ValueError:   # the same call would be refused again: nothing to go on from
-            for name in ("buckets", "result"):
-                shutil.rmtree(partial / name, ignore_errors=True)
+        except ValueError:                                      # the same call would end so again
+            remove_work(partial)
             raise
         meta = {"format": FORMAT, "version": VERSION, "release": release, "letters": LETTERS,
                 **settings, "report": dataclasses.asdict(report), "sets": sets}
@@ -476,6 +474,12 @@ def working_folder(folder):
         finally:
             if partial.exists() and os.listdir(partial) == ["lock"]:
                 shutil.rmtree(partial)
+
+
+def remove_work(partial):
+    """Remove what is made of the sources; a download stays."""
+    for name in ("buckets", "result"):
+        shutil.rmtree(partial / name, ignore_errors=True)
 
 
 def is_finished(folder, settings):

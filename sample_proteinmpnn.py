@@ -366,7 +366,7 @@ def conditional_log_probs(model, encoding, design, args, S):
 def make_batches(model, encoding, tensors, design, args, given):
     """Yield (header lines, S (M, L), probabilities or None), to be scored together.
 
-    FIGURES stands in a header for them.
+    A header has FIGURES where its scores will stand.
     """
     size, device = args.batch_size, encoding.mask.device
     name = f"{design.name}, " if args.many_in_one else ""

@@ -276,7 +276,7 @@ def test_averaged_weights_are_used_unless_not_wanted(checkpoint):
 
 
 @pytest.mark.parametrize("graph", ["absorb", "uniform"])
-def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
+def test_an_export_reads_back_to_the_last_bit(tmp_path, capsys, graph, extras):
     pytest.importorskip("safetensors")
     sedd = load_sedd(write_checkpoint(tmp_path / "best.pt", graph))
     for name in ("folder", "published.pth"):
@@ -296,6 +296,8 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
     assert folder.about == sedd.about
     assert "best training loss, of step 10: 2.5000 nats per residue" in (
         tmp_path / "folder" / "README.md").read_text()   # this file tells of no validation
+    assert "would overwrite" in refused(capsys, tmp_path / "folder", "--length", 5, "--out",
+                                        tmp_path / "folder" / "config.json")
     official = torch.load(tmp_path / "published.pth", weights_only=True)
     assert load_official(sedd.model, official) == "ema"
 
