@@ -20,7 +20,6 @@ import collections
 import csv
 import io
 import json
-import math
 import os
 import statistics
 import sys
@@ -32,6 +31,7 @@ from structure_data import LEAST_WEIGHT
 
 COLUMNS = ("pdb", "sequence", "score", "chain")
 MAX_LISTED = 10
+LARGEST_SCORE = 1e100   # sums of differences stay finite
 
 
 def read_designs(path):
@@ -92,11 +92,11 @@ def wrong_in(row, folder):
     if wrong or not row["sequence"].strip():
         return f"found {' '.join(wrong) or 'nothing'} in the sequence; expected letters {LETTERS}"
     try:
-        finite = math.isfinite(float(row["score"]))
+        usable = abs(float(row["score"])) < LARGEST_SCORE   # not for nan
     except ValueError:
-        finite = False
-    if not finite:
-        return f"found the score {row['score']!r}; expected a number"
+        usable = False
+    if not usable:
+        return f"found the score {row['score']!r}; expected a number below {LARGEST_SCORE:g}"
     if not row["chain"].strip():
         return "found no chain; expected the name of the designed one, such as A"
     named = [row["chain"].strip(), *context_of(row)]

@@ -494,6 +494,9 @@ def main(argv):
         advice = " Give a smaller --batch_size, or --device cpu." if memory else ""
         print(f"sample_proteinmpnn.py: error: {error}{advice}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("sample_proteinmpnn.py: interrupted (Ctrl-C)", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import operator
@@ -197,16 +198,17 @@ def decode(tokens):
 
 
 def named_sequences(path):
-    """Yield (header, letters) of each record of a FASTA file (.gz or not): letters as they are,
+    """Yield (header, letters) of each record of a FASTA file (gzip or not): letters as they are,
     without blanks, lines joined. For files that people write; read_sequences is for data sets.
 
     Raises ValueError where the file is no FASTA, naming the line, or holds none.
     """
     header, parts = None, []
-    open_text = gzip.open if str(path).lower().endswith(".gz") else open
     try:
-        with open_text(path, "rt", encoding="utf-8-sig", errors="replace") as file:
-            for number, line in enumerate(map(str.strip, file), 1):
+        with open(path, "rb") as file:
+            packed = str(path).lower().endswith(".gz") or file.peek(2)[:2] == b"\x1f\x8b"
+            lines = io.TextIOWrapper(gzip.open(file) if packed else file, "utf-8-sig", "replace")
+            for number, line in enumerate(map(str.strip, lines), 1):
                 if line.startswith(">"):
                     if header is not None:
                         yield header, "".join(parts)
