@@ -22,7 +22,7 @@ a run also stops in good order on a signal, before the walltime, or on a STOP fi
                 optimize_with_ipex
     ranks       barrier, broadcast, all_sum, all_mean, first_problem, print0
     precision   choose_dtype, autocast, grad_scaler
-    stopping    watch_run, stop_wanted, stop_reason, beat, close_run, end_watch, abort
+    stopping    watch_run, stop_wanted, stop_reason, beat, close_run, abort
     files       save_checkpoint, load_checkpoint
 
 `python ddp_setup.py --doctor` prints what this file finds here and would choose.
@@ -64,7 +64,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import zipfile
@@ -78,7 +77,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = [
     "AGAIN", "BAD_INPUT", "STOP_SIGNALS", "Ddp", "SetupError", "abort", "all_mean", "all_sum",
     "autocast", "barrier", "beat", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp",
-    "close_run", "ddp_sampler", "detect_launcher", "end_watch", "first_problem", "grad_scaler",
+    "close_run", "ddp_sampler", "detect_launcher", "first_problem", "grad_scaler",
     "gradient_sync", "load_checkpoint", "optimize_with_ipex", "print0", "save_checkpoint",
     "seed_for", "setup_ddp", "stop_reason", "stop_wanted", "unwrap_ddp", "watch_run",
     "worker_init", "wrap_ddp"]
@@ -102,7 +101,6 @@ class State:
     patience: float = 1800.0                          # seconds to wait for others in cleanup_ddp
     checkpoint: tuple = (None, None)                  # path and step of the last one
     damaged: str = ""                                 # checkpoint that could not be loaded
-    streams: bool = False                             # has wrap_ddp seeded this rank's own stream
     clean: bool = False
 
 
@@ -254,9 +252,6 @@ def detect_launcher(env, mpi=None):
     claims = {values["size"][1] or row.name: (rank, size), "mpi4py": mpi or (None, None)}
     for name in ("DDP_WORLD_SIZE", "WORLD_SIZE") if row.mpi else ("DDP_WORLD_SIZE",):
         claims[name] = (None, _int(env, name))
-    if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
-        claims.update({other.name: (theirs["rank"][0], theirs["size"][0])
-                       for other, theirs in outer if other.mpi})
     first = local_rank == 0   # only the first rank of a host prints what all its ranks see
     for index, what, prints in ((1, "number of ranks", first), (0, "rank", True)):
         numbers = {source: claim[index] for source, claim in claims.items()
@@ -588,22 +583,19 @@ def _interface_of(ip):
     return None
 
 
-def _launch_name(env, ddp, one_host):
-    """A name that only the ranks of this very launch share, or "": two runs must not meet."""
+def _launch_name(env, ddp):
+    """What the launcher calls this very launch, or ""."""
     row = next(row for row in LAUNCHERS if row.name == ddp.launcher)
-    names = [env[name] for name in row.launch.split() if env.get(name)]
-    if names or not one_host:
-        return "-".join(names)
-    # The launcher's process id and start time. A wrapper around a rank, such as its guard, has the
-    # rank's variable itself.
-    pid, variable = os.getppid(), f"{row.rank}=".encode()
-    with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
-        while True:
-            _, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if variable not in Path(f"/proc/{pid}/environ").read_bytes():
-                return f"{pid}-{fields[17]}"   # start time
-            pid = int(parent)
-    return str(pid)
+    return "-".join(env[name] for name in row.launch.split() if env.get(name))
+
+
+def _launcher_process(ddp):
+    """Process id of this host's launcher: of this rank's parent, or if that is a guard, of its."""
+    parent = os.getppid()
+    if ddp.state.guard is not None:
+        with contextlib.suppress(OSError):   # no /proc
+            parent = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]
+    return str(parent)
 
 
 def _place_of_rank_0(ddp, env, one_host):
@@ -631,14 +623,14 @@ def _place_of_rank_0(ddp, env, one_host):
             f"this MPI, or export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to "
             f"all ranks.", ddp.rank == 0)
     if not port:   # one that all ranks compute alike, below those that the kernel hands out
-        launch = f"{ddp.launcher} {_launch_name(env, ddp, one_host)} {ddp.world_size}"
+        launch = _launch_name(env, ddp) or one_host and _launcher_process(ddp)
+        launch = f"{ddp.launcher} {launch} {ddp.world_size}"
         port, source = 10000 + seed_for(launch) % 20000, "by the launcher's id"
     return host, port, source
 
 
 # ---------------------------------------------------------------- rendezvous: store, table, groups
-STORE_ANSWER = 20.0     # seconds for rank 0's store to answer a client
-LATE_TABLE = 20.0       # after rank 0 has given up on a rank and told why; else rank 0 is gone
+LATE_TABLE = 20.0   # seconds after rank 0 has given up on a rank and said why; else it is gone
 
 
 def _join(ddp, env, init_timeout, error):
@@ -699,57 +691,38 @@ def _open_store(ddp, env, one_host, agent, limit):
             raise SetupError("rank 0 cannot listen", prints=False)   # it has said why
     if failure:
         raise failure
-    # Torchrun's agent keeps its store over restarts, a script may set up twice, and two runs may
-    # use one port: they must not see each other's keys.
-    setup_ddp.count = getattr(setup_ddp, "count", 0) + 1
-    by_hand = ddp.launcher in ("DDP_* variables", "torchrun")   # perhaps without a common parent
-    launch = env.get("TORCHELASTIC_RUN_ID") if by_hand else _launch_name(env, ddp, one_host)
-    prefix = f"ddp/{launch}/{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
     if listener is None:
-        return _connect(ddp, host, port, limit, prefix, agent), host, port, how
-    store = dist.TCPStore(host, port, None, True, datetime.timedelta(seconds=limit),
-                          wait_for_workers=False, master_listen_fd=listener.detach())
-    store = dist.PrefixStore(prefix, store)
-    store.set("rank0", "")
-    return store, host, port, how
+        _await_listener(ddp, host, port, limit)
+    with _time_limit(limit):   # another program that listens there would hold torch for ever
+        store = dist.TCPStore(host, port, None, listener is not None,
+                              datetime.timedelta(seconds=limit), wait_for_workers=False,
+                              master_listen_fd=listener.detach() if listener else None)
+    # Torchrun's agent keeps its store over restarts, and a script may set up twice: neither may
+    # see the keys of the time before.
+    setup_ddp.count = getattr(setup_ddp, "count", 0) + 1
+    again = f"{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
+    prefix = f"ddp/{_launch_name(env, ddp)}/{again}"
+    return dist.PrefixStore(prefix, store), host, port, how
 
 
-def _connect(ddp, host, port, limit, prefix, agent):
-    """A client of rank 0's store. Waits for the listener by itself: torch's client prints a wall of
-    C++ frames while nobody listens."""
-    deadline, prints = time.monotonic() + limit, ddp.local_rank == 0 or ddp.rank == 1
+def _await_listener(ddp, host, port, limit):
+    """Wait until somebody listens there. Torch's client would end with a wall of C++ frames."""
+    deadline = time.monotonic() + limit
     while True:
         try:
-            socket.create_connection((host, port), timeout=5).close()
-            break
+            return socket.create_connection((host, port), timeout=5).close()
         except OSError as e:
             if time.monotonic() > deadline:
                 raise SetupError(
                     f"rank 0 cannot be reached at {host}:{port} within {limit:.0f} s ({e}). "
                     f"Expected it to listen there. Did it start? Is MASTER_ADDR right? Try "
-                    f"`ping {host}` from {ddp.host}.", prints, code=1) from None
+                    f"`ping {host}` from {ddp.host}.", _is_first_but_0(ddp), code=1) from None
             time.sleep(0.05)
-    text = (f"{host}:{port} answers, but rank 0 of this run is not there. Is it another run's, or "
-            f"another program's? Choose another MASTER_PORT.")
 
-    def leave():   # a stranger that says nothing would hold torch's client for ever (measured)
-        if prints:
-            print(text, file=sys.stderr, flush=True)
-        os._exit(1)
 
-    timer = threading.Timer(min(STORE_ANSWER, limit), leave)
-    timer.start()
-    try:
-        store = dist.PrefixStore(prefix, dist.TCPStore(
-            host, port, None, False, datetime.timedelta(seconds=limit), wait_for_workers=False))
-        timer.cancel()
-        if not agent:   # rank 0 owns this store
-            store.wait(["rank0"], datetime.timedelta(seconds=STORE_ANSWER))
-        return store
-    except RuntimeError:
-        raise SetupError(text, prints, code=1) from None
-    finally:
-        timer.cancel()
+def _is_first_but_0(ddp):
+    """Does this rank print what all ranks see but rank 0?"""
+    return ddp.local_rank == 0 or ddp.rank == 1
 
 
 def _meet(ddp, store, error, limit, hub_host):
@@ -761,7 +734,7 @@ def _meet(ddp, store, error, limit, hub_host):
            "device": None if error else _device_id(ddp.device)}
     twice = SetupError(f"rank {ddp.rank} of {size} is in this store already. Was it started twice, "
                        f"or do two runs use one MASTER_PORT? Choose another for one of them.",
-                       ddp.local_rank == 0 or ddp.rank == 1)
+                       _is_first_but_0(ddp))
     if store.add(f"came/{ddp.rank}", 1) > 1:   # before it takes another run's table for its own
         raise twice
     store.set(f"here/{ddp.rank}", json.dumps(row))
@@ -770,8 +743,7 @@ def _meet(ddp, store, error, limit, hub_host):
             store.wait(["table"], datetime.timedelta(seconds=limit + LATE_TABLE))
         except RuntimeError:
             raise SetupError("rank 0 ended while the ranks were meeting. Expected it to stay; look "
-                             "for its own message.", ddp.local_rank == 0 or ddp.rank == 1,
-                             code=1) from None
+                             "for its own message.", _is_first_but_0(ddp), code=1) from None
         table = json.loads(store.get("table"))
         if table["problem"]:
             store.set(f"read/{ddp.rank}", "")
@@ -1031,7 +1003,7 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
     ranks are named; without, each rank ends by itself, also one that waits for another's work.
     Stacks go to RUN_DIR/stacks/rank_R.txt (without a run_dir: below the temporary folder)."""
     requested = ddp.state.watch.requested if ddp.state.watch else ""   # while loading, say
-    end_watch(ddp)
+    close_run(ddp)
     run_dir, notebook = run_dir and os.path.abspath(run_dir), _alone_in_a_notebook(ddp)
     watch = ddp.state.watch = Watch(run_dir, 0.0 if notebook else minutes * 60,
                                     _deadline(os.environ), os.getpid(), requested=requested)
@@ -1120,17 +1092,14 @@ def beat(ddp, step=None):
         _set_timer(watch.limit, watch.stacks or sys.__stderr__)
 
 
-def close_run(ddp, code, reason):
+def close_run(ddp, code=None, reason=""):
     """The run ends: status.json gets code and reason, the watch ends; within its limit all ranks
     must come to cleanup_ddp.
 
-    code: 0 finished, 75 (AGAIN) start me again, 1 failed, 2 bad input, 130 interrupted."""
-    _write_status(ddp, code, reason)
-    end_watch(ddp)
-
-
-def end_watch(ddp):
-    """No longer watch: called by close_run, and by who goes on after an exception (a notebook)."""
+    code: 0 finished, 75 (AGAIN) start me again, 1 failed, 2 bad input, 130 interrupted; None: only
+        the watch ends, as for one who goes on after an exception (a notebook)."""
+    if code is not None:
+        _write_status(ddp, code, reason)
     watch, ddp.state.watch = ddp.state.watch, None
     if watch is None:
         return
@@ -1207,9 +1176,7 @@ def wrap_ddp(model, ddp, gradient_as_bucket_view=True, broadcast_buffers=True, b
             options.update(device_ids=[ddp.device.index], output_device=ddp.device.index)
         model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view,
                                         bucket_cap_mb=bucket_cap_mb or 25, **options)
-    if not ddp.state.streams:
-        ddp.state.streams = True
-        _seed_all(seed_for(ddp.seed, "rank", ddp.rank))
+    _seed_all(seed_for(ddp.seed, "rank", ddp.rank))
     return model
 
 
@@ -1429,7 +1396,7 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
     """Write `state` to `path`, from rank 0: temporary name, fsync, rename. A collective.
 
     Args:
-        state: tensors and plain types, nested. `world_size`, `versions` and `machine` are added.
+        state: tensors and plain types, nested. `world_size` and `versions` are added.
         keep_last: how many to keep, this one included; the former ones as path-1, path-2, ...
         resumes: this is what a next start continues from, to be named when something fails.
     Raises: RuntimeError, on all ranks, for something that is not plain, or where the disk does not
@@ -1439,9 +1406,8 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
     beat(ddp)
     try:
         if ddp.is_main:
-            state.update(world_size=ddp.world_size, machine=describe_machine(ddp),
-                         versions={"torch": str(torch.__version__),
-                                   "python": sys.version.split()[0]})
+            state.update(world_size=ddp.world_size, versions={
+                "torch": str(torch.__version__), "python": sys.version.split()[0]})
             _check_plain(state, "checkpoint")
             _write_checkpoint(path, ddp, keep_last, state)
     except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
@@ -1480,14 +1446,6 @@ def _write_checkpoint(path, ddp, keep_last, state):
     with contextlib.suppress(OSError):   # some file systems cannot
         os.fsync(handle)   # the rename itself must survive a power cut
     os.close(handle)
-
-
-def describe_machine(ddp):
-    """What the last bits of a result depend on, beside the number of ranks: plain values."""
-    kind = ddp.device.type
-    device = kind if kind == "cpu" else getattr(torch, kind).get_device_name(ddp.device)
-    return {"device": device, "threads": torch.get_num_threads(),
-            "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
 def load_checkpoint(path, ddp=None, map_location="cpu"):
@@ -1564,15 +1522,13 @@ def _import_ipex():
         return None, _in_one_line(e)
 
 
-def optimize_with_ipex(model, optimizer, ddp, dtype=None):
+def optimize_with_ipex(model, optimizer, ddp):
     """(model, optimizer) as ipex.optimize returns them, or as given where it is not wanted or does
     not work. Between making the optimizer and wrap_ddp; a collective where it is wanted.
 
     What comes back are copies: the old ones must not be used. setup_ddp's `ipex` decides: "on",
     "off", or "auto", which is only on an XPU whose torch has no xccl. Whatever fails on any rank,
-    all go on without, and rank 0 says why. state_dict() keeps names, shapes and float32.
-    dtype: None leaves the weights in float32, and autocast computes. torch.bfloat16 converts those
-        of linear layers: forward then works under autocast only, and averages see rounded weights.
+    all go on without, and rank 0 says why. Names, shapes and float32 of the weights stay.
     """
     mode = ddp.state.ipex
     if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or _has_xccl()):
@@ -1580,21 +1536,13 @@ def optimize_with_ipex(model, optimizer, ddp, dtype=None):
     (ipex, problem), result = _import_ipex(), None
     problem = first_problem(problem, ddp)
     if not problem:
-        # IPEX keeps a float32 copy beside each bfloat16 weight. DDP aligns only the latter, and
-        # the optimizer then writes each rank's own copy back into it: ranks drift apart (measured).
-        for tensor in (*model.parameters(), *model.buffers()):
-            broadcast(tensor.detach(), ddp)
-        # IPEX's own step of the optimizer, on XPUs, does not know found_inf, by which bad steps are
-        # skipped. Prepacking, which comes with a dtype, changes the shapes of weights.
-        how = {} if dtype is None else {"dtype": dtype, "weights_prepack": False}
-        try:
-            result = ipex.optimize(model, optimizer=optimizer, fuse_update_step=False, **how)
+        try:   # IPEX's own step, on XPUs, does not know found_inf, by which bad steps are skipped
+            result = ipex.optimize(model, optimizer=optimizer, fuse_update_step=False)
         except Exception as e:
             problem = _in_one_line(e)
         problem = first_problem(problem, ddp)
-    weights = str(dtype)[6:] if dtype else "weights stay float32"
     print0(ddp, f"IPEX not used: {problem}" if problem else
-           f"IPEX {ipex.__version__} optimized the model, {weights}")
+           f"IPEX {ipex.__version__} optimized the model")
     return (model, optimizer) if problem else result
 
 

@@ -24,9 +24,8 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run,
-                       describe_machine, end_watch, listed, load_checkpoint, print0,
-                       save_checkpoint, unwrap_ddp, watch_run)
+from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run, listed,
+                       load_checkpoint, print0, save_checkpoint, unwrap_ddp, watch_run)
 from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import RunLog, read_rows, rows_up_to, write_text_atomic, write_whole
@@ -318,6 +317,14 @@ def staged(folder, stage, copy, ddp):
             shutil.rmtree(target, ignore_errors=True)
 
 
+def describe_machine(ddp):
+    """What the last bits of a result depend on, beside the number of ranks: plain values."""
+    kind = ddp.device.type
+    device = kind if kind == "cpu" else getattr(torch, kind).get_device_name(ddp.device)
+    return {"device": device, "threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
 def machine_differences(state, ddp):
     """In what this machine differs from the one that wrote the checkpoint `state`, as far as that
     may change the last bits of results. Text, '' for nothing."""
@@ -379,7 +386,7 @@ def copy_best(folder, name, path, best):
 def check_lock(run, ddp):
     """Raise RuntimeError where another run has taken the folder over; write no more there."""
     if run.lock and run.lock.lost:
-        end_watch(ddp)
+        close_run(ddp)
         run.lock.check()
 
 
@@ -412,7 +419,8 @@ def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):
                     model=run.bare.state_dict(), optimizer=run.optimizer.state_dict(),
                     scaler=run.scaler.state_dict(), config=config_to_dict(run.config),
                     epoch=progress["step"] // run.steps_per_epoch, micro_batches=run.micro_batches,
-                    lr=run.lr, warmup=run.warmup, data=run.fingerprint, **progress, **more)
+                    lr=run.lr, warmup=run.warmup, data=run.fingerprint,
+                    machine=describe_machine(ddp), **progress, **more)
 
 
 def finish_run(run, log, ddp, reason, result, seconds, lines):
@@ -467,7 +475,7 @@ def say_finished(run, ddp, lines):
                            f"at step {step:,}.{more} To start over, --fresh.",
                            *lines(result, folder),
                            *([f"  picture   {picture}"] if picture.exists() else [])]))
-    end_watch(ddp)   # its end would write another status.json
+    close_run(ddp)   # its end would write another status.json
     if ddp.is_main:
         write_status(run.work_dir, 0, run.progress["finished"], step)
     return {"step": step}
@@ -484,7 +492,7 @@ def closing(ddp, prepare, train):
         close_run(ddp, code, f"{type(e).__name__}: {e}")
         raise
     finally:
-        end_watch(ddp)
+        close_run(ddp)
         if run is not None and run.lock:
             run.lock.release()
 

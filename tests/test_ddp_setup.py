@@ -92,8 +92,6 @@ def test_what_no_launcher_started_is_one_process(env):
     (dict(HYDRA, DDP_WORLD_SIZE="4"), None, ("DDP_WORLD_SIZE says 4", "PMI_SIZE says 8")),
     (HYDRA, (0, 1), ("mpi4py says 1", "PMI_SIZE says 8", "built for another MPI")),
     (PALS_AURORA, None, ("DDP_WORLD_SIZE", "no number of ranks")),
-    ({**OPENMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "", "WORLD_SIZE": "4", "RANK": "0"}, None,
-     ("WORLD_SIZE says 4", "Open MPI says 8")),
     (dict(HYDRA, PMI_RANK="8"), None, ("rank 8 is outside 0 to 7",)),
     (dict(HYDRA, PMI_SIZE="eight"), None, ("PMI_SIZE='eight'", "not an integer"))])
 def test_contradictions_are_refused_and_shown(env, mpi, words):
@@ -285,19 +283,6 @@ def test_where_ipex_fails_the_run_goes_on_and_says_why_once(monkeypatch, capsys,
     found = optimize_with_ipex(model, "optimizer", Ddp(device=XPU, state=State(ipex="auto")))
     assert found == (model, "optimizer") and bool(imported) == (version is None)
     assert capsys.readouterr().out.splitlines() == [f"IPEX not used: {reason}"]
-
-
-def test_weights_are_made_equal_over_ranks_before_ipex_copies_them(monkeypatch):
-    order = []
-    pretend(monkeypatch, intel_extension_for_pytorch=fake_ipex(
-        lambda model, **how: order.append("optimize") or (model, how["optimizer"])))
-    monkeypatch.setattr(ddp_setup, "all_sum", lambda value, ddp: value)
-    monkeypatch.setattr(ddp_setup, "broadcast",
-                        lambda value, ddp, src=0: order.append(tuple(value.shape)))
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    optimize_with_ipex(model, None, Ddp(world_size=2, device=XPU, state=State(ipex="on")))
-    # parameters, then buffers
-    assert order == [(2, 3), (2,), (2,), (2,), (2,), (2,), (), "optimize"]
 
 
 def place(rank, size):
