@@ -22,8 +22,8 @@ from ddp_setup import Ddp, load_checkpoint, save_checkpoint, wrap_ddp
 from launchers import fork_ranks, run_ranks, start_ranks
 from optimizer import make_optimizer
 from run_config import CommonMonitoring, CommonOptim, CommonTraining, load_config
-from run_dir import (Former, check_resume, closing, machine_differences, read_status,
-                     replace_status, write_status)
+from run_dir import (Former, check_resume, closing, describe_machine, machine_differences,
+                     read_status, replace_status, write_status)
 from run_script import choose_precision, compile_blocks, hand_over
 from sedd_model import EMA
 from step_meter import StepMeter
@@ -339,7 +339,7 @@ def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(
 
 def test_another_machine_is_told_by_what_may_change_the_last_bits(tmp_path):
     path = tmp_path / "last.pt"
-    save_checkpoint(str(path), Ddp(), step=1)
+    save_checkpoint(str(path), Ddp(), step=1, machine=describe_machine(Ddp()))
     state = load_checkpoint(str(path))
     assert machine_differences(state, Ddp()) == ""
     state["machine"]["threads"], state["world_size"] = 99, 7
