@@ -183,22 +183,6 @@ def fake_ipex(optimize):
     return module
 
 
-@pytest.mark.parametrize("machine, ipex, expected, imported", [
-    # native first: nothing of Intel's is needed
-    (dict(xpu=12, xccl=True), "auto", ("xccl", "xpu"), []),
-    (dict(xpu=0), "auto", ("gloo", "cpu"), []),
-    (dict(xpu=12), "auto", ("ccl", "xpu"),
-     ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"]),
-    (dict(xpu=12), "off", ("ccl", "xpu"), ["oneccl_bindings_for_pytorch"])])
-def test_intels_packages_are_imported_only_where_torch_has_no_xccl(monkeypatch, machine, ipex,
-                                                                   expected, imported):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    order = pretend(monkeypatch, **machine,
-                    oneccl_bindings_for_pytorch=types.ModuleType("oneccl_bindings_for_pytorch"))
-    kind, _, backend, _ = choose_device("auto", "auto", 0, ddp_setup._found_devices(ipex=ipex))
-    assert (backend, kind, order) == (*expected, imported)
-
-
 def test_tiles_of_a_card_that_share_a_uuid_are_told_apart_and_two_ranks_on_one_are_not(monkeypatch):
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: types.SimpleNamespace(uuid=7))
 
@@ -234,17 +218,25 @@ def test_a_guard_that_does_not_read_holds_up_no_step():
         assert time.monotonic() - began < ddp_setup.GUARD_ANSWER / 2
 
 
-def test_bindings_that_cannot_be_imported_are_told_with_the_reason(monkeypatch):
+def test_where_torch_has_no_xccl_intels_bindings_serve_an_xpu_or_say_why_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     pretend(monkeypatch, xpu=12)
     with pytest.raises(ddp_setup.SetupError,
                        match="no backend for xpu.*ImportError: no oneccl_bindings_for_pytorch"):
-        choose_device("xpu", "auto", 0, ddp_setup._found_devices(ipex="off"))
+        choose_device("xpu", "auto", 0, ddp_setup._found_devices())
+    bindings = types.ModuleType("oneccl_bindings_for_pytorch")
+    for xccl, backend, imported in (
+            (True, "xccl", []),
+            (False, "ccl", ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"])):
+        order = pretend(monkeypatch, xpu=12, xccl=xccl, oneccl_bindings_for_pytorch=bindings)
+        found = choose_device("auto", "auto", 0, ddp_setup._found_devices())
+        assert (found[0], found[2], order) == ("xpu", backend, imported)
 
 
 @pytest.mark.parametrize("mode, device, xccl, wanted", [
     ("auto", XPU, False, True), ("auto", XPU, True, False),
-    ("auto", torch.device("cpu"), False, False),
-    ("off", XPU, False, False), ("on", XPU, True, True), ("on", torch.device("cpu"), False, True)])
+    ("auto", torch.device("cpu"), False, False), ("off", XPU, False, False),
+    ("on", torch.device("cpu"), False, True)])
 def test_ipex_optimizes_where_asked_or_where_torch_has_no_xccl(monkeypatch, capsys, mode, device,
                                                                xccl, wanted):
     calls, theirs = [], (torch.nn.Linear(2, 2), "their optimizer")
@@ -269,7 +261,6 @@ def refuse(*_, **__):
 
 
 @pytest.mark.parametrize("modules, version, reason", [
-    ({}, None, "ImportError: no intel_extension_for_pytorch here"),
     ({"intel_extension_for_pytorch": fake_ipex(refuse)}, None,
      "AssertionError: The optimizer should be given"),
     ({}, "1.2.3+xpu", "intel_extension_for_pytorch 1.2.3+xpu does not fit torch "
