@@ -95,7 +95,8 @@ def test_a_value_is_read_as_the_type_of_its_field_in_file_and_command(tmp_path, 
     ("memory.gradient_checkpointing", ("1", "'true'"), "expected true or false"),
     ("name", ("12", "yes"), "Quote it"), ("memory.mixed_precision", ("16",), "or text"),
     ("optim.scale", ("{cap: four}", "lineal"), "none, linear, sqrt or a mapping"),
-    ("optim.betas", ("[0.9]",), "expected 2"), ("optim.milestones", ("[1, x]",), "found 'x'"),
+    ("optim.betas", ("[0.9]",), "expected 2"), ("optim.betas", ("0.9",), "found 0.9"),
+    ("optim.milestones", ("[1, x]",), "found 'x'"),
     ("graph", ("off",), "quote them"),
     ("graph", ("absorbing",), "one of absorb, uniform. Did you mean 'absorb'?")])
 def test_a_value_of_another_type_is_refused_with_what_is_expected(tmp_path, key, texts, says):
@@ -121,8 +122,8 @@ def test_numbers_that_yaml_reads_to_another_base_are_refused(tmp_path):
     ("optim: {qqqq: 3}", "Known here: lr, warmup, betas, milestones, scale"),
     ("optim:\n  lr: 1\n  lr: 2\n", "line 3: found the key 'lr' again (first in line 2)"),
     ("optim: [lr]\n", "section 'optim' is ['lr']"), ("- a\n- b\n", "at the top level"),
-    ("# only a comment\n", "is empty"), ("name: 2020-13-45\n", "quote it"), ("optim:\n\tlr: 1\n", "line 2"),
-    ("name: !!python/object:os.system {}\n", "not valid YAML"),
+    ("# only a comment\n", "is empty"), ("name: 2020-13-45\n", "quote it"),
+    ("name: !!python/object:os.system {}\n", "not valid YAML"), ("optim:\n\tlr: 1\n", "line 2"),
     ("name: Mülheim".encode("latin-1"), "not UTF-8")])
 def test_a_file_that_says_it_badly_is_refused_with_the_place(tmp_path, text, advice):
     message = refusal(tmp_path, text)
