@@ -1,6 +1,5 @@
 """sequence_batches: the plan of training and its reader, batches for evaluation."""
 
-import itertools
 import re
 import time
 
@@ -67,9 +66,8 @@ def test_an_epoch_takes_no_protein_twice_and_leaves_out_few(budget, micro_batche
 
 
 @pytest.mark.parametrize("max_length, unit, asked", [
-    (512, "tokens", 4096), (512, "tokens", 8192), (1024, "tokens", 16384), (1024, "tokens", 32768),
-    (1024, "tokens", 8192), (512, "batch_size", 16), (1024, "batch_size", 16),
-    (512, "batch_size", 5)])
+    (512, "tokens", 4096), (1024, "tokens", 32768), (1024, "tokens", 8192),
+    (512, "batch_size", 16), (1024, "batch_size", 16), (512, "batch_size", 5)])
 def test_batches_of_real_proteins_have_the_size_asked_for_and_hardly_pad_or_wait(
         real, max_length, unit, asked):
     steps = steps_of(plan_of(real, max_length, **{unit: asked}))
@@ -89,33 +87,14 @@ def test_batches_of_real_proteins_have_the_size_asked_for_and_hardly_pad_or_wait
 
 @pytest.mark.parametrize("unit, asked, max_length", [
     ("tokens", 1950, 512), ("batch_size", 5, 512), ("tokens", 160, 128)])
-def test_where_some_lengths_do_not_fill_a_batch_the_warning_names_numbers_that_let_steps_wait_less(
+def test_where_some_lengths_do_not_fill_a_batch_the_warning_names_numbers_that_do(
         unit, asked, max_length):
     lengths = random_lengths(3001, 2000)
-
-    def share_that_works(plan):
-        """Mean work of a micro-batch over that of the fullest one of its step."""
-        works = [[work_of(batch) for batch in step] for step in steps_of(plan)]
-        return np.sum(works) / 4 / np.sum(np.max(works, axis=1))
-
-    poor = plan_of(lengths, max_length, 4, **{unit: asked})
-    waits, advice = poor.plan.warning()
-    assert waits.endswith(f"up to {1 / poor.plan.filled - 1:.0%}")
+    waits, advice = plan_of(lengths, max_length, 4, **{unit: asked}).plan.warning()
     better = [int(number) for number in re.findall(r"\d+", advice)]
     assert len(better) == 2
     for number in better:
-        assert unit == "batch_size" or number >= max_length   # else a config is refused
-        good = plan_of(lengths, max_length, 4, **{unit: number})
-        assert good.plan.warning() == []
-        assert share_that_works(good) > share_that_works(poor) + 0.03
-
-
-def test_a_warning_names_no_number_of_which_the_proteins_fill_no_global_batch():
-    def make(tokens):
-        return plan_of(random_lengths(40, 512), 512, 8, tokens=tokens).plan
-
-    numbers = [int(number) for number in re.findall(r"\d+", make(1080).warning()[1])]
-    assert numbers and all(make(number).steps_per_epoch for number in numbers)
+        assert plan_of(lengths, max_length, 4, **{unit: number}).plan.warning() == []
 
 
 @BUDGETS
@@ -207,13 +186,6 @@ def test_too_few_proteins_are_refused_with_numbers_that_work():
         plan_of(lengths, 2000, 8, batch_size=16)
     assert plan_of(lengths, 2000, 6, batch_size=16).plan.steps_per_epoch == 1
     assert plan_of(lengths, 2000, 8, batch_size=11).plan.steps_per_epoch == 1
-    for micro_batches, tokens in itertools.product((8, 20, 30), (10000, 20000, 10**7)):
-        with pytest.raises(ValueError, match="at most .* per micro-batch|Give at most") as caught:
-            plan_of(lengths, 2000, micro_batches, tokens=tokens)
-        if "tokens per micro-batch" in str(caught.value):
-            advised = str(caught.value).split("at most ")[-1].split(" tokens")[0]
-            advised = int(advised.replace(",", ""))
-            assert plan_of(lengths, 2000, micro_batches, tokens=advised).plan.steps_per_epoch >= 1
     with pytest.raises(ValueError, match="Give more proteins"):
         plan_of([5, 6, 7], 50, 4, batch_size=4)
 
@@ -226,15 +198,12 @@ def test_every_lane_has_a_protein_in_every_step(lengths, micro_batches, size, n_
     assert all(width > 1 for step in steps for _, _, width in step)     # 1: nothing was left
 
 
-@pytest.mark.parametrize("arguments", [
-    dict(), dict(tokens=100, batch_size=3), dict(tokens=0), dict(batch_size=0), dict(batch_size=-1),
-    dict(tokens=100, micro_batches=0)])
-def test_a_plan_needs_exactly_one_budget(arguments):
-    with pytest.raises(ValueError, match="expected one of tokens and batch_size"):
-        plan_of([5, 6, 7], 50, **{"micro_batches": 1, **arguments})
-    for lengths in ([], [5, 0]):
-        with pytest.raises(ValueError, match="expected some, of at least 1"):
-            plan_of(lengths, 50, 1, batch_size=1)
+def test_a_plan_needs_exactly_one_budget_and_some_proteins():
+    for arguments in (dict(), dict(tokens=100, batch_size=3), dict(tokens=0)):
+        with pytest.raises(ValueError, match="expected one of tokens and batch_size"):
+            plan_of([5, 6, 7], 50, 1, **arguments)
+    with pytest.raises(ValueError, match="expected some, of at least 1"):
+        plan_of([5, 0], 50, 1, batch_size=1)
 
 
 def test_planning_costs_the_same_for_any_number_of_proteins_and_ranks():
@@ -251,21 +220,11 @@ def test_planning_costs_the_same_for_any_number_of_proteins_and_ranks():
 
 # ---- evaluation ----
 
-def computed(lengths, batch):
-    return len(batch) * int(lengths[batch].max())
-
-
 @pytest.mark.parametrize("tokens", [512, 2048, 10**7])
 def test_evaluation_takes_each_protein_once_within_the_budget_and_hardly_pads(real, tokens):
     lengths = np.minimum(real.lengths[:2000], 512)
     batches = eval_batches(lengths, tokens)
     assert sorted(np.concatenate(batches).tolist()) == list(range(2000))
-    total = sum(computed(lengths, batch) for batch in batches)
-    assert max(computed(lengths, batch) for batch in batches) <= tokens
-    assert tokens == 10**7 or 1 - lengths.sum() / total < 0.02
-
-
-def test_evaluation_refuses_a_protein_above_the_budget_and_an_empty_set():
-    for lengths in ([5, 30], []):
-        with pytest.raises(ValueError, match="budget"):
-            eval_batches(lengths, 29)
+    computed = [len(batch) * int(lengths[batch].max()) for batch in batches]
+    assert max(computed) <= tokens
+    assert tokens == 10**7 or 1 - lengths.sum() / sum(computed) < 0.02
