@@ -33,6 +33,7 @@ import train_sedd_ddp
 from run_config import dump_yaml, load_config
 from run_dir import RunLock, find_checkpoint, read_status, replace_status
 from run_log import write_text_atomic
+from sedd_cases import TrueScores
 from sedd_diffusion import make_graph, make_noise
 from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, decode,
                            read_sequences)
@@ -915,25 +916,6 @@ with setup_ddp(quiet=True) as ddp:
     assert result.returncode != 0
     assert re.search(r"FAILED: .*rank 2 on \S+ differ from rank 0, first in 1.weight",
                      result.stderr), result.text
-
-
-class TrueScores(torch.nn.Module):
-    """The exact scores of residues drawn independently with probabilities p (20,)."""
-
-    def __init__(self, p, graph):
-        super().__init__()
-        self.graph, self.anything = graph, torch.nn.Parameter(torch.zeros(1))
-        # neither X nor the mask in clean data
-        self.p = torch.cat([p, torch.zeros(graph.vocab_size - 20)])
-
-    def forward(self, xt, sigma, mask=None):
-        stay = torch.exp(-sigma.double())[:, None, None]
-        limit = torch.zeros(self.graph.vocab_size)
-        limit[slice(-1, None)
-              if self.graph.absorb else slice(None)] = 1.0 if self.graph.absorb else 1 / len(limit)
-        now = stay * self.p + (1 - stay) * limit                           # p(xt) at this noise
-        ratio = now / now.expand(*xt.shape, -1).gather(-1, xt[..., None])
-        return ratio.clamp(min=1e-30).log().scatter(-1, xt[..., None], 0.0).float()
 
 
 def iid_proteins():
