@@ -101,6 +101,7 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
         ("sedd", "--backend=nccl"): "--backend nccl does not serve device cpu",
         ("save", "--nproc=1"): "unrecognized arguments: --nproc=1",   # it started itself for ever
         ("sedd", "optim.lr=1"): "save alone takes configs",
+        ("sedd", "--data=no.fasta"): "no.fasta does not exist",
         ("--repeats=3", "scale"): "scale is to be the first word",
         ("card", "--data=no"): "--data no is not a folder"}
     found = command_lines("bench_ddp", [list(words) for words in refused], tmp_path)
