@@ -453,12 +453,6 @@ def test_a_wrong_md5_is_refused_and_the_file_removed(web, path):
     get(web, path, md5=MD5)
 
 
-def test_another_size_than_the_metalink_says_is_refused_before_anything_is_read(web, path):
-    message = refusal(RuntimeError, download, Source(web.url, size=5), path)
-    assert f"{len(DATA):,}" in message and "5" in message
-    assert not path.exists() and part_of(path).stat().st_size == 0
-
-
 @pytest.mark.parametrize("kind, body", [
     ("text/html; charset=utf-8", DATA), ("application/gzip", b"sorry"), ("application/gzip", b"")])
 def test_a_page_instead_of_the_file_is_refused_and_spares_the_part(web, path, kind, body):
@@ -529,11 +523,3 @@ def test_a_stream_that_ends_early_or_stalls_is_an_error_in_words(web):
                 while stream.read(1 << 16):
                     pass
     held.set()
-
-
-def test_opening_a_stream_is_tried_again_and_refuses_what_is_no_file(web):
-    web.faults = [answers(503), drops_after(0)]
-    with gzip.open(open_stream(Source(web.url), **FAST)) as file:
-        assert file.read() == gzip.decompress(DATA)
-    web.files["/u/uniref50.fasta.gz"] = b"no gzip"
-    assert "gzip" in refusal(ValueError, open_stream, Source(web.url))

@@ -279,27 +279,6 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, capsys, graph, extras):
     assert load_official(sedd.model, official) == "ema"
 
 
-def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
-    """train_sedd_ddp.py -> best.pt -> samples -> scores, as a user does it."""
-    settings = ["training.batch_size=4", "training.n_iters=2", "training.eval_freq=2",
-                "model.hidden_size=16", "model.n_blocks=1", "model.n_heads=2", "model.cond_dim=8",
-                "data.demo_proteins=200", "data.max_length=64", "monitoring.n_samples=1",
-                "monitoring.sample_steps=2"]
-    (tmp_path / "c.yaml").write_text("{}\n")
-    done = fork_ranks(1, [ROOT / "train_sedd_ddp.py", "--config", "c.yaml", "--work_dir", "run",
-                          *settings], tmp_path)
-    assert done.returncode == 0, done.text
-    best = str(tmp_path / "run" / "checkpoints" / "best.pt")
-    fasta = tmp_path / "new.fasta"
-    cli([best, "--number", "3", "--steps", "2", "--out", str(fasta)])
-    out, err = capsys.readouterr()
-    assert out == "" and "averaged weights" in err
-    lengths = [len(text) for _, text in named_sequences(fasta)]
-    assert len(lengths) == 3 and all(40 <= n <= 64 for n in lengths)
-    cli([best, "--score", str(fasta)])
-    assert len(capsys.readouterr().out.splitlines()) == 4
-
-
 @pytest.mark.parametrize("words, expected", [
     (["--number", "0"], "--number 0; expected at least 1"),
     (["--length", "9-3"], "found the length 9-3; expected such as 80-120"),
