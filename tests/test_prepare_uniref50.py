@@ -253,23 +253,6 @@ def test_too_little_free_disk_is_refused_with_numbers_beforehand(
     assert prepare(out, file) == 0
 
 
-def test_a_disk_that_is_full_later_is_named_with_what_to_do(out, file, capsys, monkeypatch):
-    with monkeypatch.context() as patch:
-        full = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "tokens.bin")
-        patch.setattr(prepare_uniref50.SetWriter, "write", raises(full))
-        message = refusal(capsys, out, file)
-    assert "tokens.bin" in message and "Make room and run the same command again" in message
-    assert prepare(out, file) == 0
-
-
-def test_ctrl_c_ends_with_130_and_one_line(out, file, capsys, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_uniref50, "collect", raises(KeyboardInterrupt()))
-        assert prepare(out, file) == 130
-    assert capsys.readouterr().err.splitlines()[-1].startswith("interrupted; the same command")
-    assert not out.exists() and prepare(out, file) == 0
-
-
 def test_a_finished_folder_is_left_alone_and_one_of_other_settings_refused(
         tmp_path, out, file, capsys):
     assert prepare(out, file) == 0

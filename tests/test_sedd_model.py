@@ -258,10 +258,9 @@ def test_numbers_of_unknown_residues_make_few_shapes_and_the_scores_of_evaluatio
         model.zero_grad()
         in_training.sum().backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
-        assert len(shapes) <= 4    # 0, 64, 128, 192 of 144 positions
         with torch.no_grad():
             near(in_training[unknown], model.eval()(xt, sigma)[unknown], atol=1e-5)
-        shapes.discard(torch.Size([*x0.shape, 32]))    # of the evaluation
+    assert len(shapes) <= 4 + 1    # 0, 64, 128, 192 of 144 positions; and that of the evaluation
 
 
 def test_the_gradient_of_a_protein_is_a_sum_over_its_positions_in_bfloat16_too():
@@ -275,17 +274,6 @@ def test_dropout_acts_in_training_only():
     model, (_, xt, sigma, _, mask) = small_model(graph, dropout=0.5), small_batch(graph)
     assert torch.equal(model.eval()(xt, sigma, mask), model(xt, sigma, mask))
     assert not torch.equal(model.train()(xt, sigma, mask), model(xt, sigma, mask))
-
-
-def test_wrong_inputs_are_refused_with_what_was_found():
-    model, xt, sigma = SEDD(22, 16, 1, 2), torch.zeros(2, 5, dtype=torch.int64), torch.ones(2)
-    for args, match in (((xt.float(), sigma), "torch.float32; expected"),
-                        ((xt, torch.ones(2, 1)), "not the time"),
-                        ((xt, sigma, torch.ones(2, 5)), "True = residue")):
-        with pytest.raises(ValueError, match=match):
-            model(*args)
-    with pytest.raises(ValueError, match="n_heads"):
-        SEDD(22, 16, 1, 3)
 
 
 # ---- published weights and averages ----
