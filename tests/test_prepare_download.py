@@ -10,9 +10,7 @@ import http.server
 import json
 import os
 import random
-import socket
 import threading
-import time
 from email.utils import formatdate
 from pathlib import Path
 
@@ -91,6 +89,14 @@ class Answer(http.server.BaseHTTPRequestHandler):
 def drops_after(count):
     """Sends `count` bytes more of what was asked for, then ends the connection."""
     return lambda answer: answer.sane(answer.start + count)
+
+
+def rests_at(start):
+    return lambda answer: answer.rest(start)
+
+
+def says_206(answer):
+    answer.head(206, 0)      # and not of which bytes
 
 
 def answers(code):
@@ -172,12 +178,6 @@ def metalink(md5=MD5, size=len(DATA), name="uniref50.fasta.gz", head=""):
 
 # ---- the source ----
 
-def test_the_metalink_beside_the_file_gives_size_md5_and_release(web):
-    web.files["/u/RELEASE.metalink"] = metalink()
-    web.listing_faults = [answers(503), drops_after(100)]
-    assert look_up(web.url, **FAST) == Source(web.url, len(DATA), MD5, "2025_04")
-
-
 def test_without_a_metalink_or_an_entry_nothing_is_known_and_one_line_says_so(web, capsys):
     loop = '<!DOCTYPE m [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]>'
     for text in (None, metalink(name="other.gz"), metalink(md5="none"), b"<html>",
@@ -191,15 +191,10 @@ def test_without_a_metalink_or_an_entry_nothing_is_known_and_one_line_says_so(we
 
 # ---- what goes well ----
 
-def test_a_download_is_the_file_and_leaves_no_part(web, path):
-    get(web, path, size=len(DATA), md5=MD5)
-    assert not part_of(path).exists() and web.ranges() == [None]
-
-
 def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_downloaded(web, path):
-    get(web, path)
-    get(web, path)
-    assert len(web.asked) == 1
+    for _ in range(2):
+        get(web, path, size=len(DATA), md5=MD5)
+        assert web.ranges() == [None] and not part_of(path).exists()
     web.files["/u/uniref50.fasta.gz"] = OTHER
     get(web, path, md5=hashlib.md5(OTHER).hexdigest())
     web.files["/u/uniref50.fasta.gz"] = DATA
@@ -211,6 +206,8 @@ def test_a_url_is_prepared_with_its_release_and_downloaded_once(web, tmp_path, m
     data = gzip.compress("".join(f">{n}\nMKV{n * 'A'}\n" for n in range(50)).encode(), mtime=0)
     web.files = {"/u/uniref50.fasta.gz": data,
                  "/u/RELEASE.metalink": metalink(hashlib.md5(data).hexdigest(), len(data))}
+
+    web.listing_faults = [drops_after(100)]
 
     def prepare(name, *more):
         return prepare_uniref50.main([str(tmp_path / name), "--url", web.url, "--val_fraction", "0",
@@ -231,12 +228,6 @@ def test_a_url_is_prepared_with_its_release_and_downloaded_once(web, tmp_path, m
     assert meta["report"]["n_proteins"] == 2
 
 
-def test_a_part_is_continued_though_its_list_cannot_be_read_now(web, path):
-    half_arrives(web, path, Source(web.url, len(DATA), MD5, "2025_04"))
-    get(web, path)
-    assert web.ranges() == [f"bytes={HALF}-"]
-
-
 def test_a_file_that_is_there_stays_until_another_begins_to_arrive(web, path):
     path.write_bytes(b"mine")
     web.faults = [answers(404)]
@@ -253,24 +244,18 @@ def test_proxies_of_the_environment_are_used(web, path, monkeypatch):
 
 
 def test_user_and_password_go_to_the_server_and_nowhere_else(web, path, capsys):
-    web.faults = [drops_after(HALF)]
+    web.files["/moved.gz"] = DATA
+    web.faults = [drops_after(HALF), lambda answer: answer.head(302, 0, {"Location": "/moved.gz"})]
     url = web.url.replace("//", "//me:s%40fe@") + "?key=hidden"
-    download(look_up(url, **FAST), path, **FAST)
-    sent = {headers["Authorization"] for _, headers in web.asked}
-    assert sent == {"Basic " + base64.b64encode(b"me:s@fe").decode()}
+    download(Source(url), path, **FAST)
+    basic = "Basic " + base64.b64encode(b"me:s@fe").decode()
+    assert [headers["Authorization"] for _, headers in web.asked] == [basic, basic, None]
     message = refusal(ValueError, download, Source(url.replace("u/", "n o/")), path)
     message += refusal(OSError, download, Source(url.replace("127.0.0.1", "no.invalid")), path)
     web.faults = [answers(404)]
     message += refusal(ValueError, download, Source(url + "4"), path)
     message += capsys.readouterr().err + note_of(path).read_text()
     assert not any(secret in message for secret in ("me:", "s%40fe", "s@fe", "hidden"))
-
-
-def test_a_redirect_is_followed_but_does_not_carry_the_password(web, path):
-    web.files["/moved.gz"] = DATA
-    web.faults = [lambda answer: answer.head(302, 0, {"Location": "/moved.gz"})]
-    download(Source(web.url.replace("//", "//me:safe@")), path, **FAST)
-    assert path.read_bytes() == DATA and web.asked[1][1]["Authorization"] is None
 
 
 # ---- connections that break ----
@@ -314,26 +299,7 @@ def test_a_server_that_stalls_is_a_dropped_connection(web, path):
     assert path.read_bytes() == DATA and web.ranges()[-2:] == ["bytes=100000-"] * 2
 
 
-def test_no_server_and_a_wrong_address_are_refused_at_once(web, path, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
-    web.faults = [answers(401)]
-    message = refusal(ValueError, download, Source(web.url), path)
-    assert "401" in message and web.url in message
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        closed = f"http://127.0.0.1:{unused.getsockname()[1]}/f.gz"
-        message = refusal(OSError, look_up, closed)
-        assert closed.rpartition("/")[0] in message and "https_proxy" in message
-
-
 # ---- too little, too much, something else ----
-
-def test_a_server_that_ignores_range_starts_over_and_says_so(web, path, capsys):
-    half_arrives(web, path)
-    web.faults = [Answer.whole]
-    get(web, path)
-    assert len(web.asked) == 1 and f"{HALF:,} bytes" in capsys.readouterr().err
-
 
 def test_a_server_that_ignores_range_and_always_drops_ends_in_words(web, path):
     web.faults = [whole_until(HALF)] * 9
@@ -355,25 +321,31 @@ def test_another_file_after_a_resume_is_never_mixed_with_the_old(
     web.files["/u/uniref50.fasta.gz"] = data
     web.validators.update(change)
     if not obeys_if_range or not change:
-        web.faults = [lambda answer: answer.rest(HALF)]
+        web.faults = [rests_at(HALF)]
     get(web, path)
     assert "thrown away" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("field, old, new", [
-    ("md5", None, MD5), ("md5", "0" * 32, MD5), ("release", "2025_03", "2025_04"),
-    ("size", 5, len(DATA))])
-def test_a_part_of_another_source_is_thrown_away(web, path, field, old, new, capsys):
-    half_arrives(web, path)
-    change_note(path, **{field: old})
-    get(web, path, **{field: new})
-    assert web.ranges() == [None] and field in capsys.readouterr().err
-
-
-def test_a_part_whose_note_cannot_be_read_is_thrown_away(web, path):
-    part_of(path).write_bytes(DATA[:HALF])
-    note_of(path).write_text('{"url"')
+@pytest.mark.parametrize("faults, asked", [
+    ([], 1), ([Answer.whole], 1), ([rests_at(HALF - 1), rests_at(0), says_206], 4)],
+    ids=["its list cannot be read now", "the server ignores Range", "another range arrives"])
+def test_a_part_is_continued_only_with_what_comes_behind_it(web, path, faults, asked):
+    half_arrives(web, path, Source(web.url, len(DATA), MD5, "2025_04"))
+    web.faults = list(faults)
     get(web, path)
+    assert web.ranges() == [f"bytes={HALF}-"] * asked
+
+
+@pytest.mark.parametrize("field, old, new", [
+    ("md5", "0" * 32, MD5), ("release", "2025_03", "2025_04"), ("size", 5, len(DATA)),
+    (None, None, None)])
+def test_a_part_of_another_source_or_without_its_note_is_thrown_away(web, path, field, old, new):
+    half_arrives(web, path)
+    if field:
+        change_note(path, **{field: old})
+    else:
+        note_of(path).write_text('{"url"')
+    get(web, path, **({field: new} if field else {}))
     assert web.ranges() == [None]
 
 
@@ -388,18 +360,10 @@ def test_without_anything_to_tell_files_apart_nothing_is_continued(web, path):
     assert web.ranges() == [f"bytes={HALF}-"] and web.asked[0][1]["If-Range"] is None
 
 
-def test_a_206_from_elsewhere_is_not_appended(web, path):
-    half_arrives(web, path)
-    web.faults = [lambda answer: answer.rest(HALF - 1), lambda answer: answer.rest(0),
-                  lambda answer: answer.head(206, 0)]
-    get(web, path)
-    assert len(web.asked) == 4
-
-
 def test_a_206_or_416_that_nobody_asked_for_is_refused(web, path):
     web.validators = {}
     half_arrives(web, path)
-    for fault in (lambda answer: answer.rest(0), answers(416)):
+    for fault in (rests_at(0), answers(416)):
         for call, *target in ((download, path), (open_stream,)):
             web.faults = [fault]
             refusal(ValueError, call, Source(web.url), *target)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import shlex
 import shutil
 import signal
 import subprocess
@@ -170,18 +169,6 @@ def test_the_seed_changes_the_order_and_not_the_sides(tmp_path):
         assert first != second and sorted(first) == sorted(second)
 
 
-def test_cleaning_is_that_of_the_reader_and_a_set_may_be_empty(tmp_path, capsys):
-    out = tmp_path / "my data"
-    (tmp_path / "in.fasta").write_text(">a\nmkv u*\n>b\nXX\n>c\n\n>d\nMK\n>e\nMKVX\n>f\nACDEFGH*\n")
-    assert prepare(out, tmp_path / "in.fasta", min_length=3) == 0
-    assert sorted_texts(out) == ["ACDEFGH", "MKVX"]
-    assert {path.read_bytes() for path in (out / "val").iterdir()} == {b""}
-    screen = capsys.readouterr().out
-    assert "data.val_fraction=0.0 data.min_length=3" in screen
-    words = shlex.split(screen.split("Next:")[1])
-    assert os.path.abspath(words[words.index("--data") + 1]) == str(out)
-
-
 def test_text_and_pt_files_are_taken_together_with_fasta(tmp_path, out):
     sequences = random_proteins(60)
     write_fasta(tmp_path / "a.fasta", sequences[:20])
@@ -227,16 +214,12 @@ def test_a_bad_file_is_refused_by_name_and_leaves_no_folder(
     assert not out.exists() and not (tmp_path / "out.partial").exists()
 
 
-def test_impossible_settings_are_refused(out, file, capsys):
-    for key, value in (("val_fraction", 1), ("val_fraction", "nan"), ("max_sequences", 0)):
+def test_settings_that_cannot_be_or_leave_a_set_empty_are_refused(out, file, capsys):
+    for key, value, says in (
+            ("val_fraction", "nan", "expected"), ("max_sequences", 0, "expected"),
+            ("val_fraction", 0.9999999, "puts 0 proteins in training and 50 in validation")):
         message = refusal(capsys, out, file, **{key: value})
-        assert key in message and "expected" in message
-    assert list(out.parent.iterdir()) == [file]
-
-
-def test_a_set_without_training_proteins_is_refused(out, file, capsys):
-    message = refusal(capsys, out, file, val_fraction=0.9999999)
-    assert "puts 0 proteins in training and 50 in validation" in message
+        assert key in message and says in message
     assert list(out.parent.iterdir()) == [file]     # no work that no call could go on from
 
 

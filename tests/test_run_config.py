@@ -130,11 +130,6 @@ def test_a_file_that_says_it_badly_is_refused_with_the_place(tmp_path, text, adv
     assert "config.yaml" in message and advice in message
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
-    text = b"\xef\xbb\xbfseed: 3\r\noptim:\r\n  lr: 1e-4\r\n"
-    assert load(tmp_path, text) == Config(seed=3, optim=Optim(lr=1e-4))
-
-
 def test_the_command_line_prevails_over_the_file_and_its_last_word_over_its_first(tmp_path):
     config = load(tmp_path, "optim: {lr: fast, warmup: 5}", "optim.lr=2e-4", "optim.lr=3e-4",
                   "seed=7", "optim.betas=[0.8, 0.9]", "memory.max_memory_per_gpu=null", "name=a=b")

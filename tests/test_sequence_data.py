@@ -66,12 +66,8 @@ def test_keyed_seeds_are_equal_for_equal_parts_in_every_version_and_differ_other
     assert keyed_seed(np.int64(7), np.uint64(8)) == keyed_seed(7, torch.tensor(8))
     digest = hashlib.blake2b(b"('crop', 3)", digest_size=8).digest()
     assert keyed_seed("crop", 3) == int.from_bytes(digest, "little") // 2
-
-    def draw(*p):
-        return torch.rand(3, generator=keyed_generator(*p))
-
-    assert torch.equal(draw(0, "noise"), draw(0, "noise"))
-    assert not torch.equal(draw(0, "noise"), draw(1, "noise"))
+    first, again, other = (torch.rand(3, generator=keyed_generator(k, "noise")) for k in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_the_alphabet_is_the_published_order_and_rare_letters_are_x():
@@ -86,27 +82,6 @@ def test_encode_refuses_what_only_a_file_reader_may_clean_and_decode_a_mask(text
         encode(text)
     with pytest.raises(ValueError, match="0 to 20"):
         decode([0, 21])
-
-
-def variants(sequence):
-    """All texts that differ from this one by a letter, an exchange of neighbours or a cut."""
-    for i, letter in enumerate(sequence):
-        yield sequence[:i]
-        others = (AMINO_ACIDS + "X").replace(letter, "")
-        yield from (sequence[:i] + other + sequence[i + 1:] for other in others)
-        if sequence[i:i + 1] != sequence[i + 1:i + 2]:
-            yield sequence[:i] + sequence[i + 1:i + 2] + letter + sequence[i + 2:]
-
-
-def test_no_two_proteins_share_a_key_however_alike_they_are(real):
-    few = [sequence for sequence in texts(real[0].subset(np.arange(60))) if len(sequence) < 200]
-    distinct = {variant for sequence in few for variant in [sequence, *variants(sequence)]}
-    distinct |= {"A" * n for n in range(1000)} | {"X" * n for n in range(1000)}
-    words = ["AAAAAAAA", "CCCCCCCC", "AAAAAAAC", "DDDDDDDD", "CAAAAAAA", "WWWWWWWW"]
-    distinct |= {"".join(order) for order in itertools.permutations(words)}
-    keys = np.concatenate([Proteins.from_sequences(sorted(distinct)).keys, real[0].keys])
-    together = len(distinct | set(texts(real[0])))
-    assert len(distinct) > 50_000 and len(np.unique(keys)) == together
 
 
 def test_a_key_is_the_same_wherever_the_protein_stands():
@@ -126,6 +101,12 @@ def test_keys_and_their_order_are_the_same_numbers_in_every_version():
     keys = Proteins.from_sequences(["MKV", "ACDEFGHIKLMNPQRSTVWYX"]).keys
     assert keys.tolist() == [7357805257792509725, 9964410311591326365]
     assert order_words(keys, 0).tolist() == [1443003581826762636, 14662638302584749771]
+
+
+def test_a_compact_table_holds_the_same_proteins_one_after_the_other(real):
+    part = real[0].subset(np.arange(0, 12000, 2)[::-1])     # 2 million residues: several parts
+    compact = part.compact()
+    assert texts(compact) == texts(part) and (compact.keys == part.keys).all()
 
 
 # ---- reading ----
@@ -335,36 +316,20 @@ def test_the_split_stays_when_the_file_grows_or_is_reordered():
     assert set(val) <= set(split_by_hash(few, 0.2)[1])              # a larger fraction only adds
 
 
-def test_exact_duplicates_are_on_one_side_and_the_fraction_is_that_asked_for(real):
-    proteins, _ = real
-    twice = Proteins.from_sequences([proteins[i] for i in range(300)] * 2)
-    train, val = split_by_hash(twice, 0.3)
-    assert not set(twice.keys[train].tolist()) & set(twice.keys[val].tolist())
-    assert len(val) % 2 == 0
-    n, fraction = len(proteins), 0.05
-    n_val = len(split_by_hash(proteins, fraction)[1])
+def test_blanks_in_named_sequences_do_not_count_and_a_damaged_gz_is_refused(tmp_path):
+    path, packed = tmp_path / "A.FA.GZ", gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n")
+    path.write_bytes(packed)
+    assert list(named_sequences(path)) == [("a b", "MKVACDE"), ("c", "M")]
+    for damaged in (packed[:-12], packed[:-8] + bytes(4) + packed[-4:]):    # the checksum
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="A.FA.GZ is truncated or damaged"):
+            list(named_sequences(path))
+
+
+def test_the_share_of_validation_is_that_asked_for(real):
+    n, fraction = len(real[0]), 0.05
+    n_val = len(split_by_hash(real[0], fraction)[1])
     assert abs(n_val - n * fraction) < 4 * math.sqrt(n * fraction * (1 - fraction))
-
-
-def test_an_empty_side_or_an_impossible_fraction_is_refused():
-    for fraction, says in ((1e-9, "puts . proteins in training and . in validation"),
-                           (1, "more than 0 and less than 1"), (math.nan, "more than 0")):
-        with pytest.raises(ValueError, match=says):
-            split_by_hash(Proteins.from_sequences(["MKV", "ACD"]), fraction)
-
-
-def test_blanks_within_a_sequence_do_not_count(tmp_path):
-    (tmp_path / "A.FA.GZ").write_bytes(gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n"))
-    assert list(named_sequences(tmp_path / "A.FA.GZ")) == [("a b", "MKVACDE"), ("c", "M")]
-
-
-@pytest.mark.parametrize("damage", [lambda data: data[:-12],                  # cut off
-                                    lambda data: data[:-8] + bytes(4) + data[-4:]])   # checksum
-def test_a_damaged_gz_of_named_sequences_is_refused_by_its_name(tmp_path, damage):
-    path = tmp_path / "designs.fasta.gz"
-    path.write_bytes(damage(gzip.compress(b">a\nMKV\n>b\nACD\n")))
-    with pytest.raises(ValueError, match="designs.fasta.gz is truncated or damaged"):
-        list(named_sequences(path))
 
 
 def test_long_proteins_are_cropped_or_dropped_and_counted():

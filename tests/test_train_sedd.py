@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -219,15 +218,12 @@ def damage(folder, kind):
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_folder_is_refused_before_anything_is_written(kind, own_copy, tmp_path):
+def test_a_damaged_folder_or_one_of_other_settings_is_refused_before_anything_is_written(
+        kind, own_copy, tmp_path):
+    with pytest.raises(ValueError, match="val_fraction is 0.2, but .* was prepared with 0.1"):
+        run(tiny(own_copy, data__val_fraction=0.2), tmp_path / "w")
     with pytest.raises((ValueError, OSError), match=damage(own_copy, kind)):
         run(tiny(own_copy), tmp_path / "w")
-    assert not (tmp_path / "w").exists()
-
-
-def test_a_folder_prepared_with_other_settings_is_refused(prepared, tmp_path):
-    with pytest.raises(ValueError, match="val_fraction is 0.2, but .* was prepared with 0.1"):
-        run(tiny(prepared, data__val_fraction=0.2), tmp_path / "w")
     assert not (tmp_path / "w").exists()
 
 
@@ -283,11 +279,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, mo
     run(tiny(fasta, monitoring__timing_every=2), tmp_path)
     same_weights(straight, tmp_path, "best.pt")
     same_run(straight, tmp_path)
-    assert steps_of(tmp_path) == list(range(1, 13))
     assert [rows(tmp_path)[-1][f"seen/{name}"] for name in ("residues", "tokens")] == seen
     assert [row["step"] for row in rows(tmp_path) if "time/compute" in row] == [8, 10, 12]
-    state = state_of(tmp_path)
-    assert (state["step"], state["epoch"], state["world_size"]) == (12, 12 // 27, 1)
 
 
 def test_a_resumed_run_of_muon_equals_an_uninterrupted_one(fasta, tmp_path):
@@ -352,14 +345,11 @@ def test_a_finished_run_never_fails_for_its_picture(fasta, tmp_path, capsys, ext
     assert capsys.readouterr().out.splitlines()[-1].startswith("ATTENTION: no picture was drawn")
 
 
-def test_a_resume_is_refused_for_another_config_other_data_or_model(fasta, tmp_path, monkeypatch):
+def test_a_resume_is_refused_for_another_config_or_other_data(fasta, tmp_path, monkeypatch):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
-    path = re.escape(str(tmp_path / "w" / "checkpoints" / "last.pt"))
-    fine_tune = f"as a new run: --init_from {path} --work_dir NEW"
-    differences = (r"(?s)another config.*optim\.lr: 0\.003 -> 0\.5.*loss\.reduction: 'residue'.*"
-                   + fine_tune)
-    with pytest.raises(ValueError, match=differences):
-        run(tiny(fasta, optim__lr=0.5, loss__reduction="sequence"), tmp_path / "w")
+    fine_tune = "as a new run: --init_from .*last.pt --work_dir NEW"
+    with pytest.raises(ValueError, match=rf"(?s)config.*optim\.lr: 0\.003 -> 0\.5.*{fine_tune}"):
+        run(tiny(fasta, optim__lr=0.5), tmp_path / "w")
     fewer = tmp_path / "fewer.fasta"
     fewer.write_text(fasta.read_text().rpartition(">")[0])
     with pytest.raises(ValueError, match=f"other proteins.*{fine_tune}"):
@@ -374,11 +364,8 @@ def test_a_resume_is_refused_for_another_config_other_data_or_model(fasta, tmp_p
     assert not (tmp_path / "new").exists() and steps_of(tmp_path / "w") == [1, 2]
     copy = tmp_path / "copy.fasta"   # the same proteins under another name are the same data
     shutil.copy(fasta, copy)
-    allowed = dict(training__n_iters=3, training__eval_freq=1, training__log_freq=2,
-                   training__snapshot_freq=1, training__num_workers=1,
-                   monitoring__sample_frequency=2, monitoring__n_samples=3,
-                   monitoring__sample_steps=3, monitoring__predictor="euler")
-    run(tiny(copy, **allowed), tmp_path / "w")
+    run(tiny(copy, training__n_iters=3, training__log_freq=2, training__num_workers=1,
+             monitoring__sample_steps=3), tmp_path / "w")
     assert steps_of(tmp_path / "w") == [1, 2, 3]
 
 
@@ -439,32 +426,19 @@ def test_the_lock_of_a_live_run_counts_and_a_dead_ones_is_taken_over(fasta, tmp_
 
 
 def test_a_lock_of_another_host_counts_while_its_heartbeat_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(RunLock, "stale", 2)
-    monkeypatch.setattr(RunLock, "every", 0.2)
-
-    def write(age=0):
+    def beat(seconds=0):
         write_text_atomic(tmp_path / "lock.json", json.dumps(
-            {"host": "elsewhere", "pid": 1, "start": 5, "beat": time.time() - age}))
+            {"host": "elsewhere", "pid": 1, "start": 5, "beat": time.time()}))
 
-    write()
-    enough = threading.Event()
-
-    def keep_beating():
-        while not enough.wait(0.1):
-            write()
-
-    beating = threading.Thread(target=keep_beating)
-    beating.start()
-    try:
+    monkeypatch.setattr(RunLock, "stale", 2)
+    beat()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", beat)
         with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
             RunLock(tmp_path)
-    finally:
-        enough.set()
-        beating.join()
-    write(age=1)        # silent since a moment
     start = time.monotonic()
     RunLock(tmp_path).release()
-    assert 0.5 <= time.monotonic() - start <= 60
+    assert 1 <= time.monotonic() - start <= 60 and not (tmp_path / "lock.json").exists()
 
 
 def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_path, monkeypatch):
@@ -502,16 +476,6 @@ def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_conf
     assert steps_of(tmp_path) == [1, 2]
 
 
-def test_a_stop_file_ends_the_run_and_its_line_says_to_remove_the_file(fasta, tmp_path, capsys):
-    ddp, stop = Ddp(), tmp_path / "w" / "STOP"
-    ready = prepare(tiny(fasta, training__n_iters=10**6), ddp, tmp_path / "w")
-    stop.touch()
-    assert "STOP exists" in train(ready, ddp)["stopped"]
-    assert f"Remove {stop}; then the same command continues" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="Remove the file to continue"):
-        run(tiny(fasta), tmp_path / "w")
-
-
 # ---- start from weights ----
 
 @pytest.fixture(scope="module")
@@ -528,19 +492,11 @@ def sources(straight, tmp_path_factory):
     return paths
 
 
-@pytest.fixture
-def family(fasta, tmp_path):
-    """Some of the proteins of `fasta`."""
-    path = tmp_path / "family.fasta"
-    path.write_text(">".join(fasta.read_text().split(">")[:120]))
-    return path
-
-
 @pytest.mark.parametrize("kind", ["checkpoint", "export", "published"])
-def test_a_run_begins_with_nothing_but_the_averages_of_a_file(sources, family, tmp_path, kind):
+def test_a_run_begins_with_nothing_but_the_averages_of_a_file(sources, fasta, tmp_path, kind):
     if kind not in sources:
         pytest.skip("needs the package safetensors")
-    config = tiny(family, training__init_from=sources[kind], training__seed=5,
+    config = tiny(fasta, training__init_from=sources[kind], training__seed=5,
                   model__dropout=0, noise__type="geometric", optim__ema=0.5)
     ready = prepare(config, Ddp(), tmp_path / "w")
     averages = torch.load(sources["checkpoint"], weights_only=True)["ema"]["shadow_params"]
@@ -552,12 +508,12 @@ def test_a_run_begins_with_nothing_but_the_averages_of_a_file(sources, family, t
     assert load_config(Config, tmp_path / "w" / "config.yaml") == config
 
 
-def test_the_same_command_goes_on_with_what_it_began(sources, straight, family, tmp_path):
+def test_the_same_command_goes_on_with_what_it_began(sources, straight, fasta, tmp_path):
     shutil.copy(sources["checkpoint"], base := tmp_path / "base.pt")
 
     def begin(steps, path=base):
         init = {"training__init_from": path} if path else {}
-        return tiny(family, training__n_iters=steps, training__eval_freq=2,
+        return tiny(fasta, training__n_iters=steps, training__eval_freq=2,
                     training__snapshot_freq=2, **init)
 
     run(begin(6), tmp_path / "whole")
@@ -575,15 +531,15 @@ def test_the_same_command_goes_on_with_what_it_began(sources, straight, family, 
     assert state["step"] == 8 and state["init_from"]["path"] == str(base)
     before = sorted(straight.rglob("*"))
     with pytest.raises(ValueError, match="began with random weights"):
-        run(tiny(family, training__init_from=other), straight)
+        run(tiny(fasta, training__init_from=other), straight)
     assert sorted(straight.rglob("*")) == before
 
 
-def test_all_that_does_not_fit_the_weights_is_told_at_once(sources, family, tmp_path):
+def test_all_that_does_not_fit_the_weights_is_told_at_once(sources, fasta, tmp_path):
     state = torch.load(sources["checkpoint"], weights_only=True)
     torch.save({**state, "alphabet": "ARNDCQEGHILKMFPSTWYVX"}, tmp_path / "letters.pt")
     with pytest.raises(ValueError) as error:
-        run(tiny(family, training__init_from=tmp_path / "letters.pt", model__hidden_size=48,
+        run(tiny(fasta, training__init_from=tmp_path / "letters.pt", model__hidden_size=48,
                  graph__type="uniform"), tmp_path / "w")
     for text in ("model.hidden_size is 32 in the file, and 48 by the config",
                  "graph.type is absorb", "ARNDCQEGHILKMFPSTWYVX; expected ACDEF"):
@@ -591,10 +547,10 @@ def test_all_that_does_not_fit_the_weights_is_told_at_once(sources, family, tmp_
     assert not (tmp_path / "w").exists()
 
 
-def test_two_ranks_begin_with_the_weights_of_a_file(sources, family, tmp_path):
-    run(tiny(family, training__init_from=sources["published"], training__n_iters=2,
+def test_two_ranks_begin_with_the_weights_of_a_file(sources, fasta, tmp_path):
+    run(tiny(fasta, training__init_from=sources["published"], training__n_iters=2,
              training__accum=4), tmp_path / "one")
-    done = by_command(2, tiny(family, training__n_iters=2), tmp_path, "two", "--init_from",
+    done = by_command(2, tiny(fasta, training__n_iters=2), tmp_path, "two", "--init_from",
                       sources["published"])
     assert done.returncode == 0, done.text
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
@@ -646,10 +602,8 @@ def test_gradient_checkpointing_gives_the_same_losses(fasta, straight, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_mixed_precision_trains_near_float32_and_samples(fasta, straight, tmp_path, capsys, dtype):
-    run(tiny(fasta, memory__mixed_precision=dtype, memory__max_memory_per_gpu=0.85), tmp_path)
-    assert f"{dtype} (asked for" in (text := capsys.readouterr().out)
-    assert "max_memory_per_gpu 0.85 has no effect on cpu" in text
+def test_mixed_precision_trains_near_float32_and_samples(fasta, straight, tmp_path, dtype):
+    run(tiny(fasta, memory__mixed_precision=dtype), tmp_path)
     a, b = losses(straight), losses(tmp_path)
     assert a != b and b == pytest.approx(a, rel=0.02)
     sampled = (tmp_path / "samples" / "step_12.fasta").read_text().split("\n")[1::2]
@@ -659,13 +613,10 @@ def test_mixed_precision_trains_near_float32_and_samples(fasta, straight, tmp_pa
 def test_an_overflow_in_float16_is_skipped_and_no_failure(fasta, tmp_path):
     ready = prepare(tiny(fasta, memory__mixed_precision="float16"), Ddp(), tmp_path / "w")
     ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=10**6)
-    before = [p.clone() for p in ready.bare.parameters()]
-    result = train(ready, Ddp())
-    table = rows(tmp_path / "w")
-    assert table[0]["grad_norm"] is None and table[0]["loss_scale"] < 2.0**22
-    assert math.isfinite(result["loss"])
-    assert table[-1]["grad_norm"] > 0 and table[-1]["loss_scale"] >= 1
-    assert any(not torch.equal(a, b) for a, b in zip(before, ready.bare.parameters()))
+    assert math.isfinite(train(ready, Ddp())["loss"])
+    first, last = rows(tmp_path / "w")[0], rows(tmp_path / "w")[-1]
+    assert first["grad_norm"] is None and first["loss_scale"] < 2.0**22
+    assert last["grad_norm"] > 0 and last["loss_scale"] >= 1
 
 
 def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_path):
@@ -751,21 +702,6 @@ def test_one_draw_of_the_noise_tells_how_a_model_differs_from_the_unigram(graph,
         math.exp(exact.sum() / proteins.lengths.sum()))
 
 
-def test_the_exact_value_beside_the_bound_is_that_of_the_residues_evaluated():
-    source = DemoSource(seed=0)
-    proteins = source.sample(30, seed=3)
-    config = load_config(Config, None, ["training.batch_size=1", "data.max_length=48"])
-    graph = make_graph("absorb", N_TOKENS)
-    v = Validation(proteins, config, graph, make_noise("loglinear"), proteins.letter_counts(),
-                   source)
-    assert v.counts.max() == 48 and proteins.lengths.max() > 48            # cropped
-    again = source.nll(Proteins.from_sequences([v.proteins[i] for i in range(30)]))
-    found = v.summarise(torch.from_numpy(again))
-    assert found["val/exact"] == pytest.approx(again.sum() / v.counts.sum())
-    assert found["val/loss"] == pytest.approx(found["val/exact"])
-    assert found["val/standard_error"] == pytest.approx(0, abs=1e-12)
-
-
 # ---- does it learn ----
 
 LEARN = {"training.batch_size": 32, "training.log_freq": 50, "training.eval_samples": 8,
@@ -829,8 +765,8 @@ def test_every_shipped_config_and_the_keys_of_the_original_are_accepted():
     for path in sorted((ROOT / "configs").glob("sedd_*.yaml")):
         check_config(load_config(Config, path))
     check_config(load_config(Config, None, [
-        "training.num_epochs=1", "memory.gradient_checkpointing=False",
-        "memory.mixed_precision=True", "memory.max_memory_per_gpu=0.85",
+        "training.batch_size=16", "training.num_epochs=1", "memory.mixed_precision=True",
+        "memory.gradient_checkpointing=False", "memory.max_memory_per_gpu=0.85",
         "ddp.find_unused_parameters=False", "ddp.gradient_as_bucket_view=True",
         "monitoring.log_gradients=true", "monitoring.sample_frequency=5000"]))
 
