@@ -42,7 +42,6 @@ def config_with(setting):
     ((2, 1, 0.5, 0.5), {}, "bfloat16"),
     ((2, 1, 1.2, 1.3), {}, "float32"),                                  # small models gain nothing
     ((2, 1, 0.5, 0.5), dict(bfloat16={"native": "no"}), "float16"),     # older cards
-    ((2, 1, 0.5, 0.5), dict(bfloat16={"native": "no"}, float16={"native": "no"}), "float32"),
     ((2, 1, 0.5, 0.5), dict(bfloat16={"error": "none"}, float16={"error": "none"}), "float32"),
     ((2, 1, 0.5, 0.9), dict(bfloat16={"SEDD": Errors(0.001, NAN, 20)}), "float16"),
     ((2, 1, 0.5, 0.9), dict(bfloat16={"ProteinMPNN": Errors(0.5, 0.001, 1)}), "float16")])

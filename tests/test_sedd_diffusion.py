@@ -351,14 +351,6 @@ def test_infilling_keeps_the_fixed_residues_in_every_step(graph_name, predictor)
     assert all(torch.equal(xt[where], tokens[where]) for _, xt in seen)
 
 
-def test_padding_is_not_drawn_and_the_same_generator_gives_the_same_sample():
-    graph, mask = UniformGraph(21), torch.arange(12) < torch.tensor([[12], [5]])
-    even = torch.zeros(2, 12, 21)
-    first, second = (sample(lambda xt, sigma: even, graph, make_noise("geometric"), (2, 12), 3,
-                            mask=mask, forbidden=(20,), generator=seeded(7)) for _ in range(2))
-    assert torch.equal(first, second) and (first[~mask] == 20).all() and (first[mask] < 20).all()
-
-
 def test_what_cannot_be_made_or_sampled_is_refused():
     graph, noise = AbsorbingGraph(4), make_noise("loglinear")
     even = torch.zeros(2, 3, 5)

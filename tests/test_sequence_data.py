@@ -191,9 +191,7 @@ def test_a_truncated_or_damaged_gz_is_refused_with_the_line_it_reached(read, tmp
         assert "is damaged" in refusal(read, write(tmp_path, wrong, "in.fasta.gz"))
 
 
-def test_a_directory_and_a_pipe_are_no_files(read, tmp_path):
-    (tmp_path / "folder.fasta").mkdir()
-    assert "is a directory" in refusal(read, tmp_path / "folder.fasta")
+def test_a_pipe_is_refused_and_not_waited_for(read, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert "or a pipe" in refusal(read, tmp_path / "pipe")
 
