@@ -94,6 +94,12 @@ def test_the_report_names_every_claim_and_ends_with_the_setting(monkeypatch, cap
     config_with(lines[-1].removeprefix("recommended: ").replace(": ", "="))
 
 
+def test_wrong_arguments_end_every_rank_with_an_error_and_measure_nothing(tmp_path):
+    done = fork_ranks(2, [ROOT / "test_dtype.py", "--device=cpu", "--seconds=nan"], tmp_path)
+    assert done.returncode == 2 and done.stdout == "", done.text
+    assert "error: command line: --seconds is nan" in done.stderr
+
+
 FAULTY = """
 import sys
 sys.path.insert(0, {root!r})

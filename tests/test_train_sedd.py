@@ -778,6 +778,8 @@ def test_the_plan_is_the_table_of_the_original():
              for line in describe_plan(c, "1,2,8").splitlines() if re.match(r" +\d", line)]
     assert table == [["1", "64", "5e-05", "5,000"], ["2", "128", "0.0001", "10,000"],
                      ["8", "512", "0.0004", "40,000"]]
+    c = load_config(Config, DEMO, ["optim.warmup=300", "data.demo_proteins=3000"])
+    assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in describe_plan(c, "4,64")
 
 
 # ---- bad input ----
