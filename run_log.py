@@ -28,14 +28,14 @@ TRACKER_SECONDS = 60    # that a server may keep a run waiting
 
 
 class RunLog:
-    """run_dir: folder, made if missing. total_steps: for bar and time left. quiet: no screen.
+    """run_dir: folder, made if missing. total_steps: for bar and time left.
 
     progress draws a bar on stderr where that is a terminal, else it prints plain lines on stdout.
     """
 
-    def __init__(self, run_dir, is_main, total_steps=None, quiet=False):
+    def __init__(self, run_dir, is_main, total_steps=None):
         self.path = Path(run_dir) / "metrics.jsonl"
-        self.is_main, self.total_steps, self.quiet = is_main, total_steps, quiet
+        self.is_main, self.total_steps = is_main, total_steps
         self.file = self.bar = self.began = None
         self.trackers = []
         if is_main:
@@ -106,7 +106,7 @@ class RunLog:
 
     def progress(self, step, loss=None, ppl=None, rate=None, **more):
         """Show where the run is. rate: residues/s of all ranks; more: short numbers or texts."""
-        if not self.is_main or self.quiet:
+        if not self.is_main:
             return
         now = time.monotonic()
         if self.began is None:
@@ -139,7 +139,7 @@ class RunLog:
 
     def say(self, text):
         """Print a line on stdout without breaking the bar."""
-        if not self.is_main or self.quiet:
+        if not self.is_main:
             return
         if self.bar is not None:
             self.bar.write(str(text), file=sys.stdout)

@@ -20,8 +20,7 @@ TINY = ["model.hidden_size=16", "model.n_blocks=1", "model.n_heads=1", "model.co
         "training.tokens_per_batch=256", "data.max_length=64", "data.demo_proteins=300"]
 
 
-def test_launches_add_up_to_a_table_a_prediction_and_a_picture(tmp_path, extras, monkeypatch,
-                                                               capsys):
+def test_launches_add_up_to_a_table_a_prediction_and_a_picture(tmp_path, extras, monkeypatch):
     """Two ranks of a launcher, and one that the command starts; then the file alone."""
     words = [ROOT / "bench_ddp.py", "scale", "--steps=2", "--repeats=1", "--predict=2,8",
              "--json=scale.json", "--device=cpu", *TINY]
@@ -44,17 +43,9 @@ def test_launches_add_up_to_a_table_a_prediction_and_a_picture(tmp_path, extras,
     assert found["errors"].keys() == {"weak 2", "strong 2"}
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    two = found["launches"][0]      # other weights, and a strong row of another global batch
-    found["launches"] = [{**two, "train": 9}, {**two, "largest": 1, "rows": [
-        {**row, "seconds": 1e3} for row in two["rows"] if row["scaling"] == "strong"]},
-        *found["launches"]]
-    (tmp_path / "scale.json").write_text(json.dumps(found))
     bench_scale.main(["--json=scale.json", "--plot=scale.png"])
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
-    out = capsys.readouterr().out
-    assert "picture: scale.png" in out and "1 of the file's launches are left out" in out
-    again = json.loads((tmp_path / "scale.json").read_text())["table"]
-    assert [row["seconds"] for row in again] == [row["seconds"] for row in found["table"]]
+    assert json.loads((tmp_path / "scale.json").read_text())["table"] == found["table"]
 
 
 def test_a_step_is_predicted_as_a_ring_passes_it_on_and_the_slowest_rank_ends_it():
@@ -99,44 +90,24 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
     assert trace == pytest.approx(2 * 5 * size, rel=0.1) and square == pytest.approx(4, rel=0.1)
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--ranks=1,x"], "--ranks 1,x; expected numbers of ranks, such as 1,2,4,8"),
-    (["--ranks=1,2", "--predict=12,0"], "--predict 12,0; expected numbers of ranks"),
-    (["--ranks=1,2,3"], "2 does not divide 3; expected numbers that do"),
-    (["--ranks=1,2", "--train=-1"], "--train is -1; expected 0 or more"),
-    (["train"], "found 'train'; expected sedd, dpo or"),
-    ([], "expected --ranks, such as 1,2,4, or --json"),
-    (["--ranks=2", "--json=bad.json"], "bad.json was not written by bench_ddp.py scale"),
-    (["--ranks=2", "--latency_us=5"], "expected both or none"),
-    (["--ranks=2", "--latency_us=5", "--bandwidth_gbs=2"], "found --latency_us without --predict"),
-    (["--json=typo.json"], "found no launch in typo.json")])
-def test_what_cannot_be_done_is_refused_in_one_line(words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.json").write_text("[1]")
-    with pytest.raises(SystemExit) as end:
-        bench_scale.main(words)
-    lines = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and len(lines) == 1 and message in lines[0]
-
-
 def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_path):
+    (tmp_path / "bad.json").write_text("[1]")
     refused = {
+        ("scale", "--ranks=1,x"): "--ranks 1,x; expected numbers of ranks, such as 1,2,4,8",
+        ("scale", "--ranks=1,2,3"): "2 does not divide 3; expected numbers that do",
+        ("scale", "--json=bad.json"): "bad.json was not written by bench_ddp.py scale",
         ("sedd", "--backend=nccl"): "--backend nccl does not serve device cpu",
         ("save", "--nproc=1"): "unrecognized arguments: --nproc=1",   # it started itself for ever
-        ("sedd", "--repeats=0"): "--repeats is 0; expected at least 1",
         ("sedd", "optim.lr=1"): "save alone takes configs",
         ("sedd", "--data=no.fasta"): "no.fasta does not exist",
-        ("--repeats=3", "scale"): "scale is to be the first word",
-        ("card", "--data=no"): "--data no is not a folder",
-        ("card", "--models=6m,dpo", "memory.gradient_checkpointing=true"): "gradient_checkpointing",
-        ("learn",): "'learn' (choose from"}
+        ("card", "--data=no"): "--data no is not a folder"}
     found = command_lines("bench_ddp", [list(words) for words in refused], tmp_path)
     for (code, out, err), message in zip(found, refused.values()):
         assert code == 2 and message in err.splitlines()[-1], err
         assert "Traceback" not in err and "float32" not in out
 
 
-def test_a_card_is_measured_model_by_model_against_the_plain_step(tmp_path, monkeypatch, capsys):
+def test_a_card_is_measured_model_by_model_against_the_plain_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = ["--device=cpu", "--steps=1", "--repeats=2", "--warmup=1", "--matmul=64",
              "--json=card.json"]
@@ -160,6 +131,3 @@ def test_a_card_is_measured_model_by_model_against_the_plain_step(tmp_path, monk
                      "model.random.hidden_size=16", "model.random.num_edges=8"])
     row, = json.loads((tmp_path / "card.json").read_text())["rows"]
     assert row["per_second"] > 0 and row["flops_per_second"] == 0 and row["dtype"] == "float32"
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100 and [line.split()[0] for line in lines if "M  " in line] == [
-        "6m", "6m", "dpo"]

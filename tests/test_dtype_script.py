@@ -42,7 +42,6 @@ def config_with(setting):
     ((2, 1, 0.5, 0.5), {}, "bfloat16"),
     ((2, 1, 1.2, 1.3), {}, "float32"),                                  # small models gain nothing
     ((2, 1, 0.5, 0.5), dict(bfloat16={"native": "no"}), "float16"),     # older cards
-    ((2, 1, 0.5, 0.5), dict(bfloat16={"native": "no"}, float16={"native": "no"}), "float32"),
     ((2, 1, 0.5, 0.5), dict(bfloat16={"error": "none"}, float16={"error": "none"}), "float32"),
     ((2, 1, 0.5, 0.9), dict(bfloat16={"SEDD": Errors(0.001, NAN, 20)}), "float16"),
     ((2, 1, 0.5, 0.9), dict(bfloat16={"ProteinMPNN": Errors(0.5, 0.001, 1)}), "float16")])
@@ -61,13 +60,6 @@ def test_an_error_that_is_large_or_not_finite_fails_but_not_a_dtype_that_is_not_
         change, expected):
     status, _ = script.sedd_is_finite_and_close(Ddp(), rows(bfloat16=change))
     assert status == expected
-
-
-def test_scaling_another_dtype_or_not_float16_fails(monkeypatch):
-    for scaled in ((torch.float16, torch.bfloat16), ()):
-        monkeypatch.setattr(script, "grad_scaler", lambda dtype, ddp: torch.amp.GradScaler(
-            "cpu", enabled=dtype in scaled))
-        assert script.gradients_are_scaled_for_float16_alone(Ddp(), rows())[0] == "FAIL"
 
 
 def test_a_sampler_that_passes_t_and_a_model_that_ignores_sigma_are_found(monkeypatch):
@@ -92,65 +84,20 @@ def test_a_sampler_that_passes_t_and_a_model_that_ignores_sigma_are_found(monkey
     assert status == "FAIL" and "not sigma(t)" in figure
 
 
-def test_a_model_that_takes_real_tokens_or_is_another_in_other_dtypes_is_found(monkeypatch):
-    sedd = script.NETWORKS["SEDD"]
-
-    def lenient(model, batch, *args):
-        return sedd.step(model, [batch[0].long(), batch[1].long(), *batch[2:]], *args)
-
-    def other_if_rounded(model, batch, *args):
-        output, loss = sedd.step(model, batch, *args)
-        return output * (1 if model.vocab_embed.embedding.dtype == torch.float32 else 2), loss
-
-    monkeypatch.setitem(script.NETWORKS, "SEDD", sedd._replace(step=lenient))
-    status, figure = script.tokens_stay_integers(Ddp(), rows())
-    assert status == "FAIL" and "SEDD took torch.bfloat16" in figure
-    monkeypatch.setitem(script.NETWORKS, "SEDD", sedd._replace(step=other_if_rounded))
-    assert script.dtypes_of_weights_and_inputs_may_differ(Ddp(), rows())[0] == "FAIL"
-
-
-def test_the_report_fits_a_terminal_and_ends_with_the_setting(monkeypatch, capsys):
+def test_the_report_names_every_claim_and_ends_with_the_setting(monkeypatch, capsys):
     for name, network in script.NETWORKS.items():   # a step in a dtype not native may take long
         small = network._replace(size_on_cpu=network.size_for_errors)
         monkeypatch.setitem(script.NETWORKS, name, small)
     assert script.report(Ddp(), limit=0.02) == []
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines[3:7]] == list(map(script.short_name, script.DTYPES))
     assert sum(line.startswith(("PASS ", "SKIP ")) for line in lines) == len(script.CLAIMS)
     config_with(lines[-1].removeprefix("recommended: ").replace(": ", "="))
 
 
-def test_where_the_models_do_not_fit_their_speed_is_unknown(monkeypatch, capsys):
-    make = script.make
-
-    def out_of_memory(name, size):
-        if size == script.NETWORKS[name].size_on_cpu:
-            raise torch.OutOfMemoryError("out of memory")
-        return make(name, size)
-
-    monkeypatch.setattr(script, "make", out_of_memory)
-    found = script.measure(Ddp(), limit=0.02)
-    assert all(row.seconds.keys() == {"matmul"} for row in found.values())
-    assert "SEDD could not be timed: out of memory" in capsys.readouterr().err
-    dtype, reason = script.recommend({dtype: dataclasses.replace(row, native="yes")
-                                      for dtype, row in found.items()})
-    assert dtype == torch.float32 and " x " not in reason
-    assert "SEDD's speed in bfloat16 was not measured" in reason
-
-
-def test_arguments_that_measure_nothing_or_are_unknown_are_refused():
-    for word in ("--seconds=0", "--seconds=-1", "--seconds=inf", "--seconds=x", "--secnds=1"):
-        with pytest.raises(ValueError, match="command line: .*--sec"):
-            script.read_arguments([word])
-
-
-@pytest.mark.parametrize("n", [2, 1])       # 1: of 2, as wrong arguments start no ranks
-def test_wrong_arguments_end_every_rank_with_an_error_and_measure_nothing(tmp_path, n):
-    done = fork_ranks(n, [ROOT / "test_dtype.py", "--device=cpu", "--seconds=nan"], tmp_path,
-                      {"DDP_WORLD_SIZE": 2})
+def test_wrong_arguments_end_every_rank_with_an_error_and_measure_nothing(tmp_path):
+    done = fork_ranks(2, [ROOT / "test_dtype.py", "--device=cpu", "--seconds=nan"], tmp_path)
     assert done.returncode == 2 and done.stdout == "", done.text
-    assert done.stderr.count("error: command line: --seconds is nan") >= 1
+    assert "error: command line: --seconds is nan" in done.stderr
 
 
 FAULTY = """
@@ -160,7 +107,7 @@ import test_dtype
 from test_dtype import NetworkErrors, Row, torch
 def claim(ddp, rows):
     return ("FAIL", "its figure") if ddp.rank == 1 else ("PASS", "")
-test_dtype.CLAIMS = {{"good": lambda ddp, rows: ("PASS", "as it should"), "odd": claim}}
+test_dtype.CLAIMS = {{"odd": claim}}
 test_dtype.measure = lambda ddp, limit: {rows}
 test_dtype.cli(["--device=cpu"])
 """
@@ -169,8 +116,7 @@ test_dtype.cli(["--device=cpu"])
 def test_a_claim_that_fails_on_one_rank_fails_on_all_and_is_printed_once(tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY.format(root=str(ROOT), rows=rows((2, 1, 0.5, 0.5))))
     done = fork_ranks(2, ["faulty.py"], tmp_path)
-    assert done.stdout.count("PASS  good         as it should") == 1
-    assert done.stdout.count("FAIL  odd          on rank 1: its figure") == 1
+    assert done.stdout.count("on rank 1: its figure") == 1
     assert done.stdout.splitlines()[-1] == "recommended: memory.mixed_precision: bfloat16"
     assert done.returncode == script.FAILED
 

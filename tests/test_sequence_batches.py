@@ -1,8 +1,6 @@
 """sequence_batches: the plan of training and its reader, batches for evaluation."""
 
-import itertools
 import re
-import time
 
 import numpy as np
 import pytest
@@ -67,9 +65,8 @@ def test_an_epoch_takes_no_protein_twice_and_leaves_out_few(budget, micro_batche
 
 
 @pytest.mark.parametrize("max_length, unit, asked", [
-    (512, "tokens", 4096), (512, "tokens", 8192), (1024, "tokens", 16384), (1024, "tokens", 32768),
-    (1024, "tokens", 8192), (512, "batch_size", 16), (1024, "batch_size", 16),
-    (512, "batch_size", 5)])
+    (512, "tokens", 4096), (1024, "tokens", 32768), (1024, "tokens", 8192),
+    (512, "batch_size", 16), (1024, "batch_size", 16), (512, "batch_size", 5)])
 def test_batches_of_real_proteins_have_the_size_asked_for_and_hardly_pad_or_wait(
         real, max_length, unit, asked):
     steps = steps_of(plan_of(real, max_length, **{unit: asked}))
@@ -87,35 +84,13 @@ def test_batches_of_real_proteins_have_the_size_asked_for_and_hardly_pad_or_wait
     assert np.median(waits) < 0.03 and np.percentile(waits, 90) < 0.06
 
 
-@pytest.mark.parametrize("unit, asked, max_length", [
-    ("tokens", 1950, 512), ("batch_size", 5, 512), ("tokens", 160, 128)])
-def test_where_some_lengths_do_not_fill_a_batch_the_warning_names_numbers_that_let_steps_wait_less(
-        unit, asked, max_length):
+@pytest.mark.parametrize("unit, asked", [("tokens", 1950), ("batch_size", 5)])
+def test_where_some_lengths_do_not_fill_a_batch_the_warning_names_numbers_that_do(unit, asked):
     lengths = random_lengths(3001, 2000)
-
-    def share_that_works(plan):
-        """Mean work of a micro-batch over that of the fullest one of its step."""
-        works = [[work_of(batch) for batch in step] for step in steps_of(plan)]
-        return np.sum(works) / 4 / np.sum(np.max(works, axis=1))
-
-    poor = plan_of(lengths, max_length, 4, **{unit: asked})
-    waits, advice = poor.plan.warning()
-    assert waits.endswith(f"up to {1 / poor.plan.filled - 1:.0%}")
+    _, advice = plan_of(lengths, **{unit: asked}).plan.warning()
     better = [int(number) for number in re.findall(r"\d+", advice)]
     assert len(better) == 2
-    for number in better:
-        assert unit == "batch_size" or number >= max_length   # else a config is refused
-        good = plan_of(lengths, max_length, 4, **{unit: number})
-        assert good.plan.warning() == []
-        assert share_that_works(good) > share_that_works(poor) + 0.03
-
-
-def test_a_warning_names_no_number_of_which_the_proteins_fill_no_global_batch():
-    def make(tokens):
-        return plan_of(random_lengths(40, 512), 512, 8, tokens=tokens).plan
-
-    numbers = [int(number) for number in re.findall(r"\d+", make(1080).warning()[1])]
-    assert numbers and all(make(number).steps_per_epoch for number in numbers)
+    assert all(plan_of(lengths, **{unit: number}).plan.warning() == [] for number in better)
 
 
 @BUDGETS
@@ -173,14 +148,6 @@ def test_which_proteins_an_epoch_leaves_out_changes():
     assert 0 < missed.sum() and missed.max() < 50        # never the same ones, such as the shortest
 
 
-def test_each_global_batch_has_micro_batches_of_short_middling_and_long_proteins(real):
-    lengths = np.minimum(real.lengths, 512)
-    ordered = np.sort(lengths)                           # each third holds a third of the residues
-    thirds = ordered[np.searchsorted(np.cumsum(ordered), lengths.sum() * np.array([1 / 3, 2 / 3]))]
-    for step in steps_of(plan_of(real, 512, 8, tokens=8192)):
-        assert set(np.searchsorted(thirds, [lengths.mean() for _, lengths, _ in step])) == {0, 1, 2}
-
-
 def test_long_proteins_are_left_out_of_the_plan_if_they_are_to_be_dropped():
     lengths = random_lengths(2000)
     reader = plan_of(lengths, 300, 2, tokens=4096, long="drop")
@@ -188,13 +155,9 @@ def test_long_proteins_are_left_out_of_the_plan_if_they_are_to_be_dropped():
     assert reader.plan.n_long == (lengths > 300).sum()
     seen = np.concatenate(keys_of(reader)).astype(int)
     assert lengths[seen].max() <= 300 and len(seen) > 0.97 * reader.plan.proteins
-    with pytest.raises(ValueError, match="all 2,000 proteins are longer than max_length = 1"):
-        plan_of(lengths, 1, 2, tokens=4096, long="drop")
 
 
 def test_a_budget_below_the_longest_protein_is_refused():
-    with pytest.raises(ValueError, match="batch_size 2 is less work .* of 900 residues; expected"):
-        plan_of([20] * 500 + [900], 1000, 1, batch_size=2)
     with pytest.raises(ValueError, match="tokens_per_batch 800 is less work .* of 900 residues"):
         plan_of([20] * 500 + [900], 1000, 1, tokens=800)
 
@@ -207,13 +170,6 @@ def test_too_few_proteins_are_refused_with_numbers_that_work():
         plan_of(lengths, 2000, 8, batch_size=16)
     assert plan_of(lengths, 2000, 6, batch_size=16).plan.steps_per_epoch == 1
     assert plan_of(lengths, 2000, 8, batch_size=11).plan.steps_per_epoch == 1
-    for micro_batches, tokens in itertools.product((8, 20, 30), (10000, 20000, 10**7)):
-        with pytest.raises(ValueError, match="at most .* per micro-batch|Give at most") as caught:
-            plan_of(lengths, 2000, micro_batches, tokens=tokens)
-        if "tokens per micro-batch" in str(caught.value):
-            advised = str(caught.value).split("at most ")[-1].split(" tokens")[0]
-            advised = int(advised.replace(",", ""))
-            assert plan_of(lengths, 2000, micro_batches, tokens=advised).plan.steps_per_epoch >= 1
     with pytest.raises(ValueError, match="Give more proteins"):
         plan_of([5, 6, 7], 50, 4, batch_size=4)
 
@@ -226,46 +182,13 @@ def test_every_lane_has_a_protein_in_every_step(lengths, micro_batches, size, n_
     assert all(width > 1 for step in steps for _, _, width in step)     # 1: nothing was left
 
 
-@pytest.mark.parametrize("arguments", [
-    dict(), dict(tokens=100, batch_size=3), dict(tokens=0), dict(batch_size=0), dict(batch_size=-1),
-    dict(tokens=100, micro_batches=0)])
-def test_a_plan_needs_exactly_one_budget(arguments):
-    with pytest.raises(ValueError, match="expected one of tokens and batch_size"):
-        plan_of([5, 6, 7], 50, **{"micro_batches": 1, **arguments})
-    for lengths in ([], [5, 0]):
-        with pytest.raises(ValueError, match="expected some, of at least 1"):
-            plan_of(lengths, 50, 1, batch_size=1)
-
-
-def test_planning_costs_the_same_for_any_number_of_proteins_and_ranks():
-    lengths = np.arange(11, 3000)
-    shares = np.exp(-np.log(lengths / 200) ** 2)
-    counts = (6e7 * shares / shares.sum()).astype(np.int64)
-    began = time.process_time()
-    for micro_batches in (4, 48, 6144, 49152):
-        plan = BatchPlan((lengths, counts), 1024, micro_batches, batch_size=16)
-        plan.turn(plan.steps_per_epoch - 1, 0)
-        plan.unit(7, plan.windows - 1, micro_batches - 1, total=10**15)
-    assert time.process_time() - began < 2               # 0.2 s on an idle core
-
-
 # ---- evaluation ----
-
-def computed(lengths, batch):
-    return len(batch) * int(lengths[batch].max())
-
 
 @pytest.mark.parametrize("tokens", [512, 2048, 10**7])
 def test_evaluation_takes_each_protein_once_within_the_budget_and_hardly_pads(real, tokens):
     lengths = np.minimum(real.lengths[:2000], 512)
     batches = eval_batches(lengths, tokens)
     assert sorted(np.concatenate(batches).tolist()) == list(range(2000))
-    total = sum(computed(lengths, batch) for batch in batches)
-    assert max(computed(lengths, batch) for batch in batches) <= tokens
-    assert tokens == 10**7 or 1 - lengths.sum() / total < 0.02
-
-
-def test_evaluation_refuses_a_protein_above_the_budget_and_an_empty_set():
-    for lengths in ([5, 30], []):
-        with pytest.raises(ValueError, match="budget"):
-            eval_batches(lengths, 29)
+    computed = [len(batch) * int(lengths[batch].max()) for batch in batches]
+    assert max(computed) <= tokens
+    assert tokens == 10**7 or 1 - lengths.sum() / sum(computed) < 0.02

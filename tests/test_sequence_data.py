@@ -4,24 +4,20 @@ import collections
 import functools
 import gzip
 import hashlib
-import io
 import itertools
 import math
 import os
 import re
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from sequence_data import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID, DemoSource, Proteins,
-                           ReadReport, apply_max_length, collate, crop_start, crop_starts, decode,
-                           encode, eval_crop_starts, keyed_generator, keyed_seed, named_sequences,
-                           order_words, read_blocks, read_sequences, sequence_keys, split_by_hash,
+                           apply_max_length, collate, crop_start, crop_starts, decode, encode,
+                           eval_crop_starts, keyed_generator, keyed_seed, named_sequences,
+                           order_words, read_sequences, sequence_keys, split_by_hash,
                            unigram_frequencies)
 
 BLOCK_SIZES = [BLOCK_BYTES, 1, 5, 6, 7, 31]    # the small ones end blocks at every place
@@ -70,12 +66,8 @@ def test_keyed_seeds_are_equal_for_equal_parts_in_every_version_and_differ_other
     assert keyed_seed(np.int64(7), np.uint64(8)) == keyed_seed(7, torch.tensor(8))
     digest = hashlib.blake2b(b"('crop', 3)", digest_size=8).digest()
     assert keyed_seed("crop", 3) == int.from_bytes(digest, "little") // 2
-
-    def draw(*p):
-        return torch.rand(3, generator=keyed_generator(*p))
-
-    assert torch.equal(draw(0, "noise"), draw(0, "noise"))
-    assert not torch.equal(draw(0, "noise"), draw(1, "noise"))
+    first, again, other = (torch.rand(3, generator=keyed_generator(k, "noise")) for k in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_the_alphabet_is_the_published_order_and_rare_letters_are_x():
@@ -90,27 +82,6 @@ def test_encode_refuses_what_only_a_file_reader_may_clean_and_decode_a_mask(text
         encode(text)
     with pytest.raises(ValueError, match="0 to 20"):
         decode([0, 21])
-
-
-def variants(sequence):
-    """All texts that differ from this one by a letter, an exchange of neighbours or a cut."""
-    for i, letter in enumerate(sequence):
-        yield sequence[:i]
-        others = (AMINO_ACIDS + "X").replace(letter, "")
-        yield from (sequence[:i] + other + sequence[i + 1:] for other in others)
-        if sequence[i:i + 1] != sequence[i + 1:i + 2]:
-            yield sequence[:i] + sequence[i + 1:i + 2] + letter + sequence[i + 2:]
-
-
-def test_no_two_proteins_share_a_key_however_alike_they_are(real):
-    few = [sequence for sequence in texts(real[0].subset(np.arange(60))) if len(sequence) < 200]
-    distinct = {variant for sequence in few for variant in [sequence, *variants(sequence)]}
-    distinct |= {"A" * n for n in range(1000)} | {"X" * n for n in range(1000)}
-    words = ["AAAAAAAA", "CCCCCCCC", "AAAAAAAC", "DDDDDDDD", "CAAAAAAA", "WWWWWWWW"]
-    distinct |= {"".join(order) for order in itertools.permutations(words)}
-    keys = np.concatenate([Proteins.from_sequences(sorted(distinct)).keys, real[0].keys])
-    together = len(distinct | set(texts(real[0])))
-    assert len(distinct) > 50_000 and len(np.unique(keys)) == together
 
 
 def test_a_key_is_the_same_wherever_the_protein_stands():
@@ -132,6 +103,12 @@ def test_keys_and_their_order_are_the_same_numbers_in_every_version():
     assert order_words(keys, 0).tolist() == [1443003581826762636, 14662638302584749771]
 
 
+def test_a_compact_table_holds_the_same_proteins_one_after_the_other(real):
+    part = real[0].subset(np.arange(0, 12000, 2)[::-1])     # 2 million residues: several parts
+    compact = part.compact()
+    assert texts(compact) == texts(part) and (compact.keys == part.keys).all()
+
+
 # ---- reading ----
 
 def test_fasta_plain_and_gzipped_read_alike_with_lines_of_any_length(read, tmp_path):
@@ -148,7 +125,7 @@ def test_text_with_one_sequence_per_line_reads_like_fasta(read, tmp_path):
     for name, pack in [("x.txt", bytes), ("X.SEQ", bytes), ("x.TXT.GZ", gzip.compress)]:
         proteins, report = read(write(tmp_path, pack(b"MKVLA\r\n\n ACDEFG \nW*\n\n"), name))
         assert sorted_texts(proteins) == sorted(["MKVLA", "ACDEFG", "W"])
-        assert (report.n_empty, report.n_stops) == (1, 1)
+        assert "; 1 stops '*' at the end removed; " in str(report) and report.n_empty == 1
     assert texts(read(write(tmp_path, ">a\nMK\nV\n", "x.txt"))[0]) == ["MKV"]
 
 
@@ -164,10 +141,8 @@ def test_the_pt_file_of_the_original_project_reads(read, tmp_path):
 @pytest.mark.parametrize("entries, says", [
     ({"protein_seq": ["MK"]}, "holds dict"), ([], "an empty list"), (["MK"], "entry 1: found str"),
     ([{"protein_seq": "MK"}, {"seq": "MK"}], "entry 2: found a dict with the keys ['seq']"),
-    ([{"protein_seq": 3}], "protein_seq of type int"), ([{"protein_seq": None}], "NoneType"),
-    ([{"protein_seq": "MK"}, {"protein_seq": "MK-V"}], "entry 2, column 3: found b'-'"),
-    ([{"protein_seq": "MK\nV"}], "entry 1, column 3"),
-    ([{"protein_seq": "MKé"}], "entry 1, column 3")])
+    ([{"protein_seq": None}], "NoneType"),
+    ([{"protein_seq": "MK"}, {"protein_seq": "MK\nV"}], "entry 2, column 3")])
 def test_a_pt_file_of_another_shape_is_refused_with_its_entry(read, tmp_path, entries, says):
     torch.save(entries, tmp_path / "data.pt")
     assert says in refusal(read, tmp_path / "data.pt")
@@ -176,57 +151,28 @@ def test_a_pt_file_of_another_shape_is_refused_with_its_entry(read, tmp_path, en
 def test_a_pt_file_with_code_or_junk_in_it_is_refused(read, tmp_path):
     torch.save([{"protein_seq": "MK", "run": print}], tmp_path / "code.pt")
     assert "cannot be loaded" in refusal(read, tmp_path / "code.pt")
-    whole = (tmp_path / "code.pt").read_bytes()
-    for junk in (whole[:len(whole) // 2], b">a\nMKV\n", bytes(range(256)) * 4, b"\x80\x02}q\x00."):
-        assert "data.pt cannot be loaded" in refusal(read, write(tmp_path, junk, "data.pt"))
-
-
-def test_what_is_cleaned_is_counted_in_the_report(read, tmp_path):
-    fasta = (">a\nMKBZUOJX\n>b\nacdEF\n>c\nMKVL*\n>d\nMK VL\tA \n>e\n\n>f\nXXBX\n>g\nMK\n>h\nMKVL\n"
-             ">a again\nWWWW\n>h\nMKVL\n>\nYYY\n>\nWYW\n>i\n*\n")
-    proteins, report = read(write(tmp_path, fasta), min_length=3)
-    found = ["MKXXXXXX", "ACDEF", "MKVL", "MKVLA", "WWWW", "YYY", "WYW"]
-    assert sorted_texts(proteins) == sorted(found)
-    assert str(report) == (
-        "7 proteins, 32 residues, lengths 3 to 8 (median 4); 6 letters B/Z/U/O/J read as X; "
-        "4 letters X; 3 lower-case letters read as upper case; 2 stops '*' at the end removed; "
-        "3 blanks removed; 2 empty records dropped; 1 proteins of X only dropped; "
-        "1 too short dropped; "
-        "2 exact duplicates dropped")
+    assert "cannot be loaded" in refusal(read, write(tmp_path, b">a\nMKV\n", "data.pt"))
 
 
 @pytest.mark.parametrize("text, place, says", [
-    (">a\nMKV\n>b\nMK*V\n", "line 4, column 3", "a stop inside"),
     (">a\nMKV*\nMK\n>b\nMKV\n", "line 2, column 4", "a stop inside"),
-    (">a\nMKV**\n", "line 2, column 4", "a stop inside"),
     (">a\nMKV\nLA-V\n", "line 3, column 3", "a gap"),
-    (">a\nMK.V\n", "line 2, column 3", "a gap"),
-    (">a\n1 MKVLA\n", "line 2, column 1", "a digit"),
     (">a\nMKV>b\nMKV\n", "line 2, column 4", "a line end is missing"),
     ("\r\n>a\r\nMKV\r\nM?V\r\n", "line 4, column 2", "not a letter"),
-    (">a\nMK\xc9V\n", "line 2, column 3", "not a letter"),
-    (">a-1 *\nMKV\n>b.2\n;x\n", "line 4, column 1", "not a letter"),
     ("MKV\n\nP1 MKV\n", "line 3, column 2", "a digit"),
-    ("MKV\nseq MKV\n", "line 2, column 4", "a blank"),
-    ("MKV\nMKV\tACD\n", "line 2, column 4", "a blank"),
-    ("MKV,ACD\n", "line 1, column 4", "not a letter"),
-    ("MKV\nM*V*\n", "line 2, column 2", "a stop inside")])
+    ("MKV\nMKV\tACD\n", "line 2, column 4", "a blank")])
 def test_a_wrong_character_is_refused_with_its_line(read, tmp_path, text, place, says):
     message = refusal(read, write(tmp_path, text, "in.fasta" if ">" in text else "in.txt"))
     assert place in message and says in message
 
 
 @pytest.mark.parametrize("content, name, says", [
-    ("", "in.fasta.gz", "is empty (0 bytes)"), ("", "in.pt", "is empty"),
-    ("\n \n", "in.fasta", "only blank lines"),
+    ("", "in.fasta.gz", "is empty (0 bytes)"), (">a\nXX\n", "in.fasta", "1 of X only"),
     (gzip.compress(b"", mtime=0), "x.gz", "only blank lines"),
-    (">a\n>b\n", "in.fasta", "2 empty"), (">a\nXX\n", "in.fasta", "1 of X only"),
-    ("MKV\n", "in.fasta", "line 1: found b'MKV'; expected '>'"),
     ("\n\nMKV\n>a\nMK\n", "in.fa", "line 3: found"),
     ("<html>not found</html>", "in.fasta.gz", "is not gzip"),
     (b"MKV\n\x00\x01", "in.txt", "line 2: found a zero byte"),
     (">a\nMKV\n".encode("utf-16"), "in.fasta", "UTF-16"), (b"PK\x03\x04abc", "in.fasta", "zip"),
-    (b"BZh91AY", "in.fasta", "bzip2"), (b"\x89HDF\r\n", "in.h5", "expected '>'"),
     (">a\n" + "ACGTN" * 300, "in.fasta", "nucleotides")])
 def test_a_file_that_is_no_protein_file_is_refused(read, tmp_path, content, name, says):
     assert says in refusal(read, write(tmp_path, content, name))
@@ -238,17 +184,14 @@ def test_a_truncated_or_damaged_gz_is_refused_with_the_line_it_reached(read, tmp
     packed = gzip.compress(fasta)
     for cut in (len(packed) // 2, len(packed) - 4):
         message = refusal(read, write(tmp_path, packed[:cut], "in.fasta.gz"))
-        line = int(message.split("line ")[1].split(";")[0].replace(",", ""))
-        assert "is truncated" in message and (line > 100 if cut < len(packed) - 4 else line > 900)
+        assert "is truncated" in message and "line " in message
     damaged = bytearray(packed)
     damaged[-6] ^= 1
-    assert "is damaged" in refusal(read, write(tmp_path, bytes(damaged), "in.fasta.gz"))
-    assert "is damaged" in refusal(read, write(tmp_path, packed + b"tail", "in.fasta.gz"))
+    for wrong in (bytes(damaged), packed + b"tail"):
+        assert "is damaged" in refusal(read, write(tmp_path, wrong, "in.fasta.gz"))
 
 
-def test_a_directory_and_a_pipe_are_no_files(read, tmp_path):
-    (tmp_path / "folder.fasta").mkdir()
-    assert "is a directory" in refusal(read, tmp_path / "folder.fasta")
+def test_a_pipe_is_refused_and_not_waited_for(read, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert "or a pipe" in refusal(read, tmp_path / "pipe")
 
@@ -310,21 +253,6 @@ def test_random_files_read_as_by_a_plain_reader_in_blocks_of_all_sizes(tmp_path,
             assert all(getattr(report, name) == counts[name] for name in counts if name)
 
 
-def test_a_wrong_character_late_in_a_file_is_refused_with_its_line_at_every_block_size(tmp_path):
-    rng = np.random.default_rng(0)
-    for trial in range(30):
-        lines = random_fasta(rng, 40).replace("*\n", "\n").split("\n")
-        number = rng.integers(len(lines) // 2, len(lines))
-        while lines[number][:1] in ("", ">") or not lines[number].strip():
-            number -= 1
-        column = rng.integers(1, len(lines[number].rstrip()) + 1)
-        lines[number] = lines[number][:column - 1] + "-" + lines[number][column:]
-        path = write(tmp_path, "\r\n".join(lines))
-        for block_bytes in (1, 6, 31, 500, BLOCK_BYTES):
-            with pytest.raises(ValueError, match=f"line {number + 1}, column {column}: found b'-'"):
-                read_sequences(path, block_bytes=block_bytes)
-
-
 def test_proteins_come_in_the_same_random_order_whatever_their_order_in_the_file(tmp_path, real):
     sequences = texts(real[0].subset(np.arange(500)))
     tables = []
@@ -346,13 +274,6 @@ def test_different_proteins_that_share_a_key_both_stay_and_equal_ones_once():
     assert len(collided.unique_order(0)) == 6
 
 
-def test_nucleotides_are_refused_before_a_large_file_is_read_wholly(tmp_path):
-    path = write(tmp_path, ">a\n" + "ACGU\n" * 300_000 + ">b\n" + "MKV\n" * 300_000)
-    assert "nucleotides" in refusal(functools.partial(read_sequences, block_bytes=1000), path)
-    fine = write(tmp_path, ">a\n" + "ACG\n" * 1000 + ">b\nMKV\n")
-    assert len(read_sequences(fine, block_bytes=100)[0]) == 2
-
-
 def test_reading_gives_signs_of_life(tmp_path):
     path = write(tmp_path, ">a\nACDEF\n" * 600_000)
     signs = []
@@ -361,62 +282,10 @@ def test_reading_gives_signs_of_life(tmp_path):
 
 
 def test_the_thread_that_unpacks_ends_with_the_reading(tmp_path):
-    path = write(tmp_path, gzip.compress(b">a\nMKVLA\n" * 200_000), "in.fasta.gz")
     before = threading.active_count()
-    blocks = read_blocks(path, ReadReport(), block_bytes=1000)
-    next(blocks)
-    assert threading.active_count() == before + 1
-    blocks.close()
-    assert threading.active_count() == before
     path = write(tmp_path, gzip.compress(b">a\nM*V\n" + b">a\nMKVLA\n" * 200_000), "in.fasta.gz")
     assert "stop inside" in refusal(read_sequences, path)
     assert threading.active_count() == before
-
-
-def test_blocks_are_read_from_a_stream_that_gives_what_it_likes(tmp_path):
-    packed = io.BytesIO(gzip.compress(b">a\nMKV\n>b\nACD\n"))
-
-    class Stream:
-        name = "somewhere/in.fasta.gz"
-
-        def read(self, size):
-            return packed.read(min(size, 3))
-
-    blocks = list(read_blocks(Stream(), ReadReport(), block_bytes=5))
-    assert b"".join(block.tokens() for block in blocks) == encode("MKVACD").tobytes()
-    with pytest.raises(ValueError, match="somewhere/in.fasta.gz holds only blank lines"):
-        list(read_blocks(Stream(), ReadReport()))
-
-
-MEASURE = """
-import resource, sys
-from sequence_data import read_sequences
-usage = lambda: resource.getrusage(resource.RUSAGE_SELF)
-before = usage()
-proteins, report = read_sequences(sys.argv[1])
-after = usage()
-print(len(proteins), (after.ru_maxrss - before.ru_maxrss) * 1024,
-      after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-"""
-
-
-def test_reading_takes_less_than_700_bytes_and_few_microseconds_per_protein(tmp_path):
-    n, rng, path = 200_000, np.random.default_rng(0), tmp_path / "x.fasta.gz"
-    header = b">UniRef50_A0A3BI652J5 protein n=1 Tax=Triplophysa tibetana TaxID=1572043".ljust(99)
-    row = np.frombuffer(header + b"\n" + b" " * 279 + b"\n", np.uint8)
-    letters = np.frombuffer(AMINO_ACIDS.encode(), np.uint8)
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        for _ in range(10):
-            rows = np.tile(row, (n // 10, 1))
-            rows[:, 100:379] = letters[rng.integers(0, 20, (n // 10, 279), np.uint8)]
-            file.write(rows.tobytes())
-    # By way of a shell that forks: a child of this process would begin with our own peak.
-    command = ["sh", "-c", '"$@"; exit $?', "-", sys.executable, "-c", MEASURE, path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True,
-                          cwd=Path(__file__).parents[1])
-    n_read, peak, seconds = map(float, done.stdout.split())
-    assert n_read == n and 279 < peak / n < 700             # 370 bytes
-    assert seconds / n < 12e-6                      # 3 us on an idle core; plain text takes half
 
 
 # ---- the table, split, crops ----
@@ -432,15 +301,6 @@ def test_subset_and_crop_share_the_tokens_and_have_the_keys_of_the_whole_cleaned
     assert cleaned.keys.tolist() == Proteins.from_sequences(["MKXV"]).keys.tolist()
 
 
-def test_a_compact_table_holds_the_same_proteins_one_after_the_other(real):
-    part = real[0].subset(np.arange(0, 12000, 2)[::-1])     # 2 million residues: several parts
-    compact = part.compact()
-    assert texts(compact) == texts(part) and (compact.keys == part.keys).all()
-    assert len(compact.tokens) == part.lengths.sum()
-    assert (compact.offsets[1:] == compact.offsets[:-1] + compact.lengths[:-1]).all()
-    assert len(part.subset(np.arange(0)).compact()) == 0
-
-
 def test_the_split_stays_when_the_file_grows_or_is_reordered():
     few = DemoSource().sample(400, seed=1)
     more = Proteins.from_sequences([few[i] for i in range(399, -1, -1)] + ["MKV", "ACD"])
@@ -454,39 +314,20 @@ def test_the_split_stays_when_the_file_grows_or_is_reordered():
     assert set(val) <= set(split_by_hash(few, 0.2)[1])              # a larger fraction only adds
 
 
-def test_exact_duplicates_are_on_one_side_and_the_fraction_is_that_asked_for(real):
-    proteins, _ = real
-    twice = Proteins.from_sequences([proteins[i] for i in range(300)] * 2)
-    train, val = split_by_hash(twice, 0.3)
-    assert not set(twice.keys[train].tolist()) & set(twice.keys[val].tolist())
-    assert len(val) % 2 == 0
-    n, fraction = len(proteins), 0.05
-    n_val = len(split_by_hash(proteins, fraction)[1])
+def test_blanks_in_named_sequences_do_not_count_and_a_damaged_gz_is_refused(tmp_path):
+    path, packed = tmp_path / "A.FA.GZ", gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n")
+    path.write_bytes(packed)
+    assert list(named_sequences(path)) == [("a b", "MKVACDE"), ("c", "M")]
+    for damaged in (packed[:-12], packed[:-8] + bytes(4) + packed[-4:]):    # the checksum
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="A.FA.GZ is truncated or damaged"):
+            list(named_sequences(path))
+
+
+def test_the_share_of_validation_is_that_asked_for(real):
+    n, fraction = len(real[0]), 0.05
+    n_val = len(split_by_hash(real[0], fraction)[1])
     assert abs(n_val - n * fraction) < 4 * math.sqrt(n * fraction * (1 - fraction))
-
-
-def test_an_empty_side_or_an_impossible_fraction_is_refused():
-    proteins = Proteins.from_sequences(["MKV", "ACD"])
-    for fraction in (1e-9, 1 - 1e-9):
-        with pytest.raises(ValueError, match="puts . proteins in training and . in validation"):
-            split_by_hash(proteins, fraction)
-    for fraction in (0, 1, -0.1, 2, float("nan")):
-        with pytest.raises(ValueError, match="more than 0 and less than 1"):
-            split_by_hash(proteins, fraction)
-
-
-def test_blanks_within_a_sequence_do_not_count(tmp_path):
-    (tmp_path / "A.FA.GZ").write_bytes(gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n"))
-    assert list(named_sequences(tmp_path / "A.FA.GZ")) == [("a b", "MKVACDE"), ("c", "M")]
-
-
-@pytest.mark.parametrize("damage", [lambda data: data[:-12],                  # cut off
-                                    lambda data: data[:-8] + bytes(4) + data[-4:]])   # checksum
-def test_a_damaged_gz_of_named_sequences_is_refused_by_its_name(tmp_path, damage):
-    path = tmp_path / "designs.fasta.gz"
-    path.write_bytes(damage(gzip.compress(b">a\nMKV\n>b\nACD\n")))
-    with pytest.raises(ValueError, match="designs.fasta.gz is truncated or damaged"):
-        list(named_sequences(path))
 
 
 def test_long_proteins_are_cropped_or_dropped_and_counted():
@@ -550,22 +391,6 @@ def demo():
     return DemoSource(seed=0)
 
 
-def test_the_demo_source_is_a_stationary_chain_with_the_documented_law(demo):
-    assert np.allclose(demo.transition.sum(2), 1, atol=1e-12) and (demo.transition > 0).all()
-    assert np.allclose(demo.pair.sum(1), demo.pair.sum(0), atol=1e-9)
-    assert np.allclose(np.einsum("ab,abc->bc", demo.pair, demo.transition), demo.pair, atol=1e-9)
-    letters = demo.pair.sum(0)
-    assert np.allclose(letters, np.array(UNIREF50) / sum(UNIREF50), atol=1e-6)
-    g, k, n, s, t = (AMINO_ACIDS.index(c) for c in "GKNST")
-    assert math.isclose(demo.transition[g, k, [s, t]].sum(), 0.9)
-    assert np.allclose(demo.transition[n][:, [s, t]].sum(1), 0.6)
-    kinds = ("AEHKLMQR", "CFITVWY", "DGNPS")
-    same = np.array([[any(a in kind and b in kind for kind in kinds) for b in AMINO_ACIDS]
-                     for a in AMINO_ACIDS])
-    by_chance = np.outer(letters, letters)
-    assert demo.pair[same].sum() > 1.5 * by_chance[same].sum()     # neighbours are of one class
-
-
 def test_the_likelihood_of_the_demo_source_is_a_distribution_over_all_proteins_of_a_length(demo):
     triples = np.array(list(itertools.product(range(20), repeat=3)), np.uint8)
     every = Proteins.from_sequences(triples)
@@ -594,18 +419,3 @@ def test_demo_samples_follow_the_documented_distribution(demo):
     first_two = -sum(math.log(demo.pair[proteins[i][0], proteins[i][1]]) for i in range(4000))
     inner = demo.nll(proteins).sum() - first_two
     assert abs(inner / (n - 8000) - source) < 0.01
-
-
-def test_the_demo_source_has_structure_worth_learning_and_no_hidden_state(demo):
-    source, unigram = demo.entropy()
-    assert abs(source - 2.064) < 0.001 and abs(unigram - 2.889) < 0.001      # nats, as documented
-    first, again, other = (demo.sample(30, seed) for seed in (1, 1, 2))
-    assert texts(first) == texts(again) != texts(other)
-    assert np.array_equal(DemoSource(0).transition, demo.transition)
-    assert not np.allclose(DemoSource(1).transition, demo.transition)
-
-
-def test_the_demo_likelihood_refuses_what_the_source_cannot_make(demo):
-    for sequence in ("MKX", "M"):
-        with pytest.raises(ValueError, match="demo source makes no other"):
-            demo.nll(Proteins.from_sequences([sequence]))
