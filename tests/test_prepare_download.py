@@ -3,7 +3,6 @@
 A real HTTP server on this machine plays each fault: `web.faults` has a function for each request.
 """
 
-import base64
 import gzip
 import hashlib
 import http.server
@@ -196,11 +195,8 @@ def test_the_metalink_beside_the_file_gives_size_md5_and_release(web, capsys):
 
 def test_without_a_metalink_or_an_entry_nothing_is_known_and_one_line_says_so(web, capsys):
     loop = '<!DOCTYPE m [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]>'
-    entity = '<!DOCTYPE m [<!ENTITY a "b">]>'
-    endless = metalink(head=f"<!--{' ' * prepare_uniref50.METALINK_BYTES}-->")
     for text in (None, metalink(name="other.gz"), metalink(md5="none"), metalink(size=""),
-                 b"<html>", b"\xff\xfe", metalink(name="&b;", head=loop), metalink(head=entity),
-                 endless):
+                 b"<html>", b"\xff\xfe", metalink(name="&b;", head=loop)):
         web.files.pop("/u/RELEASE.metalink", None)
         if text is not None:
             web.files["/u/RELEASE.metalink"] = text
@@ -274,27 +270,25 @@ def test_proxies_of_the_environment_are_used(web, path, monkeypatch):
     assert path.read_bytes() == DATA
 
 
-def test_user_and_password_go_to_the_server_and_nowhere_else(web, path, capsys):
+def test_a_secret_in_the_address_is_not_shown_or_written_and_a_password_refused(web, path, capsys):
     web.faults = [drops_after(HALF)]
-    url = web.url.replace("//", "//me:s%40fe@") + "?key=hidden"
+    url = web.url + "?key=hidden"
     download(look_up(url, **FAST), path, **FAST)
-    sent = {headers["Authorization"] for _, headers in web.asked}
-    assert sent == {"Basic " + base64.b64encode(b"me:s@fe").decode()}
     message = refusal(ValueError, download, Source(url.replace("u/", "n o/")), path)
+    message += refusal(ValueError, download, Source(url.replace("//", "//me:safe@") + "3"), path)
     message += refusal(OSError, download, Source(url.replace("127.0.0.1", "no.invalid")), path)
     web.faults = [answers(404), answers(503)]
     message += refusal(ValueError, download, Source(url + "4"), path)
     message += refusal(OSError, download, Source(url + "5"), path, tries=1)
     message += capsys.readouterr().err + note_of(path).read_text()
-    for secret in ("me:", "s%40fe", "s@fe", "hidden"):
-        assert secret not in message
+    assert "safe" not in message and "hidden" not in message
 
 
-def test_a_redirect_is_followed_but_does_not_carry_the_password(web, path):
+def test_a_redirect_is_followed(web, path):
     web.files["/moved.gz"] = DATA
     web.faults = [lambda answer: answer.head(302, 0, {"Location": "/moved.gz"})]
-    download(Source(web.url.replace("//", "//me:safe@")), path, **FAST)
-    assert path.read_bytes() == DATA and web.asked[1][1]["Authorization"] is None
+    get(web, path)
+    assert len(web.asked) == 2
 
 
 # ---- connections that break ----
@@ -305,26 +299,16 @@ def resets(answer):
     answer.reset()
 
 
-def chunked(data, clean=True):
-    """Sends data in one chunk, then says that this is all, or ends within the chunk."""
-
-    def answer_chunked(answer):
-        answer.head(200, None, {"Transfer-Encoding": "chunked"})
-        size = len(data) if clean else len(DATA)
-        answer.send(b"%x\r\n%b" % (size, data) + b"\r\n0\r\n\r\n" * clean)
-    return answer_chunked
-
-
 def whole_until(stop):
     return lambda answer: answer.whole(stop)
 
 
 @pytest.mark.parametrize("faults, starts", [
     ([drops_after(100_000), drops_after(50_000), drops_after(50_000)], [100_000, 150_000, 200_000]),
-    ([whole_until(HALF)], [HALF]), ([chunked(DATA[:HALF], clean=False)], [HALF]), ([resets], None),
+    ([whole_until(HALF)], [HALF]), ([resets], None),
     ([answers(429), answers(500), drops_after(HALF), answers(502), answers(503)],
      [0, 0, HALF, HALF, HALF])],
-    ids=["dropped", "a clean end of too little", "ends within a chunk", "reset", "busy or broken"])
+    ids=["dropped", "a clean end of too little", "reset", "busy or broken"])
 def test_what_breaks_is_continued_at_the_byte_reached(web, path, faults, starts, capsys):
     web.faults = list(faults)
     get(web, path)
@@ -480,24 +464,16 @@ def test_without_anything_to_tell_files_apart_nothing_is_continued(web, path):
     half_arrives(web, path)
     get(web, path)
     assert web.ranges() == [None]
-    path.unlink()
-    half_arrives(web, path, Source(web.url, md5=MD5))
-    get(web, path, md5=MD5)
-    assert web.ranges() == [f"bytes={HALF}-"] and web.asked[0][1]["If-Range"] is None
 
 
-def test_a_206_from_elsewhere_is_not_appended(web, path):
+@pytest.mark.parametrize("fault", [
+    lambda answer: answer.rest(HALF - 1), lambda answer: answer.rest(0),
+    lambda answer: answer.head(206, 0)])
+def test_a_206_from_elsewhere_is_not_appended(web, path, fault):
     half_arrives(web, path)
-    web.faults = [lambda answer: answer.rest(HALF - 1), lambda answer: answer.rest(0),
-                  lambda answer: answer.head(206, 0)]
+    web.faults = [fault]
     get(web, path)
-    assert len(web.asked) == 4
-    path.unlink()
-    half_arrives(web, path)
-    web.faults = [lambda answer: answer.rest(HALF - 1)] * 4
-    message = refusal(OSError, download, Source(web.url), path)
-    assert f"{HALF - 1}-" in message and f"{HALF}-" in message
-    assert part_of(path).stat().st_size == HALF
+    assert web.ranges() == [f"bytes={HALF}-", None]
 
 
 def test_a_206_or_416_that_nobody_asked_for_is_refused(web, path):
@@ -510,25 +486,11 @@ def test_a_206_or_416_that_nobody_asked_for_is_refused(web, path):
     assert part_of(path).read_bytes() == DATA[:HALF]
 
 
-def out_of_range(answer):
-    answer.head(416, 0, {"Content-Range": f"bytes */{len(DATA)}"})
-
-
-@pytest.mark.parametrize("note, part, faults, ranges", [
-    ({}, DATA, [], []), ({"size": None}, DATA, [], [f"bytes={len(DATA)}-"]),
-    ({}, DATA + b"more", [out_of_range], [f"bytes={len(DATA) + 4}-", None]),
-    ({"size": None, "etag": '"zero"'}, DATA, [out_of_range], [f"bytes={len(DATA)}-", None])],
-    ids=["whole", "whole, size unknown", "too long", "of an older file"])
-def test_a_part_that_is_whole_is_finished_and_one_that_is_not_the_file_thrown_away(
-        web, path, note, part, faults, ranges, capsys):
+def test_a_part_that_is_whole_is_finished_without_asking(web, path):
     half_arrives(web, path)
-    change_note(path, **note)
-    part_of(path).write_bytes(part)
-    web.faults = faults
-    capsys.readouterr()
+    part_of(path).write_bytes(DATA)
     get(web, path)
-    assert web.ranges() == ranges
-    assert ("thrown away" in capsys.readouterr().err) == (None in ranges)
+    assert web.asked == []
 
 
 def test_a_wrong_md5_is_refused_and_the_file_removed(web, path):
@@ -544,11 +506,11 @@ def test_a_wrong_md5_is_refused_and_the_file_removed(web, path):
 def test_another_size_than_the_metalink_says_is_refused_before_anything_is_read(web, path):
     message = refusal(RuntimeError, download, Source(web.url, size=5), path)
     assert f"{len(DATA):,}" in message and "5" in message
-    assert not path.exists() and part_of(path).stat().st_size == 0
+    assert not path.exists() and not part_of(path).exists()
 
 
 @pytest.mark.parametrize("kind, body", [
-    ("text/html; charset=utf-8", DATA), ("text/plain", b"<html>log in</html>"),
+    ("text/plain", b"<html>log in</html>"),
     ("application/gzip", b"sorry"), ("application/gzip", b"\x1f"), ("application/gzip", b"")])
 def test_a_page_instead_of_the_file_is_refused_and_spares_the_part(web, path, kind, body):
     half_arrives(web, path)
@@ -564,7 +526,7 @@ def test_a_file_without_gz_in_its_name_need_not_be_gzip(web, path):
     assert path.read_bytes() == b">a\nMKV\n"
 
 
-@pytest.mark.parametrize("target", ["file:///etc/hostname", "ftp://127.0.0.1/f.gz", "data:,x"])
+@pytest.mark.parametrize("target", ["file:///etc/hostname", "data:,x"])
 def test_only_http_and_https_are_asked_also_after_a_redirect(web, path, target):
     web.faults = [lambda answer: answer.head(302, 0, {"Location": target})]
     refusal(ValueError, download, Source(web.url), path)
@@ -573,52 +535,31 @@ def test_only_http_and_https_are_asked_also_after_a_redirect(web, path, target):
         assert "http" in refusal(ValueError, call, target)
 
 
-def test_a_redirect_from_https_to_http_is_refused(web):
-    request = urllib.request.Request("https://a.invalid/f.gz")
-    redirects = prepare_uniref50._Redirects()
-    with pytest.raises(ValueError, match="https://"):
-        redirects.redirect_request(request, None, 302, "", {}, "http://a.invalid/f.gz")
-    assert redirects.redirect_request(request, None, 302, "", {}, "https://b.invalid/f.gz")
-
-
-def test_chunks_without_a_length_count_only_with_a_clean_end_or_the_right_size(web, path):
-    web.faults = [chunked(DATA)]
-    get(web, path)
-    assert len(web.asked) == 1
-    path.unlink()
-    web.faults = [chunked(DATA[:HALF])]
-    refusal(OSError, download, Source(web.url, size=len(DATA)), path, tries=1)
-
-
 def unstated(data):
     return lambda answer: (answer.head(200, None, {"Connection": "close"}), answer.send(data))
 
 
-def test_an_end_without_length_or_chunks_counts_only_with_a_size_or_md5(web, path):
+def test_an_end_without_length_counts_only_with_a_size(web, path):
     web.faults = [unstated(DATA)]
     assert "Content-Length" in refusal(RuntimeError, download, Source(web.url), path)
-    for known in (dict(size=len(DATA)), dict(md5=MD5)):
-        web.faults = [unstated(DATA)]
-        get(web, path, **known)
-    web.faults = [unstated(DATA[:HALF])]
+    web.faults = [unstated(DATA)]
+    get(web, path, size=len(DATA))
     path.unlink()
-    refusal(RuntimeError, download, Source(web.url, md5=MD5), path)
     web.faults = [unstated(DATA[:HALF])]
     get(web, path, size=len(DATA))
 
 
 # ---- no room ----
 
-def test_no_room_is_refused_naming_the_file_and_keeps_what_arrived(web, path):
+def test_no_room_is_refused_and_keeps_what_arrived(web, path):
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (HALF, most))
     try:
-        message = refusal(OSError, download, Source(web.url), path)
+        refusal(OSError, download, Source(web.url), path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         signal.signal(signal.SIGXFSZ, before)
-    assert f"{HALF:,} bytes" in message and str(part_of(path)) in message
     assert len(web.asked) == 1
     get(web, path)
     assert web.ranges()[1] == f"bytes={HALF}-"
@@ -632,7 +573,7 @@ def test_a_stream_that_ends_early_or_stalls_is_an_error_in_words(web):
     def stalls(answer):
         answer.whole(HALF)
         held.wait(20)
-    for fault in (whole_until(HALF), chunked(DATA[:HALF], clean=False), stalls):
+    for fault in (whole_until(HALF), stalls):
         web.faults = [fault]
         with open_stream(Source(web.url), timeout=1) as stream:
             with pytest.raises(OSError, match=f"{web.url}.* {HALF:,} bytes"):
@@ -647,7 +588,5 @@ def test_opening_a_stream_is_tried_again_and_refuses_what_is_no_file(web):
         assert file.read() == gzip.decompress(DATA)
     web.faults = [answers(404)]
     assert "404" in refusal(ValueError, open_stream, Source(web.url))
-    web.faults = [lambda answer: answer.whole(headers={"Content-Type": "text/html"})]
-    assert "html" in refusal(ValueError, open_stream, Source(web.url))
     web.files["/u/uniref50.fasta.gz"] = b"no gzip"
     assert "gzip" in refusal(ValueError, open_stream, Source(web.url))

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import prepare_uniref50
-from sequence_data import (AMINO_ACIDS, Proteins, ReadReport, decode, order_words, read_blocks,
-                           read_sequences, split_by_hash)
+from sequence_data import (AMINO_ACIDS, Proteins, decode, order_words, read_sequences,
+                           split_by_hash)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -95,13 +95,13 @@ def file(tmp_path):
 
 
 def set_sizes(monkeypatch, *sizes):
-    for name, size in zip(("FLUSH_BYTES", "BUCKET_BYTES", "LARGEST_BUCKET"), sizes):
+    for name, size in zip(("FLUSH_BYTES", "BUCKET_BYTES"), sizes):
         monkeypatch.setattr(prepare_uniref50, name, size)
 
 
 # ---- what the folder holds ----
 
-@pytest.mark.parametrize("sizes", [(), (20_000, 12_000, 9_000)])  # small: dealt once and again
+@pytest.mark.parametrize("sizes", [(), (20_000, 12_000)])
 def test_the_folder_holds_what_read_sequences_reads(tmp_path, out, shared, monkeypatch, sizes):
     set_sizes(monkeypatch, *sizes)
     file = shared / "data" / "proteins.fasta.gz"
@@ -142,7 +142,7 @@ def test_the_order_of_records_files_and_pieces_does_not_matter(tmp_path, monkeyp
              write_fasta(tmp_path / "b.fasta", again[300:])]
     prepare(tmp_path / "one", whole, val_fraction=0.1)
     for size in (5_000, 40_000):
-        set_sizes(monkeypatch, size, size, size)
+        set_sizes(monkeypatch, size, size)
         for files in (parts, parts[::-1]):
             out = tmp_path / f"out{size}{files[0].name}"
             prepare(out, *files, val_fraction=0.1)
@@ -207,26 +207,12 @@ def test_what_stands_behind_the_records_wanted_is_not_read(tmp_path, file):
     assert prepare(tmp_path / "other", file, max_sequences=51) == 2
 
 
-def test_many_copies_of_few_proteins_and_a_skewed_bucket_fit(tmp_path, out, monkeypatch):
-    set_sizes(monkeypatch, 20_000, 12_000, 1_000)   # copies of one protein cannot be dealt apart
+def test_many_copies_of_few_proteins_fit(tmp_path, out, monkeypatch):
+    set_sizes(monkeypatch, 20_000, 12_000)          # copies of one protein cannot be dealt apart
     few = random_proteins(3)
     assert prepare(out, *[write_fasta(tmp_path / "in.fasta", few * 100)] * 40) == 0
     assert sorted_texts(out) == sorted(few)
     assert meta_of(out)["report"]["n_duplicates"] == 11997
-
-
-def test_a_bucket_that_is_too_large_is_dealt_once_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_uniref50, "LARGEST_BUCKET", 20_000)
-    file, folder = write_fasta(tmp_path / "in.fasta", random_proteins(2000)), tmp_path / "buckets"
-    whole = prepare_uniref50.concatenate(list(read_blocks(file, ReadReport())))
-    folder.mkdir()
-    prepare_uniref50.append(folder, whole, 3, 0, 1)
-    sizes, words = [], []
-    for block in prepare_uniref50.buckets(folder, 1, 3):
-        sizes.append(block.words.nbytes)
-        words.append(np.sort(order_words(block.keys, 3)))
-    assert max(sizes) < 20_000 and len(sizes) < 1000 and not folder.exists()
-    assert (np.concatenate(words) == np.sort(order_words(whole.keys, 3))).all()
 
 
 # ---- a source on the net, by a stand-in for the download ----
@@ -323,7 +309,7 @@ def test_too_little_free_disk_is_refused_with_numbers_beforehand(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: space)
     message = refusal(capsys, out, file)
     need = float(re.search(r"expected about ([\d.]+) GB", message)[1]) * 1e9
-    assert work + result < need < work + 1.3 * result + 1e7 and "GB free" in message
+    assert work + result - 1e6 < need < work + 1.3 * result + 1e7 and "GB free" in message
     partial = tmp_path / "out.partial"
     assert not partial.exists() or os.listdir(partial) == []
     space.free = 1.02 * need
