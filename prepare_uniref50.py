@@ -366,7 +366,7 @@ class SetWriter:
         self.files = {name: open(folder / name, "xb") for name in PARTS}
         self.hashes = {name: hashlib.blake2b(digest_size=16) for name in PARTS}
         self.keys_hash = hashlib.blake2b(digest_size=8)
-        self.pair_counts = np.zeros((256, 256), np.int64)   # two tokens at a time: faster
+        self.token_counts = np.zeros(256, np.int64)
         self.histogram = np.zeros(0, np.int64)
 
     def __enter__(self):
@@ -382,8 +382,7 @@ class SetWriter:
             self.files[name].write(data)
             self.hashes[name].update(data)
         self.keys_hash.update(keys)
-        pairs = np.bincount(block.words.view(np.uint16), minlength=1 << 16)
-        self.pair_counts += pairs.reshape(256, 256)
+        self.token_counts += np.bincount(block.words.view(np.uint8), minlength=256)
         histogram = np.bincount(block.lengths, minlength=len(self.histogram))
         histogram[:len(self.histogram)] += self.histogram
         self.histogram = histogram
@@ -391,9 +390,8 @@ class SetWriter:
     def meta(self):
         lengths = np.flatnonzero(self.histogram)
         counts = self.histogram[lengths]
-        letter_counts = self.pair_counts.sum(0) + self.pair_counts.sum(1)
         return {"proteins": int(counts.sum()), "residues": int((lengths * counts).sum()),
-                "letter_counts": letter_counts[:N_TOKENS].tolist(),
+                "letter_counts": self.token_counts[:N_TOKENS].tolist(),
                 "length_histogram": np.stack([lengths, counts], axis=1).tolist(),
                 "keys_hash": self.keys_hash.hexdigest(),
                 "files": {name: {"bytes": os.path.getsize(self.files[name].name),
