@@ -288,17 +288,6 @@ def test_a_folder_prepared_with_other_settings_is_refused(prepared, tmp_path):
     assert not (tmp_path / "w").exists()
 
 
-def test_a_file_changed_under_a_run_is_noticed(own_copy, tmp_path, monkeypatch):
-    monkeypatch.setattr(sequence_batches, "WINDOW_BYTES", 0)
-    monkeypatch.setattr(sequence_batches, "READ_BYTES", 0)
-    monkeypatch.setattr(sequence_batches, "WINDOW_STEPS", 4)
-    ready = prepare(tiny(own_copy), Ddp(), tmp_path / "w")
-    assert ready.plan.windows > 1
-    os.utime(own_copy / "train" / "tokens.bin", (1, 1))
-    with pytest.raises(OSError, match="was changed under the run: a file has changed"):
-        train(ready, Ddp())
-
-
 def test_staging_leaves_nothing_and_never_touches_the_original(prepared, own_copy, tmp_path):
     before = sorted(prepared.rglob("*"))
     run(tiny(prepared), tmp_path / "w", stage=str(prepared.parent))        # beside the original
@@ -308,8 +297,7 @@ def test_staging_leaves_nothing_and_never_touches_the_original(prepared, own_cop
     assert list(stage.iterdir()) == []                                     # while it is read
     assert train(ready, Ddp())["step"] == 12
     same_weights(tmp_path / "w", tmp_path / "v")
-    damage(own_copy, "hole")
-    with pytest.raises(OSError, match="tokens.bin does not have its checksum"):
+    with pytest.raises(OSError, match=damage(own_copy, "hole")):
         run(tiny(own_copy), tmp_path / "x", stage=str(stage))
     with pytest.raises(ValueError, match="--stage copies a folder made by"):
         run(tiny(Path(__file__)), tmp_path / "x", stage=str(stage))
