@@ -25,7 +25,6 @@ again; a finished download stays.
 """
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -242,15 +241,14 @@ def deal(inputs, folder, bits, report, settings):
     """Write the proteins to 2**bits buckets by the first bits of their order -> proteins read."""
     folder.mkdir()
     blocks, size, n_read = [], 0, 0
-    with in_background() as run:
-        for block in all_blocks(inputs, report, settings):
-            blocks.append(block)
-            size += block.words.nbytes + 12 * len(block.lengths)    # 4 of a length, 8 of a key
-            n_read += len(block.lengths)
-            if size >= FLUSH_BYTES:
-                run(append, folder, concatenate(blocks), settings["seed"], bits)
-                blocks, size = [], 0
-        run(append, folder, concatenate(blocks), settings["seed"], bits)
+    for block in all_blocks(inputs, report, settings):
+        blocks.append(block)
+        size += block.words.nbytes + 12 * len(block.lengths)        # 4 of a length, 8 of a key
+        n_read += len(block.lengths)
+        if size >= FLUSH_BYTES:
+            append(folder, concatenate(blocks), settings["seed"], bits)
+            blocks, size = [], 0
+    append(folder, concatenate(blocks), settings["seed"], bits)
     if not n_read:
         names = ", ".join(entry.name for entry in inputs)
         refuse_nothing_left(names, report, settings["min_length"])
@@ -272,23 +270,6 @@ def all_blocks(inputs, report, settings):
                 bar.update((n_read if wanted else n_bytes + entry.count) - bar.n)
                 yield block
             n_bytes += entry.count
-
-
-@contextlib.contextmanager
-def in_background():
-    """A function that makes calls in a thread, each begun when the one before has ended.
-
-    What a call raises comes out of the next one, or of the end of the context.
-    """
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        last_call = pool.submit(int)                            # nothing to wait for yet
-
-        def run(work, *arguments):
-            nonlocal last_call
-            last_call.result()
-            last_call = pool.submit(work, *arguments)
-        yield run
-        last_call.result()
 
 
 def concatenate(blocks):
@@ -334,7 +315,6 @@ def collect(folder, result, n_read, settings):
     limit = np.uint64(int(settings["val_fraction"] * 2.0**64))
     with contextlib.ExitStack() as stack:
         sets = {name: stack.enter_context(SetWriter(result / name)) for name in SETS}
-        run = stack.enter_context(in_background())
         bar = stack.enter_context(progress_bar("2/2 sorting", n_read, " sequences"))
         for path in sorted(folder.iterdir()):
             block = concatenate(list(read_bucket(path)))
@@ -343,7 +323,7 @@ def collect(folder, result, n_read, settings):
             is_val = block.keys[order] < limit
             for name, rows in (("train", order[~is_val]), ("val", order[is_val])):
                 for part in rearranged(block, rows):
-                    run(sets[name].write, part)
+                    sets[name].write(part)
             bar.update(len(block.lengths))
     return {name: writer.meta() for name, writer in sets.items()}
 
@@ -689,54 +669,40 @@ def open_url(source, timeout, start=0, version=None):
     Raises Dropped, ValueError for what is not the file, RuntimeError for a size that is wrong or
     not known.
     """
-    url, answer = shown(source.url), ask(source.url, timeout, start, version)
-    if answer.status == 206:
-        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers["Content-Range"] or "")
-        return HttpFile(answer, url, *(map(int, span.groups()) if span else (-1, -1)))
-    total = source.size if answer.length is None else answer.length
-    if total is None:
-        raise RuntimeError(f"{url}: found no Content-Length, so an early end would not show; "
-                           f"expected one, or a size in {METALINK}. Name a mirror.")
-    if source.size not in (None, total):
-        raise RuntimeError(f"{url}: found {total:,} bytes, expected {source.size:,} ({METALINK}). "
-                           f"Try again later (a new release?), or name a mirror.")
-    if urlsplit(source.url).path.endswith(".gz"):
-        try:
-            beginning = answer.peek(2)[:2]
-        except OSError as error:
-            raise Dropped(f"{url}: lost after 0 bytes ({error!r})") from None
-        if len(beginning) < min(2, total):
-            raise Dropped(f"{url}: ended after 0 bytes; expected {total:,} more")
-        if beginning != GZIP:
-            raise ValueError(f"{url}: begins with {beginning}, expected {GZIP} (gzip). Check the "
-                             f"address, and whether a proxy or a login page stands before it.")
-    return HttpFile(answer, url, 0, total)
-
-
-def ask(url, timeout, start, version):
-    """The answer to one GET: of status 200, or 206 if only a rest was asked for."""
-    check_url(url)
-    headers = {"User-Agent": "protein-ddp"}
+    check_url(source.url)
+    url, headers = shown(source.url), {"User-Agent": "protein-ddp"}
     if start:
         headers |= {"Range": f"bytes={start}-", "If-Range": version}
     try:
-        request = urllib.request.Request(url, headers=headers)
+        request = urllib.request.Request(source.url, headers=headers)
         answer = urllib.request.build_opener().open(request, timeout=timeout)
+        beginning = answer.peek(2)[:2]
     except urllib.error.HTTPError as error:
-        answer = error
+        kind = Dropped if error.code == 429 or error.code >= 500 else ValueError
+        raise kind(f"{url}: found the answer {error.code} {error.reason}, expected the "
+                   f"file") from None
     except (http.client.InvalidURL, UnicodeError):
-        raise ValueError(f"found the address {shown(url)!r}; expected %20 for a blank, and the "
-                         f"like for what is not ASCII.") from None
+        raise ValueError(f"found the address {url!r}; expected %20 for a blank, and the like for "
+                         f"what is not ASCII.") from None
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         cause = reason if isinstance(reason, Exception) else error
-        raise Dropped(f"{shown(url)}: no answer ({reason!r})") from cause
-    status = answer.status or 0                 # 0: of a redirect to ftp
-    if status == 200 or start and status == 206:
-        return answer
-    answer.close()
-    kind = Dropped if status == 429 or status >= 500 else ValueError
-    raise kind(f"{shown(url)}: found the answer {status} {answer.reason}, expected the file")
+        raise Dropped(f"{url}: no answer ({reason!r})") from cause
+    if start and answer.status == 206:
+        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers["Content-Range"] or "")
+        return HttpFile(answer, url, *(map(int, span.groups()) if span else (-1, -1)))
+    if answer.status != 200:
+        raise ValueError(f"{url}: found the answer {answer.status}, expected 200 with the file")
+    total = source.size if answer.length is None else answer.length
+    if not total or source.size not in (None, total):
+        found = "no Content-Length" if total is None else f"{total:,} bytes"
+        expected = "some" if source.size is None else f"{source.size:,} ({METALINK})"
+        raise RuntimeError(f"{url}: found {found}, expected {expected}. Try again later (a new "
+                           f"release?), or name a mirror.")
+    if urlsplit(source.url).path.endswith(".gz") and beginning not in (GZIP, b""):
+        raise ValueError(f"{url}: begins with {beginning}, expected {GZIP} (gzip). Check the "
+                         f"address, and whether a proxy or a login page stands before it.")
+    return HttpFile(answer, url, 0, total)
 
 
 def retry(work, tries, backoff, bytes_arrived=lambda: 0):

@@ -16,8 +16,6 @@ have advanced; so what a step sees depends on the seed, the epoch and the step, 
 workers or restarts.
 """
 
-import collections
-import concurrent.futures
 import contextlib
 import functools
 import gzip
@@ -55,7 +53,6 @@ TO_TOKEN = bytes(LETTERS.find(c) if c in LETTERS else X_ID if c in RARE else STO
 
 BLOCK_BYTES = 1 << 20           # text cleaned at a time: long against a protein, fits into a cache
 AT_A_TIME = 4096                # proteins that are copied at a time, to need little memory
-READ_AHEAD = 4                  # chunks unpacked ahead, so that the cleaning never waits
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
 HEADER = b">" + b" " * 8 + b"\n"        # a header that is long enough for _find_records
 NUCLEOTIDES_LEAST = 1000        # letters; a shorter file may be a peptide of such letters
@@ -540,8 +537,7 @@ def _texts(source, name, block_bytes):
         opened = open(_checked(source), "rb")
     with opened as stream:
         chunks = _unpacked(name, stream, min(max(block_bytes, 4), 1 << 18))
-        with contextlib.closing(_read_ahead(chunks)) as chunks:
-            yield from _texts_of_chunks(name, chunks, block_bytes)
+        yield from _texts_of_chunks(name, chunks, block_bytes)
 
 
 def _checked(path):
@@ -556,18 +552,6 @@ def _checked(path):
         raise ValueError(f"{path} is empty (0 bytes), or a pipe; expected a file of sequences. Was "
                          f"its download interrupted?")
     return path
-
-
-def _read_ahead(chunks):
-    """The items of a generator, made some ahead in a thread, which ends with this generator."""
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    try:
-        pending = collections.deque(pool.submit(next, chunks, None) for _ in range(READ_AHEAD))
-        while (chunk := pending.popleft().result()) is not None:
-            pending.append(pool.submit(next, chunks, None))
-            yield chunk
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _unpacked(name, stream, size):

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -343,19 +342,6 @@ def test_reading_gives_signs_of_life(tmp_path):
     signs = []
     read_sequences(path, 1, lambda: signs.append(1))
     assert len(signs) >= path.stat().st_size // BLOCK_BYTES >= 5
-
-
-def test_the_thread_that_unpacks_ends_with_the_reading(tmp_path):
-    path = write(tmp_path, gzip.compress(b">a\nMKVLA\n" * 200_000), "in.fasta.gz")
-    before = threading.active_count()
-    blocks = read_blocks(path, ReadReport(), block_bytes=1000)
-    next(blocks)
-    assert threading.active_count() == before + 1
-    blocks.close()
-    assert threading.active_count() == before
-    path = write(tmp_path, gzip.compress(b">a\nM*V\n" + b">a\nMKVLA\n" * 200_000), "in.fasta.gz")
-    assert "stop inside" in refusal(read_sequences, path)
-    assert threading.active_count() == before
 
 
 def test_blocks_are_read_from_a_stream_that_gives_what_it_likes(tmp_path):
