@@ -136,11 +136,11 @@ def missing_data(data):
         return ""
     path = Path(data.file)
     problem = f"data.file {path} does not exist (relative to {Path.cwd()})."
-    if path.suffix.lower() in (".fasta", ".fa", ".faa", ".fas", ".gz", ".txt", ".seq", ".pt"):
-        return f"{problem} Check the path."
     if os.path.exists(f"{path}.partial"):
         return f"{problem} Its preparing is not finished: give the same command of " \
                "prepare_uniref50.py again."
+    if path.suffix:
+        return f"{problem} Check the path."
     return f"{problem} Check the path. To download and prepare UniRef50 (13 GB): " \
            f"{_prepare_command(data, path)}; from your own files: the same with --fasta FILE."
 
@@ -255,29 +255,25 @@ class BatchPlan:
         self.residues = int((self.counts * np.arange(len(self.counts))).sum())
 
     def _choose_shapes(self, asked):
-        """Take the shapes whose mean is what was asked for."""
+        """Take the fullest shapes of those whose mean is what was asked for."""
         longest = len(self.counts) - 1
-        self.least_work = int(self.work_of[longest])            # one protein is the least that fits
-        self.least = math.ceil(self._shapes(self.least_work).mean * 0.99)
-        if asked < self.least:
+        least_work = int(self.work_of[longest])                 # one protein is the least that fits
+        least = math.ceil(self._shapes(least_work).mean * 0.99)
+        if asked < least:
             raise ValueError(f"{self.budget} {asked:,} is less work per micro-batch than the "
                              f"longest protein alone, of {longest:,} residues; expected at least "
-                             f"{self.least:,}. Raise training.{self.budget}, or lower "
-                             f"data.max_length.")
-        self.work, self.tops, self.sizes, self.expected, self.mean, self.filled = self._find(asked)
-        self.bucket_of = np.searchsorted(-self.tops, -np.arange(longest + 1), side="right") - 1
-
-    def _find(self, asked):
-        """The fullest Shapes of those whose mean is what was asked for."""
-        work = self.least_work
+                             f"{least:,}. Raise training.{self.budget}, or lower data.max_length.")
+        work = least_work
         for _ in range(20):                             # towards the mean that was asked for
-            work = max(int(work * asked / self._shapes(work).mean), self.least_work)
-        nearby = (max(int(work * share), self.least_work) for share in np.linspace(0.85, 1.15, 61))
+            work = max(int(work * asked / self._shapes(work).mean), least_work)
+        nearby = (max(int(work * share), least_work) for share in np.linspace(0.85, 1.15, 61))
         tried = [self._shapes(work) for work in nearby]
         errors = [abs(shapes.mean / asked - 1) for shapes in tried]
         close = [shapes for shapes, error in zip(tried, errors) if error <= MEAN_WITHIN]
         nearest = tried[errors.index(min(errors))]
-        return max(close or [nearest], key=lambda shapes: shapes.filled)
+        chosen = max(close or [nearest], key=lambda shapes: shapes.filled)
+        self.work, self.tops, self.sizes, self.expected, self.mean, self.filled = chosen
+        self.bucket_of = np.searchsorted(-self.tops, -np.arange(longest + 1), side="right") - 1
 
     def _shapes(self, work):
         """Shapes of micro-batches of this much work, each for a bucket of lengths up to its top."""
@@ -313,15 +309,10 @@ class BatchPlan:
 
     def _refuse_too_few(self, asked):
         fills = int(self.expected)
-        smaller = int(0.97 * asked * self.expected / self.micro_batches)
-        advice = []
-        if fills:
-            advice.append(f"at most {fills:,} micro-batches per step (ranks x accumulation)")
-        if smaller >= self.least:
-            advice.append(f"at most {smaller:,} {self.counted_in} per micro-batch")
+        advice = f"at most {fills:,} micro-batches per step (ranks x accumulation), " * (fills > 0)
         raise ValueError(f"{self.proteins:,} proteins fill {fills:,} micro-batches of {asked:,} "
                          f"{self.counted_in}; one global batch needs {self.micro_batches:,}. Give "
-                         f"{', or '.join(advice) or 'more proteins'}.")
+                         f"{advice}fewer {self.counted_in} per micro-batch, or more proteins.")
 
     def identity(self):
         """Text that only plans of the same batches share."""
@@ -339,21 +330,11 @@ class BatchPlan:
         return text
 
     def warning(self):
-        """Lines on batches that are far from full, with numbers that fill them; none if full."""
+        """Lines on batches that are far from full; none if they are full."""
         if self.filled >= WELL_FILLED or self.micro_batches == 1:
             return []
-        least = self.least
-        if self.counted_in == "tokens":
-            least = max(least, self.max_length)     # what a config must hold
-        good, fit = [], int(self.sizes[0])      # of the longest proteins
-        for n in range(fit, fit + 4):
-            asked = max(round(self._shapes(n * self.least_work).mean), least)
-            found = self._find(asked)
-            if found.filled >= WELL_FILLED and found.expected >= self.micro_batches:
-                good.append(str(asked))
-        better = f"{self.budget}={' or '.join(good[:2])}" if good else f"a larger {self.budget}"
         return ["  proteins of some lengths do not fill a micro-batch: a step waits up to "
-                f"{1 / self.filled - 1:.0%}", f"  longer. Better: training.{better}"]
+                f"{1 / self.filled - 1:.0%}", f"  longer. Better: a larger training.{self.budget}"]
 
     def place(self, step):
         """(epoch, window of the epoch, step of the window) of a step of the run."""

@@ -328,7 +328,7 @@ def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
     (["--length", "9-3"], "found the length 9-3; expected such as 80-120"),
     (["--length", "9" * 20], "at most 1,000,000"),
     (["--score", __file__, "--seed", "1"], "found --seed, which --score does not use"),
-    (["--scaffold", "MKT[4]", "--score", __file__], "--scaffold and --score; expected one"),
+    (["--scaffold", "MKT[4]", "--score", __file__], "not allowed with argument"),
     (["--score", "nope.fasta"], "there is no file nope.fasta"),
     (["--score", __file__], "found letters before a header"),
     (["--window"], "--window without --score"),
@@ -338,7 +338,7 @@ def test_a_training_run_is_sampled_and_scored_by_command(tmp_path, capsys):
     (["--report", __file__, "--out", "new.png"], "expected --out NAME.fasta"),
     (["--score", __file__, "--out", __file__], "the result would overwrite"),
     (["--seed", 2**63], f"--seed {2**63}; expected at most"),
-    (["--mutations", __file__, "--score", __file__, "--each_position"], "expected one of them"),
+    (["--mutations", __file__, "--score", __file__, "--each_position"], "not allowed with"),
     (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
     (["--infill", __file__], "found letters before a header")])
 def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(

@@ -1,7 +1,5 @@
 """sequence_batches: the plan of training and its reader, batches for evaluation."""
 
-import itertools
-import re
 import time
 
 import numpy as np
@@ -87,35 +85,15 @@ def test_batches_of_real_proteins_have_the_size_asked_for_and_hardly_pad_or_wait
     assert np.median(waits) < 0.03 and np.percentile(waits, 90) < 0.06
 
 
-@pytest.mark.parametrize("unit, asked, max_length", [
-    ("tokens", 1950, 512), ("batch_size", 5, 512), ("tokens", 160, 128)])
-def test_where_some_lengths_do_not_fill_a_batch_the_warning_names_numbers_that_let_steps_wait_less(
-        unit, asked, max_length):
-    lengths = random_lengths(3001, 2000)
-
-    def share_that_works(plan):
-        """Mean work of a micro-batch over that of the fullest one of its step."""
-        works = [[work_of(batch) for batch in step] for step in steps_of(plan)]
-        return np.sum(works) / 4 / np.sum(np.max(works, axis=1))
-
-    poor = plan_of(lengths, max_length, 4, **{unit: asked})
-    waits, advice = poor.plan.warning()
-    assert waits.endswith(f"up to {1 / poor.plan.filled - 1:.0%}")
-    better = [int(number) for number in re.findall(r"\d+", advice)]
-    assert len(better) == 2
-    for number in better:
-        assert unit == "batch_size" or number >= max_length   # else a config is refused
-        good = plan_of(lengths, max_length, 4, **{unit: number})
-        assert good.plan.warning() == []
-        assert share_that_works(good) > share_that_works(poor) + 0.03
-
-
-def test_a_warning_names_no_number_of_which_the_proteins_fill_no_global_batch():
-    def make(tokens):
-        return plan_of(random_lengths(40, 512), 512, 8, tokens=tokens).plan
-
-    numbers = [int(number) for number in re.findall(r"\d+", make(1080).warning()[1])]
-    assert numbers and all(make(number).steps_per_epoch for number in numbers)
+@pytest.mark.parametrize("unit, asked, larger, max_length", [
+    ("tokens", 1950, 32768, 512), ("batch_size", 5, 64, 512)])
+def test_where_some_lengths_do_not_fill_a_batch_a_warning_says_how_long_steps_wait(
+        unit, asked, larger, max_length):
+    poor, good = (plan_of(random_lengths(3001, 2000), max_length, 4, **{unit: number}).plan
+                  for number in (asked, larger))
+    waits, advice = poor.warning()
+    assert waits.endswith(f"up to {1 / poor.filled - 1:.0%}") and f"training.{unit}" in advice
+    assert good.warning() == []
 
 
 @BUDGETS
@@ -202,19 +180,12 @@ def test_a_budget_below_the_longest_protein_is_refused():
 def test_too_few_proteins_are_refused_with_numbers_that_work():
     lengths = random_lengths(100)
     says = ("100 proteins fill 6 micro-batches of 16 proteins; one global batch needs 8. Give at "
-            "most 6 micro-batches .* or at most 11 proteins")
+            "most 6 micro-batches .* fewer proteins per micro-batch, or more proteins")
     with pytest.raises(ValueError, match=says):
         plan_of(lengths, 2000, 8, batch_size=16)
     assert plan_of(lengths, 2000, 6, batch_size=16).plan.steps_per_epoch == 1
     assert plan_of(lengths, 2000, 8, batch_size=11).plan.steps_per_epoch == 1
-    for micro_batches, tokens in itertools.product((8, 20, 30), (10000, 20000, 10**7)):
-        with pytest.raises(ValueError, match="at most .* per micro-batch|Give at most") as caught:
-            plan_of(lengths, 2000, micro_batches, tokens=tokens)
-        if "tokens per micro-batch" in str(caught.value):
-            advised = str(caught.value).split("at most ")[-1].split(" tokens")[0]
-            advised = int(advised.replace(",", ""))
-            assert plan_of(lengths, 2000, micro_batches, tokens=advised).plan.steps_per_epoch >= 1
-    with pytest.raises(ValueError, match="Give more proteins"):
+    with pytest.raises(ValueError, match="or more proteins"):
         plan_of([5, 6, 7], 50, 4, batch_size=4)
 
 
