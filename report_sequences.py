@@ -193,12 +193,11 @@ def report(samples, reference, picture=None):
 def draw(ours, theirs, novelty, path):
     """Draw the picture; returns a line on it."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return "no picture: matplotlib is not installed (pip install matplotlib)"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    axes = figure.subplots(2, 2)
     places = np.arange(len(AMINO_ACIDS))
     lengths = np.concatenate([ours.lengths, theirs.lengths])
     edges = np.geomspace(max(lengths.min(), 1), lengths.max() + 1, 31)
@@ -219,7 +218,6 @@ def draw(ours, theirs, novelty, path):
     for axis in axes.flat:
         axis.legend()
     write_whole(path, lambda file: figure.savefig(file, dpi=120, format="png"))
-    pyplot.close(figure)
     return f"picture: {path}"
 
 

@@ -302,30 +302,24 @@ def export_sedd(sedd, target):
 
 def model_card(sedd):
     """What a person should know of an exported model, as Markdown."""
-    m, best = sedd.config["model"], sedd.about.get("best") or {}
-    frequencies = ", ".join(f"{letter} {count / max(sedd.letters[:X_ID].sum(), 1):.3f}"
-                            for letter, count in zip(AMINO_ACIDS, sedd.letters.tolist()))
-    figures = [f"{best['score']:.4f} nats per residue"] if best else ["unknown"]
-    figures += [f"{name.removeprefix('val/')} {value:.4f}" for name, value in best.items()
-                if name.startswith("val/") and name != "val/loss"]
+    model, best = sedd.config["model"], sedd.about.get("best") or {}
+    shares = sedd.letters[:X_ID] / max(sedd.letters[:X_ID].sum(), 1)
     # A run without validation proteins keeps the weights of the lowest training loss.
-    kind = "validation bound" if "val/loss" in best else "training loss" if best else "validation"
-    lengths = ""
-    if sedd.lengths is not None and sedd.lengths.any():
-        ends, known = np.cumsum(sedd.lengths), np.flatnonzero(sedd.lengths)
-        median = np.searchsorted(ends, ends[-1] / 2)
-        lengths = f", of {known[0]} to {known[-1]} residues, median {median}"
-    lines = ["# SEDD protein model", "",
-             f"- network: {m['n_blocks']} blocks, width {m['hidden_size']}, {m['n_heads']} heads, "
-             f"{m['parameterization']}; {sedd.config['graph']['type']} graph, "
-             f"{sedd.config['noise']['type']} noise",
-             f"- trained on at most {sedd.max_length} residues; step "
-             f"{sedd.about.get('step', 'unknown')}",
-             f"- training proteins: {(sedd.about.get('data') or {}).get('n', 'unknown')}"
-             f"{lengths}",
-             f"- best {kind}, of step {best.get('step', 'unknown')}: {', '.join(figures)}",
-             f"- letters of the training data: {frequencies}", "",
-             "Weights: `model.safetensors`, names of the published SEDD code, averaged weights "
-             "where there were some. Tokens: the place of a letter in `alphabet` of `config.json`; "
-             "then the mask.", "", "    python sample_sedd.py THIS_FOLDER --number 10", ""]
-    return "\n".join(lines)
+    kind = "validation bound" if "val/loss" in best else "training loss"
+    score = f"{best['score']:.4f} nats per residue" if best else "unknown"
+    return f"""# SEDD protein model
+
+- network: {model['n_blocks']} blocks, width {model['hidden_size']}, {model['n_heads']} heads, \
+{model['parameterization']}; {sedd.config['graph']['type']} graph, \
+{sedd.config['noise']['type']} noise
+- trained on at most {sedd.max_length} residues; step {sedd.about.get('step', 'unknown')}
+- training proteins: {(sedd.about.get('data') or {}).get('n', 'unknown')}
+- best {kind}, of step {best.get('step', 'unknown')}: {score}
+- letters of the training data: \
+{', '.join(f'{letter} {share:.3f}' for letter, share in zip(AMINO_ACIDS, shares.tolist()))}
+
+Weights: `model.safetensors`, names of the published SEDD code, averaged weights where there were
+some. Tokens: the place of a letter in `alphabet` of `config.json`; then the mask.
+
+    python sample_sedd.py THIS_FOLDER --number 10
+"""
