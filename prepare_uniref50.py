@@ -18,10 +18,10 @@ Proteins stand in the order of order_words(keys, seed), a random one, the same w
 in the sources: training reads long runs of a file and still sees a sample. A protein is in val if
 its key is in the lowest val_fraction of all keys, as with split_by_hash.
 
-Two passes: the text is cleaned and dealt to some hundred files ("buckets") by the first bits of the
-order; then each of these is sorted in memory. Work in progress is in FOLDER.partial, and FOLDER
-appears at the very end, by a rename. After an interruption the same command starts the passes
-again; a finished download stays.
+Two passes make the random order. The first cleans the text and appends each protein to one of some
+hundred files ("buckets"), by the first bits of its place in the order. The second sorts one bucket
+after the other in memory. All work is done in FOLDER.partial; FOLDER appears at the very end, by a
+rename. After an interruption the same command starts the passes again; a finished download stays.
 """
 
 import argparse
@@ -46,6 +46,7 @@ import time
 import urllib.error
 import urllib.request
 import xml.etree.ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
@@ -60,8 +61,8 @@ from sequence_data import (FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, Bloc
 # The current release: some 13 GB, about 60 million proteins.
 UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
 
-FLUSH_BYTES = 64 << 20          # of proteins that are gathered in memory, then dealt to the buckets
-BUCKET_BYTES = 48 << 20         # of a bucket, about; their number follows
+FLUSH_BYTES = 64 << 20          # proteins in memory, before they are appended to the buckets
+BUCKET_BYTES = 48 << 20         # size of a bucket, about; the number of buckets follows
 UNPACKED_SHARE = 1.7            # bytes in a folder for a byte of .gz, at most: UniRef50 has 1.4
 BYTES_PER_PROTEIN = 400         # in a folder, at most on average: UniRef50 has 300
 
@@ -115,9 +116,10 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
                          f"least 1 of the others.")
     settings = {"seed": seed, "val_fraction": val_fraction, "min_length": min_length,
                 "max_sequences": max_sequences}
-    inputs, release = [Input.of_file(file) for file in files or ()], None
+    inputs, release = [input_of_file(file) for file in files or ()], None
     if files:
-        named = sorted((Path(entry.name).name, entry.size, entry.digest()) for entry in inputs)
+        named = sorted((file.name, entry.size, digest_of(file))
+                       for file, entry in zip(files, inputs))
         for key, values in zip(("source", "source_bytes", "source_digest"), zip(*named)):
             settings[key] = list(values)
     else:
@@ -134,7 +136,7 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
         n_bytes = expected_bytes(inputs, max_sequences)
         check_disk(partial, n_bytes)
         report = ReadReport()
-        bits = max(0, math.ceil(math.log2(max(1, n_bytes) / BUCKET_BYTES)))
+        bits = max(0, math.ceil(math.log2(max(1, n_bytes) / BUCKET_BYTES)))     # 2**bits buckets
         try:
             n_read = deal(inputs, partial / "buckets", bits, report, settings)
             sets = collect(partial / "buckets", partial / "result", n_read, settings)
@@ -151,65 +153,46 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
 
 # ---- sources ----
 
-class Input:
-    """A source of proteins, and the count of the bytes that were read of it.
+class Input(NamedTuple):
+    """A source of proteins: a file, or a url that is read without keeping what is read."""
+    name: str                               # path or url
+    size: int | None                        # bytes, None if not known
+    open_stream: Callable | None = None     # of a url: gives a binary stream
 
-    name: path or url. size: bytes, None if not known.
-    open_source: gives a binary stream; None for what read_blocks takes, or refuses, as a path.
-    """
 
-    def __init__(self, name, size, open_source):
-        self.name, self.size, self.open_source, self.count = name, size, open_source, 0
+def input_of_file(path):
+    return Input(str(path), path.stat().st_size if path.is_file() else 0)
 
-    @classmethod
-    def of_file(cls, path):
-        size = path.stat().st_size if path.is_file() else 0
-        if path.suffix.lower() == ".pt" or not size:
-            return cls(str(path), size, None)
-        return cls(str(path), size, lambda: open(path, "rb"))
 
-    def digest(self):
-        """Hash of the first and the last MiB of a file, by which a changed one is known."""
-        if not self.size:
-            return ""
-        with open(self.name, "rb") as file:
-            head = file.read(1 << 20)
-            file.seek(max(0, self.size - (1 << 20)))
-            return hashlib.blake2b(head + file.read(), digest_size=8).hexdigest()
-
-    def read(self, size):
-        data = self.stream.read(size)
-        self.count += len(data)
-        return data
-
-    def blocks(self, report, min_length, max_records):
-        """read_blocks of this source."""
-        if self.open_source is None:
-            yield from read_blocks(self.name, report, min_length, max_records=max_records)
-        else:
-            with self.open_source() as self.stream:
-                yield from read_blocks(self, report, min_length, max_records=max_records)
+def digest_of(path):
+    """Hash of the first and the last MiB of a file, by which a changed one is known."""
+    if not path.is_file():
+        return ""                           # it is refused when it is read
+    with open(path, "rb") as file:
+        head = file.read(1 << 20)
+        file.seek(max(0, path.stat().st_size - (1 << 20)))
+        return hashlib.blake2b(head + file.read(), digest_size=8).hexdigest()
 
 
 def download_input(url, folder, max_sequences):
-    """([Input], release or None). Downloads the whole file, unless only its head is wanted.
+    """Download the url, unless only its first records are wanted -> ([Input], release or None).
 
     A finished download needs no network: the passes may go on where there is none.
     """
     path = folder / Path(shown(url)).name
     partial = PartialFile(Source(url), path)
     if partial.is_finished:
-        return [Input.of_file(path)], partial.note["release"]
+        return [input_of_file(path)], partial.note["release"]
     source = look_up(url)
     if max_sequences and path.suffix.lower() != ".pt":
         return [Input(shown(url), source.size, lambda: open_stream(source))], source.release
     folder.mkdir(exist_ok=True)
     if source.size:
-        n_bytes = expected_bytes([Input(shown(url), source.size, None)], None)
+        n_bytes = expected_bytes([Input(shown(url), source.size)], None)
         n_arrived = sum(entry.stat().st_size for entry in folder.iterdir())
         check_disk(folder, n_bytes, max(0, source.size - n_arrived))
     download(source, path)
-    return [Input.of_file(path)], source.release
+    return [input_of_file(path)], source.release
 
 
 def expected_bytes(inputs, max_sequences):
@@ -257,19 +240,20 @@ def deal(inputs, folder, bits, report, settings):
 
 def all_blocks(inputs, report, settings):
     """The blocks of one input after the other, up to max_sequences records, with a progress bar."""
-    wanted, n_read, n_bytes = settings["max_sequences"], 0, 0
-    total, unit = (wanted, " sequences") if wanted else (sum(entry.size for entry in inputs), "B")
-    with progress_bar("1/2 reading", total, unit) as bar:
+    wanted, n_read = settings["max_sequences"], 0
+    with progress_bar("1/2 reading", wanted, " sequences") as bar:
         for entry in inputs:
             left = wanted - n_read - report.n_dropped if wanted else None
             if left == 0:
                 break
-            for block in entry.blocks(report, settings["min_length"], left):
-                n_read += len(block.lengths)
-                bar.set_postfix_str(f"{n_read / 1e6:.2f} M sequences", refresh=False)
-                bar.update((n_read if wanted else n_bytes + entry.count) - bar.n)
-                yield block
-            n_bytes += entry.count
+            opened = contextlib.nullcontext(entry.name)
+            if entry.open_stream:
+                opened = entry.open_stream()
+            with opened as source:
+                for block in read_blocks(source, report, settings["min_length"], max_records=left):
+                    n_read += len(block.lengths)
+                    bar.update(len(block.lengths))
+                    yield block
 
 
 def concatenate(blocks):
@@ -278,7 +262,7 @@ def concatenate(blocks):
 
 
 def order_of(block, seed):
-    """Indices in the order of order_words, each distinct protein once."""
+    """Indices of the proteins of a block in the order of order_words, each protein once."""
     tokens, (starts, _) = block.words.view(np.uint8), word_spans(block.lengths)
     return Proteins(tokens, 8 * starts, block.lengths, block.keys).unique_order(seed)
 
@@ -636,7 +620,7 @@ class HttpFile(io.RawIOBase):
 
     def __init__(self, answer, url, start, total):
         super().__init__()
-        self.answer, self.url, self.status = answer, url, answer.status
+        self.answer, self.url, self.name, self.status = answer, url, url, answer.status
         self.start, self.total, self.n_read = start, total, 0
         etag = answer.headers["ETag"] or "W/"           # a weak ETag does not vouch for each byte
         self.version = answer.headers["Last-Modified"] if etag.startswith("W/") else etag

@@ -8,12 +8,12 @@
 
 Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), .pt files that
 hold a list of dicts with `protein_seq`, and folders made by prepare_uniref50.py. Writes nothing but
-the copy that stage_prepared makes. read_blocks is the one reader of sequence files: it cleans some
-thousand proteins at a time, so that a file of any size passes through a few MB of memory.
+the copy that stage_prepared makes. read_blocks reads all sequence files: it cleans some thousand
+proteins at a time, so that a file of any size passes through a few MB of memory.
 
-Everything random is keyed by integers (`keyed_seed`), never drawn from a stream that other code may
-have advanced; so what a step sees depends on the seed, the epoch and the step, not on ranks,
-workers or restarts.
+Each random choice has its own seed, made of integers and a word (`keyed_seed`). No choice depends on
+how many random numbers other code has drawn. So what a step sees depends on the seed, the epoch and
+the step, not on ranks, workers or restarts.
 """
 
 import contextlib
@@ -45,17 +45,28 @@ RARE = "BZUOJ"                  # Asx, Glx, Sec, Pyl, Leu/Ile: below 2e-6 each, 
 UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
             .022, .041, .050, .038, .059, .074, .057, .065, .013, .030)
 
-# Marks while a file is read, never tokens. "\r", which no cleaned text holds, stands for PAD.
+# Marks while a file is read, never tokens: a wrong character, a '*', and what fills a protein up to
+# whole words. "\r" becomes PAD: text that is cleaned holds no other "\r".
 BAD, STOP, PAD = 253, 254, 255
-TO_TOKEN = bytes(LETTERS.find(c) if c in LETTERS else X_ID if c in RARE else STOP if c == "*" else
-                 PAD if c == "\r" else BAD
-                 for c in (chr(i).upper() if i < 128 else "?" for i in range(256)))
 
 BLOCK_BYTES = 1 << 20           # text cleaned at a time: long against a protein, fits into a cache
 AT_A_TIME = 4096                # proteins that are copied at a time, to need little memory
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
 HEADER = b">" + b" " * 8 + b"\n"        # a header that is long enough for _find_records
 NUCLEOTIDES_LEAST = 1000        # letters; a shorter file may be a peptide of such letters
+
+
+def _table_of_tokens():
+    """The token or mark of each of 256 characters, in upper and in lower case: bytes."""
+    table = bytearray([BAD] * 256)
+    tokens = {letter: token for token, letter in enumerate(LETTERS)}
+    tokens |= dict.fromkeys(RARE, X_ID) | {"*": STOP, "\r": PAD}
+    for letter, token in tokens.items():
+        table[ord(letter)] = table[ord(letter.lower())] = token
+    return bytes(table)
+
+
+TO_TOKEN = _table_of_tokens()
 
 
 # ---- keys ----
@@ -94,9 +105,9 @@ def sequence_keys(tokens, offsets, lengths):
 
 
 def order_words(keys, seed):
-    """Words whose order is a random order of proteins, for each seed one to one with their keys.
+    """Words that put proteins into a random order: sort by them. Another seed, another order.
 
-    keys: (n,) uint64, see sequence_keys. Returns (n,) uint64.
+    keys: (n,) uint64, see sequence_keys. Returns (n,) uint64, different words for different keys.
     """
     return _avalanche(keys + np.uint64(keyed_seed("order", seed)))
 
@@ -111,15 +122,16 @@ def _avalanche(words):
 def _keys_of_words(words, lengths):
     """Keys of proteins from their tokens as whole words, see Block: (n,) uint64.
 
-    A key is a polynomial in an odd constant, whose coefficients are the mixed words of a protein,
-    modulo 2**64.
+    The words of a protein are scrambled and added up, each times a power of an odd number that
+    says where the word stands; all modulo 2**64. The sum is scrambled with the length.
     """
     starts, counts = word_spans(lengths)
     mixed = words * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)
     mixed ^= mixed >> np.uint64(29)
-    # Powers by the place in `words`; each sum is divided by the power at which its protein starts.
+    # The powers count from the first word of all proteins. So each sum is divided by the power of
+    # the first word of its protein, which is to multiply by the inverse.
     base, bits = 0xDA942042E4DD58B5, len(words).bit_length()
     mixed *= _powers(base, bits)[:len(words)]
     keys = lengths.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)

@@ -463,10 +463,9 @@ def test_memory_is_bounded_whatever_the_size_of_the_source(tmp_path):
     assert max(peaks) < 450 << 20 and abs(peaks[1] - peaks[0]) < 15 << 20, peaks
 
 
-def test_progress_lines_fit_into_80_columns_and_say_bytes_sequences_and_rate(tmp_path, out, capfd):
+def test_progress_lines_fit_into_80_columns_and_say_sequences_and_rate(tmp_path, out, capfd):
     assert prepare(out, write_fasta(tmp_path / "in.fasta.gz", random_proteins(5000))) == 0
     lines = [line for line in re.split("[\r\n]", capfd.readouterr().err) if line.strip()]
     assert all(len(line) <= 80 for line in lines)
-    reading = r"1/2 reading: 100%.* \d.*B/s, 0.0[01] M sequences"
-    assert any(re.match(reading, line) for line in lines)
+    assert any(re.match(r"1/2 reading: 5.00k sequences .* sequences/s", line) for line in lines)
     assert re.match(r"2/2 sorting: 100%.* sequences/s", lines[-1])
