@@ -52,7 +52,7 @@ from sequence_data import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_ge
 
 FREE = "_"              # a place of a template that is to be drawn
 BLOCK = 2000            # sequences that are scored together: results appear after each
-PATIENCE = 6 * 3600.0   # seconds that ranks wait for one with more work
+PATIENCE = 6 * 3600.0   # seconds that ranks wait for a rank with more work
 FASTA_ENDINGS = (".fasta", ".fa", ".faa")
 INTERVAL = 1.96         # standard errors to either side that hold 95 %
 LONGEST = 10**6         # residues of a free stretch
@@ -190,13 +190,11 @@ def free_templates(sedd, length, number, seed):
 
 # ---------------------------------------------------------------- score
 class Scores(NamedTuple):
-    """Of each sequence, (n,): residues that count (not X); bound on -ln p in nats; its standard
-    error (of the noise, nan for one sample); -ln p under the letter frequencies of the training
-    data."""
-    residues: np.ndarray
-    bound: np.ndarray
-    error: np.ndarray
-    unigram: np.ndarray
+    """Scores of n sequences, each an array (n,)."""
+    residues: np.ndarray    # that count: not X
+    bound: np.ndarray       # on -ln p, in nats
+    error: np.ndarray       # standard error of the bound, from the noise drawn; nan for one sample
+    unigram: np.ndarray     # -ln p under the letter frequencies of the training data
 
 
 def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtype=torch.float32,
@@ -302,14 +300,14 @@ def variant_scores(sedd, sequence, variants, **how):
                          f"most {sedd.max_length:,}. Cut it to the part that is mutated.")
     scores, size = np.zeros(len(variants)), 1000
     for first in range(0, len(variants), size):
-        some = variants[first:first + size]
-        rows = row.repeat(len(some), 1)
-        for k, changes in enumerate(some):
+        group = variants[first:first + size]
+        rows = row.repeat(len(group), 1)
+        for k, changes in enumerate(group):
             rows[k, [place for place, _ in changes]] = sedd.graph.mask_id or 0
         log_p = denoise(sedd, rows, **how).double()
-        scores[first:first + size] = [
-            sum(float(log_p[k, place, token] - log_p[k, place, row[place]])
-                for place, token in changes) for k, changes in enumerate(some)]
+        for k, changes in enumerate(group):
+            scores[first + k] = sum(float(log_p[k, place, token] - log_p[k, place, row[place]])
+                                    for place, token in changes)
     return scores
 
 

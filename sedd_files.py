@@ -29,9 +29,9 @@ FORMAT = "sedd-protein-1"   # of an exported folder
 PUBLISHED_LENGTH = 1024     # residues the published models were trained on
 LEAVE_OUT = ("Leave --init_from out to continue it; to begin with these weights, give another "
              "--work_dir, or --fresh.")
-# Weights mean something under these keys alone. Dropout and noise may change: the network is told
-# sigma, whatever the schedule. The head's logits are read otherwise in the other graph and in the
-# other parameterization.
+# Weights can be used only where these keys are the same. Dropout and the noise schedule may differ:
+# the network reads sigma, whatever the schedule. The other graph and the other parameterization give
+# the logits of the head another meaning.
 WEIGHTS_DEPEND_ON = (("model", "hidden_size"), ("model", "n_blocks"), ("model", "n_heads"),
                      ("model", "cond_dim"), ("model", "parameterization"), ("graph", "type"))
 
@@ -40,10 +40,12 @@ WEIGHTS_DEPEND_ON = (("model", "hidden_size"), ("model", "n_blocks"), ("model", 
 class Sedd(NamedTuple):
     """A trained model.
 
-    model: SEDD, in eval mode. graph, noise: see sedd_diffusion. config: {"model": sizes, "graph",
-    "noise"}, plain. letters: (21,) int64, how often each token stood in the training proteins.
-    lengths: (longest + 1,) int64, training proteins of each length, or None. max_length: residues
-    it was trained on at most. about: what else is known, plain. notes: lines for the user.
+    model: SEDD, in eval mode. graph, noise: see sedd_diffusion.
+    config: sections {"model", "graph", "noise"} of its config, as dicts.
+    letters: (21,) int64, how often each token stood in the training proteins.
+    lengths: (longest + 1,) int64, training proteins of each length, or None.
+    max_length: residues of the longest protein it was trained on.
+    about: the step and the best evaluation, where known. notes: lines for the user.
     """
     model: Any
     graph: Any
@@ -92,10 +94,10 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
         listed = "\n    ".join(problems)
         raise ValueError(f"the weights of {path} cannot be used here:\n    {listed}\n  Expected "
                          "the same. Give other weights, or set these keys as in the file.")
-    spoilt = [name for name, p in model.named_parameters() if not p.isfinite().all()]
-    if spoilt:
-        raise ValueError(f"{path}: {len(spoilt)} tensors hold nan or infinite numbers, first "
-                         f"{spoilt[0]}; expected finite weights. Use an older checkpoint.")
+    not_finite = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    if not_finite:
+        raise ValueError(f"{path}: {len(not_finite)} tensors hold nan or infinite numbers, first "
+                         f"{not_finite[0]}; expected finite weights. Use an older checkpoint.")
     letters, lengths = (saved.get(key) for key in ("letters", "lengths"))
     notes = [f"{path}: SEDD, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million "
              f"parameters, {config['graph']['type']} graph, {config['noise']['type']} noise, "
@@ -215,10 +217,11 @@ def start_from_weights(config, former, resume, model, ddp):
     A collective: rank 0 reads the file and sends the weights to the others.
 
     Args:
-        former: what is continued, see run_dir.Former. resume: checkpoint that is named, or None.
+        former: the state of the run that goes on, see run_dir.Former.
+        resume: the checkpoint of --resume, or None.
         model: the run's SEDD, on the device; it changes in a new run only.
     Returns: ({"path", "hash"} of the weights that the run began with, None for random ones; lines
-        that say so).
+        on these weights for the user).
     Raises: ValueError or OSError.
     """
     path, record = config.training.init_from, None

@@ -11,9 +11,9 @@ hold a list of dicts with `protein_seq`, and folders made by prepare_uniref50.py
 the copy that stage_prepared makes. read_blocks reads all sequence files: it cleans some thousand
 proteins at a time, so that a file of any size passes through a few MB of memory.
 
-Each random choice has its own seed, made of integers and a word (`keyed_seed`). No choice depends on
-how many random numbers other code has drawn. So what a step sees depends on the seed, the epoch and
-the step, not on ranks, workers or restarts.
+Each random choice has its own seed, made of integers and a word (`keyed_seed`). No choice depends
+on how many random numbers other code has drawn. So what a step sees depends on the seed, the epoch
+and the step, not on ranks, workers or restarts.
 """
 
 import contextlib
