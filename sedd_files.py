@@ -30,8 +30,8 @@ PUBLISHED_LENGTH = 1024     # residues the published models were trained on
 LEAVE_OUT = ("Leave --init_from out to continue it; to begin with these weights, give another "
              "--work_dir, or --fresh.")
 # Weights can be used only where these keys are the same. Dropout and the noise schedule may differ:
-# the network reads sigma, whatever the schedule. The other graph and the other parameterization give
-# the logits of the head another meaning.
+# the network reads sigma, whatever the schedule. With another graph or parameterization the logits
+# of the head mean something else.
 WEIGHTS_DEPEND_ON = (("model", "hidden_size"), ("model", "n_blocks"), ("model", "n_heads"),
                      ("model", "cond_dim"), ("model", "parameterization"), ("graph", "type"))
 
