@@ -18,16 +18,13 @@ Proteins stand in the order of order_words(keys, seed), a random one, the same w
 in the sources: training reads long runs of a file and still sees a sample. A protein is in val if
 its key is in the lowest val_fraction of all keys, as with split_by_hash.
 
-Two passes: the text is cleaned and dealt to some hundred files ("buckets") by the first bits of the
-order; then each of these is sorted in memory. Work in progress is in FOLDER.partial, and FOLDER
-appears at the very end, by a rename. After an interruption the same command starts the passes
-again; a finished download stays.
+Two passes make the random order. The first cleans the text and appends each protein to one of some
+hundred files ("buckets"), by the first bits of its place in the order. The second sorts one bucket
+after the other in memory. All work is done in FOLDER.partial; FOLDER appears at the very end, by a
+rename. After an interruption the same command starts the passes again; a finished download stays.
 """
 
 import argparse
-import base64
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -49,6 +46,7 @@ import time
 import urllib.error
 import urllib.request
 import xml.etree.ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
@@ -63,12 +61,10 @@ from sequence_data import (FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, Bloc
 # The current release: some 13 GB, about 60 million proteins.
 UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
 
-FLUSH_BYTES = 64 << 20          # of proteins that are gathered in memory, then dealt to the buckets
-BUCKET_BYTES = 48 << 20         # of a bucket, about; their number follows
-LARGEST_BUCKET = 128 << 20      # a larger one is dealt once more
-SAMPLE_BYTES = 8 << 20          # of each source, by which the size of the result is estimated
-PT_BYTES = 300                  # of a protein in a .pt file, about; these are not sampled
-MARGIN = 1.1                    # for what the sample does not show
+FLUSH_BYTES = 64 << 20          # proteins in memory, before they are appended to the buckets
+BUCKET_BYTES = 48 << 20         # size of a bucket, about; the number of buckets follows
+UNPACKED_SHARE = 1.7            # bytes in a folder for a byte of .gz, at most: UniRef50 has 1.4
+BYTES_PER_PROTEIN = 400         # in a folder, at most on average: UniRef50 has 300
 
 
 # ---- main: the steps in the order of time ----
@@ -120,9 +116,10 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
                          f"least 1 of the others.")
     settings = {"seed": seed, "val_fraction": val_fraction, "min_length": min_length,
                 "max_sequences": max_sequences}
-    inputs, release = [Input.of_file(file) for file in files or ()], None
+    inputs, release = [input_of_file(file) for file in files or ()], None
     if files:
-        named = sorted((Path(entry.name).name, entry.size, entry.digest()) for entry in inputs)
+        named = sorted((file.name, entry.size, digest_of(file))
+                       for file, entry in zip(files, inputs))
         for key, values in zip(("source", "source_bytes", "source_digest"), zip(*named)):
             settings[key] = list(values)
     else:
@@ -136,15 +133,15 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
         remove_work(partial)                                    # of a run that was interrupted
         if not files:
             inputs, release = download_input(url, partial / "download", max_sequences)
-        n_bytes, n_sequences = estimate(inputs, max_sequences, min_length)
+        n_bytes = expected_bytes(inputs, max_sequences)
         check_disk(partial, n_bytes)
         report = ReadReport()
-        bits = max(0, math.ceil(math.log2(max(1, n_bytes) / BUCKET_BYTES)))
+        bits = max(0, math.ceil(math.log2(max(1, n_bytes) / BUCKET_BYTES)))     # 2**bits buckets
         try:
-            n_read = deal(inputs, partial / "buckets", bits, n_sequences, report, settings)
-            sets = collect(partial / "buckets", bits, partial / "result", n_read, settings)
+            n_read = deal(inputs, partial / "buckets", bits, report, settings)
+            sets = collect(partial / "buckets", partial / "result", n_read, settings)
             finish_report(report, sets, n_read, settings)
-        except ValueError:                                      # the same call would end so again
+        except (ValueError, FileNotFoundError):     # the same command would end so again
             remove_work(partial)
             raise
         meta = {"format": FORMAT, "version": VERSION, "release": release, "letters": LETTERS,
@@ -156,102 +153,54 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
 
 # ---- sources ----
 
-class Input:
-    """A source of proteins, and the count of the bytes that were read of it.
+class Input(NamedTuple):
+    """A source of proteins: a file, or a url that is read without keeping what is read."""
+    name: str                               # path or url
+    size: int | None                        # bytes, None if not known
+    open_stream: Callable | None = None     # of a url: gives a binary stream
 
-    name: path or url. size: bytes, None if not known.
-    open_source: gives a binary stream; None for what read_blocks takes, or refuses, as a path.
-    """
 
-    def __init__(self, name, size, open_source):
-        self.name, self.size, self.open_source, self.count = name, size, open_source, 0
+def input_of_file(path):
+    return Input(str(path), path.stat().st_size if path.is_file() else 0)
 
-    @classmethod
-    def of_file(cls, path):
-        size = path.stat().st_size if path.is_file() else 0
-        if path.suffix.lower() == ".pt" or not size:
-            return cls(str(path), size, None)
-        return cls(str(path), size, lambda: open(path, "rb"))
 
-    def digest(self):
-        """Hash of the first and the last MiB of a file, by which a changed one is known."""
-        if not self.size:
-            return ""
-        with open(self.name, "rb") as file:
-            head = file.read(1 << 20)
-            file.seek(max(0, self.size - (1 << 20)))
-            return hashlib.blake2b(head + file.read(), digest_size=8).hexdigest()
-
-    def read(self, size):
-        data = self.stream.read(size)
-        self.count += len(data)
-        return data
-
-    def blocks(self, report, min_length, max_records=None):
-        """read_blocks of this source, from its beginning."""
-        self.count = 0
-        if self.open_source is None:
-            yield from read_blocks(self.name, report, min_length, max_records=max_records)
-        else:
-            with self.open_source() as self.stream:
-                yield from read_blocks(self, report, min_length, max_records=max_records)
+def digest_of(path):
+    """Hash of the first and the last MiB of a file, by which a changed one is known."""
+    if not path.is_file():
+        return ""                           # it is refused when it is read
+    with open(path, "rb") as file:
+        head = file.read(1 << 20)
+        file.seek(max(0, path.stat().st_size - (1 << 20)))
+        return hashlib.blake2b(head + file.read(), digest_size=8).hexdigest()
 
 
 def download_input(url, folder, max_sequences):
-    """([Input], release or None). Downloads the whole file, unless only its head is wanted.
+    """Download the url, unless only its first records are wanted -> ([Input], release or None).
 
     A finished download needs no network: the passes may go on where there is none.
     """
     path = folder / Path(shown(url)).name
-    arrived = _Part(Source(url), path)
-    if arrived.finished:
-        return [Input.of_file(path)], arrived.note["release"]
+    partial = PartialFile(Source(url), path)
+    if partial.is_finished:
+        return [input_of_file(path)], partial.note["release"]
     source = look_up(url)
-    streamed = Input(shown(url), source.size, lambda: open_stream(source))
     if max_sequences and path.suffix.lower() != ".pt":
-        return [streamed], source.release
+        return [Input(shown(url), source.size, lambda: open_stream(source))], source.release
     folder.mkdir(exist_ok=True)
-    if not path.exists() and source.size:
-        n_bytes, _ = estimate([streamed], None, 1)
+    if source.size:
+        n_bytes = expected_bytes([Input(shown(url), source.size)], None)
         n_arrived = sum(entry.stat().st_size for entry in folder.iterdir())
         check_disk(folder, n_bytes, max(0, source.size - n_arrived))
     download(source, path)
-    return [Input.of_file(path)], source.release
+    return [input_of_file(path)], source.release
 
 
-def estimate(inputs, max_sequences, min_length):
-    """About how many (bytes, sequences) the inputs hold, from the head of each."""
-    total, left = np.zeros(2), max_sequences or math.inf
-    for entry in inputs:
-        if Path(entry.name).suffix.lower() == ".pt":
-            found = np.array([entry.size, entry.size / PT_BYTES])
-        else:
-            found = sample_head(entry, left, min_length)
-        found = found * min(1, left / max(1, found[1]))
-        total, left = total + found, left - found[1]
-        if left <= 0:
-            break
-    return int(total[0] * MARGIN), int(total[1])
-
-
-def sample_head(entry, n_records, min_length):
-    """(bytes, sequences) of an input: exact if it is short, else scaled up from SAMPLE_BYTES."""
-    found, first_count = np.zeros(2), None
-    max_records = None if math.isinf(n_records) else math.ceil(n_records)
-    with contextlib.closing(entry.blocks(ReadReport(), min_length, max_records)) as blocks:
-        for block in blocks:
-            found += block_bytes(block), len(block.lengths)
-            if first_count is None:     # bytes are read ahead of the blocks, by always as many
-                first_count, first_found = entry.count, found.copy()
-            elif entry.count - first_count >= SAMPLE_BYTES:
-                if entry.size is None:
-                    return found * max(1, n_records / max(found[1], 1))
-                return (found - first_found) / (entry.count - first_count) * entry.size
-    return found
-
-
-def block_bytes(block):
-    return block.words.nbytes + 12 * len(block.lengths)         # 4 of a length, 8 of a key
+def expected_bytes(inputs, max_sequences):
+    """About how many bytes the proteins of these inputs take in a prepared folder, or fewer."""
+    n_bytes = sum(math.inf if entry.size is None else
+                  entry.size * (UNPACKED_SHARE if entry.name.endswith(".gz") else 1)
+                  for entry in inputs)
+    return int(min(n_bytes, (max_sequences or math.inf) * BYTES_PER_PROTEIN))
 
 
 def check_disk(folder, n_bytes, n_download=0):
@@ -271,60 +220,40 @@ def check_disk(folder, n_bytes, n_download=0):
 
 # ---- pass 1: clean, and deal to buckets ----
 
-def deal(inputs, folder, bits, n_sequences, report, settings):
+def deal(inputs, folder, bits, report, settings):
     """Write the proteins to 2**bits buckets by the first bits of their order -> proteins read."""
     folder.mkdir()
     blocks, size, n_read = [], 0, 0
-    with in_background() as run:
-        for block in all_blocks(inputs, n_sequences, report, settings):
-            blocks.append(block)
-            size += block_bytes(block)
-            n_read += len(block.lengths)
-            if size >= FLUSH_BYTES:
-                run(append, folder, concatenate(blocks), settings["seed"], 0, bits)
-                blocks, size = [], 0
-        run(append, folder, concatenate(blocks), settings["seed"], 0, bits)
+    for block in all_blocks(inputs, report, settings):
+        blocks.append(block)
+        size += block.words.nbytes + 12 * len(block.lengths)        # 4 of a length, 8 of a key
+        n_read += len(block.lengths)
+        if size >= FLUSH_BYTES:
+            append(folder, concatenate(blocks), settings["seed"], bits)
+            blocks, size = [], 0
+    append(folder, concatenate(blocks), settings["seed"], bits)
     if not n_read:
         names = ", ".join(entry.name for entry in inputs)
         refuse_nothing_left(names, report, settings["min_length"])
     return n_read
 
 
-def all_blocks(inputs, n_sequences, report, settings):
+def all_blocks(inputs, report, settings):
     """The blocks of one input after the other, up to max_sequences records, with a progress bar."""
-    left, n_read, n_bytes = settings["max_sequences"], 0, 0
-    by_bytes = left is None
-    total = sum(entry.size for entry in inputs) if by_bytes else n_sequences
-    with progress_bar("1/2 reading", total, "B" if by_bytes else " sequences") as bar:
+    wanted, n_read = settings["max_sequences"], 0
+    with progress_bar("1/2 reading", wanted, " sequences") as bar:
         for entry in inputs:
-            n_before = n_read + report.n_dropped
-            for block in entry.blocks(report, settings["min_length"], left):
-                n_read += len(block.lengths)
-                bar.set_postfix_str(f"{n_read / 1e6:.2f} M sequences", refresh=False)
-                bar.update((n_bytes + entry.count if by_bytes else n_read) - bar.n)
-                yield block
-            n_bytes += entry.count
-            if not by_bytes:
-                left -= n_read + report.n_dropped - n_before
-                if left == 0:
-                    break
-
-
-@contextlib.contextmanager
-def in_background():
-    """A function that makes calls in a thread, each begun when the one before has ended.
-
-    What a call raises comes out of the next one, or of the end of the context.
-    """
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        pending = collections.deque()
-
-        def run(work, *arguments):
-            while pending:
-                pending.popleft().result()
-            pending.append(pool.submit(work, *arguments))
-        yield run
-        pending.pop().result()
+            left = wanted - n_read - report.n_dropped if wanted else None
+            if left == 0:
+                break
+            opened = contextlib.nullcontext(entry.name)
+            if entry.open_stream:
+                opened = entry.open_stream()
+            with opened as source:
+                for block in read_blocks(source, report, settings["min_length"], max_records=left):
+                    n_read += len(block.lengths)
+                    bar.update(len(block.lengths))
+                    yield block
 
 
 def concatenate(blocks):
@@ -333,7 +262,7 @@ def concatenate(blocks):
 
 
 def order_of(block, seed):
-    """Indices in the order of order_words, each distinct protein once."""
+    """Indices of the proteins of a block in the order of order_words, each protein once."""
     tokens, (starts, _) = block.words.view(np.uint8), word_spans(block.lengths)
     return Proteins(tokens, 8 * starts, block.lengths, block.keys).unique_order(seed)
 
@@ -347,10 +276,11 @@ def rearranged(block, order, n_words=1 << 17):
         yield Block(words, block.lengths[rows], block.keys[rows])
 
 
-def append(folder, block, seed, first_bit, bits):
-    """Append the proteins to 2**bits files of the folder by bits of their order, from first_bit."""
+def append(folder, block, seed, bits):
+    """Append the proteins of a block to 2**bits files of the folder, by the first bits of their
+    order."""
     order = order_of(block, seed)
-    words = order_words(block.keys[order], seed) << np.uint64(first_bit)
+    words = order_words(block.keys[order], seed)
     firsts = np.arange(1, 1 << bits, dtype=np.uint64) << np.uint64(64 - max(1, bits))
     for bucket, rows in enumerate(np.split(order, np.searchsorted(words, firsts))):
         if len(rows):
@@ -364,37 +294,22 @@ def append(folder, block, seed, first_bit, bits):
 
 # ---- pass 2: sort each bucket, and write the sets ----
 
-def collect(folder, bits, result, n_read, settings):
+def collect(folder, result, n_read, settings):
     """Write the sets from the buckets, which are removed then -> {set: what meta.json says}."""
     limit = np.uint64(int(settings["val_fraction"] * 2.0**64))
     with contextlib.ExitStack() as stack:
         sets = {name: stack.enter_context(SetWriter(result / name)) for name in SETS}
-        run = stack.enter_context(in_background())
         bar = stack.enter_context(progress_bar("2/2 sorting", n_read, " sequences"))
-        for block in buckets(folder, bits, settings["seed"]):
+        for path in sorted(folder.iterdir()):
+            block = concatenate(list(read_bucket(path)))
+            path.unlink()
             order = order_of(block, settings["seed"])
             is_val = block.keys[order] < limit
             for name, rows in (("train", order[~is_val]), ("val", order[is_val])):
                 for part in rearranged(block, rows):
-                    run(sets[name].write, part)
+                    sets[name].write(part)
             bar.update(len(block.lengths))
     return {name: writer.meta() for name, writer in sets.items()}
-
-
-def buckets(folder, bits, seed):
-    """Yield a Block of each bucket in order, and remove its file. bits: how many name a bucket."""
-    for path in sorted(folder.iterdir()):
-        if path.stat().st_size > LARGEST_BUCKET and bits < 60:
-            deeper = path.with_suffix(".more")
-            deeper.mkdir()
-            for block in read_bucket(path):
-                append(deeper, block, seed, bits, 4)
-            path.unlink()
-            yield from buckets(deeper, bits + 4, seed)
-        else:
-            yield concatenate(list(read_bucket(path)))
-            path.unlink()
-    folder.rmdir()
 
 
 def read_bucket(path):
@@ -415,7 +330,7 @@ class SetWriter:
         self.files = {name: open(folder / name, "xb") for name in PARTS}
         self.hashes = {name: hashlib.blake2b(digest_size=16) for name in PARTS}
         self.keys_hash = hashlib.blake2b(digest_size=8)
-        self.pair_counts = np.zeros((256, 256), np.int64)   # two tokens at a time: faster
+        self.token_counts = np.zeros(256, np.int64)
         self.histogram = np.zeros(0, np.int64)
 
     def __enter__(self):
@@ -431,8 +346,7 @@ class SetWriter:
             self.files[name].write(data)
             self.hashes[name].update(data)
         self.keys_hash.update(keys)
-        pairs = np.bincount(block.words.view(np.uint16), minlength=1 << 16)
-        self.pair_counts += pairs.reshape(256, 256)
+        self.token_counts += np.bincount(block.words.view(np.uint8), minlength=256)
         histogram = np.bincount(block.lengths, minlength=len(self.histogram))
         histogram[:len(self.histogram)] += self.histogram
         self.histogram = histogram
@@ -440,9 +354,8 @@ class SetWriter:
     def meta(self):
         lengths = np.flatnonzero(self.histogram)
         counts = self.histogram[lengths]
-        letter_counts = self.pair_counts.sum(0) + self.pair_counts.sum(1)
         return {"proteins": int(counts.sum()), "residues": int((lengths * counts).sum()),
-                "letter_counts": letter_counts[:N_TOKENS].tolist(),
+                "letter_counts": self.token_counts[:N_TOKENS].tolist(),
                 "length_histogram": np.stack([lengths, counts], axis=1).tolist(),
                 "keys_hash": self.keys_hash.hexdigest(),
                 "files": {name: {"bytes": os.path.getsize(self.files[name].name),
@@ -459,16 +372,12 @@ def working_folder(folder):
     with open(partial / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / "lock"))
-        except (BlockingIOError, FileNotFoundError):    # held, or removed by a finished process
-            is_ours = False
-        except OSError as error:                        # as on Lustre mounted without locks
-            _say(f"{folder.parent}: this disk has no locks ({error.strerror}). Start the making "
-                 f"of {folder.name} only once at a time.")
-            is_ours = True
-        if not is_ours:
+        except BlockingIOError:
             raise RuntimeError(f"another process is making {folder} (it holds {partial / 'lock'}); "
-                               f"expected none. Wait for it, or name another folder.")
+                               f"expected none. Wait for it, or name another folder.") from None
+        except OSError as error:                        # as on Lustre mounted without locks
+            say(f"{folder.parent}: this disk has no locks ({error.strerror}). Start the making "
+                f"of {folder.name} only once at a time.")
         try:
             yield partial
         finally:
@@ -559,14 +468,15 @@ def print_summary(folder, meta, report):
 # ---- download ----
 
 METALINK = "RELEASE.metalink"   # UniProt's list of files with size and MD5, beside the files
-METALINK_BYTES = 4 << 20        # read at most of it; it has some kB
 CHUNK = 1 << 20                 # bytes per read, at most
 TIMEOUT = 60                    # seconds without a byte, after which a connection counts as dropped
 TRIES = 10                      # in a row without progress; with BACKOFF about four minutes
 BACKOFF = 1.0                   # seconds before the second try; doubled each time
 LONGEST_WAIT = 60               # seconds
-GZIP = b"\x1f\x8b"              # with which gzip begins
-NOT_THERE = (socket.gaierror, ConnectionRefusedError, ssl.SSLCertVerificationError)
+GZIP = b"\x1f\x8b"              # the first two bytes of a gzip file
+NO_SERVER = (socket.gaierror, ConnectionRefusedError, ssl.SSLCertVerificationError)
+ADVICE = ("Check the network (on a cluster: a login node, or set https_proxy), name a mirror "
+          "(--url), or give files of your own (--fasta)")
 
 
 class Source(NamedTuple):
@@ -577,7 +487,7 @@ class Source(NamedTuple):
     release: str | None = None
 
 
-class _Dropped(OSError):
+class Dropped(OSError):
     """An error that another try may mend: a lost connection, too little data, a busy server."""
 
 
@@ -587,49 +497,44 @@ def look_up(url, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
     timeout, backoff: seconds. tries: in a row without progress.
     Raises ValueError for a url that is not http or https, OSError where the server does not answer.
     """
-    _check_url(url)
+    check_url(url)
     listing, name = Source(urljoin(url, METALINK)), unquote(urlsplit(url).path.rpartition("/")[2])
 
-    def read():
-        with io.BufferedReader(_Body(listing, timeout)) as body:
-            return body.read(METALINK_BYTES)
+    def read_listing():
+        with open_url(listing, timeout) as file:
+            return file.readall()
     try:
-        text = _retry(read, tries, backoff).decode()
-        if "<!DOCTYPE" in text:
-            raise ValueError(f"{METALINK} defines entities")     # which could expand without end
-        root = xml.etree.ElementTree.fromstring(text)
-        file = next((f for f in root.iterfind(".//{*}file") if f.get("name") == name), None)
-        md5 = None if file is None else file.findtext(".//{*}hash[@type='md5']")
+        root = xml.etree.ElementTree.fromstring(retry(read_listing, tries, backoff))
+        entries = [entry for entry in root.iterfind(".//{*}file") if entry.get("name") == name]
+        md5 = entries[0].findtext(".//{*}hash[@type='md5']") if entries else None
         if not re.fullmatch("[0-9a-fA-F]{32}", md5 or ""):
             raise ValueError(f"{METALINK} has no MD5 of {name}")
-        size, release = file.findtext("{*}size"), root.findtext("{*}version")
+        size, release = entries[0].findtext("{*}size"), root.findtext("{*}version")
         return Source(url, int(size), md5.lower(), release)
     except (ValueError, RuntimeError, TypeError, xml.etree.ElementTree.ParseError) as error:
-        _say(f"{shown(url)}: MD5 and release are not known and not checked ({error}).")
+        say(f"{shown(url)}: MD5 and release are not known and not checked ({error}).")
         return Source(url)
 
 
 def download(source, path, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
     """Download a Source to path, which is there only when whole and checked; the same call goes on.
 
-    Until then the data is in path.part, and path.part.json says what it is the start of. That note
-    stays and then describes path, so that the same call finds it done.
     timeout, backoff: seconds. tries: in a row without progress.
     Raises ValueError for what is not such a file (url, 4xx, a page), OSError or RuntimeError for
     network, server and disk.
     """
-    part = _Part(source, Path(path))
-    if part.finished:
+    partial = PartialFile(source, Path(path))
+    if partial.is_finished:
         return
-    with open(part.name, "ab", buffering=0) as part.file:
-        part.clear_if_of_another_file()
-        _retry(lambda: _receive(source, part, timeout), tries, backoff, lambda: part.size)
-        os.fsync(part.file.fileno())
-    if source.md5 and (found := _md5(part.name)) != source.md5:
-        part.name.unlink()
+    if partial.differences:
+        partial.clear(f"it is of another file ({', '.join(partial.differences)} differ)")
+    retry(lambda: receive(source, partial, timeout), tries, backoff, lambda: partial.size)
+    synchronise(partial.part)
+    if source.md5 and (found := md5_of(partial.part)) != source.md5:
+        partial.part.unlink()
         raise RuntimeError(f"{shown(source.url)}: found MD5 {found}, expected {source.md5}. "
                            f"The data is removed; run the same command again, or name a mirror.")
-    os.replace(part.name, path)
+    os.replace(partial.part, path)
 
 
 def open_stream(source, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
@@ -637,226 +542,175 @@ def open_stream(source, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
 
     Its read raises OSError where the connection drops or stalls, or the data ends early.
     """
-    return _retry(lambda: _Body(source, timeout), tries, backoff)
+    return retry(lambda: open_url(source, timeout), tries, backoff)
 
 
-class _Part:
-    """The bytes of a file that have arrived, and the note of what they are the start of."""
+class PartialFile:
+    """The bytes of a download that have arrived, in PATH.part, and the note PATH.part.json.
+
+    The note says of which file the bytes are the beginning: what was asked for, and the size and
+    the version that the server named. When the file is whole it gets the name PATH, and the note
+    stays, so that the same command finds it finished.
+
+    note: the dict in the note, {} where there is none. differences: in what it differs from what
+    is asked for now.
+    """
 
     def __init__(self, source, path):
-        self.path, self.name = path, Path(f"{path}.part")
-        self.json = Path(f"{path}.part.json")
+        self.path, self.part = path, Path(f"{path}.part")
+        self.note_path = Path(f"{path}.part.json")
         query = hashlib.blake2b(urlsplit(source.url).query.encode(), digest_size=8).hexdigest()
         self.wanted = {**source._asdict(), "url": shown(source.url), "query_digest": query}
         try:
-            self.note = json.loads(self.json.read_text())
+            self.note = json.loads(self.note_path.read_text())
         except (OSError, ValueError):
             self.note = {}
         self.differences = [key for key, value in self.wanted.items()
                             if value not in (None, self.note.get(key))]
-        self.finished = path.exists() and not self.differences
+        self.is_finished = path.exists() and not self.differences
 
     @property
     def size(self):
-        return os.fstat(self.file.fileno()).st_size
+        return self.part.stat().st_size if self.part.exists() else 0
 
-    def clear_if_of_another_file(self):
-        if self.differences:
-            if self.size:
-                _say(f"{self.name} is of another file ({', '.join(self.differences)} differ); "
-                     f"thrown away.")
-            self.clear()
-
-    def clear(self):
-        self.file.truncate(0)
+    def clear(self, reason):
+        """Throw away what has arrived, and say why."""
+        if self.size:
+            say(f"{self.part.name}: {self.size:,} bytes are thrown away: {reason}.")
+        self.part.unlink(missing_ok=True)
         self.note = {}
 
-    def begin(self, seen):
-        """Empty the file and note what begins to arrive. seen: what the server says of it."""
-        # In this order: whenever the process is killed, the note is right about what is there.
-        self.clear()
+    def begin(self, total, version):
+        """Write the note on a file that begins to arrive, of `total` bytes."""
+        # The part is empty by now: whenever the process is killed, the note is right about it.
         self.path.unlink(missing_ok=True)
-        self.note = {**self.wanted, **seen}
-        self.json.write_text(json.dumps(self.note))
-
-    def write(self, data):
-        try:
-            while data:
-                data = data[self.file.write(data):]
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}; {self.size:,} bytes are kept. Make room "
-                          f"and run the same command again", str(self.name)) from None
+        self.note = {**self.wanted, "size": total, "version": version}
+        self.note_path.write_text(json.dumps(self.note))
 
 
-def _receive(source, part, timeout):
-    """Write what one connection gives, from the byte reached to the end; _Dropped before it."""
-    start, note = part.size, part.note
-    if start and start == note.get("size"):
+def receive(source, partial, timeout):
+    """Write what one connection gives, from the byte reached on. Raises Dropped before the end."""
+    note = partial.note
+    if partial.size and partial.size == note["size"]:
         return
-    etag = note.get("etag") or "W/"
-    unchanged = note.get("last_modified") if etag.startswith("W/") else etag    # weak: other bytes
-    if not (unchanged or source.md5):
-        start = 0           # nothing would show that the rest is of another file
-    with _Body(source, timeout, start, unchanged) as body:
-        seen = {"etag": body.answer.headers["ETag"], "size": body.total,
-                "last_modified": body.answer.headers["Last-Modified"]}
-        changes = ", ".join(f"{key} was {note[key]} and is {value}" for key, value in seen.items()
-                            if note.get(key) and value and note[key] != value)
-        if body.status == 416 and body.total == part.size and not changes:
-            return
-        if body.status == 416 or body.status == 206 and changes:
-            part.clear()
-            raise _Dropped(f"{part.name} is thrown away: not of {body.url} "
-                           f"({changes or 'too long'})")
-        if body.status == 200:
-            if part.size:
-                reason = changes or "the server does not continue files"
-                _say(f"{body.url} begins anew ({reason}); the {part.size:,} bytes in {part.name} "
-                     f"are thrown away.")
-            part.begin(seen)
-        buffer = memoryview(bytearray(CHUNK))
-        with progress_bar(part.path.name, part.note["size"], initial=part.size) as bar:
-            while count := body.readinto(buffer):
-                part.write(buffer[:count])
-                bar.update(count)
+    # Without a version, nothing would show that the rest is of another file.
+    start = partial.size if note.get("version") else 0
+    with open_url(source, timeout, start, note.get("version")) as file:
+        if file.status == 200:
+            partial.clear("the server sends the file from its beginning")
+            partial.begin(file.total, file.version)
+        elif (file.start, file.total) != (start, note["size"]) or (
+                file.version not in (None, note["version"])):
+            partial.clear(f"{file.url} is another file now, or does not continue it")
+            raise Dropped(f"{file.url}: the answer is not the rest of the file")
+        with open(partial.part, "ab") as target, progress_bar(
+                partial.path.name, file.total, initial=partial.size) as bar:
+            while data := file.read(CHUNK):
+                target.write(data)
+                bar.update(len(data))
 
 
-class _Body(io.RawIOBase):
-    """A file from byte `start` on, as it arrives. Refuses what is not the file.
+class HttpFile(io.RawIOBase):
+    """A file on a server, as it arrives, from byte `start` on.
 
-    status: 200 (the server sends all of it), 206 (from start on) or 416 (start is behind its end).
-    total: bytes of the whole file. A read before its end raises _Dropped if no more comes.
+    status: 200 (the server sends the whole file) or 206 (from start on). total: bytes of the whole
+    file. version: ETag or time of the file, None if not known.
+    A read before the end raises Dropped if no more comes.
     """
-    answer = None       # for close(), where none came
 
-    def __init__(self, source, timeout, start=0, unchanged=None):
+    def __init__(self, answer, url, start, total):
         super().__init__()
-        headers = {"Range": f"bytes={start}-", "If-Range": unchanged} if start else {}
-        headers = {name: value for name, value in headers.items() if value}
-        self.answer = _ask(source.url, timeout, headers)
-        self.url, self.status, self.count, self.head = shown(source.url), self.answer.status, 0, b""
-        self.total = self._checked_total(source, start)
-        self.left = self.total
-        if self.status == 206:
-            self.left -= start
-        if self.status == 200:
-            self.head = self.read(1) + self.read(1)
-            if urlsplit(source.url).path.endswith(".gz") and self.head != GZIP:
-                raise ValueError(f"{self.url}: found {self.head} at its head, expected {GZIP} "
-                                 f"(gzip). Check the address.")
-
-    def _checked_total(self, source, start):
-        headers = self.answer.headers
-        stated = headers["Content-Range"] or ""
-        span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", stated)
-        total = self.answer.length if self.status == 200 else int(span[2]) if span else None
-        if self.status == 200 and headers.get_content_type() == "text/html":
-            raise ValueError(f"{self.url}: found a page (text/html), expected a file. Check the "
-                             f"address, and whether a proxy or a login stands before it.")
-        if None not in (total, source.size) and total != source.size:
-            raise RuntimeError(f"{self.url}: found {total:,} bytes, expected {source.size:,} "
-                               f"({METALINK}). Try again later (a new release?), or name a mirror.")
-        if self.status == 206 and (not span or span[1] != str(start)):
-            raise _Dropped(f"{self.url}: found Content-Range {stated!r}, expected bytes {start}-")
-        total = source.size if total is None else total
-        if self.status == 200 and total is None and not (self.answer.chunked or source.md5):
-            raise RuntimeError(f"{self.url}: found no Content-Length, so an early end would not "
-                               f"show; expected one, or a size in {METALINK}. Name a mirror.")
-        return total
+        self.answer, self.url, self.name, self.status = answer, url, url, answer.status
+        self.start, self.total, self.n_read = start, total, 0
+        etag = answer.headers["ETag"] or "W/"           # a weak ETag does not vouch for each byte
+        self.version = answer.headers["Last-Modified"] if etag.startswith("W/") else etag
 
     def readable(self):
         return True
 
     def readinto(self, buffer):
-        data, self.head = self.head[:len(buffer)], self.head[len(buffer):]
-        if not data and self.left != 0:
-            data = self._next(len(buffer))
+        left = self.total - self.start - self.n_read
+        if not left:
+            return 0
+        try:                    # read1, because read loses what came before an error
+            data = self.answer.read1(min(len(buffer), left))
+        except (OSError, http.client.HTTPException) as error:
+            raise Dropped(f"{self.url}: lost after {self.n_read:,} bytes ({error!r})") from None
+        if not data:
+            raise Dropped(f"{self.url}: ended after {self.n_read:,} bytes; expected {left:,} more")
+        self.n_read += len(data)
         buffer[:len(data)] = data
         return len(data)
 
-    def _next(self, size):
-        try:                    # read1, because read loses what came before an error
-            data = self.answer.read1(size if self.left is None else min(size, self.left))
-        except (OSError, http.client.HTTPException) as error:
-            raise _Dropped(f"{self.url}: lost after {self.count:,} bytes ({error!r})") from None
-        self.count += len(data)
-        if self.left is not None:
-            self.left -= len(data)
-        if self.left and not data:
-            raise _Dropped(f"{self.url}: ended after {self.count:,} bytes; expected "
-                           f"{self.left:,} more")
-        return data
-
     def close(self):
-        if self.answer:
-            self.answer.close()
+        self.answer.close()
         super().close()
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, request, answer, code, message, headers, url):
-        _check_url(url, ("https",) if request.type == "https" else ("http", "https"))
-        return super().redirect_request(request, answer, code, message, headers, url)
+def open_url(source, timeout, start=0, version=None):
+    """HttpFile of a Source, from byte `start` on if the server still has this version of it.
 
-
-def _check_url(url, schemes=("http", "https")):
-    if urlsplit(url).scheme not in schemes or not urlsplit(url).hostname:
-        raise ValueError(f"found the address {shown(url)}; expected "
-                         f"{' or '.join(schemes)}://HOST/FILE.")
-
-
-def _ask(url, timeout, headers):
-    """The answer to one GET: of status 200, or 206 or 416 if a Range was asked for."""
-    _check_url(url)
-    login, _, host = urlsplit(url).netloc.rpartition("@")
-    bare_url = urlunsplit(urlsplit(url)._replace(netloc=host))
+    Raises Dropped, ValueError for what is not the file, RuntimeError for a size that is wrong or
+    not known.
+    """
+    check_url(source.url)
+    url, headers = shown(source.url), {"User-Agent": "protein-ddp"}
+    if start:
+        headers |= {"Range": f"bytes={start}-", "If-Range": version}
     try:
-        request = urllib.request.Request(bare_url, headers=headers)
-        request.add_header("User-Agent", "protein-ddp")
-        if login:
-            secret = base64.b64encode(unquote(login).encode()).decode()
-            request.add_unredirected_header("Authorization", f"Basic {secret}")
-        answer = urllib.request.build_opener(_Redirects).open(request, timeout=timeout)
+        request = urllib.request.Request(source.url, headers=headers)
+        answer = urllib.request.build_opener().open(request, timeout=timeout)
+        beginning = answer.peek(2)[:2]
     except urllib.error.HTTPError as error:
-        answer = error
+        kind = Dropped if error.code == 429 or error.code >= 500 else ValueError
+        raise kind(f"{url}: found the answer {error.code} {error.reason}, expected the "
+                   f"file") from None
     except (http.client.InvalidURL, UnicodeError):
-        raise ValueError(f"found the address {shown(url)!r}; expected %20 for a blank, and the "
-                         f"like for what is not ASCII.") from None
+        raise ValueError(f"found the address {url!r}; expected %20 for a blank, and the like for "
+                         f"what is not ASCII.") from None
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         cause = reason if isinstance(reason, Exception) else error
-        raise _Dropped(f"{shown(url)}: no answer ({reason!r})") from cause
-    if answer.status == 200 or answer.status in (206, 416) and "Range" in headers:
-        return answer
-    answer.close()
-    kind = _Dropped if answer.status == 429 or answer.status >= 500 else ValueError
-    raise kind(f"{shown(url)}: found the answer {answer.status} {answer.reason}, expected the file")
+        raise Dropped(f"{url}: no answer ({reason!r})") from cause
+    if start and answer.status == 206:
+        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers["Content-Range"] or "")
+        return HttpFile(answer, url, *(map(int, span.groups()) if span else (-1, -1)))
+    if answer.status != 200:
+        raise ValueError(f"{url}: found the answer {answer.status}, expected 200 with the file")
+    total = source.size if answer.length is None else answer.length
+    if not total or source.size not in (None, total):
+        found = "no Content-Length" if total is None else f"{total:,} bytes"
+        expected = "some" if source.size is None else f"{source.size:,} ({METALINK})"
+        raise RuntimeError(f"{url}: found {found}, expected {expected}. Try again later (a new "
+                           f"release?), or name a mirror.")
+    if urlsplit(source.url).path.endswith(".gz") and beginning not in (GZIP, b""):
+        raise ValueError(f"{url}: begins with {beginning}, expected {GZIP} (gzip). Check the "
+                         f"address, and whether a proxy or a login page stands before it.")
+    return HttpFile(answer, url, 0, total)
 
 
-def _retry(work, tries, backoff, bytes_arrived=lambda: 0):
-    """work(), again after _Dropped; a try in which more bytes arrived begins the count anew."""
+def retry(work, tries, backoff, bytes_arrived=lambda: 0):
+    """work(), again after Dropped; a try in which more bytes arrived begins the count anew."""
     failures, first = 0, True
     while True:
         before = bytes_arrived()
         try:
             return work()
-        except _Dropped as error:
+        except Dropped as error:
+            if first and isinstance(error.__cause__, NO_SERVER):
+                raise OSError(f"{error}. {ADVICE}.") from None
             after = bytes_arrived()
-            failures = 1 if after > before else failures + 1
+            failures, first = 1 if after > before else failures + 1, False
             arrived = f"{after:,} bytes are kept; " if after else ""
             state = f"{arrived}tries without progress: {failures} of {tries}"
-            advice = ("Check the network (on a cluster: a login node, or set https_proxy), name a "
-                      "mirror (--url), or give files of your own (--fasta)")
-            if first and isinstance(error.__cause__, NOT_THERE):
-                raise OSError(f"{error}. {advice}.") from None
             if failures >= tries:
-                raise OSError(f"{error}. {state}. {advice}; the same command goes on.") from None
-            first, wait = False, min(LONGEST_WAIT, backoff * 2 ** (failures - 1))
-            _say(f"{error}; {state}. Next in {wait:g} s.")
+                raise OSError(f"{error}. {state}. {ADVICE}; the same command goes on.") from None
+            wait = min(LONGEST_WAIT, backoff * 2 ** (failures - 1))
+            say(f"{error}; {state}. Next in {wait:g} s.")
             time.sleep(wait)
 
 
-def _md5(path):
+def md5_of(path):
     digest = hashlib.md5(usedforsecurity=False)
     with open(path, "rb") as file, progress_bar("checking MD5", path.stat().st_size) as bar:
         while data := file.read(CHUNK):
@@ -865,13 +719,20 @@ def _md5(path):
     return digest.hexdigest()
 
 
+def check_url(url):
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise ValueError(f"found the address {shown(url)}; expected http://HOST/FILE or "
+                         f"https://HOST/FILE, without user and password.")
+
+
 def shown(url):
     """The url without user, password and query, which may be secret: for screens and files."""
     split = urlsplit(url)
     return urlunsplit((split.scheme, split.netloc.rpartition("@")[2], split.path, "", ""))
 
 
-def _say(text):
+def say(text):
     tqdm.write(text, file=sys.stderr)
 
 

@@ -37,13 +37,12 @@ MOST_PAIRS = 500        # samples of which all pairs are compared
 
 
 class Figures(NamedTuple):
-    """Of a set of n sequences. residues: (20,) shares; dipeptides: (20, 20) shares; the others
-    (n,): residues, share in windows of low complexity, residues of the longest repeat."""
-    residues: np.ndarray
-    dipeptides: np.ndarray
-    lengths: np.ndarray
-    simple: np.ndarray
-    repeats: np.ndarray
+    """What measure finds in a set of n sequences."""
+    residues: np.ndarray        # (20,) share of each residue
+    dipeptides: np.ndarray      # (20, 20) share of each pair of neighbours
+    lengths: np.ndarray         # (n,) residues
+    simple: np.ndarray          # (n,) share of residues in windows of low complexity
+    repeats: np.ndarray         # (n,) residues of the longest repeat
 
 
 def sequences_of(path):
@@ -99,13 +98,11 @@ def words_of(text):
 
 
 class Novelty(NamedTuple):
-    """Of n samples, (n,) each: share of their K-mers that are new; identity with the nearest
-    stretch of the reference, that of their shuffled letters, and that sequence's place; without a
-    shared K-mer nan, nan and -1."""
-    new: np.ndarray
-    identity: np.ndarray
-    by_chance: np.ndarray
-    nearest: np.ndarray
+    """How n samples compare with the reference, each an array (n,)."""
+    new: np.ndarray             # share of a sample's K-mers that no reference sequence has
+    identity: np.ndarray        # with the nearest stretch; nan without a shared K-mer
+    by_chance: np.ndarray       # the same of its letters in a random order
+    nearest: np.ndarray         # index of the sequence with that stretch; -1 without one
 
 
 def compare(samples, reference):
@@ -193,12 +190,11 @@ def report(samples, reference, picture=None):
 def draw(ours, theirs, novelty, path):
     """Draw the picture; returns a line on it."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return "no picture: matplotlib is not installed (pip install matplotlib)"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    axes = figure.subplots(2, 2)
     places = np.arange(len(AMINO_ACIDS))
     lengths = np.concatenate([ours.lengths, theirs.lengths])
     edges = np.geomspace(max(lengths.min(), 1), lengths.max() + 1, 31)
@@ -219,7 +215,6 @@ def draw(ours, theirs, novelty, path):
     for axis in axes.flat:
         axis.legend()
     write_whole(path, lambda file: figure.savefig(file, dpi=120, format="png"))
-    pyplot.close(figure)
     return f"picture: {path}"
 
 

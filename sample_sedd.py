@@ -39,7 +39,9 @@ import numpy as np
 import torch
 
 from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, beat, print0, setup_ddp
+from report_sequences import report, sequences_of
 from run_config import Parser
+from run_log import write_text_atomic
 from run_script import add_launch_arguments, hand_over
 from sedd_diffusion import sample
 from sedd_eval import BoundEstimator, draw_lengths, perplexity
@@ -50,7 +52,7 @@ from sequence_data import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_ge
 
 FREE = "_"              # a place of a template that is to be drawn
 BLOCK = 2000            # sequences that are scored together: results appear after each
-PATIENCE = 6 * 3600.0   # seconds that ranks wait for one with more work
+PATIENCE = 6 * 3600.0   # seconds that ranks wait for a rank with more work
 FASTA_ENDINGS = (".fasta", ".fa", ".faa")
 INTERVAL = 1.96         # standard errors to either side that hold 95 %
 LONGEST = 10**6         # residues of a free stretch
@@ -188,13 +190,11 @@ def free_templates(sedd, length, number, seed):
 
 # ---------------------------------------------------------------- score
 class Scores(NamedTuple):
-    """Of each sequence, (n,): residues that count (not X); bound on -ln p in nats; its standard
-    error (of the noise, nan for one sample); -ln p under the letter frequencies of the training
-    data."""
-    residues: np.ndarray
-    bound: np.ndarray
-    error: np.ndarray
-    unigram: np.ndarray
+    """Scores of n sequences, each an array (n,)."""
+    residues: np.ndarray    # that count: not X
+    bound: np.ndarray       # on -ln p, in nats
+    error: np.ndarray       # standard error of the bound, from the noise drawn; nan for one sample
+    unigram: np.ndarray     # -ln p under the letter frequencies of the training data
 
 
 def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtype=torch.float32,
@@ -300,14 +300,14 @@ def variant_scores(sedd, sequence, variants, **how):
                          f"most {sedd.max_length:,}. Cut it to the part that is mutated.")
     scores, size = np.zeros(len(variants)), 1000
     for first in range(0, len(variants), size):
-        some = variants[first:first + size]
-        rows = row.repeat(len(some), 1)
-        for k, changes in enumerate(some):
+        group = variants[first:first + size]
+        rows = row.repeat(len(group), 1)
+        for k, changes in enumerate(group):
             rows[k, [place for place, _ in changes]] = sedd.graph.mask_id or 0
         log_p = denoise(sedd, rows, **how).double()
-        scores[first:first + size] = [
-            sum(float(log_p[k, place, token] - log_p[k, place, row[place]])
-                for place, token in changes) for k, changes in enumerate(some)]
+        for k, changes in enumerate(group):
+            scores[first + k] = sum(float(log_p[k, place, token] - log_p[k, place, row[place]])
+                                    for place, token in changes)
     return scores
 
 
@@ -351,13 +351,16 @@ def make_parser():
     add("--no_ema", action="store_true", help="the last weights, not their averages")
     add("--bfloat16", action="store_true", help="compute in bfloat16 (autocast)")
     add("--tokens", type=int, default=16384, help="positions in a batch (default 16384)")
-    group = parser.add_argument_group("sampling")
-    add = group.add_argument
+    task = parser.add_mutually_exclusive_group().add_argument
+    task("--length", help="sample residues: 100, or 80-120; default: as the training proteins")
+    task("--scaffold", help='sample kept letters and free lengths: "MKT[40]GSHHW[12-20]"')
+    task("--infill", type=Path, metavar="FASTA", help="sample templates, _ at each free place")
+    task("--score", type=Path, metavar="FASTA", help="bound on -ln p of each sequence, as a table")
+    task("--export", type=Path, metavar="NAME",
+         help="write the model to a folder NAME, or NAME.pth (published layout)")
+    add = parser.add_argument_group("sampling").add_argument
     add("--seed", type=int, default=0, help="another one draws other samples (default 0)")
     add("--number", type=int, help="sequences; with --infill: of each template (default 1)")
-    add("--length", help="residues: 100, or 80-120; default: drawn from the training proteins")
-    add("--scaffold", help='kept letters and free lengths, such as "MKT[40]GSHHW[12-20]"')
-    add("--infill", type=Path, metavar="FASTA", help="templates with _ at each free place")
     add("--steps", type=int, default=128, help="reverse steps (default 128)")
     add("--predictor", choices=("analytic", "euler"), default="analytic")
     add("--temperature", type=float, default=1.0, help="of the choice of letters; 1: the model")
@@ -365,46 +368,35 @@ def make_parser():
     add("--report", type=Path, metavar="FASTA", help="compare the samples with these proteins: a "
                                                      "table, and a picture beside --out")
     group = parser.add_argument_group("scoring")
-    add = group.add_argument
-    add("--score", type=Path, metavar="FASTA", help="bound on -ln p of each sequence, as a table")
-    add("--samples", type=int, default=8, help="noise levels per sequence (default 8)")
+    group.add_argument("--samples", type=int, default=8,
+                       help="noise levels per sequence (default 8)")
+    add = group.add_mutually_exclusive_group().add_argument
     add("--window", action="store_true",
         help="score in parts what is longer than the model was trained on")
     add("--each_position", action="store_true",
         help="with --score: -ln p of each residue given all others")
     add("--mutations", type=Path, metavar="FILE",
         help="with --score: rank variants of its one sequence, one per line such as A12V,G30S")
-    parser.add_argument("--export", type=Path, metavar="NAME",
-                        help="write the model to a folder NAME, or NAME.pth (published layout)")
     add_launch_arguments(parser)
     return parser
 
 
-ONLY_WITH = {"score": ("samples", "window", "each_position", "mutations"),
-             "drawing": ("number", "length", "scaffold", "infill", "report", "steps", "predictor",
-                         "temperature", "top_p", "seed")}
+# Options that change nothing in any other task.
+ONLY_FOR = {"score": ("samples", "window", "each_position", "mutations"),
+            "drawing": ("number", "report", "steps", "predictor", "temperature", "top_p", "seed")}
 
 
 def read_arguments(argv):
     """The options. Raises ValueError for those that do not fit together."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    tasks = [f"--{name}" for name in ("length", "scaffold", "infill", "score", "export")
-             if getattr(args, name)]
-    if len(tasks) > 1:
-        raise ValueError(f"found {' and '.join(tasks)}; expected one of them.")
     task = "score" if args.score else "export" if args.export else "drawing"
-    for other, names in ONLY_WITH.items():
+    for other, names in ONLY_FOR.items():
         useless = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
         if other != task and useless:
-            raise ValueError(f"found {', '.join(useless)}, which --{task} does not use; expected "
-                             "neither, or another task." if task != "drawing" else
-                             f"found {', '.join(useless)} without --score; expected both.")
-    for one, *others in (("each_position", "mutations", "window", "samples"),
-                         ("mutations", "window", "samples"), ("export", "out")):
-        for other in others:
-            if getattr(args, one) and getattr(args, other) != parser.get_default(other):
-                raise ValueError(f"found --{one} and --{other}; expected one of them.")
+            raise ValueError(f"found {', '.join(useless)} without --score; expected both."
+                             if task == "drawing" else f"found {', '.join(useless)}, which "
+                             f"--{task} does not use; expected neither, or another task.")
     if args.report and (args.out is None or args.out.suffix == ".png" or args.infill):
         raise ValueError("--report writes a picture, NAME.png, beside --out, of samples without a "
                          "template file; expected --out NAME.fasta and no --infill.")
@@ -428,30 +420,25 @@ def picture_of(args):
 
 def check_files(args):
     """Refuse files that cannot be read or written. Raises ValueError."""
-    given = [path for path in (args.infill, args.score, args.mutations, args.report) if path]
-    for path in given:
+    read = [path for path in (args.infill, args.score, args.mutations, args.report) if path]
+    for path in read:
         if not path.is_file():
             raise ValueError(f"there is no file {path}.")
-    checkpoint = Path(args.checkpoint)
-    for path in (checkpoint, *checkpoint.glob("*"), *given):   # an export is a folder
-        for out in (args.out, picture_of(args)):
-            if out and out.exists() and path.exists() and out.samefile(path):
+    checkpoint, out = Path(args.checkpoint), args.out
+    for path in (checkpoint, *checkpoint.glob("*"), *read):   # an export is a folder
+        for written in (out, picture_of(args)):
+            if written and written.exists() and path.exists() and written.samefile(path):
                 raise ValueError(f"the result would overwrite {path}; expected another --out.")
-    if args.report:   # it is read again when the samples are there: so say now what is wrong
-        from report_sequences import sequences_of
-        for _ in sequences_of(args.report):
-            pass
-    out = args.out   # a device, such as /dev/null, would be replaced by a file
-    if out is not None and (out.exists() and not out.is_file()
-                            or not out.absolute().parent.is_dir()):
+    # A device, such as /dev/null, would be replaced by a file.
+    if out and (out.exists() and not out.is_file() or not out.absolute().parent.is_dir()):
         raise ValueError(f"--out {out} is a folder or a device, or in a folder that is missing; "
                          "expected the name of a file in a folder that exists.")
 
 
 def run(args, ddp):
-    """Do what the options say. Returns the samples that are to be reported on, or None.
+    """Do what the options say. Returns the samples, on rank 0, or None.
 
-    Raises ValueError or OSError."""
+    Raises: ValueError or OSError."""
     sedd = load_sedd(args.checkpoint, not args.no_ema, ddp.device)
     for note in sedd.notes:
         print0(ddp, textwrap.fill(note, 80, subsequent_indent="  "), file=sys.stderr)
@@ -462,37 +449,26 @@ def run(args, ddp):
         return None
     how = {"tokens": args.tokens, "ddp": ddp,
            "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
+    work = (rank_variants if args.mutations else score_positions if args.each_position else
+            score_file if args.score else draw_file)
     with open_output(args.out, ddp) as write:
-        if args.mutations:
-            rank_variants(sedd, args, how, write)
-        elif args.each_position:
-            score_positions(sedd, args, how, write)
-        elif args.score:
-            score_file(sedd, args, how, write)
-        else:
-            sequences = draw_file(sedd, args, how, write)
-    return sequences if args.report and ddp.is_main else None
+        samples = work(sedd, args, how, write)
+    return samples if ddp.is_main else None
 
 
 @contextlib.contextmanager
 def open_output(path, ddp):
     """A function that writes text, on rank 0, to standard output, or to `path`: whole or not at
     all."""
+    texts = []
     if not ddp.is_main:
         yield lambda text: None
     elif path is None:
         yield sys.stdout.write
         sys.stdout.flush()
     else:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-                yield file.write
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        yield texts.append
+        write_text_atomic(path, "".join(texts))
 
 
 def draw_file(sedd, args, how, write):
@@ -609,33 +585,36 @@ def cli(argv=None):
     try:
         args = read_arguments(argv)
         check_files(args)
+        reference = list(sequences_of(args.report)) if args.report else []
         ddp = setup_ddp(args.device, args.backend, args.seed, args.ranks, quiet=True,
                         timeout=PATIENCE, init_timeout=args.init_timeout, ipex=args.ipex)
     except (ValueError, RuntimeError, OSError) as e:
-        print(f"sample_sedd.py: error: {e}", file=sys.stderr)
-        sys.exit(BAD_INPUT)
-    problem = samples = None
+        refuse(e)
+    samples, problem = None, None
     with ddp:
         try:
             samples = run(args, ddp)
         except BrokenPipeError:   # as with `| head`
-            if ddp.world_size > 1 or args.out is not None:
+            if ddp.world_size > 1:
                 abort(ddp, "nobody reads the output any longer")
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (ValueError, OSError) as e:
-            problem = f"sample_sedd.py: error: {e}"
+            problem = e
             if ddp.world_size > 1:
-                abort(ddp, problem, BAD_INPUT, secondary=not ddp.is_main)
-    try:
-        if samples:   # the other ranks need not wait for it
-            from report_sequences import report, sequences_of
-            print(report(samples, list(sequences_of(args.report)), picture_of(args)),
-                  file=sys.stderr)
-    except (ValueError, OSError) as e:
-        problem = f"sample_sedd.py: error: {e}"
+                abort(ddp, f"sample_sedd.py: error: {e}", BAD_INPUT, secondary=not ddp.is_main)
     if problem:
-        print(problem, file=sys.stderr)
-        sys.exit(BAD_INPUT)
+        refuse(problem)
+    if samples and reference:   # the other ranks have ended by now
+        try:
+            print(report(samples, reference, picture_of(args)), file=sys.stderr)
+        except (ValueError, OSError) as e:
+            refuse(e)
+
+
+def refuse(error):
+    """End with one message and the exit code for bad input."""
+    print(f"sample_sedd.py: error: {error}", file=sys.stderr)
+    sys.exit(BAD_INPUT)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ FORMAT = "sedd-protein-1"   # of an exported folder
 PUBLISHED_LENGTH = 1024     # residues the published models were trained on
 LEAVE_OUT = ("Leave --init_from out to continue it; to begin with these weights, give another "
              "--work_dir, or --fresh.")
-# Weights mean something under these keys alone. Dropout and noise may change: the network is told
-# sigma, whatever the schedule. The head's logits are read otherwise in the other graph and in the
-# other parameterization.
+# Weights can be used only where these keys are the same. Dropout and the noise schedule may differ:
+# the network reads sigma, whatever the schedule. With another graph or parameterization the logits
+# of the head mean something else.
 WEIGHTS_DEPEND_ON = (("model", "hidden_size"), ("model", "n_blocks"), ("model", "n_heads"),
                      ("model", "cond_dim"), ("model", "parameterization"), ("graph", "type"))
 
@@ -40,10 +40,12 @@ WEIGHTS_DEPEND_ON = (("model", "hidden_size"), ("model", "n_blocks"), ("model", 
 class Sedd(NamedTuple):
     """A trained model.
 
-    model: SEDD, in eval mode. graph, noise: see sedd_diffusion. config: {"model": sizes, "graph",
-    "noise"}, plain. letters: (21,) int64, how often each token stood in the training proteins.
-    lengths: (longest + 1,) int64, training proteins of each length, or None. max_length: residues
-    it was trained on at most. about: what else is known, plain. notes: lines for the user.
+    model: SEDD, in eval mode. graph, noise: see sedd_diffusion.
+    config: sections {"model", "graph", "noise"} of its config, as dicts.
+    letters: (21,) int64, how often each token stood in the training proteins.
+    lengths: (longest + 1,) int64, training proteins of each length, or None.
+    max_length: residues of the longest protein it was trained on.
+    about: the step and the best evaluation, where known. notes: lines for the user.
     """
     model: Any
     graph: Any
@@ -92,10 +94,10 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
         listed = "\n    ".join(problems)
         raise ValueError(f"the weights of {path} cannot be used here:\n    {listed}\n  Expected "
                          "the same. Give other weights, or set these keys as in the file.")
-    spoilt = [name for name, p in model.named_parameters() if not p.isfinite().all()]
-    if spoilt:
-        raise ValueError(f"{path}: {len(spoilt)} tensors hold nan or infinite numbers, first "
-                         f"{spoilt[0]}; expected finite weights. Use an older checkpoint.")
+    not_finite = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    if not_finite:
+        raise ValueError(f"{path}: {len(not_finite)} tensors hold nan or infinite numbers, first "
+                         f"{not_finite[0]}; expected finite weights. Use an older checkpoint.")
     letters, lengths = (saved.get(key) for key in ("letters", "lengths"))
     notes = [f"{path}: SEDD, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million "
              f"parameters, {config['graph']['type']} graph, {config['noise']['type']} noise, "
@@ -215,10 +217,11 @@ def start_from_weights(config, former, resume, model, ddp):
     A collective: rank 0 reads the file and sends the weights to the others.
 
     Args:
-        former: what is continued, see run_dir.Former. resume: checkpoint that is named, or None.
+        former: the state of the run that goes on, see run_dir.Former.
+        resume: the checkpoint of --resume, or None.
         model: the run's SEDD, on the device; it changes in a new run only.
     Returns: ({"path", "hash"} of the weights that the run began with, None for random ones; lines
-        that say so).
+        on these weights for the user).
     Raises: ValueError or OSError.
     """
     path, record = config.training.init_from, None
@@ -302,30 +305,24 @@ def export_sedd(sedd, target):
 
 def model_card(sedd):
     """What a person should know of an exported model, as Markdown."""
-    m, best = sedd.config["model"], sedd.about.get("best") or {}
-    frequencies = ", ".join(f"{letter} {count / max(sedd.letters[:X_ID].sum(), 1):.3f}"
-                            for letter, count in zip(AMINO_ACIDS, sedd.letters.tolist()))
-    figures = [f"{best['score']:.4f} nats per residue"] if best else ["unknown"]
-    figures += [f"{name.removeprefix('val/')} {value:.4f}" for name, value in best.items()
-                if name.startswith("val/") and name != "val/loss"]
+    model, best = sedd.config["model"], sedd.about.get("best") or {}
+    shares = sedd.letters[:X_ID] / max(sedd.letters[:X_ID].sum(), 1)
     # A run without validation proteins keeps the weights of the lowest training loss.
-    kind = "validation bound" if "val/loss" in best else "training loss" if best else "validation"
-    lengths = ""
-    if sedd.lengths is not None and sedd.lengths.any():
-        ends, known = np.cumsum(sedd.lengths), np.flatnonzero(sedd.lengths)
-        median = np.searchsorted(ends, ends[-1] / 2)
-        lengths = f", of {known[0]} to {known[-1]} residues, median {median}"
-    lines = ["# SEDD protein model", "",
-             f"- network: {m['n_blocks']} blocks, width {m['hidden_size']}, {m['n_heads']} heads, "
-             f"{m['parameterization']}; {sedd.config['graph']['type']} graph, "
-             f"{sedd.config['noise']['type']} noise",
-             f"- trained on at most {sedd.max_length} residues; step "
-             f"{sedd.about.get('step', 'unknown')}",
-             f"- training proteins: {(sedd.about.get('data') or {}).get('n', 'unknown')}"
-             f"{lengths}",
-             f"- best {kind}, of step {best.get('step', 'unknown')}: {', '.join(figures)}",
-             f"- letters of the training data: {frequencies}", "",
-             "Weights: `model.safetensors`, names of the published SEDD code, averaged weights "
-             "where there were some. Tokens: the place of a letter in `alphabet` of `config.json`; "
-             "then the mask.", "", "    python sample_sedd.py THIS_FOLDER --number 10", ""]
-    return "\n".join(lines)
+    kind = "validation bound" if "val/loss" in best else "training loss"
+    score = f"{best['score']:.4f} nats per residue" if best else "unknown"
+    return f"""# SEDD protein model
+
+- network: {model['n_blocks']} blocks, width {model['hidden_size']}, {model['n_heads']} heads, \
+{model['parameterization']}; {sedd.config['graph']['type']} graph, \
+{sedd.config['noise']['type']} noise
+- trained on at most {sedd.max_length} residues; step {sedd.about.get('step', 'unknown')}
+- training proteins: {(sedd.about.get('data') or {}).get('n', 'unknown')}
+- best {kind}, of step {best.get('step', 'unknown')}: {score}
+- letters of the training data: \
+{', '.join(f'{letter} {share:.3f}' for letter, share in zip(AMINO_ACIDS, shares.tolist()))}
+
+Weights: `model.safetensors`, names of the published SEDD code, averaged weights where there were
+some. Tokens: the place of a letter in `alphabet` of `config.json`; then the mask.
+
+    python sample_sedd.py THIS_FOLDER --number 10
+"""

@@ -28,10 +28,10 @@ from sequence_data import (REMAKE, DemoSource, PreparedProteins, Proteins, check
 
 LARGE_FILE = 200_000_000        # bytes of a file, from which on preparing it pays
 PREPARED_VAL_FRACTION = 0.001   # default of prepare_uniref50.py
-ROW = 256                       # proteins per row of the table of sums
-WINDOW_BYTES = 64 << 20         # residues of all lanes in a window, if enough for each lane
-READ_BYTES = 256 << 10          # least residues that a lane reads in one piece
-WINDOW_STEPS = 256              # least steps in a window: their proteins fill a unit's buckets
+ROW = 256                       # proteins per row of the table of sums, see sum_rows
+WINDOW_BYTES = 64 << 20         # a window holds at least so many residues, over all its lanes,
+READ_BYTES = 256 << 10          # so many in each lane, which reads them in one piece,
+WINDOW_STEPS = 256              # and so many steps, whose proteins fill a unit's buckets
 BUCKET_RATIO = 0.96             # shortest / longest protein of a bucket: about 2 % padding
 EQUAL_WORK = 0.97               # a shape is good if it holds at least this share of the work
 WIDEST_STEP = 0.80              # down to this share of its top, a bucket ends at a good shape
@@ -48,7 +48,7 @@ class TrainingData(NamedTuple):
     train: Any                  # Proteins or PreparedProteins
     val: Any                    # Proteins, or None
     source: Any                 # a DemoSource that knows the likelihood of the proteins, or None
-    fingerprint: dict           # what a resumed run must have alike: {"n", "hash"}
+    fingerprint: dict           # {"n", "hash"}, equal when a run is resumed
     description: str
 
 
@@ -136,11 +136,11 @@ def missing_data(data):
         return ""
     path = Path(data.file)
     problem = f"data.file {path} does not exist (relative to {Path.cwd()})."
-    if path.suffix.lower() in (".fasta", ".fa", ".faa", ".fas", ".gz", ".txt", ".seq", ".pt"):
-        return f"{problem} Check the path."
     if os.path.exists(f"{path}.partial"):
         return f"{problem} Its preparing is not finished: give the same command of " \
                "prepare_uniref50.py again."
+    if path.suffix:
+        return f"{problem} Check the path."
     return f"{problem} Check the path. To download and prepare UniRef50 (13 GB): " \
            f"{_prepare_command(data, path)}; from your own files: the same with --fasta FILE."
 
@@ -170,35 +170,38 @@ class BatchPlan:
     """Which proteins are in which micro-batch of which step, without reading or sorting them all.
 
     The work of a protein is what its residues and its attention cost: length x (6 x hidden_size +
-    length), of the cropped length, as integers. The set is cut, in its own order (random, but
-    always the same), into units of equal work. An epoch shifts the cuts by a random distance and
-    deals the units in random order: one to each of `micro_batches` lanes in each of `windows`
-    windows. A lane shuffles the proteins of its unit inside buckets of nearly equal length and
-    cuts them, longest first, into micro-batches of equal work. In a window each step takes one
-    micro-batch from every lane, evenly spaced from long to short. Lanes belong to the global
-    batch, not to ranks: any number of ranks trains on the same batches, and a rank reads the units
-    of its own lanes, each in one piece.
+    length), of the cropped length. The set stands in a random order that is always the same. The
+    plan cuts it, in that order, into units of equal work. Each epoch shifts the cuts by a random
+    distance and deals the units in random order: to each of `micro_batches` lanes one unit in each
+    of `windows` windows. A lane is a place in the global batch. It belongs to no rank: any number
+    of ranks trains on the same batches, and a rank reads the units of its own lanes.
 
-    length_counts: (lengths, counts), int64, of the proteins in the set, see Proteins.length_counts.
-    max_length, long: longer proteins are cropped to max_length residues, or left out (long="drop").
-    micro_batches: micro-batches per global batch = ranks x accumulation.
-    batch_size: mean number of proteins in a micro-batch; or
-    tokens: mean number of computed positions in one, padding included. Exactly one of the two.
-    hidden_size: width of the model, which says how much attention costs beside the rest.
+    A lane sorts the proteins of its unit into buckets of nearly equal length, shuffles each
+    bucket, and cuts them, longest first, into micro-batches of equal work. Each step of the window
+    takes one of them from every lane, so that it has long, middling and short proteins.
 
-    steps_per_epoch, windows, window_steps: as the names say, the same in all epochs.
-    tops, sizes: shapes of micro-batches: up to sizes[b] proteins, padded to tops[b] residues.
-    filled: mean work of a micro-batch as a share of the fullest one's, for which a step waits.
-    mean: mean number of what was asked for, proteins or positions, in a micro-batch.
-    work, work_of: work of a full micro-batch; of a protein by its length in the file, (longest +
-        1,) int64.
-    counts: proteins of each cropped length, (longest + 1,) int64. n_long: longer than max_length.
-    totals: [work, residues as in the file] of the set.
-    proteins, residues: how many are in the set, of the cropped proteins.
-    counted_in, available: what a batch is counted in, "proteins" or "tokens"; how many there are.
-    left_out: about which share of the proteins an epoch leaves out.
-    Raises ValueError for a budget that cannot hold the longest protein, and for a set that does not
-    fill one global batch.
+    Args:
+        length_counts: (lengths, counts), int64, of the proteins, see Proteins.length_counts.
+        max_length, long: longer proteins are cropped to max_length residues ("crop") or left out
+            ("drop").
+        micro_batches: micro-batches per global batch = ranks x accumulation.
+        batch_size: mean number of proteins in a micro-batch; or
+        tokens: mean number of computed positions in one, padding included. Exactly one of the two.
+        hidden_size: width of the model, which says how much attention costs beside the rest.
+    Fields:
+        windows, window_steps, steps_per_epoch: the same in all epochs.
+        tops, sizes: shapes of micro-batches: up to sizes[b] proteins, padded to tops[b] residues.
+        filled: mean work of a micro-batch as a share of the fullest one's, for which a step waits.
+        mean: mean number of what was asked for, proteins or positions, in a micro-batch.
+        work: of a full micro-batch. work_of: of a protein by its length in the file, (longest +
+            1,) int64.
+        counts: proteins of each cropped length, (longest + 1,) int64. n_long: too long ones.
+        work_in_set, residues_in_file: work of the whole set; its residues before cropping.
+        proteins, residues: how many are in the set, of the cropped proteins.
+        counted_in, available: what a batch is counted in, "proteins" or "tokens"; how many of them.
+        left_out: about which share of the proteins an epoch leaves out.
+    Raises: ValueError for a budget that cannot hold the longest protein, and for a set that does
+        not fill one global batch.
     """
 
     def __init__(self, length_counts, max_length, micro_batches, batch_size=None, tokens=None,
@@ -216,7 +219,7 @@ class BatchPlan:
         self._choose_shapes(budgets[0])
         self.available = self.residues if tokens else self.proteins
 
-        bytes_each = self.totals[1] / self.expected             # of a micro-batch, in the file
+        bytes_each = self.residues_in_file / self.expected      # of a micro-batch, in the file
         fewest_steps = max(WINDOW_STEPS, READ_BYTES / bytes_each,
                            WINDOW_BYTES / (bytes_each * micro_batches))
         self.windows = max(1, int(self.expected / micro_batches / fewest_steps))
@@ -248,7 +251,8 @@ class BatchPlan:
         if self.long == "drop":
             cropped[lengths > self.max_length] = 0
         self.work_of = cropped * (6 * hidden_size + cropped)
-        self.totals = [int((self.work_of[in_file] * counts).sum()), int((in_file * counts).sum())]
+        self.work_in_set = int((self.work_of[in_file] * counts).sum())
+        self.residues_in_file = int((in_file * counts).sum())
         self.counts = np.bincount(cropped[in_file[taken]], counts[taken]).astype(np.int64)
         self.n_long = int(counts[in_file > self.max_length].sum())
         self.proteins = int(counts[taken].sum())
@@ -313,15 +317,10 @@ class BatchPlan:
 
     def _refuse_too_few(self, asked):
         fills = int(self.expected)
-        smaller = int(0.97 * asked * self.expected / self.micro_batches)
-        advice = []
-        if fills:
-            advice.append(f"at most {fills:,} micro-batches per step (ranks x accumulation)")
-        if smaller >= self.least:
-            advice.append(f"at most {smaller:,} {self.counted_in} per micro-batch")
+        advice = f"at most {fills:,} micro-batches per step (ranks x accumulation), " * (fills > 0)
         raise ValueError(f"{self.proteins:,} proteins fill {fills:,} micro-batches of {asked:,} "
                          f"{self.counted_in}; one global batch needs {self.micro_batches:,}. Give "
-                         f"{', or '.join(advice) or 'more proteins'}.")
+                         f"{advice}fewer {self.counted_in} per micro-batch, or more proteins.")
 
     def identity(self):
         """Text that only plans of the same batches share."""
@@ -368,9 +367,9 @@ class BatchPlan:
         return int(turns[step_of_window] + spacing) % self.window_steps
 
     def unit(self, epoch, window, lane, total):
-        """Where the unit of a lane begins and ends, in work, of the `total` work of the set.
+        """Where the unit of a lane begins and ends, as work of the proteins before these places.
 
-        The end may lie beyond the total: such a unit goes on at the beginning of the set.
+        total: work of the set. An end beyond it: the unit goes on at the beginning of the set.
         """
         units = self.windows * self.micro_batches
         order = self._shuffle_once("units", units, epoch)
@@ -437,9 +436,9 @@ def sum_rows(proteins, plan):
         sums[0, rows] = np.add.reduceat(plan.work_of[known], starts)
         sums[1, rows] = np.add.reduceat(lengths, starts)
     sums = np.cumsum(sums, axis=1)
-    if sums[:, -1].tolist() != plan.totals:
+    if sums[:, -1].tolist() != [plan.work_in_set, plan.residues_in_file]:
         raise OSError(f"the lengths of {n:,} proteins add up to {sums[1, -1]:,} residues; expected "
-                      f"{plan.totals[1]:,}, as meta.json says: lengths.bin of the data is "
+                      f"{plan.residues_in_file:,}, as meta.json says: lengths.bin of the data is "
                       f"damaged. {REMAKE}")
     return sums
 
@@ -520,10 +519,10 @@ def _shuffled(n, *key):
 
 
 def _cut(counts, sizes):
-    """Cut a row of buckets into pieces -> where each piece starts.
+    """Where each piece starts if items, that stand in buckets, are cut into pieces: int64.
 
-    A piece that starts in bucket b has sizes[b] items, and runs on into the next buckets if b ends;
-    the last piece has what is left.
+    counts: items of each bucket. sizes: items of a piece that starts in that bucket; where the
+    bucket has fewer left, the piece goes on into the next one. The last piece has what is left.
     """
     starts, position = [np.zeros(0, np.int64)], 0
     for end, size in zip(np.cumsum(counts).tolist(), sizes):

@@ -8,16 +8,14 @@
 
 Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), .pt files that
 hold a list of dicts with `protein_seq`, and folders made by prepare_uniref50.py. Writes nothing but
-the copy that stage_prepared makes. read_blocks is the one reader of sequence files: it cleans some
-thousand proteins at a time, so that a file of any size passes through a few MB of memory.
+the copy that stage_prepared makes. read_blocks reads all sequence files: it cleans some thousand
+proteins at a time, so that a file of any size passes through a few MB of memory.
 
-Everything random is keyed by integers (`keyed_seed`), never drawn from a stream that other code may
-have advanced; so what a step sees depends on the seed, the epoch and the step, not on ranks,
-workers or restarts.
+Each random choice has its own seed, made of integers and a word (`keyed_seed`). No choice depends
+on how many random numbers other code has drawn. So what a step sees depends on the seed, the epoch
+and the step, not on ranks, workers or restarts.
 """
 
-import collections
-import concurrent.futures
 import contextlib
 import functools
 import gzip
@@ -47,19 +45,28 @@ RARE = "BZUOJ"                  # Asx, Glx, Sec, Pyl, Leu/Ile: below 2e-6 each, 
 UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
             .022, .041, .050, .038, .059, .074, .057, .065, .013, .030)
 
-# Marks while a file is read, never tokens. "\r", which no cleaned text holds, stands for PAD.
+# Marks while a file is read, never tokens: a wrong character, a '*', and what fills a protein up to
+# whole words. "\r" becomes PAD: text that is cleaned holds no other "\r".
 BAD, STOP, PAD = 253, 254, 255
-TO_TOKEN = bytes(LETTERS.find(c) if c in LETTERS else X_ID if c in RARE else STOP if c == "*" else
-                 PAD if c == "\r" else BAD
-                 for c in (chr(i).upper() if i < 128 else "?" for i in range(256)))
 
 BLOCK_BYTES = 1 << 20           # text cleaned at a time: long against a protein, fits into a cache
-READ_AHEAD = 4                  # chunks unpacked ahead, so that the cleaning never waits
+AT_A_TIME = 4096                # proteins that are copied at a time, to need little memory
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
-LONGEST = 1 << 24               # residues of a protein that is read; the longest known has 45,000
 HEADER = b">" + b" " * 8 + b"\n"        # a header that is long enough for _find_records
-NUCLEOTIDES_SURE = 1_000_000    # letters of ACGTUN alone after which a file is refused unread
 NUCLEOTIDES_LEAST = 1000        # letters; a shorter file may be a peptide of such letters
+
+
+def _table_of_tokens():
+    """The token or mark of each of 256 characters, in upper and in lower case: bytes."""
+    table = bytearray([BAD] * 256)
+    tokens = {letter: token for token, letter in enumerate(LETTERS)}
+    tokens |= dict.fromkeys(RARE, X_ID) | {"*": STOP, "\r": PAD}
+    for letter, token in tokens.items():
+        table[ord(letter)] = table[ord(letter.lower())] = token
+    return bytes(table)
+
+
+TO_TOKEN = _table_of_tokens()
 
 
 # ---- keys ----
@@ -86,20 +93,21 @@ def sequence_keys(tokens, offsets, lengths):
     """Hash of each protein's letters, the same wherever the protein stands, on every machine.
 
     tokens: (total,) uint8. offsets, lengths: (n,) int64, as in Proteins.
-    Returns (n,) uint64. Two of N proteins share a key by chance with probability N**2 / 2**65: 1e-4
-    for 60 million.
+    Returns (n,) uint64. Proteins with one key are taken for equal. That two different ones of N
+    share a key has the probability N**2 / 2**65: 1e-4 for 60 million.
     """
     keys = np.empty(len(lengths), np.uint64)
-    for part in _parts(lengths):
+    for first in range(0, len(lengths), AT_A_TIME):
+        part = slice(first, first + AT_A_TIME)
         words = _padded_words(tokens, offsets[part], lengths[part])
         keys[part] = _keys_of_words(words, lengths[part])
     return keys
 
 
 def order_words(keys, seed):
-    """Words whose order is a random order of proteins, for each seed one to one with their keys.
+    """Words that put proteins into a random order: sort by them. Another seed, another order.
 
-    keys: (n,) uint64, see sequence_keys. Returns (n,) uint64.
+    keys: (n,) uint64, see sequence_keys. Returns (n,) uint64, different words for different keys.
     """
     return _avalanche(keys + np.uint64(keyed_seed("order", seed)))
 
@@ -114,15 +122,16 @@ def _avalanche(words):
 def _keys_of_words(words, lengths):
     """Keys of proteins from their tokens as whole words, see Block: (n,) uint64.
 
-    A key is a polynomial in an odd constant, whose coefficients are the mixed words of a protein,
-    modulo 2**64.
+    The words of a protein are scrambled and added up, each times a power of an odd number that
+    says where the word stands; all modulo 2**64. The sum is scrambled with the length.
     """
     starts, counts = word_spans(lengths)
     mixed = words * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)
     mixed ^= mixed >> np.uint64(29)
-    # Powers by the place in `words`; each sum is divided by the power at which its protein starts.
+    # The powers count from the first word of all proteins. So each sum is divided by the power of
+    # the first word of its protein, which is to multiply by the inverse.
     base, bits = 0xDA942042E4DD58B5, len(words).bit_length()
     mixed *= _powers(base, bits)[:len(words)]
     keys = lengths.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
@@ -162,15 +171,6 @@ def _padded_words(tokens, offsets, lengths):
     padded = np.full(8 * counts.sum(), PAD, np.uint8)
     padded[span_indices(8 * starts, lengths)] = tokens[span_indices(offsets, lengths)]
     return padded.view("<u8")
-
-
-def _parts(lengths, residues=1 << 20):
-    """Slices of a table, each of about this many residues (or one longer protein)."""
-    ends = np.cumsum(lengths)
-    total = ends[-1] if len(ends) else 0
-    cuts = np.searchsorted(ends, np.arange(residues, total, residues))
-    bounds = np.unique([0, *cuts, len(lengths)]).tolist()
-    return [slice(*bound) for bound in itertools.pairwise(bounds)]
 
 
 # ---- alphabet and the table of proteins ----
@@ -259,8 +259,6 @@ class Proteins:
     @classmethod
     def join(cls, tables):
         """The proteins of several tables, one table after the other."""
-        if len(tables) == 1:
-            return tables[0]
         begins = np.cumsum([0] + [len(table.tokens) for table in tables])
         return cls(np.concatenate([table.tokens for table in tables]),
                    np.concatenate([t.offsets + begin for t, begin in zip(tables, begins)]),
@@ -286,34 +284,17 @@ class Proteins:
 
     def compact(self):
         """These proteins over tokens of their own, one after the other as in this table."""
-        tokens = np.empty(self.lengths.sum(), np.uint8)
-        offsets = np.cumsum(self.lengths) - self.lengths
-        for part in _parts(self.lengths):
-            begin, size = offsets[part][0], self.lengths[part].sum()
-            tokens[begin:begin + size] = self._flat(part)
-        return Proteins(tokens, offsets, self.lengths, self.keys)
-
-    def _flat(self, rows):
-        # Copy of the tokens of these rows, one protein after the other.
-        return self.tokens[span_indices(self.offsets[rows], self.lengths[rows])]
+        spans = zip(self.offsets.tolist(), self.lengths.tolist())
+        rows = [self.tokens[start:start + length] for start, length in spans]
+        tokens = np.concatenate([np.zeros(0, np.uint8), *rows])
+        return Proteins(tokens, np.cumsum(self.lengths) - self.lengths, self.lengths, self.keys)
 
     def unique_order(self, seed):
-        """Indices that put the proteins into the order of order_words, each distinct protein once.
-
-        Which one of several equal proteins is taken does not matter; different proteins that share
-        a key all stay.
-        """
+        """Indices that put the proteins into the order of order_words, each distinct key once."""
         words = order_words(self.keys, seed)
         order = np.argsort(words)
-        repeats = np.flatnonzero(words[order[1:]] == words[order[:-1]])     # of the key before
-        repeats = repeats[self.lengths[order[repeats]] == self.lengths[order[repeats + 1]]]
-        first, second = order[repeats], order[repeats + 1]
-        differs = np.zeros(len(repeats), bool)
-        for part in _parts(self.lengths[first]):
-            sizes = self.lengths[first[part]]
-            other_letter = self._flat(first[part]) != self._flat(second[part])
-            differs[part] = np.logical_or.reduceat(other_letter, np.cumsum(sizes) - sizes)
-        return np.delete(order, repeats[~differs] + 1)
+        words = words[order]
+        return order[np.append(True, words[1:] != words[:-1])[:len(order)]]
 
     def length_counts(self):
         """(lengths that occur, ascending; number of proteins of each), both int64."""
@@ -322,8 +303,9 @@ class Proteins:
     def letter_counts(self):
         """How often each of the 21 tokens occurs: (21,) int64."""
         counts = np.zeros(N_TOKENS, np.int64)
-        for part in _parts(self.lengths):
-            counts += np.bincount(self._flat(part), minlength=N_TOKENS)
+        for first in range(0, len(self), AT_A_TIME):
+            part = self.subset(slice(first, first + AT_A_TIME)).compact()
+            counts += np.bincount(part.tokens, minlength=N_TOKENS)
         return counts
 
     def lengths_of(self, first, last):
@@ -438,20 +420,19 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_recor
     n_records, n_letters, nucleotides_only = 0, 0, True
     with contextlib.closing(_texts(source, name, block_bytes)) as texts:
         for kind, number, text in texts:
-            fasta, block = _as_fasta(kind, text), None
-            if fasta is not None:
-                data, starts, lengths = _find_records(fasta)
-                if max_records is not None and len(lengths) >= max_records - n_records:
-                    n = max_records - n_records
-                    data, starts, lengths = data[:starts[n] + 8], starts[:n + 1], lengths[:n]
-                n_letters += int(lengths.sum())
-                nucleotides_only = (nucleotides_only and
-                                    not data.translate(None, b"ACGTUNacgtun* \t\n\0"))
-                if nucleotides_only and n_letters >= NUCLEOTIDES_SURE:
-                    break
-                block = _clean(data, starts, lengths, min_length, report)
+            fasta = _as_fasta(kind, text)
+            if fasta is None:
+                _refuse_character(name, kind, number, text)
+            data, starts, lengths = _find_records(fasta)
+            if max_records is not None and len(lengths) >= max_records - n_records:
+                n = max_records - n_records
+                data, starts, lengths = data[:starts[n] + 8], starts[:n + 1], lengths[:n]
+            n_letters += int(lengths.sum())
+            nucleotides_only = (nucleotides_only and
+                                not data.translate(None, b"ACGTUNacgtun* \t\n\0"))
+            block = _clean(data, starts, lengths, min_length, report)
             if block is None:
-                _refuse_character(name, kind, number, text.split(b"\n"))
+                _refuse_character(name, kind, number, text)
             yield block
             n_records += len(lengths)
             if n_records == max_records:
@@ -469,28 +450,30 @@ def refuse_nothing_left(name, report, min_length):
                      f"least one. Check the file, or lower min_length.")
 
 
-# From text to Blocks: find the records, then clean them, with no loop over records or letters.
+# From text to Blocks. A loop over records would take twice the time for 60 million proteins, so
+# each step works on the whole text of a block, with numpy or the methods of bytes.
 
 def _find_records(text):
-    """Tell headers from sequences in text of whole FASTA records.
+    """Find the records in text of FASTA, and write zeros over their headers.
 
-    text: bytes that begin with '>' and hold no zero. Returns
-    data:    bytearray, the text with zeros in place of the n headers and one more at the end,
+    text: bytes of whole records, that begin with '>' and hold no zero. Returns
+    data:    bytearray, the text with zeros in place of the n headers and of one more at the end,
     starts:  (n + 1,) where each of these headers stands; each has at least 8 bytes,
     lengths: (n,) characters between a header and the next that are no line ends.
     """
     data = bytearray().join([text, b"\n", HEADER])
     letters = np.frombuffer(data, np.uint8)
     line_ends = np.flatnonzero(letters == ord("\n"))
-    first = np.flatnonzero(letters[line_ends[:-1] + 1] == ord(">")) + 1
-    first = np.append(0, first)                                 # which line end ends each header
-    starts, ends = np.append(0, line_ends[first[1:] - 1] + 1), line_ends[first]
-    if (ends - starts)[1:].min() < 8:
+    # A header begins behind the line end number k - 1 and ends with the line end number k.
+    numbers = np.flatnonzero(letters[line_ends[:-1] + 1] == ord(">")) + 1
+    numbers = np.append(0, numbers)
+    starts, ends = np.append(0, line_ends[numbers[1:] - 1] + 1), line_ends[numbers]
+    if (ends - starts)[1:].min() < 8:                           # _clean needs 8 bytes of each
         return _find_records(text.replace(b"\n>", b"\n" + HEADER[:-1]))
-    # header, body, header, ...: headers have even numbers, and are multiplied by zero.
+    # Headers and sequences take turns: the bytes of a header are multiplied by 0, others by 1.
     sizes = np.diff(np.stack([starts, ends], axis=1).ravel(), append=len(data))
     letters *= np.repeat(np.arange(len(sizes), dtype=np.uint8) % 2, sizes)
-    return data, starts, starts[1:] - ends[:-1] - (first[1:] - first[:-1])
+    return data, starts, starts[1:] - ends[:-1] - np.diff(numbers)
 
 
 def _clean(data, starts, lengths, min_length, report):
@@ -503,9 +486,11 @@ def _clean(data, starts, lengths, min_length, report):
         lengths = lengths - np.bincount(record, minlength=len(lengths))
     n_lower = np.count_nonzero(letters >= ord("a"))
     n_x = np.count_nonzero(letters == ord("X")) + (data.count(b"x") if n_lower else 0)
-    # Behind each protein, where the next header was, stands what fills it up to whole words.
-    fillers = np.frombuffer(b"".join((b"\r" * n).ljust(8, b"\0") for n in range(8)), np.uint8)
-    letters[starts[1:, None] + np.arange(8)] = fillers.reshape(8, 8)[-lengths % 8]
+    # Over the first 8 bytes of the header behind each protein goes its padding, 0 to 7 times "\r".
+    # The translation turns "\r" into PAD, and removes zeros, line ends and blanks: whole words.
+    paddings = b"".join((b"\r" * n).ljust(8, b"\0") for n in range(8))
+    paddings = np.frombuffer(paddings, np.uint8).reshape(8, 8)
+    letters[starts[1:, None] + np.arange(8)] = paddings[-lengths % 8]
     tokens = data.translate(TO_TOKEN, b"\0\n \t")
     words = np.frombuffer(tokens, "<u8")
     if STOP in tokens:
@@ -552,8 +537,8 @@ def _all_x(words, lengths):
     return (lengths > 0) & (known[starts + counts] == known[starts])
 
 
-# From files to text: each of these gives (kind, number of the first line or entry, text), where
-# kind is "fasta" (whole records), "line" or "entry" (one sequence per line).
+# From files to text: generators of (kind, number of the first line or entry, text), where kind is
+# "fasta" (whole records), "line" (a sequence per line) or "entry" (of a .pt file, one per line).
 
 def _texts(source, name, block_bytes):
     if Path(name).suffix.lower() == ".pt":
@@ -564,8 +549,7 @@ def _texts(source, name, block_bytes):
         opened = open(_checked(source), "rb")
     with opened as stream:
         chunks = _unpacked(name, stream, min(max(block_bytes, 4), 1 << 18))
-        with contextlib.closing(_read_ahead(chunks)) as chunks:
-            yield from _texts_of_text(name, chunks, block_bytes)
+        yield from _texts_of_chunks(name, chunks, block_bytes)
 
 
 def _checked(path):
@@ -582,23 +566,11 @@ def _checked(path):
     return path
 
 
-def _read_ahead(chunks):
-    """The items of a generator, made some ahead in a thread, which ends with this generator."""
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    try:
-        pending = collections.deque(pool.submit(next, chunks, None) for _ in range(READ_AHEAD))
-        while (chunk := pending.popleft().result()) is not None:
-            pending.append(pool.submit(next, chunks, None))
-            yield chunk
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def _unpacked(name, stream, size):
     """The bytes of a stream, unpacked if gzip, in chunks of at most 4 `size`.
 
     Raises ValueError if only the name says gzip, EOFError for truncated and zlib.error for damaged
-    data.
+    data. The gzip module would take a fifth more time.
     """
     data = stream.read(size)
     if data[:2] != b"\x1f\x8b":
@@ -631,44 +603,32 @@ def _plain_text(name, chunks):
     What is taken off comes with the next chunk: no line end and no "\\n>" is ever cut in two.
     """
     rest = b""
-    while len(rest) < 4 and (chunk := next(chunks, b"")):
+    while len(rest) < 3 and (chunk := next(chunks, b"")):
         rest += chunk
-    if rest[:4] in (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zX") or rest[:3] == b"BZh":
-        raise ValueError(f"{name} begins with {rest[:4]!r}, as zip, zstd, xz, bzip2 and torch "
-                         f"files do; expected text or gzip. Unpack it first; a torch file needs "
-                         f".pt in its name.")
-    if rest[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{name}, line 1: found UTF-16 text; expected ASCII or UTF-8. Save it "
-                         f"again as UTF-8.")
-    rest = rest.removeprefix(b"\xef\xbb\xbf")
+    rest = rest.removeprefix(b"\xef\xbb\xbf")              # the byte order mark of UTF-8
     for chunk in itertools.chain([b""], chunks):
         chunk = rest + chunk
         text = chunk.rstrip()
         rest = chunk[len(text):]
+        if b"\0" in text:
+            raise ValueError(f"{name} holds a zero byte, so it is binary (packed? UTF-16?) or "
+                             f"damaged; expected text, ASCII or UTF-8, or gzip.")
         if b"\r" in text:
             text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         if text:
             yield text
 
 
-def _texts_of_text(name, chunks, block_bytes):
+def _texts_of_chunks(name, chunks, block_bytes):
     line, pieces, size, kind = 1, [], 0, None
     try:
         for chunk in _plain_text(name, chunks):
-            if b"\0" in chunk:
-                line += b"".join(pieces).count(b"\n") + chunk.count(b"\n", 0, chunk.find(b"\0"))
-                raise ValueError(f"{name}, line {line}: found a zero byte, so the file is binary "
-                                 f"or damaged; expected text.")
             if kind is None:
                 kind = _kind_of_text(name, chunk)
                 if kind == "fasta":
                     line, chunk = 1 + chunk.count(b"\n", 0, chunk.find(b">")), chunk.lstrip()
             pieces.append(chunk)
             size += len(chunk)
-            if size > 2 * max(LONGEST, block_bytes):
-                raise ValueError(f"{name}, line {line}: found a record of more than {size:,} "
-                                 f"characters; expected a protein, of at most {LONGEST:,}. Is "
-                                 f"this a genome?")
             record_end = b"\n>" if kind == "fasta" else b"\n"
             cut = chunk.rfind(record_end) if size >= block_bytes else -1
             if cut >= 0:
@@ -678,10 +638,8 @@ def _texts_of_text(name, chunks, block_bytes):
                 line += int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))) + 1
                 pieces, size = [chunk[cut + 1:]], len(chunk) - cut - 1
     except (EOFError, zlib.error) as error:
-        line += b"".join(pieces).count(b"\n")
-        state = "is truncated" if isinstance(error, EOFError) else f"is damaged ({error})"
-        raise ValueError(f"{name} {state}: its gzip data can be read up to line {line}; expected a "
-                         f"whole file. Download or copy it again.") from None
+        raise ValueError(f"{name} is truncated or damaged ({error}); expected a whole gzip file. "
+                         f"Download or copy it again.") from None
     if not pieces:
         raise ValueError(f"{name} holds only blank lines; expected sequences.")
     yield kind, line, b"".join(pieces)
@@ -714,13 +672,11 @@ def _as_fasta(kind, text):
 def _texts_of_pt(path, block_bytes):
     sequences, step = _read_pt(path), max(1, block_bytes >> 9)
     for first in range(0, len(sequences), step):
-        for number, sequence in enumerate(sequences[first:first + step], first + 1):
-            if re.search(rb"[\n\r\0]", sequence):
-                _refuse_character(path, "entry", number, [sequence])
         yield "entry", first + 1, b"\n".join(sequences[first:first + step])
 
 
 def _read_pt(path):
+    """The sequences of a .pt file, as bytes that hold no line end and no zero."""
     try:
         entries = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                      # unpickling junk raises nearly any type
@@ -731,22 +687,23 @@ def _read_pt(path):
     if not isinstance(entries, list) or not entries:
         found = "an empty list" if entries == [] else type(entries).__name__
         raise ValueError(f"{path} holds {found}; expected a list of dicts with 'protein_seq'.")
+    sequences = []
     for number, entry in enumerate(entries, 1):
-        if not isinstance(entry, dict):
-            found = type(entry).__name__
-        elif "protein_seq" not in entry:
-            found = f"a dict with the keys {sorted(map(str, entry))[:8]}"
-        elif not isinstance(entry["protein_seq"], str):
-            found = f"protein_seq of type {type(entry['protein_seq']).__name__}"
-        else:
-            continue
-        raise ValueError(f"{path}, entry {number}: found {found}; expected a dict with the text "
-                         f"'protein_seq'.")
-    return [entry["protein_seq"].encode() for entry in entries]
+        sequence = entry.get("protein_seq") if isinstance(entry, dict) else None
+        if not isinstance(sequence, str):
+            raise ValueError(f"{path}, entry {number}: found {str(entry)[:80]}; expected a dict "
+                             f"with the text 'protein_seq'.")
+        sequences.append(sequence.encode())
+        if re.search(rb"[\n\r\0]", sequences[-1]):
+            _refuse_wrong_sequence(path, "entry", number, sequences[-1])
+    return sequences
 
 
 # The slow path: say where the wrong character is, and what it means.
 
+WRONG = {"fasta": rb"[^A-Za-z* \t\n]|\*(?!\s*\Z)",       # a '*' may stand at the end alone
+         "line": rb"[^A-Za-z* \t]|\*(?!\s*\Z)|(?<=\S)[ \t]+(?=\S)",
+         "entry": rb"[^A-Za-z*]|\*(?!\Z)"}
 CHARACTERS_AND_REASONS = (
     (b"*", "a stop inside a sequence. Translate up to the first stop, or remove the record"),
     (b"-.", "a gap, so this is an alignment. Give the sequences without gaps"),
@@ -755,37 +712,32 @@ CHARACTERS_AND_REASONS = (
     (b">", "so a line end is missing before it (files joined without one?). Insert it"))
 
 
-def _refuse_character(name, kind, number, lines):
-    """Raise ValueError for the first character that cannot be read, saying where it is.
+def _refuse_character(name, kind, number, text):
+    """Raise ValueError for the first wrong character of a text that begins with this line."""
+    for record in text.split(b"\n>" if kind == "fasta" else b"\n"):
+        if kind == "fasta":
+            _, _, sequence = record.partition(b"\n")
+            _refuse_wrong_sequence(name, kind, number + 1, sequence)
+        else:
+            _refuse_wrong_sequence(name, kind, number, record)
+        number += record.count(b"\n") + 1
 
-    kind: "fasta", "line" or "entry"; number: of the first of these lines (or entries).
-    """
-    number, column, found = _find_wrong_character(kind, number, lines)
+
+def _refuse_wrong_sequence(name, kind, number, sequence):
+    """Raise ValueError if a sequence that begins with this line holds a wrong character."""
+    wrong = re.search(WRONG[kind], sequence)
+    if not wrong:
+        return
+    before, found = sequence[:wrong.start()], wrong.group()[:1]
+    unit, column = "line", len(before) - before.rfind(b"\n")
+    if kind == "entry":
+        unit, column = "entry", len(before) + 1
+    else:
+        number += before.count(b"\n")
     other = "not a letter of a protein sequence. Check that the file is what its name says"
     reason = next((why for characters, why in CHARACTERS_AND_REASONS if found in characters), other)
-    unit = "entry" if kind == "entry" else "line"
     raise ValueError(f"{name}, {unit} {number}, column {column}: found {found!r}, {reason}. "
                      f"Expected the letters {LETTERS} and {RARE}, and at most one '*' at the end.")
-
-
-def _find_wrong_character(kind, number, lines):
-    """(number of the line or entry, column, character)."""
-    allowed = rb"A-Za-z* \t" if kind == "fasta" else rb"A-Za-z*"
-    wrong = re.compile(rb"[^%b]|\*(?=.)" % allowed, re.DOTALL)
-    final_stop = None               # (number, column) of a '*' behind which a record has to end
-    for number, line in enumerate(lines, number):
-        if kind == "fasta" and line[:1] == b">":
-            final_stop = None
-            continue
-        stripped = line if kind == "entry" else line.rstrip(b" \t")
-        if final_stop and stripped:
-            return (*final_stop, b"*")
-        indent = len(line) - len(line.lstrip(b" \t")) if kind == "line" else 0
-        if bad := wrong.search(stripped, indent):
-            return number, bad.start() + 1, bad.group()
-        if kind == "fasta" and stripped[-1:] == b"*":
-            final_stop = number, len(stripped)
-    return number, 0, b"*"
 
 
 # ---- split and crops ----
@@ -944,8 +896,8 @@ class PreparedProteins:
         self.folder, self.name = Path(folder), name
         self.meta = read_meta(folder)["sets"][name]
         self.bytes_read = 0
+        # Open from now on: the names of a staged copy are removed while it is read.
         self.files = {part: open(self.folder / name / part, "rb", buffering=0) for part in PARTS}
-        self.state = self._state()
 
     def __len__(self):
         return self.meta["proteins"]
@@ -963,19 +915,16 @@ class PreparedProteins:
     def read(self, first, last, token):
         """Proteins first to last - 1, of which the first begins at residue `token` of the set.
 
-        Raises OSError where a file changed since it was opened, or tokens and keys do not agree.
+        Raises OSError where a file ends too early, or tokens and keys do not agree.
         """
         lengths = self.lengths_of(first, last)
         tokens = self._read("tokens.bin", token, token + int(lengths.sum()))
         proteins = Proteins(tokens, np.cumsum(lengths) - lengths, lengths)  # keys of these tokens
         bad = np.flatnonzero(proteins.keys != self._read("keys.bin", first, last))
-        if len(bad) or self.state != self._state():
-            found = "a file has changed"
-            if len(bad):
-                found = (f"tokens.bin, lengths.bin or keys.bin is wrong at or before protein "
-                         f"{first + bad[0]:,}")
+        if len(bad):
             raise OSError(f"{self.folder / self.name} is damaged or was changed under the run: "
-                          f"{found}; expected what prepare_uniref50.py wrote. {REMAKE}")
+                          f"tokens.bin, lengths.bin or keys.bin is wrong at or before protein "
+                          f"{first + bad[0]:,}; expected what prepare_uniref50.py wrote. {REMAKE}")
         return proteins
 
     def read_all(self):
@@ -983,31 +932,31 @@ class PreparedProteins:
         return self.read(0, len(self), 0)
 
     def _read(self, part, first, last):
+        """Items first to last - 1 of a file."""
         dtype = PARTS[part]
-        start, left, pieces = first * dtype.itemsize, (last - first) * dtype.itemsize, []
-        while left and (piece := os.pread(self.files[part].fileno(), left, start)):
-            pieces.append(piece)
-            start, left = start + len(piece), left - len(piece)
-            self.bytes_read += len(piece)
-        if left:
-            raise OSError(f"{self.folder / self.name / part} ends {left:,} bytes too early; "
+        data = np.empty(last - first, dtype)
+        place, left = first * dtype.itemsize, data.view(np.uint8)
+        # Not seek and read: workers of a DataLoader share the place in a file, and pread does not.
+        while len(left) and (n_bytes := os.preadv(self.files[part].fileno(), [left], place)):
+            place, left = place + n_bytes, left[n_bytes:]
+        if len(left):
+            raise OSError(f"{self.folder / self.name / part} ends {len(left):,} bytes too early; "
                           f"expected the size that it had when it was checked. {REMAKE}")
-        return np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), dtype)
-
-    def _state(self):
-        stats = [os.fstat(file.fileno()) for file in self.files.values()]
-        return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+        self.bytes_read += data.nbytes
+        return data
 
 
 def stage_prepared(folder, target, report):
-    """Copy a prepared folder to `target`, which must not exist, and check every file's checksum.
+    """Copy a prepared folder to `target`, which must not exist.
 
     report(bytes done, bytes in all) is called now and then. If it fails, the copy is removed.
-    Raises ValueError where there is no room, OSError where a checksum differs or the disk fails.
+    Raises ValueError where there is no room, OSError where the disk fails. The content is checked
+    when it is read.
     """
     folder, target, meta = Path(folder), Path(target), read_meta(folder)
-    files = {f"{name}/{part}": meta["sets"][name]["files"][part] for name in SETS for part in PARTS}
-    total, done = sum(expected["bytes"] for expected in files.values()), 0
+    sizes = {f"{name}/{part}": meta["sets"][name]["files"][part]["bytes"]
+             for name in SETS for part in PARTS}
+    total, done = sum(sizes.values()), 0
     target.mkdir(parents=True)
     try:
         free = shutil.disk_usage(target).free
@@ -1015,18 +964,13 @@ def stage_prepared(folder, target, report):
             raise ValueError(f"{target.parent} has {free / 1e9:,.1f} GB free; expected "
                              f"{total / 1e9:,.1f} GB for a copy of {folder}. Name another folder, "
                              f"or train without --stage.")
-        for name, expected in files.items():
+        for name in sizes:
             (target / name).parent.mkdir(exist_ok=True)
-            digest = hashlib.blake2b(digest_size=16)
             with open(folder / name, "rb") as source, open(target / name, "wb") as copy:
                 while piece := source.read(16 << 20):
                     copy.write(piece)
-                    digest.update(piece)
                     done += len(piece)
                     report(done, total)
-            if digest.hexdigest() != expected["blake2b"]:
-                raise OSError(f"{folder / name} does not have its checksum; expected "
-                              f"{expected['blake2b']}. {REMAKE}")
         shutil.copy(folder / "meta.json", target / "meta.json")
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
