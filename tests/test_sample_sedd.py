@@ -259,12 +259,20 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, capsys, graph, extras):
 @pytest.mark.parametrize("words, expected", [
     (["--number", "0"], "--number 0; expected at least 1"),
     (["--length", "9-3"], "found the length 9-3; expected such as 80-120"),
+    (["--length", "9" * 20], "at most 1,000,000"),
     (["--score", __file__, "--seed", "1"], "found --seed, which --score does not use"),
+    (["--scaffold", "MKT[4]", "--score", __file__], "not allowed with argument"),
     (["--score", "nope.fasta"], "there is no file nope.fasta"),
+    (["--score", __file__], "found letters before a header"),
+    (["--window"], "--window without --score"),
+    (["--temperature", "0", "--length", "5"], "expected temperature above 0"),
     (["--out", "no/where.fasta"], "in a folder that is missing"),
     (["--report", __file__, "--out", "new.fasta"], "found letters before a header"),
+    (["--report", __file__, "--out", "new.png"], "expected --out NAME.fasta"),
     (["--score", __file__, "--out", __file__], "the result would overwrite"),
-    (["--mutations", __file__, "--score", __file__, "--each_position"], "expected one of them"),
+    (["--seed", 2**63], f"--seed {2**63}; expected at most"),
+    (["--mutations", __file__, "--score", __file__, "--each_position"], "not allowed with"),
+    (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
     (["--infill", __file__], "found letters before a header")])
 def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(
         checkpoint, tmp_path, capsys, monkeypatch, words, expected):
