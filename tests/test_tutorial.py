@@ -16,16 +16,10 @@ import pytest
 from launchers import ROOT, clean_environment
 
 
-def test_the_notebook_is_committed_without_outputs_and_with_an_id_for_each_cell():
-    notebook = json.loads((ROOT / "tutorial.ipynb").read_text())
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    ids = [cell["id"] for cell in notebook["cells"]]
-    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w-]{1,64}", name) for name in ids)
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+def test_the_notebook_is_committed_without_outputs():
+    cells = json.loads((ROOT / "tutorial.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"]] == []
-    wide = [line for cell in notebook["cells"] for line in "".join(cell["source"]).splitlines()
-            if len(line) > 100]
-    assert wide == []
 
 
 @pytest.fixture(scope="module")
