@@ -27,7 +27,7 @@ from run_dir import hash_of, read_status
 from sequence_data import decode
 from structure_data import (NAMES, Chain, Complex, Pair, PairPlan, Structure, demo_pairs,
                             read_pairs)
-from test_proteinmpnn_model import graph_of, plain_log_probs
+from test_proteinmpnn_model import graph_of
 from test_structure_data import Atoms
 from dpo_reference import Reference, make_batch, orders_of, pair_scores
 from dpo_eval import SUMS, Validation
