@@ -12,8 +12,8 @@ import torch
 
 from sequence_data import LETTERS, decode
 from structure_data import (BACKBONE, Chain, Complex, EpochPlan, Pair, Structure,
-                            build_backbone, collate, collate_complexes, demo_pairs, describe,
-                            eval_batches, load_pairs, parse_positions, read_pairs, read_structure,
+                            collate, collate_complexes, demo_pairs, describe, eval_batches,
+                            load_pairs, parse_positions, read_pairs, read_structure,
                             shared_structures, split_pairs)
 
 
@@ -77,14 +77,6 @@ def test_rows_of_a_file_equal_those_of_the_official_code(shared, tmp_path, name)
     assert complex.n_designed == case["inputs"]["chain_M"].sum()
 
 
-def test_two_formats_of_one_protein_are_one_structure_and_others_are_not(shared):
-    folder = shared / "data" / "pdbs"
-    keys = {path.stem: read_structure(path).key for path in folder.glob("*.pdb")}
-    assert len(set(keys.values())) == len(keys) > 1
-    for path in folder.glob("*.cif"):
-        assert read_structure(path).key == keys[path.stem]
-
-
 GAPS = (Atoms().add("A", 5, "GLY").add("A", -1, "ALA").add("A", 3, "SER", code="B")
         .add("A", 3, "THR").add("A", 3, "CYS", code="A").add("A", 7, "ASP", code="C"))
 HETS = (Atoms().add("A", 1, "MSE", het=True).add("A", 2, "UNK").add("A", 3, "HOH", ["O"], het=True)
@@ -117,7 +109,11 @@ def test_rows_of_both_formats_hold_the_letters_and_atoms_of_the_file(
         assert not chain.X[~chain.resolved].any()
 
 
-def test_records_between_and_after_the_atoms_change_nothing(tmp_path):
+def test_formats_and_records_between_and_after_the_atoms_change_nothing(shared, tmp_path):
+    folder = shared / "data" / "pdbs"
+    keys = {path.stem: read_structure(path).key for path in folder.glob("*.pdb")}
+    assert len(set(keys.values())) == len(keys) > 1
+    assert all(read_structure(path).key == keys[path.stem] for path in folder.glob("*.cif"))
     atoms = Atoms().add("A", 1, "ALA").add("B", 1, "CYS").add("A", 2, "ASP").add("A", 3, "GLU")
     expected, lines = read_text(tmp_path, "s.pdb", atoms.pdb()), atoms.pdb().splitlines()
     lines.insert(8, "TER\nEND")
@@ -253,14 +249,10 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("changes, says", [
-    ([dict(pdb_file=value) for value in (None, "")], "pdb_file is"),
     ([dict(pdb_file=value) for value in ("pairs.json", "é\ud800.pdb", "x" * 5000)], "item 1: "),
-    ([dict(preferred_seq="mkXXVLA")], "write upper case"),
-    ([dict(unpreferred_seq="MKXX/VLA")], "without a sign"),
     ([dict(preferred_seq="MKSXVLA")], "'X' at a resolved position, 3 of unpreferred_seq"),
     ([dict(unpreferred_seq=value) for value in ("MKXXVLA", "MKXCVLG", "MK--VL-")], "no preference"),
     ([dict(chain_id=value) for value in (None, " ", ["A"])], "chain_id is"),
-    ([dict(chain_id=ABSENT, fixed_chains=["A"])], "neither chain_id nor"),
     ([{**AB, "design_chains": value} for value in ("AB", ["A", 2])], "list of names"),
     ([{**AB, "fixed_chains": ["A"]}], "chain A is in design_chains and in fixed_chains"),
     ([dict(mutable_positions=value) for value in ([], [True], [1.0], ["A2"], 1)], "whole numbers"),
@@ -287,15 +279,14 @@ def test_a_file_that_holds_no_list_of_objects_is_refused(small):
     assert "not a file" in refusal(small)
 
 
-def test_all_problems_are_listed_at_once_and_equal_ones_together(small):
-    wrong = [changed(pdb_file="nope.pdb")] * 7 + [changed(preferred_seq="Z", chain_id="Q", extra=1)]
+def test_all_problems_are_listed_at_once_by_item_and_line(small):
+    wrong = [changed(pdb_file="nope.pdb")] * 7 + [changed(preferred_seq="Z", chain_id="Q")]
     message = refusal(write(small, [GOOD] + wrong))
-    assert "8 of 9 pairs" in message and "items 1-7: file not found: nope.pdb" in message
-    for words in ("unknown key extra", "unknown residue letter 'Z'", "chain Q not in"):
-        assert f"item 8: {words}" in message
-    lines = "\n".join([json.dumps(GOOD), "", "{", json.dumps(changed(chain_id="Q"))])
-    message = refusal(write(small, lines, "pairs.jsonl"))
-    assert "item 1: line 3: this is no JSON" in message and "item 2: chain Q not in" in message
+    for words in ("items 1-7: file not found: nope.pdb", "item 8: unknown residue letter 'Z'",
+                  "item 8: chain Q not in"):
+        assert words in message
+    lines = "\n".join([json.dumps(GOOD), "", "{"])
+    assert "item 1: line 3: this is no JSON" in refusal(write(small, lines, "pairs.jsonl"))
 
 
 def test_a_weight_of_1_is_that_of_a_pair_without_and_another_makes_other_data(small):
@@ -541,25 +532,6 @@ def test_a_batch_holds_each_complex_once_padded_to_the_longest(small):
 
 
 # ---- demo ----
-
-def test_backbones_have_textbook_distances_and_the_torsions_asked_for():
-    def torsion(a, b, c, d):
-        n1, n2 = np.cross(b - a, c - b), np.cross(c - b, d - c)
-        return math.degrees(math.atan2(np.linalg.norm(c - b) * (b - a) @ n2, n1 @ n2))
-
-    phi, psi = [0, -57, -120, 60, -80], [-47, 120, 130, 40, 0]
-    X = build_backbone(phi, psi).astype(float)
-    for i in range(4):
-        (N, CA, C, O), (N2, CA2, C2, _) = X[i], X[i + 1]
-        for a, b, angstrom in ((N, CA, 1.46), (CA, C, 1.53), (C, N2, 1.33), (C, O, 1.23),
-                               (N, C, 2.46), (CA, O, 2.40), (CA, N2, 2.43), (C, CA2, 2.43),
-                               (CA, CA2, 3.80)):
-            assert abs(np.linalg.norm(a - b) - angstrom) < 0.02
-        found = [torsion(N, CA, C, N2), torsion(C, N2, CA2, C2)]
-        assert np.allclose(found, [psi[i], phi[i + 1]], atol=0.01)
-        trans = [torsion(CA, C, N2, CA2), torsion(O, C, N2, CA2)]
-        assert np.allclose(np.abs(trans), [180, 0], atol=0.01)
-
 
 def helical(X):
     """(L,) bool: CA i - 1 and i + 2 are near, 5 Angstrom in a helix, 10 in a strand."""
