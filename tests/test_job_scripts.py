@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from run_dir import read_status
 from training import same_run
 
 JOBS = ROOT / "jobs"
-PBS = ("aurora.pbs", "polaris.pbs")
 ONE_OF_EACH = pytest.mark.parametrize("script", ["aurora.pbs", "slurm.sh"])    # PBS' are equal
 STEPS = 20
 CONFIG = f"""
@@ -127,17 +125,12 @@ def write_program(path, text):
 
 
 # ---------------------------------------------------------------- what stands in them
-def test_the_pbs_scripts_share_the_lines_of_a_job():
-    aurora, polaris = (re.search(r"^# >>> job.*^# <<< job", (JOBS / name).read_text(), re.M | re.S)
-                       for name in PBS)
-    assert aurora[0] == polaris[0]
-
-
-@pytest.mark.parametrize("name", ["slurm.sh", *PBS])
-def test_a_job_script_names_no_account_and_its_modules_are_loaded_before_it_stops_at_errors(name):
-    text = (JOBS / name).read_text()
-    assert not re.search(r"^#(PBS|SBATCH) .*(-A|--account)", text, re.M)
-    assert text.index("module load ") < text.index("\nset -euo pipefail")
+def test_the_pbs_scripts_share_the_lines_of_a_job_and_no_script_names_an_account():
+    text = {path.name: path.read_text() for path in JOBS.iterdir()}
+    aurora, polaris = (re.search(r"^# >>> job.*^# <<< job", text[name], re.M | re.S)[0]
+                       for name in ("aurora.pbs", "polaris.pbs"))
+    assert aurora == polaris
+    assert not re.search(r"^#(PBS|SBATCH) .*(-A|--account)", "\n".join(text.values()), re.M)
 
 
 @pytest.mark.parametrize("name, ranks, cores, reserved", [
@@ -162,7 +155,6 @@ def test_every_rank_has_cores_of_its_own_on_one_socket(name, ranks, cores, reser
 # same once its time is over).
 FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
-echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
 read -r status code more <<< "$(sed -n "$(wc -l < "$SITE/launched")p" "$SITE/outcomes")"
 [ ! -e "$SITE/queue/102.site" ] || echo "submitted before the training ended" >> "$SITE/launched"
 while [ $# -gt 0 ]; do
@@ -423,16 +415,6 @@ def test_modules_that_cannot_be_loaded_and_a_users_logout_file_do_not_hide_how_a
     assert site.run("aurora.pbs") == 2 and len(site.launched()) == 1
 
 
-def test_the_deadline_counts_from_before_the_modules_were_loaded(site, project):
-    site.fake_launcher("0 0")
-    profile = site.folder / "home" / ".bash_profile"
-    profile.write_text(profile.read_text() + "module() { sleep 4; }\n")
-    before = time.time()
-    assert site.run("aurora.pbs", SAVE_SECONDS="900") == 0, logs(project)
-    deadline = int((site.folder / "deadline").read_text())
-    assert before + 7200 - 900 - 1 <= deadline <= time.time() - 4 + 7200 - 900 + 1
-
-
 @ONE_OF_EACH
 def test_nothing_is_trained_after_a_preflight_that_failed(script, site, project):
     for ends, code in ((143, 3), (2, 2)):      # 2: its arguments were refused
@@ -634,26 +616,6 @@ def by_hand(project, python, *arguments, **more):
     env = clean_environment(env={**SETTINGS, "PYTHON": "bin/python", "VENV": "none", "NNODES": 2,
                                  "NODE_RANK": 1, "MASTER_ADDR": "hostA", "NPROC": "", **more})
     return Running(["bash", "jobs/torchrun_multinode.sh", *arguments], project, env)
-
-
-def test_the_script_for_hosts_without_a_scheduler_tells_where_and_how_many(project):
-    for program, text in (("nproc", "exit 127"), ("getconf", "echo 8")):      # as without coreutils
-        write_program(project / "bin" / program, f"#!/bin/bash\n{text}\n")
-    path, before = f"{project / 'bin'}{os.pathsep}{os.environ['PATH']}", time.time()
-    python = ('echo "$DDP_WORLD_SIZE $OMP_NUM_THREADS $DDP_DEADLINE $*"\n'
-              'if [ "$1" = driver.py ]; then exit 75; fi\n')
-    with by_hand(project, python, "x=1", MINUTES=60, PATH=path, OMP_NUM_THREADS=None) as running:
-        result = running.wait(60)
-    assert result.returncode == 75, result.text
-    _, preflight, training = (line.split() for line in result.stdout.splitlines())
-    ranks = "--nnodes 2 --node_rank 1 --nproc_per_node 3 --master_addr hostA --master_port"
-    assert " ".join(preflight[3:]) == f"test_aurora_ddp.py {ranks} 29501 --preflight --slow 0.01"
-    own = "--config config.yaml --work_dir runs/mine x=1"
-    assert " ".join(training[3:]) == f"driver.py {ranks} 29500 {own}"
-    assert training[:2] == ["6", "2"], "3 ranks on each of 2 hosts, 8 cores for 3 ranks"
-    assert before + 3600 - 1 <= int(training[2]) <= time.time() + 3600
-    log, = (project / "logs").iterdir()
-    assert log.name.startswith("config-1-") and log.read_text() == result.stdout
 
 
 def test_the_script_for_hosts_without_a_scheduler_refuses_what_it_sets_itself(project):

@@ -265,23 +265,6 @@ def test_a_tied_group_draws_from_the_weighted_mean_of_its_members_when_the_first
                  atol=1e-12)
 
 
-def test_tied_positions_share_their_letters_whatever_the_orders_and_group_sizes():
-    model, encoding, S, order = sampling_case(M=8, lengths=(8, 8, 8), unresolved=(2, 17))
-
-    def draw(tied):
-        return model.sample(encoding, S, torch.ones(1, 24), order, 1.0, tied=tied,
-                            generator=torch.Generator().manual_seed(0))
-
-    tied = [[i, i + 8, i + 16] for i in range(4)] + [[5, 13]]
-    found, resolved = draw(tied), encoding.mask[0]
-    for group in tied:
-        letters = [found[:, i] for i in group if resolved[i]]
-        assert len(letters) > 1 and all(torch.equal(row, letters[0]) for row in letters)
-    assert (found[:, ~resolved] == X_LETTER).all() and (found[:, resolved] < X_LETTER).all()
-    assert not torch.equal(found[:, 6], found[:, 14])
-    near(draw([]), draw([[2, 10]]))          # one of two is unresolved: nothing to tie
-
-
 def test_the_probabilities_of_a_sample_are_those_of_the_tempered_and_biased_model():
     T = 0.7
     model, encoding, S, order = sampling_case(M=3, unresolved=(3,))

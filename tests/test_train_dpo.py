@@ -87,7 +87,7 @@ FIXTURE_NAMES = {
 @pytest.mark.parametrize("case", ["monomer_official", "monomer_small", "complex_small",
                                   "peptide_small", "odd_pdb_small"])
 @torch.no_grad()
-def test_losses_and_rewards_have_the_values_of_the_official_model(official, case):
+def test_losses_have_the_values_of_the_official_model(official, case):
     case, models = official[0][case], official[1]
     batch = batch_of(case["inputs"], case["inputs"]["decoding_order"])
     policy, reference = (scored(models[case["model"] + end], case["inputs"], batch)
@@ -95,15 +95,10 @@ def test_losses_and_rewards_have_the_values_of_the_official_model(official, case
     reference = pair_scores(reference, batch, 1)[0]
     for name, more in FIXTURE_NAMES.items():
         loss = Loss(name=name, beta=more.get("beta", 0.1))
-        values, columns = objective(policy, batch, reference, loss)
+        values, _ = objective(policy, batch, reference, loss)
         expected = case["dpo"]["losses"][more.get("fixture", name)]
         tolerance = dict(rtol=1e-3, atol=0) if name == "ipo" else dict(rtol=0, atol=3e-4)
         torch.testing.assert_close(values, expected, **tolerance)
-        if name == "sigmoid":
-            near = {"loss": 1e-4, "rewards_chosen": 3e-4, "rewards_rejected": 3e-4,
-                    "policy_chosen_logps": 2e-3, "policy_rejected_logps": 2e-3, "n_scored": 0}
-            for k, (key, atol) in zip((0, 2, 3, 5, 6, 8), near.items()):
-                assert columns[0, k].item() == pytest.approx(case["dpo"][key].item(), abs=atol), key
 
 
 @pytest.mark.parametrize("case", ["monomer_official", "monomer_small", "peptide_small"])
@@ -243,35 +238,22 @@ def everywhere(model, pair, S, order):
     return model(graph, letters[None], order[None])[0], letters, weight
 
 
-@pytest.mark.parametrize("settings", [{}, {"n_orders": 2, "temperature": 0.5}, {"order": "arange"},
-                                      {"share_order": True}])
-@torch.no_grad()
-def test_scores_of_mixed_batches_are_those_of_each_sequence_alone(settings):
-    config = tiny()
-    config.loss = Loss(**settings)
-    policy, reference, pairs = sizes(config)
-    chosen = [0, 2, 1, 6, 16, 17]
-    batch = reference.to_device(make_batch(pairs, chosen, config.loss, 7, 3))
-    found = pair_scores(policy(batch["graph"], batch["S"], batch["order"], batch["complex_row"]),
-                        batch, config.loss.temperature)[0]
-    for scores, model in ((found, policy), (reference.scores(batch), reference.model)):
-        expected = [[alone(model, pairs[i], S, orders_of(pairs[i], config.loss, 7, 3),
-                           config.loss.temperature) for S in (pairs[i].chosen, pairs[i].rejected)]
-                    for i in chosen]
-        torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-5, atol=2e-4)
-
-
-def test_validation_means_are_over_weighted_pairs_with_recovery_and_kl_on_natives(tmp_path):
-    config = tiny()
+@pytest.mark.parametrize("settings", [{}, {"n_orders": 2, "temperature": 0.5},
+                                      {"order": "arange", "share_order": True}])
+def test_validation_means_are_over_weighted_pairs_with_recovery_and_kl_on_natives(
+        tmp_path, settings):
+    """Of mixed batches, as if each sequence was scored alone."""
+    config = tiny(**{f"loss__{key}": value for key, value in settings.items()})
     policy, reference, pairs = sizes(config)
     for i, pair in enumerate(pairs):
         pair.weight = 1.0 + i % 3
     v = Validation(pairs, reference, config, objective)
     v.table, _ = reference.precompute(pairs, "hash", tmp_path)
     found = v(policy, Ddp())
-    base, scores = (torch.tensor([[alone(model, p, S, orders_of(p, config.loss, 0))
-                                   for S in (p.chosen, p.rejected)] for p in pairs])
-                    for model in (reference.model, policy))
+    base, scores = (
+        torch.tensor([[alone(model, p, S, orders_of(p, config.loss, 0), config.loss.temperature)
+                       for S in (p.chosen, p.rejected)] for p in pairs])
+        for model in (reference.model, policy))
     torch.testing.assert_close(v.table, base, rtol=1e-5, atol=2e-4)
     rewards = 0.1 * (scores - v.table)
     margin = rewards[:, 0] - rewards[:, 1]
@@ -380,7 +362,8 @@ def gradients(ddp, reference=False):
     Pairs have weights, of sums below 1. reference: from the definition, one backward of the mean
     over all pairs of the step, each scored by itself."""
     from ddp_setup import wrap_ddp
-    config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2)
+    config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2,
+                  loss__share_order=True)      # a sequence of several pairs is computed once
     policy, ref, pairs = sizes(config)
     policy, ref.model, ref.ddp = policy.double(), ref.model.double(), ddp
     for i, pair in enumerate(pairs):
@@ -475,13 +458,6 @@ def test_a_resume_is_refused_for_another_config_other_pairs_or_other_base_weight
         with pytest.raises(ValueError, match=text):
             run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")
     assert not (tmp_path / "new").exists()
-
-
-def test_a_run_that_goes_on_in_another_folder_takes_its_best_model_along(tmp_path):
-    run(tiny(training__n_iters=2, optim__lr=0), tmp_path / "w")
-    last, best = tmp_path / "w" / "checkpoints" / "last.pt", tmp_path / "w" / "best_model.pt"
-    run(tiny(training__n_iters=3, optim__lr=0), tmp_path / "new", resume=last)
-    assert (tmp_path / "new" / "best_model.pt").read_bytes() == best.read_bytes()
 
 
 # ---- decisions ----
@@ -708,22 +684,6 @@ def test_the_plan_scales_the_learning_rate_and_needs_no_pairs():
                                    "optim.base_global_batch=4", "optim.warmup=10"])
     assert re.search(r"\n +4 +16 +1.2e-06 +40\n", describe_plan(c, "1,4"))
     read_arguments(["--plan", "1,4"])
-
-
-def test_a_small_file_scales_to_its_pairs_and_a_long_warm_up_is_told_once(tmp_path, capsys):
-    config = tiny(training__batch_size=64, training__n_iters=2, optim__scale="linear",
-                  optim__base_global_batch=5)
-    # 5 structures of 5 pairs: 5 times the base, where a full batch were 25.6 times
-    run(config, tmp_path / "w")
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "lr 0.015, warm-up 15 steps, scaled from 0.003 and 3 at 5 pairs (linear)" in printed
-    assert "ATTENTION: the warm-up (15 steps) lasts to the end (2 steps)" in printed
-    assert rows(tmp_path / "w")[-1]["lr"] == pytest.approx(0.015 * 2 / 15)
-    config.training.n_iters = 3
-    run(config, tmp_path / "w")
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "kept from the checkpoint" in printed and "lasts to the end" not in printed
-    assert rows(tmp_path / "w")[-1]["lr"] == pytest.approx(0.015 * 3 / 15)
 
 
 def pdb_text(complex):

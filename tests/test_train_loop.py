@@ -458,16 +458,3 @@ def test_ranks_that_fail_end_with_one_code_and_the_command_to_give_again(tmp_pat
         result = run_ranks("python", 1, [*command, "--device", "xpu"], tmp_path, timeout=300)
         assert result.returncode == 2 and result.leftover == [], result.text
         assert result.stderr.count("error: xpu was asked for") == 1, result.text
-
-
-def test_two_nodes_given_by_hand_make_one_run(tmp_path):
-    (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ["s.py", "--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(port),
-             "--nproc_per_node", "1"]
-    with start_ranks("python", 1, [*words, "--node_rank", "1"], tmp_path) as other:
-        result = run_ranks("python", 1, [*words, "--node_rank", "0"], tmp_path, timeout=300)
-        second = other.wait(timeout=300)
-    assert result.returncode == second.returncode == 0, result.text + second.text
-    assert "rank 0 of 2, local 0" in result.stdout and "rank 1 of 2, local 0" in second.stdout
