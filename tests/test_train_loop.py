@@ -173,15 +173,20 @@ STEPS = {"sedd": ["training.batch_size=4", "training.accum=2", "training.n_iters
 
 
 @pytest.mark.parametrize("what", STEPS)
-def test_the_host_waits_for_nothing_in_a_step(what, tmp_path, monkeypatch):
-    """Without what is done on a CPU alone: fast paths, checks of values. Flags are read a step
-    later, when they have come."""
-    script = SCRIPTS[what][0]
-    for module in (sedd_model, cpu_linear):
-        monkeypatch.setattr(module, "on_cpu", lambda x: False)
-    monkeypatch.setattr(proteinmpnn_model, "check_sequences", lambda *arguments: arguments[-1])
-    monkeypatch.setattr(proteinmpnn_model, "check_structure", lambda *arguments: None)
-    monkeypatch.setattr(train_loop, "read_flags", lambda run: None)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="CUDA alone can refuse to wait: TEST_CUDA=1 shows it"))])
+def test_the_host_waits_for_nothing_in_a_step(what, device, tmp_path, monkeypatch):
+    """On the CPU without what is done there alone: fast paths, checks of values. Flags are read a
+    step later, when they have come."""
+    script, ddp, may_wait = SCRIPTS[what][0], Ddp(device=torch.device(device)), lambda mode: None
+    if device == "cpu":
+        for module in (sedd_model, cpu_linear):
+            monkeypatch.setattr(module, "on_cpu", lambda x: False)
+        monkeypatch.setattr(proteinmpnn_model, "check_sequences", lambda *arguments: arguments[-1])
+        monkeypatch.setattr(proteinmpnn_model, "check_structure", lambda *arguments: None)
+        monkeypatch.setattr(train_loop, "read_flags", lambda run: None)
+    else:
+        may_wait = torch.cuda.set_sync_debug_mode
 
     def take_steps(run, ddp):
         dataset, micro_batch_loss = training_of(run, what, ddp)
@@ -189,13 +194,17 @@ def test_the_host_waits_for_nothing_in_a_step(what, tmp_path, monkeypatch):
         for _ in range(2):   # the optimizer makes its state
             take_step(run, batches, micro_batch_loss, ddp)
         mine = iter([next(batches) for _ in range(4)])
-        with HostReads() as reads:
-            for _ in range(2):
-                take_step(run, mine, micro_batch_loss, ddp)
-        assert not reads.found, reads.found[0]
+        may_wait("error")
+        try:
+            with HostReads() as reads:
+                for _ in range(2):
+                    take_step(run, mine, micro_batch_loss, ddp)
+        finally:
+            may_wait("default")
+        assert device != "cpu" or not reads.found, reads.found[0]
 
     config = load_config(script.Config, None, STEPS[what])
-    closing(Ddp(), lambda: script.prepare(config, Ddp(), tmp_path / "run"), take_steps)
+    closing(ddp, lambda: script.prepare(config, ddp, tmp_path / "run"), take_steps)
 
 
 def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():
