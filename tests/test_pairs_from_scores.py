@@ -75,7 +75,6 @@ def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text, options, expected", [
-    (b"\xff\xfep\x00d\x00b\x00", [], "t.csv is no table"),
     ("pdb,sequence,score,score,chain\nx.pdb,AAA,1,2,A\n", [], "no column score, or two"),
     (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
     ("pdb,sequence,score,chain,context\nx.pdb,AAA,1,A,B A\n", [], "found the chains A B A"),
@@ -83,12 +82,11 @@ def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,A1A,2,A\nno.pdb,AAA,nan,A\n", [],
      "2 lines cannot be used:\n  line 3: found 1 in the sequence"),
     (TABLE + "no.pdb,AAA,1,A\n", [], "line 2: there is no file no.pdb"),
-    (TABLE, [], "holds no design"), (TABLE, ["--margin", "-1"], "--margin -1.0"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", ["--margin", "5"], "lower --margin"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found more or fewer cells")])
 def test_a_wrong_table_is_refused_whole(tmp_path, capsys, text, options, expected):
     (tmp_path / "x.pdb").write_text("")
-    (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "t.csv").write_text(text)
     assert main([str(tmp_path / "t.csv"), str(tmp_path / "p.json"), *options]) == 2
     err = capsys.readouterr().err
     assert expected in err and err.count("error: ") == 1

@@ -141,14 +141,6 @@ def test_fixed_chains_are_context_that_no_sequence_shows(sample, dimer):
     assert sample(dimer, "--fixed_chains", "A", "--num", 1)[0] == text
 
 
-def test_chains_come_in_the_order_given(sample, tmp_path):
-    pdb = write_pdb(tmp_path / "two.pdb", {"A": "MKTAYIAK", "B": "QRQISF"})
-    (_, native), (_, ab) = read(sample(pdb, "--temperature", 1)[0])
-    (_, reverse), (_, ba) = read(sample(pdb, "--temperature", 1, "--chains", "B", "A")[0])
-    assert native == "MKTAYIAK/QRQISF" and reverse == "QRQISF/MKTAYIAK"
-    assert ba.split("/") == ab.split("/")[::-1]
-
-
 def test_omitted_letters_never_come_and_a_strong_bias_wins(sample, pdb):
     for omitted in ("", "CGPW"):
         found = drawn(sample(pdb, "--num", 40, "--temperature", 50, "--omit", omitted))
