@@ -155,10 +155,8 @@ def test_a_script_stops_at_errors_and_shellcheck_has_nothing_to_say(path):
 def test_local_sh_refuses_before_it_installs(copy):
     for arguments, variables, message in (
             (["0"], {}, "NPROC is '0', expected"),
-            ([], {"LAUNCHER": "mpiexec"}, "LAUNCHER is 'mpiexec', expected torchrun or mpirun"),
             ([], {"SCRIPT": "no.py"}, "SCRIPT=no.py or CONFIG=config.yaml is not a file in"),
             (["--config=other.yaml"], {}, "give the config as CONFIG="),
-            ([], {"ARGS": "x=1 --config other.yaml"}, "give the config as CONFIG="),
             ([], {"PYTHON": "no-such-python"}, "cannot run 'no-such-python'. Install Python 3.10")):
         code, printed = local_sh(copy, *arguments, **variables)
         assert code == 2 and message in printed

@@ -1,6 +1,5 @@
 """ProteinMPNN against the official code's numbers and a plain transcription of its formulas."""
 
-import copy
 import math
 
 import pytest
@@ -303,35 +302,18 @@ def test_a_pssm_takes_its_share_of_the_probabilities_and_makes_low_odds_rare():
 def test_sampling_refuses_what_cannot_be_drawn():
     model, encoding, S, order = sampling_case(M=2)
     ones, half = torch.ones(2, 20), torch.arange(20).expand(2, 20) < 10
-    uneven, never = ones.clone(), torch.zeros(20, 21)
-    uneven[0, :2], never[7] = 0, -math.inf
     split = torch.zeros(20, 21)                     # tied, these two allow no common letter
     split[4, 1:], split[5, :1] = -math.inf, -math.inf
     for options, message in (
+            (dict(tied=[[1, 2], [2, 3]]), "none of them twice"),
             (dict(chain_M=half, tied=[[1, 12]]), "mixes drawn"),
-            (dict(chain_M=uneven, tied=[[0, 1]]), "same drawn positions"),
-            (dict(bias=never), r"\[0, 7\], \[1, 7\]"), (dict(bias=math.inf), "nan or inf"),
             (dict(temperature=math.nan), "temperature is nan"),
-            (dict(pssm=make_pssm(torch.ones(20), torch.zeros(20, 21), never, 1.0)), "no letter"),
             (dict(tied=[[4, 5]], bias=split), r"\[0, 4\], \[0, 5\]")):
         with pytest.raises(ValueError, match=message):
             model.sample(encoding, S, **{"chain_M": ones, "decoding_order": order, **options})
 
 
-# ---- precision, dropout, boundary ----
-
-def test_autocast_stays_close_and_draws_letters():
-    exact, (X, *others, S), order = small_model(), protein([40]), random_order(40)
-    expected = exact(exact.graph(X, *others), S, order)
-    model = copy.deepcopy(exact).float()
-    graph = model.graph(X.float(), *others)
-    with torch.autocast("cpu", torch.bfloat16):
-        log_probs = model(graph, S, order)
-        sampled = model.sample(model.encode(graph), S, torch.ones(1, 40), order, 0)
-    assert log_probs.dtype == torch.float32 and sampled.dtype == torch.int64
-    near(log_probs.double(), expected, atol=0.2)
-    near(copy.deepcopy(exact).bfloat16()(graph, S, order).double(), expected, atol=0.5)
-
+# ---- dropout, boundary ----
 
 def test_dropout_acts_in_training_only_and_is_off_unless_asked_for():
     (*structure, S), order, calls = protein([15]), random_order(15), []
@@ -348,15 +330,10 @@ def test_dropout_acts_in_training_only_and_is_off_unless_asked_for():
 
 def test_wrong_inputs_are_refused_with_what_was_found():
     model, (X, mask, residue_idx, chain_id, S) = small_model(), protein([10])
-    infinite, padded = X.clone(), chain_id.clone()
-    infinite[0, 3, 1, 2], padded[0, 4] = math.inf, 0
-    good = dict(X=X, mask=mask, residue_idx=residue_idx, chain_id=chain_id)
-    for wrong, message in ((dict(X=X[:, :, :3]), r"\(1, 10, 3, 3\)"),
-                           (dict(X=infinite), "not finite"),
-                           (dict(chain_id=padded), "means padding")):
-        with pytest.raises(ValueError, match=message):
-            model.graph(**{**good, **wrong})
-    encoding, order = model.encode(model.graph(**good)), random_order(10, 3)
+    X[0, 3, 1, 2] = math.inf
+    with pytest.raises(ValueError, match="not finite"):
+        model.graph(X, mask, residue_idx, chain_id)
+    encoding, order = model.encode(model.graph(*protein([10])[:4])), random_order(10, 3)
     for order, message in ((order[:2], r"\(3, 10\), \(2, 10\)"), (order * 0, "permutation")):
         with pytest.raises(ValueError, match=message):
             model.decode(encoding, S.expand(3, -1), order)

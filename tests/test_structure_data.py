@@ -1,4 +1,4 @@
-"""structure_data: rows of PDB and mmCIF files, what pair files may hold, split, batches, demo."""
+"""structure_data: rows of PDB and mmCIF files, what pair files may hold, split, batches."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ import torch
 
 from sequence_data import LETTERS, decode
 from structure_data import (BACKBONE, Chain, Complex, EpochPlan, Pair, Structure,
-                            collate, collate_complexes, demo_pairs, describe, eval_batches,
+                            collate, collate_complexes, describe, eval_batches,
                             load_pairs, parse_positions, read_pairs, read_structure,
                             shared_structures, split_pairs)
 
@@ -349,14 +349,6 @@ def test_positions_for_all_pairs_hold_by_the_numbers_of_each_file_where_a_pair_h
     assert [np.flatnonzero(pair.chain_M).tolist() for pair in (first, second)] == [[4], [2]]
 
 
-def test_repeated_and_contradicting_pairs_are_described_by_item(small):
-    opposite = changed(preferred_seq=GOOD["unpreferred_seq"], unpreferred_seq=GOOD["preferred_seq"])
-    other = changed(preferred_seq="MWXXVLA")
-    text = describe(read_pairs(write(small, [opposite, other, GOOD, GOOD])))
-    assert "1 repeat an earlier one" in text
-    assert text.endswith("; 1 contradict another: item 0 against items 2-3")
-
-
 def test_the_key_of_a_pair_changes_with_everything_in_it_and_not_with_the_kind_of_file(small):
     entries = [changed(**change) for change in (
         {}, dict(preferred_seq="MKXXVFA"), dict(unpreferred_seq="MSXXVIA"),
@@ -526,24 +518,3 @@ def test_a_batch_holds_each_complex_once_padded_to_the_longest(small):
     assert torch.equal(whole["S"], batch["S"]) and whole["X"].shape == (2, 9, 4, 3)
     assert whole["residue_idx"][0].tolist() == [*range(7), -100, -100]
     assert not whole["chain_id"][0, 7:].any() and not whole["X"][0, [3, 7, 8]].any()
-
-
-# ---- demo ----
-
-def helical(X):
-    """(L,) bool: CA i - 1 and i + 2 are near, 5 Angstrom in a helix, 10 in a strand."""
-    near = np.linalg.norm(X[3:, 1] - X[:-3, 1], axis=1) < 7
-    return np.concatenate([near[:1], near, near[-1:], near[-1:]])
-
-
-def test_demo_pairs_are_a_function_of_the_seed_and_follow_the_rule_that_the_backbone_alone_tells():
-    pairs, again, other = (demo_pairs(seed, n_structures=16, pairs_per_structure=4)
-                           for seed in (1, 1, 2))
-    assert [pair.key for pair in pairs] == [pair.key for pair in again]
-    assert len(keys(pairs)) == 16 and not keys(pairs) & keys(other)
-    for pair in pairs:
-        better, worse = (
-            sum(letter in ("AEHKLMQR" if in_helix else "CFITVWY")
-                for letter, in_helix in zip(decode(ids), helical(pair.complex.X)))
-            for ids in (pair.chosen, pair.rejected))
-        assert better > worse and pair.chain_M.all() and pair.complex.mask.all()

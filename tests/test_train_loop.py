@@ -23,7 +23,7 @@ from launchers import fork_ranks, run_ranks, start_ranks
 from optimizer import make_optimizer
 from run_config import CommonMonitoring, CommonOptim, CommonTraining, load_config
 from run_dir import Former, check_resume, closing, read_status, replace_status, write_status
-from run_script import compile_blocks, hand_over
+from run_script import compile_blocks
 from sedd_model import EMA
 from step_meter import StepMeter
 from train_loop import (Run, MicroBatchSampler, open_batches, is_best, read_flags, scale_for_batch,
@@ -384,17 +384,6 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
 
 
 # ---- launch ----
-
-def test_launch_options_that_do_not_fit_together_are_refused():
-    args = dict(nnodes=None, node_rank=None, master_addr=None, master_port=None,
-                nproc_per_node=None, device="cpu")
-    for given, words in ((dict(nnodes=2), "--node_rank"),
-                         (dict(master_addr="h"), "without --nnodes"),
-                         (dict(nnodes=2, node_rank=2, master_addr="h"), "outside 0 to 1"),
-                         (dict(nproc_per_node=0), "--nproc_per_node is 0")):
-        with pytest.raises(ValueError, match=words):
-            hand_over(types.SimpleNamespace(**{**args, **given}), [])
-
 
 # Hands over; then each rank writes what it is, and ends as --end says. Only the first one imports
 # torch.
