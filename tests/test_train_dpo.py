@@ -753,12 +753,10 @@ def test_a_run_whose_designs_collapse_says_so_once_and_says_where_they_are(files
 
 @pytest.mark.parametrize("text, expected", [
     ("", "data.train_data is not given"), ("--train_data ''", "data.train_data is empty"),
-    ("--mutable_positions 1 --mutable_ranges 1-2", "given together"),
     ("--mutable_ranges training.accum=2", "data.mutable_ranges is empty"),
     ("--beta 1e-300", "loss.beta is 1e-300; expected 1e-6"),
     ("--num_epochs 3 training.n_iters=4", "--num_epochs 3 with training.n_iters 4"),
     ("loss.label_smoothing=0.2", "loss.name robust or conservative"),
-    ("loss.order=arange loss.n_orders=2", "single order"),
     ("model.random.hidden_size=64", "expected no model.random")])
 def test_a_wrong_config_is_refused_by_the_name_of_its_key(text, expected):
     data = "--train_data a " if text and "--train_data" not in text else ""
