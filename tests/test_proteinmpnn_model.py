@@ -241,10 +241,10 @@ def sampling_case(M=1, num_edges=8, lengths=(20,), unresolved=()):
 
 def test_a_tied_group_draws_from_the_weighted_mean_of_its_members_when_the_first_is_due():
     """Weights multiply logits, not the bias; a negative one designs against its position."""
-    model, encoding, S, _ = sampling_case(num_edges=12, lengths=(6, 6))
-    T, (i, j), triple = 0.5, (2, 8), [3, 4, 5]
+    model, encoding, S, _ = sampling_case(num_edges=12, lengths=(6, 6), unresolved=(9,))
+    T, (i, j, absent), triple = 0.5, (2, 8, 9), [3, 4, 5]       # absent: not one of its members
     others = [k for k in range(12) if k not in (i, j, *triple)]
-    chain_M = F.one_hot(torch.tensor([i, j, *triple]), 12).sum(0, keepdim=True)
+    chain_M = F.one_hot(torch.tensor([i, j, absent, *triple]), 12).sum(0, keepdim=True)
     bias = torch.zeros(12, 21, dtype=torch.float64)
     bias[i, 3] = 1
 
@@ -255,9 +255,10 @@ def test_a_tied_group_draws_from_the_weighted_mean_of_its_members_when_the_first
     for before, after in ((others, triple), (others[:3], others[3:] + triple)):
         order = torch.tensor([[*before, j, *after[:-3], i, *after[-3:]]])
         for weight in (1, -0.5):
+            weights = torch.ones(12).index_fill(0, torch.tensor([j]), weight)
             found, probs = model.sample(
-                encoding, S, chain_M, order, T, bias, tied=[[i, j], triple], return_probs=True,
-                tied_weights=torch.ones(12).index_fill(0, torch.tensor([j]), weight))
+                encoding, S, chain_M, order, T, bias, tied=[[i, j, absent], triple],
+                tied_weights=weights, return_probs=True)
             assert found[0, i] == found[0, j] and torch.equal(found[:, others], S[:, others])
             scores = logits(before, i) + weight * logits(before, j) + bias[i, :X_LETTER]
             near(probs[0, [i, j], :X_LETTER], (scores / 2 / T).softmax(-1).expand(2, -1),
