@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from run_dir import read_status
 from training import same_run
 
 JOBS = ROOT / "jobs"
-PBS = ("aurora.pbs", "polaris.pbs")
 ONE_OF_EACH = pytest.mark.parametrize("script", ["aurora.pbs", "slurm.sh"])    # PBS' are equal
 STEPS = 20
 CONFIG = f"""
@@ -127,34 +125,22 @@ def write_program(path, text):
 
 
 # ---------------------------------------------------------------- what stands in them
-def test_the_pbs_scripts_share_the_lines_of_a_job():
-    aurora, polaris = (re.search(r"^# >>> job.*^# <<< job", (JOBS / name).read_text(), re.M | re.S)
-                       for name in PBS)
-    assert aurora[0] == polaris[0]
+def test_the_pbs_scripts_share_the_lines_of_a_job_and_no_script_names_an_account():
+    text = {path.name: path.read_text() for path in JOBS.iterdir()}
+    aurora, polaris = (re.search(r"^# >>> job.*^# <<< job", text[name], re.M | re.S)[0]
+                       for name in ("aurora.pbs", "polaris.pbs"))
+    assert aurora == polaris
+    assert not re.search(r"^#(PBS|SBATCH) .*(-A|--account)", "\n".join(text.values()), re.M)
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", *PBS])
-def test_a_job_script_names_no_account_and_its_modules_are_loaded_before_it_stops_at_errors(name):
-    text = (JOBS / name).read_text()
-    assert not re.search(r"^#(PBS|SBATCH) .*(-A|--account)", text, re.M)
-    assert text.index("module load ") < text.index("\nset -euo pipefail")
-
-
-@pytest.mark.parametrize("name, ranks, cores, reserved", [
+@pytest.mark.parametrize("name, ranks, reserved", [
     # Cores 0 and 52 are the system's; 42 to 47 and 94 to 99 oneCCL's, 48 to 51 Copper's.
-    ("aurora.pbs", 12, 104, {0, 52, *range(42, 52), *range(94, 100)}),
-    ("polaris.pbs", 4, 32, set())])
-def test_every_rank_has_cores_of_its_own_on_one_socket(name, ranks, cores, reserved):
-    text = (JOBS / name).read_text()
-    spans = [tuple(map(int, span.split("-"))) for span in
-             re.search(r"CPU_BIND:-list:([\d:-]+)\}", text)[1].split(":")]
-    assert re.search(rf"NPROC:-{ranks}\}}", text) and len(spans) == ranks
-    mine = [set(range(first, last + 1)) for first, last in spans]
-    assert len(set().union(*mine)) == sum(map(len, mine)) and not set().union(*mine) & reserved
-    assert {len(each) for each in mine} == {int(re.search(r"THREADS:-(\d+)", text)[1])}
-    sockets = [{core // (cores // 2) for core in each} for each in mine]
-    assert all(len(each) == 1 for each in sockets)
-    assert sorted(sum(map(list, sockets), [])) == [0] * (ranks // 2) + [1] * (ranks // 2)
+    ("aurora.pbs", 12, {0, 52, *range(42, 52), *range(94, 100)}), ("polaris.pbs", 4, set())])
+def test_every_rank_has_cores_of_its_own(name, ranks, reserved):
+    spans = re.search(r"CPU_BIND:-list:([\d:-]+)\}", (JOBS / name).read_text())[1].split(":")
+    pairs = [map(int, span.split("-")) for span in spans]
+    mine = [core for first, last in pairs for core in range(first, last + 1)]
+    assert len(spans) == ranks and len(set(mine)) == len(mine) and not set(mine) & reserved
 
 
 # ---------------------------------------------------------------- decisions, no ranks
@@ -163,7 +149,6 @@ def test_every_rank_has_cores_of_its_own_on_one_socket(name, ranks, cores, reser
 # same once its time is over).
 FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
-echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
 read -r status code more <<< "$(sed -n "$(wc -l < "$SITE/launched")p" "$SITE/outcomes")"
 [ ! -e "$SITE/queue/102.site" ] || echo "submitted before the training ended" >> "$SITE/launched"
 while [ $# -gt 0 ]; do
@@ -280,10 +265,6 @@ class Site:
         submitted.unlink(missing_ok=True)
         return answer
 
-    def submitted(self):
-        """What qsub was asked for: {"words", "variables"}."""
-        return json.loads((self.folder / "queue" / "102.site").read_text())
-
     def launched(self):
         return (self.folder / "launched").read_text().splitlines()
 
@@ -293,7 +274,7 @@ def site(tmp_path, project):
     return Site(tmp_path / "site", project, ("hostA", "hostB"))
 
 
-@pytest.mark.parametrize("script", [*PBS, "slurm.sh"])
+@ONE_OF_EACH
 def test_what_a_job_does_after_each_end_of_a_run(script, site, project):
     table = [   # status.json's code and the launcher's -> the job's; does it go on under PBS, Slurm
         ("0 0", 0, False, False), ("75 75", 75, True, True), ("75 143", 75, True, True),
@@ -303,19 +284,17 @@ def test_what_a_job_does_after_each_end_of_a_run(script, site, project):
         # The code of an earlier start, which is still there, does not count.
         ("- 2", 2, False, False), ("- 0", 0, False, False), ("- 75", 75, True, True),
         ("75 75 old", 75, False, False), ("75 75 cancel", 75, False, False)]
-    table = table[:4] if script == "polaris.pbs" else table     # it has the lines of aurora.pbs
     site.fake_launcher(*(outcome for outcome, *_ in table))
     for outcome, code, pbs, slurm in table:
         found = site.run(script), site.goes_on(), outcome
         wanted = code, slurm if script == "slurm.sh" else pbs, outcome
         assert found == wanted, f"{site.printed}{logs(project)}"
-    first = "4 -n 4 --ppn 2 --hostfile " if script in PBS else (
-        "4 --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=1 --cpu-bind=cores "
-        "--kill-on-bad-exit=1 ")
+    first = {"aurora.pbs": "4 -n 4 --ppn 2 --hostfile ",
+             "slurm.sh": "4 --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=1 "}[script]
     assert [line.startswith(first) for line in site.launched()] == [True] * len(table)
     log, = (project / "logs").iterdir()
     assert log.name == "config-101.log"
-    if script in PBS:
+    if script == "aurora.pbs":
         assert (site.folder / "hosts").read_text() == "hostA\nhostB\n"
 
 
@@ -347,15 +326,14 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
     given = {"ARGS": "training.stop_signals=[SIGTERM,SIGUSR1] data.max_length=32", "NPROC": "3",
              "MY_OWN": "a b", "PREFLIGHT": ""}
     assert site.run("mine.pbs", **given) == 75, site.printed + logs(project)
-    asked = site.submitted()
-    words = " ".join(asked["words"])
+    asked = json.loads((site.folder / "queue" / "102.site").read_text())
+    *words, script = asked["words"]
     for part in ("-W depend=afterany:101.site", "-A AnyProject", "-q capacity",
-                 "-l select=2:system=any", "-N sedd",
-                 "-l place=scatter", "-l walltime=02:00:00", "-l filesystems=flare",
-                 "-l software=one", "-m abe", "-M me@any.site"):
-        assert part in words, words
-    assert asked["words"][-1] == "jobs/mine.pbs", "what was submitted, as it is by then"
-    assert "ncpus" not in words and "award" not in words, "PBS' and the site's"
+                 "-l select=2:system=any", "-N sedd", "-l place=scatter", "-l walltime=02:00:00",
+                 "-l filesystems=flare", "-l software=one", "-m abe", "-M me@any.site"):
+        assert part in " ".join(words), words
+    assert script == "jobs/mine.pbs", "what was submitted, as it is by then"
+    assert "ncpus" not in " ".join(words) and "award" not in " ".join(words), "PBS', the site's"
     wanted = {"THREADS": "1", "VENV": "none", **SETTINGS, **given}
     assert asked["variables"] == wanted, "what is not given may be edited"
     launched, = site.launched()
@@ -363,30 +341,18 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
     assert launched.startswith("6 -n 6 ")
 
 
-REFUSED = [
-    ({"ARGS": "x=1 --config other.yaml"}, "holds --config. Give CONFIG="),
-    ({"ARGS": "--config=a"}, "holds --config."), ({"DRY_RUN": "0"}, "DRY_RUN=0 is not a number"),
-    ({"ARGS": "x=1\t--fresh"}, "holds --fresh."), ({"ARGS": "--resume last.pt"}, "holds --resume."),
-    ({"ARGS": "--work_dir here"}, "holds --work_dir."),
-    ({"ARGS": "--output_dir=here"}, "holds --output_dir."),
-    ({"NPROC": "many"}, "NPROC=many, "), ({"SCRIPT": "no.py"}, "SCRIPT=no.py or "),
-    ({"CONFIG": "no.yaml"}, "CONFIG=no.yaml is not a file in ")]
-TIMES = [({"SAVE_SECONDS": "10m"}, "SAVE_SECONDS=10m or "),
-         ({"SAVE_SECONDS": "-60"}, "SAVE_SECONDS=-60 or "),
-         ({"SAVE_SECONDS": "7200"}, "is not longer than SAVE_SECONDS")]
-
-
-@pytest.mark.parametrize("script, given, message", [
-    *(("aurora.pbs", *row) for row in REFUSED + TIMES),
-    *(("slurm.sh", *row) for row in [*REFUSED[:4], REFUSED[-1], *TIMES[:2],
-                                     ({"END": "2000-01-01T00:00:00"},
-                                      "is not longer than SAVE_SECONDS")])])
+@ONE_OF_EACH
+@pytest.mark.parametrize("given, message", [
+    ({"ARGS": "--config=a"}, "holds --config. Give CONFIG="),
+    ({"ARGS": "x=1\t--fresh"}, "holds --fresh."), ({"DRY_RUN": "0"}, "DRY_RUN=0 is not a number"),
+    ({"CONFIG": "no.yaml"}, "CONFIG=no.yaml is not a file in "),
+    ({"SAVE_SECONDS": "10m"}, "SAVE_SECONDS=10m or "),
+    ({"SAVE_SECONDS": "7200", "END": "2000-01-01T00:00:00"}, "is not longer than SAVE_SECONDS")])
 def test_a_job_refuses_before_it_trains(script, given, message, site, project):
     site.fake_launcher("75 75")
     assert site.run(script, **given) == 2
     assert message in site.printed + logs(project)
     assert site.launched() == [] and not site.goes_on()
-    assert (project / "logs").exists() == ("not longer" in message)
 
 
 def test_arguments_of_sbatch_go_to_the_training_script(site, project):
@@ -396,19 +362,16 @@ def test_arguments_of_sbatch_go_to_the_training_script(site, project):
     assert site.run_slurm(["--config", "other.yaml"]) == 2 and "holds --config" in site.printed
 
 
-@pytest.mark.parametrize("script, message", [*((name, "submit this with qsub") for name in PBS),
-                                             ("slurm.sh", "submit this with sbatch")])
-def test_a_job_that_was_not_submitted_says_so_before_it_loads_modules(script, message, site,
-                                                                      project):
+@ONE_OF_EACH
+def test_a_job_that_was_not_submitted_ends_before_it_loads_modules(script, site, project):
     result = bash(project, "-l", f"jobs/{script}", SITE=site.folder, HOME=site.folder / "home",
                   PYTHON_FOLDER="")
-    assert result.returncode == 2 and result.stderr.strip() == message
+    assert result.returncode == 2 and "submit this with " in result.stderr
     assert not (site.folder / "modules").exists() and not (project / "logs").exists()
 
 
 @pytest.mark.parametrize("script, line, given", [
     ("aurora.pbs", "mpiexec -n 24 --ppn 12 --hostfile ", {}),
-    ("aurora.pbs", "mpiexec -n 24 --ppn 12 --hostfile ", {"DDP_MPI4PY": 0}),
     ("polaris.pbs", "mpiexec -n 8 --ppn 4 --hostfile ", {}),
     ("slurm.sh", "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 ", {}),
     ("torchrun_multinode.sh",
@@ -421,12 +384,9 @@ def test_a_dry_run_shows_the_launch_line_on_any_machine_and_starts_nothing(scrip
     before = sorted(project.rglob("*"))
     result = bash(project, f"jobs/{script}", DRY_RUN=2, HOME=site.folder / "home",
                   ARGS="x=[1,2]\n  y=1", **given)
-    shown = [text for text in result.stdout.splitlines() if text.startswith(line)]
-    assert result.returncode == 0 and len(shown) == 1, result.text
-    assert shlex.split(shown[0])[-2:] == ["x=[1,2]", "y=1"], "both lines of ARGS"
-    assert " --config configs/sedd_" in shown[0]
-    if script in PBS:
-        assert f"DDP_WORLD_SIZE={24 if script == 'aurora.pbs' else 8}\n" in result.stdout
+    shown, = [text for text in result.stdout.splitlines() if text.startswith(line)]
+    assert result.returncode == 0 and " --config configs/sedd_" in shown, result.text
+    assert shlex.split(shown)[-2:] == ["x=[1,2]", "y=1"], "both lines of ARGS"
     assert sorted(project.rglob("*")) == before
 
 
@@ -447,16 +407,6 @@ def test_modules_that_cannot_be_loaded_and_a_users_logout_file_do_not_hide_how_a
     profile = site.folder / "home" / ".bash_profile"
     profile.write_text(profile.read_text() + "module() { return 1; }\n")
     assert site.run("aurora.pbs") == 2 and len(site.launched()) == 1
-
-
-def test_the_deadline_counts_from_before_the_modules_were_loaded(site, project):
-    site.fake_launcher("0 0")
-    profile = site.folder / "home" / ".bash_profile"
-    profile.write_text(profile.read_text() + "module() { sleep 4; }\n")
-    before = time.time()
-    assert site.run("aurora.pbs", SAVE_SECONDS="900") == 0, logs(project)
-    deadline = int((site.folder / "deadline").read_text())
-    assert before + 7200 - 900 - 1 <= deadline <= time.time() - 4 + 7200 - 900 + 1
 
 
 @ONE_OF_EACH
@@ -632,7 +582,7 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
     assert "found from MASTER_ADDR" in text
     assert "size from" not in text, "the number of ranks comes from the job script"
 
-    asked = site.submitted()
+    asked = json.loads((site.folder / "queue" / "102.site").read_text())
     assert site.goes_on()
     (project / "slow").unlink()
     with site.start(asked["words"][-1].removeprefix("jobs/"), "103.site", on="hostA",
@@ -643,33 +593,14 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
     check_finished(run_dir, reference)
 
 
-def test_the_default_job_without_its_data_says_in_one_line_how_to_make_it(pals_site, project):
-    site = pals_site
-    shutil.copytree(ROOT / "configs", project / "configs")
-    more = {"SCRIPT": "train_sedd_ddp.py", "CONFIG": "configs/sedd_uniref50.yaml", "PREFLIGHT": "",
-            "NPROC": "1"}
-    with site.start("aurora.pbs", "101.site", on="hostA", **more) as job:
-        result = job.wait(timeout=60)
-    assert result.returncode == 2 and not result.leftover, result.text + logs(project)
-    said = [line for line in logs(project).splitlines()
-            if "python prepare_uniref50.py data/uniref50" in line]
-    assert len(said) == 1, logs(project)
-    assert "data/uniref50 does not exist" in said[0] and "error: " in said[0]
-    assert not site.goes_on(), "a job that was refused needs no successor"
-
-
-def two_shells(commands, folder, env=None):
-    """Both commands at once, the first on hostA and the second on hostB: a Running."""
-    both = [[str(launchers.HOST_SHELL), host, "exec " + shlex.join(map(str, words))]
-            for host, words in zip(launchers.HOSTS, commands)]
-    return Running(both[0], folder, clean_environment(env=env), both[1:])
-
-
 def multinode(project, **more):
-    env = {"PYTHON": sys.executable, "VENV": "none", **SETTINGS, "NNODES": 2,
-           "MASTER_ADDR": "10.77.0.1", **more}
-    return two_shells([["env", f"NODE_RANK={rank}", "bash", "jobs/torchrun_multinode.sh"]
-                       for rank in (0, 1)], project, env)
+    """jobs/torchrun_multinode.sh at once on hostA and hostB: a Running."""
+    env = clean_environment(env={"PYTHON": sys.executable, "VENV": "none", **SETTINGS, "NNODES": 2,
+                                 "MASTER_ADDR": "10.77.0.1", **more})
+    both = [[str(launchers.HOST_SHELL), host,
+             f"exec env NODE_RANK={rank} bash jobs/torchrun_multinode.sh"]
+            for rank, host in enumerate(launchers.HOSTS)]
+    return Running(both[0], project, env, both[1:])
 
 
 def by_hand(project, python, *arguments, **more):
@@ -681,50 +612,13 @@ def by_hand(project, python, *arguments, **more):
     return Running(["bash", "jobs/torchrun_multinode.sh", *arguments], project, env)
 
 
-def test_the_script_for_hosts_without_a_scheduler_tells_where_and_how_many(project):
-    for program, text in (("nproc", "exit 127"), ("getconf", "echo 8")):      # as without coreutils
-        write_program(project / "bin" / program, f"#!/bin/bash\n{text}\n")
-    path, before = f"{project / 'bin'}{os.pathsep}{os.environ['PATH']}", time.time()
-    python = ('echo "$DDP_WORLD_SIZE $OMP_NUM_THREADS $DDP_DEADLINE $*"\n'
-              'if [ "$1" = driver.py ]; then exit 75; fi\n')
-    with by_hand(project, python, "x=1", MINUTES=60, PATH=path, OMP_NUM_THREADS=None) as running:
+def test_the_script_for_hosts_without_a_scheduler_refuses_what_it_sets_itself(project):
+    with by_hand(project, "echo started\n", "--nnodes=3") as running:
         result = running.wait(60)
-    assert result.returncode == 75, result.text
-    _, preflight, training = (line.split() for line in result.stdout.splitlines())
-    ranks = "--nnodes 2 --node_rank 1 --nproc_per_node 3 --master_addr hostA --master_port"
-    assert " ".join(preflight[3:]) == f"test_aurora_ddp.py {ranks} 29501 --preflight --slow 0.01"
-    own = "--config config.yaml --work_dir runs/mine x=1"
-    assert " ".join(training[3:]) == f"driver.py {ranks} 29500 {own}"
-    assert training[:2] == ["6", "2"], "3 ranks on each of 2 hosts, 8 cores for 3 ranks"
-    assert before + 3600 - 1 <= int(training[2]) <= time.time() + 3600
-    log, = (project / "logs").iterdir()
-    assert log.name.startswith("config-1-") and log.read_text() == result.stdout
+    assert result.returncode == 2 and "holds --nnodes." in result.stderr and result.stdout == ""
 
 
-@pytest.mark.parametrize("words, given, message", [
-    (["--config", "a"], {}, "holds --config."), (["--nnodes=3"], {}, "holds --nnodes."),
-    (["--master_port", "1"], {}, "holds --master_port."),
-    (["--work_dir=x"], {}, "holds --work_dir."),
-    ([], {"ARGS": "x=1\n--fresh"}, "holds --fresh."), ([], {"MASTER_PORT": "x"}, "PORT=x or ")])
-def test_the_script_for_hosts_without_a_scheduler_refuses_before_it_starts(
-        words, given, message, project):
-    with by_hand(project, "echo started\n", *words, **given) as running:
-        result = running.wait(60)
-    assert result.returncode == 2 and result.stdout == "" and not (project / "logs").exists()
-    assert message in result.stderr
-
-
-@pytest.mark.parametrize("given, message", [
-    ({"NODE_RANK": 5}, "error: --node_rank 5 is outside 0 to 1"),
-    ({"PREFLIGHT": "", "ARGS": "odd=1"}, "error: command line, 'odd=1': unknown section")])
-def test_by_hand_a_wrong_argument_is_named_and_not_the_missing_ranks(given, message, project):
-    with by_hand(project, f'exec {sys.executable} "$@"\n', NPROC=1, **given) as running:
-        result = running.wait(60)
-    assert result.returncode == 2 and message in result.text, result.text
-
-
-@pytest.mark.parametrize("name, code, passes",
-                         [("SIGINT", 130, 1), ("SIGTERM", 143, 1), ("SIGINT", 130, 0)])
+@pytest.mark.parametrize("name, code, passes", [("SIGTERM", 143, 1), ("SIGINT", 130, 0)])
 def test_nothing_is_trained_after_a_signal_during_the_preflight_by_hand(
         name, code, passes, project):
     wait = (f"echo $* >> asked\ntrap 'exit {passes}' INT TERM\necho checking\n"

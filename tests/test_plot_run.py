@@ -29,21 +29,15 @@ def test_a_running_mean_takes_as_many_points_on_either_side():
     values = np.random.default_rng(0).normal(size=47)
     expected = [values[max(i - 2, 0):i + 3].mean() for i in range(47)]
     assert np.allclose(running_mean(values), expected)
-    assert list(running_mean([3.0, 1.0])) == [3.0, 1.0]   # too few to be smoothed
 
 
-def test_what_is_no_run_is_refused(tmp_path, capsys):
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "metrics.jsonl").write_text('{"step": 1}\nst\n')
-    for folder, words in ((tmp_path, "is missing or empty"), (tmp_path / "half", "expected a JSON"),
-                          (write(tmp_path / "none", []), "is missing or empty"),
-                          (write(tmp_path / "own", [{"step": 1, "mine": 2.0}]), "found none of")):
-        assert main([str(folder)]) == 2
+def test_what_is_no_run_is_refused_and_a_log_not_written_over(tmp_path, capsys):
+    for rows, words in (([], "is missing or empty"), ([{"step": 1, "mine": 2.0}], "found none of")):
+        assert main([str(write(tmp_path / words, rows))]) == 2
         assert words in capsys.readouterr().err
     log = write(tmp_path / "good", [{"step": 1, "loss": 2.0}]) / "metrics.jsonl"
     assert main([str(log.parent), "--out", str(log)]) == 2
-    assert "expected a name that ends in .png" in capsys.readouterr().err
-    assert log.read_text().startswith("{") and not list(tmp_path.rglob("*.png"))
+    assert "ends in .png" in capsys.readouterr().err and log.read_text().startswith("{")
 
 
 def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
@@ -56,4 +50,3 @@ def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
     assert main([str(sedd), str(dpo), "--out", str(tmp_path / "both.png")]) == 0
     for path in (sedd / "curves.png", tmp_path / "both.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b$x^$", "both.png"]

@@ -1,12 +1,12 @@
 """ProteinMPNN against the official code's numbers and a plain transcription of its formulas."""
-import copy
+
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench_ddp import plain_log_probs
 from proteinmpnn_model import (ALPHABET, ProteinMPNN, decoding_order, from_checkpoint,
                                gaussians, load_proteinmpnn, make_pssm, random_proteinmpnn,
                                to_checkpoint)
@@ -196,99 +196,15 @@ def random_order(L, M=1, seed=0):
     return torch.stack([torch.randperm(L, generator=generator) for _ in range(M)])
 
 
-PAIRS = ("CA CA, N N, C C, O O, CB CB, CA N, CA C, CA O, CA CB, N C, N O, N CB, CB C, CB O, O C, "
-         "N CA, C CA, O CA, CB CA, C N, O N, CB N, C CB, O CB, C O")
-
-
+@pytest.mark.parametrize("lengths, unresolved", [([20, 45], (3, 4, 30)), ([2], ())])
 @torch.no_grad()
-def plain_log_probs(model, X, mask, residue_idx, chain_id, S, order):
-    """One residue at a time, inputs of linear layers concatenated, as published. No padding."""
-    p, L, K = dict(model.named_parameters()), len(S), model.num_edges
-
-    def linear(name, *inputs):
-        return torch.cat(inputs, -1) @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0)
-
-    def gelu(x):
-        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
-
-    def mlp(prefix, names, *inputs):
-        first, *others = names.split()
-        x = linear(prefix + first, *inputs)
-        for name in others:
-            x = linear(prefix + name, gelu(x))
-        return x
-
-    def norm(name, x):
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-        return x * p[f"{name}.weight"] + p[f"{name}.bias"]
-
-    def distance(a, b):
-        return math.sqrt(((a - b) ** 2).sum() + 1e-6)
-
-    N, CA, C, O = X.where(X.isfinite(), 0).unbind(1)
-    a, b = CA - N, C - CA
-    CB = -0.58273431 * torch.linalg.cross(a, b) + 0.56802827 * a - 0.54067466 * b + CA
-    atoms = {"N": N, "CA": CA, "C": C, "O": O, "CB": CB}
-    centres = torch.linspace(2, 22, 16, dtype=X.dtype)
-    E_idx, h_E = {}, {}
-    inside = [i for i in range(L) if mask[i]]
-    for i in inside:
-        d = {j: distance(CA[i], CA[j]) for j in inside}
-        far = max(d.values())
-        E_idx[i] = sorted(range(L), key=lambda j: d.get(j, far + 1 + int(residue_idx[j])))[:K]
-        edges = []
-        for j in E_idx[i]:
-            one_hot = torch.zeros(66, dtype=X.dtype)
-            offset = int((residue_idx[i] - residue_idx[j]).clamp(-32, 32)) + 32
-            one_hot[offset if chain_id[i] == chain_id[j] else 65] = 1
-            between = [distance(atoms[u][i], atoms[v][j])
-                       for u, v in (pair.split() for pair in PAIRS.split(", "))]
-            between[0] = d.get(j, far)
-            rbf = [torch.exp(-((x - centres) / 1.25) ** 2) for x in between]
-            positional = linear("features.embeddings.linear", one_hot)
-            edges.append(linear("features.edge_embedding", positional, *rbf))
-        h_E[i] = linear("W_e", norm("features.norm_edges", torch.stack(edges)))
-
-    def update(prefix, h, i, message):
-        h = norm(f"{prefix}norm1", h[i] + message.sum(0) / 30)
-        return norm(f"{prefix}norm2", h + mlp(prefix, "dense.W_in dense.W_out", h))
-
-    h_V = torch.zeros(L, model.W_e.out_features, dtype=X.dtype)
-    for layer in range(len(model.encoder_layers)):
-        prefix = f"encoder_layers.{layer}."
-        new = h_V.clone()
-        for i, js in E_idx.items():
-            message = mlp(prefix, "W1 W2 W3", h_V[i].expand(len(js), -1), h_E[i], h_V[js])
-            new[i] = update(prefix, h_V, i, message * mask[js, None])
-        h_V = new
-        for i, js in E_idx.items():
-            message = mlp(prefix, "W11 W12 W13", h_V[i].expand(len(js), -1), h_E[i], h_V[js])
-            h_E[i] = norm(f"{prefix}norm3", h_E[i] + message)
-    encoded, rank = h_V, order.argsort()
-    for layer in range(len(model.decoder_layers)):
-        prefix = f"decoder_layers.{layer}."
-        new = h_V.clone()
-        for i, js in E_idx.items():
-            before = (rank[js] < rank[i])[:, None]
-            letters, nodes = p["W_s.weight"][S[js]] * before, torch.where(before, h_V[js],
-                                                                          encoded[js])
-            new[i] = update(prefix, h_V, i, mlp(
-                prefix, "W1 W2 W3", h_V[i].expand(len(js), -1), h_E[i], letters, nodes))
-        h_V = new
-    return torch.log_softmax(linear("W_out", h_V), -1)
-
-
-@pytest.mark.parametrize("lengths, unresolved", [
-    ([20, 45], (3, 4, 30)), ([6, 6], (0, 4, 5, 6, 9, 11)), ([12], (0, 5, 6, 7)), ([2], ())],
-    ids=["two chains", "mostly unresolved", "as many resolved residues as neighbours",
-         "fewer residues than neighbours"])
 def test_log_probs_follow_the_formulas_as_they_are_written_down(lengths, unresolved):
-    model, (*structure, S) = small_model(), protein(lengths, unresolved)
-    order = random_order(S.shape[1])
-    found = model(model.graph(*structure), S, order)
-    expected = plain_log_probs(model, *(x[0] for x in structure), S[0], order[0])
-    resolved = structure[1][0] == 1
-    near(found[0][resolved], expected[resolved], atol=1e-9)
+    """On two chains, and with fewer residues than neighbours."""
+    model, (X, mask, *ids, S) = small_model().float(), protein(lengths, unresolved)
+    X, order = X.float(), random_order(S.shape[1])
+    found = model(model.graph(X, mask, *ids), S, order)
+    expected = plain_log_probs(model, X.nan_to_num(), S, mask, *ids, order)
+    near(found[mask == 1], expected[mask == 1], atol=1e-4)
 
 
 # ---- invariances ----
@@ -314,48 +230,6 @@ def test_padding_changes_neither_scores_nor_gradients(num_edges):
                 near(found, expected, atol=1e-10)
 
 
-def test_no_tensor_is_larger_than_all_distances_or_the_neighbours_features():
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, (tuple, list)) else [out]:
-                if torch.is_tensor(x) and not x.is_mkldnn:   # a view counts as what it takes
-                    stored = x.untyped_storage().nbytes() // x.element_size()
-                    self.numel = max(self.numel, stored)
-            return out
-
-    L, K = 300, 2
-    model, (*structure, S) = random_proteinmpnn(0, num_edges=K, hidden_size=8), protein([L])
-    with Largest() as largest:
-        model(model.graph(*structure), S, random_order(L))
-    assert largest.numel == max(L * L, L * K * 400)
-
-
-def test_sequences_sharing_an_encoding_score_as_in_passes_of_their_own():
-    model = small_model()
-    *structures, _ = [torch.cat(x) for x in zip(*(protein([20], seed=seed) for seed in range(3)))]
-    encoding, which = model.encode(model.graph(*structures)), torch.tensor([2, 0, 0, 2, 1])
-    S = torch.randint(20, (5, 20), generator=torch.Generator().manual_seed(0))
-    order = random_order(20, M=5)
-    found = model.decode(encoding, S, order, structure=which)
-    for row, b in enumerate(which):
-        graph = model.graph(*(x[b:b + 1] for x in structures))
-        near(found[row], model(graph, S[row:row + 1], order[row:row + 1])[0], atol=1e-10)
-
-
-def test_fixed_residues_come_first_in_a_random_order():
-    generator = torch.Generator().manual_seed(0)
-    designed = (torch.rand(200, 40, generator=generator) < 0.5).float()
-    randn = torch.randn(200, 40, generator=generator)
-    randn[0, designed[0].argmax()] = 1e-6   # here the published rule lets a designed one go first
-    order = decoding_order(designed, randn)
-    near(order.sort(-1).values, torch.arange(40).expand(200, 40))
-    near(designed.gather(1, order), designed.sort(-1).values)
-    assert len(decoding_order(torch.ones(200, 40), randn).unique(dim=0)) == 200
-
-
 # ---- sampling ----
 
 def sampling_case(M=1, num_edges=8, lengths=(20,), unresolved=()):
@@ -365,63 +239,30 @@ def sampling_case(M=1, num_edges=8, lengths=(20,), unresolved=()):
     return model, encoding, S.expand(M, -1).clone(), random_order(L, M)
 
 
-def assert_shares(letters, p):
-    """Are letters drawn with the probabilities p? Within five standard errors."""
-    n = len(letters)
-    share = letters.bincount(minlength=len(p)) / n
-    assert ((share - p).abs() <= 5 * (p * (1 - p) / n).sqrt()).all()
-
-
-def test_letters_are_drawn_with_the_probabilities_that_are_returned():
-    M, T, first, later = 4_000, 0.5, 3, 6
-    model, encoding, S, _ = sampling_case(lengths=(8,))
-    order = torch.arange(8)[None]
-    chain_M = F.one_hot(torch.tensor([first]), 8) + F.one_hot(torch.tensor([later]), 8)
-    found, probs = model.sample(encoding, S.expand(M, -1), chain_M, order.expand(M, -1), T,
-                                generator=torch.Generator().manual_seed(0), return_probs=True)
-    assert_shares(found[:, first], probs[0, first])
-    same = found[:, first] == found[:, first].mode().values
-    assert_shares(found[same, later], probs[same][0, later])        # depends on the earlier draw
-
-
-def test_a_tied_group_draws_from_the_mean_of_its_members_when_the_first_of_them_is_due():
-    model, encoding, S, _ = sampling_case(num_edges=12, lengths=(6, 6))
-    M, T, (i, j), triple = 2_000, 0.1, (2, 8), [3, 4, 5]
+def test_a_tied_group_draws_from_the_weighted_mean_of_its_members_when_the_first_is_due():
+    """Weights multiply logits, not the bias; a negative one designs against its position."""
+    model, encoding, S, _ = sampling_case(num_edges=12, lengths=(6, 6), unresolved=(9,))
+    T, (i, j, absent), triple = 0.5, (2, 8, 9), [3, 4, 5]       # absent: not one of its members
     others = [k for k in range(12) if k not in (i, j, *triple)]
-    chain_M = torch.zeros(1, 12)
-    chain_M[0, [i, j, *triple]] = 1
+    chain_M = F.one_hot(torch.tensor([i, j, absent, *triple]), 12).sum(0, keepdim=True)
+    bias = torch.zeros(12, 21, dtype=torch.float64)
+    bias[i, 3] = 1
 
     def logits(before, k):
         after = [n for n in range(12) if n not in (k, *before)]
         return model.decode(encoding, S, torch.tensor([[*before, k, *after]]))[0, k, :X_LETTER]
 
     for before, after in ((others, triple), (others[:3], others[3:] + triple)):
-        order = torch.tensor([[*before, j, *after[:-3], i, *after[-3:]]]).expand(M, -1)
-        found = model.sample(encoding, S.expand(M, -1), chain_M, order, T, tied=[[i, j], triple],
-                             generator=torch.Generator().manual_seed(0))
-        assert torch.equal(found[:, i], found[:, j])
-        assert torch.equal(found[:, others], S[:, others].expand(M, -1))
-        mean = (logits(before, i) + logits(before, j)) / 2
-        assert_shares(found[:, i], (mean / T).softmax(-1).detach())
-
-
-def test_tied_positions_share_their_letters_whatever_the_orders_and_group_sizes():
-    model, encoding, S, order = sampling_case(M=8, lengths=(8, 8, 8), unresolved=(2, 17))
-    generator = torch.Generator()
-
-    def draw(seed, tied=()):
-        return model.sample(encoding, S, torch.ones(1, 24), order, 1.0, tied=tied,
-                            generator=generator.manual_seed(seed))
-
-    tied = [[i, i + 8, i + 16] for i in range(4)] + [[5, 13]]
-    found = draw(0, tied)
-    for group in tied:
-        letters = [found[:, i] for i in group if encoding.mask[0, i]]
-        assert len(letters) > 1 and all(torch.equal(row, letters[0]) for row in letters)
-    resolved = encoding.mask[0]
-    assert (found[:, ~resolved] == X_LETTER).all() and (found[:, resolved] < X_LETTER).all()
-    assert not torch.equal(found[:, 6], found[:, 14])
-    near(draw(1), draw(1, tied=[[2, 10]]))          # one of two is unresolved: nothing to tie
+        order = torch.tensor([[*before, j, *after[:-3], i, *after[-3:]]])
+        for weight in (1, -0.5):
+            weights = torch.ones(12).index_fill(0, torch.tensor([j]), weight)
+            found, probs = model.sample(
+                encoding, S, chain_M, order, T, bias, tied=[[i, j, absent], triple],
+                tied_weights=weights, return_probs=True)
+            assert found[0, i] == found[0, j] and torch.equal(found[:, others], S[:, others])
+            scores = logits(before, i) + weight * logits(before, j) + bias[i, :X_LETTER]
+            near(probs[0, [i, j], :X_LETTER], (scores / 2 / T).softmax(-1).expand(2, -1),
+                 atol=1e-12)
 
 
 def test_the_probabilities_of_a_sample_are_those_of_the_tempered_and_biased_model():
@@ -438,98 +279,42 @@ def test_the_probabilities_of_a_sample_are_those_of_the_tempered_and_biased_mode
     assert (probs[:, ~drawn] == 0).all() and torch.equal(found[:, ~drawn], S[:, ~drawn])
 
 
-def one_step(model, encoding, S, at, T=1.0, **options):
-    """What the letters of the positions `at`, drawn together after all others, are drawn from."""
-    L = S.shape[1]
-    order = torch.tensor([[i for i in range(L) if i not in at] + at])
-    chain_M = F.one_hot(torch.tensor(at), L).sum(0, keepdim=True)
-    return model.sample(encoding, S, chain_M, order, T, return_probs=True, **options)[1][0, at]
-
-
-def test_a_negative_weight_designs_against_the_state_of_its_tied_position():
-    model, encoding, S, _ = sampling_case(num_edges=12, lengths=(6, 6))
-    T, i, j, bias = 0.5, 2, 8, torch.zeros(12, 21, dtype=torch.float64)
-    bias[i, 3] = 1
-    before = [k for k in range(12) if k not in (i, j)]
-    logits = [model.decode(encoding, S, torch.tensor([[*before, *last]]))[0, last[0]]
-              for last in ((i, j), (j, i))]
-    against = logits[1][:X_LETTER].argmax()
-    for weight in (1, -0.5):
-        weights = torch.ones(12)
-        weights[j] = weight
-        probs = one_step(model, encoding, S, [i, j], T, bias=bias, tied=[[i, j]],
-                         tied_weights=weights)
-        scores = (logits[0] + weight * logits[1] + bias[i])[:X_LETTER] / 2
-        near(probs[:, :X_LETTER], (scores / T).softmax(-1).expand(2, -1), atol=1e-12)
-    alone = one_step(model, encoding, S, [i], T, bias=bias)[0]
-    assert probs[0, against] < alone[against]
-
-
 def test_a_pssm_takes_its_share_of_the_probabilities_and_makes_low_odds_rare():
-    model, encoding, S, _ = sampling_case()
-    generator, i, T = torch.Generator().manual_seed(0), 5, 0.3
+    model, encoding, S, order = sampling_case()
+    generator, i = torch.Generator().manual_seed(0), 5
     coef, letters, odds = (torch.rand(*shape, generator=generator, dtype=torch.float64)
                            for shape in ((20,), (20, 21), (20, 21)))
     letters /= letters.sum(-1, keepdim=True)
-    options = dict(T=T, omit="XC")
-    plain = one_step(model, encoding, S, [i], **options)[0]
+
+    def drawn_from(**options):
+        chain_M = F.one_hot(torch.tensor([i]), 20)
+        return model.sample(encoding, S, chain_M, order, 0.3, return_probs=True, **options)[1][0, i]
+
+    plain = drawn_from(omit="XC")
     allowed = torch.ones(21).index_fill(0, torch.tensor([1, X_LETTER]), 0)
     for multi, threshold in ((0.0, None), (0.4, None), (1.0, None), (0.4, 0.5), (0.0, 0.5)):
-        probs = one_step(model, encoding, S, [i], **options,
-                         pssm=make_pssm(coef, letters, odds, multi, threshold))[0]
+        probs = drawn_from(omit="XC", pssm=make_pssm(coef, letters, odds, multi, threshold))
         mixed = (1 - multi * coef[i]) * plain + multi * coef[i] * letters[i]
         if threshold is not None:
             mixed = mixed * torch.where(odds[i] > threshold, 1.001, 0.001)
         near(probs, mixed * allowed / (mixed * allowed).sum(), atol=1e-9)
-    whole = make_pssm(torch.ones(20), letters, odds, 1.0)
-    near(one_step(model, encoding, S, [i], omit="", pssm=whole)[0], letters[i], atol=1e-12)
 
 
 def test_sampling_refuses_what_cannot_be_drawn():
     model, encoding, S, order = sampling_case(M=2)
     ones, half = torch.ones(2, 20), torch.arange(20).expand(2, 20) < 10
-    uneven, never = ones.clone(), torch.zeros(20, 21)
-    uneven[0, :2], never[7] = 0, -math.inf
     split = torch.zeros(20, 21)                     # tied, these two allow no common letter
     split[4, 1:], split[5, :1] = -math.inf, -math.inf
     for options, message in (
-            (dict(tied=[[1, 2], [2, 3]]), "none of them twice"), (dict(tied=[[1, 20]]), "0 to 19"),
+            (dict(tied=[[1, 2], [2, 3]]), "none of them twice"),
             (dict(chain_M=half, tied=[[1, 12]]), "mixes drawn"),
-            (dict(chain_M=uneven, tied=[[0, 1]]), "same drawn positions"),
-            (dict(bias=never), r"\[0, 7\], \[1, 7\]"), (dict(omit=ALPHABET), "no letter"),
-            (dict(temperature=-1.0), "temperature is -1"), (dict(bias=math.inf), "nan or inf"),
             (dict(temperature=math.nan), "temperature is nan"),
-            (dict(temperature=1e40), "temperature is 1e"),
-            (dict(pssm=make_pssm(torch.ones(20), torch.zeros(20, 21), never, 1.0)), "no letter"),
             (dict(tied=[[4, 5]], bias=split), r"\[0, 4\], \[0, 5\]")):
         with pytest.raises(ValueError, match=message):
             model.sample(encoding, S, **{"chain_M": ones, "decoding_order": order, **options})
-    kept = ones.clone()
-    kept[:, 7] = 0
-    found, probs = model.sample(encoding, S, kept, order, bias=never, return_probs=True)
-    assert torch.equal(found[:, 7], S[:, 7]) and (probs[:, 7] == 0).all()
 
 
-# ---- precision, dropout, boundary ----
-
-def test_a_float64_model_computes_in_float64_and_autocast_stays_close():
-    exact, (X, *others, S), order = small_model(), protein([40]), random_order(40)
-    expected = exact(exact.graph(X, *others), S, order)
-    assert not torch.equal(expected, expected.float().double())
-    model = copy.deepcopy(exact).float()
-    graph = model.graph(X.float(), *others)
-    near(model(graph, S, order).double(), expected, atol=1e-4)
-    with torch.autocast("cpu", torch.bfloat16):
-        log_probs = model(graph, S, order)
-        sampled = model.sample(model.encode(graph), S, torch.ones(1, 40), order, 0)
-    assert log_probs.dtype == torch.float32 and sampled.dtype == torch.int64
-    near(log_probs.detach().double(), expected.detach(), atol=0.2)
-    of_letters(log_probs, S).sum().backward()
-    of_letters(expected, S).sum().backward()
-    for p, q in zip(model.parameters(), exact.parameters()):
-        assert p.grad.dtype == torch.float32 and (p.grad - q.grad).norm() < 0.1 * q.grad.norm()
-    near(copy.deepcopy(exact).bfloat16()(graph, S, order).double(), expected, atol=0.5)
-
+# ---- dropout, boundary ----
 
 def test_dropout_acts_in_training_only_and_is_off_unless_asked_for():
     (*structure, S), order, calls = protein([15]), random_order(15), []
@@ -546,22 +331,13 @@ def test_dropout_acts_in_training_only_and_is_off_unless_asked_for():
 
 def test_wrong_inputs_are_refused_with_what_was_found():
     model, (X, mask, residue_idx, chain_id, S) = small_model(), protein([10])
-    infinite, padded = X.clone(), chain_id.clone()
-    infinite[0, 3, 1, 2], padded[0, 4] = math.inf, 0
-    good = dict(X=X, mask=mask, residue_idx=residue_idx, chain_id=chain_id)
-    for wrong, message in (
-            (dict(X=X[:, :, :3]), r"\(1, 10, 3, 3\)"),
-            (dict(mask=mask[:, :9], chain_id=chain_id[0]), r"\(1, 9\), \(1, 10\), \(10,\)"),
-            (dict(X=infinite), "not finite"), (dict(chain_id=padded), "means padding")):
+    X[0, 3, 1, 2] = math.inf
+    with pytest.raises(ValueError, match="not finite"):
+        model.graph(X, mask, residue_idx, chain_id)
+    encoding, order = model.encode(model.graph(*protein([10])[:4])), random_order(10, 3)
+    for order, message in ((order[:2], r"\(3, 10\), \(2, 10\)"), (order * 0, "permutation")):
         with pytest.raises(ValueError, match=message):
-            model.graph(**{**good, **wrong})
-    encoding = model.encode(model.graph(*(x.expand(2, *x.shape[1:]) for x in good.values())))
-    S, order, which = S.expand(3, -1), random_order(10, 3), torch.tensor([0, 1, 1])
-    for args, message in (
-            ((S[:, :9], order[:2], which[:2]), r"are \[\(3, 9\), \(2, 10\), \(2,\)\]; expected"),
-            ((S, order), "None.; expected"), ((S, order * 0, which), "permutation")):
-        with pytest.raises(ValueError, match=message):
-            model.decode(encoding, *args)
+            model.decode(encoding, S.expand(3, -1), order)
 
 
 # ---- files ----
@@ -594,33 +370,25 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
 
     cases = [(weights(changes), message) for changes, message in (
         ({"W_v.weight": ones(8, 8)}, "CA-only"),
-        ({"features.node_embedding.weight": ones(8, 8)}, "CA-only"),
         ({"context_encoder_layers.0.norm1.weight": ones(8)}, "LigandMPNN"),
-        ({"W_out.bias": None}, "missing W_out.bias"), ({"extra": ones(1)}, "unexpected extra"),
+        ({"W_out.bias": None}, "missing W_out.bias"),
         ({"W_s.weight": ones(22, 8)}, r"W_s.weight is \(22, 8\), not \(21, 8\)"),
         ({"W_e.weight": torch.full((8, 8), math.nan)}, "W_e.weight has values that are not finite"),
-        ({"W_e.bias": [1.0]}, "dict of floating-point tensors"),
         ({"W_e.bias": ones(8).char()}, "dict of floating-point tensors"),
-        ({"W_e.bias": ones(0)}, "has 0"),
         ({key: None for key in state if "coder" in key}, r"0 \+ 0 layers"))]
-    cases += [({**good, **changes}, message) for changes, message in (
-        ({"num_edges": 0}, "num_edges 0"), ({"num_edges": 48.0}, "48.0"),
-        ({"noise_level": "0.2"}, "'0.2'"), ({"model_state_dict": [1]}, "a list; expected"))]
-    cases += [({name: value for name, value in good.items() if name != key}, f"expected .*{key}")
-              for key in good]
-    for content, message in [*cases, (state, "expected num_edges"), ([1, 2], "holds a list")]:
+    for content, message in [*cases, ({**good, "num_edges": 48.0}, "48.0"),
+                             (state, "expected num_edges"), ([1, 2], "holds a list")]:
         torch.save(content, path)
         with pytest.raises(ValueError, match=message) as error:
             load_proteinmpnn(path)
         assert str(path) in str(error.value)
     torch.save(ProteinMPNN(hidden_size=8), path)    # an object of a class: its code is not run
-    for content in (path.read_bytes(), b"", b"version https://git-lfs.github.com/spec/v1\n"):
+    for content in (path.read_bytes(), b""):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="cannot be read"):
             load_proteinmpnn(path)
-    for missing in (tmp_path / "v_48_020.pt", tmp_path):
-        with pytest.raises(ValueError, match="There is no file .*vanilla_model_weights"):
-            load_proteinmpnn(missing)
+    with pytest.raises(ValueError, match="There is no file .*vanilla_model_weights"):
+        load_proteinmpnn(tmp_path / "v_48_020.pt")
 
 
 def test_random_weights_come_from_their_seed_and_leave_torchs_generator_alone():

@@ -1,18 +1,19 @@
-"""structure_data: rows of PDB and mmCIF files, what pair files may hold, split, batches, demo."""
+"""structure_data: rows of PDB and mmCIF files, what pair files may hold, split, batches."""
 
 import gzip
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from sequence_data import AMINO_ACIDS, LETTERS, decode, encode
+from sequence_data import LETTERS, decode
 from structure_data import (BACKBONE, Chain, Complex, EpochPlan, Pair, Structure,
-                            build_backbone, collate, collate_complexes, demo_pairs, describe,
-                            eval_batches, load_pairs, parse_positions, read_pairs, read_structure,
+                            collate, collate_complexes, describe, eval_batches,
+                            load_pairs, parse_positions, read_pairs, read_structure,
                             shared_structures, split_pairs)
 
 
@@ -59,26 +60,12 @@ def read_text(tmp_path, name, text):
     return read_structure(tmp_path / name)
 
 
-def both(tmp_path, atoms):
-    """The structure read from its PDB and from its mmCIF text."""
-    return read_text(tmp_path, "s.pdb", atoms.pdb()), read_text(tmp_path, "s.cif", atoms.mmcif())
-
-
-def first_record(chain):
-    """Which record each resolved row begins with; None at the others."""
-    return [int(x) if there else None for x, there in zip(chain.X[:, 0, 0], chain.resolved)]
-
-
 # ---- structures ----
 
-@pytest.fixture(scope="module")
-def cases(shared):
-    return torch.load(shared / "fixtures" / "proteinmpnn.pt", weights_only=True)["cases"]
-
-
 @pytest.mark.parametrize("name", ["monomer_official", "complex_small", "odd_pdb_small"])
-def test_rows_of_a_file_equal_those_of_the_official_code(cases, shared, tmp_path, name):
-    case = cases[name]
+def test_rows_of_a_file_equal_those_of_the_official_code(shared, tmp_path, name):
+    fixture = torch.load(shared / "fixtures" / "proteinmpnn.pt", weights_only=True)
+    case = fixture["cases"][name]
     text = case.get("pdb_text") or (shared / "data" / "pdbs" / case["pdb"]).read_text()
     complex = Complex(read_text(tmp_path, "s.pdb", text),
                       case.get("design_chains", case["chain_order"])[::-1],     # in any order
@@ -90,59 +77,43 @@ def test_rows_of_a_file_equal_those_of_the_official_code(cases, shared, tmp_path
     assert complex.n_designed == case["inputs"]["chain_M"].sum()
 
 
-def test_two_formats_of_one_protein_are_one_structure_and_others_are_not(shared):
+GAPS = (Atoms().add("A", 5, "GLY").add("A", -1, "ALA").add("A", 3, "SER", code="B")
+        .add("A", 3, "THR").add("A", 3, "CYS", code="A").add("A", 7, "ASP", code="C"))
+HETS = (Atoms().add("A", 1, "MSE", het=True).add("A", 2, "UNK").add("A", 3, "HOH", ["O"], het=True)
+        .add("A", 3, "LYS").add("A", 9, "SEP", het=True).add("B", 1, "HOH", ["O"], het=True))
+ALTERNATIVES = (Atoms().add("A", 1, "SER", altloc="B").add("A", 1, "SER", altloc="A")
+                .add("A", 2, "THR", ["N", "CA"], altloc="A").add("A", 2, "VAL", altloc="B")
+                .add("A", 3, "GLY", ["N"]).add("A", 3, "GLY", model=2).add("A", 4, "TRP", model=2))
+INCOMPLETE = (Atoms().add("A", 1, "TYR", BACKBONE[:3]).add("A", 2, "TYR", [*BACKBONE, "CB", "OXT"])
+              .add("A", 3, "TYR", BACKBONE[1:]).add("A", 4, " DA", ["P", "C1'"]))
+
+
+# Letters, and the record that each row begins with, or those of its four atoms.
+@pytest.mark.parametrize("atoms, letters, expected", [
+    (GAPS, "AXXXTCSXGXD", [4, None, None, None, 12, 16, 8, None, 0, None, 20]),
+    (HETS, "MXK", [0, 4, 9]),
+    (ALTERNATIVES, "STGW", [0, [8, 9, 12, 13], [14, 16, 17, 18], 19]),
+    (INCOMPLETE, "YYYX", [None, 3, None, None])],
+    ids=["numbers left out, insertions", "selenomethionine, unknown, water",
+         "the first alternative and model, atom by atom", "a residue without one of four atoms"])
+def test_rows_of_both_formats_hold_the_letters_and_atoms_of_the_file(
+        tmp_path, atoms, letters, expected):
+    for name, text in (("s.pdb", atoms.pdb()), ("s.cif", atoms.mmcif())):
+        chain, = read_text(tmp_path, name, text).chains.values()
+        assert decode(chain.S) == letters and chain.X.dtype == np.float32
+        for x, resolved, row in zip(chain.X[:, :, 0], chain.resolved, expected, strict=True):
+            records = list(range(row, row + 4)) if isinstance(row, int) else row
+            assert (x.astype(int).tolist() if resolved else None) == records
+    if atoms is GAPS:
+        assert chain.numbers == ("-1", None, None, None, "3", "3A", "3B", None, "5", None, "7C")
+        assert not chain.X[~chain.resolved].any()
+
+
+def test_formats_and_records_between_and_after_the_atoms_change_nothing(shared, tmp_path):
     folder = shared / "data" / "pdbs"
     keys = {path.stem: read_structure(path).key for path in folder.glob("*.pdb")}
     assert len(set(keys.values())) == len(keys) > 1
-    for path in folder.glob("*.cif"):
-        assert read_structure(path).key == keys[path.stem]
-
-
-def test_numbers_left_out_are_x_rows_and_insertions_follow_their_number(tmp_path):
-    atoms = Atoms().add("A", 5, "GLY").add("A", -1, "ALA").add("A", 3, "SER", code="B")
-    atoms.add("A", 3, "THR").add("A", 3, "CYS", code="A").add("A", 7, "ASP", code="C")
-    for structure in both(tmp_path, atoms):
-        chain = structure.chains["A"]
-        assert decode(chain.S) == "AXXXTCSXGXD"       # 7C without a 7: no gap row
-        assert chain.numbers == ("-1", None, None, None, "3", "3A", "3B", None, "5", None, "7C")
-        assert first_record(chain) == [4, None, None, None, 12, 16, 8, None, 0, None, 20]
-        assert not chain.X[~chain.resolved].any() and chain.X.dtype == np.float32
-
-
-def test_selenomethionine_is_m_unknown_is_x_with_coordinates_and_other_hetatms_are_nothing(
-        tmp_path):
-    atoms = Atoms().add("A", 1, "MSE", het=True).add("A", 2, "UNK")
-    atoms.add("A", 3, "HOH", ["O"], het=True).add("A", 3, "LYS").add("A", 9, "SEP", het=True)
-    for structure in both(tmp_path, atoms.add("B", 1, "HOH", ["O"], het=True)):
-        chain, = structure.chains.values()
-        assert decode(chain.S) == "MXK" and first_record(chain) == [0, 4, 9]
-
-
-def test_of_alternative_locations_mutations_and_models_the_first_counts_atom_by_atom(tmp_path):
-    atoms = Atoms().add("A", 1, "SER", altloc="B").add("A", 1, "SER", altloc="A")   # 0 to 7
-    atoms.add("A", 2, "THR", ["N", "CA"], altloc="A").add("A", 2, "VAL", altloc="B")    # to 13
-    atoms.add("A", 3, "GLY", ["N"]).add("A", 3, "GLY", model=2).add("A", 4, "TRP", model=2)
-    for structure in both(tmp_path, atoms):
-        chain = structure.chains["A"]
-        assert decode(chain.S) == "STGW" and chain.resolved.all()
-        assert chain.X[:, :, 0].astype(int).tolist() == [
-            [0, 1, 2, 3], [8, 9, 12, 13], [14, 16, 17, 18], [19, 20, 21, 22]]
-
-
-def test_a_residue_without_one_of_four_atoms_keeps_its_letter_and_is_masked(tmp_path):
-    atoms = Atoms()
-    for number, missing in enumerate(BACKBONE):
-        atoms.add("A", number, "TYR", [atom for atom in BACKBONE if atom != missing])
-    atoms.add("A", 4, "TYR", [*BACKBONE, "CB", "OXT"]).add("A", 5, " DA", ["P", "C1'"])
-    for structure in both(tmp_path, atoms):
-        chain = structure.chains["A"]
-        assert decode(chain.S) == "YYYYYX"
-        assert chain.resolved.tolist() == [False] * 4 + [True, False]
-        missing = np.r_[np.eye(4, dtype=bool), [[False] * 4, [True] * 4]]
-        assert not chain.X[missing].any() and chain.X[~missing][1:].any(1).all()
-
-
-def test_records_between_and_after_the_atoms_change_nothing(tmp_path):
+    assert all(read_structure(path).key == keys[path.stem] for path in folder.glob("*.cif"))
     atoms = Atoms().add("A", 1, "ALA").add("B", 1, "CYS").add("A", 2, "ASP").add("A", 3, "GLU")
     expected, lines = read_text(tmp_path, "s.pdb", atoms.pdb()), atoms.pdb().splitlines()
     lines.insert(8, "TER\nEND")
@@ -150,57 +121,33 @@ def test_records_between_and_after_the_atoms_change_nothing(tmp_path):
     for name, text in (("t.pdb", odd), ("u.ent.gz", gzip.compress(atoms.pdb().encode()))):
         found = read_text(tmp_path, name, text)
         assert found.key == expected.key and list(found.chains) == ["A", "B"]
-        assert all(np.array_equal(found.chains[name].resolved, expected.chains[name].resolved)
-                   for name in "AB")
 
 
-ONE = Atoms().add("A", 1, "ALA").pdb()
-ONE_CIF = Atoms().add("A", 1, "ALA").mmcif()
+ONE, ONE_CIF = Atoms().add("A", 1, "ALA").pdb(), Atoms().add("A", 1, "ALA").mmcif()
 
 
-def test_a_chain_has_the_name_of_column_22_alone_or_none_and_any_name_in_mmcif(tmp_path):
-    atoms = Atoms().add(" ", 1, "SER", altloc="A").add(" ", 1, "SER", altloc="B")
-    atoms.add(" ", 2, "THR").add(" ", 1, "SER", model=2)            # models are merged by intent
-    long_name = Atoms().add("AB-2", 7, "TRP").mmcif()
-    for name, text, chain in (("s.pdb", ONE.replace(" A ", "ZA "), "A"),
-                              ("s.pdb", atoms.pdb(), ""), ("s.cif", long_name, "AB-2")):
-        assert list(read_text(tmp_path, name, text).chains) == [chain]
-
-
-def test_unknown_coordinates_of_mmcif_are_missing_atoms_and_their_errors_no_part_of_them(tmp_path):
-    text = Atoms().add("A", 1, "ALA").add("A", 2, "GLY").mmcif()
+def test_an_unknown_coordinate_of_mmcif_is_a_missing_atom_and_its_error_no_part_of_it(tmp_path):
+    text = Atoms().add("AB-2", 1, "ALA").add("AB-2", 2, "GLY").mmcif()
     text = text.replace(" 0.125 ", " ? ").replace(" 4.125 ", " 4.125(7) ")
-    chain = read_text(tmp_path, "s.cif", text).chains["A"]
+    chain = read_text(tmp_path, "s.cif", text).chains["AB-2"]
     assert chain.resolved.tolist() == [False, True] and chain.X[1, 0, 0] == 4.125
 
 
 @pytest.mark.parametrize("name, content, says", [
-    ("s.cif", " \n", "empty"), ("s.pdb", b"\0\1\2" * 99, "binary"), ("s.txt", ONE, ".mmcif"),
-    ("s.pdb", Atoms().add("A", 1, "HOH", het=True).pdb(), "no ATOM"),
+    ("s.pdb", b"\0\1\2" * 99, "binary"), ("s.txt", ONE, "is not a file with a name in"),
     ("s.pdb", ONE.replace("   0.125", "  0.12.5"), "columns 31 to 54"),
-    ("s.pdb", ONE.replace("A   1 ", "A   x "), "columns 23 to 26"),
-    ("s.pdb", "ATOM      1  N   ALA A   1\n", "columns"),
     ("s.pdb", "".join(Atoms().add("A", i, "ALA").pdb() for i in (1, 1)), "residue A 1 comes twice"),
-    ("s.pdb", ONE.replace("  -1.125", "-100001 "),
-     "CA of residue 1 at y = -100001; expected Angstrom, at most 100,000"),
+    ("s.pdb", ONE.replace("  -1.125", "-100001 "), "CA of residue 1 at y = -100001"),
     ("s.pdb.gz", gzip.compress(ONE.encode(), mtime=0)[:-9], "end-of-stream"),
-    ("s.cif", ONE, "cannot be read"), ("s.cif", "data_x\n_a.b 1\n", "0 data blocks"),
+    ("s.cif", ONE, "cannot be read"),
     ("s.cif", Atoms().add("A", 1, "ALA").add("A", 900_000, "ALA").mmcif(), "100,000 rows"),
-    ("s.cif", Atoms().add("A", "?", "ALA").mmcif(), "auth_seq_id is '?'; expected a number"),
     ("s.cif", ONE_CIF.replace(" 0.125 ", " foo "), "Cartn_x is 'foo'; expected a number"),
-    ("s.cif", ONE_CIF.replace("group_PDB", "group"), "no group_PDB"),
-    ("s.cif", ONE_CIF.replace(" 0.125 ", " 1e30 "), "chain A has N of residue 1 at x = 1e+30")])
+    ("s.cif", ONE_CIF.replace("group_PDB", "group"), "no group_PDB")])
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
         tmp_path, name, content, says):
     with pytest.raises(ValueError) as caught:
         read_text(tmp_path, name, content)
     assert says in str(caught.value) and str(tmp_path / name) in str(caught.value)
-
-
-def test_a_folder_is_no_structure_file(tmp_path):
-    (tmp_path / "s.pdb").mkdir()
-    with pytest.raises(ValueError, match="s.pdb is not a file"):
-        read_structure(tmp_path / "s.pdb")
 
 
 # ---- positions on a command line ----
@@ -217,39 +164,30 @@ def small(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("texts, chains, positions, understood", [
-    ("A1", "AB", [0], "chain and number"), ("A5", "AB", [4], "chain"), ("A5A", "AB", [5], "chain"),
-    ("A3-A5A", "AB", [2, 3, 4, 5], "chain"), (["B10", "A2"], "AB", [1, 7], "chain"),
-    (["B10", "A2"], "BA", [0, 3], "chain"), ("A6-B10", "AB", [6, 7], "chain"),
-    ("A1, A2 B11", "AB", [0, 1, 8], "chain"), ("0 8", "AB", [0, 8], "0-based"),
-    ("2-4,6", "AB", [2, 3, 4, 6], "0-based")])
-def test_positions_are_read_by_chain_and_number_or_by_index_and_say_which(
-        small, texts, chains, positions, understood):
-    found, note = parse_positions(texts, read_structure(small / "small.pdb"), list(chains))
-    assert found.tolist() == positions and understood in note
-
-
-def test_positions_that_are_not_there_or_unclear_are_refused(small):
+def test_positions_are_read_by_chain_and_number_or_by_index_and_say_which(small):
     structure = read_structure(small / "small.pdb")
-    for texts in ("A4", "C1", "A", "", [], "A5-A2", "A1 A1", "A1-A3 A2", "A1 3", "9", "5-2", "-1",
-                  "A1-", "a1", "A5a", "A1-3", "1.5", "A4-A5", "A05", "99999999999"):
+    for texts, chains, positions, understood in (
+            ("A5A", "AB", [5], "chain and number"), ("A3-A5A", "AB", [2, 3, 4, 5], "chain"),
+            (["B10", "A2"], "AB", [1, 7], "chain"), (["B10", "A2"], "BA", [0, 3], "chain"),
+            ("A1, A2 A6-B10", "AB", [0, 1, 6, 7], "chain"), ("2-4,6", "AB", [2, 3, 4, 6], "0-bas")):
+        found, note = parse_positions(texts, structure, list(chains))
+        assert found.tolist() == positions and understood in note
+    for texts in ("A4", "C1", "", [], "A5-A2", "A1 A1", "A1-A3 A2", "A1 3", "9", "5-2", "-1",
+                  "A1-3", "1.5", "A05", "99999999999"):
         with pytest.raises(ValueError, match="position"):
             parse_positions(texts, structure, ["A", "B"])
 
 
-def test_a_position_that_two_readings_fit_is_refused(tmp_path):
+def test_a_position_that_two_readings_fit_is_refused_and_a_negative_number_is_none(tmp_path):
     atoms = Atoms().add("1", 13, "ALA").add("1", 12, "SER").add("1", 2, "CYS").add("11", 2, "GLY")
-    structure = read_text(tmp_path, "s.cif", atoms.mmcif())
+    structure = read_text(tmp_path, "s.cif", atoms.add("A", -3, "ALA").mmcif())
     for text in ("112", "12"):          # chain 1, 12 or chain 11, 2; chain 1, 2 or number 12 from 0
         with pytest.raises(ValueError, match="ambiguous"):
             parse_positions(text, structure, ["1", "11"])
     assert parse_positions("112 113", structure, ["1"])[0].tolist() == [10, 11]
-    chain = Chain(encode("AC"), np.zeros((2, 4, 3)), np.ones(2, bool), ("-3", "-2"))
-    negative = Structure("s", {"A": chain})
-    assert parse_positions("A-3", negative, ["A"])[0].tolist() == [0]
-    assert parse_positions("A-3-A-2", negative, ["A"])[0].tolist() == [0, 1]
+    assert parse_positions("A-3-A-3", structure, ["A"])[0].tolist() == [0]
     with pytest.raises(ValueError, match="chain Q not in"):
-        parse_positions("Q1", negative, ["Q"])
+        parse_positions("Q1", structure, ["Q"])
 
 
 # ---- pairs ----
@@ -284,11 +222,8 @@ def refusal(path, **options):
 def test_the_pairs_at_hand_are_read_and_described(shared, name):
     entries = json.loads((shared / "data" / name).read_text())
     pairs, files = read_pairs(shared / "data" / name), {entry["pdb_file"] for entry in entries}
-    text = describe(pairs)
-    assert text.startswith(f"{len(entries)} pairs on {len(files)} structures, ")
-    n = sum("design_chains" in entry for entry in entries)
-    assert (f"; {n} with several chains" in text) == (n > 0)
-    for pair, entry in zip(pairs, entries):
+    assert describe(pairs).startswith(f"{len(entries)} pairs on {len(files)} structures, ")
+    for pair, entry in zip(pairs, entries, strict=True):
         rows, rest = {}, entry["preferred_seq"]
         for chain in entry.get("design_chains", [entry.get("chain_id")]):
             size = len(pair.complex.structure.chains[chain].S)
@@ -298,64 +233,33 @@ def test_the_pairs_at_hand_are_read_and_described(shared, name):
         assert np.mean(pair.chosen == pair.complex.S[:pair.complex.n_designed]) > 0.7
 
 
-BAD_WORDS = {                           # what the message has to hold for each case of the fixture
-    "too_short_for_structure": ["103", "chain A 106"],
-    "missing_design_chain": ["chain Q", "has A B C"],
-    "pair_lengths_differ": ["preferred (106)", "unpreferred (105)"],
-    "unknown_letter": ["'J'", "position 1 of preferred_seq"],
-    "gap_letter": ["'-' at a resolved position"], "missing_key_preferred": ["missing key pref"],
-    "missing_file": ["file not found: pdbs/NOPE.pdb"], "not_a_list": ["must be a list of objects"],
-    "unknown_key": ["unknown key prefered_seq", "mean preferred_seq"],
-    "duplicated_design_chain": ["chain A listed twice in design_chains"],
-    "chain_id_and_design_chains": ["chain_id and design_chains given together"],
-    "empty_design_chains": ["design_chains is empty"], "X_at_resolved": ["'X' at a resolved"],
-    "unresolved_left_out": ["sequence 139", "chain B 143 of which 4 unresolved", "X"],
-    "mutable_negative": ["mutable position -1 outside 0..105"],
-    "mutable_range_reversed": ["mutable range 20-10 is reversed"],
-    "differs_outside_mutable": ["differ at", "fixed positions"],
-    "dna_design_chain": ["chain B has no protein residue"]}
-
-
-def test_each_malformed_case_is_refused_as_expected(shared, tmp_path):
+def test_each_malformed_case_is_refused_in_the_words_that_it_names(shared, tmp_path):
     cases = json.loads((shared / "data" / "pairs_bad.json").read_text())
-    assert {case["name"] for case in cases} == BAD_WORDS.keys()
     (tmp_path / "pdbs").symlink_to(shared / "data" / "pdbs")
     for case in cases:
         message = refusal(write(tmp_path, case["data"]))
-        assert all(words in message for words in BAD_WORDS[case["name"]]), (case["name"], message)
+        words = re.findall(r"\w+", re.sub(r"\(.*?\)(:.*)?|, or.*", "", case["expect_error"]))
+        assert len(words) > 2 and all(word in message for word in words), (case["name"], message)
         assert isinstance(case["data"], list) == ("item 0: " in message)
+    assert len(cases) == 18
 
 
 NAN = float("nan")
 
 
 @pytest.mark.parametrize("changes, says", [
-    ([dict(pdb_file=value) for value in (None, "", 3)], "pdb_file is"),
     ([dict(pdb_file=value) for value in ("pairs.json", "é\ud800.pdb", "x" * 5000)], "item 1: "),
-    ([dict(pdb_file="a\0.pdb")], "a\\u0000.pdb"),
-    ([dict(preferred_seq=value) for value in (NAN, "", ["M"])], "preferred_seq is"),
-    ([dict(preferred_seq="mkXXVLA")], "write upper case"),
-    ([dict(preferred_seq="MKXXVL\ud800")], "'\\ud800' at position 7"),
-    ([dict(unpreferred_seq="MKXX/VLA")], "without a sign"),
-    ([dict(preferred_seq="MKXXVLAA", unpreferred_seq="MKXXVIAA")], "sequence 8"),
     ([dict(preferred_seq="MKSXVLA")], "'X' at a resolved position, 3 of unpreferred_seq"),
     ([dict(unpreferred_seq=value) for value in ("MKXXVLA", "MKXCVLG", "MK--VL-")], "no preference"),
-    ([dict(chain_id=value) for value in (None, "", " ", 1, ["A"])], "chain_id is"),
-    ([dict(chain_id=ABSENT), dict(chain_id=ABSENT, fixed_chains=["A"])], "neither chain_id nor"),
-    ([{**AB, "design_chains": value} for value in ("AB", ["A", 2], ["A", ""])], "list of names"),
-    ([{**AB, "fixed_chains": value} for value in ("D", None)], "fixed_chains is"),
+    ([dict(chain_id=value) for value in (None, " ", ["A"])], "chain_id is"),
+    ([{**AB, "design_chains": value} for value in ("AB", ["A", 2])], "list of names"),
     ([{**AB, "fixed_chains": ["A"]}], "chain A is in design_chains and in fixed_chains"),
-    ([{**AB, "fixed_chains": ["D", "D"]}], "chain D listed twice in fixed_chains"),
-    ([dict(mutable_positions=value) for value in (
-        [], [True], [1.0], ["A2"], 1, "1,5", [NAN], [[1, 5]], None, {"A": [1]})], "whole numbers"),
+    ([dict(mutable_positions=value) for value in ([], [True], [1.0], ["A2"], 1)], "whole numbers"),
     ([dict(mutable_positions=[value]) for value in (7, 10 ** 40)], "outside 0..6"),
-    ([dict(mutable_positions=[1, 5, 1])], "position 1 repeats"),
     ([dict(mutable_positions=[1, 5], mutable_ranges=[[1, 5]])], "given together"),
-    ([dict(mutable_ranges=value) for value in (
-        [1, 5], [[1, 2, 3]], [[1, True]], [["A1", "A5"]], [], "1-5")], "whole numbers"),
-    ([dict(mutable_ranges=[value]) for value in ([1, 7], [-2, 5])], "outside 0..6"),
+    ([dict(mutable_ranges=value) for value in ([1, 5], [[1, 2, 3]], "1-5")], "whole numbers"),
     ([dict(mutable_ranges=[[1, 5], [5, 6]])], "range 5-6 repeats"),
-    ([dict(weight=value) for value in (0, -1, NAN, math.inf, "2", True, None, [1], 1e-9, 1e7)],
+    ([dict(weight=value) for value in (0, NAN, math.inf, "2", True, None, 1e-9)],
      "expected a number above 0")])
 def test_siblings_of_the_malformed_cases_are_refused_with_their_item(small, changes, says):
     for change in changes:
@@ -363,42 +267,23 @@ def test_siblings_of_the_malformed_cases_are_refused_with_their_item(small, chan
         assert "item 1: " in message and "item 0" not in message and says in message
 
 
-@pytest.mark.parametrize("content, says", [
-    ("  \n", "empty"), ("[]", "found []"), ("{}", "top level must be a list"), ("3", "found 3"),
-    (json.dumps(GOOD) + "\n" + json.dumps(GOOD), "named .jsonl"), (b"PK\3\4\0\0", "no JSON"),
-    (b"\xff\xfe[\0]\0", "UTF-8 (from byte 0 on)"), ("[" * 100_000, "no JSON"),
-    ("[" + "9" * 5000 + "]", "no JSON"), ("[null]", "item 0: found null"),
-    (json.dumps([GOOD])[:-2] + ', "chain_id": "B"}]', 'key "chain_id" given twice'),
-    ("[{}]", "missing key")])
-def test_a_file_that_holds_no_list_of_objects_is_refused(small, content, says):
-    assert says in refusal(write(small, content))
+def test_a_file_that_holds_no_list_of_objects_is_refused(small):
+    line = json.dumps(GOOD)
+    for content, says in (
+            ("[]", "found []"), (line + "\n" + line, "named .jsonl"), ("[null]", "found null"),
+            (b"\xff\xfe[\0]\0", "UTF-8 (from byte 0 on)"),
+            (f'[{line[:-1]}, "chain_id": "B"}}]', 'key "chain_id" given twice')):
+        assert says in refusal(write(small, content))
 
 
-def test_a_folder_and_a_bad_line_are_refused(small):
-    assert "not a file" in refusal(small)
-    lines = "\n".join([json.dumps(GOOD), "", "{", json.dumps(changed(chain_id="Q")), "[]"])
-    message = refusal(write(small, lines, "pairs.jsonl"))
-    for words in ("item 1: line 3: this is no JSON", "item 2: chain Q not in", "item 3: found []",
-                  "3 of 4 pairs"):
-        assert words in message
-
-
-def test_all_problems_are_listed_at_once_equal_ones_together_and_not_without_end(small):
-    wrong = [changed(pdb_file="nope.pdb")] * 7 + [changed(preferred_seq="Z", chain_id="Q", extra=1)]
+def test_all_problems_are_listed_at_once_by_item_and_line(small):
+    wrong = [changed(pdb_file="nope.pdb")] * 7 + [changed(preferred_seq="Z", chain_id="Q")]
     message = refusal(write(small, [GOOD] + wrong))
-    assert "8 of 9 pairs" in message and "items 1-7: file not found: nope.pdb" in message
-    for words in ("unknown key extra", "unknown residue letter 'Z'", "chain Q not in"):
-        assert f"item 8: {words}" in message
-    odd = [changed(extra=1) if i in (0, 2, 3, 4, 7) else GOOD for i in range(8)]
-    assert "items 0, 2-4, 7: unknown key extra" in refusal(write(small, odd))
-    for change in (dict(chain_id="Q"), dict(pdb_file="nope.pdb"), dict(chain_id=ABSENT),
-                   dict(preferred_seq=ABSENT)):
-        message = refusal(write(small, [changed(mutable_ranges=[[5, 9]], **change)]))
-        assert len(message.splitlines()) == 3
-        assert "item 0: mutable range 5-9 outside 0..6" in message
-    many = refusal(write(small, [changed(chain_id=f"Q{i}") for i in range(50)]))
-    assert len(many.splitlines()) == 1 + 20 + 1
-    assert many.endswith("and 30 more problems, in items 20-49")
+    for words in ("items 1-7: file not found: nope.pdb", "item 8: unknown residue letter 'Z'",
+                  "item 8: chain Q not in"):
+        assert words in message
+    lines = "\n".join([json.dumps(GOOD), "", "{"])
+    assert "item 1: line 3: this is no JSON" in refusal(write(small, lines, "pairs.jsonl"))
 
 
 def test_a_weight_of_1_is_that_of_a_pair_without_and_another_makes_other_data(small):
@@ -412,44 +297,26 @@ def test_a_weight_of_1_is_that_of_a_pair_without_and_another_makes_other_data(sm
     assert [pair.weight for pair in twos.train] == [2, 1, 0.5]
     # what is kept of a pair for later runs, its orders and reference scores, stays
     assert [pair.key for pair in twos.train] == [pair.key for pair in plain.train]
-    assert "with a weight" not in plain.description[0]
     assert "2 with a weight other than 1; weights 0.5 to 2" in twos.description[0]
 
 
-def test_lines_and_a_byte_order_mark_and_windows_line_ends_read_like_a_list(small):
-    entries = [GOOD, changed(description={"any": ["thing", 1]}, unpreferred_seq="MRXXVLA")]
-    lines = "".join(json.dumps(entry) + "\r\n" for entry in entries)
-    with_mark = b"\xef\xbb\xbf" + json.dumps(entries).encode()
-    keys = [[pair.key for pair in read_pairs(write(small, data, name))] for data, name in
-            ((entries, "pairs.json"), (with_mark, "bom.json"), (lines, "pairs.jsonl"))]
-    assert keys[0] == keys[1] == keys[2] and len(set(keys[0])) == 2
-
-
-def test_a_structure_is_read_once_by_a_path_from_the_folder_of_its_file(small, monkeypatch):
+def test_a_path_counts_from_the_folder_of_its_file_and_letters_go_to_the_rows_of_their_chain(
+        small, monkeypatch):
     (small / "sub").mkdir()
     monkeypatch.chdir("/")
-    structures, above = {}, changed(pdb_file="../small.pdb")
-    data = [above, {**above, "unpreferred_seq": "MRXXVLA"}]
-    first, second = read_pairs(write(small / "sub", data), structures)
-    assert len(read_pairs(write(small, [changed(pdb_file=str(small / "small.pdb"))]))) == 1
-    (small / "small.pdb").unlink()
-    again, = read_pairs(write(small / "sub", [above]), structures)
-    assert len(structures) == 1 and again.key == first.key and first.complex is second.complex
-    assert again.complex.structure is first.complex.structure
-
-
-def test_letters_go_to_their_rows_whatever_the_order_of_the_chains(small):
-    entry = {"pdb_file": "small.pdb", "design_chains": ["B", "A"], "fixed_chains": ["D"],
+    entry = {"pdb_file": "../small.pdb", "design_chains": ["B", "A"], "fixed_chains": ["D"],
              "preferred_seq": "FGMKXXVLA", "unpreferred_seq": "FHMKXXVLA",
              "mutable_positions": [1, 2, 8]}
-    pair, = read_pairs(write(small, [entry]), max_length=9)
+    pair, again = read_pairs(write(small / "sub", [entry, entry]), max_length=9)
     assert (decode(pair.chosen), decode(pair.rejected)) == ("MKXXVLAFG", "MKXXVLAFH")
     assert np.flatnonzero(pair.chain_M).tolist() == [0, 6, 8]
     complex = pair.complex
+    assert again.complex is complex, "a structure is read once"
     assert (complex.design, complex.fixed) == (("A", "B"), ("D",))
     assert (len(complex), complex.n_designed) == (10, 9)
     assert complex.chain_id.tolist() == [1] * 7 + [2] * 2 + [3]
     assert complex.residue_idx.tolist() == [0, 1, 2, 3, 4, 5, 6, 107, 108, 209]
+    assert "more than max_length 8" in refusal(small / "sub" / "pairs.json", max_length=8)
 
 
 def test_unresolved_rows_keep_the_letters_of_the_structure_and_unnamed_ones_may_stay_out(small):
@@ -461,58 +328,36 @@ def test_unresolved_rows_keep_the_letters_of_the_structure_and_unnamed_ones_may_
     assert decode(named.chosen) == "MKSXVLA" and named.chain_M.all()
 
 
-def test_positions_for_all_pairs_hold_where_a_pair_has_none_of_its_own(small):
+def test_positions_for_all_pairs_hold_by_the_numbers_of_each_file_where_a_pair_has_none(small):
     own = changed(chain_id="B", preferred_seq="GW", unpreferred_seq="FW", mutable_positions=[0])
-    path = write(small, [GOOD, changed(mutable_ranges=[[1, 5]]), own])
-    notes, with_own = [], []
+    path, notes = write(small, [GOOD, changed(mutable_ranges=[[1, 5]]), own]), []
     pairs = read_pairs(path, mutable=["A2", "A5A"], notes=notes)        # B, with its own, has none
+    assert notes == ["2 positions by chain and number in the file: A2 A5A"]
     designed = [np.flatnonzero(pair.chain_M).tolist() for pair in pairs]
     assert designed == [[1, 5], [1, 3, 4, 5], [0]]              # row 2 is X in both
-    read_pairs(write(small, [own], "own.json"), mutable="A2", notes=with_own)
-    assert not with_own
-    assert notes == ["2 positions by chain and number in the file: A2 A5A"]
     assert "item 0: preferred and unpreferred differ at 1 fixed positions: [5]" in refusal(
         path, mutable="A2")
     assert "item 0: the mutable positions for all pairs: position A9" in refusal(path, mutable="A9")
-
-
-def test_a_copy_with_other_residue_numbers_has_positions_of_its_own(small):
-    entries = []
+    copies = []          # of one structure, with other residue numbers
     for start, other in ((1, "AAAAG"), (3, "AAGAA")):
-        atoms = Atoms()
-        for i in range(5):
-            atoms.add("A", start + i, "ALA")
+        atoms = Atoms(sum((Atoms().add("A", start + i, "ALA") for i in range(5)), []))
         (small / f"{start}.pdb").write_text(atoms.pdb())
-        entries.append(changed(pdb_file=f"{start}.pdb", preferred_seq="AAAAA",
-                               unpreferred_seq=other))
-    notes = []
-    first, second = read_pairs(write(small, entries), mutable="A5", notes=notes)
-    assert len(notes) == 1
+        copies.append(changed(pdb_file=f"{start}.pdb", preferred_seq="AAAAA",
+                              unpreferred_seq=other))
+    first, second = read_pairs(write(small, copies), mutable="A5")
     assert first.complex.structure.key == second.complex.structure.key
     assert [np.flatnonzero(pair.chain_M).tolist() for pair in (first, second)] == [[4], [2]]
 
 
-def test_repeated_and_contradicting_pairs_are_described_by_item(small):
-    opposite = changed(preferred_seq=GOOD["unpreferred_seq"], unpreferred_seq=GOOD["preferred_seq"])
-    other = changed(preferred_seq="MWXXVLA")
-    assert "contradict" not in describe(read_pairs(write(small, [GOOD, GOOD, other])))
-    text = describe(read_pairs(write(small, [opposite, other, GOOD, GOOD])))
-    assert "1 repeat an earlier one" in text
-    assert text.endswith("; 1 contradict another: item 0 against items 2-3")
-    many = [changed(preferred_seq=f"M{a}XXVLA", unpreferred_seq=f"M{b}XXVLA")
-            for c in AMINO_ACIDS for d in "KR" if c not in "KR" for a, b in ((c, d), (d, c))]
-    text = describe(read_pairs(write(small, many)))
-    assert "; 36 contradict another: item 0 against item 1, item 2 against" in text
-    assert text.endswith(", and 16 more")
-
-
-def test_the_key_of_a_pair_changes_with_everything_that_enters_it(small):
+def test_the_key_of_a_pair_changes_with_everything_in_it_and_not_with_the_kind_of_file(small):
     entries = [changed(**change) for change in (
         {}, dict(preferred_seq="MKXXVFA"), dict(unpreferred_seq="MSXXVIA"),
         dict(mutable_positions=[1, 5]),
         dict(chain_id=ABSENT, design_chains=["A"], fixed_chains=["B"]))]
-    keys = {pair.key for pair in read_pairs(write(small, entries))}
-    assert len(keys) == 5 and all(0 <= key < 2 ** 63 for key in keys)
+    lines = "\ufeff" + "".join(json.dumps(entry) + "\r\n" for entry in entries)    # as on Windows
+    keys, of_lines = ([pair.key for pair in read_pairs(path)] for path in (
+        write(small, entries), write(small, lines, "pairs.jsonl")))
+    assert len(set(keys)) == 5 and all(0 <= key < 2 ** 63 for key in keys) and of_lines == keys
 
 
 # ---- split, plan, batches ----
@@ -540,8 +385,7 @@ def sequences(pairs, first=None):
     return {letters[:first].tobytes() for pair in pairs for letters in (pair.chosen, pair.rejected)}
 
 
-@pytest.mark.parametrize("n, fraction, n_val", [
-    (2, 0.1, 1), (14, 0.1, 1), (16, 0.1, 2), (30, 0.1, 3), (3, 0.9, 2), (2, 0.99, 1)])
+@pytest.mark.parametrize("n, fraction, n_val", [(2, 0.1, 1), (16, 0.1, 2), (3, 0.9, 2)])
 def test_a_tenth_of_the_structures_at_least_one_is_held_out_whole(n, fraction, n_val):
     pairs = [pair for i in range(n) for pair in made(30, 1 + i % 3, i)]
     train, val, warning = split_pairs(pairs, fraction, seed=3)
@@ -559,20 +403,10 @@ def section(path, val_fraction):
 
 
 def test_a_start_tells_of_a_split_far_from_what_was_asked_and_of_chains_left_out(shared):
-    data = section(shared / "data" / "pairs_multichain.json", 0.1)
-    entries = json.loads(data.train_data.read_text())
-    left_out = [entry for entry in entries if entry["pdb_file"] == "pdbs/3HTN.pdb"
-                and set("ABC") != {*entry["design_chains"], *entry["fixed_chains"]}]
-    found = load_pairs(data, seed=0)
+    found = load_pairs(section(shared / "data" / "pairs_multichain.json", 0.1), seed=0)
     split, partial = [line for line in found.description if line.startswith("ATTENTION")]
-    assert sorted([len(found.train), len(found.val)]) == [6, 22]
-    assert f"{len(found.val)} of 28 pairs" in split and "asks for 10%" in split
-    assert "--val_data" in split and "data.val_fraction=0" in split
-    assert partial.startswith(f"ATTENTION: {len(left_out)} pairs leave other protein chains")
-    assert 0 < len(left_out) < len(entries) and "fixed_chains" in partial
-    data.val_fraction = len(found.val) / 28
-    assert [line for line in load_pairs(data, 0).description
-            if line.startswith("ATTENTION")] == [partial]
+    assert f"{len(found.val)} of 28 pairs" in split and "--val_data" in split
+    assert "leave other protein chains" in partial and "fixed_chains" in partial
 
 
 def test_the_split_depends_on_seed_and_content_not_on_order_or_copies():
@@ -582,11 +416,10 @@ def test_the_split_depends_on_seed_and_content_not_on_order_or_copies():
         return keys(split_pairs(pairs, 0.2, seed)[1])
 
     assert val(pairs, 0) == val(pairs[::-1], 0) == val(pairs + copies, 0)
-    assert len(val(pairs, 0)) == 4
     assert len({frozenset(val(pairs, seed)) for seed in range(8)}) > 4
 
 
-def test_a_single_structure_is_split_by_sequence_with_a_warning():
+def test_a_single_structure_is_split_by_sequence_with_a_warning_or_refused():
     pairs = made(30, 40)
     links = [Pair(a.complex, a.rejected, b.chosen, a.chain_M)
              for a, b in zip(pairs[:9], pairs[1:9])]                # chain 9 pairs together
@@ -595,6 +428,9 @@ def test_a_single_structure_is_split_by_sequence_with_a_warning():
         assert "one structure" in warning and 3 <= len(val) <= 4
         assert len(train) + len(val) == len(all_pairs) and not sequences(train) & sequences(val)
     assert [len(side) for side in split_pairs(pairs[:2], 0.1, seed=0)[:2]] == [1, 1]
+    for linked in (made(30, 12, chosen=np.zeros(30, np.uint8)), made(30, 1)):
+        with pytest.raises(ValueError, match=r"--val_data.*data.val_fraction=0\)"):
+            split_pairs(linked, 0.1, seed=0)
 
 
 def test_pairs_that_share_the_sequence_of_one_chain_are_on_one_side_of_the_split():
@@ -610,12 +446,6 @@ def test_pairs_that_share_the_sequence_of_one_chain_are_on_one_side_of_the_split
     assert len(val) == 8 and not sequences(train, 30) & sequences(val, 30)
 
 
-def test_pairs_that_cannot_be_split_are_refused():
-    for pairs in (made(30, 12, chosen=np.zeros(30, np.uint8)), made(30, 1)):
-        with pytest.raises(ValueError, match=r"--val_data.*data.val_fraction=0\)"):
-            split_pairs(pairs, 0.1, seed=0)
-
-
 # 234 pairs on 60 structures of 40 to 335 rows
 MIXED = [pair for i in range(60) for pair in made(40 + 5 * (7 * i % 60), 1 + i % 7, i)]
 
@@ -629,7 +459,7 @@ def micro_batches(plan):
 
 
 @pytest.mark.parametrize("n_micro, batch_size", [
-    (1, 8), (4, 4), (12, 2), (3, 50), (100, 1), (len(MIXED), 1), (100, 2)])
+    (1, 8), (12, 2), (3, 50), (len(MIXED), 1), (100, 2), (100, 1)])
 def test_every_pair_comes_once_an_epoch_in_micro_batches_of_equal_size(n_micro, batch_size):
     plan, n = EpochPlan(MIXED, 0, 0, n_micro, batch_size), len(MIXED)
     sizes, indices = [len(piece) for piece in micro_batches(plan)], sum(
@@ -649,7 +479,7 @@ def test_the_plan_is_a_function_of_seed_and_epoch_and_mixes_anew_each_epoch():
     assert len(company[0] & company[2]) < len(company[0]) / 4
     left_out = [set(range(len(MIXED))) - set(np.concatenate(micro_batches(plan)))
                 for plan in (EpochPlan(MIXED, 0, epoch, 100, 1) for epoch in range(2))]
-    assert len(left_out[0]) == len(left_out[1]) == 34 and left_out[0] != left_out[1]
+    assert left_out[0] != left_out[1]
 
 
 def test_ranks_have_about_equal_work_and_little_padding_and_structures_stay_together():
@@ -661,24 +491,12 @@ def test_ranks_have_about_equal_work_and_little_padding_and_structures_stay_toge
     assert work.mean() / work.max(1).mean() > 0.85
     encoded = sum(len(keys(MIXED[i] for i in piece)) for piece in pieces)
     assert encoded <= len(keys(MIXED)) + len(pieces)
-    order = [lengths[step[0]].max() for step in global_batches(plan)]
-    assert sorted(order) != order != sorted(order, reverse=True)
-
-
-def test_structures_of_about_one_length_are_mixed_in_a_step():
-    pairs = made(50, 40, 0) + made(50, 40, 1)
-    steps = [[keys(pairs[i] for i in piece) for piece in step]
-             for step in global_batches(EpochPlan(pairs, 0, 0, 4, 4))]
-    assert len(steps) == 5 and sum(len(set().union(*step)) == 2 for step in steps) >= 3
-    assert all(len(piece) == 1 for step in steps for piece in step)
 
 
 def test_evaluation_has_each_pair_once_whatever_the_ranks():
     batches = eval_batches(MIXED, 5)
     assert sorted(np.concatenate(batches).tolist()) == list(range(len(MIXED)))
     assert len(batches) == math.ceil(len(MIXED) / 5) and eval_batches([], 5) == []
-    lengths = [len(MIXED[i].complex) for batch in batches for i in batch]
-    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_a_batch_holds_each_complex_once_padded_to_the_longest(small):
@@ -688,7 +506,6 @@ def test_a_batch_holds_each_complex_once_padded_to_the_longest(small):
         changed(**context, preferred_seq="GF", unpreferred_seq="GY"),
         changed(preferred_seq="MWXXVWA")]))
     batch = collate(pairs, [2, 1, 0])
-    assert batch.keys() == {"complex", "S", "chosen", "rejected", "chain_M", "mask"}
     assert batch["complex"].tolist() == [0, 1, 0]
     for name, rows in dict(S=["MKXXVLAAA", "GWMKXXVLA"],                # A under padding, as 0 is A
                            chosen=["MWXXVWAAA", "GFMKXXVLA", "MKXXVLAAA"],
@@ -701,60 +518,3 @@ def test_a_batch_holds_each_complex_once_padded_to_the_longest(small):
     assert torch.equal(whole["S"], batch["S"]) and whole["X"].shape == (2, 9, 4, 3)
     assert whole["residue_idx"][0].tolist() == [*range(7), -100, -100]
     assert not whole["chain_id"][0, 7:].any() and not whole["X"][0, [3, 7, 8]].any()
-
-
-# ---- demo ----
-
-def test_backbones_have_textbook_distances_and_the_torsions_asked_for():
-    def torsion(a, b, c, d):
-        n1, n2 = np.cross(b - a, c - b), np.cross(c - b, d - c)
-        return math.degrees(math.atan2(np.linalg.norm(c - b) * (b - a) @ n2, n1 @ n2))
-
-    phi, psi = [0, -57, -120, 60, -80], [-47, 120, 130, 40, 0]
-    X = build_backbone(phi, psi).astype(float)
-    for i in range(4):
-        (N, CA, C, O), (N2, CA2, C2, _) = X[i], X[i + 1]
-        for a, b, angstrom in ((N, CA, 1.46), (CA, C, 1.53), (C, N2, 1.33), (C, O, 1.23),
-                               (N, C, 2.46), (CA, O, 2.40), (CA, N2, 2.43), (C, CA2, 2.43),
-                               (CA, CA2, 3.80)):
-            assert abs(np.linalg.norm(a - b) - angstrom) < 0.02
-        found = [torsion(N, CA, C, N2), torsion(C, N2, CA2, C2)]
-        assert np.allclose(found, [psi[i], phi[i + 1]], atol=0.01)
-        trans = [torsion(CA, C, N2, CA2), torsion(O, C, N2, CA2)]
-        assert np.allclose(np.abs(trans), [180, 0], atol=0.01)
-
-
-def helical(X):
-    """(L,) bool: CA i - 1 and i + 2 are near, 5 Angstrom in a helix, 10 in a strand."""
-    near = np.linalg.norm(X[3:, 1] - X[:-3, 1], axis=1) < 7
-    return np.concatenate([near[:1], near, near[-1:], near[-1:]])
-
-
-def test_demo_pairs_follow_the_stated_rule_which_the_backbone_alone_tells():
-    pairs = demo_pairs(seed=1, n_structures=16, pairs_per_structure=4)
-    assert len(pairs) == 64 and len(keys(pairs)) == 16
-    assert sequences(pairs[:4]).isdisjoint(sequences(pairs[4:]))
-    for pair in pairs:
-        X, n = pair.complex.X, len(pair.complex)
-        better, worse = (
-            sum(letter in ("AEHKLMQR" if in_helix else "CFITVWY")
-                for letter, in_helix in zip(decode(ids), helical(X)))
-            for ids in (pair.chosen, pair.rejected))
-        assert better > worse
-        assert 24 <= n <= 42 and pair.chain_M.all() and pair.complex.mask.all()
-        distances = np.linalg.norm(X[:, None, 1] - X[:, 1], axis=-1)
-        assert distances[np.triu_indices(n, 3)].min() > 3.5             # no clashes
-
-
-def test_letter_frequencies_do_not_tell_the_demo_preference():
-    pairs = demo_pairs(seed=0, n_structures=64, pairs_per_structure=8)
-    counts = [np.bincount(np.concatenate([getattr(pair, side) for pair in pairs]), minlength=20)
-              for side in ("chosen", "rejected")]
-    log_odds = np.log(counts[0] / counts[1])
-    right = np.mean([log_odds[pair.chosen].sum() > log_odds[pair.rejected].sum() for pair in pairs])
-    assert right < 0.6                          # the backbone brings it to 1, see above
-
-
-def test_demo_pairs_are_a_function_of_the_seed():
-    first, again, other = ([pair.key for pair in demo_pairs(seed, 4, 3)] for seed in (0, 0, 1))
-    assert first == again and not set(first) & set(other)

@@ -27,10 +27,10 @@ from run_dir import hash_of, read_status
 from sequence_data import decode
 from structure_data import (NAMES, Chain, Complex, Pair, PairPlan, Structure, demo_pairs,
                             read_pairs)
-from test_proteinmpnn_model import graph_of, plain_log_probs
+from test_proteinmpnn_model import graph_of
 from test_structure_data import Atoms
 from dpo_reference import Reference, make_batch, orders_of, pair_scores
-from dpo_eval import SUMS, Validation
+from dpo_eval import Validation
 from train_dpo_ddp import (Config, Loss, MicroBatches, check_config, describe_plan, main,
                            micro_batch_loss, objective, preference_loss, read_arguments)
 from train_loop import MicroBatchSampler, global_gradient
@@ -87,7 +87,7 @@ FIXTURE_NAMES = {
 @pytest.mark.parametrize("case", ["monomer_official", "monomer_small", "complex_small",
                                   "peptide_small", "odd_pdb_small"])
 @torch.no_grad()
-def test_losses_and_rewards_have_the_values_of_the_official_model(official, case):
+def test_losses_have_the_values_of_the_official_model(official, case):
     case, models = official[0][case], official[1]
     batch = batch_of(case["inputs"], case["inputs"]["decoding_order"])
     policy, reference = (scored(models[case["model"] + end], case["inputs"], batch)
@@ -95,15 +95,10 @@ def test_losses_and_rewards_have_the_values_of_the_official_model(official, case
     reference = pair_scores(reference, batch, 1)[0]
     for name, more in FIXTURE_NAMES.items():
         loss = Loss(name=name, beta=more.get("beta", 0.1))
-        values, columns = objective(policy, batch, reference, loss)
+        values, _ = objective(policy, batch, reference, loss)
         expected = case["dpo"]["losses"][more.get("fixture", name)]
         tolerance = dict(rtol=1e-3, atol=0) if name == "ipo" else dict(rtol=0, atol=3e-4)
         torch.testing.assert_close(values, expected, **tolerance)
-        if name == "sigmoid":
-            near = {"loss": 1e-4, "rewards_chosen": 3e-4, "rewards_rejected": 3e-4,
-                    "policy_chosen_logps": 2e-3, "policy_rejected_logps": 2e-3, "n_scored": 0}
-            for k, (key, atol) in zip((0, 2, 3, 5, 6, 8), near.items()):
-                assert columns[0, k].item() == pytest.approx(case["dpo"][key].item(), abs=atol), key
 
 
 @pytest.mark.parametrize("case", ["monomer_official", "monomer_small", "peptide_small"])
@@ -153,12 +148,10 @@ def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_
              "sequence_rows": torch.tensor([[[0, 1]]])}
     entropy = -(0.6 * math.log(0.6) + 0.3 * math.log(0.3) + 0.1 * math.log(0.1 / 19))
     loss, reference = Loss(sft=2.0, diversity_lambda=0.5), torch.zeros(1, 2).double()
-    log_probs = p.log().repeat(2, 1, 1).requires_grad_()
-    value, columns = objective(log_probs, batch, reference, loss)
-    assert torch.autograd.gradcheck(lambda x: objective(x, batch, reference, loss)[0], log_probs)
+    value, columns = objective(p.log().repeat(2, 1, 1), batch, reference, loss)
     sigmoid = math.log(1 + math.exp(-0.1 * 3 * (math.log(0.6) - math.log(0.3))))
-    assert columns[0, 1].item() == pytest.approx(sigmoid)
     assert value.item() == pytest.approx(sigmoid - 2 * math.log(0.6) - 0.5 * entropy)
+    assert columns[0, 1].item() == pytest.approx(sigmoid)
     assert columns[0, 4] == 1 and columns[0, 5].item() == pytest.approx(3 * math.log(0.6))
 
 
@@ -198,8 +191,7 @@ def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
             assert sorted(order) == list(range(L))
             assert not designed[order[:L - designed.sum()]].any()
         arange = orders_of(pair, Loss(order="arange"), 0, 5)
-        assert arange.tolist() == [np.flatnonzero(~designed).tolist()
-                                   + np.flatnonzero(designed).tolist()]
+        assert arange.tolist() == [np.argsort(designed, kind="stable").tolist()]
 
     def get(pair=pairs[0], seed=0, epoch=0, **more):
         return orders_of(pair, Loss(**more), seed, epoch).tolist()
@@ -208,32 +200,8 @@ def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
     assert get() != get(epoch=1) and get() != get(seed=1) and get() != get(pair=pairs[2])
     assert get(order="fixed") == get(order="fixed", epoch=1) != get(order="fixed", seed=1)
     assert orders_of(pairs[0], Loss(), 0).tolist() == get(order="fixed")   # in evaluations
-    shared = [get(pair=pair, share_order=True) for pair in pairs[:4]]
-    # the second has other designed positions
-    assert shared[0] == shared[2] == shared[3] != shared[1]
-
-
-def test_a_batch_scores_each_distinct_sequence_once_and_only_designed_resolved_residues():
-    pairs = small_pairs()
-    base = pairs[0]
-    again = Pair(base.complex, base.chosen, pairs[2].rejected, base.chain_M)
-    some = [base, again, pairs[1], pairs[16]]
-    batch = make_batch(some, [0, 1, 2, 3], Loss(order="arange"), 0)
-    assert len(batch["S"]) == 7   # 8, but the chosen of two pairs is one
-    assert batch["sequence_rows"][0, 0, 0] == batch["sequence_rows"][1, 0, 0]
-    assert len(make_batch(some, [0, 1, 2, 3], Loss(), 0, 0)["S"]) == 8     # its orders differ
-    assert len(make_batch(some, [0, 1, 2, 3], Loss(share_order=True), 0, 0)["S"]) == 7
-    for p, pair in enumerate(some):
-        n = len(pair.chain_M)
-        expected = np.zeros(batch["S"].shape[1])
-        expected[:n] = pair.chain_M & pair.complex.mask[:n]
-        assert batch["scored"][p].tolist() == expected.tolist()
-        assert batch["n_scored"][p] == expected.sum()
-        for side, letters in enumerate((pair.chosen, pair.rejected)):
-            row = batch["sequence_rows"][p, 0, side]
-            assert batch["S"][row, :n].tolist() == letters.tolist()
-            # context: native
-            assert batch["S"][row, n:len(pair.complex)].tolist() == pair.complex.S[n:].tolist()
+    shared = [get(pair=pair, share_order=True) for pair in pairs[:3]]
+    assert shared[0] == shared[2] != shared[1]   # the second has other designed positions
 
 
 def sizes(config):
@@ -247,68 +215,53 @@ def sizes(config):
 
 
 @torch.no_grad()
-def alone(model, pair, S, orders, temperature=1.0, plain=False):
-    """log p(S) of one pair scored by itself, averaged over orders. plain: by the formulas as they
-    are written down."""
+def alone(model, pair, S, orders, temperature=1.0):
+    """log p(S) of one pair scored by itself, averaged over orders."""
     total = 0.0
     for order in orders:
-        log_probs, letters, weight = everywhere(model, pair, S, order, plain)
+        log_probs, letters, weight = everywhere(model, pair, S, order)
         log_probs = torch.log_softmax(log_probs / temperature, -1)
         total += float((log_probs.gather(-1, letters[:, None])[:, 0] * weight).sum())
     return total / len(orders)
 
 
-def everywhere(model, pair, S, order, plain=False):
+def everywhere(model, pair, S, order):
     """(log-probabilities (L, 21), letters (L,), weight (L,), 1 = scored) of a sequence S of a pair
     under an order."""
     c = pair.complex
     letters = torch.from_numpy(np.concatenate([S, c.S[len(S):]]).astype(np.int64))
-    X, mask, residue_idx, chain_id = (torch.from_numpy(np.asarray(x)) for x in (
+    X, mask, residue_idx, chain_id = (torch.from_numpy(np.asarray(x))[None] for x in (
         c.X, c.mask.astype(np.float32), c.residue_idx, c.chain_id))
     weight = torch.zeros(len(c))
     weight[:len(S)] = torch.from_numpy(pair.chain_M & c.mask[:len(S)]).float()
-    if plain:
-        found = plain_log_probs(model, X, mask, residue_idx, chain_id, letters, order)
-        return found, letters, weight
-    graph = model.graph(X[None], mask[None], residue_idx[None], chain_id[None])
+    graph = model.graph(X, mask, residue_idx, chain_id)
     return model(graph, letters[None], order[None])[0], letters, weight
 
 
-@pytest.mark.parametrize("settings", [{}, {"n_orders": 2, "temperature": 0.5}, {"order": "arange"},
-                                      {"share_order": True}])
-@torch.no_grad()
-def test_scores_of_mixed_batches_are_those_of_each_sequence_alone(settings):
-    config = tiny()
-    config.loss = Loss(**settings)
+@pytest.mark.parametrize("settings", [{}, {"n_orders": 2, "temperature": 0.5},
+                                      {"order": "arange", "share_order": True}])
+def test_validation_means_are_over_weighted_pairs_with_recovery_and_kl_on_natives(
+        tmp_path, settings):
+    """Of mixed batches, as if each sequence was scored alone."""
+    config = tiny(**{f"loss__{key}": value for key, value in settings.items()})
     policy, reference, pairs = sizes(config)
-    chosen = [0, 2, 1, 6, 16, 17]
-    batch = reference.to_device(make_batch(pairs, chosen, config.loss, 7, 3))
-    found = pair_scores(policy(batch["graph"], batch["S"], batch["order"], batch["complex_row"]),
-                        batch, config.loss.temperature)[0]
-    for scores, model in ((found, policy), (reference.scores(batch), reference.model)):
-        expected = [[alone(model, pairs[i], S, orders_of(pairs[i], config.loss, 7, 3),
-                           config.loss.temperature) for S in (pairs[i].chosen, pairs[i].rejected)]
-                    for i in chosen]
-        torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-5, atol=2e-4)
-
-
-def test_validation_means_are_over_pairs_each_once_with_recovery_and_kl_on_natives(tmp_path):
-    config = tiny()
-    policy, reference, pairs = sizes(config)
+    for i, pair in enumerate(pairs):
+        pair.weight = 1.0 + i % 3
     v = Validation(pairs, reference, config, objective)
     v.table, _ = reference.precompute(pairs, "hash", tmp_path)
     found = v(policy, Ddp())
-    base, scores = (torch.tensor([[alone(model, p, S, orders_of(p, config.loss, 0))
-                                   for S in (p.chosen, p.rejected)] for p in pairs])
-                    for model in (reference.model, policy))
+    base, scores = (
+        torch.tensor([[alone(model, p, S, orders_of(p, config.loss, 0), config.loss.temperature)
+                       for S in (p.chosen, p.rejected)] for p in pairs])
+        for model in (reference.model, policy))
     torch.testing.assert_close(v.table, base, rtol=1e-5, atol=2e-4)
     rewards = 0.1 * (scores - v.table)
     margin = rewards[:, 0] - rewards[:, 1]
-    assert found["val/loss"] == pytest.approx(float(torch.nn.functional.softplus(-margin).mean()),
-                                              rel=1e-4)
-    assert found["val/rewards/accuracies"] == pytest.approx(float((margin > 0).float().mean()))
-    assert found["val/rewards/margins"] == pytest.approx(float(margin.mean()), abs=1e-4)
-    assert found["val/logps/rejected"] == pytest.approx(float(scores[:, 1].mean()), rel=1e-5)
+    for name, values in {"loss": torch.nn.functional.softplus(-margin), "rewards/margins": margin,
+                         "rewards/accuracies": (margin > 0).float(),
+                         "logps/rejected": scores[:, 1]}.items():
+        mean = np.average(values.tolist(), weights=[pair.weight for pair in pairs])
+        assert found[f"val/{name}"] == pytest.approx(mean, rel=1e-4, abs=1e-4), name
     sums = torch.zeros(4)   # KL(policy | reference), the reverse, recovered, residues
     for p in v.natives:
         order = orders_of(p, config.loss, 0)[0]
@@ -360,13 +313,11 @@ def test_metrics_of_designs_by_hand_and_a_collapsed_model_is_seen():
     designs, _ = designs_of(Ddp())
     designs.base = designs.draw(designs.reference.model, Ddp())
     base = designs.metrics(designs.base)
-    assert base["val/design_shift"] == 0 and base["val/design_diversity"] > 0.2
-    assert not designs.sign_of_collapse(base)
+    assert base["val/design_shift"] == 0 and not designs.sign_of_collapse(base)
     w, drawn = ALPHABET.index("W"), [p.drawn for p in designs.problems]
     collapsed = random_proteinmpnn(0, **SMALL)
     collapsed.W_out.bias.data[w] += 100
     S = designs.draw(collapsed, Ddp())
-    assert all((row[:, :len(d)][:, d] == w).all() for row, d in zip(S, drawn))
     found = designs.metrics(S)
     native = [(p.complex.S[d] == w).mean() for p, d in zip(designs.problems, drawn)]
     preferred = [np.mean([(s == w)[d[:len(s)]].mean() for s in p.preferred])
@@ -376,35 +327,13 @@ def test_metrics_of_designs_by_hand_and_a_collapsed_model_is_seen():
     assert found == pytest.approx({
         "val/design_recovery": np.mean(native), "val/design_preferred": np.mean(preferred),
         "val/design_diversity": 0, "val/design_shift": 1 - share})
-    assert "too alike: two of them differ in 0.0% of their residues" in (
-        designs.sign_of_collapse(found))
+    assert "too alike" in designs.sign_of_collapse(found)
     # one letter of the first design of the first problem: it differs from the two others
-    i = np.flatnonzero(drawn[0])[0]
-    S[0, 0, i] = ALPHABET.index("C")
+    S[0, 0, np.flatnonzero(drawn[0])[0]] = ALPHABET.index("C")
     assert designs.metrics(S)["val/design_diversity"] == pytest.approx(
         2 / 3 / drawn[0].sum() / len(drawn))
     spread = {**found, "val/design_diversity": 1.0}       # varied, but of other letters
     assert "the composition of designs has moved" in designs.sign_of_collapse(spread)
-
-
-# ---- weights of pairs ----
-
-def test_a_pair_of_weight_2_counts_as_if_it_came_twice():
-    config = tiny(loss__sft=0.3)
-    found = {}
-    for weights, indices in (({0: 2.0, 6: 3.0}, [0, 2, 6]), ({}, [0, 0, 2, 6, 6, 6])):
-        policy, ref, pairs = sizes(config)
-        for i, weight in weights.items():
-            pairs[i].weight = weight
-        data = MicroBatches(pairs, config.loss, 0)
-        totals, norm = global_gradient(policy, [data[0, 0, 0, indices]],
-                                       loss_of(ref, config, Ddp()), Ddp(), 3.0)
-        validation = Validation([pairs[i] for i in indices], ref, config, objective)
-        validation.table = ref.compute_scores(validation.pairs).float()
-        found[len(indices)] = (totals.sums[:len(SUMS)] / totals.count, totals.count, norm,
-                               [p.grad for p in policy.parameters()], validation(policy, Ddp()))
-    torch.testing.assert_close(found[3], found[6], rtol=2e-4, atol=1e-6)
-    assert found[3][1] == 6
 
 
 # ---- one run on any number of ranks ----
@@ -433,7 +362,8 @@ def gradients(ddp, reference=False):
     Pairs have weights, of sums below 1. reference: from the definition, one backward of the mean
     over all pairs of the step, each scored by itself."""
     from ddp_setup import wrap_ddp
-    config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2)
+    config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2,
+                  loss__share_order=True)      # a sequence of several pairs is computed once
     policy, ref, pairs = sizes(config)
     policy, ref.model, ref.ddp = policy.double(), ref.model.double(), ddp
     for i, pair in enumerate(pairs):
@@ -493,8 +423,7 @@ def test_the_same_global_batch_gives_the_same_losses_under_any_launcher(launcher
         keys = [k for k in a if k != "epoch" and not k.startswith(CLOCK)]
         assert [b[k] for k in keys] == pytest.approx([a[k] for k in keys], rel=1e-4,
                                                      abs=1e-5), a["step"]
-    # there was something to differ
-    assert one[-1]["loss"] != pytest.approx(one[1]["loss"], rel=1e-2)
+    assert one[-1]["loss"] != pytest.approx(one[1]["loss"], rel=1e-2)   # something could differ
     assert other[1]["ddp/world_size"] == 2 and other[1]["ddp/effective_batch_size"] == 12
     assert result.stdout.count("step 8/8") == 1                            # rank 0 alone speaks
 
@@ -519,61 +448,41 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
 def test_a_resume_is_refused_for_another_config_other_pairs_or_other_base_weights(tmp_path):
     run(tiny(training__n_iters=2), tmp_path / "w")
-    with pytest.raises(ValueError, match=r"another config:\s+loss\.beta: 0\.1 -> 0\.2\s+Expected"):
+    with pytest.raises(ValueError, match=r"another config:\s+loss\.beta: 0\.1 -> 0\.2\s"):
         run(tiny(loss__beta=0.2), tmp_path / "w")
     state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
     for key, value, text in (("base", "0", "trained from other base weights"),
                              ("data", {"n": 3, "hash": "0"},
-                              "trained on other pairs, or in another order.* as a new run: "
-                              "--base_model_name best_model --base_model_dir FORMER --work_dir"),
-                             ("optimizer", None,
-                              "has no optimizer; expected a checkpoint of train_dpo_ddp.py")):
-        changed = {k: v for k, v in {**state, key: value}.items() if v is not None}
-        torch.save(changed, tmp_path / "other.pt")
+                              "other pairs, or in another order.*--base_model_name best_model")):
+        torch.save({**state, key: value}, tmp_path / "other.pt")
         with pytest.raises(ValueError, match=text):
             run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")
     assert not (tmp_path / "new").exists()
-
-
-def test_a_run_that_goes_on_in_another_folder_takes_its_best_model_along(tmp_path, capsys):
-    run(tiny(training__n_iters=2, optim__lr=0), tmp_path / "w")
-    last, best = tmp_path / "w" / "checkpoints" / "last.pt", tmp_path / "w" / "best_model.pt"
-    run(tiny(training__n_iters=3, optim__lr=0), tmp_path / "new", resume=last)
-    assert (tmp_path / "new" / "best_model.pt").read_bytes() == best.read_bytes()
-    run(tiny(training__n_iters=2, optim__lr=0), tmp_path / "done", resume=last)
-    assert f"weights   {best}" in capsys.readouterr().out
 
 
 # ---- decisions ----
 
 def test_a_run_that_no_longer_improves_stops_early_and_keeps_the_base_weights(tmp_path, capsys):
     still = tiny(optim__lr=0, training__n_iters=50, training__eval_freq=2, training__patience=3)
-    result = run(still, tmp_path / "w")
-    assert result["step"] == 5   # evaluations at steps 2, 4 and at the end of the epoch, 5
-    text = capsys.readouterr().out
-    assert run(still, tmp_path / "w")["step"] == 5
-    again = capsys.readouterr().out
-    assert "This run is finished: early stop at step 5" in again
-    for said in ("  validation       loss", f"weights   {tmp_path / 'w' / 'best_model.pt'}"):
-        assert (text + again).count(said) == 2
-    assert "Finished at step 5 (early stop)" in text
-    assert "no evaluation was better than the base weights" in text
-    table = rows(tmp_path / "w")
-    assert all(row["loss"] == pytest.approx(math.log(2), abs=1e-5) for row in table[1:])
-    base = random_proteinmpnn(0, **SMALL).state_dict()
+    for said in ("Finished at step 5 (early stop)", "This run is finished: early stop at step 5"):
+        assert run(still, tmp_path / "w")["step"] == 5   # evaluated at 2, 4, the epoch's end, 5
+        text = capsys.readouterr().out
+        assert said in text and f"weights   {tmp_path / 'w' / 'best_model.pt'}" in text
+        assert "no evaluation was better than the base weights" in text
+    assert all(row["loss"] == pytest.approx(math.log(2), abs=1e-5)
+               for row in rows(tmp_path / "w")[1:])
     best = best_of(tmp_path / "w")
-    assert best["step"] == 0 and equal(dict(best["model_state_dict"]), dict(base))
+    assert best["step"] == 0
+    assert equal(dict(best["model_state_dict"]), dict(random_proteinmpnn(0, **SMALL).state_dict()))
 
 
 def test_without_validation_the_best_model_is_of_a_whole_epoch_whose_mean_loss_is_least(tmp_path):
     """Its part may be one batch, which is luckier than any epoch."""
     run(tiny(data__val_fraction=0, training__n_iters=14, training__eval_freq=1), tmp_path / "w")
-    per_epoch = 5
     table = [row for row in rows(tmp_path / "w") if "epoch/loss" in row]
-    least = min(table, key=lambda row: row["epoch/loss"])["step"]
-    assert [row["step"] for row in table] == [per_epoch, 2 * per_epoch]
-    assert best_of(tmp_path / "w")["step"] == least
-    for steps in (1, per_epoch):   # the single batch's loss is no better and no worse
+    assert [row["step"] for row in table] == [5, 10]
+    assert best_of(tmp_path / "w")["step"] == min(table, key=lambda row: row["epoch/loss"])["step"]
+    for steps in (1, 5):   # the single batch's loss is no better and no worse
         run(tiny(data__val_fraction=0, training__n_iters=steps, optim__lr=0), tmp_path / "part")
         assert best_of(tmp_path / "part")["step"] == steps
 
@@ -585,10 +494,6 @@ def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path
     assert text.count(f"ATTENTION: chosen sequences {warning}") == 1 and "loss.sft" in text
     held = run(tiny(loss__sft=1, **settings), tmp_path / "sft")
     assert warning not in capsys.readouterr().out
-    # one epoch
-    run(tiny(data__val_fraction=0, **{**settings, "training__n_iters": 5}), tmp_path / "blind")
-    text = capsys.readouterr().out
-    assert text.count("step 0: train loss 0.6931") == 1 == text.count(warning)
     start = rows(tmp_path / "sft")[0]["val/logps/chosen"]
     assert result["val/logps/chosen"] < start < held["val/logps/chosen"]
 
@@ -617,8 +522,7 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_too_many_in_a_row_end_the_run(t
                                                     training__keep_last=9,
                                                     training__max_bad_steps=2)))
     result = fork_ranks(2, ["driver.py", "--config", "c.yaml", "--work_dir", "w"], tmp_path)
-    # the story and the last line
-    assert result.stderr.count("in 3 steps in a row, on 1 rank(s)") == 2, result.text
+    assert "in 3 steps in a row, on 1 rank(s)" in result.stderr, result.text
     assert result.returncode == read_status(tmp_path / "w")["code"] == 1, result.text
     states = map(load_checkpoint, map(str, tmp_path.glob("w/checkpoints/last*.pt")))
     states = {state["step"]: state for state in states}
@@ -628,50 +532,40 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_too_many_in_a_row_end_the_run(t
         assert equal(states[3][key], states[2][key]) and not equal(states[4][key], states[3][key])
     assert equal(states[3]["optimizer"]["state"], states[2]["optimizer"]["state"])
     assert all(p.isfinite().all() for p in states[7]["model"].values())
-    assert all(map(math.isfinite, states[4]["sums"]))
-    table = rows(tmp_path / "w")
-    assert [row.get("bad_steps") for row in table] == [None] * 3 + [1, 1, 1, 2, 3]
-    assert table[3]["loss"] is None
+    assert rows(tmp_path / "w")[3]["loss"] is None
 
 
 # ---- what is computed ----
 
 def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, capsys, monkeypatch):
-    run(tiny(loss__order="fixed", training__n_iters=3), tmp_path / "a")
-    assert capsys.readouterr().out.count("computed, kept in") == 2
-    shutil.copytree(tmp_path / "a" / "reference", tmp_path / "cache")
-    with_cache = dict(loss__order="fixed", training__n_iters=3,
-                      data__reference_cache=tmp_path / "cache")
-    run(tiny(**with_cache), tmp_path / "b")
-    assert capsys.readouterr().out.count("read from") == 2
-    assert timeless(tmp_path / "a") == timeless(tmp_path / "b")
-    before = sorted((tmp_path / "cache").iterdir())
+    cache, fixed = tmp_path / "a" / "reference", dict(loss__order="fixed", training__n_iters=3)
+
+    def scores_were(folder, words, **change):
+        run(tiny(**{**fixed, **change}), tmp_path / folder)
+        assert capsys.readouterr().out.count(words) == 2, change   # for training and validation
+
+    scores_were("a", "computed, kept in")
+    before, fixed["data__reference_cache"] = sorted(cache.iterdir()), cache
+    scores_were("b", "read from")
     for change in (dict(training__seed=1), dict(loss__n_orders=2), dict(loss__temperature=0.5),
                    dict(loss__order="arange"), dict(data__demo_pairs=4),
                    dict(model__random__num_edges=9)):
-        run(tiny(**{**with_cache, **change}), tmp_path / str(change))
-        assert capsys.readouterr().out.count("computed, kept in") == 2, change
+        scores_were(str(change), "computed, kept in", **change)
     size = load_checkpoint(str(before[0]))["scores"].shape
-    for i, scores in enumerate((torch.full(size, math.nan), torch.zeros(size).int(),
-                                torch.zeros(3, 2), None)):
-        torch.save({"scores": scores}, before[0])
-        if i == 0:
-            before[1].write_bytes(b"junk")
-        run(tiny(**with_cache), tmp_path / f"c{i}")
-        assert capsys.readouterr().out.count("could not be used") == 1 + (i == 0)
-        assert rows(tmp_path / f"c{i}")[-1]["loss"] == rows(tmp_path / "a")[-1]["loss"]
+    for i, scores in enumerate((torch.full(size, math.nan), torch.zeros(3, 2), None)):
+        for path in before:
+            torch.save({"scores": scores}, path)
+        scores_were(f"damaged {i}", "could not be used")
+        assert timeless(tmp_path / f"damaged {i}") == timeless(tmp_path / "a")
     # sums of another build are not those of the policy here
     monkeypatch.setattr(torch, "__version__", "0.0")
-    run(tiny(**with_cache), tmp_path / "d")
-    assert capsys.readouterr().out.count("computed, kept in") == 2
+    scores_were("d", "computed, kept in")
 
 
-@pytest.mark.parametrize("name, beta", [("simpo", 2), ("ipo", 0.1)])
-def test_other_losses_train(tmp_path, name, beta):
-    result = run(tiny(loss__name=name, loss__beta=beta, training__n_iters=25), tmp_path / "w")
-    table = rows(tmp_path / "w")
-    assert result["val/loss"] < table[0]["val/loss"] and result["val/rewards/accuracies"] >= 0.8
-    assert (tmp_path / "w" / "reference").exists() == (name == "ipo")       # simpo has none
+def test_a_loss_without_a_reference_trains_without_one(tmp_path):
+    run(tiny(loss__name="simpo", loss__beta=2), tmp_path / "w")
+    assert rows(tmp_path / "w")[-1]["val/loss"] < rows(tmp_path / "w")[0]["val/loss"]
+    assert not (tmp_path / "w" / "reference").exists()
 
 
 def test_little_room_changes_nothing_and_mixed_precision_little_and_not_step_0(tmp_path, capsys):
@@ -703,20 +597,6 @@ def test_the_plain_step_of_the_benchmark_has_our_loss_and_gradient(tmp_path):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5 * norm, msg=name)
 
 
-def test_the_benchmark_takes_each_pair_of_a_file_once_and_pads_structures_together(tmp_path):
-    for length in (50, 60):   # neighbours of a shorter one would be padding, as published
-        bench_ddp.write_demo_pdb(tmp_path / f"{length}.pdb", length)
-    pairs = [*bench_ddp.made_pairs(tmp_path / "50.pdb", 2),
-             *bench_ddp.made_pairs(tmp_path / "60.pdb", 2)]
-    steps = bench_ddp.DpoSteps(pairs, 2, Ddp(), "random")
-    together = {len(pairs[i].complex) for i in steps.next_pairs("plain")[1]}
-    loss, norm = steps.differences()
-    assert together == {50, 60} and loss < 4e-6 and norm < 1e-4
-    for kind, n in (("plain", 1), ("ours", 2)):   # the other plain one is taken
-        indices = [i for _ in range(n) for i in steps.next_pairs(kind)[1]]
-        assert len(set(indices)) == len(indices) == 2 * n
-
-
 # ---- the demo, and real proteins ----
 
 def test_the_demo_learns_its_rule_and_says_what_it_does(tmp_path):
@@ -724,27 +604,20 @@ def test_the_demo_learns_its_rule_and_says_what_it_does(tmp_path):
     assert result.returncode == 0, result.text
     text = result.stdout
     for said in ("RANDOM weights from seed 0: for demonstrations and tests only",
-                 "loss: sigmoid, beta 0.1", "16 pairs x accum 1 x 2 rank(s) = 32 per step",
-                 "step 0: validation loss 0.6931 acc 0.000", "epoch 1/5: train loss",
-                 "epoch 5/5: train loss", "best_model.pt", "the reference is scored in float32"):
+                 "16 pairs x accum 1 x 2 rank(s) = 32 per step",
+                 "step 0: validation loss 0.6931 acc 0.000", "epoch 5/5: train loss"):
         assert text.count(said) == 1, said
-    figures = r"loss 0\.\d{4} acc [01]\.\d{3}"
-    assert re.search(rf"epoch 2/5: train {figures}, validation {figures}, \d+ s", text)
-    rates = r"pairs/s \d\S*  acc \d\S*  margin -?\d\S*$"
-    assert re.search(rf"^step 5/55  loss \d\S*  {rates}", text, re.MULTILINE)
-    assert re.search(rf"^step 10/55  loss \d\S*  ETA \d:\d\d:\d\d  {rates}", text, re.MULTILINE)
+    assert re.search(r"^step 10/55  loss \d\S*  ETA \S+  pairs/s \d\S*  acc \d", text, re.M)
     table = rows(folder)
     assert table[-1]["val/rewards/accuracies"] > 0.9
     assert table[-1]["val/loss"] < 0.2 < 0.69 < table[0]["val/loss"]
     assert table[0]["val/rewards/margins"] == 0 == table[0]["val/kl"]
-    for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins",
-                "rewards/accuracies", "logps/chosen", "logps/rejected"):
+    for key in ("loss", "rewards/accuracies", "logps/chosen", "logps/rejected"):
         assert key in table[-1] and f"val/{key}" in table[-1]
     chosen, rejected = table[-1]["rewards/chosen"], table[-1]["rewards/rejected"]
     assert table[-1]["rewards/margins"] == pytest.approx(chosen - rejected)
-    assert {"grad_norm", "lr", "val/recovery", "val/kl", "entropy"} <= table[-1].keys()
-    assert all(0 < row["data_wait"] < 1 for row in table[1:])
-    assert json.loads((folder / "status.json").read_text())["code"] == 0
+    assert {"grad_norm", "lr", "val/recovery", "entropy"} <= table[-1].keys()
+    assert read_status(folder)["code"] == 0
 
 
 @pytest.mark.slow
@@ -767,20 +640,15 @@ def test_real_pairs_are_learned_into_a_file_like_the_published(shared, tmp_path,
     assert last["loss"] < 0.5 and last["val/loss"] < 0.6
     found = best_of(tmp_path / "out")
     assert found["num_edges"] == 48 and found["noise_level"] == 0.2
-    published = fixture["model_state_dict"]
-    assert {key: value.shape for key, value in found["model_state_dict"].items()} == {
+    ours, published = (file["model_state_dict"] for file in (found, fixture))
+    assert {key: value.shape for key, value in ours.items()} == {
         key: value.shape for key, value in published.items()}
-    assert all(v.dtype == torch.float32 and v.isfinite().all()
-               for v in found["model_state_dict"].values())
-    # The margin of a pair, from the two files alone; of a small one by the formulas as they are
-    # written down.
-    policy, base = from_checkpoint(found), from_checkpoint(fixture)
+    assert all(value.dtype == torch.float32 for value in ours.values())
+    # The margin of a pair, from the two files alone.
     pair = min(read_pairs(shared / "data" / data), key=lambda pair: len(pair.complex))
-    orders = orders_of(pair, Loss(), 0)
-    plain = len(pair.complex) < 100
-    h = [alone(policy, pair, S, orders, plain=plain) - alone(base, pair, S, orders, plain=plain)
-         for S in (pair.chosen, pair.rejected)]
-    assert h[0] - h[1] > 1
+    h = [alone(from_checkpoint(file).eval(), pair, S, orders_of(pair, Loss(), 0))
+         for file in (found, fixture) for S in (pair.chosen, pair.rejected)]
+    assert (h[0] - h[1]) - (h[2] - h[3]) > 1
 
 
 # ---- config and command line ----
@@ -792,55 +660,31 @@ def test_every_shipped_config_is_accepted():
         check_config(load_config(Config, path))
 
 
-def test_options_of_the_original_set_what_they_say(tmp_path):
+def test_options_of_the_original_set_what_they_say():
     argv = ("--train_data a.json --val_data b.json --output_dir out --batch_size 16 --num_epochs "
             "7 --learning_rate 1e-4 --beta 0.5 --temperature 0.1 --base_model_name v_48_010 "
             "--base_model_dir w --backend gloo --no_cuda --weight_decay 0.01 --num_workers 2 "
             "--max_length 500 --diversity_lambda 0.05 --mutable_positions A12 A15 "
             "--base_model_config_dir cfg loss.name=hinge").split()
     args, c = read_arguments(argv)
-    expected = load_config(Config, None, [
+    assert c == load_config(Config, None, [
         "data.train_data=a.json", "data.val_data=b.json", "data.max_length=500",
         "data.mutable_positions=A12 A15", "training.batch_size=16", "training.num_epochs=7",
         "training.num_workers=2", "optim.lr=1e-4", "optim.weight_decay=0.01", "loss.name=hinge",
         "loss.beta=0.5", "loss.temperature=0.1", "loss.diversity_lambda=0.05",
         "model.base_model_name=v_48_010", "model.base_model_dir=w"])
-    assert c == expected
     assert args.work_dir == "out" and args.no_cuda and args.backend == "gloo"
     _, c = read_arguments(["--train_data", "a", "--mutable_ranges", "0-5", "9-12", "optim.lr=1",
                            "--lr", "3"])
     assert c.data.mutable_ranges == "0-5 9-12" and c.optim.lr == 3
-    _, c = read_arguments(["--train_data", "a"])
-    assert (c.loss.beta, c.loss.temperature) == (0.1, 1.0)
-    assert (c.model.dropout, c.training.num_workers) == (0.0, 0)
+    assert (c.loss.beta, c.loss.temperature, c.model.dropout) == (0.1, 1.0, 0.0)
 
 
-def test_the_plan_scales_the_learning_rate():
+def test_the_plan_scales_the_learning_rate_and_needs_no_pairs():
     c = load_config(Config, None, ["training.batch_size=4", "optim.lr=3e-7", "optim.scale=linear",
                                    "optim.base_global_batch=4", "optim.warmup=10"])
-    lines = describe_plan(c, "1,4").splitlines()[-3:-1]
-    table = [re.split(r"\s{2,}", line.strip()) for line in lines]
-    assert table == [["1", "4", "3e-07", "10"], ["4", "16", "1.2e-06", "40"]]
-    read_arguments(["--plan", "1,4"])                                      # needs no pairs
-
-
-def test_a_small_file_scales_to_its_pairs_and_a_long_warm_up_is_told_once(tmp_path, capsys):
-    config = tiny(training__batch_size=64, training__n_iters=2, optim__scale="linear",
-                  optim__base_global_batch=5)
-    # 5 structures of 5 pairs: 5 times the base, where a full batch were 25.6 times
-    run(config, tmp_path / "w")
-    printed = " ".join(capsys.readouterr().out.split())
-    for said in ("lr 0.015, warm-up 15 steps, scaled from 0.003 and 3 at 5 pairs (linear), to the "
-                 "25 pairs", "ATTENTION: the warm-up (15 steps) lasts to the end (2 steps): the "
-                 "learning rate reaches 13 %"):
-        assert said in printed
-    assert rows(tmp_path / "w")[-1]["lr"] == pytest.approx(0.015 * 2 / 15)
-    config.training.n_iters = 3
-    run(config, tmp_path / "w")
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "lr 0.015, warm-up 15 steps, kept from the checkpoint" in printed
-    assert "lasts to the end" not in printed
-    assert rows(tmp_path / "w")[-1]["lr"] == pytest.approx(0.015 * 3 / 15)
+    assert re.search(r"\n +4 +16 +1.2e-06 +40\n", describe_plan(c, "1,4"))
+    read_arguments(["--plan", "1,4"])
 
 
 def pdb_text(complex):
@@ -879,21 +723,19 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
         [*few, "--output_dir", "a", "--mutable_positions", "A5-A9"],
         [*few, "--output_dir", "b", "--mutable_ranges", "4-8", "optim.lr=3e-6"]], files)
     assert plain[0] == 0 and "--base_model_config_dir cfg is not needed" in plain[1], plain
-    assert "6 pairs on 3 structures" in plain[1]
-    assert "4 pairs for training, 2 on 1 structure(s)" in plain[1]
-    assert "v_48_020.pt, trained with 0.2 Angstrom of noise" in plain[1]
+    for said in ("6 pairs on 3 structures", "4 pairs for training, 2 on 1 structure(s)",
+                 "v_48_020.pt, trained with 0.2 Angstrom of noise"):
+        assert said in plain[1]
     model = load_proteinmpnn(files / "out" / "latest_model.pt")
     assert model.noise_level == 0.2 and model.num_edges == 8
-    assert "out/best_model.pt, trained with 0.2 Angstrom of noise" in again[1], again
     best = load_proteinmpnn(files / "out" / "best_model.pt")
     state = load_checkpoint(str(files / "again" / "checkpoints" / "last.pt"))
-    assert state["base"] == hash_of(best.state_dict())
-    for run, said in ((by_number, "5 positions by chain and number in the file: A5-A9"),
-                      (by_index, "5 positions by 0-based number in the sequence: 4-8")):
-        assert said in " ".join(run[1].split()), run
-    a, b = rows(files / "a"), rows(files / "b")
-    assert a[0] == b[0] and -5 * 6 < a[0]["val/logps/chosen"] < -5   # of 5 residues, not of 30
-    assert a[0]["val/logps/chosen_per_residue"] == pytest.approx(a[0]["val/logps/chosen"] / 5)
+    assert again[0] == 0 and state["base"] == hash_of(best.state_dict())
+    assert "5 positions by chain and number in the file: A5-A9" in " ".join(by_number[1].split())
+    assert by_index[0] == 0 and rows(files / "a")[0] == rows(files / "b")[0]
+    first = rows(files / "a")[0]
+    assert -5 * 6 < first["val/logps/chosen"] < -5   # of 5 residues, not of 30
+    assert first["val/logps/chosen_per_residue"] == pytest.approx(first["val/logps/chosen"] / 5)
 
 
 def test_a_run_whose_designs_collapse_says_so_once_and_says_where_they_are(files, capsys):
@@ -907,49 +749,34 @@ def test_a_run_whose_designs_collapse_says_so_once_and_says_where_they_are(files
     run(load_config(Config, None, [*collapse, "training.n_iters=4"]), files / "out")
     assert "Look at" not in capsys.readouterr().out
     run(load_config(Config, None, [*collapse, "monitoring.n_designs=0"]), files / "out", fresh=True)
-    assert "  designs  " not in capsys.readouterr().out and not folder.exists()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("", ["data.train_data is not given", "dpo_demo.yaml"]),
-    ("--train_data ''", ["data.train_data is empty"]),
-    ("--mutable_positions 1 --mutable_ranges 1-2", ["given together"]),
-    ("--mutable_ranges training.accum=2", ["data.mutable_ranges is empty"]),
-    ("data.mutable_positions=\"' '\"", ["data.mutable_positions is empty"]),
-    ("data.reference_cache=\"''\"", ["data.reference_cache is empty"]),
-    ("--beta 1e-300", ["loss.beta is 1e-300; expected 1e-6"]),
-    ("--temperature 1e-300", ["loss.temperature is 1e-300; expected 0.001"]),
-    ("--num_epochs 3 training.n_iters=4", ["--num_epochs 3 with training.n_iters 4"]),
-    ("loss.name=dpo", ["loss.name", "sigmoid"]), ("loss.label_smoothing=0.5", ["below 0.5"]),
-    ("loss.label_smoothing=0.2", ["loss.name sigmoid", "loss.name robust or conservative"]),
-    ("loss.gamma=0.2 loss.name=hinge", ["loss.gamma is 0.2", "loss.name simpo"]),
-    ("monitoring.n_designs=1", ["monitoring.n_designs is 1; expected 0, or 2"]),
-    ("loss.order=arange loss.n_orders=2", ["single order"]),
-    ("model.random.hidden_size=64", ["expected no model.random"])])
+    ("", "data.train_data is not given"), ("--train_data ''", "data.train_data is empty"),
+    ("--mutable_ranges training.accum=2", "data.mutable_ranges is empty"),
+    ("--beta 1e-300", "loss.beta is 1e-300; expected 1e-6"),
+    ("--num_epochs 3 training.n_iters=4", "--num_epochs 3 with training.n_iters 4"),
+    ("loss.label_smoothing=0.2", "loss.name robust or conservative"),
+    ("model.random.hidden_size=64", "expected no model.random")])
 def test_a_wrong_config_is_refused_by_the_name_of_its_key(text, expected):
     data = "--train_data a " if text and "--train_data" not in text else ""
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=expected):
         read_arguments(shlex.split(data + text))
-    assert all(words in str(caught.value) for words in expected)
 
 
 def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
     entries = json.loads((files / "pairs.json").read_text())
     (files / "short.json").write_text(json.dumps([{**entries[0], "preferred_seq": "ACD"}]))
     (files / "one.json").write_text(json.dumps(entries[:1]))
-    (files / "w" / "broken.pt").write_bytes(b"junk")
     (files / "c.yaml").write_text("training: {batch_size: 2}\n")
     base = "--train_data pairs.json --base_model_dir w --output_dir new --num_epochs 1 "
     cases = [
         (base + "--train_data short.json --val_data none.json --base_model_name v_48_030",
          # all at once
          ["item 0", "lengths differ", "none.json does not exist", "no file w/v_48_030.pt",
-          "github.com/dauparas/ProteinMPNN", "--base_model_dir FOLDER",
-          "--base_model_name random"]),
-        ("--train_data pairs.json", ["no file vanilla_model_weights/v_48_020.pt"]),
-        (base + "--base_model_name broken", ["broken.pt cannot be read"]),
+          "github.com/dauparas/ProteinMPNN", "--base_model_dir FOLDER"]),
         (base + "--train_data one.json", ["none can be held out", "--val_data"]),
-        (base + "--max_length 10", ["more than max_length 10"]),
         (base + "training.accum=9", ["9 micro-batches"]),
         (base + "data.reference_cache=c.yaml/cache", ["c.yaml is a file"]),
         (base + "--no_cuda --device cuda", ["--no_cuda with --device cuda"])]
@@ -957,9 +784,8 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
     found = command_lines("train_dpo_ddp", [argv.split() for argv, _ in cases], files)
     for (argv, expected), (code, out, err) in zip(cases, found):
         text = f"{argv}\nexit code {code}\n{out}\n{err}"
-        assert code == 2, text
+        assert code == 2 and "Traceback" not in out + err, text
         assert all(e in err for e in expected) and err.count("error:") == 1, text
-        assert "Traceback" not in out + err, text
     assert sorted(p.name for p in files.rglob("*")) == before
 
 
@@ -972,24 +798,19 @@ train_dpo_ddp.cli()
 """
 
 
-@pytest.mark.parametrize("alike", [False, True])
-def test_two_ranks_refuse_a_bad_file_and_good_files_that_differ(files, alike):
+def test_two_ranks_refuse_files_that_differ(files):
     entries = json.loads((files / "pairs.json").read_text())
-    for rank in ("0", "1"):
+    for rank, own in (("0", entries), ("1", entries[::-1])):
         shutil.copytree(files / "w", files / rank / "w")
         for path in files.glob("*.pdb"):
             shutil.copy(path, files / rank)
-        own = [{"pdb_file": "s0.pdb"}] if alike else entries[::-1] if rank == "1" else entries
         (files / rank / "p.json").write_text(json.dumps(own))
-    if not alike:
-        torch.save(to_checkpoint(random_proteinmpnn(1, **SMALL)),
-                   files / "1" / "w" / "v_48_020.pt")
+    torch.save(to_checkpoint(random_proteinmpnn(1, **SMALL)), files / "1" / "w" / "v_48_020.pt")
     (files / "driver.py").write_text(OWN_FILES.format(root=str(ROOT)))
     before = sorted(p.name for p in files.rglob("*"))
     argv = ["driver.py", "--train_data", "p.json", "--base_model_dir", "w"]
     done = fork_ranks(2, argv, files)
-    said = ("missing key preferred_seq" if alike else
-            r'rank 1 on \S+ has pairs \(hash\) "\w+" \(rank 0: "\w+"\), base weights \(hash\) "')
+    said = r'rank 1 on \S+ has pairs \(hash\) "\w+" \(rank 0: "\w+"\), base weights \(hash\) "'
     assert done.returncode == 2 and len(re.findall(said, done.stderr)) == 2, done.text
     assert "Traceback" not in done.text and sorted(p.name for p in files.rglob("*")) == before
 

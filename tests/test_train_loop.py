@@ -18,13 +18,12 @@ import proteinmpnn_model
 import sedd_model
 import train_loop
 from bench_scale import SCRIPTS, training_of
-from ddp_setup import Ddp, load_checkpoint, save_checkpoint, wrap_ddp
+from ddp_setup import Ddp, wrap_ddp
 from launchers import fork_ranks, run_ranks, start_ranks
 from optimizer import make_optimizer
 from run_config import CommonMonitoring, CommonOptim, CommonTraining, load_config
-from run_dir import (Former, check_resume, closing, describe_machine, machine_differences,
-                     read_status, replace_status, write_status)
-from run_script import choose_precision, compile_blocks, hand_over
+from run_dir import Former, check_resume, closing, read_status, replace_status, write_status
+from run_script import compile_blocks
 from sedd_model import EMA
 from step_meter import StepMeter
 from train_loop import (Run, MicroBatchSampler, open_batches, is_best, read_flags, scale_for_batch,
@@ -179,14 +178,15 @@ STEPS = {"sedd": ["training.batch_size=4", "training.accum=2", "training.n_iters
 def test_the_host_waits_for_nothing_in_a_step(what, device, tmp_path, monkeypatch):
     """On the CPU without what is done there alone: fast paths, checks of values. Flags are read a
     step later, when they have come."""
-    script, ddp = SCRIPTS[what][0], Ddp(device=torch.device(device))
-    config = load_config(script.Config, None, STEPS[what])
+    script, ddp, may_wait = SCRIPTS[what][0], Ddp(device=torch.device(device)), lambda mode: None
     if device == "cpu":
-        monkeypatch.setattr(sedd_model, "on_cpu", lambda x: False)
-        monkeypatch.setattr(cpu_linear, "on_cpu", lambda x: False)
+        for module in (sedd_model, cpu_linear):
+            monkeypatch.setattr(module, "on_cpu", lambda x: False)
         monkeypatch.setattr(proteinmpnn_model, "check_sequences", lambda *arguments: arguments[-1])
         monkeypatch.setattr(proteinmpnn_model, "check_structure", lambda *arguments: None)
         monkeypatch.setattr(train_loop, "read_flags", lambda run: None)
+    else:
+        may_wait = torch.cuda.set_sync_debug_mode
 
     def take_steps(run, ddp):
         dataset, micro_batch_loss = training_of(run, what, ddp)
@@ -194,19 +194,16 @@ def test_the_host_waits_for_nothing_in_a_step(what, device, tmp_path, monkeypatc
         for _ in range(2):   # the optimizer makes its state
             take_step(run, batches, micro_batch_loss, ddp)
         mine = iter([next(batches) for _ in range(4)])
-        if device == "cpu":
+        may_wait("error")
+        try:
             with HostReads() as reads:
                 for _ in range(2):
                     take_step(run, mine, micro_batch_loss, ddp)
-            assert not reads.found, reads.found[0]
-            return
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(2):
-                take_step(run, mine, micro_batch_loss, ddp)
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            may_wait("default")
+        assert device != "cpu" or not reads.found, reads.found[0]
 
+    config = load_config(script.Config, None, STEPS[what])
     closing(ddp, lambda: script.prepare(config, ddp, tmp_path / "run"), take_steps)
 
 
@@ -274,9 +271,7 @@ def test_layers_have_the_norms_of_the_mean_gradient_before_clipping_and_of_the_n
         found = meter.report()
     expected |= norms("weights", lambda p: p.detach())
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    assert {f"histograms/{name}" for name in expected} == meter.histograms.keys()
-    counts = meter.histograms["histograms/weights/head"].counts
-    assert sum(counts) == WIDTH + 1 and not any(name.startswith("time/data") for name in found)
+    assert sum(meter.histograms["histograms/weights/head"].counts) == WIDTH + 1
 
 
 # Rank 1 computes much and holds 200 MB more. With and without measurement; rank 0 writes what it
@@ -324,8 +319,7 @@ def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(
     assert found["weights"][0] == found["weights"][1]
     for two, one in zip(*found["by_muon"]):
         assert two == pytest.approx(one, abs=1e-3), "Muon's update does not depend on the ranks"
-    plain, values = found["values"]
-    assert plain.keys() == {"time/step", "data_wait", "items_per_second"}
+    values = found["values"][1]
     assert values["time/slowest_rank"] == 1 and values["time/slowest_ratio"] > 1.3
     assert values["time/slowest_host"] == values["memory/most_host"] == socket.gethostname()
     assert 0.1 < values["memory/peak_gb_most"] - values["memory/peak_gb_least"] < 1
@@ -336,16 +330,6 @@ def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(
 
 
 # ---- start or continue ----
-
-def test_another_machine_is_told_by_what_may_change_the_last_bits(tmp_path):
-    path = tmp_path / "last.pt"
-    save_checkpoint(str(path), Ddp(), step=1, machine=describe_machine(Ddp()))
-    state = load_checkpoint(str(path))
-    assert machine_differences(state, Ddp()) == ""
-    state["machine"]["threads"], state["world_size"] = 99, 7
-    assert machine_differences(state, Ddp()) == ("world_size 7 -> 1, threads 99 -> "
-                                                 f"{torch.get_num_threads()}")
-
 
 def test_a_checkpoint_with_weights_that_are_nan_is_refused_by_the_name_of_the_tensor():
     model = torch.nn.Linear(2, 2)
@@ -372,19 +356,9 @@ def test_the_outcome_of_a_finished_run_survives_a_refused_start_and_no_other_doe
         replace_status(tmp_path, 2, "unknown key", finished=finished)
         assert read_status(tmp_path)["code"] == expected
     write_status(tmp_path, 0, "all steps done", 7)
-    replace_status(tmp_path, 2, "unknown key")
-    assert read_status(tmp_path) == {"code": 0, "reason": "all steps done", "step": 7}
-    replace_status(tmp_path, 1, "out of memory")
-    assert read_status(tmp_path)["code"] == 1 and read_status(None) == {}
-
-
-def test_blocks_are_not_compiled_by_themselves_on_a_cpu_or_an_old_device(monkeypatch):
-    model = sedd_model.SEDD(22, 32, 2, 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))
-    words = [compile_blocks(model, setting, Ddp(device=torch.device(device)))
-             for setting, device in (("auto", "cpu"), (False, "cuda"), ("auto", "cuda"))]
-    assert words[:2] == ["", ""] and "no compute capability 7" in words[2]
-    assert all(block._compiled_call_impl is None for block in model.blocks)
+    for code, expected in ((2, 0), (1, 1)):
+        replace_status(tmp_path, code, "refused, or out of memory")
+        assert read_status(tmp_path)["code"] == expected
 
 
 @pytest.mark.slow
@@ -409,26 +383,7 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_device_without_float64_is_refused_at_the_start(monkeypatch):
-    monkeypatch.setattr(torch.xpu, "get_device_properties",
-                        lambda _: types.SimpleNamespace(has_fp64=False))
-    config = types.SimpleNamespace(memory=types.SimpleNamespace(mixed_precision=True))
-    with pytest.raises(ValueError, match="xpu:0 computes no float64"):
-        choose_precision(config, Ddp(device=torch.device("xpu", 0)))
-
-
 # ---- launch ----
-
-@pytest.mark.parametrize("given, words", [
-    (dict(nnodes=2), "--node_rank"), (dict(master_addr="h"), "without --nnodes"),
-    (dict(nnodes=2, node_rank=2, master_addr="h"), "outside 0 to 1"),
-    (dict(nproc_per_node=0), "--nproc_per_node is 0"), (dict(nnodes=0), "--nnodes is 0")])
-def test_launch_options_that_do_not_fit_together_are_refused(given, words):
-    args = dict(nnodes=None, node_rank=None, master_addr=None, master_port=None,
-                nproc_per_node=None, device="cpu")
-    with pytest.raises(ValueError, match=words):
-        hand_over(types.SimpleNamespace(**{**args, **given}), [])
-
 
 # Hands over; then each rank writes what it is, and ends as --end says. Only the first one imports
 # torch.
@@ -490,33 +445,14 @@ with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
 """
 
 
-@pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has an XPU")
-def test_a_device_that_is_not_there_ends_all_ranks_with_code_2_and_one_message(tmp_path):
+def test_ranks_that_fail_end_with_one_code_and_the_command_to_give_again(tmp_path):
     (tmp_path / "s.py").write_text(FAILS.format(root=str(ROOT)))
-    result = run_ranks("python", 1, ["s.py", "--nproc_per_node", "2", "--device", "xpu"], tmp_path,
-                       timeout=300)
-    assert result.returncode == 2 and result.leftover == [], result.text
-    assert result.stderr.count("error: xpu was asked for") == 1, result.text
-
-
-def test_the_command_to_give_again_starts_as_many_ranks(tmp_path):
-    (tmp_path / "s.py").write_text(FAILS.format(root=str(ROOT)))
-    options = ["--nproc_per_node", "2", "--device", "cpu"]
-    result = run_ranks("python", 1, ["s.py", *options], tmp_path, timeout=300)
+    command = ["s.py", "--nproc_per_node", "2", "--device", "cpu"]
+    result = run_ranks("python", 1, command, tmp_path, timeout=300)
     last_line = result.stderr.splitlines()[-1]
     assert result.returncode == 1 and last_line.startswith("FAILED: rank 1 of 2"), result.text
-    assert ": on purpose? No checkpoint yet. " in last_line, result.text
-    assert last_line.endswith(": python s.py " + " ".join(options)), result.text
-
-
-def test_two_nodes_given_by_hand_make_one_run(tmp_path):
-    (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ["s.py", "--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(port),
-             "--nproc_per_node", "1"]
-    with start_ranks("python", 1, [*words, "--node_rank", "1"], tmp_path) as other:
-        result = run_ranks("python", 1, [*words, "--node_rank", "0"], tmp_path, timeout=300)
-        second = other.wait(timeout=300)
-    assert result.returncode == second.returncode == 0, result.text + second.text
-    assert "rank 0 of 2, local 0" in result.stdout and "rank 1 of 2, local 0" in second.stdout
+    assert last_line.endswith(": python " + " ".join(command)), result.text
+    if not torch.xpu.is_available():
+        result = run_ranks("python", 1, [*command, "--device", "xpu"], tmp_path, timeout=300)
+        assert result.returncode == 2 and result.leftover == [], result.text
+        assert result.stderr.count("error: xpu was asked for") == 1, result.text

@@ -301,6 +301,7 @@ def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one(fasta, tmp
 
     result = go_on(4, 5)
     assert result.returncode == 0, result.text
+    assert state_of(tmp_path / "on4")["machine"].keys() == {"device", "threads", "cpu"}
     for n in (3, 2, 1, 5):
         shutil.copytree(tmp_path / "on4", tmp_path / f"on{n}")
     for n, accum in ((4, 3), (3, 4), (2, 6), (1, 12)):
@@ -308,6 +309,7 @@ def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one(fasta, tmp
         assert result.returncode == 0, result.text
         assert "lr 0.009, warm-up 12 steps, kept" in result.stdout
         assert n == 4 or f"accum is {accum} and not 3" in result.stdout
+        assert n == 4 or f"saved elsewhere (world_size 4 -> {n})" in result.stdout
         found, expected = rows(tmp_path / f"on{n}"), rows(tmp_path / "on4")
         assert [row["loss"] for row in found[5:]] == pytest.approx(
             [row["loss"] for row in expected[5:]], rel=1e-5)
