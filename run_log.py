@@ -17,25 +17,23 @@ import math
 import os
 import secrets
 import shutil
-import socket
 import sys
 import threading
 import time
 from pathlib import Path
 
-
 TRACKER_SECONDS = 60    # that a server may keep a run waiting
 
 
 class RunLog:
-    """run_dir: folder, made if missing. total_steps: for bar and time left. quiet: no screen.
+    """run_dir: folder, made if missing. total_steps: for bar and time left.
 
     progress draws a bar on stderr where that is a terminal, else it prints plain lines on stdout.
     """
 
-    def __init__(self, run_dir, is_main, total_steps=None, quiet=False):
+    def __init__(self, run_dir, is_main, total_steps=None):
         self.path = Path(run_dir) / "metrics.jsonl"
-        self.is_main, self.total_steps, self.quiet = is_main, total_steps, quiet
+        self.is_main, self.total_steps = is_main, total_steps
         self.file = self.bar = self.began = None
         self.trackers = []
         if is_main:
@@ -49,16 +47,18 @@ class RunLog:
         if not self.is_main:
             return
         folder = self.path.parent
-        for wanted, name, make in (
-                (tensorboard, "TensorBoard", lambda: TensorBoard(folder, step)),
-                (wandb is not None, "W&B", lambda: Wandb(folder, wandb, config))):
-            if wanted:
-                self._try(name, lambda make=make: self.trackers.append(make()))
+        if tensorboard:
+            self._try("TensorBoard", lambda: self.trackers.append(TensorBoard(folder, step)))
+        if wandb is not None:
+            self._try("W&B", lambda: self.trackers.append(Wandb(folder, wandb, config)))
 
-    def _try(self, name, action):
-        """Whether a tracker did its work: it is never the reason why a run ends."""
+    def _try(self, name, action, *arguments):
+        """Call action(*arguments). Returns: whether it did its work.
+
+        A tracker that fails is no reason to end a run.
+        """
         try:
-            action()
+            action(*arguments)
             return True
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
@@ -83,8 +83,8 @@ class RunLog:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         known = {name: value for name, value in row.items() if value is not None}
-        self.trackers = [tracker for tracker in self.trackers if self._try(
-            tracker.name, lambda t=tracker: t.log(step, known, histograms or {}))]
+        self.trackers = [tracker for tracker in self.trackers
+                         if self._try(tracker.name, tracker.log, step, known, histograms or {})]
 
     def sync(self):
         """Have the rows on the disk, before the checkpoint that a next start continues from."""
@@ -98,15 +98,12 @@ class RunLog:
         The file is replaced in one go, so a kill leaves the old or the new one. Raises ValueError
         for a row that is broken anywhere else.
         """
-        if not self.is_main or not self.path.exists():
-            return
-        kept = rows_up_to(self.path, step)
-        if kept != self.path.read_text(encoding="utf-8", errors="replace"):
-            write_text_atomic(self.path, kept)
+        if self.is_main and self.path.exists():
+            write_text_atomic(self.path, rows_up_to(self.path, step))
 
     def progress(self, step, loss=None, ppl=None, rate=None, **more):
         """Show where the run is. rate: residues/s of all ranks; more: short numbers or texts."""
-        if not self.is_main or self.quiet:
+        if not self.is_main:
             return
         now = time.monotonic()
         if self.began is None:
@@ -116,7 +113,7 @@ class RunLog:
                 columns, lines = shutil.get_terminal_size()    # 80 x 24 if the terminal says 0 x 0
                 self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
                                 ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
-        fields = [f"{name} {_short(value)}" for name, value in (("loss", loss), ("ppl", ppl))
+        fields = [f"{name} {value:.4g}" for name, value in (("loss", loss), ("ppl", ppl))
                   if value is not None]
         if rate is not None:
             fields.append(f"{rate:,.0f} res/s")
@@ -124,22 +121,19 @@ class RunLog:
         if self.total_steps and step > first:
             left = int((now - since) / (step - first) * max(self.total_steps - step, 0))
             fields.append(f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}")
-        fields += [f"{name} {_short(value)}" for name, value in more.items()]
+        fields += [f"{name} {value if isinstance(value, str) else f'{value:.4g}'}"
+                   for name, value in more.items()]
         where = f"step {step}/{self.total_steps}" if self.total_steps else f"step {step}"
+        line = "  ".join([where, *fields])
         if self.bar is not None:
             self.bar.n = step
-            self.bar.set_description_str("  ".join([where, *fields]))
-            return
-        line = where
-        for field in fields:                 # at most 80 columns: what does not fit is left out
-            if len(line) + 2 + len(field) > 80:
-                break
-            line += "  " + field
-        print(line, flush=True)
+            self.bar.set_description_str(line)
+        else:
+            print(line, flush=True)
 
     def say(self, text):
         """Print a line on stdout without breaking the bar."""
-        if not self.is_main or self.quiet:
+        if not self.is_main:
             return
         if self.bar is not None:
             self.bar.write(str(text), file=sys.stdout)
@@ -208,9 +202,9 @@ class TensorBoard:
 class Wandb:
     """A run on Weights & Biases. A resumed start goes on with it: its id is in RUN_DIR/wandb_id.
 
-    settings: {"project", "name", "mode"}, each optional. Where neither WANDB_MODE nor `mode` says
-    otherwise and their server cannot be reached, it writes RUN_DIR/wandb for `wandb sync`. Rows
-    after the checkpoint that a killed run goes on from come twice there."""
+    settings: {"project", "name", "mode"}, each optional. With the mode offline, also by WANDB_MODE,
+    it writes RUN_DIR/wandb for `wandb sync`. Rows after the checkpoint that a killed run goes on
+    from come twice there."""
     name = "W&B"
 
     def __init__(self, folder, settings, config):
@@ -218,8 +212,7 @@ class Wandb:
         path = folder / "wandb_id"
         if not path.exists():
             write_text_atomic(path, secrets.token_hex(4) + "\n")
-        mode = os.environ.get("WANDB_MODE") or settings.get("mode") or (
-            "online" if _reachable("api.wandb.ai") else "offline")
+        mode = os.environ.get("WANDB_MODE") or settings.get("mode")
         limits = {name: TRACKER_SECONDS for name in ("login_timeout", "finish_timeout")
                   if hasattr(wandb.Settings(), name)}
         self.run = wandb.init(project=settings.get("project") or "protein-ddp", mode=mode,
@@ -235,15 +228,6 @@ class Wandb:
 
     def close(self):
         self.run.finish()
-
-
-def _reachable(host):
-    """Whether a connection to `host` opens in a few seconds."""
-    try:
-        socket.create_connection((host, 443), timeout=3).close()
-        return True
-    except OSError:
-        return False
 
 
 def write_text_atomic(path, text):
@@ -275,10 +259,6 @@ def write_whole(path, write):
     with contextlib.suppress(OSError):   # some file systems cannot
         os.fsync(folder)
     os.close(folder)
-
-
-def _short(value):
-    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def rows_up_to(path, step):
