@@ -420,8 +420,8 @@ def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample,
 
 BAD = {                                                     # arguments: words of the message
     "--chains Z": "Z; expected chains of",
-    "--chains A --fixed_chains A": "in --chains and in --fixed_chains",
-    "--fixed_chains A B": "dimer.pdb that is not fixed has a residue",
+    "--chains A --fixed_chains A": "chain A is to be designed and to be fixed",
+    "--fixed_chains A B": "found no chain to design",
     "--fixed_positions A9": "position A9 is not there, or reversed; chains A B hold A10 to",
     "--fixed_positions A12 --mutable_positions A13": "together; expected one of them",
     "--fixed_positions 0-43": "no position is left to design",
@@ -461,7 +461,7 @@ BAD = {                                                     # arguments: words o
     "--pssm_jsonl list.json --pssm_multi 2": "--pssm_multi from 0 to 1",
     "--omit_AA_jsonl none.json": "none.json",
     "--omit_AA_jsonl list.json": "expected JSON objects",
-    "--omit_AA_jsonl twice.json": 'the name "dimer" twice',
+    "--omit_AA_jsonl twice.json": 'key "dimer" given twice',
 }
 # Settings of the structure "dimer" in the file of an option: words of the message.
 BAD_SETTINGS = [
