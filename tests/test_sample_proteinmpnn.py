@@ -278,7 +278,7 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     assert scored.read_text().count("score=") == 4 and " 1 sequence(s), to " in note
     assert not (folder / "scored" / "dimer.npz").exists(), "these were scores of other sequences"
     err = sample(*args, "--score_only", scored, "--out_folder", folder, code=2)[1]
-    assert f"{scored} is the input" in err
+    assert f"found {scored} to be written, which is the input" in err
 
 
 def test_unconditional_and_conditional_probabilities_are_those_of_the_model(
@@ -395,7 +395,7 @@ def test_a_pssm_that_has_it_all_decides_and_one_without_trust_changes_nothing(
     everything = drawn(sample(*args, "--pssm_log_odds_flag", 1, "--pssm_threshold", -1))
     assert everything == found
     err = sample(*args, "--pssm_multi", 0.5, "--omit", "C", "--pssm_threshold", 1, code=2)[1]
-    assert "only with the flag" in err
+    assert "only with --pssm_log_odds_flag 1" in err
 
 
 def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample, pdb, tmp_path):
@@ -439,8 +439,8 @@ BAD = {                                                     # arguments: words o
     "--num 0": "found --num 0",
     "--batch_size 0": "found --batch_size 0",
     "--orders 0": "found --orders 0",
-    "--out .": "a folder",
-    "--out missing/x.fasta": "in a folder that is missing",
+    "--out .": "expected the name of a file",
+    "--out missing/x.fasta": "in a folder that exists",
     "--score_only good.fasta --num 3": "found --num with --score_only",
     "--score_only missing.fasta": "--score_only: there is no file missing.fasta",
     "--score_only empty.fasta": "no sequence",
@@ -456,9 +456,9 @@ BAD = {                                                     # arguments: words o
     "--score_only good.fasta --omit_AA_jsonl list.json": "found --omit_AA_jsonl with --score_only",
     "--num 2 --conditional_probs": "found --num with --conditional_probs",
     "--save_probs": "without --out_folder",
-    "--pssm_multi 0.5": "expected --pssm_jsonl FILE",
-    "--pssm_jsonl list.json": "with --pssm_multi above 0",
-    "--pssm_jsonl list.json --pssm_multi 2": "--pssm_multi from 0 to 1",
+    "--pssm_multi 0.5": "without FILE",
+    "--pssm_jsonl list.json": "without one of --pssm_multi above 0",
+    "--pssm_jsonl list.json --pssm_multi 2": "expected 0 to 1",
     "--omit_AA_jsonl none.json": "none.json",
     "--omit_AA_jsonl list.json": "expected JSON objects",
     "--omit_AA_jsonl twice.json": 'key "dimer" given twice',
@@ -545,7 +545,7 @@ def test_an_input_is_never_written_over(sample, weights, dimer, tmp_path, monkey
     for out in ("w.pt", "dimer.pdb", str(dimer), "link.pdb", "given.fasta"):
         err = sample("./dimer.pdb", "--score_only", "given.fasta", "--out", out, code=2,
                      checkpoint="w.pt")[1]
-        assert f"found --out {out}, which is the input" in err
+        assert f"found {out} to be written, which is the input" in err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
