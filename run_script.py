@@ -104,8 +104,9 @@ def joined_ranks(*devices, **options):
 def started_ranks(args, argv):
     """joined_ranks with the options of add_launch_arguments, the ranks started where they say so.
 
-    argv: what `args` was parsed from."""
+    argv: what `args` was parsed from. args: None where only the launch options of argv were."""
     try:
+        args = args or launch_options(argv)
         hand_over(args, argv)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -29,7 +29,7 @@ def rows(seconds=(1, 1, 1, 1), **changes):
         change = changes.get(script.short_name(dtype), {})
         networks = {name: change.pop(name, errors) for name, errors in EXACT.items()}
         times = dict.fromkeys(("matmul", *EXACT), time)
-        table[dtype] = dataclasses.replace(Row("yes", None, 0.0, networks, times), **change)
+        table[dtype] = dataclasses.replace(Row(None, 0.0, networks, times), **change)
     return table
 
 
@@ -41,12 +41,11 @@ def config_with(setting):
 @pytest.mark.parametrize("seconds, changes, expected", [
     ((2, 1, 0.5, 0.5), {}, "bfloat16"),
     ((2, 1, 1.2, 1.3), {}, "float32"),                                  # small models gain nothing
-    ((2, 1, 0.5, 0.5), dict(bfloat16={"native": "no"}), "float16"),     # older cards
-    ((2, 1, 0.5, 0.5), dict(bfloat16={"native": "no"}, float16={"native": "no"}), "float32"),
+    ((2, 1, 1.5, 0.5), {}, "float16"),                                  # older cards
     ((2, 1, 0.5, 0.5), dict(bfloat16={"error": "none"}, float16={"error": "none"}), "float32"),
     ((2, 1, 0.5, 0.9), dict(bfloat16={"SEDD": Errors(0.001, NAN, 20)}), "float16"),
     ((2, 1, 0.5, 0.9), dict(bfloat16={"ProteinMPNN": Errors(0.5, 0.001, 1)}), "float16")])
-def test_the_recommended_setting_is_native_close_and_faster_and_a_config_takes_it(
+def test_the_recommended_setting_is_close_and_faster_and_a_config_takes_it(
         seconds, changes, expected):
     dtype, reason = script.recommend(rows(seconds, **changes))
     assert str(dtype) == f"torch.{expected}" and reason
@@ -55,12 +54,13 @@ def test_the_recommended_setting_is_native_close_and_faster_and_a_config_takes_i
 
 @pytest.mark.parametrize("change, expected", [
     ({}, "PASS"), ({"SEDD": Errors(0.0, 0.2, 1)}, "FAIL"), ({"SEDD": Errors(NAN, 0.0, 1)}, "FAIL"),
-    ({"SEDD": Errors(0.0, INFINITE, 20)}, "FAIL"), ({"error": "no kernel"}, "FAIL"),
-    ({"native": "no", "error": "no kernel"}, "PASS")])
-def test_an_error_that_is_large_or_not_finite_fails_but_not_a_dtype_that_is_not_native(
+    ({"SEDD": Errors(0.0, INFINITE, 20)}, "FAIL"), ({"error": "no kernel"}, "PASS")])
+def test_an_error_that_is_large_or_not_finite_fails_but_not_a_dtype_that_is_not_there(
         change, expected):
-    status, _ = script.sedd_is_finite_and_close(Ddp(), rows(bfloat16=change))
-    assert status == expected
+    for dtype in ("bfloat16", "float16", "float32"):
+        needed = dtype in ("float32", script.short_name(script.choose_dtype(True, Ddp().device)[0]))
+        status, _ = script.sedd_is_finite_and_close(Ddp(), rows(**{dtype: dict(change)}))
+        assert status == ("FAIL" if needed and "error" in change else expected)
 
 
 def test_scaling_another_dtype_or_not_float16_fails(monkeypatch):
@@ -110,7 +110,7 @@ def test_a_model_that_takes_real_tokens_or_is_another_in_other_dtypes_is_found(m
 
 
 def test_the_report_fits_a_terminal_and_ends_with_the_setting(monkeypatch, capsys):
-    for name, network in script.NETWORKS.items():   # a step in a dtype not native may take long
+    for name, network in script.NETWORKS.items():   # a step in a dtype may take long
         small = network._replace(size_on_cpu=network.size_for_errors)
         monkeypatch.setitem(script.NETWORKS, name, small)
     assert script.report(Ddp(), limit=0.02) == []
@@ -133,8 +133,7 @@ def test_where_the_models_do_not_fit_their_speed_is_unknown(monkeypatch, capsys)
     found = script.measure(Ddp(), limit=0.02)
     assert all(row.seconds.keys() == {"matmul"} for row in found.values())
     assert "SEDD could not be timed: out of memory" in capsys.readouterr().err
-    dtype, reason = script.recommend({dtype: dataclasses.replace(row, native="yes")
-                                      for dtype, row in found.items()})
+    dtype, reason = script.recommend(found)
     assert dtype == torch.float32 and " x " not in reason
     assert "SEDD's speed in bfloat16 was not measured" in reason
 
@@ -145,10 +144,8 @@ def test_arguments_that_measure_nothing_or_are_unknown_are_refused():
             script.read_arguments([word])
 
 
-@pytest.mark.parametrize("n", [2, 1])       # 1: of 2, as wrong arguments start no ranks
-def test_wrong_arguments_end_every_rank_with_an_error_and_measure_nothing(tmp_path, n):
-    done = fork_ranks(n, [ROOT / "test_dtype.py", "--device=cpu", "--seconds=nan"], tmp_path,
-                      {"DDP_WORLD_SIZE": 2})
+def test_wrong_arguments_end_every_rank_with_an_error_and_measure_nothing(tmp_path):
+    done = fork_ranks(2, [ROOT / "test_dtype.py", "--device=cpu", "--seconds=nan"], tmp_path)
     assert done.returncode == 2 and done.stdout == "", done.text
     assert done.stderr.count("error: command line: --seconds is nan") >= 1
 
