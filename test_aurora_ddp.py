@@ -11,10 +11,9 @@ Start it exactly as the training. Rank 0 prints a line per check: PASS, FAIL or 
                ranks and a product on each device right, and none slow; does the last rank see what
                rank 0 writes into the run folder (--work_dir)
   --claims     (also without options) the pre-flight, and then: do messages arrive, and does a
-               barrier hold all; are the gradients of a wrapped model, in one piece and accumulated,
-               those of one process with all the data; are the weights equal on all ranks after 20
-               steps, and with IPEX where it is used; does the sampler deal each item once;
-               does a checkpoint come back, bit by bit; is the process group gone after cleaning up
+               barrier hold all; are the gradients of a wrapped model those of one process with all
+               the data; are the weights equal on all ranks after 20 steps, and with IPEX where it
+               is used; does a checkpoint come back, bit by bit
   --bandwidth  time and bus bandwidth of the all-reduce, 1 KiB to 256 MiB (--max_mib)
 
 Where hosts are to blame, the last line is `suspect hosts: n1,n2`, as Slurm's --exclude takes it;
@@ -57,9 +56,8 @@ import torch
 import torch.distributed as dist
 
 import ddp_setup
-from ddp_setup import (GLOO_MAX_RANKS, abort, barrier, broadcast, cleanup_ddp, ddp_sampler,
-                       detect_launcher, gradient_sync, load_checkpoint, optimize_with_ipex, print0,
-                       save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
+from ddp_setup import (GLOO_MAX_RANKS, abort, barrier, broadcast, detect_launcher, load_checkpoint,
+                       optimize_with_ipex, print0, save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
 from run_config import Parser
 from run_script import add_launch_arguments, hand_over
 from run_dir import hash_of
@@ -324,27 +322,28 @@ def pass_messages(row, ddp, args, answer):
 
     A counter says how many ranks had come when a barrier let this one go.
     """
-    n, store, last = ddp.world_size, ddp.state.store, ddp.world_size - 1
-    if n == 1:
+    store, last, row["problems"] = ddp.state.store, ddp.world_size - 1, []
+    if ddp.world_size == 1:
         row["skip"] = "one rank: nobody to talk to"
         return
-    expected = [[float(last)] * 1024, {"text": "\u00e9", "list": [None, True, 0.5]}]
     vector, start = torch.full((1024,), float(ddp.rank), device=ddp.device), time.monotonic()
+    message = {"text": "\u00e9", "list": [None, True, 0.5]}
     with in_collective(row):
-        received = [broadcast(vector, ddp, last).tolist(),
-                    broadcast(expected[1] if ddp.rank == last else None, ddp, last)]
+        numbers = broadcast(vector, ddp, last)
+        received = broadcast(message if ddp.rank == last else None, ddp, last)
     row["seconds"] = time.monotonic() - start
+    if received != message or not (numbers == last).all():
+        row["problems"].append(f"received something else than rank {last} sent")
     if ddp.rank == last:
         time.sleep(LATE)   # the others must wait for it
     store.add("check/at the barrier", 1)
     start = time.monotonic()
     with in_collective(row):
         barrier(ddp, args.timeout)
-    missing = n - store.add("check/at the barrier", 0)
+    missing = ddp.world_size - store.add("check/at the barrier", 0)
     row["waited"] = time.monotonic() - start
-    row["problems"] = [text for wrong, text in (
-        (received != expected, f"received something else than rank {last} sent"),
-        (missing, f"left the barrier before {missing} rank(s) had come")) if wrong]
+    if missing:
+        row["problems"].append(f"left the barrier before {missing} rank(s) had come")
 
 
 def judge_messages(rows, args):
@@ -378,29 +377,23 @@ def prepare(row, ddp, with_ipex=False):
     return model, optimizer, *(t.to(ddp.device) for t in items_of([ddp.rank]))
 
 
-def backward(model, x, y, row, pieces=1):
-    """Gradient of the mean loss of the items, in `pieces` micro-steps; returns the loss.
-
-    Only the last micro-step averages over ranks.
-    """
-    total = 0.0
-    for k, (inputs, targets) in enumerate(zip(x.chunk(pieces), y.chunk(pieces))):
-        with in_collective(row), gradient_sync(model, last=k == pieces - 1):
-            loss = ((model(inputs) - targets) ** 2).sum() / len(x)
-            loss.backward()
-        total += loss.item()
-    return total
+def backward(model, x, y, row):
+    """Gradient of the mean loss of the items; returns the loss."""
+    with in_collective(row):
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+    return loss.item()
 
 
-def average_gradients(row, ddp, args, answer, pieces=1):
+def average_gradients(row, ddp, args, answer):
     """Compare with the gradients of one process with the items of all ranks, in float64."""
     model, _, x, y = prepare(row, ddp)
     plain = copy.deepcopy(unwrap_ddp(model)).cpu().double()
     backward(plain, *(t.double() for t in items_of(range(ddp.world_size))), {})
-    backward(model, x, y, row, pieces)
+    backward(model, x, y, row)
     errors = [(parameter.grad.cpu().double() - expected.grad).norm() / expected.grad.norm()
               for parameter, expected in zip(model.parameters(), plain.parameters())]
-    row.update(error_of_mean=torch.stack(errors).max().item(), pieces=pieces)
+    row["error_of_mean"] = torch.stack(errors).max().item()
 
 
 def judge_gradients(rows, args):
@@ -408,8 +401,7 @@ def judge_gradients(rows, args):
                 for rank, row in enumerate(rows) if not row["error_of_mean"] <= CLOSE]   # or nan
     if len(problems) == len(rows) > 1:
         problems = [(None, f"every rank {problems[0][1]}")]
-    pieces = f" in {rows[0]['pieces']} micro-steps" if rows[0]["pieces"] > 1 else ""
-    return problems, (f"{len(rows) * ITEMS} items{pieces} as in one process, within "
+    return problems, (f"{len(rows) * ITEMS} items as in one process, within "
                       f"{max(row['error_of_mean'] for row in rows):.1g}")
 
 
@@ -435,26 +427,6 @@ def judge_steps(rows, args):
         problems.append((None, f"the loss went from {first:.3g} to {last:.3g}"))
     return problems, (f"equal weights on {len(rows)} rank(s) after {STEPS} steps, loss "
                       f"{first:.2g} -> {last:.2g}")
-
-
-def deal_items(row, ddp, args, answer):
-    data = range(10 * ddp.world_size + 1)
-    row.update(each=list(ddp_sampler(data, ddp, train=False)), train=list(ddp_sampler(data, ddp)))
-
-
-def judge_items(rows, args):
-    problems, n = [], 10 * len(rows) + 1
-    for key in ("each", "train"):
-        dealt = set()
-        for rank, row in enumerate(rows):
-            if not dealt.isdisjoint(row[key]):
-                problems.append((rank, "has items that a rank before it has too"))
-            dealt.update(row[key])
-    if not problems and sum(len(row["each"]) for row in rows) != n:
-        problems = [(None, f"not each of {n} items was dealt")]
-    if len({len(row["train"]) for row in rows}) > 1:
-        problems.append((None, "ranks would train for different numbers of steps"))
-    return problems, f"each of {n} items once, and {len(rows[0]['train'])} per rank to train on"
 
 
 def save_and_load(row, ddp, args, answer):
@@ -485,14 +457,6 @@ def save_and_load(row, ddp, args, answer):
             row["problems"].append(f"loaded another {key} than was saved")
 
 
-def clean_up(row, ddp, args, answer):
-    """The last check: ranks can still report, as the store ends only with rank 0's process."""
-    cleanup_ddp(ddp)
-    row["figure"] = "the process group is gone"
-    if dist.is_initialized():
-        row["problems"] = ["still has a process group"]
-
-
 def checks_for(args):
     """The chosen ones, each a Check, in their order."""
     chosen, limit = [], args.timeout
@@ -507,17 +471,14 @@ def checks_for(args):
                    Check("folder", write_folder, limit),
                    Check("visible", read_folder, limit)]
     if claims:
-        accumulate = functools.partial(average_gradients, pieces=3)
         chosen += [Check("messages", pass_messages, limit, judge_messages),
                    Check("gradients", average_gradients, limit, judge_gradients),
-                   Check("accumulate", accumulate, limit, judge_gradients),
                    Check("steps", take_steps, limit, judge_steps),
                    Check("ipex", functools.partial(take_steps, ipex=True), limit, judge_steps),
-                   Check("sampler", deal_items, limit, judge_items),
                    Check("checkpoint", save_and_load, limit)]
     if args.bandwidth:
         chosen += [Check("bandwidth", reduce_all_sizes, limit + BANDWIDTH, judge_bandwidth)]
-    return chosen + [Check("clean-up", clean_up, limit)] * claims
+    return chosen
 
 
 # ---------------------------------------------------------------- running them: every wait ends
@@ -538,11 +499,8 @@ def in_thread(limit, ddp, function, *arguments):
             errors.append(f"{type(error).__name__}: {first_line[:300]}")
 
     thread = threading.Thread(target=work, daemon=True)
-    if function is clean_up:   # MPI wants to be finalised by the thread that has initialised it
-        thread.run()
-    else:
-        thread.start()
-        thread.join(limit)
+    thread.start()
+    thread.join(limit)
     return "".join(errors), thread
 
 
@@ -640,8 +598,7 @@ def run_checks(ddp, args):
         if not ddp.is_main:
             answer = fetch_answer(check, row, ddp, start + check.limit + ANSWER)
             continue
-        deadline = start + check.limit + (REPORTS if check.measure is not arrive else 0.0)
-        rows = gather_rows(check, row, ddp, deadline)
+        rows = gather_rows(check, row, ddp, start + check.limit + REPORTS)
         row["waited"] = rows[0]["waited"] = time.monotonic() - start
         status, problems, figure = conclude(check, rows, args)
         outcomes.append(status)
