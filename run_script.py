@@ -189,37 +189,34 @@ def launch_options(argv):
 
 
 # ---------------------------------------------------------------- torch's launcher
+LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")   # options
+
+
 def hand_over(args, argv):
     """Where --nnodes or --nproc_per_node is given, run this script on as many ranks, with the other
     arguments of `argv`, and leave with their exit code. Does nothing otherwise.
 
     Raises: ValueError for options that do not fit together."""
-    if args.nnodes is None and args.nproc_per_node is None:
-        stray = [name for name in ("node_rank", "master_addr", "master_port")
-                 if getattr(args, name) is not None]
-        if stray:
-            raise ValueError(f"--{stray[0]} is given without --nnodes. Expected --nnodes N "
-                             "--node_rank R --master_addr HOST [--master_port P] "
-                             "[--nproc_per_node M].")
+    given = {name: getattr(args, name) for name in LAUNCH if getattr(args, name) is not None}
+    if not given:
         return
     place = detect_launcher(os.environ)
     if place.world_size > 1:
         raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
                          f"started {place.world_size} already. Leave one of the two out.")
-    for name in ("nnodes", "nproc_per_node"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}; expected at least 1")
-    nnodes, rank = args.nnodes or 1, args.node_rank or 0
-    if nnodes > 1 and (args.node_rank is None or args.master_addr is None):
-        raise ValueError(f"--nnodes {nnodes} needs --node_rank (0 to {nnodes - 1}) and "
-                         "--master_addr (host of node 0)")
-    if not 0 <= rank < nnodes:
-        raise ValueError(f"--node_rank {rank} is outside 0 to {nnodes - 1}")
+    nnodes, rank = given.get("nnodes", 1), given.get("node_rank", 0)
+    complete = ({"node_rank", "master_addr"} <= given.keys() if nnodes > 1 else
+                bool({"nnodes", "nproc_per_node"} & given.keys()))
+    if not complete or not 0 <= rank < nnodes or given.get("nproc_per_node", 1) < 1:
+        found = " ".join(f"--{name} {value}" for name, value in given.items())
+        raise ValueError(f"found {found}; expected --nproc_per_node M, or --nnodes N --node_rank R "
+                         "--master_addr HOST [--master_port P] [--nproc_per_node M] with R from 0 "
+                         "to N - 1 and M of at least 1.")
     devices = torch.cuda.device_count() or (hasattr(torch, "xpu") and torch.xpu.device_count()) or 1
     per_node = args.nproc_per_node or (1 if args.device == "cpu" else devices)
     rest = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--nnodes", "--node_rank", "--master_addr", "--master_port", "--nproc_per_node"):
-        rest.add_argument(option)
+    for name in LAUNCH:
+        rest.add_argument(f"--{name}")
     command = ["-u", sys.argv[0], *rest.parse_known_args(argv)[1]]
     # What the guard's last line tells the user to give again: `command` starts a single rank.
     os.environ["DDP_COMMAND"] = shlex.join(["python", *sys.orig_argv[1:]])
@@ -320,28 +317,23 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
 
 def choose_precision(config, ddp):
     """(dtype of autocast, words on it and on the limit of memory). Raises: ValueError."""
-    if ddp.device.type == "xpu" and not torch.xpu.get_device_properties(ddp.device).has_fp64:
-        raise ValueError(f"{ddp.device} computes no float64, in which losses are summed; expected "
-                         "a data-centre XPU. Give --device cpu.")
+    device = ddp.device
+    if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
+        raise ValueError(f"{device} computes no float64, in which losses are summed; expected a "
+                         "data-centre XPU. Give --device cpu.")
     try:
-        dtype, why = choose_dtype(config.memory.mixed_precision, ddp.device)
+        dtype, why = choose_dtype(config.memory.mixed_precision, device)
     except RuntimeError as e:
         raise ValueError(f"config: {e}") from None
-    return dtype, f"{str(dtype)[6:]} ({why}){limit_memory(config.memory.max_memory_per_gpu, ddp)}"
-
-
-def limit_memory(share, ddp):
-    """Let this process take at most `share` of its device's memory; returns words on it.
-
-    share: above 0 up to 1, or None for all."""
-    if share is None:
-        return ""
-    kind = ddp.device.type
-    setter = getattr(getattr(torch, kind), "set_per_process_memory_fraction", None)
-    if kind == "cpu" or setter is None:
-        return f"; max_memory_per_gpu {share} has no effect on {kind}"
-    setter(share, ddp.device)
-    return f"; at most {share:.0%} of the device's memory"
+    words, share = f"{str(dtype)[6:]} ({why})", config.memory.max_memory_per_gpu
+    if share is not None:
+        set_limit = getattr(getattr(torch, device.type), "set_per_process_memory_fraction", None)
+        if device.type == "cpu" or set_limit is None:
+            words += f"; max_memory_per_gpu {share} has no effect on {device.type}"
+        else:
+            set_limit(share, device)
+            words += f"; at most {share:.0%} of the device's memory"
+    return dtype, words
 
 
 def compile_blocks(model, setting, ddp):

@@ -176,9 +176,6 @@ def parse_arguments(argv):
                          "nothing; expected one of the two.")
     if given(SAVED) and args.out_folder is None:
         raise ValueError(f"found {' '.join(given(SAVED))} without --out_folder; expected both.")
-    missing = [path for path in args.score_only or () if not os.path.isfile(path)]
-    if missing:
-        raise ValueError(f"--score_only: there is no file {missing[0]}. Expected FASTA files.")
     args.drawing = not not_drawing
     args.num = 1 if args.num is None else args.num
     for name in ("num", "batch_size", "orders"):
@@ -481,9 +478,7 @@ def main(argv):
         run(parse_arguments(argv))
         return 0
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        memory = isinstance(error, torch.OutOfMemoryError)
-        advice = " Give a smaller --batch_size, or --device cpu." if memory else ""
-        print(f"sample_proteinmpnn.py: error: {error}{advice}", file=sys.stderr)
+        print(f"sample_proteinmpnn.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("sample_proteinmpnn.py: interrupted (Ctrl-C)", file=sys.stderr)

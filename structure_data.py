@@ -440,7 +440,6 @@ class _PairReader:
         self.folder, self.structures = folder, structures           # path -> Structure
         self.positions, self.max_length, self.notes = positions, max_length, notes
         self.complexes = {}         # (path, designed chains, fixed chains) -> Complex
-        self.masks = {}             # (path, designed chains) -> mask of self.positions
 
     def read(self, entry):
         """Pair of an object. Raises: ValueError with the first problem."""
@@ -453,7 +452,7 @@ class _PairReader:
         self.check_length(complex, design, len(sequences["preferred_seq"]))
         given = [key for key in ("mutable_positions", "mutable_ranges") if key in entry]
         is_mutable = (_read_mutable(entry, given, complex.n_designed) if given else
-                      self.mutable_for_all(path, complex, design))
+                      self.mutable_for_all(complex, design))
         return _make_pair(complex, design, sequences, is_mutable, weight)
 
     def complex(self, path, name, design, fixed):
@@ -486,20 +485,17 @@ class _PairReader:
             chains = f"chain{'s' * (len(design) > 1)} {' '.join(design)}"
             raise ValueError(f"length mismatch: sequence {length}, structure {chains} {n}{hint}")
 
-    def mutable_for_all(self, path, complex, design):
+    def mutable_for_all(self, complex, design):
         """(n_designed,) bool in the order of the sequences, for pairs without own positions."""
-        key = (path, *design)       # not Structure.key, which leaves residue numbers out
-        if key not in self.masks:
-            mask = np.ones(complex.n_designed, bool)
-            if self.positions is not None:
-                try:
-                    found, note = parse_positions(self.positions, complex.structure, design)
-                except ValueError as error:
-                    raise ValueError(f"the mutable positions for all pairs: {error}") from None
-                mask = np.isin(np.arange(len(mask)), found)
-                self.notes += [note] * (not self.notes)
-            self.masks[key] = mask
-        return self.masks[key]
+        if self.positions is None:
+            return np.ones(complex.n_designed, bool)
+        try:
+            positions, note = parse_positions(self.positions, complex.structure, design)
+        except ValueError as error:
+            raise ValueError(f"the mutable positions for all pairs: {error}") from None
+        if not self.notes:
+            self.notes.append(note)
+        return np.isin(np.arange(complex.n_designed), positions)
 
 
 def _check_keys(entry):

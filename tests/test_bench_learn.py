@@ -40,6 +40,6 @@ def test_the_table_compares_with_the_first_recipe_and_a_finished_run_is_not_trai
     assert no_data[0] == 2 and "no.fasta" in no_data[2] and "Traceback" not in no_data[2]
     assert no_validation[0] == 2 and "expected proteins to validate with" in no_validation[2]
     assert no_steps[0] == 2 and "--steps is 0; expected at least 1" in no_steps[2]
-    assert no_nodes[0] == 2 and "--node_rank is given without --nnodes" in no_nodes[2]
+    assert no_nodes[0] == 2 and "found --node_rank 1; expected --nproc_per_node" in no_nodes[2]
     assert short[0] == 2 and "unrecognized arguments: --nproc" in short[2]
     assert refused[0] == 2 and "sgd; expected some of adamw," in refused[2]

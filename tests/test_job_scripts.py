@@ -715,7 +715,7 @@ def test_the_script_for_hosts_without_a_scheduler_refuses_before_it_starts(
 
 
 @pytest.mark.parametrize("given, message", [
-    ({"NODE_RANK": 5}, "error: --node_rank 5 is outside 0 to 1"),
+    ({"NODE_RANK": 5}, "R from 0 to N - 1"),
     ({"PREFLIGHT": "", "ARGS": "odd=1"}, "error: command line, 'odd=1': unknown section")])
 def test_by_hand_a_wrong_argument_is_named_and_not_the_missing_ranks(given, message, project):
     with by_hand(project, f'exec {sys.executable} "$@"\n', NPROC=1, **given) as running:

@@ -442,7 +442,7 @@ BAD = {                                                     # arguments: words o
     "--out .": "expected the name of a file",
     "--out missing/x.fasta": "in a folder that exists",
     "--score_only good.fasta --num 3": "found --num with --score_only",
-    "--score_only missing.fasta": "--score_only: there is no file missing.fasta",
+    "--score_only missing.fasta": "missing.fasta",
     "--score_only empty.fasta": "no sequence",
     "--score_only headless.fasta": "before a header",
     "--score_only short.fasta": "chains of [22, 21] letters; expected [22, 22]",

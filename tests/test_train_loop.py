@@ -420,9 +420,9 @@ def test_a_device_without_float64_is_refused_at_the_start(monkeypatch):
 # ---- launch ----
 
 @pytest.mark.parametrize("given, words", [
-    (dict(nnodes=2), "--node_rank"), (dict(master_addr="h"), "without --nnodes"),
-    (dict(nnodes=2, node_rank=2, master_addr="h"), "outside 0 to 1"),
-    (dict(nproc_per_node=0), "--nproc_per_node is 0"), (dict(nnodes=0), "--nnodes is 0")])
+    (dict(nnodes=2), "found --nnodes 2;"), (dict(master_addr="h"), "found --master_addr h;"),
+    (dict(nnodes=2, node_rank=2, master_addr="h"), "R from 0 to N - 1"),
+    (dict(nproc_per_node=0), "M of at least 1"), (dict(nnodes=0), "found --nnodes 0")])
 def test_launch_options_that_do_not_fit_together_are_refused(given, words):
     args = dict(nnodes=None, node_rank=None, master_addr=None, master_port=None,
                 nproc_per_node=None, device="cpu")
