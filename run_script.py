@@ -50,36 +50,36 @@ def run_script(script, argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         script.make_parser().parse_args(["--help"])
-    began, problem, early, limit = time.time(), None, launch_options([]), None
-    options = config = None
+    began, launch, collective_timeout = time.time(), launch_options([]), None
+    options = config = problem = None
     try:
-        early = launch_options(argv)
-        if early.plan is None:
+        launch = launch_options(argv)
+        if launch.plan is None:
             options, config = script.read_arguments(argv)
-            hand_over(early, argv)
-            # The watchdog, which names who is late, is to be sooner than a collective's own limit.
-            limit = 6 * 3600.0 if config.monitoring.watchdog_minutes else None
+            hand_over(launch, argv)
+            if config.monitoring.watchdog_minutes:   # the watchdog, which names who is late, first
+                collective_timeout = 6 * 3600.0
     except (ValueError, RuntimeError) as e:
-        problem = ValueError(e)   # said below, once
-    name = Path(early.config).stem if early.config else script.name
-    work_dir = early.work_dir or (os.path.join("runs", name) if name else None)
+        problem = ValueError(e)   # the ranks meet first, so that it is printed once
+    name = Path(launch.config).stem if launch.config else script.name
+    work_dir = launch.work_dir or (os.path.join("runs", name) if name else None)
     try:
-        if early.plan is not None:
-            return print(script.describe_plan(script.read_arguments(argv)[1], early.plan))
-        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=limit,
-                        init_timeout=early.init_timeout, ipex=early.ipex)
+        if launch.plan is not None:
+            return print(script.describe_plan(script.read_arguments(argv)[1], launch.plan))
+        ddp = setup_ddp(launch.device, launch.backend, ranks=launch.ranks, ipex=launch.ipex,
+                        timeout=collective_timeout, init_timeout=launch.init_timeout)
     except (ValueError, RuntimeError, OSError) as e:
         e = problem or e   # what was wrong first
         code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
-        if early.plan is None:
+        if launch.plan is None:
             replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first
         sys.exit(code)
     except KeyboardInterrupt:   # nothing runs yet
         replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)
         sys.exit(130)
     with ddp:
-        run = prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp)
+        run = prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp)
         result = script.train(run, ddp)
     if "stopped" in result:
         sys.exit(AGAIN)
@@ -115,10 +115,10 @@ def started_ranks(args, argv):
                         init_timeout=args.init_timeout, ipex=args.ipex)
 
 
-def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp):
+def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp):
     """Prepare the run; what is wrong with the arguments or data ends all ranks with one line.
 
-    early: see launch_options. problem: found before the ranks met, or None."""
+    launch: see launch_options. problem: ValueError found before the ranks met, or None."""
     former, watched = read_status(work_dir), None
     if ddp.is_main and replace_status(work_dir, None, "starting"):
         watched = work_dir   # whatever ends this start writes its outcome there
@@ -128,7 +128,7 @@ def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp)
         # While loading, no less than the ranks had for meeting; Ctrl-C ends it at once.
         minutes = config.monitoring.watchdog_minutes
         signals = [name for name in config.training.stop_signals if name != "SIGINT"]
-        watch_run(ddp, watched, minutes and max(minutes, early.init_timeout / 60), signals)
+        watch_run(ddp, watched, minutes and max(minutes, launch.init_timeout / 60), signals)
         return script.prepare(config, ddp, work_dir, options)
     except (ValueError, OSError) as e:
         watch_run(ddp, None, minutes=0, signals=())
@@ -179,13 +179,13 @@ def launch_options(argv):
     if "" in argv or any(re.fullmatch("--[^=]+=", text) for text in argv):
         raise ValueError(f"command line: an argument is empty in {shlex.join(argv)}. Expected a "
                          "value. Is a variable of the shell unset?")
-    early = parser.parse_known_args(argv)[0]
-    if early.no_cuda:
-        if early.device not in ("auto", "cpu"):
-            raise ValueError(f"command line: --no_cuda with --device {early.device}; expected one "
+    launch = parser.parse_known_args(argv)[0]
+    if launch.no_cuda:
+        if launch.device not in ("auto", "cpu"):
+            raise ValueError(f"command line: --no_cuda with --device {launch.device}; expected one "
                              "of the two.")
-        early.device = "cpu"
-    return early
+        launch.device = "cpu"
+    return launch
 
 
 # ---------------------------------------------------------------- torch's launcher
