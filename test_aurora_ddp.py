@@ -10,10 +10,10 @@ Start it exactly as the training. Rank 0 prints a line per check: PASS, FAIL or 
                the same code and versions; are the limits of the system wide enough; is a sum over
                ranks and a product on each device right, and none slow; does the last rank see what
                rank 0 writes into the run folder (--work_dir)
-  --claims     (also without options) the pre-flight, and then: do messages arrive, and does a
-               barrier hold all; are the gradients of a wrapped model those of one process with all
-               the data; are the weights equal on all ranks after 20 steps, and with IPEX where it
-               is used; does a checkpoint come back, bit by bit
+  --claims     (also without options) the pre-flight, and then: do messages arrive; are the
+               gradients of a wrapped model those of one process with all the data; are the weights
+               equal on all ranks after 20 steps, and with IPEX where it is used; does a checkpoint
+               come back, bit by bit
   --bandwidth  time and bus bandwidth of the all-reduce, 1 KiB to 256 MiB (--max_mib)
 
 Where hosts are to blame, the last line is `suspect hosts: n1,n2`, as Slurm's --exclude takes it;
@@ -56,7 +56,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_setup
-from ddp_setup import (GLOO_MAX_RANKS, abort, barrier, broadcast, detect_launcher, load_checkpoint,
+from ddp_setup import (GLOO_MAX_RANKS, abort, broadcast, detect_launcher, load_checkpoint,
                        optimize_with_ipex, print0, save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
 from run_config import Parser
 from run_script import add_launch_arguments, hand_over
@@ -78,7 +78,6 @@ COLLECTIVES = 60.0          # after all limits: a collective must not fail where
 SETTING_UP = 90.0           # after --init_timeout: setup_ddp's own limits are over
 LAST_ANSWER = 10.0          # for all ranks to read it, before rank 0 ends with the store
 VISIBLE = 45.0              # NFS clients may believe for half a minute that a file is not there
-LATE = 0.1                  # that the last rank comes late to the barrier
 PRODUCTS = 0.5              # of repeats, for a rate
 POLL = 0.01                 # between two looks
 
@@ -318,11 +317,8 @@ def judge_bandwidth(rows, args):
 
 # ---------------------------------------------------------------- the claims: is training right?
 def pass_messages(row, ddp, args, answer):
-    """Send from the last rank, as most defaults point to rank 0; then hold all at a barrier.
-
-    A counter says how many ranks had come when a barrier let this one go.
-    """
-    store, last, row["problems"] = ddp.state.store, ddp.world_size - 1, []
+    """Send from the last rank, as most defaults point to rank 0."""
+    last = ddp.world_size - 1
     if ddp.world_size == 1:
         row["skip"] = "one rank: nobody to talk to"
         return
@@ -333,22 +329,11 @@ def pass_messages(row, ddp, args, answer):
         received = broadcast(message if ddp.rank == last else None, ddp, last)
     row["seconds"] = time.monotonic() - start
     if received != message or not (numbers == last).all():
-        row["problems"].append(f"received something else than rank {last} sent")
-    if ddp.rank == last:
-        time.sleep(LATE)   # the others must wait for it
-    store.add("check/at the barrier", 1)
-    start = time.monotonic()
-    with in_collective(row):
-        barrier(ddp, args.timeout)
-    missing = ddp.world_size - store.add("check/at the barrier", 0)
-    row["waited"] = time.monotonic() - start
-    if missing:
-        row["problems"].append(f"left the barrier before {missing} rank(s) had come")
+        row["problems"] = [f"received something else than rank {last} sent"]
 
 
 def judge_messages(rows, args):
-    return [], (f"4 KiB and an object in {milliseconds(rows, 'seconds')}, barrier in "
-                f"{milliseconds(rows[-1:], 'waited')}")
+    return [], f"4 KiB and an object in {milliseconds(rows, 'seconds')}"
 
 
 def items_of(ranks):

@@ -943,8 +943,8 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
     cases = [
         (base + "--train_data short.json --val_data none.json --base_model_name v_48_030",
          # all at once
-         ["item 0", "lengths differ", "none.json does not exist", "no file w/v_48_030.pt",
-          "github.com/dauparas/ProteinMPNN", "--base_model_dir FOLDER",
+         ["item 0", "lengths differ", "No such file or directory: 'none.json'",
+          "no file w/v_48_030.pt", "github.com/dauparas/ProteinMPNN", "--base_model_dir FOLDER",
           "--base_model_name random"]),
         ("--train_data pairs.json", ["no file vanilla_model_weights/v_48_020.pt"]),
         (base + "--base_model_name broken", ["broken.pt cannot be read"]),
