@@ -8,8 +8,8 @@ Takes chains, fixed and tied positions, bias, omitted letters and PSSMs from the
 command line and from the published tool's JSON files of settings, {structure name: entry}. In an
 entry, mostly {chain: value}, rows are counted from 1 in each chain, gaps included. Results are by
 row of the designed chains joined in the user's order, or by row of the Complex, as each says.
-Whatever names a chain, position or letter that is not there is a ValueError; settings for other
-structures than those of the call are noted.
+Whatever names a chain, position or letter that is not there is a ValueError. Settings for other
+structures, and for chains that are not designed, have no effect and are noted.
 """
 import json
 import math
@@ -21,7 +21,7 @@ import torch
 
 from proteinmpnn_model import make_pssm, mean_in_groups
 from sequence_data import AMINO_ACIDS, LETTERS, X_ID, decode, encode
-from structure_data import Complex, parse_positions, quote, read_structure
+from structure_data import Complex, parse_positions, quote, read_structure, unique_keys
 
 MAX_BIAS = 1e4          # nats; with more, float32 would not hold the logits beside it
 PER_STRUCTURE = ("chain_id_jsonl", "fixed_positions_jsonl", "tied_positions_jsonl",
@@ -37,7 +37,6 @@ class Design:
     chains:   names of the designed chains, as the user orders them.
     places:   (n_designed,) joined position of each designed row of the complex.
     row:      (n_designed,) the reverse: row of the complex of each joined position.
-    ends:     joined position at which each chain ends.
     spans:    {chain: (its first joined position, its number of rows)}.
     labels:   such as "A12", of each joined position.
     native, resolved, mutable: (n_designed,) joined letters; bool; bool.
@@ -59,9 +58,10 @@ class Design:
         chains = [structure.chains[name] for name in self.chains]
         self.labels = [f"{name}{number}" if number else f"a gap in {name}"
                        for name, chain in zip(self.chains, chains) for number in chain.numbers]
-        self.ends = np.cumsum([len(chain.S) for chain in chains])
-        self.spans = {name: (int(end) - len(chain.S), len(chain.S))
-                      for name, chain, end in zip(self.chains, chains, self.ends)}
+        self.spans, first = {}, 0
+        for name, chain in zip(self.chains, chains):
+            self.spans[name] = first, len(chain.S)
+            first += len(chain.S)
         self.native = self.complex.S[:n][self.row]
         self.resolved = self.complex.mask[:n][self.row]
         self.notes.append(
@@ -74,7 +74,9 @@ class Design:
         self.drawn = np.zeros(len(self.complex), bool)
         self.drawn[:n] = (self.mutable & self.resolved)[self.places]
         self.tie(args)
-        self.weigh_letters(args, bias)
+        self.bias = self.of_complex(self.bias_by_row(bias))
+        self.pssm = self.read_pssm(args) if "pssm_jsonl" in tables else None
+        self.check_letters_left()
 
     # ---- positions ----
 
@@ -101,40 +103,41 @@ class Design:
 
     def tie(self, args):
         """Set `tied` and `tied_weights`."""
-        weights = np.ones(len(self.complex), np.float32)
-        groups = self.given_groups(args.tied_positions or ())
-        groups = self.equal_numbers() if args.homomer else groups
+        positions = self.given_groups(args.tied_positions or ())
+        if args.homomer:
+            positions = self.equal_numbers()
+        groups = [dict.fromkeys(group, 1.0) for group in positions]     # joined position -> weight
         entry = self.entry("tied_positions_jsonl") or []
-        for group in entry if isinstance(entry, list) else [entry]:
-            rows = []
-            for first, n, value, where in self.settings("tied_positions_jsonl", group):
-                weighted = isinstance(value, list) and len(value) == 2 and (
-                    isinstance(value[0], list))
-                found = joined_rows(value[0] if weighted else value, first, n, where)
-                rows += found
-                if weighted:
-                    weights[self.row[found]] = numbers(value[1], (len(found),), where)
-            groups += [rows] if rows else []
+        groups += map(self.weighted_group, entry if isinstance(entry, list) else [entry])
         members = [i for group in groups for i in group]
         if len(set(members)) < len(members):
             raise ValueError(f"{self.name}: found tied positions in two groups; expected each "
                              "position in one.")
+        self.tied, self.tied_weights = [], np.ones(len(self.complex), np.float32)
         for group in groups:
-            if len(set(self.mutable[group])) == 2:
+            if len({self.mutable[i] for i in group}) == 2:
                 kinds = ", ".join(f"{self.labels[i]} ({'designed' if self.mutable[i] else 'fixed'})"
                                   for i in group)
                 raise ValueError(f"tied positions are designed and fixed: {kinds}. Fix all of a "
                                  "group or none.")
-        groups, all_groups = [[i for i in group if self.resolved[i]] for group in groups], groups
-        for group in groups:
-            if len(group) == 1:   # nothing is left that it could be tied to
-                weights[self.row[group]] = 1.0
-        n_absent = sum(map(len, all_groups)) - sum(map(len, groups))
+            resolved = [i for i in group if self.resolved[i]]
+            if len(resolved) > 1:
+                self.tied.append(self.row[resolved].tolist())
+                self.tied_weights[self.row[resolved]] = [group[i] for i in resolved]
+        n_absent = sum(not self.resolved[i] for i in members)
         if n_absent:
             self.notes.append(f"{n_absent} tied positions are gaps or lack atoms, and are left out "
                               "of their groups")
-        self.tied = [self.row[group].tolist() for group in groups if len(group) > 1]
-        self.tied_weights = weights
+
+    def weighted_group(self, entry):
+        """{joined position: weight} of a group {chain: rows, or [rows, weights]} of a file."""
+        group = {}
+        for first, n, value, where in self.by_chain("tied_positions_jsonl", entry, self.spans):
+            weighted = isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)
+            rows = joined_rows(value[0] if weighted else value, first, n, where)
+            weights = numbers(value[1], (len(rows),), where) if weighted else np.ones(len(rows))
+            group.update(zip(rows, weights.tolist()))
+        return group
 
     def given_groups(self, texts):
         """Of each group as typed, the k-th positions of its parts, in turn."""
@@ -178,47 +181,50 @@ class Design:
 
     # ---- letters ----
 
-    def weigh_letters(self, args, letter_bias):
-        """Set `bias` and `pssm`."""
-        n, V = len(self.places), len(LETTERS)
-        bias = np.tile(letter_bias, (n, 1))
-        for first, n_rows, value, where in self.settings("bias_by_res_jsonl"):
-            bias[first:first + n_rows] += numbers(value, (n_rows, V), where, -MAX_BIAS, MAX_BIAS)
-        for first, n_rows, items, where in self.settings("omit_AA_jsonl"):
+    def bias_by_row(self, bias):
+        """(n_designed, 21) nats by joined row, from (21,) for all of them."""
+        bias = np.tile(bias, (len(self.places), 1))
+        for first, n, value, where in self.settings("bias_by_res_jsonl"):
+            bias[first:first + n] += numbers(value, (n, len(LETTERS)), where, -MAX_BIAS, MAX_BIAS)
+        for first, n, items, where in self.settings("omit_AA_jsonl"):
             for item in items if isinstance(items, list) else [items]:
                 if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], str) or (
                         set(item[1]) - set(LETTERS)):
                     raise ValueError(f'{where}: found {quote(item)}; expected [[rows], "letters"] '
                                      f"with letters of {LETTERS}.")
-                rows = joined_rows(item[0], first, n_rows, where)
+                rows = joined_rows(item[0], first, n, where)
                 bias[np.ix_(rows, [LETTERS.index(letter) for letter in item[1]])] = -math.inf
-        self.bias, self.pssm = self.of_complex(bias), None
-        coef, letters, log_odds = np.zeros((n, 1)), np.zeros((n, V)), np.full((n, V), 1e4)
-        for first, n_rows, value, where in self.settings("pssm_jsonl"):
+        return bias
+
+    def read_pssm(self, args):
+        n_joined, V = len(self.places), len(LETTERS)
+        coef, letters = np.zeros((n_joined, 1)), np.zeros((n_joined, V))
+        log_odds = np.full((n_joined, V), 1e4)
+        for first, n, value, where in self.settings("pssm_jsonl"):
             if not isinstance(value, dict) or set(value) != {*PSSM_KEYS}:
                 raise ValueError(f"{where}: found {quote(value)}; expected the keys "
                                  f"{', '.join(PSSM_KEYS)}.")
-            span = slice(first, first + n_rows)
-            coef[span, 0] = numbers(value["pssm_coef"], (n_rows,), f"{where}, pssm_coef", 0, 1)
-            letters[span] = numbers(value["pssm_bias"], (n_rows, V), f"{where}, pssm_bias", 0, 1)
-            log_odds[span] = numbers(value["pssm_log_odds"], (n_rows, V), f"{where}, pssm_log_odds")
-        no_sum = (coef[:, 0] > 0) & (np.abs(letters.sum(1) - 1) > 0.01)
-        if no_sum.any():
-            raise ValueError(f"--pssm_jsonl: found pssm_bias at {self.labels[no_sum.argmax()]} of "
-                             f"{self.name} with a sum of {letters[no_sum.argmax()].sum():g}; "
-                             "expected probabilities, a sum of 1, where pssm_coef is above 0.")
-        if "pssm_jsonl" in self.tables:
-            threshold = (args.pssm_threshold or 0.0) if args.pssm_log_odds_flag else None
-            self.pssm = make_pssm(self.of_complex(coef)[:, 0], self.of_complex(letters),
-                                  self.of_complex(log_odds), args.pssm_multi or 0.0, threshold)
+            span = slice(first, first + n)
+            coef[span, 0] = numbers(value["pssm_coef"], (n,), f"{where}, pssm_coef", 0, 1)
+            letters[span] = numbers(value["pssm_bias"], (n, V), f"{where}, pssm_bias", 0, 1)
+            log_odds[span] = numbers(value["pssm_log_odds"], (n, V), f"{where}, pssm_log_odds")
+        for i in np.flatnonzero((coef[:, 0] > 0) & (np.abs(letters.sum(1) - 1) > 0.01)):
+            raise ValueError(f"--pssm_jsonl: found pssm_bias at {self.labels[i]} of {self.name} "
+                             f"with a sum of {letters[i].sum():g}; expected probabilities, a sum "
+                             "of 1, where pssm_coef is above 0.")
+        threshold = (args.pssm_threshold or 0.0) if args.pssm_log_odds_flag else None
+        return make_pssm(self.of_complex(coef)[:, 0], self.of_complex(letters),
+                         self.of_complex(log_odds), args.pssm_multi or 0.0, threshold)
+
+    def check_letters_left(self):
+        """Refuse positions at which no letter could be drawn."""
         allowed = mean_in_groups(self.bias, self.tied) > -math.inf
         if self.pssm is not None:
             share, letters = (mean_in_groups(x, self.tied) for x in self.pssm[:2])
             allowed &= (share < 1) | (letters > 0)
-        stuck = self.drawn & ~allowed.any(1).numpy()
-        if stuck.any():
+        for i in np.flatnonzero(self.drawn & ~allowed.any(1).numpy()):
             raise ValueError(f"{self.name}: bias, omitted letters and PSSM leave no letter to draw "
-                             f"at {self.labels[self.places[stuck.argmax()]]}. Omit fewer there.")
+                             f"at {self.labels[self.places[i]]}. Omit fewer there.")
 
     def of_complex(self, joined):
         """(n_designed, k) joined -> (L, k) float32 by row of the complex, 0 for fixed chains."""
@@ -236,19 +242,22 @@ class Design:
                              f"{self.name} among them. Give it {{}} for none.")
         return table and table[self.name]
 
-    def settings(self, option, group=None):
-        """Yield (first joined row, rows, value, words for messages) of each chain of an entry.
+    def settings(self, option):
+        """by_chain of this structure's entry in the file of an option."""
+        return self.by_chain(option, self.entry(option), self.structure.chains)
 
-        group: of tied positions, whose chains must all be designed.
+    def by_chain(self, option, entry, known):
+        """Yield (first joined row, rows, value, words for messages) of each designed chain.
+
+        entry: {chain: value}, or None. known: names of chains that it may have.
         """
-        entry, where = self.entry(option) if group is None else group, f"--{option}: {self.name}"
+        where = f"--{option}: {self.name}"
         if entry and not isinstance(entry, dict):
             raise ValueError(f"{where}: found {quote(entry)}; expected {{chain: ...}}.")
         for name, value in (entry or {}).items():
-            if name not in (self.structure.chains if group is None else self.spans):
-                chains = self.structure.chains if group is None else self.spans
+            if name not in known:
                 raise ValueError(f"{where}: found chain {quote(name)}; expected one of "
-                                 f"{' '.join(chains)}{'' if group is None else ', the designed'}.")
+                                 f"{' '.join(known)}.")
             if value and name in self.spans:
                 yield *self.spans[name], value, f"{where}, chain {name}"
             elif value:
@@ -260,26 +269,25 @@ class Design:
     def text(self, S):
         """(L,) ids of the complex -> letters of the designed chains, with / between them."""
         joined = decode(S[self.row])
-        return "/".join(joined[a:b] for a, b in zip([0, *self.ends[:-1]], self.ends))
+        return "/".join(joined[first:first + n] for first, n in self.spans.values())
 
     def ids(self, text, name):
         """The reverse, for sequences of a file; unresolved rows keep the structure's letters."""
-        parts, expected = text.replace("-", "X").split("/"), np.diff([0, *self.ends]).tolist()
-        if [len(part) for part in parts] != expected:
-            raise ValueError(f"{name}: found chains of {[len(part) for part in parts]} letters; "
-                             f"expected {expected}, of chains {' '.join(self.chains)}, gap rows "
-                             "counted, with / between chains.")
-        joined = "".join(parts)
-        wrong = re.search(f"[^{LETTERS}]", joined)
-        is_x = np.array([letter == "X" for letter in joined])
-        unnamed = is_x & self.resolved & (self.native != X_ID)
-        if wrong or unnamed.any():
-            i = wrong.start() if wrong else int(unnamed.argmax())
-            raise ValueError(f"{name}: found {joined[i]!r} at {self.labels[i]} (position {i}, "
-                             f"0-based); expected one of {AMINO_ACIDS}"
-                             f"{'' if wrong else ' at a resolved residue'}.")
+        parts = text.replace("-", "X").split("/")
+        found, expected = [len(part) for part in parts], [n for _, n in self.spans.values()]
+        if found != expected:
+            raise ValueError(f"{name}: found chains of {found} letters; expected {expected}, of "
+                             f"chains {' '.join(self.chains)}, gap rows counted, with / between "
+                             "chains.")
+        for i, letter in enumerate("".join(parts)):
+            needs_name = self.resolved[i] and self.native[i] != X_ID
+            if letter not in LETTERS or letter == "X" and needs_name:
+                raise ValueError(f"{name}: found {letter!r} at {self.labels[i]} (position {i}, "
+                                 f"0-based); expected one of {AMINO_ACIDS}, or X where no residue "
+                                 "is resolved.")
         S = self.complex.S.copy()
-        S[:len(self.places)] = np.where(self.resolved, encode(joined), self.native)[self.places]
+        joined = np.where(self.resolved, encode("".join(parts)), self.native)
+        S[:len(self.places)] = joined[self.places]
         return S
 
 
@@ -307,17 +315,15 @@ def choose_chains(args, structure, entry):
                 [name for name in usable if name not in (fixed or ())])
     unusable = [name for name in designed if name not in usable]
     if unusable or not designed:
-        what = f"chain {' '.join(unusable)} of {structure.name} has no residue"
-        what = what if unusable else f"no chain of {structure.name} that is not fixed has a residue"
-        raise ValueError(f"{what} with a complete backbone (N, CA, C, O); expected a protein chain "
-                         f"to design. There are: {' '.join(usable) or '(none)'}.")
+        raise ValueError(f"{structure.name}: found {' '.join(unusable) or 'no chain'} to design; "
+                         "expected protein chains with a complete backbone (N, CA, C, O) that are "
+                         f"not fixed. There are: {' '.join(usable) or '(none)'}.")
     if fixed is None:
         fixed = [name for name in usable if name not in designed]
     both = sorted({*designed} & {*fixed})
     if both:
-        where = ("--chains and in --fixed_chains" if option == "--chains" else
-                 f"both lists of {option}")
-        raise ValueError(f"chain {' '.join(both)} is in {where}; expected it in one.")
+        raise ValueError(f"{option}: chain {' '.join(both)} is to be designed and to be fixed; "
+                         "expected one of the two.")
     return designed, fixed
 
 
@@ -358,28 +364,21 @@ def letter_bias(args):
 
 
 def read_json(path):
-    """The object of a JSON file, or of one with an object per line, taken together.
+    """The JSON objects of a file, such as one per line, taken together.
 
-    Raises: ValueError for anything else and for names that come twice; OSError.
+    Raises: ValueError for anything else and for keys that come twice; OSError.
     """
-    def once(items):
-        names = [name for name, _ in items]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise ValueError(f"the name {quote(twice[0])} twice")
-        return dict(items)
-
-    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    text, items = Path(path).read_text(encoding="utf-8-sig", errors="replace"), []
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
     try:
-        try:
-            objects = [json.loads(text, object_pairs_hook=once)]
-        except json.JSONDecodeError:
-            objects = [json.loads(line, object_pairs_hook=once)
-                       for line in text.splitlines() if line.strip()]
-        return once([item for value in objects for item in value.items()])
+        while text := text.lstrip():
+            value, end = decoder.raw_decode(text)
+            items += value.items()
+            text = text[end:]
+        return unique_keys(items)
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: found {str(error)[:80]}; expected JSON objects, {{...}}, one "
-                         "per line, no name twice.") from None
+        raise ValueError(f"{path}: found {str(error)[:80]}; expected JSON objects, {{...}}, each "
+                         "key once.") from None
 
 
 def joined_rows(rows, first, n, where):

@@ -12,26 +12,26 @@
     config = load_config(Config, "configs/demo.yaml", ["optim.lr=1e-4"])
 
 Reads one YAML file and writes nothing. Every refusal is a ValueError that names the file (or the
-command line), the key, what was found and what was expected. How values are read, by the type of
-the field:
+command line), the key, what was found and what was expected. YAML reads true, false, yes, no, on,
+off and null; everything else that is no list or mapping is text, which the type of the field reads:
 
-    float    1e-4 too, which YAML 1.1 hands over as text; whole numbers; not nan, not infinite
+    float    1e-4, 3; not nan, not infinite
     int      whole numbers, also written 1e6 or 2.0; not 1.5
-    bool     true and false (YAML 1.1 reads yes, no, on, off as these too); not 0 and 1
-    str      text only: a number or yes/no/on/off needs quotes
+    bool     true and false; not 0 and 1
+    str      any text; yes, no, on, off, true, false and null need quotes
     Literal  one of the texts
     A | B    the first member, in the order of the annotation, that takes the value
     tuple[T, U], tuple[T, ...], dict[str, T]
 
-010 and 1:30 are refused: YAML 1.1 would read them as 8 (octal) and 90 (to the base of 60).
+So 010 is 10, and 1:30 is no number (YAML 1.1 would read 8 and 90).
 """
 
 import argparse
 import dataclasses
 import difflib
+import math
 import re
 import signal
-import sys
 import types
 import typing
 from dataclasses import dataclass
@@ -55,22 +55,24 @@ def load_config(cls, path=None, overrides=(), flags=None):
     Raises: ValueError for what cannot be read as declared.
     """
     raw = {} if path is None else _read_yaml(path)
-    given_as = {}                       # dotted key -> the override as typed, for messages
+    typed = {}                          # dotted key -> the place of its value, for messages
     for text in overrides:
         dotted, equals, value = text.partition("=")
         dotted = dotted.strip()
         if not equals or not dotted:
             raise ValueError(f"command line: found {text!r}; expected section.key=value without "
                              f"blanks around '=', such as {_names(cls)[0]}=...")
-        _override(cls, raw, dotted, _parse(value, f"command line, {text!r}"), text, path)
-        given_as[dotted] = f"command line, {text!r}"
+        if dataclasses.is_dataclass(_types(cls).get(dotted)):
+            raise ValueError(f"command line, {text!r}: {dotted!r} is a section; expected one of "
+                             "its keys.")
+        typed[dotted] = f"command line, {text!r}"
+        _put(raw, dotted, _parse(value, typed[dotted]), typed[dotted])
     for dotted, text in (flags or {}).items():
         if text is not None:
-            given_as[dotted] = f"command line, {f'{dotted}={text}'!r}"
-            value = text if _takes_text(cls, dotted) else _parse(text, given_as[dotted])
-            _override(cls, raw, dotted, value, f"{dotted}={text}", path)
-    where = str(path) if path is not None else "configuration"
-    return _make_section(cls, raw, "", where, given_as)
+            typed[dotted] = f"command line, {f'{dotted}={text}'!r}"
+            value = text if _takes_text(cls, dotted) else _parse(text, typed[dotted])
+            _put(raw, dotted, value, typed[dotted])
+    return _make_section(cls, raw, "", str(path or "configuration"), typed, cls)
 
 
 def config_to_dict(config):
@@ -83,10 +85,19 @@ def config_to_dict(config):
     return plain(dataclasses.asdict(config))
 
 
+def _flatten(config):
+    """{"section.key": value} of a nested dict as of config_to_dict."""
+    flat = {}
+    for section, value in config.items():
+        keys = value if isinstance(value, dict) else {"": value}        # "": a key of no section
+        flat |= {f"{section}.{key}".rstrip("."): item for key, item in keys.items()}
+    return flat
+
+
 def config_items(config, ignore=()):
     """{"section.key": plain value} of all keys but those to ignore."""
-    return {f"{section}.{key}": value for section, keys in config_to_dict(config).items()
-            for key, value in keys.items() if f"{section}.{key}" not in ignore}
+    return {key: value for key, value in _flatten(config_to_dict(config)).items()
+            if key not in ignore}
 
 
 def config_differences(old, new, ignore=()):
@@ -97,22 +108,12 @@ def config_differences(old, new, ignore=()):
         ignore:   dotted keys, or names of whole sections.
     Returns: list of "section.key: old -> new"; a key that one side lacks is shown as (absent).
     """
-    absent, differences = object(), []
-
-    def show(value):
-        return "(absent)" if value is absent else repr(value)
-
-    def compare(before, after, dotted):
-        if dotted in ignore:
-            return
-        if isinstance(before, dict) and isinstance(after, dict):
-            for key in [*before, *(key for key in after if key not in before)]:
-                compare(before.get(key, absent), after.get(key, absent),
-                        f"{dotted}.{key}" if dotted else str(key))
-        elif before != after or isinstance(before, bool) != isinstance(after, bool):
-            differences.append(f"{dotted}: {show(before)} -> {show(after)}")
-
-    compare(old, new, "")
+    old, new, differences = _flatten(old), _flatten(new), []
+    for key in old | new:
+        ignored = key in ignore or key.partition(".")[0] in ignore
+        if not ignored and (key not in old or key not in new or old[key] != new[key]):
+            before, after = (repr(flat[key]) if key in flat else "(absent)" for flat in (old, new))
+            differences.append(f"{key}: {before} -> {after}")
     return differences
 
 
@@ -243,81 +244,58 @@ def check_values(c, checks, least):
 
 # ---- YAML ----
 
-class _Misread(yaml.MarkedYAMLError):
-    """Something that YAML would accept and take for something else than what was meant."""
+class _Loader(yaml.SafeLoader):
+    """YAML in which numbers and dates are text, and each key of a mapping comes once."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen and key.value != "<<":
+                raise yaml.MarkedYAMLError(problem=f"found the key {key.value!r} again; expected "
+                                                   "each key once", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
-def _check_nodes(node, visited, key=""):
-    """Refuse repeated keys, of which YAML would take the last, and numbers with a hidden base.
-
-    visited: ids of nodes, as an alias may lead back to its anchor. key: what the node belongs to.
-    """
-    if id(node) in visited:
-        return
-    visited.add(id(node))
-    if isinstance(node, yaml.ScalarNode):
-        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-        if is_number and (":" in node.value or re.fullmatch(r"[-+]?0[0-7_]+", node.value)):
-            value = yaml.SafeLoader("").construct_object(node)
-            raise _Misread(problem=f"{key}found {node.value}, which YAML 1.1 reads as {value:g}; "
-                                   "expected a number without ':' and without a leading 0. Write "
-                                   "it so, or quote it if it is text", problem_mark=node.start_mark)
-    elif isinstance(node, yaml.SequenceNode):
-        for child in node.value:
-            _check_nodes(child, visited, key)
-    elif isinstance(node, yaml.MappingNode):
-        first_line = {}
-        for name, child in node.value:
-            if isinstance(name, yaml.ScalarNode) and name.value != "<<":
-                if name.value in first_line:
-                    raise _Misread(problem=f"found the key '{name.value}' again (first in line "
-                                           f"{first_line[name.value]}); expected each key once. "
-                                           "Remove one", problem_mark=name.start_mark)
-                first_line[name.value] = name.start_mark.line + 1
-            _check_nodes(name, visited, key)
-            is_text = isinstance(name, yaml.ScalarNode)
-            _check_nodes(child, visited, f"{name.value}: " if is_text else key)
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers
+             if tag.rpartition(":")[2] in ("bool", "null", "merge")]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 
 
 def _parse(text, where):
+    """The value of a YAML text. where: it is from, for messages."""
     try:
-        _check_nodes(yaml.compose(text, yaml.SafeLoader), set())
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        advice = "" if isinstance(error, _Misread) else (
-            " This is not valid YAML as expected (section:, then indented key: value lines; "
-            "blanks, no tabs).")
-        raise ValueError(f"{where}{line}: {problem}.{advice}") from None
-    except (ValueError, TypeError) as error:    # such as the date 2020-13-45, or a list as a key
-        raise ValueError(f"{where}: {error}. YAML cannot read one of the values: "
-                         "quote it.") from None
+        raise ValueError(f"{where}{line}: {getattr(error, 'problem', None) or error}. This is not "
+                         "valid YAML as expected (section:, then indented key: value lines; "
+                         "blanks, no tabs).") from None
 
 
 def _read_yaml(path):
-    path = Path(path)
-    if not path.is_file():
-        problem = "is a directory" if path.is_dir() else "does not exist"
-        raise ValueError(f"{path} {problem}; expected a YAML configuration. Check the path "
-                         f"(relative to {Path.cwd()}).")
     try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; expected a readable YAML "
-                         "file.") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); expected YAML. Is it the "
-                         "right file?") from None
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Expected a YAML configuration. Check "
+                         f"the path (relative to {Path.cwd()}).") from None
     raw = _parse(text, str(path))
-    if raw is None:
-        raise ValueError(f"{path} is empty; expected sections with keys. For the defaults, give no "
-                         "file or one key.")
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: found {_show(raw)} at the top level; expected sections, as in "
                          "'optim: {lr: 1e-4}'.")
     return raw
+
+
+def _put(raw, dotted, value, where):
+    """Put value at the dotted key into the nested dict raw."""
+    *sections, key = dotted.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+        if not isinstance(raw, dict):
+            raise ValueError(f"{where}: {section!r} is {_show(raw)} there, and not a section.")
+    raw[key] = value
 
 
 # ---- dataclasses ----
@@ -345,80 +323,46 @@ def _takes_text(cls, dotted):
 
 
 def _unknown(root, cls, key, prefix, where):
-    """ValueError for a key that cls lacks, with the nearest name: here, else in another section."""
+    """ValueError for a key that the section cls lacks, with the key of the nearest name."""
     here = list(_types(cls))
-    near = [prefix + name for name in difflib.get_close_matches(str(key), here, 1)]
-    if not near:
-        everywhere = {name.rpartition(".")[2]: name for name in reversed(_names(root))}
-        near = [everywhere[name]
-                for name in difflib.get_close_matches(str(key), list(everywhere), 1, 0.75)]
-    advice = f"Did you mean {near[0]!r}?" if near else f"Known here: {', '.join(here)}."
-    kind = "section or key" if not prefix else "key"
+    candidates = {name.rpartition(".")[2]: name for name in _names(root)}
+    candidates |= {name: prefix + name for name in here}
+    near = difflib.get_close_matches(str(key), candidates, 1)
+    advice = f"Did you mean {candidates[near[0]]!r}?" if near else f"Known here: {', '.join(here)}."
+    kind = "key" if prefix else "section or key"
     return ValueError(f"{where}: unknown {kind} {prefix + str(key)!r}. {advice}")
 
 
-def _override(cls, raw, dotted, value, text, path):
-    """Put value at dotted into the nested dict raw, refusing paths that the dataclass lacks."""
-    node, owner, prefix, parts = raw, cls, "", dotted.split(".")
-    where = f"command line, {text!r}"
-    for part in parts[:-1]:
-        kinds = _types(owner)
-        if part not in kinds:
-            raise _unknown(cls, owner, part, prefix, where)
-        prefix += part + "."
-        if not dataclasses.is_dataclass(kinds[part]):
-            raise ValueError(f"{where}: {prefix[:-1]!r} is a key, not a section; expected "
-                             f"{prefix[:-1]}=value, where the value may be YAML such as "
-                             f"'{{{dotted[len(prefix):]}: ...}}'.")
-        owner = kinds[part]
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ValueError(f"{path}: section {prefix[:-1]!r} is {_show(node)}; expected "
-                             "'key: value' lines under it.")
-    kinds = _types(owner)
-    if parts[-1] not in kinds:
-        raise _unknown(cls, owner, parts[-1], prefix, where)
-    if dataclasses.is_dataclass(kinds[parts[-1]]):
-        raise ValueError(f"{where}: {dotted!r} is a section; expected one of its keys, such as "
-                         f"{_names(kinds[parts[-1]], dotted + '.')[0]}=...")
-    node[parts[-1]] = value
-
-
-def _make_section(cls, raw, prefix, where, given_as, root=None):
+def _make_section(cls, raw, prefix, path, typed, root):
     """Instance of the dataclass cls from a dict as YAML gave it.
 
-    prefix: "" or "section." in front of its keys. where: the file, for messages; given_as: for keys
-    of the command line, what to say instead. root: dataclass of the whole, to find near names in.
+    prefix: "" or "section." in front of its keys. path: of the file, for messages; typed: for keys
+    of the command line, what to say instead. root: dataclass of the whole.
     """
-    root = root or cls
     kinds, values = _types(cls), {}
     for key, value in raw.items():
+        dotted = f"{prefix}{key}"
+        where = next((text for name, text in typed.items()
+                      if f"{name}.".startswith(f"{dotted}.")), path)
         if key not in kinds:
             raise _unknown(root, cls, key, prefix, where)
-        dotted = f"{prefix}{key}"
-        if dataclasses.is_dataclass(kinds[key]):
-            if not isinstance(value, dict):
-                raise ValueError(f"{where}: section {dotted!r} is {_show(value)}; expected "
-                                 "'key: value' lines under it. For its defaults leave the section "
-                                 "out.")
-            values[key] = _make_section(kinds[key], value, dotted + ".", where, given_as, root)
-        else:
+        if not dataclasses.is_dataclass(kinds[key]):
             try:
                 values[key] = _convert(value, kinds[key])
             except ValueError as error:
-                raise ValueError(f"{given_as.get(dotted, where)}: {dotted}: {error}") from None
+                raise ValueError(f"{where}: {dotted}: {error}") from None
+        elif isinstance(value, dict):
+            values[key] = _make_section(kinds[key], value, dotted + ".", path, typed, root)
+        else:
+            raise ValueError(f"{where}: section {dotted!r} is {_show(value)}; expected 'key: "
+                             "value' lines under it. For its defaults leave the section out.")
     return cls(**values)
 
 
 # ---- values ----
 
 def _show(value):
-    """A value and its kind, as a reader of YAML would name it."""
-    if value is None:
-        return "nothing (null)"
-    kinds = {bool: "true/false", int: "whole number", float: "number", str: "text", dict: "mapping",
-             list: "list"}
-    return f"{value!r} ({kinds.get(type(value), type(value).__name__)})"
+    return "nothing (null)" if value is None else repr(value)
 
 
 def _name_type(kind):
@@ -438,56 +382,37 @@ def _name_type(kind):
 def _convert(value, kind):
     """value as YAML gave it -> a value of the annotated type, or ValueError."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    refusal = ValueError(f"found {_show(value)}; expected {_name_type(kind)}.")
     if origin in (typing.Union, types.UnionType):
         for member in args:
             try:
                 return _convert(value, member)
             except ValueError:
                 continue
-        raise refusal
-    if origin is typing.Literal:
-        return _choose(value, args, refusal)
-    if kind in (float, int):
-        return _number(value, kind, refusal)
-    if kind in (bool, str, type(None)):
-        if type(value) is not kind:
-            quote = kind is str and type(value) in (bool, int, float)
-            raise ValueError(f"{refusal}{' Quote it.' if quote else ''}")
+    elif origin is typing.Literal and value in args:
         return value
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise refusal
+    elif kind in (float, int):
+        number = _number(value, kind)
+        if number is not None:
+            return number
+    elif kind in (bool, str, type(None)) and type(value) is kind:
+        return value
+    elif origin is tuple and isinstance(value, list):
         kinds = args[:1] * len(value) if Ellipsis in args else args
-        if len(value) != len(kinds):
-            raise ValueError(f"found {len(value)} values, {value!r}; expected {len(kinds)}: "
-                             f"{_name_type(kind)}.")
-        return tuple(map(_convert, value, kinds))
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise refusal
+        if len(value) == len(kinds):
+            return tuple(map(_convert, value, kinds))
+    elif origin is dict and isinstance(value, dict):
         return {_convert(key, args[0]): _convert(item, args[1]) for key, item in value.items()}
-    raise TypeError(f"a configuration field has the type {kind}, which run_config does not read")
+    quotes = " Quote it." if kind is str and isinstance(value, bool) else ""
+    raise ValueError(f"found {_show(value)}; expected {_name_type(kind)}.{quotes}")
 
 
-def _choose(value, choices, refusal):
-    """The choice of a Literal that equals value."""
-    if value in choices:
-        return value
-    if isinstance(value, bool):
-        raise ValueError(f"{refusal} YAML reads on, off, yes and no without quotes as true and "
-                         "false: quote them.")
-    near = difflib.get_close_matches(str(value), choices, 1)
-    raise ValueError(f"{refusal}" + (f" Did you mean {near[0]!r}?" if near else ""))
-
-
-def _number(value, kind, refusal):
-    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value):
-        value = float(value)                    # 1e-4: a number to everyone but YAML 1.1
-    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:     # nan, infinite
-        raise refusal
-    if kind is int and value != int(value):
-        raise refusal
-    if kind is int and abs(value) >= 2**63:
-        raise ValueError(f"found {value}; expected at most {2**63 - 1}.")
-    return kind(value)
+def _number(text, kind):
+    """The int or float that a text is; None for anything else, nan and infinities included."""
+    if not isinstance(text, str):
+        return None
+    if kind is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
+        return int(text)
+    is_number = re.fullmatch(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?", text)
+    number = float(text) if is_number else math.nan
+    is_usable = math.isfinite(number) and (kind is float or number.is_integer())
+    return kind(number) if is_usable else None

@@ -21,8 +21,8 @@ import socket
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
-
 
 TRACKER_SECONDS = 60    # that a server may keep a run waiting
 
@@ -49,16 +49,18 @@ class RunLog:
         if not self.is_main:
             return
         folder = self.path.parent
-        for wanted, name, make in (
-                (tensorboard, "TensorBoard", lambda: TensorBoard(folder, step)),
-                (wandb is not None, "W&B", lambda: Wandb(folder, wandb, config))):
-            if wanted:
-                self._try(name, lambda make=make: self.trackers.append(make()))
+        if tensorboard:
+            self._try("TensorBoard", lambda: self.trackers.append(TensorBoard(folder, step)))
+        if wandb is not None:
+            self._try("W&B", lambda: self.trackers.append(Wandb(folder, wandb, config)))
 
-    def _try(self, name, action):
-        """Whether a tracker did its work: it is never the reason why a run ends."""
+    def _try(self, name, action, *arguments):
+        """Call action(*arguments). Returns: whether it did its work.
+
+        A tracker that fails is no reason to end a run.
+        """
         try:
-            action()
+            action(*arguments)
             return True
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
@@ -83,8 +85,8 @@ class RunLog:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         known = {name: value for name, value in row.items() if value is not None}
-        self.trackers = [tracker for tracker in self.trackers if self._try(
-            tracker.name, lambda t=tracker: t.log(step, known, histograms or {}))]
+        self.trackers = [tracker for tracker in self.trackers
+                         if self._try(tracker.name, tracker.log, step, known, histograms or {})]
 
     def sync(self):
         """Have the rows on the disk, before the checkpoint that a next start continues from."""
@@ -98,11 +100,8 @@ class RunLog:
         The file is replaced in one go, so a kill leaves the old or the new one. Raises ValueError
         for a row that is broken anywhere else.
         """
-        if not self.is_main or not self.path.exists():
-            return
-        kept = rows_up_to(self.path, step)
-        if kept != self.path.read_text(encoding="utf-8", errors="replace"):
-            write_text_atomic(self.path, kept)
+        if self.is_main and self.path.exists():
+            write_text_atomic(self.path, rows_up_to(self.path, step))
 
     def progress(self, step, loss=None, ppl=None, rate=None, **more):
         """Show where the run is. rate: residues/s of all ranks; more: short numbers or texts."""
@@ -116,7 +115,7 @@ class RunLog:
                 columns, lines = shutil.get_terminal_size()    # 80 x 24 if the terminal says 0 x 0
                 self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
                                 ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
-        fields = [f"{name} {_short(value)}" for name, value in (("loss", loss), ("ppl", ppl))
+        fields = [f"{name} {value:.4g}" for name, value in (("loss", loss), ("ppl", ppl))
                   if value is not None]
         if rate is not None:
             fields.append(f"{rate:,.0f} res/s")
@@ -124,18 +123,15 @@ class RunLog:
         if self.total_steps and step > first:
             left = int((now - since) / (step - first) * max(self.total_steps - step, 0))
             fields.append(f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}")
-        fields += [f"{name} {_short(value)}" for name, value in more.items()]
+        fields += [f"{name} {value if isinstance(value, str) else f'{value:.4g}'}"
+                   for name, value in more.items()]
         where = f"step {step}/{self.total_steps}" if self.total_steps else f"step {step}"
+        line = "  ".join([where, *fields])
         if self.bar is not None:
             self.bar.n = step
-            self.bar.set_description_str("  ".join([where, *fields]))
-            return
-        line = where
-        for field in fields:                 # at most 80 columns: what does not fit is left out
-            if len(line) + 2 + len(field) > 80:
-                break
-            line += "  " + field
-        print(line, flush=True)
+            self.bar.set_description_str(line)
+        else:
+            print(line, flush=True)
 
     def say(self, text):
         """Print a line on stdout without breaking the bar."""
@@ -219,7 +215,7 @@ class Wandb:
         if not path.exists():
             write_text_atomic(path, secrets.token_hex(4) + "\n")
         mode = os.environ.get("WANDB_MODE") or settings.get("mode") or (
-            "online" if _reachable("api.wandb.ai") else "offline")
+            "online" if _is_reachable("api.wandb.ai") else "offline")
         limits = {name: TRACKER_SECONDS for name in ("login_timeout", "finish_timeout")
                   if hasattr(wandb.Settings(), name)}
         self.run = wandb.init(project=settings.get("project") or "protein-ddp", mode=mode,
@@ -237,8 +233,10 @@ class Wandb:
         self.run.finish()
 
 
-def _reachable(host):
-    """Whether a connection to `host` opens in a few seconds."""
+def _is_reachable(host):
+    """Whether there is a proxy, or a connection to `host` opens in a few seconds."""
+    if "https" in urllib.request.getproxies():
+        return True
     try:
         socket.create_connection((host, 443), timeout=3).close()
         return True
@@ -275,10 +273,6 @@ def write_whole(path, write):
     with contextlib.suppress(OSError):   # some file systems cannot
         os.fsync(folder)
     os.close(folder)
-
-
-def _short(value):
-    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def rows_up_to(path, step):

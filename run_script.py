@@ -50,36 +50,36 @@ def run_script(script, argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         script.make_parser().parse_args(["--help"])
-    began, problem, early, limit = time.time(), None, launch_options([]), None
-    options = config = None
+    began, launch, collective_timeout = time.time(), launch_options([]), None
+    options = config = problem = None
     try:
-        early = launch_options(argv)
-        if early.plan is None:
+        launch = launch_options(argv)
+        if launch.plan is None:
             options, config = script.read_arguments(argv)
-            hand_over(early, argv)
-            # The watchdog, which names who is late, is to be sooner than a collective's own limit.
-            limit = 6 * 3600.0 if config.monitoring.watchdog_minutes else None
+            hand_over(launch, argv)
+            if config.monitoring.watchdog_minutes:   # the watchdog, which names who is late, first
+                collective_timeout = 6 * 3600.0
     except (ValueError, RuntimeError) as e:
-        problem = ValueError(e)   # said below, once
-    name = Path(early.config).stem if early.config else script.name
-    work_dir = early.work_dir or (os.path.join("runs", name) if name else None)
+        problem = ValueError(e)   # the ranks meet first, so that it is printed once
+    name = Path(launch.config).stem if launch.config else script.name
+    work_dir = launch.work_dir or (os.path.join("runs", name) if name else None)
     try:
-        if early.plan is not None:
-            return print(script.describe_plan(script.read_arguments(argv)[1], early.plan))
-        ddp = setup_ddp(early.device, early.backend, ranks=early.ranks, timeout=limit,
-                        init_timeout=early.init_timeout, ipex=early.ipex)
+        if launch.plan is not None:
+            return print(script.describe_plan(script.read_arguments(argv)[1], launch.plan))
+        ddp = setup_ddp(launch.device, launch.backend, ranks=launch.ranks, ipex=launch.ipex,
+                        timeout=collective_timeout, init_timeout=launch.init_timeout)
     except (ValueError, RuntimeError, OSError) as e:
         e = problem or e   # what was wrong first
         code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
-        if early.plan is None:
+        if launch.plan is None:
             replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first
         sys.exit(code)
     except KeyboardInterrupt:   # nothing runs yet
         replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)
         sys.exit(130)
     with ddp:
-        run = prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp)
+        run = prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp)
         result = script.train(run, ddp)
     if "stopped" in result:
         sys.exit(AGAIN)
@@ -104,8 +104,9 @@ def joined_ranks(*devices, **options):
 def started_ranks(args, argv):
     """joined_ranks with the options of add_launch_arguments, the ranks started where they say so.
 
-    argv: what `args` was parsed from."""
+    argv: what `args` was parsed from. args: None where only the launch options of argv were."""
     try:
+        args = args or launch_options(argv)
         hand_over(args, argv)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -114,10 +115,10 @@ def started_ranks(args, argv):
                         init_timeout=args.init_timeout, ipex=args.ipex)
 
 
-def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp):
+def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp):
     """Prepare the run; what is wrong with the arguments or data ends all ranks with one line.
 
-    early: see launch_options. problem: found before the ranks met, or None."""
+    launch: see launch_options. problem: ValueError found before the ranks met, or None."""
     former, watched = read_status(work_dir), None
     if ddp.is_main and replace_status(work_dir, None, "starting"):
         watched = work_dir   # whatever ends this start writes its outcome there
@@ -127,7 +128,7 @@ def prepare_on_all_ranks(script, options, config, early, problem, work_dir, ddp)
         # While loading, no less than the ranks had for meeting; Ctrl-C ends it at once.
         minutes = config.monitoring.watchdog_minutes
         signals = [name for name in config.training.stop_signals if name != "SIGINT"]
-        watch_run(ddp, watched, minutes and max(minutes, early.init_timeout / 60), signals)
+        watch_run(ddp, watched, minutes and max(minutes, launch.init_timeout / 60), signals)
         return script.prepare(config, ddp, work_dir, options)
     except (ValueError, OSError) as e:
         watch_run(ddp, None, minutes=0, signals=())
@@ -178,47 +179,44 @@ def launch_options(argv):
     if "" in argv or any(re.fullmatch("--[^=]+=", text) for text in argv):
         raise ValueError(f"command line: an argument is empty in {shlex.join(argv)}. Expected a "
                          "value. Is a variable of the shell unset?")
-    early = parser.parse_known_args(argv)[0]
-    if early.no_cuda:
-        if early.device not in ("auto", "cpu"):
-            raise ValueError(f"command line: --no_cuda with --device {early.device}; expected one "
+    launch = parser.parse_known_args(argv)[0]
+    if launch.no_cuda:
+        if launch.device not in ("auto", "cpu"):
+            raise ValueError(f"command line: --no_cuda with --device {launch.device}; expected one "
                              "of the two.")
-        early.device = "cpu"
-    return early
+        launch.device = "cpu"
+    return launch
 
 
 # ---------------------------------------------------------------- torch's launcher
+LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")   # options
+
+
 def hand_over(args, argv):
     """Where --nnodes or --nproc_per_node is given, run this script on as many ranks, with the other
     arguments of `argv`, and leave with their exit code. Does nothing otherwise.
 
     Raises: ValueError for options that do not fit together."""
-    if args.nnodes is None and args.nproc_per_node is None:
-        stray = [name for name in ("node_rank", "master_addr", "master_port")
-                 if getattr(args, name) is not None]
-        if stray:
-            raise ValueError(f"--{stray[0]} is given without --nnodes. Expected --nnodes N "
-                             "--node_rank R --master_addr HOST [--master_port P] "
-                             "[--nproc_per_node M].")
+    given = {name: getattr(args, name) for name in LAUNCH if getattr(args, name) is not None}
+    if not given:
         return
     place = detect_launcher(os.environ)
     if place.world_size > 1:
         raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
                          f"started {place.world_size} already. Leave one of the two out.")
-    for name in ("nnodes", "nproc_per_node"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}; expected at least 1")
-    nnodes, rank = args.nnodes or 1, args.node_rank or 0
-    if nnodes > 1 and (args.node_rank is None or args.master_addr is None):
-        raise ValueError(f"--nnodes {nnodes} needs --node_rank (0 to {nnodes - 1}) and "
-                         "--master_addr (host of node 0)")
-    if not 0 <= rank < nnodes:
-        raise ValueError(f"--node_rank {rank} is outside 0 to {nnodes - 1}")
+    nnodes, rank = given.get("nnodes", 1), given.get("node_rank", 0)
+    complete = ({"node_rank", "master_addr"} <= given.keys() if nnodes > 1 else
+                bool({"nnodes", "nproc_per_node"} & given.keys()))
+    if not complete or not 0 <= rank < nnodes or given.get("nproc_per_node", 1) < 1:
+        found = " ".join(f"--{name} {value}" for name, value in given.items())
+        raise ValueError(f"found {found}; expected --nproc_per_node M, or --nnodes N --node_rank R "
+                         "--master_addr HOST [--master_port P] [--nproc_per_node M] with R from 0 "
+                         "to N - 1 and M of at least 1.")
     devices = torch.cuda.device_count() or (hasattr(torch, "xpu") and torch.xpu.device_count()) or 1
     per_node = args.nproc_per_node or (1 if args.device == "cpu" else devices)
     rest = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--nnodes", "--node_rank", "--master_addr", "--master_port", "--nproc_per_node"):
-        rest.add_argument(option)
+    for name in LAUNCH:
+        rest.add_argument(f"--{name}")
     command = ["-u", sys.argv[0], *rest.parse_known_args(argv)[1]]
     # What the guard's last line tells the user to give again: `command` starts a single rank.
     os.environ["DDP_COMMAND"] = shlex.join(["python", *sys.orig_argv[1:]])
@@ -319,28 +317,23 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
 
 def choose_precision(config, ddp):
     """(dtype of autocast, words on it and on the limit of memory). Raises: ValueError."""
-    if ddp.device.type == "xpu" and not torch.xpu.get_device_properties(ddp.device).has_fp64:
-        raise ValueError(f"{ddp.device} computes no float64, in which losses are summed; expected "
-                         "a data-centre XPU. Give --device cpu.")
+    device = ddp.device
+    if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
+        raise ValueError(f"{device} computes no float64, in which losses are summed; expected a "
+                         "data-centre XPU. Give --device cpu.")
     try:
-        dtype, why = choose_dtype(config.memory.mixed_precision, ddp.device)
+        dtype, why = choose_dtype(config.memory.mixed_precision, device)
     except RuntimeError as e:
         raise ValueError(f"config: {e}") from None
-    return dtype, f"{str(dtype)[6:]} ({why}){limit_memory(config.memory.max_memory_per_gpu, ddp)}"
-
-
-def limit_memory(share, ddp):
-    """Let this process take at most `share` of its device's memory; returns words on it.
-
-    share: above 0 up to 1, or None for all."""
-    if share is None:
-        return ""
-    kind = ddp.device.type
-    setter = getattr(getattr(torch, kind), "set_per_process_memory_fraction", None)
-    if kind == "cpu" or setter is None:
-        return f"; max_memory_per_gpu {share} has no effect on {kind}"
-    setter(share, ddp.device)
-    return f"; at most {share:.0%} of the device's memory"
+    words, share = f"{str(dtype)[6:]} ({why})", config.memory.max_memory_per_gpu
+    if share is not None:
+        set_limit = getattr(getattr(torch, device.type), "set_per_process_memory_fraction", None)
+        if device.type == "cpu" or set_limit is None:
+            words += f"; max_memory_per_gpu {share} has no effect on {device.type}"
+        else:
+            set_limit(share, device)
+            words += f"; at most {share:.0%} of the device's memory"
+    return dtype, words
 
 
 def compile_blocks(model, setting, ddp):

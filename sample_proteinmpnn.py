@@ -79,7 +79,6 @@ from sequence_data import LETTERS, X_ID, keyed_generator, named_sequences
 from structure_data import FORMATS, collate_complexes
 
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
-FIGURES = "\0"          # in a header, until they are known
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")
 NOT_DRAWING = ("score_only", "unconditional_probs", "conditional_probs")
 ONLY_DRAWING = ("num", "temperature", "omit", "bias", "tied_positions", "homomer", "bias_AA_jsonl",
@@ -177,9 +176,6 @@ def parse_arguments(argv):
                          "nothing; expected one of the two.")
     if given(SAVED) and args.out_folder is None:
         raise ValueError(f"found {' '.join(given(SAVED))} without --out_folder; expected both.")
-    missing = [path for path in args.score_only or () if not os.path.isfile(path)]
-    if missing:
-        raise ValueError(f"--score_only: there is no file {missing[0]}. Expected FASTA files.")
     args.drawing = not not_drawing
     args.num = 1 if args.num is None else args.num
     for name in ("num", "batch_size", "orders"):
@@ -207,19 +203,17 @@ def temperatures(texts):
 
 
 def check_pssm_options(args):
-    """ValueError for options of PSSMs that would have no effect."""
-    options = {name: getattr(args, name)
-               for name in ("pssm_jsonl", "pssm_multi", "pssm_log_odds_flag", "pssm_threshold")
-               if getattr(args, name) not in (None, 0)}
-    found = " ".join(f"--{name} {value}" for name, value in options.items())
-    has_use = bool(args.pssm_multi or args.pssm_log_odds_flag)
-    if found and (args.pssm_jsonl is None or not has_use) or (
-            args.pssm_threshold and not args.pssm_log_odds_flag):
-        raise ValueError(f"found {found}; expected --pssm_jsonl FILE with --pssm_multi above 0, "
-                         "--pssm_log_odds_flag 1 or both, and --pssm_threshold only with the flag.")
+    """ValueError for options of PSSMs that would have no effect, or are out of range."""
+    has_use = args.pssm_multi or args.pssm_log_odds_flag
+    if bool(args.pssm_jsonl) != bool(has_use):
+        raise ValueError("found --pssm_jsonl FILE without one of --pssm_multi above 0 and "
+                         "--pssm_log_odds_flag 1, or one of these without FILE; expected both.")
+    if args.pssm_threshold and not args.pssm_log_odds_flag:
+        raise ValueError(f"found --pssm_threshold {args.pssm_threshold}; expected it only with "
+                         "--pssm_log_odds_flag 1.")
     if not 0 <= (args.pssm_multi or 0) <= 1 or not math.isfinite(args.pssm_threshold or 0):
-        raise ValueError(f"found {found}; expected --pssm_multi from 0 to 1 and a number as "
-                         "--pssm_threshold.")
+        raise ValueError(f"found --pssm_multi {args.pssm_multi}, --pssm_threshold "
+                         f"{args.pssm_threshold}; expected 0 to 1, and a number.")
 
 
 def structure_files(args):
@@ -247,31 +241,27 @@ def output_files(args, paths):
 
     Raises: ValueError for a file that cannot be written, or that is an input.
     """
-    out, folder = args.out, args.out_folder
-    target, option = (folder, "--out_folder") if folder else (out, "--out")
+    target = args.out_folder or args.out
     if target is None:
         return {}
-    wrong = target.is_file() if folder else target.is_dir()
-    if wrong or not target.parent.is_dir():
-        problem = "in a folder that is missing" if not wrong else "a file" if folder else "a folder"
-        raise ValueError(f"found {option} {target}, {problem}; expected the name of a "
-                         f"{'folder' if folder else 'file'} in a folder that exists.")
-    files = {"": {"seqs": out}}
-    if folder:
+    if not target.parent.is_dir() or target.exists() and target.is_dir() != bool(args.out_folder):
+        raise ValueError(f"found {target}; expected the name of a file with --out, of a folder "
+                         "with --out_folder, in a folder that exists.")
+    files = {"": {"seqs": target}}
+    if args.out_folder:
         kinds = ["seqs", *(name.removeprefix("save_") for name in SAVED if getattr(args, name))]
-        places = {kind: kind for kind in kinds}
-        if not args.drawing:                    # designs in the same folder stay
-            places |= {kind: "scored" for kind in ("seqs", "scores") if kind in kinds}
-        files = {name: {kind: folder / place / f"{name}.{'fa' if kind == 'seqs' else 'npz'}"
-                        for kind, place in places.items()} for name in map(name_of, paths)}
+        # With nothing drawn, designs in the same folder stay.
+        scored = () if args.drawing else ("seqs", "scores")
+        files = {name: {kind: target / ("scored" if kind in scored else kind)
+                        / f"{name}.{'fa' if kind == 'seqs' else 'npz'}" for kind in kinds}
+                 for name in map(name_of, paths)}
     settings = [getattr(args, name) for name in (*PER_STRUCTURE, "bias_AA_jsonl")]
     inputs = [args.checkpoint, *paths, *(args.score_only or ()), *filter(None, settings)]
-    inputs = {os.stat(path)[1:3]: path for path in inputs if os.path.exists(path)}  # inode, device
-    for path in (path for kinds in files.values() for path in kinds.values()):
-        if path.exists() and os.stat(path)[1:3] in inputs:
-            where = f", where {path}" if folder else ", which"
-            raise ValueError(f"found {option} {target}{where} is the input "
-                             f"{inputs[os.stat(path)[1:3]]}; expected another.")
+    for path in (path for kinds in files.values() for path in kinds.values() if path.exists()):
+        for other in inputs:
+            if os.path.exists(other) and path.samefile(other):
+                raise ValueError(f"found {path} to be written, which is the input {other}; "
+                                 "expected another.")
     return files
 
 
@@ -294,6 +284,7 @@ def random_order(design, *key):
 
 
 def encode(model, tensors, device):
+    """The model's encoding of structures, on the device."""
     graph = model.graph(**tensors)
     return model.encode(type(graph)(*(x.to(device) for x in graph)))
 
@@ -357,29 +348,30 @@ def conditional_log_probs(model, encoding, design, args, S):
     for k in range(args.orders):
         order = random_order(design, args.seed, "score", k).to(device)
         for first in range(0, len(rows), args.batch_size):
-            some = rows[first:first + args.batch_size]
-            log_p = model.conditional(encoding, S[None].to(device), order, some)
-            probs[some] += log_p.cpu().double().exp() / args.orders
+            batch = rows[first:first + args.batch_size]
+            log_p = model.conditional(encoding, S[None].to(device), order, batch)
+            probs[batch] += log_p.cpu().double().exp() / args.orders
     return probs.log()
 
 
 def make_batches(model, encoding, tensors, design, args, given):
-    """Yield (header lines, S (M, L), probabilities or None), to be scored together.
+    """Yield (headers, S (M, L), probabilities or None) of sequences to be scored together.
 
-    A header has FIGURES where its scores will stand.
+    A header is two texts, between which its scores will stand.
     """
     size, device = args.batch_size, encoding.mask.device
     name = f"{design.name}, " if args.many_in_one else ""
     for first in range(0, len(given), size):
         heads, S = zip(*given[first:first + size])
         old_scores = r",? *(?<![\w.-])(score|global_score|seq_recovery)=[^,]*"
-        yield ([f"{name}{re.sub(old_scores, '', head)}, {FIGURES}" for head in heads],
+        yield ([(name + re.sub(old_scores, "", head), "") for head in heads],
                torch.from_numpy(np.stack(S).astype(np.int64)), None)
     if given:
         return
-    yield ([f"{design.name}, {FIGURES}, fixed_chains={list(design.complex.fixed)}, "
-            f"designed_chains={design.chains}, model_name={Path(args.checkpoint).stem}, "
-            f"seed={args.seed}"], torch.from_numpy(design.complex.S.astype(np.int64))[None], None)
+    yield ([(design.name, f", fixed_chains={list(design.complex.fixed)}, "
+                          f"designed_chains={design.chains}, "
+                          f"model_name={Path(args.checkpoint).stem}, seed={args.seed}")],
+           torch.from_numpy(design.complex.S.astype(np.int64))[None], None)
     for temperature in args.temperature if args.drawing else ():
         for first in range(1, args.num + 1, size):
             numbers = range(first, min(first + size, args.num + 1))
@@ -387,28 +379,31 @@ def make_batches(model, encoding, tensors, design, args, given):
             seen = encoding
             if args.backbone_noise:
                 seen = encode(model, with_noise(tensors, keys, args.backbone_noise), device)
-            yield ([f"{name}T={temperature:g}, sample={k}, {FIGURES}" for k in numbers],
+            yield ([(f"{name}T={temperature:g}, sample={k}", "") for k in numbers],
                    *draw(model, seen, design, temperature, keys))
 
 
 def make_results(model, design, args, given, device):
-    """FASTA text of one structure, and {kind: arrays by name} of what else is to be saved."""
-    tensors = collate_complexes([design.complex])
-    del tensors["S"]
+    """FASTA text of one structure, and {kind: arrays by name} of what else is to be saved.
+
+    given: [(header, S (L,))] of the sequences to be scored; empty: the structure's own, and drawn
+        ones.
+    """
+    tensors = collate_complexes([design.complex], ("X", "mask", "residue_idx", "chain_id"))
     encoding = encode(model, tensors, device)
     lines, saved, log_p = [], [], []
     for heads, S, probs in make_batches(model, encoding, tensors, design, args, given):
-        figures = score(model, encoding, design, args, S)
-        for head, row, (mean, whole) in zip(heads, S.numpy(), figures.tolist()):
-            scores = {"score": mean, "global_score": whole, "seq_recovery": recovery(design, row)}
-            text = ", ".join(f"{key}={value:.4f}" for key, value in scores.items()
+        scores = score(model, encoding, design, args, S)
+        for (begin, end), row, (mean, whole) in zip(heads, S.numpy(), scores.tolist()):
+            figures = {"score": mean, "global_score": whole, "seq_recovery": recovery(design, row)}
+            text = ", ".join(f"{key}={value:.4f}" for key, value in figures.items()
                              if not math.isnan(value)) or "no residue of known letter"
-            lines += [f">{head.replace(FIGURES, text)}", design.text(row)]
+            lines += [f">{begin}, {text}{end}", design.text(row)]
         if args.conditional_probs:
             log_p += [conditional_log_probs(model, encoding, design, args, row) for row in S]
         if probs is not None or not args.drawing:           # the structure's own is not drawn
-            saved.append(([head.replace(f", {FIGURES}", "") for head in heads], S, figures, probs))
-    heads, S, figures, probs = zip(*saved)
+            saved.append(([begin + end for begin, end in heads], S, scores, probs))
+    heads, S, scores, probs = zip(*saved)
     mask = design.drawn[design.row]
 
     def joined(x):
@@ -417,7 +412,7 @@ def make_results(model, design, args, given, device):
 
     arrays = {}
     if args.save_scores:
-        arrays["scores"] = dict(zip(("score", "global_score"), torch.cat(figures).T.numpy()))
+        arrays["scores"] = dict(zip(("score", "global_score"), torch.cat(scores).T.numpy()))
     if args.save_probs:
         arrays["probs"] = {"probs": torch.cat(probs)[:, design.row].numpy()}
     if args.unconditional_probs:
@@ -444,9 +439,8 @@ def read_designs(paths, args):
     for option, table in tables.items():
         others = sorted(set(table) - {design.name for design in designs})
         if others:
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            designs[0].notes.append(f"--{option}: has settings for {', '.join(others[:3])}{more}, "
-                                    "which are no structures of this call")
+            designs[0].notes.append(f"--{option}: has settings for {', '.join(others)}, which are "
+                                    "no structures of this call")
     return designs
 
 
@@ -466,9 +460,8 @@ def run(args):
         text, arrays = make_results(model, design, args, sequences, device)
         place = files[design.name if args.out_folder else ""]["seqs"] if files else "the screen"
         own = "" if sequences else ", the structure's own included"
-        note = (f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} sequence(s){own}, "
-                f"to {place}")
-        print(*design.notes, note, sep="\n", file=sys.stderr)
+        print(*design.notes, f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} "
+                             f"sequence(s){own}, to {place}", sep="\n", file=sys.stderr)
         texts.append(text)
         if not files:
             sys.stdout.write(text)
@@ -490,9 +483,7 @@ def main(argv):
         run(parse_arguments(argv))
         return 0
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        memory = isinstance(error, torch.OutOfMemoryError)
-        advice = " Give a smaller --batch_size, or --device cpu." if memory else ""
-        print(f"sample_proteinmpnn.py: error: {error}{advice}", file=sys.stderr)
+        print(f"sample_proteinmpnn.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("sample_proteinmpnn.py: interrupted (Ctrl-C)", file=sys.stderr)

@@ -27,7 +27,6 @@ Rows are those of the official ProteinMPNN parser: one per residue number from t
 of a chain, one more per insertion code; a number without a residue is an X row without coordinates.
 """
 
-import difflib
 import functools
 import gzip
 import hashlib
@@ -50,7 +49,6 @@ NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL
 BACKBONE = ("N", "CA", "C", "O")
 FORMATS = (".pdb", ".ent", ".cif", ".mmcif")
 MAX_ROWS = 100_000          # of a chain: no protein is as long, so its residue numbers are wrong
-MAX_ANGSTROM = 100_000      # of a coordinate: ten times what a PDB file's %8.3f holds
 MAX_LISTED = 20             # problems of a file, or contradictions, that are listed one by one
 LENGTH_RATIO = 1.1          # longest / shortest complex that are mixed at will in a step
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
@@ -58,7 +56,7 @@ OPTIONAL = ("chain_id", "design_chains", "fixed_chains", "mutable_positions", "m
             "weight", "description")
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6   # of a pair
 FAR = 2                     # share of pairs held out / the share asked for, or the reverse: warned
-# What _random_words is keyed by first, so that no two purposes share a stream.
+# The first key of _random_words, so that no two purposes share a stream of random numbers.
 FOR_SPLIT, FOR_PAIRS, FOR_LENGTHS, FOR_STEPS, FOR_DEMO = 1, 2, 3, 4, 5
 
 
@@ -95,16 +93,19 @@ class Structure:
         self.key = _content_key(*(part for chain_name, chain in sorted(chains.items())
                                   for part in (chain_name, chain.S, chain.X)))
 
+    def chain_names(self):
+        """Names of all chains, as text for a message."""
+        return " ".join(name or "(blank)" for name in self.chains)
+
 
 def read_structure(path):
     """Read a PDB or mmCIF file with the rows of the official ProteinMPNN parser.
 
     ATOM records count, and HETATM records of MSE, which are read as M. A residue of another name
     than the 20 is X and keeps its coordinates. Of atoms with one name in one residue the first
-    counts, and so does its first residue name: alternative locations and models are merged, the
-    first winning. A residue that a PDB file repeats without these is refused. Nucleic acids become
-    X rows without coordinates. mmCIF is read by author names and numbers, which are those of the
-    PDB file.
+    counts, and so does its first residue name: alternative locations and models are merged. Nucleic
+    acids become X rows without coordinates. mmCIF is read by author names and numbers, which are
+    those of the PDB file.
     Source: parse_PDB_biounits of github.com/dauparas/ProteinMPNN.
 
     Args:
@@ -122,37 +123,26 @@ def read_structure(path):
                          "with .gz")
     try:
         text = path.read_bytes()
-        text = gzip.decompress(text) if text[:2] == b"\x1f\x8b" else text
-        if not text.strip() or b"\0" in text:
-            raise ValueError("the file is binary" if text.strip() else "the file is empty")
-        parsed = _parse_pdb(text) if suffix in (".pdb", ".ent") else _parse_mmcif(text)
-        residues = {}           # chain name -> (number, insertion code) -> residues of all models
-        for chain in (chain for model in parsed for chain in model):
-            for residue in chain:
-                if residue.het_flag != "H" or residue.name == "MSE":
-                    place = (residue.seqid.num, residue.seqid.icode.strip())
-                    residues.setdefault(chain.name, {}).setdefault(place, []).append(residue)
-        if not residues:
-            raise ValueError("no ATOM records")
-        return Structure(str(path), {name: _make_chain(name, places)
-                                     for name, places in residues.items()})
+        if text[:2] == b"\x1f\x8b":
+            text = gzip.decompress(text)
+        models = _parse_pdb(text) if suffix in (".pdb", ".ent") else _parse_mmcif(text)
+        return Structure(str(path), _make_chains(models))
     except (OSError, EOFError, zlib.error, RuntimeError, ValueError, IndexError) as error:
         reason = str(error).strip() or type(error).__name__
         raise ValueError(f"{path} cannot be read: {reason}") from None
 
 
 def _parse_pdb(text):
-    # The official parser sees nothing but these records. gemmi would stop at END, and would read a
-    # broken number as 0.
+    # The official parser sees nothing but these records. gemmi would stop at END.
     lines = re.findall(rb"^(?:ATOM|HETATM.{11}MSE)[^\r\n]*", text, re.MULTILINE)
-    number = rb" *([+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|[+-]?inf) *"
-    for line in lines:
-        if not re.fullmatch(rb" *-?\d+ *", line[22:26]) or not all(
-                re.fullmatch(number, line[i:i + 8], re.IGNORECASE) for i in (30, 38, 46)):
+    for line in lines:      # gemmi would read a broken number as 0
+        try:
+            int(line[22:26]), float(line[30:38]), float(line[38:46]), float(line[46:54])
+        except ValueError:
             raise ValueError(f"found {line.decode('latin-1')[:54]!r}; expected a residue number in "
-                             "columns 23 to 26 and coordinates in columns 31 to 54")
-    # Of two chains with one name, or none, the second would be lost without a word. Models repeat
-    # residues by intent, so only the first is looked at; so do alternatives (column 17).
+                             "columns 23 to 26 and coordinates in columns 31 to 54") from None
+    # Two chains with one name, or none, would be merged, and the second be lost. Models and
+    # alternative locations (column 17) repeat residues by intent.
     first_model = re.split(rb"^ENDMDL", text, flags=re.MULTILINE)[0]
     seen = set()
     for place in re.findall(rb"^ATOM.{8} CA  .{4}(.{6})", first_model, re.MULTILINE):
@@ -161,7 +151,7 @@ def _parse_pdb(text):
             raise ValueError(f"residue {residue} comes twice; expected a name of its own for each "
                              "chain, in column 22, which keeps chains apart")
         seen.add(place)
-    # A letter in column 21 would become part of the chain's name.
+    # gemmi would take a letter in column 21 for a part of the chain's name.
     lines = [line[:20] + b" " + line[21:] for line in lines]
     return gemmi.read_pdb_string(b"\n".join(lines) + b"\n")
 
@@ -176,13 +166,26 @@ def _parse_mmcif(text):
     if not blocks[0].find_values("_atom_site.group_PDB"):
         raise ValueError("_atom_site has no group_PDB; expected ATOM and HETATM there, which tell "
                          "protein from water")
-    number = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?(\(\d+\))?|[?.]"
+    number = r"[+-]?(\d+\.?\d*|\.\d+)(\(\d+\))?|[?.]"          # perhaps with its error, 1.25(7)
     patterns = {"Cartn_x": number, "Cartn_y": number, "Cartn_z": number, "auth_seq_id": r"-?\d+"}
     for key, pattern in patterns.items():
         for value in blocks[0].find_values(f"_atom_site.{key}"):
             if not re.fullmatch(pattern, value):
                 raise ValueError(f"_atom_site.{key} is {value!a}; expected a number")
     return gemmi.make_structure_from_block(blocks[0])
+
+
+def _make_chains(models):
+    """{chain name: Chain} from gemmi's models."""
+    residues = {}       # chain name -> {(number, insertion code): residues of all models}
+    for chain in (chain for model in models for chain in model):
+        for residue in chain:
+            if residue.het_flag != "H" or residue.name == "MSE":
+                place = (residue.seqid.num, residue.seqid.icode.strip())
+                residues.setdefault(chain.name, {}).setdefault(place, []).append(residue)
+    if not residues:
+        raise ValueError("no ATOM records")
+    return {name: _make_chain(name, places) for name, places in residues.items()}
 
 
 def _make_chain(name, places):
@@ -193,25 +196,21 @@ def _make_chain(name, places):
                          "rows")
     gaps = set(range(min(numbers), max(numbers))) - numbers
     rows = sorted([*places, *((number, "") for number in gaps)])
-    S, X = np.full(len(rows), X_ID, np.uint8), np.full((len(rows), 4, 3), np.nan)
-    for i, place in enumerate(rows):
-        residues = places.get(place, ())
-        for residue in residues[:1]:
-            is_mse = residue.name == "MSE" and residue.het_flag == "H"
-            known_as = "MET" if is_mse else residue.name
-            S[i] = NAMES.index(known_as) if known_as in NAMES else X_ID
+    S = np.full(len(rows), X_ID, np.uint8)
+    X = np.full((len(rows), 4, 3), np.nan, np.float32)
+    for row, place in enumerate(rows):
+        residues = places.get(place, [])
+        if residues:
+            is_mse = residues[0].name == "MSE" and residues[0].het_flag == "H"
+            residue_name = "MET" if is_mse else residues[0].name
+            S[row] = NAMES.index(residue_name) if residue_name in NAMES else X_ID
         for k, atom_name in enumerate(BACKBONE):
             atoms = [residue.find_atom(atom_name, "*") for residue in residues]
-            X[i, k] = next((atom.pos.tolist() for atom in atoms if atom is not None), np.nan)
-    finite = np.isfinite(X)
-    for i, k, axis in np.argwhere(finite & (np.abs(X) > MAX_ANGSTROM))[:1]:
-        number, code = rows[i]
-        raise ValueError(f"chain {name} has {BACKBONE[k]} of residue {number}{code} at "
-                         f"{'xyz'[axis]} = {X[i, k, axis]:g}; expected Angstrom, at most "
-                         f"{MAX_ANGSTROM:,}")
+            X[row, k] = next((atom.pos.tolist() for atom in atoms if atom is not None), np.nan)
+    known = np.isfinite(X)
     labels = tuple(f"{number}{code}" if (number, code) in places else None
                    for number, code in rows)
-    return Chain(S, np.where(finite, X, 0).astype(np.float32), finite.all((1, 2)), labels)
+    return Chain(S, np.where(known, X, np.float32(0)), known.all((1, 2)), labels)
 
 
 class Complex:
@@ -248,10 +247,10 @@ class Complex:
 
     def places(self, design):
         """(n_designed,) int64: where designed row i is in the sequences joined as in `design`."""
-        lengths = [len(self.structure.chains[name].S) for name in design]
-        ends = np.cumsum(lengths)
-        spans = {name: np.arange(end - length, end)
-                 for name, length, end in zip(design, lengths, ends)}
+        spans, start = {}, 0
+        for name in design:
+            end = start + len(self.structure.chains[name].S)
+            spans[name], start = np.arange(start, end), end
         return np.concatenate([spans[name] for name in self.design])
 
 
@@ -274,20 +273,20 @@ def parse_positions(texts, structure, chains):
     absent = [name for name in chains if name not in structure.chains]
     if absent:
         raise ValueError(f"chain {' '.join(absent)} not in {structure.name} "
-                         f"(has {_chain_names(structure)})")
+                         f"(has {structure.chain_names()})")
     labels = [number and name + number
               for name in chains for number in structure.chains[name].numbers]
     rows_of = {}                                    # label -> joined rows
     for row, label in enumerate(labels):
         rows_of.setdefault(label, []).append(row)
-    found, kinds = [], set()
+    positions, kinds = [], set()
     for text in texts:
-        # Every reading as (first row, last row). A "-" may be the sign of a number, so that a range
-        # is looked for at each of them.
-        halves = [(text[:i], text[i + 1:]) for i, sign in enumerate(text) if sign == "-"]
-        readings = {(row, row) for row in rows_of.get(text, ())}
-        readings |= {(first, last) for start, end in halves
-                     for first in rows_of.get(start, ()) for last in rows_of.get(end, ())}
+        # A reading is (first row, last row). A "-" may be the sign of a number, so that a range is
+        # looked for at each of them.
+        readings = {(row, row) for row in rows_of.get(text, [])}
+        for i in (i for i, sign in enumerate(text) if sign == "-"):
+            readings |= {*itertools.product(rows_of.get(text[:i], []),
+                                            rows_of.get(text[i + 1:], []))}
         kinds.add("chain and number in the file" if readings else "0-based number in the sequence")
         numeric = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
         if numeric and int(numeric[2] or numeric[1]) < len(labels):
@@ -297,15 +296,12 @@ def parse_positions(texts, structure, chains):
             problem = "ambiguous" if len(readings) > 1 else "not there, or reversed"
             raise ValueError(f"position {text} is {problem}; chains {' '.join(chains)} hold "
                              f"{labels[0]} to {labels[-1]}, {len(labels)} rows with the gaps")
-        found.extend(range(first, last + 1))
-    if not found or len(kinds) > 1 or len(set(found)) < len(found):
+        positions.extend(range(first, last + 1))
+    if not positions or len(kinds) > 1 or len(set(positions)) < len(positions):
         raise ValueError(f"positions {' '.join(texts)}: expected some, all of one kind (A12 or "
                          "12), none of them twice")
-    return np.array(sorted(found)), f"{len(found)} positions by {kinds.pop()}: {' '.join(texts)}"
-
-
-def _chain_names(structure):
-    return " ".join(name or "(blank)" for name in structure.chains)
+    return (np.array(sorted(positions)),
+            f"{len(positions)} positions by {kinds.pop()}: {' '.join(texts)}")
 
 
 # ---- preference pairs ----
@@ -335,48 +331,32 @@ def read_pairs(path, structures=None, mutable=None, max_length=None, notes=None,
 
     Args:
         path:       JSON or .jsonl file.
-        structures: dict that keeps what was read of each structure file, to share between calls.
+        structures: dict that keeps each structure that was read, to share between calls.
         mutable:    positions, as parse_positions takes them, for pairs that have none of their own.
         max_length: most rows of a designed sequence.
         notes:      list that gets a text on how `mutable` was understood, when it is first needed.
         alive:      called before each pair, to show a watchdog that reading goes on.
     Returns: list of Pair, in the order of the file.
-    Raises: one ValueError with the problems of all items, counted from 0; FileNotFoundError for a
-        missing file.
+    Raises: one ValueError with the first problem of each bad item, counted from 0;
+        OSError for a file that cannot be opened.
     """
-    path = Path(path)
-    entries, pairs, problems = _read_entries(path), [], {}
+    path, pairs, problems = Path(path), [], []
+    entries = _read_entries(path)
     reader = _PairReader(path.parent, {} if structures is None else structures, mutable, max_length,
                          [] if notes is None else notes)
     for item, entry in enumerate(entries):
         alive()
-        found = []
-        pairs.append(reader.pair(entry, found.append))
-        for problem in found:
-            problems.setdefault(problem, []).append(item)
+        try:
+            pairs.append(reader.read(entry))
+        except (ValueError, OSError) as error:
+            problems.append(f"item {item}: {error}")
     if problems:
-        n_bad = len(set().union(*problems.values()))
-        lines = [f"{path}: found problems in {n_bad:,} of {len(entries):,} pairs; expected none. "
-                 "Mend the file:"]
-        lines += [f"{_list_items(items)}: {problem}"
-                  for problem, items in list(problems.items())[:MAX_LISTED]]
-        more = list(problems.values())[MAX_LISTED:]
-        if more:
-            lines.append(f"and {len(more):,} more problems, in {_list_items(set().union(*more))}")
+        lines = [f"{path}: found problems in {len(problems):,} of {len(entries):,} pairs; expected "
+                 "none. Mend the file:", *problems[:MAX_LISTED]]
+        if len(problems) > MAX_LISTED:
+            lines.append(f"and {len(problems) - MAX_LISTED:,} more")
         raise ValueError("\n  ".join(lines))
     return pairs
-
-
-def _list_items(numbers):
-    """Numbers of items -> text, such as "items 0, 3-7"."""
-    runs = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
-    return f"item{'s' * (len(numbers) > 1)} {text}"
 
 
 def describe(pairs):
@@ -384,86 +364,64 @@ def describe(pairs):
     complexes = {pair.complex.key: pair.complex for pair in pairs}
     structures = {complex.structure.key for complex in complexes.values()}
     lengths = [len(complex) for complex in complexes.values()]
-    items_of = {}               # (complex, preferred sequence, the other) -> items of the file
+    first_items = {}            # (complex, preferred sequence, the other) -> first item with these
     for item, pair in enumerate(pairs):
         preference = pair.complex.key, pair.chosen.tobytes(), pair.rejected.tobytes()
-        items_of.setdefault(preference, []).append(item)
-    contradictions = []
-    for (key, chosen, rejected), items in items_of.items():
-        opposite = items_of.get((key, rejected, chosen), [])
-        if opposite and items[0] < opposite[0]:
-            contradictions.append(f"{_list_items(items)} against {_list_items(opposite)}")
-    more = len(contradictions) - MAX_LISTED
-    listed = ", ".join(contradictions[:MAX_LISTED]) + f", and {more:,} more" * (more > 0)
-
-    def count(has):
-        return sum(map(has, pairs))
-
+        first_items.setdefault(preference, item)
+    contradictions = [f"item {item} against item {first_items[key, rejected, chosen]}"
+                      for (key, chosen, rejected), item in first_items.items()
+                      if item < first_items.get((key, rejected, chosen), -1)]
+    listed = ", ".join(contradictions[:MAX_LISTED])
+    if len(contradictions) > MAX_LISTED:
+        listed += f", and {len(contradictions) - MAX_LISTED:,} more"
     weights = [pair.weight for pair in pairs]
-    notes = [(count(lambda pair: pair.weight != 1),
+    notes = [(sum(weight != 1 for weight in weights),
               f"with a weight other than 1; weights {min(weights):g} to {max(weights):g}"),
-             (count(lambda pair: len(pair.complex.design + pair.complex.fixed) > 1),
+             (sum(len(pair.complex.design + pair.complex.fixed) > 1 for pair in pairs),
               "with several chains"),
-             (count(lambda pair: not pair.chain_M.all()), "with fixed positions"),
-             (count(lambda pair: not pair.complex.mask[:len(pair.chosen)].all()),
+             (sum(not pair.chain_M.all() for pair in pairs), "with fixed positions"),
+             (sum(not pair.complex.mask[:len(pair.chosen)].all() for pair in pairs),
               "with unresolved rows, which are not scored"),
-             (len(pairs) - len(items_of), "repeat an earlier one"),
+             (len(pairs) - len(first_items), "repeat an earlier one"),
              (len(contradictions), f"contradict another: {listed}")]
     head = (f"{len(pairs):,} pairs on {len(structures):,} structures, "
             f"{min(lengths):,} to {max(lengths):,} rows each")
     return "; ".join([head] + [f"{n:,} {text}" for n, text in notes if n])
 
 
-class _Object(dict):
-    """A JSON object that knows which of its keys came twice."""
-
-    def __init__(self, items):
-        super().__init__(items)
-        names = [name for name, _ in items]
-        self.repeated = sorted(name for name in self if names.count(name) > 1)
-
-
-def _parse_json(text, place=""):
-    """The value of a JSON text, or a ValueError that is returned, for a list of problems."""
-    try:
-        return json.loads(text, object_pairs_hook=_Object)
-    except (ValueError, RecursionError) as error:
-        return ValueError(f"{place}this is no JSON: {str(error)[:80]}")
+def unique_keys(items):
+    """Dict of the (key, value) items of a JSON object. Raises: ValueError for a key given twice."""
+    keys = [key for key, _ in items]
+    twice = [key for key in keys if keys.count(key) > 1]
+    if twice:
+        raise ValueError(f"key {quote(twice[0])} given twice")
+    return dict(items)
 
 
 def quote(value):
-    """A value as short JSON, in ASCII whatever it holds."""
+    """A value as short JSON."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _bare(text):
-    """A text as quote shows it, without the quotes."""
-    return quote(text)[1:-1]
+def _parse_json(text, where):
+    """The value of bytes of JSON. where: they are from, for messages."""
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: this is no JSON as expected: {str(error)[:80]}. Expected a "
+                         "list of objects; a file with one object per line is named "
+                         ".jsonl.") from None
 
 
 def _read_entries(path):
-    """The items of a file; a line that is no JSON is a ValueError among them."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; expected a file of preference pairs. "
-                                f"Check the path (relative to {Path.cwd()}).")
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file; expected a JSON list of preference pairs. Name "
-                         "the file itself.")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8 (from byte {error.start} on); expected "
-                         "JSON. Is it compressed, or of another encoding?") from None
-    if not text.strip():
-        raise ValueError(f"{path} is empty; expected a JSON list of preference pairs.")
-    if path.suffix.lower() in (".jsonl", ".ndjson"):
-        return [_parse_json(line, f"line {i}: ")
-                for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    entries = _parse_json(text)
-    if isinstance(entries, ValueError):
-        raise ValueError(f"{path}: {entries}. Expected a JSON list; a file with one object per "
-                         "line is named .jsonl.")
+    """The items of a file of pairs."""
+    text = path.read_bytes()
+    if path.suffix.lower() == ".jsonl":
+        entries = [_parse_json(line, f"{path}, line {number}")
+                   for number, line in enumerate(text.split(b"\n"), 1) if line.strip()]
+    else:
+        entries = _parse_json(text, path)
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: found {quote(entries)}; the top level must be a list of "
                          "objects, [{...}, ...], and not an empty one.")
@@ -471,10 +429,7 @@ def _read_entries(path):
 
 
 class _PairReader:
-    """Makes pairs from JSON objects.
-
-    Every method takes `report`, a function to be called with the text of each problem, and returns
-    None after a problem that leaves it without a result.
+    """Makes pairs from JSON objects; what it has made of a structure is kept for later pairs.
 
     folder:    paths of structures are relative to it.
     positions: mutable positions for pairs that have none of their own, or None.
@@ -482,214 +437,190 @@ class _PairReader:
     """
 
     def __init__(self, folder, structures, positions, max_length, notes):
-        self.folder, self.structures = folder, structures   # path: Structure, or text of the error
+        self.folder, self.structures = folder, structures           # path -> Structure
         self.positions, self.max_length, self.notes = positions, max_length, notes
-        self.complexes, self.masks = {}, {}
+        self.complexes = {}         # (path, designed chains, fixed chains) -> Complex
 
-    def pair(self, entry, report):
-        if not isinstance(entry, dict):
-            if isinstance(entry, ValueError):
-                return report(str(entry))
-            return report(f"found {quote(entry)}; expected an object")
-        self.check_keys(entry, report)
-        weight = self.weight(entry, report)
-        texts = {name: entry[name] for name in REQUIRED
-                 if isinstance(entry.get(name), str) and entry[name].strip()}
-        sequences = {name: text for name, text in texts.items() if name != "pdb_file"}
-        letters_fit = self.check_letters(sequences, report)
-        lengths = [len(text) for text in sequences.values()]
+    def read(self, entry):
+        """Pair of an object. Raises: ValueError with the first problem."""
+        _check_keys(entry)
+        weight = _read_weight(entry)
+        sequences = _read_sequences(entry)
+        design, fixed = _read_chains(entry)
+        path = self.folder / entry["pdb_file"]
+        complex = self.complex(path, entry["pdb_file"], design, fixed)
+        self.check_length(complex, design, len(sequences["preferred_seq"]))
+        given = [key for key in ("mutable_positions", "mutable_ranges") if key in entry]
+        is_mutable = (_read_mutable(entry, given, complex.n_designed) if given else
+                      self.mutable_for_all(complex, design))
+        return _make_pair(complex, design, sequences, is_mutable, weight)
 
-        given = [name for name in ("mutable_positions", "mutable_ranges") if name in entry]
-        n = max(lengths, default=0)
-        is_mutable = self.own_positions(entry, given, n, report) if given else None
-        design, fixed = self.chains(entry, report) or (None, None)
-        structure = self.structure(texts["pdb_file"], report) if "pdb_file" in texts else None
-        if not design or structure is None:
-            return None
-        complex = self.complex(structure, texts["pdb_file"], design, fixed, report)
-        if complex is None:
-            return None
-        self.check_lengths(complex, design, lengths, report)
-        n = complex.n_designed
-        if not given:
-            is_mutable = self.positions_for_all(n, structure, design, report)
-        if is_mutable is None or lengths != [n, n] or not letters_fit:
-            return None
-        return self.compare(complex, design, sequences, is_mutable, weight, report)
-
-    def check_keys(self, entry, report):
-        for name in entry.repeated:
-            report(f"key {quote(name)} given twice")
-        for name in sorted(entry.keys() - {*REQUIRED, *OPTIONAL}):
-            near = difflib.get_close_matches(name, REQUIRED + OPTIONAL, 1)
-            report(f"unknown key {_bare(name)}" + (f"; did you mean {near[0]}?" if near else ""))
-        for name in REQUIRED:
-            if name not in entry:
-                report(f"missing key {name}")
-            elif not isinstance(entry[name], str) or not entry[name].strip():
-                report(f"{name} is {quote(entry[name])}; expected a text that is not empty")
-
-    def weight(self, entry, report):
-        weight = entry.get("weight", 1.0)
-        if type(weight) in (int, float) and LEAST_WEIGHT <= weight <= MOST_WEIGHT:
-            return float(weight)
-        return report(f"weight is {quote(weight)}; expected a number above 0, from "
-                      f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
-
-    def check_letters(self, sequences, report):
-        """Are all letters amino acids, X or '-'? Lengths that differ are reported too."""
-        all_known = True
-        for name, text in sequences.items():
-            wrong = re.search(f"[^{LETTERS}-]", text)
-            if wrong:
-                all_known = False
-                hint = ("; write upper case" if wrong.group() in LETTERS.lower() else
-                        "; join chains without a sign between them" if wrong.group() in "/:|"
-                        else "")
-                report(f"unknown residue letter {wrong.group()!a} at position {wrong.start() + 1} "
-                       f"of {name}{hint}")
-        lengths = [len(text) for text in sequences.values()]
-        if len(set(lengths)) == 2:
-            report(f"preferred ({lengths[0]}) and unpreferred ({lengths[1]}) lengths differ")
-        return all_known
-
-    def chains(self, entry, report):
-        """Names of the designed and of the fixed chains: two lists."""
-        if "chain_id" in entry:
-            for other in ("design_chains", "fixed_chains"):
-                if other in entry:
-                    return report(f"chain_id and {other} given together; expected chain_id alone, "
-                                  "or design_chains with fixed_chains")
-            if isinstance(entry["chain_id"], str) and entry["chain_id"].strip():
-                return [entry["chain_id"]], []
-            return report(f'chain_id is {quote(entry["chain_id"])}; expected the name of a chain, '
-                          'such as "A"')
-        if "design_chains" not in entry:
-            return report("neither chain_id nor design_chains given; expected the chains that the "
-                          "sequences are for")
-        design, fixed = entry["design_chains"], entry.get("fixed_chains", [])
-        for key, names in (("design_chains", design), ("fixed_chains", fixed)):
-            if not isinstance(names, list) or not all(
-                    isinstance(name, str) and name.strip() for name in names):
-                return report(f'{key} is {quote(names)}; expected a list of names of chains, such '
-                              'as ["A"]')
-            for name in names:
-                if names.count(name) > 1:
-                    return report(f"chain {_bare(name)} listed twice in {key}")
-        if not design:
-            return report("design_chains is empty; expected at least one chain")
-        for name in design:
-            if name in fixed:
-                return report(f"chain {_bare(name)} is in design_chains and in fixed_chains")
-        return design, fixed
-
-    def structure(self, name, report):
-        """Structure of a file, read once."""
-        path = self.folder / name
+    def complex(self, path, name, design, fixed):
+        """Complex of these chains. name: of the file, as in the object."""
         if path not in self.structures:
-            try:
-                self.structures[path] = read_structure(path)
-            except FileNotFoundError:
-                self.structures[path] = f"file not found: {_bare(name)} (in {self.folder})"
-            except (OSError, ValueError) as error:
-                self.structures[path] = str(error).encode("ascii", "backslashreplace").decode()
-        found = self.structures[path]
-        return found if isinstance(found, Structure) else report(found)
-
-    def complex(self, structure, file_name, design, fixed, report):
-        """Complex of these chains, made once."""
-        absent = [name for name in design + fixed if name not in structure.chains]
-        empty = [name for name in design
-                 if name not in absent and not structure.chains[name].resolved.any()]
-        for name in absent:
-            report(f"chain {_bare(name)} not in {_bare(file_name)} (has {_chain_names(structure)})")
-        for name in empty:
-            report(f"chain {name} has no protein residue with a complete backbone (N, CA, C, O): "
-                   "nothing to score")
-        if absent or empty:
-            return None
-        key = (file_name, tuple(sorted(design)), tuple(sorted(fixed)))
+            if not path.exists():
+                raise ValueError(f"file not found: {name} (in {self.folder})")
+            self.structures[path] = read_structure(path)
+        structure = self.structures[path]
+        for chain in design + fixed:
+            if chain not in structure.chains:
+                raise ValueError(f"chain {chain} not in {name} (has {structure.chain_names()})")
+        for chain in design:
+            if not structure.chains[chain].resolved.any():
+                raise ValueError(f"chain {chain} has no protein residue with a complete backbone "
+                                 "(N, CA, C, O): nothing to score")
+        key = (path, tuple(sorted(design)), tuple(sorted(fixed)))
         if key not in self.complexes:
             self.complexes[key] = Complex(structure, design, fixed)
         return self.complexes[key]
 
-    def check_lengths(self, complex, design, lengths, report):
+    def check_length(self, complex, design, length):
         n = complex.n_designed
         if self.max_length is not None and n > self.max_length:
-            report(f"the designed sequence has {n} rows, more than max_length {self.max_length}")
-        n_unresolved = int((~complex.mask[:n]).sum())
-        hint = f" of which {n_unresolved} unresolved (write X there)" if n_unresolved else ""
-        chains = f"chain{'s' * (len(design) > 1)} {' '.join(design)}"
-        for length in sorted({*lengths} - {n}):
-            report(f"length mismatch: sequence {length}, structure {chains} {n}{hint}")
+            raise ValueError(f"the designed sequence has {n} rows, more than max_length "
+                             f"{self.max_length}")
+        if length != n:
+            n_unresolved = int((~complex.mask[:n]).sum())
+            hint = f" of which {n_unresolved} unresolved (write X there)" if n_unresolved else ""
+            chains = f"chain{'s' * (len(design) > 1)} {' '.join(design)}"
+            raise ValueError(f"length mismatch: sequence {length}, structure {chains} {n}{hint}")
 
-    def own_positions(self, entry, given, n, report):
-        """(n,) bool in the order of the sequences, whose length is n; 0: not known."""
-        if len(given) == 2:
-            return report("mutable_positions and mutable_ranges given together; expected one of "
-                          "them")
-        key, = given
-        ranges = entry[key]
-        if key == "mutable_positions" and isinstance(ranges, list):
-            ranges = [[position, position] for position in ranges]
-        if not isinstance(ranges, list) or not ranges or not all(
-                isinstance(ends, list) and len(ends) == 2 and {type(end) for end in ends} == {int}
-                for ends in ranges):
-            example = ("[0, 1, 5]" if key == "mutable_positions"
-                       else "[[0, 5], [10, 12]], both ends included")
-            return report(f"{key} is {quote(entry[key])}; expected whole numbers from 0, such as "
-                          f"{example}")
-        mask = np.zeros(n, bool)
-        for first, last in ranges if n else ():
-            text = (f"mutable position {first}" if key == "mutable_positions"
-                    else f"mutable range {first}-{last}")
-            if min(first, last) < 0 or max(first, last) >= n:
-                return report(f"{text:.60} outside 0..{n - 1}")
-            if first > last:
-                return report(f"{text} is reversed")
-            if mask[first:last + 1].any():
-                return report(f"{text} repeats positions given before")
-            mask[first:last + 1] = True
-        return mask
+    def mutable_for_all(self, complex, design):
+        """(n_designed,) bool in the order of the sequences, for pairs without own positions."""
+        if self.positions is None:
+            return np.ones(complex.n_designed, bool)
+        try:
+            positions, note = parse_positions(self.positions, complex.structure, design)
+        except ValueError as error:
+            raise ValueError(f"the mutable positions for all pairs: {error}") from None
+        if not self.notes:
+            self.notes.append(note)
+        return np.isin(np.arange(complex.n_designed), positions)
 
-    def positions_for_all(self, n, structure, design, report):
-        """(n,) bool in the order of the sequences, for pairs without positions of their own."""
-        key = (structure, *design)      # not structure.key, which leaves residue numbers out
-        if key not in self.masks:
-            mask = np.ones(n, bool)
-            if self.positions is not None:
-                try:
-                    found, note = parse_positions(self.positions, structure, design)
-                    mask = np.isin(np.arange(n), found)
-                    self.notes += [note] * (not self.notes)
-                except ValueError as error:
-                    mask = f"the mutable positions for all pairs: {error}"
-            self.masks[key] = mask
-        mask = self.masks[key]
-        return report(mask) if isinstance(mask, str) else mask
 
-    def compare(self, complex, design, sequences, is_mutable, weight, report):
-        """Pair of two sequences of the right length and letters; is_mutable (n,) bool."""
-        n, places = complex.n_designed, complex.places(design)
-        resolved, native = np.zeros(n, bool), np.zeros(n, np.uint8)
-        resolved[places], native[places] = complex.mask[:n], complex.S[:n]  # as in the sequences
-        letters = {name: encode(text.replace("-", "X")) for name, text in sequences.items()}
-        chosen, rejected = letters.values()
-        nameless = (native == X_ID) & (chosen == X_ID) & (rejected == X_ID) & resolved
-        for name, ids in letters.items():
-            for i in np.flatnonzero((ids == X_ID) & resolved & ~nameless)[:1]:
-                report(f"{sequences[name][i]!r} at a resolved position, {i + 1} of {name}: it "
-                       "would be scored as an unknown residue; expected one of the 20 amino acids")
-        differ = (chosen != rejected) & resolved
-        outside = np.flatnonzero(differ & ~is_mutable)
-        if len(outside):
-            report(f"preferred and unpreferred differ at {len(outside)} fixed positions: "
-                   f"{outside[:5].tolist()} (0-based{', and more' * (len(outside) > 5)}), which "
-                   "are not among the mutable ones: they must be equal there")
-        elif not differ.any():
-            report("preferred and unpreferred are equal at all resolved positions: no preference")
-        chosen, rejected = (np.where(resolved, ids, native)[places] for ids in (chosen, rejected))
-        return Pair(complex, chosen, rejected, (is_mutable & ~nameless)[places], weight)
+def _check_keys(entry):
+    if not isinstance(entry, dict):
+        raise ValueError(f"found {quote(entry)}; expected an object")
+    for key in sorted(entry.keys() - {*REQUIRED, *OPTIONAL}):
+        raise ValueError(f"unknown key {key}; known are {' '.join(REQUIRED + OPTIONAL)}")
+    for key in REQUIRED:
+        if key not in entry:
+            raise ValueError(f"missing key {key}")
+        if not isinstance(entry[key], str) or not entry[key].strip():
+            raise ValueError(f"{key} is {quote(entry[key])}; expected a text that is not empty")
+
+
+def _read_weight(entry):
+    weight = entry.get("weight", 1.0)
+    if type(weight) not in (int, float) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise ValueError(f"weight is {quote(weight)}; expected a number above 0, from "
+                         f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
+    return float(weight)
+
+
+def _read_sequences(entry):
+    """{"preferred_seq": text, "unpreferred_seq": text} of one length, of LETTERS and '-'."""
+    sequences = {key: entry[key] for key in ("preferred_seq", "unpreferred_seq")}
+    for key, text in sequences.items():
+        wrong = re.search(f"[^{LETTERS}-]", text)
+        if wrong:
+            hint = ("; write upper case" if wrong.group() in LETTERS.lower() else
+                    "; join chains without a sign between them" if wrong.group() in "/:|" else "")
+            raise ValueError(f"unknown residue letter {wrong.group()!a} at position "
+                             f"{wrong.start() + 1} of {key}{hint}")
+    preferred, unpreferred = map(len, sequences.values())
+    if preferred != unpreferred:
+        raise ValueError(f"preferred ({preferred}) and unpreferred ({unpreferred}) lengths differ")
+    return sequences
+
+
+def _read_chains(entry):
+    """Names of the designed and of the fixed chains: two lists."""
+    if "chain_id" in entry:
+        for other in ("design_chains", "fixed_chains"):
+            if other in entry:
+                raise ValueError(f"chain_id and {other} given together; expected chain_id alone, "
+                                 "or design_chains with fixed_chains")
+        if not isinstance(entry["chain_id"], str) or not entry["chain_id"].strip():
+            raise ValueError(f'chain_id is {quote(entry["chain_id"])}; expected the name of a '
+                             'chain, such as "A"')
+        return [entry["chain_id"]], []
+    if "design_chains" not in entry:
+        raise ValueError("neither chain_id nor design_chains given; expected the chains that the "
+                         "sequences are for")
+    design, fixed = entry["design_chains"], entry.get("fixed_chains", [])
+    for key, names in (("design_chains", design), ("fixed_chains", fixed)):
+        if not isinstance(names, list) or not all(
+                isinstance(name, str) and name.strip() for name in names):
+            raise ValueError(f'{key} is {quote(names)}; expected a list of names of chains, such '
+                             'as ["A"]')
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"chain {name} listed twice in {key}")
+    if not design:
+        raise ValueError("design_chains is empty; expected at least one chain")
+    for name in design:
+        if name in fixed:
+            raise ValueError(f"chain {name} is in design_chains and in fixed_chains")
+    return design, fixed
+
+
+def _read_mutable(entry, given, n):
+    """(n,) bool in the order of the sequences, True = mutable.
+
+    given: which of the keys mutable_positions and mutable_ranges the object has.
+    """
+    if len(given) == 2:
+        raise ValueError("mutable_positions and mutable_ranges given together; expected one of "
+                         "them")
+    key, = given
+    ranges = entry[key]
+    if key == "mutable_positions" and isinstance(ranges, list):
+        ranges = [[position, position] for position in ranges]
+    if not isinstance(ranges, list) or not ranges or not all(
+            isinstance(ends, list) and len(ends) == 2 and {type(end) for end in ends} == {int}
+            for ends in ranges):
+        raise ValueError(f"{key} is {quote(entry[key])}; expected whole numbers from 0, as "
+                         "mutable_positions [0, 1, 5], as mutable_ranges [[0, 5], [10, 12]]")
+    is_mutable = np.zeros(n, bool)
+    for first, last in ranges:
+        text = (f"mutable position {first}" if key == "mutable_positions"
+                else f"mutable range {first}-{last}")
+        if min(first, last) < 0 or max(first, last) >= n:
+            raise ValueError(f"{text} outside 0..{n - 1}")
+        if first > last:
+            raise ValueError(f"{text} is reversed")
+        if is_mutable[first:last + 1].any():
+            raise ValueError(f"{text} repeats positions given before")
+        is_mutable[first:last + 1] = True
+    return is_mutable
+
+
+def _make_pair(complex, design, sequences, is_mutable, weight):
+    """Pair of two sequences of n_designed letters; is_mutable (n_designed,) bool in their order."""
+    n, places = complex.n_designed, complex.places(design)
+    resolved, native = np.zeros(n, bool), np.zeros(n, np.uint8)     # in the order of the sequences
+    resolved[places], native[places] = complex.mask[:n], complex.S[:n]
+    chosen, rejected = (encode(text.replace("-", "X")) for text in sequences.values())
+    unknown = resolved & (native == X_ID) & (chosen == X_ID) & (rejected == X_ID)
+    for (key, text), letters in zip(sequences.items(), (chosen, rejected)):
+        wrong = np.flatnonzero((letters == X_ID) & resolved & ~unknown)
+        if len(wrong):
+            raise ValueError(f"{text[wrong[0]]!r} at a resolved position, {wrong[0] + 1} of {key}: "
+                             "it would be scored as an unknown residue; expected one of the 20 "
+                             "amino acids")
+    differ = (chosen != rejected) & resolved
+    outside = np.flatnonzero(differ & ~is_mutable)
+    if len(outside):
+        raise ValueError(f"preferred and unpreferred differ at {len(outside)} fixed positions: "
+                         f"{outside[:5].tolist()} (0-based{', and more' * (len(outside) > 5)}), "
+                         "which are not among the mutable ones: they must be equal there")
+    if not differ.any():
+        raise ValueError("preferred and unpreferred are equal at all resolved positions: no "
+                         "preference")
+    chosen, rejected = (np.where(resolved, letters, native)[places]
+                        for letters in (chosen, rejected))
+    return Pair(complex, chosen, rejected, (is_mutable & ~unknown)[places], weight)
 
 
 # ---- the pairs of a run ----
@@ -737,12 +668,13 @@ def load_pairs(data, seed, alive=lambda: None):
         n = len({pair.complex.structure.key for pair in val})
         lines.append(f"  {len(pairs):,} pairs for training, {len(val):,} on {n:,} structure(s) for "
                      "validation")
-    if partial := sum(bool(pair.complex.left_out) for pair in [*pairs, *(val or [])]):
+    all_pairs = [*pairs, *(val or [])]
+    if partial := sum(bool(pair.complex.left_out) for pair in all_pairs):
         warnings.append(f"{partial:,} pairs leave other protein chains of their file out, and the "
                         "model does not see these. Where they matter, name them in fixed_chains, "
                         "with design_chains in place of chain_id.")
     content = [[pair.key for pair in part] for part in (pairs, val or [])]   # in their order
-    weights = [pair.weight for pair in [*pairs, *(val or [])]]
+    weights = [pair.weight for pair in all_pairs]
     content += [weights] * any(weight != 1 for weight in weights)
     digest = hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
     return TrainingPairs(pairs, val, {"n": len(pairs), "hash": digest},
@@ -751,15 +683,15 @@ def load_pairs(data, seed, alive=lambda: None):
 
 def try_all(*functions):
     """What the functions return. Raises one ValueError with all that is wrong with their input."""
-    found, problems = [], []
+    results, problems = [], []
     for function in functions:
         try:
-            found.append(function())
-        except (ValueError, OSError) as e:
-            problems.append(str(e))
+            results.append(function())
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
     if problems:
         raise ValueError("\n".join(problems))
-    return found
+    return results
 
 
 # ---- split ----
@@ -805,18 +737,23 @@ def split_pairs(pairs, val_fraction, seed):
         held_out = order[:min(n_val, len(keys) - 1)]
     is_val = np.isin(groups, keys[held_out])
     train, val = ([pairs[i] for i in np.flatnonzero(side)] for side in (~is_val, is_val))
-    share, warnings = len(val) / len(pairs), []
+    return train, val, _split_warning(len(val), len(pairs), val_fraction, by_sequence)
+
+
+def _split_warning(n_val, n, val_fraction, by_sequence):
+    """Text of what a user should know about a split, or None."""
+    warnings = []
     if by_sequence:
-        warnings.append(f"all pairs are of one structure: {len(val):,} of {len(pairs):,} are held "
-                        "out by sequence, so validation tells about other sequences, not other "
+        warnings.append(f"all pairs are of one structure: {n_val:,} of {n:,} are held out by "
+                        "sequence, so validation tells about other sequences, not other "
                         "structures. For these, give --val_data.")
-    if not val_fraction / FAR <= share <= val_fraction * FAR:
+    if not val_fraction / FAR <= n_val / n <= val_fraction * FAR:
         together = "linked by sequences that they share" if by_sequence else "of one structure"
-        warnings.append(f"{len(val):,} of {len(pairs):,} pairs ({share:.0%}) are held out for "
-                        f"validation, but data.val_fraction asks for {val_fraction:.0%}: pairs "
-                        f"{together} stay together. Give --val_data, pairs on more structures, or "
+        warnings.append(f"{n_val:,} of {n:,} pairs ({n_val / n:.0%}) are held out for validation, "
+                        f"but data.val_fraction asks for {val_fraction:.0%}: pairs {together} stay "
+                        "together. Give --val_data, pairs on more structures, or "
                         "data.val_fraction=0 to train on all of them without validation.")
-    return train, val, " ".join(warnings) or None
+    return " ".join(warnings) or None
 
 
 def _linked_by_sequence(pairs):

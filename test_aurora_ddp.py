@@ -10,11 +10,10 @@ Start it exactly as the training. Rank 0 prints a line per check: PASS, FAIL or 
                the same code and versions; are the limits of the system wide enough; is a sum over
                ranks and a product on each device right, and none slow; does the last rank see what
                rank 0 writes into the run folder (--work_dir)
-  --claims     (also without options) the pre-flight, and then: do messages arrive, and does a
-               barrier hold all; are the gradients of a wrapped model, in one piece and accumulated,
-               those of one process with all the data; are the weights equal on all ranks after 20
-               steps, and with IPEX where it is installed; does the sampler deal each item once;
-               does a checkpoint come back, bit by bit; is nothing left after cleaning up
+  --claims     (also without options) the pre-flight, and then: do messages arrive; are the
+               gradients of a wrapped model those of one process with all the data; are the weights
+               equal on all ranks after 20 steps, and with IPEX where it is used; does a checkpoint
+               come back, bit by bit
   --bandwidth  time and bus bandwidth of the all-reduce, 1 KiB to 256 MiB (--max_mib)
 
 Where hosts are to blame, the last line is `suspect hosts: n1,n2`, as Slurm's --exclude takes it;
@@ -37,12 +36,10 @@ import datetime
 import faulthandler
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
 import platform
-import re
 import secrets
 import shutil
 import statistics
@@ -59,19 +56,17 @@ import torch
 import torch.distributed as dist
 
 import ddp_setup
-from ddp_setup import (GLOO_MAX_RANKS, abort, barrier, broadcast, cleanup_ddp, ddp_sampler,
-                       detect_launcher, gradient_sync, load_checkpoint, optimize_with_ipex, print0,
-                       save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
+from ddp_setup import (GLOO_MAX_RANKS, abort, broadcast, detect_launcher, load_checkpoint,
+                       optimize_with_ipex, print0, save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
 from run_config import Parser
 from run_script import add_launch_arguments, hand_over
-from run_dir import check_in_sync
+from run_dir import hash_of
 
 FAILED, USAGE = 3, 2        # exit codes
-EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-            "GLOO_SOCKET_IFNAME")
 LEAST_SHARED = 1 << 27      # bytes free in /dev/shm
 TABLE_ROWS = 32             # up to so many ranks their table is printed: some sites choke on more
-COLLECTIVE = "collective"   # what row["at"] says while this rank can be held up by others
+MOST_PROBLEMS = 6           # of a check that are printed
+MOST_SENDERS = 9            # ranks with a wrong share that a rank reports
 ITEMS, STEPS = 12, 20       # of each rank, in the claims
 CLOSE = 1e-4                # relative, for gradients: float32 comes to 1e-6, TF32 only to 1e-3
 
@@ -79,14 +74,11 @@ CLOSE = 1e-4                # relative, for gradients: float32 comes to 1e-6, TF
 BANDWIDTH = 120.0           # more than that, for all sizes
 REPORTS = 10.0              # after the limit: ranks that have hung until then report it
 ANSWER = 40.0               # after the limit: rank 0 has judged all reports
-LOCKED = 60.0               # after the limit: Python's lock is held, faulthandler ends the rank
 COLLECTIVES = 60.0          # after all limits: a collective must not fail where it only waits
 SETTING_UP = 90.0           # after --init_timeout: setup_ddp's own limits are over
 LAST_ANSWER = 10.0          # for all ranks to read it, before rank 0 ends with the store
 VISIBLE = 45.0              # NFS clients may believe for half a minute that a file is not there
-LEAVING = 5.0               # for threads and processes to end after cleanup_ddp
-LATE = 0.1                  # that the last rank comes late to the barrier
-PRODUCTS, ALL_REDUCES = 0.5, 2.0   # of repeats, for a rate and per size
+PRODUCTS = 0.5              # of repeats, for a rate
 POLL = 0.01                 # between two looks
 
 
@@ -94,8 +86,9 @@ class Check(NamedTuple):
     """What each rank measures, and what rank 0 makes of it.
 
     measure(row, ddp, args, answer): fills `row` with plain values. row["problems"], texts, or an
-        exception: a failure of this rank; row["skip"] of rank 0: why nothing is checked. answer:
-        rank 0's row of the check before, and "failed", the names of the checks that failed.
+        exception: a failure of this rank; row["skip"] of rank 0: why nothing is checked;
+        row["in_collective"]: whether other ranks can hold this one up. answer: rank 0's row of the
+        check before, and "failed", the names of the checks that failed.
     judge(rows, args): on rank 0, (problems [(rank or None, text)] beside those of the rows, figure:
         a line and perhaps a table). Without it, a row["figure"] is the figure.
     """
@@ -120,15 +113,11 @@ def describe_place(row, ddp, args, answer):
     cores = sorted(os.sched_getaffinity(0)) if has_affinity else range(os.cpu_count() or 1)
     row.update(local=ddp.local_rank, device=str(ddp.device), cores=ranges(cores), name="cpu",
                free=None)
-    if ddp.device.type == "cpu":
-        with contextlib.suppress(OSError, TypeError):   # not Linux
-            memory = Path("/proc/meminfo").read_text()
-            row["free"] = int(re.search(r"^MemAvailable: +(\d+)", memory, re.M)[1]) * 1024
-        return
-    module = getattr(torch, ddp.device.type)
-    row["name"] = module.get_device_name(ddp.device)
-    with contextlib.suppress(AttributeError, RuntimeError):   # XPU: not in every torch or driver
-        row["free"] = module.mem_get_info(ddp.device)[0]
+    if ddp.device.type != "cpu":
+        module = getattr(torch, ddp.device.type)
+        row["name"] = module.get_device_name(ddp.device)
+        with contextlib.suppress(AttributeError, RuntimeError):   # XPU: not in every torch
+            row["free"] = module.mem_get_info(ddp.device)[0]
 
 
 def judge_places(rows, args):
@@ -152,9 +141,11 @@ def judge_places(rows, args):
 
 
 def list_versions(row, ddp, args, answer):
-    folder = Path(__file__).resolve().parent
+    folder, digest = Path(__file__).resolve().parent, hashlib.blake2b(digest_size=6)
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
     row.update(python=platform.python_version(), torch=str(torch.__version__), folder=str(folder),
-               code=hash_of([[p.name, p.read_bytes()] for p in sorted(folder.glob("*.py"))]))
+               code=digest.hexdigest())
 
 
 def judge_versions(rows, args):
@@ -169,28 +160,20 @@ def judge_versions(rows, args):
 
 
 def check_limits(row, ddp, args, answer):
-    """What runs out first: open files, shared memory, the length of a Unix socket's name."""
-    with contextlib.suppress(ImportError):
+    """What runs out first: open files and shared memory."""
+    row["problems"] = []
+    with contextlib.suppress(ImportError):      # not Linux, as for /dev/shm
         import resource
         row["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    with contextlib.suppress(OSError, AttributeError):
-        disk = os.statvfs("/dev/shm")
-        row["shared"] = disk.f_bavail * disk.f_frsize
-    least = 2 * min(ddp.world_size, GLOO_MAX_RANKS) + 100   # gloo joins all with all
-    folder, wanted = tempfile.gettempdir(), os.environ.get("TMPDIR", "")
-    socket_name = os.path.join(folder, "pymp-xxxxxxxx", "listener-xxxxxxxx")
-    row["problems"] = [text for wrong, text in (
-        (row.get("files", least) < least,
-         f"may open {row.get('files')} files, expected {least} for {ddp.world_size} ranks: "
-         f"ulimit -n {least}"),
-        (row.get("shared", LEAST_SHARED) < LEAST_SHARED,
-         "has less than 128 MiB free in /dev/shm, which DataLoader workers need: "
-         "docker --shm-size, or num_workers 0"),
-        (wanted and os.path.realpath(wanted) != os.path.realpath(folder),
-         f"cannot use TMPDIR={wanted}; {folder} is used"),
-        (len(socket_name) > 107,
-         f"has too long a temporary folder for Unix sockets, {folder}: export TMPDIR=/tmp"))
-        if wrong]
+        least = 2 * min(ddp.world_size, GLOO_MAX_RANKS) + 100   # gloo joins all with all
+        if row["files"] < least:
+            row["problems"].append(f"may open {row['files']} files, expected {least} for "
+                                   f"{ddp.world_size} ranks: ulimit -n {least}")
+    with contextlib.suppress(OSError):
+        row["shared"] = shutil.disk_usage("/dev/shm").free
+        if row["shared"] < LEAST_SHARED:
+            row["problems"].append("has less than 128 MiB free in /dev/shm, which DataLoader "
+                                   "workers need: docker --shm-size, or num_workers 0")
 
 
 def judge_limits(rows, args):
@@ -219,21 +202,17 @@ def sum_over_ranks(row, ddp, args, answer):
         result = mine.cpu()
     row["seconds"] = time.monotonic() - start
     wrong = (result != values).nonzero().flatten()
-    row.update(wrong=len(wrong), senders=(wrong % n).unique().tolist()[:9])
+    row.update(wrong=len(wrong), senders=(wrong % n).unique().tolist()[:MOST_SENDERS])
 
 
 def judge_sum(rows, args):
     receivers = [rank for rank, row in enumerate(rows) if row["wrong"]]
-    senders = collections.Counter(sender for rank in receivers for sender in rows[rank]["senders"])
-    if len(receivers) <= len(rows) // 2:   # not all have the same sum
-        problems = [(rank, f"received {rows[rank]['wrong']} wrong elements of {2**18}, others none")
-                    for rank in receivers]
-    elif len(senders) < min(len(rows), 9):
-        problems = [(rank, f"its share of the sum is wrong on {count} rank(s)")
-                    for rank, count in senders.items()]
+    senders = sorted({sender for row in rows for sender in row["senders"]})
+    if len(senders) < min(len(receivers), MOST_SENDERS):    # a few shares are wrong on many ranks
+        problems = [(rank, "its share of the sum is wrong on other ranks") for rank in senders]
     else:
-        problems = [(None, f"{len(receivers)} rank(s) received a wrong sum, with the shares of "
-                           "many ranks wrong")]
+        problems = [(rank, f"received {rows[rank]['wrong']} wrong elements of {2**18}")
+                    for rank in receivers]
     return problems, f"1 MiB, exact, first one in {milliseconds(rows, 'seconds')}"
 
 
@@ -275,18 +254,16 @@ def write_folder(row, ddp, args, answer):
         row["made"] = not os.path.exists(args.work_dir)
         os.makedirs(args.work_dir, exist_ok=True)
         start, row["token"] = time.monotonic(), secrets.token_hex(8)
-        path = preflight_path(args, row["token"])
-        path.with_suffix(".tmp").write_text(row["token"])
-        path.with_suffix(".tmp").rename(path)
+        Path(args.work_dir, f".preflight-{row['token']}").write_text(row["token"])
         taken = (time.monotonic() - start) * 1e3
-        row["figure"] = f"rank 0 wrote and renamed a file in {args.work_dir} in {taken:.1f} ms"
+        row["figure"] = f"rank 0 wrote a file in {args.work_dir} in {taken:.1f} ms"
 
 
 def read_folder(row, ddp, args, answer):
     if "token" not in answer or "folder" in answer["failed"]:
         row["skip"] = "nothing was written"
     elif ddp.rank == ddp.world_size - 1:
-        path, start = preflight_path(args, answer["token"]), time.monotonic()
+        path, start = Path(args.work_dir, f".preflight-{answer['token']}"), time.monotonic()
         limit = min(0.8 * args.timeout, VISIBLE)
         if not wait_until(lambda: path.exists() and path.read_text() == answer["token"],
                           start + limit):
@@ -296,24 +273,28 @@ def read_folder(row, ddp, args, answer):
         row["figure"] = f"rank {ddp.rank} saw it after {(time.monotonic() - start) * 1e3:.0f} ms"
 
 
+def remove_preflight_file(args, written):
+    """Leave the run folder as it was. written: rank 0's row of the check `folder`."""
+    with contextlib.suppress(OSError):   # it could not be written
+        if "token" in written:
+            os.remove(os.path.join(args.work_dir, f".preflight-{written['token']}"))
+        if written.get("made"):
+            os.rmdir(args.work_dir)
+
+
 def reduce_all_sizes(row, ddp, args, answer):
     """Median time of the all-reduce of float32 zeros, per size in bytes."""
     if ddp.world_size == 1 or "all-reduce" in answer["failed"]:
         one = ddp.world_size == 1
         row["skip"] = "one rank: nothing to reduce over" if one else "the all-reduce failed"
         return
-    row.update(at=COLLECTIVE, bytes=[], seconds=[], backend=ddp.backend)
+    row.update(in_collective=True, bytes=[], seconds=[], backend=ddp.backend)
     size = 1024
     while size <= args.max_mib * 2**20:
         x = torch.zeros(size // 4, dtype=torch.float32, device=ddp.device)
-        times, repeats = [], args.repeats
-        while len(times) < 2 + repeats:   # two to warm up
-            times.append(timed(lambda: dist.all_reduce(x), ddp)[1])
-            if len(times) == 2:   # rank 0 decides: all must do the same number
-                most = int(ALL_REDUCES / times[1])
-                repeats = broadcast(max(1, min(args.repeats, most)), ddp)
+        times = [timed(lambda: dist.all_reduce(x), ddp)[1] for _ in range(2 + args.repeats)]
         row["bytes"].append(size)
-        row["seconds"].append(statistics.median(times[2:]))
+        row["seconds"].append(statistics.median(times[2:]))     # the first two warm up
         size *= 4
 
 
@@ -336,36 +317,23 @@ def judge_bandwidth(rows, args):
 
 # ---------------------------------------------------------------- the claims: is training right?
 def pass_messages(row, ddp, args, answer):
-    """Send from the last rank, as most defaults point to rank 0; then hold all at a barrier.
-
-    A counter says how many ranks had come when a barrier let this one go.
-    """
-    n, store, last = ddp.world_size, ddp.state.store, ddp.world_size - 1
-    if n == 1:
+    """Send from the last rank, as most defaults point to rank 0."""
+    last = ddp.world_size - 1
+    if ddp.world_size == 1:
         row["skip"] = "one rank: nobody to talk to"
         return
-    expected = [[float(last)] * 1024, {"text": "\u00e9", "list": [None, True, 0.5]}]
     vector, start = torch.full((1024,), float(ddp.rank), device=ddp.device), time.monotonic()
+    message = {"text": "\u00e9", "list": [None, True, 0.5]}
     with in_collective(row):
-        received = [broadcast(vector, ddp, last).tolist(),
-                    broadcast(expected[1] if ddp.rank == last else None, ddp, last)]
+        numbers = broadcast(vector, ddp, last)
+        received = broadcast(message if ddp.rank == last else None, ddp, last)
     row["seconds"] = time.monotonic() - start
-    if ddp.rank == last:
-        time.sleep(LATE)   # the others must wait for it
-    store.add("check/at the barrier", 1)
-    start = time.monotonic()
-    with in_collective(row):
-        barrier(ddp, args.timeout)
-    missing = n - store.add("check/at the barrier", 0)
-    row["waited"] = time.monotonic() - start
-    row["problems"] = [text for wrong, text in (
-        (received != expected, f"received something else than rank {last} sent"),
-        (missing, f"left the barrier before {missing} rank(s) had come")) if wrong]
+    if received != message or not (numbers == last).all():
+        row["problems"] = [f"received something else than rank {last} sent"]
 
 
 def judge_messages(rows, args):
-    return [], (f"4 KiB and an object in {milliseconds(rows, 'seconds')}, barrier in "
-                f"{milliseconds(rows[-1:], 'waited')}")
+    return [], f"4 KiB and an object in {milliseconds(rows, 'seconds')}"
 
 
 def items_of(ranks):
@@ -375,11 +343,10 @@ def items_of(ranks):
     return x, x[:, :1] * x[:, 1:2]
 
 
-def prepare(row, ddp, args=None):
+def prepare(row, ddp, with_ipex=False):
     """(wrapped model, its optimizer, x, y), the items of this rank on its device.
 
     The weights differ between ranks: wrapping has to make them rank 0's.
-    args: with IPEX, as they say.
     """
     torch.manual_seed(ddp.rank)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.LayerNorm(64),
@@ -387,75 +354,44 @@ def prepare(row, ddp, args=None):
     model = model.to(ddp.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with in_collective(row):
-        if args is not None:
-            found = importlib.util.find_spec("intel_extension_for_pytorch") is not None
-            present = broadcast(found, ddp)
-            if present and args.ipex == "auto":   # tried where it is, needed or not
-                ddp.state.ipex = "on"
+        if with_ipex:
             plain, (model, optimizer) = model, optimize_with_ipex(model, optimizer, ddp)
-            ddp.state.ipex = args.ipex
             if model is plain:
-                row["skip"] = (f"not used here with --ipex {args.ipex}"
-                               + ("" if present else ", and not installed"))
+                row["skip"] = f"not used here with --ipex {ddp.state.ipex}"
         model = wrap_ddp(model, ddp, bucket_cap_mb=0.01)   # several all-reduces per step
     return model, optimizer, *(t.to(ddp.device) for t in items_of([ddp.rank]))
 
 
-def backward(model, x, y, row, pieces=1):
-    """Gradient of the mean loss of the items, in `pieces` micro-steps; returns the loss.
-
-    Only the last micro-step averages over ranks.
-    """
-    total = 0.0
-    for k, (inputs, targets) in enumerate(zip(x.chunk(pieces), y.chunk(pieces))):
-        with in_collective(row), gradient_sync(model, last=k == pieces - 1):
-            loss = ((model(inputs) - targets) ** 2).sum() / len(x)
-            loss.backward()
-        total += loss.item()
-    return total
+def backward(model, x, y, row):
+    """Gradient of the mean loss of the items; returns the loss."""
+    with in_collective(row):
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+    return loss.item()
 
 
-def plain_gradients(model, ranks, device="cpu", dtype=torch.float64):
-    """Those of one process with the items of all `ranks`."""
-    plain = copy.deepcopy(unwrap_ddp(model)).to(device, dtype)
-    backward(plain, *(t.to(device, dtype) for t in items_of(ranks)), {})
-    return [parameter.grad for parameter in plain.parameters()]
-
-
-def distance(gradients, expected):
-    """Largest relative error of the gradient of a parameter; nan where one is."""
-    errors = [(gradient.cpu().double() - exact).norm() / exact.norm()
-              for gradient, exact in zip(gradients, expected)]
-    return torch.stack(errors).max().item()
-
-
-def average_gradients(row, ddp, args, answer, pieces=1):
+def average_gradients(row, ddp, args, answer):
+    """Compare with the gradients of one process with the items of all ranks, in float64."""
     model, _, x, y = prepare(row, ddp)
-    own = distance(plain_gradients(model, [ddp.rank], ddp.device, torch.float32),
-                   plain_gradients(model, [ddp.rank]))
-    if not own <= CLOSE:   # or nan
-        row["problems"] = [f"computes its own gradient {own:.1g} off"]
-    backward(model, x, y, row, pieces)
-    row["mean"] = distance([parameter.grad for parameter in model.parameters()],
-                           plain_gradients(model, range(ddp.world_size)))
-    row["pieces"] = pieces
+    plain = copy.deepcopy(unwrap_ddp(model)).cpu().double()
+    backward(plain, *(t.double() for t in items_of(range(ddp.world_size))), {})
+    backward(model, x, y, row)
+    errors = [(parameter.grad.cpu().double() - expected.grad).norm() / expected.grad.norm()
+              for parameter, expected in zip(model.parameters(), plain.parameters())]
+    row["error_of_mean"] = torch.stack(errors).max().item()
 
 
 def judge_gradients(rows, args):
-    text = "mean over ranks {:.1g} off one process's gradient"
-    problems = [(rank, f"has a {text.format(row['mean'])}") for rank, row in enumerate(rows)
-                if not row["mean"] <= CLOSE]
-    if any("problems" in row for row in rows):   # the cause
-        problems = []
-    elif len(problems) == len(rows) > 1:
-        problems = [(None, f"every rank has a {text.format(rows[0]['mean'])}")]
-    pieces = f" in {rows[0]['pieces']} micro-steps" if rows[0]["pieces"] > 1 else ""
-    return problems, (f"{len(rows) * ITEMS} items{pieces} as in one process, within "
-                      f"{max(row['mean'] for row in rows):.1g}")
+    problems = [(rank, f"has a gradient {row['error_of_mean']:.1g} off one process's")
+                for rank, row in enumerate(rows) if not row["error_of_mean"] <= CLOSE]   # or nan
+    if len(problems) == len(rows) > 1:
+        problems = [(None, f"every rank {problems[0][1]}")]
+    return problems, (f"{len(rows) * ITEMS} items as in one process, within "
+                      f"{max(row['error_of_mean'] for row in rows):.1g}")
 
 
 def take_steps(row, ddp, args, answer, ipex=False):
-    model, optimizer, x, y = prepare(row, ddp, args if ipex else None)
+    model, optimizer, x, y = prepare(row, ddp, ipex)
     if "skip" in row:
         if args.ipex == "on":
             raise RuntimeError("asked for by --ipex on, and not used: see above")
@@ -465,45 +401,17 @@ def take_steps(row, ddp, args, answer, ipex=False):
         optimizer.zero_grad()
         losses.append(backward(model, x, y, row))
         optimizer.step()
-    row.update(first=losses[0], last=losses[-1], sync_error="",
-               weights=hash_of(unwrap_ddp(model).state_dict()))
-    with in_collective(row):
-        try:
-            check_in_sync(model, ddp)
-        except RuntimeError as error:
-            row["sync_error"] = str(error)
+    row.update(first=losses[0], last=losses[-1], weights=hash_of(unwrap_ddp(model).state_dict()))
 
 
 def judge_steps(rows, args):
     _, others = majority([row["weights"] for row in rows])
     first, last = (statistics.fmean(row[key] for row in rows) for key in ("first", "last"))
     problems = [(rank, f"has other weights after {STEPS} steps") for rank in others]
-    if bool(rows[0]["sync_error"]) != bool(others):
-        problems.append((None, f"check_in_sync says {rows[0]['sync_error']!r}"))
     if not last < first:
         problems.append((None, f"the loss went from {first:.3g} to {last:.3g}"))
     return problems, (f"equal weights on {len(rows)} rank(s) after {STEPS} steps, loss "
                       f"{first:.2g} -> {last:.2g}")
-
-
-def deal_items(row, ddp, args, answer):
-    data = range(10 * ddp.world_size + 1)
-    row.update(each=list(ddp_sampler(data, ddp, train=False)), train=list(ddp_sampler(data, ddp)))
-
-
-def judge_items(rows, args):
-    n, problems = len(rows), []
-    sizes = {"each": 10 * n + 1, "train": 10 * n + (n == 1)}   # training: equal steps on all ranks
-    for key, size in sizes.items():
-        owners = {}
-        for rank, row in enumerate(rows):
-            share = len(range(rank, size, n))
-            if len(row[key]) != share:
-                problems.append((rank, f"has {len(row[key])} of {size} items, expected {share}"))
-            problems += [(rank, f"has item {item}, which rank {owners[item]} has too")
-                         for item in row[key] if item in owners][:1]
-            owners.update(dict.fromkeys(row[key], rank))
-    return problems, f"each of {sizes['each']} items once, and {sizes['train']} shuffled"
 
 
 def save_and_load(row, ddp, args, answer):
@@ -512,13 +420,13 @@ def save_and_load(row, ddp, args, answer):
     optimizer.step()
     saved = {"model": unwrap_ddp(model).state_dict(), "optimizer": optimizer.state_dict()}
     with in_collective(row):
-        folder = preflight_path(args, secrets.token_hex(8)).absolute()
-        folder = broadcast(str(folder), ddp)   # rank 0's
-        path, start = os.path.join(folder, "last.pt"), time.monotonic()
+        folder = os.path.abspath(args.work_dir or tempfile.gettempdir())
+        folder = broadcast(os.path.join(folder, f".preflight-{secrets.token_hex(8)}"), ddp)
+        path = os.path.join(folder, "last.pt")
         try:
             save_checkpoint(path, ddp, resumes=False, **saved)
-            middle = time.monotonic()
-            row["size"] = os.path.getsize(path) if ddp.is_main else 0
+            if ddp.is_main:
+                row["figure"] = f"{os.path.getsize(path) // 2**10} KiB, equal bits"
             loaded = load_checkpoint(path, ddp)
         finally:
             if ddp.is_main:
@@ -526,34 +434,12 @@ def save_and_load(row, ddp, args, answer):
         # Else the last line of a later failure names it as what to go on from.
         ddp.state.checkpoint = (None, None)
         ddp_setup._tell_guard(ddp, checkpoint=ddp.state.checkpoint)
-    row["figure"] = (f"{binary_size(row['size'])}, equal bits; saved in "
-                     f"{(middle - start) * 1e3:.0f} ms, loaded in "
-                     f"{(time.monotonic() - middle) * 1e3:.0f} ms")
-    changed = [key for key in saved if hash_of(loaded[key]) != hash_of(saved[key])]
-    if changed:
-        row["problems"] = [f"loaded another {' and '.join(changed)} than was saved"]
-
-
-def clean_up(row, ddp, args, answer):
-    """The last check: ranks can still report, as the store ends only with rank 0's process."""
-    cleanup_ddp(ddp)
-    wait_until(lambda: inventory() <= args.inventory, time.monotonic() + LEAVING)
-    row["figure"] = "no thread, process or variable of ours is left"
-    if left := sorted(inventory() - args.inventory):
-        row["problems"] = [f"is left with {', '.join(left)[:300]}"]
-
-
-def inventory():
-    """Texts: this process' threads, children (Linux) and variables."""
-    found = {f"thread {thread.name}" for thread in threading.enumerate()
-             if type(thread).__name__ != "_DummyThread"}   # not Python's
-    found |= {f"variable {name}={os.environ[name]}" for name in EXPORTED if name in os.environ}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):   # it has just ended
-            name, fields = stat.read_text().rsplit(")", 1)
-            if int(fields.split()[1]) == os.getpid():
-                found.add(f"process {name})")
-    return found
+    row["problems"] = []
+    for key in saved:
+        try:
+            torch.testing.assert_close(loaded[key], saved[key], rtol=0, atol=0, check_device=False)
+        except AssertionError:
+            row["problems"].append(f"loaded another {key} than was saved")
 
 
 def checks_for(args):
@@ -570,17 +456,14 @@ def checks_for(args):
                    Check("folder", write_folder, limit),
                    Check("visible", read_folder, limit)]
     if claims:
-        accumulate = functools.partial(average_gradients, pieces=3)
         chosen += [Check("messages", pass_messages, limit, judge_messages),
                    Check("gradients", average_gradients, limit, judge_gradients),
-                   Check("accumulate", accumulate, limit, judge_gradients),
                    Check("steps", take_steps, limit, judge_steps),
                    Check("ipex", functools.partial(take_steps, ipex=True), limit, judge_steps),
-                   Check("sampler", deal_items, limit, judge_items),
                    Check("checkpoint", save_and_load, limit)]
     if args.bandwidth:
         chosen += [Check("bandwidth", reduce_all_sizes, limit + BANDWIDTH, judge_bandwidth)]
-    return chosen + [Check("clean-up", clean_up, limit)] * claims
+    return chosen
 
 
 # ---------------------------------------------------------------- running them: every wait ends
@@ -601,11 +484,8 @@ def in_thread(limit, ddp, function, *arguments):
             errors.append(f"{type(error).__name__}: {first_line[:300]}")
 
     thread = threading.Thread(target=work, daemon=True)
-    if function is clean_up:   # MPI wants to be finalised by the thread that has initialised it
-        thread.run()
-    else:
-        thread.start()
-        thread.join(limit)
+    thread.start()
+    thread.join(limit)
     return "".join(errors), thread
 
 
@@ -614,10 +494,8 @@ def measure_row(check, ddp, args, answer):
     row = {}
     error, thread = in_thread(check.limit, ddp, check.measure, row, ddp, args, answer)
     if thread.is_alive():
-        error = f"did not end within {check.limit:.0f} s, in {innermost_function(thread)}"
-        row = {**row, "hangs": True, "entered": 0}   # collectives, DDP's own included
-        with contextlib.suppress(AttributeError, RuntimeError):   # a backend that does not count
-            row["entered"] = dist.group.WORLD._get_sequence_number_for_group()
+        return {**row, "hangs": True, "error": f"did not end within {check.limit:.0f} s, in "
+                                               f"{innermost_function(thread)}"}
     return {**row, "error": error} if error else row
 
 
@@ -632,9 +510,8 @@ def gather_rows(check, row, ddp, deadline):
         return [row]
     store, key = ddp.state.store, f"check/{check.name}"
     report_row(check, row, ddp)
+    wait_until(lambda: store.add(key, 0) == ddp.world_size, deadline)
     keys = [f"{key}/{rank}" for rank in range(ddp.world_size)]
-    if wait_until(lambda: store.add(key, 0) == ddp.world_size, deadline):
-        return [json.loads(text) for text in store.multi_get(keys)]
     return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
@@ -655,29 +532,32 @@ def fetch_answer(check, row, ddp, deadline):
 
 
 def blame(rows, limit):
-    """Which ranks did not come or failed.
+    """Which ranks did not come, hang or raised an error.
 
-    Ranks that only wait for such ones in a collective are left out: they have entered more of them.
-    Returns: (problems [(rank, text)] or, where all failed alike, [(None, text)]; whether a rank is
-    lost, as a backend that failed within a collective cannot be used again).
+    A rank that hangs in a collective may only wait for others: where another one did not come,
+    hangs elsewhere or raised an error, it is left out.
+    Returns: problems [(rank, text)] or, where all raised the same error, [(None, text)].
     """
-    bad = [rank for rank, row in enumerate(rows) if row is None or "error" in row]
-    raised = [rank for rank in bad if rows[rank] is not None and "hangs" not in rows[rank]]
-    alike = len(raised) == len(rows) and len({row["error"] for row in rows}) == 1
-    if alike and len(rows) > 1:
-        return [(None, f"on every rank {rows[0]['error']}")], False
-    outside = [rank for rank in bad if rows[rank] is None or rows[rank].get("at") != COLLECTIVE]
-    guilty = outside or raised
-    if bad and not guilty:
-        fewest = min(rows[rank]["entered"] for rank in bad)
-        guilty = [rank for rank in bad if rows[rank]["entered"] == fewest]
-    stuck = [rank for rank in bad if rank not in raised or rank not in outside]
-    return [(rank, f"did not come within {limit:.0f} s" if rows[rank] is None else
-             rows[rank]["error"]) for rank in guilty], bool(stuck) and not alike
+    bad = {rank: row for rank, row in enumerate(rows) if row is None or "error" in row}
+    errors = {row and row["error"] for row in bad.values()}
+    if len(bad) == len(rows) > 1 and len(errors) == 1 and not any(map(is_lost, rows)):
+        return [(None, f"on every rank {errors.pop()}")]
+    outside = [rank for rank, row in bad.items() if not (row and row.get("in_collective"))]
+    raised = [rank for rank, row in bad.items() if row and "hangs" not in row]
+    return [(rank, bad[rank]["error"] if bad[rank] else f"did not come within {limit:.0f} s")
+            for rank in outside or raised or bad]
+
+
+def is_lost(row):
+    """Has a rank not come, or is it stuck, or did it leave a collective that others wait in?"""
+    return row is None or "hangs" in row or "error" in row and row.get("in_collective", False)
 
 
 def conclude(check, rows, args):
-    """(PASS, FAIL or SKIP, problems, figure) of a check where no rank has failed, on rank 0."""
+    """(PASS, FAIL or SKIP, problems, figure) of a check, on rank 0."""
+    problems = blame(rows, check.limit)
+    if problems:
+        return "FAIL", problems, ""
     if "skip" in rows[0]:
         return "SKIP", [], rows[0]["skip"]
     problems = [(rank, text) for rank, row in enumerate(rows) for text in row.get("problems", ())]
@@ -694,52 +574,56 @@ def run_checks(ddp, args):
     Where a rank is lost, all end here with exit code 3.
     Returns: names of the checks that failed, on every rank.
     """
-    answer, outcomes, suspects, written, lost = {"failed": []}, [], {}, {}, False
+    answer, outcomes, suspects, written = {"failed": []}, [], [], {}
     # As Slurm's --exclude takes it.
     host = ddp.launcher == "Slurm step" and os.environ.get("SLURMD_NODENAME") or ddp.host
     for check in checks_for(args):
-        faulthandler.dump_traceback_later(check.limit + LOCKED, exit=True, file=sys.__stderr__)
         start = time.monotonic()
         row = {"host": host, **measure_row(check, ddp, args, answer)}
         if not ddp.is_main:
             answer = fetch_answer(check, row, ddp, start + check.limit + ANSWER)
             continue
-        deadline = start + check.limit + (REPORTS if check.measure is not arrive else 0.0)
-        rows = gather_rows(check, row, ddp, deadline)
-        rows[0]["waited"] = time.monotonic() - start
-        problems, lost = blame(rows, check.limit)
-        status, figure = "FAIL", ""
-        if not problems:
-            status, problems, figure = conclude(check, rows, args)
+        rows = gather_rows(check, row, ddp, start + check.limit + REPORTS)
+        row["waited"] = rows[0]["waited"] = time.monotonic() - start
+        status, problems, figure = conclude(check, rows, args)
         outcomes.append(status)
         hosts = [row["host"] if row else known
                  for row, known in zip(rows, ddp.state.hosts or [host])]
         print0(ddp, check_lines(check.name, status, problems, figure, hosts))
-        guilty = {rank for rank, _ in problems} - {None}
+        guilty = sorted({rank for rank, _ in problems} - {None})
         if len(guilty) < ddp.world_size:   # else it is not the fault of a host
-            suspects.update(dict.fromkeys(hosts[rank] for rank in sorted(guilty)))
-        written = rows[0] if "made" in rows[0] else written
-        answer = {**rows[0], "failed": answer["failed"] + [check.name] * (status == "FAIL")}
-        if lost:
-            break   # the others wait for the answer until abort ends them
+            suspects += [hosts[rank] for rank in guilty if hosts[rank] not in suspects]
+        written = row if "made" in row else written
+        answer = {**row, "failed": answer["failed"] + [check.name] * (status == "FAIL")}
+        if any(map(is_lost, rows)):
+            finish(ddp, args, written, outcomes, suspects)
+            abort(ddp, f"check {check.name}: ranks are missing or stuck, see above; all end here",
+                  FAILED)   # the others have waited for the answer
         if ddp.world_size > 1:
             ddp.state.store.set(f"check/{check.name}/answer", json.dumps(answer))
-    faulthandler.cancel_dump_traceback_later()
-    if ddp.world_size > 1 and not lost:   # the store ends with rank 0's process
+    if ddp.world_size > 1:   # the store ends with rank 0's process
         store = ddp.state.store
         store.add("check/read", 1)
         if ddp.is_main:
             wait_until(lambda: store.add("check/read", 0) == ddp.world_size,
                        time.monotonic() + LAST_ANSWER)
     if ddp.is_main:
-        remove_preflight_file(args, written)
-        print0(ddp, ", ".join(f"{outcomes.count(status)} {word}" for status, word in (
-            ("PASS", "passed"), ("FAIL", "failed"), ("SKIP", "skipped"))))
-        name_suspects(ddp, args, list(suspects))
-        if lost:
-            abort(ddp, f"check {check.name}: ranks are missing or stuck, see above; all end here",
-                  FAILED)
+        finish(ddp, args, written, outcomes, suspects)
     return answer["failed"]
+
+
+def finish(ddp, args, written, outcomes, suspects):
+    """On rank 0, print the outcome, and write the suspect hosts to --suspects."""
+    remove_preflight_file(args, written)
+    print0(ddp, ", ".join(f"{outcomes.count(status)} {word}" for status, word in (
+        ("PASS", "passed"), ("FAIL", "failed"), ("SKIP", "skipped"))))
+    if suspects:
+        print(f"suspect hosts: {','.join(suspects)}", flush=True)
+    if args.suspects:
+        try:
+            Path(args.suspects).write_text("".join(f"{host}\n" for host in suspects))
+        except OSError as error:
+            abort(ddp, f"cannot write --suspects {args.suspects}: {error.strerror}", FAILED)
 
 
 def check_lines(name, status, problems, figure, hosts):
@@ -747,32 +631,22 @@ def check_lines(name, status, problems, figure, hosts):
     figure, *table = figure.split("\n")
     if problems:
         texts = [text if rank is None else f"rank {rank} on {hosts[rank]} {text}"
-                 for rank, text in problems[:6]]
-        more = [f"and {len(problems) - 6} more"] if len(problems) > 6 else []
-        figure = "; ".join(texts + more)
+                 for rank, text in problems[:MOST_PROBLEMS]]
+        if len(problems) > MOST_PROBLEMS:
+            texts.append(f"and {len(problems) - MOST_PROBLEMS} more")
+        figure = "; ".join(texts)
     line = textwrap.fill(f"{status}  {name:<10}  {figure}", 80, subsequent_indent=" " * 18,
                          break_long_words=False, break_on_hyphens=False)
     return "\n".join([line, *("      " + row for row in table)])
-
-
-def name_suspects(ddp, args, hosts):
-    """Print the suspect hosts, if there are any, and write them to --suspects."""
-    if hosts:
-        print(f"suspect hosts: {','.join(hosts)}", flush=True)
-    if args.suspects:
-        try:
-            Path(args.suspects).write_text("".join(f"{host}\n" for host in hosts))
-        except OSError as error:
-            abort(ddp, f"cannot write --suspects {args.suspects}: {error.strerror}", FAILED)
 
 
 # ---------------------------------------------------------------- helpers
 @contextlib.contextmanager
 def in_collective(row):
     """Within, and after an exception there, other ranks can hold this one up, and it them."""
-    row["at"] = COLLECTIVE
+    row["in_collective"] = True
     yield
-    row["at"] = "after"
+    row["in_collective"] = False
 
 
 def innermost_function(thread):
@@ -788,16 +662,6 @@ def wait_until(condition, deadline):
     while not (reached := condition()) and time.monotonic() < deadline:
         time.sleep(POLL)
     return reached
-
-
-def hash_of(value):
-    """Text that is equal for equal bits, of nested dicts and lists of tensors and plain values."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
-    elif isinstance(value, (dict, list, tuple)):
-        items = value.items() if isinstance(value, dict) else value
-        value = [hash_of(item) for item in items]
-    return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()
 
 
 def majority(values):
@@ -844,21 +708,6 @@ def timed(function, ddp):
     return result, time.perf_counter() - start
 
 
-def preflight_path(args, token):
-    return Path(args.work_dir or tempfile.gettempdir()) / f".preflight-{token}"
-
-
-def remove_preflight_file(args, written):
-    """Leave the run folder as it was. written: rank 0's row of the check `folder`."""
-    with contextlib.suppress(OSError):   # it could not be written
-        if "token" in written:
-            path = preflight_path(args, written["token"])
-            path.unlink(missing_ok=True)
-            path.with_suffix(".tmp").unlink(missing_ok=True)
-        if written.get("made"):
-            os.rmdir(args.work_dir)
-
-
 # ---------------------------------------------------------------- command line
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
@@ -891,18 +740,6 @@ def read_arguments(argv):
     return args
 
 
-def fail_setup(text):
-    print(check_lines("set-up", "FAIL", [], text.replace("\n", " "), []), flush=True)
-
-
-def end_hung_setup(seconds):
-    """Setting up hangs below Python, in a device's own backend: no rank can tell another."""
-    with contextlib.suppress(RuntimeError):
-        if detect_launcher(os.environ).rank == 0:
-            fail_setup(f"did not end within {seconds:.0f} s")
-    os._exit(FAILED)
-
-
 def cli(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
@@ -914,13 +751,10 @@ def cli(argv=None):
         args, problem = make_parser().parse_args(["--device", "cpu"]), error
     # Suspects of an earlier call must not stay if this one is cut short.
     with contextlib.suppress(OSError, ddp_setup.SetupError):   # which are reported later
-        if args.suspects and ddp_setup.detect_launcher(os.environ).rank == 0:
+        if args.suspects and detect_launcher(os.environ).rank == 0:
             Path(args.suspects).write_text("")
-    args.inventory = inventory()
-    limit = args.init_timeout + SETTING_UP
-    timer = threading.Timer(limit, end_hung_setup, (limit,))
-    timer.daemon = True
-    timer.start()
+    # A device's own backend may hang below Python: then this ends the rank and prints where.
+    faulthandler.dump_traceback_later(args.init_timeout + SETTING_UP, exit=True)
     try:
         ddp = setup_ddp(args.device, args.backend, ranks=args.ranks, ipex=args.ipex,
                         timeout=args.timeout + BANDWIDTH + COLLECTIVES,
@@ -929,9 +763,9 @@ def cli(argv=None):
         if problem:   # was there first
             print(f"error: {problem}", file=sys.stderr)
             sys.exit(USAGE)
-        fail_setup(str(error))
+        print(check_lines("set-up", "FAIL", [], str(error).replace("\n", " "), []), flush=True)
         sys.exit(FAILED)
-    timer.cancel()
+    faulthandler.cancel_dump_traceback_later()
     ddp.state.patience = args.timeout   # of cleanup_ddp, which then names the missing ranks
     with ddp:
         if problem:

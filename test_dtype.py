@@ -10,12 +10,11 @@ Prints a table of dtypes, then a line PASS, FAIL or SKIP per claim with its figu
 the recommended setting. Errors are relative norms against the same in float64 on the CPU: of a
 matrix product, and, under autocast as in training, of the outputs and gradients of SEDD and
 ProteinMPNN. Exit code of every rank: 0, 3 if a claim failed on any, 2 for wrong arguments. Reads
-nothing (on Linux /proc/cpuinfo), writes nothing.
+and writes nothing.
 """
 import contextlib
 import functools
 import math
-import re
 import sys
 import textwrap
 import time
@@ -26,11 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_setup import (Ddp, all_sum, autocast, broadcast, choose_dtype, grad_scaler, print0,
-                       setup_ddp)
+from ddp_setup import Ddp, all_sum, autocast, broadcast, choose_dtype, grad_scaler, print0
 from proteinmpnn_model import ProteinMPNN
 from run_config import Parser
-from run_script import add_launch_arguments, hand_over
+from run_script import add_launch_arguments, started_ranks
 from sedd_diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
 from sedd_model import SEDD
 
@@ -66,39 +64,10 @@ class NetworkErrors(NamedTuple):
 @dataclass
 class Row:
     """What is known of a dtype."""
-    native: str                                     # see native_dtypes
     error: str | None = None                        # why the dtype cannot be used
     matmul: float | None = None                     # relative error of a matrix product
     networks: dict = field(default_factory=dict)    # model's name: NetworkErrors
     seconds: dict = field(default_factory=dict)     # "matmul" or model's name: best time
-
-
-def native_dtypes(device):
-    """Does the hardware compute in a dtype?
-
-    Returns: {dtype: "no", "?" where that is not known, else "yes" or what it is called}.
-    """
-    words = {None: "?", True: "yes", False: "no"}
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        float16 = torch.cuda.get_device_capability(device) >= (5, 3)
-        return {FLOAT64: "yes", FLOAT32: "yes", BFLOAT16: words[bfloat16], FLOAT16: words[float16]}
-    if device.type == "xpu":
-        properties = torch.xpu.get_device_properties(device)
-        names = {FLOAT64: "has_fp64", BFLOAT16: "has_bfloat16_conversions", FLOAT16: "has_fp16"}
-        return {FLOAT32: "yes", **{dtype: words[getattr(properties, name, None)]
-                                   for dtype, name in names.items()}}
-    flags, otherwise = set(), "?"
-    with contextlib.suppress(OSError, TypeError):   # not Linux
-        with open("/proc/cpuinfo") as file:
-            line = re.search(r"^(?:flags|Features)\s*:(.*)$", file.read(), re.M)
-        flags, otherwise = set(line[1].split()), "no"
-    names = {BFLOAT16: ("amx_bf16", "avx512_bf16", "bf16"),
-             FLOAT16: ("amx_fp16", "avx512_fp16", "asimdhp")}
-    return {FLOAT64: "yes", FLOAT32: "yes", **{
-        dtype: next((name for name in flag_names if name in flags), otherwise)
-        for dtype, flag_names in names.items()}}
 
 
 def random_sedd(width, blocks, B, L):
@@ -234,9 +203,8 @@ def measure(ddp, limit):
     a, b = (torch.randn(n, n, dtype=FLOAT64, generator=generator) for _ in range(2))
     cpu = Ddp()                                     # one process on the CPU
     expected = {name: output_and_gradient(name, FLOAT64, cpu) for name in NETWORKS}
-    native = native_dtypes(ddp.device)
     for dtype in DTYPES:
-        row = rows[dtype] = Row(native[dtype])
+        row = rows[dtype] = Row()
         try:
             product = a.to(ddp.device, dtype) @ b.to(ddp.device, dtype)
             row.matmul = distance(product.cpu().double(), a @ b)
@@ -264,15 +232,18 @@ def matmul_calls(a, b, dtypes, ddp):
             for dtype in dtypes}
 
 
+def size_for_speed(name, ddp):
+    network = NETWORKS[name]
+    return network.size_on_cpu if ddp.device.type == "cpu" else network.size_on_accelerator
+
+
 def training_calls(name, dtypes, ddp):
     """{dtype: function that computes loss and gradient}; nobody trains in float64."""
-    network = NETWORKS[name]
-    size = network.size_on_cpu if ddp.device.type == "cpu" else network.size_on_accelerator
-
     def train(model, batch, dtype):
-        network.step(model, batch, dtype, ddp)[1].backward()
+        NETWORKS[name].step(model, batch, dtype, ddp)[1].backward()
 
-    return {dtype: functools.partial(train, *move(*make(name, size), ddp.device, dtype), dtype)
+    return {dtype: functools.partial(train, *move(*make(name, size_for_speed(name, ddp)),
+                                                  ddp.device, dtype), dtype)
             for dtype in dtypes if dtype != FLOAT64}
 
 
@@ -284,8 +255,8 @@ def speed(rows, dtype, what):
 
 def table(rows):
     """Lines of at most WIDTH columns."""
-    lines = ["                      matmul     SEDD, error     MPNN, error speed, x float32",
-             "dtype     native       error  output gradient output gradient matmul SEDD MPNN"]
+    lines = ["            matmul     SEDD, error     MPNN, error speed, x float32",
+             "dtype        error  output gradient output gradient matmul SEDD MPNN"]
     for dtype, row in rows.items():
         figures = row.error
         if not figures:
@@ -293,8 +264,8 @@ def table(rows):
                                for found in row.networks.values())
             gains = [speed(rows, dtype, what) for what in ("matmul", *NETWORKS)]
             gains = "".join(f"{gain:5.1f}" if gain else "    -" for gain in gains)
-            figures = f"{row.matmul:6.0e}  {errors}  {gains}"
-        lines.append(f"{short_name(dtype):9} {row.native:11} {figures}"[:WIDTH])
+            figures = f"  {row.matmul:6.0e}  {errors}  {gains}"
+        lines.append(f"{short_name(dtype):9} {figures}"[:WIDTH])
     return lines
 
 
@@ -308,16 +279,16 @@ def allowed(dtype, units):
     return units * torch.finfo(dtype).eps + 64 * torch.finfo(FLOAT32).eps
 
 
-def all_within(rows, units, errors_of):
-    """Is every dtype within `units` eps? What is neither native nor works does not count.
+def all_within(ddp, rows, units, errors_of):
+    """Is every dtype within `units` eps? Only float32, and what training chooses, has to work.
 
     errors_of: function from a Row to its relative errors.
     """
-    holds, parts = True, []
+    holds, parts, needed = True, [], (FLOAT32, choose_dtype(True, ddp.device)[0])
     for dtype, row in rows.items():
         if row.error is not None:
             parts.append(f"no {short_name(dtype)}: {row.error}")
-            holds = holds and row.native in ("no", "?")
+            holds = holds and dtype not in needed
         else:
             errors, most = errors_of(row), allowed(dtype, units)
             parts.append(f"{short_name(dtype)} {max(errors):.1g} of {most:.1g}")
@@ -326,15 +297,15 @@ def all_within(rows, units, errors_of):
 
 
 def matrix_products_are_close_to_float64(ddp, rows):
-    return all_within(rows, PRODUCT_EPS, lambda row: [row.matmul])
+    return all_within(ddp, rows, PRODUCT_EPS, lambda row: [row.matmul])
 
 
 def sedd_is_finite_and_close(ddp, rows):
-    return all_within(rows, NETWORK_EPS, lambda row: row.networks["SEDD"][:2])
+    return all_within(ddp, rows, NETWORK_EPS, lambda row: row.networks["SEDD"][:2])
 
 
 def proteinmpnn_is_finite_and_close(ddp, rows):
-    return all_within(rows, NETWORK_EPS, lambda row: row.networks["ProteinMPNN"][:2])
+    return all_within(ddp, rows, NETWORK_EPS, lambda row: row.networks["ProteinMPNN"][:2])
 
 
 def half_dtypes(rows):
@@ -430,29 +401,20 @@ def generation_passes_sigma(ddp, rows):
         f"{'' if right else ', not sigma(t)'}; from 0.1 to 3 SEDD's ln p changes by {change:.2g}")
 
 
-def true_means_bfloat16_where_it_is_native(ddp, rows):
-    (chosen, reason), native = choose_dtype(True, ddp.device), rows[BFLOAT16].native
-    if native == "?":
-        return "SKIP", ("nobody says whether bfloat16 is native; true means "
-                        f"{short_name(chosen)}")
-    holds = (chosen == BFLOAT16) == (native != "no")
-    return verdict(holds), f"true means {short_name(chosen)}: {reason}"
-
-
 CLAIMS = {"matmul": matrix_products_are_close_to_float64,
           "SEDD": sedd_is_finite_and_close,
           "ProteinMPNN": proteinmpnn_is_finite_and_close,
           "tokens": tokens_stay_integers,
           "mixed": dtypes_of_weights_and_inputs_may_differ,
           "GradScaler": gradients_are_scaled_for_float16_alone,
-          "sigma": generation_passes_sigma,
-          "true": true_means_bfloat16_where_it_is_native}
+          "sigma": generation_passes_sigma}
 
 
 def recommend(rows):
-    """(dtype, reason): the first native one in which both models are close and SEDD trains faster.
+    """(dtype, reason): the first one in which both models are close and SEDD trains faster.
 
-    bfloat16 comes first, as it has float32's range and needs no GradScaler.
+    bfloat16 comes first, as it has float32's range and needs no GradScaler. A dtype in which the
+    hardware does not compute is slower than float32.
     """
     reasons = []
     for dtype in (BFLOAT16, FLOAT16):
@@ -460,8 +422,6 @@ def recommend(rows):
         most = allowed(dtype, NETWORK_EPS)
         if row.error is not None:
             reasons.append(f"{name} does not work")
-        elif row.native in ("no", "?"):
-            reasons.append(f"{name} is not known to be native")
         elif not all(found.output <= most and found.gradient <= most
                      for found in row.networks.values()):
             reasons.append(f"{name} is not close")
@@ -482,12 +442,10 @@ def report(ddp, limit):
     Returns: names of the claims that failed on any rank.
     """
     rows, failed = measure(ddp, limit), []
-    on_cpu = ddp.device.type == "cpu"
-    sedd = NETWORKS["SEDD"]
-    width = (sedd.size_on_cpu if on_cpu else sedd.size_on_accelerator)[0]
-    device_name = "cpu" if on_cpu else getattr(torch, ddp.device.type).get_device_name(ddp.device)
+    device_name = "cpu" if ddp.device.type == "cpu" else (
+        getattr(torch, ddp.device.type).get_device_name(ddp.device))
     print0(ddp, f"torch {torch.__version__} on {device_name}, {torch.get_num_threads()} thread(s); "
-                f"speeds with SEDD of width {width}")
+                f"speeds with SEDD of width {size_for_speed('SEDD', ddp)[0]}")
     print0(ddp, "\n".join(table(rows)))
     for name, claim in CLAIMS.items():
         try:
@@ -503,7 +461,8 @@ def report(ddp, limit):
         print0(ddp, textwrap.fill(f"{status}  {name:<12} {figure}", WIDTH,
                                   subsequent_indent=" " * 19, break_on_hyphens=False))
     dtype, reason = recommend(rows)
-    summary = f"{len(failed)} of {len(CLAIMS)} claims failed. {reason}"
+    summary = (f"{len(failed)} of {len(CLAIMS)} claims failed. {reason}; true means "
+               f"{short_name(choose_dtype(True, ddp.device)[0])}")
     print0(ddp, textwrap.fill(summary, WIDTH))
     print0(ddp, f"recommended: memory.mixed_precision: {short_name(dtype)}")
     return failed
@@ -521,29 +480,15 @@ def read_arguments(argv):
     args = make_parser().parse_args(argv)
     if not 0 < args.seconds < math.inf:
         raise ValueError(f"command line: --seconds is {args.seconds}, expected a number above 0")
-    hand_over(args, argv)
     return args
 
 
 def cli(argv):
     if "-h" in argv or "--help" in argv:
         make_parser().parse_args(["--help"])
-    problem = None
-    try:
-        args = read_arguments(argv)
-    except (ValueError, RuntimeError) as error:     # printed below, once for all ranks
-        args, problem = make_parser().parse_args(["--device", "cpu"]), error
-    try:
-        ddp = setup_ddp(args.device, args.backend, ranks=args.ranks, init_timeout=args.init_timeout,
-                        ipex=args.ipex, quiet=True)
-    except (ValueError, RuntimeError) as error:
-        print(f"error: {problem or error}", file=sys.stderr)
-        sys.exit(2 if problem else getattr(error, "code", 2))
-    with ddp:
-        if problem:
-            print0(ddp, f"error: {problem}", file=sys.stderr)
-        failed = [] if problem else report(ddp, args.seconds)
-    sys.exit(2 if problem else FAILED if failed else 0)
+    with started_ranks(None, argv) as ddp:
+        failed = report(ddp, read_arguments(argv).seconds)
+    sys.exit(FAILED if failed else 0)
 
 
 # ---- pytest test_dtype.py ----
@@ -559,8 +504,7 @@ def pytest_generate_tests(metafunc):    # without importing pytest, which a clus
 
 def test_on_this_cpu(claim):
     status, figure = claim(Ddp(), measured())
-    unknown = status == "SKIP" and claim is true_means_bfloat16_where_it_is_native
-    assert status == "PASS" or unknown, figure
+    assert status == "PASS", figure
 
 
 if __name__ == "__main__":

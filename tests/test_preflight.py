@@ -14,8 +14,7 @@ from launchers import ROOT, fork_ranks, need, run_ranks, slow
 HOST = socket.gethostname()
 CHECKS = ["barrier", "place", "versions", "limits", "all-reduce", "matmul", "folder",
           "visible"]
-CLAIMS = ["messages", "gradients", "accumulate", "steps", "ipex", "sampler", "checkpoint",
-          "clean-up"]
+CLAIMS = ["messages", "gradients", "steps", "ipex", "checkpoint"]
 GUARDED = {"DDP_GUARD": 1}    # forked ranks are not, unless asked to
 DRIVER = """import os, sys, time
 rank = int(os.environ.get("RANK") or os.environ["PMI_RANK"])
@@ -128,20 +127,13 @@ def test_all_claims_hold_on_two_ranks_that_leave_nothing_behind(tmp_path, launch
 
 # ------------------------------------------------------------------ faults on one rank
 def test_limits_that_are_too_narrow_are_found_with_what_to_do(tmp_path):
-    folder = tmp_path / ("x" * 90)
-    folder.mkdir()
-    # os.environ only: python itself has long chosen its temporary folder from the real one
-    fault = f"""import resource, tempfile
+    fault = """import resource
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (60, most))
-    tempfile.tempdir = {str(folder)!r}
-    os.environ['TMPDIR'] = '/no/such/folder'"""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (60, most))"""
     result = check(tmp_path, fault=fault)
     status, figure = lines_of(result)["limits"]
     assert status == "FAIL" and result.returncode == 3, result.text
-    for words in ("may open 60 files", "ulimit -n", "cannot use TMPDIR=/no/such/folder",
-                  "export TMPDIR=/tmp"):
-        assert words in figure, result.text
+    assert "may open 60 files" in figure and "ulimit -n" in figure, result.text
 
 
 def test_wrong_place_version_sum_product_and_folder_are_each_found(tmp_path):
@@ -157,7 +149,7 @@ def test_wrong_place_version_sum_product_and_folder_are_each_found(tmp_path):
     assert_found(result, tmp_path, **{
         "place": "has the same local rank as rank 0: 0",
         "versions": "has python 3.9.1, most have 3.1",
-        "all-reduce": "its share of the sum is wrong on 2 rank(s)",
+        "all-reduce": "its share of the sum is wrong on other ranks",
         "matmul": "cpu: 1 of 384 rows are wrong, and 0 of",
         "visible": f"what rank 0 wrote is not in {tmp_path / 'elsewhere' / 'runs'}"})
     assert lines_of(result)["bandwidth"] == ("SKIP", "the all-reduce failed")
@@ -242,10 +234,8 @@ def test_a_rank_that_was_never_started_is_named_by_the_set_up(tmp_path):
 
 
 def test_every_claim_can_fail_and_names_the_rank(tmp_path):
-    fault = """import dataclasses, threading
-    t = test_aurora_ddp
-    send, back, deal, load, clean = (t.broadcast, t.backward, t.ddp_sampler, t.load_checkpoint,
-                                     t.cleanup_ddp)
+    fault = """t = test_aurora_ddp
+    send, back, load = t.broadcast, t.backward, t.load_checkpoint
     def broadcast(value, *a):
         received = send(value, *a)
         return received + 1 if torch.is_tensor(received) else received
@@ -259,30 +249,8 @@ def test_every_claim_can_fail_and_names_the_rank(tmp_path):
         state = load(*a)
         state["model"]["0.bias"].add_(1)
         return state
-    def cleanup_ddp(ddp):
-        clean(ddp)
-        threading.Thread(target=time.sleep, args=(60,), daemon=True, name="stray").start()
-    t.broadcast, t.backward, t.load_checkpoint, t.cleanup_ddp = (broadcast, backward,
-                                                                 load_checkpoint, cleanup_ddp)
-    t.ddp_sampler = lambda data, ddp, **k: deal(data, dataclasses.replace(ddp, rank=0), **k)"""
+    t.broadcast, t.backward, t.load_checkpoint = broadcast, backward, load_checkpoint"""
     result = check(tmp_path, "--claims", fault=fault)
     assert_found(result, tmp_path, messages="received something else than rank 1 sent",
-                 gradients="has a mean over ranks 0.5 off",
-                 accumulate="has a mean over ranks 0.5 off",
-                 steps="has other weights after 20 steps", sampler="which rank 0 has too",
-                 checkpoint="loaded another model", clean_up="is left with thread stray")
-
-
-def test_a_rank_that_hangs_in_a_claim_is_told_from_the_one_that_waits_for_it(tmp_path):
-    fault = """calls, back = [], torch.Tensor.backward
-    def backward(loss):
-        calls.append(loss)
-        time.sleep(1000 if len(calls) == 9 else 0)
-        back(loss)
-    torch.Tensor.backward = backward
-torch.optim.AdamW([torch.zeros(1)])   # the first one imports for seconds: not within the limit"""
-    result = check(tmp_path, "--claims", "--timeout", "6", fault=fault)
-    failed = [name for name, status in statuses(result) if status == "FAIL"]
-    words = "did not end within 6 s, in backward (line"
-    assert_found(result, tmp_path, **dict.fromkeys(failed, words))
-    assert len(failed) == 1 and result.seconds < 60, result.text
+                 gradients="has a gradient 0.5 off", steps="has other weights after 20 steps",
+                 checkpoint="loaded another model")
