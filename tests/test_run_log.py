@@ -2,7 +2,6 @@
 ranks."""
 
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,13 +122,23 @@ def test_wandb_offline_keeps_its_run_after_a_resume(tmp_path, monkeypatch, extra
 
 
 def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)   # not installed
+    for name in ("torch.utils.tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)   # not installed
     log = RunLog(tmp_path, is_main=True)
-    log.track({}, 0, wandb={})
-    log.trackers.append(SimpleNamespace(name="broken"))   # it has no method to take a row
+    log.track({}, 0, tensorboard=True, wandb={})
+    out = capsys.readouterr().out
+    assert out.count("ATTENTION: TensorBoard is not used") == 1
+    assert out.count("ATTENTION: W&B is not used") == 1
+
+    class Broken:
+        name = "broken"
+
+        def log(self, step, row, histograms):
+            raise OSError("disk full")
+
+    log.trackers.append(Broken())
     for step in (1, 2):
         log.metrics(step, {"loss": 1.0})
     log.close()
     assert len(rows(tmp_path)) == 2
-    out = capsys.readouterr().out
-    assert out.count("W&B is not used") == out.count("broken is not used: AttributeError") == 1
+    assert capsys.readouterr().out.count("broken is not used: OSError: disk full") == 1

@@ -228,31 +228,34 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     sequences = [sequence.replace("/", "") for _, sequence in designs]
     scores, probs = (arrays(folder, kind, "dimer") for kind in ("scores", "probs"))
     assert ["".join(probs["alphabet"].item()[i] for i in S) for S in probs["S"]] == sequences
+    assert probs["probs"].shape == (5, 44, 21) and probs["position"][23] == "A11"
     mask = probs["mask"]
     assert [str(x) for x in probs["position"][~mask]] == [f"A{i}" for i in range(12, 21)]
     assert (probs["probs"][:, ~mask] == 0).all() and (probs["probs"][..., [1, 20]] == 0).all()
     assert probs["probs"][:, mask].sum(-1) == pytest.approx(1, abs=1e-5)
     of_drawn = np.take_along_axis(probs["probs"], probs["S"][..., None], -1)[..., 0][:, mask]
     assert of_drawn.min() > 0 and 0.1 < of_drawn.mean() < 1
-    again = (*args, "--score_only", fasta, "--save_scores", "--out_folder", folder)
-    sample(*again, "--batch_size", 2)
-    scored = folder / "scored" / "dimer.fa"
+    again = read(sample(*args, "--score_only", fasta, "--batch_size", 2)[0])[1:]
     of_again, of_designs = ([[head[key] for key in ("score", "global_score", "seq_recovery")]
-                             for head, _ in records]
-                            for records in (read(scored.read_text())[1:], designs))
+                             for head, _ in records] for records in (again, designs))
     assert of_again == of_designs and len({row[0] for row in of_again}) == 5
-    assert arrays(folder, "scored", "dimer")["score"][1:] == pytest.approx(scores["score"],
-                                                                           abs=1e-5)
-    assert [row[1] for row in of_again] == pytest.approx(scores["global_score"], abs=1e-4)
-    assert fasta.read_bytes() == designs_file
+    for k, key in enumerate(("score", "global_score")):
+        assert [row[k] for row in of_again] == pytest.approx(scores[key], abs=1e-4)
+    sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", tmp_path / "again")
+    later = arrays(tmp_path / "again", "scored", "dimer")
+    assert later["score"][1:] == pytest.approx(scores["score"], abs=1e-5)
+    sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", folder)
+    scored = folder / "scored" / "dimer.fa"
+    assert read(scored.read_text())[1:] == again and fasta.read_bytes() == designs_file
+    assert (folder / "scored" / "dimer.npz").exists()
     others = tmp_path / "others.fasta"
     others.write_text(f">d1, rosetta_score=-250.1, my-score=1, score=3\n{NATIVE}/{NATIVE}\n")
-    sample(*args, "--score_only", others, "--out_folder", folder)
+    note = sample(*args, "--score_only", others, "--out_folder", folder)[1]
     assert scored.read_text().startswith(">d1, rosetta_score=-250.1, my-score=1, score=")
-    assert scored.read_text().count("score=") == 4
+    assert scored.read_text().count("score=") == 4 and " 1 sequence(s), to " in note
     assert not (folder / "scored" / "dimer.npz").exists(), "these were scores of other sequences"
     err = sample(*args, "--score_only", scored, "--out_folder", folder, code=2)[1]
-    assert f"{scored} is the input" in err
+    assert f"found {scored} to be written, which is the input" in err
 
 
 def test_unconditional_and_conditional_probabilities_are_those_of_the_model(
@@ -370,7 +373,7 @@ def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample,
 
 BAD = {                                                     # arguments: words of the message
     "--chains Z": "Z; expected chains of",
-    "--chains A --fixed_chains A": "in --chains and in --fixed_chains",
+    "--chains A --fixed_chains A": "chain A is to be designed and to be fixed",
     "--fixed_positions A9": "position A9 is not there",
     "--fixed_positions A12 --mutable_positions A13": "together; expected one of them",
     "--fixed_positions 0-43": "no position is left to design",
@@ -384,9 +387,9 @@ BAD = {                                                     # arguments: words o
     "--score_only lower.fasta": "'m' at A10",
     "--score_only unknown.fasta": "'X' at A11 (position 1, 0-based)",
     "--save_probs": "without --out_folder",
-    "--pssm_multi 0.5": "expected --pssm_jsonl FILE",
+    "--pssm_multi 0.5": "without FILE",
     "--omit_AA_jsonl list.json": "expected JSON objects",
-    "--omit_AA_jsonl twice.json": 'the name "dimer" twice',
+    "--omit_AA_jsonl twice.json": 'key "dimer" given twice',
 }
 PSSM = {"pssm_coef": [1] * 22, "pssm_bias": [[0.5] * 21] * 22, "pssm_log_odds": [[0] * 21] * 22}
 # Settings of the structure "dimer" in the file of an option: words of the message.
@@ -415,15 +418,19 @@ def test_bad_settings_are_refused_by_structure_and_chain(
 def test_bad_input_is_one_clear_error_and_leaves_no_file(
         sample, dimer, tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
+    if text == "--device xpu" and torch.xpu.is_available():
+        pytest.skip("this machine has an XPU")
     for name, letters in {"good": f"{NATIVE}/{NATIVE}", "short": f"{NATIVE}/{NATIVE[1:]}",
                           "lower": f"m{NATIVE[1:]}/{NATIVE}",
                           "unknown": f"MX{NATIVE[2:]}/{NATIVE}"}.items():
         (tmp_path / f"{name}.fasta").write_text(f">a\n{letters}\n")
+    (tmp_path / "empty.fasta").write_text("\n")
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "twice.json").write_text('{"dimer": {}}\n{"dimer": {}}\n')
+    (tmp_path / "headless.fasta").write_text(NATIVE)
     before = sorted(tmp_path.iterdir())
     out, err = sample(dimer, "--out", tmp_path / "new.fasta", *text.split(), code=2)
-    assert BAD[text] in err and out == ""
+    assert BAD[text] in err and out == "" and "Traceback" not in err
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -453,7 +460,7 @@ def test_an_input_is_never_written_over(sample, weights, dimer, tmp_path, monkey
     for out in ("w.pt", "dimer.pdb", str(dimer), "link.pdb", "given.fasta"):
         err = sample("./dimer.pdb", "--score_only", "given.fasta", "--out", out, code=2,
                      checkpoint="w.pt")[1]
-        assert f"found --out {out}, which is the input" in err
+        assert f"found {out} to be written, which is the input" in err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

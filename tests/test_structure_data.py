@@ -134,15 +134,19 @@ def test_an_unknown_coordinate_of_mmcif_is_a_missing_atom_and_its_error_no_part_
 
 
 @pytest.mark.parametrize("name, content, says", [
-    ("s.pdb", b"\0\1\2" * 99, "binary"), ("s.txt", ONE, "is not a file with a name in"),
+    ("s.cif", " \n", "0 data"), ("s.pdb", b"\0\1\2", "no ATOM"), ("s.txt", ONE, ".mmcif"),
+    ("s.pdb", Atoms().add("A", 1, "HOH", het=True).pdb(), "no ATOM"),
     ("s.pdb", ONE.replace("   0.125", "  0.12.5"), "columns 31 to 54"),
+    ("s.pdb", ONE.replace("A   1 ", "A   x "), "columns 23 to 26"),
+    ("s.pdb", "ATOM      1  N   ALA A   1\n", "columns"),
     ("s.pdb", "".join(Atoms().add("A", i, "ALA").pdb() for i in (1, 1)), "residue A 1 comes twice"),
-    ("s.pdb", ONE.replace("  -1.125", "-100001 "), "CA of residue 1 at y = -100001"),
     ("s.pdb.gz", gzip.compress(ONE.encode(), mtime=0)[:-9], "end-of-stream"),
-    ("s.cif", ONE, "cannot be read"),
+    ("s.cif", ONE, "cannot be read"), ("s.cif", "data_x\n_a.b 1\n", "0 data blocks"),
     ("s.cif", Atoms().add("A", 1, "ALA").add("A", 900_000, "ALA").mmcif(), "100,000 rows"),
+    ("s.cif", Atoms().add("A", "?", "ALA").mmcif(), "auth_seq_id is '?'; expected a number"),
     ("s.cif", ONE_CIF.replace(" 0.125 ", " foo "), "Cartn_x is 'foo'; expected a number"),
-    ("s.cif", ONE_CIF.replace("group_PDB", "group"), "no group_PDB")])
+    ("s.cif", ONE_CIF.replace("group_PDB", "group"), "no group_PDB"),
+    ("s.cif", ONE_CIF.replace(" 0.125 ", " 1e30 "), "Cartn_x is '1e30'; expected a number")])
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
         tmp_path, name, content, says):
     with pytest.raises(ValueError) as caught:
@@ -267,23 +271,15 @@ def test_siblings_of_the_malformed_cases_are_refused_with_their_item(small, chan
         assert "item 1: " in message and "item 0" not in message and says in message
 
 
-def test_a_file_that_holds_no_list_of_objects_is_refused(small):
-    line = json.dumps(GOOD)
-    for content, says in (
-            ("[]", "found []"), (line + "\n" + line, "named .jsonl"), ("[null]", "found null"),
-            (b"\xff\xfe[\0]\0", "UTF-8 (from byte 0 on)"),
-            (f'[{line[:-1]}, "chain_id": "B"}}]', 'key "chain_id" given twice')):
-        assert says in refusal(write(small, content))
-
-
-def test_all_problems_are_listed_at_once_by_item_and_line(small):
-    wrong = [changed(pdb_file="nope.pdb")] * 7 + [changed(preferred_seq="Z", chain_id="Q")]
-    message = refusal(write(small, [GOOD] + wrong))
-    for words in ("items 1-7: file not found: nope.pdb", "item 8: unknown residue letter 'Z'",
-                  "item 8: chain Q not in"):
-        assert words in message
-    lines = "\n".join([json.dumps(GOOD), "", "{"])
-    assert "item 1: line 3: this is no JSON" in refusal(write(small, lines, "pairs.jsonl"))
+@pytest.mark.parametrize("content, says", [
+    ("  \n", "no JSON"), ("[]", "found []"), ("{}", "top level must be a list"), ("3", "found 3"),
+    (json.dumps(GOOD) + "\n" + json.dumps(GOOD), "named .jsonl"), (b"PK\3\4\0\0", "no JSON"),
+    (b"\x80", "no JSON"), ("[" * 100_000, "no JSON"),
+    ("[" + "9" * 5000 + "]", "no JSON"), ("[null]", "item 0: found null"),
+    (json.dumps([GOOD])[:-2] + ', "chain_id": "B"}]', 'key "chain_id" given twice'),
+    ("[{}]", "missing key")])
+def test_a_file_that_holds_no_list_of_objects_is_refused(small, content, says):
+    assert says in refusal(write(small, content))
 
 
 def test_a_weight_of_1_is_that_of_a_pair_without_and_another_makes_other_data(small):
@@ -518,3 +514,14 @@ def test_a_batch_holds_each_complex_once_padded_to_the_longest(small):
     assert torch.equal(whole["S"], batch["S"]) and whole["X"].shape == (2, 9, 4, 3)
     assert whole["residue_idx"][0].tolist() == [*range(7), -100, -100]
     assert not whole["chain_id"][0, 7:].any() and not whole["X"][0, [3, 7, 8]].any()
+
+
+def test_the_first_problem_of_each_item_is_listed_but_not_without_end(small):
+    wrong = [changed(pdb_file="nope.pdb")] * 2 + [changed(preferred_seq="Z", chain_id="Q", extra=1)]
+    message = refusal(write(small, [GOOD] + wrong))
+    assert "3 of 4 pairs" in message and len(message.splitlines()) == 4
+    for words in ("item 1: file not found: nope.pdb", "item 2: file", "item 3: unknown key extra"):
+        assert words in message
+    many = refusal(write(small, [changed(chain_id=f"Q{i}") for i in range(50)]))
+    assert len(many.splitlines()) == 1 + 20 + 1
+    assert many.endswith("and 30 more")
