@@ -19,10 +19,11 @@ Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard'
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
   {"bye": seconds}        in cleanup_ddp; the others may take that long to come there
   {"left": true}          cleanup_ddp is over, the process is about to end
-Between guards, four times a second: {"token", "idle": seconds, fields of Rank}.
+Between guards, every second: {"token", "idle": seconds, fields of Rank}.
 """
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -35,11 +36,11 @@ import threading
 import time
 
 HANG = 70               # exit code of a run that made no progress
-POLL = 0.25             # seconds between two looks at the rank, and two signs to other guards
+POLL = 0.25             # seconds between two looks at the rank, and at what was heard
 LATE_FAILURE = 1.0      # a failure that only reports a lost connection waits for the one behind it
 SILENCE = 13.0          # without a sign of a guard: it is stopped, or its host is gone
 SUSPENDED = 5.0         # a guard that sleeps so long was suspended: it forgets all ages
-STACKS = 2.0            # for a rank to write its stacks, and for its guard to tell the hub
+STACKS = 3.0            # for a rank to write its stacks, and for its guard to tell the hub
 LAST_WORDS = 5.0        # stderr may be a full pipe, the file system may hang
 LEAVE = 1.0             # between the verdict and the guards' ends: launchers kill at the first end
 EXIT = 120.0            # for Python to end after cleanup_ddp; a profiler may write its traces then
@@ -152,8 +153,7 @@ def describe_hang(ranks):
     order = sorted(groups, key=lambda group: (*group[:2], len(groups[group])))
     stories = [f"rank {names(groups[group])}, last step {group[1]}, {group[2]}" for group in order]
     cause = f"no progress for {max(rank.limit for rank in ranks):.0f} s. Late: {stories[0]}"
-    text = "\n  waiting: ".join([cause, *stories[1:]])
-    return groups[order[0]][0].blame(HANG, cause, text=text)
+    return groups[order[0]][0].blame(HANG, cause, text="\n  waiting: ".join([cause, *stories[1:]]))
 
 
 def names(ranks):
@@ -194,7 +194,7 @@ class Guard:
 
     def run(self):
         """Guard the rank to its end. Returns the exit code; of a signal its negative number."""
-        while True:
+        for look in itertools.count():
             time.sleep(POLL)
             now, others = time.monotonic(), [*self.guards.values()]
             if now > self.me.heard + SUSPENDED:    # perhaps the whole run with this guard
@@ -208,7 +208,9 @@ class Guard:
             if verdict := decide(ranks, now):
                 return self.end_run(verdict)
             self.find_place(now)
-            self.give_sign()
+            # The hub hears some 1,000 signs a second: many ranks give fewer. News go at once.
+            if look % (4 + self.size // 500) == 0 or self.me.failure or self.me.ended:
+                self.give_sign()
             if self.me.ended and not self.me.failure and (self.me.number or not others):
                 return self.process.returncode
 
@@ -250,6 +252,7 @@ class Guard:
         self.guards = {connection: Rank(0, hubs_host, time.monotonic())}
         self.speaks = rank == size - 1    # where the hub is lost: mostly on another host than it
         begin(self.hear_guard, connection)
+        self.give_sign()    # before the rank, and with it the hub, can end
 
     def hear_guard(self, connection):
         for message in messages(connection):
@@ -267,9 +270,8 @@ class Guard:
     def pass_on(self, number, _):
         """Give a signal to the rank."""
         if number == signal.SIGINT and self.joined:
-            now = time.monotonic()
-            self.interrupted = self.interrupted or now
-            if now > self.interrupted + DOUBLE:    # the rank may hold Python's lock
+            self.interrupted = self.interrupted or time.monotonic()
+            if time.monotonic() > self.interrupted + DOUBLE:    # the rank may hold Python's lock
                 self.fail(130, "interrupted twice (Ctrl-C)")
         if number != signal.SIGINT or not self.terminal:
             self.process.send_signal(number)
@@ -322,8 +324,7 @@ class Guard:
         told_by_hub = self.me.number and any(rank.failure for rank in self.guards.values())
         if self.speaks and not told_by_hub:
             begin(self.announce, **verdict).join(LAST_WORDS)
-        until = time.monotonic() + LEAVE
-        while time.monotonic() < until:
+        for _ in range(round(LEAVE / POLL)):
             self.give_sign(verdict)    # more than once: a guard may have joined just now
             time.sleep(POLL)
         self.process.kill()
@@ -376,6 +377,4 @@ def send(sock, **message):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m ddp_guard SCRIPT ARGUMENTS...")
     supervise([sys.executable, *sys.argv[1:]])

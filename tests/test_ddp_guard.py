@@ -52,7 +52,7 @@ def test_where_nobody_makes_progress_the_late_ranks_are_named_with_host_step_and
     assert decide(ranks, 11.0) is None, "first they write their stacks"
     for rank, place in zip(ranks, places):
         rank.place = place
-    verdict = decide(ranks, 13.1)
+    verdict = decide(ranks, 13.6)
     assert (verdict["rank"], verdict["code"], verdict["host"]) == (late[0], 70, f"n{late[0]}")
     named = ", ".join(f"{number} on n{number}" for number in late)
     place = f"in {places[late[0]]}" if places[late[0]] else "stopped"
@@ -62,8 +62,8 @@ def test_where_nobody_makes_progress_the_late_ranks_are_named_with_host_step_and
 
 
 def test_progress_while_the_ranks_write_their_stacks_is_no_hang():
-    ranks = ranks_heard(13.5, (8, 0.1), (7, 12.5))
-    assert decide(ranks, 13.5) is None
+    ranks = ranks_heard(14.0, (8, 0.1), (7, 13.5))
+    assert decide(ranks, 14.0) is None
 
 
 def test_a_guard_without_a_sign_is_named_with_its_host():
@@ -113,8 +113,6 @@ def test_any_script_can_be_guarded_and_keeps_its_arguments_output_and_exit_code(
     done = run("import sys\nprint(sys.argv[1:], sys.stdin.read())\nsys.exit(7)\n", tmp_path, "a",
                "--b", input="text")
     assert (done.returncode, done.stdout, done.stderr) == (7, "['a', '--b'] text\n", "")
-    assert subprocess.call([sys.executable, "-m", "ddp_guard"], cwd=ROOT, stderr=PIPE,
-                           env=clean_environment()) == 1
 
 
 def test_ctrl_c_is_seen_by_a_shell_as_such(tmp_path):
