@@ -144,13 +144,13 @@ def decide(ranks, now):
 
 def describe_hang(ranks):
     """A verdict on the late ranks: those that write no stacks, else those at the lowest step, else
-    those at another place than most."""
+    those at another place than most (of two ranks the second: it is a guess, the text has both)."""
     groups = {}
     for rank in ranks:
         stopped = bool(rank.stacks and not rank.place)
         place = "stopped: no answer" if stopped else f"in {rank.place or 'code outside watch_run'}"
         groups.setdefault((not stopped, rank.step or 0, place), []).append(rank)
-    order = sorted(groups, key=lambda group: (*group[:2], len(groups[group])))
+    order = sorted(reversed(groups), key=lambda group: (*group[:2], len(groups[group])))
     stories = [f"rank {names(groups[group])}, last step {group[1]}, {group[2]}" for group in order]
     cause = f"no progress for {max(rank.limit for rank in ranks):.0f} s. Late: {stories[0]}"
     return groups[order[0]][0].blame(HANG, cause, text="\n  waiting: ".join([cause, *stories[1:]]))
