@@ -144,7 +144,7 @@ def decide(ranks, now):
 
 def describe_hang(ranks):
     """A verdict on the late ranks: those that write no stacks, else those at the lowest step, else
-    those at another place than most (of two ranks the second: it is a guess, the text has both)."""
+    those at another place than most (of two ranks the second, a guess: the text has both)."""
     groups = {}
     for rank in ranks:
         stopped = bool(rank.stacks and not rank.place)
