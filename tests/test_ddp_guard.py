@@ -11,72 +11,35 @@ from subprocess import PIPE
 import pytest
 
 import ddp_guard
-from ddp_guard import Rank, Watcher
+from ddp_guard import Rank, decide
 from launchers import ROOT, clean_environment
 
 
-def watched(size):
-    """A Watcher of `size` ranks that were heard of at time 0, and the ranks."""
-    ranks = [Rank(number, f"n{number}", [100 + number, 200 + number], 0.0)
-             for number in range(size)]
-    watcher = Watcher(ranks[0])
-    watcher.ranks = ranks
-    return watcher, ranks
-
-
-def hear(ranks, now, *rows, limit=10.0):
-    """rows: (step, seconds without progress) of each rank; None: nothing is heard of it."""
-    for rank, row in zip(ranks, rows):
-        if row is not None:
-            rank.hear(now, step=row[0], idle=row[1], limit=limit)
+def ranks_heard(now, *rows, limit=10.0):
+    """Ranks of which guards gave a sign at time `now`; a row: step, seconds without progress."""
+    ranks = [Rank(number, f"n{number}", now) for number in range(len(rows))]
+    for rank, (step, idle) in zip(ranks, rows):
+        rank.step, rank.progress, rank.limit, rank.stacks = step, now - idle, limit, "file"
+    return ranks
 
 
 def fail(rank, now, cause, secondary=False):
-    rank.hear(now, failure=[rank.number, rank.host, 1, cause, "", secondary])
+    rank.progress, rank.failure = now, rank.blame(1, cause, secondary=secondary)
 
 
 def test_a_failure_is_the_cause_at_once_and_a_lost_connection_waits_for_the_failure_behind_it():
-    watcher, ranks = watched(3)
-    fail(ranks[2], 5.0, "no such file")
-    assert watcher.decide(5.0)[:4] == (2, "n2", 1, "no such file")
-    watcher, ranks = watched(3)
+    ranks = ranks_heard(5.0, (1, 0.0), (1, 0.0), (1, 0.0))
     fail(ranks[0], 5.0, "connection closed", secondary=True)
-    assert watcher.decide(5.0) is None and watcher.decide(5.5) is None
+    assert decide(ranks, 5.0) is None and decide(ranks, 5.5) is None
+    verdict = decide(ranks, 7.0)
+    assert (verdict["rank"], verdict["code"], verdict["cause"]) == (0, 1, "connection closed")
     fail(ranks[1], 5.6, "on purpose")
-    assert watcher.decide(5.6).rank == 1
-    watcher, ranks = watched(3)
-    fail(ranks[0], 5.0, "connection closed", secondary=True)
-    assert watcher.decide(5.0) is None
-    assert watcher.decide(7.0)[:4] == (0, "n0", 1, "connection closed")
-
-
-def test_stacks_are_asked_for_before_a_hang_is_judged_however_seldom_the_hub_looks():
-    """With thousands of ranks it looks every few seconds, longer than ranks need for stacks."""
-    watcher, ranks = watched(2)
-    for now in (0.0, 6.0):
-        hear(ranks, now, (5, 0.0), (5, 0.0))
-        assert watcher.decide(now) is None and not watcher.hangs
-    hear(ranks, 17.0, (5, 11.0), (5, 11.0))
-    assert watcher.decide(17.0) is None and watcher.hangs
-    hear(ranks, 23.0, (5, 17.0), (5, 17.0))
-    assert watcher.decide(23.0).code == 70
-
-
-def test_a_guard_that_is_gone_is_a_death_unless_it_said_goodbye():
-    for goodbye in (False, True):
-        watcher, ranks = watched(2)
-        if goodbye:
-            ranks[1].hear(1.0, bye=60)
-        ranks[1].gone = True
-        verdict = watcher.decide(1.0)
-        assert verdict is None if goodbye else (verdict.rank, verdict.code) == (1, 1)
+    assert [decide(ranks, now)["rank"] for now in (5.6, 7.0)] == [1, 1]
 
 
 def test_a_rank_that_works_long_while_the_others_wait_is_no_hang():
-    watcher, ranks = watched(3)
     for now in range(1, 100):
-        hear(ranks, now, (5, now), (5, 0.5), (5, now))
-        assert watcher.decide(now) is None and not watcher.hangs
+        assert decide(ranks_heard(now, (5, now), (5, 0.5), (5, now)), now) is None
 
 
 @pytest.mark.parametrize("places, steps, late", [
@@ -85,52 +48,38 @@ def test_a_rank_that_works_long_while_the_others_wait_is_no_hang():
     ids=["stopped", "an earlier step", "another place", "no difference"])
 def test_where_nobody_makes_progress_the_late_ranks_are_named_with_host_step_and_place(
         places, steps, late):
-    watcher, ranks = watched(3)
-    hear(ranks, 11.0, *((step, 10.5) for step in steps))
-    assert watcher.decide(11.0) is None and watcher.hangs, "first they write their stacks"
+    ranks = ranks_heard(11.0, *((step, 10.5) for step in steps))
+    assert decide(ranks, 11.0) is None, "first they write their stacks"
     for rank, place in zip(ranks, places):
         rank.place = place
-    hear(ranks, 13.1, *((step, 12.6) for step in steps))
-    verdict = watcher.decide(13.1)
-    assert (verdict.rank, verdict.code, verdict.host) == (late[0], 70, f"n{late[0]}")
+    verdict = decide(ranks, 13.6)
+    assert (verdict["rank"], verdict["code"], verdict["host"]) == (late[0], 70, f"n{late[0]}")
     named = ", ".join(f"{number} on n{number}" for number in late)
     place = f"in {places[late[0]]}" if places[late[0]] else "stopped"
-    assert f"Late: rank {named}, last step {steps[late[0]]}, {place}" in verdict.cause
+    assert f"Late: rank {named}, last step {steps[late[0]]}, {place}" in verdict["cause"]
     others = ", ".join(f"{number} on n{number}" for number in range(3) if number not in late)
-    assert not others or f"waiting: rank {others}, last step 7, in a" in verdict.text
+    assert not others or f"waiting: rank {others}, last step 7, in a" in verdict["text"]
 
 
 def test_progress_while_the_ranks_write_their_stacks_is_no_hang():
-    watcher, ranks = watched(2)
-    hear(ranks, 11.0, (7, 10.5), (7, 10.5))
-    assert watcher.decide(11.0) is None and watcher.hangs
-    hear(ranks, 13.5, (8, 0.1), (7, 12.5))
-    assert watcher.decide(13.5) is None and not watcher.hangs
+    ranks = ranks_heard(14.0, (8, 0.1), (7, 13.5))
+    assert decide(ranks, 14.0) is None
 
 
-def test_a_guard_without_a_sign_is_named_with_the_processes_to_be_killed():
-    watcher, ranks = watched(2)
-    hear(ranks, 12.0, (1, 0.0), None)
-    assert watcher.decide(12.0) is None
-    hear(ranks, 14.0, (2, 0.0), None)
-    verdict = watcher.decide(14.0)
-    assert (verdict.rank, verdict.silent) == (1, [("n1", [101, 201])])
-
-
-def test_a_guard_that_was_suspended_itself_forgets_all_ages():
-    watcher, ranks = watched(2)
-    hear(ranks, 1.0, (1, 0.0), (1, 0.0))
-    watcher.forget_ages(100.0)
-    assert watcher.decide(100.5) is None and not watcher.hangs
+def test_a_guard_without_a_sign_is_named_with_its_host():
+    ranks = ranks_heard(14.0, (1, 0.0), (1, 0.0))
+    ranks[1].heard = 2.0
+    assert decide(ranks, 14.0) is None
+    verdict = decide(ranks, 15.5)
+    assert (verdict["rank"], verdict["host"], verdict["code"]) == (1, "n1", 70)
 
 
 def test_who_does_not_come_to_the_clean_up_is_named():
-    watcher, ranks = watched(3)
-    ranks[1].hear(1.0, bye=5.0)
-    assert watcher.decide(1.0) is None
-    hear(ranks, 5.0, (9, 0.0), None, (9, 0.0))
-    assert watcher.decide(5.5) is None
-    assert watcher.decide(6.5).cause == "rank 0, 2 of 3 did not come to cleanup_ddp within 5 s"
+    ranks = ranks_heard(5.0, (9, 0.0), (9, 4.0), (9, 0.0))
+    ranks[1].bye = 5.0
+    assert decide(ranks, 5.5) is None
+    verdict = decide(ranks, 6.5)
+    assert verdict["cause"] == "rank 0 on n0, 2 on n2 did not come to cleanup_ddp within 5 s"
 
 
 STACKS = """
@@ -164,8 +113,6 @@ def test_any_script_can_be_guarded_and_keeps_its_arguments_output_and_exit_code(
     done = run("import sys\nprint(sys.argv[1:], sys.stdin.read())\nsys.exit(7)\n", tmp_path, "a",
                "--b", input="text")
     assert (done.returncode, done.stdout, done.stderr) == (7, "['a', '--b'] text\n", "")
-    assert subprocess.call([sys.executable, "-m", "ddp_guard"], cwd=ROOT, stderr=PIPE,
-                           env=clean_environment()) == 1
 
 
 def test_ctrl_c_is_seen_by_a_shell_as_such(tmp_path):
@@ -185,17 +132,11 @@ def test_where_it_was_never_tried_or_is_not_wanted_there_is_no_guard(env, guarde
         assert ("never tried under PALS" in done.stderr) == ("PALS_RANKID" in env and not guarded)
 
 
-def test_a_fault_of_the_guard_itself_ends_no_run(tmp_path):
-    done = run("import sys, time, ddp_guard\nddp_guard.Watcher.decide = lambda *_: 1 / 0\n"
-               "ddp_guard.supervise()\ntime.sleep(1.5)\nsys.exit(7)\n", tmp_path, before=())
-    assert (done.returncode, done.stderr) == (7, "ddp_guard: ZeroDivisionError: division by zero\n")
-
-
 HUB = """
 import json, os, socket
 guard = socket.socket(fileno=int(os.environ["DDP_GUARD_FD"].partition(":")[0]))
 guard.sendall(b'{"serve": "127.0.0.1"}\\n')
-host, port, *_ = json.loads(guard.makefile().readline())["address"]
+host, port, token, _ = json.loads(guard.makefile().readline())["address"]
 guard.sendall(b'{"join": {"rank": 0, "size": 2, "launcher": "l", "hub": null}}\\n')
 """
 
@@ -229,3 +170,22 @@ guard.sendall(b'{"bye": 60}\\n{"left": true}\\n')
 def test_strangers_at_the_port_of_the_hub_are_turned_away(tmp_path):
     done = run(STRANGERS, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+PEER = HUB + """
+import sys, time
+peer = socket.create_connection((host, port))
+bye = json.loads(sys.argv[1])
+peer.sendall(json.dumps(dict(token=token, number=1, host="n1", idle=0, bye=bye)).encode() + b"\\n")
+peer.recv(1)
+peer.close()
+time.sleep(3)
+guard.sendall(b'{"bye": 60}\\n{"left": true}\\n')
+"""
+
+
+@pytest.mark.parametrize("bye, code", [("60", 0), ("null", 1)])
+def test_a_guard_that_is_gone_is_a_death_unless_it_said_goodbye(bye, code, tmp_path):
+    done = run(PEER, tmp_path, bye)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("FAILED: rank 1 of 2 on n1: died without a word") == code

@@ -223,7 +223,8 @@ cleanup_ddp(ddp)
     with by_hand(path, range(2), argv=[late]) as ranks:
         codes = ranks.codes(60)
     assert codes == [70, 70], ranks.err()
-    assert f"rank {late} of 2 did not come to cleanup_ddp within 3 s" in ranks.err()
+    late_rank = f"rank {late} on {socket.gethostname()}"
+    assert f"{late_rank} did not come to cleanup_ddp within 3 s" in ranks.err()
     assert ranks.err().count("FAILED: ") == 1
     assert json.loads((tmp_path / "out" / "status.json").read_text())["code"] == 70
 
@@ -231,8 +232,7 @@ cleanup_ddp(ddp)
 @pytest.mark.parametrize("when, codes, says", [
     ("torch.distributed.destroy_process_group = lambda: os.kill(os.getpid(), 9)", [1, 1],
      "FAILED: rank 1 of 2 on {host}: died without a word (SIGKILL"),
-    ("after = lambda: os.kill(os.getpid(), 9)", [0, 137],
-     "ddp_guard: rank 1 ended by SIGKILL after cleanup_ddp"),
+    ("after = lambda: os.kill(os.getpid(), 9)", [0, -signal.SIGKILL], ""),
     # while Python ends: what is registered first is called last
     ("import atexit; atexit.register(os.kill, os.getpid(), 19)", [70, 70],
      "FAILED: rank 1 of 2 on {host}: did not end within 2 s after cleanup_ddp")],
@@ -249,7 +249,8 @@ after()
 """)
     with by_hand(path, range(2), EXIT=2) as ranks:
         assert ranks.codes(100) == codes, ranks.err()
-        assert ranks.err().count(says.format(host=socket.gethostname())) == 1, ranks.err()
+        assert says.format(host=socket.gethostname()) in ranks.err()
+        assert ranks.err().count("FAILED: ") == bool(says), ranks.err()
 
 
 @pytest.mark.slow

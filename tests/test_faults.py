@@ -27,6 +27,7 @@ from run_dir import read_status
 from training import equal, timeless
 
 GONE = 15.0         # seconds in which every process must be gone after a failure; 5 are wanted
+AGENT = 35.0        # seconds after which torchrun has killed a guard that is stopped
 SILENCE = 13.0      # seconds after which a guard that gives no sign is taken for lost
 INIT = 8            # seconds that ranks wait for one that failed before it came to them
 WATCHDOG = 6.0      # seconds without progress after which a run is ended, where rows wait for it
@@ -416,12 +417,14 @@ class Chain:
         with self.faulty(name, *more, fault=fault.fault, rank=rank, **env) as (row, running):
             if fault.act:
                 fault.act(running, self.folder)
-            result, status = await_end(row, running, self.run_dir, limit + 45.0)
+            result, status = await_end(row, running, self.run_dir, limit + 75.0)
         row.status = "-" if early else row.status
         (self.run_dir / "STOP").unlink(missing_ok=True)
 
         late = 2 * limit if early else 0.0   # ranks that start late wait anew
         most = SILENCE + 5.0 if fault.guard else 10.0 if fault.watchdog else GONE
+        if fault.guard and fault.watchdog and self.launcher == "torchrun":
+            most += AGENT
         assert row.gone - limit - late < most, result.text
         assert result.returncode != 0
         if early:
