@@ -109,8 +109,10 @@ class SEDD(nn.Module):
             rows = (xt.flatten() == self.vocab_size - 1).nonzero()[:, 0]
             filled_up = F.pad(rows, (0, -len(rows) % NEEDED_MULTIPLE))
             needed = filled_up, filled_up // xt.shape[1]
+        tokens = (xt, self.vocab_embed.embedding) if on_cpu(xt) else None
         for i, block in enumerate(self.blocks, 1):
-            inputs = h, c, rotary, attended, needed if i == len(self.blocks) else None
+            inputs = (h, c, rotary, attended, needed if i == len(self.blocks) else None,
+                      tokens if i == 1 else None)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 h = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -172,6 +174,8 @@ class Block(nn.Module):
 
     needed: (rows of h.flatten(0, 1), the protein of each), both (n,) int64: all that follows
             attention is computed there only, and h returned as (n, 1, H). None: everywhere.
+    tokens: (xt (B, L), table (V, H)) of which h is the rows, in the first block: queries, keys and
+            values are then computed for the V tokens of each protein, not at all its positions.
     """
 
     def __init__(self, hidden_size, n_heads, cond_dim, dropout):
@@ -186,24 +190,27 @@ class Block(nn.Module):
                                  Linear(4 * hidden_size, hidden_size))
         self.adaLN_modulation = zero_linear(cond_dim, 6 * hidden_size)
 
-    def forward(self, h, c, rotary, attended, needed=None):
+    def forward(self, h, c, rotary, attended, needed=None, tokens=None):
         modulation = self.adaLN_modulation(c)[:, None]                          # (B, 1, 6 H)
         shift, scale = modulation.chunk(6, dim=-1)[:2]                          # each (B, 1, H)
-        branch = self.attention(self.norm1(h) * (1 + scale) + shift, rotary, attended)
+        x = h if tokens is None else tokens[1][None]                            # (1, V, H)
+        qkv = self.attn_qkv(modulated(self.norm1(x), shift, scale))
+        if tokens is not None:      # a product takes the rows: its gradient sums them exactly, fast
+            qkv = F.one_hot(tokens[0], x.shape[1]).to(qkv.dtype) @ qkv          # (B, L, 3 H)
+        branch = self.attention(qkv, rotary, attended)
         if needed is not None:
             rows, proteins = needed
             h, branch, modulation = take(h, rows), take(branch, rows), spread(modulation, proteins)
         gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)[2:]
         p = self.dropout if self.training else 0.0
         h = add_branch(h, self.attn_out(branch), gate1, p)
-        return add_branch(h, self.mlp(self.norm2(h) * (1 + scale2) + shift2), gate2, p)
+        return add_branch(h, self.mlp(modulated(self.norm2(h), shift2, scale2)), gate2, p)
 
-    def attention(self, h, rotary, attended):
-        B, L, H = h.shape
-        qkv = self.attn_qkv(h).view(B, L, 3, self.n_heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # each (B, heads, L, e)
+    def attention(self, qkv, rotary, attended):
+        B, L, _ = qkv.shape
+        q, k, v = qkv.view(B, L, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)    # (B, heads, L, e)
         out = attend(rotate(q, rotary), rotate(k, rotary), v, attended)
-        return out.transpose(1, 2).reshape(B, L, H)
+        return out.transpose(1, 2).reshape(B, L, -1)
 
 
 class GELU(nn.Module):
@@ -229,7 +236,12 @@ class Head(nn.Module):
         if needed is not None:
             modulation = spread(modulation, needed[1])
         shift, scale = modulation.chunk(2, dim=-1)
-        return self.linear(self.norm_final(h) * (1 + scale) + shift)
+        return self.linear(modulated(self.norm_final(h), shift, scale))
+
+
+def modulated(x, shift, scale):
+    """x (1 + scale) + shift, in the dtype of shift and scale: that of the product that follows."""
+    return torch.addcmul(shift, x.to(scale.dtype), 1 + scale)
 
 
 def take(x, rows):
