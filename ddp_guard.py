@@ -4,11 +4,10 @@
         import ddp_guard
         ddp_guard.supervise()           # or, without a change: python -m ddp_guard SCRIPT ...
 
-`supervise` starts the same command again as a child, the rank, and stays as its guard: a small
-process without torch, which works when the rank is stopped, holds Python's lock or is dead. The
-guards connect by TCP to that of rank 0, the hub. It ends the run when a rank fails, dies, does not
-come to cleanup_ddp, or none makes progress for the limit of watch_run: status.json, the last line
-`FAILED: rank R of N on HOST: ...`, then every guard kills its rank and leaves with the same code.
+`supervise` starts the same command again as a child, the rank, and stays as its guard: a process
+without torch, which works when the rank is stopped or holds Python's lock. Rank 0's guard, the hub,
+ends the run when a rank fails, dies, does not come to cleanup_ddp, or none makes progress: it
+prints `FAILED: rank R of N on HOST: ...`, and all guards kill their ranks and leave with its code.
 
 Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard's process"):
   {"serve": host}         rank 0: listen for the other guards; answer: {"address": hub}
@@ -51,8 +50,7 @@ UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK"
 
 # ---------------------------------------------------------------- the start
 def supervise(command=None):
-    """Return in the rank, and where no guard is wanted; else stay as the guard and never return.
-
+    """Return in the rank, and where no guard is wanted; else be the guard, and never return.
     command: the words that start the rank; default: those that started this process."""
     # One that is inherited from further up, such as of a guarded launcher, is not for us.
     if os.environ.get("DDP_GUARD_FD", "").endswith(f":{os.getppid()}"):
@@ -336,9 +334,11 @@ class Guard:
         if me.run_dir:
             status = os.path.join(me.run_dir, "status.json")
             reason = cause if self.size == 1 else f"{place}: {cause}"
+            outcome = json.dumps({"code": code, "reason": reason, "step": me.step}).encode()
             with contextlib.suppress(OSError):    # a full disk is perhaps what is reported
-                with open(f"{status}.{os.getpid()}.tmp", "w") as file:
-                    json.dump({"code": code, "reason": reason, "step": me.step}, file)
+                with open(f"{status}.{os.getpid()}.tmp", "wb", buffering=0) as file:
+                    file.write(outcome)
+                    os.fsync(file.fileno())
                 os.replace(file.name, status)
         cause, text = cause.rstrip(".")[:250], text.strip()
         text = f"[{place}] {text or cause}\n" if code == 2 or text not in ("", cause) else ""

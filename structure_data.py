@@ -416,6 +416,9 @@ def _parse_json(text, where):
 
 def _read_entries(path):
     """The items of a file of pairs."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; expected a file of preference pairs. "
+                                f"Check the path (relative to {Path.cwd()}).")
     text = path.read_bytes()
     if path.suffix.lower() == ".jsonl":
         entries = [_parse_json(line, f"{path}, line {number}")
