@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,7 @@ def test_every_rank_has_cores_of_its_own(name, ranks, reserved):
 # same once its time is over).
 FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
+echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
 read -r status code more <<< "$(sed -n "$(wc -l < "$SITE/launched")p" "$SITE/outcomes")"
 [ ! -e "$SITE/queue/102.site" ] || echo "submitted before the training ended" >> "$SITE/launched"
 while [ $# -gt 0 ]; do
@@ -670,3 +672,13 @@ def test_open_mpi_over_two_hosts(two_hosts, project, reference):
     assert result.returncode == 0 and result.leftover == [], result.text
     assert "4 rank(s) on 2 host(s)" in result.stdout
     check_finished(project / "runs" / "mine", reference)
+
+
+def test_the_deadline_counts_from_before_the_modules_were_loaded(site, project):
+    site.fake_launcher("0 0")
+    profile = site.folder / "home" / ".bash_profile"
+    profile.write_text(profile.read_text() + "module() { sleep 4; }\n")
+    before = time.time()
+    assert site.run("aurora.pbs", SAVE_SECONDS="900") == 0, logs(project)
+    deadline = int((site.folder / "deadline").read_text())
+    assert before + 7200 - 900 - 1 <= deadline <= time.time() - 4 + 7200 - 900 + 1
