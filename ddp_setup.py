@@ -252,6 +252,9 @@ def detect_launcher(env, mpi=None):
     claims = {values["size"][1] or row.name: (rank, size), "mpi4py": mpi or (None, None)}
     for name in ("DDP_WORLD_SIZE", "WORLD_SIZE") if row.mpi else ("DDP_WORLD_SIZE",):
         claims[name] = (None, _int(env, name))
+    if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
+        claims.update({other.name: (theirs["rank"][0], theirs["size"][0])
+                       for other, theirs in outer if other.mpi})
     first = local_rank == 0   # only the first rank of a host prints what all its ranks see
     for index, what, prints in ((1, "number of ranks", first), (0, "rank", True)):
         numbers = {source: claim[index] for source, claim in claims.items()
@@ -590,12 +593,16 @@ def _launch_name(env, ddp):
 
 
 def _launcher_process(ddp):
-    """Process id of this host's launcher: of this rank's parent, or if that is a guard, of its."""
-    parent = os.getppid()
-    if ddp.state.guard is not None:
-        with contextlib.suppress(OSError):   # no /proc
-            parent = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]
-    return str(parent)
+    """Process id and start time of this host's launcher. A wrapper around a rank, such as its guard
+    or a shell, has the rank's variable itself."""
+    pid, row = os.getppid(), next(row for row in LAUNCHERS if row.name == ddp.launcher)
+    with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
+        while True:
+            _, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if f"{row.rank}=".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+                return f"{pid}-{fields[17]}"
+            pid = int(parent)
+    return str(pid)
 
 
 def _place_of_rank_0(ddp, env, one_host):
@@ -849,7 +856,7 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
         secondary: it only reports what the failure of another rank brings about.
         retry: may the same command, given again, go on from here?
     """
-    cause = cause or (text.splitlines() or [""])[0]
+    cause, code = cause or (text.splitlines() or [""])[0], code % 256 or 1
     if _alone_in_a_notebook(ddp):
         print(text, file=sys.stderr)
         close_run(ddp, code, cause)

@@ -368,13 +368,12 @@ def read_json(path):
 
     Raises: ValueError for anything else and for keys that come twice; OSError.
     """
-    text, items = Path(path).read_text(encoding="utf-8-sig", errors="replace"), []
+    text, items, end = Path(path).read_text(encoding="utf-8-sig", errors="replace"), [], 0
     decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
     try:
-        while text := text.lstrip():
-            value, end = decoder.raw_decode(text)
+        while start := re.compile(r"\S").search(text, end):
+            value, end = decoder.raw_decode(text, start.start())
             items += value.items()
-            text = text[end:]
         return unique_keys(items)
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: found {str(error)[:80]}; expected JSON objects, {{...}}, each "

@@ -683,9 +683,11 @@ def open_url(source, timeout, start=0, version=None):
         expected = "some" if source.size is None else f"{source.size:,} ({METALINK})"
         raise RuntimeError(f"{url}: found {found}, expected {expected}. Try again later (a new "
                            f"release?), or name a mirror.")
-    if urlsplit(source.url).path.endswith(".gz") and beginning not in (GZIP, b""):
-        raise ValueError(f"{url}: begins with {beginning}, expected {GZIP} (gzip). Check the "
-                         f"address, and whether a proxy or a login page stands before it.")
+    wrong = urlsplit(source.url).path.endswith(".gz") and beginning not in (GZIP, b"")
+    if wrong or answer.headers.get_content_type() == "text/html":
+        raise ValueError(f"{url}: found {answer.headers.get_content_type()} that begins with "
+                         f"{beginning}, expected the file. Check the address, and whether a proxy "
+                         f"or a login page stands before it.")
     return HttpFile(answer, url, 0, total)
 
 

@@ -448,6 +448,9 @@ def read_designs(paths, args):
 def run(args):
     """Read everything, then write structure by structure. Raises ValueError or OSError."""
     paths = structure_files(args)
+    for path in args.score_only or ():
+        if not os.path.isfile(path):
+            raise ValueError(f"--score_only: there is no file {path}.")
     files, device = output_files(args, paths), choose_device(args.device)
     args.many_in_one = len(paths) > 1 and args.out_folder is None
     designs = read_designs(paths, args)
@@ -483,7 +486,9 @@ def main(argv):
         run(parse_arguments(argv))
         return 0
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        print(f"sample_proteinmpnn.py: error: {error}", file=sys.stderr)
+        memory = isinstance(error, torch.OutOfMemoryError)
+        advice = " Give a smaller --batch_size, or --device cpu." if memory else ""
+        print(f"sample_proteinmpnn.py: error: {error}{advice}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("sample_proteinmpnn.py: interrupted (Ctrl-C)", file=sys.stderr)

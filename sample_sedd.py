@@ -31,6 +31,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
@@ -397,6 +398,11 @@ def read_arguments(argv):
             raise ValueError(f"found {', '.join(useless)} without --score; expected both."
                              if task == "drawing" else f"found {', '.join(useless)}, which "
                              f"--{task} does not use; expected neither, or another task.")
+    if args.samples != parser.get_default("samples") and (args.each_position or args.mutations):
+        raise ValueError("found --samples with --each_position or --mutations, which hide one "
+                         "residue at a time; expected one of them.")
+    if args.export and args.out:
+        raise ValueError("found --out with --export, which names what is written; expected one.")
     if args.report and (args.out is None or args.out.suffix == ".png" or args.infill):
         raise ValueError("--report writes a picture, NAME.png, beside --out, of samples without a "
                          "template file; expected --out NAME.fasta and no --infill.")
@@ -467,6 +473,8 @@ def open_output(path, ddp):
         yield sys.stdout.write
         sys.stdout.flush()
     else:
+        with tempfile.NamedTemporaryFile(dir=path.absolute().parent):
+            pass   # a folder that cannot be written is refused now, and not after the work
         yield texts.append
         write_text_atomic(path, "".join(texts))
 

@@ -48,6 +48,7 @@ from sequence_data import AMINO_ACIDS, LETTERS, X_ID, encode
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
 BACKBONE = ("N", "CA", "C", "O")
 FORMATS = (".pdb", ".ent", ".cif", ".mmcif")
+MAX_ANGSTROM = 100_000      # a coordinate
 MAX_ROWS = 100_000          # of a chain: no protein is as long, so its residue numbers are wrong
 MAX_LISTED = 20             # problems of a file, or contradictions, that are listed one by one
 LENGTH_RATIO = 1.1          # longest / shortest complex that are mixed at will in a step
@@ -166,7 +167,7 @@ def _parse_mmcif(text):
     if not blocks[0].find_values("_atom_site.group_PDB"):
         raise ValueError("_atom_site has no group_PDB; expected ATOM and HETATM there, which tell "
                          "protein from water")
-    number = r"[+-]?(\d+\.?\d*|\.\d+)(\(\d+\))?|[?.]"          # perhaps with its error, 1.25(7)
+    number = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?(\(\d+\))?|[?.]"  # also 1.25(7), with its error
     patterns = {"Cartn_x": number, "Cartn_y": number, "Cartn_z": number, "auth_seq_id": r"-?\d+"}
     for key, pattern in patterns.items():
         for value in blocks[0].find_values(f"_atom_site.{key}"):
@@ -208,6 +209,9 @@ def _make_chain(name, places):
             atoms = [residue.find_atom(atom_name, "*") for residue in residues]
             X[row, k] = next((atom.pos.tolist() for atom in atoms if atom is not None), np.nan)
     known = np.isfinite(X)
+    if known.any() and np.abs(X[known]).max() > MAX_ANGSTROM:
+        raise ValueError(f"chain {name} has a coordinate of {np.abs(X[known]).max():g}; expected "
+                         f"Angstrom, at most {MAX_ANGSTROM:,}")
     labels = tuple(f"{number}{code}" if (number, code) in places else None
                    for number, code in rows)
     return Chain(S, np.where(known, X, np.float32(0)), known.all((1, 2)), labels)
@@ -416,9 +420,10 @@ def _parse_json(text, where):
 
 def _read_entries(path):
     """The items of a file of pairs."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; expected a file of preference pairs. "
-                                f"Check the path (relative to {Path.cwd()}).")
+    if not path.is_file():
+        what = "is not a file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"{path} {what}; expected a file of preference pairs. Check the "
+                                f"path (relative to {Path.cwd()}).")
     text = path.read_bytes()
     if path.suffix.lower() == ".jsonl":
         entries = [_parse_json(line, f"{path}, line {number}")

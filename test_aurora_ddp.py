@@ -33,7 +33,6 @@ import collections
 import contextlib
 import copy
 import datetime
-import faulthandler
 import functools
 import hashlib
 import itertools
@@ -740,6 +739,18 @@ def read_arguments(argv):
     return args
 
 
+def fail_setup(text):
+    print(check_lines("set-up", "FAIL", [], text.replace("\n", " "), []), flush=True)
+
+
+def end_hung_setup(seconds):
+    """Setting up hangs below Python, in a device's own backend: no rank can tell another."""
+    with contextlib.suppress(RuntimeError):
+        if detect_launcher(os.environ).rank == 0:
+            fail_setup(f"did not end within {seconds:.0f} s")
+    os._exit(FAILED)
+
+
 def cli(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
@@ -753,8 +764,10 @@ def cli(argv=None):
     with contextlib.suppress(OSError, ddp_setup.SetupError):   # which are reported later
         if args.suspects and detect_launcher(os.environ).rank == 0:
             Path(args.suspects).write_text("")
-    # A device's own backend may hang below Python: then this ends the rank and prints where.
-    faulthandler.dump_traceback_later(args.init_timeout + SETTING_UP, exit=True)
+    limit = args.init_timeout + SETTING_UP
+    timer = threading.Timer(limit, end_hung_setup, (limit,))
+    timer.daemon = True
+    timer.start()
     try:
         ddp = setup_ddp(args.device, args.backend, ranks=args.ranks, ipex=args.ipex,
                         timeout=args.timeout + BANDWIDTH + COLLECTIVES,
@@ -763,9 +776,9 @@ def cli(argv=None):
         if problem:   # was there first
             print(f"error: {problem}", file=sys.stderr)
             sys.exit(USAGE)
-        print(check_lines("set-up", "FAIL", [], str(error).replace("\n", " "), []), flush=True)
+        fail_setup(str(error))
         sys.exit(FAILED)
-    faulthandler.cancel_dump_traceback_later()
+    timer.cancel()
     ddp.state.patience = args.timeout   # of cleanup_ddp, which then names the missing ranks
     with ddp:
         if problem:

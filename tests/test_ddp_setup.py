@@ -92,6 +92,8 @@ def test_what_no_launcher_started_is_one_process(env):
     (dict(HYDRA, DDP_WORLD_SIZE="4"), None, ("DDP_WORLD_SIZE says 4", "PMI_SIZE says 8")),
     (HYDRA, (0, 1), ("mpi4py says 1", "PMI_SIZE says 8", "built for another MPI")),
     (PALS_AURORA, None, ("DDP_WORLD_SIZE", "no number of ranks")),
+    ({**OPENMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "", "WORLD_SIZE": "4", "RANK": "0"}, None,
+     ("WORLD_SIZE says 4", "Open MPI says 8")),
     (dict(HYDRA, PMI_RANK="8"), None, ("rank 8 is outside 0 to 7",)),
     (dict(HYDRA, PMI_SIZE="eight"), None, ("PMI_SIZE='eight'", "not an integer"))])
 def test_contradictions_are_refused_and_shown(env, mpi, words):

@@ -146,7 +146,7 @@ def test_an_unknown_coordinate_of_mmcif_is_a_missing_atom_and_its_error_no_part_
     ("s.cif", Atoms().add("A", "?", "ALA").mmcif(), "auth_seq_id is '?'; expected a number"),
     ("s.cif", ONE_CIF.replace(" 0.125 ", " foo "), "Cartn_x is 'foo'; expected a number"),
     ("s.cif", ONE_CIF.replace("group_PDB", "group"), "no group_PDB"),
-    ("s.cif", ONE_CIF.replace(" 0.125 ", " 1e30 "), "Cartn_x is '1e30'; expected a number")])
+    ("s.cif", ONE_CIF.replace(" 0.125 ", " 1e30 "), "coordinate of 1e+30; expected Angstrom")])
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
         tmp_path, name, content, says):
     with pytest.raises(ValueError) as caught:
