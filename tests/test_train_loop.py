@@ -380,7 +380,8 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
             model(xt, sigma).square().sum().backward()
         torch.testing.assert_close(*([p.grad for p in model.parameters()] for model in models),
                                    rtol=1e-4, atol=1e-4)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    # of the first block, which on a CPU computes by token, and of all others
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 # ---- launch ----
