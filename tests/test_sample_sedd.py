@@ -272,6 +272,9 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, capsys, graph, extras):
     (["--score", __file__, "--out", __file__], "the result would overwrite"),
     (["--seed", 2**63], f"--seed {2**63}; expected at most"),
     (["--mutations", __file__, "--score", __file__, "--each_position"], "not allowed with"),
+    (["--score", __file__, "--each_position", "--samples", "4"], "found --samples with"),
+    (["--export", "e", "--out", "o.fa"], "found --out with --export"),
+    (["--out", "/proc/o.fa"], "/proc/"),
     (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
     (["--infill", __file__], "found letters before a header")])
 def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(

@@ -301,6 +301,8 @@ def test_blanks_in_named_sequences_do_not_count_and_a_damaged_gz_is_refused(tmp_
     path, packed = tmp_path / "A.FA.GZ", gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n")
     path.write_bytes(packed)
     assert list(named_sequences(path)) == [("a b", "MKVACDE"), ("c", "M")]
+    (tmp_path / "a.fasta").write_bytes(packed)      # gzip, whatever its name
+    assert list(named_sequences(tmp_path / "a.fasta")) == list(named_sequences(path))
     for damaged in (packed[:-12], packed[:-8] + bytes(4) + packed[-4:]):    # the checksum
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="A.FA.GZ is truncated or damaged"):
