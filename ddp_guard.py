@@ -326,6 +326,7 @@ class Guard:
             self.give_sign(verdict)    # more than once: a guard may have joined just now
             time.sleep(POLL)
         self.process.kill()
+        begin(self.process.wait).join(LEAVE)    # MPICH waits for ever where a guard ends before it
         return verdict["code"]
 
     def announce(self, rank, host, code, cause, text="", retry=True, **_):
@@ -334,10 +335,9 @@ class Guard:
         if me.run_dir:
             status = os.path.join(me.run_dir, "status.json")
             reason = cause if self.size == 1 else f"{place}: {cause}"
-            outcome = json.dumps({"code": code, "reason": reason, "step": me.step}).encode()
             with contextlib.suppress(OSError):    # a full disk is perhaps what is reported
                 with open(f"{status}.{os.getpid()}.tmp", "wb", buffering=0) as file:
-                    file.write(outcome)
+                    file.write(json.dumps(dict(code=code, reason=reason, step=me.step)).encode())
                     os.fsync(file.fileno())
                 os.replace(file.name, status)
         cause, text = cause.rstrip(".")[:250], text.strip()
