@@ -65,7 +65,9 @@ def run_script(script, argv=None):
     work_dir = launch.work_dir or (os.path.join("runs", name) if name else None)
     try:
         if launch.plan is not None:
-            return print(script.describe_plan(script.read_arguments(argv)[1], launch.plan))
+            if detect_launcher(os.environ).rank == 0:
+                print(script.describe_plan(script.read_arguments(argv)[1], launch.plan))
+            return
         ddp = setup_ddp(launch.device, launch.backend, ranks=launch.ranks, ipex=launch.ipex,
                         timeout=collective_timeout, init_timeout=launch.init_timeout)
     except (ValueError, RuntimeError, OSError) as e:

@@ -214,12 +214,12 @@ def need_safetensors():
 def start_from_weights(config, former, resume, model, ddp):
     """Give a new run the weights of training.init_from; refuse other ones for a run that goes on.
 
-    A collective: rank 0 reads the file and sends the weights to the others.
+    A collective: rank 0 reads the file. Its weights reach the others when wrap_ddp wraps the model.
 
     Args:
         former: the state of the run that goes on, see run_dir.Former.
         resume: the checkpoint of --resume, or None.
-        model: the run's SEDD, on the device; it changes in a new run only.
+        model: the run's SEDD, on the device; rank 0's changes, in a new run only.
     Returns: ({"path", "hash"} of the weights that the run began with, None for random ones; lines
         on these weights for the user).
     Raises: ValueError or OSError.
@@ -254,8 +254,6 @@ def start_from_weights(config, former, resume, model, ddp):
         return record, describe_record(record)
     if sedd:
         model.load_state_dict(sedd.model.state_dict())
-    for parameter in model.parameters():
-        broadcast(parameter.detach(), ddp)
     lines = [f"weights: {sedd.notes[0]}, hash {found['hash']}", *sedd.notes[1:]] if sedd else []
     return found, lines
 

@@ -36,7 +36,8 @@ from sequence_data import (AMINO_ACIDS, N_TOKENS, X_ID, DemoSource, Proteins, de
                            read_sequences)
 from sedd_eval import Validation, sample_proteins
 from sedd_files import export_sedd, load_sedd
-from train_sedd_ddp import (Config, MicroBatches, check_config, describe_plan, main, prepare, train)
+from train_sedd_ddp import (Config, MicroBatches, check_config, cli, describe_plan, main, prepare,
+                            train)
 
 from training import (  # noqa: F401 (the fixture one_thread)
     ROOT, command_lines, equal, losses, one_thread, rows, same_run, words)
@@ -139,7 +140,10 @@ def test_noise_is_keyed_by_step_and_micro_batch_and_spares_padding(fasta):
                          for step, micro in ((0, 0), (0, 0), (1, 0), (0, 1)))
     assert equal(a, again)
     for other in others:
-        assert not torch.equal(a["xt"], other["xt"]) and a["seed"] != other["seed"]
+        assert a["seed"] != other["seed"]
+        noised, others_noised = a["xt"] != a["x0"], other["xt"] != other["x0"]
+        only = noised & ~others_noised, others_noised & ~noised
+        assert (only[0].any(1) & only[1].any(1)).any()    # of one draw, one would hold the other
     assert (a["xt"][~a["mask"]] == X_ID).all() and not a["full"]
 
 
@@ -782,6 +786,14 @@ def test_the_plan_is_the_table_of_the_original():
                      ["8", "512", "0.0004", "40,000"]]
     c = load_config(Config, DEMO, ["optim.warmup=300", "data.demo_proteins=3000"])
     assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in describe_plan(c, "4,64")
+
+
+def test_of_several_ranks_one_prints_the_plan(monkeypatch, capsys):
+    for rank in "01":
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(f"DDP_{name}", value)
+        cli(["--config", str(DEMO), "--plan", "1"])
+        assert ("steps/epoch" in capsys.readouterr().out) == (rank == "0")
 
 
 # ---- bad input ----
