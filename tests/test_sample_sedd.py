@@ -132,7 +132,7 @@ def test_temperature_and_top_p_shape_the_letters_and_not_the_speed():
 
 
 # ------------------------------------------------------------------ scoring
-LETTERS = np.append(np.arange(20, 0, -1), 7) * 1e6    # of the training data: the last, X, is no part
+LETTERS = np.append(np.arange(20, 0, -1), 7) * 1e6    # of the training data; X has no part
 
 
 def exact_model(p):
