@@ -20,7 +20,7 @@ a run also stops in good order on a signal, before the walltime, or on a STOP fi
     place       Ddp, detect_launcher, choose_device, setup_ddp, cleanup_ddp
     training    wrap_ddp, unwrap_ddp, gradient_sync, ddp_sampler, seed_for, worker_init,
                 optimize_with_ipex
-    ranks       barrier, broadcast, all_sum, all_mean, first_problem, print0
+    ranks       barrier, broadcast, all_sum, all_mean, print0
     precision   choose_dtype, autocast, grad_scaler
     stopping    watch_run, stop_wanted, stop_reason, beat, close_run, abort
     files       save_checkpoint, load_checkpoint
@@ -73,11 +73,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
 
 __all__ = [
-    "AGAIN", "BAD_INPUT", "STOP_SIGNALS", "Ddp", "SetupError", "abort", "all_mean", "all_sum",
+    "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum",
     "autocast", "barrier", "beat", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp",
-    "close_run", "ddp_sampler", "detect_launcher", "first_problem", "grad_scaler",
+    "close_run", "ddp_sampler", "detect_launcher", "grad_scaler",
     "gradient_sync", "load_checkpoint", "optimize_with_ipex", "print0", "save_checkpoint",
     "seed_for", "setup_ddp", "stop_reason", "stop_wanted", "unwrap_ddp", "watch_run",
     "worker_init", "wrap_ddp"]
@@ -1209,43 +1210,21 @@ def gradient_sync(model, last):
     return contextlib.nullcontext() if last else model.no_sync()
 
 
-class ddp_sampler(torch.utils.data.Sampler):
-    """A sampler for any dataset with a length. The order is f(seed, epoch), dealt in turn.
+def ddp_sampler(dataset, ddp, train=True, shuffle=True, seed=None):
+    """A sampler for any dataset with a length: each item goes to one rank.
 
-    train=True shuffles and cuts the epoch to equal steps per rank; train=False gives every item to
-    exactly one rank, in order (ranks may then differ by one item: no collectives in that loop).
+    train=True: torch's DistributedSampler, in an order of (seed, epoch); call its set_epoch. The
+    epoch is cut to equal steps per rank. train=False: all items, in order; ranks may then differ by
+    one item, so no collectives in that loop.
     Raises: ValueError for fewer items than ranks.
     """
-
-    def __init__(self, dataset, ddp, train=True, shuffle=None, seed=None):
-        self.n, self.rank, self.world_size = len(dataset), ddp.rank, ddp.world_size
-        if self.n < self.world_size:
-            raise ValueError(f"{self.n} item(s) for {self.world_size} ranks; expected at least one "
-                             f"each. Use fewer ranks or more data.")
-        self.train, self.shuffle = train, train if shuffle is None else shuffle
-        self.seed = ddp.seed if seed is None else seed
-        self.epoch, self.start = 0, 0
-
-    def set_epoch(self, epoch, start=0):
-        """Order of `epoch`; its first `start` items, counted over all ranks, are skipped."""
-        if not 0 <= start <= self.n:
-            raise ValueError(f"start {start} is outside the epoch of {self.n} items")
-        self.epoch, self.start = epoch, start
-
-    def __iter__(self):
-        order = list(range(self.n))
-        if self.shuffle:
-            seed = seed_for(self.seed, "order", self.epoch)
-            order = torch.randperm(self.n, generator=torch.Generator().manual_seed(seed)).tolist()
-        return iter([order[place] for place in self._places()])
-
-    def __len__(self):
-        return len(self._places())
-
-    def _places(self):
-        """Of this rank's items in the epoch's order."""
-        rest = (self.n - self.start) % self.world_size if self.train else 0   # equal steps
-        return range(self.start + self.rank, self.n - rest, self.world_size)
+    if len(dataset) < ddp.world_size:
+        raise ValueError(f"{len(dataset)} item(s) for {ddp.world_size} ranks; expected at least "
+                         f"one each. Use fewer ranks or more data.")
+    if not train:
+        return range(ddp.rank, len(dataset), ddp.world_size)
+    return DistributedSampler(dataset, ddp.world_size, ddp.rank, shuffle,
+                              ddp.seed if seed is None else seed, drop_last=True)
 
 
 # ---------------------------------------------------------------- agree, reduce
