@@ -14,7 +14,7 @@ Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard'
   {"join": {"rank", "size", "launcher", "hub"}}    hub: that answer, which rank 0 gives to all
   {"watch": {"limit", "run_dir", "stacks"}}    seconds (0: none), folder, file for the stacks
   {"step": number or null}                     a sign of progress
-  {"checkpoint": [path, step]}                 what a next start continues from
+  {"checkpoint": text}                         path and step of what a next start continues from
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
   {"bye": seconds}        in cleanup_ddp; the others may take that long to come there
   {"left": true}          cleanup_ddp is over, the process is about to end
@@ -56,11 +56,10 @@ def supervise(command=None):
     if os.environ.get("DDP_GUARD_FD", "").endswith(f":{os.getppid()}"):
         return
     if not _is_wanted():
-        if command:
-            os.execv(command[0], command)
-        return
+        return os.execv(command[0], command) if command else None
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
         _die_with_parent(signal.SIGTERM)    # torchrun and Open MPI leave ranks behind when killed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)    # else, if ignored, exit codes are lost
     ours, ranks_end = socket.socketpair()
     ranks_end.set_inheritable(True)
     process = subprocess.Popen(
@@ -103,8 +102,7 @@ def _die_with_parent(number):
 # ---------------------------------------------------------------- when must a run end?
 class Rank:
     """What a guard knows of a rank: of its own from the rank, of another from that one's guard."""
-    step = run_dir = stacks = None    # as in the messages
-    checkpoint = (None, None)
+    step = run_dir = stacks = checkpoint = None    # as in the messages
     limit = 0.0         # seconds that it may be without progress; 0: no limit
     place = None        # in the code, when it reached the limit
     bye = None          # in cleanup_ddp: seconds that others may take to come there
@@ -129,7 +127,7 @@ def decide(ranks, now):
     for rank in ranks:
         if now > rank.heard + SILENCE:
             return rank.blame(HANG, f"no sign of its guard for {SILENCE:.0f} s: stopped, or gone")
-        if rank.left and not rank.ended and now > rank.progress + EXIT:
+        if rank.bye and not rank.ended and now > rank.progress + EXIT + rank.bye * (not rank.left):
             return rank.blame(HANG, f"did not end within {EXIT:.0f} s after cleanup_ddp")
     waiting, busy = [rank for rank in ranks if rank.bye], [rank for rank in ranks if not rank.bye]
     if waiting and busy and now > min(rank.progress + rank.bye for rank in waiting):
@@ -175,7 +173,6 @@ class Guard:
     size, launcher, joined = 1, "plain process", False
     token = None            # that strangers at the hub's port, and an earlier set-up, do not have
     speaks = True           # it prints the last line, unless the hub has
-    asked = None            # bytes in the file of stacks when the rank was asked for them
     terminal = False        # the rank gets Ctrl-C from there
     interrupted = None      # time of the first Ctrl-C
 
@@ -184,6 +181,7 @@ class Guard:
         self.me = Rank(0, socket.gethostname(), time.monotonic())
         self.guards = {}    # connection: Rank. The hub has one to each guard, another to the hub
         self.reader = begin(self.hear_rank)
+        begin(self.find_place)    # a file system may hang
         with contextlib.suppress(OSError):    # no terminal, or not ours
             self.terminal = os.tcgetpgrp(0) == os.getpgrp()
         for number in signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT:
@@ -205,7 +203,6 @@ class Guard:
             ranks = others if others and self.me.number else [self.me, *others]
             if verdict := decide(ranks, now):
                 return self.end_run(verdict)
-            self.find_place(now)
             # The hub hears some 1,000 signs a second: many ranks give fewer. News go at once.
             if look % (4 + self.size // 500) == 0 or self.me.failure or self.me.ended:
                 self.give_sign()
@@ -223,6 +220,8 @@ class Guard:
                 self.fail(**message["failed"])
             else:
                 vars(self.me).update(message.get("watch", message))
+                if "bye" in message:    # soon its launcher may kill all
+                    self.give_sign()
 
     def serve(self, host):
         """Listen for the guards of the other ranks. Returns where, or None."""
@@ -242,9 +241,10 @@ class Guard:
         self.me = Rank(rank, self.me.host, time.monotonic())    # a new one: it may set up twice
         if rank == 0:
             return
-        host, port, self.token, hubs_host = hub
+        self.guards, (host, port, self.token, hubs_host) = {}, hub
         try:
-            connection = socket.create_connection((host, port))
+            connection = socket.create_connection((host, port), SILENCE)
+            connection.settimeout(None)
         except OSError as error:    # the run itself may well work
             return say(f"ddp_guard: rank {rank} goes on without the hub, {host}:{port}: {error}\n")
         self.guards = {connection: Rank(0, hubs_host, time.monotonic())}
@@ -262,7 +262,7 @@ class Guard:
         rank = self.guards.get(connection)
         if rank and not rank.failure:    # else it was to be expected
             del self.guards[connection]
-            if not rank.bye:
+            if not (rank.bye or self.me.left):
                 self.fail(1, "died without a word (its guard was killed, or its host)", rank)
 
     def pass_on(self, number, _):
@@ -295,23 +295,26 @@ class Guard:
         if not self.me.failure or self.me.failure.get("secondary"):
             self.me.failure = (rank or self.me).blame(code, cause, **more)
 
-    def find_place(self, now):
+    def find_place(self):
         """At the limit, have faulthandler in the rank write its stacks: it needs no Python lock."""
-        me, stacks = self.me, self.me.stacks    # which the thread may change
-        if not stacks or now < me.progress + me.limit:
-            me.place = self.asked = None
-        elif not me.place:
-            with contextlib.suppress(OSError), open(stacks, errors="replace") as file:
-                if self.asked is None:
-                    self.asked = os.path.getsize(stacks)
-                    self.process.send_signal(signal.SIGQUIT)
-                file.seek(self.asked)
-                me.place = place_of(file.read())
+        while True:
+            time.sleep(POLL)
+            me, stacks = self.me, self.me.stacks    # which another thread may change
+            if not stacks or time.monotonic() < me.progress + me.limit:
+                me.place = start = None
+            elif not me.place:
+                with contextlib.suppress(OSError), open(stacks, errors="replace") as file:
+                    if start is None:
+                        start = os.path.getsize(stacks)
+                        self.process.send_signal(signal.SIGQUIT)
+                    file.seek(start)
+                    me.place = place_of(file.read())
 
     def give_sign(self, verdict=None):
         """Tell the hub of the rank. The hub tells the others that it lives, and the verdict."""
         me = self.me
-        sign = vars(me) if me.number else dict(number=0, host=me.host, bye=me.bye, failure=verdict)
+        sign = vars(me) if me.number else dict(    # it looks after its own rank's end by itself
+            number=0, host=me.host, bye=me.bye, ended=True, failure=verdict)
         for connection in [*self.guards]:
             send(connection, token=self.token, idle=time.monotonic() - me.progress, **sign)
 
@@ -323,33 +326,30 @@ class Guard:
         if self.speaks and not told_by_hub:
             begin(self.announce, **verdict).join(LAST_WORDS)
         for _ in range(round(LEAVE / POLL)):
-            self.give_sign(verdict)    # more than once: a guard may have joined just now
+            self.give_sign({**verdict, "text": ""})    # a guard may have joined just now
             time.sleep(POLL)
         self.process.kill()
         begin(self.process.wait).join(LEAVE)    # MPICH waits for ever where a guard ends before it
         return verdict["code"]
 
     def announce(self, rank, host, code, cause, text="", retry=True, **_):
-        """Write status.json, and print why the run ends and how to go on."""
+        """Print why the run ends and how to go on, and write status.json."""
         me, place = self.me, f"rank {rank} of {self.size} on {host}"
-        if me.run_dir:
-            status = os.path.join(me.run_dir, "status.json")
-            reason = cause if self.size == 1 else f"{place}: {cause}"
-            with contextlib.suppress(OSError):    # a full disk is perhaps what is reported
-                with open(f"{status}.{os.getpid()}.tmp", "wb", buffering=0) as file:
-                    file.write(json.dumps(dict(code=code, reason=reason, step=me.step)).encode())
-                    os.fsync(file.fileno())
-                os.replace(file.name, status)
+        reason = cause if self.size == 1 else f"{place}: {cause}"
         cause, text = cause.rstrip(".")[:250], text.strip()
         text = f"[{place}] {text or cause}\n" if code == 2 or text not in ("", cause) else ""
-        path, step = me.checkpoint
-        saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
-        saved += "" if step is None else f" (step {step})"
+        saved = f"Last checkpoint: {me.checkpoint}" if me.checkpoint else "No checkpoint yet"
         again = (f"To go on, give the same command again ({self.launcher}, {self.size} rank(s)): "
                  + os.environ.get("DDP_COMMAND", shlex.join(["python", *sys.orig_argv[1:]]))
                  if retry else "Mend the cause before the next start.")
         line = f"FAILED: {place}: {cause}{'.' * (cause[-1:] != '?')} {saved}. {again}\n"
         say(f"\n{text}{line if code != 2 else ''}")    # 2: bad input, nothing ran
+        if me.run_dir:    # last: its file system may hang, or be full
+            with contextlib.suppress(OSError):
+                with open(f"{me.run_dir}/.status.{os.getpid()}.tmp", "wb", buffering=0) as file:
+                    file.write(json.dumps(dict(code=code, reason=reason, step=me.step)).encode())
+                    os.fsync(file.fileno())
+                os.replace(file.name, f"{me.run_dir}/status.json")
 
 
 def begin(action, *values, **names):
@@ -377,4 +377,4 @@ def send(sock, **message):
 
 
 if __name__ == "__main__":
-    supervise([sys.executable, *sys.argv[1:]])
+    supervise([sys.executable, *sys.orig_argv[1:-len(sys.argv) - 1], *sys.argv[1:]])

@@ -100,7 +100,7 @@ class State:
     guard: object = None                              # socket to ddp_guard.py
     watch: object = None                              # see watch_run
     patience: float = 1800.0                          # seconds to wait for others in cleanup_ddp
-    checkpoint: tuple = (None, None)                  # path and step of the last one
+    checkpoint: str = ""                              # path of the last one
     damaged: str = ""                                 # checkpoint that could not be loaded
     clean: bool = False
 
@@ -845,7 +845,7 @@ def _tell_guard(ddp, wait=True, **message):
     if ddp.state.guard is not None:
         line = json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):   # its own send waits, even with MSG_DONTWAIT (measured)
-            ddp.state.guard.send(line) if wait else os.write(ddp.state.guard.fileno(), line)
+            ddp.state.guard.sendall(line) if wait else os.write(ddp.state.guard.fileno(), line)
 
 
 def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
@@ -878,8 +878,8 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
     place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
     lines = [f"\n[{place}] {text}"] if text.strip() not in ("", cause) or code == BAD_INPUT else []
     if code != BAD_INPUT:   # else nothing ran
-        path = ddp.state.checkpoint[0]
-        saved = f"Last checkpoint: {path}" if path else "No checkpoint yet"
+        last = ddp.state.checkpoint
+        saved = f"Last checkpoint: {last}" if last else "No checkpoint yet"
         lines.append(f"FAILED: {place}: {cause}{'.' * (cause[-1:] not in '.?')} {saved}.")
     with contextlib.suppress(OSError, ValueError):
         print("\n".join(lines), file=sys.stderr, flush=True)
@@ -1405,9 +1405,8 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
     beat(ddp)
     if problem:
         raise RuntimeError(problem)
-    if resumes:   # the last line of a failure names it
-        ddp.state.checkpoint = path, state.get("step")
-        _tell_guard(ddp, checkpoint=ddp.state.checkpoint)
+    if resumes:
+        _note_checkpoint(ddp, path, state)
 
 
 def _write_checkpoint(path, ddp, keep_last, state):
@@ -1467,9 +1466,14 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
         if not ddp.is_main:
             state = torch.load(io.BytesIO(whole.numpy()), map_location=map_location,
                                weights_only=True)
-    ddp.state.checkpoint = used, state.get("step") if isinstance(state, dict) else None
-    _tell_guard(ddp, checkpoint=ddp.state.checkpoint)
+    _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
     return state
+
+
+def _note_checkpoint(ddp, path, state):
+    """The last line of a failure names it."""
+    ddp.state.checkpoint = path
+    _tell_guard(ddp, checkpoint=path + (f" (step {state['step']})" if "step" in state else ""))
 
 
 def _read_checkpoint(path, map_location):

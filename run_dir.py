@@ -236,7 +236,7 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     if path is None:
         return Former(None, None, differences, may_change)
     state = load_checkpoint(path, ddp)
-    path = ddp.state.checkpoint[0]   # perhaps of the one before
+    path = ddp.state.checkpoint   # perhaps of the one before
     return Former(path, state, differences, may_change)
 
 

@@ -431,8 +431,8 @@ def save_and_load(row, ddp, args, answer):
             if ddp.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
         # Else the last line of a later failure names it as what to go on from.
-        ddp.state.checkpoint = (None, None)
-        ddp_setup._tell_guard(ddp, checkpoint=ddp.state.checkpoint)
+        ddp.state.checkpoint = ""
+        ddp_setup._tell_guard(ddp, checkpoint="")
     row["problems"] = []
     for key in saved:
         try:

@@ -4,6 +4,7 @@ Real processes are in test_faults.py.
 """
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from subprocess import PIPE
@@ -82,6 +83,16 @@ def test_who_does_not_come_to_the_clean_up_is_named():
     assert verdict["cause"] == "rank 0 on n0, 2 on n2 did not come to cleanup_ddp within 5 s"
 
 
+def test_who_stands_still_between_its_goodbye_and_its_end_is_named():
+    ranks = ranks_heard(5.0, (9, 0.0), (9, 0.0), limit=0.0)
+    for rank in ranks:
+        rank.bye = 60.0
+    ranks[0].left = ranks[0].ended = True
+    latest = 5.0 + 60.0 + ddp_guard.EXIT
+    ranks[0].heard = ranks[1].heard = latest
+    assert decide(ranks, latest - 0.5) is None and decide(ranks, latest + 0.5)["rank"] == 1
+
+
 STACKS = """
 import faulthandler, os, signal, statistics, threading, time
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -110,9 +121,10 @@ def test_a_place_is_the_innermost_frames_of_the_main_thread_outside_libraries(tm
 
 
 def test_any_script_can_be_guarded_and_keeps_its_arguments_output_and_exit_code(tmp_path):
-    done = run("import sys\nprint(sys.argv[1:], sys.stdin.read())\nsys.exit(7)\n", tmp_path, "a",
-               "--b", input="text")
-    assert (done.returncode, done.stdout, done.stderr) == (7, "['a', '--b'] text\n", "")
+    text = "import sys\nprint(sys.argv[1:], sys.flags.optimize, sys.stdin.read())\nsys.exit(7)\n"
+    done = run(text, tmp_path, "a", "--b", before=("-u", "-O", "-m", "ddp_guard"), input="text",
+               preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+    assert (done.returncode, done.stdout, done.stderr) == (7, "['a', '--b'] 1 text\n", "")
 
 
 def test_ctrl_c_is_seen_by_a_shell_as_such(tmp_path):
@@ -178,14 +190,46 @@ peer = socket.create_connection((host, port))
 bye = json.loads(sys.argv[1])
 peer.sendall(json.dumps(dict(token=token, number=1, host="n1", idle=0, bye=bye)).encode() + b"\\n")
 peer.recv(1)
+last_words = b'{"bye": 60}\\n{"left": true}\\n'
+if sys.argv[2] == "hub left":
+    guard.sendall(last_words)
+    heard = b""
+    while heard.count(b'"bye": 60') < 2:    # the second sign comes after both words
+        heard += peer.recv(4096)
 peer.close()
 time.sleep(3)
-guard.sendall(b'{"bye": 60}\\n{"left": true}\\n')
+guard.sendall(last_words)
 """
 
 
-@pytest.mark.parametrize("bye, code", [("60", 0), ("null", 1)])
-def test_a_guard_that_is_gone_is_a_death_unless_it_said_goodbye(bye, code, tmp_path):
-    done = run(PEER, tmp_path, bye)
+@pytest.mark.parametrize("bye, hub, code", [
+    ("60", "works", 0), ("null", "works", 1), ("null", "hub left", 0)])
+def test_a_guard_that_is_gone_is_a_death_unless_all_have_said_goodbye(bye, hub, code, tmp_path):
+    done = run(PEER, tmp_path, bye, hub)
     assert done.returncode == code, done.stderr
     assert done.stderr.count("FAILED: rank 1 of 2 on n1: died without a word") == code
+
+
+HUNG_DISK = """
+import json, os, signal, socket, time
+guard = socket.socket(fileno=int(os.environ["DDP_GUARD_FD"].partition(":")[0]))
+for name in "stacks", f".status.{os.getppid()}.tmp":
+    os.mkfifo(name)    # nobody reads it: it cannot be opened
+signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+for message in (dict(join=dict(rank=0, size=1, launcher="l", hub=None)),
+                dict(watch=dict(limit=1.0, run_dir=os.getcwd(), stacks="stacks"))):
+    guard.sendall(json.dumps(message).encode() + b"\\n")
+time.sleep(60)
+"""
+
+
+def test_a_hang_is_ended_and_told_where_the_file_system_hangs(tmp_path):
+    done = run(HUNG_DISK, tmp_path, cwd=tmp_path)
+    assert done.returncode == 70 and done.stderr.count("FAILED: rank 0 of 1") == 1, done.stderr
+
+
+def test_a_failure_of_many_words_is_told(tmp_path):
+    done = run("from ddp_setup import abort, setup_ddp\n"
+               "abort(setup_ddp(quiet=True), 'word ' * 100_000 + '.', cause='many words')\n", tmp_path)
+    assert done.returncode == 1 and done.stderr.count("word ") == 100_000
+    assert "FAILED: rank 0 of 1" in done.stderr and ": many words. " in done.stderr
