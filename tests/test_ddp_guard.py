@@ -229,7 +229,8 @@ def test_a_hang_is_ended_and_told_where_the_file_system_hangs(tmp_path):
 
 
 def test_a_failure_of_many_words_is_told(tmp_path):
-    done = run("from ddp_setup import abort, setup_ddp\n"
-               "abort(setup_ddp(quiet=True), 'word ' * 100_000 + '.', cause='many words')\n", tmp_path)
+    text = ("from ddp_setup import abort, setup_ddp\n"
+            "abort(setup_ddp(quiet=True), 'word ' * 100_000 + '.', cause='many words')\n")
+    done = run(text, tmp_path)
     assert done.returncode == 1 and done.stderr.count("word ") == 100_000
     assert "FAILED: rank 0 of 1" in done.stderr and ": many words. " in done.stderr
