@@ -596,8 +596,8 @@ def run_checks(ddp, args):
         answer = {**row, "failed": answer["failed"] + [check.name] * (status == "FAIL")}
         if any(map(is_lost, rows)):
             finish(ddp, args, written, outcomes, suspects)
-            abort(ddp, f"check {check.name}: ranks are missing or stuck, see above; all end here",
-                  FAILED)   # the others have waited for the answer
+            abort(ddp, f"check {check.name}: ranks failed, are missing or stuck, see above; all "
+                       "end here", FAILED)   # the others have waited for the answer
         if ddp.world_size > 1:
             ddp.state.store.set(f"check/{check.name}/answer", json.dumps(answer))
     if ddp.world_size > 1:   # the store ends with rank 0's process

@@ -189,7 +189,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path):
     result = check(tmp_path, "--timeout", "3", fault=fault)
     assert_found(result, tmp_path, barrier="did not come within 3 s")
     assert result.seconds < 60, result.text
-    assert result.text.count("check barrier: ranks are missing or stuck") == 1, result.text
+    assert result.text.count("check barrier: ranks failed, are missing or stuck") == 1, result.text
 
 
 @pytest.mark.parametrize("fault, words", [
