@@ -6,7 +6,7 @@
 
 `supervise` starts the same command again as a child, the rank, and stays as its guard: a process
 without torch, which works when the rank is stopped or holds Python's lock. Rank 0's guard, the hub,
-ends the run when a rank fails, dies, does not come to cleanup_ddp, or none makes progress: it
+ends the run when a rank fails, dies, does not end in time, or none makes progress: it
 prints `FAILED: rank R of N on HOST: ...`, and all guards kill their ranks and leave with its code.
 
 Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard's process"):
@@ -18,7 +18,7 @@ Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard'
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
   {"bye": seconds}        in cleanup_ddp; the others may take that long to come there
   {"left": true}          cleanup_ddp is over, the process is about to end
-Between guards, every second: {"token", "idle": seconds, fields of Rank}.
+Between guards, each second (of many ranks less often): {"token", "idle": seconds, fields of Rank}.
 """
 import contextlib
 import ctypes
@@ -52,7 +52,7 @@ UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK"
 def supervise(command=None):
     """Return in the rank, and where no guard is wanted; else be the guard, and never return.
     command: the words that start the rank; default: those that started this process."""
-    # One that is inherited from further up, such as of a guarded launcher, is not for us.
+    # That of a guard further up, such as of a guarded launcher, is not for us.
     if os.environ.get("DDP_GUARD_FD", "").endswith(f":{os.getppid()}"):
         return
     if not _is_wanted():
@@ -107,7 +107,7 @@ class Rank:
     place = None        # in the code, when it reached the limit
     bye = None          # in cleanup_ddp: seconds that others may take to come there
     left = ended = False    # cleanup_ddp is over; the process has ended
-    failure = None      # a verdict, as blame returns it; that of the hub ends the run
+    failure = None      # a verdict, see blame; one that the hub sends is final
 
     def __init__(self, number, host, now):
         self.number, self.host = number, host
@@ -123,12 +123,12 @@ def decide(ranks, now):
     failed = [rank for rank in ranks if rank.failure]
     for rank in sorted(failed, key=lambda rank: rank.failure.get("secondary", False)):
         if not rank.failure.get("secondary") or now > rank.progress + LATE_FAILURE:
-            return {**rank.failure, "secondary": False}
+            return {**rank.failure, "secondary": False}    # other guards need not wait again
     for rank in ranks:
         if now > rank.heard + SILENCE:
             return rank.blame(HANG, f"no sign of its guard for {SILENCE:.0f} s: stopped, or gone")
         if rank.bye and not rank.ended and now > rank.progress + EXIT + rank.bye * (not rank.left):
-            return rank.blame(HANG, f"did not end within {EXIT:.0f} s after cleanup_ddp")
+            return rank.blame(HANG, f"still there {now - rank.progress:.0f} s after cleanup_ddp")
     waiting, busy = [rank for rank in ranks if rank.bye], [rank for rank in ranks if not rank.bye]
     if waiting and busy and now > min(rank.progress + rank.bye for rank in waiting):
         return busy[0].blame(HANG, f"rank {names(busy)} did not come to cleanup_ddp within "
@@ -173,13 +173,13 @@ class Guard:
     size, launcher, joined = 1, "plain process", False
     token = None            # that strangers at the hub's port, and an earlier set-up, do not have
     speaks = True           # it prints the last line, unless the hub has
-    terminal = False        # the rank gets Ctrl-C from there
+    terminal = False        # ours: the rank gets Ctrl-C from it
     interrupted = None      # time of the first Ctrl-C
 
     def __init__(self, process, pipe):
         self.process, self.pipe = process, pipe
         self.me = Rank(0, socket.gethostname(), time.monotonic())
-        self.guards = {}    # connection: Rank. The hub has one to each guard, another to the hub
+        self.guards = {}    # connection: Rank. The hub's: to each guard; another's: to the hub
         self.reader = begin(self.hear_rank)
         begin(self.find_place)    # a file system may hang
         with contextlib.suppress(OSError):    # no terminal, or not ours
@@ -193,13 +193,13 @@ class Guard:
         for look in itertools.count():
             time.sleep(POLL)
             now, others = time.monotonic(), [*self.guards.values()]
-            if now > self.me.heard + SUSPENDED:    # perhaps the whole run with this guard
+            if now > self.me.heard + SUSPENDED:    # so perhaps was the whole run
                 for rank in (self.me, *others):
                     rank.heard = rank.progress = now
             self.me.heard = now
             if self.process.poll() is not None and not self.me.ended:
                 self.judge_end(self.process.returncode)
-            # The hub decides on all ranks, another guard on the hub, and without it on its own.
+            # The hub judges all ranks; another guard the hub, or its own rank once that is gone.
             ranks = others if others and self.me.number else [self.me, *others]
             if verdict := decide(ranks, now):
                 return self.end_run(verdict)
@@ -219,7 +219,7 @@ class Guard:
             elif "failed" in message:
                 self.fail(**message["failed"])
             else:
-                vars(self.me).update(message.get("watch", message))
+                vars(self.me).update(message.get("watch", message))    # see Rank
                 if "bye" in message:    # soon its launcher may kill all
                     self.give_sign()
 
@@ -248,7 +248,7 @@ class Guard:
         except OSError as error:    # the run itself may well work
             return say(f"ddp_guard: rank {rank} goes on without the hub, {host}:{port}: {error}\n")
         self.guards = {connection: Rank(0, hubs_host, time.monotonic())}
-        self.speaks = rank == size - 1    # where the hub is lost: mostly on another host than it
+        self.speaks = rank == size - 1    # if the hub is lost: mostly on another host
         begin(self.hear_guard, connection)
         self.give_sign()    # before the rank, and with it the hub, can end
 
@@ -263,7 +263,7 @@ class Guard:
         if rank and not rank.failure:    # else it was to be expected
             del self.guards[connection]
             if not (rank.bye or self.me.left):
-                self.fail(1, "died without a word (its guard was killed, or its host)", rank)
+                self.fail(1, "died without a word (its guard or its host is gone)", rank)
 
     def pass_on(self, number, _):
         """Give a signal to the rank."""
@@ -313,14 +313,14 @@ class Guard:
     def give_sign(self, verdict=None):
         """Tell the hub of the rank. The hub tells the others that it lives, and the verdict."""
         me = self.me
-        sign = vars(me) if me.number else dict(    # it looks after its own rank's end by itself
+        sign = vars(me) if me.number else dict(    # ended: the hub alone times its rank's end
             number=0, host=me.host, bye=me.bye, ended=True, failure=verdict)
         for connection in [*self.guards]:
             send(connection, token=self.token, idle=time.monotonic() - me.progress, **sign)
 
     def end_run(self, verdict):
         """Say why, tell the other guards, and kill the rank. Returns the exit code."""
-        # All ranks stop before one is killed: they would report a lost connection.
+        # First all stop, then all are killed: else ranks report a lost connection.
         self.process.send_signal(signal.SIGSTOP)
         told_by_hub = self.me.number and any(rank.failure for rank in self.guards.values())
         if self.speaks and not told_by_hub:
@@ -329,15 +329,15 @@ class Guard:
             self.give_sign({**verdict, "text": ""})    # a guard may have joined just now
             time.sleep(POLL)
         self.process.kill()
-        begin(self.process.wait).join(LEAVE)    # MPICH waits for ever where a guard ends before it
+        begin(self.process.wait).join(LEAVE)    # MPICH hangs where a guard ends before it
         return verdict["code"]
 
     def announce(self, rank, host, code, cause, text="", retry=True, **_):
         """Print why the run ends and how to go on, and write status.json."""
         me, place = self.me, f"rank {rank} of {self.size} on {host}"
         reason = cause if self.size == 1 else f"{place}: {cause}"
-        cause, text = cause.rstrip(".")[:250], text.strip()
-        text = f"[{place}] {text or cause}\n" if code == 2 or text not in ("", cause) else ""
+        tells_more = code == 2 or text.strip() not in ("", cause)
+        text, cause = f"[{place}] {text or cause}\n" * tells_more, cause.rstrip(".")[:250]
         saved = f"Last checkpoint: {me.checkpoint}" if me.checkpoint else "No checkpoint yet"
         again = (f"To go on, give the same command again ({self.launcher}, {self.size} rank(s)): "
                  + os.environ.get("DDP_COMMAND", shlex.join(["python", *sys.orig_argv[1:]]))

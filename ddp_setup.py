@@ -40,7 +40,7 @@ Environment read: the launcher variables of LAUNCHERS, and
   DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (256)
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
   DDP_DEADLINE              epoch seconds at which stop_reason says stop
-  DDP_GUARD_FD              set by ddp_guard.py, for its own child
+  DDP_GUARD_FD              set by ddp_guard.py, for its own child (DDP_GUARD=0: no guard)
 Environment set, of several ranks, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT for libraries that look there; GLOO_SOCKET_IFNAME where
 it is unset.
@@ -93,7 +93,7 @@ GLOO_MAX_RANKS = 256
 class State:
     """What changes in a run, see Ddp."""
     hosts: list = field(default_factory=list)         # of each rank
-    store: object = None                              # torch's store, in rank 0
+    store: object = None                              # torch's store, which rank 0 serves
     mpi: object = None                                # COMM_WORLD of mpi4py
     ipex: str = "auto"                                # see optimize_with_ipex
     environment: dict = field(default_factory=dict)   # variables as they were
@@ -102,7 +102,7 @@ class State:
     patience: float = 1800.0                          # seconds to wait for others in cleanup_ddp
     checkpoint: str = ""                              # path of the last one
     damaged: str = ""                                 # checkpoint that could not be loaded
-    clean: bool = False
+    clean: bool = False                               # cleanup_ddp was called
 
 
 @dataclass(frozen=True)
@@ -844,7 +844,7 @@ def _tell_guard(ddp, wait=True, **message):
     """Send a line to the guard; wait=False: it is dropped where the guard does not read."""
     if ddp.state.guard is not None:
         line = json.dumps(message).encode() + b"\n"
-        with contextlib.suppress(OSError):   # its own send waits, even with MSG_DONTWAIT (measured)
+        with contextlib.suppress(OSError):   # socket.send would wait for its timeout (measured)
             ddp.state.guard.sendall(line) if wait else os.write(ddp.state.guard.fileno(), line)
 
 
@@ -1118,7 +1118,8 @@ def close_run(ddp, code=None, reason=""):
         _tell_guard(ddp, watch=dict(limit=0.0, run_dir=watch.run_dir, stacks=None))
         if ddp.state.guard is not None:
             faulthandler.unregister(signal.SIGQUIT)
-            signal.signal(signal.SIGQUIT, signal.SIG_IGN)   # a request that is on its way
+            with contextlib.suppress(ValueError):   # not the main thread
+                signal.signal(signal.SIGQUIT, signal.SIG_IGN)   # a request that is on its way
     if watch.stacks is not None:
         watch.stacks.close()
         with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
 
 
 def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
-    """Share of the learning rate in the step after `step` steps.
+    """Share of the learning rate in step number step + 1.
 
     It rises linearly and is whole in the warmup-th step. decay: "linear" or "cosine": it falls
     towards 0 over the last decay_steps of n_iters steps (below 1: that share of them; None: all
@@ -46,7 +46,7 @@ def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
     length = max(n_iters - warmup, 1) if decay_steps is None else decay_steps
     length = min(length * n_iters if length < 1 else length, n_iters)
     left = min(max((n_iters - step) / max(length, 1), 0.0), 1.0)
-    return rise * (left if decay != "cosine" else (1 - math.cos(math.pi * left)) / 2)
+    return rise * {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[decay]
 
 
 # ---------------------------------------------------------------- start or continue

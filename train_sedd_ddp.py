@@ -212,8 +212,8 @@ class MicroBatches(torch.utils.data.Dataset):
         n = len(proteins)
         starts = crop_starts(proteins, np.arange(n), self.max_length, self.seed, epoch)
         x0, mask = collate(proteins, np.arange(n), starts, self.max_length, width)
-        # One time in each of n parts of [0, 1], shifted evenly over the micro-batches: together
-        # they cover it finely.
+        # One diffusion time in each of n parts of [0, 1], shifted evenly over the micro-batches:
+        # together they cover [0, 1] finely.
         offset = (keyed_seed(self.seed, "time", step) / 2**63 + micro / self.micro_batches) % 1
         strata = torch.randperm(n, generator=keyed_generator(self.seed, "strata", step, micro))
         sigma, dsigma = self.noise(stratified_times(n, offset, strata, TIME_EPS))
@@ -230,7 +230,7 @@ def make_batch_plan(config, length_counts, micro_batches):
 
 
 def make_reader(config, proteins, micro_batches, ddp):
-    """A BatchReader of this config's plan. Rank 0 alone reads all lengths: a collective."""
+    """A BatchReader of this config's plan. Rank 0 reads all lengths for it: a collective."""
     plan = make_batch_plan(config, proteins.length_counts(), micro_batches)
     check_alike({"batches (hash)": plan.identity()}, ddp)
     rows = (torch.from_numpy(sum_rows(proteins, plan)) if ddp.is_main else
@@ -347,7 +347,7 @@ def train(run, ddp):
             log.metrics(step, values, run.meter.histograms)
         if progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0):
             write_samples(run, ddp)
-        if progress["finished"] or save_now or reason:   # after samples: it may say "finished"
+        if progress["finished"] or save_now or reason:   # last: what says "finished" has samples
             save(run, log, ddp, "last.pt", t.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()

@@ -99,7 +99,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("ending, code, words", [
     ("os.kill(os.getpid(), 9)", 1, "died without a word (SIGKILL"),
-    ("sys.exit(3)", 3, "left with exit code 3"),
+    ("sys.exit(3)", 3, "left with exit code 3"), ("abort(ddp, 'a full disk.')", 1, "a full disk."),
     ("abort(ddp, 'no such file', 2)", 2, "no such file"), ("os._exit(0)", 1, "without cleanup_ddp"),
     ("exec('with ddp: sys.exit(\"no data?\")')", 1, "FAILED: rank 1 of 3 on {host}: no data? No")])
 def test_without_a_launcher_too_the_end_of_one_is_the_end_of_all(ending, code, words, tmp_path):
@@ -235,7 +235,7 @@ cleanup_ddp(ddp)
     ("after = lambda: os.kill(os.getpid(), 9)", [0, -signal.SIGKILL], ""),
     # while Python ends: what is registered first is called last
     ("import atexit; atexit.register(os.kill, os.getpid(), 19)", [70, 70],
-     "FAILED: rank 1 of 2 on {host}: did not end within 2 s after cleanup_ddp")],
+     "FAILED: rank 1 of 2 on {host}: still there 2 s after cleanup_ddp")],
     ids=["killed before the end", "killed after the end", "stopped"])
 def test_a_rank_that_dies_or_is_stopped_while_it_leaves_is_not_passed_over(
         when, codes, says, tmp_path):
