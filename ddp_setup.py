@@ -1215,8 +1215,8 @@ def ddp_sampler(dataset, ddp, train=True, shuffle=True, seed=None):
     """A sampler for any dataset with a length: each item goes to one rank.
 
     train=True: torch's DistributedSampler, in an order of (seed, epoch); call its set_epoch. The
-    epoch is cut to equal steps per rank. train=False: all items, in order; ranks may then differ by
-    one item, so no collectives in that loop.
+    epoch is cut to equal steps per rank. train=False: all items, in order, whatever shuffle and
+    seed; ranks may then differ by one item, so no collectives in that loop.
     Raises: ValueError for fewer items than ranks.
     """
     if len(dataset) < ddp.world_size:

@@ -816,6 +816,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
         ("training.accum=0", "training.accum is 0; expected at least 1"),
         ("training.tokens_per_batch=400", "expected one of the two"),
         ("optim.scale=linear", "optim.base_global_batch None"),
+        ("training.stop_signals=[SIGTERM,SIGXCPU]", "stop_signals is ['SIGTERM', 'SIGXCPU']"),
         ("graph.type=uniform model.parameterization=subs", "expected graph.type absorb"),
         ("model.n_heads=5", "model.n_heads is 5", "n_heads one of 1, 2, 4, 8, 16"),
         ("--plan 1,x", "--plan 1,x"),
