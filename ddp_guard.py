@@ -41,7 +41,7 @@ SILENCE = 13.0          # without a sign of a guard: it is stopped, or its host 
 SUSPENDED = 5.0         # a guard that sleeps so long was suspended: it forgets all ages
 STACKS = 3.0            # for a rank to write its stacks, and for its guard to tell the hub
 LAST_WORDS = 5.0        # stderr may be a full pipe, the file system may hang
-LEAVE = 1.0             # between the verdict and the guards' ends: launchers kill at the first end
+LEAVE = 2.0             # from the verdict to the guards' ends, when launchers kill or wake ranks
 EXIT = 120.0            # for Python to end after cleanup_ddp; a profiler may write its traces then
 DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, on two ways
 UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK": "jsrun",
@@ -320,15 +320,15 @@ class Guard:
 
     def end_run(self, verdict):
         """Say why, tell the other guards, and kill the rank. Returns the exit code."""
-        # First all stop, then all are killed: else ranks report a lost connection.
+        # All stop, then are killed, then guards leave: else ranks report a lost connection.
         self.process.send_signal(signal.SIGSTOP)
         told_by_hub = self.me.number and any(rank.failure for rank in self.guards.values())
         if self.speaks and not told_by_hub:
             begin(self.announce, **verdict).join(LAST_WORDS)
+        threading.Timer(LEAVE / 2, self.process.kill).start()
         for _ in range(round(LEAVE / POLL)):
             self.give_sign({**verdict, "text": ""})    # a guard may have joined just now
             time.sleep(POLL)
-        self.process.kill()
         begin(self.process.wait).join(LEAVE)    # MPICH hangs where a guard ends before it
         return verdict["code"]
 

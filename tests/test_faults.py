@@ -367,10 +367,14 @@ class Chain:
                            env={**self.env, **env}, flags=self.flags)
 
     def environment(self, fault, rank=0, step=None):
-        """The variables that bring a fault about. step: default: the third from here."""
+        """The variables that bring a fault about. step: default: see fault_step."""
         self.flag.unlink(missing_ok=True)
         return dict(FAULT=fault, FAULT_RANK=rank, FAULT_FILE=self.flag,
-                    FAULT_STEP=self.step + 3 if step is None else step)
+                    FAULT_STEP=self.fault_step() if step is None else step)
+
+    def fault_step(self):
+        """The third step from here. In a new run later, when there is a checkpoint."""
+        return self.step + 3 if self.step else SAVE_EVERY + 3
 
     @contextlib.contextmanager
     def faulty(self, name, *more, fault="slow", rank=0, step=None, **env):
@@ -408,7 +412,7 @@ class Chain:
 
     def hit(self, name, fault, **env):
         """Continue the run, have the fault happen, and check what it leaves."""
-        rank, step, early = fault.rank % self.n, self.step + 3, fault.fault == "early"
+        rank, step, early = fault.rank % self.n, self.fault_step(), fault.fault == "early"
         if name == "DDP_DEADLINE":
             env.update(DDP_DEADLINE=time.time() + 10, PACE=1)
         limit = WATCHDOG if fault.watchdog else INIT if early and self.label in WAIT else 0.0
@@ -461,11 +465,12 @@ class Chain:
 
     def check_failed(self, fault, result, status, rank):
         last_lines = re.findall(FAILED, result.stderr, re.M)
-        if fault.guard and not fault.watchdog and not last_lines:
-            # Launchers that kill all where a signal ends one may leave no time for a word, and say
-            # so themselves.
+        if fault.guard and not fault.watchdog and status.get("code") is None:
+            # Launchers that kill all where a signal ends one may leave no time for a word, or for
+            # status.json after it, and say so themselves.
             own_words = r"task \d+: Killed|signal 9|EXIT CODE: 9|\(Killed\)|KILLED BY SIGNAL: 9"
             assert re.search(own_words, result.stdout + result.stderr), result.text
+            assert len(last_lines) <= 1, result.text
             return
         assert len(last_lines) == 1, result.text
         assert own_tracebacks(result.stderr) <= 1, result.text
