@@ -76,12 +76,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 __all__ = [
-    "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum",
-    "autocast", "barrier", "beat", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp",
-    "close_run", "ddp_sampler", "detect_launcher", "grad_scaler",
-    "gradient_sync", "load_checkpoint", "optimize_with_ipex", "print0", "save_checkpoint",
-    "seed_for", "setup_ddp", "stop_reason", "stop_wanted", "unwrap_ddp", "watch_run",
-    "worker_init", "wrap_ddp"]
+    "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum", "autocast",
+    "barrier", "beat", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "close_run",
+    "ddp_sampler", "detect_launcher", "grad_scaler", "gradient_sync", "load_checkpoint",
+    "optimize_with_ipex", "print0", "save_checkpoint", "seed_for", "setup_ddp", "stop_reason",
+    "stop_wanted", "unwrap_ddp", "watch_run", "worker_init", "wrap_ddp"]
 
 # Gloo connects every rank with every other: 2 N sockets, and many sites allow 1,024 open files.
 # Above this number of ranks, objects, flags and barriers travel over the device's own backend.
@@ -521,7 +520,8 @@ def _time_limit(seconds):
 
 
 def _set_timer(seconds, file):
-    with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no real stderr
+    # None without a real stderr, or for longer than a timer knows.
+    with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError, OverflowError):
         faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
 
@@ -1421,9 +1421,10 @@ def _write_checkpoint(path, ddp, keep_last, state):
             os.fsync(f.fileno())
         if ddp.state.damaged == os.path.realpath(path):   # not kept: the good ones keep their names
             ddp.state.damaged, keep_last = "", 1
-        for k in range(keep_last - 1, 0, -1):   # killed in between, each is whole under some name
-            if os.path.exists(kept_checkpoint(path, k - 1)):
-                os.replace(kept_checkpoint(path, k - 1), kept_checkpoint(path, k))
+        free = next((k for k in range(keep_last - 1)
+                     if not os.path.exists(kept_checkpoint(path, k))), keep_last - 1)
+        for k in range(free, 0, -1):   # killed in between, each is whole under some name
+            os.replace(kept_checkpoint(path, k - 1), kept_checkpoint(path, k))
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):

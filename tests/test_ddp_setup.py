@@ -389,6 +389,8 @@ def test_former_checkpoints_are_kept_and_one_is_whole_under_some_name_at_any_mom
         save_checkpoint(str(path), Ddp(), keep_last=3, step=step)
     assert seen == [[1], [1], [1, 2], [1, 2], [2, 1], [2, 1, 3], [2, 3], [3, 2], [3, 2, 4]]
     # of last-1.pt, last-2.pt, last.pt, as far as they are there
+    save_checkpoint(str(path), Ddp(), keep_last=10**12, step=5)     # all: it does not count so far
+    assert load_checkpoint(str(tmp_path / "last-3.pt"))["step"] == 2
 
 
 def test_a_flipped_bit_that_torch_does_not_see_is_told_and_the_former_is_used(tmp_path, capsys):
