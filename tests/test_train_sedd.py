@@ -784,8 +784,11 @@ def test_the_plan_is_the_table_of_the_original():
              for line in describe_plan(c, "1,2,8").splitlines() if re.match(r" +\d", line)]
     assert table == [["1", "64", "5e-05", "5,000"], ["2", "128", "0.0001", "10,000"],
                      ["8", "512", "0.0004", "40,000"]]
-    c = load_config(Config, DEMO, ["optim.warmup=300", "data.demo_proteins=3000"])
-    assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in describe_plan(c, "4,64")
+    c = load_config(Config, DEMO, ["optim.warmup=300", "data.demo_proteins=3000",
+                                   "optim.decay=linear", "optim.decay_steps=0.5"])
+    plan = describe_plan(c, "4,64")
+    assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in plan
+    assert "; linear decay over the last 50% of the steps" in plan
 
 
 def test_of_several_ranks_one_prints_the_plan(monkeypatch, capsys):
@@ -816,6 +819,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
         ("training.accum=0", "training.accum is 0; expected at least 1"),
         ("training.tokens_per_batch=400", "expected one of the two"),
         ("optim.scale=linear", "optim.base_global_batch None"),
+        ("optim.decay_steps=9", "decay_steps is 9.0 with optim.decay none"),
         ("training.stop_signals=[SIGTERM,SIGXCPU]", "stop_signals is ['SIGTERM', 'SIGXCPU']"),
         ("graph.type=uniform model.parameterization=subs", "expected graph.type absorb"),
         ("model.n_heads=5", "model.n_heads is 5", "n_heads one of 1, 2, 4, 8, 16"),
