@@ -267,7 +267,7 @@ class Guard:
 
     def pass_on(self, number, _):
         """Give a signal to the rank."""
-        if number == signal.SIGINT and self.joined:
+        if number == signal.SIGINT and self.joined and not self.me.left:
             self.interrupted = self.interrupted or time.monotonic()
             if time.monotonic() > self.interrupted + DOUBLE:    # the rank may hold Python's lock
                 self.fail(130, "interrupted twice (Ctrl-C)")

@@ -83,6 +83,7 @@ def run_script(script, argv=None):
     with ddp:
         run = prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp)
         result = script.train(run, ddp)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)   # a second Ctrl-C that comes after the outcome
     if "stopped" in result:
         sys.exit(AGAIN)
 
@@ -130,6 +131,8 @@ def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp
         # While loading, no less than the ranks had for meeting; Ctrl-C ends it at once.
         minutes = config.monitoring.watchdog_minutes
         signals = [name for name in config.training.stop_signals if name != "SIGINT"]
+        for name in signals:   # close_run puts this back: who has an outcome leaves with it
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
         watch_run(ddp, watched, minutes and max(minutes, launch.init_timeout / 60), signals)
         return script.prepare(config, ddp, work_dir, options)
     except (ValueError, OSError) as e:
@@ -234,13 +237,14 @@ def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
     """Run the ranks of this node under torch's agent, without its reports; returns their exit code.
 
     command: what follows the interpreter. meeting, endpoint: torch's rendezvous, "c10d" or
-    "static", and where. A signal is passed on to the ranks, which have SAVING_SECONDS to save."""
+    "static", and where. A signal is passed on to the ranks, which have SAVING_SECONDS to save; what
+    Ctrl-C does, once or twice, they say themselves."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
     logging.disable()   # its tables of errors would hide our last line
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
     place = RendezvousParameters(meeting, endpoint, f"{os.getpid()}" if nnodes == 1 else "by hand",
                                  nnodes, nnodes, rank=node_rank, timeout=900)
@@ -251,6 +255,14 @@ def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
                       monitor_interval=0.1, **fixed)
     agent = LocalElasticAgent(spec, DefaultLogsSpecs())
     agent._shutdown_timeout = SAVING_SECONDS
+
+    def interrupt(number, _):
+        if agent._pcontext is None:    # the ranks are not started yet
+            raise KeyboardInterrupt
+        for handler in agent._pcontext.subprocess_handlers.values():
+            handler.proc.send_signal(number)
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         codes = [failure.exitcode for failure in agent.run().failures.values()]
     except SignalException:

@@ -210,6 +210,23 @@ def test_a_guard_that_is_gone_is_a_death_unless_all_have_said_goodbye(bye, hub, 
     assert done.stderr.count("FAILED: rank 1 of 2 on n1: died without a word") == code
 
 
+LATE_CTRL_C = HUB + """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+guard.sendall(b'{"bye": 60}\\n{"left": true}\\n{"serve": "127.0.0.1"}\\n')
+guard.makefile().readline()    # it has heard all three
+for _ in range(2):
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(1)    # longer than for one that comes on two ways, and than a verdict takes
+sys.exit(75)
+"""
+
+
+def test_ctrl_c_twice_does_not_change_the_code_of_a_rank_that_has_left(tmp_path):
+    done = run(LATE_CTRL_C, tmp_path)
+    assert (done.returncode, done.stderr) == (75, "")
+
+
 HUNG_DISK = """
 import json, os, signal, socket, time
 guard = socket.socket(fileno=int(os.environ["DDP_GUARD_FD"].partition(":")[0]))

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import shutil
+import signal
 import socket
 import traceback
 import types
@@ -398,8 +399,12 @@ if "RANK" not in os.environ:
     add_launch_arguments(parser)
     hand_over(parser.parse_args(), sys.argv[1:])
 args = parser.parse_args()
-rank, stopped = int(os.environ["RANK"]), []
+rank, stopped, pressed = int(os.environ["RANK"]), [], []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+def press(*_):
+    pressed.append(1)
+    print("Ctrl-C", len(pressed), flush=True)
+signal.signal(signal.SIGINT, press)
 world, local = os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
 os.write(1, f"rank {{rank}} of {{world}}, local {{local}}\\n".encode())
 open(f"here{{rank}}", "w").close()   # else one may end the other before it has said what it is
@@ -407,15 +412,15 @@ while not all(os.path.exists(f"here{{r}}") for r in range(int(os.environ["WORLD_
     time.sleep(0.01)
 if args.end == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-while args.end in ("signal", "killed") and not stopped:
+while args.end in ("signal", "killed", "Ctrl-C") and not stopped and len(pressed) < 2:
     time.sleep(0.01)
 if args.end == "signal":
     os.write(2, b"the last word\\n")
-sys.exit(75 if stopped else int(args.end or 0))
+sys.exit(75 if stopped else 130 if pressed else int(args.end or 0))
 """
 
 
-@pytest.mark.parametrize("end, code", [(2, 2), ("signal", 75), ("killed", 1)])
+@pytest.mark.parametrize("end, code", [(2, 2), ("signal", 75), ("killed", 1), ("Ctrl-C", 130)])
 def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end, code):
     (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
     options = ["--nproc_per_node", "2", "--end", str(end)]
@@ -424,6 +429,9 @@ def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end
         running.wait_for("rank 1 of 2, local 1", timeout=300)
         if end == "signal":
             running.process.terminate()
+        for nth in (1, 2) if end == "Ctrl-C" else ():   # the second one too comes to the ranks
+            running.process.send_signal(signal.SIGINT)
+            running.wait_for(f"Ctrl-C {nth}", timeout=300)
         result = running.wait(timeout=300)
     assert result.returncode == code and result.leftover == [], result.text
     first, *others = result.stderr.splitlines()

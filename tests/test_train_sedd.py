@@ -849,11 +849,11 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
 
 
 # train_sedd_ddp.py, where rank 1 is asked to stop while it reads the proteins, or has been given
-# something else.
+# something else; or rank 0 is asked to stop when the run has ended.
 LOADING = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-import train_sedd_ddp
+import run_dir, train_sedd_ddp
 real, rank, argv = train_sedd_ddp.load_data, int(os.environ["RANK"]), sys.argv[1:]
 def load_data(config, ddp, stage):
     if rank == 1:
@@ -861,6 +861,8 @@ def load_data(config, ddp, stage):
     return real(config, ddp, stage)
 if {case!r} == "stop":
     train_sedd_ddp.load_data = load_data
+if {case!r} == "late":
+    run_dir.draw_curves = lambda folder: os.kill(os.getpid(), signal.SIGTERM)
 if {case!r} == "file":
     argv.append(f"data.file=file{{rank}}.fasta")
 train_sedd_ddp.cli(argv)
@@ -868,9 +870,10 @@ train_sedd_ddp.cli(argv)
 
 
 @pytest.mark.parametrize("case, code, expected", [
-    ("stop", 75, r"SIGTERM on rank 1"),
+    ("stop", 75, r"SIGTERM on rank 1"), ("late", 0, r"all steps done"),
     ("file", 2, r'rank 1 on \S+ has data \(hash\) "\w+" \(rank 0: "\w+"\)\. ')])
-def test_what_one_rank_meets_before_the_training_ends_all(case, code, expected, fasta, tmp_path):
+def test_what_one_rank_meets_before_the_training_ends_all_and_after_it_nothing(
+        case, code, expected, fasta, tmp_path):
     text = Path(fasta).read_text()
     for name, whole in (("file0.fasta", text), ("file1.fasta", text[:text.rindex(">")])):
         (tmp_path / name).write_text(whole)
@@ -881,5 +884,5 @@ def test_what_one_rank_meets_before_the_training_ends_all(case, code, expected, 
     status = read_status(tmp_path / "w")
     assert (result.returncode, status["code"]) == (code, code), result.text
     assert re.search(expected, status["reason"]) and "Traceback" not in result.stderr, result.text
-    said = re.findall(expected, result.stdout if code == 75 else result.stderr)
-    assert len(said) == (1 if code == 75 else 2), result.text      # each rank, without a guard
+    said = re.findall(expected, result.stderr if code == 2 else result.stdout)
+    assert len(said) == (2 if code == 2 else 1), result.text      # each rank, without a guard
