@@ -62,11 +62,14 @@ def hit(launcher, folder, draw):
     kind, rank, lively = draw.choice(SIGNALS), draw.randrange(2), draw.random() < 0.7
     with start_ranks(launcher, 2, words(folder.parent), folder) as running:
         def begun():    # 30 % at any moment after the ranks appeared, others from the first step on
-            return "\nstep " in running.stdout() if lively else rank in running.rank_pids()
+            return "\nstep " in running.stdout() if lively else rank in running.guard_pids()
         seconds_until(lambda: begun() or running.process.poll() is not None, 120)
         time.sleep(draw.uniform(0, 2.0 if lively else 6.0))
         try:
-            os.kill(running.rank_pids()[rank], kind)
+            guard, pid = running.guard_pids()[rank], running.rank_pids()[rank]
+            if pid == guard:    # its rank has ended: nobody ends a guard that is stopped then
+                raise ProcessLookupError
+            os.kill(pid, kind)
         except (KeyError, ProcessLookupError):
             return None, 0.0, running.wait(60)
         # Stopped before the ranks have met: one waits for the other for INIT + 20 s, then torchrun
