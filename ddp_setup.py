@@ -41,9 +41,8 @@ Environment read: the launcher variables of LAUNCHERS, and
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
   DDP_DEADLINE              epoch seconds at which stop_reason says stop
   DDP_GUARD_FD              set by ddp_guard.py, for its own child (DDP_GUARD=0: no guard)
-Environment set, of several ranks, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT for libraries that look there; GLOO_SOCKET_IFNAME where
-it is unset.
+Environment set, of several ranks, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+MASTER_PORT, LOCAL_WORLD_SIZE for libraries that look there; if unset, GLOO_SOCKET_IFNAME.
 """
 import atexit
 import collections

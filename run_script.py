@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_setup import (AGAIN, BAD_INPUT, abort, choose_dtype, detect_launcher, print0, setup_ddp,
-                       watch_run)
+                       watch_run, worker_init)
 from run_config import Parser
 from run_dir import is_finished, machine_differences, read_status, replace_status
 from train_loop import scale_for_batch
@@ -131,8 +131,7 @@ def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp
         # While loading, no less than the ranks had for meeting; Ctrl-C ends it at once.
         minutes = config.monitoring.watchdog_minutes
         signals = [name for name in config.training.stop_signals if name != "SIGINT"]
-        for name in signals:   # close_run puts this back: who has an outcome leaves with it
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        worker_init(signals=signals)   # close_run goes back to this: an outcome stays
         watch_run(ddp, watched, minutes and max(minutes, launch.init_timeout / 60), signals)
         return script.prepare(config, ddp, work_dir, options)
     except (ValueError, OSError) as e:
@@ -278,7 +277,8 @@ def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
     ended = (-signal.SIGTERM, 128 + signal.SIGTERM)   # the second one where a guard passed it on
     failed = [code for code in codes if code not in (0, AGAIN, *ended)]
     if failed:
-        return next((code for code in failed if code > 0), 1)
+        interrupted = -signal.SIGINT in failed   # by Ctrl-C, before the ranks had met
+        return next((code for code in failed if code > 0), 130 if interrupted else 1)
     return AGAIN if AGAIN in codes else int(any(codes))
 
 

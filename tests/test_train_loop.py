@@ -412,6 +412,9 @@ while not all(os.path.exists(f"here{{r}}") for r in range(int(os.environ["WORLD_
     time.sleep(0.01)
 if args.end == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
+if args.end == "interrupted":   # as one that Ctrl-C meets while it imports torch
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 while args.end in ("signal", "killed", "Ctrl-C") and not stopped and len(pressed) < 2:
     time.sleep(0.01)
 if args.end == "signal":
@@ -420,7 +423,8 @@ sys.exit(75 if stopped else 130 if pressed else int(args.end or 0))
 """
 
 
-@pytest.mark.parametrize("end, code", [(2, 2), ("signal", 75), ("killed", 1), ("Ctrl-C", 130)])
+@pytest.mark.parametrize("end, code", [
+    (2, 2), ("signal", 75), ("killed", 1), ("interrupted", 130), ("Ctrl-C", 130)])
 def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end, code):
     (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
     options = ["--nproc_per_node", "2", "--end", str(end)]
