@@ -1,6 +1,6 @@
 """The optimizer of a training script: AdamW, or Muon for the matrices inside the blocks.
 
-    optimizer = make_optimizer(model, lr, config.optim)
+    optimizer = make_optimizer(model, lr, config.optim, ddp)
     optimizer.found_inf = bad              # (), 1.0: the gradient is nan, leave everything as it is
     optimizer.step()                       # decided on the device: nothing waits for it
 
@@ -11,10 +11,13 @@ Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; the update is tor
 """
 import torch
 
+from ddp_setup import Ddp, broadcast
 
-def make_optimizer(model, lr, o):
+
+def make_optimizer(model, lr, o, ddp=None):
     """The optimizer that the section `optim` of a config names, over all parameters of `model`.
 
+    ddp: the ranks that share Muon's work; None: no others.
     Raises: ValueError where this torch has no Muon."""
     if o.name == "adamw":
         return _adamw(model.parameters(), lr, o)
@@ -22,7 +25,7 @@ def make_optimizer(model, lr, o):
         raise ValueError(f"config: optim.name is muon; torch {torch.__version__} has none. "
                          "Expected torch 2.9 or newer, or optim.name adamw with "
                          "about a quarter of the learning rate.")
-    return MuonAndAdamW(model, lr, o)
+    return MuonAndAdamW(model, lr, o, ddp or Ddp())
 
 
 def block_matrices(model):
@@ -41,9 +44,12 @@ def state_bytes(model, name):
 
 
 class MuonAndAdamW:
-    """torch.optim.Muon for block_matrices and AdamW for all other parameters, used as one."""
+    """torch.optim.Muon for block_matrices and AdamW for all other parameters, used as one.
 
-    def __init__(self, model, lr, o):
+    The ranks of one host share the matrices: each updates some and sends them to the others. Over a
+    network that would take longer than to update all."""
+
+    def __init__(self, model, lr, o, ddp):
         matrices = block_matrices(model)
         ids = {id(p) for p in matrices}
         self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=o.weight_decay,
@@ -52,6 +58,9 @@ class MuonAndAdamW:
             self.muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
         self.adamw = _adamw([p for p in model.parameters() if id(p) not in ids], lr, o)
         self.found_inf = self.grad_scale = None
+        self.ddp, n = ddp, ddp.world_size if ddp.local_world_size == ddp.world_size else 1
+        by_size = sorted(matrices, key=torch.Tensor.numel)   # shares of about equal work
+        self.shares = [by_size[k::n] for k in range(n)]
 
     @property
     def param_groups(self):
@@ -66,15 +75,38 @@ class MuonAndAdamW:
         """Update all parameters; where found_inf is 1.0 they and the state stay as they are."""
         self.adamw.found_inf, self.adamw.grad_scale = self.found_inf, self.grad_scale
         self.adamw.step()
-        if self.found_inf is None:
-            self.muon.step()
+        bad = self.found_inf
+        if bad is None or bad.device.type == "cpu" and not bad:
+            self._update_matrices()
             return
         # torch's Muon knows no found_inf
         tensors = [t for p, state in self.muon.state.items() for t in (p, state["momentum_buffer"])]
         before = [t.clone() for t in tensors]
-        self.muon.step()
+        self._update_matrices()
         for t, old in zip(tensors, before):
-            t.copy_(torch.where(self.found_inf > 0, old, t))
+            t.copy_(torch.where(bad > 0, old, t))
+
+    def _update_matrices(self):
+        """torch's Muon for this rank's share; of the other matrices only the momentum moves here,
+        so that each rank has the whole state."""
+        if len(self.shares) == 1:
+            self.muon.step()
+            return
+        [group] = self.muon.param_groups
+        gradients = [p.grad for p in group["params"]]
+        mine = {id(p) for p in self.shares[self.ddp.rank]}
+        for p in group["params"]:
+            if id(p) not in mine:
+                self.muon.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                p.grad = None   # Muon passes over it
+        self.muon.step()
+        for p, gradient in zip(group["params"], gradients):
+            p.grad = gradient
+        for rank, share in enumerate(self.shares):
+            if share:   # in one message
+                flat = broadcast(torch.cat([p.flatten() for p in share]), self.ddp, rank)
+                for p, new in zip(share, flat.split([p.numel() for p in share])):
+                    p.copy_(new.view_as(p))
 
     def state_dict(self):
         return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}

@@ -108,7 +108,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
     n_iters = t.n_iters or t.num_epochs * steps_per_epoch
     sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"],
                                 max(n_iters, progress["step"]))
-    bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, o), ddp)
+    bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, o, ddp), ddp)
     run = kind(config=config, path=former.path, bare=bare,
                model=wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer=optimizer,
                scaler=grad_scaler(fields["dtype"], ddp),

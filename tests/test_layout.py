@@ -31,7 +31,7 @@ TABLE = {
     "run_log": (set(), set(), {"tqdm", "torch", "tensorboard", "wandb", "matplotlib"}),
     "run_script": ({"ddp_setup", "run_config", "run_dir", "train_loop"}, {"torch"}, set()),
     "train_loop": ({"ddp_setup", "optimizer", "run_dir", "step_meter"}, {"torch"}, set()),
-    "optimizer": (set(), {"torch"}, set()),
+    "optimizer": ({"ddp_setup"}, {"torch"}, set()),
     "step_meter": ({"ddp_setup"}, {"torch"}, set()),
     "sedd_eval": ({"ddp_setup", "run_dir", "run_log", "train_loop", "sequence_batches",
                    "sequence_data", "sedd_diffusion"}, {"torch", "numpy"}, set()),

@@ -77,7 +77,7 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
                                    monitoring=CommonMonitoring(check_sync_every=0), optim=optim)
     return Run(config=config, work_dir=None, path=None, fingerprint={}, bare=model,
                model=wrap_ddp(model, ddp), meter=meter or StepMeter(ddp),
-               optimizer=(make_optimizer(model, lr, CommonOptim(name=optimizer))
+               optimizer=(make_optimizer(model, lr, CommonOptim(name=optimizer), ddp)
                           if optimizer in ("adamw", "muon") else
                           getattr(torch.optim, optimizer)(model.parameters(), lr=lr, fused=True)),
                scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.float32,
@@ -281,7 +281,7 @@ MEASURED = """
 import json, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import torch
-from ddp_setup import Ddp, cleanup_ddp, setup_ddp
+from ddp_setup import Ddp, all_sum, broadcast, cleanup_ddp, setup_ddp
 from step_meter import StepMeter
 from test_train_loop import Blocks, loss_of, steps, toy
 torch.set_num_threads(1)
@@ -305,9 +305,14 @@ by_muon = []
 for ranks in (ddp, Ddp()):
     run = toy(ddp=ranks, micro_batches=4, optimizer="muon", lr=0.01, model=Blocks())
     list(steps(run, 8, ddp=ranks))
-    by_muon.append([p.flatten().tolist() for p in run.bare.parameters()])
+    momentum = [state["momentum_buffer"] for state in run.optimizer.muon.state.values()]
+    by_muon.append(torch.cat([p.detach().flatten() for p in (*run.bare.parameters(), *momentum)]))
+    if ranks is ddp:   # which have shared the work
+        differ = all_sum(float(not by_muon[0].equal(broadcast(by_muon[0].clone(), ddp))), ddp)
+by_muon = [weights.tolist() for weights in by_muon]
 if ddp.is_main:
-    json.dump({{"weights": weights, "values": values, "by_muon": by_muon}}, open("found.json", "w"))
+    json.dump({{"weights": weights, "values": values, "by_muon": by_muon, "differ": differ}},
+              open("found.json", "w"))
 cleanup_ddp(ddp)
 """
 
@@ -318,8 +323,9 @@ def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(
     assert result.returncode == 0, result.text
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["weights"][0] == found["weights"][1]
-    for two, one in zip(*found["by_muon"]):
-        assert two == pytest.approx(one, abs=1e-3), "Muon's update does not depend on the ranks"
+    two, one = found["by_muon"]
+    assert two == pytest.approx(one, abs=1e-3), "Muon's update does not depend on the ranks"
+    assert found["differ"] == 0, "each rank has the same weights and momentum"
     values = found["values"][1]
     assert values["time/slowest_rank"] == 1 and values["time/slowest_ratio"] > 1.3
     assert values["time/slowest_host"] == values["memory/most_host"] == socket.gethostname()
