@@ -153,6 +153,7 @@ def time_block(run, setting, first, n, dataset, loss_of, ddp):
     place = replace(ddp, world_size=1) if setting.variant == "alone" else ddp
     # This sends rank 0's weights to all: what ranks did alone has made them differ.
     run.model = wrap_ddp(run.bare, place, **{**vars(run.config.ddp), **setting.options})
+    run.optimizer.ddp = place   # Muon's ranks share work
     if setting.compressed:
         run.model.register_comm_hook(None, compress)
     run.sampler.first, run.sampler.last, run.progress["step"] = first, first + n + 1, first

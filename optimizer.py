@@ -58,9 +58,7 @@ class MuonAndAdamW:
             self.muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
         self.adamw = _adamw([p for p in model.parameters() if id(p) not in ids], lr, o)
         self.found_inf = self.grad_scale = None
-        self.ddp, n = ddp, ddp.world_size if ddp.local_world_size == ddp.world_size else 1
-        by_size = sorted(matrices, key=torch.Tensor.numel)   # shares of about equal work
-        self.shares = [by_size[k::n] for k in range(n)]
+        self.ddp, self.by_size = ddp, sorted(matrices, key=torch.Tensor.numel)
 
     @property
     def param_groups(self):
@@ -89,12 +87,13 @@ class MuonAndAdamW:
     def _update_matrices(self):
         """torch's Muon for this rank's share; of the other matrices only the momentum moves here,
         so that each rank has the whole state."""
-        if len(self.shares) == 1:
+        n = self.ddp.world_size if self.ddp.local_world_size == self.ddp.world_size else 1
+        if n == 1:
             self.muon.step()
             return
-        [group] = self.muon.param_groups
+        [group], shares = self.muon.param_groups, [self.by_size[k::n] for k in range(n)]
         gradients = [p.grad for p in group["params"]]
-        mine = {id(p) for p in self.shares[self.ddp.rank]}
+        mine = {id(p) for p in shares[self.ddp.rank]}
         for p in group["params"]:
             if id(p) not in mine:
                 self.muon.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
@@ -102,7 +101,7 @@ class MuonAndAdamW:
         self.muon.step()
         for p, gradient in zip(group["params"], gradients):
             p.grad = gradient
-        for rank, share in enumerate(self.shares):
+        for rank, share in enumerate(shares):
             if share:   # in one message
                 flat = broadcast(torch.cat([p.flatten() for p in share]), self.ddp, rank)
                 for p, new in zip(share, flat.split([p.numel() for p in share])):
