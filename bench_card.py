@@ -1,7 +1,7 @@
 """All speeds of one card, in one table: bench_ddp.py card.
 
     python bench_ddp.py card --json card.json                 # SEDD of 6, 39, 92 million, and DPO
-    python bench_ddp.py card --device cpu --models 6m,dpo --steps 2 training.batch_size=2
+    python bench_ddp.py card --device cpu --models 6m,dpo --steps 2 training.batch_size=4
 
 Trains configs/sedd_uniref50.yaml (92m), sedd_uniref50_38m.yaml (38m), the former with the network
 of bench_ddp.py sedd (6m), and dpo_demo.yaml with the published size of ProteinMPNN, by the code of
@@ -17,9 +17,11 @@ other devices than CUDA's with --compile). Columns:
     TFLOP/s     6 x the weights of all matrices that every position is multiplied by (blocks and
                 output, not the noise level's) + 12 x blocks x width x length for attention, per
                 position, padding included: both passes; what is recomputed does not count
-    of matmul   that over the rate of one product of two matrices, measured here and shown first
+    of matmul   that over the rate of one product of two matrices, measured here and shown first;
+                on a CPU an upper bound: known residues are left out of the last products there
     waits       share of the time in which the step waits for its proteins
-    peak GB     most memory that tensors took; on a CPU the process, since its start
+    peak GB     most memory that tensors took (of "plain" too while ours is on the card); on a CPU
+                the process, since its start
 
 Times are medians over --repeats of --steps steps without a pause; on a CPU, CPU seconds.
 """
@@ -242,7 +244,8 @@ def measure_card(args, ddp):
             write_made_fasta(fasta, made_lengths(args.proteins, random), random)
             args.data = Path(folder, "prepared")
             args.overrides.append("data.val_fraction=0")
-            with contextlib.redirect_stdout(io.StringIO()):
+            with (contextlib.redirect_stdout(io.StringIO()),
+                  contextlib.redirect_stderr(io.StringIO())):   # its progress bars
                 prepare_uniref50.prepare(args.data, [fasta], None, val_fraction=0.0)
         found = dict(device=name, torch=torch.__version__, dtype=str(dtype)[6:], matmul_rows=n,
                      matmul_flops_per_second=matmul, rows=[])

@@ -14,8 +14,9 @@ weak: a rank's share stays that of the config. strong: the global batch stays th
 --ranks, and fewer ranks take more micro-batches each. "alone": the same processes at the same time
 on the same data, each training as if it were the only one, without DDP and without a collective:
 the limit of what exchange can be. "of alone" is the median, over steps, of its time over that with
-exchange. Settings are timed in turns, some steps each; several launches of a number of ranks
-(--rounds, or the same --json) are joined by medians. The formulas are in scale_report.py.
+exchange; with Muon, whose work the ranks of a host share, it may be above 1. Settings are timed in
+turns, some steps each; several launches of a number of ranks (--rounds, or the same --json) are
+joined by medians. The formulas are in scale_report.py.
 """
 import contextlib
 import importlib.util

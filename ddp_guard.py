@@ -16,8 +16,7 @@ Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard'
   {"step": number or null}                     a sign of progress
   {"checkpoint": text}                         path and step of what a next start continues from
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
-  {"bye": seconds}        in cleanup_ddp; the others may take that long to come there
-  {"left": true}          cleanup_ddp is over, the process is about to end
+  {"bye": seconds}, {"left": true}    in cleanup_ddp, where others may come so late; behind it
 Between guards, each second (of many ranks less often): {"token", "idle": seconds, fields of Rank}.
 """
 import contextlib
@@ -50,11 +49,9 @@ UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK"
 
 # ---------------------------------------------------------------- the start
 def supervise(command=None):
-    """Return in the rank, and where no guard is wanted; else be the guard, and never return.
-    command: the words that start the rank; default: those that started this process."""
-    # That of a guard further up, such as of a guarded launcher, is not for us.
+    """Return in the rank, and where no guard is wanted; else guard command (default: this one)."""
     if os.environ.get("DDP_GUARD_FD", "").endswith(f":{os.getppid()}"):
-        return
+        return    # else it is of a guard further up, such as of a guarded launcher
     if not _is_wanted():
         return os.execv(command[0], command) if command else None
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
@@ -68,7 +65,11 @@ def supervise(command=None):
         close_fds=False,    # MPICH and Intel MPI hand a descriptor over
         env={**os.environ, "DDP_GUARD_FD": f"{ranks_end.fileno()}:{os.getpid()}"})
     ranks_end.close()
-    code = Guard(process, ours).run()
+    try:
+        code = Guard(process, ours).run()
+    except Exception as error:    # a defect of the guard must not end the run
+        say(f"ddp_guard: {error!r}; this rank goes on without it\n")
+        code = process.wait()
     # Die of the rank's signal: else a shell's loop goes on after Ctrl-C, and MPICH's other ranks
     # wait for the one that died before they had met.
     if code < 0:
@@ -172,7 +173,7 @@ class Guard:
     """Looks after one rank. Threads note what it and the other guards say; `run` acts on it."""
     size, launcher, joined = 1, "plain process", False
     token = None            # that strangers at the hub's port, and an earlier set-up, do not have
-    speaks = True           # it prints the last line, unless the hub has
+    prints = True           # it prints the last line, unless the hub has
     terminal = False        # ours: the rank gets Ctrl-C from it
     interrupted = None      # time of the first Ctrl-C
 
@@ -248,7 +249,7 @@ class Guard:
         except OSError as error:    # the run itself may well work
             return say(f"ddp_guard: rank {rank} goes on without the hub, {host}:{port}: {error}\n")
         self.guards = {connection: Rank(0, hubs_host, time.monotonic())}
-        self.speaks = rank == size - 1    # if the hub is lost: mostly on another host
+        self.prints = rank == size - 1    # if the hub is lost: mostly on another host
         begin(self.hear_guard, connection)
         self.give_sign()    # before the rank, and with it the hub, can end
 
@@ -322,8 +323,7 @@ class Guard:
         """Say why, tell the other guards, and kill the rank. Returns the exit code."""
         # All stop, then are killed, then guards leave: else ranks report a lost connection.
         self.process.send_signal(signal.SIGSTOP)
-        told_by_hub = self.me.number and any(rank.failure for rank in self.guards.values())
-        if self.speaks and not told_by_hub:
+        if self.prints and not any(rank.failure for rank in self.guards.values() if self.me.number):
             begin(self.announce, **verdict).join(LAST_WORDS)
         threading.Timer(LEAVE / 2, self.process.kill).start()
         for _ in range(round(LEAVE / POLL)):
@@ -337,7 +337,7 @@ class Guard:
         me, place = self.me, f"rank {rank} of {self.size} on {host}"
         reason = cause if self.size == 1 else f"{place}: {cause}"
         tells_more = code == 2 or text.strip() not in ("", cause)
-        text, cause = f"[{place}] {text or cause}\n" * tells_more, cause.rstrip(".")[:250]
+        text, cause = f"[{place}] {text or cause}\n" * tells_more, cause.rstrip(".")[:400]
         saved = f"Last checkpoint: {me.checkpoint}" if me.checkpoint else "No checkpoint yet"
         again = (f"To go on, give the same command again ({self.launcher}, {self.size} rank(s)): "
                  + os.environ.get("DDP_COMMAND", shlex.join(["python", *sys.orig_argv[1:]]))

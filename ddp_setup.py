@@ -84,6 +84,21 @@ __all__ = [
 # Gloo connects every rank with every other: 2 N sockets, and many sites allow 1,024 open files.
 # Above this number of ranks, objects, flags and barriers travel over the device's own backend.
 GLOO_MAX_RANKS = 256
+AGAIN, HANG, BAD_INPUT, INTERRUPTED = 75, 70, 2, 130   # exit codes, beside 0 finished and 1 failed
+# Waits, in seconds.
+CONNECT = 5.0           # for one attempt to reach rank 0
+LATE_TABLE = 20.0       # after rank 0 has given up on a rank and said why; else it is gone
+TABLE_READ = 5.0        # for the others to read why rank 0 has given up
+FIRST_MESSAGE = 4.0     # until the rank that prints what all see alike has printed it
+FIRST_FAILURE = 1.5     # without guards: until the rank at fault has printed, and ends this one
+HYDRA_OUTPUT = 0.5      # MPICH drops what it has not yet passed on when MPI_Abort comes
+SCANCEL = 30.0          # for Slurm to end a step
+GUARD_FIRST = 10.0      # for the guards to end a run before its ranks do so by themselves
+GUARD_ANSWER = 20.0     # for the guard to end this process
+PATIENCE = 1800.0       # for the others to come to a barrier, or to cleanup_ddp
+DESTROY = 60.0          # for torch and MPI to close their connections
+BEAT_PERIOD = 0.2       # between signs of progress within a step
+DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, from launcher and guard
 
 
 # ---------------------------------------------------------------- this process' place
@@ -97,7 +112,7 @@ class State:
     environment: dict = field(default_factory=dict)   # variables as they were
     guard: object = None                              # socket to ddp_guard.py
     watch: object = None                              # see watch_run
-    patience: float = 1800.0                          # seconds to wait for others in cleanup_ddp
+    patience: float = PATIENCE                        # seconds to wait for others in cleanup_ddp
     checkpoint: str = ""                              # path of the last one
     damaged: str = ""                                 # checkpoint that could not be loaded
     clean: bool = False                               # cleanup_ddp was called
@@ -432,9 +447,8 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
         raise
     setup_ddp.current = ddp
     if not quiet:
-        hosts = len(set(ddp.state.hosts)) or 1
-        print0(ddp, f"Initialized DDP: {ddp.world_size} rank(s) on {hosts} host(s)\n  "
-               + "\n  ".join(ddp.notes))
+        print0(ddp, f"Initialized DDP: {ddp.world_size} rank(s) on "
+                    f"{len(set(ddp.state.hosts)) or 1} host(s)", *ddp.notes, sep="\n  ")
     return ddp
 
 
@@ -637,8 +651,6 @@ def _place_of_rank_0(ddp, env, one_host):
 
 
 # ---------------------------------------------------------------- rendezvous: store, table, groups
-LATE_TABLE = 20.0   # seconds after rank 0 has given up on a rank and said why; else it is gone
-
 
 def _join(ddp, env, init_timeout, error):
     """Meet all ranks in the store, check that they fit together, make the process groups.
@@ -682,7 +694,6 @@ def _join(ddp, env, init_timeout, error):
 
 def _open_store(ddp, env, one_host, agent, limit):
     """Meet rank 0 in its TCPStore. Returns (store, host, port, how it was found).
-
     Rank 0 binds its socket first; with mpi4py it then tells the others where, or that it cannot."""
     host, port, how = _place_of_rank_0(ddp, env, one_host)
     mpi, listener, failure = ddp.state.mpi, None, None
@@ -717,7 +728,7 @@ def _await_listener(ddp, host, port, limit):
     deadline = time.monotonic() + limit
     while True:
         try:
-            return socket.create_connection((host, port), timeout=5).close()
+            return socket.create_connection((host, port), CONNECT).close()
         except OSError as e:
             if time.monotonic() > deadline:
                 raise SetupError(
@@ -777,15 +788,14 @@ def _meet(ddp, store, error, limit, hub_host):
     store.set("table", json.dumps(table))
     if problem:   # rank 0 owns the store: the others must have read before it leaves
         with contextlib.suppress(RuntimeError):
-            store.wait([f"read/{rank}" for rank in rows if rank], datetime.timedelta(seconds=5))
+            store.wait([f"read/{rank}" for rank in rows if rank],
+                       datetime.timedelta(seconds=TABLE_READ))
         raise SetupError(problem, code=code)
     return table
 
 
 def _problem_of(rows, size, limit):
-    """(why the ranks do not fit together, exit code); ("", 0) if they do.
-
-    rows: {rank: what it has reported}."""
+    """(why the ranks do not fit together, exit code), or ("", 0). rows: {rank: its report}."""
     errors = {rank: row["error"] for rank, row in rows.items() if row["error"]}
     if errors:
         first, text = min(errors.items())
@@ -820,15 +830,6 @@ def listed(items):
 
 
 # ---------------------------------------------------------------- one fails, all end
-AGAIN, HANG, BAD_INPUT, INTERRUPTED = 75, 70, 2, 130   # exit codes, beside 0 finished and 1 failed
-FIRST_MESSAGE = 4.0     # seconds until the rank that prints what all see alike has printed it
-FIRST_FAILURE = 1.5     # without guards: until the rank at fault has printed, and ends this one
-HYDRA_OUTPUT = 0.5      # MPICH drops what it has not yet passed on when MPI_Abort comes
-GUARD_FIRST = 10.0      # for the guards to end a run before its ranks do so by themselves
-GUARD_ANSWER = 20.0     # for the guard to end this process
-DESTROY = 60.0          # for torch and MPI to close their connections
-
-
 def _open_guard():
     """The socket to ddp_guard.py, if that is this process' parent, else None."""
     descriptor, _, parent = os.environ.get("DDP_GUARD_FD", "").partition(":")
@@ -879,7 +880,8 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
     if code != BAD_INPUT:   # else nothing ran
         last = ddp.state.checkpoint
         saved = f"Last checkpoint: {last}" if last else "No checkpoint yet"
-        lines.append(f"FAILED: {place}: {cause}{'.' * (cause[-1:] not in '.?')} {saved}.")
+        again = "To go on, give the same command again" if retry else "Mend the cause first"
+        lines.append(f"FAILED: {place}: {cause}{'.' * (cause[-1:] not in '.?')} {saved}. {again}.")
     with contextlib.suppress(OSError, ValueError):
         print("\n".join(lines), file=sys.stderr, flush=True)
     if ddp.world_size > 1:
@@ -894,8 +896,8 @@ def _end_others(ddp, code):
         ddp.state.mpi.Abort(code)
     if ddp.launcher == "Slurm step":
         step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-        with contextlib.suppress(OSError):   # a container without scancel
-            subprocess.run(["scancel", step], timeout=30)
+        with contextlib.suppress(OSError, subprocess.SubprocessError):   # no scancel, no answer
+            subprocess.run(["scancel", step], timeout=SCANCEL)
     if any(row.mpi and row.name == ddp.launcher for row in LAUNCHERS):
         os.abort()   # MPICH ends all for a signal, not for an exit code
 
@@ -979,8 +981,6 @@ def _await_gloo_threads():
 
 # ---------------------------------------------------------------- stop requests, progress, outcome
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
-BEAT_PERIOD = 0.2       # seconds between signs of progress within a step
-DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, from launcher and guard
 
 
 @dataclass
@@ -1199,8 +1199,7 @@ def gradient_sync(model, last):
     the `last` one.
 
     A static graph is recorded in its first backward, which stock DDP does not survive under
-    no_sync: there the first micro-steps are synchronised too. The sum is the same, since averaging
-    what is already equal on all ranks changes nothing.
+    no_sync: there the first micro-steps are synchronised too, which does not change the sum.
     """
     if not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
@@ -1249,8 +1248,8 @@ def barrier(ddp, timeout=None):
     timeout: seconds; default: that of setup_ddp, or half an hour.
     Raises: RuntimeError with the ranks that did not come (above GLOO_MAX_RANKS: without names).
     """
-    limit = ddp.timeout or datetime.timedelta(minutes=30)
-    limit = limit if timeout is None else datetime.timedelta(seconds=timeout)
+    limit = ddp.timeout if timeout is None else datetime.timedelta(seconds=timeout)
+    limit = limit or datetime.timedelta(seconds=PATIENCE)
     if ddp.world_size > 1 and ddp.control is not None:
         dist.monitored_barrier(ddp.control, limit, wait_all_ranks=True)
     elif ddp.world_size > 1:
@@ -1542,7 +1541,7 @@ def doctor(env):
     """Print what this file finds here and would choose. Returns 1 if there is a PROBLEM, else 0."""
     found, mpi, rows = _found_devices(), None, []
     try:
-        mpi = _start_mpi(env, 60.0)
+        mpi = _start_mpi(env, DESTROY)
         ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
         if ddp.rank:
             return 0

@@ -208,6 +208,7 @@ def check_values(c, checks, least):
     t, o, share = c.training, c.optim, c.memory.max_memory_per_gpu
     known = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")   # which ddp_guard passes on
     common = (
+        (0 <= t.seed < 2**63, f"training.seed is {t.seed}; expected 0 to 2**63 - 1"),
         (share is None or 0 < share <= 1,
          f"memory.max_memory_per_gpu is {share}; expected a share of the memory, above 0 up to 1"),
         (o.scale == "none" or o.base_global_batch,

@@ -30,8 +30,8 @@ from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import RunLog, read_rows, rows_up_to, write_text_atomic, write_whole
 
-ADVICE = ("The checkpoints hold the weights from before. Lower optim.lr, raise optim.warmup, or "
-          "set memory.mixed_precision: false.")
+ADVICE = ("A checkpoint, if there is one, holds the weights from before. Lower optim.lr, raise "
+          "optim.warmup, or set memory.mixed_precision: false.")
 # A resumed run may differ in these keys; scripts add to them.
 MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
                      "training.log_freq", "training.snapshot_freq", "training.keep_last",
@@ -142,8 +142,9 @@ def check_resume(former, script, needed, model, things, fingerprint, accum, anew
         listed = "\n    ".join(different)
         fits = not any(line.startswith(("model.", "graph.")) for line in different)
         raise ValueError(f"{path} was trained with another config:\n    {listed}\n  Expected the "
-                         f"same but for {', '.join(may_change)}. Give another --work_dir, or "
-                         f"--fresh to start over.{fine_tune if fits else ''}")
+                         "same. Give another --work_dir, or --fresh to start over."
+                         f"{fine_tune if fits else ''} (These keys may differ: "
+                         f"{', '.join(may_change)}.)")
     shapes, found = ({k: tuple(v.shape) for k, v in weights.items()}
                      for weights in (model, state["model"]))
     if shapes != found:

@@ -232,6 +232,8 @@ def print_prediction(predicted, errors, text, critical, launches):
     if not critical:
         return print("critical batch: not found; the noise hides the gradient in so few batches. "
                      "Take more --steps.")
+    if not launches[least]["train"]:
+        print("These are fresh weights, whose critical batch is small: see --train.")
     print(textwrap.fill(
         f"critical batch: B_simple = tr(Sigma)/|G|^2 = {critical:,.0f} {unit}, that of "
         f"{critical * least / first['batch']:,.2f} ranks, at the weights where it was measured; it "

@@ -317,10 +317,11 @@ class BatchPlan:
 
     def _refuse_too_few(self, asked):
         fills = int(self.expected)
-        advice = f"at most {fills:,} micro-batches per step (ranks x accumulation), " * (fills > 0)
+        advice = (f"at most {fills:,} micro-batches per step (ranks x training.accum), "
+                  * (fills > 0))
         raise ValueError(f"{self.proteins:,} proteins fill {fills:,} micro-batches of {asked:,} "
                          f"{self.counted_in}; one global batch needs {self.micro_batches:,}. Give "
-                         f"{advice}fewer {self.counted_in} per micro-batch, or more proteins.")
+                         f"{advice}a smaller training.{self.budget}, or more proteins.")
 
     def identity(self):
         """Text that only plans of the same batches share."""

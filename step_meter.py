@@ -8,9 +8,9 @@ A timed step (every monitoring.timing_every-th) is cut into parts, whose shares 
                behind that costs nothing
     exchange   what the step then waits for: the rest of the all-reduce, and the sum over ranks of
                counts and flags. The wait for slower ranks is in it
-    optimizer  the rest: norm, clipping, optimizer, averages
+    optimizer  the rest: norm, clipping, optimizer (with Muon its exchange of weights), averages
 
-All but the exchange is a rank's own time; the slowest rank is the one with most of it. On a CPU
+All but exchanges is a rank's own time; the slowest rank is the one with most of it. On a CPU
 the clock is read; on a device, events go into its queue and are read at the next report, so that
 no step waits: time is what the device takes for a part, or stands idle in it. Nothing here changes
 a result. The default of 50 gives a minute's run some samples, and leaves the one collective of a

@@ -402,7 +402,7 @@ def train(run, ddp):
 
 
 def report_step(run, log, totals, norm, ddp):
-    """Show a step; returns its metrics by name."""
+    """Show loss, accuracy and rate of a step; returns its metrics by name."""
     values = {**metrics_of(totals.sums, totals.count), **step_values(run, norm, ddp)}
     log.progress(run.progress["step"], loss=values["loss"],
                  **{"pairs/s": values["pairs_per_second"]}, acc=values["rewards/accuracies"],

@@ -357,7 +357,7 @@ def train(run, ddp):
 
 
 def report_step(run, log, totals, norm, ddp):
-    """Show a step; returns its metrics by name."""
+    """Show loss, perplexity and rate of a step; returns its metrics by name."""
     loss_sum, residues, _ = totals.sums.unbind()
     loss = float(loss_sum / totals.count.clamp(min=1))
     per_residue = float(loss_sum / residues.clamp(min=1))

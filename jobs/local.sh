@@ -97,7 +97,7 @@ esac
 read -r -d '' -a arguments <<< "$ARGS" || :    # of all its lines
 for word in ${arguments[@]+"${arguments[@]}"} "$@"; do    # bash 3.2 calls an empty array unset
   case $word,${previous:-} in
-    --config,* | --config=*) fail "give the config as CONFIG=...: the log is named after it." ;;
+    --config* | --nproc_per_node*) fail "$word: give the config as CONFIG=..., ranks first" ;;
     --*data*=* | data.*=* | --init_from=*) path=${word#*=} ;;
     *,--*data* | *,--init_from) path=$word ;;
     *) path= ;;

@@ -165,7 +165,7 @@ def test_a_budget_below_the_longest_protein_is_refused():
 def test_too_few_proteins_are_refused_with_numbers_that_work():
     lengths = random_lengths(100)
     says = ("100 proteins fill 6 micro-batches of 16 proteins; one global batch needs 8. Give at "
-            "most 6 micro-batches .* fewer proteins per micro-batch, or more proteins")
+            "most 6 micro-batches .* a smaller training.batch_size, or more proteins")
     with pytest.raises(ValueError, match=says):
         plan_of(lengths, 2000, 8, batch_size=16)
     assert plan_of(lengths, 2000, 6, batch_size=16).plan.steps_per_epoch == 1
