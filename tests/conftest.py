@@ -1,7 +1,5 @@
 """What tests share: the switch --slow, reference material, a real Slurm, two hosts on one machine.
-
-The repository's folder and tests/ are on sys.path, and a test has a time limit: see pytest.ini.
-"""
+See pytest.ini too."""
 
 import contextlib
 import fcntl
@@ -54,8 +52,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def shared():
-    """The folder of reference material beside the repository; skips without it."""
-    folder = Path(__file__).resolve().parents[2] / "shared"
+    """The folder of reference material beside the repository."""
+    folder = ROOT.parent / "shared"
     if not folder.is_dir():
         pytest.skip(f"no reference material at {folder}")
     return folder
@@ -91,8 +89,7 @@ def brought_up(scripts, lock, **env):
         run("down")      # what a killed run left
         try:
             done = run("up")
-            if done.returncode:
-                pytest.fail(f"{scripts}_up.sh ended with {done.returncode}:\n{done.stdout}")
+            assert done.returncode == 0, done.stdout
             yield
         finally:
             run("down")
@@ -100,15 +97,11 @@ def brought_up(scripts, lock, **env):
 
 @pytest.fixture(scope="session")
 def slurm(shared):
-    """A real Slurm of two nodes, n1 and n2, on this machine, for the launcher "srun".
-
-    Skips where it cannot be started.
-    """
+    """A real Slurm of two nodes, n1 and n2, on this machine, for the launcher "srun"."""
     missing = [name for name in ("slurmctld", "slurmd", "srun", "munged") if not shutil.which(name)]
     if os.getuid() or missing:
-        pytest.skip("Slurm needs root and the packages slurm-wlm and munge "
-                    f"(no {', '.join(missing) or 'root'}); "
-                    f"`bash {shared}/cluster/slurm_up.sh -i` installs them")
+        pytest.skip(f"Slurm needs root and slurm-wlm and munge (no {', '.join(missing) or 'root'}),"
+                    f" which `bash {shared}/cluster/slurm_up.sh -i` installs")
     # Not pytest's folder for temporary files, which other users (munge) may not enter. A fixed
     # name, so that what a killed run left is found and stopped.
     folder = Path(tempfile.gettempdir(), "slurm-of-tests")
@@ -122,16 +115,10 @@ def slurm(shared):
 @pytest.fixture(scope="session")
 def two_hosts(shared):
     """Two hosts, hostA and hostB, as network namespaces, for torchrun-2hosts and mpich-2hosts.
-
-    Yields a function: cable(False) unplugs hostB, cable(True) plugs it in. Skips where namespaces
-    cannot be made.
-    """
-    probe = ["ip", "netns", "add", "probe-of-tests"]
-    if os.getuid() or not shutil.which("ip") or (
-            subprocess.run(probe, capture_output=True).returncode):
-        pytest.skip("two hosts on one machine need root, `ip` and the right to make network "
-                    "namespaces")
-    subprocess.run(["ip", "netns", "del", "probe-of-tests"], check=True)
+    Yields a function: cable(False) unplugs hostB, cable(True) plugs it in."""
+    probe = "ip netns add probe-of-tests && ip netns del probe-of-tests"
+    if subprocess.run(probe, shell=True, capture_output=True).returncode:
+        pytest.skip("two hosts on one machine need `ip` and the right to make network namespaces")
 
     def cable(plugged):
         state = "up" if plugged else "down"

@@ -18,10 +18,9 @@ def test_where_a_curve_reaches_a_value_is_on_the_line_between_two_points():
 
 def test_the_table_compares_with_the_first_recipe_and_a_finished_run_is_not_trained_again(tmp_path):
     argv = ["--config", ROOT / "configs" / "sedd_demo.yaml", "--steps", "5", "--seeds", "0,3",
-            "--recipes", "adamw,muon_decay_subs_cosine", "--folder", "runs",
-            "data.demo_proteins=60", "data.val_fraction=0.2",
-            "model.hidden_size=16", "model.n_blocks=1", "model.n_heads=2", "training.batch_size=2",
-            "--device", "cpu"]
+            "--recipes", "adamw,muon_decay_subs_cosine", "--folder", "runs", "--device", "cpu",
+            "data.demo_proteins=60", "data.val_fraction=0.2", "model.hidden_size=16",
+            "model.n_blocks=1", "model.n_heads=2", "training.batch_size=2"]
     stopped = fork_ranks(1, [ROOT / "bench_learn.py", *argv], tmp_path, env={"DDP_DEADLINE": "1"})
     assert stopped.returncode == 75 and "The same command goes on" in stopped.stdout
     refusals = [(["model.n_heads=1"], "Here: another --folder, or remove"),

@@ -1,6 +1,5 @@
 """Does test_dtype.py notice what it is for? Its own claims: `pytest test_dtype.py`."""
-import dataclasses
-
+import numpy as np
 import pytest
 import torch
 
@@ -8,52 +7,39 @@ import test_dtype as script
 from ddp_setup import Ddp
 from launchers import ROOT, fork_ranks
 from run_config import load_config
-from sequence_data import N_TOKENS, DemoSource, collate
+from sedd_eval import sample_proteins, to_device
 from test_dtype import NetworkErrors as Errors
 from test_dtype import Row
-from sedd_eval import sample_proteins, to_device
 from train_sedd_ddp import Config
 
-NAN, INFINITE = float("nan"), float("inf")
-EXACT = dict.fromkeys(("SEDD", "ProteinMPNN"), Errors(0.0, 0.0, 1))
+NAN = float("nan")
 
 
 def rows(seconds=(1, 1, 1, 1), **changes):
-    """A table in which all is well.
-
-    seconds: of a step of SEDD, per dtype. changes: by dtype, fields of its row; a network's name
-    stands for its errors.
-    """
-    table = {}
+    """A table in which all is well. seconds: of a step, per dtype. changes: by dtype, the error of
+    its row, or the errors of networks."""
+    table, exact = {}, dict.fromkeys(("SEDD", "ProteinMPNN"), Errors(0.0, 0.0, 1))
     for dtype, time in zip(script.DTYPES, seconds):
-        change = changes.get(script.short_name(dtype), {})
-        networks = {name: change.pop(name, errors) for name, errors in EXACT.items()}
-        times = dict.fromkeys(("matmul", *EXACT), time)
-        table[dtype] = dataclasses.replace(Row(None, 0.0, networks, times), **change)
+        networks = {**exact, **changes.get(script.short_name(dtype), {})}
+        table[dtype] = Row(networks.pop("error", None), 0.0, networks,
+                           dict.fromkeys(("matmul", *exact), time))
     return table
 
 
 def config_with(setting):
-    """The configuration of SEDD with memory.mixed_precision as recommended."""
     return load_config(Config, ROOT / "configs" / "sedd_demo.yaml", [setting])
 
 
 def test_a_sampler_that_passes_t_and_a_model_that_ignores_sigma_are_found(monkeypatch):
-    make, sample = script.make, script.sample
-
-    def make_without_sigma(*args):
-        model, batch = make(*args)
-        for module in model.modules():
-            if hasattr(module, "adaLN_modulation"):
-                torch.nn.init.zeros_(module.adaLN_modulation.weight)
-        return model, batch
+    sample = script.sample
 
     def sample_by_t(log_score, *args, **kwargs):
         return sample(lambda xt, sigma: log_score(xt, -torch.expm1(-sigma)), *args, **kwargs)
 
     assert script.generation_passes_sigma(Ddp(), None)[0] == "PASS"
-    with monkeypatch.context() as patched:
-        patched.setattr(script, "make", make_without_sigma)
+    with monkeypatch.context() as patched:    # all noise levels look alike
+        patched.setattr("sedd_model.SigmaEmbedding.forward",
+                        lambda self, sigma: self.mlp(torch.ones(len(sigma), 256)))
         assert script.generation_passes_sigma(Ddp(), None)[0] == "FAIL"
     monkeypatch.setattr(script, "sample", sample_by_t)
     status, figure = script.generation_passes_sigma(Ddp(), None)
@@ -97,40 +83,31 @@ def test_a_claim_that_fails_on_one_rank_fails_on_all_and_is_printed_once(tmp_pat
     assert done.returncode == script.FAILED
 
 
-# What the script cannot import: the way from the data to the models, and to generation.
-
-
-def test_collate_and_the_way_to_the_device_leave_tokens_integers():
-    x0, mask = collate(DemoSource(seed=0).sample(4, seed=0), range(4))
+def test_on_the_way_to_the_device_tokens_stay_integers_and_noise_levels_exact():
+    batch = dict(x0=torch.tensor([[19]]), sigma=torch.rand(1).double(), dsigma=torch.rand(1))
     for dtype in script.DTYPES:
-        sigma = torch.rand(4, dtype=torch.float64)
-        batch = to_device(dict(x0=x0, xt=x0, mask=mask, sigma=sigma, dsigma=sigma),
-                          torch.device("cpu"), dtype)
-        assert batch["x0"].dtype == batch["xt"].dtype == torch.int64
-        assert batch["mask"].dtype == torch.bool and torch.equal(batch["x0"], x0)
-        assert batch["sigma"].dtype == torch.promote_types(dtype, torch.float32)
+        moved, exact = to_device(batch, "cpu", dtype), torch.promote_types(dtype, torch.float32)
+        assert [x.dtype for x in moved.values()] == [torch.int64, exact, exact]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_generation_in_training_gives_the_network_sigma_and_not_t(dtype):
+def test_generation_in_training_gives_the_network_sigma_and_not_t():
     config, sigmas = config_with("monitoring.sample_steps=3"), []
     model, _ = script.make("SEDD", (16, 1, 2, 8))
     model.register_forward_pre_hook(lambda _, args: sigmas.append(args[1][0].item()))
-    lengths = torch.tensor([9, 12]).numpy()
-    assert script.GRAPH.vocab_size == N_TOKENS + 1      # with the mask, as in training
-    sample_proteins(model, config, script.GRAPH, script.NOISE, lengths, 0, Ddp(), dtype)
+    sample_proteins(model, config, script.GRAPH, script.NOISE, np.array([9, 12]), 0, Ddp(),
+                    torch.bfloat16)
     expected = script.NOISE(torch.linspace(1, 1e-5, 4, dtype=torch.float64))[0]
     assert sigmas == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("change, expected", [
     ({}, "PASS"), ({"SEDD": Errors(0.0, 0.2, 1)}, "FAIL"), ({"SEDD": Errors(NAN, 0.0, 1)}, "FAIL"),
-    ({"SEDD": Errors(0.0, INFINITE, 20)}, "FAIL"), ({"error": "no kernel"}, "PASS")])
+    ({"error": "no kernel"}, "PASS")])
 def test_an_error_that_is_large_or_not_finite_fails_but_not_a_dtype_that_is_not_there(
         change, expected):
     for dtype in ("bfloat16", "float16", "float32"):
         needed = dtype in ("float32", script.short_name(script.choose_dtype(True, Ddp().device)[0]))
-        status, _ = script.sedd_is_finite_and_close(Ddp(), rows(**{dtype: dict(change)}))
+        status, _ = script.sedd_is_finite_and_close(Ddp(), rows(**{dtype: change}))
         assert status == ("FAIL" if needed and "error" in change else expected)
 
 

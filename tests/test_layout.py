@@ -8,132 +8,100 @@ import importlib.util
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from launchers import ROOT
 
-MODELS = {"sedd_model", "sedd_diffusion", "proteinmpnn_model"}
-DATA = {"sequence_data", "sequence_batches", "structure_data"}
-SHARED = {"ddp_setup", "ddp_guard", "optimizer", "train_loop", "run_config", "run_dir", "run_log",
-          "run_script"}
+GROUPS = {
+    "MODELS": "sedd_model sedd_diffusion proteinmpnn_model",
+    "DATA": "sequence_data sequence_batches structure_data",
+    "SHARED": "ddp_setup ddp_guard optimizer train_loop run_config run_dir run_log run_script"}
 
-# file: (imports of ours, packages imported at its top, packages imported only inside functions).
-# A file that is not here has no place in the design yet. What may use torch at its top may use
-# numpy inside a function.
-TABLE = {
-    "ddp_setup": (set(), {"torch"}, {"mpi4py", "numpy", "intel_extension_for_pytorch",
-                                     "oneccl_bindings_for_pytorch"}),
-    "run_config": (set(), {"yaml"}, set()),
-    "ddp_guard": (set(), set(), set()),
-    "run_dir": ({"ddp_setup", "run_config", "run_log", "plot_run"}, {"torch"}, set()),
-    "run_log": (set(), set(), {"tqdm", "torch", "tensorboard", "wandb", "matplotlib"}),
-    "run_script": ({"ddp_setup", "run_config", "run_dir", "train_loop"}, {"torch"}, set()),
-    "train_loop": ({"ddp_setup", "optimizer", "run_dir", "step_meter"}, {"torch"}, set()),
-    "optimizer": ({"ddp_setup"}, {"torch"}, set()),
-    "step_meter": ({"ddp_setup"}, {"torch"}, set()),
-    "sedd_eval": ({"ddp_setup", "run_dir", "run_log", "train_loop", "sequence_batches",
-                   "sequence_data", "sedd_diffusion"}, {"torch", "numpy"}, set()),
-    "dpo_reference": ({"ddp_setup", "structure_data", "proteinmpnn_model"}, {"torch"}, set()),
-    "dpo_designs": ({"ddp_setup", "dpo_reference", "run_log", "sequence_data", "structure_data",
-                     "proteinmpnn_model"}, {"torch", "numpy"}, set()),
-    "dpo_eval": ({"ddp_setup", "dpo_designs", "dpo_reference", "run_dir", "train_loop",
-                  "structure_data", "proteinmpnn_model"}, {"torch"}, set()),
-    "cpu_linear": (set(), {"torch"}, set()),
-    "sedd_model": ({"cpu_linear"}, {"torch"}, set()),
-    "sedd_diffusion": (set(), {"torch"}, set()),
-    "proteinmpnn_model": ({"cpu_linear"}, {"torch"}, set()),
-    "sequence_data": (set(), {"torch", "numpy"}, set()),
-    "sequence_batches": ({"ddp_setup", "run_dir", "sequence_data"}, {"numpy"}, set()),
-    "structure_data": ({"sequence_data"}, {"torch", "numpy", "gemmi"}, set()),
-    "train_sedd_ddp": (SHARED | {"sequence_data", "sequence_batches", "sedd_model",
-                                 "sedd_diffusion", "sedd_eval", "sedd_files"},
-                       {"torch", "numpy"}, set()),
-    "train_dpo_ddp": (SHARED | {"structure_data", "proteinmpnn_model", "dpo_reference", "dpo_eval"},
-                      {"torch", "numpy"}, set()),
-    "sedd_files": (MODELS | DATA | {"ddp_setup", "run_config", "run_dir", "run_log"},
-                   {"torch", "numpy"}, {"safetensors"}),
-    "sample_sedd": (MODELS | DATA | {"ddp_setup", "ddp_guard", "run_config", "run_log",
-                                     "run_script", "sedd_eval", "sedd_files", "report_sequences"},
-                    {"torch", "numpy"}, {"tqdm"}),
-    "report_sequences": ({"sequence_data", "run_log"}, {"numpy"}, {"gemmi", "matplotlib"}),
-    "pairs_from_scores": ({"run_log", "sequence_data", "structure_data"}, set(), set()),
-    "design_settings": (MODELS | DATA, {"torch", "numpy"}, set()),
-    "sample_proteinmpnn": (MODELS | DATA | {"design_settings", "run_log"}, {"torch", "numpy"},
-                           set()),
-    "prepare_uniref50": ({"sequence_data"}, {"torch", "numpy", "tqdm"}, set()),
-    "bench_scale": (SHARED | {"train_sedd_ddp", "train_dpo_ddp", "step_meter", "dpo_reference",
-                              "scale_report"}, {"torch", "numpy"}, set()),
-    "bench_card": (SHARED | {"bench_scale", "bench_sedd", "prepare_uniref50", "step_meter"},
-                   {"torch", "numpy"}, set()),
-    "scale_report": ({"run_log"}, {"numpy"}, {"matplotlib"}),
-    "bench_ddp": (SHARED | MODELS | DATA | {"bench_card", "bench_scale", "bench_sedd",
-                                            "train_sedd_ddp", "train_dpo_ddp", "step_meter"},
-                  {"torch", "numpy"}, {"matplotlib"}),
-    "bench_sedd": ({"ddp_setup", "run_dir", "sequence_data", "sedd_eval", "sedd_files",
-                    "train_loop", "train_sedd_ddp"}, {"torch", "numpy"}, set()),
-    "bench_learn": ({"ddp_setup", "run_config", "run_log", "run_script", "train_sedd_ddp"},
-                    {"numpy"}, set()),
-    "plot_run": ({"run_log"}, {"numpy"}, {"matplotlib"}),
-    "test_aurora_ddp": ({"ddp_setup", "ddp_guard", "run_config", "run_script", "run_dir"},
-                        {"torch", "numpy", "pytest"}, {"mpi4py"}),
-    "test_dtype": ({"ddp_setup", "run_config", "run_script"} | MODELS,
-                   {"torch", "numpy", "pytest"}, {"intel_extension_for_pytorch"}),
-}
-
-# Not needed to train; whoever lacks them must be able to import every file.
-OPTIONAL = {"wandb", "tensorboard", "matplotlib", "safetensors", "mpi4py",
-            "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"}
-
-SOURCES = sorted(ROOT.glob("*.py"))
+# files: what they may import; in brackets: inside functions alone, as who does not need it lacks
+# it. A file that is not here has no place in the design yet.
+TABLE = """
+ddp_setup: torch (mpi4py numpy intel_extension_for_pytorch oneccl_bindings_for_pytorch)
+run_config: yaml
+ddp_guard:
+run_dir: ddp_setup run_config run_log plot_run torch
+run_log: (tqdm torch tensorboard wandb matplotlib)
+run_script: ddp_setup run_config run_dir train_loop torch
+train_loop: ddp_setup optimizer run_dir step_meter torch
+optimizer step_meter: ddp_setup torch
+sedd_eval: ddp_setup run_dir run_log train_loop sequence_batches sequence_data sedd_diffusion torch
+    numpy
+dpo_reference: ddp_setup structure_data proteinmpnn_model torch
+dpo_designs: ddp_setup dpo_reference run_log sequence_data structure_data proteinmpnn_model torch
+    numpy
+dpo_eval: ddp_setup dpo_designs dpo_reference run_dir train_loop structure_data proteinmpnn_model
+    torch
+cpu_linear sedd_diffusion: torch
+sedd_model proteinmpnn_model: cpu_linear torch
+sequence_data: torch numpy
+sequence_batches: ddp_setup run_dir sequence_data numpy
+structure_data: sequence_data torch numpy gemmi
+train_sedd_ddp: SHARED sequence_data sequence_batches sedd_model sedd_diffusion sedd_eval sedd_files
+    torch numpy
+train_dpo_ddp: SHARED structure_data proteinmpnn_model dpo_reference dpo_eval torch numpy
+sedd_files: MODELS DATA ddp_setup run_config run_dir run_log torch numpy (safetensors)
+sample_sedd: MODELS DATA ddp_setup ddp_guard run_config run_log run_script sedd_eval sedd_files
+    report_sequences torch numpy (tqdm)
+report_sequences: sequence_data run_log numpy (gemmi matplotlib)
+pairs_from_scores: run_log sequence_data structure_data
+design_settings: MODELS DATA torch numpy
+sample_proteinmpnn: MODELS DATA design_settings run_log torch numpy
+prepare_uniref50: sequence_data torch numpy tqdm
+bench_scale: SHARED train_sedd_ddp train_dpo_ddp step_meter dpo_reference scale_report torch numpy
+bench_card: SHARED bench_scale bench_sedd prepare_uniref50 step_meter torch numpy
+bench_ddp: SHARED MODELS DATA bench_card bench_scale bench_sedd train_sedd_ddp train_dpo_ddp
+    step_meter torch numpy (matplotlib)
+bench_sedd: ddp_setup run_dir sequence_data sedd_eval sedd_files train_loop train_sedd_ddp torch
+    numpy
+bench_learn: ddp_setup run_config run_log run_script train_sedd_ddp numpy
+plot_run scale_report: run_log numpy (matplotlib)
+test_aurora_ddp: ddp_setup ddp_guard run_config run_script run_dir torch numpy pytest (mpi4py)
+test_dtype: ddp_setup run_config run_script MODELS torch numpy pytest (intel_extension_for_pytorch)
+"""
+ALLOWED = {}   # {file: (names at its top, names inside functions)}
+for row in TABLE.strip().replace("\n    ", " ").splitlines():
+    for group, names in GROUPS.items():
+        row = row.replace(group, names)
+    files, *found = re.fullmatch(r"([^:]*):([^(]*)(?:\((.*)\))?", row).groups("")
+    at_top, inside = map(str.split, found)
+    ALLOWED |= dict.fromkeys(files.split(), ({*at_top}, {*at_top, *inside}))
 
 
 def imported_names(source):
     """Packages that a Python source imports, by first name part: (at its top, inside functions).
-
-    The top is everything that runs at import: class bodies, `if` and `try` included.
-    importlib.import_module and __import__ with a literal name count as imports.
-    """
-    top, inside = set(), set()
-
-    def visit(node, found):
+    The top is everything that runs at import: class bodies, `if` and `try` included."""
+    tree, top, inside = ast.parse(source), set(), set()
+    functions = [node for node in ast.walk(tree)
+                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    in_functions = {node for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        found = inside if node in in_functions else top
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module if node.level == 0 else "." * node.level)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
-            if called in ("import_module", "__import__"):
-                found.add(str(node.args[0].value))
-        in_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for child in ast.iter_child_nodes(node):
-            visit(child, inside if in_function else found)
-
-    visit(ast.parse(source), top)
+            found.add(node.module if node.level == 0 else ".")
+        elif isinstance(node, ast.Call) and re.search("import_module|__import__$",
+                                                      ast.unparse(node.func)):
+            found.add(ast.unparse(node.args[0]).strip("'"))
     return ({name.partition(".")[0] or "." for name in names} for names in (top, inside))
 
 
 def broken_rules(name, source):
     """Sentences about what in file `name` imports against the table; empty if it keeps to it."""
-    if name not in TABLE:
-        return [f"{name}.py is not in the table of files. Put it there with what it may import, or "
-                "move it."]
-    ours, at_top, in_functions = TABLE[name]
-    top, inside = imported_names(source)
-    third_party = (top | inside) - sys.stdlib_module_names - TABLE.keys()
-    lazily = at_top | in_functions | ({"numpy"} if "torch" in at_top else set())
-    return [*(f"{name}.py imports {other}.py, which the table does not allow"
-              for other in sorted((top | inside) & TABLE.keys() - ours)),
-            *(f"{name}.py needs {package} to be imported; import it in the function that uses it"
-              for package in sorted(top & OPTIONAL)),
-            *(f"{name}.py imports {package} at its top, allowed there: {sorted(at_top)}"
-              for package in sorted(top & third_party - at_top - OPTIONAL)),
-            *(f"{name}.py imports {package}, allowed inside functions: {sorted(lazily)}"
-              for package in sorted(inside & third_party - lazily))]
+    if name not in ALLOWED:
+        return [f"{name}.py is not in the table of files; expected a row there, or no such file"]
+    places = zip(("at its top", "inside a function"), imported_names(source), ALLOWED[name])
+    return [f"{name}.py imports {other} {place}; the table allows {', '.join(sorted(allowed))}"
+            for place, found, allowed in places
+            for other in sorted(found - sys.stdlib_module_names - allowed)]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.name)
 def test_every_file_imports_only_what_the_design_allows(path):
     assert broken_rules(path.stem, path.read_text()) == []
 
@@ -143,12 +111,8 @@ def test_every_file_imports_only_what_the_design_allows(path):
     ("sedd_model", "import ddp_setup"),
     ("sedd_model", "def f():\n    from ddp_setup import barrier"),
     ("structure_data", "import importlib\nimportlib.import_module('proteinmpnn_model')"),
-    ("ddp_setup", "import numpy"),
-    ("ddp_setup", "try:\n    from mpi4py import MPI\nexcept ImportError:\n    MPI = None"),
-    ("ddp_setup", "def f():\n    import yaml"),
     ("run_log", "class Log:\n    import wandb"),
-    ("train_sedd_ddp", "from . import sedd_model"),
-])
+    ("train_sedd_ddp", "from . import sedd_model")])
 def test_the_import_check_notices(name, source):
     assert len(broken_rules(name, source)) == 1
 
@@ -160,10 +124,11 @@ def requirements(name):
 
 
 def test_torch_is_pinned_and_what_the_design_imports_at_a_top_is_required_and_nothing_optional():
-    required, tops = requirements("requirements.txt"), [at_top for _, at_top, _ in TABLE.values()]
+    required = requirements("requirements.txt")
+    tops = set().union(*(at_top for at_top, _ in ALLOWED.values())) - ALLOWED.keys()
     assert required["torch"] == "==2.13.0"
-    needed = set().union(*tops) - {"pytest", "yaml"} | {"pyyaml", "mpi4py"}
-    assert required.keys() == needed == {"torch", "numpy", "pyyaml", "tqdm", "gemmi", "mpi4py"}
+    assert tops == {"torch", "numpy", "yaml", "tqdm", "gemmi", "pytest"}
+    assert required.keys() == tops - {"pytest", "yaml"} | {"pyyaml", "mpi4py"}
     for optional in ("wandb", "tensorboard", "matplotlib"):
         assert re.search(rf"^#\s+{optional}\s+\w", (ROOT / "requirements.txt").read_text(), re.M)
 
@@ -177,8 +142,7 @@ def test_ipex_stands_apart_with_the_torch_it_was_made_for():
 
 def test_ci_runs_the_quick_set_and_the_slow_set():
     text = (ROOT / ".ci" / "run").read_text()
-    assert re.search(r"^bash jobs/test\.sh( <|$)", text, re.MULTILINE)
-    assert re.search(r"^bash jobs/test\.sh --slow", text, re.MULTILINE)
+    assert re.findall(r"^bash jobs/test\.sh( --slow|)", text, re.MULTILINE) == ["", " --slow"]
 
 
 def test_no_file_names_a_folder_of_somebodys_machine():

@@ -9,7 +9,7 @@ import pytest
 from plot_run import SMOOTHED, main, points, rows_of, running_mean
 
 
-def write(folder, rows):
+def write(folder, *rows):
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -21,31 +21,27 @@ def test_long_curves_are_means_and_short_ones_as_they_are(tmp_path):
     assert len(curve) <= SMOOTHED and curve[0][0] == pytest.approx(5, abs=1)
     assert all(0.3 < value < 0.7 for _, value in curve)
     assert points(rows[:5], "loss") == [[k, k % 2] for k in range(5)] and not points(rows, "lr")
-    folder = write(tmp_path / "run", [{"step": 1, "val/unigram_perplexity": 18.0, "loss": None}])
-    assert rows_of(folder)[0]["val/unigram"] == math.log(18.0)
-
-
-def test_a_running_mean_takes_as_many_points_on_either_side():
     values = np.random.default_rng(0).normal(size=47)
     expected = [values[max(i - 2, 0):i + 3].mean() for i in range(47)]
-    assert np.allclose(running_mean(values), expected)
+    assert np.allclose(running_mean(values), expected)      # as many points on either side
+    folder = write(tmp_path / "run", {"step": 1, "val/unigram_perplexity": 18.0, "loss": None})
+    assert rows_of(folder)[0]["val/unigram"] == math.log(18.0)
 
 
 def test_what_is_no_run_is_refused_and_a_log_not_written_over(tmp_path, capsys):
     for rows, words in (([], "is missing or empty"), ([{"step": 1, "mine": 2.0}], "found none of")):
-        assert main([str(write(tmp_path / words, rows))]) == 2
+        assert main([str(write(tmp_path / words, *rows))]) == 2
         assert words in capsys.readouterr().err
-    log = write(tmp_path / "good", [{"step": 1, "loss": 2.0}]) / "metrics.jsonl"
+    log = write(tmp_path / "good", {"step": 1, "loss": 2.0}) / "metrics.jsonl"
     assert main([str(log.parent), "--out", str(log)]) == 2
     assert "ends in .png" in capsys.readouterr().err and log.read_text().startswith("{")
 
 
 def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
     pytest.importorskip("matplotlib")
-    sedd = write(tmp_path / "a", [{"step": k, "loss": 3 - k / 9, "lr": 0.1, "val/loss": 2.5,
-                                   "val/exact": 2.1, "val/unigram_perplexity": 18.0}
-                                  for k in range(9)])
-    dpo = write(tmp_path / "b$x^$", [{"step": k, "loss": 0.6, "val/kl": k / 9} for k in range(9)])
+    sedd = write(tmp_path / "a", *({"step": k, "loss": 3 - k / 9, "lr": 0.1, "val/exact": 2.1}
+                                   for k in range(9)))
+    dpo = write(tmp_path / "b$x^$", {"step": 1, "loss": 0.6, "val/kl": 0.1})
     assert main([str(sedd)]) == 0 and str(sedd / "curves.png") in capsys.readouterr().out
     assert main([str(sedd), str(dpo), "--out", str(tmp_path / "both.png")]) == 0
     for path in (sedd / "curves.png", tmp_path / "both.png"):

@@ -1,27 +1,26 @@
 """prepare_uniref50: does the download survive, or refuse in words, what servers and networks do?
 
-A real HTTP server on this machine plays each fault: `web.faults` has a function for each request.
+A real HTTP server on this machine plays each fault: `web.faults` has one for each request, such as
+answer("error", 404) for Answer.error(404).
 """
 
 import gzip
 import hashlib
 import http.server
 import json
-import os
 import random
 import threading
 from email.utils import formatdate
-from pathlib import Path
+from operator import methodcaller as answer
 
 import pytest
 
 import prepare_uniref50
 from prepare_uniref50 import Source, download, look_up, open_stream
 
-DATA = gzip.compress(random.Random(0).randbytes(300_000), mtime=0)
-OTHER = gzip.compress(random.Random(1).randbytes(300_000), mtime=0)
-MD5 = hashlib.md5(DATA).hexdigest()
-HALF = len(DATA) // 2
+FILE, LISTING = "/u/uniref50.fasta.gz", "/u/RELEASE.metalink"
+DATA, OTHER = (gzip.compress(random.Random(k).randbytes(300_000), mtime=0) for k in (0, 1))
+MD5, HALF = hashlib.md5(DATA).hexdigest(), len(DATA) // 2
 FAST = dict(backoff=0, timeout=20, tries=4)
 
 
@@ -30,179 +29,127 @@ class Answer(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        web = self.server
-        web.asked.append((self.path, self.headers))
-        listing = self.path.endswith("RELEASE.metalink")
-        faults = web.listing_faults if listing else web.faults
-        otherwise = answers(404) if listing and self.path not in web.files else Answer.sane
-        fault = faults.pop(0) if faults else otherwise
+        web, span = self.server, self.headers["Range"] or "bytes=0-"
+        self.start = int(span.removeprefix("bytes=").removesuffix("-"))
+        self.data = web.files.get(self.path.partition("?")[0])
+        web.asked.append((self.start, self.headers["If-Range"]))
+        fault = web.faults.pop(0) if web.faults else answer("sane")
         fault(self)
 
     def log_message(self, *_):
         pass
 
-    @property
-    def data(self):
-        return self.server.files[self.path.partition("?")[0]]
-
-    @property
-    def start(self):
-        return int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").removesuffix("-"))
-
     def sane(self, stop=None):
-        """As the standard says: 206, 200 if If-Range does not hold, 416. Ends after byte `stop`."""
-        held = self.headers["If-Range"] in (None, *self.server.validators.values())
-        if not self.headers["Range"] or not held:
-            self.whole(stop)
-        elif self.start >= len(self.data):
-            self.head(416, 0, {"Content-Range": f"bytes */{len(self.data)}"})
-        else:
+        """As the standard says: 206, or 200 if If-Range does not hold. Ends after byte `stop`."""
+        if self.data is None:
+            self.error(404)
+        elif self.start and self.headers["If-Range"] in (None, *self.server.validators.values()):
             self.rest(self.start, stop)
+        else:
+            self.whole(stop)
 
-    def whole(self, stop=None, headers={}):
-        self.head(200, len(self.data), headers)
-        self.send(self.data[:stop])
+    def whole(self, stop=None):
+        self.give(200, self.data[:stop], len(self.data))
 
     def rest(self, start, stop=None):
-        span = f"bytes {start}-{len(self.data) - 1}/{len(self.data)}"
-        self.head(206, len(self.data) - start, {"Content-Range": span})
-        self.send(self.data[start:stop])
+        size = len(self.data)
+        self.give(206, self.data[start:stop], size - start,
+                  Content_Range=f"bytes {start}-{size - 1}/{size}")
 
-    def head(self, code, length, headers={}):
+    def error(self, code):
+        self.give(code, b"<html>sorry</html>", Content_Type="text/html")
+
+    def drop_after(self, count):
+        """Send `count` bytes more of what was asked for, then end the connection."""
+        self.sane(self.start + count)
+
+    def stall_after(self, count):
+        self.drop_after(count)
+        self.server.go_on.wait(20)
+
+    def give(self, code, body, length=None, **headers):
         self.send_response(code)
-        for name, value in {"Content-Length": length, **self.server.validators, **headers}.items():
+        headers = {"Content-Length": length or len(body), **self.server.validators, **headers}
+        for name, value in headers.items():
             if value is not None:
-                self.send_header(name, value)
+                self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-
-    def send(self, data):
-        self.wfile.write(data)
-        self.wfile.flush()
+        self.wfile.write(body)
         self.close_connection = True      # before Content-Length, too: a clean end of too little
-
-    def error(self, code, body=b"<html>sorry</html>"):
-        self.head(code, len(body), {"Content-Type": "text/html"})
-        self.send(body)
-
-
-def drops_after(count):
-    """Sends `count` bytes more of what was asked for, then ends the connection."""
-    return lambda answer: answer.sane(answer.start + count)
-
-
-def rests_at(start):
-    return lambda answer: answer.rest(start)
-
-
-def answers(code):
-    return lambda answer: answer.error(code)
 
 
 @pytest.fixture
-def web():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    server.daemon_threads = True
-    server.files = {"/u/uniref50.fasta.gz": DATA}
-    server.validators = {"ETag": '"one"', "Last-Modified": formatdate(1e9, usegmt=True)}
-    server.faults, server.listing_faults, server.asked = [], [], []
-    server.root = f"http://127.0.0.1:{server.server_address[1]}"
-    server.url = f"{server.root}/u/uniref50.fasta.gz"
-    server.ranges = lambda: [headers["Range"] for path, headers in server.asked]
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+def web(tmp_path, monkeypatch):
+    """The server, what it was asked for (first byte, If-Range), and where its file goes here."""
+    monkeypatch.setenv("no_proxy", "*")
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    web.daemon_threads, web.go_on = True, threading.Event()
+    web.files, web.faults, web.asked = {FILE: DATA}, [], []
+    web.validators = {"ETag": '"one"', "Last-Modified": formatdate(1e9, usegmt=True)}
+    web.root = f"http://127.0.0.1:{web.server_address[1]}"
+    web.url = web.root + FILE
+    web.path, web.part, web.note = (tmp_path / f"uniref50.fasta.gz{end}"
+                                    for end in ("", ".part", ".part.json"))
+    thread = threading.Thread(target=web.serve_forever, args=(0.01,))
     thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    yield web
+    web.go_on.set()
+    web.shutdown()
+    web.server_close()
     thread.join()
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    for name in list(os.environ):
-        if name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
+def get(web, **known):
+    """Download what the server has, and see that it arrives."""
+    download(Source(web.url, **known), web.path, **FAST)
+    assert web.path.read_bytes() == web.files[FILE]
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "uniref50.fasta.gz"
-
-
-def part_of(path):
-    return Path(f"{path}.part")
-
-
-def note_of(path):
-    return Path(f"{path}.part.json")
-
-
-def change_note(path, **fields):
-    note_of(path).write_text(json.dumps({**json.loads(note_of(path).read_text()), **fields}))
-
-
-def get(web, path, **known):
-    """Download to path what the server has, and see that it arrives."""
-    download(Source(web.url, **known), path, **FAST)
-    assert path.read_bytes() == web.files["/u/uniref50.fasta.gz"]
-
-
-def refusal(expected, call, *args, **options):
+def refusal(expected, web, url=None, md5=None, tries=4):
+    """What is said when the download is refused."""
     with pytest.raises(expected) as caught:
-        call(*args, **{**FAST, **options})
+        download(Source(url or web.url, md5=md5), web.path, **{**FAST, "tries": tries})
     return str(caught.value)
 
 
-def half_arrives(web, path, source=None, count=HALF):
-    """Download until `count` bytes are there; the try after that is answered 404."""
-    web.faults += [drops_after(count), answers(404)]
-    refusal(ValueError, download, source or Source(web.url), path)
-    assert part_of(path).stat().st_size == count and not path.exists()
+def half_arrives(web, **known):
+    """Download until half of the file is there; the try after that is answered 404."""
+    web.faults = [answer("drop_after", HALF), answer("error", 404)]
+    with pytest.raises(ValueError):
+        download(Source(web.url, **known), web.path, **FAST)
+    assert web.part.stat().st_size == HALF and not web.path.exists()
     web.asked.clear()
 
 
-def metalink(md5=MD5, size=len(DATA), name="uniref50.fasta.gz", head=""):
-    return f"""<?xml version="1.0" encoding="UTF-8"?>{head}
-        <metalink version="3.0" xmlns="http://www.metalinker.org/"><version>2025_04</version>
-          <files>
-            <file name="README"><size>5</size>
-              <verification><hash type="md5">{'0' * 32}</hash></verification></file>
-            <file name="{name}"><size>{size}</size>
-              <verification><hash type="sha1">ff</hash><hash type="md5">{md5}</hash></verification>
-            </file></files></metalink>""".encode()
+def metalink(md5=MD5, size=len(DATA), name="uniref50.fasta.gz"):
+    return f"""<metalink xmlns="http://www.metalinker.org/"><version>2025_04</version><files>
+        <file name="README"><size>5</size><hash type="md5">{'0' * 32}</hash></file>
+        <file name="{name}"><size>{size}</size><verification><hash type="sha1">ff</hash>
+            <hash type="md5">{md5}</hash></verification></file></files></metalink>""".encode()
 
-
-# ---- the source ----
 
 def test_without_a_metalink_or_an_entry_nothing_is_known_and_one_line_says_so(web, capsys):
-    loop = '<!DOCTYPE m [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]>'
-    for text in (None, metalink(name="other.gz"), metalink(md5="none"), b"<html>",
-                 metalink(name="&b;", head=loop)):
-        web.files.pop("/u/RELEASE.metalink", None)
-        if text is not None:
-            web.files["/u/RELEASE.metalink"] = text
+    for text in (None, metalink(name="other.gz"), metalink(md5="none"), b"<html>"):
+        web.files[LISTING] = text
         assert look_up(web.url, **FAST) == Source(web.url)
         assert capsys.readouterr().err.count("\n") == 1
 
 
-# ---- what goes well ----
-
-def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_downloaded(web, path):
+def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_downloaded(web):
     for _ in range(2):
-        get(web, path, size=len(DATA), md5=MD5)
-        assert web.ranges() == [None] and not part_of(path).exists()
-    web.files["/u/uniref50.fasta.gz"] = OTHER
-    get(web, path, md5=hashlib.md5(OTHER).hexdigest())
-    web.files["/u/uniref50.fasta.gz"] = DATA
-    download(Source(f"{web.url}?version=2"), path, **FAST)
-    assert path.read_bytes() == DATA
+        get(web, size=len(DATA), md5=MD5)
+        assert web.asked == [(0, None)] and not web.part.exists()
+    web.files[FILE] = OTHER
+    get(web, md5=hashlib.md5(OTHER).hexdigest())
+    web.files[FILE] = DATA
+    download(Source(f"{web.url}?version=2"), web.path, **FAST)
+    assert web.path.read_bytes() == DATA
 
 
 def test_a_url_is_prepared_with_its_release_and_downloaded_once(web, tmp_path, monkeypatch):
     data = gzip.compress("".join(f">{n}\nMKV{n * 'A'}\n" for n in range(50)).encode(), mtime=0)
-    web.files = {"/u/uniref50.fasta.gz": data,
-                 "/u/RELEASE.metalink": metalink(hashlib.md5(data).hexdigest(), len(data))}
-
-    web.listing_faults = [drops_after(100)]
+    web.files = {FILE: data, LISTING: metalink(hashlib.md5(data).hexdigest(), len(data))}
+    web.faults = [answer("drop_after", 100)]
 
     def prepare(name, *more):
         return prepare_uniref50.main([str(tmp_path / name), "--url", web.url, "--val_fraction", "0",
@@ -223,184 +170,131 @@ def test_a_url_is_prepared_with_its_release_and_downloaded_once(web, tmp_path, m
     assert meta["report"]["n_proteins"] == 2
 
 
-def test_a_file_that_is_there_stays_until_another_begins_to_arrive(web, path):
-    path.write_bytes(b"mine")
-    web.faults = [answers(404)]
-    refusal(ValueError, download, Source(web.url), path)
-    assert path.read_bytes() == b"mine"
-    half_arrives(web, path)
+def test_a_file_that_is_there_stays_until_another_begins_to_arrive(web):
+    web.path.write_bytes(b"mine")
+    web.faults = [answer("error", 404)]
+    refusal(ValueError, web)
+    assert web.path.read_bytes() == b"mine"
+    half_arrives(web)
 
 
-def test_proxies_of_the_environment_are_used(web, path, monkeypatch):
+def test_proxies_of_the_environment_are_used(web, monkeypatch):
+    monkeypatch.setenv("no_proxy", "")
     monkeypatch.setenv("http_proxy", web.root)
-    web.files["http://uniprot.invalid/u/uniref50.fasta.gz"] = DATA
-    download(Source("http://uniprot.invalid/u/uniref50.fasta.gz"), path, **FAST)
-    assert path.read_bytes() == DATA
-
-
-# ---- connections that break ----
-
-
-def whole_until(stop):
-    return lambda answer: answer.whole(stop)
+    web.url = "http://uniprot.invalid/u/uniref50.fasta.gz"
+    web.files[web.url] = DATA
+    get(web)
 
 
 @pytest.mark.parametrize("faults, starts", [
-    ([drops_after(100_000), drops_after(50_000), drops_after(50_000)], [100_000, 150_000, 200_000]),
-    ([whole_until(HALF)], [HALF]),
-    ([answers(429), answers(500), drops_after(HALF), answers(502), answers(503)],
-     [0, 0, HALF, HALF, HALF])],
-    ids=["dropped", "a clean end of too little", "busy or broken"])
-def test_what_breaks_is_continued_at_the_byte_reached(web, path, faults, starts, capsys):
+    ([answer("drop_after", count) for count in (100_000, 50_000, 50_000)],
+     [0, 100_000, 150_000, 200_000]),
+    ([answer("error", 429), answer("error", 500), answer("drop_after", HALF), answer("error", 502)],
+     [0, 0, 0, HALF, HALF])], ids=["dropped", "busy or broken"])
+def test_what_breaks_is_continued_at_the_byte_reached(web, faults, starts, capsys):
     web.faults = list(faults)
-    get(web, path)
-    asked = [int((range or "bytes=0-")[6:-1]) for range in web.ranges()]
-    assert asked == [0, *starts]
-    assert len(web.asked) == len(faults) + 1
-    assert {headers["If-Range"] for _, headers in web.asked if headers["Range"]} <= {'"one"'}
+    get(web)
+    assert web.asked == [(start, '"one"' if start else None) for start in starts]
     assert "bytes" in capsys.readouterr().err
 
 
-def test_a_server_that_stalls_is_a_dropped_connection(web, path):
-    go_on = threading.Event()
+def test_a_server_that_stalls_is_a_dropped_connection_and_of_a_stream_an_error_in_words(web):
+    web.faults = [answer("stall_after", 100_000), answer("stall_after", 0)]
+    download(Source(web.url), web.path, **{**FAST, "timeout": 0.5})
+    assert web.path.read_bytes() == DATA and web.asked[1:] == [(100_000, '"one"')] * 2
+    web.faults = [answer("stall_after", HALF)]
+    with open_stream(Source(web.url), timeout=0.5) as stream:
+        with pytest.raises(OSError, match=f"{web.url}: lost after {HALF:,} bytes"):
+            while stream.read(1 << 16):
+                pass
 
-    def stalls(answer):
-        answer.sane(100_000)
-        go_on.wait(20)
-    web.faults = [stalls, lambda answer: go_on.wait(20)]
-    download(Source(web.url), path, **{**FAST, "timeout": 0.5})
-    go_on.set()
-    assert path.read_bytes() == DATA and web.ranges()[-2:] == ["bytes=100000-"] * 2
 
-
-# ---- too little, too much, something else ----
-
-def test_a_server_that_ignores_range_and_always_drops_ends_in_words(web, path):
-    web.faults = [whole_until(HALF)] * 9
-    assert "same command" in refusal(OSError, download, Source(web.url), path)
+def test_a_server_that_ignores_range_and_always_drops_ends_in_words(web):
+    web.faults = [answer("whole", HALF)] * 9
+    assert "same command" in refusal(OSError, web)
     assert len(web.asked) == 4
-
-
-LATER = {"ETag": None, "Last-Modified": formatdate(2e9, usegmt=True)}
 
 
 @pytest.mark.parametrize("obeys_if_range", [True, False])
 @pytest.mark.parametrize("etag, change, data", [
-    ('"one"', {"ETag": '"two"'}, OTHER), (None, LATER, OTHER), ('"one"', {}, OTHER + b"more")],
-    ids=["ETag", "Last-Modified", "size"])
+    ('"one"', {"ETag": '"two"'}, OTHER), ('"one"', {}, OTHER + b"more"),
+    (None, {"ETag": None, "Last-Modified": formatdate(2e9, usegmt=True)}, OTHER)],
+    ids=["ETag", "size", "Last-Modified"])
 def test_another_file_after_a_resume_is_never_mixed_with_the_old(
-        web, path, etag, change, data, obeys_if_range, capsys):
+        web, etag, change, data, obeys_if_range, capsys):
     web.validators["ETag"] = etag
-    half_arrives(web, path)
-    web.files["/u/uniref50.fasta.gz"] = data
+    half_arrives(web)
+    web.files[FILE] = data
     web.validators.update(change)
-    if not obeys_if_range or not change:
-        web.faults = [rests_at(HALF)]
-    get(web, path)
+    if not obeys_if_range:
+        web.faults = [answer("rest", HALF)]
+    get(web)
     assert "thrown away" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("field, old, new", [
-    ("md5", "0" * 32, MD5), ("release", "2025_03", "2025_04"), ("size", 5, len(DATA)),
-    (None, None, None)])
-def test_a_part_of_another_source_or_without_its_note_is_thrown_away(web, path, field, old, new):
-    half_arrives(web, path)
-    if field:
-        change_note(path, **{field: old})
-    else:
-        note_of(path).write_text('{"url"')
-    get(web, path, **({field: new} if field else {}))
-    assert web.ranges() == [None]
+RESUMED, ANEW = (HALF, '"one"'), (0, None)
 
 
-def test_without_anything_to_tell_files_apart_nothing_is_continued(web, path):
+@pytest.mark.parametrize("change, known, asked", [
+    (lambda web: web.part.write_bytes(DATA), {}, []),
+    (lambda web: web.note.write_text('{"url"'), {}, [ANEW]),
+    (lambda web: None, {"md5": MD5}, [ANEW]),                 # not known when the half came
+    (lambda web: None, {"release": "2025_04"}, [ANEW]),
+    (lambda web: web.faults.append(answer("rest", HALF - 1)), {}, [RESUMED, ANEW]),
+    (lambda web: web.faults.append(answer("give", 206, b"")), {}, [RESUMED, ANEW])],
+    ids=["all is there", "no note", "MD5", "release", "another 206", "206 of nothing"])
+def test_half_a_file_is_continued_only_where_it_is_of_that_file(web, change, known, asked):
+    half_arrives(web)
+    change(web)
+    get(web, **known)
+    assert web.asked == asked
+
+
+def test_without_anything_to_tell_files_apart_nothing_is_continued(web):
     web.validators = {"ETag": 'W/"weak"'}
-    half_arrives(web, path)
-    get(web, path)
-    assert web.ranges() == [None]
+    half_arrives(web)
+    web.faults = [answer("rest", 0)]        # nobody asked for it
+    refusal(ValueError, web)
+    assert web.part.read_bytes() == DATA[:HALF]
+    get(web)
+    assert web.asked == [(0, None)] * 2
 
 
-def test_a_206_or_416_that_nobody_asked_for_is_refused(web, path):
-    web.validators = {}
-    half_arrives(web, path)
-    for fault in (rests_at(0), answers(416)):
-        for call, *target in ((download, path), (open_stream,)):
-            web.faults = [fault]
-            refusal(ValueError, call, Source(web.url), *target)
-    assert part_of(path).read_bytes() == DATA[:HALF]
-
-
-def test_a_wrong_md5_is_refused_and_the_file_removed(web, path):
-    half_arrives(web, path, Source(web.url, md5=MD5))
-    part_of(path).write_bytes(OTHER[:HALF])
-    assert MD5 in refusal(RuntimeError, download, Source(web.url, md5=MD5), path)
-    assert not path.exists() and not part_of(path).exists()
-    get(web, path, md5=MD5)
+def test_a_wrong_md5_is_refused_and_the_file_removed(web):
+    half_arrives(web, md5=MD5)
+    web.part.write_bytes(OTHER[:HALF])
+    assert MD5 in refusal(RuntimeError, web, md5=MD5)
+    assert not web.path.exists() and not web.part.exists()
+    get(web, md5=MD5)
 
 
 @pytest.mark.parametrize("kind, body", [
-    ("text/plain", b"<html>log in</html>"),
-    ("application/gzip", b"sorry"), ("application/gzip", b"\x1f")])
-def test_a_page_instead_of_the_file_is_refused_and_spares_the_part(web, path, kind, body):
-    half_arrives(web, path)
-    web.faults = [lambda answer: (answer.head(200, len(body), {"Content-Type": kind}),
-                                  answer.send(body))]
-    message = refusal(ValueError, download, Source(web.url), path)
-    assert web.url in message and part_of(path).stat().st_size == HALF
+    ("text/html", DATA[:99]), ("application/gzip", b"sorry"), ("application/gzip", b"\x1f")])
+def test_a_page_instead_of_the_file_is_refused_and_spares_the_part(web, kind, body):
+    half_arrives(web)
+    web.faults = [answer("give", 200, body, Content_Type=kind)]
+    assert web.url in refusal(ValueError, web) and web.part.stat().st_size == HALF
 
 
-def test_only_http_and_https_are_asked_also_after_a_redirect(web, path):
+def test_only_http_and_https_are_asked_also_after_a_redirect(web):
     target = "file:///etc/hostname"
-    web.faults = [lambda answer: answer.head(302, 0, {"Location": target})]
-    refusal(ValueError, download, Source(web.url), path)
-    assert not path.exists() and len(web.asked) == 1
-    for call in (look_up, lambda url, **options: download(Source(url), path, **options)):
-        assert "http" in refusal(ValueError, call, target)
+    web.faults = [answer("give", 302, b"", Location=target)]
+    refusal(ValueError, web)
+    assert not web.path.exists() and len(web.asked) == 1
+    assert "http" in refusal(ValueError, web, target)
+    with pytest.raises(ValueError, match="http"):
+        look_up(target, **FAST)
 
 
-# ---- the stream ----
-
-def test_a_stream_that_ends_early_or_stalls_is_an_error_in_words(web):
-    held = threading.Event()
-
-    def stalls(answer):
-        answer.whole(HALF)
-        held.wait(20)
-    for fault in (whole_until(HALF), stalls):
-        web.faults = [fault]
-        with open_stream(Source(web.url), timeout=1) as stream:
-            with pytest.raises(OSError, match=f"{web.url}.* {HALF:,} bytes"):
-                while stream.read(1 << 16):
-                    pass
-    held.set()
-
-
-@pytest.mark.parametrize("fault", [
-    lambda answer: answer.rest(HALF - 1), lambda answer: answer.rest(0),
-    lambda answer: answer.head(206, 0)])
-def test_a_206_from_elsewhere_is_not_appended(web, path, fault):
-    half_arrives(web, path)
-    web.faults = [fault]
-    get(web, path)
-    assert web.ranges() == [f"bytes={HALF}-", None]
-
-
-def test_a_secret_in_the_address_is_not_shown_or_written_and_a_password_refused(web, path, capsys):
-    web.faults = [drops_after(HALF)]
+def test_a_secret_in_the_address_is_not_shown_or_written_and_a_password_refused(web, capsys):
     url = web.url + "?key=hidden"
-    download(look_up(url, **FAST), path, **FAST)
-    message = refusal(ValueError, download, Source(url.replace("u/", "n o/")), path)
-    message += refusal(ValueError, download, Source(url.replace("//", "//me:safe@") + "3"), path)
-    message += refusal(OSError, download, Source(url.replace("127.0.0.1", "no.invalid")), path)
-    web.faults = [answers(404), answers(503)]
-    message += refusal(ValueError, download, Source(url + "4"), path)
-    message += refusal(OSError, download, Source(url + "5"), path, tries=1)
-    message += capsys.readouterr().err + note_of(path).read_text()
+    source = look_up(url, **FAST)
+    web.faults = [answer("drop_after", HALF)]
+    download(source, web.path, **FAST)
+    message = refusal(ValueError, web, url.replace("u/", "n o/"))
+    message += refusal(ValueError, web, url.replace("//", "//me:safe@") + "3")
+    message += refusal(OSError, web, url.replace("127.0.0.1", "no.invalid"))
+    web.faults = [answer("error", 404), answer("error", 503)]
+    message += refusal(ValueError, web, url + "4") + refusal(OSError, web, url + "5", tries=1)
+    message += capsys.readouterr().err + web.note.read_text()
     assert "safe" not in message and "hidden" not in message
-
-
-def test_a_part_that_is_whole_is_finished_without_asking(web, path):
-    half_arrives(web, path)
-    part_of(path).write_bytes(DATA)
-    get(web, path)
-    assert web.asked == []

@@ -5,35 +5,27 @@ import gzip
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import prepare_uniref50
-from sequence_data import (AMINO_ACIDS, Proteins, decode, order_words, read_sequences,
-                           split_by_hash)
-
-ROOT = Path(__file__).resolve().parents[1]
+from launchers import ROOT
+from sequence_data import AMINO_ACIDS, decode, order_words, read_sequences, split_by_hash
 
 
 def prepare(out, *files, **options):
-    """Exit code of prepare_uniref50.py OUT --fasta FILES, without validation unless asked for.
-
-    Few proteins would leave the set for validation empty.
-    """
-    options = {"val_fraction": 0, **options}
-    argv = [str(out), *(["--fasta", *map(str, files)] if files else [])]
-    return prepare_uniref50.main(argv + [word for name, value in options.items()
-                                         for word in (f"--{name}", str(value))])
+    """Exit code of prepare_uniref50.py OUT --fasta FILES, without validation unless asked for."""
+    options = [f"--{name}={value}" for name, value in {"val_fraction": 0, **options}.items()]
+    return prepare_uniref50.main([str(out), *options, "--fasta", *map(str, files)])
 
 
 def refusal(capsys, out, *files, **options):
@@ -43,43 +35,28 @@ def refusal(capsys, out, *files, **options):
     return message
 
 
-def random_proteins(n, seed=0, longest=300):
-    rng = np.random.default_rng(seed)
-    return [decode(rng.integers(0, 20, size)) for size in rng.integers(20, longest, n)]
+def random_proteins(n):
+    rng = np.random.default_rng(0)
+    return [decode(rng.integers(0, 20, size)) for size in rng.integers(20, 300, n)]
 
 
-def write_fasta(path, sequences):
-    records = [f">{i} some protein\n{sequence}\n" for i, sequence in enumerate(sequences)]
-    text = "".join(records).encode()
+def write_fasta(path, proteins):
+    text = "".join(f">some protein\n{protein}\n" for protein in proteins).encode()
     path.write_bytes(gzip.compress(text, 1) if path.suffix == ".gz" else text)
     return path
 
 
 def contents(folder):
     """{name of a file: its bytes} of a folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*") if path.is_file()}
 
 
-def meta_of(folder):
-    return json.loads((folder / "meta.json").read_text())
-
-
-def load(folder, name="train"):
-    """A set of a prepared folder -> (Proteins without keys, keys), by the documented layout."""
-    tokens, lengths, keys = (np.fromfile(folder / name / f"{part}.bin", kind) for part, kind in
-                             (("tokens", "u1"), ("lengths", "<u4"), ("keys", "<u8")))
-    lengths = lengths.astype(np.int64)
-    assert lengths.sum() == len(tokens) and len(keys) == len(lengths)
-    return Proteins(tokens, np.cumsum(lengths) - lengths, lengths), keys
-
-
-def texts(proteins):
-    return [decode(proteins[i]) for i in range(len(proteins))]
-
-
-def sorted_texts(folder, name="train"):
-    return sorted(texts(load(folder, name)[0]))
+def sequences(folder, name="train"):
+    """The proteins of a set of a prepared folder, in their order, by the documented layout."""
+    tokens, lengths = (np.fromfile(folder / name / f"{part}.bin", kind)
+                       for part, kind in (("tokens", "u1"), ("lengths", "<u4")))
+    return [decode(row) for row in np.split(tokens, np.cumsum(lengths)[:-1])]
 
 
 @pytest.fixture
@@ -92,116 +69,78 @@ def file(tmp_path):
     return write_fasta(tmp_path / "in.fasta", random_proteins(50))
 
 
-def set_sizes(monkeypatch, *sizes):
-    for name, size in zip(("FLUSH_BYTES", "BUCKET_BYTES", "LARGEST_BUCKET"), sizes):
-        monkeypatch.setattr(prepare_uniref50, name, size)
-
-
-def raises(error):
-    def fail(*_):
-        raise error
-    return fail
-
-
-# ---- what the folder holds ----
-
-@pytest.mark.parametrize("sizes", [(), (20_000, 12_000)])
-def test_the_folder_holds_what_read_sequences_reads(tmp_path, out, shared, monkeypatch, sizes):
-    set_sizes(monkeypatch, *sizes)
+def test_the_folder_holds_what_read_sequences_reads(tmp_path, out, shared):
     file = shared / "data" / "proteins.fasta.gz"
     assert prepare(out, file, val_fraction=0.05) == 0
     proteins, report = read_sequences(file)
-    meta = meta_of(out)
-    train, val = split_by_hash(proteins, 0.05)
-    for name, indices in (("train", train), ("val", val)):
-        found, keys = load(out, name)
-        expected = proteins.subset(indices)
-        assert texts(found) == texts(expected)                  # in the same order, too
-        assert (keys == expected.keys).all() and (keys == found.keys).all()
-        entry = meta["sets"][name]
+    meta = json.loads((out / "meta.json").read_text())
+    for name, indices in zip(("train", "val"), split_by_hash(proteins, 0.05)):
+        expected, entry, files = proteins.subset(indices), meta["sets"][name], contents(out / name)
+        assert sequences(out, name) == [decode(expected[i]) for i in range(len(expected))]
+        assert files["keys.bin"] == expected.keys.astype("<u8").tobytes()
         assert (entry["proteins"], entry["residues"]) == (len(expected), expected.lengths.sum())
-        assert entry["letter_counts"] == expected.letter_counts().tolist()
-        histogram = np.stack(np.unique(expected.lengths, return_counts=True), axis=1)
-        assert entry["length_histogram"] == histogram.tolist()
-        for part, about in entry["files"].items():
-            data = (out / name / part).read_bytes()
-            checksum = hashlib.blake2b(data, digest_size=16).hexdigest()
-            assert about == {"bytes": len(data), "blake2b": checksum}
-        digest = hashlib.blake2b(keys.tobytes(), digest_size=8).hexdigest()
-        assert entry["keys_hash"] == digest
-    assert meta["report"] == vars(report)
-    expected = {"format": "prepared proteins", "version": 1, "letters": AMINO_ACIDS + "X",
-                "seed": 0, "val_fraction": 0.05, "min_length": 1,
-                "source": ["proteins.fasta.gz"], "release": None}
-    assert {key: meta[key] for key in expected} == expected
+        assert entry["files"] == {part: {"bytes": len(data), "blake2b": hashlib.blake2b(
+            data, digest_size=16).hexdigest()} for part, data in files.items()}
+    assert meta["report"] == vars(report) and meta["letters"] == AMINO_ACIDS + "X"
+    assert (meta["source"], meta["release"]) == (["proteins.fasta.gz"], None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]  # nothing is left beside it
 
 
 def test_the_order_of_records_files_and_pieces_does_not_matter(tmp_path, monkeypatch):
-    sequences = random_proteins(600)
-    whole = write_fasta(tmp_path / "whole.fasta", sequences)
-    random.Random(0).shuffle(sequences)
-    again = sequences[:100] + sequences                 # 100 duplicates, across files and pieces
-    parts = [write_fasta(tmp_path / "a.fa.gz", again[:300]),
-             write_fasta(tmp_path / "b.fasta", again[300:])]
-    prepare(tmp_path / "one", whole, val_fraction=0.1)
-    for size in (5_000, 40_000):
-        set_sizes(monkeypatch, size, size)
-        for files in (parts, parts[::-1]):
-            out = tmp_path / f"out{size}{files[0].name}"
-            prepare(out, *files, val_fraction=0.1)
-            one, other = contents(tmp_path / "one"), contents(out)
-            metas = [json.loads(files.pop("meta.json")) for files in (one, other)]
-            assert one == other and metas[0]["sets"] == metas[1]["sets"]
-            assert [meta["report"].pop("n_duplicates") for meta in metas] == [0, 100]
-            assert metas[0]["report"] == metas[1]["report"]
-            assert metas[1]["source"] == ["a.fa.gz", "b.fasta"]
+    proteins, found = random_proteins(600), []
+    whole = write_fasta(tmp_path / "whole.fasta", proteins)
+    parts = [write_fasta(tmp_path / "a.fa.gz", proteins[200:]),      # 100 duplicates
+             write_fasta(tmp_path / "b.fasta", proteins[299::-1])]
+    for files in ([whole], parts, parts[::-1]):
+        out = tmp_path / str(len(found))
+        prepare(out, *files, val_fraction=0.1)
+        for name in ("FLUSH_BYTES", "BUCKET_BYTES"):     # small ones for the next
+            monkeypatch.setattr(prepare_uniref50, name, 9_000)
+        found.append(contents(out))
+    metas = [json.loads(files.pop("meta.json")) for files in found]
+    assert found[0] == found[1] == found[2] and metas[1] == metas[2]
+    assert metas[1].pop("source") == ["a.fa.gz", "b.fasta"]
+    assert [meta["report"].pop("n_duplicates") for meta in metas[:2]] == [0, 100]
+    assert all(metas[0][key] == metas[1][key] for key in ("sets", "report"))
 
 
 def test_the_seed_changes_the_order_and_not_the_sides(tmp_path):
     file = write_fasta(tmp_path / "in.fasta", random_proteins(300))
-    folders = {seed: tmp_path / str(seed) for seed in (0, 1)}
-    for seed, folder in folders.items():
-        prepare(folder, file, seed=seed, val_fraction=0.2)
-        assert (np.diff(order_words(load(folder)[1], seed).astype(float)) > 0).all()
+    for seed in (0, 1):
+        prepare(tmp_path / str(seed), file, seed=seed, val_fraction=0.2)
+        keys = np.fromfile(tmp_path / str(seed) / "train" / "keys.bin", "<u8")
+        assert (np.diff(order_words(keys, seed).astype(float)) > 0).all()
     for name in ("train", "val"):
-        first, second = (texts(load(folder, name)[0]) for folder in folders.values())
+        first, second = (sequences(tmp_path / seed, name) for seed in "01")
         assert first != second and sorted(first) == sorted(second)
 
 
-def test_text_and_pt_files_are_taken_together_with_fasta(tmp_path, out):
-    sequences = random_proteins(60)
-    write_fasta(tmp_path / "a.fasta", sequences[:20])
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress("\r\n".join(sequences[20:40]).encode()))
-    torch.save([{"protein_seq": sequence} for sequence in sequences[40:]], tmp_path / "C.PT")
-    prepare(out, *(tmp_path / name for name in ("a.fasta", "b.txt.gz", "C.PT")))
-    assert sorted_texts(out) == sorted(sequences)
+def test_text_and_pt_files_are_taken_together_with_fasta(tmp_path, out, file):
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"MKVA\r\nMKVC"))
+    torch.save([{"protein_seq": "MKVD"}], tmp_path / "C.PT")
+    prepare(out, file, tmp_path / "b.txt.gz", tmp_path / "C.PT")
+    assert sorted(sequences(out)) == sorted([*random_proteins(50), "MKVA", "MKVC", "MKVD"])
 
 
 @pytest.mark.parametrize("wanted", [7, 40, 41, 1000])
 def test_max_sequences_takes_the_first_records_of_all_files(tmp_path, out, wanted):
-    sequences = random_proteins(60)
-    sequences[3] = ""                                           # an empty record counts as one
-    files = [write_fasta(tmp_path / "a.fasta", sequences[:40]),
-             write_fasta(tmp_path / "b.fasta.gz", sequences[40:])]
-    assert prepare(out, *files, max_sequences=wanted) == 0
-    expected = [sequence for sequence in sequences[:wanted] if sequence]
-    assert sorted_texts(out) == sorted(expected) and meta_of(out)["max_sequences"] == wanted
+    proteins = random_proteins(60)
+    proteins[3] = ""                                           # an empty record counts as one
+    files = [write_fasta(tmp_path / "a.fasta", proteins[:40]),
+             write_fasta(tmp_path / "b.fasta.gz", proteins[40:])]
+    for _ in ("made", "finished already"):
+        assert prepare(out, *files, max_sequences=wanted) == 0
+    assert sorted(sequences(out)) == sorted(filter(None, proteins[:wanted]))
 
-
-# ---- refusals ----
 
 @pytest.mark.parametrize("content, name, says", [
-    (">a\nMKV\n>b\nMK-V\n", "in.fasta", "line 4, column 3"), ("", "in.fasta", "is empty (0 bytes)"),
-    (">a\nXX\n", "in.fasta", "no protein is left of 1 records"),
-    (None, "none.fasta", "does not exist")])
+    (">a\nMKV\n>b\nMK-V\n", "in.fasta", "line 4, column 3"), (None, "none.fasta", "does not exist"),
+    (">a\nXX\n", "in.fasta", "no protein is left of 1 records")])
 def test_a_bad_file_is_refused_by_name_and_leaves_no_folder(
-        tmp_path, out, file, capsys, content, name, says):
-    path = tmp_path / "bad" / name
-    path.parent.mkdir()
+        tmp_path, out, capsys, content, name, says):
     if content is not None:
-        path.write_text(content)
-    message = refusal(capsys, out, *([path] if "left" in says else [file, path]))
+        (tmp_path / name).write_text(content)
+    message = refusal(capsys, out, tmp_path / name)
     assert says in message and name in message
     assert not out.exists() and not (tmp_path / "out.partial").exists()
 
@@ -217,10 +156,10 @@ def test_settings_that_cannot_be_or_leave_a_set_empty_are_refused(out, file, cap
 
 def test_too_little_free_disk_is_refused_with_numbers_beforehand(
         tmp_path, out, capsys, monkeypatch):
-    sequences = random_proteins(20_000)
-    file = write_fasta(tmp_path / "in.fasta.gz", sequences)
+    proteins = random_proteins(20_000)
+    file = write_fasta(tmp_path / "in.fasta.gz", proteins)
     # without the padding of proteins to words
-    need = 2 * prepare_uniref50.BUCKET_BYTES + sum(len(sequence) + 12 for sequence in sequences)
+    need = 2 * prepare_uniref50.BUCKET_BYTES + sum(len(protein) + 12 for protein in proteins)
     space = SimpleNamespace(free=need)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: space)
     assert f"{need / 1e9:,.3f} GB free; expected about 0." in refusal(capsys, out, file)
@@ -233,17 +172,13 @@ def test_a_finished_folder_is_left_alone_and_one_of_other_settings_refused(
     assert prepare(out, file) == 0
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     assert prepare(out, file) == 0 and "finished already" in capsys.readouterr().out
-    assert "seed is 0 there and 1 here" in refusal(capsys, out, file, seed=1)
-    other = write_fasta(tmp_path / "other.fasta", random_proteins(50))
-    assert "source is ['in.fasta'] there and ['other.fasta'] here" in refusal(capsys, out, other)
-    text = file.read_text()
-    file.write_text(text + ">more\nMKV\n")
-    assert "source_bytes is" in refusal(capsys, out, file)
-    file.write_text(text[:-2] + ("A" if text[-2] != "A" else "C") + "\n")       # of the same size
-    assert "source_digest is" in refusal(capsys, out, file)
+    other = write_fasta(tmp_path / "other.fasta", ["MKV"])
+    message = refusal(capsys, out, other, seed=1)
+    for words in ("seed is 0 there and 1 here", "source_bytes is", "source_digest is",
+                  "source is ['in.fasta'] there and ['other.fasta'] here"):
+        assert words in message
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.fasta", "other.fasta", "out"]
-    file.write_text(text)
+    assert {*tmp_path.iterdir()} == {file, other, out}
     (out / "train" / "keys.bin").unlink()
     assert "train/keys.bin is missing" in refusal(capsys, out, file)
 
@@ -252,39 +187,34 @@ def test_anything_else_of_the_name_of_the_folder_is_refused_and_untouched(tmp_pa
     (tmp_path / "text").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "meta.json").write_text("[]")
+    before = contents(tmp_path)
     for name in ("text", "folder"):
         message = refusal(capsys, tmp_path / name, file)
         assert f"{name} exists, and is no prepared folder" in message
-    assert (tmp_path / "text").read_text() == "mine"
-    assert (tmp_path / "folder" / "meta.json").read_text() == "[]"
+    assert contents(tmp_path) == before
 
 
 def test_two_at_once_on_one_folder_are_refused_and_the_first_goes_on(
         out, file, capsys, monkeypatch):
-    collect, messages = prepare_uniref50.collect, []
+    collect = prepare_uniref50.collect
 
     def with_another(*arguments):
-        messages.append(refusal(capsys, out, file))
+        assert "another process is making" in refusal(capsys, out, file)
         return collect(*arguments)
     monkeypatch.setattr(prepare_uniref50, "collect", with_another)
-    assert prepare(out, file) == 0
-    assert "another process is making" in messages[0] and len(load(out)[0]) == 50
+    assert prepare(out, file) == 0 and len(sequences(out)) == 50
 
 
 def test_a_disk_without_locks_is_named_and_used(out, file, capsys, monkeypatch):
     no_locks = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))       # Lustre mounted without flock
-    monkeypatch.setattr(prepare_uniref50.fcntl, "flock", raises(no_locks))
-    assert prepare(out, file) == 0 and len(load(out)[0]) == 50
+    monkeypatch.setattr(prepare_uniref50.fcntl, "flock", mock.Mock(side_effect=no_locks))
+    assert prepare(out, file) == 0 and len(sequences(out)) == 50
     assert f"{out.parent}: this disk has no locks" in capsys.readouterr().err
 
 
-# ---- kills ----
-
 def killed_at(moment, *arguments):
-    """Exit code of prepare() in a forked process that is killed at its moment-th step.
-
-    A step is opening, making, renaming or removing a file.
-    """
+    """Exit code of prepare() in a forked process that is killed at its moment-th step: opening,
+    making, renaming or removing a file."""
     pid = os.fork()
     if pid == 0:
         lock, count = threading.Lock(), 0
@@ -319,23 +249,20 @@ def test_a_kill_at_any_step_leaves_no_folder_or_a_whole_one(tmp_path, out):
     assert 30 < n_kills < 200 and n_whole > 1
 
 
-# ---- memory ----
-
 def test_memory_is_bounded_whatever_the_size_of_the_source(tmp_path):
-    rng, peaks = np.random.default_rng(0), []
+    rng, peaks, path = np.random.default_rng(0), [], tmp_path / "in.fasta"
     letters = np.frombuffer(AMINO_ACIDS.encode(), np.uint8)
-    path = tmp_path / "in.fasta"
+    script = ("import resource, sys, prepare_uniref50 as p; "
+              "p.FLUSH_BYTES, p.BUCKET_BYTES = 8 << 20, 6 << 20; "
+              "code = p.main(sys.argv[1:]); "
+              "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)")
+    # By way of a shell that forks: a child of this process would begin with our own peak.
+    command = ["sh", "-c", '"$@"; exit $?', "-", sys.executable, "-c", script]
     for n in (60_000, 120_000):                                 # 18 and 36 MB
         rows = np.full((n, 302), ord("\n"), np.uint8)
         rows[:, 0] = ord(">")
         rows[:, 2:301] = letters[rng.integers(0, 20, (n, 299), np.uint8)]
         path.write_bytes(rows.tobytes())
-        script = ("import resource, sys, prepare_uniref50 as p; "
-                  "p.FLUSH_BYTES, p.BUCKET_BYTES = 8 << 20, 6 << 20; "
-                  "code = p.main(sys.argv[1:]); "
-                  "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)")
-        # By way of a shell that forks: a child of this process would begin with our own peak.
-        command = ["sh", "-c", '"$@"; exit $?', "-", sys.executable, "-c", script]
         done = subprocess.run([*command, tmp_path / str(n), "--fasta", path], cwd=ROOT,
                               capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout.splitlines()[-1]) * 1024)

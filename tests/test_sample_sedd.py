@@ -3,13 +3,12 @@
 import math
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from launchers import fork_ranks
+from launchers import ROOT, fork_ranks
 from report_sequences import (compare, difference, divergence, longest_repeat, low_complexity,
                               measure)
 from sample_sedd import (cli, denoise, reshape_choice, residue_scores, sample_sequences,
@@ -18,10 +17,9 @@ from sedd_cases import TrueScores
 from sedd_diffusion import make_graph, make_noise
 from sedd_files import Sedd, export_sedd, load_sedd, model_of
 from sedd_model import EMA, load_official
-from sequence_data import AMINO_ACIDS, N_TOKENS, encode, named_sequences
-from training import one_thread  # noqa: F401 (a fixture for all)
+from sequence_data import AMINO_ACIDS, N_TOKENS, encode
+from training import equal, one_thread  # noqa: F401 (a fixture for all)
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "parameterization": "sedd",
          "dropout": 0.1, "init_logits": 3.0}
 NOISE = {"type": "loglinear", "eps": 1e-3, "sigma_min": 1e-4, "sigma_max": 20.0}
@@ -30,11 +28,11 @@ LENGTHS = {7: 3, 20: 5, 31: 2}   # of the training proteins
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A file as train_sedd_ddp.py writes it, of random weights; the averages are others."""
     return write_checkpoint(tmp_path_factory.mktemp("model") / "best.pt")
 
 
 def write_checkpoint(path, graph="absorb", **more):
+    """A file as train_sedd_ddp.py writes it, of random weights; the averages are others."""
     torch.manual_seed(0)
     model = model_of(SIZES, make_graph(graph, N_TOKENS))
     for p in model.parameters():
@@ -42,12 +40,12 @@ def write_checkpoint(path, graph="absorb", **more):
     average = EMA(model.parameters())
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
-    counts = [LENGTHS.get(n, 0) for n in range(32)]
     torch.save({"model": model.state_dict(), "ema": average.state_dict(), "step": 12,
                 "best": {"step": 10, "score": 2.5}, "data": {"n": 10, "hash": "x"},
                 "config": {"model": SIZES, "graph": {"type": graph}, "noise": NOISE,
                            "data": {"max_length": 40}},
-                "letters": [100 + i for i in range(21)], "lengths": counts, **more}, path)
+                "letters": [*range(100, 121)], "lengths": [LENGTHS.get(n, 0) for n in range(32)],
+                **more}, path)
     return path
 
 
@@ -57,11 +55,9 @@ def refused(capsys, *arguments):
         cli([*map(str, arguments)])
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == "" and err.count("error: ") == 1, err
-    assert "Traceback" not in err
     return err
 
 
-# ------------------------------------------------------------------ sampling
 @pytest.mark.parametrize("graph, how", [
     ("absorb", {}), ("absorb", {"predictor": "euler"}),
     ("absorb", {"temperature": 0.3, "top_p": 0.8}), ("uniform", {})])
@@ -78,34 +74,29 @@ def test_given_letters_stay_and_neither_mask_nor_x_is_drawn(tmp_path, graph, how
 
 
 def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():
-    templates = scaffold_templates("mkt[2-4]GSH[3]W[0-1]", 60, seed=1)
-    for text in templates:
-        assert re.fullmatch("MKT_{2,4}GSH___W_?", text)
-    assert {len(re.findall("_+", text)[0]) for text in templates} == {2, 3, 4}
+    found = [re.fullmatch("MKT(_{2,4})GSH___W_?", text)[1]
+             for text in scaffold_templates("mkt[2-4]GSH[3]W[0-1]", 60, seed=1)]
+    assert set(found) == {"__", "___", "____"}
     with pytest.raises(ValueError, match=r"expected letters and lengths in brackets"):
         scaffold_templates("MKT(4)", 1, 0)
 
 
 def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path):
-    drawing = ["--number", "9", "--steps", "4", "--tokens", "60", "--out"]
-    scoring = ["--score", str(tmp_path / "1.fasta"), "--tokens", "60", "--out"]
-    cli([str(checkpoint), *drawing, str(tmp_path / "1.fasta")])
-    cli([str(checkpoint), *scoring, str(tmp_path / "1.tsv")])
-    for ranks, words, name in ((2, drawing, "2.fasta"), (4, drawing, "4.fasta"),
-                               (2, scoring, "2.tsv")):
-        done = fork_ranks(ranks, [ROOT / "sample_sedd.py", checkpoint, *words, name], tmp_path)
+    texts, words = {}, {"fasta": ["--number", "9", "--steps", "4"], "tsv": ["--score", "1.fasta"]}
+    for ranks, kind in ((1, "fasta"), (2, "fasta"), (4, "fasta"), (1, "tsv"), (2, "tsv")):
+        out = tmp_path / f"{ranks}.{kind}"
+        done = fork_ranks(ranks, [ROOT / "sample_sedd.py", checkpoint, "--tokens", "60",
+                                  *words[kind], "--out", out], tmp_path)
         assert done.returncode == 0, done.text
-        one = tmp_path / f"1{Path(name).suffix}"
-        assert (tmp_path / name).read_text() == one.read_text(), name
-    assert (tmp_path / "1.fasta").read_text().count(">") == 9
+        assert out.read_text() == texts.setdefault(kind, out.read_text())
+    assert texts["fasta"].count(">") == 9
 
 
 def test_lengths_are_those_of_the_training_proteins_or_as_asked(checkpoint, tmp_path, capsys):
-    cli([str(checkpoint), "--number", "40", "--steps", "1", "--out", str(tmp_path / "a.fasta")])
-    drawn = [len(text) for _, text in named_sequences(tmp_path / "a.fasta")]
-    assert set(drawn) == set(LENGTHS)
-    cli([str(checkpoint), "--number", "9", "--steps", "1", "--length", "5-6"])
-    assert set(re.findall(r"length=(\d+)", capsys.readouterr().out)) == {"5", "6"}
+    for words, expected in (["--number", "40"], {"7", "20", "31"}), (
+            ["--number", "9", "--length", "5-6"], {"5", "6"}):
+        cli([str(checkpoint), "--steps", "1", *words])
+        assert set(re.findall(r"length=(\d+)", capsys.readouterr().out)) == expected
     bare = write_checkpoint(tmp_path / "bare.pt", lengths=None)
     assert "does not tell the lengths" in refused(capsys, bare, "--number", "2")
 
@@ -114,24 +105,20 @@ def test_temperature_and_top_p_shape_the_letters_and_not_the_speed():
     torch.manual_seed(0)
     log_score, mask = torch.randn(2, 5, 22, dtype=torch.float64), 21
     xt = torch.tensor([[21, 3, 21, 21, 20]] * 2)
-    letters, masked = log_score[..., :20], xt == mask
-    for temperature, top_p in ((0.5, 1.0), (2.0, 1.0), (1.0, 0.7), (0.7, 0.4)):
+    masked = xt == mask
+    for temperature, top_p in ((2.0, 1.0), (1.0, 0.7), (0.7, 0.4)):
         shaped = reshape_choice(log_score, xt, mask, temperature, top_p)
         assert torch.equal(shaped[~masked], log_score[~masked])
-        assert torch.equal(shaped[..., mask], log_score[..., mask])
-        new = shaped[..., :20].exp()
-        assert torch.allclose(new.sum(-1)[masked], letters.exp().sum(-1)[masked])
-        q = letters.exp() ** (1 / temperature)
-        q = q / q.sum(-1, keepdim=True)
-        for row, before in zip((new / new.sum(-1, keepdim=True))[masked], q[masked]):
-            kept = row > 0
-            assert torch.allclose(row[kept], before[kept] / before[kept].sum())
-            least = before[kept].min()
-            assert before[kept].sum() >= top_p - 1e-12 and (before[~kept] <= least).all()
-            assert before[kept].sum() - least < top_p
+        for old, new in zip(log_score[masked].exp(), shaped[masked].exp()):
+            q = torch.softmax(old[:20].log() / temperature, -1)
+            best = q.argsort(descending=True)
+            best = best[:int((q[best].cumsum(-1) < top_p).sum()) + 1]
+            expected = torch.zeros_like(old)
+            expected[best] = q[best] / q[best].sum() * old[:20].sum()
+            expected[mask] = old[mask]
+            assert torch.allclose(new, expected)
 
 
-# ------------------------------------------------------------------ scoring
 LETTERS = np.append(np.arange(20, 0, -1), 7) * 1e6    # of the training data; X has no part
 
 
@@ -153,34 +140,25 @@ def test_the_score_of_an_exact_model_is_the_exact_likelihood_within_its_error():
     assert (np.abs(scores.bound - exact) < 2 * scores.error).mean() > 0.8   # each one's, too
 
 
-def test_a_score_does_not_depend_on_the_other_sequences(checkpoint):
-    sedd, rows = load_sedd(checkpoint), ["MKTAYIAK", "GSHHWACDEFGHIKL", "WWWWWWWWWW"]
-    together = score_sequences(sedd, rows, samples=3)
-    for i, row in enumerate(rows):
-        alone = score_sequences(sedd, [row], samples=3)
-        assert alone.bound[0] == pytest.approx(together.bound[i], rel=1e-5)
-
-
-def test_longer_sequences_are_refused_or_scored_in_parts(checkpoint):
+def test_a_score_does_not_depend_on_the_others_and_long_sequences_are_refused_or_scored_in_parts(
+        checkpoint):
     sedd, row = load_sedd(checkpoint), "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"
     with pytest.raises(ValueError, match="56 residues, but the model was trained on at most 40"):
         score_sequences(sedd, [row])
-    whole = score_sequences(sedd, [row], samples=4, window=True)
-    parts = score_sequences(sedd, [row[:28], row[28:]], samples=4)
-    assert whole.bound[0] == pytest.approx(parts.bound.sum())
-    assert whole.error[0] == pytest.approx(math.hypot(*parts.error))
+    whole = score_sequences(sedd, [row, "MKTAYIAK"], samples=4, window=True)
+    parts = [score_sequences(sedd, [part], samples=4) for part in (row[:28], row[28:], "MKTAYIAK")]
+    one, two, other = (part.bound[0] for part in parts)
+    assert whole.bound == pytest.approx([one + two, other], rel=1e-5)
+    assert whole.error[0] == pytest.approx(math.hypot(*(part.error[0] for part in parts[:2])))
 
 
 def test_each_position_is_scored_given_all_others_and_variants_by_it():
     p = np.arange(1, 21) / 210
     sedd, text = exact_model(p), "ACDEXWY"
-    scores = residue_scores(sedd, text)
-    known = [a != "X" for a in text]
-    expected = [-math.log(p[AMINO_ACIDS.index(a)]) for a in text if a != "X"]
-    assert scores[known] == pytest.approx(expected, abs=1e-5) and np.isnan(scores[4])
+    expected = -np.log(np.append(p, math.nan))[encode(text)]
+    assert residue_scores(sedd, text) == pytest.approx(expected, abs=1e-5, nan_ok=True)
     ratios = variant_scores(sedd, text, [[(0, 19)], [(0, 19), (1, 18)]])
-    first = math.log(p[19] / p[0])
-    assert ratios == pytest.approx([first, first + math.log(p[18] / p[1])], abs=1e-4)
+    assert np.exp(ratios) == pytest.approx([20 / 1, 20 / 1 * 19 / 2], rel=1e-4)
 
 
 def test_a_masked_position_sees_the_rest_of_its_sequence(checkpoint):
@@ -197,9 +175,9 @@ def test_a_masked_position_sees_the_rest_of_its_sequence(checkpoint):
 
 
 def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
-    fasta = tmp_path / "p.fasta"
-    fasta.write_text(">one first\nMKTAYI\nAKQ*\n>two\nACDXEFG\n")
-    cli([str(checkpoint), "--score", str(fasta)])
+    (tmp_path / "p.fasta").write_text(">one first\nMKTAYI\nAKQ*\n>two\nACDXEFG\n")
+    words = [str(checkpoint), "--score", str(tmp_path / "p.fasta")]
+    cli(words)
     out, err = capsys.readouterr()
     head, one, two = (line.split("\t") for line in out.splitlines())
     assert one[:2] == ["one first", "9"] and two[1] == "7"
@@ -208,7 +186,7 @@ def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
     said = re.search(r"15 residues: bound (\S+) nats .*error (\S+)\), perplexity (\S+) ", err)
     expected = [nats.sum() / 15, math.hypot(*errors) / 15, math.exp(nats.sum() / 15)]
     assert list(map(float, said.groups())) == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    cli([str(checkpoint), "--score", str(fasta), "--each_position"])
+    cli([*words, "--each_position"])
     assert len(capsys.readouterr().out.splitlines()) == 1 + 9 + 7
 
 
@@ -217,45 +195,34 @@ def test_variants_are_ranked_and_those_of_another_sequence_refused(checkpoint, t
     (tmp_path / "v.txt").write_bytes("\ufeffM1A  # \xfc\n\nk2w, Q9A,\nT3G\n".encode())
     words = [str(checkpoint), "--score", str(tmp_path / "wild.fasta"), "--mutations"]
     cli([*words, str(tmp_path / "v.txt")])
-    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()][1:]
-    assert {row[1] for row in rows} == {"M1A", "K2W,Q9A", "T3G"}
-    assert [float(row[2]) for row in rows] == sorted((float(row[2]) for row in rows), reverse=True)
-    (tmp_path / "bad.txt").write_text("M1A\nA2W\n")
-    assert "line 2: found A2W; the sequence has K there" in refused(capsys, *words,
-                                                                    tmp_path / "bad.txt")
+    _, names, scores = zip(*(line.split("\t") for line in capsys.readouterr().out.splitlines()))
+    assert {*names[1:]} == {"M1A", "K2W,Q9A", "T3G"}
+    assert [*scores[1:]] == sorted(scores[1:], key=float, reverse=True)
+    (tmp_path / "v.txt").write_text("M1A\nA2W\n")
+    found = refused(capsys, *words, tmp_path / "v.txt")
+    assert "line 2: found A2W; the sequence has K there" in found
 
 
-# ------------------------------------------------------------------ files
-def test_averaged_weights_are_used_unless_not_wanted(checkpoint):
-    state = torch.load(checkpoint, weights_only=True)
-    averaged, live = load_sedd(checkpoint), load_sedd(checkpoint, ema=False)
-    for average, p in zip(state["ema"]["shadow_params"], averaged.model.parameters()):
-        assert torch.equal(average, p)
-    for name, p in live.model.named_parameters():
-        assert torch.equal(state["model"][name], p)
-    assert averaged.max_length == 40 and averaged.lengths[20] == 5 and averaged.letters[1] == 101
+def test_without_averages_the_weights_as_saved_are_used(checkpoint):
+    sedd = load_sedd(checkpoint, ema=False)
+    assert equal(torch.load(checkpoint, weights_only=True)["model"], sedd.model.state_dict())
+    assert sedd.max_length == 40 and sedd.lengths[20] == 5 and sedd.letters[1] == 101
 
 
 @pytest.mark.parametrize("graph", ["absorb", "uniform"])
-def test_an_export_reads_back_to_the_last_bit(tmp_path, capsys, graph, extras):
+def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
     pytest.importorskip("safetensors")
     sedd = load_sedd(write_checkpoint(tmp_path / "best.pt", graph))
     for name in ("folder", "published.pth"):
         export_sedd(sedd, tmp_path / name)
-        again = load_sedd(tmp_path / name)
-        assert again.model.state_dict().keys() == sedd.model.state_dict().keys()
-        for key, value in sedd.model.state_dict().items():
-            assert torch.equal(value, again.model.state_dict()[key]), key
-        assert type(again.graph) is type(sedd.graph)
+        again, times = load_sedd(tmp_path / name), torch.tensor([0.1, 0.5, 1.0])
+        assert equal(sedd.model.state_dict(), again.model.state_dict())
         assert (again.config, again.max_length) == (sedd.config, 40)
         assert (again.letters == sedd.letters).all() and (again.lengths == sedd.lengths).all()
-        times = torch.tensor([0.1, 0.5, 1.0])
         assert torch.equal(again.noise(times)[0], sedd.noise(times)[0])
         with pytest.raises(FileExistsError):
             export_sedd(sedd, tmp_path / name)
     assert load_sedd(tmp_path / "folder").about == sedd.about
-    assert "would overwrite" in refused(capsys, tmp_path / "folder", "--length", 5, "--out",
-                                        tmp_path / "folder" / "config.json")
     official = torch.load(tmp_path / "published.pth", weights_only=True)
     assert load_official(sedd.model, official) == "ema"
 
@@ -288,22 +255,22 @@ def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_writte
     assert not list(tmp_path.iterdir())
 
 
-def test_a_result_replaces_neither_a_device_nor_the_checkpoint(checkpoint, tmp_path, capsys):
-    former = checkpoint.read_bytes()
-    assert "would overwrite" in refused(capsys, checkpoint, "--length", 5, "--out", checkpoint)
-    assert checkpoint.read_bytes() == former
+def test_a_result_replaces_neither_a_device_nor_the_model(checkpoint, tmp_path, capsys):
+    (tmp_path / "config.json").touch()      # of an exported folder
+    for model, out in ((checkpoint, checkpoint), (tmp_path, tmp_path / "config.json")):
+        assert "would overwrite" in refused(capsys, model, "--length", 5, "--out", out)
     os.mkfifo(tmp_path / "pipe")
     assert "is a folder or a device" in refused(capsys, checkpoint, "--out", tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
 
 
 def test_what_is_no_model_is_refused(checkpoint, tmp_path, capsys, extras):
-    (tmp_path / "text.pt").write_text("hello")
+    torch.save({"model": print}, tmp_path / "code.pt")
     spoilt = torch.load(write_checkpoint(tmp_path / "nan.pt"), weights_only=True)
     spoilt["ema"]["shadow_params"][3][:] = math.nan
     torch.save(spoilt, tmp_path / "nan.pt")
     torch.save({"model": {"a": torch.zeros(1)}}, tmp_path / "other.pt")
-    for name, expected in (("text.pt", "cannot read"), ("other.pt", "holds no SEDD model"),
+    for name, expected in (("code.pt", "cannot read"), ("other.pt", "holds no SEDD model"),
                            ("nan.pt", "nan or infinite numbers, first"),
                            ("absent.pt", "No such file"), ("", "give checkpoints/best.pt")):
         assert expected in refused(capsys, tmp_path / name)
@@ -314,15 +281,13 @@ def test_what_is_no_model_is_refused(checkpoint, tmp_path, capsys, extras):
     assert "cannot read" in refused(capsys, tmp_path / "folder")
 
 
-# ------------------------------------------------------------------ report
 def test_the_report_of_known_sequences():
     assert low_complexity("A" * 30) == 1 and low_complexity("ACDEFGHIKLMNPQRSTVWY") == 0
     assert longest_repeat("ACDEFGHIKL") == 0 and longest_repeat("WWWW") == 3
     assert longest_repeat("MKTAYGMKTAYH") == 5
     rows = ["MKTAYIAKQRQISFVKSHFSRQ", "GGGGGGAAAAAWWWWWCDEFGH"]
-    figures = measure(rows)
-    assert divergence(figures.residues, figures.residues) == 0
-    assert figures.residues.sum() == pytest.approx(1) and (figures.lengths == 22).all()
+    shares = measure(rows).residues
+    assert shares.sum() == pytest.approx(1) and divergence(shares, shares) == 0
     new, identity, by_chance, nearest = compare(
         [rows[0], "MKTAYIAKQRWWWWWWWWWWWW", "CCCCCCCCC"], rows)
     assert nearest.tolist()[:2] == [0, 0] and nearest[2] == -1 and np.isnan(identity[2])

@@ -1,7 +1,4 @@
-"""tutorial.ipynb: is it committed clean, and does it show what its text says?
-
-Its commands are also checked, without being run, by tests/test_jobs.py.
-"""
+"""tutorial.ipynb: is it committed clean, and does it show what its text says?"""
 
 import json
 import os
@@ -15,33 +12,34 @@ import pytest
 from launchers import ROOT, clean_environment
 
 
+def code_cells(path):
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
 def test_the_notebook_is_committed_without_outputs():
-    cells = json.loads((ROOT / "tutorial.ipynb").read_text())["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"]] == []
+    assert [cell["id"] for cell in code_cells(ROOT / "tutorial.ipynb")
+            if cell["outputs"] or cell["execution_count"]] == []
 
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_its_loop_and_script_have_the_same_losses_on_one_and_two_ranks(
         tmp_path):
-    """In a copy of what it needs. A cell that fails ends it."""
     execute = ROOT / ".venv" / "extras" / "bin" / "jupyter-execute"
     if not execute.exists():
         pytest.skip("no .venv/extras with nbclient, ipykernel and matplotlib: see jobs/test.sh")
     for path in [*ROOT.glob("*.py"), ROOT / "tutorial.ipynb"]:
         shutil.copy(path, tmp_path)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    private = {name: str(tmp_path / name)
-               for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
-    private["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"   # has torchrun
+    env = {name: tmp_path / name
+           for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
+    env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"   # has torchrun
     done = subprocess.run([execute, "--timeout=600", "--output=executed", "tutorial.ipynb"],
-                          cwd=tmp_path, env=clean_environment(env=private), text=True,
+                          cwd=tmp_path, env=clean_environment(env=env), text=True,
                           capture_output=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr      # a cell that fails ends it
     printed = {cell["id"]: "".join("".join(output["text"]) for output in cell["outputs"]
                                    if output.get("name") == "stdout")
-               for cell in json.loads((tmp_path / "executed.ipynb").read_text())["cells"]
-               if cell["cell_type"] == "code"}
+               for cell in code_cells(tmp_path / "executed.ipynb")}
     assert "Initialized DDP: 2 rank(s)" in printed["two"]
     rows = [[float(number) for number in re.findall(r"\d+\.\d+", line)]
             for line in printed["equal"].splitlines()]
