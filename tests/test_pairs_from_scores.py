@@ -5,9 +5,18 @@ import json
 import pytest
 
 from pairs_from_scores import main, make_pairs
+from sequence_data import decode
 from structure_data import read_pairs
+from test_structure_data import Atoms
 
 TABLE = "pdb,sequence,score,chain\n"
+
+
+def run(folder, text, *options, name="p.json"):
+    """Exit code for this table, beside which lies a structure x.pdb."""
+    (folder / "x.pdb").write_text("")
+    (folder / "t.csv").write_text(text)
+    return main([str(folder / "t.csv"), str(folder / name), *options])
 
 
 def test_the_best_meet_the_worst_by_the_margin_and_up_to_the_cap():
@@ -20,58 +29,44 @@ def test_the_best_meet_the_worst_by_the_margin_and_up_to_the_cap():
     assert make_pairs({"AAA": [1.0], "CCC": [1.0]}, 0, None) == []    # neither is better
 
 
-def test_the_pairs_are_those_that_training_reads(shared, tmp_path, capsys):
-    entry = json.loads((shared / "data" / "pairs_monomer.json").read_text())[0]
-    structure = shared / "data" / entry["pdb_file"]
+def test_the_pairs_are_those_that_training_reads(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "scratch" / "mine").mkdir(parents=True)
     (tmp_path / "out").symlink_to(tmp_path / "scratch" / "mine")
-    (tmp_path / "in" / structure.name).write_bytes(structure.read_bytes())
-    sequences = [entry[key] for key in ("preferred_seq", "unpreferred_seq")]
-    sequences += [text.replace("A", "G") for text in sequences]
+    (tmp_path / "in" / "s.pdb").write_text(Atoms().add("A", 1, "ALA").add("A", 2, "GLY").pdb())
     table, target = tmp_path / "in" / "designs.csv", tmp_path / "out" / "pairs.json"
-    table.write_text(TABLE + "".join(f"{structure.name},{text},{k},{entry['chain_id']}\n"
-                                     for k, text in enumerate(sequences)))
-    assert main([str(table), str(target)]) == 0
-    assert "2 pairs on 1 of 1 structure(s)" in capsys.readouterr().out
-    assert [(made["preferred_seq"], made["unpreferred_seq"]) for made in
-            json.loads(target.read_text())] == [(sequences[3], sequences[0]),
-                                                (sequences[2], sequences[1])]
-    assert [pair.weight for pair in read_pairs(target)] == [1, 1]
-    assert main([str(table), str(target), "--weights"]) == 0     # differences of 3 and 1, mean 2
-    assert [pair.weight for pair in read_pairs(target)] == [1.5, 0.5]
+    table.write_text(TABLE + "s.pdb,AC,0,A\ns.pdb,AD,1,A\ns.pdb,AE,2,A\ns.pdb,AF,3,A\n")
+    for options, weights in (([], (1, 1)), (["--weights"], (1.5, 0.5))):    # differences of 3 and 1
+        assert main([str(table), str(target), *options]) == 0
+        assert "2 pairs on 1 of 1 structure(s)" in capsys.readouterr().out
+        pairs = [(decode(p.chosen), decode(p.rejected), p.weight) for p in read_pairs(target)]
+        assert pairs == [("AF", "AC", weights[0]), ("AE", "AD", weights[1])]
 
 
 def test_the_cap_is_for_a_structure_whatever_its_chains_and_the_spelling_of_its_path(tmp_path):
-    (tmp_path / "x.pdb").write_text("")
     rows = [f"{path},{text},{score},{chain}\n" for path, chain in (
         ("x.pdb", "A"), ("x.pdb", "B"), ("./x.pdb", "A"))
             for text, score in (("AAA", 1), ("CCC", 2))]
-    (tmp_path / "t.csv").write_text(TABLE + "".join(rows))
-    for most, expected in ((1, 1), (2, 2), (9, 2)):
-        main([str(tmp_path / "t.csv"), str(tmp_path / "p.json"), "--per_structure", str(most)])
+    for most, expected in ((1, 1), (9, 2)):
+        assert run(tmp_path, TABLE + "".join(rows), "--per_structure", str(most)) == 0
         assert len(json.loads((tmp_path / "p.json").read_text())) == expected
 
 
 def test_context_chains_become_fixed_chains_and_jsonl_has_a_pair_per_line(tmp_path):
-    (tmp_path / "x.pdb").write_text("")
     rows = [f"x.pdb,{text},{score},A,{context}\n" for context in ("B C", "", "C  B")
             for text, score in (("AAA", 1), ("CCC", 2))]
-    (tmp_path / "t.csv").write_text("pdb, sequence, score, chain, context\n" + "".join(rows))
-    assert main([str(tmp_path / "t.csv"), str(tmp_path / "p.jsonl")]) == 0
+    table = "pdb, sequence, score, chain, context\n" + "".join(rows)
+    assert run(tmp_path, table, name="p.jsonl") == 0
     chains = [{key: entry[key] for key in entry if "chain" in key}
               for entry in map(json.loads, (tmp_path / "p.jsonl").read_text().splitlines())]
     assert chains == [{"design_chains": ["A"], "fixed_chains": ["B", "C"]}, {"chain_id": "A"}]
 
 
 def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
-    table, structure = tmp_path / "t.csv", tmp_path / "x.pdb"
-    table.write_text(TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n")
-    structure.write_text("")
-    for path in (table, structure):
-        former = path.read_text()
-        assert main([str(table), str(path)]) == 2 and path.read_text() == former
-        assert f"{path} is the table or a structure" in capsys.readouterr().err
+    table = TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n"
+    for name, content in (("t.csv", table), ("x.pdb", "")):
+        assert run(tmp_path, table, name=name) == 2 and (tmp_path / name).read_text() == content
+        assert f"{name} is the table or a structure" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, options, expected", [
@@ -86,9 +81,7 @@ def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", ["--margin", "5"], "lower --margin"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found more or fewer cells")])
 def test_a_wrong_table_is_refused_whole(tmp_path, capsys, text, options, expected):
-    (tmp_path / "x.pdb").write_text("")
-    (tmp_path / "t.csv").write_text(text)
-    assert main([str(tmp_path / "t.csv"), str(tmp_path / "p.json"), *options]) == 2
+    assert run(tmp_path, text, *options) == 2
     err = capsys.readouterr().err
     assert expected in err and err.count("error: ") == 1
     assert not (tmp_path / "p.json").exists()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sedd_cases import BOTH_GRAPHS, CASES, entries, near, official_numbers, seeded
-from sedd_diffusion import (AbsorbingGraph, UniformGraph, independent_log_score, make_graph,
-                            make_noise, sample, score_entropy_loss, stratified_times)
+from sedd_diffusion import (AbsorbingGraph, independent_log_score, make_graph, make_noise, sample,
+                            score_entropy_loss)
 
 FIXTURE_NOISE = {"loglinear": dict(eps=1e-3), "geometric": dict(sigma_min=1e-5, sigma_max=20.0)}
 PREDICTORS = pytest.mark.parametrize("predictor", ["euler", "analytic"])
@@ -48,18 +48,10 @@ def test_dsigma_is_the_derivative_of_sigma_and_the_dtype_is_that_of_t(noise_name
         near(found.double(), exact.detach(), rtol=2e-3, atol=1e-9)
 
 
-def test_cosine_and_loglinear_noise_leave_only_eps_of_the_residues_clean_at_the_end():
-    for name in ("cosine", "loglinear"):
-        sigma, _ = make_noise(name, eps=1e-3)(torch.tensor([0.0, 1.0], dtype=torch.float64))
-        near(torch.exp(-sigma), torch.tensor([1.0, 1e-3], dtype=torch.float64), rtol=1e-9)
-    sigma, _ = make_noise("cosine", eps=1e-9)(torch.tensor([0.5], dtype=torch.float64))
-    near(torch.exp(-sigma), torch.tensor([math.cos(math.pi / 4)], dtype=torch.float64), rtol=1e-8)
-
-
-def test_stratified_times_lie_in_the_strata_asked_for_above_eps():
-    t = stratified_times(4, 0.25, torch.tensor([3, 0, 1, 2]), 0.2)
-    expected = 0.2 + 0.8 * torch.tensor([0.8125, 0.0625, 0.3125, 0.5625], dtype=torch.float64)
-    near(t, expected, rtol=1e-12)
+def test_cosine_noise_leaves_only_eps_of_the_residues_clean_at_the_end():
+    sigma, _ = make_noise("cosine", eps=1e-9)(torch.tensor([0, 0.5, 1], dtype=torch.float64))
+    clean = torch.tensor([1, math.cos(math.pi / 4), 1e-9], dtype=torch.float64)
+    near(torch.exp(-sigma), clean, rtol=1e-6)
 
 
 # ---- graphs and score entropy against the official code ----
@@ -126,27 +118,6 @@ def test_score_entropy_and_loss_agree_with_the_official_code(fixture, graph_name
 # ---- score entropy from closed forms ----
 
 @BOTH_GRAPHS
-def test_score_entropy_is_zero_at_the_true_ratios_and_larger_elsewhere(graph_name):
-    graph = make_graph(graph_name, 5)
-    sigma = torch.tensor([1e-4, 0.3, 2.0, 20.0], dtype=torch.float64)
-    x0 = torch.arange(5).repeat(4, 5)                           # (4, 25)
-    values = torch.arange(5) if graph_name == "uniform" else torch.tensor([0, 1, 2, 3, 5])
-    xt = values.repeat_interleave(5).repeat(4, 1)
-    if graph_name == "absorb":
-        xt = torch.where(xt == graph.mask_id, xt, x0)       # a residue is either itself or the mask
-    p = graph.transition(x0, sigma)                                         # p(y | x0), (4, 25, V)
-    ratio = p / p.gather(-1, xt[..., None])
-    truth = ratio.clamp(min=1e-30).log()
-    entropy = graph.score_entropy(truth, sigma, xt, x0)
-    scale = ratio.amax(-1)
-    assert (entropy.abs() <= 1e-12 * scale.clamp(min=1)).all()
-    noise = torch.randn(truth.shape, generator=seeded(), dtype=torch.float64)
-    other = graph.score_entropy(truth + 0.5 * noise.scatter(-1, xt[..., None], 0.0), sigma, xt, x0)
-    scored = xt == graph.mask_id if graph.absorb else torch.ones_like(xt, dtype=torch.bool)
-    assert (other[scored] > 0).all() and (other[~scored] == 0).all()
-
-
-@BOTH_GRAPHS
 def test_score_entropy_stays_finite_in_float32_from_tiny_to_full_noise(graph_name):
     graph, sigma = make_graph(graph_name, 21), torch.tensor([1e-6, 1e-4, 1.0, 20.0])
     x0 = torch.randint(20, (4, 50), generator=seeded())
@@ -191,48 +162,13 @@ def test_bfloat16_scores_are_summed_in_float32():
     near(loss, torch.tensor([8 * (20 + r * (math.log(r) - 1))]), rtol=1e-6)
 
 
-def test_prior_kl_of_uniform_noise_is_the_distance_of_its_transition_from_uniform():
-    graph, x0 = UniformGraph(21), torch.zeros(1, 1, dtype=torch.int64)
-    for sigma in (0.1, 1.0, 6.9, 20.0):
-        p = graph.transition(x0, torch.tensor([sigma], dtype=torch.float64))
-        distance = math.log(21) + (p * p.log()).sum().item()
-        assert graph.prior_kl(sigma) == pytest.approx(distance, abs=1e-12)
-    assert graph.prior_kl(torch.tensor(20.0)) < 1e-12 and AbsorbingGraph(21).prior_kl(6.9) == 0
-
-
-# ---- corruption ----
-
 @BOTH_GRAPHS
-def test_corruption_changes_the_share_that_sigma_says(graph_name):
-    graph, n = make_graph(graph_name, 21), 20_000
-    sigma = torch.tensor([0.01, 0.5, 3.0])
-    x0 = torch.randint(21, (3, n), generator=seeded(0))
-    xt = graph.corrupt(x0, sigma, seeded(1))
-    share = 1 - torch.exp(-sigma)
-    if graph_name == "uniform":
-        share = share * 20 / 21                         # a redraw may give the same token
-    error = (share * (1 - share) / n).sqrt()
-    assert (((xt != x0).float().mean(-1) - share).abs() < 4 * error).all()
-    changed = xt[xt != x0]
-    if graph_name == "absorb":
-        assert (changed == 21).all()
-    else:
-        expected = len(changed) / 21
-        assert ((changed.bincount(minlength=21) - expected).abs() < 5 * expected ** 0.5).all()
-    assert torch.equal(xt, graph.corrupt(x0, sigma, seeded(1)))
-
-
-@BOTH_GRAPHS
-def test_transition_agrees_with_the_matrix_exponential_of_the_rates(graph_name):
-    graph, sigma = make_graph(graph_name, 4), torch.tensor([0.7], dtype=torch.float64)
-    states = torch.arange(graph.vocab_size)[None]
-    Q = graph.rate(states, torch.float64)[0]                    # from row to column
-    near(graph.transp_rate(states, torch.float64)[0], Q.T)
-    near(graph.transition(states, sigma)[0], torch.matrix_exp(0.7 * Q), atol=1e-12)
-    near(graph.transp_transition(states, sigma)[0], torch.matrix_exp(0.7 * Q).T, atol=1e-12)
-    V = graph.vocab_size
-    score = torch.rand(1, V, V, generator=seeded(), dtype=torch.float64)
-    near(graph.staggered_score(score, sigma)[0], score[0] @ torch.matrix_exp(-0.7 * Q), atol=1e-12)
+def test_corruption_draws_from_the_transition(graph_name):
+    graph, n, sigma = make_graph(graph_name, 21), 50_000, torch.tensor([0.01, 0.5, 3.0])
+    x0 = torch.full((3, n), 7)
+    xt, p = graph.corrupt(x0, sigma, seeded()), graph.transition(x0[:, :1], sigma)[:, 0]
+    share = torch.stack([row.bincount(minlength=graph.vocab_size) for row in xt]) / n
+    assert ((share - p).abs() <= 4.5 * (p * (1 - p) / n).sqrt() + 1e-6).all()
 
 
 # ---- a model that is exact: the data are two residues of known joint distribution ----
@@ -337,18 +273,16 @@ def test_neither_the_mask_nor_a_forbidden_token_is_ever_returned(graph_name, pre
 def test_infilling_keeps_the_fixed_residues_in_every_step(graph_name, predictor):
     graph = make_graph(graph_name, 21)
     tokens = torch.randint(21, (8, 20), generator=seeded(1))
-    where = torch.rand(8, 20, generator=seeded(2)) < 0.4
-    seen = []
+    where, steps = torch.rand(8, 20, generator=seeded(2)) < 0.4, []
 
     def model(xt, sigma):
         assert torch.equal(xt[where], tokens[where])
         return torch.zeros(*xt.shape, graph.vocab_size)
 
     x = sample(model, graph, make_noise("cosine"), (8, 20), 6, predictor, fixed=(tokens, where),
-               forbidden=(20,), generator=seeded(), on_step=lambda *step: seen.append(step))
+               forbidden=(20,), generator=seeded(), on_step=lambda step, _: steps.append(step))
     assert torch.equal(x[where], tokens[where]) and (x[~where] < 20).all()
-    assert [step for step, _ in seen] == list(range(7))
-    assert all(torch.equal(xt[where], tokens[where]) for _, xt in seen)
+    assert steps == list(range(7))
 
 
 def test_what_cannot_be_made_or_sampled_is_refused():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import cpu_linear
 from bench_sedd import plain_log_score, plain_loss
-from sedd_cases import BOTH_GRAPHS, CASES, entries, near, official_numbers, seeded
+from sedd_cases import CASES, entries, near, official_numbers, seeded
 from sedd_diffusion import (AbsorbingGraph, make_graph, make_noise, score_entropy_loss,
                             stratified_times)
 from sedd_model import EMA, SEDD, add_branch, attend, load_official, spread
@@ -191,26 +191,7 @@ def test_subs_makes_the_score_entropy_cross_entropy_over_t():
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
-# ---- padding, dtypes, dropout ----
-
-@BOTH_GRAPHS
-def test_scores_of_real_residues_do_not_depend_on_padding(graph_name):
-    graph = make_graph(graph_name, 21)
-    model = small_model(graph).eval()
-    x = torch.randint(20, (3, 20), generator=seeded())
-    sigma = torch.tensor([0.1, 1.0, 5.0])
-    lengths = (20, 13, 7)
-    alone = [model(x[i:i + 1, :n], sigma[i:i + 1])[0] for i, n in enumerate(lengths)]
-    for width in (20, 37):
-        for filler in (20, 4):
-            padded = torch.full((3, width), filler)
-            mask = torch.arange(width) < torch.tensor(lengths)[:, None]
-            padded[:, :20] = torch.where(mask[:, :20], x, filler)
-            log_score = model(padded, sigma, mask)
-            assert log_score.isfinite().all()
-            for i, n in enumerate(lengths):
-                near(log_score[i, :n], alone[i], rtol=1e-5, atol=1e-5)
-
+# ---- dtypes, dropout ----
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.5])
@@ -280,8 +261,7 @@ def test_dropout_acts_in_training_only():
 
 def test_official_checkpoints_load_with_and_without_their_averages(fixture):
     state = entries(fixture, "absorb", "model")
-    frozen = {"rotary_emb.inv_freq"}
-    shadow = [value + 1 for name, value in state.items() if name not in frozen]
+    shadow = [value + 1 for name, value in state.items() if name != "rotary_emb.inv_freq"]
     checkpoint = {"model": {f"module.{name}": value for name, value in state.items()}, "step": 7,
                   "ema": {"decay": 0.9999, "num_updates": 7, "shadow_params": shadow}}
     model = official_model(fixture, "absorb", loaded=False)
@@ -289,10 +269,6 @@ def test_official_checkpoints_load_with_and_without_their_averages(fixture):
     assert all(torch.equal(p, state[name] + 1) for name, p in model.named_parameters())
     assert load_official(model, checkpoint, use_ema=False) == "model"
     assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
-    ema = EMA(model.parameters())
-    ema.load_state_dict(checkpoint["ema"])
-    assert ema.num_updates == 7
-    assert all(torch.equal(a, b) for a, b in zip(ema.shadow_params, shadow))
 
 
 def test_weights_of_another_model_are_refused_by_name_and_change_nothing():

@@ -95,20 +95,13 @@ def test_where_some_lengths_do_not_fill_a_batch_the_warning_names_numbers_that_d
 
 @BUDGETS
 def test_the_plan_is_a_function_of_seed_and_epoch_and_any_step_is_reached_directly(budget):
-    lengths = random_lengths(2000)
-
-    def make(seed):
-        return plan_of(lengths, 2000, 4, seed=seed, **budget)
-
-    def steps(reader, epoch):
-        return [[keys.tolist() for keys, _, _ in step] for step in steps_of(reader, epoch)]
-
-    first, second = steps(make(0), 0), steps(make(0), 1)
-    assert first != second and first != steps(make(1), 0) and len(first) == len(second)
-    reader = make(0)                                                    # backwards, over two epochs
-    for step in range(2 * len(first) - 1, -1, -7):
-        found = [reader.micro_batch(step, lane)[0].keys.tolist() for lane in range(4)]
-        assert found == (first + second)[step]
+    readers = [plan_of(random_lengths(2000), 2000, 4, seed=seed, **budget) for seed in (0, 0, 1)]
+    first, second, other = ([keys.tolist() for keys in keys_of(readers[k], epoch)]
+                            for k, epoch in ((0, 0), (0, 1), (2, 0)))
+    assert first != second and first != other and len(first) == len(second)
+    for at in range(2 * len(first) - 1, -1, -7):                        # backwards, over two epochs
+        found, _ = readers[1].micro_batch(*divmod(at, 4))
+        assert found.keys.tolist() == (first + second)[at]
 
 
 def test_windows_of_an_epoch_hold_each_protein_once_too(monkeypatch):
@@ -124,18 +117,13 @@ def test_windows_of_an_epoch_hold_each_protein_once_too(monkeypatch):
 
 @BUDGETS
 def test_proteins_meet_other_proteins_in_another_epoch(budget):
-    reader = plan_of(random_lengths(5000), 2000, 4, **budget)
-
-    def batches(epoch):
-        return [keys.astype(int) for keys in keys_of(reader, epoch)]
-
-    together = []
+    reader, together = plan_of(random_lengths(5000), 2000, 4, **budget), []
     for epoch in range(1, 7):
         home = np.full(5000, -1)
-        for number, keys in enumerate(batches(epoch)):
-            home[keys] = number
-        together += [np.unique(home[keys], return_counts=True)[1].max() / len(keys)
-                     for keys in batches(0)]
+        for number, keys in enumerate(keys_of(reader, epoch)):
+            home[keys.astype(int)] = number
+        together += [np.unique(home[keys.astype(int)], return_counts=True)[1].max() / len(keys)
+                     for keys in keys_of(reader, 0)]
     assert np.mean(together) < 0.45                      # 1 if only the order of batches changed
 
 
@@ -181,8 +169,6 @@ def test_every_lane_has_a_protein_in_every_step(lengths, micro_batches, size, n_
     assert len(steps) == n_steps and all(len(step) == micro_batches for step in steps)
     assert all(width > 1 for step in steps for _, _, width in step)     # 1: nothing was left
 
-
-# ---- evaluation ----
 
 @pytest.mark.parametrize("tokens", [512, 2048, 10**7])
 def test_evaluation_takes_each_protein_once_within_the_budget_and_hardly_pads(real, tokens):
