@@ -156,6 +156,20 @@ def test_no_file_names_a_folder_of_somebodys_machine():
     assert found == []
 
 
+def test_no_function_exceeds_a_screen_and_no_six_lines_stand_in_two_files():
+    """Of 80 lines; imports and blank lines are not counted among the six."""
+    first_file = {}
+    for path in sorted(ROOT.glob("*.py")):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 80, (path.name, node.name)
+        lines = [line for line in text.splitlines()
+                 if line.strip() and not line.startswith(("import ", "from "))]
+        for six in zip(*(lines[k:] for k in range(6))):
+            assert first_file.setdefault(six, path.name) == path.name, "\n".join(six)
+
+
 def test_every_file_keeps_to_the_rules_of_style():
     if not importlib.util.find_spec("ruff"):
         pytest.skip("ruff is not installed; jobs/test.sh brings it")

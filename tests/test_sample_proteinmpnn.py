@@ -360,6 +360,7 @@ BAD = {                                                     # arguments: words o
     "--bias W=0 W=2": "found W twice",
     "--temperature warm": "found --temperature warm",
     "--score_only good.fasta --num 3": "found --num with --score_only",
+    "--score_only none.fasta": "--score_only: there is no file none.fasta",
     "--score_only short.fasta": "chains of [22, 21] letters; expected [22, 22]",
     "--score_only lower.fasta": "'m' at A10",
     "--score_only unknown.fasta": "'X' at A11 (position 1, 0-based)",

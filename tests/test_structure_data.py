@@ -291,6 +291,14 @@ def test_a_path_counts_from_the_folder_of_its_file_and_letters_go_to_the_rows_of
     assert "more than max_length 8" in refusal(small / "sub" / "pairs.json", max_length=8)
 
 
+def test_pairs_that_contradict_or_repeat_one_another_are_told_by_item(small):
+    other = changed(preferred_seq="MKXXVLG")
+    turned = changed(preferred_seq=GOOD["unpreferred_seq"], unpreferred_seq=GOOD["preferred_seq"])
+    text = describe(read_pairs(write(small, [GOOD, other, turned, GOOD])))
+    assert "1 repeat an earlier one" in text
+    assert "1 contradict another: item 0 against item 2" in text
+
+
 def test_unresolved_rows_keep_the_letters_of_the_structure_and_unnamed_ones_may_stay_out(small):
     left_out, named = read_pairs(write(small, [
         changed(preferred_seq="MKXGVLW", unpreferred_seq="MR-PVIX"),
