@@ -86,30 +86,25 @@ class ForkedRank(subprocess.Popen):
             run_and_leave(env, args[1:], os.getcwd())
 
 
-def run(environment, argv, folder):
-    """Run a script as `python argv` would, and return its exit code."""
+def run_and_leave(environment, argv, folder):
+    """Run a script as `python argv` would, and end as it does."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv, sys.orig_argv = argv, [sys.executable, *argv]
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
-    try:
-        runpy.run_path(argv[0], run_name="__main__")
-        return 0
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
-        sys.excepthook(*sys.exc_info())
-        return 1
-
-
-def run_and_leave(environment, argv, folder):
     code = 1
     try:
-        code = run(environment, argv, folder)
+        try:
+            runpy.run_path(argv[0], run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+            sys.excepthook(*sys.exc_info())
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 ranks."""
 
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -12,8 +13,7 @@ from step_meter import histogram_of
 from training import rows
 
 
-def test_a_row_is_json_in_the_file_as_soon_as_metrics_returns_with_step_first(tmp_path):
-    """Also of nan and infinity, for which JSON has no word."""
+def test_a_row_is_in_the_file_as_soon_as_metrics_returns_with_null_for_nan_and_infinity(tmp_path):
     log = RunLog(tmp_path / "new" / "run", is_main=True)
     log.metrics(3, {"loss": float("nan"), "ppl": float("inf"), "val/nll": 2.5})
     text = (tmp_path / "new" / "run" / "metrics.jsonl").read_text()
@@ -71,18 +71,15 @@ def test_text_replaces_a_file_whole_or_not_at_all_and_leaves_nothing_else(tmp_pa
     target = tmp_path / "samples" / "step_10.fasta"
     write_text_atomic(target, "older")
     write_text_atomic(target, "old\n")
-    with pytest.raises(UnicodeEncodeError):
-        write_text_atomic(target, "new \ud800")          # no encoding for it: fails while writing
+    for error in OSError(28, "No space left on device"), KeyboardInterrupt("by a person"):
+        def fail(file):
+            raise error
 
-    def write_to_a_full_disk(file):
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left on device: .*step_10.fasta"):
-        write_whole(target, write_to_a_full_disk)
+        with pytest.raises(type(error), match="No space left on device: .*step_10.fasta|a person"):
+            write_whole(target, fail)
     assert target.read_bytes() == b"old\n" and list(target.parent.iterdir()) == [target]
 
 
-# ------------------------------------------------------------------ trackers
 def test_tensorboard_reads_back_numbers_histograms_and_texts_also_after_a_resume(tmp_path, extras):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -130,13 +127,10 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(tmp_path, capsys
     assert out.count("ATTENTION: TensorBoard is not used") == 1
     assert out.count("ATTENTION: W&B is not used") == 1
 
-    class Broken:
-        name = "broken"
+    def fail(*_):
+        raise OSError("disk full")
 
-        def log(self, step, row, histograms):
-            raise OSError("disk full")
-
-    log.trackers.append(Broken())
+    log.trackers.append(types.SimpleNamespace(name="broken", log=fail))
     for step in (1, 2):
         log.metrics(step, {"loss": 1.0})
     log.close()

@@ -292,7 +292,7 @@ def test_a_path_counts_from_the_folder_of_its_file_and_letters_go_to_the_rows_of
 
 
 def test_pairs_that_contradict_or_repeat_one_another_are_told_by_item(small):
-    other = changed(preferred_seq="MKXXVLG")
+    other = changed(preferred_seq="MKXXVCA")
     turned = changed(preferred_seq=GOOD["unpreferred_seq"], unpreferred_seq=GOOD["preferred_seq"])
     text = describe(read_pairs(write(small, [GOOD, other, turned, GOOD])))
     assert "1 repeat an earlier one" in text

@@ -1,15 +1,16 @@
-"""What the tests of the training scripts share: runs in this process, runs by command line,
-comparisons."""
+"""What tests of the training scripts share."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from ddp_setup import load_checkpoint
+from ddp_setup import load_checkpoint, wrap_ddp
 from launchers import ROOT, fork_ranks
+from train_loop import global_gradient
 
 # Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.
 CLOCK = ("residues_per_second", "pairs_per_second", "data_wait", "time/", "memory/", "device/",
@@ -47,8 +48,8 @@ def timeless(work_dir):
 
 
 def same_run(a, b):
-    """Assert that the last checkpoints, published models, designs and metrics of two run folders
-    are alike, to the last bit."""
+    """Assert that the last checkpoints, published models, designs, samples and metrics of two run
+    folders are alike, to the last bit."""
     one, other = (load_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (a, b))
     for key in one.keys() - {"config"}:
         assert equal(one[key], other[key]), key
@@ -56,8 +57,8 @@ def same_run(a, b):
         one, other = (torch.load(folder / path.name, weights_only=True) for folder in (a, b))
         assert equal(one["model_state_dict"], other["model_state_dict"]), path.name
         assert one["step"] == other["step"]
-    for path in a.glob("designs/*"):
-        assert path.read_bytes() == (b / "designs" / path.name).read_bytes(), path.name
+    for path in [*a.glob("designs/*"), *a.glob("samples/*")]:
+        assert path.read_bytes() == (b / path.relative_to(a)).read_bytes(), path.name
     assert timeless(a) == timeless(b)
 
 
@@ -73,3 +74,66 @@ def command_lines(script, cases, cwd):
     """Run each list of arguments as `python SCRIPT.py ARGUMENTS`: [(exit code, stdout, stderr)]."""
     done = [fork_ranks(1, [ROOT / f"{script}.py", *case], cwd) for case in cases]
     return [(result.returncode, result.stdout, result.stderr) for result in done]
+
+
+def assert_refused(script, cases, folder):
+    """Assert that each of (arguments of `python SCRIPT.py` as text, *what is said) ends with code 2
+    and one message, and leaves the folder as it is."""
+    before = sorted(folder.rglob("*"))
+    found = command_lines(script, [shlex.split(text) for text, *_ in cases], folder)
+    for (text, *said), (code, out, err) in zip(cases, found):
+        text = f"{text}\nexit code {code}\n{out}\n{err}"
+        assert code == 2 and err.count("error:") == 1 and "Traceback" not in out + err, text
+        assert all(words in err for words in said), text
+    assert sorted(folder.rglob("*")) == before
+
+
+def driver(folder, module, code):
+    """Write and return driver.py: a module's command line after `code`, which may change it."""
+    (folder / "driver.py").write_text(f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import ddp_guard
+ddp_guard.supervise()
+import {module} as script
+rank = int(os.environ["RANK"])
+{code}
+script.cli()
+""")
+    return folder / "driver.py"
+
+
+def gradients(model, schedule, dataset, loss_of, ddp, whole=None, static=False):
+    """[{parameter: its gradient, "loss": loss}] of two steps of a MicroBatchSampler. whole:
+    function of a step that gives its loss by the definition; that has one backward then."""
+    wrapped, items, found = wrap_ddp(model, ddp, static_graph=static), iter(schedule), []
+    for step in range(2):
+        if whole:
+            loss = whole(step)
+            loss.backward()
+        else:
+            totals, _ = global_gradient(wrapped, [dataset[next(items)] for _ in schedule.mine],
+                                        loss_of, ddp, nominal=123.0)
+            loss = totals.sums[0] / totals.count
+        found.append({"loss": loss.detach().clone(),
+                      **{name: p.grad.clone() for name, p in model.named_parameters()}})
+        model.zero_grad()
+    return found
+
+
+def on_ranks(n, module, expression, folder):
+    """What `expression`, with the names of a module of tests and `ddp`, gives on rank 0 of n."""
+    (folder / "s.py").write_text(f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import torch
+from ddp_setup import setup_ddp
+from {module} import *
+with setup_ddp("cpu", quiet=True) as ddp:
+    found = {expression}
+    if ddp.is_main:
+        torch.save(found, "out.pt")
+""")
+    done = fork_ranks(n, ["s.py"], folder)
+    assert done.returncode == 0, done.text
+    return torch.load(folder / "out.pt", weights_only=True)
