@@ -16,7 +16,7 @@ import bench_ddp
 import train_dpo_ddp
 from ddp_setup import Ddp, load_checkpoint
 from dpo_designs import Designs
-from launchers import fork_ranks
+from launchers import fork_ranks, need, run_ranks
 from proteinmpnn_model import (ALPHABET, from_checkpoint, load_proteinmpnn, random_proteinmpnn,
                                to_checkpoint)
 from run_config import load_config
@@ -344,13 +344,17 @@ def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean_and_the_des
                 torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6 * b[name].norm())
 
 
-def test_the_same_global_batch_gives_the_same_losses_designs_and_metrics_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "mpich"])
+def test_the_same_global_batch_gives_the_same_losses_and_metrics_under_any_launcher(
+        launcher, tmp_path):
+    need(launcher)
     settings = words({**TINY, "training.n_iters": 8, "training.eval_freq": 3, "model.dropout": 0.1,
                       "loss.diversity_lambda": 0.1})
     run(load_config(Config, None, [*settings, "training.accum=4"]), tmp_path / "one")
-    done = fork_ranks(2, [SCRIPT, "--output_dir", "two", *settings, "training.num_workers=1"],
-                      tmp_path)
-    assert done.returncode == 0 and done.stdout.count("step 8/8") == 1, done.text
+    done = run_ranks(launcher, 2, [SCRIPT, "--output_dir", "two", *settings,
+                                   f"training.num_workers={int(launcher == 'torchrun')}"], tmp_path)
+    assert done.returncode == 0 and not done.leftover, done.text
+    assert done.stdout.count("step 8/8") == 1
     one, other = timeless(tmp_path / "one"), timeless(tmp_path / "two")
     assert [row["step"] for row in other] == list(range(9))
     for a, b in zip(one, other):
