@@ -729,6 +729,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     alone = [("--config typo.yaml", "unknown key 'optim.lrr'"), ("", "--config"),
+             ("--nnodes 1", "arguments are required: --config"),
              ("--config none.yaml", "none.yaml cannot be read")]
     more = [   # words after good ones, what is said about them
         ("--data data/none", "data/none does not exist", "python prepare_uniref50.py data/none"),
@@ -736,7 +737,11 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
         ("--data few.fasta data.val_fraction=0", "3 proteins fill", "one global batch needs 2"),
         ("--data one.fasta", "data.val_fraction", "set data.val_fraction=0"),
         ("--work_dir c.yaml/run", "c.yaml/run cannot be used", "c.yaml is a file"),
+        ("--work_dir /proc/nope", "--work_dir: the run directory /proc/nope cannot be made"),
         ("--work_dir ''", "an argument is empty"), ("optim.eps=0", "optim.eps is 0"),
+        (f"training.seed={2**63}", f"training.seed is {2**63}; expected 0 to"),
+        ("optim.ema=1.0", "optim.ema is 1"), ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1"),
+        ("noise.eps=0", "noise.eps = 0"),
         ("training.accum=0", "training.accum is 0; expected at least 1"),
         ("training.tokens_per_batch=400", "expected one of the two"),
         ("optim.scale=linear", "optim.base_global_batch None"),
