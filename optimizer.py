@@ -11,6 +11,7 @@ Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; the update is tor
 """
 import torch
 
+from cpu_linear import on_cpu
 from ddp_setup import Ddp, broadcast
 
 
@@ -74,7 +75,7 @@ class MuonAndAdamW:
         self.adamw.found_inf, self.adamw.grad_scale = self.found_inf, self.grad_scale
         self.adamw.step()
         bad = self.found_inf
-        if bad is None or bad.device.type == "cpu" and not bad:
+        if bad is None or on_cpu(bad) and not bad:   # a device would have to be waited for
             self._update_matrices()
             return
         # torch's Muon knows no found_inf

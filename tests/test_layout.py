@@ -28,7 +28,8 @@ run_dir: ddp_setup run_config run_log plot_run torch
 run_log: (tqdm torch tensorboard wandb matplotlib)
 run_script: ddp_setup run_config run_dir train_loop torch
 train_loop: ddp_setup optimizer run_dir step_meter torch
-optimizer step_meter: ddp_setup torch
+optimizer: cpu_linear ddp_setup torch
+step_meter: ddp_setup torch
 sedd_eval: ddp_setup run_dir run_log train_loop sequence_batches sequence_data sedd_diffusion torch
     numpy
 dpo_reference: ddp_setup structure_data proteinmpnn_model torch

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpu_linear
+import optimizer
 import proteinmpnn_model
 import sedd_model
 import train_loop
@@ -169,20 +170,25 @@ STEPS = {
     "sedd": "training.batch_size=4 training.accum=2 training.n_iters=9 model.hidden_size=32 "
             "model.n_blocks=2 model.n_heads=2 data.max_length=64 data.demo_proteins=300 "
             "memory.compile=false",
+    "sedd muon": "optim.name=muon noise.type=cosine model.parameterization=subs ",
     "dpo": "training.batch_size=3 training.accum=2 model.base_model_name=random "
            "data.demo_structures=6 data.demo_pairs=5 model.random.hidden_size=16 "
            "model.random.n_encoder=1 model.random.n_decoder=1"}
 
 
-@pytest.mark.parametrize("what", STEPS)
+STEPS["sedd muon"] += STEPS["sedd"]
+
+
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="CUDA alone can refuse to wait: TEST_CUDA=1 shows it"))])
-def test_the_host_waits_for_nothing_in_a_step(what, device, tmp_path, monkeypatch):
+def test_the_host_waits_for_nothing_in_a_step(name, device, tmp_path, monkeypatch):
     """On the CPU without what is done there alone: fast paths, checks of values. Flags are read a
     step later, when they have come."""
-    script, ddp, no_waiting = SCRIPTS[what][0], Ddp(device=torch.device(device)), NoHostReads
+    what, no_waiting = name.split()[0], NoHostReads
+    script, ddp = SCRIPTS[what][0], Ddp(device=torch.device(device))
     if device == "cpu":
-        for module in (sedd_model, cpu_linear):
+        for module in (sedd_model, cpu_linear, optimizer):
             monkeypatch.setattr(module, "on_cpu", lambda x: False)
         monkeypatch.setattr(proteinmpnn_model, "check_sequences", lambda *arguments: arguments[-1])
         monkeypatch.setattr(proteinmpnn_model, "check_structure", lambda *arguments: None)
@@ -200,7 +206,7 @@ def test_the_host_waits_for_nothing_in_a_step(what, device, tmp_path, monkeypatc
             for _ in range(2):
                 take_step(run, mine, micro_batch_loss, ddp)
 
-    config = load_config(script.Config, None, STEPS[what].split())
+    config = load_config(script.Config, None, STEPS[name].split())
     closing(ddp, lambda: script.prepare(config, ddp, tmp_path / "run"), take_steps)
 
 
