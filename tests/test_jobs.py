@@ -1,9 +1,7 @@
 """Do jobs/local.sh, the environments of jobs/test.sh, launchers.py and the commands shown work?
 
-local.sh runs in copies whose requirements.txt is empty, so that making an environment takes seconds
-and no network; the real list is installed by whoever runs jobs/test.sh.
+local.sh runs in copies whose requirements.txt is empty: an environment takes seconds, no network.
 """
-
 import argparse
 import importlib
 import itertools
@@ -25,42 +23,17 @@ import os, sys
 print("arguments", sys.argv[1:], "threads", os.environ["OMP_NUM_THREADS"], flush=True)
 sys.exit(5 if "fail" in sys.argv else 0)
 """
-SAY_MPI = """
-from mpi4py import MPI
-library = MPI.Get_library_version().split()[0]
-print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.size, "in", library, flush=True)
-"""
-# It has a child with the same environment, in a session of its own, which outlives it.
-LEAVE = """
-import subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
-"""
-
-
-def make_copy(parent):
-    folder = parent / "a copy"
-    shutil.copytree(ROOT / "jobs", folder / "jobs")
-    (folder / "requirements.txt").write_text("")
-    (folder / "script.py").write_text(SCRIPT)
-    (folder / "config.yaml").write_text("")
-    return folder
 
 
 @pytest.fixture
 def copy(tmp_path):
     """A folder with jobs/, nothing to install and a short script; its name holds a space."""
-    return make_copy(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """Such a folder after two calls of local.sh at once, and what they printed."""
-    need("mpich")
-    folder = make_copy(tmp_path_factory.mktemp("installed"))
-    both = [start_local_sh(folder, "3", "--data", f"{name} b") for name in "ac"]
-    printed = [process.communicate(timeout=800)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], printed
-    return folder, printed
+    folder = tmp_path / "a copy"
+    shutil.copytree(ROOT / "jobs", folder / "jobs")
+    (folder / "requirements.txt").touch()
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "config.yaml").touch()
+    return folder
 
 
 def start_local_sh(folder, *arguments, **variables):
@@ -80,11 +53,23 @@ def local_sh(folder, *arguments, **variables):
     return process.returncode, printed
 
 
-def test_local_sh_makes_its_environment_once_and_updates_it_with_the_requirements(installed):
-    copy, printed = installed
+def test_local_sh_makes_its_environment_once_and_ends_with_the_scripts_code_and_last_line(copy):
+    need("mpich")
+    both = [start_local_sh(copy, "3", "--data", f"{name} b") for name in "ac"]
+    printed = [process.communicate(timeout=800)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], printed
     for name, text in zip("ac", printed):
         assert text.count(f"arguments ['--config', 'config.yaml', '--data', '{name} b']") == 3
     assert "".join(printed).count("making .venv") == "".join(printed).count("installing") == 1
+
+    shutil.rmtree(copy / "logs")
+    code, printed = local_sh(copy, "3", "fail", ARGS="--seed 5", LAUNCHER="torchrun")
+    words = ["--nproc_per_node", "3", "--config", "config.yaml", "--seed", "5", "fail"]
+    assert code == 5 and f"arguments {words}" in printed.splitlines()[-1], printed
+    log, = (copy / "logs").iterdir()
+    assert re.fullmatch(r"config-[\d-]+\.log", log.name) and printed.endswith(log.read_text())
+    assert str(words) in log.read_text()
+
     stamp = copy / ".venv" / "stamp"                # an environment holds its own path
     moved = stamp.read_text().replace("a copy", "another copy")
     for file, text, arguments, steps in (
@@ -116,19 +101,6 @@ def test_local_sh_says_what_failed_without_network_and_starts_afresh_after_it(co
         for made in (True, False):      # matplotlib, which is not needed, is tried once
             code, printed = local_sh(copy, MATPLOTLIB="matplotlib", **offline)
             assert code == 0 and ("installing" in printed) == made, printed
-
-
-def test_local_sh_starts_the_scripts_own_launcher_and_ends_with_its_code_and_last_line(installed):
-    copy, given = installed[0], {"SCRIPT": "failing.py", "LAUNCHER": "torchrun"}
-    (copy / "failing.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(2)\n")
-    for log in (copy / "logs").glob("*"):
-        log.unlink()
-    code, printed = local_sh(copy, "3", "x=1", ARGS="--seed 5", **given)
-    words = ["--nproc_per_node", "3", "--config", "config.yaml", "--seed", "5", "x=1"]
-    assert code == 2 and printed.splitlines()[-1] == str(words), printed
-    log, = (copy / "logs").iterdir()
-    assert re.fullmatch(r"config-[\d-]+\.log", log.name) and printed.endswith(log.read_text())
-    assert str(words) in log.read_text()
 
 
 def test_local_sh_takes_data_from_where_it_is_called_and_all_else_from_its_own_folder(copy):
@@ -178,21 +150,22 @@ def test_local_sh_writes_into_no_environment_that_it_did_not_make(copy):
 @pytest.mark.parametrize("launcher, library", [
     ("mpich", "MPICH"), ("openmpi", "Open"), slow("intel", "Intel(R)")])
 def test_mpi4py_loads_the_mpi_of_its_launcher(tmp_path, launcher, library):
-    (tmp_path / "say.py").write_text(SAY_MPI)
+    (tmp_path / "say.py").write_text(
+        "from mpi4py import MPI\nworld, library = MPI.COMM_WORLD, MPI.Get_library_version()\n"
+        "print('rank', world.rank, 'of', world.size, 'in', library.split()[0], flush=True)\n")
     result = run_ranks(launcher, 3, ["say.py"], cwd=tmp_path)
-    assert result.returncode == 0, result.text
+    assert (result.returncode, result.leftover) == (0, []), result.text
     assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 3 in {library}"
                                                   for rank in range(3)]
-    assert result.leftover == []
 
 
 def test_a_process_left_behind_is_named_and_ended(tmp_path):
-    (tmp_path / "leave.py").write_text(LEAVE)
+    (tmp_path / "leave.py").write_text(
+        "import subprocess\nsubprocess.Popen(['sleep', '300'], start_new_session=True)\n")
     with start_ranks("python", 1, ["leave.py"], cwd=tmp_path) as running:
         result = running.wait(timeout=600, leftover_grace=0.2)
-        assert result.returncode == 0
-        assert len(result.leftover) == 1 and "time.sleep(300)" in result.leftover[0]
-        assert running.pids() == []
+        assert result.returncode == 0 and running.pids() == []
+        assert len(result.leftover) == 1 and "sleep 300" in result.leftover[0]
 
 
 def shell_blocks():
