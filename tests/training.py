@@ -53,10 +53,11 @@ def same_run(a, b):
     one, other = (load_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (a, b))
     for key in one.keys() - {"config"}:
         assert equal(one[key], other[key]), key
-    for path in a.glob("*_model.pt"):
-        one, other = (torch.load(folder / path.name, weights_only=True) for folder in (a, b))
-        assert equal(one["model_state_dict"], other["model_state_dict"]), path.name
-        assert one["step"] == other["step"]
+    for path in [*a.glob("*_model.pt"), *a.glob("checkpoints/best.pt")]:
+        one, other = (torch.load(folder / path.relative_to(a), weights_only=True)
+                      for folder in (a, b))
+        weights = "model_state_dict" if "model_state_dict" in one else "model"
+        assert equal(one[weights], other[weights]) and one["step"] == other["step"], path.name
     for path in [*a.glob("designs/*"), *a.glob("samples/*")]:
         assert path.read_bytes() == (b / path.relative_to(a)).read_bytes(), path.name
     assert timeless(a) == timeless(b)
