@@ -224,3 +224,25 @@ def test_a_failure_of_many_words_is_told(tmp_path):
     done = run(text, tmp_path)
     assert done.returncode == 1 and done.stderr.count("word ") == 100_000
     assert "FAILED: rank 0 of 1" in done.stderr and ": many words. " in done.stderr
+
+
+def test_the_advice_of_a_long_cause_stays_in_the_last_line(tmp_path):
+    cause = "x" * 330 + " Lower optim.lr"
+    done = run(f"from ddp_setup import abort, setup_ddp\nabort(setup_ddp(quiet=True), {cause!r})\n",
+               tmp_path)
+    assert f": {cause}. No checkpoint yet. " in done.stderr
+
+
+@pytest.mark.parametrize("end, code", [("print('to the end')", 0),
+                                       ("os.kill(os.getpid(), signal.SIGRTMIN)", -signal.SIGRTMIN)])
+def test_a_defect_of_the_guard_does_not_end_the_run(end, code, tmp_path):
+    with open(tmp_path / "stderr", "w") as stderr:
+        done = run(SOCKET + f"""
+guard.sendall(b'{{"join": {{"rank": 0, "size": 1, "launcher": "l", "hub": null}}}}\n'
+              b'{{"watch": {{"limit": "no number", "run_dir": null, "stacks": null}}}}\n')
+while "goes on without it" not in open("stderr").read():
+    time.sleep(0.01)
+{end}
+""", tmp_path, cwd=tmp_path, stderr=stderr)
+    assert (done.returncode, done.stdout) == (code, "to the end\n" * (code == 0))
+    assert "FAILED" not in (tmp_path / "stderr").read_text()
