@@ -238,8 +238,8 @@ def test_the_advice_of_a_long_cause_stays_in_the_last_line(tmp_path):
 def test_a_defect_of_the_guard_does_not_end_the_run(end, code, tmp_path):
     with open(tmp_path / "stderr", "w") as stderr:
         done = run(SOCKET + f"""
-guard.sendall(b'{{"join": {{"rank": 0, "size": 1, "launcher": "l", "hub": null}}}}\n'
-              b'{{"watch": {{"limit": "no number", "run_dir": null, "stacks": null}}}}\n')
+guard.sendall(b'{{"join": {{"rank": 0, "size": 1, "launcher": "l", "hub": null}}}}\\n'
+              b'{{"watch": {{"limit": "no number", "run_dir": null, "stacks": null}}}}\\n')
 while "goes on without it" not in open("stderr").read():
     time.sleep(0.01)
 {end}
