@@ -30,7 +30,7 @@ from test_structure_data import Atoms
 from dpo_reference import Reference, make_batch, orders_of, pair_scores
 from dpo_eval import Validation
 from train_dpo_ddp import (Config, Loss, MicroBatches, describe_plan, main, micro_batch_loss,
-                           objective, read_arguments)
+                           objective, preference_loss, read_arguments)
 from train_loop import MicroBatchSampler
 from training import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, command_lines, driver, equal, gradients, on_ranks, one_thread, rows,
@@ -107,6 +107,20 @@ def test_loss_and_gradient_in_order_are_those_of_the_original(fixture):
             for found, what in ((value.detach(), "loss"), (norm, "grad_norm")):
                 torch.testing.assert_close(found.float(), case["invfold"][f"{what}_{name}"].float(),
                                            rtol=2e-3, atol=1e-5)
+
+
+# chosen -10 of a reference's -11, rejected -12 of -11.5, 5 residues: h = 1 + 0.5 = 1.5, beta h =
+# 0.75 at beta 0.5.
+@pytest.mark.parametrize("name, expected", [
+    ("sigmoid", math.log(1 + math.exp(-0.75))), ("hinge", 0.25), ("ipo", 0.25), ("ipo_norm", 0.49),
+    ("robust", (0.8 * math.log(1 + math.exp(-0.75)) - 0.2 * math.log(1 + math.exp(0.75))) / 0.6),
+    ("conservative", 0.8 * math.log(1 + math.exp(-0.75)) + 0.2 * math.log(1 + math.exp(0.75))),
+    ("sigmoid_norm", math.log(1 + math.exp(-0.15))), ("reference_free", math.log(1 + math.exp(-1))),
+    ("simpo", math.log(1 + math.exp(0.1)))])        # 0.5 x 2 / 5 - 0.3 = -0.1
+def test_each_loss_at_a_margin_computed_by_hand(name, expected):
+    values = [torch.tensor([x], dtype=torch.float64) for x in (-10, -12, -11, -11.5, 5)]
+    found = preference_loss(*values, Loss(name=name, beta=0.5, label_smoothing=0.2, gamma=0.3))
+    assert found.item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_mean_entropy():
