@@ -82,8 +82,9 @@ def run_script(script, argv=None):
         sys.exit(130)
     with ddp:
         run = prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp)
+        # close_run goes back to this: Ctrl-C after the outcome does not change it
+        ddp.state.watch.handlers[signal.SIGINT] = signal.SIG_IGN
         result = script.train(run, ddp)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)   # a second Ctrl-C that comes after the outcome
     if "stopped" in result:
         sys.exit(AGAIN)
 
