@@ -305,8 +305,9 @@ def describe_data(run, data, precision, ddp):
     config, plan = run.config, run.plan
     n_parameters = sum(p.numel() for p in run.bare.parameters())
     val = f"; {len(data.val):,} for validation" if data.val is not None else ""
+    keys = ", ".join(f"{key} {value:g}" for key, value in vars(run.noise).items())
     return [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, "
-            f"{config.noise.type} noise, {config.model.parameterization}",
+            f"{config.noise.type} noise ({keys}), {config.model.parameterization}",
             f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
             describe_batch(run, f"{run.batch // run.micro_batches:,} {plan.counted_in}", ddp,
                            " on average"), *(plan.warning() if not run.path else [])]
