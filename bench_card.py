@@ -20,8 +20,8 @@ other devices than CUDA's with --compile). Columns:
     of matmul   that over the rate of one product of two matrices, measured here and shown first;
                 on a CPU an upper bound: known residues are left out of the last products there
     waits       share of the time in which the step waits for its proteins
-    peak GB     most memory that tensors took (of "plain" too while ours is on the card); on a CPU
-                the process, since its start
+    peak GB     most memory that tensors took, in "plain" with the weights and averages of "ours"
+                beside its own; on a CPU the process, since its start
 
 Times are medians over --repeats of --steps steps without a pause; on a CPU, CPU seconds.
 """

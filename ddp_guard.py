@@ -16,7 +16,7 @@ Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard'
   {"step": number or null}                     a sign of progress
   {"checkpoint": text}                         path and step of what a next start continues from
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
-  {"bye": seconds}, {"left": true}    in cleanup_ddp, where others may come so late; behind it
+  {"bye": seconds}, {"left": true}    cleanup_ddp begins (others may take so long), and is over
 Between guards, each second (of many ranks less often): {"token", "idle": seconds, fields of Rank}.
 """
 import contextlib
@@ -49,9 +49,9 @@ UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK"
 
 # ---------------------------------------------------------------- the start
 def supervise(command=None):
-    """Return in the rank, and where no guard is wanted; else guard command (default: this one)."""
+    """Return in the rank, or without a guard; else be the guard of `command` (default: this)."""
     if os.environ.get("DDP_GUARD_FD", "").endswith(f":{os.getppid()}"):
-        return    # else it is of a guard further up, such as of a guarded launcher
+        return    # this is the rank; another process id: that of a guarded launcher, further up
     if not _is_wanted():
         return os.execv(command[0], command) if command else None
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):

@@ -651,7 +651,6 @@ def _place_of_rank_0(ddp, env, one_host):
 
 
 # ---------------------------------------------------------------- rendezvous: store, table, groups
-
 def _join(ddp, env, init_timeout, error):
     """Meet all ranks in the store, check that they fit together, make the process groups.
 

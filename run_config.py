@@ -265,7 +265,7 @@ _Loader.yaml_implicit_resolvers = {
 def _parse(text, where):
     """The value of a YAML text. where: it is from, for messages."""
     try:
-        return yaml.load(text, _Loader)   # a SafeLoader
+        return yaml.load(text, _Loader)   # a SafeLoader: as safe_load, without its traps
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""

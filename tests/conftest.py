@@ -117,8 +117,10 @@ def two_hosts(shared):
     """Two hosts, hostA and hostB, as network namespaces, for torchrun-2hosts and mpich-2hosts.
     Yields a function: cable(False) unplugs hostB, cable(True) plugs it in."""
     probe = "ip netns add probe-of-tests && ip netns del probe-of-tests"
-    if subprocess.run(probe, shell=True, capture_output=True).returncode:
-        pytest.skip("two hosts on one machine need `ip` and the right to make network namespaces")
+    done = subprocess.run(["sh", "-c", probe], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("two hosts on one machine need `ip` and the right to make network namespaces: "
+                    + done.stderr.strip())
 
     def cable(plugged):
         state = "up" if plugged else "down"
