@@ -108,10 +108,10 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
                      "scored, UniRef50's stand for them")
         letters = np.append(np.round(np.array(UNIREF50) * 1e6), 0)
     length = saved["config"].get("data", {}).get("max_length") or saved["max_length"]
-    about = {key: saved[key] for key in ("step", "best", "data", "about") if key in saved}
+    of_checkpoint = {key: saved[key] for key in ("step", "best", "data") if key in saved}
     return Sedd(model.eval().to(device), graph, noise, config, np.asarray(letters, np.int64),
                 None if lengths is None else np.asarray(lengths, np.int64), length,
-                about.pop("about", about), tuple(notes))
+                saved.get("about", of_checkpoint), tuple(notes))
 
 
 def model_of(sizes, graph):
