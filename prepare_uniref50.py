@@ -518,7 +518,7 @@ def download(source, path):
     Raises ValueError for what is not such a file (url, 4xx, a page), OSError or RuntimeError for
     network, server and disk.
     """
-    partial = PartialFile(source, Path(path))
+    partial = PartialFile(source, path)
     if partial.is_finished:
         return
     if partial.differences:
@@ -588,8 +588,8 @@ def receive(source, partial):
             partial.begin(file.total, file.version)
         elif (file.start, file.total) != (start, note["size"]) or (
                 file.version not in (None, note["version"])):
-            partial.clear(f"{file.url} is another file now, or does not continue it")
-            raise Dropped(f"{file.url}: the answer is not the rest of the file")
+            partial.clear(f"{file.name} is another file now, or does not continue it")
+            raise Dropped(f"{file.name}: the answer is not the rest of the file")
         with open(partial.part, "ab") as target, progress_bar(
                 partial.path.name, file.total, initial=partial.size) as bar:
             while data := file.read(CHUNK):
@@ -600,14 +600,14 @@ def receive(source, partial):
 class HttpFile(io.RawIOBase):
     """A file on a server, as it arrives, from byte `start` on.
 
-    status: 200 (the server sends the whole file) or 206 (from start on). total: bytes of the whole
-    file. version: ETag or time of the file, None if not known.
+    name: the address. status: 200 (the server sends the whole file) or 206 (from start on). total:
+    bytes of the whole file. version: ETag or time of the file, None if not known.
     A read before the end raises Dropped if no more comes.
     """
 
     def __init__(self, answer, url, start, total):
         super().__init__()
-        self.answer, self.url, self.name, self.status = answer, url, url, answer.status
+        self.answer, self.name, self.status = answer, url, answer.status
         self.start, self.total, self.n_read = start, total, 0
         etag = answer.headers["ETag"] or "W/"           # a weak ETag does not vouch for each byte
         self.version = answer.headers["Last-Modified"] if etag.startswith("W/") else etag
@@ -622,9 +622,9 @@ class HttpFile(io.RawIOBase):
         try:                    # read1, because read loses what came before an error
             data = self.answer.read1(min(len(buffer), left))
         except (OSError, http.client.HTTPException) as error:
-            raise Dropped(f"{self.url}: lost after {self.n_read:,} bytes ({error!r})") from None
+            raise Dropped(f"{self.name}: lost after {self.n_read:,} bytes ({error!r})") from None
         if not data:
-            raise Dropped(f"{self.url}: ended after {self.n_read:,} bytes; expected {left:,} more")
+            raise Dropped(f"{self.name}: ended after {self.n_read:,} bytes; expected {left:,} more")
         self.n_read += len(data)
         buffer[:len(data)] = data
         return len(data)

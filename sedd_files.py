@@ -174,7 +174,7 @@ def published_config(path, state):
     graph = "absorb" if vocab > N_TOKENS else "uniform"
     noise = {"type": "loglinear", "eps": 1e-3} if graph == "absorb" else {
         "type": "geometric", "sigma_min": 1e-4, "sigma_max": 20.0}
-    alphabet = LETTERS if vocab in (N_TOKENS, N_TOKENS + 1) else (
+    alphabet = LETTERS if vocab in (N_TOKENS, N_TOKENS + 1) else (   # load_sedd refuses others
         f"one of {vocab} tokens, not of {N_TOKENS} (uniform graph) or {N_TOKENS + 1} (with a mask)")
     return {"config": {"model": model, "graph": {"type": graph}, "noise": noise},
             "max_length": PUBLISHED_LENGTH, "alphabet": alphabet,
