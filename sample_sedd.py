@@ -395,9 +395,10 @@ def read_arguments(argv):
     for other, names in ONLY_FOR.items():
         useless = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
         if other != task and useless:
-            raise ValueError(f"found {', '.join(useless)} without --score; expected both."
-                             if task == "drawing" else f"found {', '.join(useless)}, which "
-                             f"--{task} does not use; expected neither, or another task.")
+            found = f"found {', '.join(useless)}"
+            raise ValueError(f"{found} without --score; expected both." if task == "drawing" else
+                             f"{found}, which --{task} does not use; expected neither, or another "
+                             "task.")
     if args.samples != parser.get_default("samples") and (args.each_position or args.mutations):
         raise ValueError("found --samples with --each_position or --mutations, which hide one "
                          "residue at a time; expected one of them.")
