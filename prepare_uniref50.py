@@ -25,6 +25,7 @@ rename. After an interruption the same command starts the passes again; a finish
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -55,7 +56,7 @@ import numpy as np
 from tqdm import tqdm
 
 from sequence_data import (FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, Block, Proteins,
-                           ReadReport, check_prepared, order_words, read_blocks,
+                           ReadReport, check_prepared, order_words, read_blocks, read_meta,
                            refuse_nothing_left, span_indices, word_spans)
 
 # The current release: some 13 GB, about 60 million proteins.
@@ -63,6 +64,7 @@ UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/un
 
 FLUSH_BYTES = 64 << 20          # proteins in memory, before they are appended to the buckets
 BUCKET_BYTES = 48 << 20         # size of a bucket, about; the number of buckets follows
+PART_WORDS = 1 << 17            # words of 8 residues that are copied at a time, about
 UNPACKED_SHARE = 1.7            # bytes in a folder for a byte of .gz, at most: UniRef50 has 1.4
 BYTES_PER_PROTEIN = 400         # in a folder, at most on average: UniRef50 has 300
 
@@ -116,14 +118,14 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
                          f"least 1 of the others.")
     settings = {"seed": seed, "val_fraction": val_fraction, "min_length": min_length,
                 "max_sequences": max_sequences}
-    inputs, release = [input_of_file(file) for file in files or ()], None
     if files:
-        named = sorted((file.name, entry.size, digest_of(file))
-                       for file, entry in zip(files, inputs))
-        for key, values in zip(("source", "source_bytes", "source_digest"), zip(*named)):
-            settings[key] = list(values)
+        inputs, release = [input_of_file(file) for file in files], None
+        names, sizes, digests = zip(*sorted((file.name, entry.size, digest_of(file))
+                                            for file, entry in zip(files, inputs)))
+        settings |= {"source": list(names), "source_bytes": list(sizes),
+                     "source_digest": list(digests)}
     else:
-        settings["source"] = [shown(url)]
+        settings["source"] = [safe_url(url)]
     folder = Path(os.path.abspath(folder))
     with working_folder(folder) as partial:
         if is_finished(folder, settings):
@@ -155,19 +157,20 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
 
 class Input(NamedTuple):
     """A source of proteins: a file, or a url that is read without keeping what is read."""
-    name: str                               # path or url
-    size: int | None                        # bytes, None if not known
-    open_stream: Callable | None = None     # of a url: gives a binary stream
+    name: str               # path or url
+    size: int | None        # bytes, None if not known
+    open: Callable          # () -> context manager of a source for read_blocks
 
 
 def input_of_file(path):
-    return Input(str(path), path.stat().st_size if path.is_file() else 0)
+    size = path.stat().st_size if path.is_file() else 0     # what is no file, reading refuses
+    return Input(str(path), size, lambda: contextlib.nullcontext(str(path)))
 
 
 def digest_of(path):
     """Hash of the first and the last MiB of a file, by which a changed one is known."""
     if not path.is_file():
-        return ""                           # it is refused when it is read
+        return ""
     with open(path, "rb") as file:
         head = file.read(1 << 20)
         file.seek(max(0, path.stat().st_size - (1 << 20)))
@@ -179,18 +182,18 @@ def download_input(url, folder, max_sequences):
 
     A finished download needs no network: the passes may go on where there is none.
     """
-    path = folder / Path(shown(url)).name
+    path = folder / Path(safe_url(url)).name
     partial = PartialFile(Source(url), path)
     if partial.is_finished:
         return [input_of_file(path)], partial.note["release"]
     source = look_up(url)
+    stream = Input(safe_url(url), source.size, lambda: retry(lambda: open_url(source)))
     if max_sequences and path.suffix.lower() != ".pt":
-        return [Input(shown(url), source.size, lambda: open_stream(source))], source.release
+        return [stream], source.release
     folder.mkdir(exist_ok=True)
     if source.size:
-        n_bytes = expected_bytes([Input(shown(url), source.size)], None)
         n_arrived = sum(entry.stat().st_size for entry in folder.iterdir())
-        check_disk(folder, n_bytes, max(0, source.size - n_arrived))
+        check_disk(folder, expected_bytes([stream], None), max(0, source.size - n_arrived))
     download(source, path)
     return [input_of_file(path)], source.release
 
@@ -246,10 +249,7 @@ def all_blocks(inputs, report, settings):
             left = wanted - n_read - report.n_dropped if wanted else None
             if left == 0:
                 break
-            opened = contextlib.nullcontext(entry.name)
-            if entry.open_stream:
-                opened = entry.open_stream()
-            with opened as source:
+            with entry.open() as source:
                 for block in read_blocks(source, report, settings["min_length"], max_records=left):
                     n_read += len(block.lengths)
                     bar.update(len(block.lengths))
@@ -263,14 +263,15 @@ def concatenate(blocks):
 
 def order_of(block, seed):
     """Indices of the proteins of a block in the order of order_words, each protein once."""
-    tokens, (starts, _) = block.words.view(np.uint8), word_spans(block.lengths)
+    starts, _ = word_spans(block.lengths)
+    tokens = block.words.view(np.uint8)
     return Proteins(tokens, 8 * starts, block.lengths, block.keys).unique_order(seed)
 
 
-def rearranged(block, order, n_words=1 << 17):
-    """Yield the proteins of a block in this order, as Blocks of about n_words words."""
+def rearranged(block, order):
+    """Yield the proteins of a block in this order, as Blocks of about PART_WORDS words."""
     starts, counts = word_spans(block.lengths)
-    parts = np.cumsum(counts[order]) // n_words
+    parts = np.cumsum(counts[order]) // PART_WORDS
     for rows in np.split(order, np.flatnonzero(np.diff(parts)) + 1):
         words = block.words[span_indices(starts[rows], counts[rows])]
         yield Block(words, block.lengths[rows], block.keys[rows])
@@ -281,7 +282,7 @@ def append(folder, block, seed, bits):
     order."""
     order = order_of(block, seed)
     words = order_words(block.keys[order], seed)
-    firsts = np.arange(1, 1 << bits, dtype=np.uint64) << np.uint64(64 - max(1, bits))
+    firsts = np.arange(1, 1 << bits, dtype=np.uint64) << np.uint64(64 - bits)
     for bucket, rows in enumerate(np.split(order, np.searchsorted(words, firsts))):
         if len(rows):
             with open(folder / f"{bucket:06d}", "ab") as file:
@@ -331,7 +332,7 @@ class SetWriter:
         self.hashes = {name: hashlib.blake2b(digest_size=16) for name in PARTS}
         self.keys_hash = hashlib.blake2b(digest_size=8)
         self.token_counts = np.zeros(256, np.int64)
-        self.histogram = np.zeros(0, np.int64)
+        self.length_counts = collections.Counter()
 
     def __enter__(self):
         return self
@@ -347,16 +348,14 @@ class SetWriter:
             self.hashes[name].update(data)
         self.keys_hash.update(keys)
         self.token_counts += np.bincount(block.words.view(np.uint8), minlength=256)
-        histogram = np.bincount(block.lengths, minlength=len(self.histogram))
-        histogram[:len(self.histogram)] += self.histogram
-        self.histogram = histogram
+        self.length_counts.update(block.lengths.tolist())
 
     def meta(self):
-        lengths = np.flatnonzero(self.histogram)
-        counts = self.histogram[lengths]
-        return {"proteins": int(counts.sum()), "residues": int((lengths * counts).sum()),
+        histogram = sorted(self.length_counts.items())
+        return {"proteins": self.length_counts.total(),
+                "residues": sum(length * count for length, count in histogram),
                 "letter_counts": self.token_counts[:N_TOKENS].tolist(),
-                "length_histogram": np.stack([lengths, counts], axis=1).tolist(),
+                "length_histogram": histogram,
                 "keys_hash": self.keys_hash.hexdigest(),
                 "files": {name: {"bytes": os.path.getsize(self.files[name].name),
                                  "blake2b": self.hashes[name].hexdigest()} for name in PARTS}}
@@ -395,15 +394,13 @@ def is_finished(folder, settings):
     """Whether the folder was made with these settings. Raises ValueError if it is anything else."""
     if not os.path.lexists(folder):
         return False
-    here = {"format": FORMAT, "version": VERSION, **settings}
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        there = {key: meta.get(key) for key in here}
-    except (OSError, ValueError, AttributeError):
-        raise ValueError(f"{folder} exists, and is no prepared folder; expected nothing of this "
-                         f"name. Name another folder.") from None
-    differences = [f"{key} is {there[key]!r} there and {value!r} here"
-                   for key, value in here.items() if there[key] != value]
+        meta = read_meta(folder)
+    except (OSError, ValueError):
+        raise ValueError(f"{folder} exists, and is no prepared folder of version {VERSION}; "
+                         f"expected nothing of this name. Name another folder.") from None
+    differences = [f"{key} is {meta.get(key)!r} there and {value!r} here"
+                   for key, value in settings.items() if meta.get(key) != value]
     if differences:
         raise ValueError(f"{folder} was made with other settings: {'; '.join(differences)}. Name "
                          f"another folder, or remove it.")
@@ -413,15 +410,15 @@ def is_finished(folder, settings):
 
 def finish_report(report, sets, n_read, settings):
     """Fill in what is known at the end. Raises ValueError if one of the sets is empty."""
-    rows = np.array([row for entry in sets.values() for row in entry["length_histogram"]])
-    histogram = np.bincount(rows[:, 0], rows[:, 1]).astype(np.int64)
-    n, lengths = int(histogram.sum()), np.flatnonzero(histogram)
-    middle = np.searchsorted(np.cumsum(histogram), [(n - 1) // 2, n // 2], "right")
-    report.n_proteins, report.n_duplicates = n, n_read - n
-    report.n_residues = int((rows[:, 0] * rows[:, 1]).sum())
-    report.shortest, report.longest = int(lengths[0]), int(lengths[-1])
-    report.median = int(middle.mean())
     n_train, n_val = (sets[name]["proteins"] for name in SETS)
+    n = n_train + n_val
+    report.n_proteins, report.n_duplicates = n, n_read - n
+    report.n_residues = sum(entry["residues"] for entry in sets.values())
+    histogram = sorted(row for entry in sets.values() for row in entry["length_histogram"])
+    lengths, counts = np.array(histogram).T
+    middle = np.searchsorted(np.cumsum(counts), [(n - 1) // 2, n // 2], "right")
+    report.median = int(lengths[middle].mean())
+    report.shortest, report.longest = int(lengths[0]), int(lengths[-1])
     if not n_train or settings["val_fraction"] and not n_val:
         raise ValueError(f"val_fraction = {settings['val_fraction']} puts {n_train:,} proteins in "
                          f"training and {n_val:,} in validation; expected some in each. Give more "
@@ -491,20 +488,19 @@ class Dropped(OSError):
     """An error that another try may mend: a lost connection, too little data, a busy server."""
 
 
-def look_up(url, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
+def look_up(url):
     """Source of the url, with what RELEASE.metalink beside it says, if anything.
 
-    timeout, backoff: seconds. tries: in a row without progress.
     Raises ValueError for a url that is not http or https, OSError where the server does not answer.
     """
     check_url(url)
     listing, name = Source(urljoin(url, METALINK)), unquote(urlsplit(url).path.rpartition("/")[2])
 
     def read_listing():
-        with open_url(listing, timeout) as file:
+        with open_url(listing) as file:
             return file.readall()
     try:
-        root = xml.etree.ElementTree.fromstring(retry(read_listing, tries, backoff))
+        root = xml.etree.ElementTree.fromstring(retry(read_listing))
         entries = [entry for entry in root.iterfind(".//{*}file") if entry.get("name") == name]
         md5 = entries[0].findtext(".//{*}hash[@type='md5']") if entries else None
         if not re.fullmatch("[0-9a-fA-F]{32}", md5 or ""):
@@ -512,37 +508,28 @@ def look_up(url, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
         size, release = entries[0].findtext("{*}size"), root.findtext("{*}version")
         return Source(url, int(size), md5.lower(), release)
     except (ValueError, RuntimeError, TypeError, xml.etree.ElementTree.ParseError) as error:
-        say(f"{shown(url)}: MD5 and release are not known and not checked ({error}).")
+        say(f"{safe_url(url)}: MD5 and release are not known and not checked ({error}).")
         return Source(url)
 
 
-def download(source, path, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
+def download(source, path):
     """Download a Source to path, which is there only when whole and checked; the same call goes on.
 
-    timeout, backoff: seconds. tries: in a row without progress.
     Raises ValueError for what is not such a file (url, 4xx, a page), OSError or RuntimeError for
     network, server and disk.
     """
-    partial = PartialFile(source, Path(path))
+    partial = PartialFile(source, path)
     if partial.is_finished:
         return
     if partial.differences:
         partial.clear(f"it is of another file ({', '.join(partial.differences)} differ)")
-    retry(lambda: receive(source, partial, timeout), tries, backoff, lambda: partial.size)
+    retry(lambda: receive(source, partial), lambda: partial.size)
     synchronise(partial.part)
     if source.md5 and (found := md5_of(partial.part)) != source.md5:
         partial.part.unlink()
-        raise RuntimeError(f"{shown(source.url)}: found MD5 {found}, expected {source.md5}. "
+        raise RuntimeError(f"{safe_url(source.url)}: found MD5 {found}, expected {source.md5}. "
                            f"The data is removed; run the same command again, or name a mirror.")
     os.replace(partial.part, path)
-
-
-def open_stream(source, timeout=TIMEOUT, tries=TRIES, backoff=BACKOFF):
-    """Readable binary object over a Source from its first byte on; close it after use.
-
-    Its read raises OSError where the connection drops or stalls, or the data ends early.
-    """
-    return retry(lambda: open_url(source, timeout), tries, backoff)
 
 
 class PartialFile:
@@ -560,7 +547,7 @@ class PartialFile:
         self.path, self.part = path, Path(f"{path}.part")
         self.note_path = Path(f"{path}.part.json")
         query = hashlib.blake2b(urlsplit(source.url).query.encode(), digest_size=8).hexdigest()
-        self.wanted = {**source._asdict(), "url": shown(source.url), "query_digest": query}
+        self.wanted = {**source._asdict(), "url": safe_url(source.url), "query_digest": query}
         try:
             self.note = json.loads(self.note_path.read_text())
         except (OSError, ValueError):
@@ -588,21 +575,21 @@ class PartialFile:
         self.note_path.write_text(json.dumps(self.note))
 
 
-def receive(source, partial, timeout):
+def receive(source, partial):
     """Write what one connection gives, from the byte reached on. Raises Dropped before the end."""
     note = partial.note
     if partial.size and partial.size == note["size"]:
         return
     # Without a version, nothing would show that the rest is of another file.
     start = partial.size if note.get("version") else 0
-    with open_url(source, timeout, start, note.get("version")) as file:
+    with open_url(source, start, note.get("version")) as file:
         if file.status == 200:
             partial.clear("the server sends the file from its beginning")
             partial.begin(file.total, file.version)
         elif (file.start, file.total) != (start, note["size"]) or (
                 file.version not in (None, note["version"])):
-            partial.clear(f"{file.url} is another file now, or does not continue it")
-            raise Dropped(f"{file.url}: the answer is not the rest of the file")
+            partial.clear(f"{file.name} is another file now, or does not continue it")
+            raise Dropped(f"{file.name}: the answer is not the rest of the file")
         with open(partial.part, "ab") as target, progress_bar(
                 partial.path.name, file.total, initial=partial.size) as bar:
             while data := file.read(CHUNK):
@@ -613,14 +600,14 @@ def receive(source, partial, timeout):
 class HttpFile(io.RawIOBase):
     """A file on a server, as it arrives, from byte `start` on.
 
-    status: 200 (the server sends the whole file) or 206 (from start on). total: bytes of the whole
-    file. version: ETag or time of the file, None if not known.
+    name: the address. status: 200 (the server sends the whole file) or 206 (from start on). total:
+    bytes of the whole file. version: ETag or time of the file, None if not known.
     A read before the end raises Dropped if no more comes.
     """
 
     def __init__(self, answer, url, start, total):
         super().__init__()
-        self.answer, self.url, self.name, self.status = answer, url, url, answer.status
+        self.answer, self.name, self.status = answer, url, answer.status
         self.start, self.total, self.n_read = start, total, 0
         etag = answer.headers["ETag"] or "W/"           # a weak ETag does not vouch for each byte
         self.version = answer.headers["Last-Modified"] if etag.startswith("W/") else etag
@@ -635,9 +622,9 @@ class HttpFile(io.RawIOBase):
         try:                    # read1, because read loses what came before an error
             data = self.answer.read1(min(len(buffer), left))
         except (OSError, http.client.HTTPException) as error:
-            raise Dropped(f"{self.url}: lost after {self.n_read:,} bytes ({error!r})") from None
+            raise Dropped(f"{self.name}: lost after {self.n_read:,} bytes ({error!r})") from None
         if not data:
-            raise Dropped(f"{self.url}: ended after {self.n_read:,} bytes; expected {left:,} more")
+            raise Dropped(f"{self.name}: ended after {self.n_read:,} bytes; expected {left:,} more")
         self.n_read += len(data)
         buffer[:len(data)] = data
         return len(data)
@@ -647,19 +634,19 @@ class HttpFile(io.RawIOBase):
         super().close()
 
 
-def open_url(source, timeout, start=0, version=None):
+def open_url(source, start=0, version=None):
     """HttpFile of a Source, from byte `start` on if the server still has this version of it.
 
     Raises Dropped, ValueError for what is not the file, RuntimeError for a size that is wrong or
     not known.
     """
     check_url(source.url)
-    url, headers = shown(source.url), {"User-Agent": "protein-ddp"}
+    url, headers = safe_url(source.url), {"User-Agent": "protein-ddp"}
     if start:
         headers |= {"Range": f"bytes={start}-", "If-Range": version}
     try:
         request = urllib.request.Request(source.url, headers=headers)
-        answer = urllib.request.build_opener().open(request, timeout=timeout)
+        answer = urllib.request.build_opener().open(request, timeout=TIMEOUT)
         beginning = answer.peek(2)[:2]
     except urllib.error.HTTPError as error:
         kind = Dropped if error.code == 429 or error.code >= 500 else ValueError
@@ -683,31 +670,31 @@ def open_url(source, timeout, start=0, version=None):
         expected = "some" if source.size is None else f"{source.size:,} ({METALINK})"
         raise RuntimeError(f"{url}: found {found}, expected {expected}. Try again later (a new "
                            f"release?), or name a mirror.")
-    wrong = urlsplit(source.url).path.endswith(".gz") and beginning not in (GZIP, b"")
-    if wrong or answer.headers.get_content_type() == "text/html":
+    is_no_gzip = urlsplit(source.url).path.endswith(".gz") and beginning not in (GZIP, b"")
+    if is_no_gzip or answer.headers.get_content_type() == "text/html":
         raise ValueError(f"{url}: found {answer.headers.get_content_type()} that begins with "
                          f"{beginning}, expected the file. Check the address, and whether a proxy "
                          f"or a login page stands before it.")
     return HttpFile(answer, url, 0, total)
 
 
-def retry(work, tries, backoff, bytes_arrived=lambda: 0):
+def retry(work, bytes_arrived=lambda: 0):
     """work(), again after Dropped; a try in which more bytes arrived begins the count anew."""
-    failures, first = 0, True
+    failures = 0
     while True:
         before = bytes_arrived()
         try:
             return work()
         except Dropped as error:
-            if first and isinstance(error.__cause__, NO_SERVER):
+            if not failures and isinstance(error.__cause__, NO_SERVER):
                 raise OSError(f"{error}. {ADVICE}.") from None
             after = bytes_arrived()
-            failures, first = 1 if after > before else failures + 1, False
+            failures = 1 if after > before else failures + 1
             arrived = f"{after:,} bytes are kept; " if after else ""
-            state = f"{arrived}tries without progress: {failures} of {tries}"
-            if failures >= tries:
+            state = f"{arrived}tries without progress: {failures} of {TRIES}"
+            if failures >= TRIES:
                 raise OSError(f"{error}. {state}. {ADVICE}; the same command goes on.") from None
-            wait = min(LONGEST_WAIT, backoff * 2 ** (failures - 1))
+            wait = min(LONGEST_WAIT, BACKOFF * 2 ** (failures - 1))
             say(f"{error}; {state}. Next in {wait:g} s.")
             time.sleep(wait)
 
@@ -724,11 +711,11 @@ def md5_of(path):
 def check_url(url):
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-        raise ValueError(f"found the address {shown(url)}; expected http://HOST/FILE or "
+        raise ValueError(f"found the address {safe_url(url)}; expected http://HOST/FILE or "
                          f"https://HOST/FILE, without user and password.")
 
 
-def shown(url):
+def safe_url(url):
     """The url without user, password and query, which may be secret: for screens and files."""
     split = urlsplit(url)
     return urlunsplit((split.scheme, split.netloc.rpartition("@")[2], split.path, "", ""))

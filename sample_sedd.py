@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, beat, print0, setup_ddp
 from report_sequences import report, sequences_of
@@ -93,17 +94,16 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
     lengths = np.array([len(row) for row in rows], np.int64)
     if not rows:
         return []
-    out = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
-    batches = eval_batches(lengths, max(tokens, int(lengths.max())))
-    mine = range(ddp.rank, len(batches), ddp.world_size)
-    for number in mine:
+    longest = int(lengths.max())
+    out = torch.zeros(len(rows), longest, dtype=torch.int64)
+    batches = eval_batches(lengths, max(tokens, longest))
+    own_batches = range(ddp.rank, len(batches), ddp.world_size)
+    own_draws = len(own_batches) * (steps + 1)
+    for number in own_batches:
         indices = batches[number]
-        width = int(lengths[indices].max())
-        given = torch.full((len(indices), width), -1)
-        for row, i in enumerate(indices):
-            given[row, :lengths[i]] = torch.from_numpy(rows[i])
+        given = pad_sequence([torch.from_numpy(rows[i]) for i in indices], True, padding_value=-1)
+        width = given.shape[1]
         real = torch.arange(width) < torch.from_numpy(lengths[indices])[:, None]
-        kept = real & (given >= 0)
         mask = None if bool(real.all()) else real.to(ddp.device)
 
         def log_score(xt, sigma, mask=mask):
@@ -114,10 +114,10 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
 
         with autocast(dtype, ddp):
             drawn = sample(log_score, sedd.graph, sedd.noise, tuple(given.shape), steps,
-                           predictor=predictor, fixed=(given.clamp(min=0), kept),
+                           predictor=predictor, fixed=(given.clamp(min=0), given >= 0),
                            forbidden=(X_ID,), mask=real, device=ddp.device,
                            generator=keyed_generator(seed, "sample", number),
-                           on_step=on_step and (lambda step, xt: on_step(len(mine) * (steps + 1))))
+                           on_step=on_step and (lambda step, xt: on_step(own_draws)))
         out[torch.from_numpy(indices), :width] = drawn.cpu()
     out = all_sum(out, ddp).numpy()
     return [decode(row[:n]) for row, n in zip(out, lengths)]
@@ -245,71 +245,71 @@ def windows(row, longest, allowed):
     return np.array_split(row, math.ceil(len(row) / longest))
 
 
-@torch.no_grad()
-def denoise(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None, places=None):
-    """ln p of each letter at the masks of each row, given the rest of the row.
-
-    Args:
-        rows: (n, L) int64, with graph.mask_id at the places to be predicted.
-        tokens: positions in a batch.
-        places: (n,) int64, the only place of each row that is wanted, or None.
-    Returns: (n, L, 20) float32, with places (n, 20); where there is no mask it means nothing.
-    Raises: ValueError for the uniform graph, which has no mask.
-    """
+def mask_of(sedd):
+    """The mask's token. Raises ValueError for the uniform graph, which has none."""
     if not sedd.graph.absorb:
         raise ValueError("each position is scored behind a mask, which the uniform graph does not "
                          "have; expected a model with the absorbing one.")
+    return sedd.graph.mask_id
+
+
+@torch.no_grad()
+def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
+    """ln p of each letter at the masks of each row, given the rest of the row.
+
+    Args:
+        rows: (n, L) array of tokens, with mask_of(sedd) at the places to be predicted.
+        tokens: positions in a batch.
+    Returns: (masks, 20) float64, the masks of one row after the other, each row's from the left.
+    """
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
-    out = torch.zeros(*(rows.shape if places is None else rows.shape[:1]), X_ID)
+    ends = np.cumsum((rows == mask_of(sedd)).sum(1))   # masks up to each row
+    out = torch.zeros(int(ends[-1]), X_ID)
     size = max(tokens // rows.shape[1], 1)
     for first in range(ddp.rank * size, len(rows), ddp.world_size * size):
-        part = rows[first:first + size].to(ddp.device)
-        share = ((part == sedd.graph.mask_id).float().mean(1)).clamp(max=0.99)
+        part = torch.from_numpy(rows[first:first + size]).long().to(ddp.device)
+        is_mask = part == mask_of(sedd)
+        share = is_mask.float().mean(1).clamp(max=0.99)
         with autocast(dtype, ddp):   # the noise level at which this share is masked on average
             scores = sedd.model(part, -torch.log1p(-share))
-        if places is not None:
-            scores = scores[torch.arange(len(part)), places[first:first + size]]
-        out[first:first + size] = torch.log_softmax(scores[..., :X_ID].float(), -1).cpu()
+        log_p = torch.log_softmax(scores[is_mask][:, :X_ID].float(), -1).cpu()
+        end = ends[first:first + size][-1]
+        out[end - len(log_p):end] = log_p
         beat(ddp)
-    return all_sum(out, ddp)
+    return all_sum(out, ddp).double().numpy()
 
 
 def residue_scores(sedd, sequence, **how):
     """-ln p of each residue given all others, in nats: (L,) float64, nan for X.
 
     One forward pass per position, behind a mask; of sequences longer than the model was trained on,
-    the residues around the position count. how: see denoise."""
-    row = torch.from_numpy(encode(sequence).astype(np.int64))
-    length, width = len(row), min(len(row), sedd.max_length)
-    starts = (torch.arange(length) - width // 2).clamp(0, length - width)
-    rows = row[starts[:, None] + torch.arange(width)]
-    places = torch.arange(length) - starts
-    rows[torch.arange(length), places] = sedd.graph.mask_id if sedd.graph.absorb else 0
-    log_p = denoise(sedd, rows, places=places, **how).double()
-    own = log_p.gather(1, row.clamp(max=X_ID - 1)[:, None])[:, 0]
-    return -torch.where(row == X_ID, math.nan, own).numpy()
+    the residues around the position count. how: see predict_letters."""
+    row = encode(sequence)
+    places, width = np.arange(len(row)), min(len(row), sedd.max_length)
+    starts = (places - width // 2).clip(0, len(row) - width)
+    rows = row[starts[:, None] + np.arange(width)]
+    rows[places, places - starts] = mask_of(sedd)
+    log_p = predict_letters(sedd, rows, **how)   # one mask in each row
+    return np.where(row == X_ID, math.nan, -log_p[places, np.minimum(row, X_ID - 1)])
 
 
 def variant_scores(sedd, sequence, variants, **how):
     """ln p(variant) - ln p(wild type) of the mutated residues, all masked at once: (n,) float64.
 
-    variants: lists of (place from 0, token). how: see denoise. Source of the score ("masked
+    variants: lists of (place from 0, token). how: see predict_letters. Source of the score ("masked
     marginals"): Meier et al. 2021, bioRxiv 2021.07.09.450648."""
-    row = torch.from_numpy(encode(sequence).astype(np.int64))
+    row = encode(sequence)
     if len(row) > sedd.max_length:
         raise ValueError(f"the sequence has {len(row):,} residues, but the model was trained on at "
                          f"most {sedd.max_length:,}. Cut it to the part that is mutated.")
-    scores, size = np.zeros(len(variants)), 1000
-    for first in range(0, len(variants), size):
-        group = variants[first:first + size]
-        rows = row.repeat(len(group), 1)
-        for k, changes in enumerate(group):
-            rows[k, [place for place, _ in changes]] = sedd.graph.mask_id or 0
-        log_p = denoise(sedd, rows, **how).double()
-        for k, changes in enumerate(group):
-            scores[first + k] = sum(float(log_p[k, place, token] - log_p[k, place, row[place]])
-                                    for place, token in changes)
-    return scores
+    mutations = [(number, place, token) for number, changes in enumerate(variants)
+                 for place, token in sorted(changes)]   # in the order of predict_letters
+    numbers, places, tokens = np.array(mutations).T
+    rows = np.tile(row, (len(variants), 1))
+    rows[numbers, places] = mask_of(sedd)
+    log_p, each_mask = predict_letters(sedd, rows, **how), np.arange(len(mutations))
+    ratios = log_p[each_mask, tokens] - log_p[each_mask, row[places]]
+    return np.bincount(numbers, ratios, len(variants))
 
 
 def read_variants(path, sequence):
@@ -323,11 +323,11 @@ def read_variants(path, sequence):
         changes = []
         for word in words:
             parts = re.fullmatch(rf"([{AMINO_ACIDS}])(\d+)([{AMINO_ACIDS}])", word.upper())
-            place = int(parts[2]) - 1 if parts else -1
-            if not parts or not 0 <= place < len(sequence) or sequence[place] != parts[1]:
-                there = (f"; the sequence has {sequence[place]} there"
-                         if parts and 0 <= place < len(sequence) else "")
-                raise ValueError(f"{path}, line {number}: found {word}{there}; expected such as "
+            place = int(parts[2]) - 1 if parts else len(sequence)
+            letter = sequence[place:place + 1]   # none before the first or after the last
+            if not parts or letter != parts[1]:
+                reason = f"; the sequence has {letter} there" if letter else ""
+                raise ValueError(f"{path}, line {number}: found {word}{reason}; expected such as "
                                  f"A12V: a letter of the sequence, its place from 1 to "
                                  f"{len(sequence)}, the new letter.")
             changes.append((place, AMINO_ACIDS.index(parts[3])))
@@ -395,9 +395,10 @@ def read_arguments(argv):
     for other, names in ONLY_FOR.items():
         useless = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
         if other != task and useless:
-            raise ValueError(f"found {', '.join(useless)} without --score; expected both."
-                             if task == "drawing" else f"found {', '.join(useless)}, which "
-                             f"--{task} does not use; expected neither, or another task.")
+            found = f"found {', '.join(useless)}"
+            raise ValueError(f"{found} without --score; expected both." if task == "drawing" else
+                             f"{found}, which --{task} does not use; expected neither, or another "
+                             "task.")
     if args.samples != parser.get_default("samples") and (args.each_position or args.mutations):
         raise ValueError("found --samples with --each_position or --mutations, which hide one "
                          "residue at a time; expected one of them.")
@@ -420,7 +421,8 @@ def picture_of(args):
     """The file of --report's picture: NAME.png beside --out. None without --report."""
     if not args.report:
         return None
-    name = args.out.stem if args.out.suffix in FASTA_ENDINGS else args.out.name   # not of t0.5
+    # What follows the point in a name such as t0.5 is no ending.
+    name = args.out.stem if args.out.suffix in FASTA_ENDINGS else args.out.name
     return args.out.with_name(f"{name}.png")
 
 
@@ -503,8 +505,7 @@ def draw_file(sedd, args, how, write):
             bar.update()
 
         sequences = sample_sequences(sedd, templates, args.steps, args.predictor, args.temperature,
-                                     args.top_p, args.seed, **how,
-                                     on_step=advance)
+                                     args.top_p, args.seed, on_step=advance, **how)
     for name, sequence in zip(names, sequences):
         write(f">{name} length={len(sequence)}\n{sequence}\n")
     return sequences

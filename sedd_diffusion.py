@@ -87,11 +87,11 @@ class Graph:
 
     corrupt(x0, sigma, generator): x0 with noise. The draw is made on the generator's device: a CPU
         generator gives the same noise whatever accelerator x0 is on.
-    rate(x), transp_rate(x): forward rates from x to every token, from every token to x: (B, L, V).
+    transp_rate(x, dtype): forward rates from every token to x, (B, L, V).
     transition(x0, sigma): p(xt | x0) over all xt, (B, L, V).
     transp_transition(x, sigma): p(xt = x | x0) over all x0, (B, L, V).
-    staggered_score(score, step): from the ratios at sigma to those of p at sigma - step over p(xt)
-        at sigma: exp(-step Q) score, (B, L, V); step (B,).
+    staggered_score(score, step): the ratios of p(y) at noise sigma - step to p(xt) at sigma, from
+        the score at sigma: exp(-step Q) score, (B, L, V); step (B,).
     reverse_rate(x, score): rates of the reverse process, (B, L, V); score = exp(log_score).
     score_entropy(log_score, sigma, xt, x0): (B, L) >= 0, with the constants that make its minimum
         0; float32 at least, float64 for a float64 log_score.
@@ -114,10 +114,7 @@ class AbsorbingGraph(Graph):
     def corrupt(self, x0, sigma, generator=None):
         return x0.masked_fill(_noised(x0, sigma, generator), self.mask_id)
 
-    def rate(self, x, dtype=torch.float32):
-        return self.at_mask(x.device).to(dtype) - _one_hot(x, self.vocab_size, dtype)
-
-    def transp_rate(self, x, dtype=torch.float32):
+    def transp_rate(self, x, dtype):
         return (x == self.mask_id)[..., None].to(dtype) - _one_hot(x, self.vocab_size, dtype)
 
     def transition(self, x0, sigma):
@@ -168,7 +165,7 @@ class UniformGraph(Graph):
         noised = _noised(x0, sigma, generator)
         return torch.where(noised, self.sample_limit(x0.shape, generator, x0.device), x0)
 
-    def rate(self, x, dtype=torch.float32):
+    def transp_rate(self, x, dtype):
         return 1 / self.vocab_size - _one_hot(x, self.vocab_size, dtype)
 
     def transition(self, x0, sigma):
@@ -176,7 +173,7 @@ class UniformGraph(Graph):
         stay = torch.exp(-sigma) * _one_hot(x0, self.vocab_size, sigma.dtype)
         return stay - torch.expm1(-sigma) / self.vocab_size
 
-    transp_rate, transp_transition = rate, transition       # both are symmetric
+    transp_transition = transition      # it is symmetric
 
     def staggered_score(self, score, step):
         step = _per_token(step, score).to(score.dtype)
@@ -260,16 +257,17 @@ def score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, weight):
 # ---- sampling ----
 
 @torch.no_grad()
-def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", denoise=True, fixed=None,
-           forbidden=(), mask=None, generator=None, device=None, eps=1e-5, on_step=None):
-    """Draw tokens by running the noise backwards from t = 1 to eps in `steps` equal steps.
+def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", fixed=None, forbidden=(),
+           mask=None, generator=None, device=None, eps=1e-5, on_step=None):
+    """Draw tokens by running the noise backwards from t = 1 to 0.
 
     log_score_fn: (xt (B, L) int64, sigma (B,) float32) -> log_score (B, L, V). It is given sigma,
                   never t.
     shape:        (B, L).
+    steps:        draws at equal distances from t = 1 to eps. One more, always analytic, removes the
+                  noise left at eps.
     predictor:    "euler" (first order in the step) or "analytic" (Tweedie; residues independent in
                   a step).
-    denoise:      one more draw at the end that removes the noise left at t = eps (one more call).
     fixed:        (tokens (B, L) int64, fixed_mask (B, L) bool): residues held from the start
                   (infilling).
     forbidden:    token ids never returned, such as X.
@@ -305,8 +303,8 @@ def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", denoi
 
     xt = torch.where(held, held_tokens, graph.sample_limit(shape, generator, device))
     found_nan = torch.zeros((), dtype=torch.bool, device=device)
-    draws = steps + 1 if denoise else steps
-    for i in range(draws):
+    for i in range(steps + 1):
+        is_last = i == steps
         log_score = log_score_fn(xt, sigma[i].expand(B))
         if log_score.shape != (*shape, V):
             raise ValueError(f"log_score_fn returned {tuple(log_score.shape)}; expected "
@@ -314,12 +312,11 @@ def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", denoi
         found_nan |= (log_score.isnan().any(-1) & ~held).any()
         score = _at_least_float32(log_score).exp()
         stay = _one_hot(xt, V, score.dtype)
-        if predictor == "euler" and i < steps:
+        if predictor == "euler" and not is_last:
             p = stay + (1 - eps) / steps * dsigma[i] * graph.reverse_rate(xt, score)
         else:
             step = step_sigma[i].expand(B)
             p = graph.staggered_score(score, step) * graph.transp_transition(xt, step)
-        is_last = i == draws - 1
         p = torch.where((returned if is_last else allowed) & (p > 0), p, 0.0)
         without_weight = returned.to(p.dtype) if is_last else stay
         p = torch.where(p.any(-1, keepdim=True), p, without_weight)

@@ -7,7 +7,6 @@
 
 Nothing but tensors and plain types is read. Folders need the package safetensors.
 """
-import functools
 import json
 import os
 import shutil
@@ -81,9 +80,11 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
     except (KeyError, TypeError) as e:
         raise ValueError(f"{path} has a config without {e}; expected one of train_sedd_ddp.py or "
                          "of --export.") from None
-    problems = [f"{section}.{key} is {found} in the file, and {wanted} by the config"
-                for section, key in WEIGHTS_DEPEND_ON if expected is not None
-                and (found := config[section][key]) != (wanted := expected[section][key])]
+    problems = []
+    for section, key in WEIGHTS_DEPEND_ON if expected else ():
+        found, wanted = config[section][key], expected[section][key]
+        if found != wanted:
+            problems.append(f"{section}.{key} is {found} in the file, and {wanted} by the config")
     if saved.get("alphabet", LETTERS) != LETTERS:
         problems.append(f"the alphabet is {saved['alphabet']}; expected {LETTERS}")
     try:
@@ -108,10 +109,10 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
                      "scored, UniRef50's stand for them")
         letters = np.append(np.round(np.array(UNIREF50) * 1e6), 0)
     length = saved["config"].get("data", {}).get("max_length") or saved["max_length"]
-    about = {key: saved[key] for key in ("step", "best", "data", "about") if key in saved}
+    of_checkpoint = {key: saved[key] for key in ("step", "best", "data") if key in saved}
     return Sedd(model.eval().to(device), graph, noise, config, np.asarray(letters, np.int64),
                 None if lengths is None else np.asarray(lengths, np.int64), length,
-                about.pop("about", about), tuple(notes))
+                saved.get("about", of_checkpoint), tuple(notes))
 
 
 def model_of(sizes, graph):
@@ -147,8 +148,7 @@ def read_tensors(path, load):
 
 def read_file(path):
     """The dict in a file of torch.save. Raises ValueError or OSError."""
-    state = read_tensors(path, functools.partial(torch.load, map_location="cpu",
-                                                 weights_only=True))
+    state = read_tensors(path, lambda file: torch.load(file, map_location="cpu", weights_only=True))
     weights = state.get("model", state) if isinstance(state, dict) else {}
     embedding = "vocab_embed.embedding"
     if not isinstance(weights, dict) or not {embedding, f"module.{embedding}"} & weights.keys():
@@ -174,7 +174,7 @@ def published_config(path, state):
     graph = "absorb" if vocab > N_TOKENS else "uniform"
     noise = {"type": "loglinear", "eps": 1e-3} if graph == "absorb" else {
         "type": "geometric", "sigma_min": 1e-4, "sigma_max": 20.0}
-    alphabet = LETTERS if vocab in (N_TOKENS, N_TOKENS + 1) else (
+    alphabet = LETTERS if vocab in (N_TOKENS, N_TOKENS + 1) else (   # load_sedd refuses others
         f"one of {vocab} tokens, not of {N_TOKENS} (uniform graph) or {N_TOKENS + 1} (with a mask)")
     return {"config": {"model": model, "graph": {"type": graph}, "noise": noise},
             "max_length": PUBLISHED_LENGTH, "alphabet": alphabet,
@@ -224,11 +224,14 @@ def start_from_weights(config, former, resume, model, ddp):
         on these weights for the user).
     Raises: ValueError or OSError.
     """
-    path, record = config.training.init_from, None
+    path, record, lines = config.training.init_from, None, []
     if isinstance(former.state, dict):
         record = former.state.get("init_from")   # checkpoints of earlier versions have none
+    if record:
+        lines = [f"weights: from the run's checkpoint; it began with {record['path']} (hash "
+                 f"{record['hash']})"]
     if path is None:
-        return record, describe_record(record) if record else []
+        return record, lines
     if resume:
         raise ValueError(f"--resume {resume} and --init_from {path} (training.init_from) exclude "
                          "each other: continue a run (training.init_from=null), or begin one with "
@@ -236,32 +239,26 @@ def start_from_weights(config, former, resume, model, ddp):
     if former.state is not None and record is None:
         raise ValueError(f"{former.path} is of a run that began with random weights, not with "
                          f"--init_from {path}. {LEAVE_OUT}")
-    if record is not None and record["path"] == path:   # the file may have changed since
-        return record, describe_record(record)
-    sedd = None
+    if record and record["path"] == path:   # the file may have changed since
+        return record, lines
+    sedd = found = None
     if ddp.is_main:
         if not os.path.exists(path):
             raise ValueError(f"--init_from {path}: there is no such file. Expected a checkpoint of "
                              "train_sedd_ddp.py, an exported folder, or the published layout.")
         sedd = load_sedd(path, expected=None if record else config_to_dict(config))
-    found = {"path": path, "hash": hash_of(sedd.model.state_dict())} if sedd else record
+        found = {"path": path, "hash": hash_of(sedd.model.state_dict())}
     found = broadcast(found, ddp)
-    if record is not None:
+    if record:
         if found["hash"] != record["hash"]:
             raise ValueError(f"{former.path} is of a run that began with other weights (hash "
                              f"{record['hash']} of {record['path']}; now {found['hash']} of "
                              f"{path}). {LEAVE_OUT}")
-        return record, describe_record(record)
+        return record, lines
     if sedd:
         model.load_state_dict(sedd.model.state_dict())
-    lines = [f"weights: {sedd.notes[0]}, hash {found['hash']}", *sedd.notes[1:]] if sedd else []
+        lines = [f"weights: {sedd.notes[0]}, hash {found['hash']}", *sedd.notes[1:]]
     return found, lines
-
-
-def describe_record(record):
-    """Lines on what a continued run began with. record: {"path", "hash"}."""
-    return [f"weights: from the run's checkpoint; it began with {record['path']} (hash "
-            f"{record['hash']})"]
 
 
 # ---------------------------------------------------------------- save

@@ -16,12 +16,11 @@ from operator import methodcaller as answer
 import pytest
 
 import prepare_uniref50
-from prepare_uniref50 import Source, download, look_up, open_stream
+from prepare_uniref50 import Source, download, look_up, open_url
 
 FILE, LISTING = "/u/uniref50.fasta.gz", "/u/RELEASE.metalink"
 DATA, OTHER = (gzip.compress(random.Random(k).randbytes(300_000), mtime=0) for k in (0, 1))
 MD5, HALF = hashlib.md5(DATA).hexdigest(), len(DATA) // 2
-FAST = dict(backoff=0, timeout=20, tries=4)
 
 
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -82,6 +81,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
 def web(tmp_path, monkeypatch):
     """The server, what it was asked for (first byte, If-Range), and where its file goes here."""
     monkeypatch.setenv("no_proxy", "*")
+    for name, value in {"BACKOFF": 0, "TIMEOUT": 20, "TRIES": 4}.items():
+        monkeypatch.setattr(prepare_uniref50, name, value)
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     web.daemon_threads, web.go_on = True, threading.Event()
     web.files, web.faults, web.asked = {FILE: DATA}, [], []
@@ -101,14 +102,14 @@ def web(tmp_path, monkeypatch):
 
 def get(web, **known):
     """Download what the server has, and see that it arrives."""
-    download(Source(web.url, **known), web.path, **FAST)
+    download(Source(web.url, **known), web.path)
     assert web.path.read_bytes() == web.files[FILE]
 
 
-def refusal(expected, web, url=None, md5=None, tries=4):
+def refusal(expected, web, url=None, md5=None):
     """What is said when the download is refused."""
     with pytest.raises(expected) as caught:
-        download(Source(url or web.url, md5=md5), web.path, **{**FAST, "tries": tries})
+        download(Source(url or web.url, md5=md5), web.path)
     return str(caught.value)
 
 
@@ -116,7 +117,7 @@ def half_arrives(web, **known):
     """Download until half of the file is there; the try after that is answered 404."""
     web.faults = [answer("drop_after", HALF), answer("error", 404)]
     with pytest.raises(ValueError):
-        download(Source(web.url, **known), web.path, **FAST)
+        download(Source(web.url, **known), web.path)
     assert web.part.stat().st_size == HALF and not web.path.exists()
     web.asked.clear()
 
@@ -131,7 +132,7 @@ def metalink(md5=MD5, size=len(DATA), name="uniref50.fasta.gz"):
 def test_without_a_metalink_or_an_entry_nothing_is_known_and_one_line_says_so(web, capsys):
     for text in (None, metalink(name="other.gz"), metalink(md5="none"), b"<html>"):
         web.files[LISTING] = text
-        assert look_up(web.url, **FAST) == Source(web.url)
+        assert look_up(web.url) == Source(web.url)
         assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -142,7 +143,7 @@ def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_down
     web.files[FILE] = OTHER
     get(web, md5=hashlib.md5(OTHER).hexdigest())
     web.files[FILE] = DATA
-    download(Source(f"{web.url}?version=2"), web.path, **FAST)
+    download(Source(f"{web.url}?version=2"), web.path)
     assert web.path.read_bytes() == DATA
 
 
@@ -198,12 +199,14 @@ def test_what_breaks_is_continued_at_the_byte_reached(web, faults, starts, capsy
     assert "bytes" in capsys.readouterr().err
 
 
-def test_a_server_that_stalls_is_a_dropped_connection_and_of_a_stream_an_error_in_words(web):
+def test_a_server_that_stalls_is_a_dropped_connection_and_of_a_stream_an_error_in_words(
+        web, monkeypatch):
+    monkeypatch.setattr(prepare_uniref50, "TIMEOUT", 0.5)
     web.faults = [answer("stall_after", 100_000), answer("stall_after", 0)]
-    download(Source(web.url), web.path, **{**FAST, "timeout": 0.5})
+    download(Source(web.url), web.path)
     assert web.path.read_bytes() == DATA and web.asked[1:] == [(100_000, '"one"')] * 2
     web.faults = [answer("stall_after", HALF)]
-    with open_stream(Source(web.url), timeout=0.5) as stream:
+    with open_url(Source(web.url)) as stream:
         with pytest.raises(OSError, match=f"{web.url}: lost after {HALF:,} bytes"):
             while stream.read(1 << 16):
                 pass
@@ -283,18 +286,18 @@ def test_only_http_and_https_are_asked_also_after_a_redirect(web):
     assert not web.path.exists() and len(web.asked) == 1
     assert "http" in refusal(ValueError, web, target)
     with pytest.raises(ValueError, match="http"):
-        look_up(target, **FAST)
+        look_up(target)
 
 
 def test_a_secret_in_the_address_is_not_shown_or_written_and_a_password_refused(web, capsys):
     url = web.url + "?key=hidden"
-    source = look_up(url, **FAST)
+    source = look_up(url)
     web.faults = [answer("drop_after", HALF)]
-    download(source, web.path, **FAST)
+    download(source, web.path)
     message = refusal(ValueError, web, url.replace("u/", "n o/"))
     message += refusal(ValueError, web, url.replace("//", "//me:safe@") + "3")
     message += refusal(OSError, web, url.replace("127.0.0.1", "no.invalid"))
-    web.faults = [answer("error", 404), answer("error", 503)]
-    message += refusal(ValueError, web, url + "4") + refusal(OSError, web, url + "5", tries=1)
+    web.faults = [answer("error", 404)] + [answer("error", 503)] * 4
+    message += refusal(ValueError, web, url + "4") + refusal(OSError, web, url + "5")
     message += capsys.readouterr().err + web.note.read_text()
     assert "safe" not in message and "hidden" not in message

@@ -11,7 +11,7 @@ import torch
 from launchers import ROOT, fork_ranks
 from report_sequences import (compare, difference, divergence, longest_repeat, low_complexity,
                               measure)
-from sample_sedd import (cli, denoise, reshape_choice, residue_scores, sample_sequences,
+from sample_sedd import (cli, predict_letters, reshape_choice, residue_scores, sample_sequences,
                          scaffold_templates, score_sequences, variant_scores)
 from sedd_cases import TrueScores
 from sedd_diffusion import make_graph, make_noise
@@ -159,16 +159,27 @@ def test_each_position_is_scored_given_all_others_and_variants_by_it():
     assert residue_scores(sedd, text) == pytest.approx(expected, abs=1e-5, nan_ok=True)
     ratios = variant_scores(sedd, text, [[(0, 19)], [(0, 19), (1, 18)]])
     assert np.exp(ratios) == pytest.approx([20 / 1, 20 / 1 * 19 / 2], rel=1e-4)
+    uniform = sedd._replace(graph=make_graph("uniform", N_TOKENS))
+    for score in (lambda: residue_scores(uniform, text),
+                  lambda: variant_scores(uniform, text, [[(0, 19)]])):
+        with pytest.raises(ValueError, match="behind a mask, which the uniform graph does not"):
+            score()
 
 
 def test_a_masked_position_sees_the_rest_of_its_sequence(checkpoint):
     sedd = load_sedd(checkpoint)
-    rows = torch.from_numpy(np.stack([encode("MKTAYIAK"), encode("MKTAYIAW")]).astype(np.int64))
+    rows = np.stack([encode("MKTAYIAK"), encode("MKTAYIAW")])
     rows[:, 2] = sedd.graph.mask_id
-    log_p = denoise(sedd, rows)[:, 2]
-    assert torch.allclose(log_p.exp().sum(-1), torch.ones(2)) and not torch.allclose(*log_p)
+    log_p = predict_letters(sedd, rows)
+    assert np.allclose(np.exp(log_p).sum(-1), 1) and not np.allclose(*log_p)
     plain = residue_scores(sedd, "MKTAYIAK")[2]
     assert plain == pytest.approx(-float(log_p[0, AMINO_ACIDS.index("T")]), rel=1e-5)
+    variants = [[(5, 1), (2, 3)], [(0, 4)], [], [(7, 9), (1, 2), (3, 0)]]
+    ratios = variant_scores(sedd, "MKTAYIAK", variants)
+    ordered = [variant_scores(sedd, "MKTAYIAK", [sorted(changes)])[0]
+               for changes in variants if changes]
+    assert ratios == pytest.approx(np.insert(ordered, 2, 0), rel=1e-4)
+    assert variant_scores(sedd, "MKTAYIAK", variants, tokens=16) == pytest.approx(ratios, rel=1e-4)
     longer = "ACDEFGHIKL" * 6   # beyond the 40 residues: those around each position
     assert residue_scores(sedd, longer)[30] == pytest.approx(
         residue_scores(sedd, longer[10:50])[20], rel=1e-5)
@@ -198,9 +209,10 @@ def test_variants_are_ranked_and_those_of_another_sequence_refused(checkpoint, t
     _, names, scores = zip(*(line.split("\t") for line in capsys.readouterr().out.splitlines()))
     assert {*names[1:]} == {"M1A", "K2W,Q9A", "T3G"}
     assert [*scores[1:]] == sorted(scores[1:], key=float, reverse=True)
-    (tmp_path / "v.txt").write_text("M1A\nA2W\n")
-    found = refused(capsys, *words, tmp_path / "v.txt")
-    assert "line 2: found A2W; the sequence has K there" in found
+    for variant, found in (("A2W", "A2W; the sequence has K there;"), ("M0A", "M0A;"),
+                           ("Q10A", "Q10A;"), ("M1", "M1;")):
+        (tmp_path / "v.txt").write_text(f"M1A\n{variant}\n")
+        assert f"line 2: found {found} expected" in refused(capsys, *words, tmp_path / "v.txt")
 
 
 def test_without_averages_the_weights_as_saved_are_used(checkpoint):

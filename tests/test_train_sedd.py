@@ -497,7 +497,7 @@ def test_a_run_begins_with_nothing_but_the_averages_of_a_file(weights, straight,
     assert load_config(Config, tmp_path / "w" / "config.yaml") == config
 
 
-def test_the_same_command_goes_on_with_what_it_began(straight, fasta, tmp_path):
+def test_the_same_command_goes_on_with_what_it_began(straight, fasta, tmp_path, capsys):
     """With Muon: interrupted or not, the same to the last bit."""
     shutil.copy(straight / "checkpoints" / "best.pt", base := tmp_path / "base.pt")
 
@@ -516,7 +516,9 @@ def test_the_same_command_goes_on_with_what_it_began(straight, fasta, tmp_path):
     base.write_bytes(b"newer")   # not needed any longer
     run(begin(6), tmp_path / "parts")
     same_run(tmp_path / "whole", tmp_path / "parts")
+    capsys.readouterr()
     run(begin(8, path=None), tmp_path / "parts")
+    assert f"it began with {base} (hash" in " ".join(capsys.readouterr().out.split())
     state = state_of(tmp_path / "parts")
     assert state["step"] == 8 and state["init_from"]["path"] == str(base)
     before = sorted(straight.rglob("*"))
