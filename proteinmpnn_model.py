@@ -6,7 +6,7 @@
     log_probs = model(graph, S, order)                      # (B, L, 21), in nats
     encoding = model.encode(graph)                  # once; then score or draw many sequences
     log_probs = model.decode(encoding, S, order)    # S (M, L) for one structure, or structure=
-    S = model.sample(encoding, S, chain_M, order, temperature=0.1)
+    S, probs = model.sample(encoding, S, chain_M, order, temperature=0.1)
     torch.save(to_checkpoint(model, epoch=3), "best_model.pt")      # any ProteinMPNN tool reads it
 
 Parameter names and sizes are those of the published code, so its files load and it loads ours. The
@@ -181,44 +181,40 @@ class ProteinMPNN(nn.Module):
         return log_probs[torch.arange(len(rows)), positions]
 
     @torch.no_grad()
-    def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, omit="X",
-               tied=(), generator=None, structure=None, *, tied_weights=None, pssm=None,
-               noise=None, return_probs=False):
+    def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, *,
+               tied=(), tied_weights=None, pssm=None, noise=None, structure=None):
         """Draw letters where chain_M is 1 and the residue is resolved; all others keep theirs.
 
-        Dropout acts in training mode: call model.eval() first.
+        X is never drawn. Dropout acts in training mode: call model.eval() first.
 
         Args:
             S, decoding_order, structure: as in `decode`; M sequences are drawn side by side.
             chain_M:     (M, L) or (1, L), 1 = draw here.
             temperature: divides logits + bias; 0 takes the best letter.
             bias:        broadcasts to (M, L, 21), in nats; -inf = never this letter here.
-            omit:        letters never drawn.
             tied:        lists of positions, from 0, that get one letter, drawn from the mean of
                          their logits, bias and PSSM. They are decoded together, when their first
                          is due, and do not see one another. Unresolved ones are left out of it.
-            generator:   on the CPU, so that all devices draw alike: one number per sequence,
-                         position and letter.
             tied_weights: (L,), multiply the logits in the mean of a tied group, not its bias;
                          negative: the state of this position is to become unlikely.
             pssm:        Pssm of the L positions; see `letter_log_probs`.
-            noise:       (M, L, 21) Gumbel noise to use instead of the generator's.
-            return_probs: return as well what the letters were drawn from.
-        Returns: S (M, L); `decode` with the same order gives its log-probabilities. With
-            return_probs (S, probs), probs (M, L, 21), 0 where nothing is drawn.
+            noise:       (M, L, 21), of `gumbel_noise`, that decides which letters are drawn;
+                         default: from torch's generator of the CPU, so that all devices draw alike.
+        Returns: S (M, L), whose log-probabilities `decode` gives with the same order, and
+            (M, L, 21) probabilities that its letters were drawn from, 0 where none was.
         Raises: ValueError for a temperature below 0, ties of drawn and kept positions, positions
             with no letter left.
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
-        (M, L), V, device = S.shape, len(ALPHABET), S.device
-        bias = torch.as_tensor(bias, device=device)
+        (M, L), device = S.shape, S.device
         if not 0 <= temperature <= MAX_TEMPERATURE:
             raise ValueError(f"temperature is {temperature}; expected 0 to {MAX_TEMPERATURE:g}.")
         chain_M = chain_M.bool().expand(M, L)
         draw = chain_M & of_structures(encoding.mask, structure)
         groups = tied_groups(tied, chain_M, draw)
-        bias = at_least_float32(encoding.h_V).new_zeros(M, L, V) + bias
-        bias[..., [ALPHABET.index(letter) for letter in omit]] = -torch.inf
+        zeros = at_least_float32(encoding.h_V).new_zeros(M, L, len(ALPHABET))
+        bias = zeros + torch.as_tensor(bias, device=device)
+        bias[..., ALPHABET.index("X")] = -torch.inf
         bias = mean_in_groups(bias, groups)
         pssm = pssm and Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
         check_letters_left(bias, pssm, draw)
@@ -226,48 +222,47 @@ class ProteinMPNN(nn.Module):
         weights = torch.ones(L) if tied_weights is None else torch.as_tensor(tied_weights)
         weights = weights.to(bias)[steps] * is_member / is_member.sum(-1, keepdim=True)
         if noise is None:
-            exponential = torch.empty(M, L, V, dtype=torch.float64)
-            noise = -exponential.exponential_(generator=generator).clamp(min=TINY).log()
+            noise = gumbel_noise(torch.rand(bias.shape, dtype=torch.float64))
         noise = (noise * (temperature > 0)).to(bias)
 
         # One pass over the given letters is right for all that is decoded before the first draw.
         S, visible = S.clone(), decoded_before(step_of, of_structures(encoding.E_idx, structure))
         layers = self.run_decoder(encoding, self.W_s(S), visible, structure)[1]
         probs = torch.zeros_like(bias)
-        row = torch.arange(M, device=device)
-        m, home = row[:, None], structure[:, None]
-        drawing = draw[m[..., None], steps].any(-1).any(0).nonzero().flatten().tolist()
+        row = torch.arange(M, device=device)[:, None]
+        drawing = draw[row[..., None], steps].any(dim=(0, 2)).nonzero().flatten().tolist()
         for t in range(drawing[0], drawing[-1] + 1) if drawing else ():
             at = steps[:, t]                                                        # (M, G)
-            first, drawn = at[:, 0], draw[m, at]
-            logits, inputs = self.step(encoding, layers, step_of, m, home, at)
-            scores = (logits * weights[:, t, :, None]).sum(1) + bias[row, first]    # (M, V)
-            log_p = letter_log_probs(scores, temperature, pssm and pssm.at(first))
-            # arg max of (log p + Gumbel noise) is a draw from p.
-            letter = (log_p + noise[row, first]).argmax(-1, keepdim=True)           # (M, 1)
-            S[m, at] = torch.where(drawn, letter, S[m, at])
-            probs[m, at] = torch.where(drawn[..., None], log_p.exp()[:, None], 0).to(probs)
+            first, drawn = at[:, :1], draw[row, at]
+            logits, inputs = self.step(encoding, layers, step_of, row, structure[:, None], at)
+            logits = (logits * weights[:, t, :, None]).sum(1, keepdim=True)         # (M, 1, 21)
+            log_p = letter_log_probs(logits + bias[row, first], temperature,
+                                     pssm and pssm.at(first))
+            letter = (log_p + noise[row, first]).argmax(-1)                         # (M, 1)
+            S[row, at] = torch.where(drawn, letter, S[row, at])
+            probs[row, at] = torch.where(drawn[..., None], log_p.exp(), 0).to(probs)
             for (layer, table, _), h_V in zip(layers, inputs):
-                table[m, at] = layer.decoded(h_V, self.W_s(S[m, at]))
-        return (S, probs) if return_probs else S
+                table[row, at] = layer.decoded(h_V, self.W_s(S[row, at]))
+        return S, probs
 
-    def step(self, encoding, layers, step_of, m, home, at):
+    def step(self, encoding, layers, step_of, row, structure, at):
         """Run the decoder on the residues of one step.
 
         Args:
-            layers:  as of `run_decoder`.
-            step_of: (M, L) step at which each residue is decoded.
-            m, home: (M, 1) int64, row of each sequence in `step_of`, and of its structure.
-            at:      (M, G) int64, the residues of the step.
+            layers:    as of `run_decoder`.
+            step_of:   (M, L) step at which each residue is decoded.
+            row:       (M, 1) int64, of each sequence in `step_of`.
+            structure: (M, 1) int64, row of its structure in `encoding`.
+            at:        (M, G) int64, the residues of the step.
         Returns: logits (M, G, 21) and, per layer, its h_V (M, G, H).
         """
-        E_idx, present = encoding.E_idx[home, at], encoding.present[home, at]       # (M, G, K)
-        visible = step_of[m[..., None], E_idx] < step_of[m, at][..., None]
+        E_idx, present = encoding.E_idx[structure, at], encoding.present[structure, at]
+        visible = step_of[row[..., None], E_idx] < step_of[row, at][..., None]      # (M, G, K)
         index = torch.where(visible, E_idx, E_idx + step_of.shape[1])
-        h_V, mask, inputs = encoding.h_V[home, at], encoding.mask[home, at], []
+        h_V, mask, inputs = encoding.h_V[structure, at], encoding.mask[structure, at], []
         for layer, table, edges in layers:
             inputs.append(h_V)
-            h_V = layer(h_V, edges[home, at], table[m[..., None], index], present, mask)
+            h_V = layer(h_V, edges[structure, at], table[row[..., None], index], present, mask)
         return at_least_float32(self.W_out(h_V)), inputs
 
 
@@ -511,8 +506,7 @@ def decoding_order(designed, keys):
 
 def step_of_residue(order):
     """(M, L) order -> (M, L) step at which each residue is decoded."""
-    step = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, step)
+    return order.argsort(dim=1)         # the inverse of a permutation
 
 
 def decoded_before(step_of, E_idx):
@@ -549,9 +543,6 @@ def decoding_steps(order, groups):
         step, where a group of fewer than G is filled up with its first; is_member (M, T, G) bool,
         False for those fillers.
     """
-    if not groups:
-        steps = order[..., None]
-        return step_of_residue(order), steps, torch.ones_like(steps, dtype=torch.bool)
     tied = {i for group in groups for i in group}
     groups = groups + [[i] for i in range(order.shape[1]) if i not in tied]
     G, device = max(map(len, groups)), order.device
@@ -560,7 +551,7 @@ def decoding_steps(order, groups):
                              device=device)
     due = step_of_residue(order)[:, steps].amin(-1)                 # (M, T), when its first is
     step_of = torch.empty_like(order)
-    step_of[:, steps.flatten()] = due.repeat_interleave(G, dim=1)
+    step_of[:, steps] = due[..., None]
     turn = due.argsort(dim=1)
     return step_of, steps[turn], is_member[turn]
 
@@ -605,10 +596,10 @@ def letter_log_probs(scores, temperature, pssm=None):
     the letters of score -inf, and normalised again.
 
     Args:
-        scores:      (M, 21) nats, logits + bias; -inf = never.
+        scores:      (..., 21) nats, logits + bias; -inf = never.
         temperature: at least 0, where the best letter has it all.
-        pssm:        Pssm of these M positions.
-    Returns: (M, 21) nats.
+        pssm:        Pssm of these positions.
+    Returns: (..., 21) nats.
     Source: Dauparas et al. 2022 and the published code's `sample`. That leaves a letter that is
     omitted everywhere to its PSSM; here omitted letters never come.
     """
@@ -657,7 +648,7 @@ def check_letters_left(bias, pssm, draw):
         left &= (1 - pssm.share + pssm.share * pssm.letters * allowed).sum(-1) > 0
     stuck = (draw & ~left).nonzero().tolist()
     if stuck:
-        raise ValueError(f"bias, omit and pssm leave no letter at (sequence, position) "
+        raise ValueError(f"bias and pssm leave no letter at (sequence, position) "
                          f"{stuck[:5]}, counted from 0. Allow one, or keep the letters there with "
                          "chain_M 0.")
     if (bias.isnan() | (bias == torch.inf)).any():

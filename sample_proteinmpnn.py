@@ -310,11 +310,10 @@ def draw(model, encoding, design, temperature, keys):
                                       generator=keyed_generator(*key, "letters")) for key in keys])
     S = torch.from_numpy(design.complex.S.astype(np.int64)).expand(len(keys), L)
     drawn = torch.from_numpy(design.drawn).long()[None]
-    pssm = design.pssm and type(design.pssm)(*(x.to(device) for x in design.pssm))
     S, probs = model.sample(
-        encoding, S.to(device), drawn.to(device), orders.to(device), temperature,
-        design.bias.to(device), tied=design.tied, tied_weights=design.tied_weights, pssm=pssm,
-        noise=gumbel_noise(uniform).to(device), return_probs=True)
+        encoding, S.to(device), drawn.to(device), orders.to(device), temperature, design.bias,
+        tied=design.tied, tied_weights=design.tied_weights, pssm=design.pssm,
+        noise=gumbel_noise(uniform))
     return S.cpu(), probs.cpu()
 
 
