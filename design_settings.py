@@ -19,13 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from proteinmpnn_model import make_pssm, mean_in_groups
+from proteinmpnn_model import Pssm, allowed_letters, mean_in_groups
 from sequence_data import AMINO_ACIDS, LETTERS, X_ID, decode, encode
 from structure_data import Complex, parse_positions, quote, read_structure, unique_keys
 
 MAX_BIAS = 1e4          # nats; with more, float32 would not hold the logits beside it
 PER_STRUCTURE = ("chain_id_jsonl", "fixed_positions_jsonl", "tied_positions_jsonl",
                  "omit_AA_jsonl", "bias_by_res_jsonl", "pssm_jsonl")
+UNLIKELY = 0.001        # factor of letters whose log-odds are too low, in the published tool
 PSSM_KEYS = ("pssm_coef", "pssm_bias", "pssm_log_odds")
 
 
@@ -35,8 +36,7 @@ class Design:
     name:     of the structure: its file's, without folder and ending.
     complex:  the Complex, whose rows are in another order.
     chains:   names of the designed chains, as the user orders them.
-    places:   (n_designed,) joined position of each designed row of the complex.
-    row:      (n_designed,) the reverse: row of the complex of each joined position.
+    rows:     (n_designed,) row of the complex of each joined position.
     spans:    {chain: (its first joined position, its number of rows)}.
     labels:   such as "A12", of each joined position.
     native, resolved, mutable: (n_designed,) joined letters; bool; bool.
@@ -53,26 +53,23 @@ class Design:
         self.name, self.structure, self.tables, self.notes = name_of(path), structure, tables, []
         self.chains, fixed = choose_chains(args, structure, self.entry("chain_id_jsonl"))
         self.complex = Complex(structure, self.chains, fixed)
-        self.places, n = self.complex.places(self.chains), self.complex.n_designed
-        self.row = np.argsort(self.places)
-        chains = [structure.chains[name] for name in self.chains]
-        self.labels = [f"{name}{number}" if number else f"a gap in {name}"
-                       for name, chain in zip(self.chains, chains) for number in chain.numbers]
-        self.spans, first = {}, 0
-        for name, chain in zip(self.chains, chains):
-            self.spans[name] = first, len(chain.S)
-            first += len(chain.S)
-        self.native = self.complex.S[:n][self.row]
-        self.resolved = self.complex.mask[:n][self.row]
+        self.rows = self.complex.rows(self.chains)
+        self.labels, self.spans = [], {}
+        for name in self.chains:
+            chain = structure.chains[name]
+            self.spans[name] = len(self.labels), len(chain.S)
+            self.labels += [f"{name}{number}" if number else f"a gap in {name}"
+                            for number in chain.numbers]
+        self.native, self.resolved = self.complex.S[self.rows], self.complex.mask[self.rows]
         self.notes.append(
-            f"{structure.name}: designed chains {' '.join(self.chains)}, {n} rows, "
+            f"{structure.name}: designed chains {' '.join(self.chains)}, {len(self.rows)} rows, "
             f"{self.resolved.sum()} resolved; fixed chains {' '.join(fixed) or '(none)'}")
         self.mutable = self.mutable_positions(args)
         if not (self.mutable & self.resolved).any():
             raise ValueError(f"{self.name}: no position is left to design: all are fixed or "
                              "without a complete backbone. Fix fewer.")
         self.drawn = np.zeros(len(self.complex), bool)
-        self.drawn[:n] = (self.mutable & self.resolved)[self.places]
+        self.drawn[self.rows] = self.mutable & self.resolved
         self.tie(args)
         self.bias = self.of_complex(self.bias_by_row(bias))
         self.pssm = self.read_pssm(args) if "pssm_jsonl" in tables else None
@@ -91,7 +88,7 @@ class Design:
 
     def mutable_positions(self, args):
         """(n_designed,) bool, joined."""
-        mutable = np.ones(len(self.places), bool)
+        mutable = np.ones(len(self.rows), bool)
         if args.fixed_positions:
             mutable[self.positions("fixed_positions", args.fixed_positions)] = False
         elif args.mutable_positions:
@@ -122,8 +119,8 @@ class Design:
                                  "group or none.")
             resolved = [i for i in group if self.resolved[i]]
             if len(resolved) > 1:
-                self.tied.append(self.row[resolved].tolist())
-                self.tied_weights[self.row[resolved]] = [group[i] for i in resolved]
+                self.tied.append(self.rows[resolved].tolist())
+                self.tied_weights[self.rows[resolved]] = [group[i] for i in resolved]
         n_absent = sum(not self.resolved[i] for i in members)
         if n_absent:
             self.notes.append(f"{n_absent} tied positions are gaps or lack atoms, and are left out "
@@ -157,12 +154,11 @@ class Design:
 
     def equal_numbers(self):
         """Positions of the designed chains with the same number in the file."""
-        by_number, position = {}, 0
-        for name in self.chains:
-            for number in self.structure.chains[name].numbers:
+        by_number = {}
+        for name, (first, _) in self.spans.items():
+            for position, number in enumerate(self.structure.chains[name].numbers, first):
                 if number:
                     by_number.setdefault(number, []).append(position)
-                position += 1
         groups = [group for group in by_number.values() if len(group) > 1]
         for group in groups:
             if len({int(self.native[i]) for i in group} - {X_ID}) > 1:
@@ -183,7 +179,7 @@ class Design:
 
     def bias_by_row(self, bias):
         """(n_designed, 21) nats by joined row, from (21,) for all of them."""
-        bias = np.tile(bias, (len(self.places), 1))
+        bias = np.tile(bias, (len(self.rows), 1))
         for first, n, value, where in self.settings("bias_by_res_jsonl"):
             bias[first:first + n] += numbers(value, (n, len(LETTERS)), where, -MAX_BIAS, MAX_BIAS)
         for first, n, items, where in self.settings("omit_AA_jsonl"):
@@ -197,9 +193,10 @@ class Design:
         return bias
 
     def read_pssm(self, args):
-        n_joined, V = len(self.places), len(LETTERS)
+        """Pssm by row of the complex, without effect where the file has nothing."""
+        n_joined, V = len(self.rows), len(LETTERS)
         coef, letters = np.zeros((n_joined, 1)), np.zeros((n_joined, V))
-        log_odds = np.full((n_joined, V), 1e4)
+        log_odds = np.full((n_joined, V), np.inf)
         for first, n, value, where in self.settings("pssm_jsonl"):
             if not isinstance(value, dict) or set(value) != {*PSSM_KEYS}:
                 raise ValueError(f"{where}: found {quote(value)}; expected the keys "
@@ -212,35 +209,38 @@ class Design:
             raise ValueError(f"--pssm_jsonl: found pssm_bias at {self.labels[i]} of {self.name} "
                              f"with a sum of {letters[i].sum():g}; expected probabilities, a sum "
                              "of 1, where pssm_coef is above 0.")
-        threshold = (args.pssm_threshold or 0.0) if args.pssm_log_odds_flag else None
-        return make_pssm(self.of_complex(coef)[:, 0], self.of_complex(letters),
-                         self.of_complex(log_odds), args.pssm_multi or 0.0, threshold)
+        factor = np.ones((n_joined, V))
+        if args.pssm_log_odds_flag:
+            factor = UNLIKELY + (log_odds > (args.pssm_threshold or 0))
+        share = (args.pssm_multi or 0) * coef
+        return Pssm(*map(self.of_complex, (share, letters, factor)))
 
     def check_letters_left(self):
         """Refuse positions at which no letter could be drawn."""
-        allowed = mean_in_groups(self.bias, self.tied) > -math.inf
-        if self.pssm is not None:
-            share, letters = (mean_in_groups(x, self.tied) for x in self.pssm[:2])
-            allowed &= (share < 1) | (letters > 0)
-        for i in np.flatnonzero(self.drawn & ~allowed.any(1).numpy()):
+        bias = mean_in_groups(self.bias, self.tied)
+        pssm = self.pssm and Pssm(*(mean_in_groups(x, self.tied) for x in self.pssm))
+        is_stuck = self.drawn & ~allowed_letters(bias, pssm).any(1).numpy()
+        for i in np.flatnonzero(is_stuck[self.rows]):
             raise ValueError(f"{self.name}: bias, omitted letters and PSSM leave no letter to draw "
-                             f"at {self.labels[self.places[i]]}. Omit fewer there.")
+                             f"at {self.labels[i]}. Omit fewer there.")
 
     def of_complex(self, joined):
         """(n_designed, k) joined -> (L, k) float32 by row of the complex, 0 for fixed chains."""
-        rows = np.zeros((len(self.complex), joined.shape[1]), np.float32)
-        rows[:len(self.places)] = joined[self.places]
-        return torch.from_numpy(rows)
+        by_row = np.zeros((len(self.complex), joined.shape[1]), np.float32)
+        by_row[self.rows] = joined
+        return torch.from_numpy(by_row)
 
     # ---- JSON files ----
 
     def entry(self, option):
         """What the file of an option says of this structure; None without such a file."""
-        table = self.tables.get(option)
-        if table is not None and self.name not in table:
+        if option not in self.tables:
+            return None
+        table = self.tables[option]
+        if self.name not in table:
             raise ValueError(f"--{option}: found settings for {quote(sorted(table))}; expected "
                              f"{self.name} among them. Give it {{}} for none.")
-        return table and table[self.name]
+        return table[self.name]
 
     def settings(self, option):
         """by_chain of this structure's entry in the file of an option."""
@@ -268,7 +268,7 @@ class Design:
 
     def text(self, S):
         """(L,) ids of the complex -> letters of the designed chains, with / between them."""
-        joined = decode(S[self.row])
+        joined = decode(S[self.rows])
         return "/".join(joined[first:first + n] for first, n in self.spans.values())
 
     def ids(self, text, name):
@@ -286,8 +286,7 @@ class Design:
                                  f"0-based); expected one of {AMINO_ACIDS}, or X where no residue "
                                  "is resolved.")
         S = self.complex.S.copy()
-        joined = np.where(self.resolved, encode("".join(parts)), self.native)
-        S[:len(self.places)] = joined[self.places]
+        S[self.rows] = np.where(self.resolved, encode("".join(parts)), self.native)
         return S
 
 

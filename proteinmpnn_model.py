@@ -34,10 +34,10 @@ MESSAGE_SCALE = 30              # divides each sum over neighbours, whatever the
 MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32 would overflow
 N_CLASSES = 66                  # residue offsets -32 .. 32, and 65 = another chain
 MAX_OFFSET = 32
-N_RBF = 16
+N_POSITIONAL = 16               # features of an offset class
+N_RBF = 16                      # Gaussians of a distance
 TINY = 1e-300                   # stands for 0 before a logarithm
 COLDEST = 1e-30                 # stands for temperature 0
-UNLIKELY = 0.001                # factor of letters whose log-odds are too low
 # Columns of edge_embedding: distance from this atom of residue i to that atom of neighbour j.
 ATOMS = ("N", "CA", "C", "O", "CB")
 PAIRS = ("CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-C "
@@ -269,22 +269,20 @@ class ProteinMPNN(nn.Module):
 class EdgeFeatures(nn.Module):
     """Offset along the chain and 25 distances, 16 Gaussians each -> E (B, L, K, H)."""
 
-    def __init__(self, hidden_size, n_positional=16):
+    def __init__(self, hidden_size):
         super().__init__()
         self.embeddings = nn.Module()
-        self.embeddings.linear = nn.Linear(N_CLASSES, n_positional)
-        n_features = n_positional + N_RBF * len(PAIRS.split())
+        self.embeddings.linear = nn.Linear(N_CLASSES, N_POSITIONAL)
+        n_features = N_POSITIONAL + N_RBF * len(PAIRS.split())
         self.edge_embedding = Linear(n_features, hidden_size, bias=False)
         self.norm_edges = Norm(hidden_size)
 
     def forward(self, graph):
-        weight, positional = self.edge_embedding.weight, self.positional()
-        n_positional = positional.shape[1]
-        of_offset, of_distance = weight[:, :n_positional], weight[:, n_positional:]
-        E = linear(gaussians(graph.distance).to(weight.dtype), of_distance)
+        of_offset, of_distance = self.edge_embedding.weight.tensor_split([N_POSITIONAL], dim=1)
+        E = linear(gaussians(graph.distance).to(of_distance.dtype), of_distance)
         # The table in float32: in 16 bits the gradient of a class, a sum over thousands of edges,
         # was wrong by up to 30 % (measured).
-        table = at_least_float32(F.linear(positional, of_offset))
+        table = at_least_float32(F.linear(self.positional(), of_offset))
         return self.norm_edges(E + F.embedding(graph.offset, table).to(E.dtype))
 
     def positional(self):
@@ -296,7 +294,8 @@ class Norm(nn.LayerNorm):
     """Layer norm whose own gradients are sums in float32 at least.
 
     torch's kernel for a CPU sums them in the dtype of x: in bfloat16, over the 20,000 edges of 430
-    residues, they were wrong by 40 % (measured). Twice the time, and one more tensor kept."""
+    residues, they were wrong by 40 % (measured). Twice the time, and one more tensor kept.
+    """
 
     def forward(self, x):
         if x.element_size() > 2 or x.device.type != "cpu":
@@ -317,17 +316,18 @@ class EncoderLayer(nn.Module):
         self.dense = FeedForward(hidden_size)
 
     def forward(self, h_V, h_E, graph):
-        hidden = F.gelu(self.W2(F.gelu(self.first(self.W1, h_V, h_E, graph.E_idx))))
+        hidden = self.hidden(self.W1, self.W2, h_V, h_E, graph.E_idx)
         h_V = self.norm1(h_V + self.drop(sum_messages(hidden, graph.resolved, self.W3)))
         h_V = self.norm2(h_V + self.drop(self.dense(h_V))) * graph.mask[..., None]
-        hidden = F.gelu(self.W12(F.gelu(self.first(self.W11, h_V, h_E, graph.E_idx))))
+        hidden = self.hidden(self.W11, self.W12, h_V, h_E, graph.E_idx)
         return h_V, self.norm3(h_E + self.drop(self.W13(hidden)))
 
-    def first(self, layer, h_V, h_E, E_idx):
-        """layer([h_V_i | h_E_ij | h_V_j]), block by block."""
-        centre, edge, neighbour = weight_blocks(layer)
+    def hidden(self, first, second, h_V, h_E, E_idx):
+        """gelu(second(gelu(first([h_V_i | h_E_ij | h_V_j])))) with two linear layers."""
+        centre, edge, neighbour = weight_blocks(first)
         x = linear(h_E, edge) + gather_rows(F.linear(h_V, neighbour), E_idx)        # (B, L, K, H)
-        return x.add_(F.linear(h_V, centre, layer.bias)[..., None, :])
+        x = x.add_(F.linear(h_V, centre, first.bias)[..., None, :])
+        return F.gelu(second(F.gelu(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -354,21 +354,26 @@ class DecoderLayer(nn.Module):
             present, mask:     (M, L, K) and (M, L) bool.
         Returns: h_V (M, L, H).
         """
-        x = edges + neighbours
-        x = x.add_(F.linear(h_V, weight_blocks(self.W1)[0], self.W1.bias)[..., None, :])
+        centre, _, _, _ = weight_blocks(self.W1)
+        x = (edges + neighbours).add_(F.linear(h_V, centre, self.W1.bias)[..., None, :])
         hidden = F.gelu(self.W2(F.gelu(x)))
         h_V = self.norm1(h_V + self.drop(sum_messages(hidden, present, self.W3)))
         return self.norm2(h_V + self.drop(self.dense(h_V))) * mask[..., None]
 
     def edges(self, h_E):
-        return linear(h_E, weight_blocks(self.W1)[1])
+        """Share of edges in the first linear layer."""
+        _, edge, _, _ = weight_blocks(self.W1)
+        return linear(h_E, edge)
 
     def decoded(self, h_V, h_S):
+        """Share of neighbours that are decoded; h_S: their embedded letters."""
         _, _, letter, neighbour = weight_blocks(self.W1)
         return F.linear(h_S, letter) + F.linear(h_V, neighbour)
 
     def undecoded(self, h_encoder):
-        return F.linear(h_encoder, weight_blocks(self.W1)[3])
+        """Share of neighbours that are not decoded."""
+        _, _, _, neighbour = weight_blocks(self.W1)
+        return F.linear(h_encoder, neighbour)
 
 
 class FeedForward(nn.Module):
@@ -387,7 +392,7 @@ def message_layers(n_blocks, hidden_size):
 
 
 def weight_blocks(layer):
-    """(H, H) blocks of a layer on concatenated inputs; their sum and the bias are its result."""
+    """The (H, H) block of each input, from the weight of a layer on concatenated inputs."""
     return layer.weight.split(layer.out_features, dim=1)
 
 
@@ -449,10 +454,10 @@ def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
         for i, j in pairs], dim=-1)
     distance[..., 0] = torch.where(resolved, D.gather(-1, E_idx), farthest)
     flat = E_idx.flatten(1)
-    idx_j, chain_j = (x.gather(1, flat).view_as(E_idx) for x in (residue_idx, chain_id))
+    idx_j, chain_j, present = (x.gather(1, flat).view_as(E_idx)
+                               for x in (residue_idx, chain_id, is_residue))
     offset = (residue_idx[..., None] - idx_j + MAX_OFFSET).clamp(0, 2 * MAX_OFFSET)
     offset = torch.where(chain_id[..., None] == chain_j, offset, N_CLASSES - 1)
-    present = is_residue.gather(1, flat).view_as(E_idx)
     return Graph(E_idx, distance, offset, mask, resolved, present)
 
 
@@ -573,22 +578,6 @@ class Pssm(NamedTuple):
         return Pssm(*(x[positions] for x in self))
 
 
-def make_pssm(coef, letters, log_odds, multi=0.0, threshold=None):
-    """Pssm as the published code uses it.
-
-    Args:
-        coef:      (L,) from 0 to 1, how far a position's matrix is trusted.
-        letters:   (L, 21) probabilities, "pssm_bias" there.
-        log_odds:  (L, 21).
-        multi:     from 0 to 1, times coef: the share of `letters`.
-        threshold: letters of lower or equal log-odds become a thousand times rarer; None: none do.
-    """
-    factor = torch.ones_like(log_odds)
-    if threshold is not None:
-        factor = (log_odds > threshold).to(log_odds.dtype) + UNLIKELY
-    return Pssm(multi * coef[:, None], letters, factor)
-
-
 def letter_log_probs(scores, temperature, pssm=None):
     """Log-probabilities that a letter is drawn from.
 
@@ -640,13 +629,15 @@ def check_sequences(encoding, S, decoding_order, structure):
     return structure
 
 
+def allowed_letters(bias, pssm=None):
+    """(..., L, 21) bool, False = neither logits nor the PSSM could ever bring this letter."""
+    allowed = bias > -torch.inf
+    return allowed if pssm is None else allowed & ((pssm.share < 1) | (pssm.letters > 0))
+
+
 def check_letters_left(bias, pssm, draw):
     """ValueError where bias (M, L, V) and pssm leave no letter and draw (M, L) is True; for nan."""
-    allowed = bias > -torch.inf
-    left = allowed.any(-1)
-    if pssm is not None:
-        left &= (1 - pssm.share + pssm.share * pssm.letters * allowed).sum(-1) > 0
-    stuck = (draw & ~left).nonzero().tolist()
+    stuck = (draw & ~allowed_letters(bias, pssm).any(-1)).nonzero().tolist()
     if stuck:
         raise ValueError(f"bias and pssm leave no letter at (sequence, position) "
                          f"{stuck[:5]}, counted from 0. Allow one, or keep the letters there with "
@@ -709,15 +700,15 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
         raise ValueError(f"{name} is {other}, another architecture; expected ProteinMPNN for full "
                          f"backbones, vanilla or soluble. {PUBLISHED}")
     hidden_size = weights["W_e.bias"].numel() if "W_e.bias" in weights else 128
-    n_layers = [len({key.split(".")[1] for key in weights if key.startswith(part)})
-                for part in ("encoder_layers.", "decoder_layers.")]
-    if not all((hidden_size, *n_layers)):
+    n_encoder, n_decoder = (len({key.split(".")[1] for key in weights if key.startswith(part)})
+                            for part in ("encoder_layers.", "decoder_layers."))
+    if 0 in (hidden_size, n_encoder, n_decoder):
         raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size} numbers, "
-                         f"and it has {n_layers[0]} + {n_layers[1]} layers; expected some. "
+                         f"and it has {n_encoder} + {n_decoder} layers; expected some. "
                          f"{PUBLISHED}")
     # Not on the device "meta", whose first use imports a compiler for more than a second.
     model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
-                               n_encoder=n_layers[0], n_decoder=n_layers[1], dropout=dropout,
+                               n_encoder=n_encoder, n_decoder=n_decoder, dropout=dropout,
                                noise_level=noise_level)
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     problems = [f"missing {key}" for key in shapes if key not in weights]
@@ -728,7 +719,7 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
     problems += [f"{key} has values that are not finite"
                  for key in weights if not weights[key].isfinite().all()]
     if problems:
-        raise ValueError(f"{name} is not a ProteinMPNN of {n_layers[0]} + {n_layers[1]} layers "
+        raise ValueError(f"{name} is not a ProteinMPNN of {n_encoder} + {n_decoder} layers "
                          f"({len(problems)} differences): {'; '.join(problems[:8])}. {PUBLISHED}")
     model.load_state_dict(weights)
     return model

@@ -403,22 +403,22 @@ def make_results(model, design, args, given, device):
         if probs is not None or not args.drawing:           # the structure's own is not drawn
             saved.append(([begin + end for begin, end in heads], S, scores, probs))
     heads, S, scores, probs = zip(*saved)
-    mask = design.drawn[design.row]
+    mask = design.drawn[design.rows]
 
     def joined(x):
         """(..., L, 21) by row of the complex -> by joined row; nan where nothing is designed."""
-        return np.where(mask[:, None], x.float().numpy()[..., design.row, :], np.nan)
+        return np.where(mask[:, None], x.float().numpy()[..., design.rows, :], np.nan)
 
     arrays = {}
     if args.save_scores:
         arrays["scores"] = dict(zip(("score", "global_score"), torch.cat(scores).T.numpy()))
     if args.save_probs:
-        arrays["probs"] = {"probs": torch.cat(probs)[:, design.row].numpy()}
+        arrays["probs"] = {"probs": torch.cat(probs)[:, design.rows].numpy()}
     if args.unconditional_probs:
         arrays["unconditional_probs"] = {"log_p": joined(model.unconditional(encoding)[0].cpu())}
     if args.conditional_probs:
         arrays["conditional_probs"] = {"log_p": joined(torch.stack(log_p))}
-    about = {"S": torch.cat(S)[:, design.row].numpy(), "header": np.array(sum(heads, [])),
+    about = {"S": torch.cat(S)[:, design.rows].numpy(), "header": np.array(sum(heads, [])),
              "mask": mask, "position": np.array(design.labels), "alphabet": np.array(LETTERS)}
     return "\n".join(lines) + "\n", {kind: {**x, **about} for kind, x in arrays.items()}
 

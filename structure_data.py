@@ -249,13 +249,10 @@ class Complex:
     def __len__(self):
         return len(self.S)
 
-    def places(self, design):
-        """(n_designed,) int64: where designed row i is in the sequences joined as in `design`."""
-        spans, start = {}, 0
-        for name in design:
-            end = start + len(self.structure.chains[name].S)
-            spans[name], start = np.arange(start, end), end
-        return np.concatenate([spans[name] for name in self.design])
+    def rows(self, design):
+        """(n_designed,) int64: the row of each position of the sequences joined as in `design`."""
+        numbers = [self.design.index(name) + 1 for name in design]
+        return np.concatenate([np.flatnonzero(self.chain_id == number) for number in numbers])
 
 
 def parse_positions(texts, structure, chains):
@@ -606,9 +603,9 @@ def _read_mutable(entry, given, n):
 
 def _make_pair(complex, design, sequences, is_mutable, weight):
     """Pair of two sequences of n_designed letters; is_mutable (n_designed,) bool in their order."""
-    n, places = complex.n_designed, complex.places(design)
-    resolved, native = np.zeros(n, bool), np.zeros(n, np.uint8)     # in the order of the sequences
-    resolved[places], native[places] = complex.mask[:n], complex.S[:n]
+    rows = complex.rows(design)
+    places = np.argsort(rows)       # of each row of the complex in the sequences
+    resolved, native = complex.mask[rows], complex.S[rows]
     chosen, rejected = (encode(text.replace("-", "X")) for text in sequences.values())
     unknown = resolved & (native == X_ID) & (chosen == X_ID) & (rejected == X_ID)
     for (key, text), letters in zip(sequences.items(), (chosen, rejected)):
