@@ -88,12 +88,11 @@ class Design:
 
     def mutable_positions(self, args):
         """(n_designed,) bool, joined."""
-        mutable = np.ones(len(self.rows), bool)
+        mutable = np.full(len(self.rows), not args.mutable_positions)
+        if args.mutable_positions:
+            mutable[self.positions("mutable_positions", args.mutable_positions)] = True
         if args.fixed_positions:
             mutable[self.positions("fixed_positions", args.fixed_positions)] = False
-        elif args.mutable_positions:
-            found = self.positions("mutable_positions", args.mutable_positions)
-            mutable = np.isin(np.arange(len(mutable)), found)
         for first, n, rows, where in self.settings("fixed_positions_jsonl"):
             mutable[joined_rows(rows, first, n, where)] = False
         return mutable
@@ -142,7 +141,7 @@ class Design:
         if texts:
             self.positions("tied_positions", texts)         # none twice, all of one kind
         for text in texts:
-            parts = [parse_positions([part], self.structure, self.chains)[0].tolist()
+            parts = [parse_positions(part, self.structure, self.chains)[0].tolist()
                      for part in text.strip(",").split(",")]
             lengths = [len(part) for part in parts]
             if len(parts) < 2 or len(set(lengths)) > 1:
