@@ -298,17 +298,19 @@ def choose_chains(args, structure, entry):
 
     entry: [designed, fixed] of a file, or None.
     """
-    designed, fixed, option = args.chains, args.fixed_chains, "--chains"
+    designed, option = args.chains, "--chains"
+    fixed, fixed_option = args.fixed_chains, "--fixed_chains"
     if entry:
         if not isinstance(entry, list) or len(entry) != 2 or not entry[0] or not all(
                 isinstance(names, list) and all(isinstance(name, str) for name in names)
                 for names in entry):
             raise ValueError(f"--chain_id_jsonl: {structure.name}: found {quote(entry)}; expected "
                              "[[designed chains], [fixed chains]].")
-        (designed, fixed), option = entry, "--chain_id_jsonl"
+        designed, fixed = entry
+        option = fixed_option = "--chain_id_jsonl"
     usable = sorted(name for name, chain in structure.chains.items() if chain.resolved.any())
     if fixed is not None:
-        fixed = chain_names(fixed, structure, option.replace("--chains", "--fixed_chains"))
+        fixed = chain_names(fixed, structure, fixed_option)
     designed = (chain_names(designed, structure, option) if designed else
                 [name for name in usable if name not in (fixed or ())])
     unusable = [name for name in designed if name not in usable]
@@ -379,8 +381,7 @@ def read_json(path):
 
 
 def joined_rows(rows, first, n, where):
-    """Rows of a chain, from 1, as joined positions; the chain has n rows from joined row `first`.
-    """
+    """Joined positions of rows, from 1, of a chain with n rows, whose first is joined `first`."""
     if not isinstance(rows, list) or not all(type(i) is int and 1 <= i <= n for i in rows) or (
             len(set(rows)) < len(rows)):
         raise ValueError(f"{where}: found {quote(rows)}; expected a list of rows from 1 to {n}, "

@@ -182,7 +182,7 @@ class ProteinMPNN(nn.Module):
 
     @torch.no_grad()
     def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, *,
-               tied=(), tied_weights=None, pssm=None, noise=None, structure=None):
+               tied=(), tied_weights=1.0, pssm=None, noise=None, structure=None):
         """Draw letters where chain_M is 1 and the residue is resolved; all others keep theirs.
 
         X is never drawn. Dropout acts in training mode: call model.eval() first.
@@ -195,8 +195,8 @@ class ProteinMPNN(nn.Module):
             tied:        lists of positions, from 0, that get one letter, drawn from the mean of
                          their logits, bias and PSSM. They are decoded together, when their first
                          is due, and do not see one another. Unresolved ones are left out of it.
-            tied_weights: (L,), multiply the logits in the mean of a tied group, not its bias;
-                         negative: the state of this position is to become unlikely.
+            tied_weights: broadcasts to (L,), multiplies the logits in the mean of a tied group, not
+                         its bias; negative: the state of this position is to become unlikely.
             pssm:        Pssm of the L positions; see `letter_log_probs`.
             noise:       (M, L, 21), of `gumbel_noise`, that decides which letters are drawn;
                          default: from torch's generator of the CPU, so that all devices draw alike.
@@ -219,8 +219,8 @@ class ProteinMPNN(nn.Module):
         pssm = pssm and Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
         check_letters_left(bias, pssm, draw)
         step_of, steps, is_member = decoding_steps(decoding_order, groups)
-        weights = torch.ones(L) if tied_weights is None else torch.as_tensor(tied_weights)
-        weights = weights.to(bias)[steps] * is_member / is_member.sum(-1, keepdim=True)
+        weights = torch.as_tensor(tied_weights).to(bias).expand(L)[steps]
+        weights = weights * is_member / is_member.sum(-1, keepdim=True)             # (M, T, G)
         if noise is None:
             noise = gumbel_noise(torch.rand(bias.shape, dtype=torch.float64))
         noise = (noise * (temperature > 0)).to(bias)
@@ -522,7 +522,7 @@ def decoded_before(step_of, E_idx):
 def tied_groups(tied, chain_M, draw):
     """Lists of tied positions that are drawn, of two or more; ValueError for what is not possible.
 
-    chain_M, draw: (M, L) bool, drawn where resolved; drawn.
+    chain_M: (M, L) bool, to be drawn. draw: (M, L) bool, chain_M where the residue is resolved.
     """
     L, groups = draw.shape[1], [list(group) for group in tied]
     members = [i for group in groups for i in group]
@@ -554,7 +554,7 @@ def decoding_steps(order, groups):
     steps = torch.tensor([group + group[:1] * (G - len(group)) for group in groups], device=device)
     is_member = torch.tensor([[g < len(group) for g in range(G)] for group in groups],
                              device=device)
-    due = step_of_residue(order)[:, steps].amin(-1)                 # (M, T), when its first is
+    due = step_of_residue(order)[:, steps].amin(-1)         # (M, T), when the first of a group is
     step_of = torch.empty_like(order)
     step_of[:, steps] = due[..., None]
     turn = due.argsort(dim=1)

@@ -237,7 +237,7 @@ def structure_files(args):
 
 
 def output_files(args, paths):
-    """{structure name: {kind: path}} of --out_folder; {"": {"seqs": path}} of --out; or {}.
+    """{structure name: {kind: path}} of what is to be written; {} for standard output.
 
     Raises: ValueError for a file that cannot be written, or that is an input.
     """
@@ -247,7 +247,6 @@ def output_files(args, paths):
     if not target.parent.is_dir() or target.exists() and target.is_dir() != bool(args.out_folder):
         raise ValueError(f"found {target}; expected the name of a file with --out, of a folder "
                          "with --out_folder, in a folder that exists.")
-    files = {"": {"seqs": target}}
     if args.out_folder:
         kinds = ["seqs", *(name.removeprefix("save_") for name in SAVED if getattr(args, name))]
         # With nothing drawn, designs in the same folder stay.
@@ -255,9 +254,12 @@ def output_files(args, paths):
         files = {name: {kind: target / ("scored" if kind in scored else kind)
                         / f"{name}.{'fa' if kind == 'seqs' else 'npz'}" for kind in kinds}
                  for name in map(name_of, paths)}
+    else:
+        files = {name_of(path): {"seqs": target} for path in paths}
     settings = [getattr(args, name) for name in (*PER_STRUCTURE, "bias_AA_jsonl")]
     inputs = [args.checkpoint, *paths, *(args.score_only or ()), *filter(None, settings)]
-    for path in (path for kinds in files.values() for path in kinds.values() if path.exists()):
+    outputs = {path for kinds in files.values() for path in kinds.values() if path.exists()}
+    for path in sorted(outputs):
         for other in inputs:
             if os.path.exists(other) and path.samefile(other):
                 raise ValueError(f"found {path} to be written, which is the input {other}; "
@@ -266,12 +268,11 @@ def output_files(args, paths):
 
 
 def choose_device(name):
-    found = [kind for kind in ("cuda", "xpu")
-             if getattr(torch, kind, None) and getattr(torch, kind).is_available()]
-    if name not in ("auto", "cpu", *found):
+    found = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()] + ["cpu"]
+    if name not in ("auto", *found):
         raise ValueError(f"--device {name}: torch {torch.__version__} sees none; it sees "
-                         f"{' '.join(found + ['cpu'])}.")
-    return torch.device((found + ["cpu"])[0] if name == "auto" else name)
+                         f"{' '.join(found)}.")
+    return torch.device(found[0] if name == "auto" else name)
 
 
 # ---- sequences, scores, probabilities ----
@@ -294,7 +295,7 @@ def with_noise(tensors, keys, angstrom):
     X = tensors["X"]
     noise = torch.cat([torch.randn(X.shape, dtype=torch.float64,
                                    generator=keyed_generator(*key, "backbone")) for key in keys])
-    tensors = {name: x.expand(len(keys), *x.shape[1:]).contiguous() for name, x in tensors.items()}
+    tensors = {name: x.expand(len(keys), *x.shape[1:]) for name, x in tensors.items()}
     return {**tensors, "X": X + (angstrom * noise).float() * (X != 0).any(-1, keepdim=True)}
 
 
@@ -309,7 +310,7 @@ def draw(model, encoding, design, temperature, keys):
     uniform = torch.stack([torch.rand(L, V, dtype=torch.float64,
                                       generator=keyed_generator(*key, "letters")) for key in keys])
     S = torch.from_numpy(design.complex.S.astype(np.int64)).expand(len(keys), L)
-    drawn = torch.from_numpy(design.drawn).long()[None]
+    drawn = torch.from_numpy(design.drawn)[None]
     S, probs = model.sample(
         encoding, S.to(device), drawn.to(device), orders.to(device), temperature, design.bias,
         tied=design.tied, tied_weights=design.tied_weights, pssm=design.pssm,
@@ -460,16 +461,15 @@ def run(args):
     texts = []
     for design, sequences in zip(designs, given):
         text, arrays = make_results(model, design, args, sequences, device)
-        place = files[design.name if args.out_folder else ""]["seqs"] if files else "the screen"
+        targets = files.get(design.name, {})
         own = "" if sequences else ", the structure's own included"
         print(*design.notes, f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} "
-                             f"sequence(s){own}, to {place}", sep="\n", file=sys.stderr)
+              f"sequence(s){own}, to {targets.get('seqs', 'the screen')}", sep="\n",
+              file=sys.stderr)
         texts.append(text)
         if not files:
             sys.stdout.write(text)
         if args.out_folder:
-            args.out_folder.mkdir(exist_ok=True)
-            targets = files[design.name]
             # What an earlier call saved does not belong to these sequences.
             for kind in ("scores", "probs") if args.drawing else ("scored",):
                 (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)

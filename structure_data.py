@@ -108,8 +108,7 @@ def read_structure(path):
     Args:
         path: file with a name in FORMATS, or one of these with .gz.
     Returns: Structure.
-    Raises: ValueError with the reason for what cannot be read so, FileNotFoundError for a missing
-        file.
+    Raises: FileNotFoundError; ValueError with the reason why a file cannot be read.
     """
     path = Path(path)
     if not path.exists():
@@ -397,7 +396,7 @@ def quote(value):
 
 
 def _parse_json(text, where):
-    """The value of bytes of JSON. where: they are from, for messages."""
+    """The value of a text or bytes of JSON. where: file and line, for messages."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
