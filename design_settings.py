@@ -210,9 +210,8 @@ class Design:
                              "of 1, where pssm_coef is above 0.")
         factor = np.ones((n_joined, V))
         if args.pssm_log_odds_flag:
-            factor = UNLIKELY + (log_odds > (args.pssm_threshold or 0))
-        share = (args.pssm_multi or 0) * coef
-        return Pssm(*map(self.of_complex, (share, letters, factor)))
+            factor = UNLIKELY + (log_odds > args.pssm_threshold)
+        return Pssm(*map(self.of_complex, (args.pssm_multi * coef, letters, factor)))
 
     def check_letters_left(self):
         """Refuse positions at which no letter could be drawn."""

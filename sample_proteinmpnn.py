@@ -127,17 +127,17 @@ def make_parser():
         help="that get one letter: A1,B1 A2,B2 or, the same for ranges, A1-A2,B1-B2")
     add("--homomer", action="store_true", default=None,
         help="tie residues of equal number in the designed chains")
-    add("--backbone_noise", type=float, metavar="ANGSTROM",
+    add("--backbone_noise", type=float, default=0.0, metavar="ANGSTROM",
         help="standard deviation of noise on atoms, new for each sequence; default 0")
     add("--bias_AA_jsonl", metavar="FILE", help="bias of letters, instead of --bias")
     add("--bias_by_res_jsonl", metavar="FILE", help="bias by position, added to that of letters")
     add("--omit_AA_jsonl", metavar="FILE", help="omitted letters by position, besides --omit")
     add("--tied_positions_jsonl", metavar="FILE", help="tied positions, perhaps with weights")
     add("--pssm_jsonl", metavar="FILE", help="position-specific scoring matrices")
-    add("--pssm_multi", type=float, metavar="SHARE",
+    add("--pssm_multi", type=float, default=0.0, metavar="SHARE",
         help="0 to 1: how much of the probabilities is of the PSSM; default 0")
     flag("--pssm_log_odds_flag", help="letters of low log-odds become rare")
-    add("--pssm_threshold", type=float, metavar="ODDS",
+    add("--pssm_threshold", type=float, default=0.0, metavar="ODDS",
         help="log-odds above this are not low; default 0")
     add = parser.add_argument_group("scoring and running").add_argument
     add("--score_only", nargs="+", metavar="FASTA",
@@ -182,7 +182,6 @@ def parse_arguments(argv):
         if getattr(args, name) < 1:
             raise ValueError(f"found --{name} {getattr(args, name)}; expected at least 1.")
     args.temperature = temperatures(args.temperature or ["0.1"])
-    args.backbone_noise = args.backbone_noise or 0.0
     if not 0 <= args.backbone_noise <= MAX_NOISE:
         raise ValueError(f"found --backbone_noise {args.backbone_noise}; expected Angstrom from 0 "
                          f"to {MAX_NOISE:g}, such as 0.1.")
@@ -211,7 +210,7 @@ def check_pssm_options(args):
     if args.pssm_threshold and not args.pssm_log_odds_flag:
         raise ValueError(f"found --pssm_threshold {args.pssm_threshold}; expected it only with "
                          "--pssm_log_odds_flag 1.")
-    if not 0 <= (args.pssm_multi or 0) <= 1 or not math.isfinite(args.pssm_threshold or 0):
+    if not 0 <= args.pssm_multi <= 1 or not math.isfinite(args.pssm_threshold):
         raise ValueError(f"found --pssm_multi {args.pssm_multi}, --pssm_threshold "
                          f"{args.pssm_threshold}; expected 0 to 1, and a number.")
 

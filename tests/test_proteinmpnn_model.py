@@ -220,6 +220,7 @@ def test_a_letter_is_drawn_given_those_that_were_drawn_before():
     encoding, order = model.encode(model.graph(*structure)), random_order(20, 3)
     chain_M = (torch.arange(20) % 3 > 0).float()[None]
     found, probs = model.sample(encoding, S.expand(3, -1), chain_M, order, 0.7)
+    assert len(found.unique(dim=0)) == 3, "each sequence has its own noise"
     drawn = (chain_M.bool() & encoding.mask)[0]
     expected = (model.decode(encoding, found, order)[..., :X_LETTER] / 0.7).softmax(-1)
     near(probs[:, drawn, :X_LETTER], expected[:, drawn], atol=1e-12)
