@@ -3,8 +3,8 @@
     data = load_pairs(config.data, seed=0)                  # what a run trains on, in one call; or
     pairs = read_pairs("pairs.json")                        # print(describe(pairs)): what was read
     train, val, warnings = split_pairs(pairs, 0.1, seed=0)  # two lists, split by structure
-    plan = EpochPlan(train, seed=0, epoch=0, micro_batches=4, batch_size=8)
-    for indices in plan.global_batch(step):                 # 4 micro-batches on any number of ranks
+    plan = plan_epoch(train, seed=0, epoch=0, micro_batches=4, batch_size=8)
+    for indices in plan[step]:                              # 4 micro-batches on any number of ranks
         batch = collate(train, indices)                     # tensors by name
 
 Reads structures (.pdb, .ent, .cif, .mmcif; each also with .gz) and pairs: a JSON list of objects,
@@ -784,8 +784,8 @@ def shared_structures(train, val):
 
 # ---- batches ----
 
-class EpochPlan:
-    """Which pairs are in which micro-batch of which step of an epoch.
+def plan_epoch(pairs, seed, epoch, micro_batches, batch_size):
+    """Decide which pairs are in which micro-batch of which step of an epoch.
 
     A function of the arguments alone: every rank makes the same plan and takes its own
     micro-batches from it.
@@ -795,57 +795,53 @@ class EpochPlan:
     few complexes to encode, little padding. A step has micro-batches of about one length, so that
     ranks have about the same work; steps come in random order. Every pair comes once in an epoch,
     and no micro-batch is empty. Only with batch_size 1, less than a global batch is left out,
-    chosen at random. n_steps is the same in all epochs.
+    chosen at random. The number of steps is the same in all epochs.
 
     Args:
         pairs:         list of Pair.
         seed, epoch:   int.
         micro_batches: micro-batches per global batch = ranks x accumulation.
         batch_size:    most pairs in a micro-batch.
+    Returns: list of steps, each a list of micro-batches: int64 arrays of indices into pairs.
     Raises: ValueError for fewer pairs than micro-batches.
     """
-
-    def __init__(self, pairs, seed, epoch, micro_batches, batch_size):
-        n = len(pairs)
-        if n < micro_batches:
-            raise ValueError(f"found {n:,} pairs for {micro_batches:,} micro-batches per step "
-                             "(ranks x accumulation); expected a pair for each. Use fewer ranks or "
-                             "less accumulation, or give more pairs.")
-        self.n_steps = min(-(-n // (micro_batches * batch_size)), n // micro_batches)
-        n_pieces = self.n_steps * micro_batches
-        shuffled = np.argsort(_random_words(n, FOR_PAIRS, seed, epoch), kind="stable")
-        shuffled = shuffled[:n_pieces * batch_size]
-        lengths = [len(pairs[i].complex) for i in shuffled]
-        bucket = np.floor(np.log(lengths) / math.log(LENGTH_RATIO))
-        _, first, group = np.unique([pairs[i].complex.key for i in shuffled], return_index=True,
-                                    return_inverse=True)
-        # By length, then by complex; a stable sort, which keeps the random order within a complex.
-        order = np.lexsort((first[group], bucket))
-        bounds = np.arange(n_pieces + 1) * len(shuffled) // n_pieces
-        self.pieces = [shuffled[order[start:end]] for start, end in zip(bounds, bounds[1:])]
-        longest = np.maximum.reduceat(bucket[order], bounds[:-1])
-        tie_breakers = _random_words(n_pieces, FOR_LENGTHS, seed, epoch)
-        by_length = np.lexsort((tie_breakers, longest)).reshape(self.n_steps, micro_batches)
-        draws = _random_words(self.n_steps, FOR_STEPS, seed, epoch)
-        self.steps = by_length[np.argsort(draws, kind="stable")]
-
-    def global_batch(self, step):
-        """The micro-batches of a step: list of int64 arrays of indices into pairs."""
-        return [self.pieces[k] for k in self.steps[step]]
+    n = len(pairs)
+    if n < micro_batches:
+        raise ValueError(f"found {n:,} pairs for {micro_batches:,} micro-batches per step "
+                         "(ranks x accumulation); expected a pair for each. Use fewer ranks or "
+                         "less accumulation, or give more pairs.")
+    n_steps = min(-(-n // (micro_batches * batch_size)), n // micro_batches)
+    n_pieces = n_steps * micro_batches
+    shuffled = np.argsort(_random_words(n, FOR_PAIRS, seed, epoch), kind="stable")
+    shuffled = shuffled[:n_pieces * batch_size]
+    lengths = [len(pairs[i].complex) for i in shuffled]
+    bucket = np.floor(np.log(lengths) / math.log(LENGTH_RATIO))
+    _, first, group = np.unique([pairs[i].complex.key for i in shuffled], return_index=True,
+                                return_inverse=True)
+    # By length, then by complex; a stable sort, which keeps the random order within a complex.
+    order = np.lexsort((first[group], bucket))
+    bounds = np.arange(n_pieces + 1) * len(shuffled) // n_pieces
+    pieces = [shuffled[order[start:end]] for start, end in zip(bounds, bounds[1:])]
+    longest = np.maximum.reduceat(bucket[order], bounds[:-1])
+    tie_breakers = _random_words(n_pieces, FOR_LENGTHS, seed, epoch)
+    by_length = np.lexsort((tie_breakers, longest)).reshape(n_steps, micro_batches)
+    draws = _random_words(n_steps, FOR_STEPS, seed, epoch)
+    steps = by_length[np.argsort(draws, kind="stable")]
+    return [[pieces[k] for k in step] for step in steps]
 
 
 class PairPlan:
-    """Which pairs are in which micro-batch of which step of a run. Arguments: see EpochPlan."""
+    """Which pairs are in which micro-batch of which step of a run. Arguments: see plan_epoch."""
 
     def __init__(self, pairs, seed, micro_batches, batch_size):
         self.epoch_plan = functools.lru_cache(1)(
-            lambda epoch: EpochPlan(pairs, seed, epoch, micro_batches, batch_size))
-        self.steps_per_epoch = self.epoch_plan(0).n_steps
+            lambda epoch: plan_epoch(pairs, seed, epoch, micro_batches, batch_size))
+        self.steps_per_epoch = len(self.epoch_plan(0))
 
     def item_of(self, step, micro):
         """(step, micro-batch, epoch, indices into pairs) of a micro-batch."""
         epoch, at = divmod(step, self.steps_per_epoch)
-        return step, micro, epoch, self.epoch_plan(epoch).global_batch(at)[micro].tolist()
+        return step, micro, epoch, self.epoch_plan(epoch)[at][micro].tolist()
 
 
 def eval_batches(pairs, batch_size):
@@ -899,11 +895,11 @@ def collate(pairs, indices):
         chosen, rejected (P, L) int64, letters of the whole complex
         chain_M          (P, L) float32, 1 = designed: scored is chain_M x mask[complex]
     """
-    batch_pairs, rows = [pairs[i] for i in indices], {}
-    for pair in batch_pairs:
-        rows.setdefault(pair.complex.key, (len(rows), pair.complex))
-    batch = collate_complexes([complex for _, complex in rows.values()], ("S", "mask"))
-    batch["complex"] = torch.tensor([rows[pair.complex.key][0] for pair in batch_pairs])
+    batch_pairs = [pairs[i] for i in indices]
+    complexes = {pair.complex.key: pair.complex for pair in batch_pairs}
+    rows = {key: row for row, key in enumerate(complexes)}
+    batch = collate_complexes([*complexes.values()], ("S", "mask"))
+    batch["complex"] = torch.tensor([rows[pair.complex.key] for pair in batch_pairs])
     batch["chosen"] = batch["S"][batch["complex"]]
     batch["rejected"] = batch["chosen"].clone()
     batch["chain_M"] = torch.zeros(batch["chosen"].shape)

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from sequence_data import decode, encode
-from structure_data import (BACKBONE, Chain, Complex, EpochPlan, Pair, Structure,
-                            collate_complexes, describe, eval_batches, load_pairs,
-                            parse_positions, read_pairs, read_structure, shared_structures,
-                            split_pairs)
+from structure_data import (BACKBONE, Chain, Complex, Pair, Structure, collate_complexes, describe,
+                            eval_batches, load_pairs, parse_positions, plan_epoch, read_pairs,
+                            read_structure, shared_structures, split_pairs)
 
 
 class Atoms(list):
@@ -427,39 +426,35 @@ def test_pairs_that_share_the_sequence_of_one_chain_are_on_one_side_of_the_split
 MIXED = [pair for i in range(60) for pair in made(40 + 5 * (7 * i % 60), 1 + i % 7, i)]
 
 
-def global_batches(plan):
-    return [plan.global_batch(step) for step in range(plan.n_steps)]
-
-
 @pytest.mark.parametrize("n_micro, batch_size", [
     (1, 8), (12, 2), (3, 50), (len(MIXED), 1), (100, 2), (100, 1)])
 def test_every_pair_comes_once_an_epoch_in_micro_batches_of_equal_size(n_micro, batch_size):
-    plan, n = EpochPlan(MIXED, 0, 0, n_micro, batch_size), len(MIXED)
-    pieces = sum(global_batches(plan), [])
+    plan, n = plan_epoch(MIXED, 0, 0, n_micro, batch_size), len(MIXED)
+    pieces = sum(plan, [])
     sizes, indices = [len(piece) for piece in pieces], np.concatenate(pieces)
     assert len(np.unique(indices)) == len(indices)
     assert len(indices) == (n if batch_size > 1 else n // n_micro * n_micro)
     assert 1 <= min(sizes) and max(sizes) <= batch_size and max(sizes) - min(sizes) <= 1
-    assert all(len(step) == n_micro for step in global_batches(plan))
+    assert all(len(step) == n_micro for step in plan)
 
 
 def test_the_plan_is_a_function_of_seed_and_epoch_and_mixes_anew_each_epoch():
-    plans = [EpochPlan(MIXED, seed, epoch, 4, 4)
+    plans = [plan_epoch(MIXED, seed, epoch, 4, 4)
              for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
-    pieces = [[tuple(piece) for piece in sum(global_batches(plan), [])] for plan in plans]
+    pieces = [[tuple(piece) for piece in sum(plan, [])] for plan in plans]
     assert pieces[0] == pieces[1] and len({str(piece) for piece in pieces}) == 3
     company = [{frozenset(piece) for piece in of_plan} for of_plan in pieces]
     assert len(company[0] & company[2]) < len(company[0]) / 4
-    taken = [set(np.concatenate(sum(global_batches(EpochPlan(MIXED, 0, epoch, 100, 1)), [])))
+    taken = [set(np.concatenate(sum(plan_epoch(MIXED, 0, epoch, 100, 1), [])))
              for epoch in range(2)]
     assert taken[0] != taken[1]         # nor does it leave the same pairs out
 
 
 def test_ranks_have_about_equal_work_and_little_padding_and_structures_stay_together():
-    plan = EpochPlan(MIXED, seed=0, epoch=0, micro_batches=4, batch_size=4)
-    lengths, steps = np.array([len(pair.complex) for pair in MIXED]), global_batches(plan)
+    plan = plan_epoch(MIXED, seed=0, epoch=0, micro_batches=4, batch_size=4)
+    lengths = np.array([len(pair.complex) for pair in MIXED])
     work, pieces = np.array([[lengths[piece].max() * len(piece) for piece in step]
-                             for step in steps]), sum(steps, [])
+                             for step in plan]), sum(plan, [])
     assert lengths[np.concatenate(pieces)].sum() / work.sum() > 0.95
     assert work.mean() / work.max(1).mean() > 0.85
     encoded = sum(len(keys(MIXED[i] for i in piece)) for piece in pieces)
