@@ -37,7 +37,7 @@ class Design:
     complex:  the Complex, whose rows are in another order.
     chains:   names of the designed chains, as the user orders them.
     rows:     (n_designed,) row of the complex of each joined position.
-    spans:    {chain: (its first joined position, its number of rows)}.
+    spans:    {chain: range of its joined positions}.
     labels:   such as "A12", of each joined position.
     native, resolved, mutable: (n_designed,) joined letters; bool; bool.
     drawn:    (L,) bool by row of the complex: mutable and resolved.
@@ -57,7 +57,7 @@ class Design:
         self.labels, self.spans = [], {}
         for name in self.chains:
             chain = structure.chains[name]
-            self.spans[name] = len(self.labels), len(chain.S)
+            self.spans[name] = range(len(self.labels), len(self.labels) + len(chain.S))
             self.labels += [f"{name}{number}" if number else f"a gap in {name}"
                             for number in chain.numbers]
         self.native, self.resolved = self.complex.S[self.rows], self.complex.mask[self.rows]
@@ -93,8 +93,8 @@ class Design:
             mutable[self.positions("mutable_positions", args.mutable_positions)] = True
         if args.fixed_positions:
             mutable[self.positions("fixed_positions", args.fixed_positions)] = False
-        for first, n, rows, where in self.settings("fixed_positions_jsonl"):
-            mutable[joined_rows(rows, first, n, where)] = False
+        for span, rows, where in self.settings("fixed_positions_jsonl"):
+            mutable[joined_positions(rows, span, where)] = False
         return mutable
 
     def tie(self, args):
@@ -128,11 +128,12 @@ class Design:
     def weighted_group(self, entry):
         """{joined position: weight} of a group {chain: rows, or [rows, weights]} of a file."""
         group = {}
-        for first, n, value, where in self.by_chain("tied_positions_jsonl", entry, self.spans):
+        for span, value, where in self.by_chain("tied_positions_jsonl", entry, self.spans):
             weighted = isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)
-            rows = joined_rows(value[0] if weighted else value, first, n, where)
-            weights = numbers(value[1], (len(rows),), where) if weighted else np.ones(len(rows))
-            group.update(zip(rows, weights.tolist()))
+            positions = joined_positions(value[0] if weighted else value, span, where)
+            group |= dict.fromkeys(positions, 1.0)
+            if weighted:
+                group |= zip(positions, numbers(value[1], (len(positions),), where))
         return group
 
     def given_groups(self, texts):
@@ -154,8 +155,8 @@ class Design:
     def equal_numbers(self):
         """Positions of the designed chains with the same number in the file."""
         by_number = {}
-        for name, (first, _) in self.spans.items():
-            for position, number in enumerate(self.structure.chains[name].numbers, first):
+        for name, span in self.spans.items():
+            for position, number in zip(span, self.structure.chains[name].numbers):
                 if number:
                     by_number.setdefault(number, []).append(position)
         groups = [group for group in by_number.values() if len(group) > 1]
@@ -179,39 +180,39 @@ class Design:
     def bias_by_row(self, bias):
         """(n_designed, 21) nats by joined row, from (21,) for all of them."""
         bias = np.tile(bias, (len(self.rows), 1))
-        for first, n, value, where in self.settings("bias_by_res_jsonl"):
-            bias[first:first + n] += numbers(value, (n, len(LETTERS)), where, -MAX_BIAS, MAX_BIAS)
-        for first, n, items, where in self.settings("omit_AA_jsonl"):
+        for span, value, where in self.settings("bias_by_res_jsonl"):
+            shape = len(span), len(LETTERS)
+            bias[span] += numbers(value, shape, where, -MAX_BIAS, MAX_BIAS)
+        for span, items, where in self.settings("omit_AA_jsonl"):
             for item in items if isinstance(items, list) else [items]:
                 if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], str) or (
                         set(item[1]) - set(LETTERS)):
                     raise ValueError(f'{where}: found {quote(item)}; expected [[rows], "letters"] '
                                      f"with letters of {LETTERS}.")
-                rows = joined_rows(item[0], first, n, where)
-                bias[np.ix_(rows, [LETTERS.index(letter) for letter in item[1]])] = -math.inf
+                letters = [LETTERS.index(letter) for letter in item[1]]
+                bias[np.ix_(joined_positions(item[0], span, where), letters)] = -math.inf
         return bias
 
     def read_pssm(self, args):
         """Pssm by row of the complex, without effect where the file has nothing."""
-        n_joined, V = len(self.rows), len(LETTERS)
-        coef, letters = np.zeros((n_joined, 1)), np.zeros((n_joined, V))
-        log_odds = np.full((n_joined, V), np.inf)
-        for first, n, value, where in self.settings("pssm_jsonl"):
+        coef, shape = np.zeros(len(self.rows)), (len(self.rows), len(LETTERS))
+        letters, log_odds, factor = np.zeros(shape), np.full(shape, np.inf), np.ones(shape)
+        for span, value, where in self.settings("pssm_jsonl"):
             if not isinstance(value, dict) or set(value) != {*PSSM_KEYS}:
                 raise ValueError(f"{where}: found {quote(value)}; expected the keys "
                                  f"{', '.join(PSSM_KEYS)}.")
-            span = slice(first, first + n)
-            coef[span, 0] = numbers(value["pssm_coef"], (n,), f"{where}, pssm_coef", 0, 1)
-            letters[span] = numbers(value["pssm_bias"], (n, V), f"{where}, pssm_bias", 0, 1)
-            log_odds[span] = numbers(value["pssm_log_odds"], (n, V), f"{where}, pssm_log_odds")
-        for i in np.flatnonzero((coef[:, 0] > 0) & (np.abs(letters.sum(1) - 1) > 0.01)):
+            shape = len(span), len(LETTERS)
+            coef[span] = numbers(value["pssm_coef"], shape[:1], f"{where}, pssm_coef", 0, 1)
+            letters[span] = numbers(value["pssm_bias"], shape, f"{where}, pssm_bias", 0, 1)
+            log_odds[span] = numbers(value["pssm_log_odds"], shape, f"{where}, pssm_log_odds")
+        for i in np.flatnonzero((coef > 0) & (np.abs(letters.sum(1) - 1) > 0.01)):
             raise ValueError(f"--pssm_jsonl: found pssm_bias at {self.labels[i]} of {self.name} "
                              f"with a sum of {letters[i].sum():g}; expected probabilities, a sum "
                              "of 1, where pssm_coef is above 0.")
-        factor = np.ones((n_joined, V))
         if args.pssm_log_odds_flag:
             factor = UNLIKELY + (log_odds > args.pssm_threshold)
-        return Pssm(*map(self.of_complex, (args.pssm_multi * coef, letters, factor)))
+        share = args.pssm_multi * coef[:, None]
+        return Pssm(*map(self.of_complex, (share, letters, factor)))
 
     def check_letters_left(self):
         """Refuse positions at which no letter could be drawn."""
@@ -245,7 +246,7 @@ class Design:
         return self.by_chain(option, self.entry(option), self.structure.chains)
 
     def by_chain(self, option, entry, known):
-        """Yield (first joined row, rows, value, words for messages) of each designed chain.
+        """Yield (span, value, words for messages) of each designed chain.
 
         entry: {chain: value}, or None. known: names of chains that it may have.
         """
@@ -257,7 +258,7 @@ class Design:
                 raise ValueError(f"{where}: found chain {quote(name)}; expected one of "
                                  f"{' '.join(known)}.")
             if value and name in self.spans:
-                yield *self.spans[name], value, f"{where}, chain {name}"
+                yield self.spans[name], value, f"{where}, chain {name}"
             elif value:
                 self.notes.append(f"{where}: chain {name} is not designed, which leaves its "
                                   "settings without effect")
@@ -267,12 +268,12 @@ class Design:
     def text(self, S):
         """(L,) ids of the complex -> letters of the designed chains, with / between them."""
         joined = decode(S[self.rows])
-        return "/".join(joined[first:first + n] for first, n in self.spans.values())
+        return "/".join(joined[span.start:span.stop] for span in self.spans.values())
 
     def ids(self, text, name):
         """The reverse, for sequences of a file; unresolved rows keep the structure's letters."""
         parts = text.replace("-", "X").split("/")
-        found, expected = [len(part) for part in parts], [n for _, n in self.spans.values()]
+        found, expected = list(map(len, parts)), list(map(len, self.spans.values()))
         if found != expected:
             raise ValueError(f"{name}: found chains of {found} letters; expected {expected}, of "
                              f"chains {' '.join(self.chains)}, gap rows counted, with / between "
@@ -379,13 +380,14 @@ def read_json(path):
                          "key once.") from None
 
 
-def joined_rows(rows, first, n, where):
-    """Joined positions of rows, from 1, of a chain with n rows, whose first is joined `first`."""
+def joined_positions(rows, span, where):
+    """Joined positions of rows of a chain, counted from 1. span: those of all its rows."""
+    n = len(span)
     if not isinstance(rows, list) or not all(type(i) is int and 1 <= i <= n for i in rows) or (
             len(set(rows)) < len(rows)):
         raise ValueError(f"{where}: found {quote(rows)}; expected a list of rows from 1 to {n}, "
                          "gaps counted, none twice.")
-    return [first + i - 1 for i in rows]
+    return [span[i - 1] for i in rows]
 
 
 def numbers(value, shape, where, low=-math.inf, high=math.inf):

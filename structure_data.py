@@ -56,7 +56,7 @@ REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
 OPTIONAL = ("chain_id", "design_chains", "fixed_chains", "mutable_positions", "mutable_ranges",
             "weight", "description")
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6   # of a pair
-MOST_MISSED = 2             # share of pairs held out / the share asked for, or the reverse
+MOST_MISSED = 2             # factor of the held-out to the asked-for share; beyond: a warning
 # The first key of _random_words, so that no two purposes share a stream of random numbers.
 FOR_SPLIT, FOR_PAIRS, FOR_LENGTHS, FOR_STEPS, FOR_DEMO = 1, 2, 3, 4, 5
 
