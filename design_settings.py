@@ -328,7 +328,7 @@ def choose_chains(args, structure, entry):
 
 
 def chain_names(texts, structure, option):
-    names = [name for text in texts for name in re.split(r"[,\s]+", text) if name]
+    names = re.findall(r"[^,\s]+", " ".join(texts))
     absent = [name for name in names if name not in structure.chains]
     if absent or len(set(names)) < len(names) or not names and texts:
         raise ValueError(f"{option}: found {' '.join(names) or 'no name'}; expected chains of "
@@ -339,11 +339,12 @@ def chain_names(texts, structure, option):
 
 def letter_bias(args):
     """(21,) nats, -inf for what is never drawn."""
-    option, texts, bias, seen = "--bias", args.bias or (), np.zeros(len(LETTERS)), set()
+    option, texts = "--bias", args.bias or ()
     if args.bias_AA_jsonl:
         option, table = "--bias_AA_jsonl", read_json(args.bias_AA_jsonl)
         texts = [f"{letter}={value}" for letter, value in table.items()]
-    for text in [part for text in texts for part in re.split(r"[,\s]+", text) if part]:
+    bias, seen = np.zeros(len(LETTERS)), set()
+    for text in re.findall(r"[^,\s]+", " ".join(texts)):
         letter, _, value = text.partition("=")
         try:
             number = float(value)
