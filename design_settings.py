@@ -19,13 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from proteinmpnn_model import make_pssm, mean_in_groups
+from proteinmpnn_model import Pssm, allowed_letters, mean_in_groups
 from sequence_data import AMINO_ACIDS, LETTERS, X_ID, decode, encode
 from structure_data import Complex, parse_positions, quote, read_structure, unique_keys
 
 MAX_BIAS = 1e4          # nats; with more, float32 would not hold the logits beside it
 PER_STRUCTURE = ("chain_id_jsonl", "fixed_positions_jsonl", "tied_positions_jsonl",
                  "omit_AA_jsonl", "bias_by_res_jsonl", "pssm_jsonl")
+UNLIKELY = 0.001        # factor of letters whose log-odds are too low, in the published tool
 PSSM_KEYS = ("pssm_coef", "pssm_bias", "pssm_log_odds")
 
 
@@ -35,9 +36,8 @@ class Design:
     name:     of the structure: its file's, without folder and ending.
     complex:  the Complex, whose rows are in another order.
     chains:   names of the designed chains, as the user orders them.
-    places:   (n_designed,) joined position of each designed row of the complex.
-    row:      (n_designed,) the reverse: row of the complex of each joined position.
-    spans:    {chain: (its first joined position, its number of rows)}.
+    rows:     (n_designed,) row of the complex of each joined position.
+    spans:    {chain: range of its joined positions}.
     labels:   such as "A12", of each joined position.
     native, resolved, mutable: (n_designed,) joined letters; bool; bool.
     drawn:    (L,) bool by row of the complex: mutable and resolved.
@@ -53,26 +53,23 @@ class Design:
         self.name, self.structure, self.tables, self.notes = name_of(path), structure, tables, []
         self.chains, fixed = choose_chains(args, structure, self.entry("chain_id_jsonl"))
         self.complex = Complex(structure, self.chains, fixed)
-        self.places, n = self.complex.places(self.chains), self.complex.n_designed
-        self.row = np.argsort(self.places)
-        chains = [structure.chains[name] for name in self.chains]
-        self.labels = [f"{name}{number}" if number else f"a gap in {name}"
-                       for name, chain in zip(self.chains, chains) for number in chain.numbers]
-        self.spans, first = {}, 0
-        for name, chain in zip(self.chains, chains):
-            self.spans[name] = first, len(chain.S)
-            first += len(chain.S)
-        self.native = self.complex.S[:n][self.row]
-        self.resolved = self.complex.mask[:n][self.row]
+        self.rows = self.complex.rows(self.chains)
+        self.labels, self.spans = [], {}
+        for name in self.chains:
+            chain = structure.chains[name]
+            self.spans[name] = range(len(self.labels), len(self.labels) + len(chain.S))
+            self.labels += [f"{name}{number}" if number else f"a gap in {name}"
+                            for number in chain.numbers]
+        self.native, self.resolved = self.complex.S[self.rows], self.complex.mask[self.rows]
         self.notes.append(
-            f"{structure.name}: designed chains {' '.join(self.chains)}, {n} rows, "
+            f"{structure.name}: designed chains {' '.join(self.chains)}, {len(self.rows)} rows, "
             f"{self.resolved.sum()} resolved; fixed chains {' '.join(fixed) or '(none)'}")
         self.mutable = self.mutable_positions(args)
         if not (self.mutable & self.resolved).any():
             raise ValueError(f"{self.name}: no position is left to design: all are fixed or "
                              "without a complete backbone. Fix fewer.")
         self.drawn = np.zeros(len(self.complex), bool)
-        self.drawn[:n] = (self.mutable & self.resolved)[self.places]
+        self.drawn[self.rows] = self.mutable & self.resolved
         self.tie(args)
         self.bias = self.of_complex(self.bias_by_row(bias))
         self.pssm = self.read_pssm(args) if "pssm_jsonl" in tables else None
@@ -91,14 +88,13 @@ class Design:
 
     def mutable_positions(self, args):
         """(n_designed,) bool, joined."""
-        mutable = np.ones(len(self.places), bool)
+        mutable = np.full(len(self.rows), not args.mutable_positions)
+        if args.mutable_positions:
+            mutable[self.positions("mutable_positions", args.mutable_positions)] = True
         if args.fixed_positions:
             mutable[self.positions("fixed_positions", args.fixed_positions)] = False
-        elif args.mutable_positions:
-            found = self.positions("mutable_positions", args.mutable_positions)
-            mutable = np.isin(np.arange(len(mutable)), found)
-        for first, n, rows, where in self.settings("fixed_positions_jsonl"):
-            mutable[joined_rows(rows, first, n, where)] = False
+        for span, rows, where in self.settings("fixed_positions_jsonl"):
+            mutable[joined_positions(rows, span, where)] = False
         return mutable
 
     def tie(self, args):
@@ -122,8 +118,8 @@ class Design:
                                  "group or none.")
             resolved = [i for i in group if self.resolved[i]]
             if len(resolved) > 1:
-                self.tied.append(self.row[resolved].tolist())
-                self.tied_weights[self.row[resolved]] = [group[i] for i in resolved]
+                self.tied.append(self.rows[resolved].tolist())
+                self.tied_weights[self.rows[resolved]] = [group[i] for i in resolved]
         n_absent = sum(not self.resolved[i] for i in members)
         if n_absent:
             self.notes.append(f"{n_absent} tied positions are gaps or lack atoms, and are left out "
@@ -132,11 +128,12 @@ class Design:
     def weighted_group(self, entry):
         """{joined position: weight} of a group {chain: rows, or [rows, weights]} of a file."""
         group = {}
-        for first, n, value, where in self.by_chain("tied_positions_jsonl", entry, self.spans):
+        for span, value, where in self.by_chain("tied_positions_jsonl", entry, self.spans):
             weighted = isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)
-            rows = joined_rows(value[0] if weighted else value, first, n, where)
-            weights = numbers(value[1], (len(rows),), where) if weighted else np.ones(len(rows))
-            group.update(zip(rows, weights.tolist()))
+            positions = joined_positions(value[0] if weighted else value, span, where)
+            group |= dict.fromkeys(positions, 1.0)
+            if weighted:
+                group |= zip(positions, numbers(value[1], (len(positions),), where))
         return group
 
     def given_groups(self, texts):
@@ -145,7 +142,7 @@ class Design:
         if texts:
             self.positions("tied_positions", texts)         # none twice, all of one kind
         for text in texts:
-            parts = [parse_positions([part], self.structure, self.chains)[0].tolist()
+            parts = [parse_positions(part, self.structure, self.chains)[0].tolist()
                      for part in text.strip(",").split(",")]
             lengths = [len(part) for part in parts]
             if len(parts) < 2 or len(set(lengths)) > 1:
@@ -157,12 +154,11 @@ class Design:
 
     def equal_numbers(self):
         """Positions of the designed chains with the same number in the file."""
-        by_number, position = {}, 0
-        for name in self.chains:
-            for number in self.structure.chains[name].numbers:
+        by_number = {}
+        for name, span in self.spans.items():
+            for position, number in zip(span, self.structure.chains[name].numbers):
                 if number:
                     by_number.setdefault(number, []).append(position)
-                position += 1
         groups = [group for group in by_number.values() if len(group) > 1]
         for group in groups:
             if len({int(self.native[i]) for i in group} - {X_ID}) > 1:
@@ -183,71 +179,74 @@ class Design:
 
     def bias_by_row(self, bias):
         """(n_designed, 21) nats by joined row, from (21,) for all of them."""
-        bias = np.tile(bias, (len(self.places), 1))
-        for first, n, value, where in self.settings("bias_by_res_jsonl"):
-            bias[first:first + n] += numbers(value, (n, len(LETTERS)), where, -MAX_BIAS, MAX_BIAS)
-        for first, n, items, where in self.settings("omit_AA_jsonl"):
+        bias = np.tile(bias, (len(self.rows), 1))
+        for span, value, where in self.settings("bias_by_res_jsonl"):
+            shape = len(span), len(LETTERS)
+            bias[span] += numbers(value, shape, where, -MAX_BIAS, MAX_BIAS)
+        for span, items, where in self.settings("omit_AA_jsonl"):
             for item in items if isinstance(items, list) else [items]:
                 if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], str) or (
                         set(item[1]) - set(LETTERS)):
                     raise ValueError(f'{where}: found {quote(item)}; expected [[rows], "letters"] '
                                      f"with letters of {LETTERS}.")
-                rows = joined_rows(item[0], first, n, where)
-                bias[np.ix_(rows, [LETTERS.index(letter) for letter in item[1]])] = -math.inf
+                letters = [LETTERS.index(letter) for letter in item[1]]
+                bias[np.ix_(joined_positions(item[0], span, where), letters)] = -math.inf
         return bias
 
     def read_pssm(self, args):
-        n_joined, V = len(self.places), len(LETTERS)
-        coef, letters = np.zeros((n_joined, 1)), np.zeros((n_joined, V))
-        log_odds = np.full((n_joined, V), 1e4)
-        for first, n, value, where in self.settings("pssm_jsonl"):
+        """Pssm by row of the complex, without effect where the file has nothing."""
+        coef, shape = np.zeros(len(self.rows)), (len(self.rows), len(LETTERS))
+        letters, log_odds, factor = np.zeros(shape), np.full(shape, np.inf), np.ones(shape)
+        for span, value, where in self.settings("pssm_jsonl"):
             if not isinstance(value, dict) or set(value) != {*PSSM_KEYS}:
                 raise ValueError(f"{where}: found {quote(value)}; expected the keys "
                                  f"{', '.join(PSSM_KEYS)}.")
-            span = slice(first, first + n)
-            coef[span, 0] = numbers(value["pssm_coef"], (n,), f"{where}, pssm_coef", 0, 1)
-            letters[span] = numbers(value["pssm_bias"], (n, V), f"{where}, pssm_bias", 0, 1)
-            log_odds[span] = numbers(value["pssm_log_odds"], (n, V), f"{where}, pssm_log_odds")
-        for i in np.flatnonzero((coef[:, 0] > 0) & (np.abs(letters.sum(1) - 1) > 0.01)):
+            shape = len(span), len(LETTERS)
+            coef[span] = numbers(value["pssm_coef"], shape[:1], f"{where}, pssm_coef", 0, 1)
+            letters[span] = numbers(value["pssm_bias"], shape, f"{where}, pssm_bias", 0, 1)
+            log_odds[span] = numbers(value["pssm_log_odds"], shape, f"{where}, pssm_log_odds")
+        for i in np.flatnonzero((coef > 0) & (np.abs(letters.sum(1) - 1) > 0.01)):
             raise ValueError(f"--pssm_jsonl: found pssm_bias at {self.labels[i]} of {self.name} "
                              f"with a sum of {letters[i].sum():g}; expected probabilities, a sum "
                              "of 1, where pssm_coef is above 0.")
-        threshold = (args.pssm_threshold or 0.0) if args.pssm_log_odds_flag else None
-        return make_pssm(self.of_complex(coef)[:, 0], self.of_complex(letters),
-                         self.of_complex(log_odds), args.pssm_multi or 0.0, threshold)
+        if args.pssm_log_odds_flag:
+            factor = UNLIKELY + (log_odds > args.pssm_threshold)
+        share = args.pssm_multi * coef[:, None]
+        return Pssm(*map(self.of_complex, (share, letters, factor)))
 
     def check_letters_left(self):
         """Refuse positions at which no letter could be drawn."""
-        allowed = mean_in_groups(self.bias, self.tied) > -math.inf
-        if self.pssm is not None:
-            share, letters = (mean_in_groups(x, self.tied) for x in self.pssm[:2])
-            allowed &= (share < 1) | (letters > 0)
-        for i in np.flatnonzero(self.drawn & ~allowed.any(1).numpy()):
+        bias = mean_in_groups(self.bias, self.tied)
+        pssm = self.pssm and Pssm(*(mean_in_groups(x, self.tied) for x in self.pssm))
+        is_stuck = self.drawn & ~allowed_letters(bias, pssm).any(1).numpy()
+        for i in np.flatnonzero(is_stuck[self.rows]):
             raise ValueError(f"{self.name}: bias, omitted letters and PSSM leave no letter to draw "
-                             f"at {self.labels[self.places[i]]}. Omit fewer there.")
+                             f"at {self.labels[i]}. Omit fewer there.")
 
     def of_complex(self, joined):
         """(n_designed, k) joined -> (L, k) float32 by row of the complex, 0 for fixed chains."""
-        rows = np.zeros((len(self.complex), joined.shape[1]), np.float32)
-        rows[:len(self.places)] = joined[self.places]
-        return torch.from_numpy(rows)
+        by_row = np.zeros((len(self.complex), joined.shape[1]), np.float32)
+        by_row[self.rows] = joined
+        return torch.from_numpy(by_row)
 
     # ---- JSON files ----
 
     def entry(self, option):
         """What the file of an option says of this structure; None without such a file."""
-        table = self.tables.get(option)
-        if table is not None and self.name not in table:
+        if option not in self.tables:
+            return None
+        table = self.tables[option]
+        if self.name not in table:
             raise ValueError(f"--{option}: found settings for {quote(sorted(table))}; expected "
                              f"{self.name} among them. Give it {{}} for none.")
-        return table and table[self.name]
+        return table[self.name]
 
     def settings(self, option):
         """by_chain of this structure's entry in the file of an option."""
         return self.by_chain(option, self.entry(option), self.structure.chains)
 
     def by_chain(self, option, entry, known):
-        """Yield (first joined row, rows, value, words for messages) of each designed chain.
+        """Yield (span, value, words for messages) of each designed chain.
 
         entry: {chain: value}, or None. known: names of chains that it may have.
         """
@@ -259,7 +258,7 @@ class Design:
                 raise ValueError(f"{where}: found chain {quote(name)}; expected one of "
                                  f"{' '.join(known)}.")
             if value and name in self.spans:
-                yield *self.spans[name], value, f"{where}, chain {name}"
+                yield self.spans[name], value, f"{where}, chain {name}"
             elif value:
                 self.notes.append(f"{where}: chain {name} is not designed, which leaves its "
                                   "settings without effect")
@@ -268,13 +267,13 @@ class Design:
 
     def text(self, S):
         """(L,) ids of the complex -> letters of the designed chains, with / between them."""
-        joined = decode(S[self.row])
-        return "/".join(joined[first:first + n] for first, n in self.spans.values())
+        joined = decode(S[self.rows])
+        return "/".join(joined[span.start:span.stop] for span in self.spans.values())
 
     def ids(self, text, name):
         """The reverse, for sequences of a file; unresolved rows keep the structure's letters."""
         parts = text.replace("-", "X").split("/")
-        found, expected = [len(part) for part in parts], [n for _, n in self.spans.values()]
+        found, expected = list(map(len, parts)), list(map(len, self.spans.values()))
         if found != expected:
             raise ValueError(f"{name}: found chains of {found} letters; expected {expected}, of "
                              f"chains {' '.join(self.chains)}, gap rows counted, with / between "
@@ -286,8 +285,7 @@ class Design:
                                  f"0-based); expected one of {AMINO_ACIDS}, or X where no residue "
                                  "is resolved.")
         S = self.complex.S.copy()
-        joined = np.where(self.resolved, encode("".join(parts)), self.native)
-        S[:len(self.places)] = joined[self.places]
+        S[self.rows] = np.where(self.resolved, encode("".join(parts)), self.native)
         return S
 
 
@@ -300,17 +298,19 @@ def choose_chains(args, structure, entry):
 
     entry: [designed, fixed] of a file, or None.
     """
-    designed, fixed, option = args.chains, args.fixed_chains, "--chains"
+    designed, option = args.chains, "--chains"
+    fixed, fixed_option = args.fixed_chains, "--fixed_chains"
     if entry:
         if not isinstance(entry, list) or len(entry) != 2 or not entry[0] or not all(
                 isinstance(names, list) and all(isinstance(name, str) for name in names)
                 for names in entry):
             raise ValueError(f"--chain_id_jsonl: {structure.name}: found {quote(entry)}; expected "
                              "[[designed chains], [fixed chains]].")
-        (designed, fixed), option = entry, "--chain_id_jsonl"
+        designed, fixed = entry
+        option = fixed_option = "--chain_id_jsonl"
     usable = sorted(name for name, chain in structure.chains.items() if chain.resolved.any())
     if fixed is not None:
-        fixed = chain_names(fixed, structure, option.replace("--chains", "--fixed_chains"))
+        fixed = chain_names(fixed, structure, fixed_option)
     designed = (chain_names(designed, structure, option) if designed else
                 [name for name in usable if name not in (fixed or ())])
     unusable = [name for name in designed if name not in usable]
@@ -328,7 +328,7 @@ def choose_chains(args, structure, entry):
 
 
 def chain_names(texts, structure, option):
-    names = [name for text in texts for name in re.split(r"[,\s]+", text) if name]
+    names = re.findall(r"[^,\s]+", " ".join(texts))
     absent = [name for name in names if name not in structure.chains]
     if absent or len(set(names)) < len(names) or not names and texts:
         raise ValueError(f"{option}: found {' '.join(names) or 'no name'}; expected chains of "
@@ -339,11 +339,12 @@ def chain_names(texts, structure, option):
 
 def letter_bias(args):
     """(21,) nats, -inf for what is never drawn."""
-    option, texts, bias, seen = "--bias", args.bias or (), np.zeros(len(LETTERS)), set()
+    option, texts = "--bias", args.bias or ()
     if args.bias_AA_jsonl:
         option, table = "--bias_AA_jsonl", read_json(args.bias_AA_jsonl)
         texts = [f"{letter}={value}" for letter, value in table.items()]
-    for text in [part for text in texts for part in re.split(r"[,\s]+", text) if part]:
+    bias, seen = np.zeros(len(LETTERS)), set()
+    for text in re.findall(r"[^,\s]+", " ".join(texts)):
         letter, _, value = text.partition("=")
         try:
             number = float(value)
@@ -380,14 +381,14 @@ def read_json(path):
                          "key once.") from None
 
 
-def joined_rows(rows, first, n, where):
-    """Rows of a chain, from 1, as joined positions; the chain has n rows from joined row `first`.
-    """
+def joined_positions(rows, span, where):
+    """Joined positions of rows of a chain, counted from 1. span: those of all its rows."""
+    n = len(span)
     if not isinstance(rows, list) or not all(type(i) is int and 1 <= i <= n for i in rows) or (
             len(set(rows)) < len(rows)):
         raise ValueError(f"{where}: found {quote(rows)}; expected a list of rows from 1 to {n}, "
                          "gaps counted, none twice.")
-    return [first + i - 1 for i in rows]
+    return [span[i - 1] for i in rows]
 
 
 def numbers(value, shape, where, low=-math.inf, high=math.inf):

@@ -95,8 +95,8 @@ class Designs:
             inputs = zip(*(self.inputs(self.problems[i], number, L) for i, number in batch))
             letters, drawn, order, noise = (torch.stack(x).to(ddp.device) for x in inputs)
             structure = torch.tensor([rows.index(i) for i in indices], device=ddp.device)
-            found = model.sample(model.encode(graph), letters, drawn, order, self.temperature,
-                                 noise=noise, structure=structure)
+            found, _ = model.sample(model.encode(graph), letters, drawn, order, self.temperature,
+                                    noise=noise, structure=structure)
             S[indices, numbers, :L] = found.double().cpu()
             beat(ddp)
         model.train(was_training)

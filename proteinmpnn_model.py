@@ -6,7 +6,7 @@
     log_probs = model(graph, S, order)                      # (B, L, 21), in nats
     encoding = model.encode(graph)                  # once; then score or draw many sequences
     log_probs = model.decode(encoding, S, order)    # S (M, L) for one structure, or structure=
-    S = model.sample(encoding, S, chain_M, order, temperature=0.1)
+    S, probs = model.sample(encoding, S, chain_M, order, temperature=0.1)
     torch.save(to_checkpoint(model, epoch=3), "best_model.pt")      # any ProteinMPNN tool reads it
 
 Parameter names and sizes are those of the published code, so its files load and it loads ours. The
@@ -34,10 +34,10 @@ MESSAGE_SCALE = 30              # divides each sum over neighbours, whatever the
 MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32 would overflow
 N_CLASSES = 66                  # residue offsets -32 .. 32, and 65 = another chain
 MAX_OFFSET = 32
-N_RBF = 16
+N_POSITIONAL = 16               # features of an offset class
+N_RBF = 16                      # Gaussians of a distance
 TINY = 1e-300                   # stands for 0 before a logarithm
 COLDEST = 1e-30                 # stands for temperature 0
-UNLIKELY = 0.001                # factor of letters whose log-odds are too low
 # Columns of edge_embedding: distance from this atom of residue i to that atom of neighbour j.
 ATOMS = ("N", "CA", "C", "O", "CB")
 PAIRS = ("CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-C "
@@ -181,115 +181,108 @@ class ProteinMPNN(nn.Module):
         return log_probs[torch.arange(len(rows)), positions]
 
     @torch.no_grad()
-    def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, omit="X",
-               tied=(), generator=None, structure=None, *, tied_weights=None, pssm=None,
-               noise=None, return_probs=False):
+    def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, *,
+               tied=(), tied_weights=1.0, pssm=None, noise=None, structure=None):
         """Draw letters where chain_M is 1 and the residue is resolved; all others keep theirs.
 
-        Dropout acts in training mode: call model.eval() first.
+        X is never drawn. Dropout acts in training mode: call model.eval() first.
 
         Args:
             S, decoding_order, structure: as in `decode`; M sequences are drawn side by side.
             chain_M:     (M, L) or (1, L), 1 = draw here.
             temperature: divides logits + bias; 0 takes the best letter.
             bias:        broadcasts to (M, L, 21), in nats; -inf = never this letter here.
-            omit:        letters never drawn.
             tied:        lists of positions, from 0, that get one letter, drawn from the mean of
                          their logits, bias and PSSM. They are decoded together, when their first
                          is due, and do not see one another. Unresolved ones are left out of it.
-            generator:   on the CPU, so that all devices draw alike: one number per sequence,
-                         position and letter.
-            tied_weights: (L,), multiply the logits in the mean of a tied group, not its bias;
-                         negative: the state of this position is to become unlikely.
+            tied_weights: broadcasts to (L,), multiplies the logits in the mean of a tied group, not
+                         its bias; negative: the state of this position is to become unlikely.
             pssm:        Pssm of the L positions; see `letter_log_probs`.
-            noise:       (M, L, 21) Gumbel noise to use instead of the generator's.
-            return_probs: return as well what the letters were drawn from.
-        Returns: S (M, L); `decode` with the same order gives its log-probabilities. With
-            return_probs (S, probs), probs (M, L, 21), 0 where nothing is drawn.
+            noise:       (M, L, 21), of `gumbel_noise`, that decides which letters are drawn;
+                         default: from torch's generator of the CPU, so that all devices draw alike.
+        Returns: S (M, L), whose log-probabilities `decode` gives with the same order, and
+            (M, L, 21) probabilities that its letters were drawn from, 0 where none was.
         Raises: ValueError for a temperature below 0, ties of drawn and kept positions, positions
             with no letter left.
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
-        (M, L), V, device = S.shape, len(ALPHABET), S.device
-        bias = torch.as_tensor(bias, device=device)
+        (M, L), device = S.shape, S.device
         if not 0 <= temperature <= MAX_TEMPERATURE:
             raise ValueError(f"temperature is {temperature}; expected 0 to {MAX_TEMPERATURE:g}.")
         chain_M = chain_M.bool().expand(M, L)
         draw = chain_M & of_structures(encoding.mask, structure)
         groups = tied_groups(tied, chain_M, draw)
-        bias = at_least_float32(encoding.h_V).new_zeros(M, L, V) + bias
-        bias[..., [ALPHABET.index(letter) for letter in omit]] = -torch.inf
+        zeros = at_least_float32(encoding.h_V).new_zeros(M, L, len(ALPHABET))
+        bias = zeros + torch.as_tensor(bias, device=device)
+        bias[..., ALPHABET.index("X")] = -torch.inf
         bias = mean_in_groups(bias, groups)
         pssm = pssm and Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
         check_letters_left(bias, pssm, draw)
         step_of, steps, is_member = decoding_steps(decoding_order, groups)
-        weights = torch.ones(L) if tied_weights is None else torch.as_tensor(tied_weights)
-        weights = weights.to(bias)[steps] * is_member / is_member.sum(-1, keepdim=True)
+        weights = torch.as_tensor(tied_weights).to(bias).expand(L)[steps]
+        weights = weights * is_member / is_member.sum(-1, keepdim=True)             # (M, T, G)
         if noise is None:
-            exponential = torch.empty(M, L, V, dtype=torch.float64)
-            noise = -exponential.exponential_(generator=generator).clamp(min=TINY).log()
+            noise = gumbel_noise(torch.rand(bias.shape, dtype=torch.float64))
         noise = (noise * (temperature > 0)).to(bias)
 
         # One pass over the given letters is right for all that is decoded before the first draw.
         S, visible = S.clone(), decoded_before(step_of, of_structures(encoding.E_idx, structure))
         layers = self.run_decoder(encoding, self.W_s(S), visible, structure)[1]
         probs = torch.zeros_like(bias)
-        row = torch.arange(M, device=device)
-        m, home = row[:, None], structure[:, None]
-        drawing = draw[m[..., None], steps].any(-1).any(0).nonzero().flatten().tolist()
+        row = torch.arange(M, device=device)[:, None]
+        drawing = draw[row[..., None], steps].any(dim=(0, 2)).nonzero().flatten().tolist()
         for t in range(drawing[0], drawing[-1] + 1) if drawing else ():
             at = steps[:, t]                                                        # (M, G)
-            first, drawn = at[:, 0], draw[m, at]
-            logits, inputs = self.step(encoding, layers, step_of, m, home, at)
-            scores = (logits * weights[:, t, :, None]).sum(1) + bias[row, first]    # (M, V)
-            log_p = letter_log_probs(scores, temperature, pssm and pssm.at(first))
-            # arg max of (log p + Gumbel noise) is a draw from p.
-            letter = (log_p + noise[row, first]).argmax(-1, keepdim=True)           # (M, 1)
-            S[m, at] = torch.where(drawn, letter, S[m, at])
-            probs[m, at] = torch.where(drawn[..., None], log_p.exp()[:, None], 0).to(probs)
+            first, drawn = at[:, :1], draw[row, at]
+            logits, inputs = self.step(encoding, layers, step_of, row, structure[:, None], at)
+            logits = (logits * weights[:, t, :, None]).sum(1, keepdim=True)         # (M, 1, 21)
+            log_p = letter_log_probs(logits + bias[row, first], temperature,
+                                     pssm and pssm.at(first))
+            letter = (log_p + noise[row, first]).argmax(-1)                         # (M, 1)
+            S[row, at] = torch.where(drawn, letter, S[row, at])
+            probs[row, at] = torch.where(drawn[..., None], log_p.exp(), 0).to(probs)
             for (layer, table, _), h_V in zip(layers, inputs):
-                table[m, at] = layer.decoded(h_V, self.W_s(S[m, at]))
-        return (S, probs) if return_probs else S
+                table[row, at] = layer.decoded(h_V, self.W_s(S[row, at]))
+        return S, probs
 
-    def step(self, encoding, layers, step_of, m, home, at):
+    def step(self, encoding, layers, step_of, row, structure, at):
         """Run the decoder on the residues of one step.
 
         Args:
-            layers:  as of `run_decoder`.
-            step_of: (M, L) step at which each residue is decoded.
-            m, home: (M, 1) int64, row of each sequence in `step_of`, and of its structure.
-            at:      (M, G) int64, the residues of the step.
+            layers:    as of `run_decoder`.
+            step_of:   (M, L) step at which each residue is decoded.
+            row:       (M, 1) int64, of each sequence in `step_of`.
+            structure: (M, 1) int64, row of its structure in `encoding`.
+            at:        (M, G) int64, the residues of the step.
         Returns: logits (M, G, 21) and, per layer, its h_V (M, G, H).
         """
-        E_idx, present = encoding.E_idx[home, at], encoding.present[home, at]       # (M, G, K)
-        visible = step_of[m[..., None], E_idx] < step_of[m, at][..., None]
+        E_idx, present = encoding.E_idx[structure, at], encoding.present[structure, at]
+        visible = step_of[row[..., None], E_idx] < step_of[row, at][..., None]      # (M, G, K)
         index = torch.where(visible, E_idx, E_idx + step_of.shape[1])
-        h_V, mask, inputs = encoding.h_V[home, at], encoding.mask[home, at], []
+        h_V, mask, inputs = encoding.h_V[structure, at], encoding.mask[structure, at], []
         for layer, table, edges in layers:
             inputs.append(h_V)
-            h_V = layer(h_V, edges[home, at], table[m[..., None], index], present, mask)
+            h_V = layer(h_V, edges[structure, at], table[row[..., None], index], present, mask)
         return at_least_float32(self.W_out(h_V)), inputs
 
 
 class EdgeFeatures(nn.Module):
     """Offset along the chain and 25 distances, 16 Gaussians each -> E (B, L, K, H)."""
 
-    def __init__(self, hidden_size, n_positional=16):
+    def __init__(self, hidden_size):
         super().__init__()
         self.embeddings = nn.Module()
-        self.embeddings.linear = nn.Linear(N_CLASSES, n_positional)
-        n_features = n_positional + N_RBF * len(PAIRS.split())
+        self.embeddings.linear = nn.Linear(N_CLASSES, N_POSITIONAL)
+        n_features = N_POSITIONAL + N_RBF * len(PAIRS.split())
         self.edge_embedding = Linear(n_features, hidden_size, bias=False)
         self.norm_edges = Norm(hidden_size)
 
     def forward(self, graph):
-        weight, positional = self.edge_embedding.weight, self.positional()
-        n_positional = positional.shape[1]
-        of_offset, of_distance = weight[:, :n_positional], weight[:, n_positional:]
-        E = linear(gaussians(graph.distance).to(weight.dtype), of_distance)
+        of_offset, of_distance = self.edge_embedding.weight.tensor_split([N_POSITIONAL], dim=1)
+        E = linear(gaussians(graph.distance).to(of_distance.dtype), of_distance)
         # The table in float32: in 16 bits the gradient of a class, a sum over thousands of edges,
         # was wrong by up to 30 % (measured).
-        table = at_least_float32(F.linear(positional, of_offset))
+        table = at_least_float32(F.linear(self.positional(), of_offset))
         return self.norm_edges(E + F.embedding(graph.offset, table).to(E.dtype))
 
     def positional(self):
@@ -301,7 +294,8 @@ class Norm(nn.LayerNorm):
     """Layer norm whose own gradients are sums in float32 at least.
 
     torch's kernel for a CPU sums them in the dtype of x: in bfloat16, over the 20,000 edges of 430
-    residues, they were wrong by 40 % (measured). Twice the time, and one more tensor kept."""
+    residues, they were wrong by 40 % (measured). Twice the time, and one more tensor kept.
+    """
 
     def forward(self, x):
         if x.element_size() > 2 or x.device.type != "cpu":
@@ -322,17 +316,18 @@ class EncoderLayer(nn.Module):
         self.dense = FeedForward(hidden_size)
 
     def forward(self, h_V, h_E, graph):
-        hidden = F.gelu(self.W2(F.gelu(self.first(self.W1, h_V, h_E, graph.E_idx))))
+        hidden = self.hidden(self.W1, self.W2, h_V, h_E, graph.E_idx)
         h_V = self.norm1(h_V + self.drop(sum_messages(hidden, graph.resolved, self.W3)))
         h_V = self.norm2(h_V + self.drop(self.dense(h_V))) * graph.mask[..., None]
-        hidden = F.gelu(self.W12(F.gelu(self.first(self.W11, h_V, h_E, graph.E_idx))))
+        hidden = self.hidden(self.W11, self.W12, h_V, h_E, graph.E_idx)
         return h_V, self.norm3(h_E + self.drop(self.W13(hidden)))
 
-    def first(self, layer, h_V, h_E, E_idx):
-        """layer([h_V_i | h_E_ij | h_V_j]), block by block."""
-        centre, edge, neighbour = weight_blocks(layer)
+    def hidden(self, first, second, h_V, h_E, E_idx):
+        """gelu(second(gelu(first([h_V_i | h_E_ij | h_V_j])))) with two linear layers."""
+        centre, edge, neighbour = weight_blocks(first)
         x = linear(h_E, edge) + gather_rows(F.linear(h_V, neighbour), E_idx)        # (B, L, K, H)
-        return x.add_(F.linear(h_V, centre, layer.bias)[..., None, :])
+        x = x.add_(F.linear(h_V, centre, first.bias)[..., None, :])
+        return F.gelu(second(F.gelu(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -359,21 +354,26 @@ class DecoderLayer(nn.Module):
             present, mask:     (M, L, K) and (M, L) bool.
         Returns: h_V (M, L, H).
         """
-        x = edges + neighbours
-        x = x.add_(F.linear(h_V, weight_blocks(self.W1)[0], self.W1.bias)[..., None, :])
+        centre, _, _, _ = weight_blocks(self.W1)
+        x = (edges + neighbours).add_(F.linear(h_V, centre, self.W1.bias)[..., None, :])
         hidden = F.gelu(self.W2(F.gelu(x)))
         h_V = self.norm1(h_V + self.drop(sum_messages(hidden, present, self.W3)))
         return self.norm2(h_V + self.drop(self.dense(h_V))) * mask[..., None]
 
     def edges(self, h_E):
-        return linear(h_E, weight_blocks(self.W1)[1])
+        """Share of edges in the first linear layer."""
+        _, edge, _, _ = weight_blocks(self.W1)
+        return linear(h_E, edge)
 
     def decoded(self, h_V, h_S):
+        """Share of neighbours that are decoded; h_S: their embedded letters."""
         _, _, letter, neighbour = weight_blocks(self.W1)
         return F.linear(h_S, letter) + F.linear(h_V, neighbour)
 
     def undecoded(self, h_encoder):
-        return F.linear(h_encoder, weight_blocks(self.W1)[3])
+        """Share of neighbours that are not decoded."""
+        _, _, _, neighbour = weight_blocks(self.W1)
+        return F.linear(h_encoder, neighbour)
 
 
 class FeedForward(nn.Module):
@@ -392,7 +392,7 @@ def message_layers(n_blocks, hidden_size):
 
 
 def weight_blocks(layer):
-    """(H, H) blocks of a layer on concatenated inputs; their sum and the bias are its result."""
+    """The (H, H) block of each input, from the weight of a layer on concatenated inputs."""
     return layer.weight.split(layer.out_features, dim=1)
 
 
@@ -454,10 +454,10 @@ def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
         for i, j in pairs], dim=-1)
     distance[..., 0] = torch.where(resolved, D.gather(-1, E_idx), farthest)
     flat = E_idx.flatten(1)
-    idx_j, chain_j = (x.gather(1, flat).view_as(E_idx) for x in (residue_idx, chain_id))
+    idx_j, chain_j, present = (x.gather(1, flat).view_as(E_idx)
+                               for x in (residue_idx, chain_id, is_residue))
     offset = (residue_idx[..., None] - idx_j + MAX_OFFSET).clamp(0, 2 * MAX_OFFSET)
     offset = torch.where(chain_id[..., None] == chain_j, offset, N_CLASSES - 1)
-    present = is_residue.gather(1, flat).view_as(E_idx)
     return Graph(E_idx, distance, offset, mask, resolved, present)
 
 
@@ -511,8 +511,7 @@ def decoding_order(designed, keys):
 
 def step_of_residue(order):
     """(M, L) order -> (M, L) step at which each residue is decoded."""
-    step = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, step)
+    return order.argsort(dim=1)         # the inverse of a permutation
 
 
 def decoded_before(step_of, E_idx):
@@ -523,7 +522,7 @@ def decoded_before(step_of, E_idx):
 def tied_groups(tied, chain_M, draw):
     """Lists of tied positions that are drawn, of two or more; ValueError for what is not possible.
 
-    chain_M, draw: (M, L) bool, drawn where resolved; drawn.
+    chain_M: (M, L) bool, to be drawn. draw: (M, L) bool, chain_M where the residue is resolved.
     """
     L, groups = draw.shape[1], [list(group) for group in tied]
     members = [i for group in groups for i in group]
@@ -549,18 +548,15 @@ def decoding_steps(order, groups):
         step, where a group of fewer than G is filled up with its first; is_member (M, T, G) bool,
         False for those fillers.
     """
-    if not groups:
-        steps = order[..., None]
-        return step_of_residue(order), steps, torch.ones_like(steps, dtype=torch.bool)
     tied = {i for group in groups for i in group}
     groups = groups + [[i] for i in range(order.shape[1]) if i not in tied]
     G, device = max(map(len, groups)), order.device
     steps = torch.tensor([group + group[:1] * (G - len(group)) for group in groups], device=device)
     is_member = torch.tensor([[g < len(group) for g in range(G)] for group in groups],
                              device=device)
-    due = step_of_residue(order)[:, steps].amin(-1)                 # (M, T), when its first is
+    due = step_of_residue(order)[:, steps].amin(-1)         # (M, T), when the first of a group is
     step_of = torch.empty_like(order)
-    step_of[:, steps.flatten()] = due.repeat_interleave(G, dim=1)
+    step_of[:, steps] = due[..., None]
     turn = due.argsort(dim=1)
     return step_of, steps[turn], is_member[turn]
 
@@ -582,22 +578,6 @@ class Pssm(NamedTuple):
         return Pssm(*(x[positions] for x in self))
 
 
-def make_pssm(coef, letters, log_odds, multi=0.0, threshold=None):
-    """Pssm as the published code uses it.
-
-    Args:
-        coef:      (L,) from 0 to 1, how far a position's matrix is trusted.
-        letters:   (L, 21) probabilities, "pssm_bias" there.
-        log_odds:  (L, 21).
-        multi:     from 0 to 1, times coef: the share of `letters`.
-        threshold: letters of lower or equal log-odds become a thousand times rarer; None: none do.
-    """
-    factor = torch.ones_like(log_odds)
-    if threshold is not None:
-        factor = (log_odds > threshold).to(log_odds.dtype) + UNLIKELY
-    return Pssm(multi * coef[:, None], letters, factor)
-
-
 def letter_log_probs(scores, temperature, pssm=None):
     """Log-probabilities that a letter is drawn from.
 
@@ -605,10 +585,10 @@ def letter_log_probs(scores, temperature, pssm=None):
     the letters of score -inf, and normalised again.
 
     Args:
-        scores:      (M, 21) nats, logits + bias; -inf = never.
+        scores:      (..., 21) nats, logits + bias; -inf = never.
         temperature: at least 0, where the best letter has it all.
-        pssm:        Pssm of these M positions.
-    Returns: (M, 21) nats.
+        pssm:        Pssm of these positions.
+    Returns: (..., 21) nats.
     Source: Dauparas et al. 2022 and the published code's `sample`. That leaves a letter that is
     omitted everywhere to its PSSM; here omitted letters never come.
     """
@@ -649,15 +629,17 @@ def check_sequences(encoding, S, decoding_order, structure):
     return structure
 
 
+def allowed_letters(bias, pssm=None):
+    """(..., L, 21) bool, False = neither logits nor the PSSM could ever bring this letter."""
+    allowed = bias > -torch.inf
+    return allowed if pssm is None else allowed & ((pssm.share < 1) | (pssm.letters > 0))
+
+
 def check_letters_left(bias, pssm, draw):
     """ValueError where bias (M, L, V) and pssm leave no letter and draw (M, L) is True; for nan."""
-    allowed = bias > -torch.inf
-    left = allowed.any(-1)
-    if pssm is not None:
-        left &= (1 - pssm.share + pssm.share * pssm.letters * allowed).sum(-1) > 0
-    stuck = (draw & ~left).nonzero().tolist()
+    stuck = (draw & ~allowed_letters(bias, pssm).any(-1)).nonzero().tolist()
     if stuck:
-        raise ValueError(f"bias, omit and pssm leave no letter at (sequence, position) "
+        raise ValueError(f"bias and pssm leave no letter at (sequence, position) "
                          f"{stuck[:5]}, counted from 0. Allow one, or keep the letters there with "
                          "chain_M 0.")
     if (bias.isnan() | (bias == torch.inf)).any():
@@ -718,15 +700,15 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
         raise ValueError(f"{name} is {other}, another architecture; expected ProteinMPNN for full "
                          f"backbones, vanilla or soluble. {PUBLISHED}")
     hidden_size = weights["W_e.bias"].numel() if "W_e.bias" in weights else 128
-    n_layers = [len({key.split(".")[1] for key in weights if key.startswith(part)})
-                for part in ("encoder_layers.", "decoder_layers.")]
-    if not all((hidden_size, *n_layers)):
+    n_encoder, n_decoder = (len({key.split(".")[1] for key in weights if key.startswith(part)})
+                            for part in ("encoder_layers.", "decoder_layers."))
+    if 0 in (hidden_size, n_encoder, n_decoder):
         raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size} numbers, "
-                         f"and it has {n_layers[0]} + {n_layers[1]} layers; expected some. "
+                         f"and it has {n_encoder} + {n_decoder} layers; expected some. "
                          f"{PUBLISHED}")
     # Not on the device "meta", whose first use imports a compiler for more than a second.
     model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
-                               n_encoder=n_layers[0], n_decoder=n_layers[1], dropout=dropout,
+                               n_encoder=n_encoder, n_decoder=n_decoder, dropout=dropout,
                                noise_level=noise_level)
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     problems = [f"missing {key}" for key in shapes if key not in weights]
@@ -737,7 +719,7 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
     problems += [f"{key} has values that are not finite"
                  for key in weights if not weights[key].isfinite().all()]
     if problems:
-        raise ValueError(f"{name} is not a ProteinMPNN of {n_layers[0]} + {n_layers[1]} layers "
+        raise ValueError(f"{name} is not a ProteinMPNN of {n_encoder} + {n_decoder} layers "
                          f"({len(problems)} differences): {'; '.join(problems[:8])}. {PUBLISHED}")
     model.load_state_dict(weights)
     return model

@@ -127,17 +127,17 @@ def make_parser():
         help="that get one letter: A1,B1 A2,B2 or, the same for ranges, A1-A2,B1-B2")
     add("--homomer", action="store_true", default=None,
         help="tie residues of equal number in the designed chains")
-    add("--backbone_noise", type=float, metavar="ANGSTROM",
+    add("--backbone_noise", type=float, default=0.0, metavar="ANGSTROM",
         help="standard deviation of noise on atoms, new for each sequence; default 0")
     add("--bias_AA_jsonl", metavar="FILE", help="bias of letters, instead of --bias")
     add("--bias_by_res_jsonl", metavar="FILE", help="bias by position, added to that of letters")
     add("--omit_AA_jsonl", metavar="FILE", help="omitted letters by position, besides --omit")
     add("--tied_positions_jsonl", metavar="FILE", help="tied positions, perhaps with weights")
     add("--pssm_jsonl", metavar="FILE", help="position-specific scoring matrices")
-    add("--pssm_multi", type=float, metavar="SHARE",
+    add("--pssm_multi", type=float, default=0.0, metavar="SHARE",
         help="0 to 1: how much of the probabilities is of the PSSM; default 0")
     flag("--pssm_log_odds_flag", help="letters of low log-odds become rare")
-    add("--pssm_threshold", type=float, metavar="ODDS",
+    add("--pssm_threshold", type=float, default=0.0, metavar="ODDS",
         help="log-odds above this are not low; default 0")
     add = parser.add_argument_group("scoring and running").add_argument
     add("--score_only", nargs="+", metavar="FASTA",
@@ -182,7 +182,6 @@ def parse_arguments(argv):
         if getattr(args, name) < 1:
             raise ValueError(f"found --{name} {getattr(args, name)}; expected at least 1.")
     args.temperature = temperatures(args.temperature or ["0.1"])
-    args.backbone_noise = args.backbone_noise or 0.0
     if not 0 <= args.backbone_noise <= MAX_NOISE:
         raise ValueError(f"found --backbone_noise {args.backbone_noise}; expected Angstrom from 0 "
                          f"to {MAX_NOISE:g}, such as 0.1.")
@@ -211,7 +210,7 @@ def check_pssm_options(args):
     if args.pssm_threshold and not args.pssm_log_odds_flag:
         raise ValueError(f"found --pssm_threshold {args.pssm_threshold}; expected it only with "
                          "--pssm_log_odds_flag 1.")
-    if not 0 <= (args.pssm_multi or 0) <= 1 or not math.isfinite(args.pssm_threshold or 0):
+    if not 0 <= args.pssm_multi <= 1 or not math.isfinite(args.pssm_threshold):
         raise ValueError(f"found --pssm_multi {args.pssm_multi}, --pssm_threshold "
                          f"{args.pssm_threshold}; expected 0 to 1, and a number.")
 
@@ -237,7 +236,7 @@ def structure_files(args):
 
 
 def output_files(args, paths):
-    """{structure name: {kind: path}} of --out_folder; {"": {"seqs": path}} of --out; or {}.
+    """{structure name: {kind: path}} of what is to be written; {} for standard output.
 
     Raises: ValueError for a file that cannot be written, or that is an input.
     """
@@ -247,7 +246,6 @@ def output_files(args, paths):
     if not target.parent.is_dir() or target.exists() and target.is_dir() != bool(args.out_folder):
         raise ValueError(f"found {target}; expected the name of a file with --out, of a folder "
                          "with --out_folder, in a folder that exists.")
-    files = {"": {"seqs": target}}
     if args.out_folder:
         kinds = ["seqs", *(name.removeprefix("save_") for name in SAVED if getattr(args, name))]
         # With nothing drawn, designs in the same folder stay.
@@ -255,9 +253,12 @@ def output_files(args, paths):
         files = {name: {kind: target / ("scored" if kind in scored else kind)
                         / f"{name}.{'fa' if kind == 'seqs' else 'npz'}" for kind in kinds}
                  for name in map(name_of, paths)}
+    else:
+        files = {name_of(path): {"seqs": target} for path in paths}
     settings = [getattr(args, name) for name in (*PER_STRUCTURE, "bias_AA_jsonl")]
     inputs = [args.checkpoint, *paths, *(args.score_only or ()), *filter(None, settings)]
-    for path in (path for kinds in files.values() for path in kinds.values() if path.exists()):
+    outputs = {path for kinds in files.values() for path in kinds.values() if path.exists()}
+    for path in sorted(outputs):
         for other in inputs:
             if os.path.exists(other) and path.samefile(other):
                 raise ValueError(f"found {path} to be written, which is the input {other}; "
@@ -266,12 +267,11 @@ def output_files(args, paths):
 
 
 def choose_device(name):
-    found = [kind for kind in ("cuda", "xpu")
-             if getattr(torch, kind, None) and getattr(torch, kind).is_available()]
-    if name not in ("auto", "cpu", *found):
+    found = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()] + ["cpu"]
+    if name not in ("auto", *found):
         raise ValueError(f"--device {name}: torch {torch.__version__} sees none; it sees "
-                         f"{' '.join(found + ['cpu'])}.")
-    return torch.device((found + ["cpu"])[0] if name == "auto" else name)
+                         f"{' '.join(found)}.")
+    return torch.device(found[0] if name == "auto" else name)
 
 
 # ---- sequences, scores, probabilities ----
@@ -294,7 +294,7 @@ def with_noise(tensors, keys, angstrom):
     X = tensors["X"]
     noise = torch.cat([torch.randn(X.shape, dtype=torch.float64,
                                    generator=keyed_generator(*key, "backbone")) for key in keys])
-    tensors = {name: x.expand(len(keys), *x.shape[1:]).contiguous() for name, x in tensors.items()}
+    tensors = {name: x.expand(len(keys), *x.shape[1:]) for name, x in tensors.items()}
     return {**tensors, "X": X + (angstrom * noise).float() * (X != 0).any(-1, keepdim=True)}
 
 
@@ -309,12 +309,11 @@ def draw(model, encoding, design, temperature, keys):
     uniform = torch.stack([torch.rand(L, V, dtype=torch.float64,
                                       generator=keyed_generator(*key, "letters")) for key in keys])
     S = torch.from_numpy(design.complex.S.astype(np.int64)).expand(len(keys), L)
-    drawn = torch.from_numpy(design.drawn).long()[None]
-    pssm = design.pssm and type(design.pssm)(*(x.to(device) for x in design.pssm))
+    drawn = torch.from_numpy(design.drawn)[None]
     S, probs = model.sample(
-        encoding, S.to(device), drawn.to(device), orders.to(device), temperature,
-        design.bias.to(device), tied=design.tied, tied_weights=design.tied_weights, pssm=pssm,
-        noise=gumbel_noise(uniform).to(device), return_probs=True)
+        encoding, S.to(device), drawn.to(device), orders.to(device), temperature, design.bias,
+        tied=design.tied, tied_weights=design.tied_weights, pssm=design.pssm,
+        noise=gumbel_noise(uniform))
     return S.cpu(), probs.cpu()
 
 
@@ -404,22 +403,22 @@ def make_results(model, design, args, given, device):
         if probs is not None or not args.drawing:           # the structure's own is not drawn
             saved.append(([begin + end for begin, end in heads], S, scores, probs))
     heads, S, scores, probs = zip(*saved)
-    mask = design.drawn[design.row]
+    mask = design.drawn[design.rows]
 
     def joined(x):
         """(..., L, 21) by row of the complex -> by joined row; nan where nothing is designed."""
-        return np.where(mask[:, None], x.float().numpy()[..., design.row, :], np.nan)
+        return np.where(mask[:, None], x.float().numpy()[..., design.rows, :], np.nan)
 
     arrays = {}
     if args.save_scores:
         arrays["scores"] = dict(zip(("score", "global_score"), torch.cat(scores).T.numpy()))
     if args.save_probs:
-        arrays["probs"] = {"probs": torch.cat(probs)[:, design.row].numpy()}
+        arrays["probs"] = {"probs": torch.cat(probs)[:, design.rows].numpy()}
     if args.unconditional_probs:
         arrays["unconditional_probs"] = {"log_p": joined(model.unconditional(encoding)[0].cpu())}
     if args.conditional_probs:
         arrays["conditional_probs"] = {"log_p": joined(torch.stack(log_p))}
-    about = {"S": torch.cat(S)[:, design.row].numpy(), "header": np.array(sum(heads, [])),
+    about = {"S": torch.cat(S)[:, design.rows].numpy(), "header": np.array(sum(heads, [])),
              "mask": mask, "position": np.array(design.labels), "alphabet": np.array(LETTERS)}
     return "\n".join(lines) + "\n", {kind: {**x, **about} for kind, x in arrays.items()}
 
@@ -461,16 +460,15 @@ def run(args):
     texts = []
     for design, sequences in zip(designs, given):
         text, arrays = make_results(model, design, args, sequences, device)
-        place = files[design.name if args.out_folder else ""]["seqs"] if files else "the screen"
+        targets = files.get(design.name, {})
         own = "" if sequences else ", the structure's own included"
         print(*design.notes, f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} "
-                             f"sequence(s){own}, to {place}", sep="\n", file=sys.stderr)
+              f"sequence(s){own}, to {targets.get('seqs', 'the screen')}", sep="\n",
+              file=sys.stderr)
         texts.append(text)
         if not files:
             sys.stdout.write(text)
         if args.out_folder:
-            args.out_folder.mkdir(exist_ok=True)
-            targets = files[design.name]
             # What an earlier call saved does not belong to these sequences.
             for kind in ("scores", "probs") if args.drawing else ("scored",):
                 (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)

@@ -2,9 +2,9 @@
 
     data = load_pairs(config.data, seed=0)                  # what a run trains on, in one call; or
     pairs = read_pairs("pairs.json")                        # print(describe(pairs)): what was read
-    train, val, warning = split_pairs(pairs, 0.1, seed=0)   # two lists, split by structure
-    plan = EpochPlan(train, seed=0, epoch=0, micro_batches=4, batch_size=8)
-    for indices in plan.global_batch(step):                 # 4 micro-batches on any number of ranks
+    train, val, warnings = split_pairs(pairs, 0.1, seed=0)  # two lists, split by structure
+    plan = plan_epoch(train, seed=0, epoch=0, micro_batches=4, batch_size=8)
+    for indices in plan[step]:                              # 4 micro-batches on any number of ranks
         batch = collate(train, indices)                     # tensors by name
 
 Reads structures (.pdb, .ent, .cif, .mmcif; each also with .gz) and pairs: a JSON list of objects,
@@ -56,7 +56,7 @@ REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
 OPTIONAL = ("chain_id", "design_chains", "fixed_chains", "mutable_positions", "mutable_ranges",
             "weight", "description")
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6   # of a pair
-FAR = 2                     # share of pairs held out / the share asked for, or the reverse: warned
+MOST_MISSED = 2             # factor of the held-out to the asked-for share; beyond: a warning
 # The first key of _random_words, so that no two purposes share a stream of random numbers.
 FOR_SPLIT, FOR_PAIRS, FOR_LENGTHS, FOR_STEPS, FOR_DEMO = 1, 2, 3, 4, 5
 
@@ -94,10 +94,6 @@ class Structure:
         self.key = _content_key(*(part for chain_name, chain in sorted(chains.items())
                                   for part in (chain_name, chain.S, chain.X)))
 
-    def chain_names(self):
-        """Names of all chains, as text for a message."""
-        return " ".join(name or "(blank)" for name in self.chains)
-
 
 def read_structure(path):
     """Read a PDB or mmCIF file with the rows of the official ProteinMPNN parser.
@@ -112,8 +108,7 @@ def read_structure(path):
     Args:
         path: file with a name in FORMATS, or one of these with .gz.
     Returns: Structure.
-    Raises: ValueError with the reason for what cannot be read so, FileNotFoundError for a missing
-        file.
+    Raises: FileNotFoundError; ValueError with the reason why a file cannot be read.
     """
     path = Path(path)
     if not path.exists():
@@ -249,63 +244,55 @@ class Complex:
     def __len__(self):
         return len(self.S)
 
-    def places(self, design):
-        """(n_designed,) int64: where designed row i is in the sequences joined as in `design`."""
-        spans, start = {}, 0
-        for name in design:
-            end = start + len(self.structure.chains[name].S)
-            spans[name], start = np.arange(start, end), end
-        return np.concatenate([spans[name] for name in self.design])
+    def rows(self, design):
+        """(n_designed,) int64: the row of each position of the sequences joined as in `design`."""
+        numbers = [self.design.index(name) + 1 for name in design]
+        return np.concatenate([np.flatnonzero(self.chain_id == number) for number in numbers])
 
 
-def parse_positions(texts, structure, chains):
+def parse_positions(text, structure, chains):
     """Understand positions as written on a command line.
 
     Args:
-        texts:  list of str, or a str of several with blanks or commas between. "A12" is residue 12
-                of chain A by its number in the file, "A12B" has insertion code B, "A10-A20" is a
-                range with both ends. Or all of them are 0-based numbers in the joined sequence,
-                "12" and "10-20".
+        text:   positions with blanks or commas between. "A12" is residue 12 of chain A by its
+                number in the file, "A12B" has insertion code B, "A10-A20" is a range with both
+                ends. Or all of them are 0-based numbers in the joined sequence, "12" and "10-20".
         structure: Structure.
-        chains: names of the chains whose rows are joined, in this order.
+        chains: names of those of its chains whose rows are joined, in this order.
     Returns: sorted int64 positions, 0-based in the joined sequence, and a text that says how they
         were understood.
     Raises: ValueError for what is not there (a gap has no residue), comes twice, or can be read in
         two ways.
     """
-    texts = re.split(r"[,\s]+", texts.strip(", \n")) if isinstance(texts, str) else texts
-    absent = [name for name in chains if name not in structure.chains]
-    if absent:
-        raise ValueError(f"chain {' '.join(absent)} not in {structure.name} "
-                         f"(has {structure.chain_names()})")
+    words = re.findall(r"[^,\s]+", text)
     labels = [number and name + number
               for name in chains for number in structure.chains[name].numbers]
     rows_of = {}                                    # label -> joined rows
     for row, label in enumerate(labels):
         rows_of.setdefault(label, []).append(row)
     positions, kinds = [], set()
-    for text in texts:
+    for word in words:
         # A reading is (first row, last row). A "-" may be the sign of a number, so that a range is
         # looked for at each of them.
-        readings = {(row, row) for row in rows_of.get(text, [])}
-        for i in (i for i, sign in enumerate(text) if sign == "-"):
-            readings |= {*itertools.product(rows_of.get(text[:i], []),
-                                            rows_of.get(text[i + 1:], []))}
+        readings = {(row, row) for row in rows_of.get(word, [])}
+        for dash in re.finditer("-", word):
+            readings |= {*itertools.product(rows_of.get(word[:dash.start()], []),
+                                            rows_of.get(word[dash.end():], []))}
         kinds.add("chain and number in the file" if readings else "0-based number in the sequence")
-        numeric = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
+        numeric = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", word)
         if numeric and int(numeric[2] or numeric[1]) < len(labels):
             readings.add((int(numeric[1]), int(numeric[2] or numeric[1])))
         first, last = min(readings, default=(0, -1))
         if len(readings) != 1 or first > last:
             problem = "ambiguous" if len(readings) > 1 else "not there, or reversed"
-            raise ValueError(f"position {text} is {problem}; chains {' '.join(chains)} hold "
+            raise ValueError(f"position {word} is {problem}; chains {' '.join(chains)} hold "
                              f"{labels[0]} to {labels[-1]}, {len(labels)} rows with the gaps")
         positions.extend(range(first, last + 1))
     if not positions or len(kinds) > 1 or len(set(positions)) < len(positions):
-        raise ValueError(f"positions {' '.join(texts)}: expected some, all of one kind (A12 or "
+        raise ValueError(f"positions {text!r}: expected some, all of one kind (A12 or "
                          "12), none of them twice")
     return (np.array(sorted(positions)),
-            f"{len(positions)} positions by {kinds.pop()}: {' '.join(texts)}")
+            f"{len(positions)} positions by {kinds.pop()}: {' '.join(words)}")
 
 
 # ---- preference pairs ----
@@ -409,7 +396,7 @@ def quote(value):
 
 
 def _parse_json(text, where):
-    """The value of bytes of JSON. where: they are from, for messages."""
+    """The value of a text or bytes of JSON. where: file and line, for messages."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
@@ -455,24 +442,23 @@ class _PairReader:
         weight = _read_weight(entry)
         sequences = _read_sequences(entry)
         design, fixed = _read_chains(entry)
-        path = self.folder / entry["pdb_file"]
-        complex = self.complex(path, entry["pdb_file"], design, fixed)
+        complex = self.complex(entry["pdb_file"], design, fixed)
         self.check_length(complex, design, len(sequences["preferred_seq"]))
-        given = [key for key in ("mutable_positions", "mutable_ranges") if key in entry]
-        is_mutable = (_read_mutable(entry, given, complex.n_designed) if given else
+        has_own = "mutable_positions" in entry or "mutable_ranges" in entry
+        is_mutable = (_read_mutable(entry, complex.n_designed) if has_own else
                       self.mutable_for_all(complex, design))
         return _make_pair(complex, design, sequences, is_mutable, weight)
 
-    def complex(self, path, name, design, fixed):
-        """Complex of these chains. name: of the file, as in the object."""
+    def complex(self, pdb_file, design, fixed):
+        """Complex of these chains."""
+        path = self.folder / pdb_file
         if path not in self.structures:
-            if not path.exists():
-                raise ValueError(f"file not found: {name} (in {self.folder})")
             self.structures[path] = read_structure(path)
         structure = self.structures[path]
         for chain in design + fixed:
             if chain not in structure.chains:
-                raise ValueError(f"chain {chain} not in {name} (has {structure.chain_names()})")
+                names = " ".join(name or "(blank)" for name in structure.chains)
+                raise ValueError(f"chain {chain} not in {pdb_file} (has {names})")
         for chain in design:
             if not structure.chains[chain].resolved.any():
                 raise ValueError(f"chain {chain} has no protein residue with a complete backbone "
@@ -573,15 +559,12 @@ def _read_chains(entry):
     return design, fixed
 
 
-def _read_mutable(entry, given, n):
-    """(n,) bool in the order of the sequences, True = mutable.
-
-    given: which of the keys mutable_positions and mutable_ranges the object has.
-    """
-    if len(given) == 2:
+def _read_mutable(entry, n):
+    """(n,) bool in the order of the sequences, True = mutable."""
+    if "mutable_positions" in entry and "mutable_ranges" in entry:
         raise ValueError("mutable_positions and mutable_ranges given together; expected one of "
                          "them")
-    key, = given
+    key = "mutable_positions" if "mutable_positions" in entry else "mutable_ranges"
     ranges = entry[key]
     if key == "mutable_positions" and isinstance(ranges, list):
         ranges = [[position, position] for position in ranges]
@@ -606,9 +589,9 @@ def _read_mutable(entry, given, n):
 
 def _make_pair(complex, design, sequences, is_mutable, weight):
     """Pair of two sequences of n_designed letters; is_mutable (n_designed,) bool in their order."""
-    n, places = complex.n_designed, complex.places(design)
-    resolved, native = np.zeros(n, bool), np.zeros(n, np.uint8)     # in the order of the sequences
-    resolved[places], native[places] = complex.mask[:n], complex.S[:n]
+    rows = complex.rows(design)
+    places = np.argsort(rows)       # of each row of the complex in the sequences
+    resolved, native = complex.mask[rows], complex.S[rows]
     chosen, rejected = (encode(text.replace("-", "X")) for text in sequences.values())
     unknown = resolved & (native == X_ID) & (chosen == X_ID) & (rejected == X_ID)
     for (key, text), letters in zip(sequences.items(), (chosen, rejected)):
@@ -671,8 +654,7 @@ def load_pairs(data, seed, alive=lambda: None):
             warnings.append(f"{len(shared)} structures are in training and validation, first "
                             f"{shared[0]}: validation does not tell about new structures.")
     elif data.val_fraction:
-        pairs, val, warning = split_pairs(pairs, data.val_fraction, seed)
-        warnings += [warning] * bool(warning)
+        pairs, val, warnings = split_pairs(pairs, data.val_fraction, seed)
         n = len({pair.complex.structure.key for pair in val})
         lines.append(f"  {len(pairs):,} pairs for training, {len(val):,} on {n:,} structure(s) for "
                      "validation")
@@ -683,7 +665,8 @@ def load_pairs(data, seed, alive=lambda: None):
                         "with design_chains in place of chain_id.")
     content = [[pair.key for pair in part] for part in (pairs, val or [])]   # in their order
     weights = [pair.weight for pair in all_pairs]
-    content += [weights] * any(weight != 1 for weight in weights)
+    if any(weight != 1 for weight in weights):
+        content.append(weights)
     digest = hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
     return TrainingPairs(pairs, val, {"n": len(pairs), "hash": digest},
                          lines + [f"ATTENTION: {warning}" for warning in warnings])
@@ -711,14 +694,14 @@ def split_pairs(pairs, val_fraction, seed):
     the seed and on their content alone (Structure.key). Similar structures may still be on both
     sides. A single structure is split by sequence, with a warning: pairs that share a sequence,
     through others as well, stay together, and about val_fraction of the pairs go to validation. A
-    share of the pairs that is more than FAR times, or less than 1 / FAR of, val_fraction is warned
-    about.
+    share of the pairs that is more than MOST_MISSED times val_fraction, or less than val_fraction /
+    MOST_MISSED, is warned about.
 
     Args:
         pairs:        list of Pair.
         val_fraction: above 0 and below 1.
         seed:         int.
-    Returns: two lists of pairs, train and val, in their order, and the text of a warning or None.
+    Returns: two lists of pairs, train and val, in their order, and a list of warnings, texts.
     Raises: ValueError where all pairs of a single structure are linked.
     """
     groups = np.array([pair.complex.structure.key for pair in pairs], np.int64)
@@ -745,23 +728,23 @@ def split_pairs(pairs, val_fraction, seed):
         held_out = order[:min(n_val, len(keys) - 1)]
     is_val = np.isin(groups, keys[held_out])
     train, val = ([pairs[i] for i in np.flatnonzero(side)] for side in (~is_val, is_val))
-    return train, val, _split_warning(len(val), len(pairs), val_fraction, by_sequence)
+    return train, val, _split_warnings(len(val), len(pairs), val_fraction, by_sequence)
 
 
-def _split_warning(n_val, n, val_fraction, by_sequence):
-    """Text of what a user should know about a split, or None."""
+def _split_warnings(n_val, n, val_fraction, by_sequence):
+    """Texts of what a user should know about a split."""
     warnings = []
     if by_sequence:
         warnings.append(f"all pairs are of one structure: {n_val:,} of {n:,} are held out by "
                         "sequence, so validation tells about other sequences, not other "
                         "structures. For these, give --val_data.")
-    if not val_fraction / FAR <= n_val / n <= val_fraction * FAR:
+    if not val_fraction / MOST_MISSED <= n_val / n <= val_fraction * MOST_MISSED:
         together = "linked by sequences that they share" if by_sequence else "of one structure"
         warnings.append(f"{n_val:,} of {n:,} pairs ({n_val / n:.0%}) are held out for validation, "
                         f"but data.val_fraction asks for {val_fraction:.0%}: pairs {together} stay "
                         "together. Give --val_data, pairs on more structures, or "
                         "data.val_fraction=0 to train on all of them without validation.")
-    return " ".join(warnings) or None
+    return warnings
 
 
 def _linked_by_sequence(pairs):
@@ -770,22 +753,21 @@ def _linked_by_sequence(pairs):
     It does not depend on the order of the pairs. A chain that is alike in both sequences of every
     pair shows no preference, and links none.
     """
-    parent = {}                             # a forest over sequences; a tree is a group
-
-    def designed_chains(pair):
-        """[(letters in chosen, letters in rejected)] of each designed chain."""
-        number = pair.complex.chain_id[:len(pair.chosen)]
-        return [(pair.chosen[number == k].tobytes(), pair.rejected[number == k].tobytes())
-                for k in np.unique(number)]
-
     def root(text):
-        while parent.setdefault(text, text) != text:
-            parent[text] = text = parent[parent[text]]
+        while parent[text] != text:
+            parent[text] = parent[parent[text]]     # a shorter way for the next search
+            text = parent[text]
         return text
 
-    chains = [designed_chains(pair) for pair in pairs]
-    varied = {text for both in itertools.chain(*chains) if both[0] != both[1] for text in both}
-    linked = [[text for both in of_pair for text in both if text in varied] for of_pair in chains]
+    sequences, varied = [], set()       # of each pair; of chains that differ in some pair
+    for pair in pairs:
+        chain_id = pair.complex.chain_id[:len(pair.chosen)]
+        chains = [{letters[chain_id == k].tobytes() for letters in (pair.chosen, pair.rejected)}
+                  for k in np.unique(chain_id)]
+        sequences.append(set().union(*chains))
+        varied.update(*(texts for texts in chains if len(texts) == 2))
+    linked = [sorted(texts & varied) for texts in sequences]
+    parent = {text: text for text in varied}        # a forest over sequences; a tree is a group
     for texts in linked:
         for text in texts:
             low, high = sorted((root(texts[0]), root(text)))
@@ -802,8 +784,8 @@ def shared_structures(train, val):
 
 # ---- batches ----
 
-class EpochPlan:
-    """Which pairs are in which micro-batch of which step of an epoch.
+def plan_epoch(pairs, seed, epoch, micro_batches, batch_size):
+    """Decide which pairs are in which micro-batch of which step of an epoch.
 
     A function of the arguments alone: every rank makes the same plan and takes its own
     micro-batches from it.
@@ -813,58 +795,53 @@ class EpochPlan:
     few complexes to encode, little padding. A step has micro-batches of about one length, so that
     ranks have about the same work; steps come in random order. Every pair comes once in an epoch,
     and no micro-batch is empty. Only with batch_size 1, less than a global batch is left out,
-    chosen at random. n_steps is the same in all epochs.
+    chosen at random. The number of steps is the same in all epochs.
 
     Args:
         pairs:         list of Pair.
         seed, epoch:   int.
         micro_batches: micro-batches per global batch = ranks x accumulation.
         batch_size:    most pairs in a micro-batch.
+    Returns: list of steps, each a list of micro-batches: int64 arrays of indices into pairs.
     Raises: ValueError for fewer pairs than micro-batches.
     """
-
-    def __init__(self, pairs, seed, epoch, micro_batches, batch_size):
-        n = len(pairs)
-        if n < micro_batches:
-            raise ValueError(f"found {n:,} pairs for {micro_batches:,} micro-batches per step "
-                             "(ranks x accumulation); expected a pair for each. Use fewer ranks or "
-                             "less accumulation, or give more pairs.")
-        self.n_steps = min(-(-n // (micro_batches * batch_size)), n // micro_batches)
-        n_pieces = self.n_steps * micro_batches
-        shuffled = np.argsort(_random_words(n, FOR_PAIRS, seed, epoch), kind="stable")
-        shuffled = shuffled[:n_pieces * batch_size]
-        self.n_pairs = len(shuffled)
-        lengths = [len(pairs[i].complex) for i in shuffled]
-        bucket = np.floor(np.log(lengths) / math.log(LENGTH_RATIO))
-        _, first, group = np.unique([pairs[i].complex.key for i in shuffled], return_index=True,
-                                    return_inverse=True)
-        # By length, then by complex; a stable sort, which keeps the random order within a complex.
-        order = np.lexsort((first[group], bucket))
-        bounds = np.arange(n_pieces + 1) * self.n_pairs // n_pieces
-        self.pieces = [shuffled[order[start:end]] for start, end in zip(bounds, bounds[1:])]
-        longest = np.maximum.reduceat(bucket[order], bounds[:-1])
-        tie_breakers = _random_words(n_pieces, FOR_LENGTHS, seed, epoch)
-        by_length = np.lexsort((tie_breakers, longest)).reshape(self.n_steps, micro_batches)
-        draws = _random_words(self.n_steps, FOR_STEPS, seed, epoch)
-        self.steps = by_length[np.argsort(draws, kind="stable")]
-
-    def global_batch(self, step):
-        """The micro-batches of a step: list of int64 arrays of indices into pairs."""
-        return [self.pieces[k] for k in self.steps[step]]
+    n = len(pairs)
+    if n < micro_batches:
+        raise ValueError(f"found {n:,} pairs for {micro_batches:,} micro-batches per step "
+                         "(ranks x accumulation); expected a pair for each. Use fewer ranks or "
+                         "less accumulation, or give more pairs.")
+    n_steps = min(-(-n // (micro_batches * batch_size)), n // micro_batches)
+    n_pieces = n_steps * micro_batches
+    shuffled = np.argsort(_random_words(n, FOR_PAIRS, seed, epoch), kind="stable")
+    shuffled = shuffled[:n_pieces * batch_size]
+    lengths = [len(pairs[i].complex) for i in shuffled]
+    bucket = np.floor(np.log(lengths) / math.log(LENGTH_RATIO))
+    _, first, group = np.unique([pairs[i].complex.key for i in shuffled], return_index=True,
+                                return_inverse=True)
+    # By length, then by complex; a stable sort, which keeps the random order within a complex.
+    order = np.lexsort((first[group], bucket))
+    bounds = np.arange(n_pieces + 1) * len(shuffled) // n_pieces
+    pieces = [shuffled[order[start:end]] for start, end in zip(bounds, bounds[1:])]
+    longest = np.maximum.reduceat(bucket[order], bounds[:-1])
+    tie_breakers = _random_words(n_pieces, FOR_LENGTHS, seed, epoch)
+    by_length = np.lexsort((tie_breakers, longest)).reshape(n_steps, micro_batches)
+    draws = _random_words(n_steps, FOR_STEPS, seed, epoch)
+    steps = by_length[np.argsort(draws, kind="stable")]
+    return [[pieces[k] for k in step] for step in steps]
 
 
 class PairPlan:
-    """Which pairs are in which micro-batch of which step of a run. Arguments: see EpochPlan."""
+    """Which pairs are in which micro-batch of which step of a run. Arguments: see plan_epoch."""
 
     def __init__(self, pairs, seed, micro_batches, batch_size):
         self.epoch_plan = functools.lru_cache(1)(
-            lambda epoch: EpochPlan(pairs, seed, epoch, micro_batches, batch_size))
-        self.steps_per_epoch = self.epoch_plan(0).n_steps
+            lambda epoch: plan_epoch(pairs, seed, epoch, micro_batches, batch_size))
+        self.steps_per_epoch = len(self.epoch_plan(0))
 
     def item_of(self, step, micro):
         """(step, micro-batch, epoch, indices into pairs) of a micro-batch."""
         epoch, at = divmod(step, self.steps_per_epoch)
-        return step, micro, epoch, self.epoch_plan(epoch).global_batch(at)[micro].tolist()
+        return step, micro, epoch, self.epoch_plan(epoch)[at][micro].tolist()
 
 
 def eval_batches(pairs, batch_size):
@@ -918,11 +895,11 @@ def collate(pairs, indices):
         chosen, rejected (P, L) int64, letters of the whole complex
         chain_M          (P, L) float32, 1 = designed: scored is chain_M x mask[complex]
     """
-    batch_pairs, rows = [pairs[i] for i in indices], {}
-    for pair in batch_pairs:
-        rows.setdefault(pair.complex.key, (len(rows), pair.complex))
-    batch = collate_complexes([complex for _, complex in rows.values()], ("S", "mask"))
-    batch["complex"] = torch.tensor([rows[pair.complex.key][0] for pair in batch_pairs])
+    batch_pairs = [pairs[i] for i in indices]
+    complexes = {pair.complex.key: pair.complex for pair in batch_pairs}
+    rows = {key: row for row, key in enumerate(complexes)}
+    batch = collate_complexes([*complexes.values()], ("S", "mask"))
+    batch["complex"] = torch.tensor([rows[pair.complex.key] for pair in batch_pairs])
     batch["chosen"] = batch["S"][batch["complex"]]
     batch["rejected"] = batch["chosen"].clone()
     batch["chain_M"] = torch.zeros(batch["chosen"].shape)

@@ -140,8 +140,8 @@ def test_greedy_sampling_agrees_with_the_official_code(fixture):
         near(order, expected["decoding_order"])
         encoding = model.encode(graph_of(model, inputs))
         for temperature in (0, 1e-4):
-            S = model.sample(encoding, inputs["S"], designed, order, temperature,
-                             bias=expected["bias_by_res"])
+            S, _ = model.sample(encoding, inputs["S"], designed, order, temperature,
+                                bias=expected["bias_by_res"])
             assert "".join(ALPHABET[letter] for letter in S[0]) == expected["seq"]
         log_probs = model.decode(encoding, S, order)
         near(log_probs, expected["log_probs"], atol=1e-4)
@@ -219,7 +219,8 @@ def test_a_letter_is_drawn_given_those_that_were_drawn_before():
     model, (*structure, S) = small_model(), protein([20], unresolved=(3,))
     encoding, order = model.encode(model.graph(*structure)), random_order(20, 3)
     chain_M = (torch.arange(20) % 3 > 0).float()[None]
-    found, probs = model.sample(encoding, S.expand(3, -1), chain_M, order, 0.7, return_probs=True)
+    found, probs = model.sample(encoding, S.expand(3, -1), chain_M, order, 0.7)
+    assert len(found.unique(dim=0)) == 3, "each sequence has its own noise"
     drawn = (chain_M.bool() & encoding.mask)[0]
     expected = (model.decode(encoding, found, order)[..., :X_LETTER] / 0.7).softmax(-1)
     near(probs[:, drawn, :X_LETTER], expected[:, drawn], atol=1e-12)
@@ -246,7 +247,7 @@ def test_a_tied_group_draws_from_the_weighted_mean_of_its_members_when_the_first
             weights = torch.ones(12).index_fill(0, torch.tensor([j]), weight)
             found, probs = model.sample(
                 encoding, S, chain_M, order, T, bias, tied=[[i, j, absent], triple],
-                tied_weights=weights, return_probs=True)
+                tied_weights=weights)
             assert found[0, i] == found[0, j] and torch.equal(found[:, others], S[:, others])
             scores = logits(before, i) + weight * logits(before, j) + bias[i, :X_LETTER]
             near(probs[0, [i, j], :X_LETTER], (scores / 2 / T).softmax(-1).expand(2, -1),
