@@ -206,8 +206,7 @@ def named_sequences(path):
     header, parts = None, []
     try:
         with open(path, "rb") as file:
-            packed = str(path).lower().endswith(".gz") or file.peek(2)[:2] == b"\x1f\x8b"
-            lines = io.TextIOWrapper(gzip.open(file) if packed else file, "utf-8-sig", "replace")
+            lines = io.TextIOWrapper(_unpacked(path, file), "utf-8-sig", "replace")
             for number, line in enumerate(map(str.strip, lines), 1):
                 if line.startswith(">"):
                     if header is not None:
@@ -411,7 +410,7 @@ def read_sequences(path, min_length=1, alive=lambda: None, block_bytes=BLOCK_BYT
 def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_records=None):
     """Yield the cleaned proteins of a file as Blocks, in its order, with duplicates.
 
-    source: path, or an object with read(size) and name, at its beginning.
+    source: path, or a raw binary stream that has a name, at its beginning; it is closed.
     report: ReadReport; what is cleaned and dropped is added to it, not the number of proteins.
     max_records: how many records are read, those that are dropped included; None for all.
     Cleans and refuses what read_sequences says. Memory: some 10 blocks, or one long record.
@@ -544,12 +543,10 @@ def _texts(source, name, block_bytes):
     if Path(name).suffix.lower() == ".pt":
         yield from _texts_of_pt(_checked(source), block_bytes)
         return
-    opened = contextlib.nullcontext(source)
-    if not hasattr(source, "read"):
-        opened = open(_checked(source), "rb")
-    with opened as stream:
-        chunks = _unpacked(name, stream, min(max(block_bytes, 4), 1 << 18))
-        yield from _texts_of_chunks(name, chunks, block_bytes)
+    raw = source if hasattr(source, "read") else open(_checked(source), "rb", buffering=0)
+    with io.BufferedReader(raw) as file:
+        unpacked, size = _unpacked(name, file), max(block_bytes, 16)   # errors quote a line
+        yield from _texts_of_chunks(name, iter(lambda: unpacked.read(size), b""), block_bytes)
 
 
 def _checked(path):
@@ -566,35 +563,16 @@ def _checked(path):
     return path
 
 
-def _unpacked(name, stream, size):
-    """The bytes of a stream, unpacked if gzip, in chunks of at most 4 `size`.
-
-    Raises ValueError if only the name says gzip, EOFError for truncated and zlib.error for damaged
-    data. The gzip module would take a fifth more time.
-    """
-    data = stream.read(size)
-    if data[:2] != b"\x1f\x8b":
-        if data and Path(name).suffix.lower() == ".gz":
-            raise ValueError(f"{name} is not gzip: it begins with {data[:4]!r}; expected "
-                             f"b'\\x1f\\x8b'. Was an error page saved in its place? If it is "
-                             f"plain text, remove .gz from its name.")
-        while data:
-            yield data
-            data = stream.read(4 * size)
-        return
-    unpacker = zlib.decompressobj(31)
-    while data:
-        if text := unpacker.decompress(data, 4 * size):
-            yield text
-        if unpacker.eof:                                # another member may follow, or zeros
-            data = unpacker.unused_data.lstrip(b"\0")
-            while not data and (more := stream.read(size)):
-                data = more.lstrip(b"\0")
-            unpacker = zlib.decompressobj(31) if data else unpacker
-        else:
-            data = unpacker.unconsumed_tail or stream.read(size)
-    if not unpacker.eof:
-        raise EOFError("the gzip data ends too early")
+def _unpacked(name, file):
+    """A binary file, or what is packed in it if it is gzip. Refuses what only by name is gzip."""
+    beginning = file.peek(4)[:4]
+    if beginning[:2] == b"\x1f\x8b":
+        return gzip.open(file)
+    if beginning and Path(name).suffix.lower() == ".gz":
+        raise ValueError(f"{name} is not gzip: it begins with {beginning!r}; expected "
+                         f"b'\\x1f\\x8b'. Was an error page saved in its place? If it is "
+                         f"plain text, remove .gz from its name.")
+    return file
 
 
 def _plain_text(name, chunks):
@@ -637,7 +615,7 @@ def _texts_of_chunks(name, chunks, block_bytes):
                 yield kind, line, text
                 line += int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))) + 1
                 pieces, size = [chunk[cut + 1:]], len(chunk) - cut - 1
-    except (EOFError, zlib.error) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{name} is truncated or damaged ({error}); expected a whole gzip file. "
                          f"Download or copy it again.") from None
     if not pieces:

@@ -236,16 +236,21 @@ def test_the_split_has_the_share_asked_for_and_stays_when_the_file_grows_or_is_r
     assert set(val) <= set(split_by_hash(few, 0.2)[1])              # a larger fraction only adds
 
 
-def test_blanks_in_named_sequences_do_not_count_and_a_damaged_gz_is_refused(tmp_path):
-    path, packed = tmp_path / "A.FA.GZ", gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n")
-    path.write_bytes(packed)
+def test_named_sequences_leave_out_blanks(tmp_path):
+    path = write(tmp_path, ">a b\nMKV AC\n D\tE\n\n>c\nM\n")
     assert list(named_sequences(path)) == [("a b", "MKVACDE"), ("c", "M")]
-    (tmp_path / "a.fasta").write_bytes(packed)      # gzip, whatever its name
-    assert list(named_sequences(tmp_path / "a.fasta")) == list(named_sequences(path))
-    for damaged in (packed[:-12], packed[:-8] + bytes(4) + packed[-4:]):    # the checksum
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="A.FA.GZ is truncated or damaged"):
-            list(named_sequences(path))
+
+
+def test_gzip_is_known_by_its_content_and_refused_where_it_is_damaged(tmp_path):
+    packed = gzip.compress(b">a\nMKV\n")
+    for name, content in (("A.FA.GZ", packed), ("a.fasta", packed), ("b.gz", packed + bytes(99))):
+        path = write(tmp_path, content, name)
+        assert list(named_sequences(path)) == [("a", "MKV")] and texts(read_sequences(path)[0])
+    checksum_wrong = packed[:-8] + bytes(4) + packed[-4:]
+    for damaged in (packed[:-12], checksum_wrong, packed + b"junk"):
+        path = write(tmp_path, damaged, "A.FA.GZ")
+        for reader in (read_sequences, lambda path: list(named_sequences(path))):
+            assert "is truncated or damaged" in refusal(reader, path)
 
 
 def test_long_proteins_are_cropped_or_dropped_and_counted():
