@@ -17,7 +17,6 @@ and the step, not on ranks, workers or restarts.
 """
 
 import contextlib
-import functools
 import gzip
 import hashlib
 import io
@@ -123,32 +122,20 @@ def _keys_of_words(words, lengths):
     """Keys of proteins from their tokens as whole words, see Block: (n,) uint64.
 
     The words of a protein are scrambled and added up, each times a power of an odd number that
-    says where the word stands; all modulo 2**64. The sum is scrambled with the length.
+    says where in the protein it stands; all modulo 2**64. The sum is scrambled with the length.
     """
     starts, counts = word_spans(lengths)
     mixed = words * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)
     mixed ^= mixed >> np.uint64(29)
-    # The powers count from the first word of all proteins. So each sum is divided by the power of
-    # the first word of its protein, which is to multiply by the inverse.
-    base, bits = 0xDA942042E4DD58B5, len(words).bit_length()
-    mixed *= _powers(base, bits)[:len(words)]
+    powers = np.uint64(0xDA942042E4DD58B5) ** np.arange(counts.max(initial=0), dtype=np.uint64)
+    mixed *= powers[span_indices(np.zeros_like(counts), counts)]
     keys = lengths.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
     filled = counts > 0                             # reduceat has no empty sums
     if filled.any():
-        begin = starts[filled]
-        inverse = _powers(pow(base, -1, 1 << 64), bits)
-        keys[filled] += np.add.reduceat(mixed, begin) * inverse[begin]
+        keys[filled] += np.add.reduceat(mixed, starts[filled])
     return _avalanche(keys)
-
-
-@functools.lru_cache(maxsize=2)
-def _powers(base, bits):
-    """base**0, base**1, ... modulo 2**64: (2**bits,) uint64."""
-    factors = np.full(1 << bits, base, np.uint64)
-    factors[0] = 1
-    return np.cumprod(factors)
 
 
 # ---- stretches of a flat array ----
