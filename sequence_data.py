@@ -3,8 +3,8 @@
     proteins, report = read_sequences("proteins.fasta.gz")      # print(report): read and cleaned
     train, val = split_by_hash(proteins, 0.05)                  # index arrays
     train = proteins.subset(train)
-    starts = crop_starts(train, [3, 1, 4], 512, seed=0, epoch=0)
-    x0, mask = collate(train, [3, 1, 4], starts, max_length=512)
+    crops = random_crops(train.subset([3, 1, 4]), 512, seed=0, epoch=0)
+    x0, mask = collate(crops)
 
 Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), .pt files that
 hold a list of dicts with `protein_seq`, and folders made by prepare_uniref50.py. Writes nothing but
@@ -220,7 +220,7 @@ class Proteins:
     lengths: (n,) int64, residues.
     keys:    (n,) uint64, sequence_keys of the whole cleaned protein; a crop has the key of its
              protein. Computed here if not given.
-    Indexing gives one protein as a uint8 view; subset and crop share the tokens.
+    Indexing gives one protein as a uint8 view; subset and random_crops share the tokens.
     """
 
     def __init__(self, tokens, offsets, lengths, keys=None):
@@ -263,16 +263,9 @@ class Proteins:
         return Proteins(self.tokens, self.offsets[indices], self.lengths[indices],
                         self.keys[indices])
 
-    def crop(self, starts, max_length):
-        """Each protein from its start (n,) on, at most max_length residues of it."""
-        lengths = np.minimum(self.lengths - starts, max_length)
-        return Proteins(self.tokens, self.offsets + starts, lengths, self.keys)
-
     def compact(self):
         """These proteins over tokens of their own, one after the other as in this table."""
-        spans = zip(self.offsets.tolist(), self.lengths.tolist())
-        rows = [self.tokens[start:start + length] for start, length in spans]
-        tokens = np.concatenate([np.zeros(0, np.uint8), *rows])
+        tokens = np.concatenate([np.zeros(0, np.uint8), *(self[i] for i in range(len(self)))])
         return Proteins(tokens, np.cumsum(self.lengths) - self.lengths, self.lengths, self.keys)
 
     def unique_order(self, seed):
@@ -727,66 +720,45 @@ def split_by_hash(proteins, val_fraction):
     return train, val
 
 
-def apply_max_length(proteins, max_length, long="crop"):
-    """Apply the limit of length -> (Proteins, cropped lengths (n,), number of too long ones).
+def apply_max_length(proteins, max_length, long):
+    """Proteins without those of more than max_length residues if long is "drop"; "crop": all.
 
-    long: "crop" leaves a window of max_length residues (see crop_starts), "drop" leaves the protein
-    out. Raises ValueError where none is left.
+    Raises ValueError where none is left.
     """
-    if max_length < 1 or long not in ("crop", "drop"):
-        raise ValueError(f"found max_length = {max_length}, long = {long!r}; expected at least 1, "
-                         f"and crop or drop.")
-    too_long = proteins.lengths > max_length
-    if long == "drop" and too_long.any():
-        if too_long.all():
-            raise ValueError(f"all {len(proteins):,} proteins are longer than max_length = "
-                             f"{max_length:,}, the shortest has {proteins.lengths.min():,}; "
-                             f"expected some to keep. Raise max_length, or crop.")
-        proteins = proteins.subset(np.flatnonzero(~too_long))
-    return proteins, np.minimum(proteins.lengths, max_length), int(too_long.sum())
+    if long == "crop":
+        return proteins
+    fits = np.flatnonzero(proteins.lengths <= max_length)
+    if not len(fits):
+        raise ValueError(f"all {len(proteins):,} proteins are longer than max_length = "
+                         f"{max_length:,}, the shortest has {proteins.lengths.min():,}; "
+                         f"expected some to keep. Raise max_length, or crop.")
+    return proteins.subset(fits)
 
 
-def crop_start(seed, epoch, key, length, max_length):
-    """First residue of this protein's window in this epoch: uniform over all; 0 if it fits."""
-    if length <= max_length:
-        return 0
-    return keyed_seed("crop", seed, epoch, key) % (length - max_length + 1)
+def random_crops(proteins, max_length, seed, epoch):
+    """A window of max_length residues of each longer protein, and the others whole -> Proteins.
 
-
-def crop_starts(proteins, indices, max_length, seed, epoch):
-    """crop_start of each of these proteins: (len(indices),) int64."""
-    rows = zip(proteins.keys[indices].tolist(), proteins.lengths[indices].tolist())
-    starts = [crop_start(seed, epoch, key, length, max_length) for key, length in rows]
-    return np.array(starts, np.int64)
-
-
-def eval_crop_starts(proteins, indices, max_length):
-    """Windows for validation, keyed by the protein alone: the same in every run, to compare."""
-    return crop_starts(proteins, indices, max_length, seed="validation", epoch=0)
-
-
-def collate(proteins, indices, starts=None, max_length=None, width=0):
-    """A batch of proteins as padded tensors.
-
-    indices: (B,) which proteins. starts: (B,) first residue of each (default 0).
-    max_length: residues taken of each, at most. width: least L; otherwise that of the longest.
-    Returns x0 (B, L) int64 with X under padding, and mask (B, L) bool, True = a real residue.
-    Raises ValueError for a start outside its protein.
+    All windows of a protein are equally likely. Which one it is depends on seed, epoch and the
+    protein's key alone.
     """
-    if starts is None:
-        starts = np.zeros(len(indices))
-    starts, sizes = np.asarray(starts, np.int64), proteins.lengths[indices]
-    if len(starts) != len(indices) or (starts < 0).any() or (starts >= sizes).any():
-        raise ValueError(f"found crop starts {starts[:8].tolist()} for proteins of "
-                         f"{sizes[:8].tolist()} residues; expected one inside each.")
-    sizes = sizes - starts
-    if max_length is not None:
-        sizes = np.minimum(sizes, max_length)
-    x0 = np.full((len(sizes), max(width, sizes.max())), X_ID, np.int64)
-    begins = proteins.offsets[indices] + starts
-    for row, begin, size in zip(x0, begins.tolist(), sizes.tolist()):
-        row[:size] = proteins.tokens[begin:begin + size]
-    return torch.from_numpy(x0), torch.from_numpy(np.arange(x0.shape[1]) < sizes[:, None])
+    places = proteins.lengths - max_length + 1                  # where a window may begin
+    starts = [keyed_seed("crop", seed, epoch, key) % n if n > 1 else 0
+              for key, n in zip(proteins.keys.tolist(), places.tolist())]
+    return Proteins(proteins.tokens, proteins.offsets + np.array(starts, np.int64),
+                    np.minimum(proteins.lengths, max_length), proteins.keys)
+
+
+def collate(proteins, width=0):
+    """Proteins as padded tensors.
+
+    width: least L; otherwise the length of the longest.
+    Returns x0 (n, L) int64 with X under padding, and mask (n, L) bool, True = a real residue.
+    """
+    lengths = proteins.lengths
+    x0 = np.full((len(proteins), max(width, lengths.max())), X_ID, np.int64)
+    mask = np.arange(x0.shape[1]) < lengths[:, None]
+    x0[mask] = proteins.compact().tokens
+    return torch.from_numpy(x0), torch.from_numpy(mask)
 
 
 # ---- prepared folders ----
