@@ -77,9 +77,9 @@ def keyed_seed(*parts):
     return int.from_bytes(digest, "little") >> 1
 
 
-def keyed_generator(*parts, device="cpu"):
-    """torch.Generator seeded by keyed_seed(*parts)."""
-    return torch.Generator(device=device).manual_seed(keyed_seed(*parts))
+def keyed_generator(*parts):
+    """torch.Generator of the CPU seeded by keyed_seed(*parts)."""
+    return torch.Generator().manual_seed(keyed_seed(*parts))
 
 
 def random_words(shape, *parts):
@@ -198,7 +198,7 @@ def named_sequences(path):
                 if line.startswith(">"):
                     if header is not None:
                         yield header, "".join(parts)
-                    header, parts = " ".join(line[1:].split("\t")).strip(), []
+                    header, parts = line[1:].replace("\t", " ").strip(), []
                 elif line and header is None:
                     raise ValueError(f"{path} line {number}: found letters before a header; "
                                      "expected FASTA, with > first.")
@@ -687,11 +687,9 @@ def _refuse_wrong_sequence(name, kind, number, sequence):
     if not wrong:
         return
     before, found = sequence[:wrong.start()], wrong.group()[:1]
-    unit, column = "line", len(before) - before.rfind(b"\n")
-    if kind == "entry":
-        unit, column = "entry", len(before) + 1
-    else:
-        number += before.count(b"\n")
+    unit = "entry" if kind == "entry" else "line"
+    number += before.count(b"\n")           # none in an entry, where a line end is itself wrong
+    column = len(before) - before.rfind(b"\n")
     other = "not a letter of a protein sequence. Check that the file is what its name says"
     reason = next((why for characters, why in CHARACTERS_AND_REASONS if found in characters), other)
     raise ValueError(f"{name}, {unit} {number}, column {column}: found {found!r}, {reason}. "
@@ -974,12 +972,6 @@ class DemoSource:
             scale[..., [s, t]] = share / motif
             block *= scale
         return p
-
-    def entropy(self):
-        """Exact nats per residue of a long protein: (of the source, of its letters alone)."""
-        letters = self.pair.sum(0)
-        source = -(self.pair[:, :, None] * self.transition * np.log(self.transition)).sum()
-        return float(source), float(-(letters * np.log(letters)).sum())
 
     def sample(self, n, seed):
         """n proteins drawn with this seed -> Proteins."""
