@@ -467,9 +467,8 @@ def _clean(data, starts, lengths, min_length, report):
     n_x = np.count_nonzero(letters == ord("X")) + (data.count(b"x") if n_lower else 0)
     # Over the first 8 bytes of the header behind each protein goes its padding, 0 to 7 times "\r".
     # The translation turns "\r" into PAD, and removes zeros, line ends and blanks: whole words.
-    paddings = b"".join((b"\r" * n).ljust(8, b"\0") for n in range(8))
-    paddings = np.frombuffer(paddings, np.uint8).reshape(8, 8)
-    letters[starts[1:, None] + np.arange(8)] = paddings[-lengths % 8]
+    places = np.arange(8)
+    letters[starts[1:, None] + places] = np.where(places < -lengths[:, None] % 8, ord("\r"), 0)
     tokens = data.translate(TO_TOKEN, b"\0\n \t")
     words = np.frombuffer(tokens, "<u8")
     if STOP in tokens:
@@ -497,15 +496,12 @@ def _clean(data, starts, lengths, min_length, report):
 def _remove_final_stops(tokens, lengths, report):
     """Turn a STOP at the end of a protein into PAD, in place -> (words, lengths) without them."""
     letters, (starts, _) = np.frombuffer(tokens, np.uint8), word_spans(lengths)
-    stopped = np.flatnonzero(lengths)
-    last = 8 * starts[stopped] + lengths[stopped] - 1
-    is_stop = letters[last] == STOP
-    stopped, last = stopped[is_stop], last[is_stop]
-    report.n_stops += len(stopped)
-    letters[last] = PAD
-    lengths = lengths.copy()
-    lengths[stopped] -= 1
-    only_padding = last[lengths[stopped] % 8 == 0] // 8
+    last = 8 * starts + lengths - 1                     # place of the last letter of each
+    stopped = (lengths > 0) & (letters[last] == STOP)
+    report.n_stops += int(stopped.sum())
+    letters[last[stopped]] = PAD
+    lengths = lengths - stopped
+    only_padding = last[stopped & (lengths % 8 == 0)] // 8
     return np.delete(letters.view("<u8"), only_padding), lengths
 
 
