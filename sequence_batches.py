@@ -352,12 +352,12 @@ class BatchPlan:
         spacing = lane * self.window_steps // self.micro_batches
         return int(turns[step_of_window] + spacing) % self.window_steps
 
-    def unit(self, epoch, window, lane, total):
+    def unit(self, epoch, window, lane):
         """Where the unit of a lane begins and ends, as work of the proteins before these places.
 
-        total: work of the set. An end beyond it: the unit goes on at the beginning of the set.
+        An end beyond work_in_set: the unit goes on at the beginning of the set.
         """
-        units = self.windows * self.micro_batches
+        units, total = self.windows * self.micro_batches, self.work_in_set
         order = _shuffled(units, "units", self.seed, epoch)
         unit = int(order[window * self.micro_batches + lane])
         shift = keyed_seed("shift", self.seed, epoch) % total
@@ -454,8 +454,8 @@ class BatchReader:
         return step, lane, self.plan.place(step)[0], *self.micro_batch(step, lane)
 
     def _read_unit(self, epoch, window, lane):
-        total = int(self.rows[0, -1])
-        first, last = self.plan.unit(epoch, window, lane, total)
+        total = self.plan.work_in_set
+        first, last = self.plan.unit(epoch, window, lane)
         spans = [(first, last)] if last <= total else [(first, total), (0, last - total)]
         parts = []
         for first, last in spans:

@@ -45,7 +45,7 @@ UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
             .022, .041, .050, .038, .059, .074, .057, .065, .013, .030)
 
 # Marks while a file is read, never tokens: a wrong character, a '*', and what fills a protein up to
-# whole words. "\r" becomes PAD: text that is cleaned holds no other "\r".
+# whole words of 8. "\r" becomes PAD: text that is cleaned holds no other "\r".
 BAD, STOP, PAD = 253, 254, 255
 
 BLOCK_BYTES = 1 << 20           # text cleaned at a time: long against a protein, fits into a cache
@@ -517,15 +517,15 @@ def _all_x(words, lengths):
 
 def _texts(source, name, block_bytes):
     if Path(name).suffix.lower() == ".pt":
-        yield from _texts_of_pt(_checked(source), block_bytes)
+        yield from _texts_of_pt(_existing_file(source), block_bytes)
         return
-    raw = source if hasattr(source, "read") else open(_checked(source), "rb", buffering=0)
+    raw = source if hasattr(source, "read") else open(_existing_file(source), "rb", buffering=0)
     with io.BufferedReader(raw) as file:
         unpacked, size = _unpacked(name, file), max(block_bytes, 16)   # errors quote a line
         yield from _texts_of_chunks(name, iter(lambda: unpacked.read(size), b""), block_bytes)
 
 
-def _checked(path):
+def _existing_file(path):
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected a FASTA, text or .pt file of "
@@ -574,6 +574,7 @@ def _plain_text(name, chunks):
 
 
 def _texts_of_chunks(name, chunks, block_bytes):
+    """Chunks of a file's bytes as texts of whole records, each of block_bytes or somewhat more."""
     line, pieces, size, kind = 1, [], 0, None
     try:
         for chunk in _plain_text(name, chunks):
