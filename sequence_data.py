@@ -946,8 +946,8 @@ class DemoSource:
     def __init__(self, seed=0):
         draw = _draws("demo source", seed)
         u1, u2 = 2 * draw((20, 20)) - 1, 2 * draw((20, 20)) - 1
-        kind = np.array([[c in group for group in self.classes].index(True) for c in AMINO_ACIDS])
-        same = (kind[:, None] == kind).astype(float)
+        member = np.array([[c in group for c in AMINO_ACIDS] for group in self.classes], float)
+        same = member.T @ member
         wanted = np.array(UNIREF50) / sum(UNIREF50)
         bias, self.pair = np.log(wanted), np.outer(wanted, wanted)
         for _ in range(2000):                   # the chain forgets its start; bias follows it
@@ -960,14 +960,12 @@ class DemoSource:
     def _transition(logits):
         p = np.exp(logits)
         p /= p.sum(2, keepdims=True)
-        g, k, n, s, t = (AMINO_ACIDS.index(c) for c in "GKNST")
+        g, k, n = (AMINO_ACIDS.index(c) for c in "GKN")
+        is_motif = np.array([c in "ST" for c in AMINO_ACIDS])
         for context, share in ((np.s_[n:n + 1, :], 0.6), (np.s_[g:g + 1, k:k + 1], 0.9)):
             block = p[context]                                  # a view
-            motif = block[..., [s, t]].sum(-1, keepdims=True)
-            rest = (1 - share) / (1 - motif)
-            scale = np.broadcast_to(rest, block.shape).copy()
-            scale[..., [s, t]] = share / motif
-            block *= scale
+            motif = block[..., is_motif].sum(-1, keepdims=True)
+            block *= np.where(is_motif, share / motif, (1 - share) / (1 - motif))
         return p
 
     def sample(self, n, seed):
