@@ -240,14 +240,14 @@ class BatchPlan:
         if not len(in_file) or in_file.min() < 1:
             raise ValueError(f"found {n:,} proteins, the shortest of {in_file.min(initial=0)} "
                              f"residues; expected some, of at least 1.")
-        used = np.arange(in_file.max() + 1).clip(max=self.max_length)   # residues, of each length
+        used = np.arange(in_file.max() + 1).clip(max=self.max_length)   # residues of a protein
         if self.long == "drop":
             used[self.max_length + 1:] = 0
         self.work_of = used * (6 * hidden_size + used)
         self.work_in_set = int((self.work_of[in_file] * counts).sum())
         self.residues_in_file = int((in_file * counts).sum())
         self.counts = np.bincount(used[in_file], counts).astype(np.int64)
-        self.counts[0] = 0                          # of which no residue is used
+        self.counts[0] = 0                          # those that are dropped
         self.n_long = int(counts[in_file > self.max_length].sum())
         self.proteins = int(self.counts.sum())
         self.residues = int((self.counts * np.arange(len(self.counts))).sum())

@@ -520,8 +520,8 @@ def _texts(source, name, block_bytes):
         yield from _texts_of_pt(_existing_file(source), block_bytes)
         return
     raw = source if hasattr(source, "read") else open(_existing_file(source), "rb", buffering=0)
-    with io.BufferedReader(raw) as file:
-        unpacked, size = _unpacked(name, file), max(block_bytes, 16)   # errors quote a line
+    with io.BufferedReader(raw, 1 << 18) as file:           # a shared disk wants long reads
+        unpacked, size = _unpacked(name, file), max(block_bytes, 16)    # errors quote a line
         yield from _texts_of_chunks(name, iter(lambda: unpacked.read(size), b""), block_bytes)
 
 
