@@ -12,8 +12,8 @@ from run_dir import ADVICE, Diverged, save_run
 from run_log import write_text_atomic
 from sedd_diffusion import independent_log_score, sample, score_entropy_loss
 from sequence_batches import eval_batches
-from sequence_data import (X_ID, collate, decode, eval_crop_starts, keyed_generator,
-                           keyed_seed, unigram_frequencies)
+from sequence_data import (X_ID, collate, decode, keyed_generator, keyed_seed, random_crops,
+                           unigram_frequencies)
 from train_loop import is_best
 
 TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
@@ -79,7 +79,7 @@ class BoundEstimator:
         gains = torch.zeros(len(self.proteins), self.samples, dtype=torch.float64)
         was_training, _ = model.training, model.eval()
         for indices in self.batches[ddp.rank::ddp.world_size]:
-            x0, mask = collate(self.proteins, indices)
+            x0, mask = collate(self.proteins.subset(indices))
             weight = mask & (x0 != X_ID)
             for k in range(self.samples):
                 t = (torch.from_numpy(self.start[indices]) + k) / self.samples
@@ -121,8 +121,8 @@ class Validation(BoundEstimator):
         """letter_counts: of the training proteins. source: of demo proteins, whose exact likelihood
         it knows."""
         d, t = config.data, config.training
-        starts = eval_crop_starts(proteins, np.arange(len(proteins)), d.max_length)
-        proteins = proteins.crop(starts, d.max_length)
+        # The same windows in every run, to compare.
+        proteins = random_crops(proteins, d.max_length, seed="validation", epoch=0)
         # Protein i takes the i-th part of [0, 1] in an order that its key decides.
         lot = np.array([keyed_seed("validation time", int(k)) for k in proteins.keys])
         part = np.empty(len(lot))

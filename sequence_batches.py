@@ -10,6 +10,8 @@ A plan depends on the lengths of the proteins, the size of the global batch and 
 ranks, workers or restarts. It reads through the given table only.
 """
 
+import bisect
+import functools
 import hashlib
 import json
 import math
@@ -231,7 +233,6 @@ class BatchPlan:
         if self.steps_per_epoch == 0:
             self._refuse_too_few(budgets[0])
         self.left_out = 1 - self.window_steps / per_unit
-        self._shuffles = {}
 
     def _count_lengths(self, in_file, counts, hidden_size):
         """Work and numbers of proteins by length. in_file: lengths that occur; counts: of each."""
@@ -239,24 +240,21 @@ class BatchPlan:
         if not len(in_file) or in_file.min() < 1:
             raise ValueError(f"found {n:,} proteins, the shortest of {in_file.min(initial=0)} "
                              f"residues; expected some, of at least 1.")
-        taken = np.ones(len(in_file), bool)
+        used = np.arange(in_file.max() + 1).clip(max=self.max_length)   # residues of a protein
         if self.long == "drop":
-            taken = in_file <= self.max_length
-        if not taken.any():
+            used[self.max_length + 1:] = 0
+        self.work_of = used * (6 * hidden_size + used)
+        self.work_in_set = int((self.work_of[in_file] * counts).sum())
+        self.residues_in_file = int((in_file * counts).sum())
+        self.counts = np.bincount(used[in_file], counts).astype(np.int64)
+        self.counts[0] = 0                          # those that are dropped
+        self.n_long = int(counts[in_file > self.max_length].sum())
+        self.proteins = int(self.counts.sum())
+        self.residues = int((self.counts * np.arange(len(self.counts))).sum())
+        if not self.proteins:
             raise ValueError(f"all {n:,} proteins are longer than max_length = "
                              f"{self.max_length:,}, the shortest has {in_file.min():,}; expected "
                              f"some to keep. Raise max_length, or crop.")
-        lengths = np.arange(in_file.max() + 1)
-        cropped = np.minimum(lengths, self.max_length)
-        if self.long == "drop":
-            cropped[lengths > self.max_length] = 0
-        self.work_of = cropped * (6 * hidden_size + cropped)
-        self.work_in_set = int((self.work_of[in_file] * counts).sum())
-        self.residues_in_file = int((in_file * counts).sum())
-        self.counts = np.bincount(cropped[in_file[taken]], counts[taken]).astype(np.int64)
-        self.n_long = int(counts[in_file > self.max_length].sum())
-        self.proteins = int(counts[taken].sum())
-        self.residues = int((self.counts * np.arange(len(self.counts))).sum())
 
     def _choose_shapes(self, asked):
         """Take the shapes whose mean is what was asked for."""
@@ -278,10 +276,12 @@ class BatchPlan:
             work = max(int(work * asked / self._shapes(work).mean), self.least_work)
         nearby = (max(int(work * share), self.least_work) for share in np.linspace(0.85, 1.15, 61))
         tried = [self._shapes(work) for work in nearby]
-        errors = [abs(shapes.mean / asked - 1) for shapes in tried]
-        close = [shapes for shapes, error in zip(tried, errors) if error <= MEAN_WITHIN]
-        nearest = tried[errors.index(min(errors))]
-        return max(close or [nearest], key=lambda shapes: shapes.filled)
+
+        def error(shapes):
+            return abs(shapes.mean / asked - 1)
+
+        close = [shapes for shapes in tried if error(shapes) <= MEAN_WITHIN]
+        return max(close or [min(tried, key=error)], key=lambda shapes: shapes.filled)
 
     def _shapes(self, work):
         """Shapes of micro-batches of this much work, each for a bucket of lengths up to its top."""
@@ -289,30 +289,15 @@ class BatchPlan:
         work_of = self.work_of[:longest + 1]                    # of cropped lengths
         number = work // np.maximum(work_of, 1)                 # proteins that fit, by length
         good = np.flatnonzero(number * work_of >= EQUAL_WORK * work)
-        # The top of the bucket below that of each length: the shortest good one within the bucket
-        # ratio, or else the nearest good one.
-        every = np.arange(longest + 1)
-        below, near, far = (np.searchsorted(good, every * share)
-                            for share in (1, BUCKET_RATIO, WIDEST_STEP))
-        next_top = np.minimum((every * BUCKET_RATIO).astype(np.int64), every - 1)
-        if len(good):
-            nearest = good[np.where(near < below, near, below - 1) % len(good)]
-            next_top = np.where(far < below, nearest, next_top)
-        tops, next_top = [longest], next_top.tolist()
-        while tops[-1] > 1:
-            tops.append(next_top[tops[-1]])
-        tops = np.array(tops)
-
-        at_least = np.append(np.cumsum(self.counts[::-1])[::-1], 0)     # proteins as long or longer
-        members = at_least[np.append(tops[1:], 0) + 1] - at_least[tops + 1]
+        tops = np.array(_tops(longest, good.tolist()))
+        members = -np.diff(np.cumsum(self.counts)[tops], append=0)      # proteins of each bucket
         tops, members = tops[members > 0], members[members > 0]
         sizes = np.maximum(number[tops], 1)
-        batches = members / sizes
-        expected = batches.sum()
+        expected = (members / sizes).sum()
         mean = self.proteins / expected
         if self.counted_in == "tokens":
-            mean = (batches * sizes * tops).sum() / expected
-        filled = (batches * sizes * work_of[tops]).sum() / expected / work
+            mean = (members * tops).sum() / expected
+        filled = (members * work_of[tops]).sum() / expected / work
         return Shapes(work, tops, sizes, expected, mean, filled)
 
     def _refuse_too_few(self, asked):
@@ -345,8 +330,8 @@ class BatchPlan:
         least = self.least
         if self.counted_in == "tokens":
             least = max(least, self.max_length)     # what a config must hold
-        good, fit = [], int(self.sizes[0])      # of the longest proteins
-        for n in range(fit, fit + 4):
+        good, n_fit = [], int(self.sizes[0])    # so many of the longest proteins fit
+        for n in range(n_fit, n_fit + 4):
             asked = max(round(self._shapes(n * self.least_work).mean), least)
             found = self._find(asked)
             if found.filled >= WELL_FILLED and found.expected >= self.micro_batches:
@@ -363,27 +348,22 @@ class BatchPlan:
     def turn(self, step, lane):
         """Which micro-batch of its unit, counted from the longest, a lane gives to a step."""
         epoch, window, step_of_window = self.place(step)
-        turns = self._shuffle_once("turns", self.window_steps, epoch, window)
+        turns = _shuffled(self.window_steps, "turns", self.seed, epoch, window)
         spacing = lane * self.window_steps // self.micro_batches
         return int(turns[step_of_window] + spacing) % self.window_steps
 
-    def unit(self, epoch, window, lane, total):
+    def unit(self, epoch, window, lane):
         """Where the unit of a lane begins and ends, as work of the proteins before these places.
 
-        total: work of the set. An end beyond it: the unit goes on at the beginning of the set.
+        An end beyond work_in_set: the unit goes on at the beginning of the set.
         """
-        units = self.windows * self.micro_batches
-        order = self._shuffle_once("units", units, epoch)
+        units, total = self.windows * self.micro_batches, self.work_in_set
+        order = _shuffled(units, "units", self.seed, epoch)
         unit = int(order[window * self.micro_batches + lane])
         shift = keyed_seed("shift", self.seed, epoch) % total
-        first = unit * total // units + shift
-        last = (unit + 1) * total // units + shift
-        return (first - total, last - total) if first >= total else (first, last)
-
-    def _shuffle_once(self, what, n, *key):
-        if self._shuffles.get(what, (None,))[0] != key:     # the last one of each kind stays
-            self._shuffles[what] = key, _shuffled(n, what, self.seed, *key)
-        return self._shuffles[what][1]
+        begin, end = unit * total // units, (unit + 1) * total // units
+        first = (begin + shift) % total
+        return first, first + end - begin
 
     def cut(self, lengths, *key):
         """Cut the proteins of a unit into `window_steps` micro-batches, longest first.
@@ -395,9 +375,8 @@ class BatchPlan:
         cropped = np.minimum(lengths, self.max_length)
         taken = np.flatnonzero(self.work_of[lengths])
         bucket = self.bucket_of[cropped[taken]]
-        # One sort for both: the bucket in the high bits, a random word below it.
-        words = random_words(len(taken), "company", self.seed, *key) >> np.uint64(16)
-        order = np.argsort((bucket.astype(np.uint64) << np.uint64(48)) | words, kind="stable")
+        words = random_words(len(taken), "company", self.seed, *key)
+        order = np.lexsort((words, bucket))         # by bucket, and at random within it
         starts = _cut(np.bincount(bucket, minlength=len(self.tops)), self.sizes.tolist())
         batches = [(taken[part], int(self.tops[bucket[part[0]]]))
                    for part in np.split(order, starts[1:]) if len(part)]
@@ -475,8 +454,8 @@ class BatchReader:
         return step, lane, self.plan.place(step)[0], *self.micro_batch(step, lane)
 
     def _read_unit(self, epoch, window, lane):
-        total = int(self.rows[0, -1])
-        first, last = self.plan.unit(epoch, window, lane, total)
+        total = self.plan.work_in_set
+        first, last = self.plan.unit(epoch, window, lane)
         spans = [(first, last)] if last <= total else [(first, total), (0, last - total)]
         parts = []
         for first, last in spans:
@@ -515,8 +494,31 @@ def eval_batches(lengths, tokens):
     return np.split(order, _cut(counts, (tokens // -distinct).tolist())[1:])
 
 
+@functools.lru_cache(maxsize=4)     # each step of a window asks for the same turns
 def _shuffled(n, *key):
+    """The numbers 0 to n - 1 in an order that the key decides."""
     return np.argsort(random_words(n, *key), kind="stable")
+
+
+def _tops(longest, good):
+    """The longest length of each bucket, from `longest` on down to 1 or less.
+
+    The next lower top is the shortest good length of at least BUCKET_RATIO x top; if there is none,
+    the longest good one of at least WIDEST_STEP x top; if there is none, BUCKET_RATIO x top.
+
+    good: ascending lengths; a whole number of such proteins nearly fills a micro-batch.
+    """
+    tops = [longest]
+    while (top := tops[-1]) > 1:
+        n_shorter = bisect.bisect_left(good, top)
+        in_bucket = bisect.bisect_left(good, BUCKET_RATIO * top)
+        if in_bucket < n_shorter:
+            tops.append(good[in_bucket])
+        elif n_shorter and good[n_shorter - 1] >= WIDEST_STEP * top:
+            tops.append(good[n_shorter - 1])
+        else:
+            tops.append(min(int(BUCKET_RATIO * top), top - 1))
+    return tops
 
 
 def _cut(counts, sizes):

@@ -3,8 +3,8 @@
     proteins, report = read_sequences("proteins.fasta.gz")      # print(report): read and cleaned
     train, val = split_by_hash(proteins, 0.05)                  # index arrays
     train = proteins.subset(train)
-    starts = crop_starts(train, [3, 1, 4], 512, seed=0, epoch=0)
-    x0, mask = collate(train, [3, 1, 4], starts, max_length=512)
+    crops = random_crops(train.subset([3, 1, 4]), 512, seed=0, epoch=0)
+    x0, mask = collate(crops)
 
 Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), .pt files that
 hold a list of dicts with `protein_seq`, and folders made by prepare_uniref50.py. Writes nothing but
@@ -17,7 +17,6 @@ and the step, not on ranks, workers or restarts.
 """
 
 import contextlib
-import functools
 import gzip
 import hashlib
 import io
@@ -46,7 +45,7 @@ UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
             .022, .041, .050, .038, .059, .074, .057, .065, .013, .030)
 
 # Marks while a file is read, never tokens: a wrong character, a '*', and what fills a protein up to
-# whole words. "\r" becomes PAD: text that is cleaned holds no other "\r".
+# whole words of 8. "\r" becomes PAD: text that is cleaned holds no other "\r".
 BAD, STOP, PAD = 253, 254, 255
 
 BLOCK_BYTES = 1 << 20           # text cleaned at a time: long against a protein, fits into a cache
@@ -78,9 +77,9 @@ def keyed_seed(*parts):
     return int.from_bytes(digest, "little") >> 1
 
 
-def keyed_generator(*parts, device="cpu"):
-    """torch.Generator seeded by keyed_seed(*parts)."""
-    return torch.Generator(device=device).manual_seed(keyed_seed(*parts))
+def keyed_generator(*parts):
+    """torch.Generator of the CPU seeded by keyed_seed(*parts)."""
+    return torch.Generator().manual_seed(keyed_seed(*parts))
 
 
 def random_words(shape, *parts):
@@ -123,32 +122,20 @@ def _keys_of_words(words, lengths):
     """Keys of proteins from their tokens as whole words, see Block: (n,) uint64.
 
     The words of a protein are scrambled and added up, each times a power of an odd number that
-    says where the word stands; all modulo 2**64. The sum is scrambled with the length.
+    says where in the protein it stands; all modulo 2**64. The sum is scrambled with the length.
     """
     starts, counts = word_spans(lengths)
     mixed = words * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)
     mixed ^= mixed >> np.uint64(29)
-    # The powers count from the first word of all proteins. So each sum is divided by the power of
-    # the first word of its protein, which is to multiply by the inverse.
-    base, bits = 0xDA942042E4DD58B5, len(words).bit_length()
-    mixed *= _powers(base, bits)[:len(words)]
+    powers = np.uint64(0xDA942042E4DD58B5) ** np.arange(counts.max(initial=0), dtype=np.uint64)
+    mixed *= powers[span_indices(np.zeros_like(counts), counts)]
     keys = lengths.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
     filled = counts > 0                             # reduceat has no empty sums
     if filled.any():
-        begin = starts[filled]
-        inverse = _powers(pow(base, -1, 1 << 64), bits)
-        keys[filled] += np.add.reduceat(mixed, begin) * inverse[begin]
+        keys[filled] += np.add.reduceat(mixed, starts[filled])
     return _avalanche(keys)
-
-
-@functools.lru_cache(maxsize=2)
-def _powers(base, bits):
-    """base**0, base**1, ... modulo 2**64: (2**bits,) uint64."""
-    factors = np.full(1 << bits, base, np.uint64)
-    factors[0] = 1
-    return np.cumprod(factors)
 
 
 # ---- stretches of a flat array ----
@@ -206,13 +193,12 @@ def named_sequences(path):
     header, parts = None, []
     try:
         with open(path, "rb") as file:
-            packed = str(path).lower().endswith(".gz") or file.peek(2)[:2] == b"\x1f\x8b"
-            lines = io.TextIOWrapper(gzip.open(file) if packed else file, "utf-8-sig", "replace")
+            lines = io.TextIOWrapper(_unpacked(path, file), "utf-8-sig", "replace")
             for number, line in enumerate(map(str.strip, lines), 1):
                 if line.startswith(">"):
                     if header is not None:
                         yield header, "".join(parts)
-                    header, parts = " ".join(line[1:].split("\t")).strip(), []
+                    header, parts = line[1:].replace("\t", " ").strip(), []
                 elif line and header is None:
                     raise ValueError(f"{path} line {number}: found letters before a header; "
                                      "expected FASTA, with > first.")
@@ -234,7 +220,7 @@ class Proteins:
     lengths: (n,) int64, residues.
     keys:    (n,) uint64, sequence_keys of the whole cleaned protein; a crop has the key of its
              protein. Computed here if not given.
-    Indexing gives one protein as a uint8 view; subset and crop share the tokens.
+    Indexing gives one protein as a uint8 view; subset and random_crops share the tokens.
     """
 
     def __init__(self, tokens, offsets, lengths, keys=None):
@@ -277,16 +263,9 @@ class Proteins:
         return Proteins(self.tokens, self.offsets[indices], self.lengths[indices],
                         self.keys[indices])
 
-    def crop(self, starts, max_length):
-        """Each protein from its start (n,) on, at most max_length residues of it."""
-        lengths = np.minimum(self.lengths - starts, max_length)
-        return Proteins(self.tokens, self.offsets + starts, lengths, self.keys)
-
     def compact(self):
         """These proteins over tokens of their own, one after the other as in this table."""
-        spans = zip(self.offsets.tolist(), self.lengths.tolist())
-        rows = [self.tokens[start:start + length] for start, length in spans]
-        tokens = np.concatenate([np.zeros(0, np.uint8), *rows])
+        tokens = np.concatenate([np.zeros(0, np.uint8), *(self[i] for i in range(len(self)))])
         return Proteins(tokens, np.cumsum(self.lengths) - self.lengths, self.lengths, self.keys)
 
     def unique_order(self, seed):
@@ -411,7 +390,7 @@ def read_sequences(path, min_length=1, alive=lambda: None, block_bytes=BLOCK_BYT
 def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_records=None):
     """Yield the cleaned proteins of a file as Blocks, in its order, with duplicates.
 
-    source: path, or an object with read(size) and name, at its beginning.
+    source: path, or a raw binary stream that has a name, at its beginning; it is closed.
     report: ReadReport; what is cleaned and dropped is added to it, not the number of proteins.
     max_records: how many records are read, those that are dropped included; None for all.
     Cleans and refuses what read_sequences says. Memory: some 10 blocks, or one long record.
@@ -488,9 +467,8 @@ def _clean(data, starts, lengths, min_length, report):
     n_x = np.count_nonzero(letters == ord("X")) + (data.count(b"x") if n_lower else 0)
     # Over the first 8 bytes of the header behind each protein goes its padding, 0 to 7 times "\r".
     # The translation turns "\r" into PAD, and removes zeros, line ends and blanks: whole words.
-    paddings = b"".join((b"\r" * n).ljust(8, b"\0") for n in range(8))
-    paddings = np.frombuffer(paddings, np.uint8).reshape(8, 8)
-    letters[starts[1:, None] + np.arange(8)] = paddings[-lengths % 8]
+    places = np.arange(8)
+    letters[starts[1:, None] + places] = np.where(places < -lengths[:, None] % 8, ord("\r"), 0)
     tokens = data.translate(TO_TOKEN, b"\0\n \t")
     words = np.frombuffer(tokens, "<u8")
     if STOP in tokens:
@@ -518,15 +496,12 @@ def _clean(data, starts, lengths, min_length, report):
 def _remove_final_stops(tokens, lengths, report):
     """Turn a STOP at the end of a protein into PAD, in place -> (words, lengths) without them."""
     letters, (starts, _) = np.frombuffer(tokens, np.uint8), word_spans(lengths)
-    stopped = np.flatnonzero(lengths)
-    last = 8 * starts[stopped] + lengths[stopped] - 1
-    is_stop = letters[last] == STOP
-    stopped, last = stopped[is_stop], last[is_stop]
-    report.n_stops += len(stopped)
-    letters[last] = PAD
-    lengths = lengths.copy()
-    lengths[stopped] -= 1
-    only_padding = last[lengths[stopped] % 8 == 0] // 8
+    last = 8 * starts + lengths - 1                     # place of the last letter of each
+    stopped = (lengths > 0) & (letters[last] == STOP)
+    report.n_stops += int(stopped.sum())
+    letters[last[stopped]] = PAD
+    lengths = lengths - stopped
+    only_padding = last[stopped & (lengths % 8 == 0)] // 8
     return np.delete(letters.view("<u8"), only_padding), lengths
 
 
@@ -542,17 +517,15 @@ def _all_x(words, lengths):
 
 def _texts(source, name, block_bytes):
     if Path(name).suffix.lower() == ".pt":
-        yield from _texts_of_pt(_checked(source), block_bytes)
+        yield from _texts_of_pt(_existing_file(source), block_bytes)
         return
-    opened = contextlib.nullcontext(source)
-    if not hasattr(source, "read"):
-        opened = open(_checked(source), "rb")
-    with opened as stream:
-        chunks = _unpacked(name, stream, min(max(block_bytes, 4), 1 << 18))
-        yield from _texts_of_chunks(name, chunks, block_bytes)
+    raw = source if hasattr(source, "read") else open(_existing_file(source), "rb", buffering=0)
+    with io.BufferedReader(raw, 1 << 18) as file:           # a shared disk wants long reads
+        unpacked, size = _unpacked(name, file), max(block_bytes, 16)    # errors quote a line
+        yield from _texts_of_chunks(name, iter(lambda: unpacked.read(size), b""), block_bytes)
 
 
-def _checked(path):
+def _existing_file(path):
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected a FASTA, text or .pt file of "
@@ -566,35 +539,16 @@ def _checked(path):
     return path
 
 
-def _unpacked(name, stream, size):
-    """The bytes of a stream, unpacked if gzip, in chunks of at most 4 `size`.
-
-    Raises ValueError if only the name says gzip, EOFError for truncated and zlib.error for damaged
-    data. The gzip module would take a fifth more time.
-    """
-    data = stream.read(size)
-    if data[:2] != b"\x1f\x8b":
-        if data and Path(name).suffix.lower() == ".gz":
-            raise ValueError(f"{name} is not gzip: it begins with {data[:4]!r}; expected "
-                             f"b'\\x1f\\x8b'. Was an error page saved in its place? If it is "
-                             f"plain text, remove .gz from its name.")
-        while data:
-            yield data
-            data = stream.read(4 * size)
-        return
-    unpacker = zlib.decompressobj(31)
-    while data:
-        if text := unpacker.decompress(data, 4 * size):
-            yield text
-        if unpacker.eof:                                # another member may follow, or zeros
-            data = unpacker.unused_data.lstrip(b"\0")
-            while not data and (more := stream.read(size)):
-                data = more.lstrip(b"\0")
-            unpacker = zlib.decompressobj(31) if data else unpacker
-        else:
-            data = unpacker.unconsumed_tail or stream.read(size)
-    if not unpacker.eof:
-        raise EOFError("the gzip data ends too early")
+def _unpacked(name, file):
+    """A binary file, or what is packed in it if it is gzip. Refuses what only by name is gzip."""
+    beginning = file.peek(4)[:4]
+    if beginning[:2] == b"\x1f\x8b":
+        return gzip.open(file)
+    if beginning and Path(name).suffix.lower() == ".gz":
+        raise ValueError(f"{name} is not gzip: it begins with {beginning!r}; expected "
+                         f"b'\\x1f\\x8b'. Was an error page saved in its place? If it is "
+                         f"plain text, remove .gz from its name.")
+    return file
 
 
 def _plain_text(name, chunks):
@@ -620,6 +574,7 @@ def _plain_text(name, chunks):
 
 
 def _texts_of_chunks(name, chunks, block_bytes):
+    """Chunks of a file's bytes as texts of whole records, each of block_bytes or somewhat more."""
     line, pieces, size, kind = 1, [], 0, None
     try:
         for chunk in _plain_text(name, chunks):
@@ -637,7 +592,7 @@ def _texts_of_chunks(name, chunks, block_bytes):
                 yield kind, line, text
                 line += int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))) + 1
                 pieces, size = [chunk[cut + 1:]], len(chunk) - cut - 1
-    except (EOFError, zlib.error) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{name} is truncated or damaged ({error}); expected a whole gzip file. "
                          f"Download or copy it again.") from None
     if not pieces:
@@ -729,11 +684,9 @@ def _refuse_wrong_sequence(name, kind, number, sequence):
     if not wrong:
         return
     before, found = sequence[:wrong.start()], wrong.group()[:1]
-    unit, column = "line", len(before) - before.rfind(b"\n")
-    if kind == "entry":
-        unit, column = "entry", len(before) + 1
-    else:
-        number += before.count(b"\n")
+    unit = "entry" if kind == "entry" else "line"
+    number += before.count(b"\n")           # none in an entry, where a line end is itself wrong
+    column = len(before) - before.rfind(b"\n")
     other = "not a letter of a protein sequence. Check that the file is what its name says"
     reason = next((why for characters, why in CHARACTERS_AND_REASONS if found in characters), other)
     raise ValueError(f"{name}, {unit} {number}, column {column}: found {found!r}, {reason}. "
@@ -762,66 +715,45 @@ def split_by_hash(proteins, val_fraction):
     return train, val
 
 
-def apply_max_length(proteins, max_length, long="crop"):
-    """Apply the limit of length -> (Proteins, cropped lengths (n,), number of too long ones).
+def apply_max_length(proteins, max_length, long):
+    """Proteins without those of more than max_length residues if long is "drop"; "crop": all.
 
-    long: "crop" leaves a window of max_length residues (see crop_starts), "drop" leaves the protein
-    out. Raises ValueError where none is left.
+    Raises ValueError where none is left.
     """
-    if max_length < 1 or long not in ("crop", "drop"):
-        raise ValueError(f"found max_length = {max_length}, long = {long!r}; expected at least 1, "
-                         f"and crop or drop.")
-    too_long = proteins.lengths > max_length
-    if long == "drop" and too_long.any():
-        if too_long.all():
-            raise ValueError(f"all {len(proteins):,} proteins are longer than max_length = "
-                             f"{max_length:,}, the shortest has {proteins.lengths.min():,}; "
-                             f"expected some to keep. Raise max_length, or crop.")
-        proteins = proteins.subset(np.flatnonzero(~too_long))
-    return proteins, np.minimum(proteins.lengths, max_length), int(too_long.sum())
+    if long == "crop":
+        return proteins
+    fits = np.flatnonzero(proteins.lengths <= max_length)
+    if not len(fits):
+        raise ValueError(f"all {len(proteins):,} proteins are longer than max_length = "
+                         f"{max_length:,}, the shortest has {proteins.lengths.min():,}; "
+                         f"expected some to keep. Raise max_length, or crop.")
+    return proteins.subset(fits)
 
 
-def crop_start(seed, epoch, key, length, max_length):
-    """First residue of this protein's window in this epoch: uniform over all; 0 if it fits."""
-    if length <= max_length:
-        return 0
-    return keyed_seed("crop", seed, epoch, key) % (length - max_length + 1)
+def random_crops(proteins, max_length, seed, epoch):
+    """A window of max_length residues of each longer protein, and the others whole -> Proteins.
 
-
-def crop_starts(proteins, indices, max_length, seed, epoch):
-    """crop_start of each of these proteins: (len(indices),) int64."""
-    rows = zip(proteins.keys[indices].tolist(), proteins.lengths[indices].tolist())
-    starts = [crop_start(seed, epoch, key, length, max_length) for key, length in rows]
-    return np.array(starts, np.int64)
-
-
-def eval_crop_starts(proteins, indices, max_length):
-    """Windows for validation, keyed by the protein alone: the same in every run, to compare."""
-    return crop_starts(proteins, indices, max_length, seed="validation", epoch=0)
-
-
-def collate(proteins, indices, starts=None, max_length=None, width=0):
-    """A batch of proteins as padded tensors.
-
-    indices: (B,) which proteins. starts: (B,) first residue of each (default 0).
-    max_length: residues taken of each, at most. width: least L; otherwise that of the longest.
-    Returns x0 (B, L) int64 with X under padding, and mask (B, L) bool, True = a real residue.
-    Raises ValueError for a start outside its protein.
+    All windows of a protein are equally likely. Which one it is depends on seed, epoch and the
+    protein's key alone.
     """
-    if starts is None:
-        starts = np.zeros(len(indices))
-    starts, sizes = np.asarray(starts, np.int64), proteins.lengths[indices]
-    if len(starts) != len(indices) or (starts < 0).any() or (starts >= sizes).any():
-        raise ValueError(f"found crop starts {starts[:8].tolist()} for proteins of "
-                         f"{sizes[:8].tolist()} residues; expected one inside each.")
-    sizes = sizes - starts
-    if max_length is not None:
-        sizes = np.minimum(sizes, max_length)
-    x0 = np.full((len(sizes), max(width, sizes.max())), X_ID, np.int64)
-    begins = proteins.offsets[indices] + starts
-    for row, begin, size in zip(x0, begins.tolist(), sizes.tolist()):
-        row[:size] = proteins.tokens[begin:begin + size]
-    return torch.from_numpy(x0), torch.from_numpy(np.arange(x0.shape[1]) < sizes[:, None])
+    places = proteins.lengths - max_length + 1                  # where a window may begin
+    starts = [keyed_seed("crop", seed, epoch, key) % n if n > 1 else 0
+              for key, n in zip(proteins.keys.tolist(), places.tolist())]
+    return Proteins(proteins.tokens, proteins.offsets + np.array(starts, np.int64),
+                    np.minimum(proteins.lengths, max_length), proteins.keys)
+
+
+def collate(proteins, width=0):
+    """Proteins as padded tensors.
+
+    width: least L; otherwise the length of the longest.
+    Returns x0 (n, L) int64 with X under padding, and mask (n, L) bool, True = a real residue.
+    """
+    lengths = proteins.lengths
+    x0 = np.full((len(proteins), max(width, lengths.max())), X_ID, np.int64)
+    mask = np.arange(x0.shape[1]) < lengths[:, None]
+    x0[mask] = proteins.compact().tokens
+    return torch.from_numpy(x0), torch.from_numpy(mask)
 
 
 # ---- prepared folders ----
@@ -1014,8 +946,8 @@ class DemoSource:
     def __init__(self, seed=0):
         draw = _draws("demo source", seed)
         u1, u2 = 2 * draw((20, 20)) - 1, 2 * draw((20, 20)) - 1
-        kind = np.array([[c in group for group in self.classes].index(True) for c in AMINO_ACIDS])
-        same = (kind[:, None] == kind).astype(float)
+        member = np.array([[c in group for c in AMINO_ACIDS] for group in self.classes], float)
+        same = member.T @ member
         wanted = np.array(UNIREF50) / sum(UNIREF50)
         bias, self.pair = np.log(wanted), np.outer(wanted, wanted)
         for _ in range(2000):                   # the chain forgets its start; bias follows it
@@ -1028,21 +960,13 @@ class DemoSource:
     def _transition(logits):
         p = np.exp(logits)
         p /= p.sum(2, keepdims=True)
-        g, k, n, s, t = (AMINO_ACIDS.index(c) for c in "GKNST")
+        g, k, n = (AMINO_ACIDS.index(c) for c in "GKN")
+        is_motif = np.array([c in "ST" for c in AMINO_ACIDS])
         for context, share in ((np.s_[n:n + 1, :], 0.6), (np.s_[g:g + 1, k:k + 1], 0.9)):
             block = p[context]                                  # a view
-            motif = block[..., [s, t]].sum(-1, keepdims=True)
-            rest = (1 - share) / (1 - motif)
-            scale = np.broadcast_to(rest, block.shape).copy()
-            scale[..., [s, t]] = share / motif
-            block *= scale
+            motif = block[..., is_motif].sum(-1, keepdims=True)
+            block *= np.where(is_motif, share / motif, (1 - share) / (1 - motif))
         return p
-
-    def entropy(self):
-        """Exact nats per residue of a long protein: (of the source, of its letters alone)."""
-        letters = self.pair.sum(0)
-        source = -(self.pair[:, :, None] * self.transition * np.log(self.transition)).sum()
-        return float(source), float(-(letters * np.log(letters)).sum())
 
     def sample(self, n, seed):
         """n proteins drawn with this seed -> Proteins."""

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from ddp_setup import Ddp, autocast, broadcast, stop_reason
@@ -47,8 +46,8 @@ from sedd_eval import (TIME_EPS, Validation, evaluate, evaluate_start, result_li
 from sedd_files import noise_of, start_from_weights
 from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
-from sequence_data import (N_TOKENS, X_ID, apply_max_length, collate, crop_starts, keyed_generator,
-                           keyed_seed)
+from sequence_data import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
+                           random_crops)
 from train_loop import Run, after_step, open_batches, start_run, take_step
 
 
@@ -210,8 +209,7 @@ class MicroBatches(torch.utils.data.Dataset):
     def __getitem__(self, item):
         step, micro, epoch, proteins, width = item
         n = len(proteins)
-        starts = crop_starts(proteins, np.arange(n), self.max_length, self.seed, epoch)
-        x0, mask = collate(proteins, np.arange(n), starts, self.max_length, width)
+        x0, mask = collate(random_crops(proteins, self.max_length, self.seed, epoch), width)
         # One diffusion time in each of n parts of [0, 1], shifted evenly over the micro-batches:
         # together they cover [0, 1] finely.
         offset = (keyed_seed(self.seed, "time", step) / 2**63 + micro / self.micro_batches) % 1
@@ -280,7 +278,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     validation, available = None, min(batch, plan.available)   # a small set may not fill it
     letters = data.train.letter_counts()
     if data.val is not None:
-        val, _, _ = apply_max_length(data.val, d.max_length, d.long)
+        val = apply_max_length(data.val, d.max_length, d.long)
         validation = Validation(val, config, graph, noise, letters, data.source)
     by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch
     run = start_run(

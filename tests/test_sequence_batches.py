@@ -104,6 +104,27 @@ def test_the_plan_is_a_function_of_seed_and_epoch_and_any_step_is_reached_direct
         assert found.keys.tolist() == (first + second)[at]
 
 
+FEW, MANY = (random_lengths(n) for n in (150, 400))     # none is left out; some are
+
+
+def starts_of_units(plan, epoch):
+    return np.array([plan.unit(epoch, 0, lane)[0] for lane in range(8)])
+
+
+@pytest.mark.parametrize("choice", [
+    lambda plan, epoch: [plan.turn(epoch * plan.steps_per_epoch + step, 0) for step in range(9)],
+    lambda plan, epoch: np.diff(starts_of_units(plan, epoch)) % plan.work_in_set,
+    lambda plan, epoch: np.sort(starts_of_units(plan, epoch)),
+    lambda plan, epoch: [indices.tolist() for indices, _ in plan.cut(FEW, epoch)],
+    lambda plan, epoch: [width for _, width in plan.cut(MANY, epoch)]],
+    ids=["turns", "which unit a lane has", "ends of units", "company in a batch", "left out"])
+def test_every_random_choice_follows_from_seed_and_epoch(choice):
+    plans = [plan_of(random_lengths(2000), 512, 8, batch_size=12, seed=k).plan for k in (0, 0, 1)]
+    first, again, of_another_seed = (list(choice(plan, 0)) for plan in plans)
+    assert first == again
+    assert first != of_another_seed and first != list(choice(plans[0], 1))
+
+
 def test_windows_of_an_epoch_hold_each_protein_once_too(monkeypatch):
     monkeypatch.setattr(sequence_batches, "WINDOW_BYTES", 0)
     monkeypatch.setattr(sequence_batches, "READ_BYTES", 0)

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from sequence_data import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID, DemoSource, Proteins,
-                           apply_max_length, collate, crop_start, crop_starts, decode, encode,
-                           eval_crop_starts, keyed_generator, keyed_seed, named_sequences,
-                           order_words, read_sequences, split_by_hash, unigram_frequencies)
+                           apply_max_length, collate, decode, encode, keyed_generator, keyed_seed,
+                           named_sequences, order_words, random_crops, read_sequences,
+                           split_by_hash, unigram_frequencies)
+
 
 def write(tmp_path, content, name="in.fasta"):
     path = tmp_path / name
@@ -209,13 +210,14 @@ def test_reading_gives_signs_of_life(tmp_path):
 
 # ---- the table, split, crops ----
 
-def test_subset_and_crop_share_the_tokens_and_have_the_keys_of_the_whole_cleaned_protein(tmp_path):
+def test_subset_and_crops_share_the_tokens_and_have_the_keys_of_whole_cleaned_proteins(tmp_path):
     proteins = Proteins.from_sequences(["MKV", encode("ACDEFG"), "WYW"])
     part = proteins.subset([2, 1])
     assert texts(part) == ["WYW", "ACDEFG"] and part.tokens is proteins.tokens
     assert part.keys.tolist() == proteins.keys[[2, 1]].tolist()
-    cropped = part.crop(np.array([0, 2]), 3)
-    assert texts(cropped) == ["WYW", "DEF"] and cropped.keys.tolist() == part.keys.tolist()
+    cropped = random_crops(part, 5, seed=0, epoch=0)
+    assert texts(cropped)[0] == "WYW" and texts(cropped)[1] in ("ACDEF", "CDEFG")
+    assert cropped.tokens is proteins.tokens and cropped.keys.tolist() == part.keys.tolist()
     compact = part.compact()                        # over tokens of its own
     assert texts(compact) == texts(part) and len(compact.tokens) == 9
     cleaned, _ = read_sequences(write(tmp_path, ">a\nmk u\nV*\n"))
@@ -236,61 +238,61 @@ def test_the_split_has_the_share_asked_for_and_stays_when_the_file_grows_or_is_r
     assert set(val) <= set(split_by_hash(few, 0.2)[1])              # a larger fraction only adds
 
 
-def test_blanks_in_named_sequences_do_not_count_and_a_damaged_gz_is_refused(tmp_path):
-    path, packed = tmp_path / "A.FA.GZ", gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n")
-    path.write_bytes(packed)
+def test_named_sequences_leave_out_blanks(tmp_path):
+    path = write(tmp_path, ">a b\nMKV AC\n D\tE\n\n>c\nM\n")
     assert list(named_sequences(path)) == [("a b", "MKVACDE"), ("c", "M")]
-    (tmp_path / "a.fasta").write_bytes(packed)      # gzip, whatever its name
-    assert list(named_sequences(tmp_path / "a.fasta")) == list(named_sequences(path))
-    for damaged in (packed[:-12], packed[:-8] + bytes(4) + packed[-4:]):    # the checksum
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="A.FA.GZ is truncated or damaged"):
-            list(named_sequences(path))
 
 
-def test_long_proteins_are_cropped_or_dropped_and_counted():
+def test_gzip_is_known_by_its_content_and_refused_where_it_is_damaged(tmp_path):
+    packed = gzip.compress(b">a\nMKV\n")
+    for name, content in (("A.FA.GZ", packed), ("a.fasta", packed), ("b.gz", packed + bytes(99))):
+        path = write(tmp_path, content, name)
+        assert list(named_sequences(path)) == [("a", "MKV")] and texts(read_sequences(path)[0])
+    checksum_wrong = packed[:-8] + bytes(4) + packed[-4:]
+    for damaged in (packed[:-12], checksum_wrong, packed + b"junk"):
+        path = write(tmp_path, damaged, "A.FA.GZ")
+        for reader in (read_sequences, lambda path: list(named_sequences(path))):
+            assert "is truncated or damaged" in refusal(reader, path)
+
+
+def test_long_proteins_are_dropped_if_they_are_not_to_be_cropped():
     proteins = Proteins.from_sequences(["MKVLA", "ACD", "WYWYWYW"])
-    proteins_left, lengths, n_long = apply_max_length(proteins, 4, "crop")
-    assert (len(proteins_left), lengths.tolist(), n_long) == (3, [4, 3, 4], 2)
-    proteins_left, lengths, n_long = apply_max_length(proteins, 4, "drop")
-    assert (texts(proteins_left), lengths.tolist(), n_long) == (["ACD"], [3], 2)
-    for limit, long, says in ((2, "drop", "all 3 proteins are longer"), (4, "cut", "crop or drop")):
-        with pytest.raises(ValueError, match=says):
-            apply_max_length(proteins, limit, long)
+    assert len(apply_max_length(proteins, 4, "crop")) == 3
+    assert texts(apply_max_length(proteins, 4, "drop")) == ["ACD"]
+    with pytest.raises(ValueError, match="all 3 proteins are longer than max_length = 2"):
+        apply_max_length(proteins, 2, "drop")
 
 
 def test_crops_are_uniform_over_all_windows_and_keyed_by_seed_epoch_and_protein_alone():
-    draws = [crop_start(0, epoch, 123, 13, 10) for epoch in range(4000)]
-    counts = np.bincount(draws)
+    one = Proteins(np.zeros(13, np.uint8), [0], [13], [123])
+    starts = [random_crops(one, 10, 0, epoch).offsets[0] for epoch in range(4000)]
+    counts = np.bincount(starts)
     assert len(counts) == 4 and abs(counts - 1000).max() < 5 * math.sqrt(750)
-    assert crop_start(0, 1, 5, 10, 10) == 0 == crop_start(0, 1, 5, 3, 10)
-    varied = {crop_start(*key, 10**9, 10) for key in itertools.product((0, 1), repeat=3)}
-    assert len(varied) == 8
+    assert random_crops(one, 13, 1, 5).offsets == 0 == random_crops(one, 20, 1, 5).offsets
+    long = Proteins(np.zeros(0, np.uint8), [0, 0], [10**9, 10**9], [0, 1])
+    varied = [random_crops(long, 10, *key).offsets for key in itertools.product((0, 1), repeat=2)]
+    assert len(np.unique(varied)) == 8
     proteins = DemoSource().sample(50, seed=3)      # in other places of file and batch
-    starts = crop_starts(proteins, np.arange(50), 45, seed=1, epoch=2)
-    other = crop_starts(proteins.subset([8, 7]), [1, 0], 45, seed=1, epoch=2)
-    assert other.tolist() == starts[7:9].tolist()
-    fixed = eval_crop_starts(proteins, [7, 8], 45)
-    assert (eval_crop_starts(proteins, np.arange(50), 45)[7:9] == fixed).all()
+    cropped = texts(random_crops(proteins, 45, seed=1, epoch=2))
+    assert texts(random_crops(proteins.subset([8, 7]), 45, 1, 2)) == cropped[8:6:-1]
 
 
-def test_collate_crops_and_pads_with_a_mask():
-    proteins = Proteins.from_sequences(["MKVLA", "ACD", "WX"])
-    x0, mask = collate(proteins, [0, 2, 1], [1, 0, 0], 3)
+def test_collate_pads_with_a_mask():
+    proteins = Proteins.from_sequences(["MKVLA", "ACD", "WX"]).subset([1, 2])
+    x0, mask = collate(proteins)
     assert x0.dtype == torch.int64 and mask.dtype == torch.bool
-    assert x0.tolist() == [encode("KVL").tolist(), [18, X_ID, X_ID], [0, 1, 2]]
-    assert mask.tolist() == [[True] * 3, [True, True, False], [True] * 3]
-    assert collate(proteins, [0, 1])[0].shape == (2, 5)
-    for starts in ([5, 0], [-1, 0], [0]):
-        with pytest.raises(ValueError, match="crop starts"):
-            collate(proteins, [0, 1], starts, 3)
+    assert x0.tolist() == [[0, 1, 2], [18, X_ID, X_ID]]
+    assert mask.tolist() == [[True] * 3, [True, True, False]]
+    wide, wide_mask = collate(proteins, width=5)
+    assert wide[:, :3].equal(x0) and (wide[:, 3:] == X_ID).all() and wide_mask.sum() == 5
 
 
 # ---- unigram and demo ----
 
 def test_unigram_frequencies_are_of_the_proteins_of_the_table_without_x_and_never_zero():
     proteins = Proteins.from_sequences(["AAC", "DDDDX", "YA"])
-    counts = proteins.subset([0, 2]).crop(np.array([1, 0]), 2).letter_counts()
+    part = Proteins(proteins.tokens, proteins.offsets[[0, 2]] + [1, 0], [2, 2])     # "AC", "YA"
+    counts = part.letter_counts()
     found = {(AMINO_ACIDS + "X")[i]: count for i, count in enumerate(counts) if count}
     assert found == {"A": 2, "C": 1, "Y": 1} and proteins.letter_counts()[X_ID] == 1
     for counts, expected in (([7] * 20 + [1000], [1] * 20), ([0] * 21, [1] * 20),
@@ -328,4 +330,6 @@ def test_demo_samples_follow_the_documented_distribution(demo):
     often = expected > 20
     chi2 = ((counts - expected)[often] ** 2 / expected[often]).sum() / often.sum()
     assert 0.9 < chi2 < 1.05                                # each term: 1 - p on average
-    assert demo.entropy() == pytest.approx((2.064, 2.889), abs=5e-4)
+    letters, triples = demo.pair.sum(0), demo.pair[..., None] * demo.transition
+    assert -(triples * np.log(demo.transition)).sum() == pytest.approx(2.064, abs=5e-4)
+    assert -(letters * np.log(letters)).sum() == pytest.approx(2.889, abs=5e-4)
