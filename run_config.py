@@ -84,35 +84,34 @@ def config_to_dict(config):
     return plain(dataclasses.asdict(config))
 
 
-def _flatten(config):
-    """{"section.key": value} of a nested dict as of config_to_dict."""
-    flat = {}
-    for section, value in config.items():
-        keys = value if isinstance(value, dict) else {"": value}        # "": a key of no section
-        flat |= {f"{section}.{key}".rstrip("."): item for key, item in keys.items()}
-    return flat
-
-
 def config_items(config, ignore=()):
-    """{"section.key": plain value} of all keys but those to ignore."""
-    return {key: value for key, value in _flatten(config_to_dict(config)).items()
-            if key not in ignore}
+    """{"section.key": plain value} of all keys but those to ignore.
+
+    config: a configuration, or what config_to_dict made of one.
+    """
+    nested, items = config if isinstance(config, dict) else config_to_dict(config), {}
+    for section, value in nested.items():
+        keys = value if isinstance(value, dict) else {"": value}        # "": a key of no section
+        items |= {f"{section}.{key}".rstrip("."): item for key, item in keys.items()}
+    return {key: item for key, item in items.items() if key not in ignore}
 
 
-def config_differences(old, new, ignore=()):
-    """List what differs between two configurations.
+def config_differences(former, config, ignore=()):
+    """List in what a configuration differs from that of a former run.
 
     Args:
-        old, new: nested dicts as of config_to_dict.
-        ignore:   dotted keys, or names of whole sections.
-    Returns: list of "section.key: old -> new"; a key that one side lacks is shown as (absent).
+        former: a configuration, or what config_to_dict made of one. A key that it lacks had what is
+            the default now: that is what the run did before there was such a key.
+        config: the configuration now.
+        ignore: dotted keys.
+    Returns: list of "section.key: before -> now"; a key that there is no longer is (absent) now.
     """
-    old, new, differences = _flatten(old), _flatten(new), []
-    for key in old | new:
-        ignored = key in ignore or key.partition(".")[0] in ignore
-        if not ignored and (key not in old or key not in new or old[key] != new[key]):
-            before, after = (repr(flat[key]) if key in flat else "(absent)" for flat in (old, new))
-            differences.append(f"{key}: {before} -> {after}")
+    before = config_items(type(config)(), ignore) | config_items(former, ignore)
+    now, differences = config_items(config, ignore), []
+    for key, value in before.items():
+        if key not in now or now[key] != value:
+            after = repr(now[key]) if key in now else "(absent)"
+            differences.append(f"{key}: {value!r} -> {after}")
     return differences
 
 

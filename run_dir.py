@@ -1,6 +1,6 @@
 """The run folder: what to continue from, what is refused, one live run in it, what it leaves.
 
-    path = find_checkpoint(folder, resume, fresh, differences)   # reads only; None: a new run
+    path = find_checkpoint(folder, resume, fresh, config, keys)   # reads only; None: a new run
     lock = open_run(folder, fresh, ("checkpoints", "samples"))   # from here on the folder is ours
     ...
     lock.release()
@@ -20,12 +20,13 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run, listed,
-                       load_checkpoint, print0, save_checkpoint, unwrap_ddp, watch_run)
+from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run,
+                       first_problem, listed, load_checkpoint, print0, save_checkpoint, unwrap_ddp,
+                       watch_run)
 from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import RunLog, read_rows, rows_up_to, write_text_atomic, write_whole
@@ -54,15 +55,14 @@ class Diverged(RuntimeError):
 
 
 # ---------------------------------------------------------------- what to continue from
-def find_checkpoint(run_dir, resume, fresh, differences):
+def find_checkpoint(run_dir, resume, fresh, config, may_change):
     """Find the checkpoint that a start continues from. Writes nothing.
 
     Args:
         run_dir: Path of the run folder, which may be missing.
         resume: path of a checkpoint that the user names, or None.
         fresh: whether the user wants to start over.
-        differences: function of the path of a config.yaml, of a run that came to no checkpoint;
-            returns lines that say in what it differs from the config now.
+        config: the config now. may_change: keys in which that of a former run may differ.
     Returns: path of the checkpoint as text, or None for a new run.
     Raises: ValueError for a folder that is in use, cannot be written, holds another run, or is no
         run folder.
@@ -88,11 +88,12 @@ def find_checkpoint(run_dir, resume, fresh, differences):
     if "metrics.jsonl" in names and not fresh:
         rows_up_to(run_dir / "metrics.jsonl", 0)   # refuses a file with broken rows
     if not resume and not fresh and not saved and "config.yaml" in names:
-        lines = differences(run_dir / "config.yaml")
-        if lines:
-            listed = "\n    ".join(lines)
+        former = load_config(type(config), run_dir / "config.yaml")
+        differences = config_differences(former, config, may_change)
+        if differences:
+            lines = "\n    ".join(differences)
             raise ValueError(f"{run_dir} holds a run with another config, which came to no "
-                             f"checkpoint:\n    {listed}\n  Expected the same config. Give another "
+                             f"checkpoint:\n    {lines}\n  Expected the same config. Give another "
                              "--work_dir, or --fresh to start over.")
     return str(resume) if resume else str(last) if saved and not fresh else None
 
@@ -112,43 +113,41 @@ class Former(NamedTuple):
     """What a start continues from."""
     path: str | None          # of the checkpoint; None: a new run
     state: dict | None        # what it holds
-    differences: Callable     # (config of it) -> lines on what differs now, without may_change
-    may_change: tuple         # keys of the config
 
 
-def check_resume(former, script, needed, model, things, fingerprint, accum, anew, ddp):
+def check_resume(former, config, may_change, needed, script, model, things, fingerprint, anew, ddp):
     """Refuse to continue from a checkpoint of something else, or from one that is spoilt.
 
     Args:
         former: a Former, whose state must have the keys `needed`.
+        config: the config now. may_change: keys in which the checkpoint's may differ.
         script: path of the training script, for messages.
         model: state_dict of the shapes expected.
         things, fingerprint: what is trained on, a word and {"n", "hash"}.
-        accum: micro-batches per rank in a global batch of a new run.
         anew: options that begin another run with the weights of this one, for messages.
     Returns: number of micro-batches in a global batch, which is fixed at the start of a run.
     Raises: ValueError.
     """
-    path, state, differences, may_change = former
+    path, state = former
     fine_tune = f" To train its weights further, as a new run: {anew} --work_dir NEW."
     if state is None:
-        return accum * ddp.world_size
+        return config.training.accum * ddp.world_size
     absent = [k for k in needed if not isinstance(state, dict) or k not in state]
     if absent:
         raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of "
                          f"{os.path.basename(script)}.")
-    different = differences(state["config"])
-    if different:
-        listed = "\n    ".join(different)
-        fits = not any(line.startswith(("model.", "graph.")) for line in different)
-        raise ValueError(f"{path} was trained with another config:\n    {listed}\n  Expected the "
+    differences = config_differences(state["config"], config, may_change)
+    if differences:
+        lines = "\n    ".join(differences)
+        fits = not any(line.startswith(("model.", "graph.")) for line in differences)
+        raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected the "
                          "same. Give another --work_dir, or --fresh to start over."
                          f"{fine_tune if fits else ''} (These keys may differ: "
                          f"{', '.join(may_change)}.)")
     shapes, found = ({k: tuple(v.shape) for k, v in weights.items()}
                      for weights in (model, state["model"]))
-    if shapes != found:
-        wrong = [k for k in {**shapes, **found} if shapes.get(k) != found.get(k)]
+    wrong = [name for name in shapes | found if shapes.get(name) != found.get(name)]
+    if wrong:
         raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "
                          f"{wrong[0]}: {found.get(wrong[0], 'absent')} in the file, "
                          f"{shapes.get(wrong[0], 'absent')} by the config. Give a checkpoint of "
@@ -222,23 +221,12 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
         raise ValueError(f"--resume {resume} is a folder; expected a checkpoint, such as "
                          f"{Path(resume) / folder / 'last.pt'}.")
     check_alike(config_items(config, per_host), ddp)
-    defaults = config_to_dict(type(config)())
-
-    def differences(former):
-        former = former if isinstance(former, dict) else config_to_dict(
-            load_config(type(config), former))
-        # Before a key was there, a run did what is its default now.
-        former = {name: {**defaults.get(name, {}), **values} if isinstance(values, dict) else values
-                  for name, values in former.items()}
-        return config_differences(former, config_to_dict(config), ignore=may_change)
-
-    path = find_checkpoint(work_dir, resume, fresh, differences) if ddp.is_main else None
+    path = find_checkpoint(work_dir, resume, fresh, config, may_change) if ddp.is_main else None
     path = broadcast(path, ddp)
     if path is None:
-        return Former(None, None, differences, may_change)
+        return Former(None, None)
     state = load_checkpoint(path, ddp)
-    path = ddp.state.checkpoint   # perhaps of the one before
-    return Former(path, state, differences, may_change)
+    return Former(ddp.state.checkpoint, state)   # last-1.pt, where last.pt is damaged
 
 
 def check_alike(values, ddp):
@@ -246,14 +234,12 @@ def check_alike(values, ddp):
 
     values: {what: plain value}. A collective. Raises ValueError on every rank, naming the first
     rank that differs and what it has."""
-    first = broadcast(values, ddp)
-    other = [f"{what} {json.dumps(mine)} (rank 0: {json.dumps(first.get(what))})"
-             for what, mine in values.items() if first.get(what) != mine]
-    more = f" and {len(other) - 4} more" if len(other) > 4 else ""
-    problem = f"rank {ddp.rank} on {ddp.host} has {', '.join(other[:4])}{more}"
-    differs = all_sum([float(bool(other) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
-    if any(differs):
-        problem = broadcast(problem, ddp, src=differs.index(1.0))
+    of_rank_0 = broadcast(values, ddp)
+    other = [f"{what} {json.dumps(own)} (rank 0: {json.dumps(of_rank_0.get(what))})"
+             for what, own in values.items() if of_rank_0.get(what) != own]
+    problem = f"rank {ddp.rank} on {ddp.host} has {listed(other)}" if other else ""
+    problem = first_problem(problem, ddp)
+    if problem:
         raise ValueError(f"{problem}. Expected the same on all ranks. Is a file that every host "
                          "has a copy of an old one somewhere, or was another command given there?")
 
@@ -269,12 +255,11 @@ def check_in_sync(model, ddp):
     sums = torch.stack([p.detach().contiguous().view(words[p.element_size()]).sum(dtype=torch.int64)
                         for p in parameters])
     differs = (sums != broadcast(sums.clone(), ddp)).tolist()
-    first = differs.index(True) + 1 if any(differs) else 0
-    found = all_sum([first if r == ddp.rank else 0 for r in range(ddp.world_size)], ddp)
-    ranks = [r for r, n in enumerate(found) if n]
-    if not ranks:
+    name = first_problem(names[differs.index(True)] if any(differs) else "", ddp)
+    if not name:
         return
-    name, hosts = names[int(found[ranks[0]]) - 1], ddp.state.hosts
+    found = all_sum([float(any(differs) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
+    ranks, hosts = [r for r, differ in enumerate(found) if differ], ddp.state.hosts
     who = f"rank {listed([f'{r} on {hosts[r]}' for r in ranks])} differ from rank 0"
     if len(ranks) > ddp.world_size / 2 and ddp.world_size > 2:
         who = f"rank 0 on {hosts[0]} differs from most others"
