@@ -3,7 +3,7 @@
     @dataclass
     class Optim:
         lr: float = 3e-4
-        betas: tuple[float, float] = (0.9, 0.999)   # of AdamW, as is eps
+        betas: tuple[float, float] = (0.9, 0.999)
 
     @dataclass
     class Config:
@@ -30,7 +30,6 @@ import argparse
 import dataclasses
 import difflib
 import math
-import re
 import types
 import typing
 from dataclasses import dataclass
@@ -228,7 +227,7 @@ def check_values(c, checks, least):
         (0 <= c.data.val_fraction < 1,
          f"data.val_fraction is {c.data.val_fraction}; expected 0 up to below 1"),
         (o.eps > 0, f"optim.eps is {o.eps}; expected more than 0"),
-        (set(t.stop_signals) <= {*known},
+        (set(t.stop_signals) <= set(known),
          f"training.stop_signals is {list(t.stop_signals)}; expected some of {', '.join(known)}"))
     for right, text in (*common, *checks):
         if not right:
@@ -388,7 +387,7 @@ def _convert(value, kind):
                 continue
     elif origin is typing.Literal and value in args:
         return value
-    elif kind in (float, int):
+    elif kind in (float, int) and isinstance(value, str):
         number = _number(value, kind)
         if number is not None:
             return number
@@ -406,11 +405,13 @@ def _convert(value, kind):
 
 def _number(text, kind):
     """The int or float that a text is; None for anything else, nan and infinities included."""
-    if not isinstance(text, str):
+    try:
+        number = float(text)
+    except ValueError:
         return None
-    if kind is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
-        return int(text)
-    is_number = re.fullmatch(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?", text)
-    number = float(text) if is_number else math.nan
-    is_usable = math.isfinite(number) and (kind is float or number.is_integer())
-    return kind(number) if is_usable else None
+    if not math.isfinite(number) or (kind is int and not number.is_integer()):
+        return None
+    try:
+        return kind(text)   # exact, however large
+    except ValueError:      # 1e6, 2.0
+        return int(number)
