@@ -95,7 +95,9 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change):
             raise ValueError(f"{run_dir} holds a run with another config, which came to no "
                              f"checkpoint:\n    {lines}\n  Expected the same config. Give another "
                              "--work_dir, or --fresh to start over.")
-    return str(resume) if resume else str(last) if saved and not fresh else None
+    if resume:
+        return str(resume)
+    return str(last) if saved and not fresh else None
 
 
 def refuse_unwritable(run_dir):
@@ -195,7 +197,8 @@ def open_run(run_dir, fresh, folders):
         candidates = (run_dir.with_name(f"{run_dir.name}.old{k}") for k in range(1, 10**6))
         old = next(path for path in candidates if not path.exists())
         run_dir.rename(old)
-        lock.release(at=old)
+        lock.path = old / "lock.json"
+        lock.release()
         print(f"--fresh: the former run is now in {old}", flush=True)
         lock = RunLock(run_dir)
     for folder in (run_dir, *(run_dir / name for name in folders)):
@@ -325,7 +328,7 @@ def is_finished(run):
 
 
 def take_folder(run, ddp, fresh, folders):
-    """Take the run folder and watch over the run from here on; nothing for a finished run.
+    """Take the run folder and watch over the run from here on. Leaves a finished run alone.
 
     Raises: ValueError where no step is left of a run that is not finished."""
     if is_finished(run):
@@ -354,8 +357,9 @@ def bring_best(run, ddp, name):
 
 
 def copy_best(folder, name, path, best):
-    """Is file `name` in the run folder? From the run of checkpoint `path`, where that is another
-    one, it is copied if its step is that of `best`."""
+    """Copy file `name` from the run folder of checkpoint `path`, if its step is that of `best`.
+
+    Returns: whether `folder`, which may be the same, has the file now."""
     here, there = folder / name, Path(path).absolute().parent.parent / name
     if here.resolve() == there.resolve():
         return here.exists()
@@ -370,10 +374,12 @@ def copy_best(folder, name, path, best):
 
 
 def check_lock(run, ddp):
-    """Raise RuntimeError where another run has taken the folder over; write no more there."""
+    """Raise RuntimeError where another run has taken the folder over, as this one stood still."""
     if run.lock and run.lock.lost:
-        close_run(ddp)
-        run.lock.check()
+        close_run(ddp)   # its end would write another status.json
+        raise RuntimeError(f"{run.work_dir} has been taken over by {run.lock.lost}, as this run "
+                           f"gave no sign of life for {run.lock.stale} s. Nothing more is written "
+                           "here.")
 
 
 def before_saving(run, log, ddp):
@@ -492,9 +498,11 @@ def write_status(run_dir, code, reason, step=None):
 
 def read_status(run_dir):
     """status.json as a dict, or {} where there is none that can be read. run_dir: may be None."""
+    if run_dir is None:
+        return {}
     try:
-        status = json.loads((Path(run_dir or "") / "status.json").read_text(encoding="utf-8"))
-        return status if run_dir is not None and isinstance(status, dict) else {}
+        status = json.loads((Path(run_dir) / "status.json").read_text(encoding="utf-8"))
+        return status if isinstance(status, dict) else {}
     except (OSError, ValueError):
         return {}
 
@@ -543,23 +551,21 @@ class RunLock:
         """Take the lock, making the folder. Raises ValueError if a live run holds it, OSError if it
         cannot be written."""
         self.path = Path(run_dir) / "lock.json"
-        if self.refuse_live(run_dir):
-            dead = self.path.read_bytes()
-            aside = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
-            self.path.replace(aside)
-            if aside.read_bytes() != dead:   # another start was faster: put its lock back
-                aside.replace(self.path)
+        temporary = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
+        dead = self.refuse_live(run_dir)
+        if dead is not None:
+            self.path.replace(temporary)
+            if temporary.read_text(encoding="utf-8") != dead:   # another start was faster
+                temporary.replace(self.path)
                 self.refuse_live(run_dir)
-            aside.unlink(missing_ok=True)
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
         self.holder = {"host": socket.gethostname(), "pid": os.getpid(),
                        "start": process_start(os.getpid()), "job": job}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
         try:
-            whole.write_text(self._text(), encoding="utf-8")
+            temporary.write_text(self._text(), encoding="utf-8")
             try:
-                os.link(whole, self.path)    # whole or not at all; of two starts, one gets it
+                os.link(temporary, self.path)    # whole or not at all; of two starts, one gets it
             except FileExistsError:
                 raise
             except OSError:                  # a file system without hard links
@@ -569,7 +575,7 @@ class RunLock:
             raise ValueError(f"{run_dir} was taken by another run at this moment. Expected one run "
                              "per folder. Give another --work_dir.") from None
         finally:
-            whole.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         self.released, self.lost = threading.Event(), ""
         self.thread = threading.Thread(target=self._renew, daemon=True, name="run-lock")
         self.thread.start()
@@ -591,21 +597,14 @@ class RunLock:
             except OSError:   # a full disk is reported by what cannot be saved
                 continue
 
-    def check(self):
-        """Raise RuntimeError if another run has taken the folder over, as this one stood still."""
-        if self.lost:
-            raise RuntimeError(f"{self.path.parent} has been taken over by {self.lost}, as this "
-                               f"run gave no sign of life for {self.stale} s. Nothing more is "
-                               "written here.")
-
-    def release(self, at=None):
-        """Give the folder free. at: where it is now, if it was renamed. Harmless when repeated."""
+    def release(self):
+        """Give the folder free. Harmless when repeated."""
         if self.released.is_set():
             return
         self.released.set()
         self.thread.join()          # or a heartbeat under way would write the file again
         if not self.lost:
-            (self.path if at is None else Path(at) / "lock.json").unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
     @classmethod
     def _lives_elsewhere(cls, run_dir, beat, age):
@@ -640,13 +639,14 @@ class RunLock:
         """Raise ValueError, naming the holder, if a live run holds this folder.
 
         wait: watch whether a holder on another host renews its lock; else a heartbeat that is not
-        stale counts as life. Returns whether there is a lock, of a dead run or of this process.
+        stale counts as life. Returns: text of the lock of a dead run or of this process, or None.
         """
         try:
-            lock = json.loads((Path(run_dir) / "lock.json").read_text(encoding="utf-8"))
+            text = (Path(run_dir) / "lock.json").read_text(encoding="utf-8")
+            lock = json.loads(text)
             host, pid, age = lock["host"], lock["pid"], time.time() - lock["beat"]
         except (FileNotFoundError, NotADirectoryError):
-            return False
+            return None
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{run_dir}/lock.json cannot be read as a lock; expected JSON with "
                              "host, pid and beat. Remove it if no run is using this "
@@ -654,7 +654,7 @@ class RunLock:
         if host != socket.gethostname():
             lives = cls._lives_elsewhere(run_dir, lock["beat"], age) if wait else age < cls.stale
         elif pid == os.getpid():
-            return True
+            return text
         else:
             start = process_start(pid)
             lives = start is not None and start == lock.get("start")
@@ -663,7 +663,7 @@ class RunLock:
             raise ValueError(f"{run_dir} is in use by process {pid} on {host}{job} (last sign of "
                              f"life {age:.0f} s ago). Expected one run per folder. Wait for it, "
                              "stop it, or give another --work_dir.")
-        return True
+        return text
 
 
 def process_start(pid):
