@@ -29,6 +29,7 @@ So 010 is 10, and 1:30 is no number (YAML 1.1 would read 8 and 90).
 import argparse
 import dataclasses
 import difflib
+import json
 import math
 import types
 import typing
@@ -75,12 +76,7 @@ def load_config(cls, path=None, overrides=(), flags=None):
 
 def config_to_dict(config):
     """Nested dict of plain types (tuples become lists), fit for a checkpoint and for YAML."""
-    def plain(value):
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    return plain(dataclasses.asdict(config))
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def config_items(config, ignore=()):

@@ -233,10 +233,10 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
 
 
 def check_alike(values, ddp):
-    """Refuse what a rank has otherwise than rank 0, such as a setting or the hash of a file.
+    """Refuse values that differ between ranks, such as settings or the hash of a file.
 
     values: {what: plain value}. A collective. Raises ValueError on every rank, naming the first
-    rank that differs and what it has."""
+    rank that differs from rank 0 and what it has."""
     of_rank_0 = broadcast(values, ddp)
     other = [f"{what} {json.dumps(own)} (rank 0: {json.dumps(of_rank_0.get(what))})"
              for what, own in values.items() if of_rank_0.get(what) != own]
@@ -346,8 +346,9 @@ def take_folder(run, ddp, fresh, folders):
 
 
 def bring_best(run, ddp, name):
-    """Take the best weights, file `name`, along where a run goes on in another folder; where that
-    cannot be, look for a new best."""
+    """Copy the best weights, file `name`, to the other folder that a run goes on in.
+
+    Where they are not at hand, the next evaluation is the best so far."""
     best = run.progress["best"]
     if is_finished(run) or not best:
         return
@@ -393,7 +394,7 @@ def before_saving(run, log, ddp):
 
 
 def open_log(run, ddp):
-    """The RunLog of a run, as it was at the step that the run is at."""
+    """Open the RunLog of a run, without rows after the step that it continues from."""
     log, m = RunLog(run.work_dir, ddp.is_main, total_steps=run.n_iters), run.config.monitoring
     log.truncate(run.progress["step"] if run.path else -1)
     log.track({**config_to_dict(run.config), "world_size": ddp.world_size}, run.progress["step"],
@@ -416,10 +417,10 @@ def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):
 
 
 def finish_run(run, log, ddp, reason, result, seconds, lines):
-    """The end of training: close the log, give the folder free, say what there is.
+    """The end of training: close the log, release the folder, print the result or how to go on.
 
-    reason: of a stop in good order. seconds: that training took. lines: function that tells the
-    result of a finished run. Returns: `result`, with "stopped" if the run is to go on."""
+    reason: of a stop in good order. seconds: that training took. lines: function that returns lines
+    on the result of a finished run. Returns: `result`, with "stopped" if the run is to go on."""
     log.close()
     if run.lock:
         run.lock.release()
@@ -474,7 +475,9 @@ def say_finished(run, ddp, lines):
 
 
 def closing(ddp, prepare, train):
-    """prepare and train for a caller that goes on after an error, such as a notebook."""
+    """Prepare and train; after an error too, leave nothing that hinders a caller who goes on.
+
+    prepare: function () -> Run. train: function (run, ddp), whose result is returned."""
     run = None
     try:
         run = prepare()
@@ -598,7 +601,7 @@ class RunLock:
                 continue
 
     def release(self):
-        """Give the folder free. Harmless when repeated."""
+        """Release the folder. Harmless when repeated."""
         if self.released.is_set():
             return
         self.released.set()

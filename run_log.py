@@ -29,9 +29,9 @@ TRACKER_SECONDS = 60    # that a server may keep a run waiting
 
 
 class RunLog:
-    """run_dir: folder, made if missing. total_steps: for bar and time left.
+    """Writes the metrics of a run to its file, to the screen and to trackers.
 
-    progress draws a bar on stderr where that is a terminal, else it prints plain lines on stdout.
+    run_dir: folder, made if missing. total_steps: for bar and time left.
     """
 
     def __init__(self, run_dir, is_main, total_steps=None):
@@ -105,7 +105,10 @@ class RunLog:
             write_text_atomic(self.path, rows_up_to(self.path, step))
 
     def progress(self, step, rate=None, **numbers):
-        """Show where the run is, with numbers by name. rate: residues/s of all ranks."""
+        """Show where the run is: a bar on stderr where that is a terminal, else a line on stdout.
+
+        rate: residues/s of all ranks. numbers: others, by name.
+        """
         if not self.is_main:
             return
         now = time.monotonic()
@@ -254,7 +257,7 @@ def write_whole(path, write):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = f"{os.getpid()}-{threading.get_ident()}"   # two threads may end a run
+    writer = f"{os.getpid()}-{threading.get_ident()}"   # in a notebook, two runs renew one lock
     temporary = path.with_name(f".{path.name}.{writer}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -426,13 +426,14 @@ def test_the_lock_of_a_live_run_counts_and_a_dead_ones_is_taken_over(fasta, tmp_
 
 def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp_path, monkeypatch):
     path, pid = tmp_path / "lock.json", os.getppid()
-    start = process_start(pid)
-    faster = {"host": socket.gethostname(), "pid": pid, "start": start, "beat": time.time()}
+    faster = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid),
+              "beat": time.time()}
     path.write_text(json.dumps({**faster, "start": "another"}))   # of a process that is gone
 
-    def look_and_be_overtaken(pid):
-        path.write_text(json.dumps(faster))
-        return start
+    def look_and_be_overtaken(asked):
+        if asked == pid:
+            path.write_text(json.dumps(faster))
+        return process_start(asked)
 
     monkeypatch.setattr("run_dir.process_start", look_and_be_overtaken)
     with pytest.raises(ValueError, match=f"in use by process {pid} on "):
