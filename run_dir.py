@@ -1,6 +1,6 @@
 """The run folder: what to continue from, what is refused, one live run in it, what it leaves.
 
-    path = find_checkpoint(folder, resume, fresh, config, keys)   # reads only; None: a new run
+    path = find_checkpoint(folder, resume, fresh, config, may_change)   # None: a new run
     lock = open_run(folder, fresh, ("checkpoints", "samples"))   # from here on the folder is ours
     ...
     lock.release()
@@ -44,6 +44,7 @@ MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_f
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
+# What tells a run folder from any other: it has one of these.
 MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
 STAGE_SECONDS = 3 * 3600.0   # for the slowest host to copy the data: 20 GB at 2 MB/s
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
@@ -253,10 +254,10 @@ def check_in_sync(model, ddp):
     Raises: RuntimeError on every rank, naming the ranks that differ and their first parameter."""
     if ddp.world_size == 1:
         return
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}   # by bytes
     names, parameters = zip(*unwrap_ddp(model).named_parameters())
-    sums = torch.stack([p.detach().contiguous().view(words[p.element_size()]).sum(dtype=torch.int64)
-                        for p in parameters])
+    bits = [p.detach().contiguous().view(integers[p.element_size()]) for p in parameters]
+    sums = torch.stack([values.sum(dtype=torch.int64) for values in bits])
     differs = (sums != broadcast(sums.clone(), ddp)).tolist()
     name = first_problem(names[differs.index(True)] if any(differs) else "", ddp)
     if not name:
@@ -286,13 +287,14 @@ def staged(folder, stage, copy, ddp):
         yield None
         return
     name = f"{Path(folder).resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None
-    name, last = broadcast(name, ddp), [time.monotonic()]
-    target = Path(stage) / f"{name}-{ddp.host or 'here'}"
+    target = Path(stage) / f"{broadcast(name, ddp)}-{ddp.host or 'here'}"
+    reported = time.monotonic()
 
     def report(done, total):
+        nonlocal reported
         beat(ddp)
-        if ddp.is_main and (done == total or time.monotonic() > last[0] + 10):
-            last[0] = time.monotonic()
+        if ddp.is_main and (done == total or time.monotonic() > reported + 10):
+            reported = time.monotonic()
             print0(ddp, f"copying {folder} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
 
     if ddp.local_rank == 0:
@@ -377,7 +379,7 @@ def copy_best(folder, name, path, best):
 def check_lock(run, ddp):
     """Raise RuntimeError where another run has taken the folder over, as this one stood still."""
     if run.lock and run.lock.lost:
-        close_run(ddp)   # its end would write another status.json
+        close_run(ddp)   # else the failure would go into the other run's status.json
         raise RuntimeError(f"{run.work_dir} has been taken over by {run.lock.lost}, as this run "
                            f"gave no sign of life for {run.lock.stale} s. Nothing more is written "
                            "here.")
@@ -468,7 +470,7 @@ def say_finished(run, ddp, lines):
                            f"at step {step:,}.{more} To start over, --fresh.",
                            *lines(result, folder),
                            *([f"  picture   {picture}"] if picture.exists() else [])]))
-    close_run(ddp)   # its end would write another status.json
+    close_run(ddp)   # else the end of the process would write status.json
     if ddp.is_main:
         write_status(run.work_dir, 0, run.progress["finished"], step)
     return {"step": step}

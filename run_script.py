@@ -91,11 +91,11 @@ def run_script(script, argv=None):
 
 
 @contextlib.contextmanager
-def joined_ranks(*devices, **options):
+def joined_ranks(device="auto", backend="auto", **options):
     """setup_ddp for a script that measures. What is wrong with the machine, the data or the
     settings ends all ranks with one line."""
     try:
-        ddp = setup_ddp(*devices, quiet=True, **options)
+        ddp = setup_ddp(device, backend, quiet=True, **options)
     except (RuntimeError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(getattr(e, "code", 1))
