@@ -322,7 +322,7 @@ def start_ranks(args, argv):
         command = ["-u", str(Path(__file__).with_name("bench_ddp.py")), "scale", *argv,
                    "--measure", "--json", path]
         for ranks in args.ranks * args.rounds:
-            if code := run_ranks(command, ranks, 1, 0, "c10d", "localhost:0"):
+            if code := run_ranks(command, ranks):
                 sys.exit(code)      # the rank that failed has said why
         args.launches = read_launches(path)
 

@@ -3,7 +3,7 @@
     @dataclass
     class Optim:
         lr: float = 3e-4
-        betas: tuple[float, float] = (0.9, 0.999)   # of AdamW, as is eps
+        betas: tuple[float, float] = (0.9, 0.999)
 
     @dataclass
     class Config:
@@ -29,8 +29,8 @@ So 010 is 10, and 1:30 is no number (YAML 1.1 would read 8 and 90).
 import argparse
 import dataclasses
 import difflib
+import json
 import math
-import re
 import types
 import typing
 from dataclasses import dataclass
@@ -76,43 +76,37 @@ def load_config(cls, path=None, overrides=(), flags=None):
 
 def config_to_dict(config):
     """Nested dict of plain types (tuples become lists), fit for a checkpoint and for YAML."""
-    def plain(value):
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    return plain(dataclasses.asdict(config))
-
-
-def _flatten(config):
-    """{"section.key": value} of a nested dict as of config_to_dict."""
-    flat = {}
-    for section, value in config.items():
-        keys = value if isinstance(value, dict) else {"": value}        # "": a key of no section
-        flat |= {f"{section}.{key}".rstrip("."): item for key, item in keys.items()}
-    return flat
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def config_items(config, ignore=()):
-    """{"section.key": plain value} of all keys but those to ignore."""
-    return {key: value for key, value in _flatten(config_to_dict(config)).items()
-            if key not in ignore}
+    """{"section.key": plain value} of all keys but those to ignore.
+
+    config: a configuration, or what config_to_dict made of one.
+    """
+    nested, items = config if isinstance(config, dict) else config_to_dict(config), {}
+    for section, value in nested.items():
+        keys = value if isinstance(value, dict) else {"": value}        # "": a key of no section
+        items |= {f"{section}.{key}".rstrip("."): item for key, item in keys.items()}
+    return {key: item for key, item in items.items() if key not in ignore}
 
 
-def config_differences(old, new, ignore=()):
-    """List what differs between two configurations.
+def config_differences(former, config, ignore=()):
+    """List in what a configuration differs from that of a former run.
 
     Args:
-        old, new: nested dicts as of config_to_dict.
-        ignore:   dotted keys, or names of whole sections.
-    Returns: list of "section.key: old -> new"; a key that one side lacks is shown as (absent).
+        former: a configuration, or what config_to_dict made of one. A key that it lacks had what is
+            the default now: that is what the run did before there was such a key.
+        config: the configuration now.
+        ignore: dotted keys.
+    Returns: list of "section.key: before -> now"; a key that there is no longer is (absent) now.
     """
-    old, new, differences = _flatten(old), _flatten(new), []
-    for key in old | new:
-        ignored = key in ignore or key.partition(".")[0] in ignore
-        if not ignored and (key not in old or key not in new or old[key] != new[key]):
-            before, after = (repr(flat[key]) if key in flat else "(absent)" for flat in (old, new))
-            differences.append(f"{key}: {before} -> {after}")
+    before = config_items(type(config)(), ignore) | config_items(former, ignore)
+    now, differences = config_items(config, ignore), []
+    for key, value in before.items():
+        if key not in now or now[key] != value:
+            after = repr(now[key]) if key in now else "(absent)"
+            differences.append(f"{key}: {value!r} -> {after}")
     return differences
 
 
@@ -229,7 +223,7 @@ def check_values(c, checks, least):
         (0 <= c.data.val_fraction < 1,
          f"data.val_fraction is {c.data.val_fraction}; expected 0 up to below 1"),
         (o.eps > 0, f"optim.eps is {o.eps}; expected more than 0"),
-        (set(t.stop_signals) <= {*known},
+        (set(t.stop_signals) <= set(known),
          f"training.stop_signals is {list(t.stop_signals)}; expected some of {', '.join(known)}"))
     for right, text in (*common, *checks):
         if not right:
@@ -389,7 +383,7 @@ def _convert(value, kind):
                 continue
     elif origin is typing.Literal and value in args:
         return value
-    elif kind in (float, int):
+    elif kind in (float, int) and isinstance(value, str):
         number = _number(value, kind)
         if number is not None:
             return number
@@ -407,11 +401,13 @@ def _convert(value, kind):
 
 def _number(text, kind):
     """The int or float that a text is; None for anything else, nan and infinities included."""
-    if not isinstance(text, str):
+    try:
+        number = float(text)
+    except ValueError:
         return None
-    if kind is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
-        return int(text)
-    is_number = re.fullmatch(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?", text)
-    number = float(text) if is_number else math.nan
-    is_usable = math.isfinite(number) and (kind is float or number.is_integer())
-    return kind(number) if is_usable else None
+    if not math.isfinite(number) or (kind is int and not number.is_integer()):
+        return None
+    try:
+        return kind(text)   # exact, however large
+    except ValueError:      # 1e6, 2.0
+        return int(number)

@@ -1,6 +1,6 @@
 """The run folder: what to continue from, what is refused, one live run in it, what it leaves.
 
-    path = find_checkpoint(folder, resume, fresh, differences)   # reads only; None: a new run
+    path = find_checkpoint(folder, resume, fresh, config, may_change)   # None: a new run
     lock = open_run(folder, fresh, ("checkpoints", "samples"))   # from here on the folder is ours
     ...
     lock.release()
@@ -20,12 +20,13 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run, listed,
-                       load_checkpoint, print0, save_checkpoint, unwrap_ddp, watch_run)
+from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, close_run,
+                       first_problem, listed, load_checkpoint, print0, save_checkpoint, unwrap_ddp,
+                       watch_run)
 from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import RunLog, read_rows, rows_up_to, write_text_atomic, write_whole
@@ -43,6 +44,7 @@ MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_f
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
+# What tells a run folder from any other: it has one of these.
 MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
 STAGE_SECONDS = 3 * 3600.0   # for the slowest host to copy the data: 20 GB at 2 MB/s
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
@@ -54,15 +56,14 @@ class Diverged(RuntimeError):
 
 
 # ---------------------------------------------------------------- what to continue from
-def find_checkpoint(run_dir, resume, fresh, differences):
+def find_checkpoint(run_dir, resume, fresh, config, may_change):
     """Find the checkpoint that a start continues from. Writes nothing.
 
     Args:
         run_dir: Path of the run folder, which may be missing.
         resume: path of a checkpoint that the user names, or None.
         fresh: whether the user wants to start over.
-        differences: function of the path of a config.yaml, of a run that came to no checkpoint;
-            returns lines that say in what it differs from the config now.
+        config: the config now. may_change: keys in which that of a former run may differ.
     Returns: path of the checkpoint as text, or None for a new run.
     Raises: ValueError for a folder that is in use, cannot be written, holds another run, or is no
         run folder.
@@ -88,13 +89,16 @@ def find_checkpoint(run_dir, resume, fresh, differences):
     if "metrics.jsonl" in names and not fresh:
         rows_up_to(run_dir / "metrics.jsonl", 0)   # refuses a file with broken rows
     if not resume and not fresh and not saved and "config.yaml" in names:
-        lines = differences(run_dir / "config.yaml")
-        if lines:
-            listed = "\n    ".join(lines)
+        former = load_config(type(config), run_dir / "config.yaml")
+        differences = config_differences(former, config, may_change)
+        if differences:
+            lines = "\n    ".join(differences)
             raise ValueError(f"{run_dir} holds a run with another config, which came to no "
-                             f"checkpoint:\n    {listed}\n  Expected the same config. Give another "
+                             f"checkpoint:\n    {lines}\n  Expected the same config. Give another "
                              "--work_dir, or --fresh to start over.")
-    return str(resume) if resume else str(last) if saved and not fresh else None
+    if resume:
+        return str(resume)
+    return str(last) if saved and not fresh else None
 
 
 def refuse_unwritable(run_dir):
@@ -112,43 +116,41 @@ class Former(NamedTuple):
     """What a start continues from."""
     path: str | None          # of the checkpoint; None: a new run
     state: dict | None        # what it holds
-    differences: Callable     # (config of it) -> lines on what differs now, without may_change
-    may_change: tuple         # keys of the config
 
 
-def check_resume(former, script, needed, model, things, fingerprint, accum, anew, ddp):
+def check_resume(former, config, may_change, needed, script, model, things, fingerprint, anew, ddp):
     """Refuse to continue from a checkpoint of something else, or from one that is spoilt.
 
     Args:
         former: a Former, whose state must have the keys `needed`.
+        config: the config now. may_change: keys in which the checkpoint's may differ.
         script: path of the training script, for messages.
         model: state_dict of the shapes expected.
         things, fingerprint: what is trained on, a word and {"n", "hash"}.
-        accum: micro-batches per rank in a global batch of a new run.
         anew: options that begin another run with the weights of this one, for messages.
     Returns: number of micro-batches in a global batch, which is fixed at the start of a run.
     Raises: ValueError.
     """
-    path, state, differences, may_change = former
+    path, state = former
     fine_tune = f" To train its weights further, as a new run: {anew} --work_dir NEW."
     if state is None:
-        return accum * ddp.world_size
+        return config.training.accum * ddp.world_size
     absent = [k for k in needed if not isinstance(state, dict) or k not in state]
     if absent:
         raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of "
                          f"{os.path.basename(script)}.")
-    different = differences(state["config"])
-    if different:
-        listed = "\n    ".join(different)
-        fits = not any(line.startswith(("model.", "graph.")) for line in different)
-        raise ValueError(f"{path} was trained with another config:\n    {listed}\n  Expected the "
+    differences = config_differences(state["config"], config, may_change)
+    if differences:
+        lines = "\n    ".join(differences)
+        fits = not any(line.startswith(("model.", "graph.")) for line in differences)
+        raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected the "
                          "same. Give another --work_dir, or --fresh to start over."
                          f"{fine_tune if fits else ''} (These keys may differ: "
                          f"{', '.join(may_change)}.)")
     shapes, found = ({k: tuple(v.shape) for k, v in weights.items()}
                      for weights in (model, state["model"]))
-    if shapes != found:
-        wrong = [k for k in {**shapes, **found} if shapes.get(k) != found.get(k)]
+    wrong = [name for name in shapes | found if shapes.get(name) != found.get(name)]
+    if wrong:
         raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "
                          f"{wrong[0]}: {found.get(wrong[0], 'absent')} in the file, "
                          f"{shapes.get(wrong[0], 'absent')} by the config. Give a checkpoint of "
@@ -196,7 +198,8 @@ def open_run(run_dir, fresh, folders):
         candidates = (run_dir.with_name(f"{run_dir.name}.old{k}") for k in range(1, 10**6))
         old = next(path for path in candidates if not path.exists())
         run_dir.rename(old)
-        lock.release(at=old)
+        lock.path = old / "lock.json"
+        lock.release()
         print(f"--fresh: the former run is now in {old}", flush=True)
         lock = RunLock(run_dir)
     for folder in (run_dir, *(run_dir / name for name in folders)):
@@ -222,38 +225,25 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
         raise ValueError(f"--resume {resume} is a folder; expected a checkpoint, such as "
                          f"{Path(resume) / folder / 'last.pt'}.")
     check_alike(config_items(config, per_host), ddp)
-    defaults = config_to_dict(type(config)())
-
-    def differences(former):
-        former = former if isinstance(former, dict) else config_to_dict(
-            load_config(type(config), former))
-        # Before a key was there, a run did what is its default now.
-        former = {name: {**defaults.get(name, {}), **values} if isinstance(values, dict) else values
-                  for name, values in former.items()}
-        return config_differences(former, config_to_dict(config), ignore=may_change)
-
-    path = find_checkpoint(work_dir, resume, fresh, differences) if ddp.is_main else None
+    path = find_checkpoint(work_dir, resume, fresh, config, may_change) if ddp.is_main else None
     path = broadcast(path, ddp)
     if path is None:
-        return Former(None, None, differences, may_change)
+        return Former(None, None)
     state = load_checkpoint(path, ddp)
-    path = ddp.state.checkpoint   # perhaps of the one before
-    return Former(path, state, differences, may_change)
+    return Former(ddp.state.checkpoint, state)   # last-1.pt, where last.pt is damaged
 
 
 def check_alike(values, ddp):
-    """Refuse what a rank has otherwise than rank 0, such as a setting or the hash of a file.
+    """Refuse values that differ between ranks, such as settings or the hash of a file.
 
     values: {what: plain value}. A collective. Raises ValueError on every rank, naming the first
-    rank that differs and what it has."""
-    first = broadcast(values, ddp)
-    other = [f"{what} {json.dumps(mine)} (rank 0: {json.dumps(first.get(what))})"
-             for what, mine in values.items() if first.get(what) != mine]
-    more = f" and {len(other) - 4} more" if len(other) > 4 else ""
-    problem = f"rank {ddp.rank} on {ddp.host} has {', '.join(other[:4])}{more}"
-    differs = all_sum([float(bool(other) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
-    if any(differs):
-        problem = broadcast(problem, ddp, src=differs.index(1.0))
+    rank that differs from rank 0 and what it has."""
+    of_rank_0 = broadcast(values, ddp)
+    other = [f"{what} {json.dumps(own)} (rank 0: {json.dumps(of_rank_0.get(what))})"
+             for what, own in values.items() if of_rank_0.get(what) != own]
+    problem = f"rank {ddp.rank} on {ddp.host} has {listed(other)}" if other else ""
+    problem = first_problem(problem, ddp)
+    if problem:
         raise ValueError(f"{problem}. Expected the same on all ranks. Is a file that every host "
                          "has a copy of an old one somewhere, or was another command given there?")
 
@@ -264,17 +254,16 @@ def check_in_sync(model, ddp):
     Raises: RuntimeError on every rank, naming the ranks that differ and their first parameter."""
     if ddp.world_size == 1:
         return
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}   # by bytes
     names, parameters = zip(*unwrap_ddp(model).named_parameters())
-    sums = torch.stack([p.detach().contiguous().view(words[p.element_size()]).sum(dtype=torch.int64)
-                        for p in parameters])
+    bits = [p.detach().contiguous().view(integers[p.element_size()]) for p in parameters]
+    sums = torch.stack([values.sum(dtype=torch.int64) for values in bits])
     differs = (sums != broadcast(sums.clone(), ddp)).tolist()
-    first = differs.index(True) + 1 if any(differs) else 0
-    found = all_sum([first if r == ddp.rank else 0 for r in range(ddp.world_size)], ddp)
-    ranks = [r for r, n in enumerate(found) if n]
-    if not ranks:
+    name = first_problem(names[differs.index(True)] if any(differs) else "", ddp)
+    if not name:
         return
-    name, hosts = names[int(found[ranks[0]]) - 1], ddp.state.hosts
+    found = all_sum([float(any(differs) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
+    ranks, hosts = [r for r, differ in enumerate(found) if differ], ddp.state.hosts
     who = f"rank {listed([f'{r} on {hosts[r]}' for r in ranks])} differ from rank 0"
     if len(ranks) > ddp.world_size / 2 and ddp.world_size > 2:
         who = f"rank 0 on {hosts[0]} differs from most others"
@@ -298,13 +287,14 @@ def staged(folder, stage, copy, ddp):
         yield None
         return
     name = f"{Path(folder).resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None
-    name, last = broadcast(name, ddp), [time.monotonic()]
-    target = Path(stage) / f"{name}-{ddp.host or 'here'}"
+    target = Path(stage) / f"{broadcast(name, ddp)}-{ddp.host or 'here'}"
+    reported = time.monotonic()
 
     def report(done, total):
+        nonlocal reported
         beat(ddp)
-        if ddp.is_main and (done == total or time.monotonic() > last[0] + 10):
-            last[0] = time.monotonic()
+        if ddp.is_main and (done == total or time.monotonic() > reported + 10):
+            reported = time.monotonic()
             print0(ddp, f"copying {folder} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
 
     if ddp.local_rank == 0:
@@ -340,7 +330,7 @@ def is_finished(run):
 
 
 def take_folder(run, ddp, fresh, folders):
-    """Take the run folder and watch over the run from here on; nothing for a finished run.
+    """Take the run folder and watch over the run from here on. Leaves a finished run alone.
 
     Raises: ValueError where no step is left of a run that is not finished."""
     if is_finished(run):
@@ -358,8 +348,9 @@ def take_folder(run, ddp, fresh, folders):
 
 
 def bring_best(run, ddp, name):
-    """Take the best weights, file `name`, along where a run goes on in another folder; where that
-    cannot be, look for a new best."""
+    """Copy the best weights, file `name`, to the other folder that a run goes on in.
+
+    Where they are not at hand, the next evaluation is the best so far."""
     best = run.progress["best"]
     if is_finished(run) or not best:
         return
@@ -369,8 +360,9 @@ def bring_best(run, ddp, name):
 
 
 def copy_best(folder, name, path, best):
-    """Is file `name` in the run folder? From the run of checkpoint `path`, where that is another
-    one, it is copied if its step is that of `best`."""
+    """Copy file `name` from the run folder of checkpoint `path`, if its step is that of `best`.
+
+    Returns: whether `folder`, which may be the same, has the file now."""
     here, there = folder / name, Path(path).absolute().parent.parent / name
     if here.resolve() == there.resolve():
         return here.exists()
@@ -385,10 +377,12 @@ def copy_best(folder, name, path, best):
 
 
 def check_lock(run, ddp):
-    """Raise RuntimeError where another run has taken the folder over; write no more there."""
+    """Raise RuntimeError where another run has taken the folder over, as this one stood still."""
     if run.lock and run.lock.lost:
-        close_run(ddp)
-        run.lock.check()
+        close_run(ddp)   # else the failure would go into the other run's status.json
+        raise RuntimeError(f"{run.work_dir} has been taken over by {run.lock.lost}, as this run "
+                           f"gave no sign of life for {run.lock.stale} s. Nothing more is written "
+                           "here.")
 
 
 def before_saving(run, log, ddp):
@@ -402,7 +396,7 @@ def before_saving(run, log, ddp):
 
 
 def open_log(run, ddp):
-    """The RunLog of a run, as it was at the step that the run is at."""
+    """Open the RunLog of a run, without rows after the step that it continues from."""
     log, m = RunLog(run.work_dir, ddp.is_main, total_steps=run.n_iters), run.config.monitoring
     log.truncate(run.progress["step"] if run.path else -1)
     log.track({**config_to_dict(run.config), "world_size": ddp.world_size}, run.progress["step"],
@@ -425,10 +419,10 @@ def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):
 
 
 def finish_run(run, log, ddp, reason, result, seconds, lines):
-    """The end of training: close the log, give the folder free, say what there is.
+    """The end of training: close the log, release the folder, print the result or how to go on.
 
-    reason: of a stop in good order. seconds: that training took. lines: function that tells the
-    result of a finished run. Returns: `result`, with "stopped" if the run is to go on."""
+    reason: of a stop in good order. seconds: that training took. lines: function that returns lines
+    on the result of a finished run. Returns: `result`, with "stopped" if the run is to go on."""
     log.close()
     if run.lock:
         run.lock.release()
@@ -476,14 +470,16 @@ def say_finished(run, ddp, lines):
                            f"at step {step:,}.{more} To start over, --fresh.",
                            *lines(result, folder),
                            *([f"  picture   {picture}"] if picture.exists() else [])]))
-    close_run(ddp)   # its end would write another status.json
+    close_run(ddp)   # else the end of the process would write status.json
     if ddp.is_main:
         write_status(run.work_dir, 0, run.progress["finished"], step)
     return {"step": step}
 
 
 def closing(ddp, prepare, train):
-    """prepare and train for a caller that goes on after an error, such as a notebook."""
+    """Prepare and train; after an error too, leave nothing that hinders a caller who goes on.
+
+    prepare: function () -> Run. train: function (run, ddp), whose result is returned."""
     run = None
     try:
         run = prepare()
@@ -507,9 +503,11 @@ def write_status(run_dir, code, reason, step=None):
 
 def read_status(run_dir):
     """status.json as a dict, or {} where there is none that can be read. run_dir: may be None."""
+    if run_dir is None:
+        return {}
     try:
-        status = json.loads((Path(run_dir or "") / "status.json").read_text(encoding="utf-8"))
-        return status if run_dir is not None and isinstance(status, dict) else {}
+        status = json.loads((Path(run_dir) / "status.json").read_text(encoding="utf-8"))
+        return status if isinstance(status, dict) else {}
     except (OSError, ValueError):
         return {}
 
@@ -558,23 +556,21 @@ class RunLock:
         """Take the lock, making the folder. Raises ValueError if a live run holds it, OSError if it
         cannot be written."""
         self.path = Path(run_dir) / "lock.json"
-        if self.refuse_live(run_dir):
-            dead = self.path.read_bytes()
-            aside = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
-            self.path.replace(aside)
-            if aside.read_bytes() != dead:   # another start was faster: put its lock back
-                aside.replace(self.path)
+        temporary = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
+        dead = self.refuse_live(run_dir)
+        if dead is not None:
+            self.path.replace(temporary)
+            if temporary.read_text(encoding="utf-8") != dead:   # another start was faster
+                temporary.replace(self.path)
                 self.refuse_live(run_dir)
-            aside.unlink(missing_ok=True)
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
         self.holder = {"host": socket.gethostname(), "pid": os.getpid(),
                        "start": process_start(os.getpid()), "job": job}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
         try:
-            whole.write_text(self._text(), encoding="utf-8")
+            temporary.write_text(self._text(), encoding="utf-8")
             try:
-                os.link(whole, self.path)    # whole or not at all; of two starts, one gets it
+                os.link(temporary, self.path)    # whole or not at all; of two starts, one gets it
             except FileExistsError:
                 raise
             except OSError:                  # a file system without hard links
@@ -584,7 +580,7 @@ class RunLock:
             raise ValueError(f"{run_dir} was taken by another run at this moment. Expected one run "
                              "per folder. Give another --work_dir.") from None
         finally:
-            whole.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         self.released, self.lost = threading.Event(), ""
         self.thread = threading.Thread(target=self._renew, daemon=True, name="run-lock")
         self.thread.start()
@@ -606,21 +602,14 @@ class RunLock:
             except OSError:   # a full disk is reported by what cannot be saved
                 continue
 
-    def check(self):
-        """Raise RuntimeError if another run has taken the folder over, as this one stood still."""
-        if self.lost:
-            raise RuntimeError(f"{self.path.parent} has been taken over by {self.lost}, as this "
-                               f"run gave no sign of life for {self.stale} s. Nothing more is "
-                               "written here.")
-
-    def release(self, at=None):
-        """Give the folder free. at: where it is now, if it was renamed. Harmless when repeated."""
+    def release(self):
+        """Release the folder. Harmless when repeated."""
         if self.released.is_set():
             return
         self.released.set()
         self.thread.join()          # or a heartbeat under way would write the file again
         if not self.lost:
-            (self.path if at is None else Path(at) / "lock.json").unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
     @classmethod
     def _lives_elsewhere(cls, run_dir, beat, age):
@@ -655,13 +644,14 @@ class RunLock:
         """Raise ValueError, naming the holder, if a live run holds this folder.
 
         wait: watch whether a holder on another host renews its lock; else a heartbeat that is not
-        stale counts as life. Returns whether there is a lock, of a dead run or of this process.
+        stale counts as life. Returns: text of the lock of a dead run or of this process, or None.
         """
         try:
-            lock = json.loads((Path(run_dir) / "lock.json").read_text(encoding="utf-8"))
+            text = (Path(run_dir) / "lock.json").read_text(encoding="utf-8")
+            lock = json.loads(text)
             host, pid, age = lock["host"], lock["pid"], time.time() - lock["beat"]
         except (FileNotFoundError, NotADirectoryError):
-            return False
+            return None
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{run_dir}/lock.json cannot be read as a lock; expected JSON with "
                              "host, pid and beat. Remove it if no run is using this "
@@ -669,7 +659,7 @@ class RunLock:
         if host != socket.gethostname():
             lives = cls._lives_elsewhere(run_dir, lock["beat"], age) if wait else age < cls.stale
         elif pid == os.getpid():
-            return True
+            return text
         else:
             start = process_start(pid)
             lives = start is not None and start == lock.get("start")
@@ -678,7 +668,7 @@ class RunLock:
             raise ValueError(f"{run_dir} is in use by process {pid} on {host}{job} (last sign of "
                              f"life {age:.0f} s ago). Expected one run per folder. Wait for it, "
                              "stop it, or give another --work_dir.")
-        return True
+        return text
 
 
 def process_start(pid):

@@ -12,6 +12,7 @@ Biases where `track` is asked for them; a tracker that fails is named once and l
 """
 
 import contextlib
+import datetime
 import json
 import math
 import os
@@ -28,9 +29,9 @@ TRACKER_SECONDS = 60    # that a server may keep a run waiting
 
 
 class RunLog:
-    """run_dir: folder, made if missing. total_steps: for bar and time left.
+    """Writes the metrics of a run to its file, to the screen and to trackers.
 
-    progress draws a bar on stderr where that is a terminal, else it prints plain lines on stdout.
+    run_dir: folder, made if missing. total_steps: for bar and time left.
     """
 
     def __init__(self, run_dir, is_main, total_steps=None):
@@ -103,8 +104,11 @@ class RunLog:
         if self.is_main and self.path.exists():
             write_text_atomic(self.path, rows_up_to(self.path, step))
 
-    def progress(self, step, loss=None, ppl=None, rate=None, **more):
-        """Show where the run is. rate: residues/s of all ranks; more: short numbers or texts."""
+    def progress(self, step, rate=None, **numbers):
+        """Show where the run is: a bar on stderr where that is a terminal, else a line on stdout.
+
+        rate: residues/s of all ranks. numbers: others, by name.
+        """
         if not self.is_main:
             return
         now = time.monotonic()
@@ -115,18 +119,15 @@ class RunLog:
                 columns, lines = shutil.get_terminal_size()    # 80 x 24 if the terminal says 0 x 0
                 self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
                                 ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
-        fields = [f"{name} {value:.4g}" for name, value in (("loss", loss), ("ppl", ppl))
-                  if value is not None]
+        fields = [f"step {step}/{self.total_steps}" if self.total_steps else f"step {step}"]
+        fields += [f"{name} {value:.4g}" for name, value in numbers.items()]
         if rate is not None:
             fields.append(f"{rate:,.0f} res/s")
         first, since = self.began
         if self.total_steps and step > first:
-            left = int((now - since) / (step - first) * max(self.total_steps - step, 0))
-            fields.append(f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}")
-        fields += [f"{name} {value if isinstance(value, str) else f'{value:.4g}'}"
-                   for name, value in more.items()]
-        where = f"step {step}/{self.total_steps}" if self.total_steps else f"step {step}"
-        line = "  ".join([where, *fields])
+            left = (now - since) / (step - first) * max(self.total_steps - step, 0)
+            fields.append(f"ETA {datetime.timedelta(seconds=int(left))}")
+        line = "  ".join(fields)
         if self.bar is not None:
             self.bar.n = step
             self.bar.set_description_str(line)
@@ -256,7 +257,7 @@ def write_whole(path, write):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = f"{os.getpid()}-{threading.get_ident()}"   # two threads may end a run
+    writer = f"{os.getpid()}-{threading.get_ident()}"   # in a notebook, two runs renew one lock
     temporary = path.with_name(f".{path.name}.{writer}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -30,6 +30,7 @@ from run_config import Parser
 from run_dir import is_finished, machine_differences, read_status, replace_status
 from train_loop import scale_for_batch
 
+COLLECTIVE_SECONDS = 6 * 3600.0   # later than the watchdog, which says who is late
 SAVING_SECONDS = 600   # that the ranks have to save and leave after a signal to the launcher
 
 
@@ -57,8 +58,8 @@ def run_script(script, argv=None):
         if launch.plan is None:
             options, config = script.read_arguments(argv)
             hand_over(launch, argv)
-            if config.monitoring.watchdog_minutes:   # the watchdog, which names who is late, first
-                collective_timeout = 6 * 3600.0
+            if config.monitoring.watchdog_minutes:
+                collective_timeout = COLLECTIVE_SECONDS
     except (ValueError, RuntimeError) as e:
         problem = ValueError(e)   # the ranks meet first, so that it is printed once
     name = Path(launch.config).stem if launch.config else script.name
@@ -90,11 +91,11 @@ def run_script(script, argv=None):
 
 
 @contextlib.contextmanager
-def joined_ranks(*devices, **options):
+def joined_ranks(device="auto", backend="auto", **options):
     """setup_ddp for a script that measures. What is wrong with the machine, the data or the
     settings ends all ranks with one line."""
     try:
-        ddp = setup_ddp(*devices, quiet=True, **options)
+        ddp = setup_ddp(device, backend, quiet=True, **options)
     except (RuntimeError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(getattr(e, "code", 1))
@@ -217,8 +218,8 @@ def hand_over(args, argv):
         raise ValueError(f"found {found}; expected --nproc_per_node M, or --nnodes N --node_rank R "
                          "--master_addr HOST [--master_port P] [--nproc_per_node M] with R from 0 "
                          "to N - 1 and M of at least 1.")
-    devices = torch.cuda.device_count() or (hasattr(torch, "xpu") and torch.xpu.device_count()) or 1
-    per_node = args.nproc_per_node or (1 if args.device == "cpu" else devices)
+    devices = 0 if args.device == "cpu" else torch.accelerator.device_count()
+    per_node = args.nproc_per_node or devices or 1
     rest = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in LAUNCH:
         rest.add_argument(f"--{name}")
@@ -227,18 +228,18 @@ def hand_over(args, argv):
     os.environ["DDP_COMMAND"] = shlex.join(["python", *sys.orig_argv[1:]])
     print(f"starting {per_node} rank(s) here, on node {rank} of {nnodes}, with torch's launcher",
           file=sys.stderr, flush=True)
-    alone = nnodes == 1 and not args.master_addr and not args.master_port
-    host, port = args.master_addr or "127.0.0.1", args.master_port or 29500
-    endpoint = "localhost:0" if alone else f"{host}:{port}"
-    sys.exit(run_ranks(command, per_node, nnodes, rank, "c10d" if alone else "static", endpoint))
+    place_of_node_0 = None
+    if nnodes > 1 or args.master_addr or args.master_port:
+        place_of_node_0 = args.master_addr or "127.0.0.1", args.master_port or 29500
+    sys.exit(run_ranks(command, per_node, nnodes, rank, place_of_node_0))
 
 
-def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
+def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None):
     """Run the ranks of this node under torch's agent, without its reports; returns their exit code.
 
-    command: what follows the interpreter. meeting, endpoint: torch's rendezvous, "c10d" or
-    "static", and where. A signal is passed on to the ranks, which have SAVING_SECONDS to save; what
-    Ctrl-C does, once or twice, they say themselves."""
+    command: what follows the interpreter. place_of_node_0: its host and a free port there; None:
+    all ranks are here, and torch finds a port. A signal is passed on to the ranks, which have
+    SAVING_SECONDS to save; what Ctrl-C does, once or twice, they say themselves."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -246,11 +247,12 @@ def run_ranks(command, per_node, nnodes, node_rank, meeting, endpoint):
     logging.disable()   # its tables of errors would hide our last line
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
-    place = RendezvousParameters(meeting, endpoint, f"{os.getpid()}" if nnodes == 1 else "by hand",
-                                 nnodes, nnodes, rank=node_rank, timeout=900)
-    host, _, port = endpoint.rpartition(":")
-    fixed = {} if meeting == "c10d" else {"master_addr": host, "master_port": int(port)}
-    spec = WorkerSpec("rank", per_node, registry.get_rendezvous_handler(place),
+    host, port = place_of_node_0 or ("localhost", 0)
+    meeting = RendezvousParameters(
+        "static" if place_of_node_0 else "c10d", f"{host}:{port}",
+        f"{os.getpid()}" if nnodes == 1 else "by hand", nnodes, nnodes, rank=node_rank, timeout=900)
+    fixed = {"master_addr": host, "master_port": port} if place_of_node_0 else {}
+    spec = WorkerSpec("rank", per_node, registry.get_rendezvous_handler(meeting),
                       entrypoint=sys.executable, args=tuple(command), max_restarts=0,
                       monitor_interval=0.1, **fixed)
     agent = LocalElasticAgent(spec, DefaultLogsSpecs())
@@ -389,18 +391,17 @@ def describe_batch(run, per_rank, ddp, average=""):
 
 def describe_run(run, state, unit, available, ddp):
     """Lines on how this start trains. available: the global batch that lr was scaled to."""
-    o, accum, first = run.config.optim, run.micro_batches // ddp.world_size, []
+    o, accum, lines = run.config.optim, run.micro_batches // ddp.world_size, []
     if accum != run.config.training.accum:
-        first = [f"  accum is {accum} and not {run.config.training.accum}: it follows the ranks, "
-                 "so that the global batch stays"]
+        lines.append(f"  accum is {accum} and not {run.config.training.accum}: it follows the "
+                     "ranks, so that the global batch stays")
     fewer = f", to the {available:,} {unit} that there are" if available < run.batch else ""
     how = ("kept from the checkpoint" if state is not None else
            "as given (scale none)" if o.scale == "none" else
            f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
            f"({scale_name(o.scale)}){fewer}")
     name = "Muon for the blocks' matrices, AdamW for the rest, " if o.name == "muon" else ""
-    lines = [*first, f"optim: {name}lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}"
-                     f"{decay_name(o)}"]
+    lines.append(f"optim: {name}lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}{decay_name(o)}")
     if state is None and run.warmup >= run.n_iters:
         lines.append(f"ATTENTION: the warm-up ({run.warmup:,} steps) lasts to the end "
                      f"({run.n_iters:,} steps): the learning rate reaches "

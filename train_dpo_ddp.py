@@ -305,9 +305,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     check_alike({"pairs (hash)": data.fingerprint["hash"], "base weights (hash)": base_hash}, ddp)
     bare = bare.to(ddp.device)
     reference = Reference(copy.deepcopy(bare), data.train, config, ddp)
-    micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "pairs",
-                                 data.fingerprint, t.accum, "--base_model_name best_model "
-                                 f"--base_model_dir {'FORMER' if resume else work_dir}", ddp)
+    anew = f"--base_model_name best_model --base_model_dir {'FORMER' if resume else work_dir}"
+    micro_batches = check_resume(former, config, MAY_CHANGE, NEEDED, __file__, bare.state_dict(),
+                                 "pairs", data.fingerprint, anew, ddp)
     if former.state is not None and former.state["base"] != base_hash:
         raise ValueError(f"{former.path} was trained from other base weights (hash "
                          f"{former.state['base']}; {base}: {base_hash}). Give the same, another "

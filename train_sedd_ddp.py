@@ -267,8 +267,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     init_from, lines = start_from_weights(config, former, resume, bare, ddp)
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
-    micro_batches = check_resume(former, __file__, NEEDED, bare.state_dict(), "proteins",
-                                 data.fingerprint, t.accum, f"--init_from {former.path}", ddp)
+    micro_batches = check_resume(former, config, MAY_CHANGE, NEEDED, __file__, bare.state_dict(),
+                                 "proteins", data.fingerprint, f"--init_from {former.path}", ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
     plan, batch = reader.plan, micro_batches * (t.batch_size or t.tokens_per_batch)
     if former.state is not None and former.state["plan"] != plan.identity():

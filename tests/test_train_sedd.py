@@ -10,9 +10,11 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -26,7 +28,8 @@ import sequence_batches
 import train_dpo_ddp
 import train_sedd_ddp
 from run_config import dump_yaml, load_config
-from run_dir import RunLock, check_in_sync, read_status, write_status
+from run_dir import (RunLock, check_in_sync, check_lock, process_start, read_status,
+                     write_status)
 from run_log import write_text_atomic
 from sedd_cases import TrueScores
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
@@ -421,6 +424,23 @@ def test_the_lock_of_a_live_run_counts_and_a_dead_ones_is_taken_over(fasta, tmp_
     assert not (tmp_path / "w" / "lock.json").exists()
 
 
+def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp_path, monkeypatch):
+    path, pid = tmp_path / "lock.json", os.getppid()
+    faster = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid),
+              "beat": time.time()}
+    path.write_text(json.dumps({**faster, "start": "another"}))   # of a process that is gone
+
+    def look_and_be_overtaken(asked):
+        if asked == pid:
+            path.write_text(json.dumps(faster))
+        return process_start(asked)
+
+    monkeypatch.setattr("run_dir.process_start", look_and_be_overtaken)
+    with pytest.raises(ValueError, match=f"in use by process {pid} on "):
+        RunLock(tmp_path)
+    assert json.loads(path.read_text()) == faster and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_lock_of_another_host_counts_while_its_heartbeat_goes_on(tmp_path, monkeypatch):
     def beat(seconds=0):
         write_text_atomic(tmp_path / "lock.json", json.dumps(
@@ -444,12 +464,13 @@ def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_
     monkeypatch.setattr(os, "link", refused)   # on a file system without hard links, too
     monkeypatch.setattr(RunLock, "every", 0.01)
     lock = RunLock(tmp_path)
-    lock.check()
+    ready = types.SimpleNamespace(lock=lock, work_dir=tmp_path)
+    check_lock(ready, Ddp())
     other = json.dumps({"host": "elsewhere", "pid": 7, "start": 5, "beat": time.time()})
     while not lock.lost:      # a beat under way may still be written after this; then again
         lock.path.write_text(other)
     with pytest.raises(RuntimeError, match="taken over by process 7 on elsewhere"):
-        lock.check()
+        check_lock(ready, Ddp())
     lock.release()
     assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
 
