@@ -245,7 +245,6 @@ def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None):
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
     logging.disable()   # its tables of errors would hide our last line
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
     host, port = place_of_node_0 or ("localhost", 0)
     meeting = RendezvousParameters(
@@ -255,16 +254,20 @@ def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None):
     spec = WorkerSpec("rank", per_node, registry.get_rendezvous_handler(meeting),
                       entrypoint=sys.executable, args=tuple(command), max_restarts=0,
                       monitor_interval=0.1, **fixed)
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
-    agent._shutdown_timeout = SAVING_SECONDS
 
-    def interrupt(number, _):
-        if agent._pcontext is None:    # the ranks are not started yet
-            raise KeyboardInterrupt
-        for handler in agent._pcontext.subprocess_handlers.values():
-            handler.proc.send_signal(number)
+    class Agent(LocalElasticAgent):
+        def _start_workers(self, group):
+            started = super()._start_workers(group)   # whose own handlers would end the ranks
+            for number in (signal.SIGINT, signal.SIGUSR1):
+                signal.signal(number, self._pass_on)
+            return started
 
-    signal.signal(signal.SIGINT, interrupt)
+        def _pass_on(self, number, _):
+            for handler in self._pcontext.subprocess_handlers.values():
+                handler.proc.send_signal(number)
+
+    agent = Agent(spec, DefaultLogsSpecs())
+    agent._shutdown_timeout = SAVING_SECONDS   # torch 2.8 has 30 s, whatever this says
     try:
         codes = [failure.exitcode for failure in agent.run().failures.values()]
     except SignalException:

@@ -374,7 +374,8 @@ if "RANK" not in os.environ:
     hand_over(parser.parse_args(), sys.argv[1:])
 args = parser.parse_args()
 rank, stopped, pressed = int(os.environ["RANK"]), [], []
-signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: stopped.append(1))
 def press(*_):
     pressed.append(1)
     os.write(1, b"Ctrl-C %d\\n" % len(pressed))   # whole: print writes it in parts
@@ -389,24 +390,24 @@ if args.end == "killed" and rank == 1:
 if args.end == "interrupted":   # as one that Ctrl-C meets while it imports torch
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
-while args.end in ("signal", "killed", "Ctrl-C") and not stopped and len(pressed) < 2:
+while args.end in ("SIGTERM", "SIGUSR1", "killed", "Ctrl-C") and not stopped and len(pressed) < 2:
     time.sleep(0.01)
-if args.end == "signal":
+if args.end.startswith("SIG"):
     os.write(2, b"the last word\\n")
 sys.exit(75 if stopped else 130 if pressed else int(args.end or 0))
 """
 
 
 @pytest.mark.parametrize("end, code", [
-    (2, 2), ("signal", 75), ("killed", 1), ("interrupted", 130), ("Ctrl-C", 130)])
+    (2, 2), ("SIGTERM", 75), ("SIGUSR1", 75), ("killed", 1), ("interrupted", 130), ("Ctrl-C", 130)])
 def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end, code):
     (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
     options = ["--nproc_per_node", "2", "--end", str(end)]
     with start_ranks("python", 1, ["s.py", *options], tmp_path) as running:
         running.wait_for("rank 0 of 2, local 0", timeout=300)
         running.wait_for("rank 1 of 2, local 1", timeout=300)
-        if end == "signal":
-            running.process.terminate()
+        if code == 75:
+            running.process.send_signal(signal.Signals[end])
         for nth in (1, 2) if end == "Ctrl-C" else ():   # the second one too comes to the ranks
             running.process.send_signal(signal.SIGINT)
             running.wait_for(f"Ctrl-C {nth}", timeout=300)
@@ -414,7 +415,7 @@ def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end
     assert result.returncode == code and result.leftover == [], result.text
     first, *others = result.stderr.splitlines()
     assert first.startswith("starting 2 rank(s) here"), result.text
-    assert others == ["the last word"] * 2 * (end == "signal"), result.text
+    assert others == ["the last word"] * 2 * (code == 75), result.text
 
 
 FAILS = """
