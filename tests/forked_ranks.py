@@ -88,6 +88,7 @@ class ForkedRank(subprocess.Popen):
 
 def run_and_leave(environment, argv, folder):
     """Run a script as `python argv` would, and end as it does."""
+    sys.modules.pop("bdb", None)   # torch 2.8 imports it; to a guard it means a debugger
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
