@@ -64,6 +64,8 @@ def run_script(script, argv=None):
         problem = ValueError(e)   # the ranks meet first, so that it is printed once
     name = Path(launch.config).stem if launch.config else script.name
     work_dir = launch.work_dir or (os.path.join("runs", name) if name else None)
+    if launch.plan is not None:
+        work_dir = None   # --plan is no start: a run's status.json stays
     try:
         if launch.plan is not None:
             if detect_launcher(os.environ).rank == 0:
@@ -75,8 +77,7 @@ def run_script(script, argv=None):
         e = problem or e   # what was wrong first
         code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
-        if launch.plan is None:
-            replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first
+        replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first
         sys.exit(code)
     except KeyboardInterrupt:   # nothing runs yet
         replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)

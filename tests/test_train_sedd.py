@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -743,6 +744,17 @@ def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(monkeypat
                 "optim.decay=linear", "optim.decay_steps=0.5")
     assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in text
     assert "; linear decay over the last 50% of the steps" in text
+
+
+def test_ctrl_c_in_a_plan_leaves_the_outcome_of_a_run(tmp_path, monkeypatch):
+    write_status(tmp_path, 0, "all steps done", 5)
+    os.utime(tmp_path / "status.json", (0, 0))   # before this start
+    monkeypatch.setattr(train_sedd_ddp, "describe_plan",
+                        lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit) as end:
+        cli(["--config", str(ROOT / "configs" / "sedd_demo.yaml"), "--plan", "1", "--work_dir",
+             str(tmp_path)])
+    assert end.value.code == 130 and read_status(tmp_path)["code"] == 0
 
 
 def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_path):
