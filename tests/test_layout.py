@@ -43,7 +43,7 @@ sequence_data: torch numpy
 sequence_batches: ddp_setup run_dir sequence_data numpy
 structure_data: sequence_data torch numpy gemmi
 train_sedd_ddp: SHARED sequence_data sequence_batches sedd_model sedd_diffusion sedd_eval sedd_files
-    torch numpy
+    torch
 train_dpo_ddp: SHARED structure_data proteinmpnn_model dpo_reference dpo_eval torch numpy
 sedd_files: MODELS DATA ddp_setup run_config run_dir run_log torch numpy (safetensors)
 sample_sedd: MODELS DATA ddp_setup ddp_guard run_config run_log run_script sedd_eval sedd_files

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -747,10 +746,12 @@ def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(monkeypat
 
 
 def test_ctrl_c_in_a_plan_leaves_the_outcome_of_a_run(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
     write_status(tmp_path, 0, "all steps done", 5)
     os.utime(tmp_path / "status.json", (0, 0))   # before this start
-    monkeypatch.setattr(train_sedd_ddp, "describe_plan",
-                        lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(train_sedd_ddp, "describe_plan", interrupted)
     with pytest.raises(SystemExit) as end:
         cli(["--config", str(ROOT / "configs" / "sedd_demo.yaml"), "--plan", "1", "--work_dir",
              str(tmp_path)])
