@@ -32,7 +32,7 @@ make_env() {
   # each other, and an environment cannot be moved), its second when pip has to run again.
   local python=${PYTHON:-python3} version kind list
   if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && .venv/bin/python -c '' 2> /dev/null; then
-    python=.venv/bin/python                # no interpreter was asked for: keep the one .venv has
+    python=$(realpath .venv/bin/python)    # none was asked for: keep the one that .venv has
   fi
   version=$("$python" -c 'import sys; v = sys.version_info; print("%d.%d" % v[:2])
 sys.exit(v < (3, 10))') ||
