@@ -95,8 +95,8 @@ def longest_repeat(text):
 
 
 def words_of(text):
-    """The set of its K-mers."""
-    return {text[i:i + K] for i in range(len(text) - K + 1)}
+    """The K-mers of a sequence, from its begin on."""
+    return [text[i:i + K] for i in range(len(text) - K + 1)]
 
 
 class Novelty(NamedTuple):
@@ -111,15 +111,15 @@ def compare(samples, reference):
     """The Novelty of samples. samples, reference: lists of str."""
     holders = {word: [] for text in samples for word in words_of(text)}
     for place, text in enumerate(reference):
-        for i in range(len(text) - K + 1):
-            if (word := text[i:i + K]) in holders:
+        for i, word in enumerate(words_of(text)):
+            if word in holders:
                 holders[word].append((place, i))
     random, rows = np.random.default_rng(0), []
     for text in samples:
         words = words_of(text)
-        new = sum(not holders[word] for word in words) / max(len(words), 1)
-        bands = Counter((place, (i - j) // BAND) for j in range(len(text) - K + 1)
-                        for place, i in holders[text[j:j + K]])
+        new = sum(not holders[word] for word in set(words)) / max(len(set(words)), 1)
+        bands = Counter((place, (i - j) // BAND) for j, word in enumerate(words)
+                        for place, i in holders[word])
         if not bands:
             rows.append((new, math.nan, math.nan, -1))
             continue
@@ -141,7 +141,7 @@ def identity(one, other):
 
 def difference(samples):
     """Mean over pairs of 1 - shared / all K-mers, of up to MOST_PAIRS samples; nan for one."""
-    words = [words_of(text) for text in samples[:MOST_PAIRS]]
+    words = [set(words_of(text)) for text in samples[:MOST_PAIRS]]
     values = [1 - len(a & b) / max(len(a | b), 1) for a, b in itertools.combinations(words, 2)]
     return float(np.mean(values)) if values else math.nan
 
