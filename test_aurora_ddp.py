@@ -77,7 +77,7 @@ COLLECTIVES = 60.0          # after all limits: a collective must not fail where
 SETTING_UP = 90.0           # after --init_timeout: setup_ddp's own limits are over
 VISIBLE = 45.0              # NFS clients may believe for half a minute that a file is not there
 PRODUCTS = 0.5              # of repeats, for a rate
-POLL = 0.01                 # between two looks
+POLL = 0.01                 # between two looks at a folder
 
 
 class Check(NamedTuple):
@@ -264,11 +264,12 @@ def read_folder(row, ddp, args, answer):
     elif ddp.rank == ddp.world_size - 1:
         path, start = Path(args.work_dir, f".preflight-{answer['token']}"), time.monotonic()
         limit = min(0.8 * args.timeout, VISIBLE)
-        if not wait_until(lambda: path.exists() and path.read_text() == answer["token"],
-                          start + limit):
-            raise FileNotFoundError(
-                f"what rank 0 wrote is not in {path.parent.absolute()} after {limit:.0f} s. "
-                "Expected a folder that all hosts share")
+        while not (path.exists() and path.read_text() == answer["token"]):
+            if time.monotonic() > start + limit:
+                raise FileNotFoundError(
+                    f"what rank 0 wrote is not in {path.parent.absolute()} after {limit:.0f} s. "
+                    "Expected a folder that all hosts share")
+            time.sleep(POLL)
         row["figure"] = f"rank {ddp.rank} saw it after {(time.monotonic() - start) * 1e3:.0f} ms"
 
 
@@ -459,21 +460,22 @@ def in_thread(limit, ddp, function, *arguments):
 
     Returns: (its error in one line, or ""; the thread).
     """
-    errors = []
+    error = ""
 
     def work():
+        nonlocal error
         try:
             if ddp.device.type != "cpu":   # each thread has a current device of its own
                 getattr(torch, ddp.device.type).set_device(ddp.device)
             function(*arguments)
-        except Exception as error:   # whatever it is, it is reported, with the rank
-            first_line = (str(error).splitlines() or [""])[0]
-            errors.append(f"{type(error).__name__}: {first_line[:300]}")
+        except Exception as e:   # whatever it is, it is reported, with the rank
+            first_line = (str(e).splitlines() or [""])[0]
+            error = f"{type(e).__name__}: {first_line[:300]}"
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(limit)
-    return "".join(errors), thread
+    return error, thread
 
 
 def measure_row(check, ddp, args, answer):
@@ -486,36 +488,33 @@ def measure_row(check, ddp, args, answer):
     return {**row, "error": error} if error else row
 
 
-def report_row(check, row, ddp):
-    ddp.state.store.set(f"check/{check.name}/{ddp.rank}", json.dumps(row))
-    ddp.state.store.add(f"check/{check.name}", 1)
-
-
 def gather_rows(check, row, ddp, deadline):
     """On rank 0, the rows of all ranks, in order; None for one that has not come by `deadline`."""
     if ddp.world_size == 1:
         return [row]
-    store, key = ddp.state.store, f"check/{check.name}"
-    report_row(check, row, ddp)
-    wait_until(lambda: store.add(key, 0) == ddp.world_size, deadline)
-    keys = [f"{key}/{rank}" for rank in range(ddp.world_size)]
+    store, limit = ddp.state.store, deadline - time.monotonic()
+    keys = [f"check/{check.name}/{rank}" for rank in range(ddp.world_size)]
+    store.set(keys[0], json.dumps(row))
+    in_thread(limit, ddp, store.wait, keys, datetime.timedelta(seconds=limit))
     return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
 def fetch_answer(check, row, ddp, deadline):
     """On another rank, give its row to rank 0, and get what rank 0 has made of all rows."""
-    key, answers, limit = f"check/{check.name}/answer", [], deadline - time.monotonic()
+    store, limit = ddp.state.store, deadline - time.monotonic()
+    key, answer = f"check/{check.name}/answer", None
 
     def fetch():
-        report_row(check, row, ddp)
-        ddp.state.store.wait([key], datetime.timedelta(seconds=limit))
-        answers.append(json.loads(ddp.state.store.get(key)))
+        nonlocal answer
+        store.set(f"check/{check.name}/{ddp.rank}", json.dumps(row))
+        store.wait([key], datetime.timedelta(seconds=limit))
+        answer = json.loads(store.get(key))
 
     in_thread(limit, ddp, fetch)   # while rank 0's process is stopped, its store does not answer
-    if not answers:   # or rank 0 is gone: then its own guard says so first
+    if answer is None:   # or rank 0 is gone: then its own guard says so first
         abort(ddp, f"check {check.name}: rank 0 on {ddp.state.hosts[0]} did not answer", FAILED,
               secondary=True)
-    return answers[0]
+    return answer
 
 
 def blame(rows, limit):
@@ -647,13 +646,6 @@ def innermost_function(thread):
     while frame is not None and frame.f_code.co_filename != __file__:
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_name} (line {frame.f_lineno})"
-
-
-def wait_until(condition, deadline):
-    """Wait for condition() to be true, until `deadline` (monotonic seconds). Returns: is it?"""
-    while not (reached := condition()) and time.monotonic() < deadline:
-        time.sleep(POLL)
-    return reached
 
 
 def majority(values):
