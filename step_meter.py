@@ -10,11 +10,11 @@ A timed step (every monitoring.timing_every-th) is cut into parts, whose shares 
                counts and flags. The wait for slower ranks is in it
     optimizer  the rest: norm, clipping, optimizer (with Muon its exchange of weights), averages
 
-All but exchanges is a rank's own time; the slowest rank is the one with most of it. On a CPU
-the clock is read; on a device, events go into its queue and are read at the next report, so that
-no step waits: time is what the device takes for a part, or stands idle in it. Nothing here changes
-a result. The default of 50 gives a minute's run some samples, and leaves the one collective of a
-report with samples, a few numbers per rank, to few reports.
+All parts but the exchange are a rank's own time; the slowest rank is the one with most of it. On a
+CPU the clock is read; on a device, events go into its queue and are read at the next report, so
+that no step waits: time is what the device takes for a part, or stands idle in it. Nothing here
+changes a result. A report on timed steps costs one small collective: every 50th step is timed by
+default, so that such reports are few and a run of a minute has some.
 """
 import contextlib
 import itertools
