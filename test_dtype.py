@@ -129,23 +129,22 @@ NETWORKS = {
                            (128, 48, 16, 300))}
 
 
-def make(name, size):
-    """(model, batch), the same on every rank and device."""
+def make(name, size, device, dtype=FLOAT32):
+    """(model, batch) on the device, the same on every rank.
+
+    Weights and reals of the batch are float32 (float64 for float64); tokens are integers.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return NETWORKS[name].make(*size)
-
-
-def move(model, batch, device, dtype):
-    """Weights and reals of the batch become float32 (float64 for float64); tokens stay integers."""
+        model, batch = NETWORKS[name].make(*size)
     exact = FLOAT64 if dtype == FLOAT64 else FLOAT32
     return model.to(device, exact), [x.to(device, exact if x.is_floating_point() else x.dtype)
                                      for x in batch]
 
 
 def make_small(name, ddp, dtype=FLOAT32):
-    """(model, batch) of the size for errors, on the device."""
-    return move(*make(name, NETWORKS[name].size_for_errors), ddp.device, dtype)
+    """(model, batch) of the size for errors."""
+    return make(name, NETWORKS[name].size_for_errors, ddp.device, dtype)
 
 
 def output_and_gradient(name, dtype, ddp):
@@ -249,8 +248,8 @@ def training_calls(name, dtypes, ddp):
     def train(model, batch, dtype):
         NETWORKS[name].step(model, batch, dtype, ddp)[1].backward()
 
-    return {dtype: functools.partial(train, *move(*make(name, size_for_speed(name, ddp)),
-                                                  ddp.device, dtype), dtype)
+    size = size_for_speed(name, ddp)
+    return {dtype: functools.partial(train, *make(name, size, ddp.device, dtype), dtype)
             for dtype in dtypes if dtype != FLOAT64}
 
 

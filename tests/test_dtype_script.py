@@ -102,7 +102,7 @@ def test_on_the_way_to_the_device_tokens_stay_integers_and_noise_levels_exact():
 
 def test_generation_in_training_gives_the_network_sigma_and_not_t():
     config, sigmas = config_with("monitoring.sample_steps=3"), []
-    model, _ = script.make("SEDD", (16, 1, 2, 8))
+    model, _ = script.make("SEDD", (16, 1, 2, 8), "cpu")
     model.register_forward_pre_hook(lambda _, args: sigmas.append(args[1][0].item()))
     sample_proteins(model, config, script.GRAPH, script.NOISE, np.array([9, 12]), 0, Ddp(),
                     torch.bfloat16)
