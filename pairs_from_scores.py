@@ -20,6 +20,7 @@ import collections
 import csv
 import io
 import json
+import math
 import os
 import statistics
 import sys
@@ -41,22 +42,21 @@ def read_designs(path):
     designs = collections.defaultdict(lambda: collections.defaultdict(list))
     problems = []
     for line, row in read_rows(path):
-        problem = wrong_in(row, path.parent)
-        if problem:
-            problems.append(f"line {line}: {problem}")
-            continue
-        structure = os.path.normpath(os.path.join(path.parent, row["pdb"].strip()))
-        context = tuple(sorted(context_of(row)))
-        scores, text = designs[structure, row["chain"].strip(), context], row["sequence"]
-        text = text.strip().upper()
-        if len(text) != len(next(iter(scores), text)):
-            problems.append(f"line {line}: found {len(text)} residues; expected "
-                            f"{len(next(iter(scores)))}, as above for this chain")
-        scores[text].append(float(row["score"]))
+        try:
+            place, sequence, score = parse_row(row, path.parent)
+            scores = designs[place]
+            length = len(next(iter(scores), sequence))
+            if len(sequence) != length:
+                raise ValueError(f"found {len(sequence)} residues; expected {length}, as above for "
+                                 "this chain")
+            scores[sequence].append(score)
+        except ValueError as error:
+            problems.append(f"line {line}: {error}")
     if problems:
-        more = [f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED)
-        raise ValueError("\n  ".join([f"{path}: {len(problems)} lines cannot be used:",
-                                      *problems[:MAX_LISTED], *more]))
+        lines = [f"{path}: {len(problems)} lines cannot be used:", *problems[:MAX_LISTED]]
+        if len(problems) > MAX_LISTED:
+            lines.append(f"and {len(problems) - MAX_LISTED} more")
+        raise ValueError("\n  ".join(lines))
     if not designs:
         raise ValueError(f"{path} holds no design; expected lines below its first.")
     return designs
@@ -79,47 +79,51 @@ def read_rows(path):
     return found
 
 
-def context_of(row):
-    """Names of the chains in the column context, which a table need not have."""
-    return row.get("context", "").replace(",", " ").split()
+def parse_row(row, folder):
+    """((path of the structure, chain, its context), sequence, score) of a row of a table.
 
-
-def wrong_in(row, folder):
-    """What is wrong in a row of the table, or ""."""
+    folder: that its paths begin at. Raises: ValueError with what is wrong."""
     if None in row.values() or None in row:
-        return "found more or fewer cells than columns"
-    wrong = sorted(set(row["sequence"].strip().upper()) - set(LETTERS + "-"))
-    if wrong or not row["sequence"].strip():
-        return f"found {' '.join(wrong) or 'nothing'} in the sequence; expected letters {LETTERS}"
+        raise ValueError("found more or fewer cells than columns")
+    cells = {column: text.strip() for column, text in row.items()}
+    sequence, chain = cells["sequence"].upper(), cells["chain"]
+    context = cells.get("context", "").replace(",", " ").split()
+    chains = [chain, *context]
+    wrong = sorted(set(sequence) - set(LETTERS + "-"))
+    if wrong or not sequence:
+        raise ValueError(f"found {' '.join(wrong) or 'nothing'} in the sequence; expected letters "
+                         f"{LETTERS}")
     try:
-        usable = abs(float(row["score"])) < LARGEST_SCORE   # not for nan
+        score = float(cells["score"])
     except ValueError:
-        usable = False
-    if not usable:
-        return f"found the score {row['score']!r}; expected a number below {LARGEST_SCORE:g}"
-    if not row["chain"].strip():
-        return "found no chain; expected the name of the designed one, such as A"
-    named = [row["chain"].strip(), *context_of(row)]
-    if len({*named}) < len(named):
-        return f"found the chains {' '.join(named)}; expected each once, the designed one first"
-    if not os.path.isfile(os.path.join(folder, row["pdb"].strip())):
-        return f"there is no file {row['pdb']}"
-    return ""
+        score = math.nan
+    if not abs(score) < LARGEST_SCORE:   # nor nan
+        raise ValueError(f"found the score {cells['score']!r}; expected a number below "
+                         f"{LARGEST_SCORE:g}")
+    if not chain:
+        raise ValueError("found no chain; expected the name of the designed one, such as A")
+    if len(set(chains)) < len(chains):
+        raise ValueError(f"found the chains {' '.join(chains)}; expected each once, the designed "
+                         "one first")
+    path = folder / cells["pdb"]   # the ".." of a linked folder is elsewhere; a linked file stays
+    structure = path.parent.resolve() / path.name
+    if not structure.is_file():
+        raise ValueError(f"there is no file {cells['pdb']}")
+    return (structure, chain, tuple(sorted(context))), sequence, score
 
 
 def make_pairs(scores, margin, most, lower_is_better=False):
-    """[(better sequence, worse sequence, difference of scores)] of one chain of a structure, see
-    the head of this file.
+    """[(better sequence, worse sequence, difference of scores)] of one chain of a structure.
 
     scores: {sequence: [scores]}. margin: least difference. most: number of pairs, or None."""
     sign = -1 if lower_is_better else 1
     ranked = sorted(((sign * statistics.fmean(values), sequence)
                      for sequence, values in scores.items()), reverse=True)
-    pairs = []
-    for (better, chosen), (worse, rejected) in zip(ranked[:len(ranked) // 2], reversed(ranked)):
-        if better > worse and better - worse >= margin and len(pairs) != most:
-            pairs.append((chosen, rejected, better - worse))
-    return pairs
+    pairs = [(chosen, rejected, better - worse)
+             for (better, chosen), (worse, rejected)
+             in zip(ranked[:len(ranked) // 2], reversed(ranked))
+             if better > worse and better - worse >= margin]
+    return pairs[:most]
 
 
 def main(argv):
@@ -145,9 +149,7 @@ def main(argv):
         for (structure, chain, context), scores in designs.items():
             chains = ({"design_chains": [chain], "fixed_chains": list(context)} if context else
                       {"chain_id": chain})
-            folder, name = os.path.split(structure)   # a link that leads elsewhere has another ".."
-            relative = os.path.relpath(os.path.join(os.path.realpath(folder), name),
-                                       os.path.realpath(args.pairs.parent))
+            relative = os.path.relpath(structure, args.pairs.parent.resolve())
             room = args.per_structure and args.per_structure - counts[structure]
             found = make_pairs(scores, args.margin, room, args.lower_is_better)
             counts[structure] += len(found)
@@ -168,13 +170,13 @@ def main(argv):
         print(f"pairs_from_scores.py: error: {error}", file=sys.stderr)
         return 2
     for structure, n in counts.items():
-        print(f"{n:>6}  {structure}")
-    n_sequences, n_used = sum(map(len, designs.values())), sum(map(bool, counts.values()))
+        print(f"{n:>6}  {os.path.relpath(structure)}")
     if args.weights:
         weights = [entry["weight"] for entry in entries]
         print(f"weights {min(weights):g} to {max(weights):g}, median "
               f"{statistics.median(weights):g}")
     print(f"preferred: the {'lower' if args.lower_is_better else 'higher'} score")
+    n_sequences, n_used = sum(map(len, designs.values())), sum(map(bool, counts.values()))
     print(f"{len(entries):,} pairs on {n_used:,} of {len(counts):,} structure(s), from "
           f"{n_sequences:,} sequences, written to {args.pairs}")
     return 0

@@ -51,7 +51,7 @@ def rows_of(folder):
 
 
 def points(rows, key):
-    """(steps, values) of the rows that have `key`; long curves as means over neighbours."""
+    """[[step, value]] of the rows that have `key`; long curves as means over neighbours."""
     known = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     size = len(known) // SMOOTHED + 1
     groups = [known[i:i + size] for i in range(0, len(known), size)]
@@ -60,46 +60,45 @@ def points(rows, key):
 
 def running_mean(values):
     """Means over a twentieth of a curve's points to either side, fewer at its ends."""
-    reach = len(values) // 20
-    sums = np.cumsum([0.0, *values])
-    first = np.arange(len(values)) - reach
-    last = np.minimum(first + 2 * reach + 1, len(values))
-    first = np.maximum(first, 0)
-    return (sums[last] - sums[first]) / (last - first)
+    window = np.ones(2 * (len(values) // 20) + 1)
+    n_points = np.convolve(np.ones(len(values)), window, "same")
+    return np.convolve(values, window, "same") / n_points
 
 
 def draw(runs, path):
-    """Draw {name: rows} into a PNG at `path`. Raises: ValueError where nothing can be drawn,
-    ImportError without matplotlib."""
-    panels = [panel for panel in PANELS if any(points(rows, key) for rows in runs.values()
-                                               for key in panel[2])]
+    """Draw {name: rows} into a PNG at `path`.
+
+    Raises: ValueError where nothing can be drawn, ImportError without matplotlib."""
+    panels = [(title, unit, styles) for title, unit, styles in PANELS
+              if any(points(rows, key) for rows in runs.values() for key in styles)]
     if not panels:
         raise ValueError(f"{', '.join(runs)}: found none of the metrics that are drawn; expected "
                          "those of docs/metrics.md.")
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     height = math.ceil(len(panels) / columns)
-    figure, axes = pyplot.subplots(height, columns, figsize=(5.5 * columns, 3.2 * height),
-                                   squeeze=False, layout="constrained")
+    figure = Figure(figsize=(5.5 * columns, 3.2 * height), layout="constrained")
+    axes = figure.subplots(height, columns, squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.set_axis_off()
-    for (title, unit, keys), axis in zip(panels, axes.flat):
-        for number, (name, rows) in enumerate(runs.items()):
-            for key, style in keys.items():
+    for (title, unit, styles), axis in zip(panels, axes.flat):
+        for run_number, (name, rows) in enumerate(runs.items()):
+            for key_number, (key, style) in enumerate(styles.items()):
                 curve = points(rows, key)
+                if not curve:
+                    continue
+                steps, values = zip(*curve)
                 # A label that begins with "_" would be left out; "$" begins mathematics.
                 label = key if len(runs) == 1 else f"{key}, {name}".replace("$", r"\$")
-                color = f"C{len(axis.get_legend_handles_labels()[1]) if len(runs) == 1 else number}"
-                if curve and style.startswith("level"):
-                    axis.axhline(curve[-1][1], linestyle=style[5:], color=color, label=label)
-                elif curve and style == "~":
-                    axis.plot(*zip(*curve), color=color, alpha=0.3)
-                    steps, values = zip(*curve)
+                color = f"C{key_number if len(runs) == 1 else run_number}"
+                if style.startswith("level"):
+                    axis.axhline(values[-1], linestyle=style.removeprefix("level"), color=color,
+                                 label=label)
+                elif style == "~":
+                    axis.plot(steps, values, color=color, alpha=0.3)
                     axis.plot(steps, running_mean(values), color=color, label=label)
-                elif curve:
-                    axis.plot(*zip(*curve), style, color=color, markersize=3, label=label)
+                else:
+                    axis.plot(steps, values, style, color=color, markersize=3, label=label)
         axis.set(title=title, xlabel="step", ylabel=unit)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
@@ -107,10 +106,7 @@ def draw(runs, path):
             axis.set_ylim(bottom=0)
         if len(runs) > 1 or len(axis.get_legend_handles_labels()[1]) > 1:
             axis.legend(fontsize="small")
-    try:
-        write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))
-    finally:
-        pyplot.close(figure)
+    write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))
 
 
 def main(argv):

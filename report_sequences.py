@@ -19,6 +19,7 @@ near each is to its nearest sequence of the reference. It does not say whether t
 - Difference among samples: 1 - shared / all 5-mers of two samples, mean over pairs; 0: the same.
 """
 import argparse
+import itertools
 import math
 import sys
 from collections import Counter
@@ -46,8 +47,9 @@ class Figures(NamedTuple):
 
 
 def sequences_of(path):
-    """Yield the sequences of a FASTA file, in capitals, without a stop at the end. Raises
-    ValueError for gaps and other signs, which would count as residues."""
+    """Yield the sequences of a FASTA file, in capitals, without a stop at the end.
+
+    Raises: ValueError for gaps and other signs, which would count as residues."""
     for name, text in named_sequences(path):
         text = text.upper().removesuffix("*")
         try:
@@ -93,8 +95,8 @@ def longest_repeat(text):
 
 
 def words_of(text):
-    """The set of its K-mers."""
-    return {text[i:i + K] for i in range(len(text) - K + 1)}
+    """The K-mers of a sequence, from its begin on."""
+    return [text[i:i + K] for i in range(len(text) - K + 1)]
 
 
 class Novelty(NamedTuple):
@@ -109,20 +111,20 @@ def compare(samples, reference):
     """The Novelty of samples. samples, reference: lists of str."""
     holders = {word: [] for text in samples for word in words_of(text)}
     for place, text in enumerate(reference):
-        for i in range(len(text) - K + 1):
-            if (found := holders.get(text[i:i + K])) is not None:
-                found.append((place, i))
+        for i, word in enumerate(words_of(text)):
+            if word in holders:
+                holders[word].append((place, i))
     random, rows = np.random.default_rng(0), []
     for text in samples:
         words = words_of(text)
-        new = sum(not holders[word] for word in words) / max(len(words), 1)
-        bands = Counter((place, (i - j) // BAND) for j in range(len(text) - K + 1)
-                        for place, i in holders[text[j:j + K]])
+        new = sum(not holders[word] for word in set(words)) / max(len(set(words)), 1)
+        bands = Counter((place, (i - j) // BAND) for j, word in enumerate(words)
+                        for place, i in holders[word])
         if not bands:
             rows.append((new, math.nan, math.nan, -1))
             continue
-        place, band = max(bands, key=lambda key: (bands[key], *(-x for x in key)))
-        first = band * BAND - BAND
+        place, band = max(sorted(bands), key=bands.get)   # the first of equals
+        first = (band - 1) * BAND
         stretch = reference[place][max(first, 0):first + len(text) + 3 * BAND]
         shuffled = "".join(random.permutation(list(text)))
         rows.append((new, identity(text, stretch), identity(shuffled, stretch), place))
@@ -139,9 +141,8 @@ def identity(one, other):
 
 def difference(samples):
     """Mean over pairs of 1 - shared / all K-mers, of up to MOST_PAIRS samples; nan for one."""
-    words = [words_of(text) for text in samples[:MOST_PAIRS]]
-    values = [1 - len(a & b) / max(len(a | b), 1)
-              for i, a in enumerate(words) for b in words[:i]]
+    words = [set(words_of(text)) for text in samples[:MOST_PAIRS]]
+    values = [1 - len(a & b) / max(len(a | b), 1) for a, b in itertools.combinations(words, 2)]
     return float(np.mean(values)) if values else math.nan
 
 
@@ -151,10 +152,11 @@ def divergence(p, q):
 
 
 def span(values, form):
-    """Least, median and most of the values that are known."""
-    known = values[~np.isnan(values)] if values.dtype.kind == "f" else values
-    return "  ".join(form.format(f(known)) for f in (np.min, np.median, np.max)) if len(
-        known) else "none"
+    """Least, median and most of the values that are not nan, each as text by `form`."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return "none"
+    return "  ".join(form.format(x) for x in (known.min(), np.median(known), known.max()))
 
 
 def report(samples, reference, picture=None):
@@ -195,23 +197,23 @@ def draw(ours, theirs, novelty, path):
         return "no picture: matplotlib is not installed (pip install matplotlib)"
     figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2)
+    (letters, length), (complexity, nearness) = axes
     places = np.arange(len(AMINO_ACIDS))
     lengths = np.concatenate([ours.lengths, theirs.lengths])
     edges = np.geomspace(max(lengths.min(), 1), lengths.max() + 1, 31)
     for shift, figures, name in ((-0.2, ours, "samples"), (0.2, theirs, "reference")):
-        axes[0, 0].bar(places + shift, figures.residues, 0.4, label=name)
+        letters.bar(places + shift, figures.residues, 0.4, label=name)
         share = np.full(len(figures.lengths), 1 / len(figures.lengths))
-        axes[0, 1].hist(figures.lengths, edges, weights=share, alpha=0.6, label=name)
-        axes[1, 0].hist(figures.simple, 20, range=(0, 1), weights=share, alpha=0.6, label=name)
-    axes[0, 0].set(xticks=places, xticklabels=list(AMINO_ACIDS), title="share of each residue")
-    axes[0, 1].set(title="length", xlabel="residues", xscale="log", ylabel="share of sequences")
-    axes[1, 0].set(title="low complexity", xlabel="share of a sequence",
+        length.hist(figures.lengths, edges, weights=share, alpha=0.6, label=name)
+        complexity.hist(figures.simple, 20, range=(0, 1), weights=share, alpha=0.6, label=name)
+    letters.set(xticks=places, xticklabels=list(AMINO_ACIDS), title="share of each residue")
+    length.set(title="length", xlabel="residues", xscale="log", ylabel="share of sequences")
+    complexity.set(title="low complexity", xlabel="share of a sequence",
                    ylabel="share of sequences")
     for values, name in ((novelty.identity, "identity with the nearest"),
                          (novelty.by_chance, "the same, letters shuffled")):
-        axes[1, 1].hist(values[~np.isnan(values)], 25, range=(0, 1), alpha=0.6, label=name)
-    axes[1, 1].set(title="novelty of the samples", xlabel="share of the sample",
-                   ylabel="samples")
+        nearness.hist(values[~np.isnan(values)], 25, range=(0, 1), alpha=0.6, label=name)
+    nearness.set(title="novelty of the samples", xlabel="share of the sample", ylabel="samples")
     for axis in axes.flat:
         axis.legend()
     write_whole(path, lambda file: figure.savefig(file, dpi=120, format="png"))

@@ -10,11 +10,11 @@ A timed step (every monitoring.timing_every-th) is cut into parts, whose shares 
                counts and flags. The wait for slower ranks is in it
     optimizer  the rest: norm, clipping, optimizer (with Muon its exchange of weights), averages
 
-All but exchanges is a rank's own time; the slowest rank is the one with most of it. On a CPU
-the clock is read; on a device, events go into its queue and are read at the next report, so that
-no step waits: time is what the device takes for a part, or stands idle in it. Nothing here changes
-a result. The default of 50 gives a minute's run some samples, and leaves the one collective of a
-report with samples, a few numbers per rank, to few reports.
+All parts but the exchange are a rank's own time; the slowest rank is the one with most of it. On a
+CPU the clock is read; on a device, events go into its queue and are read at the next report, so
+that no step waits: time is what the device takes for a part, or stands idle in it. Nothing here
+changes a result. A report on timed steps costs one small collective: every 50th step is timed by
+default, so that such reports are few and a run of a minute has some.
 """
 import contextlib
 import itertools
@@ -76,10 +76,11 @@ class StepMeter:
         if self.laps is None:
             yield
             return
-        ready = []     # stamp of the last gradient that was added to a parameter's
+        last_gradient = None     # stamp of when it was added to a parameter's
 
         def gradient_is_there(parameter):
-            ready[:] = [self._stamp()]
+            nonlocal last_gradient
+            last_gradient = self._stamp()
 
         hooks = [p.register_post_accumulate_grad_hook(gradient_is_there)
                  for p in model.parameters() if p.requires_grad]
@@ -88,7 +89,7 @@ class StepMeter:
         finally:
             for hook in hooks:
                 hook.remove()
-        self.laps.append(("compute", ready[0] if ready else self._stamp()))
+        self.laps.append(("compute", last_gradient or self._stamp()))
         self.lap("exchange")
 
     def finish(self, sums):
@@ -128,11 +129,10 @@ class StepMeter:
         if not self.timed:
             return values
         steps = [seconds_by_part(laps) for laps in self.timed]
-        own = {part: sum(step[part] for step in steps) for part in PARTS}
-        rank, hosts = self.ddp.rank, self.ddp.state.hosts
+        own = [sum(step[part] for step in steps) for part in PARTS]
         table = torch.zeros(self.ddp.world_size, len(PARTS) + 2, dtype=torch.float64)
-        table[rank] = torch.tensor([*(own[part] for part in PARTS), peak_memory(self.ddp.device),
-                                    utilization(self.ddp.device)])
+        table[self.ddp.rank] = torch.tensor([*own, peak_memory(self.ddp.device),
+                                             utilization(self.ddp.device)])
         spent, memory, used = all_sum(table, self.ddp).split([len(PARTS), 1, 1], 1)
         shares = spent.sum(0) / spent.sum()
         values |= {f"time/{part}": float(share) for part, share in zip(PARTS, shares)}
@@ -142,6 +142,7 @@ class StepMeter:
             values["device/utilization"] = float(used.nanmean())
         if self.ddp.world_size > 1:
             working = spent.sum(1) - spent[:, PARTS.index("exchange")]
+            hosts = self.ddp.state.hosts
             slowest, largest = int(working.argmax()), int(memory.argmax())
             values |= {"time/slowest_rank": slowest, "time/slowest_host": hosts[slowest],
                        "time/slowest_ratio": float(working.max() / working.mean()),
@@ -158,26 +159,23 @@ class StepMeter:
 
 def make_meter(config, ddp, seen):
     """The StepMeter of a run. seen: see there."""
-    m = config.monitoring
-    layers = [kind for kind in ("gradients", "weights") if getattr(m, f"log_{kind}")]
-    return StepMeter(ddp, m.timing_every, config.training.log_freq, layers,
-                     m.tensorboard or m.wandb is not None, seen)
+    monitoring = config.monitoring
+    layers = [kind for kind in ("gradients", "weights") if getattr(monitoring, f"log_{kind}")]
+    has_tracker = monitoring.tensorboard or monitoring.wandb is not None
+    return StepMeter(ddp, monitoring.timing_every, config.training.log_freq, layers, has_tracker,
+                     seen)
 
 
 def seconds_by_part(laps):
     """{part: seconds} of a timed step; under "" what belongs to none."""
-    own = dict.fromkeys((*PARTS, ""), 0.0)
+    seconds = dict.fromkeys((*PARTS, ""), 0.0)
     for (_, begin), (part, end) in itertools.pairwise(laps):
-        own[part] += _elapsed(begin, end)
-    return own
-
-
-def _elapsed(begin, end):
-    """Seconds between two stamps; waits for the device to have come to the second."""
-    if isinstance(end, float):
-        return end - begin
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000
+        if isinstance(end, float):     # of a CPU's clock
+            seconds[part] += end - begin
+        else:
+            end.synchronize()          # until the device has come to it
+            seconds[part] += begin.elapsed_time(end) / 1000
+    return seconds
 
 
 def layer_of(name):
@@ -202,23 +200,22 @@ def histogram_of(tensors):
                                              flat.square().sum()]).tolist()
     if low == high:     # all numbers are alike, such as the zeros of fresh weights
         high = low + (abs(low) or 1.0)
-    width = (high - low) / BINS
-    return Histogram(torch.histc(flat, BINS, low, high).tolist(),
-                     [low + i * width for i in range(BINS)] + [high], total, squares)
+    edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64)
+    return Histogram(torch.histc(flat, BINS, low, high).tolist(), edges.tolist(), total, squares)
 
 
 def peak_memory(device):
-    """Most memory, in GB, that tensors on the device have taken since the start; of a CPU, that
-    this process has taken."""
+    """Most memory, in GB, that tensors have taken on a device since the start; of a CPU, that this
+    process has taken."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device) / 1e9
     import resource
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024     # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def utilization(device):
-    """Share of the last moments in which a CUDA device computed, nan where nobody tells.
+    """Share of the last moments in which a CUDA device computed; nan where that is not known.
 
     It needs the vendor's library (pynvml, amdsmi). That of XPUs would hold up a step for 0.1 s."""
     try:

@@ -75,10 +75,9 @@ REPORTS = 10.0              # after the limit: ranks that have hung until then r
 ANSWER = 40.0               # after the limit: rank 0 has judged all reports
 COLLECTIVES = 60.0          # after all limits: a collective must not fail where it only waits
 SETTING_UP = 90.0           # after --init_timeout: setup_ddp's own limits are over
-LAST_ANSWER = 10.0          # for all ranks to read it, before rank 0 ends with the store
 VISIBLE = 45.0              # NFS clients may believe for half a minute that a file is not there
 PRODUCTS = 0.5              # of repeats, for a rate
-POLL = 0.01                 # between two looks
+POLL = 0.01                 # between two looks at a folder
 
 
 class Check(NamedTuple):
@@ -212,7 +211,8 @@ def judge_sum(rows, args):
     else:
         problems = [(rank, f"received {rows[rank]['wrong']} wrong elements of {2**18}")
                     for rank in receivers]
-    return problems, f"1 MiB, exact, first one in {milliseconds(rows, 'seconds')}"
+    longest = max(row["seconds"] for row in rows)
+    return problems, f"1 MiB, exact, first one in {longest * 1e3:.1f} ms"
 
 
 def multiply(row, ddp, args, answer):
@@ -264,28 +264,22 @@ def read_folder(row, ddp, args, answer):
     elif ddp.rank == ddp.world_size - 1:
         path, start = Path(args.work_dir, f".preflight-{answer['token']}"), time.monotonic()
         limit = min(0.8 * args.timeout, VISIBLE)
-        if not wait_until(lambda: path.exists() and path.read_text() == answer["token"],
-                          start + limit):
-            raise FileNotFoundError(
-                f"what rank 0 wrote is not in {path.parent.absolute()} after {limit:.0f} s. "
-                "Expected a folder that all hosts share")
+        while not (path.exists() and path.read_text() == answer["token"]):
+            if time.monotonic() > start + limit:
+                raise FileNotFoundError(
+                    f"what rank 0 wrote is not in {path.parent.absolute()} after {limit:.0f} s. "
+                    "Expected a folder that all hosts share")
+            time.sleep(POLL)
         row["figure"] = f"rank {ddp.rank} saw it after {(time.monotonic() - start) * 1e3:.0f} ms"
-
-
-def remove_preflight_file(args, written):
-    """Leave the run folder as it was. written: rank 0's row of the check `folder`."""
-    with contextlib.suppress(OSError):   # it could not be written
-        if "token" in written:
-            os.remove(os.path.join(args.work_dir, f".preflight-{written['token']}"))
-        if written.get("made"):
-            os.rmdir(args.work_dir)
 
 
 def reduce_all_sizes(row, ddp, args, answer):
     """Median time of the all-reduce of float32 zeros, per size in bytes."""
-    if ddp.world_size == 1 or "all-reduce" in answer["failed"]:
-        one = ddp.world_size == 1
-        row["skip"] = "one rank: nothing to reduce over" if one else "the all-reduce failed"
+    if ddp.world_size == 1:
+        row["skip"] = "one rank: nothing to reduce over"
+        return
+    if "all-reduce" in answer["failed"]:
+        row["skip"] = "the all-reduce failed"
         return
     row.update(in_collective=True, bytes=[], seconds=[], backend=ddp.backend)
     size = 1024
@@ -298,20 +292,19 @@ def reduce_all_sizes(row, ddp, args, answer):
 
 
 def judge_bandwidth(rows, args):
-    n, best = len(rows), (0.0, 0)
+    n, sizes, best = len(rows), rows[0]["bytes"], (0.0, 0)
     lines = [f"{'size':>9}  {'time [us]':>12}  {'bus [GB/s]':>10}  slowest rank, if by a fifth"]
-    for k, size in enumerate(rows[0]["bytes"]):
-        times = [row["seconds"][k] for row in rows]
+    for size, times in zip(sizes, zip(*(row["seconds"] for row in rows))):
         longest, rank = max(times), times.index(max(times))
         bus = 2 * (n - 1) / n * size / longest / 1e9
         best = max(best, (bus, size))
         by_a_fifth = longest > 1.2 * statistics.median_low(times)
         slowest = f"  {rank} on {rows[rank]['host']}" if by_a_fifth else ""
         lines.append(f"{binary_size(size):>9}  {longest * 1e6:>12.1f}  {bus:>10.4f}{slowest}")
-    least = max(row["seconds"][0] for row in rows)
-    return [], "\n".join([f"{rows[0]['backend']}, up to {best[0]:.3g} GB/s at "
-                          f"{binary_size(best[1])}, {binary_size(rows[0]['bytes'][0])} in "
-                          f"{least * 1e6:.0f} us", *lines])
+    rate, size = best
+    shortest = max(row["seconds"][0] for row in rows)
+    return [], "\n".join([f"{rows[0]['backend']}, up to {rate:.3g} GB/s at {binary_size(size)}, "
+                          f"{binary_size(sizes[0])} in {shortest * 1e6:.0f} us", *lines])
 
 
 # ---------------------------------------------------------------- the claims: is training right?
@@ -326,13 +319,9 @@ def pass_messages(row, ddp, args, answer):
     with in_collective(row):
         numbers = broadcast(vector, ddp, last)
         received = broadcast(message if ddp.rank == last else None, ddp, last)
-    row["seconds"] = time.monotonic() - start
+    row["figure"] = f"4 KiB and an object in {(time.monotonic() - start) * 1e3:.1f} ms"
     if received != message or not (numbers == last).all():
         row["problems"] = [f"received something else than rank {last} sent"]
-
-
-def judge_messages(rows, args):
-    return [], f"4 KiB and an object in {milliseconds(rows, 'seconds')}"
 
 
 def items_of(ranks):
@@ -377,16 +366,16 @@ def average_gradients(row, ddp, args, answer):
     backward(model, x, y, row)
     errors = [(parameter.grad.cpu().double() - expected.grad).norm() / expected.grad.norm()
               for parameter, expected in zip(model.parameters(), plain.parameters())]
-    row["error_of_mean"] = torch.stack(errors).max().item()
+    row["gradient_error"] = torch.stack(errors).max().item()
 
 
 def judge_gradients(rows, args):
-    problems = [(rank, f"has a gradient {row['error_of_mean']:.1g} off one process's")
-                for rank, row in enumerate(rows) if not row["error_of_mean"] <= CLOSE]   # or nan
+    problems = [(rank, f"has a gradient {row['gradient_error']:.1g} off one process's")
+                for rank, row in enumerate(rows) if not row["gradient_error"] <= CLOSE]   # or nan
     if len(problems) == len(rows) > 1:
         problems = [(None, f"every rank {problems[0][1]}")]
     return problems, (f"{len(rows) * ITEMS} items as in one process, within "
-                      f"{max(row['error_of_mean'] for row in rows):.1g}")
+                      f"{max(row['gradient_error'] for row in rows):.1g}")
 
 
 def take_steps(row, ddp, args, answer, ipex=False):
@@ -455,7 +444,7 @@ def checks_for(args):
                    Check("folder", write_folder, limit),
                    Check("visible", read_folder, limit)]
     if claims:
-        chosen += [Check("messages", pass_messages, limit, judge_messages),
+        chosen += [Check("messages", pass_messages, limit),
                    Check("gradients", average_gradients, limit, judge_gradients),
                    Check("steps", take_steps, limit, judge_steps),
                    Check("ipex", functools.partial(take_steps, ipex=True), limit, judge_steps),
@@ -471,21 +460,22 @@ def in_thread(limit, ddp, function, *arguments):
 
     Returns: (its error in one line, or ""; the thread).
     """
-    errors = []
+    error = ""
 
     def work():
+        nonlocal error
         try:
             if ddp.device.type != "cpu":   # each thread has a current device of its own
                 getattr(torch, ddp.device.type).set_device(ddp.device)
             function(*arguments)
-        except Exception as error:   # whatever it is, it is reported, with the rank
-            first_line = (str(error).splitlines() or [""])[0]
-            errors.append(f"{type(error).__name__}: {first_line[:300]}")
+        except Exception as e:   # whatever it is, it is reported, with the rank
+            first_line = (str(e).splitlines() or [""])[0]
+            error = f"{type(e).__name__}: {first_line[:300]}"
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(limit)
-    return "".join(errors), thread
+    return error, thread
 
 
 def measure_row(check, ddp, args, answer):
@@ -498,36 +488,33 @@ def measure_row(check, ddp, args, answer):
     return {**row, "error": error} if error else row
 
 
-def report_row(check, row, ddp):
-    ddp.state.store.set(f"check/{check.name}/{ddp.rank}", json.dumps(row))
-    ddp.state.store.add(f"check/{check.name}", 1)
-
-
 def gather_rows(check, row, ddp, deadline):
     """On rank 0, the rows of all ranks, in order; None for one that has not come by `deadline`."""
     if ddp.world_size == 1:
         return [row]
-    store, key = ddp.state.store, f"check/{check.name}"
-    report_row(check, row, ddp)
-    wait_until(lambda: store.add(key, 0) == ddp.world_size, deadline)
-    keys = [f"{key}/{rank}" for rank in range(ddp.world_size)]
+    store, limit = ddp.state.store, deadline - time.monotonic()
+    keys = [f"check/{check.name}/{rank}" for rank in range(ddp.world_size)]
+    store.set(keys[0], json.dumps(row))
+    in_thread(limit, ddp, store.wait, keys, datetime.timedelta(seconds=limit))
     return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
 def fetch_answer(check, row, ddp, deadline):
     """On another rank, give its row to rank 0, and get what rank 0 has made of all rows."""
-    key, answers, limit = f"check/{check.name}/answer", [], deadline - time.monotonic()
+    store, limit = ddp.state.store, deadline - time.monotonic()
+    key, answer = f"check/{check.name}/answer", None
 
     def fetch():
-        report_row(check, row, ddp)
-        ddp.state.store.wait([key], datetime.timedelta(seconds=limit))
-        answers.append(json.loads(ddp.state.store.get(key)))
+        nonlocal answer
+        store.set(f"check/{check.name}/{ddp.rank}", json.dumps(row))
+        store.wait([key], datetime.timedelta(seconds=limit))
+        answer = json.loads(store.get(key))
 
     in_thread(limit, ddp, fetch)   # while rank 0's process is stopped, its store does not answer
-    if not answers:   # or rank 0 is gone: then its own guard says so first
+    if answer is None:   # or rank 0 is gone: then its own guard says so first
         abort(ddp, f"check {check.name}: rank 0 on {ddp.state.hosts[0]} did not answer", FAILED,
               secondary=True)
-    return answers[0]
+    return answer
 
 
 def blame(rows, limit):
@@ -573,9 +560,11 @@ def run_checks(ddp, args):
     Where a rank is lost, all end here with exit code 3.
     Returns: names of the checks that failed, on every rank.
     """
-    answer, outcomes, suspects, written = {"failed": []}, [], [], {}
-    # As Slurm's --exclude takes it.
-    host = ddp.launcher == "Slurm step" and os.environ.get("SLURMD_NODENAME") or ddp.host
+    failed, outcomes, suspects, written = [], [], [], {}
+    answer = {"failed": failed}
+    host = ddp.host
+    if ddp.launcher == "Slurm step":   # as its --exclude takes it
+        host = os.environ.get("SLURMD_NODENAME") or host
     for check in checks_for(args):
         start = time.monotonic()
         row = {"host": host, **measure_row(check, ddp, args, answer)}
@@ -583,37 +572,40 @@ def run_checks(ddp, args):
             answer = fetch_answer(check, row, ddp, start + check.limit + ANSWER)
             continue
         rows = gather_rows(check, row, ddp, start + check.limit + REPORTS)
-        row["waited"] = rows[0]["waited"] = time.monotonic() - start
+        rows[0]["waited"] = time.monotonic() - start
         status, problems, figure = conclude(check, rows, args)
         outcomes.append(status)
-        hosts = [row["host"] if row else known
-                 for row, known in zip(rows, ddp.state.hosts or [host])]
+        hosts = [found["host"] if found else known
+                 for found, known in zip(rows, ddp.state.hosts or [host])]
         print0(ddp, check_lines(check.name, status, problems, figure, hosts))
         guilty = sorted({rank for rank, _ in problems} - {None})
         if len(guilty) < ddp.world_size:   # else it is not the fault of a host
             suspects += [hosts[rank] for rank in guilty if hosts[rank] not in suspects]
         written = row if "made" in row else written
-        answer = {**row, "failed": answer["failed"] + [check.name] * (status == "FAIL")}
+        if status == "FAIL":
+            failed.append(check.name)
+        answer = {**row, "failed": failed}
         if any(map(is_lost, rows)):
             finish(ddp, args, written, outcomes, suspects)
             abort(ddp, f"check {check.name}: ranks failed, are missing or stuck, see above; all "
                        "end here", FAILED)   # the others have waited for the answer
         if ddp.world_size > 1:
             ddp.state.store.set(f"check/{check.name}/answer", json.dumps(answer))
-    if ddp.world_size > 1:   # the store ends with rank 0's process
-        store = ddp.state.store
-        store.add("check/read", 1)
-        if ddp.is_main:
-            wait_until(lambda: store.add("check/read", 0) == ddp.world_size,
-                       time.monotonic() + LAST_ANSWER)
     if ddp.is_main:
         finish(ddp, args, written, outcomes, suspects)
     return answer["failed"]
 
 
 def finish(ddp, args, written, outcomes, suspects):
-    """On rank 0, print the outcome, and write the suspect hosts to --suspects."""
-    remove_preflight_file(args, written)
+    """On rank 0, leave the run folder as it was, print the outcome, and write --suspects.
+
+    written: rank 0's row of the check `folder`, if that wrote something.
+    """
+    with contextlib.suppress(OSError):   # it could not be written
+        if "token" in written:
+            os.remove(os.path.join(args.work_dir, f".preflight-{written['token']}"))
+        if written.get("made"):
+            os.rmdir(args.work_dir)
     print0(ddp, ", ".join(f"{outcomes.count(status)} {word}" for status, word in (
         ("PASS", "passed"), ("FAIL", "failed"), ("SKIP", "skipped"))))
     if suspects:
@@ -656,13 +648,6 @@ def innermost_function(thread):
     return "?" if frame is None else f"{frame.f_code.co_name} (line {frame.f_lineno})"
 
 
-def wait_until(condition, deadline):
-    """Wait for condition() to be true, until `deadline` (monotonic seconds). Returns: is it?"""
-    while not (reached := condition()) and time.monotonic() < deadline:
-        time.sleep(POLL)
-    return reached
-
-
 def majority(values):
     """(the most common value, ranks with another one). In a tie the first value counts."""
     usual = collections.Counter(values).most_common(1)[0][0]
@@ -671,6 +656,7 @@ def majority(values):
 
 def ranges(numbers):
     """[0, 1, 2, 8] -> '0-2,8'"""
+    # Within a run, a number less its place is always the same.
     groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in group] for _, group in groups]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
@@ -687,11 +673,6 @@ def gibibytes(size):
 
 def binary_size(size):
     return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
-
-
-def milliseconds(rows, key):
-    """The longest time of these rows, as text."""
-    return f"{max(row[key] for row in rows) * 1e3:.1f} ms"
 
 
 def timed(function, ddp):
@@ -753,8 +734,6 @@ def end_hung_setup(seconds):
 
 def cli(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    if "-h" in argv or "--help" in argv:
-        make_parser().parse_args(["--help"])
     problem = None
     try:
         args = read_arguments(argv)

@@ -41,6 +41,7 @@ FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = DTYPES = (torch.float64, torch.float32, to
 PRODUCT_EPS, NETWORK_EPS = 1, 4
 FASTER = 1.1                # what a lower precision must gain to be recommended
 WIDTH = 80                  # columns of a terminal
+DRAW_STEPS = 6              # of a sample
 GRAPH, NOISE, X_ID = AbsorbingGraph(21), make_noise("loglinear", eps=1e-3), 20
 
 
@@ -55,10 +56,9 @@ def first_line(error):
 # ---- what is measured ----
 
 class NetworkErrors(NamedTuple):
-    """Relative errors of a network. tries: until the scaled gradient was finite."""
+    """Relative errors of a network."""
     output: float
     gradient: float
-    tries: int
 
 
 @dataclass
@@ -68,6 +68,7 @@ class Row:
     matmul: float | None = None                     # relative error of a matrix product
     networks: dict = field(default_factory=dict)    # model's name: NetworkErrors
     seconds: dict = field(default_factory=dict)     # "matmul" or model's name: best time
+    tries: dict = field(default_factory=dict)       # model's name: until its gradient was finite
 
 
 def random_sedd(width, blocks, B, L):
@@ -128,23 +129,22 @@ NETWORKS = {
                            (128, 48, 16, 300))}
 
 
-def make(name, size):
-    """(model, batch), the same on every rank and device."""
+def make(name, size, device, dtype=FLOAT32):
+    """(model, batch) on the device, the same on every rank.
+
+    Weights and reals of the batch are float32 (float64 for float64); tokens are integers.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return NETWORKS[name].make(*size)
-
-
-def move(model, batch, device, dtype):
-    """Weights and reals of the batch become float32 (float64 for float64); tokens stay integers."""
+        model, batch = NETWORKS[name].make(*size)
     exact = FLOAT64 if dtype == FLOAT64 else FLOAT32
     return model.to(device, exact), [x.to(device, exact if x.is_floating_point() else x.dtype)
                                      for x in batch]
 
 
 def make_small(name, ddp, dtype=FLOAT32):
-    """(model, batch) of the size for errors, on the device."""
-    return move(*make(name, NETWORKS[name].size_for_errors), ddp.device, dtype)
+    """(model, batch) of the size for errors."""
+    return make(name, NETWORKS[name].size_for_errors, ddp.device, dtype)
 
 
 def output_and_gradient(name, dtype, ddp):
@@ -180,27 +180,28 @@ def best_times(calls, ddp, limit):
         if ddp.device.type != "cpu":
             getattr(torch, ddp.device.type).synchronize()
 
-    best, rounds, end = {}, 0, time.monotonic() + limit * len(calls)
+    best, rounds, end = dict.fromkeys(calls, math.inf), 0, time.monotonic() + limit * len(calls)
     while rounds < 3 or time.monotonic() < end:
         for key, call in calls.items():
             wait()
             start = time.perf_counter()
             call()
             wait()
-            seconds = time.perf_counter() - start
-            best[key] = min(best[key], seconds) if rounds > 1 else seconds
+            if rounds > 0:
+                best[key] = min(best[key], time.perf_counter() - start)
         rounds += 1
     return best
 
 
-def measure(ddp, limit):
-    """Make the table: {dtype: Row}.
+def random_factors(ddp):
+    """Two square matrices in float64 on the CPU, the same on every rank."""
+    n, generator = 384 if ddp.device.type == "cpu" else 2048, torch.Generator().manual_seed(0)
+    return [torch.randn(n, n, dtype=FLOAT64, generator=generator) for _ in range(2)]
 
-    limit: seconds for which each speed is measured; 0: not at all.
-    """
-    n = 384 if ddp.device.type == "cpu" else 2048
-    generator, rows = torch.Generator().manual_seed(0), {}
-    a, b = (torch.randn(n, n, dtype=FLOAT64, generator=generator) for _ in range(2))
+
+def measure_errors(ddp):
+    """Make the table: {dtype: Row}, without seconds."""
+    rows, (a, b) = {}, random_factors(ddp)
     cpu = Ddp()                                     # one process on the CPU
     expected = {name: output_and_gradient(name, FLOAT64, cpu) for name in NETWORKS}
     for dtype in DTYPES:
@@ -208,26 +209,31 @@ def measure(ddp, limit):
         try:
             product = a.to(ddp.device, dtype) @ b.to(ddp.device, dtype)
             row.matmul = distance(product.cpu().double(), a @ b)
-            for name in NETWORKS:
-                output, gradient, tries = output_and_gradient(name, dtype, ddp)
-                row.networks[name] = NetworkErrors(distance(output, expected[name][0]),
-                                                   distance(gradient, expected[name][1]), tries)
+            for name, (exact_output, exact_gradient, _) in expected.items():
+                output, gradient, row.tries[name] = output_and_gradient(name, dtype, ddp)
+                row.networks[name] = NetworkErrors(distance(output, exact_output),
+                                                   distance(gradient, exact_gradient))
         except (RuntimeError, TypeError) as error:  # kernels that this torch or device has not got
             row.error = f"{type(error).__name__}: {first_line(error)}"
-    usable = [dtype for dtype in DTYPES if rows[dtype].error is None] if limit else []
+    return rows
+
+
+def measure_speeds(rows, ddp, limit):
+    """Fill in the seconds of the table. limit: seconds for which each speed is measured."""
+    dtypes = [dtype for dtype in DTYPES if rows[dtype].error is None]
     for what in ("matmul", *NETWORKS):
         try:
-            calls = (matmul_calls(a, b, usable, ddp) if what == "matmul"
-                     else training_calls(what, usable, ddp))
+            calls = (matmul_calls(dtypes, ddp) if what == "matmul" else
+                     training_calls(what, dtypes, ddp))
             for dtype, seconds in best_times(calls, ddp, limit).items():
                 rows[dtype].seconds[what] = seconds
         except RuntimeError as error:               # such as out of memory: the speed is not known
             print(f"{what} could not be timed: {first_line(error)}", file=sys.stderr)
-    return rows
 
 
-def matmul_calls(a, b, dtypes, ddp):
+def matmul_calls(dtypes, ddp):
     """{dtype: function that multiplies in it}."""
+    a, b = random_factors(ddp)
     return {dtype: functools.partial(torch.matmul, a.to(ddp.device, dtype), b.to(ddp.device, dtype))
             for dtype in dtypes}
 
@@ -242,8 +248,8 @@ def training_calls(name, dtypes, ddp):
     def train(model, batch, dtype):
         NETWORKS[name].step(model, batch, dtype, ddp)[1].backward()
 
-    return {dtype: functools.partial(train, *move(*make(name, size_for_speed(name, ddp)),
-                                                  ddp.device, dtype), dtype)
+    size = size_for_speed(name, ddp)
+    return {dtype: functools.partial(train, *make(name, size, ddp.device, dtype), dtype)
             for dtype in dtypes if dtype != FLOAT64}
 
 
@@ -269,10 +275,9 @@ def table(rows):
     return lines
 
 
-# ---- the claims: each returns (PASS, FAIL or SKIP, figure) ----
+# ---- the claims: each returns (whether it holds, None where it is not checked; figure) ----
 
-def verdict(holds):
-    return "PASS" if holds else "FAIL"
+STATUS = {True: "PASS", False: "FAIL", None: "SKIP"}
 
 
 def allowed(dtype, units):
@@ -293,7 +298,7 @@ def all_within(ddp, rows, units, errors_of):
             errors, most = errors_of(row), allowed(dtype, units)
             parts.append(f"{short_name(dtype)} {max(errors):.1g} of {most:.1g}")
             holds = holds and all(error <= most for error in errors)
-    return verdict(holds), ", ".join(parts)
+    return holds, ", ".join(parts)
 
 
 def matrix_products_are_close_to_float64(ddp, rows):
@@ -301,11 +306,11 @@ def matrix_products_are_close_to_float64(ddp, rows):
 
 
 def sedd_is_finite_and_close(ddp, rows):
-    return all_within(ddp, rows, NETWORK_EPS, lambda row: row.networks["SEDD"][:2])
+    return all_within(ddp, rows, NETWORK_EPS, lambda row: row.networks["SEDD"])
 
 
 def proteinmpnn_is_finite_and_close(ddp, rows):
-    return all_within(ddp, rows, NETWORK_EPS, lambda row: row.networks["ProteinMPNN"][:2])
+    return all_within(ddp, rows, NETWORK_EPS, lambda row: row.networks["ProteinMPNN"])
 
 
 def half_dtypes(rows):
@@ -318,8 +323,9 @@ def tokens_stay_integers(ddp, rows):
     So are samples, and tokens that were made real are refused: bfloat16 has no odd number above
     256.
     """
-    seen, cases = set(), [(FLOAT32, FLOAT32)] + [
-        (weights, half) for half in half_dtypes(rows) for weights in (FLOAT32, half)]
+    seen, taken = set(), set()     # dtypes in the tables; models that take real tokens
+    cases = [(FLOAT32, FLOAT32)] + [(weights, half) for half in half_dtypes(rows)
+                                    for weights in (FLOAT32, half)]
     for name, network in NETWORKS.items():
         for weights, compute in cases:
             model, batch = make_small(name, ddp)
@@ -330,12 +336,12 @@ def tokens_stay_integers(ddp, rows):
                 with contextlib.suppress(ValueError):
                     real = [x if x.is_floating_point() else x.to(compute) for x in batch]
                     network.step(model, real, compute, ddp)
-                    seen.add(f"{name} took {compute}")
+                    taken.add(name)
     zeros = functools.partial(torch.zeros, device=ddp.device)
     seen.add(draw(ddp, lambda xt, sigma: zeros(*xt.shape, GRAPH.vocab_size)).dtype)
-    return verdict(seen == {torch.int64}), (
+    return seen == {torch.int64} and not taken, (
         f"{', '.join(sorted(map(str, seen)))} in {len(cases)} kinds of each model and in samples; "
-        "others are refused")
+        + (f"{', '.join(taken)} took real tokens" if taken else "others are refused"))
 
 
 def dtypes_of_weights_and_inputs_may_differ(ddp, rows):
@@ -343,7 +349,7 @@ def dtypes_of_weights_and_inputs_may_differ(ddp, rows):
 
     Else a model fails with `mat1 and mat2 must have the same dtype`.
     """
-    errors = {}
+    errors = []
     for half in half_dtypes(rows):
         for name, network in NETWORKS.items():
             model, batch = make_small(name, ddp)
@@ -351,26 +357,24 @@ def dtypes_of_weights_and_inputs_may_differ(ddp, rows):
                 exact = network.step(model, batch, FLOAT32, ddp)[0]
                 model.to(half)
                 for compute in (FLOAT32, half):
-                    errors[name, half, compute] = distance(
-                        network.step(model, batch, compute, ddp)[0], exact)
+                    errors.append(distance(network.step(model, batch, compute, ddp)[0], exact))
     if not errors:
-        return "SKIP", "no low precision here"
+        return None, "no low precision here"
     # The weights themselves were rounded: a tenth would be another model.
-    return verdict(all(error < 0.1 for error in errors.values())), (
-        f"models with weights in low precision are within {max(errors.values()):.1g}")
+    return all(error < 0.1 for error in errors), (
+        f"models with weights in low precision are within {max(errors):.1g}")
 
 
 def gradients_are_scaled_for_float16_alone(ddp, rows):
     scaled = [dtype for dtype in DTYPES if grad_scaler(dtype, ddp).is_enabled()]
-    tries = [f"; {name} finite at try {found.tries}"
-             for name, found in rows[FLOAT16].networks.items()]
+    tries = [f"; {name} finite at try {n}" for name, n in rows[FLOAT16].tries.items()]
     names = ", ".join(map(short_name, scaled)) or "none"
-    return verdict(scaled == [FLOAT16]), f"GradScaler on for {names}{''.join(tries)}"
+    return scaled == [FLOAT16], f"GradScaler on for {names}{''.join(tries)}"
 
 
-def draw(ddp, log_score, steps=6):
-    return sample(log_score, GRAPH, NOISE, (2, 12), steps, forbidden=(X_ID,), device=ddp.device,
-                  generator=torch.Generator().manual_seed(0))
+def draw(ddp, log_score):
+    return sample(log_score, GRAPH, NOISE, (2, 12), DRAW_STEPS, forbidden=(X_ID,),
+                  device=ddp.device, generator=torch.Generator().manual_seed(0))
 
 
 def generation_passes_sigma(ddp, rows):
@@ -380,23 +384,23 @@ def generation_passes_sigma(ddp, rows):
     always does).
     """
     model, (xt, *_) = make_small("SEDD", ddp)
-    sigmas, steps = [], 6
+    sigmas = []
 
     def log_score(xt, sigma):
         sigmas.append(sigma.double().cpu())
         return model(xt, sigma)
 
     with torch.no_grad():
-        draw(ddp, log_score, steps)
+        draw(ddp, log_score)
         masked = torch.full_like(xt, GRAPH.mask_id)
         at_low, at_high = (
             model(masked, torch.full((len(xt),), sigma, device=ddp.device))
             [..., :X_ID].log_softmax(-1) for sigma in (0.1, 3.0))
-    expected = NOISE(torch.linspace(1, 1e-5, steps + 1, dtype=FLOAT64))[0]
-    right = len(sigmas) == steps + 1 and torch.allclose(
+    expected = NOISE(torch.linspace(1, 1e-5, DRAW_STEPS + 1, dtype=FLOAT64))[0]
+    right = len(sigmas) == DRAW_STEPS + 1 and torch.allclose(
         torch.stack(sigmas), expected[:, None].expand(-1, 2), rtol=1e-5)
     change = (at_low - at_high).abs().mean().item()
-    return verdict(right and change > 1e-3), (
+    return right and change > 1e-3, (
         f"{len(sigmas)} calls, sigma {sigmas[0][0]:.3g} to {sigmas[-1][0]:.1g}"
         f"{'' if right else ', not sigma(t)'}; from 0.1 to 3 SEDD's ln p changes by {change:.2g}")
 
@@ -422,8 +426,7 @@ def recommend(rows):
         most = allowed(dtype, NETWORK_EPS)
         if row.error is not None:
             reasons.append(f"{name} does not work")
-        elif not all(found.output <= most and found.gradient <= most
-                     for found in row.networks.values()):
+        elif not all(error <= most for errors in row.networks.values() for error in errors):
             reasons.append(f"{name} is not close")
         elif gain is None:
             reasons.append(f"SEDD's speed in {name} was not measured")
@@ -437,11 +440,12 @@ def recommend(rows):
 # ---- python test_dtype.py ----
 
 def report(ddp, limit):
-    """Check on every rank, print on rank 0.
+    """Check on every rank, print on rank 0. limit: see measure_speeds.
 
     Returns: names of the claims that failed on any rank.
     """
-    rows, failed = measure(ddp, limit), []
+    rows, failed = measure_errors(ddp), []
+    measure_speeds(rows, ddp, limit)
     device_name = "cpu" if ddp.device.type == "cpu" else (
         getattr(torch, ddp.device.type).get_device_name(ddp.device))
     print0(ddp, f"torch {torch.__version__} on {device_name}, {torch.get_num_threads()} thread(s); "
@@ -449,16 +453,16 @@ def report(ddp, limit):
     print0(ddp, "\n".join(table(rows)))
     for name, claim in CLAIMS.items():
         try:
-            status, figure = claim(ddp, rows)
+            holds, figure = claim(ddp, rows)
         except Exception as error:      # whatever models or device raise: other claims still count
-            status, figure = "FAIL", f"{type(error).__name__}: {first_line(error)}"
-        failures = [float(status == "FAIL" and rank == ddp.rank) for rank in range(ddp.world_size)]
+            holds, figure = False, f"{type(error).__name__}: {first_line(error)}"
+        failures = [float(holds is False and rank == ddp.rank) for rank in range(ddp.world_size)]
         ranks = [rank for rank, n in enumerate(all_sum(failures, ddp)) if n]
         if ranks:
             figure = broadcast(figure, ddp, ranks[0])
-            status, figure = "FAIL", f"on rank {', '.join(map(str, ranks))}: {figure}"
+            holds, figure = False, f"on rank {', '.join(map(str, ranks))}: {figure}"
             failed.append(name)
-        print0(ddp, textwrap.fill(f"{status}  {name:<12} {figure}", WIDTH,
+        print0(ddp, textwrap.fill(f"{STATUS[holds]}  {name:<12} {figure}", WIDTH,
                                   subsequent_indent=" " * 19, break_on_hyphens=False))
     dtype, reason = recommend(rows)
     summary = (f"{len(failed)} of {len(CLAIMS)} claims failed. {reason}; true means "
@@ -495,7 +499,7 @@ def cli(argv):
 
 @functools.cache
 def measured():
-    return measure(Ddp(), limit=0)
+    return measure_errors(Ddp())
 
 
 def pytest_generate_tests(metafunc):    # without importing pytest, which a cluster may lack
@@ -503,8 +507,8 @@ def pytest_generate_tests(metafunc):    # without importing pytest, which a clus
 
 
 def test_on_this_cpu(claim):
-    status, figure = claim(Ddp(), measured())
-    assert status == "PASS", figure
+    holds, figure = claim(Ddp(), measured())
+    assert holds, figure
 
 
 if __name__ == "__main__":

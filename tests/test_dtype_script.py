@@ -18,7 +18,7 @@ NAN = float("nan")
 def rows(seconds=(1, 1, 1, 1), **changes):
     """A table in which all is well. seconds: of a step, per dtype. changes: by dtype, the error of
     its row, or the errors of networks."""
-    table, exact = {}, dict.fromkeys(("SEDD", "ProteinMPNN"), Errors(0.0, 0.0, 1))
+    table, exact = {}, dict.fromkeys(("SEDD", "ProteinMPNN"), Errors(0.0, 0.0))
     for dtype, time in zip(script.DTYPES, seconds):
         networks = {**exact, **changes.get(script.short_name(dtype), {})}
         table[dtype] = Row(networks.pop("error", None), 0.0, networks,
@@ -36,14 +36,23 @@ def test_a_sampler_that_passes_t_and_a_model_that_ignores_sigma_are_found(monkey
     def sample_by_t(log_score, *args, **kwargs):
         return sample(lambda xt, sigma: log_score(xt, -torch.expm1(-sigma)), *args, **kwargs)
 
-    assert script.generation_passes_sigma(Ddp(), None)[0] == "PASS"
+    assert script.generation_passes_sigma(Ddp(), None)[0]
     with monkeypatch.context() as patched:    # all noise levels look alike
         patched.setattr("sedd_model.SigmaEmbedding.forward",
                         lambda self, sigma: self.mlp(torch.ones(len(sigma), 256)))
-        assert script.generation_passes_sigma(Ddp(), None)[0] == "FAIL"
+        assert not script.generation_passes_sigma(Ddp(), None)[0]
     monkeypatch.setattr(script, "sample", sample_by_t)
-    status, figure = script.generation_passes_sigma(Ddp(), None)
-    assert status == "FAIL" and "not sigma(t)" in figure
+    holds, figure = script.generation_passes_sigma(Ddp(), None)
+    assert not holds and "not sigma(t)" in figure
+
+
+def test_a_model_that_takes_real_tokens_is_found(monkeypatch):
+    def step(model, batch, *arguments):
+        return script.sedd_step(model, [batch[0].long(), batch[1].long(), *batch[2:]], *arguments)
+
+    monkeypatch.setitem(script.NETWORKS, "SEDD", script.NETWORKS["SEDD"]._replace(step=step))
+    holds, figure = script.tokens_stay_integers(Ddp(), rows())
+    assert not holds and "SEDD took real tokens" in figure
 
 
 def test_the_report_names_every_claim_and_ends_with_the_setting(monkeypatch, capsys):
@@ -68,9 +77,10 @@ sys.path.insert(0, {root!r})
 import test_dtype
 from test_dtype import NetworkErrors, Row, torch
 def claim(ddp, rows):
-    return ("FAIL", "its figure") if ddp.rank == 1 else ("PASS", "")
+    return ddp.rank != 1, "its figure" if ddp.rank == 1 else ""
 test_dtype.CLAIMS = {{"odd": claim}}
-test_dtype.measure = lambda ddp, limit: {rows}
+test_dtype.measure_errors = lambda ddp: {rows}
+test_dtype.measure_speeds = lambda *arguments: None
 test_dtype.cli(["--device=cpu"])
 """
 
@@ -92,7 +102,7 @@ def test_on_the_way_to_the_device_tokens_stay_integers_and_noise_levels_exact():
 
 def test_generation_in_training_gives_the_network_sigma_and_not_t():
     config, sigmas = config_with("monitoring.sample_steps=3"), []
-    model, _ = script.make("SEDD", (16, 1, 2, 8))
+    model, _ = script.make("SEDD", (16, 1, 2, 8), "cpu")
     model.register_forward_pre_hook(lambda _, args: sigmas.append(args[1][0].item()))
     sample_proteins(model, config, script.GRAPH, script.NOISE, np.array([9, 12]), 0, Ddp(),
                     torch.bfloat16)
@@ -101,14 +111,14 @@ def test_generation_in_training_gives_the_network_sigma_and_not_t():
 
 
 @pytest.mark.parametrize("change, expected", [
-    ({}, "PASS"), ({"SEDD": Errors(0.0, 0.2, 1)}, "FAIL"), ({"SEDD": Errors(NAN, 0.0, 1)}, "FAIL"),
-    ({"error": "no kernel"}, "PASS")])
+    ({}, True), ({"SEDD": Errors(0.0, 0.2)}, False), ({"SEDD": Errors(NAN, 0.0)}, False),
+    ({"error": "no kernel"}, True)])
 def test_an_error_that_is_large_or_not_finite_fails_but_not_a_dtype_that_is_not_there(
         change, expected):
     for dtype in ("bfloat16", "float16", "float32"):
         needed = dtype in ("float32", script.short_name(script.choose_dtype(True, Ddp().device)[0]))
-        status, _ = script.sedd_is_finite_and_close(Ddp(), rows(**{dtype: change}))
-        assert status == ("FAIL" if needed and "error" in change else expected)
+        holds, _ = script.sedd_is_finite_and_close(Ddp(), rows(**{dtype: change}))
+        assert holds == (expected and not (needed and "error" in change))
 
 
 @pytest.mark.parametrize("seconds, changes, expected", [
@@ -116,8 +126,8 @@ def test_an_error_that_is_large_or_not_finite_fails_but_not_a_dtype_that_is_not_
     ((2, 1, 1.2, 1.3), {}, "float32"),                                  # small models gain nothing
     ((2, 1, 1.5, 0.5), {}, "float16"),                                  # older cards
     ((2, 1, 0.5, 0.5), dict(bfloat16={"error": "none"}, float16={"error": "none"}), "float32"),
-    ((2, 1, 0.5, 0.9), dict(bfloat16={"SEDD": Errors(0.001, NAN, 20)}), "float16"),
-    ((2, 1, 0.5, 0.9), dict(bfloat16={"ProteinMPNN": Errors(0.5, 0.001, 1)}), "float16")])
+    ((2, 1, 0.5, 0.9), dict(bfloat16={"SEDD": Errors(0.001, NAN)}), "float16"),
+    ((2, 1, 0.5, 0.9), dict(bfloat16={"ProteinMPNN": Errors(0.5, 0.001)}), "float16")])
 def test_the_recommended_setting_is_close_and_faster_and_a_config_takes_it(
         seconds, changes, expected):
     dtype, reason = script.recommend(rows(seconds, **changes))

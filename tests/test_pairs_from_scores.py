@@ -32,10 +32,11 @@ def test_the_best_meet_the_worst_by_the_margin_and_up_to_the_cap():
 def test_the_pairs_are_those_that_training_reads(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "scratch" / "mine").mkdir(parents=True)
-    (tmp_path / "out").symlink_to(tmp_path / "scratch" / "mine")
-    (tmp_path / "in" / "s.pdb").write_text(Atoms().add("A", 1, "ALA").add("A", 2, "GLY").pdb())
+    (tmp_path / "out").symlink_to(tmp_path / "scratch" / "mine")     # whose ".." is scratch
+    (tmp_path / "scratch" / "s.pdb").write_text(Atoms().add("A", 1, "ALA").add("A", 2, "GLY").pdb())
     table, target = tmp_path / "in" / "designs.csv", tmp_path / "out" / "pairs.json"
-    table.write_text(TABLE + "s.pdb,AC,0,A\ns.pdb,AD,1,A\ns.pdb,AE,2,A\ns.pdb,AF,3,A\n")
+    rows = [f"../out/../s.pdb,A{letter},{score},A\n" for score, letter in enumerate("CDEF")]
+    table.write_text(TABLE + "".join(rows))
     for options, weights in (([], (1, 1)), (["--weights"], (1.5, 0.5))):    # differences of 3 and 1
         assert main([str(table), str(target), *options]) == 0
         assert "2 pairs on 1 of 1 structure(s)" in capsys.readouterr().out
