@@ -34,7 +34,7 @@ one is killed, and one last line names the rank at fault.
 Environment read: the launcher variables of LAUNCHERS, and
   MASTER_ADDR, MASTER_PORT  rendezvous; the address alone means port 29500
   DDP_WORLD_SIZE            the number of ranks that must have been started (Aurora sets no size)
-  DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE, DDP_NODE_RANK
+  DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE
                             override every launcher (with DDP_WORLD_SIZE)
   DDP_MPI4PY=0              never import mpi4py
   DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (256)
@@ -122,7 +122,8 @@ class State:
 class Ddp:
     """This process' place in the run.
 
-    local_world_size, node_rank: None until the ranks have met, where the launcher does not say.
+    local_world_size: None until the ranks have met, where the launcher does not say.
+    node_rank: number of the host, in the order of ranks; None until they have met.
     control: the gloo group for objects, flags and barriers (None: see _route)."""
     rank: int = 0
     world_size: int = 1
@@ -178,8 +179,7 @@ class Launcher:
     size: str
     local_rank: str
     local_size: str = ""
-    node_rank: str = ""
-    needs: str = ""              # further variables without which the row does not count
+    needs: str = ""              # another variable without which the row does not count
     launch: str = ""             # variables that together name this very launch
     mpi: bool = False            # ranks were started by an MPI: mpi4py may be asked
     size_optional: bool = False  # the size may come from DDP_WORLD_SIZE or mpi4py instead
@@ -188,17 +188,15 @@ class Launcher:
 # In the order of detection. It survives nesting: torchrun inside srun, mpirun inside sbatch.
 LAUNCHERS = (
     Launcher("DDP_* variables", "DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK",
-             "DDP_LOCAL_WORLD_SIZE", "DDP_NODE_RANK"),
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+             "DDP_LOCAL_WORLD_SIZE"),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
              needs="MASTER_ADDR", launch="TORCHELASTIC_RUN_ID"),
-    # OMPI_COMM_WORLD_NODE_RANK is the rank within the node, not the node's index: not used.
     Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
              "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
              launch="PMIX_NAMESPACE", mpi=True),
     # Polaris sets PMI_SIZE, Aurora nothing dependable. Slurm's cray_shasta plugin sets these too.
     Launcher("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID PMI_LOCAL_RANK PMIX_LOCAL_RANK",
-             "PALS_LOCAL_SIZE PMI_LOCAL_SIZE", "PALS_NODEID", launch="PALS_APID", mpi=True,
-             size_optional=True),
+             "PALS_LOCAL_SIZE PMI_LOCAL_SIZE", launch="PALS_APID", mpi=True, size_optional=True),
     Launcher("MPICH or Intel MPI (Hydra)", "PMI_RANK", "PMI_SIZE",
              "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE", mpi=True),
     Launcher("MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
@@ -209,10 +207,10 @@ LAUNCHERS = (
              launch="LSB_JOBID PMIX_NAMESPACE", mpi=True),
     # Without SLURM_STEP_ID these belong to the batch shell, one process however many tasks.
     Launcher("Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID",
-             node_rank="SLURM_NODEID", needs="SLURM_STEP_ID",
-             launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT"),
+             needs="SLURM_STEP_ID", launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT"),
 )
-PLACE = ("rank", "size", "local_rank", "local_size", "node_rank")   # fields of variables
+PLACE = ("rank", "size", "local_rank", "local_size")   # fields of a Launcher that name variables
+Variable = collections.namedtuple("Variable", "name value")   # "" and None: none is set
 
 
 def _int(env, name):
@@ -223,18 +221,25 @@ def _int(env, name):
     return int(text) if text else None
 
 
-def _read_rows(env):
-    """[(launcher, {"rank": (value, variable), ...}, complete?)]; (None, "") for what is not set."""
-    rows = []
-    for row in LAUNCHERS:
-        values = {key: next(((_int(env, name), name) for name in getattr(row, key).split()
-                             if env.get(name, "").strip()), (None, "")) for key in PLACE}
-        one_task = row.name == "Slurm step" and values["size"][0] == 1   # an interactive shell, say
-        complete = (values["rank"][1] and values["local_rank"][1]
-                    and (values["size"][1] or row.size_optional) and not one_task
-                    and all(env.get(name, "").strip() for name in row.needs.split()))
-        rows.append((row, values, bool(complete)))
-    return rows
+def _first_set(env, names):
+    for name in names.split():
+        if env.get(name, "").strip():
+            return Variable(name, _int(env, name))
+    return Variable("", None)
+
+
+def _read_row(env, row):
+    return {field: _first_set(env, getattr(row, field)) for field in PLACE}
+
+
+def _complete_rows(env):
+    """[(launcher, {"rank": Variable, "size": Variable, ...})]"""
+    rows = [(row, _read_row(env, row)) for row in LAUNCHERS]
+    return [(row, found) for row, found in rows
+            if found["rank"].name and found["local_rank"].name
+            and (found["size"].name or row.size_optional)
+            and (not row.needs or env.get(row.needs, "").strip())
+            and not (row.name == "Slurm step" and found["size"].value == 1)]   # a shell of salloc
 
 
 def _seen(env):
@@ -257,29 +262,31 @@ def detect_launcher(env, mpi=None):
     Raises: SetupError, with what was seen, where variables are incomplete or sizes disagree: a
         single process instead would exit 0 with the wrong result.
     """
-    rows = _read_rows(env)
-    complete = [(row, values) for row, values, ok in rows if ok]
+    complete = _complete_rows(env)
     if not complete:
-        return _plain_process(env, rows)
-    (row, values), *outer = complete
-    rank, size, local_rank, local_size, node_rank = (value for value, _ in values.values())
-    claims = {values["size"][1] or row.name: (rank, size), "mpi4py": mpi or (None, None)}
+        return _plain_process(env)
+    (row, found), *outer = complete
+    rank, size, local_rank, local_size = (found[field].value for field in PLACE)
+    # What must agree, by who says it.
+    ranks, sizes = {found["rank"].name: rank}, {found["size"].name or row.name: size}
+    if mpi:
+        ranks["mpi4py"], sizes["mpi4py"] = mpi
     for name in ("DDP_WORLD_SIZE", "WORLD_SIZE") if row.mpi else ("DDP_WORLD_SIZE",):
-        claims[name] = (None, _int(env, name))
+        sizes[name] = _int(env, name)
     if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
-        claims.update({other.name: (theirs["rank"][0], theirs["size"][0])
-                       for other, theirs in outer if other.mpi})
+        for other, theirs in outer:
+            if other.mpi:
+                ranks[other.name], sizes[other.name] = theirs["rank"].value, theirs["size"].value
     first = local_rank == 0   # only the first rank of a host prints what all its ranks see
-    for index, what, prints in ((1, "number of ranks", first), (0, "rank", True)):
-        numbers = {source: claim[index] for source, claim in claims.items()
-                   if claim[index] is not None}
+    for what, claims, prints in (("number of ranks", sizes, first), ("rank", ranks, True)):
+        numbers = {source: number for source, number in claims.items() if number is not None}
         if len(set(numbers.values())) > 1:
             said = ", ".join(f"{source} says {number}" for source, number in numbers.items())
             raise SetupError(
                 f"{row.name}: {said}. Expected the same {what}. Unset what is left over from "
                 f"another launcher. If mpi4py differs, it was probably built for another MPI: "
                 f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints)
-    size = next((size for _, size in claims.values() if size is not None), None)
+    size = next((number for number in sizes.values() if number is not None), None)
     if size is None:
         raise SetupError(
             f"{row.name} started rank {rank} but sets no number of ranks. Expected DDP_WORLD_SIZE: "
@@ -290,20 +297,24 @@ def detect_launcher(env, mpi=None):
         if not 0 <= value < limit:
             raise SetupError(f"{row.name}: {what} {value} is outside 0 to {limit - 1}. "
                              f"{_seen(env)}")
-    sources = ", ".join(f"{key.replace('_', ' ')} from {values[key][1]}"
-                        for key in ("rank", "size", "local_rank") if values[key][1])
-    return Ddp(rank, size, local_rank, local_size, node_rank, launcher=row.name, notes=(
+    sources = ", ".join(f"{field.replace('_', ' ')} from {found[field].name}"
+                        for field in ("rank", "size", "local_rank") if found[field].name)
+    return Ddp(rank, size, local_rank, local_size, None, launcher=row.name, notes=(
         f"launcher {row.name}: {sources}",
-        *(f"outer launcher {other.name} says rank {theirs['rank'][0]} of {theirs['size'][0]}: "
-          f"not used" for other, theirs in outer)))
+        *(f"outer launcher {other.name} says rank {theirs['rank'].value} of "
+          f"{theirs['size'].value}: not used" for other, theirs in outer)))
 
 
-def _plain_process(env, rows):
+def _plain_process(env):
     """Place of a process that no launcher has started, if that is what the variables say."""
-    harmless = {"RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # the last one is checked by setup_ddp
-    stray = {name: key for row, values, _ in rows for key, (_, name) in values.items()
-             if name and name not in harmless   # and not the batch shell's of Slurm
-             and (row.name != "Slurm step" or env.get("SLURM_STEP_ID") and values["size"][0] != 1)}
+    stray = {}   # variable: field of its launcher
+    for row in LAUNCHERS:
+        found = _read_row(env, row)
+        if row.name == "Slurm step" and (not env.get("SLURM_STEP_ID") or found["size"].value == 1):
+            continue   # a shell of sbatch or salloc has them
+        stray |= {variable.name: field for field, variable in found.items() if variable.name}
+    for harmless in ("RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"):   # the last is checked by setup_ddp
+        stray.pop(harmless, None)
     one_local_rank = list(stray.values()) == ["local_rank"]
     if stray and not one_local_rank or "LOCAL_RANK" in stray and (_int(env, "WORLD_SIZE") or 1) > 1:
         raise SetupError(
@@ -495,11 +506,10 @@ def _start_mpi(env, limit):
     """COMM_WORLD of mpi4py; None where it is absent, unwanted or not needed. Importing it
     initialises MPI, which freezes or misleads a process that no MPI launched: so never elsewhere.
     """
-    row, values = next(((row, values) for row, values, complete in _read_rows(env) if complete),
-                       (None, None))
+    row, found = next(iter(_complete_rows(env)), (None, None))
     if row is None or not row.mpi or env.get("DDP_MPI4PY") == "0":
         return None
-    sized = values["size"][1] or env.get("DDP_WORLD_SIZE")
+    sized = found["size"].name or env.get("DDP_WORLD_SIZE")
     if sized and env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
         return None
     try:
@@ -685,9 +695,8 @@ def _join(ddp, env, init_timeout, error):
         if ddp.world_size <= (_int(env, "DDP_GLOO_MAX_RANKS") or GLOO_MAX_RANKS):
             control = (dist.group.WORLD if ddp.backend == "gloo" else
                        dist.new_group(backend="gloo", timeout=ddp.timeout))
-    node_rank = list(dict.fromkeys(hosts)).index(ddp.host)
     return replace(ddp, local_world_size=variables["LOCAL_WORLD_SIZE"], control=control,
-                   node_rank=node_rank if ddp.node_rank is None else ddp.node_rank,
+                   node_rank=list(dict.fromkeys(hosts)).index(ddp.host),
                    notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
 
 
