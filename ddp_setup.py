@@ -47,7 +47,6 @@ MASTER_PORT, LOCAL_WORLD_SIZE for libraries that look there; if unset, GLOO_SOCK
 import atexit
 import collections
 import contextlib
-import datetime
 import faulthandler
 import hashlib
 import importlib.metadata
@@ -67,6 +66,7 @@ import time
 import traceback
 import zipfile
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -115,7 +115,6 @@ class State:
     patience: float = PATIENCE                        # seconds to wait for others in cleanup_ddp
     checkpoint: str = ""                              # path of the last one
     damaged: str = ""                                 # checkpoint that could not be loaded
-    clean: bool = False                               # cleanup_ddp was called
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Ddp:
     host: str = ""
     notes: tuple = ()
     control: object = field(default=None, repr=False, compare=False)
-    timeout: datetime.timedelta | None = None   # of collectives; None: torch's own
+    timeout: float | None = None   # seconds, of collectives; None: torch's own
     state: State = field(default_factory=State, repr=False, compare=False)
 
     @property
@@ -335,8 +334,8 @@ def _plain_process(env):
 
 # ---------------------------------------------------------------- device and backend
 KINDS = ("cuda", "xpu", "cpu")   # of devices, the best first
+# And the kinds that each backend serves, the best backend first.
 BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
-BEST = {"cpu": ("gloo",), "cuda": ("nccl", "gloo"), "xpu": ("xccl", "ccl")}
 
 
 def choose_device(device, backend, local_rank, found, ranks=2):
@@ -366,8 +365,9 @@ def choose_device(device, backend, local_rank, found, ranks=2):
     kind = device if device != "auto" else next(filter(visible.get, kinds), kinds[0])
     if not visible[kind]:
         refuse(f"{kind} was asked for ({asked}), but no such device is visible")
-    choice = (backend,) if backend in BACKENDS else BEST[kind]
-    if kind not in kinds or kind not in BACKENDS[choice[0]]:
+    choice = [name for name, served in BACKENDS.items()
+              if kind in served and backend in (name, "auto", "xpu")]
+    if kind not in kinds or not choice:
         refuse(f"--backend {backend} does not serve device {kind}")
     chosen = next(filter(found.get, choice), None)
     if chosen is None and (ranks > 1 or backend != "auto"):
@@ -446,8 +446,8 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
     Raises: SetupError (a RuntimeError) with what was found and what to do, naming missing ranks.
         What all ranks see alike is raised on one of them; the others end with its `code`.
     """
-    if getattr(setup_ddp, "current", None) is not None:
-        return setup_ddp.current   # one process has one process group, as in torch.distributed
+    if setup_ddp.current is not None:
+        return setup_ddp.current
     try:
         ddp = _setup(dict(os.environ), device, backend, seed, ranks, timeout, init_timeout, ipex)
     except SetupError as e:
@@ -461,6 +461,11 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
         print0(ddp, f"Initialized DDP: {ddp.world_size} rank(s) on "
                     f"{len(set(ddp.state.hosts)) or 1} host(s)", *ddp.notes, sep="\n  ")
     return ddp
+
+
+setup_ddp.current = None   # one process has one Ddp at a time, as torch has one process group
+setup_ddp.count = 0        # of set-ups in this process, and their stores: rank 0's keeps its port
+setup_ddp.stores = {}
 
 
 def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
@@ -489,9 +494,8 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
         if ddp.world_size == 1:
             raise
         error = str(e)   # perhaps of this rank alone: rank 0 prints it, see _meet
-    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     ddp = replace(ddp, device=target, backend=backend if ddp.world_size > 1 else "none", seed=seed,
-                  host=socket.gethostname(), notes=(*ddp.notes, reason), timeout=limit,
+                  host=socket.gethostname(), notes=(*ddp.notes, reason), timeout=timeout,
                   state=State(mpi=mpi, ipex=ipex, guard=_open_guard()))
     if ddp.world_size > 1:
         ddp = _join(ddp, env, init_timeout, error)
@@ -556,7 +560,7 @@ def slurm_first_host(nodelist):
     return re.sub(r"\[([^\]]*)\]", lambda m: re.split("[-,]", m[1])[0], first)
 
 
-def _listen(host, port=0):
+def _listen(host, port):
     """A listening socket on the one address in use; port 0 lets the kernel choose a free one."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -610,20 +614,23 @@ def _interface_of(ip):
     return None
 
 
+def _launcher_of(ddp):
+    return next(row for row in LAUNCHERS if row.name == ddp.launcher)
+
+
 def _launch_name(env, ddp):
     """What the launcher calls this very launch, or ""."""
-    row = next(row for row in LAUNCHERS if row.name == ddp.launcher)
-    return "-".join(env[name] for name in row.launch.split() if env.get(name))
+    return "-".join(env[name] for name in _launcher_of(ddp).launch.split() if env.get(name))
 
 
 def _launcher_process(ddp):
     """Process id and start time of this host's launcher. A wrapper around a rank, such as its guard
     or a shell, has the rank's variable itself."""
-    pid, row = os.getppid(), next(row for row in LAUNCHERS if row.name == ddp.launcher)
+    pid, rank_is_set = os.getppid(), f"{_launcher_of(ddp).rank}=".encode()
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
         while True:
             _, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if f"{row.rank}=".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+            if rank_is_set not in Path(f"/proc/{pid}/environ").read_bytes():
                 return f"{pid}-{fields[17]}"
             pid = int(parent)
     return str(pid)
@@ -687,48 +694,56 @@ def _join(ddp, env, init_timeout, error):
         variables["GLOO_SOCKET_IFNAME"] = interface
     ddp.state.environment = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items()})
+    limit = None if ddp.timeout is None else timedelta(seconds=ddp.timeout)
     bind = {"device_id": ddp.device} if ddp.backend == "nccl" else {}
     control = None
     with _time_limit(init_timeout):   # backends may wait without end
-        dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, timeout=ddp.timeout,
+        dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, timeout=limit,
                                 world_size=ddp.world_size, **bind)
         if ddp.world_size <= (_int(env, "DDP_GLOO_MAX_RANKS") or GLOO_MAX_RANKS):
             control = (dist.group.WORLD if ddp.backend == "gloo" else
-                       dist.new_group(backend="gloo", timeout=ddp.timeout))
+                       dist.new_group(backend="gloo", timeout=limit))
     return replace(ddp, local_world_size=variables["LOCAL_WORLD_SIZE"], control=control,
                    node_rank=list(dict.fromkeys(hosts)).index(ddp.host),
                    notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
 
 
 def _open_store(ddp, env, one_host, agent, limit):
-    """Meet rank 0 in its TCPStore. Returns (store, host, port, how it was found).
-    Rank 0 binds its socket first; with mpi4py it then tells the others where, or that it cannot."""
-    host, port, how = _place_of_rank_0(ddp, env, one_host)
-    mpi, listener, failure = ddp.state.mpi, None, None
-    if ddp.rank == 0 and not agent:
+    """This set-up's part of rank 0's store. Returns (store, host, port, how it was found)."""
+    place = _place_of_rank_0(ddp, env, one_host)
+    if place not in setup_ddp.stores:
+        setup_ddp.stores[place] = _connect(ddp, place, agent, limit)
+    store, host, port = setup_ddp.stores[place]
+    # Torchrun's agent keeps its store over restarts, and a script may set up twice: neither may
+    # see the keys of the time before.
+    setup_ddp.count += 1
+    attempt = f"{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
+    prefix = f"ddp/{_launch_name(env, ddp)}/{attempt}"
+    return dist.PrefixStore(prefix, store), host, port, place[2]
+
+
+def _connect(ddp, place, agent, limit):
+    """Meet rank 0 in its TCPStore. Returns (store, host, port).
+    Rank 0 binds its socket first; with mpi4py it then tells the others where, or why it cannot."""
+    host, port, _ = place
+    listener, problem = None, ""
+    if ddp.is_main and not agent:
         try:
             listener = _listen(host, port)
             port = listener.getsockname()[1]
         except SetupError as e:
-            failure = e
-    if mpi is not None:
-        host, port, failed = mpi.bcast((host, port, failure is not None), root=0)
-        if failed and failure is None:
-            raise SetupError("rank 0 cannot listen", prints=False)   # it has said why
-    if failure:
-        raise failure
+            problem = str(e)
+    if ddp.state.mpi is not None:
+        host, port, problem = ddp.state.mpi.bcast((host, port, problem), root=0)
+    if problem:
+        raise SetupError(problem, prints=ddp.is_main)
     if listener is None:
         _await_listener(ddp, host, port, limit)
     with _time_limit(limit):   # another program that listens there would hold torch for ever
         store = dist.TCPStore(host, port, None, listener is not None,
-                              datetime.timedelta(seconds=limit), wait_for_workers=False,
+                              timedelta(seconds=limit), wait_for_workers=False,
                               master_listen_fd=listener.detach() if listener else None)
-    # Torchrun's agent keeps its store over restarts, and a script may set up twice: neither may
-    # see the keys of the time before.
-    setup_ddp.count = getattr(setup_ddp, "count", 0) + 1
-    again = f"{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
-    prefix = f"ddp/{_launch_name(env, ddp)}/{again}"
-    return dist.PrefixStore(prefix, store), host, port, how
+    return store, host, port
 
 
 def _await_listener(ddp, host, port, limit):
@@ -741,13 +756,13 @@ def _await_listener(ddp, host, port, limit):
             if time.monotonic() > deadline:
                 raise SetupError(
                     f"rank 0 cannot be reached at {host}:{port} within {limit:.0f} s ({e}). "
-                    f"Expected it to listen there. Did it start? Is MASTER_ADDR right? Try "
-                    f"`ping {host}` from {ddp.host}.", _is_first_but_0(ddp), code=1) from None
+                    f"Expected it to listen there. Did it start? Is MASTER_ADDR right? Try `ping "
+                    f"{host}` from {ddp.host}.", _reports_loss_of_rank_0(ddp), code=1) from None
             time.sleep(0.05)
 
 
-def _is_first_but_0(ddp):
-    """Does this rank print what all ranks see but rank 0?"""
+def _reports_loss_of_rank_0(ddp):
+    """Does this rank print what all ranks see but rank 0? One of each host does."""
     return ddp.local_rank == 0 or ddp.rank == 1
 
 
@@ -760,16 +775,16 @@ def _meet(ddp, store, error, limit, hub_host):
            "device": None if error else _device_id(ddp.device)}
     twice = SetupError(f"rank {ddp.rank} of {size} is in this store already. Was it started twice, "
                        f"or do two runs use one MASTER_PORT? Choose another for one of them.",
-                       _is_first_but_0(ddp))
+                       _reports_loss_of_rank_0(ddp))
     if store.add(f"came/{ddp.rank}", 1) > 1:   # before it takes another run's table for its own
         raise twice
     store.set(f"here/{ddp.rank}", json.dumps(row))
     if not ddp.is_main:   # rank 0 gives up first and says why; only if it is gone this takes longer
         try:
-            store.wait(["table"], datetime.timedelta(seconds=limit + LATE_TABLE))
+            store.wait(["table"], timedelta(seconds=limit + LATE_TABLE))
         except RuntimeError:
             raise SetupError("rank 0 ended while the ranks were meeting. Expected it to stay; look "
-                             "for its own message.", _is_first_but_0(ddp), code=1) from None
+                             "for its own message.", _reports_loss_of_rank_0(ddp), code=1) from None
         table = json.loads(store.get("table"))
         if table["problem"]:
             store.set(f"read/{ddp.rank}", "")
@@ -779,7 +794,7 @@ def _meet(ddp, store, error, limit, hub_host):
         return table
     keys = [f"here/{rank}" for rank in range(size)]
     with contextlib.suppress(RuntimeError):   # a rank that does not come
-        store.wait(keys, datetime.timedelta(seconds=limit))
+        store.wait(keys, timedelta(seconds=limit))
     rows = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
             if store.check([key])}
     problem, code = _problem_of(rows, size, limit)
@@ -796,8 +811,7 @@ def _meet(ddp, store, error, limit, hub_host):
     store.set("table", json.dumps(table))
     if problem:   # rank 0 owns the store: the others must have read before it leaves
         with contextlib.suppress(RuntimeError):
-            store.wait([f"read/{rank}" for rank in rows if rank],
-                       datetime.timedelta(seconds=TABLE_READ))
+            store.wait([f"read/{rank}" for rank in rows if rank], timedelta(seconds=TABLE_READ))
         raise SetupError(problem, code=code)
     return table
 
@@ -906,7 +920,7 @@ def _end_others(ddp, code):
         step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # no scancel, no answer
             subprocess.run(["scancel", step], timeout=SCANCEL)
-    if any(row.mpi and row.name == ddp.launcher for row in LAUNCHERS):
+    if _launcher_of(ddp).mpi:
         os.abort()   # MPICH ends all for a signal, not for an exit code
 
 
@@ -945,9 +959,8 @@ def cleanup_ddp(ddp):
 
     It waits for half an hour, or the limit of watch_run, and then names the missing ranks. With a
     guard, Python must end, or set up again, within two minutes after this."""
-    if ddp.state.clean:
+    if setup_ddp.current is not ddp:
         return
-    ddp.state.clean = True
     atexit.unregister(_at_exit)
     watch, patience = ddp.state.watch, ddp.state.patience
     try:
@@ -1217,12 +1230,12 @@ def gradient_sync(model, last):
     return contextlib.nullcontext() if last else model.no_sync()
 
 
-def ddp_sampler(dataset, ddp, train=True, shuffle=True, seed=None):
+def ddp_sampler(dataset, ddp, train=True, shuffle=True):
     """A sampler for any dataset with a length: each item goes to one rank.
 
-    train=True: torch's DistributedSampler, in an order of (seed, epoch); call its set_epoch. The
-    epoch is cut to equal steps per rank. train=False: all items, in order, whatever shuffle and
-    seed; ranks may then differ by one item, so no collectives in that loop.
+    train=True: torch's DistributedSampler, in an order of (ddp.seed, epoch); call its set_epoch.
+    The epoch is cut to equal steps per rank. train=False: all items, in order, whatever shuffle;
+    ranks may then differ by one item, so no collectives in that loop.
     Raises: ValueError for fewer items than ranks.
     """
     if len(dataset) < ddp.world_size:
@@ -1230,16 +1243,16 @@ def ddp_sampler(dataset, ddp, train=True, shuffle=True, seed=None):
                          f"one each. Use fewer ranks or more data.")
     if not train:
         return range(ddp.rank, len(dataset), ddp.world_size)
-    return DistributedSampler(dataset, ddp.world_size, ddp.rank, shuffle,
-                              ddp.seed if seed is None else seed, drop_last=True)
+    return DistributedSampler(dataset, ddp.world_size, ddp.rank, shuffle, ddp.seed, drop_last=True)
 
 
 # ---------------------------------------------------------------- agree, reduce
 def print0(ddp, *values, **options):
     """print on rank 0; on every rank, with its number, where DDP_LOG_ALL=1."""
-    log_all = os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1
-    if log_all or ddp.is_main:
-        print(*[f"[rank {ddp.rank}]"] * log_all, *values, **{"flush": True, **options})
+    if os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1:
+        print(f"[rank {ddp.rank}]", *values, flush=True, **options)
+    elif ddp.is_main:
+        print(*values, flush=True, **options)
 
 
 def _route(ddp, device):
@@ -1256,8 +1269,7 @@ def barrier(ddp, timeout=None):
     timeout: seconds; default: that of setup_ddp, or half an hour.
     Raises: RuntimeError with the ranks that did not come (above GLOO_MAX_RANKS: without names).
     """
-    limit = ddp.timeout if timeout is None else datetime.timedelta(seconds=timeout)
-    limit = limit or datetime.timedelta(seconds=PATIENCE)
+    limit = timedelta(seconds=timeout or ddp.timeout or PATIENCE)
     if ddp.world_size > 1 and ddp.control is not None:
         dist.monitored_barrier(ddp.control, limit, wait_all_ranks=True)
     elif ddp.world_size > 1:
@@ -1441,8 +1453,8 @@ def _write_checkpoint(path, ddp, keep_last, state):
     os.close(handle)
 
 
-def load_checkpoint(path, ddp=None, map_location="cpu"):
-    """Read what save_checkpoint wrote; tensors come on `map_location`.
+def load_checkpoint(path, ddp=None):
+    """Read what save_checkpoint wrote; tensors come on the CPU.
 
     With ddp, a collective: rank 0 reads the file, goes back to the former one if it is damaged,
     saying so, and sends the bytes to the others.
@@ -1450,13 +1462,13 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
         checksum), or holds more than tensors and plain types.
     """
     if ddp is None:
-        return _read_checkpoint(path, map_location)[1]
+        return _read_checkpoint(path)[1]
     data, troubles, used = b"", [], path
     if ddp.is_main:
         files = [p for k in range(100) if os.path.exists(p := kept_checkpoint(path, k))]
         for used in files or [path]:
             try:
-                data, state = _read_checkpoint(used, map_location)
+                data, state = _read_checkpoint(used)
                 break
             except ValueError as e:
                 troubles.append(str(e))
@@ -1467,13 +1479,13 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
         print0(ddp, "\n".join(f"ATTENTION: {t}" for t in troubles) + f"\n  Going back to {used}.")
         ddp.state.damaged = os.path.realpath(path)
     if ddp.world_size > 1:
-        whole = torch.frombuffer(bytearray(data if ddp.is_main else size), dtype=torch.uint8)
-        for part in whole.split(1 << 26):   # 64 MiB at a time
+        copy = bytearray(data if ddp.is_main else size)
+        parts = torch.frombuffer(copy, dtype=torch.uint8).split(1 << 26)   # of 64 MiB
+        for part in parts:
             beat(ddp)
             broadcast(part, ddp)
         if not ddp.is_main:
-            state = torch.load(io.BytesIO(whole.numpy()), map_location=map_location,
-                               weights_only=True)
+            state = torch.load(io.BytesIO(copy), map_location="cpu", weights_only=True)
     _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
     return state
 
@@ -1484,7 +1496,7 @@ def _note_checkpoint(ddp, path, state):
     _tell_guard(ddp, checkpoint=path + (f" (step {state['step']})" if "step" in state else ""))
 
 
-def _read_checkpoint(path, map_location):
+def _read_checkpoint(path):
     """(the file's bytes, what they hold)."""
     try:
         data = Path(path).read_bytes()
@@ -1494,7 +1506,7 @@ def _read_checkpoint(path, map_location):
     try:
         damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
         if damaged is None:
-            return data, torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
+            return data, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         reason = f"it is damaged, the checksum of its record {damaged} is wrong"
     except MemoryError:   # the file may be good: an older one must not take its place
         raise
