@@ -209,7 +209,6 @@ LAUNCHERS = (
              needs="SLURM_STEP_ID", launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT"),
 )
 PLACE = ("rank", "size", "local_rank", "local_size")   # fields of a Launcher that name variables
-Variable = collections.namedtuple("Variable", "name value")   # "" and None: none is set
 
 
 def _int(env, name):
@@ -220,25 +219,19 @@ def _int(env, name):
     return int(text) if text else None
 
 
-def _first_set(env, names):
-    for name in names.split():
-        if env.get(name, "").strip():
-            return Variable(name, _int(env, name))
-    return Variable("", None)
-
-
-def _read_row(env, row):
-    return {field: _first_set(env, getattr(row, field)) for field in PLACE}
+def _rows_of(env):
+    """LAUNCHERS with the one variable that is set in each field of PLACE, or ""."""
+    def first_set(names):
+        return next((name for name in names.split() if env.get(name, "").strip()), "")
+    return [replace(row, **{field: first_set(getattr(row, field)) for field in PLACE})
+            for row in LAUNCHERS]
 
 
 def _complete_rows(env):
-    """[(launcher, {"rank": Variable, "size": Variable, ...})]"""
-    rows = [(row, _read_row(env, row)) for row in LAUNCHERS]
-    return [(row, found) for row, found in rows
-            if found["rank"].name and found["local_rank"].name
-            and (found["size"].name or row.size_optional)
+    return [row for row in _rows_of(env)
+            if row.rank and row.local_rank and (row.size or row.size_optional)
             and (not row.needs or env.get(row.needs, "").strip())
-            and not (row.name == "Slurm step" and found["size"].value == 1)]   # a shell of salloc
+            and not (row.name == "Slurm step" and _int(env, row.size) == 1)]   # a shell of salloc
 
 
 def _seen(env):
@@ -264,18 +257,17 @@ def detect_launcher(env, mpi=None):
     complete = _complete_rows(env)
     if not complete:
         return _plain_process(env)
-    (row, found), *outer = complete
-    rank, size, local_rank, local_size = (found[field].value for field in PLACE)
-    # What must agree, by who says it.
-    ranks, sizes = {found["rank"].name: rank}, {found["size"].name or row.name: size}
+    row, *outer = complete
+    rank, size, local_rank, local_size = (_int(env, getattr(row, field)) for field in PLACE)
+    ranks, sizes = {row.rank: rank}, {row.size or row.name: size}   # by source; these must agree
     if mpi:
         ranks["mpi4py"], sizes["mpi4py"] = mpi
     for name in ("DDP_WORLD_SIZE", "WORLD_SIZE") if row.mpi else ("DDP_WORLD_SIZE",):
         sizes[name] = _int(env, name)
     if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
-        for other, theirs in outer:
+        for other in outer:
             if other.mpi:
-                ranks[other.name], sizes[other.name] = theirs["rank"].value, theirs["size"].value
+                ranks[other.name], sizes[other.name] = _int(env, other.rank), _int(env, other.size)
     first = local_rank == 0   # only the first rank of a host prints what all its ranks see
     for what, claims, prints in (("number of ranks", sizes, first), ("rank", ranks, True)):
         numbers = {source: number for source, number in claims.items() if number is not None}
@@ -296,24 +288,21 @@ def detect_launcher(env, mpi=None):
         if not 0 <= value < limit:
             raise SetupError(f"{row.name}: {what} {value} is outside 0 to {limit - 1}. "
                              f"{_seen(env)}")
-    sources = ", ".join(f"{field.replace('_', ' ')} from {found[field].name}"
-                        for field in ("rank", "size", "local_rank") if found[field].name)
+    sources = ", ".join(f"{what} from {name}" for what, name in (
+        ("rank", row.rank), ("size", row.size), ("local rank", row.local_rank)) if name)
     return Ddp(rank, size, local_rank, local_size, None, launcher=row.name, notes=(
         f"launcher {row.name}: {sources}",
-        *(f"outer launcher {other.name} says rank {theirs['rank'].value} of "
-          f"{theirs['size'].value}: not used" for other, theirs in outer)))
+        *(f"outer launcher {other.name} says rank {env[other.rank]} of {env.get(other.size)}: "
+          f"not used" for other in outer)))
 
 
 def _plain_process(env):
     """Place of a process that no launcher has started, if that is what the variables say."""
-    stray = {}   # variable: field of its launcher
-    for row in LAUNCHERS:
-        found = _read_row(env, row)
-        if row.name == "Slurm step" and (not env.get("SLURM_STEP_ID") or found["size"].value == 1):
-            continue   # a shell of sbatch or salloc has them
-        stray |= {variable.name: field for field, variable in found.items() if variable.name}
-    for harmless in ("RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"):   # the last is checked by setup_ddp
-        stray.pop(harmless, None)
+    harmless = {"", "RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # setup_ddp checks the last one
+    stray = {name: field for row in _rows_of(env) for field in PLACE
+             if (name := getattr(row, field)) not in harmless   # nor those of Slurm's own shells
+             and (row.name != "Slurm step"
+                  or env.get("SLURM_STEP_ID") and _int(env, row.size) != 1)}
     one_local_rank = list(stray.values()) == ["local_rank"]
     if stray and not one_local_rank or "LOCAL_RANK" in stray and (_int(env, "WORLD_SIZE") or 1) > 1:
         raise SetupError(
@@ -449,14 +438,14 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
     if setup_ddp.current is not None:
         return setup_ddp.current
     try:
-        ddp = _setup(dict(os.environ), device, backend, seed, ranks, timeout, init_timeout, ipex)
+        ddp = setup_ddp.current = _setup(dict(os.environ), device, backend, seed, ranks, timeout,
+                                         init_timeout, ipex)
     except SetupError as e:
         if not e.prints:
             time.sleep(FIRST_MESSAGE)
             sys.stdout.flush()
             os._exit(e.code)
         raise
-    setup_ddp.current = ddp
     if not quiet:
         print0(ddp, f"Initialized DDP: {ddp.world_size} rank(s) on "
                     f"{len(set(ddp.state.hosts)) or 1} host(s)", *ddp.notes, sep="\n  ")
@@ -510,10 +499,10 @@ def _start_mpi(env, limit):
     """COMM_WORLD of mpi4py; None where it is absent, unwanted or not needed. Importing it
     initialises MPI, which freezes or misleads a process that no MPI launched: so never elsewhere.
     """
-    row, found = next(iter(_complete_rows(env)), (None, None))
+    row = next(iter(_complete_rows(env)), None)
     if row is None or not row.mpi or env.get("DDP_MPI4PY") == "0":
         return None
-    sized = found["size"].name or env.get("DDP_WORLD_SIZE")
+    sized = row.size or env.get("DDP_WORLD_SIZE")
     if sized and env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
         return None
     try:
