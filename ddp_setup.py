@@ -143,6 +143,10 @@ class Ddp:
     def is_main(self):
         return self.rank == 0
 
+    @property
+    def on_one_host(self):
+        return self.local_world_size == self.world_size
+
     def __enter__(self):
         return self
 
@@ -268,8 +272,8 @@ def detect_launcher(env, mpi=None):
         for other in outer:
             if other.mpi:
                 ranks[other.name], sizes[other.name] = _int(env, other.rank), _int(env, other.size)
-    first = local_rank == 0   # only the first rank of a host prints what all its ranks see
-    for what, claims, prints in (("number of ranks", sizes, first), ("rank", ranks, True)):
+    is_first = local_rank == 0   # only the first rank of a host prints what all its ranks see
+    for what, claims, prints in (("number of ranks", sizes, is_first), ("rank", ranks, True)):
         numbers = {source: number for source, number in claims.items() if number is not None}
         if len(set(numbers.values())) > 1:
             said = ", ".join(f"{source} says {number}" for source, number in numbers.items())
@@ -278,11 +282,13 @@ def detect_launcher(env, mpi=None):
                 f"another launcher. If mpi4py differs, it was probably built for another MPI: "
                 f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints)
     size = next((number for number in sizes.values() if number is not None), None)
+    if row.name == "Slurm step" and _int(env, "SLURM_STEP_NUM_NODES") == 1:
+        local_size = size   # which it tells by lists alone
     if size is None:
         raise SetupError(
             f"{row.name} started rank {rank} but sets no number of ranks. Expected DDP_WORLD_SIZE: "
             f"export it next to the mpiexec call (nodes x ranks per node), or install mpi4py. "
-            f"{_seen(env)}", first)
+            f"{_seen(env)}", is_first)
     for what, value, limit in (("rank", rank, size),
                                ("local rank", local_rank, local_size or size)):
         if not 0 <= value < limit:
@@ -549,18 +555,6 @@ def slurm_first_host(nodelist):
     return re.sub(r"\[([^\]]*)\]", lambda m: re.split("[-,]", m[1])[0], first)
 
 
-def _listen(host, port):
-    """A listening socket on the one address in use; port 0 lets the kernel choose a free one."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=4096)
-    except OSError as e:
-        raise SetupError(
-            f"rank 0 on {socket.gethostname()} cannot listen on {host}:{port}: {e.strerror}. "
-            f"Expected MASTER_ADDR to be an address of rank 0's host and MASTER_PORT to be free "
-            f"there. Leave both unset to have them found, or choose another port.") from None
-
-
 def _resolve(name):
     try:
         return socket.gethostbyname(name)
@@ -625,7 +619,7 @@ def _launcher_process(ddp):
     return str(pid)
 
 
-def _place_of_rank_0(ddp, env, one_host):
+def _place_of_rank_0(ddp, env):
     """(host, port or 0, their source) of rank 0's store, as far as this rank knows by itself."""
     host, port = env.get("MASTER_ADDR", ""), _int(env, "MASTER_PORT") or 0
     if not 0 <= port < 1 << 16:   # such as 10000 + the job's number
@@ -634,12 +628,12 @@ def _place_of_rank_0(ddp, env, one_host):
     source = f"from {'MASTER_ADDR' if host else 'MASTER_PORT'}" if host or port else ""
     if host:
         port = port or 29500
-    elif one_host:
+    elif ddp.on_one_host:
         host = "127.0.0.1"
     elif ddp.launcher == "Slurm step":
         host = slurm_first_host(env.get("SLURM_STEP_NODELIST", ""))
         host = host if _resolve(host) else ""   # in a cloud its names may mean nothing
-    if not one_host and host != _resolve(host) and _resolve(host).startswith("127."):
+    if not ddp.on_one_host and host != _resolve(host) and _resolve(host).startswith("127."):
         host = _own_address()   # Debian maps a host's own name to 127.0.1.1
     if ddp.state.mpi is not None:
         return host or _own_address(), port, f"{source} by MPI broadcast".strip()
@@ -650,7 +644,7 @@ def _place_of_rank_0(ddp, env, one_host):
             f"this MPI, or export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to "
             f"all ranks.", ddp.rank == 0)
     if not port:   # one that all ranks compute alike, below those that the kernel hands out
-        launch = _launch_name(env, ddp) or one_host and _launcher_process(ddp)
+        launch = _launch_name(env, ddp) or ddp.on_one_host and _launcher_process(ddp)
         launch = f"{ddp.launcher} {launch} {ddp.world_size}"
         port, source = 10000 + seed_for(launch) % 20000, "by the launcher's id"
     return host, port, source
@@ -661,12 +655,10 @@ def _join(ddp, env, init_timeout, error):
     """Meet all ranks in the store, check that they fit together, make the process groups.
 
     error: what this rank has to report instead of joining, or None."""
-    one_host = (_int(env, "SLURM_STEP_NUM_NODES") == 1 if ddp.launcher == "Slurm step" else
-                ddp.local_world_size == ddp.world_size)
     agent = ddp.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store, host, port, how = _open_store(ddp, env, one_host, agent, init_timeout)
+    store, host, port, how = _open_store(ddp, env, agent, init_timeout)
     # Under torchrun MASTER_ADDR is the agent's host, which rank 0 may not share.
-    hub_host = "127.0.0.1" if one_host else _own_address() if agent else host
+    hub_host = "127.0.0.1" if ddp.on_one_host else _own_address() if agent else host
     table = _meet(ddp, store, error, init_timeout, hub_host)
     hosts = ddp.state.hosts = table["hosts"]
     ddp.state.store = store
@@ -678,7 +670,7 @@ def _join(ddp, env, init_timeout, error):
     variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": ddp.rank,
                  "WORLD_SIZE": ddp.world_size, "LOCAL_RANK": ddp.local_rank,
                  "LOCAL_WORLD_SIZE": ddp.local_world_size or hosts.count(ddp.host)}
-    interface = _interface_of("127.0.0.1" if one_host else _route_to(host))
+    interface = _interface_of("127.0.0.1" if ddp.on_one_host else _route_to(host))
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         variables["GLOO_SOCKET_IFNAME"] = interface
     ddp.state.environment = {name: os.environ.get(name) for name in variables}
@@ -697,9 +689,9 @@ def _join(ddp, env, init_timeout, error):
                    notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
 
 
-def _open_store(ddp, env, one_host, agent, limit):
+def _open_store(ddp, env, agent, limit):
     """This set-up's part of rank 0's store. Returns (store, host, port, how it was found)."""
-    place = _place_of_rank_0(ddp, env, one_host)
+    place = _place_of_rank_0(ddp, env)
     if place not in setup_ddp.stores:
         setup_ddp.stores[place] = _connect(ddp, place, agent, limit)
     store, host, port = setup_ddp.stores[place]
@@ -717,11 +709,15 @@ def _connect(ddp, place, agent, limit):
     host, port, _ = place
     listener, problem = None, ""
     if ddp.is_main and not agent:
-        try:
-            listener = _listen(host, port)
+        try:   # on the one address in use; for port 0 the kernel chooses a free one
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(address[:2], family=family, backlog=4096)
             port = listener.getsockname()[1]
-        except SetupError as e:
-            problem = str(e)
+        except OSError as e:
+            problem = (f"rank 0 on {ddp.host} cannot listen on {host}:{port}: {e.strerror}. "
+                       f"Expected MASTER_ADDR to be an address of rank 0's host and MASTER_PORT to "
+                       f"be free there. Leave both unset to have them found, or choose another "
+                       f"port.")
     if ddp.state.mpi is not None:
         host, port, problem = ddp.state.mpi.bcast((host, port, problem), root=0)
     if problem:
@@ -759,15 +755,15 @@ def _meet(ddp, store, error, limit, hub_host):
     """All ranks report to rank 0, which answers with a dict: "hosts" of all, and "hub", the address
     of its guard where all are guarded. If they do not fit together, it says why and all end."""
     size = ddp.world_size
-    row = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
-           "guarded": ddp.state.guard is not None,
-           "device": None if error else _device_id(ddp.device)}
-    twice = SetupError(f"rank {ddp.rank} of {size} is in this store already. Was it started twice, "
-                       f"or do two runs use one MASTER_PORT? Choose another for one of them.",
-                       _reports_loss_of_rank_0(ddp))
+    report = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
+              "guarded": ddp.state.guard is not None,
+              "device": None if error else _device_id(ddp.device)}
+    duplicate = SetupError(f"rank {ddp.rank} of {size} is in this store already. Was it started "
+                           f"twice, or do two runs use one MASTER_PORT? Choose another for one of "
+                           f"them.", _reports_loss_of_rank_0(ddp))
     if store.add(f"came/{ddp.rank}", 1) > 1:   # before it takes another run's table for its own
-        raise twice
-    store.set(f"here/{ddp.rank}", json.dumps(row))
+        raise duplicate
+    store.set(f"here/{ddp.rank}", json.dumps(report))
     if not ddp.is_main:   # rank 0 gives up first and says why; only if it is gone this takes longer
         try:
             store.wait(["table"], timedelta(seconds=limit + LATE_TABLE))
@@ -779,19 +775,20 @@ def _meet(ddp, store, error, limit, hub_host):
             store.set(f"read/{ddp.rank}", "")
             raise SetupError(table["problem"], prints=False, code=table["code"])
         if len(table["hosts"]) != size:
-            raise twice
+            raise duplicate
         return table
     keys = [f"here/{rank}" for rank in range(size)]
     with contextlib.suppress(RuntimeError):   # a rank that does not come
         store.wait(keys, timedelta(seconds=limit))
-    rows = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
-            if store.check([key])}
-    problem, code = _problem_of(rows, size, limit)
-    table = dict(problem=problem, code=code, hub=None, hosts=[row["host"] for row in rows.values()])
-    guarded = [row["guarded"] for row in rows.values()]
+    reports = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
+               if store.check([key])}
+    problem, code = _problem_of(reports, size, limit)
+    table = dict(problem=problem, code=code, hub=None,
+                 hosts=[report["host"] for report in reports.values()])
+    guarded = [report["guarded"] for report in reports.values()]
     if any(guarded) and not all(guarded):
         print0(ddp, "ATTENTION: not every rank has a guard, so no rank is guarded")
-    elif any(guarded) and not problem:
+    elif all(guarded) and not problem:
         _tell_guard(ddp, serve=hub_host)
         with contextlib.suppress(OSError, ValueError), ddp.state.guard.makefile() as answer:
             table["hub"] = json.loads(answer.readline())["address"]
@@ -800,34 +797,34 @@ def _meet(ddp, store, error, limit, hub_host):
     store.set("table", json.dumps(table))
     if problem:   # rank 0 owns the store: the others must have read before it leaves
         with contextlib.suppress(RuntimeError):
-            store.wait([f"read/{rank}" for rank in rows if rank], timedelta(seconds=TABLE_READ))
+            store.wait([f"read/{rank}" for rank in reports if rank], timedelta(seconds=TABLE_READ))
         raise SetupError(problem, code=code)
     return table
 
 
-def _problem_of(rows, size, limit):
-    """(why the ranks do not fit together, exit code), or ("", 0). rows: {rank: its report}."""
-    errors = {rank: row["error"] for rank, row in rows.items() if row["error"]}
+def _problem_of(reports, size, limit):
+    """(why the ranks do not fit together, exit code), or ("", 0). reports: by rank."""
+    errors = {rank: report["error"] for rank, report in reports.items() if report["error"]}
     if errors:
         first, text = min(errors.items())
         alike = [rank for rank in errors if errors[rank] == text]
-        who = f"rank {listed(alike)} on {rows[first]['host']}: "
+        who = f"rank {listed(alike)} on {reports[first]['host']}: "
         return text if len(alike) == size else who + text, 2
-    missing = [rank for rank in range(size) if rank not in rows]
+    missing = [rank for rank in range(size) if rank not in reports]
     if missing:
-        hosts = sorted({row["host"] for row in rows.values()})
+        hosts = sorted({report["host"] for report in reports.values()})
         return (f"{len(missing)} of {size} ranks did not appear within {limit:.0f} s: rank(s) "
                 f"{listed(missing)}. The others are on {listed(hosts)}. Is a host down, or cannot "
                 f"it reach rank 0?"), 1
     users = {}   # rank that was the first to name an accelerator
-    for rank, row in rows.items():
-        first = users.setdefault((row["host"], row["device"]), rank)
-        if row["device"] and rank != first:
-            return (f"ranks {first}, {rank} on {row['host']} share one accelerator "
-                    f"({row['device']}); expected one each. Start fewer ranks per host, unset the "
+    for rank, report in reports.items():
+        first = users.setdefault((report["host"], report["device"]), rank)
+        if report["device"] and rank != first:
+            return (f"ranks {first}, {rank} on {report['host']} share one accelerator "
+                    f"({report['device']}); expected one each. Start fewer ranks per host, unset the "
                     f"mask (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK), or give --device cpu."), 2
     for what in ("backend", "torch"):
-        values = sorted({row[what] for row in rows.values()})
+        values = sorted({report[what] for report in reports.values()})
         if len(values) > 1:
             return (f"the ranks differ in {what}: {', '.join(values)}; expected the same on all. "
                     f"Give --device and --backend, and one environment for all hosts."), 2

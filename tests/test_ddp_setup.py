@@ -64,6 +64,11 @@ def test_every_launcher_is_known_by_its_variables(env, name, mpi):
     assert place.local_world_size in (4, None)
 
 
+def test_the_ranks_of_a_slurm_step_on_one_node_are_on_one_host():
+    assert detect_launcher(dict(SLURM, SLURM_STEP_NUM_NODES="1")).on_one_host
+    assert not detect_launcher(SLURM).on_one_host
+
+
 @pytest.mark.parametrize("env", [
     {"RANK": "3", "WORLD_SIZE": "4"}, {"PALS_LOCAL_RANKID": "0"}, {"DDP_WORLD_SIZE": "4"},
     BATCH_SHELL, dict(SLURM, SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0")])
