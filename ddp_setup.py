@@ -821,8 +821,8 @@ def _problem_of(reports, size, limit):
         first = users.setdefault((report["host"], report["device"]), rank)
         if report["device"] and rank != first:
             return (f"ranks {first}, {rank} on {report['host']} share one accelerator "
-                    f"({report['device']}); expected one each. Start fewer ranks per host, unset the "
-                    f"mask (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK), or give --device cpu."), 2
+                    f"({report['device']}); expected one each. Start fewer ranks per host, unset "
+                    f"the mask (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK), or give --device cpu."), 2
     for what in ("backend", "torch"):
         values = sorted({report[what] for report in reports.values()})
         if len(values) > 1:
@@ -995,7 +995,6 @@ class Watch:
     """See watch_run."""
     run_dir: str | None
     limit: float               # seconds
-    deadline: float            # epoch seconds
     pid: int                   # a forked child is not watched
     step: int | None = None
     requested: str = ""        # why this rank shall stop
@@ -1019,8 +1018,8 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
     requested = ddp.state.watch.requested if ddp.state.watch else ""   # while loading, say
     close_run(ddp)
     run_dir, notebook = run_dir and os.path.abspath(run_dir), _alone_in_a_notebook(ddp)
-    watch = ddp.state.watch = Watch(run_dir, 0.0 if notebook else minutes * 60,
-                                    _deadline(os.environ), os.getpid(), requested=requested)
+    watch = ddp.state.watch = Watch(run_dir, 0.0 if notebook else minutes * 60, os.getpid(),
+                                    requested=requested)
     with contextlib.suppress(ValueError):   # only the main thread may
         for name in signals if not notebook else ():
             if number := getattr(signal, name, None):
@@ -1069,7 +1068,7 @@ def stop_wanted(ddp):
     if watch is None:
         return 0.0
     if ddp.is_main and not watch.requested:
-        if time.time() >= watch.deadline:
+        if time.time() >= _deadline(os.environ):
             watch.requested = "DDP_DEADLINE is reached"
         elif watch.run_dir and os.path.exists(path := os.path.join(watch.run_dir, "STOP")):
             watch.requested = f"{path} exists; remove it before the next start"
@@ -1096,8 +1095,9 @@ def beat(ddp, step=None):
     watch, now = ddp.state.watch, time.monotonic()
     if watch is None:
         return
-    watch.step = watch.step if step is None else step
-    if step is None and now < watch.sent + BEAT_PERIOD:
+    if step is not None:
+        watch.step = step
+    elif now < watch.sent + BEAT_PERIOD:
         return
     watch.sent = now
     if ddp.state.guard is not None:
@@ -1143,6 +1143,7 @@ def worker_init(worker_id=0, signals=STOP_SIGNALS):
 
 
 def _deadline(env):
+    """Epoch seconds, or infinity."""
     text = env.get("DDP_DEADLINE", "").strip()
     try:
         if (deadline := float(text or "inf")) > 0:   # nan is not

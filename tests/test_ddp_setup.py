@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -178,7 +177,7 @@ def test_a_guard_that_does_not_read_holds_up_no_step():
     ours.settimeout(ddp_setup.GUARD_ANSWER)
     with ours, guards:
         ddp = Ddp(state=State(guard=ours))
-        ddp.state.watch = ddp_setup.Watch(None, 0.0, math.inf, os.getpid())
+        ddp.state.watch = ddp_setup.Watch(None, 0.0, os.getpid())
         ddp_setup.beat(ddp, step=4)
         ddp_setup.beat(ddp)   # too soon after it
         ddp.state.watch.sent -= 10 * ddp_setup.BEAT_PERIOD
@@ -391,7 +390,7 @@ def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp
     for text in ("soon", "nan", "-60"):
         monkeypatch.setenv("DDP_DEADLINE", text)
         with pytest.raises(RuntimeError, match=f"DDP_DEADLINE='{text}' is not a time"):
-            watch_run(Ddp(), tmp_path)
+            setup_ddp()
 
 
 def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
