@@ -105,6 +105,7 @@ DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, from la
 @dataclass
 class State:
     """What changes in a run, see Ddp."""
+    pid: int = field(default_factory=os.getpid)       # what a forked child does is its own
     hosts: list = field(default_factory=list)         # of each rank
     store: object = None                              # torch's store, which rank 0 serves
     mpi: object = None                                # COMM_WORLD of mpi4py
@@ -496,7 +497,7 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
         ddp = _join(ddp, env, init_timeout, error)
     else:
         _tell_guard(ddp, join=dict(rank=0, size=1, launcher=ddp.launcher, hub=None))
-    atexit.register(_at_exit, ddp, os.getpid())
+    atexit.register(_at_exit, ddp)
     _seed_all(seed)
     return ddp
 
@@ -928,9 +929,9 @@ def _abort_with(ddp, error, printed=False):
           _in_one_line(error), secondary=bool(lost), retry=not memory and not expected)
 
 
-def _at_exit(ddp, pid):
+def _at_exit(ddp):
     """Python ends without cleanup_ddp. The guard sees the exit code; here it is not known."""
-    if os.getpid() != pid:   # a forked child, whose end is its own
+    if os.getpid() != ddp.state.pid:
         return
     error = getattr(sys, "last_value", None)   # that nobody caught and Python has printed
     if error is not None:
@@ -995,7 +996,6 @@ class Watch:
     """See watch_run."""
     run_dir: str | None
     limit: float               # seconds
-    pid: int                   # a forked child is not watched
     step: int | None = None
     requested: str = ""        # why this rank shall stop
     interrupted: float = 0.0   # when Ctrl-C came first
@@ -1018,8 +1018,8 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
     requested = ddp.state.watch.requested if ddp.state.watch else ""   # while loading, say
     close_run(ddp)
     run_dir, notebook = run_dir and os.path.abspath(run_dir), _alone_in_a_notebook(ddp)
-    watch = ddp.state.watch = Watch(run_dir, 0.0 if notebook else minutes * 60, os.getpid(),
-                                    requested=requested)
+    limit = 0.0 if notebook else minutes * 60
+    watch = ddp.state.watch = Watch(run_dir, limit, requested=requested)
     with contextlib.suppress(ValueError):   # only the main thread may
         for name in signals if not notebook else ():
             if number := getattr(signal, name, None):
@@ -1043,7 +1043,7 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
 
 def _request_stop(ddp, watch, number):
     """Handler of the stop signals."""
-    if os.getpid() != watch.pid:   # a forked child, whose signals are its own
+    if os.getpid() != ddp.state.pid:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
@@ -1076,11 +1076,13 @@ def stop_wanted(ddp):
 
 
 def stop_reason(ddp, step, wanted=None):
-    """At each step boundary, on all ranks: "" to go on, else why all shall now save and leave, the
-    same on every rank. It is a sign of progress too.
+    """Why all ranks shall now save and leave, the same on each, or "" to go on.
+
+    To be called at each step boundary, on all ranks; it is a sign of progress too.
 
     wanted: the sum of stop_wanted over ranks, where the caller has it from an all-reduce of its own
-    (perhaps of the step before); None: it is taken here, a small all-reduce per call."""
+        (perhaps of the step before); None: it is taken here, a small all-reduce per call.
+    """
     if ddp.state.watch is None:
         watch_run(ddp)
     beat(ddp, step)
@@ -1146,12 +1148,13 @@ def _deadline(env):
     """Epoch seconds, or infinity."""
     text = env.get("DDP_DEADLINE", "").strip()
     try:
-        if (deadline := float(text or "inf")) > 0:   # nan is not
-            return deadline
-        raise ValueError
+        deadline = float(text or "inf")
     except ValueError:
+        deadline = 0.0
+    if not deadline > 0:   # nor is nan
         raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected such as "
-                         f"$(( $(date +%s) + 3000 )).") from None
+                         f"$(( $(date +%s) + 3000 )).")
+    return deadline
 
 
 def _write_status(ddp, code, reason):

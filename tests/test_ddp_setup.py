@@ -177,7 +177,7 @@ def test_a_guard_that_does_not_read_holds_up_no_step():
     ours.settimeout(ddp_setup.GUARD_ANSWER)
     with ours, guards:
         ddp = Ddp(state=State(guard=ours))
-        ddp.state.watch = ddp_setup.Watch(None, 0.0, os.getpid())
+        ddp.state.watch = ddp_setup.Watch(None, 0.0)
         ddp_setup.beat(ddp, step=4)
         ddp_setup.beat(ddp)   # too soon after it
         ddp.state.watch.sent -= 10 * ddp_setup.BEAT_PERIOD
