@@ -116,6 +116,7 @@ class State:
     patience: float = PATIENCE                        # seconds to wait for others in cleanup_ddp
     checkpoint: str = ""                              # path of the last one
     damaged: str = ""                                 # checkpoint that could not be loaded
+    clean: bool = False                               # cleanup_ddp was called
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,8 @@ LAUNCHERS = (
              launch="FLUX_JOB_ID"),
     Launcher("LSF jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
              launch="LSB_JOBID PMIX_NAMESPACE", mpi=True),
-    # Without SLURM_STEP_ID these belong to the batch shell, one process however many tasks.
     Launcher("Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID",
-             needs="SLURM_STEP_ID", launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT"),
+             launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT"),
 )
 PLACE = ("rank", "size", "local_rank", "local_size")   # fields of a Launcher that name variables
 
@@ -228,21 +228,23 @@ def _rows_of(env):
     """LAUNCHERS with the one variable that is set in each field of PLACE, or ""."""
     def first_set(names):
         return next((name for name in names.split() if env.get(name, "").strip()), "")
-    return [replace(row, **{field: first_set(getattr(row, field)) for field in PLACE})
+    rows = [replace(row, **{field: first_set(getattr(row, field)) for field in PLACE})
             for row in LAUNCHERS]
+    # The shells of sbatch and salloc are one process, and have Slurm's variables too.
+    return [row for row in rows if row.name != "Slurm step"
+            or env.get("SLURM_STEP_ID") and _int(env, row.size) != 1]
 
 
 def _complete_rows(env):
     return [row for row in _rows_of(env)
             if row.rank and row.local_rank and (row.size or row.size_optional)
-            and (not row.needs or env.get(row.needs, "").strip())
-            and not (row.name == "Slurm step" and _int(env, row.size) == 1)]   # a shell of salloc
+            and (not row.needs or env.get(row.needs, "").strip())]
 
 
 def _seen(env):
     """The launchers' variables that are set, for messages."""
-    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}.union(
-        *(getattr(row, key).split() for row in LAUNCHERS for key in (*PLACE, "needs")))
+    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"}.union(
+        *(getattr(row, field).split() for row in LAUNCHERS for field in PLACE))
     shown = " ".join(f"{name}={env[name]}" for name in sorted(names) if env.get(name, "").strip())
     return f"Seen: {shown or 'none'}"
 
@@ -307,9 +309,7 @@ def _plain_process(env):
     """Place of a process that no launcher has started, if that is what the variables say."""
     harmless = {"", "RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # setup_ddp checks the last one
     stray = {name: field for row in _rows_of(env) for field in PLACE
-             if (name := getattr(row, field)) not in harmless   # nor those of Slurm's own shells
-             and (row.name != "Slurm step"
-                  or env.get("SLURM_STEP_ID") and _int(env, row.size) != 1)}
+             if (name := getattr(row, field)) not in harmless}
     one_local_rank = list(stray.values()) == ["local_rank"]
     if stray and not one_local_rank or "LOCAL_RANK" in stray and (_int(env, "WORLD_SIZE") or 1) > 1:
         raise SetupError(
@@ -394,7 +394,7 @@ def _found_devices(need_ccl=False, ipex="auto"):
 
 
 def _has_xccl():
-    return bool(getattr(dist, "is_xccl_available", bool)())
+    return hasattr(dist, "is_xccl_available") and dist.is_xccl_available()
 
 
 def _in_one_line(error):
@@ -946,8 +946,9 @@ def cleanup_ddp(ddp):
 
     It waits for half an hour, or the limit of watch_run, and then names the missing ranks. With a
     guard, Python must end, or set up again, within two minutes after this."""
-    if setup_ddp.current is not ddp:
+    if ddp.state.clean:
         return
+    ddp.state.clean = True
     atexit.unregister(_at_exit)
     watch, patience = ddp.state.watch, ddp.state.patience
     try:
@@ -1008,13 +1009,19 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
     """Watch over the run from here on; stop_reason calls it where nobody else has.
 
     Signals, the time DDP_DEADLINE and a file RUN_DIR/STOP only ask for a stop: stop_reason tells
-    all ranks at the same step. A second Ctrl-C ends at once, with exit code 130. Rank 0 writes
-    RUN_DIR/status.json {code, reason, step}; code is null while the run is on.
+    all ranks at the same step. A second Ctrl-C ends at once, with exit code 130.
 
-    A run without progress for `minutes` (0: no limit) is ended with exit code 70; progress is a
-    call of stop_reason or beat. With guards the run ends when no rank has made any, and the late
-    ranks are named; without, each rank ends by itself, also one that waits for another's work.
-    Stacks go to RUN_DIR/stacks/rank_R.txt (without a run_dir: below the temporary folder)."""
+    A run without progress, a call of stop_reason or beat, is ended with exit code 70. With guards
+    it ends when no rank has made any, and the late ranks are named; without, each rank ends by
+    itself, also one that waits for another's work.
+
+    Args:
+        run_dir: folder in which rank 0 writes status.json {code, reason, step}, with code null
+            while the run is on, and each rank its stacks, stacks/rank_R.txt. None: no status, and
+            stacks below the temporary folder.
+        minutes: without progress; 0: no limit.
+        signals: names of those that ask for a stop.
+    """
     requested = ddp.state.watch.requested if ddp.state.watch else ""   # while loading, say
     close_run(ddp)
     run_dir, notebook = run_dir and os.path.abspath(run_dir), _alone_in_a_notebook(ddp)
@@ -1481,7 +1488,7 @@ def load_checkpoint(path, ddp=None):
 
 
 def _note_checkpoint(ddp, path, state):
-    """The last line of a failure names it."""
+    """Remember the checkpoint: the last line of a failure names it."""
     ddp.state.checkpoint = path
     _tell_guard(ddp, checkpoint=path + (f" (step {state['step']})" if "step" in state else ""))
 
