@@ -460,8 +460,8 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
 
 
 setup_ddp.current = None   # one process has one Ddp at a time, as torch has one process group
-setup_ddp.count = 0        # of set-ups in this process, and their stores: rank 0's keeps its port
-setup_ddp.stores = {}
+setup_ddp.count = 0        # of set-ups in this process
+setup_ddp.met = None       # what _open_store returned: later set-ups use that store again
 
 
 def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
@@ -608,8 +608,8 @@ def _launch_name(env, ddp):
 
 
 def _launcher_process(ddp):
-    """Process id and start time of this host's launcher. A wrapper around a rank, such as its guard
-    or a shell, has the rank's variable itself."""
+    """Process id of this host's launcher, and its start time: in two containers ids may be alike.
+    A wrapper around a rank, such as its guard or a shell, has the rank's variable itself."""
     pid, rank_is_set = os.getppid(), f"{_launcher_of(ddp).rank}=".encode()
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
         while True:
@@ -657,12 +657,18 @@ def _join(ddp, env, init_timeout, error):
 
     error: what this rank has to report instead of joining, or None."""
     agent = ddp.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store, host, port, how = _open_store(ddp, env, agent, init_timeout)
+    met = setup_ddp.met or _open_store(ddp, env, agent, init_timeout)
+    store, host, port, how = met
+    # Torchrun's agent keeps its store over restarts, and a script may set up twice: neither may
+    # see the keys of the time before.
+    setup_ddp.count += 1
+    attempt = f"{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
+    store = dist.PrefixStore(f"ddp/{_launch_name(env, ddp)}/{attempt}", store)
     # Under torchrun MASTER_ADDR is the agent's host, which rank 0 may not share.
     hub_host = "127.0.0.1" if ddp.on_one_host else _own_address() if agent else host
     table = _meet(ddp, store, error, init_timeout, hub_host)
     hosts = ddp.state.hosts = table["hosts"]
-    ddp.state.store = store
+    ddp.state.store, setup_ddp.met = store, met
     if table["hub"]:
         _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, launcher=ddp.launcher,
                                    hub=table["hub"]))
@@ -691,23 +697,9 @@ def _join(ddp, env, init_timeout, error):
 
 
 def _open_store(ddp, env, agent, limit):
-    """This set-up's part of rank 0's store. Returns (store, host, port, how it was found)."""
-    place = _place_of_rank_0(ddp, env)
-    if place not in setup_ddp.stores:
-        setup_ddp.stores[place] = _connect(ddp, place, agent, limit)
-    store, host, port = setup_ddp.stores[place]
-    # Torchrun's agent keeps its store over restarts, and a script may set up twice: neither may
-    # see the keys of the time before.
-    setup_ddp.count += 1
-    attempt = f"{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
-    prefix = f"ddp/{_launch_name(env, ddp)}/{attempt}"
-    return dist.PrefixStore(prefix, store), host, port, place[2]
-
-
-def _connect(ddp, place, agent, limit):
-    """Meet rank 0 in its TCPStore. Returns (store, host, port).
+    """Meet rank 0 in its TCPStore. Returns (store, host, port, how it was found).
     Rank 0 binds its socket first; with mpi4py it then tells the others where, or why it cannot."""
-    host, port, _ = place
+    host, port, how = _place_of_rank_0(ddp, env)
     listener, problem = None, ""
     if ddp.is_main and not agent:
         try:   # on the one address in use; for port 0 the kernel chooses a free one
@@ -729,7 +721,7 @@ def _connect(ddp, place, agent, limit):
         store = dist.TCPStore(host, port, None, listener is not None,
                               timedelta(seconds=limit), wait_for_workers=False,
                               master_listen_fd=listener.detach() if listener else None)
-    return store, host, port
+    return store, host, port, how
 
 
 def _await_listener(ddp, host, port, limit):
@@ -1576,10 +1568,9 @@ def doctor(env):
     for name in ("numpy", "mpi4py", "intel-extension-for-pytorch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-    own, words = _own_address(), {"True": "yes", "False": "no"}
+    own = _own_address()
     print(f"versions: {', '.join(versions)}",
-          "found: " + ", ".join(f"{name} {words.get(str(value), value)}"
-                                for name, value in found.items()), *rows,
+          "found: " + ", ".join(f"{name} {value}" for name, value in found.items()), *rows,
           f"this host: {socket.gethostname()}, {own} on interface {_interface_of(own)}", _seen(env),
           *(f"{name}={env[name]}" for name in sorted(env) if name.startswith("DDP_")), sep="\n")
     return int(any(row.startswith("PROBLEM") for row in rows))

@@ -406,7 +406,7 @@ def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
 
 # ---------------------------------------------------------------- --doctor
 @pytest.mark.parametrize("ranks, env, code, said", [
-    (2, {}, 0, (f"torch {torch.__version__}, numpy ", "gloo yes", "rank from RANK", "rank 0 of 2",
+    (2, {}, 0, (f"torch {torch.__version__}, numpy ", "gloo True", "rank from RANK", "rank 0 of 2",
                 "device cpu", "backend gloo", "MASTER_ADDR: 127.0.0.1 is 127.0.0.1",
                 " WORLD_SIZE=2")),
     (1, {"MASTER_ADDR": "no-such-host.invalid", "PMI_RANK": "1"}, 1,
