@@ -461,7 +461,7 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
 
 setup_ddp.current = None   # one process has one Ddp at a time, as torch has one process group
 setup_ddp.count = 0        # of set-ups in this process
-setup_ddp.met = None       # what _open_store returned: later set-ups use that store again
+setup_ddp.meeting = None   # what _open_store returned: a later set-up uses that store again
 
 
 def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
@@ -657,8 +657,8 @@ def _join(ddp, env, init_timeout, error):
 
     error: what this rank has to report instead of joining, or None."""
     agent = ddp.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    met = setup_ddp.met or _open_store(ddp, env, agent, init_timeout)
-    store, host, port, how = met
+    meeting = setup_ddp.meeting or _open_store(ddp, env, agent, init_timeout)
+    store, host, port, how = meeting
     # Torchrun's agent keeps its store over restarts, and a script may set up twice: neither may
     # see the keys of the time before.
     setup_ddp.count += 1
@@ -668,7 +668,7 @@ def _join(ddp, env, init_timeout, error):
     hub_host = "127.0.0.1" if ddp.on_one_host else _own_address() if agent else host
     table = _meet(ddp, store, error, init_timeout, hub_host)
     hosts = ddp.state.hosts = table["hosts"]
-    ddp.state.store, setup_ddp.met = store, met
+    ddp.state.store, setup_ddp.meeting = store, meeting
     if table["hub"]:
         _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, launcher=ddp.launcher,
                                    hub=table["hub"]))
