@@ -357,6 +357,7 @@ def choose_device(device, backend, local_rank, found, ranks=2):
         if value not in known:
             raise SetupError(f"--{name} {value} is not known; expected one of {', '.join(known)}")
     asked, visible = f"--device {device}, --backend {backend}", {**found, "cpu": 1}
+    # To look for: with gloo all kinds, or an XPU would be passed over for the CPU without a word.
     kinds = {**BACKENDS, "auto": KINDS, "gloo": KINDS, "xpu": ("xpu",)}[backend]
     kind = device if device != "auto" else next(filter(visible.get, kinds), kinds[0])
     if not visible[kind]:
@@ -858,7 +859,7 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
         secondary: it only reports what the failure of another rank brings about.
         retry: may the same command, given again, go on from here?
     """
-    cause, code = cause or (text.splitlines() or [""])[0], code % 256 or 1
+    cause, code = cause or text.partition("\n")[0], code % 256 or 1
     if _alone_in_a_notebook(ddp):
         print(text, file=sys.stderr)
         close_run(ddp, code, cause)
@@ -1321,11 +1322,10 @@ def _native_bfloat16(device):
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type == "xpu":
         return True
-    try:
-        flags = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
-    except (OSError, TypeError):
-        return False
+    with contextlib.suppress(OSError):
+        words = Path("/proc/cpuinfo").read_text().split()
+        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+    return False
 
 
 def choose_dtype(request, device):
@@ -1405,8 +1405,8 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
             _check_plain(state, "checkpoint")
             _write_checkpoint(path, ddp, keep_last, state)
     except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
-        problem = (f"cannot write {path}: {str(e).splitlines()[0]}. The former checkpoint is "
-                   f"untouched. Is the disk full or the folder read-only?")
+        problem = (f"cannot write {path}: {_in_one_line(e)}. The former checkpoint is untouched. "
+                   f"Is the disk full or the folder read-only?")
     except TypeError as e:
         problem = str(e)
     problem = broadcast(problem, ddp)
