@@ -34,7 +34,7 @@ one is killed, and one last line names the rank at fault.
 Environment read: the launcher variables of LAUNCHERS, and
   MASTER_ADDR, MASTER_PORT  rendezvous; the address alone means port 29500
   DDP_WORLD_SIZE            the number of ranks that must have been started (Aurora sets no size)
-  DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE, DDP_NODE_RANK
+  DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE
                             override every launcher (with DDP_WORLD_SIZE)
   DDP_MPI4PY=0              never import mpi4py
   DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (256)
@@ -47,7 +47,6 @@ MASTER_PORT, LOCAL_WORLD_SIZE for libraries that look there; if unset, GLOO_SOCK
 import atexit
 import collections
 import contextlib
-import datetime
 import faulthandler
 import hashlib
 import importlib.metadata
@@ -67,6 +66,7 @@ import time
 import traceback
 import zipfile
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -105,6 +105,7 @@ DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, from la
 @dataclass
 class State:
     """What changes in a run, see Ddp."""
+    pid: int = field(default_factory=os.getpid)       # what a forked child does is its own
     hosts: list = field(default_factory=list)         # of each rank
     store: object = None                              # torch's store, which rank 0 serves
     mpi: object = None                                # COMM_WORLD of mpi4py
@@ -122,7 +123,8 @@ class State:
 class Ddp:
     """This process' place in the run.
 
-    local_world_size, node_rank: None until the ranks have met, where the launcher does not say.
+    local_world_size: None until the ranks have met, where the launcher does not say.
+    node_rank: number of the host, in the order of ranks; None until they have met.
     control: the gloo group for objects, flags and barriers (None: see _route)."""
     rank: int = 0
     world_size: int = 1
@@ -136,12 +138,16 @@ class Ddp:
     host: str = ""
     notes: tuple = ()
     control: object = field(default=None, repr=False, compare=False)
-    timeout: datetime.timedelta | None = None   # of collectives; None: torch's own
+    timeout: float | None = None   # seconds, of collectives; None: torch's own
     state: State = field(default_factory=State, repr=False, compare=False)
 
     @property
     def is_main(self):
         return self.rank == 0
+
+    @property
+    def on_one_host(self):
+        return self.local_world_size == self.world_size
 
     def __enter__(self):
         return self
@@ -178,8 +184,7 @@ class Launcher:
     size: str
     local_rank: str
     local_size: str = ""
-    node_rank: str = ""
-    needs: str = ""              # further variables without which the row does not count
+    needs: str = ""              # another variable without which the row does not count
     launch: str = ""             # variables that together name this very launch
     mpi: bool = False            # ranks were started by an MPI: mpi4py may be asked
     size_optional: bool = False  # the size may come from DDP_WORLD_SIZE or mpi4py instead
@@ -188,17 +193,15 @@ class Launcher:
 # In the order of detection. It survives nesting: torchrun inside srun, mpirun inside sbatch.
 LAUNCHERS = (
     Launcher("DDP_* variables", "DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK",
-             "DDP_LOCAL_WORLD_SIZE", "DDP_NODE_RANK"),
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+             "DDP_LOCAL_WORLD_SIZE"),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
              needs="MASTER_ADDR", launch="TORCHELASTIC_RUN_ID"),
-    # OMPI_COMM_WORLD_NODE_RANK is the rank within the node, not the node's index: not used.
     Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
              "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
              launch="PMIX_NAMESPACE", mpi=True),
     # Polaris sets PMI_SIZE, Aurora nothing dependable. Slurm's cray_shasta plugin sets these too.
     Launcher("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID PMI_LOCAL_RANK PMIX_LOCAL_RANK",
-             "PALS_LOCAL_SIZE PMI_LOCAL_SIZE", "PALS_NODEID", launch="PALS_APID", mpi=True,
-             size_optional=True),
+             "PALS_LOCAL_SIZE PMI_LOCAL_SIZE", launch="PALS_APID", mpi=True, size_optional=True),
     Launcher("MPICH or Intel MPI (Hydra)", "PMI_RANK", "PMI_SIZE",
              "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE", mpi=True),
     Launcher("MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
@@ -207,12 +210,10 @@ LAUNCHERS = (
              launch="FLUX_JOB_ID"),
     Launcher("LSF jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
              launch="LSB_JOBID PMIX_NAMESPACE", mpi=True),
-    # Without SLURM_STEP_ID these belong to the batch shell, one process however many tasks.
     Launcher("Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID",
-             node_rank="SLURM_NODEID", needs="SLURM_STEP_ID",
              launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT"),
 )
-PLACE = ("rank", "size", "local_rank", "local_size", "node_rank")   # fields of variables
+PLACE = ("rank", "size", "local_rank", "local_size")   # fields of a Launcher that name variables
 
 
 def _int(env, name):
@@ -223,24 +224,27 @@ def _int(env, name):
     return int(text) if text else None
 
 
-def _read_rows(env):
-    """[(launcher, {"rank": (value, variable), ...}, complete?)]; (None, "") for what is not set."""
-    rows = []
-    for row in LAUNCHERS:
-        values = {key: next(((_int(env, name), name) for name in getattr(row, key).split()
-                             if env.get(name, "").strip()), (None, "")) for key in PLACE}
-        one_task = row.name == "Slurm step" and values["size"][0] == 1   # an interactive shell, say
-        complete = (values["rank"][1] and values["local_rank"][1]
-                    and (values["size"][1] or row.size_optional) and not one_task
-                    and all(env.get(name, "").strip() for name in row.needs.split()))
-        rows.append((row, values, bool(complete)))
-    return rows
+def _rows_of(env):
+    """LAUNCHERS with the one variable that is set in each field of PLACE, or ""."""
+    def first_set(names):
+        return next((name for name in names.split() if env.get(name, "").strip()), "")
+    rows = [replace(row, **{field: first_set(getattr(row, field)) for field in PLACE})
+            for row in LAUNCHERS]
+    # The shells of sbatch and salloc are one process, and have Slurm's variables too.
+    return [row for row in rows if row.name != "Slurm step"
+            or env.get("SLURM_STEP_ID") and _int(env, row.size) != 1]
+
+
+def _complete_rows(env):
+    return [row for row in _rows_of(env)
+            if row.rank and row.local_rank and (row.size or row.size_optional)
+            and (not row.needs or env.get(row.needs, "").strip())]
 
 
 def _seen(env):
     """The launchers' variables that are set, for messages."""
-    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}.union(
-        *(getattr(row, key).split() for row in LAUNCHERS for key in (*PLACE, "needs")))
+    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"}.union(
+        *(getattr(row, field).split() for row in LAUNCHERS for field in PLACE))
     shown = " ".join(f"{name}={env[name]}" for name in sorted(names) if env.get(name, "").strip())
     return f"Seen: {shown or 'none'}"
 
@@ -257,53 +261,55 @@ def detect_launcher(env, mpi=None):
     Raises: SetupError, with what was seen, where variables are incomplete or sizes disagree: a
         single process instead would exit 0 with the wrong result.
     """
-    rows = _read_rows(env)
-    complete = [(row, values) for row, values, ok in rows if ok]
+    complete = _complete_rows(env)
     if not complete:
-        return _plain_process(env, rows)
-    (row, values), *outer = complete
-    rank, size, local_rank, local_size, node_rank = (value for value, _ in values.values())
-    claims = {values["size"][1] or row.name: (rank, size), "mpi4py": mpi or (None, None)}
+        return _plain_process(env)
+    row, *outer = complete
+    rank, size, local_rank, local_size = (_int(env, getattr(row, field)) for field in PLACE)
+    ranks, sizes = {row.rank: rank}, {row.size or row.name: size}   # by source; these must agree
+    if mpi:
+        ranks["mpi4py"], sizes["mpi4py"] = mpi
     for name in ("DDP_WORLD_SIZE", "WORLD_SIZE") if row.mpi else ("DDP_WORLD_SIZE",):
-        claims[name] = (None, _int(env, name))
+        sizes[name] = _int(env, name)
     if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
-        claims.update({other.name: (theirs["rank"][0], theirs["size"][0])
-                       for other, theirs in outer if other.mpi})
-    first = local_rank == 0   # only the first rank of a host prints what all its ranks see
-    for index, what, prints in ((1, "number of ranks", first), (0, "rank", True)):
-        numbers = {source: claim[index] for source, claim in claims.items()
-                   if claim[index] is not None}
+        for other in outer:
+            if other.mpi:
+                ranks[other.name], sizes[other.name] = _int(env, other.rank), _int(env, other.size)
+    is_first = local_rank == 0   # only the first rank of a host prints what all its ranks see
+    for what, claims, prints in (("number of ranks", sizes, is_first), ("rank", ranks, True)):
+        numbers = {source: number for source, number in claims.items() if number is not None}
         if len(set(numbers.values())) > 1:
             said = ", ".join(f"{source} says {number}" for source, number in numbers.items())
             raise SetupError(
                 f"{row.name}: {said}. Expected the same {what}. Unset what is left over from "
                 f"another launcher. If mpi4py differs, it was probably built for another MPI: "
                 f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints)
-    size = next((size for _, size in claims.values() if size is not None), None)
+    size = next((number for number in sizes.values() if number is not None), None)
+    if row.name == "Slurm step" and _int(env, "SLURM_STEP_NUM_NODES") == 1:
+        local_size = size   # which it tells by lists alone
     if size is None:
         raise SetupError(
             f"{row.name} started rank {rank} but sets no number of ranks. Expected DDP_WORLD_SIZE: "
             f"export it next to the mpiexec call (nodes x ranks per node), or install mpi4py. "
-            f"{_seen(env)}", first)
+            f"{_seen(env)}", is_first)
     for what, value, limit in (("rank", rank, size),
                                ("local rank", local_rank, local_size or size)):
         if not 0 <= value < limit:
             raise SetupError(f"{row.name}: {what} {value} is outside 0 to {limit - 1}. "
                              f"{_seen(env)}")
-    sources = ", ".join(f"{key.replace('_', ' ')} from {values[key][1]}"
-                        for key in ("rank", "size", "local_rank") if values[key][1])
-    return Ddp(rank, size, local_rank, local_size, node_rank, launcher=row.name, notes=(
+    sources = ", ".join(f"{what} from {name}" for what, name in (
+        ("rank", row.rank), ("size", row.size), ("local rank", row.local_rank)) if name)
+    return Ddp(rank, size, local_rank, local_size, None, launcher=row.name, notes=(
         f"launcher {row.name}: {sources}",
-        *(f"outer launcher {other.name} says rank {theirs['rank'][0]} of {theirs['size'][0]}: "
-          f"not used" for other, theirs in outer)))
+        *(f"outer launcher {other.name} says rank {env[other.rank]} of {env.get(other.size)}: "
+          f"not used" for other in outer)))
 
 
-def _plain_process(env, rows):
+def _plain_process(env):
     """Place of a process that no launcher has started, if that is what the variables say."""
-    harmless = {"RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # the last one is checked by setup_ddp
-    stray = {name: key for row, values, _ in rows for key, (_, name) in values.items()
-             if name and name not in harmless   # and not the batch shell's of Slurm
-             and (row.name != "Slurm step" or env.get("SLURM_STEP_ID") and values["size"][0] != 1)}
+    harmless = {"", "RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # setup_ddp checks the last one
+    stray = {name: field for row in _rows_of(env) for field in PLACE
+             if (name := getattr(row, field)) not in harmless}
     one_local_rank = list(stray.values()) == ["local_rank"]
     if stray and not one_local_rank or "LOCAL_RANK" in stray and (_int(env, "WORLD_SIZE") or 1) > 1:
         raise SetupError(
@@ -324,8 +330,8 @@ def _plain_process(env, rows):
 
 # ---------------------------------------------------------------- device and backend
 KINDS = ("cuda", "xpu", "cpu")   # of devices, the best first
+# And the kinds that each backend serves, the best backend first.
 BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
-BEST = {"cpu": ("gloo",), "cuda": ("nccl", "gloo"), "xpu": ("xccl", "ccl")}
 
 
 def choose_device(device, backend, local_rank, found, ranks=2):
@@ -351,12 +357,14 @@ def choose_device(device, backend, local_rank, found, ranks=2):
         if value not in known:
             raise SetupError(f"--{name} {value} is not known; expected one of {', '.join(known)}")
     asked, visible = f"--device {device}, --backend {backend}", {**found, "cpu": 1}
+    # To look for: with gloo all kinds, or an XPU would be passed over for the CPU without a word.
     kinds = {**BACKENDS, "auto": KINDS, "gloo": KINDS, "xpu": ("xpu",)}[backend]
     kind = device if device != "auto" else next(filter(visible.get, kinds), kinds[0])
     if not visible[kind]:
         refuse(f"{kind} was asked for ({asked}), but no such device is visible")
-    choice = (backend,) if backend in BACKENDS else BEST[kind]
-    if kind not in kinds or kind not in BACKENDS[choice[0]]:
+    choice = [name for name, served in BACKENDS.items()
+              if kind in served and backend in (name, "auto", "xpu")]
+    if kind not in kinds or not choice:
         refuse(f"--backend {backend} does not serve device {kind}")
     chosen = next(filter(found.get, choice), None)
     if chosen is None and (ranks > 1 or backend != "auto"):
@@ -387,7 +395,7 @@ def _found_devices(need_ccl=False, ipex="auto"):
 
 
 def _has_xccl():
-    return bool(getattr(dist, "is_xccl_available", bool)())
+    return hasattr(dist, "is_xccl_available") and dist.is_xccl_available()
 
 
 def _in_one_line(error):
@@ -435,21 +443,26 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
     Raises: SetupError (a RuntimeError) with what was found and what to do, naming missing ranks.
         What all ranks see alike is raised on one of them; the others end with its `code`.
     """
-    if getattr(setup_ddp, "current", None) is not None:
-        return setup_ddp.current   # one process has one process group, as in torch.distributed
+    if setup_ddp.current is not None:
+        return setup_ddp.current
     try:
-        ddp = _setup(dict(os.environ), device, backend, seed, ranks, timeout, init_timeout, ipex)
+        ddp = setup_ddp.current = _setup(dict(os.environ), device, backend, seed, ranks, timeout,
+                                         init_timeout, ipex)
     except SetupError as e:
         if not e.prints:
             time.sleep(FIRST_MESSAGE)
             sys.stdout.flush()
             os._exit(e.code)
         raise
-    setup_ddp.current = ddp
     if not quiet:
         print0(ddp, f"Initialized DDP: {ddp.world_size} rank(s) on "
                     f"{len(set(ddp.state.hosts)) or 1} host(s)", *ddp.notes, sep="\n  ")
     return ddp
+
+
+setup_ddp.current = None   # one process has one Ddp at a time, as torch has one process group
+setup_ddp.count = 0        # of set-ups in this process
+setup_ddp.meeting = None   # what _open_store returned: a later set-up uses that store again
 
 
 def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
@@ -478,15 +491,14 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
         if ddp.world_size == 1:
             raise
         error = str(e)   # perhaps of this rank alone: rank 0 prints it, see _meet
-    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     ddp = replace(ddp, device=target, backend=backend if ddp.world_size > 1 else "none", seed=seed,
-                  host=socket.gethostname(), notes=(*ddp.notes, reason), timeout=limit,
+                  host=socket.gethostname(), notes=(*ddp.notes, reason), timeout=timeout,
                   state=State(mpi=mpi, ipex=ipex, guard=_open_guard()))
     if ddp.world_size > 1:
         ddp = _join(ddp, env, init_timeout, error)
     else:
         _tell_guard(ddp, join=dict(rank=0, size=1, launcher=ddp.launcher, hub=None))
-    atexit.register(_at_exit, ddp, os.getpid())
+    atexit.register(_at_exit, ddp)
     _seed_all(seed)
     return ddp
 
@@ -495,11 +507,10 @@ def _start_mpi(env, limit):
     """COMM_WORLD of mpi4py; None where it is absent, unwanted or not needed. Importing it
     initialises MPI, which freezes or misleads a process that no MPI launched: so never elsewhere.
     """
-    row, values = next(((row, values) for row, values, complete in _read_rows(env) if complete),
-                       (None, None))
+    row = next(iter(_complete_rows(env)), None)
     if row is None or not row.mpi or env.get("DDP_MPI4PY") == "0":
         return None
-    sized = values["size"][1] or env.get("DDP_WORLD_SIZE")
+    sized = row.size or env.get("DDP_WORLD_SIZE")
     if sized and env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
         return None
     try:
@@ -546,18 +557,6 @@ def slurm_first_host(nodelist):
     return re.sub(r"\[([^\]]*)\]", lambda m: re.split("[-,]", m[1])[0], first)
 
 
-def _listen(host, port=0):
-    """A listening socket on the one address in use; port 0 lets the kernel choose a free one."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=4096)
-    except OSError as e:
-        raise SetupError(
-            f"rank 0 on {socket.gethostname()} cannot listen on {host}:{port}: {e.strerror}. "
-            f"Expected MASTER_ADDR to be an address of rank 0's host and MASTER_PORT to be free "
-            f"there. Leave both unset to have them found, or choose another port.") from None
-
-
 def _resolve(name):
     try:
         return socket.gethostbyname(name)
@@ -600,26 +599,29 @@ def _interface_of(ip):
     return None
 
 
+def _launcher_of(ddp):
+    return next(row for row in LAUNCHERS if row.name == ddp.launcher)
+
+
 def _launch_name(env, ddp):
     """What the launcher calls this very launch, or ""."""
-    row = next(row for row in LAUNCHERS if row.name == ddp.launcher)
-    return "-".join(env[name] for name in row.launch.split() if env.get(name))
+    return "-".join(env[name] for name in _launcher_of(ddp).launch.split() if env.get(name))
 
 
 def _launcher_process(ddp):
-    """Process id and start time of this host's launcher. A wrapper around a rank, such as its guard
-    or a shell, has the rank's variable itself."""
-    pid, row = os.getppid(), next(row for row in LAUNCHERS if row.name == ddp.launcher)
+    """Process id of this host's launcher, and its start time: in two containers ids may be alike.
+    A wrapper around a rank, such as its guard or a shell, has the rank's variable itself."""
+    pid, rank_is_set = os.getppid(), f"{_launcher_of(ddp).rank}=".encode()
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
         while True:
             _, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if f"{row.rank}=".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+            if rank_is_set not in Path(f"/proc/{pid}/environ").read_bytes():
                 return f"{pid}-{fields[17]}"
             pid = int(parent)
     return str(pid)
 
 
-def _place_of_rank_0(ddp, env, one_host):
+def _place_of_rank_0(ddp, env):
     """(host, port or 0, their source) of rank 0's store, as far as this rank knows by itself."""
     host, port = env.get("MASTER_ADDR", ""), _int(env, "MASTER_PORT") or 0
     if not 0 <= port < 1 << 16:   # such as 10000 + the job's number
@@ -628,12 +630,12 @@ def _place_of_rank_0(ddp, env, one_host):
     source = f"from {'MASTER_ADDR' if host else 'MASTER_PORT'}" if host or port else ""
     if host:
         port = port or 29500
-    elif one_host:
+    elif ddp.on_one_host:
         host = "127.0.0.1"
     elif ddp.launcher == "Slurm step":
         host = slurm_first_host(env.get("SLURM_STEP_NODELIST", ""))
         host = host if _resolve(host) else ""   # in a cloud its names may mean nothing
-    if not one_host and host != _resolve(host) and _resolve(host).startswith("127."):
+    if not ddp.on_one_host and host != _resolve(host) and _resolve(host).startswith("127."):
         host = _own_address()   # Debian maps a host's own name to 127.0.1.1
     if ddp.state.mpi is not None:
         return host or _own_address(), port, f"{source} by MPI broadcast".strip()
@@ -644,7 +646,7 @@ def _place_of_rank_0(ddp, env, one_host):
             f"this MPI, or export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to "
             f"all ranks.", ddp.rank == 0)
     if not port:   # one that all ranks compute alike, below those that the kernel hands out
-        launch = _launch_name(env, ddp) or one_host and _launcher_process(ddp)
+        launch = _launch_name(env, ddp) or ddp.on_one_host and _launcher_process(ddp)
         launch = f"{ddp.launcher} {launch} {ddp.world_size}"
         port, source = 10000 + seed_for(launch) % 20000, "by the launcher's id"
     return host, port, source
@@ -655,15 +657,19 @@ def _join(ddp, env, init_timeout, error):
     """Meet all ranks in the store, check that they fit together, make the process groups.
 
     error: what this rank has to report instead of joining, or None."""
-    one_host = (_int(env, "SLURM_STEP_NUM_NODES") == 1 if ddp.launcher == "Slurm step" else
-                ddp.local_world_size == ddp.world_size)
     agent = ddp.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store, host, port, how = _open_store(ddp, env, one_host, agent, init_timeout)
+    meeting = setup_ddp.meeting or _open_store(ddp, env, agent, init_timeout)
+    store, host, port, how = meeting
+    # Torchrun's agent keeps its store over restarts, and a script may set up twice: neither may
+    # see the keys of the time before.
+    setup_ddp.count += 1
+    attempt = f"{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
+    store = dist.PrefixStore(f"ddp/{_launch_name(env, ddp)}/{attempt}", store)
     # Under torchrun MASTER_ADDR is the agent's host, which rank 0 may not share.
-    hub_host = "127.0.0.1" if one_host else _own_address() if agent else host
+    hub_host = "127.0.0.1" if ddp.on_one_host else _own_address() if agent else host
     table = _meet(ddp, store, error, init_timeout, hub_host)
     hosts = ddp.state.hosts = table["hosts"]
-    ddp.state.store = store
+    ddp.state.store, setup_ddp.meeting = store, meeting
     if table["hub"]:
         _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, launcher=ddp.launcher,
                                    hub=table["hub"]))
@@ -672,54 +678,51 @@ def _join(ddp, env, init_timeout, error):
     variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": ddp.rank,
                  "WORLD_SIZE": ddp.world_size, "LOCAL_RANK": ddp.local_rank,
                  "LOCAL_WORLD_SIZE": ddp.local_world_size or hosts.count(ddp.host)}
-    interface = _interface_of("127.0.0.1" if one_host else _route_to(host))
+    interface = _interface_of("127.0.0.1" if ddp.on_one_host else _route_to(host))
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         variables["GLOO_SOCKET_IFNAME"] = interface
     ddp.state.environment = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items()})
+    limit = None if ddp.timeout is None else timedelta(seconds=ddp.timeout)
     bind = {"device_id": ddp.device} if ddp.backend == "nccl" else {}
     control = None
     with _time_limit(init_timeout):   # backends may wait without end
-        dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, timeout=ddp.timeout,
+        dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, timeout=limit,
                                 world_size=ddp.world_size, **bind)
         if ddp.world_size <= (_int(env, "DDP_GLOO_MAX_RANKS") or GLOO_MAX_RANKS):
             control = (dist.group.WORLD if ddp.backend == "gloo" else
-                       dist.new_group(backend="gloo", timeout=ddp.timeout))
-    node_rank = list(dict.fromkeys(hosts)).index(ddp.host)
+                       dist.new_group(backend="gloo", timeout=limit))
     return replace(ddp, local_world_size=variables["LOCAL_WORLD_SIZE"], control=control,
-                   node_rank=node_rank if ddp.node_rank is None else ddp.node_rank,
+                   node_rank=list(dict.fromkeys(hosts)).index(ddp.host),
                    notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
 
 
-def _open_store(ddp, env, one_host, agent, limit):
+def _open_store(ddp, env, agent, limit):
     """Meet rank 0 in its TCPStore. Returns (store, host, port, how it was found).
-    Rank 0 binds its socket first; with mpi4py it then tells the others where, or that it cannot."""
-    host, port, how = _place_of_rank_0(ddp, env, one_host)
-    mpi, listener, failure = ddp.state.mpi, None, None
-    if ddp.rank == 0 and not agent:
-        try:
-            listener = _listen(host, port)
+    Rank 0 binds its socket first; with mpi4py it then tells the others where, or why it cannot."""
+    host, port, how = _place_of_rank_0(ddp, env)
+    listener, problem = None, ""
+    if ddp.is_main and not agent:
+        try:   # on the one address in use; for port 0 the kernel chooses a free one
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(address[:2], family=family, backlog=4096)
             port = listener.getsockname()[1]
-        except SetupError as e:
-            failure = e
-    if mpi is not None:
-        host, port, failed = mpi.bcast((host, port, failure is not None), root=0)
-        if failed and failure is None:
-            raise SetupError("rank 0 cannot listen", prints=False)   # it has said why
-    if failure:
-        raise failure
+        except OSError as e:
+            problem = (f"rank 0 on {ddp.host} cannot listen on {host}:{port}: {e.strerror}. "
+                       f"Expected MASTER_ADDR to be an address of rank 0's host and MASTER_PORT to "
+                       f"be free there. Leave both unset to have them found, or choose another "
+                       f"port.")
+    if ddp.state.mpi is not None:
+        host, port, problem = ddp.state.mpi.bcast((host, port, problem), root=0)
+    if problem:
+        raise SetupError(problem, prints=ddp.is_main)
     if listener is None:
         _await_listener(ddp, host, port, limit)
     with _time_limit(limit):   # another program that listens there would hold torch for ever
         store = dist.TCPStore(host, port, None, listener is not None,
-                              datetime.timedelta(seconds=limit), wait_for_workers=False,
+                              timedelta(seconds=limit), wait_for_workers=False,
                               master_listen_fd=listener.detach() if listener else None)
-    # Torchrun's agent keeps its store over restarts, and a script may set up twice: neither may
-    # see the keys of the time before.
-    setup_ddp.count = getattr(setup_ddp, "count", 0) + 1
-    again = f"{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
-    prefix = f"ddp/{_launch_name(env, ddp)}/{again}"
-    return dist.PrefixStore(prefix, store), host, port, how
+    return store, host, port, how
 
 
 def _await_listener(ddp, host, port, limit):
@@ -732,13 +735,13 @@ def _await_listener(ddp, host, port, limit):
             if time.monotonic() > deadline:
                 raise SetupError(
                     f"rank 0 cannot be reached at {host}:{port} within {limit:.0f} s ({e}). "
-                    f"Expected it to listen there. Did it start? Is MASTER_ADDR right? Try "
-                    f"`ping {host}` from {ddp.host}.", _is_first_but_0(ddp), code=1) from None
+                    f"Expected it to listen there. Did it start? Is MASTER_ADDR right? Try `ping "
+                    f"{host}` from {ddp.host}.", _reports_loss_of_rank_0(ddp), code=1) from None
             time.sleep(0.05)
 
 
-def _is_first_but_0(ddp):
-    """Does this rank print what all ranks see but rank 0?"""
+def _reports_loss_of_rank_0(ddp):
+    """Does this rank print what all ranks see but rank 0? One of each host does."""
     return ddp.local_rank == 0 or ddp.rank == 1
 
 
@@ -746,39 +749,40 @@ def _meet(ddp, store, error, limit, hub_host):
     """All ranks report to rank 0, which answers with a dict: "hosts" of all, and "hub", the address
     of its guard where all are guarded. If they do not fit together, it says why and all end."""
     size = ddp.world_size
-    row = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
-           "guarded": ddp.state.guard is not None,
-           "device": None if error else _device_id(ddp.device)}
-    twice = SetupError(f"rank {ddp.rank} of {size} is in this store already. Was it started twice, "
-                       f"or do two runs use one MASTER_PORT? Choose another for one of them.",
-                       _is_first_but_0(ddp))
+    report = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
+              "guarded": ddp.state.guard is not None,
+              "device": None if error else _device_id(ddp.device)}
+    duplicate = SetupError(f"rank {ddp.rank} of {size} is in this store already. Was it started "
+                           f"twice, or do two runs use one MASTER_PORT? Choose another for one of "
+                           f"them.", _reports_loss_of_rank_0(ddp))
     if store.add(f"came/{ddp.rank}", 1) > 1:   # before it takes another run's table for its own
-        raise twice
-    store.set(f"here/{ddp.rank}", json.dumps(row))
+        raise duplicate
+    store.set(f"here/{ddp.rank}", json.dumps(report))
     if not ddp.is_main:   # rank 0 gives up first and says why; only if it is gone this takes longer
         try:
-            store.wait(["table"], datetime.timedelta(seconds=limit + LATE_TABLE))
+            store.wait(["table"], timedelta(seconds=limit + LATE_TABLE))
         except RuntimeError:
             raise SetupError("rank 0 ended while the ranks were meeting. Expected it to stay; look "
-                             "for its own message.", _is_first_but_0(ddp), code=1) from None
+                             "for its own message.", _reports_loss_of_rank_0(ddp), code=1) from None
         table = json.loads(store.get("table"))
         if table["problem"]:
             store.set(f"read/{ddp.rank}", "")
             raise SetupError(table["problem"], prints=False, code=table["code"])
         if len(table["hosts"]) != size:
-            raise twice
+            raise duplicate
         return table
     keys = [f"here/{rank}" for rank in range(size)]
     with contextlib.suppress(RuntimeError):   # a rank that does not come
-        store.wait(keys, datetime.timedelta(seconds=limit))
-    rows = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
-            if store.check([key])}
-    problem, code = _problem_of(rows, size, limit)
-    table = dict(problem=problem, code=code, hub=None, hosts=[row["host"] for row in rows.values()])
-    guarded = [row["guarded"] for row in rows.values()]
+        store.wait(keys, timedelta(seconds=limit))
+    reports = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
+               if store.check([key])}
+    problem, code = _problem_of(reports, size, limit)
+    table = dict(problem=problem, code=code, hub=None,
+                 hosts=[report["host"] for report in reports.values()])
+    guarded = [report["guarded"] for report in reports.values()]
     if any(guarded) and not all(guarded):
         print0(ddp, "ATTENTION: not every rank has a guard, so no rank is guarded")
-    elif any(guarded) and not problem:
+    elif all(guarded) and not problem:
         _tell_guard(ddp, serve=hub_host)
         with contextlib.suppress(OSError, ValueError), ddp.state.guard.makefile() as answer:
             table["hub"] = json.loads(answer.readline())["address"]
@@ -787,35 +791,34 @@ def _meet(ddp, store, error, limit, hub_host):
     store.set("table", json.dumps(table))
     if problem:   # rank 0 owns the store: the others must have read before it leaves
         with contextlib.suppress(RuntimeError):
-            store.wait([f"read/{rank}" for rank in rows if rank],
-                       datetime.timedelta(seconds=TABLE_READ))
+            store.wait([f"read/{rank}" for rank in reports if rank], timedelta(seconds=TABLE_READ))
         raise SetupError(problem, code=code)
     return table
 
 
-def _problem_of(rows, size, limit):
-    """(why the ranks do not fit together, exit code), or ("", 0). rows: {rank: its report}."""
-    errors = {rank: row["error"] for rank, row in rows.items() if row["error"]}
+def _problem_of(reports, size, limit):
+    """(why the ranks do not fit together, exit code), or ("", 0). reports: by rank."""
+    errors = {rank: report["error"] for rank, report in reports.items() if report["error"]}
     if errors:
         first, text = min(errors.items())
         alike = [rank for rank in errors if errors[rank] == text]
-        who = f"rank {listed(alike)} on {rows[first]['host']}: "
+        who = f"rank {listed(alike)} on {reports[first]['host']}: "
         return text if len(alike) == size else who + text, 2
-    missing = [rank for rank in range(size) if rank not in rows]
+    missing = [rank for rank in range(size) if rank not in reports]
     if missing:
-        hosts = sorted({row["host"] for row in rows.values()})
+        hosts = sorted({report["host"] for report in reports.values()})
         return (f"{len(missing)} of {size} ranks did not appear within {limit:.0f} s: rank(s) "
                 f"{listed(missing)}. The others are on {listed(hosts)}. Is a host down, or cannot "
                 f"it reach rank 0?"), 1
     users = {}   # rank that was the first to name an accelerator
-    for rank, row in rows.items():
-        first = users.setdefault((row["host"], row["device"]), rank)
-        if row["device"] and rank != first:
-            return (f"ranks {first}, {rank} on {row['host']} share one accelerator "
-                    f"({row['device']}); expected one each. Start fewer ranks per host, unset the "
-                    f"mask (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK), or give --device cpu."), 2
+    for rank, report in reports.items():
+        first = users.setdefault((report["host"], report["device"]), rank)
+        if report["device"] and rank != first:
+            return (f"ranks {first}, {rank} on {report['host']} share one accelerator "
+                    f"({report['device']}); expected one each. Start fewer ranks per host, unset "
+                    f"the mask (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK), or give --device cpu."), 2
     for what in ("backend", "torch"):
-        values = sorted({row[what] for row in rows.values()})
+        values = sorted({report[what] for report in reports.values()})
         if len(values) > 1:
             return (f"the ranks differ in {what}: {', '.join(values)}; expected the same on all. "
                     f"Give --device and --backend, and one environment for all hosts."), 2
@@ -856,7 +859,7 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
         secondary: it only reports what the failure of another rank brings about.
         retry: may the same command, given again, go on from here?
     """
-    cause, code = cause or (text.splitlines() or [""])[0], code % 256 or 1
+    cause, code = cause or text.partition("\n")[0], code % 256 or 1
     if _alone_in_a_notebook(ddp):
         print(text, file=sys.stderr)
         close_run(ddp, code, cause)
@@ -897,7 +900,7 @@ def _end_others(ddp, code):
         step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # no scancel, no answer
             subprocess.run(["scancel", step], timeout=SCANCEL)
-    if any(row.mpi and row.name == ddp.launcher for row in LAUNCHERS):
+    if _launcher_of(ddp).mpi:
         os.abort()   # MPICH ends all for a signal, not for an exit code
 
 
@@ -919,9 +922,9 @@ def _abort_with(ddp, error, printed=False):
           _in_one_line(error), secondary=bool(lost), retry=not memory and not expected)
 
 
-def _at_exit(ddp, pid):
+def _at_exit(ddp):
     """Python ends without cleanup_ddp. The guard sees the exit code; here it is not known."""
-    if os.getpid() != pid:   # a forked child, whose end is its own
+    if os.getpid() != ddp.state.pid:
         return
     error = getattr(sys, "last_value", None)   # that nobody caught and Python has printed
     if error is not None:
@@ -987,8 +990,6 @@ class Watch:
     """See watch_run."""
     run_dir: str | None
     limit: float               # seconds
-    deadline: float            # epoch seconds
-    pid: int                   # a forked child is not watched
     step: int | None = None
     requested: str = ""        # why this rank shall stop
     interrupted: float = 0.0   # when Ctrl-C came first
@@ -1001,18 +1002,24 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
     """Watch over the run from here on; stop_reason calls it where nobody else has.
 
     Signals, the time DDP_DEADLINE and a file RUN_DIR/STOP only ask for a stop: stop_reason tells
-    all ranks at the same step. A second Ctrl-C ends at once, with exit code 130. Rank 0 writes
-    RUN_DIR/status.json {code, reason, step}; code is null while the run is on.
+    all ranks at the same step. A second Ctrl-C ends at once, with exit code 130.
 
-    A run without progress for `minutes` (0: no limit) is ended with exit code 70; progress is a
-    call of stop_reason or beat. With guards the run ends when no rank has made any, and the late
-    ranks are named; without, each rank ends by itself, also one that waits for another's work.
-    Stacks go to RUN_DIR/stacks/rank_R.txt (without a run_dir: below the temporary folder)."""
+    A run without progress, a call of stop_reason or beat, is ended with exit code 70. With guards
+    it ends when no rank has made any, and the late ranks are named; without, each rank ends by
+    itself, also one that waits for another's work.
+
+    Args:
+        run_dir: folder in which rank 0 writes status.json {code, reason, step}, with code null
+            while the run is on, and each rank its stacks, stacks/rank_R.txt. None: no status, and
+            stacks below the temporary folder.
+        minutes: without progress; 0: no limit.
+        signals: names of those that ask for a stop.
+    """
     requested = ddp.state.watch.requested if ddp.state.watch else ""   # while loading, say
     close_run(ddp)
     run_dir, notebook = run_dir and os.path.abspath(run_dir), _alone_in_a_notebook(ddp)
-    watch = ddp.state.watch = Watch(run_dir, 0.0 if notebook else minutes * 60,
-                                    _deadline(os.environ), os.getpid(), requested=requested)
+    limit = 0.0 if notebook else minutes * 60
+    watch = ddp.state.watch = Watch(run_dir, limit, requested=requested)
     with contextlib.suppress(ValueError):   # only the main thread may
         for name in signals if not notebook else ():
             if number := getattr(signal, name, None):
@@ -1036,7 +1043,7 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
 
 def _request_stop(ddp, watch, number):
     """Handler of the stop signals."""
-    if os.getpid() != watch.pid:   # a forked child, whose signals are its own
+    if os.getpid() != ddp.state.pid:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
@@ -1061,7 +1068,7 @@ def stop_wanted(ddp):
     if watch is None:
         return 0.0
     if ddp.is_main and not watch.requested:
-        if time.time() >= watch.deadline:
+        if time.time() >= _deadline(os.environ):
             watch.requested = "DDP_DEADLINE is reached"
         elif watch.run_dir and os.path.exists(path := os.path.join(watch.run_dir, "STOP")):
             watch.requested = f"{path} exists; remove it before the next start"
@@ -1069,11 +1076,13 @@ def stop_wanted(ddp):
 
 
 def stop_reason(ddp, step, wanted=None):
-    """At each step boundary, on all ranks: "" to go on, else why all shall now save and leave, the
-    same on every rank. It is a sign of progress too.
+    """Why all ranks shall now save and leave, the same on each, or "" to go on.
+
+    To be called at each step boundary, on all ranks; it is a sign of progress too.
 
     wanted: the sum of stop_wanted over ranks, where the caller has it from an all-reduce of its own
-    (perhaps of the step before); None: it is taken here, a small all-reduce per call."""
+        (perhaps of the step before); None: it is taken here, a small all-reduce per call.
+    """
     if ddp.state.watch is None:
         watch_run(ddp)
     beat(ddp, step)
@@ -1088,8 +1097,9 @@ def beat(ddp, step=None):
     watch, now = ddp.state.watch, time.monotonic()
     if watch is None:
         return
-    watch.step = watch.step if step is None else step
-    if step is None and now < watch.sent + BEAT_PERIOD:
+    if step is not None:
+        watch.step = step
+    elif now < watch.sent + BEAT_PERIOD:
         return
     watch.sent = now
     if ddp.state.guard is not None:
@@ -1135,14 +1145,16 @@ def worker_init(worker_id=0, signals=STOP_SIGNALS):
 
 
 def _deadline(env):
+    """Epoch seconds, or infinity."""
     text = env.get("DDP_DEADLINE", "").strip()
     try:
-        if (deadline := float(text or "inf")) > 0:   # nan is not
-            return deadline
-        raise ValueError
+        deadline = float(text or "inf")
     except ValueError:
+        deadline = 0.0
+    if not deadline > 0:   # nor is nan
         raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected such as "
-                         f"$(( $(date +%s) + 3000 )).") from None
+                         f"$(( $(date +%s) + 3000 )).")
+    return deadline
 
 
 def _write_status(ddp, code, reason):
@@ -1208,12 +1220,12 @@ def gradient_sync(model, last):
     return contextlib.nullcontext() if last else model.no_sync()
 
 
-def ddp_sampler(dataset, ddp, train=True, shuffle=True, seed=None):
+def ddp_sampler(dataset, ddp, train=True, shuffle=True):
     """A sampler for any dataset with a length: each item goes to one rank.
 
-    train=True: torch's DistributedSampler, in an order of (seed, epoch); call its set_epoch. The
-    epoch is cut to equal steps per rank. train=False: all items, in order, whatever shuffle and
-    seed; ranks may then differ by one item, so no collectives in that loop.
+    train=True: torch's DistributedSampler, in an order of (ddp.seed, epoch); call its set_epoch.
+    The epoch is cut to equal steps per rank. train=False: all items, in order, whatever shuffle;
+    ranks may then differ by one item, so no collectives in that loop.
     Raises: ValueError for fewer items than ranks.
     """
     if len(dataset) < ddp.world_size:
@@ -1221,16 +1233,16 @@ def ddp_sampler(dataset, ddp, train=True, shuffle=True, seed=None):
                          f"one each. Use fewer ranks or more data.")
     if not train:
         return range(ddp.rank, len(dataset), ddp.world_size)
-    return DistributedSampler(dataset, ddp.world_size, ddp.rank, shuffle,
-                              ddp.seed if seed is None else seed, drop_last=True)
+    return DistributedSampler(dataset, ddp.world_size, ddp.rank, shuffle, ddp.seed, drop_last=True)
 
 
 # ---------------------------------------------------------------- agree, reduce
 def print0(ddp, *values, **options):
     """print on rank 0; on every rank, with its number, where DDP_LOG_ALL=1."""
-    log_all = os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1
-    if log_all or ddp.is_main:
-        print(*[f"[rank {ddp.rank}]"] * log_all, *values, **{"flush": True, **options})
+    if os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1:
+        print(f"[rank {ddp.rank}]", *values, flush=True, **options)
+    elif ddp.is_main:
+        print(*values, flush=True, **options)
 
 
 def _route(ddp, device):
@@ -1247,8 +1259,7 @@ def barrier(ddp, timeout=None):
     timeout: seconds; default: that of setup_ddp, or half an hour.
     Raises: RuntimeError with the ranks that did not come (above GLOO_MAX_RANKS: without names).
     """
-    limit = ddp.timeout if timeout is None else datetime.timedelta(seconds=timeout)
-    limit = limit or datetime.timedelta(seconds=PATIENCE)
+    limit = timedelta(seconds=timeout or ddp.timeout or PATIENCE)
     if ddp.world_size > 1 and ddp.control is not None:
         dist.monitored_barrier(ddp.control, limit, wait_all_ranks=True)
     elif ddp.world_size > 1:
@@ -1311,11 +1322,10 @@ def _native_bfloat16(device):
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type == "xpu":
         return True
-    try:
-        flags = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
-    except (OSError, TypeError):
-        return False
+    with contextlib.suppress(OSError):
+        words = Path("/proc/cpuinfo").read_text().split()
+        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+    return False
 
 
 def choose_dtype(request, device):
@@ -1395,8 +1405,8 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
             _check_plain(state, "checkpoint")
             _write_checkpoint(path, ddp, keep_last, state)
     except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
-        problem = (f"cannot write {path}: {str(e).splitlines()[0]}. The former checkpoint is "
-                   f"untouched. Is the disk full or the folder read-only?")
+        problem = (f"cannot write {path}: {_in_one_line(e)}. The former checkpoint is untouched. "
+                   f"Is the disk full or the folder read-only?")
     except TypeError as e:
         problem = str(e)
     problem = broadcast(problem, ddp)
@@ -1432,8 +1442,8 @@ def _write_checkpoint(path, ddp, keep_last, state):
     os.close(handle)
 
 
-def load_checkpoint(path, ddp=None, map_location="cpu"):
-    """Read what save_checkpoint wrote; tensors come on `map_location`.
+def load_checkpoint(path, ddp=None):
+    """Read what save_checkpoint wrote; tensors come on the CPU.
 
     With ddp, a collective: rank 0 reads the file, goes back to the former one if it is damaged,
     saying so, and sends the bytes to the others.
@@ -1441,13 +1451,13 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
         checksum), or holds more than tensors and plain types.
     """
     if ddp is None:
-        return _read_checkpoint(path, map_location)[1]
+        return _read_checkpoint(path)[1]
     data, troubles, used = b"", [], path
     if ddp.is_main:
         files = [p for k in range(100) if os.path.exists(p := kept_checkpoint(path, k))]
         for used in files or [path]:
             try:
-                data, state = _read_checkpoint(used, map_location)
+                data, state = _read_checkpoint(used)
                 break
             except ValueError as e:
                 troubles.append(str(e))
@@ -1458,24 +1468,24 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
         print0(ddp, "\n".join(f"ATTENTION: {t}" for t in troubles) + f"\n  Going back to {used}.")
         ddp.state.damaged = os.path.realpath(path)
     if ddp.world_size > 1:
-        whole = torch.frombuffer(bytearray(data if ddp.is_main else size), dtype=torch.uint8)
-        for part in whole.split(1 << 26):   # 64 MiB at a time
+        copy = bytearray(data if ddp.is_main else size)
+        parts = torch.frombuffer(copy, dtype=torch.uint8).split(1 << 26)   # of 64 MiB
+        for part in parts:
             beat(ddp)
             broadcast(part, ddp)
         if not ddp.is_main:
-            state = torch.load(io.BytesIO(whole.numpy()), map_location=map_location,
-                               weights_only=True)
+            state = torch.load(io.BytesIO(copy), map_location="cpu", weights_only=True)
     _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
     return state
 
 
 def _note_checkpoint(ddp, path, state):
-    """The last line of a failure names it."""
+    """Remember the checkpoint: the last line of a failure names it."""
     ddp.state.checkpoint = path
     _tell_guard(ddp, checkpoint=path + (f" (step {state['step']})" if "step" in state else ""))
 
 
-def _read_checkpoint(path, map_location):
+def _read_checkpoint(path):
     """(the file's bytes, what they hold)."""
     try:
         data = Path(path).read_bytes()
@@ -1485,7 +1495,7 @@ def _read_checkpoint(path, map_location):
     try:
         damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
         if damaged is None:
-            return data, torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
+            return data, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         reason = f"it is damaged, the checksum of its record {damaged} is wrong"
     except MemoryError:   # the file may be good: an older one must not take its place
         raise
@@ -1558,10 +1568,9 @@ def doctor(env):
     for name in ("numpy", "mpi4py", "intel-extension-for-pytorch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-    own, words = _own_address(), {"True": "yes", "False": "no"}
+    own = _own_address()
     print(f"versions: {', '.join(versions)}",
-          "found: " + ", ".join(f"{name} {words.get(str(value), value)}"
-                                for name, value in found.items()), *rows,
+          "found: " + ", ".join(f"{name} {value}" for name, value in found.items()), *rows,
           f"this host: {socket.gethostname()}, {own} on interface {_interface_of(own)}", _seen(env),
           *(f"{name}={env[name]}" for name in sorted(env) if name.startswith("DDP_")), sep="\n")
     return int(any(row.startswith("PROBLEM") for row in rows))

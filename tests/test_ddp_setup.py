@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -62,6 +61,11 @@ def test_every_launcher_is_known_by_its_variables(env, name, mpi):
     assert name in place.launcher
     assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
     assert place.local_world_size in (4, None)
+
+
+def test_the_ranks_of_a_slurm_step_on_one_node_are_on_one_host():
+    assert detect_launcher(dict(SLURM, SLURM_STEP_NUM_NODES="1")).on_one_host
+    assert not detect_launcher(SLURM).on_one_host
 
 
 @pytest.mark.parametrize("env", [
@@ -173,7 +177,7 @@ def test_a_guard_that_does_not_read_holds_up_no_step():
     ours.settimeout(ddp_setup.GUARD_ANSWER)
     with ours, guards:
         ddp = Ddp(state=State(guard=ours))
-        ddp.state.watch = ddp_setup.Watch(None, 0.0, math.inf, os.getpid())
+        ddp.state.watch = ddp_setup.Watch(None, 0.0)
         ddp_setup.beat(ddp, step=4)
         ddp_setup.beat(ddp)   # too soon after it
         ddp.state.watch.sent -= 10 * ddp_setup.BEAT_PERIOD
@@ -229,12 +233,13 @@ def test_ipex_optimizes_where_asked_or_where_torch_has_no_xccl_or_says_once_why_
 
 
 def samplers(size, data=range(23), **options):
-    return [ddp_sampler(data, Ddp(rank=r, world_size=size), **options) for r in range(size)]
+    return [ddp_sampler(data, Ddp(rank=r, world_size=size, seed=3), **options)
+            for r in range(size)]
 
 
 def test_samplers_deal_every_item_once_in_evaluation_and_in_training_as_one_process_does():
     def dealt(size, epoch):
-        parts = samplers(size, seed=3)
+        parts = samplers(size)
         for part in parts:
             part.set_epoch(epoch)
         return [list(part) for part in parts]
@@ -385,7 +390,7 @@ def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp
     for text in ("soon", "nan", "-60"):
         monkeypatch.setenv("DDP_DEADLINE", text)
         with pytest.raises(RuntimeError, match=f"DDP_DEADLINE='{text}' is not a time"):
-            watch_run(Ddp(), tmp_path)
+            setup_ddp()
 
 
 def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
@@ -401,7 +406,7 @@ def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
 
 # ---------------------------------------------------------------- --doctor
 @pytest.mark.parametrize("ranks, env, code, said", [
-    (2, {}, 0, (f"torch {torch.__version__}, numpy ", "gloo yes", "rank from RANK", "rank 0 of 2",
+    (2, {}, 0, (f"torch {torch.__version__}, numpy ", "gloo True", "rank from RANK", "rank 0 of 2",
                 "device cpu", "backend gloo", "MASTER_ADDR: 127.0.0.1 is 127.0.0.1",
                 " WORLD_SIZE=2")),
     (1, {"MASTER_ADDR": "no-such-host.invalid", "PMI_RANK": "1"}, 1,
