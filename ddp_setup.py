@@ -34,8 +34,7 @@ one is killed, and one last line names the rank at fault.
 Environment read: the launcher variables of LAUNCHERS, and
   MASTER_ADDR, MASTER_PORT  rendezvous; the address alone means port 29500
   DDP_WORLD_SIZE            the number of ranks that must have been started (Aurora sets no size)
-  DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE
-                            override every launcher (with DDP_WORLD_SIZE)
+  DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE   with DDP_WORLD_SIZE, override every launcher
   DDP_MPI4PY=0              never import mpi4py
   DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (256)
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
@@ -206,8 +205,7 @@ LAUNCHERS = (
              "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE", mpi=True),
     Launcher("MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
              "MV2_COMM_WORLD_LOCAL_SIZE", mpi=True),
-    Launcher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID",
-             launch="FLUX_JOB_ID"),
+    Launcher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", launch="FLUX_JOB_ID"),
     Launcher("LSF jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
              launch="LSB_JOBID PMIX_NAMESPACE", mpi=True),
     Launcher("Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID",
@@ -1079,7 +1077,6 @@ def stop_reason(ddp, step, wanted=None):
     """Why all ranks shall now save and leave, the same on each, or "" to go on.
 
     To be called at each step boundary, on all ranks; it is a sign of progress too.
-
     wanted: the sum of stop_wanted over ranks, where the caller has it from an all-reduce of its own
         (perhaps of the step before); None: it is taken here, a small all-reduce per call.
     """
@@ -1442,8 +1439,8 @@ def _write_checkpoint(path, ddp, keep_last, state):
     os.close(handle)
 
 
-def load_checkpoint(path, ddp=None):
-    """Read what save_checkpoint wrote; tensors come on the CPU.
+def load_checkpoint(path, ddp=None, map_location="cpu"):
+    """Read what save_checkpoint wrote; tensors come on `map_location`.
 
     With ddp, a collective: rank 0 reads the file, goes back to the former one if it is damaged,
     saying so, and sends the bytes to the others.
@@ -1451,13 +1448,13 @@ def load_checkpoint(path, ddp=None):
         checksum), or holds more than tensors and plain types.
     """
     if ddp is None:
-        return _read_checkpoint(path)[1]
+        return _read_checkpoint(path, map_location)[1]
     data, troubles, used = b"", [], path
     if ddp.is_main:
         files = [p for k in range(100) if os.path.exists(p := kept_checkpoint(path, k))]
         for used in files or [path]:
             try:
-                data, state = _read_checkpoint(used)
+                data, state = _read_checkpoint(used, map_location)
                 break
             except ValueError as e:
                 troubles.append(str(e))
@@ -1474,7 +1471,7 @@ def load_checkpoint(path, ddp=None):
             beat(ddp)
             broadcast(part, ddp)
         if not ddp.is_main:
-            state = torch.load(io.BytesIO(copy), map_location="cpu", weights_only=True)
+            state = torch.load(io.BytesIO(copy), map_location=map_location, weights_only=True)
     _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
     return state
 
@@ -1485,7 +1482,7 @@ def _note_checkpoint(ddp, path, state):
     _tell_guard(ddp, checkpoint=path + (f" (step {state['step']})" if "step" in state else ""))
 
 
-def _read_checkpoint(path):
+def _read_checkpoint(path, map_location):
     """(the file's bytes, what they hold)."""
     try:
         data = Path(path).read_bytes()
@@ -1495,7 +1492,7 @@ def _read_checkpoint(path):
     try:
         damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
         if damaged is None:
-            return data, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return data, torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
         reason = f"it is damaged, the checksum of its record {damaged} is wrong"
     except MemoryError:   # the file may be good: an older one must not take its place
         raise
