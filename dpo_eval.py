@@ -200,7 +200,7 @@ def keep_best(run, log, values, score, ddp):
     if not math.isfinite(score):
         raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
                        f"number. {ADVICE}")
-    if is_best(run, score, ddp, **{k: v for k, v in values.items() if k.startswith("val/")}):
+    if is_best(run, score, values, ddp):
         save_model(run, log, ddp, "best_model.pt")
 
 
