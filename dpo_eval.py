@@ -89,7 +89,7 @@ class Validation:
                 "val/kl": max(kl / max(residues, 1), 0.0)}   # of equal models: rounding
 
 
-def evaluate_base(run, log, ddp):
+def evaluate_start(run, log, ddp):
     """At the start of a run: what the base weights do. Returns metrics by name, none without
     validation pairs.
 
@@ -213,10 +213,10 @@ def short_result(values, prefix="val/"):
 
 def result_lines(result, progress, folder):
     """What a person wants to know at the end: a table of validation, and where things are."""
-    best, lines = progress["best"] or {"step": result["step"]}, []
+    best, lines = progress["best"], []
     columns = {"val/loss": 4, "val/rewards/accuracies": 3, "val/rewards/margins": 3,
                "val/recovery": 3, "val/kl": 4}   # decimals
-    if "val/loss" in result and "val/loss" in best:
+    if "val/loss" in result:
         lines.append("  validation       loss   accuracy     margin   recovery         KL")
         for name, row in (("best", best), ("latest", result)):
             numbers = (f"{row[k]:.{decimals}f}" if abs(row[k]) < 1e5 else f"{row[k]:.2e}"

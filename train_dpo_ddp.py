@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast, beat, print0, seed_for, stop_reason
-from dpo_eval import (SUMS, Validation, evaluate, evaluate_base, metrics_of, result_lines,
+from dpo_eval import (SUMS, Validation, evaluate, evaluate_start, metrics_of, result_lines,
                       save_model)
 from dpo_reference import (Reference, check_cache, load_base, make_batch, make_tables,
                            pair_scores)
@@ -358,7 +358,7 @@ def train(run, ddp):
     log = open_log(run, ddp)
     make_tables(run, ddp)
     began = epoch_began = time.perf_counter()
-    values = evaluate_base(run, log, ddp)
+    values = evaluate_start(run, log, ddp)
 
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, run.reference, config, ddp, run.dtype)

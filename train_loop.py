@@ -46,8 +46,12 @@ def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
     rise = min((step + 1) / max(warmup, 1), 1.0)
     if decay == "none":
         return rise
-    length = max(n_iters - warmup, 1) if decay_steps is None else decay_steps
-    length = min(length * n_iters if length < 1 else length, n_iters)
+    if decay_steps is None:
+        length = n_iters - warmup
+    elif decay_steps < 1:
+        length = decay_steps * n_iters
+    else:
+        length = min(decay_steps, n_iters)
     left = min(max((n_iters - step) / max(length, 1), 0.0), 1.0)
     return rise * {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[decay]
 
