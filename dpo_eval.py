@@ -10,7 +10,6 @@ import torch
 
 from ddp_setup import all_sum, beat, save_checkpoint
 from dpo_designs import Designs
-from dpo_reference import make_batch
 from proteinmpnn_model import ALPHABET, to_checkpoint
 from run_dir import ADVICE, Diverged, before_saving
 from structure_data import Pair, eval_batches
@@ -52,35 +51,33 @@ class Validation:
         natives, size, unknown = {}, config.training.batch_size, ALPHABET.index("X")
         for pair in pairs:
             native = pair.complex.S[:len(pair.chain_M)]
-            asked = pair.chain_M & (native != unknown)
-            if (asked & pair.complex.mask[:len(asked)]).any():
-                key = pair.complex.key, asked.tobytes()
-                natives.setdefault(key, Pair(pair.complex, native, native, asked))
+            designed = pair.chain_M & (native != unknown)
+            if (designed & pair.complex.mask[:len(designed)]).any():
+                key = pair.complex.key, designed.tobytes()
+                natives.setdefault(key, Pair(pair.complex, native, native, designed))
         self.natives = list(natives.values())
         self.batches, self.native_batches = (eval_batches(p, size) for p in (pairs, self.natives))
 
     @torch.no_grad()
     def __call__(self, model, ddp):
         """Metrics by name. model: the bare one; put into eval mode and back."""
-        loss, was_training, _ = self.config.loss, model.training, model.eval()
+        was_training, _ = model.training, model.eval()
         values = torch.zeros(len(self.pairs), len(SUMS), dtype=torch.float64)
         natives = torch.zeros(len(self.natives), 3, dtype=torch.float64)   # recovered, KL, residues
         for indices in self.batches[ddp.rank::ddp.world_size]:
-            batch, log_probs = self._forward(model, self.pairs, indices)
-            ref = torch.zeros_like(batch["scored"][:, :2])
-            if self.reference.needed:
-                ref = self.table[batch["pair_numbers"]]
-            values[indices] = self.objective(log_probs, batch, ref, loss)[1].cpu()
+            batch, log_probs = self.reference.run_model(model, self.pairs, indices)
+            reference_scores = self.reference.scores(batch, self.table)
+            columns = self.objective(log_probs, batch, reference_scores, self.config.loss)[1]
+            values[indices] = columns.cpu()
             beat(ddp)
         for indices in self.native_batches[ddp.rank::ddp.world_size]:
-            batch, log_probs = self._forward(model, self.natives, indices)
+            batch, log_probs = self.reference.run_model(model, self.natives, indices)
             right = (log_probs.argmax(-1) == batch["S"]).float()
             difference = log_probs - self.reference.log_probs(batch)
             kl = (log_probs.exp() * difference).sum(-1)
-            for k, each in enumerate((right, kl)):
-                sums = (each[batch["sequence_rows"][..., 0]].mean(1) * batch["scored"]).sum(-1)
-                natives[indices, k] = sums.double().cpu()
-            natives[indices, 2] = batch["n_scored"].double().cpu()
+            rows = batch["sequence_rows"][..., 0]
+            sums = [(each[rows].mean(1) * batch["scored"]).sum(-1) for each in (right, kl)]
+            natives[indices] = torch.stack([*sums, batch["n_scored"]], 1).double().cpu()
             beat(ddp)
         model.train(was_training)
         sums = (self.weights[:, None] * all_sum(values, ddp)).sum(0)
@@ -91,14 +88,8 @@ class Validation:
                 "val/recovery": recovered / max(residues, 1),
                 "val/kl": max(kl / max(residues, 1), 0.0)}   # of equal models: rounding
 
-    def _forward(self, model, pairs, indices):
-        """(batch on the device, log-probabilities (M, L, 21)) of these pairs."""
-        batch = make_batch(pairs, indices.tolist(), self.config.loss, self.config.training.seed)
-        batch = self.reference.to_device(batch, pairs)
-        return batch, model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
 
-
-def evaluate_base(run, log, ddp):
+def evaluate_start(run, log, ddp):
     """At the start of a run: what the base weights do. Returns metrics by name, none without
     validation pairs.
 
@@ -119,9 +110,11 @@ def evaluate_base(run, log, ddp):
     return values
 
 
-def evaluate(run, log, values, at_end, epoch_began, ddp):
-    """Validate, add to `values`, keep the best model. at_end: of an epoch, or of the run."""
+def evaluate(run, log, values, epoch_began, ddp):
+    """Validate, add to `values`, keep the best model. epoch_began: time.perf_counter() then."""
     step, per_epoch, epoch = run.progress["step"], run.steps_per_epoch, unpack(run.sums)
+    last, whole_epoch = step == run.n_iters, step % per_epoch == 0
+    at_end = last or whole_epoch
     trained = metrics_of(epoch.sums, epoch.count)
     text = f"train {short_result(trained, '')}"
     if run.validation is not None:
@@ -136,16 +129,17 @@ def evaluate(run, log, values, at_end, epoch_began, ddp):
     if at_end:
         log.say(f"epoch {-(-step // per_epoch)}/{-(-run.n_iters // per_epoch)}: {text}, "
                 f"{time.perf_counter() - epoch_began:.0f} s")
-    if step % per_epoch == 0:
+    if whole_epoch:
         values.update({f"epoch/{k}": trained[k] for k in ("loss", "rewards/accuracies")})
-    # Without validation the training loss of whole epochs decides: a part of one may be one batch.
+    if run.validation is not None:
+        return keep_best(run, log, values, values["val/loss"], ddp)
+    # The training loss of whole epochs decides: a part of one may be a single batch.
     best = run.progress["best"]
-    if run.validation is None and step % per_epoch == 0 and best and best["step"] % per_epoch:
-        run.progress["best"] = None   # of a run that was shorter than an epoch, and is continued
-    waits = run.validation is None and step % per_epoch and not (step == run.n_iters and not best)
-    if not waits and (run.validation is not None or float(epoch.count)):
-        keep_best(run, log, values, values.get("val/loss", trained["loss"]), ddp)
-    elif step == run.n_iters and run.progress["best"] is None:
+    if whole_epoch and best and best["step"] % per_epoch:
+        best = run.progress["best"] = None   # of a run that ended within an epoch, and goes on
+    if float(epoch.count) and (whole_epoch or last and not best):
+        keep_best(run, log, values, trained["loss"], ddp)
+    elif last and not best:
         raise Diverged(f"step {step}: all steps had a nan or infinite loss or gradient; "
                        f"expected finite numbers. {ADVICE}")
 
@@ -200,7 +194,7 @@ def keep_best(run, log, values, score, ddp):
     if not math.isfinite(score):
         raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
                        f"number. {ADVICE}")
-    if is_best(run, score, ddp, **{k: v for k, v in values.items() if k.startswith("val/")}):
+    if is_best(run, score, values, ddp):
         save_model(run, log, ddp, "best_model.pt")
 
 
@@ -219,10 +213,10 @@ def short_result(values, prefix="val/"):
 
 def result_lines(result, progress, folder):
     """What a person wants to know at the end: a table of validation, and where things are."""
-    best, lines = progress["best"] or {"step": result["step"]}, []
+    best, lines = progress["best"], []
     columns = {"val/loss": 4, "val/rewards/accuracies": 3, "val/rewards/margins": 3,
                "val/recovery": 3, "val/kl": 4}   # decimals
-    if "val/loss" in result and "val/loss" in best:
+    if "val/loss" in result:
         lines.append("  validation       loss   accuracy     margin   recovery         KL")
         for name, row in (("best", best), ("latest", result)):
             numbers = (f"{row[k]:.{decimals}f}" if abs(row[k]) < 1e5 else f"{row[k]:.2e}"
@@ -233,7 +227,7 @@ def result_lines(result, progress, folder):
                      "best_model.pt therefore holds")
     if "val/design_diversity" in result:
         lines.append(f"  designs   {folder / 'designs'}/step_{result['step']}.fasta")
-    if progress.get("collapsed"):
+    if progress["collapsed"]:
         lines.append("  ATTENTION: designs have lost variety: look at them before you use weights")
     return [*lines, f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
                     "latest_model.pt", f"  metrics   {folder / 'metrics.jsonl'}"]

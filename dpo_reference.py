@@ -164,6 +164,13 @@ class Reference:
         graph = stack([self.graph(complex) for complex in complexes])
         return {**moved, "complexes": complexes, "graph": graph}
 
+    def run_model(self, model, pairs, indices):
+        """(batch on the device, log-probabilities (M, L, 21)) of these pairs under orders that
+        stay."""
+        batch = make_batch(pairs, indices.tolist(), self.config.loss, self.config.training.seed)
+        batch = self.to_device(batch, pairs)
+        return batch, model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
+
     @torch.no_grad()
     def log_probs(self, batch):
         """(M, L, 21) under the base weights, in float32 whatever the policy computes in."""
@@ -171,12 +178,14 @@ class Reference:
                           for c in batch["complexes"]])
         return self.model.decode(encoding, batch["S"], batch["order"], batch["complex_row"])
 
-    def scores(self, batch):
-        """(P, 2) summed log-probabilities of chosen and rejected; 0 where the loss needs none."""
+    def scores(self, batch, table=None):
+        """(P, 2) summed log-probabilities of chosen and rejected; 0 where the loss needs none.
+
+        table: (n, 2), those of all pairs, where they are known; None: computed here."""
         if not self.needed:
             return torch.zeros_like(batch["scored"][:, :2])
-        if self.table is not None:
-            return self.table[batch["pair_numbers"]]
+        if table is not None:
+            return table[batch["pair_numbers"]]
         return pair_scores(self.log_probs(batch), batch, self.config.loss.temperature)[0]
 
     def precompute(self, pairs, weights_hash, folder):
@@ -211,13 +220,13 @@ class Reference:
     def compute_scores(self, pairs):
         """(n, 2) float32, the same for any number of ranks: each pair on one rank, in the same
         batch always."""
-        t, loss, ddp = self.config.training, self.config.loss, self.ddp
-        scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
-        for indices in eval_batches(pairs, t.batch_size)[ddp.rank::ddp.world_size]:
-            batch = self.to_device(make_batch(pairs, indices.tolist(), loss, t.seed), pairs)
+        ddp, scores = self.ddp, torch.zeros(len(pairs), 2, dtype=torch.float64)
+        batches = eval_batches(pairs, self.config.training.batch_size)
+        for indices in batches[ddp.rank::ddp.world_size]:
             # The whole model, as in validation: equal weights have equal scores to the last bit.
-            log_probs = self.model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
-            scores[indices] = pair_scores(log_probs, batch, loss.temperature)[0].double().cpu()
+            batch, log_probs = self.run_model(self.model, pairs, indices)
+            found, _ = pair_scores(log_probs, batch, self.config.loss.temperature)
+            scores[indices] = found.double().cpu()
             beat(ddp)
         return all_sum(scores, ddp).float()
 

@@ -58,7 +58,7 @@ class MuonAndAdamW:
         for p in matrices:   # made here: `step` copies them before the first update
             self.muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
         self.adamw = _adamw([p for p in model.parameters() if id(p) not in ids], lr, o)
-        self.found_inf = self.grad_scale = None
+        self.found_inf = None
         self.ddp, self.by_size = ddp, sorted(matrices, key=torch.Tensor.numel)
 
     @property
@@ -72,9 +72,8 @@ class MuonAndAdamW:
     @torch.no_grad()
     def step(self):
         """Update all parameters; where found_inf is 1.0 they and the state stay as they are."""
-        self.adamw.found_inf, self.adamw.grad_scale = self.found_inf, self.grad_scale
+        bad = self.adamw.found_inf = self.found_inf
         self.adamw.step()
-        bad = self.found_inf
         if bad is None or on_cpu(bad) and not bad:   # a device would have to be waited for
             self._update_matrices()
             return
@@ -88,11 +87,12 @@ class MuonAndAdamW:
     def _update_matrices(self):
         """torch's Muon for this rank's share; of the other matrices only the momentum moves here,
         so that each rank has the whole state."""
-        n = self.ddp.world_size if self.ddp.local_world_size == self.ddp.world_size else 1
-        if n == 1:
+        ranks = range(self.ddp.world_size)
+        if len(ranks) == 1 or self.ddp.local_world_size < len(ranks):
             self.muon.step()
             return
-        [group], shares = self.muon.param_groups, [self.by_size[k::n] for k in range(n)]
+        [group] = self.muon.param_groups
+        shares = [self.by_size[rank::len(ranks)] for rank in ranks]
         gradients = [p.grad for p in group["params"]]
         mine = {id(p) for p in shares[self.ddp.rank]}
         for p in group["params"]:

@@ -49,17 +49,15 @@ class BoundEstimator:
         in units of their distance. tokens: positions of a batch, padding included."""
         self.proteins, self.graph, self.noise = proteins, graph, noise
         self.start, self.samples = start, samples
-        longest = int(proteins.lengths.max()) if len(proteins) else 1
-        self.batches = eval_batches(proteins.lengths, max(tokens, longest))
-        everything = range(len(proteins))
-        self.counts = np.array([int((proteins[i] != X_ID).sum()) for i in everything])
+        self.batches = eval_batches(proteins.lengths, proteins.lengths.max(initial=tokens))
+        rows = [proteins[i] for i in range(len(proteins))]
+        self.counts = np.array([(row != X_ID).sum() for row in rows])
         frequencies = np.append(unigram_frequencies(letter_counts), 0.0)   # X, never a target: 0
         nll = -np.log(np.append(frequencies[:X_ID], 1.0))                  # of each token, in nats
-        self.unigram_nll = np.array([nll[proteins[i]].sum() for i in everything])
+        self.unigram_nll = np.array([nll[row].sum() for row in rows])
         self.frequencies = torch.from_numpy(frequencies)
         cost = nll if graph.absorb else self._uniform_cost(nll)
-        self.baseline = torch.tensor([cost[proteins[i]].sum() for i in everything],
-                                     dtype=torch.float64)
+        self.baseline = torch.tensor([cost[row].sum() for row in rows], dtype=torch.float64)
 
     def _uniform_cost(self, nll):
         """Price of each token in the uniform graph: what the unigram model knows of the noise at
@@ -123,11 +121,11 @@ class Validation(BoundEstimator):
         d, t = config.data, config.training
         # The same windows in every run, to compare.
         proteins = random_crops(proteins, d.max_length, seed="validation", epoch=0)
-        # Protein i takes the i-th part of [0, 1] in an order that its key decides.
-        lot = np.array([keyed_seed("validation time", int(k)) for k in proteins.keys])
-        part = np.empty(len(lot))
-        part[np.argsort(lot, kind="stable")] = (np.arange(len(lot)) + 0.5) / len(lot)
-        super().__init__(proteins, graph, noise, letter_counts, part, t.eval_samples,
+        # Each protein takes one of n equal parts of [0, 1], in an order that the keys decide.
+        n, draws = len(proteins), [keyed_seed("validation time", int(k)) for k in proteins.keys]
+        start = np.empty(n)
+        start[np.argsort(draws, kind="stable")] = (np.arange(n) + 0.5) / n
+        super().__init__(proteins, graph, noise, letter_counts, start, t.eval_samples,
                          t.tokens_per_batch or 16 * d.max_length)
         self.unigram = math.exp(self.unigram_nll.sum() / self.counts.sum())
         # (n,) exact -ln p in nats, of the windows that are evaluated
@@ -150,9 +148,9 @@ class Validation(BoundEstimator):
         if self.exact is None:
             return values
         difference = bound.numpy() - self.exact
-        rest = difference - difference.sum() / n * self.counts
+        residual = difference - difference.sum() / n * self.counts
         return {**values, "val/exact": float(self.exact.sum() / n),
-                "val/standard_error": float(np.sqrt((rest**2).sum()) / n)}
+                "val/standard_error": float(np.sqrt((residual**2).sum()) / n)}
 
 
 def evaluate(run, log, values, ddp):
@@ -172,7 +170,7 @@ def evaluate(run, log, values, ddp):
         log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
                 f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
     run.progress["recent"] = [0.0, 0.0]
-    if is_best(run, score, ddp, **{k: v for k, v in values.items() if k.startswith("val/")}):
+    if is_best(run, score, values, ddp):
         save(run, log, ddp, "best.pt", resumes=False)
 
 
@@ -242,10 +240,10 @@ def perplexity(nats):
 
 def result_lines(result, progress, folder):
     """What a person wants to know at the end: a table of bounds, and where things are."""
-    lines, checkpoints, best = [], folder / "checkpoints", progress["best"]
+    lines, bound, best, checkpoints = [], "", progress["best"], folder / "checkpoints"
     if "val/loss" in result:
-        rows = [("learned bound (EMA)", result["val/loss"]),
-                ("unigram", math.log(result["val/unigram_perplexity"]))]
+        unigram = math.log(result["val/unigram_perplexity"])
+        rows = [("learned bound (EMA)", result["val/loss"]), ("unigram", unigram)]
         if "val/exact" in result:
             rows.append(("exact, of the source", result["val/exact"]))
         lines.append("  the same validation proteins under   nats per residue   perplexity")
@@ -254,15 +252,15 @@ def result_lines(result, progress, folder):
         if "val/standard_error" in result:
             lines.append("    (no model can be below the exact value; standard error "
                          f"{result['val/standard_error']:.4f})")
-        if min(result["val/loss"], best.get("val/loss", math.inf)) >= rows[1][1]:
+        if best["score"] < result["val/loss"]:
+            bound = f", bound {best['score']:.4f}"
+        if min(result["val/loss"], best["score"]) >= unigram:
             lines.append("  ATTENTION: no better than the letter frequencies, see\n"
                          "    'It does not learn' in docs/troubleshooting.md")
     if best["step"] == 0:
         lines.append("  ATTENTION: no evaluation was better than the weights it began with, which "
                      "best.pt\n    therefore holds")
-    better = f", bound {best['score']:.4f}" if best.get("val/loss", math.inf) < result.get(
-        "val/loss", -math.inf) else ""
     return [*lines,
-            f"  weights   {checkpoints / 'best.pt'} (step {best['step']:,}{better}) and last.pt",
+            f"  weights   {checkpoints / 'best.pt'} (step {best['step']:,}{bound}) and last.pt",
             f"  samples   {folder / 'samples'}/step_{result['step']}.fasta",
             f"  metrics   {folder / 'metrics.jsonl'}"]

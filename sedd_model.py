@@ -62,14 +62,16 @@ class SEDD(nn.Module):
                  forbidden=(), init_logits=0.0):
         super().__init__()
         if hidden_size % (2 * n_heads):
-            raise ValueError(f"hidden_size = {hidden_size}, n_heads = {n_heads}; expected heads of "
+            fit = [n for n in range(1, hidden_size // 2 + 1) if hidden_size % (2 * n) == 0]
+            raise ValueError(f"n_heads = {n_heads}, hidden_size = {hidden_size}; expected heads of "
                              f"an even width hidden_size / n_heads, as rotary positions turn "
-                             f"pairs.")
+                             f"pairs: n_heads one of {', '.join(map(str, fit)) or 'none'}.")
         if parameterization not in ("sedd", "subs"):
             raise ValueError(f"parameterization {parameterization!r}; expected 'sedd' or 'subs'.")
         if parameterization == "subs" and not scale_by_sigma:
-            raise ValueError("parameterization 'subs' needs the absorbing graph "
-                             "(scale_by_sigma=True). Use 'sedd' with the uniform graph.")
+            raise ValueError("parameterization is 'subs' with the uniform graph "
+                             "(scale_by_sigma=False); expected 'sedd' there. Use 'subs' with the "
+                             "absorbing graph.")
         self.vocab_size = vocab_size
         self.n_heads, self.head_dim = n_heads, hidden_size // n_heads
         self.scale_by_sigma, self.parameterization = scale_by_sigma, parameterization

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast, beat, print0, seed_for, stop_reason
-from dpo_eval import (SUMS, Validation, evaluate, evaluate_base, metrics_of, result_lines,
+from dpo_eval import (SUMS, Validation, evaluate, evaluate_start, metrics_of, result_lines,
                       save_model)
 from dpo_reference import (Reference, check_cache, load_base, make_batch, make_tables,
                            pair_scores)
@@ -156,7 +156,7 @@ MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "memory.structure_cache_mb", "monitoring.fall"
 PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.base_model_name",
             "model.base_model_dir", "training.num_workers", "memory.structure_cache_mb",
             "memory.max_memory_per_gpu")   # may differ by host
-NEEDED = (*ALWAYS_NEEDED, "sums", "base")   # what a checkpoint must hold
+NEEDED = (*ALWAYS_NEEDED, "sums", "seen", "base")   # what a checkpoint must hold
 
 
 def check_config(c, without_data=False):
@@ -257,7 +257,7 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     """Of a micro-batch: sum of weight x loss, in nats; (11,) weighted SUMS, pairs, residues; sum of
     weights, over which global_gradient takes the mean of the global batch."""
     batch = reference.to_device(batch)
-    ref = reference.scores(batch)   # outside autocast: in float32
+    ref = reference.scores(batch, reference.table)   # outside autocast: in float32
     with autocast(dtype, ddp):
         log_probs = model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
     loss, columns = objective(log_probs, batch, ref, config.loss)
@@ -316,8 +316,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     batch = micro_batches * t.batch_size
     available = min(batch, len(data.train))   # a small file does not fill the global batch
     validation = data.val and Validation(data.val, reference, config, objective)
-    sums, size = former.state["sums"][:] if former.state else [], len(SUMS) + 2 + 4
-    sums[len(SUMS):len(SUMS)] = [0.0] * (size - len(sums))   # older checkpoints lack the 2, `seen`
+    sums = former.state["sums"] if former.state else [0.0] * (len(SUMS) + 2 + 4)
     sums = torch.tensor(sums, dtype=torch.float64, device=ddp.device)
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
@@ -359,7 +358,7 @@ def train(run, ddp):
     log = open_log(run, ddp)
     make_tables(run, ddp)
     began = epoch_began = time.perf_counter()
-    values = evaluate_base(run, log, ddp)
+    values = evaluate_start(run, log, ddp)
 
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, run.reference, config, ddp, run.dtype)
@@ -382,7 +381,7 @@ def train(run, ddp):
         if report:
             values = report_step(run, log, totals, norm, ddp)
         if evaluate_now:
-            evaluate(run, log, values, at_end, epoch_began, ddp)
+            evaluate(run, log, values, epoch_began, ddp)
         if at_end:
             epoch_began = time.perf_counter()
         if last and not progress["finished"]:

@@ -24,14 +24,17 @@ from step_meter import StepMeter, make_meter
 def scale_for_batch(lr, warmup, rule, global_batch, base):
     """Scale the learning rate to a global batch that differs from the one it was chosen for.
 
-    With f = global_batch / base: "linear" multiplies by f (Goyal et al. 2017, arXiv 1706.02677);
-    "sqrt" by sqrt(f), usual for Adam; {"cap": N} by min(f, N); "none" changes nothing. Warm-up is
+    The factor is global_batch / base by the rule "linear" (Goyal et al. 2017, arXiv 1706.02677);
+    its square root by "sqrt", usual for Adam; at most N by {"cap": N}; 1 by "none". Warm-up is
     scaled alike, in whole steps: with "linear", N times the ranks warm up on N x N times the data.
     Returns: (learning rate, warm-up steps).
     """
-    f = 1.0 if rule == "none" else global_batch / base
-    f = min(f, rule["cap"]) if isinstance(rule, dict) else f**0.5 if rule == "sqrt" else f
-    return lr * f, round(warmup * f)
+    factor = 1.0 if rule == "none" else global_batch / base
+    if rule == "sqrt":
+        factor = factor**0.5
+    elif isinstance(rule, dict):
+        factor = min(factor, rule["cap"])
+    return lr * factor, round(warmup * factor)
 
 
 def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
@@ -43,8 +46,12 @@ def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
     rise = min((step + 1) / max(warmup, 1), 1.0)
     if decay == "none":
         return rise
-    length = max(n_iters - warmup, 1) if decay_steps is None else decay_steps
-    length = min(length * n_iters if length < 1 else length, n_iters)
+    if decay_steps is None:
+        length = n_iters - warmup
+    elif decay_steps < 1:
+        length = decay_steps * n_iters
+    else:
+        length = min(decay_steps, n_iters)
     left = min(max((n_iters - step) / max(length, 1), 0.0), 1.0)
     return rise * {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[decay]
 
@@ -90,7 +97,8 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
         available: the part of the global batch that there is data for; lr is scaled to that.
         progress: what the script adds to what changes.
         seen: names of the last entries of Totals.sums, which good steps add up.
-        make_ema: function of parameters, which makes their averages.
+        make_ema: function of parameters, which makes their averages: called when DDP has given
+            all ranks the weights of rank 0.
         fields: other fields of `kind`.
     Returns: an instance of `kind`.
     """
@@ -106,8 +114,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
         progress = {name: state.get(name, first) for name, first in progress.items()}
         bare.load_state_dict(state["model"])
     n_iters = t.n_iters or t.num_epochs * steps_per_epoch
-    sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"],
-                                max(n_iters, progress["step"]))
+    sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"], n_iters)
     bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, o, ddp), ddp)
     run = kind(config=config, path=former.path, bare=bare,
                model=wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer=optimizer,
@@ -128,7 +135,7 @@ class MicroBatchSampler(torch.utils.data.Sampler):
 
     item_of: function (step, micro-batch) -> item of the data set. Any step is reached directly."""
 
-    def __init__(self, item_of, micro_batches, ddp, first=0, last=0):
+    def __init__(self, item_of, micro_batches, ddp, first, last):
         self.item_of, self.first, self.last = item_of, first, last
         accum = micro_batches // ddp.world_size
         self.mine = range(ddp.rank * accum, (ddp.rank + 1) * accum)
@@ -136,9 +143,6 @@ class MicroBatchSampler(torch.utils.data.Sampler):
     def __iter__(self):
         for step in range(self.first, self.last):
             yield from (self.item_of(step, micro) for micro in self.mine)
-
-    def __len__(self):
-        return (self.last - self.first) * len(self.mine)
 
 
 class Totals(NamedTuple):
@@ -235,7 +239,7 @@ def take_step(run, batches, micro_batch_loss, ddp):
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     else:   # an optimizer that is told found_inf changes nothing: decided on the device
-        optimizer.grad_scale, optimizer.found_inf = None, (totals.bad > 0).float()
+        optimizer.found_inf = (totals.bad > 0).float()
     run.meter.measure_layers("gradients", run.bare)
     torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
     scaler.step(optimizer)
@@ -272,11 +276,10 @@ def read_flags(run):
     (packed, arrived), run.flags = run.flags, None
     if arrived is not None:
         arrived.synchronize()
-    totals, counts = unpack(packed), run.progress["bad_steps"]
-    most = run.config.training.max_bad_steps
+    totals, (bad_steps, in_a_row) = unpack(packed), run.progress["bad_steps"]
     run.stop_requests = float(totals.stop)
     if not totals.bad:
-        counts[1] = 0
+        run.progress["bad_steps"] = [bad_steps, 0]
         seen = run.progress["seen"]
         for name, number in zip(seen, totals.sums[-len(seen):].tolist()):
             seen[name] += int(number)
@@ -286,15 +289,17 @@ def read_flags(run):
     # In float16 the scaler finds its scale by overflows, which are not counted. Below a scale of 1
     # the gradient itself is infinite.
     if totals.bad_loss or not run.scaler.is_enabled() or run.scaler.get_scale() < 1:
-        counts[:] = counts[0] + 1, counts[1] + 1
-    if counts[1] > most:
+        bad_steps, in_a_row = bad_steps + 1, in_a_row + 1
+        run.progress["bad_steps"] = [bad_steps, in_a_row]
+    most = run.config.training.max_bad_steps
+    if in_a_row > most:
         raise Diverged(f"step {run.progress['step']}: the loss or its gradient was nan or infinite "
-                       f"in {counts[1]} steps in a row, on "
+                       f"in {in_a_row} steps in a row, on "
                        f"{float(totals.bad_loss or totals.bad):.0f} rank(s) in the last; "
                        f"expected at most {most}. These steps were skipped. {ADVICE}")
 
 
-def after_step(run, ddp, at_once=True):
+def after_step(run, ddp, at_once):
     """What follows each step: count it if it was bad, compare the ranks' weights now and then, and
     return why all ranks stop here, '' to go on. Raises: see read_flags.
 
@@ -311,16 +316,17 @@ def after_step(run, ddp, at_once=True):
 
 
 # ---------------------------------------------------------------- the best
-def is_best(run, score, ddp, **values):
+def is_best(run, score, values, ddp):
     """Is this evaluation the best so far? Rank 0 decides. Ends a run that no longer improves.
 
-    score: lower is better. values: to be kept with the best."""
+    score: lower is better. values: metrics by name, of which val/... are kept with the best."""
     progress, t = run.progress, run.config.training
     best = progress["best"]
     improved = broadcast(best is None or score < best["score"] - t.min_delta, ddp)
     progress["bad_evals"] = 0 if improved else progress["bad_evals"] + 1
     if improved:
-        progress["best"] = {"step": progress["step"], "score": score, **values}
+        found = {name: value for name, value in values.items() if name.startswith("val/")}
+        progress["best"] = {"step": progress["step"], "score": score, **found}
     if t.patience is not None and progress["bad_evals"] >= t.patience:
         progress["finished"] = "early stop"
     return improved

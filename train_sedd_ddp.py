@@ -148,8 +148,10 @@ NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 
 
 def check_config(c):
-    """Refuse values that no type forbids. Raises ValueError naming the key."""
-    t, m = c.training, c.model
+    """Refuse values that no type forbids, beside what the model and the noise refuse.
+
+    Raises ValueError naming the key."""
+    t = c.training
     check_values(c, (
         ((t.batch_size is None) != (t.tokens_per_batch is None),
          f"training.batch_size is {t.batch_size} and training.tokens_per_batch "
@@ -158,8 +160,6 @@ def check_config(c):
          f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of "
          "the two"),
         (c.optim.ema < 1, f"optim.ema is {c.optim.ema}; expected 0 up to below 1"),
-        (m.parameterization == "sedd" or c.graph.type == "absorb",
-         "model.parameterization is subs with the uniform graph; expected graph.type absorb"),
         (t.tokens_per_batch is None or t.tokens_per_batch >= c.data.max_length,
          f"training.tokens_per_batch is {t.tokens_per_batch}, data.max_length {c.data.max_length}; "
          "expected a budget that holds the longest protein")),
@@ -167,11 +167,6 @@ def check_config(c):
          "model": dict(hidden_size=1, n_blocks=1, n_heads=1, cond_dim=1, init_logits=0),
          "data": dict(max_length=1, min_length=1, demo_proteins=1),
          "monitoring": dict(sample_frequency=0, n_samples=1, sample_steps=1)})
-    if m.hidden_size % (2 * m.n_heads):   # rotary positions turn pairs
-        fit = [n for n in range(1, m.hidden_size // 2 + 1) if m.hidden_size % (2 * n) == 0]
-        raise ValueError(f"config: model.n_heads is {m.n_heads}, model.hidden_size "
-                         f"{m.hidden_size}; expected heads of an even width hidden_size / n_heads: "
-                         f"n_heads one of {', '.join(map(str, fit)) or 'none'}.")
 
 
 # ---------------------------------------------------------------- loss
@@ -399,7 +394,8 @@ def describe_plan(config, ranks):
         raise ValueError("\n".join(problems))
     positions = (int((plans[-1].sizes * plans[-1].tops).max()) if plans else
                  t.tokens_per_batch or t.batch_size * d.max_length)
-    problems += next(filter(None, (plan.warning() for plan in reversed(plans))), [])
+    warnings = (plan.warning() for plan in reversed(plans))
+    problems += next(filter(None, warnings), [])   # one is enough: that of the most ranks
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
     memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"),

@@ -408,6 +408,10 @@ def test_a_resume_is_refused_for_other_pairs_or_base_weights_or_spoilt_ones(tmp_
         torch.save({**state, key: value}, tmp_path / "other.pt")
         with pytest.raises(ValueError, match=text):
             run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")
+    del state["seen"]   # as of an older version
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="other.pt has no seen; expected a checkpoint"):
+        run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")
     assert not (tmp_path / "new").exists()
 
 

@@ -236,9 +236,9 @@ def test_the_best_is_kept_and_a_run_that_no_longer_improves_ends():
     # of 2.8, 2.3 and 2.2 none is better by more than 0.5
     for step, score in enumerate([3.0, 2.8, 2.4, 2.3, 2.2]):
         run.progress["step"] = step
-        found.append(is_best(run, score, Ddp(), recovery=step))
+        found.append(is_best(run, score, {"loss": score, "val/recovery": step}, Ddp()))
     assert found == [True, False, True, False, False] and run.progress["finished"] == "early stop"
-    assert run.progress["best"] == {"step": 2, "score": 2.4, "recovery": 2}
+    assert run.progress["best"] == {"step": 2, "score": 2.4, "val/recovery": 2}
 
 
 def test_the_learning_rate_is_scaled_with_the_batch():
