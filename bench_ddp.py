@@ -18,7 +18,6 @@ import concurrent.futures
 import copy
 import math
 import multiprocessing
-import os
 import shutil
 import statistics
 import sys
@@ -34,7 +33,7 @@ import torch.nn.functional as F
 import bench_card
 import bench_scale
 import train_dpo_ddp as dpo
-from bench_scale import shared_folder
+from bench_scale import CONFIGS, shared_folder
 from bench_sedd import bench_sedd, now, write_prepared
 from ddp_setup import (all_sum, barrier, broadcast, load_checkpoint, print0, save_checkpoint,
                        wrap_ddp)
@@ -52,7 +51,6 @@ from train_loop import MicroBatchSampler, global_gradient
 from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader,
                             micro_batch_loss)
 
-CONFIGS = Path(__file__).with_name("configs")
 SAVE_PERIOD = 900           # seconds between two checkpoints, for the share that saving takes
 # Of dpo: pairs per step, and (order, dtype) of our steps, for made pairs and those of a file.
 MADE_CASES = {1: [("arange", "float32"), ("random", "float32")],
@@ -112,8 +110,8 @@ def bench_save(args, ddp):
             write, write_spread = seconds(lambda: save_checkpoint(path, ddp, 2, **state),
                                           args.repeats)
             read, read_spread = seconds(lambda: load_checkpoint(path, ddp), args.repeats)
-            size = broadcast(os.path.getsize(path) if ddp.is_main else None, ddp) / 1e6
-            print0(ddp, f"{Path(config).stem[:15]:<16}{n / 1e6:>10.1f} M{size:>8.0f}"
+            size = broadcast(path.stat().st_size if ddp.is_main else None, ddp) / 1e6
+            print0(ddp, f"{config.stem[:15]:<16}{n / 1e6:>10.1f} M{size:>8.0f}"
                         f"{write:>9.2f} ({write_spread:.2f}){read:>9.2f} ({read_spread:.2f})"
                         f"{write / SAVE_PERIOD:>13.2%}")
     print0(ddp, "read: what this host has just written and may still hold in memory; a later start "
