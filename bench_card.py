@@ -113,7 +113,8 @@ def work_of_steps(run, what, args):
         for micro in run.sampler.mine:
             item = run.sampler.item_of(args.warmup + k, micro)
             if what == "dpo":
-                work[k // args.steps, 0] += len(item[-1])
+                *_, pairs = item
+                work[k // args.steps, 0] += len(pairs)
                 continue
             *_, proteins, width = item
             flops = len(proteins) * width * flops_per_position(run.bare, width)
@@ -154,7 +155,8 @@ def config_of(name, args):
 
 def measure_model(name, args, folder, matmul, ddp):
     """Print and return the rows of a model, as dicts."""
-    what, config = MODELS[name][0], config_of(name, args)
+    what, *_ = MODELS[name]
+    config = config_of(name, args)
     config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
     if what == "sedd":
         config.data.file, config.memory.compile = str(args.data), False
@@ -170,7 +172,7 @@ def measure_model(name, args, folder, matmul, ddp):
             row = dict(model=name, parameters=n, dtype=str(run.dtype)[6:], step=step,
                        per_second=rate, flops_per_second=flops, **columns)
             if what == "sedd":
-                plain = (rows or [row])[0]
+                plain = rows[0] if rows else row
                 row |= dict(of_matmul=flops / matmul, of_plain=rate / plain["per_second"])
             rows.append(row)
             print(describe_row(row), flush=True)

@@ -503,7 +503,8 @@ def train_from_both(args, folder, ddp):
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, graph, config, ddp, torch.float32)
 
-    def run(proteins, first, last, train):
+    def residue_rate(proteins, first, last, train):
+        """Residues per second in these steps, which are trained on, or else only loaded."""
         reader = make_reader(config, proteins, ddp.world_size, ddp)
         sampler = MicroBatchSampler(reader.item_of, ddp.world_size, ddp, first, last)
         barrier(ddp)
@@ -520,14 +521,15 @@ def train_from_both(args, folder, ddp):
         return all_sum(residues, ddp) / (time.perf_counter() - start)
 
     in_memory = on_disk.read_all()
-    run(on_disk, 0, 5, True)
+    residue_rate(on_disk, 0, 5, train=True)     # to warm up
     rates, ratios = [], []
     for k in range(args.repeats):           # each time other steps, from the start of reading on
         first, last = 1000 * k, 1000 * k + args.steps
-        disk, memory = (run(proteins, first, last, True) for proteins in (on_disk, in_memory))
+        disk = residue_rate(on_disk, first, last, train=True)
+        memory = residue_rate(in_memory, first, last, train=True)
         rates.append(disk)
         ratios.append(disk / memory)
-    loader = run(on_disk, 0, 200, False)
+    loader = residue_rate(on_disk, 0, 200, train=False)
     print0(ddp, f"{ddp.world_size} rank(s), sedd_cpu.yaml, {args.steps} steps, {args.repeats} "
                 f"times in turns: {statistics.median(rates):,.0f} residues/s from disk, "
                 f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}) of that "

@@ -37,6 +37,8 @@ BATCH, EQUAL_LENGTH, PADDED_LENGTH = 8, 256, 512    # proteins in a plain step; 
 N_MADE = 3000                                       # proteins of a made set
 
 
+# ---- random proteins, for other benches too ----
+
 def made_lengths(n, random):
     """n lengths as in UniRef50, log-normal of mean 287, (n,) int64, by a numpy generator."""
     return np.exp(random.normal(np.log(200), 0.85, n)).clip(11, LONGEST).astype(np.int64)
