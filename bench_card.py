@@ -32,15 +32,13 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import prepare_uniref50
 from bench_scale import CONFIGS, SCRIPTS, training_of
-from bench_sedd import PlainSteps, made_lengths, now, write_made_fasta
+from bench_sedd import PlainSteps, now, write_prepared
 from ddp_setup import BAD_INPUT, choose_dtype
 from run_config import Parser, load_config
 from run_dir import closing
@@ -49,13 +47,14 @@ from run_script import compile_blocks, joined_ranks
 from step_meter import peak_memory
 from train_loop import open_batches, take_step
 
-MODELS = {"6m": ("sedd_uniref50.yaml", ["model.hidden_size=256", "model.n_blocks=6",
-                                        "model.n_heads=8"]),
-          "38m": ("sedd_uniref50_38m.yaml", []),
-          "92m": ("sedd_uniref50.yaml", []),
-          "dpo": ("dpo_demo.yaml", ["model.random.hidden_size=128", "model.random.n_encoder=3",
-                                    "model.random.n_decoder=3", "model.random.num_edges=48",
-                                    "data.val_fraction=0"])}
+MODELS = {   # name: (script, config, overrides)
+    "6m": ("sedd", "sedd_uniref50.yaml", ["model.hidden_size=256", "model.n_blocks=6",
+                                          "model.n_heads=8"]),
+    "38m": ("sedd", "sedd_uniref50_38m.yaml", []),
+    "92m": ("sedd", "sedd_uniref50.yaml", []),
+    "dpo": ("dpo", "dpo_demo.yaml", ["model.random.hidden_size=128", "model.random.n_encoder=3",
+                                     "model.random.n_decoder=3", "model.random.num_edges=48",
+                                     "data.val_fraction=0"])}
 
 
 def flops_per_position(model, length):
@@ -96,16 +95,15 @@ def time_ours(run, what, args, ddp):
     dataset, loss_of = training_of(run, what, ddp)
     run.sampler.first = run.progress["step"] = 0
     run.sampler.last = args.warmup + args.steps * args.repeats
-    batches, begin = open_batches(run, dataset, loss_of, ddp), []
+    batches = open_batches(run, dataset, loss_of, ddp)
 
     def take(step):
         if step == args.warmup:
-            begin[:] = run.meter.waited, time.perf_counter()
+            run.meter.restart()
         take_step(run, batches, loss_of, ddp)
 
     times, memory = time_steps(take, args, ddp)
-    waits = (run.meter.waited - begin[0]) / (time.perf_counter() - begin[1])
-    return times, dict(waits=waits, peak_gb=memory)
+    return times, dict(waits=run.meter.report()["data_wait"], peak_gb=memory)
 
 
 def work_of_steps(run, what, args):
@@ -115,7 +113,8 @@ def work_of_steps(run, what, args):
         for micro in run.sampler.mine:
             item = run.sampler.item_of(args.warmup + k, micro)
             if what == "dpo":
-                work[k // args.steps, 0] += len(item[-1])
+                *_, pairs = item
+                work[k // args.steps, 0] += len(pairs)
                 continue
             *_, proteins, width = item
             flops = len(proteins) * width * flops_per_position(run.bare, width)
@@ -146,24 +145,25 @@ def rows_of(run, what, args, ddp):
 
 
 def config_of(name, args):
-    """(training script, config) of a model. Raises: ValueError for overrides that do not fit it."""
-    script, (file, overrides) = SCRIPTS["dpo" if name == "dpo" else "sedd"][0], MODELS[name]
+    """The config of a model. Raises: ValueError for overrides that do not fit it."""
+    what, file, overrides = MODELS[name]
+    script, _ = SCRIPTS[what]
     config = load_config(script.Config, CONFIGS / file, overrides + args.overrides)
     script.check_config(config)
-    return script, config
+    return config
 
 
 def measure_model(name, args, folder, matmul, ddp):
     """Print and return the rows of a model, as dicts."""
-    what = "dpo" if name == "dpo" else "sedd"
-    script, config = config_of(name, args)
+    what, *_ = MODELS[name]
+    config = config_of(name, args)
     config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
     if what == "sedd":
         config.data.file, config.memory.compile = str(args.data), False
 
     def prepare():
         with contextlib.redirect_stdout(io.StringIO()):
-            return script.prepare(config, ddp, folder)
+            return SCRIPTS[what][0].prepare(config, ddp, folder)
 
     def measure(run, ddp):
         rows, n = [], sum(p.numel() for p in run.bare.parameters())
@@ -172,7 +172,7 @@ def measure_model(name, args, folder, matmul, ddp):
             row = dict(model=name, parameters=n, dtype=str(run.dtype)[6:], step=step,
                        per_second=rate, flops_per_second=flops, **columns)
             if what == "sedd":
-                plain = (rows or [row])[0]
+                plain = rows[0] if rows else row
                 row |= dict(of_matmul=flops / matmul, of_plain=rate / plain["per_second"])
             rows.append(row)
             print(describe_row(row), flush=True)
@@ -240,13 +240,9 @@ def measure_card(args, ddp):
           f"{'peak GB':>9}{'of plain':>10}", flush=True)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         if args.data is None and args.models != ["dpo"]:
-            random, fasta = np.random.default_rng(0), Path(folder, "made.fasta")
-            write_made_fasta(fasta, made_lengths(args.proteins, random), random)
             args.data = Path(folder, "prepared")
+            write_prepared(args.data, args.proteins)
             args.overrides.append("data.val_fraction=0")
-            with (contextlib.redirect_stdout(io.StringIO()),
-                  contextlib.redirect_stderr(io.StringIO())):   # its progress bars
-                prepare_uniref50.prepare(args.data, [fasta], None, val_fraction=0.0)
         found = dict(device=name, torch=torch.__version__, dtype=str(dtype)[6:], matmul_rows=n,
                      matmul_flops_per_second=matmul, rows=[])
         for model in args.models:

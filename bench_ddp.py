@@ -14,16 +14,17 @@
     python bench_ddp.py card                                    # all of one card, see bench_card.py
 """
 import argparse
+import concurrent.futures
 import copy
-import json
+import math
 import multiprocessing
-import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +33,8 @@ import torch.nn.functional as F
 import bench_card
 import bench_scale
 import train_dpo_ddp as dpo
-from bench_sedd import LONGEST, bench_sedd, made_lengths, now
+from bench_scale import CONFIGS, shared_folder
+from bench_sedd import bench_sedd, now, write_prepared
 from ddp_setup import (all_sum, barrier, broadcast, load_checkpoint, print0, save_checkpoint,
                        wrap_ddp)
 from optimizer import make_optimizer
@@ -41,8 +43,7 @@ from run_config import load_config
 from sedd_diffusion import make_graph, make_noise
 from sedd_model import EMA
 from sequence_batches import BatchReader, sum_rows
-from sequence_data import (FORMAT, N_TOKENS, PARTS, SETS, VERSION, X_ID, PreparedProteins,
-                           sequence_keys)
+from sequence_data import N_TOKENS, PreparedProteins
 from structure_data import (NAMES, PHI_PSI, Complex, Pair, PairPlan, build_backbone, collate,
                             collate_complexes, describe, read_pairs, read_structure)
 from run_script import add_launch_arguments, started_ranks
@@ -50,7 +51,6 @@ from train_loop import MicroBatchSampler, global_gradient
 from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader,
                             micro_batch_loss)
 
-CONFIGS = Path(__file__).with_name("configs")
 SAVE_PERIOD = 900           # seconds between two checkpoints, for the share that saving takes
 # Of dpo: pairs per step, and (order, dtype) of our steps, for made pairs and those of a file.
 MADE_CASES = {1: [("arange", "float32"), ("random", "float32")],
@@ -58,6 +58,9 @@ MADE_CASES = {1: [("arange", "float32"), ("random", "float32")],
 FILE_CASES = {1: [("random", "float32"), ("fixed", "float32")],
               4: [("fixed", "float32"), ("random", "bfloat16"), ("fixed", "bfloat16")]}
 PAIRS_OF_A_TURN = 16        # of a file
+# Of data
+BYTES_PER_PROTEIN = 300     # of a prepared set
+MOST_READ = 20_000          # micro-batches of a window that are looked at
 
 
 def seconds(function, repeats):
@@ -71,16 +74,10 @@ def seconds(function, repeats):
 
 
 def in_a_child(function, *arguments):
-    """What function(*arguments, queue) puts on the queue, in a fresh process."""
+    """What function(*arguments) returns, in a fresh process."""
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=function, args=(*arguments, queue))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"{function.__name__} ended with {process.exitcode}; expected 0. -9: "
-                           "the system's memory did not suffice.")
-    return queue.get()
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 # ---- a checkpoint ----
@@ -103,33 +100,23 @@ def training_state(path):
 
 def bench_save(args, ddp):
     """Time to write a checkpoint (with fsync), and to check and read it; all ranks take part."""
-    folder = temporary_folder(args, ddp)
-    path = os.path.join(folder, "last.pt")
     print0(ddp, f"a checkpoint in {args.folder}, {ddp.world_size} rank(s), median of "
                 f"{args.repeats} (max - min)\n{'config':<16}{'parameters':>12}{'MB':>8}"
                 f"{'write s':>16}{'read s':>16}{'every 15 min':>14}")
-    try:
+    with shared_folder(args.folder, ddp) as folder:
+        path = folder / "last.pt"
         for config in args.configs or sorted(CONFIGS.glob("sedd_*.yaml")):
             n, state = training_state(config)
             write, write_spread = seconds(lambda: save_checkpoint(path, ddp, 2, **state),
                                           args.repeats)
             read, read_spread = seconds(lambda: load_checkpoint(path, ddp), args.repeats)
-            size = broadcast(os.path.getsize(path) if ddp.is_main else None, ddp) / 1e6
-            print0(ddp, f"{Path(config).stem[:15]:<16}{n / 1e6:>10.1f} M{size:>8.0f}"
+            size = broadcast(path.stat().st_size if ddp.is_main else None, ddp) / 1e6
+            print0(ddp, f"{config.stem[:15]:<16}{n / 1e6:>10.1f} M{size:>8.0f}"
                         f"{write:>9.2f} ({write_spread:.2f}){read:>9.2f} ({read_spread:.2f})"
                         f"{write / SAVE_PERIOD:>13.2%}")
-    finally:
-        if ddp.is_main:
-            shutil.rmtree(folder)
     print0(ddp, "read: what this host has just written and may still hold in memory; a later start "
                 "takes longer.\n'every 15 min': the share of the time that saving takes. Training "
                 "waits while it saves.")
-
-
-def temporary_folder(args, ddp):
-    """A new folder in args.folder, the same on all ranks."""
-    name = tempfile.mkdtemp(prefix="bench-", dir=args.folder) if ddp.is_main else None
-    return Path(broadcast(name, ddp))
 
 
 # ---- a DPO step ----
@@ -236,13 +223,20 @@ def plain_loss(policy, reference, pairs, beta):
     return -F.logsigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected))).mean()
 
 
-def made_pairs(path, n=4, seed=0):
-    """n pairs of random sequences on all chains of a structure."""
-    structure, rng = read_structure(path), np.random.default_rng(seed)
+def made_pairs(path):
+    """4 pairs of random sequences on all chains of a structure."""
+    structure, rng = read_structure(path), np.random.default_rng(0)
     complex = Complex(structure, sorted(structure.chains))
     L = len(complex)
-    sequences = [np.where(complex.mask, rng.integers(0, 20, (2, L)), complex.S) for _ in range(n)]
+    sequences = [np.where(complex.mask, rng.integers(0, 20, (2, L)), complex.S) for _ in range(4)]
     return [Pair(complex, *both.astype(np.uint8), np.ones(L, bool)) for both in sequences]
+
+
+class Turn(NamedTuple):
+    """Some steps, one after the other; means over them."""
+    seconds: float     # of a step
+    loading: float     # share of it in which the next pairs are made
+    rows: float        # of structures, in a step
 
 
 class DpoSteps:
@@ -253,17 +247,17 @@ class DpoSteps:
     Args: batch_size: pairs per step. order: a value of loss.order.
     """
 
-    def __init__(self, pairs, batch_size, ddp, order="arange", dtype="float32", seed=0):
+    def __init__(self, pairs, batch_size, ddp, order="arange", dtype="float32"):
         self.pairs, self.batch_size, self.ddp = pairs, batch_size, ddp
         self.config = dpo.Config()
         self.config.loss.order = order
         self.dtype = getattr(torch, dtype)
-        self.base = random_proteinmpnn(seed).eval()
+        self.base = random_proteinmpnn(0).eval()
         policy = copy.deepcopy(self.base)
         self.base = self.base.to(ddp.device)
         with torch.no_grad():               # away from the reference, where every loss is log 2
             for p in policy.parameters():
-                generator = torch.Generator().manual_seed(seed + 1)
+                generator = torch.Generator().manual_seed(1)
                 p += 0.003 * torch.randn(p.shape, generator=generator)
         policy = policy.to(ddp.device)
         self.models = {"plain": policy, "ours": copy.deepcopy(policy)}
@@ -271,9 +265,11 @@ class DpoSteps:
             "plain": torch.optim.Adam(self.models["plain"].parameters(), lr=3e-6),
             "ours": torch.optim.AdamW(self.models["ours"].parameters(), lr=3e-6, fused=True)}
         self.reference = dpo.Reference(self.base, pairs, self.config, ddp)
-        self.shuffled = np.random.default_rng(seed).permutation(len(pairs)).tolist()
-        self.plan = PairPlan(pairs, seed, 1, batch_size)
+        self.shuffled = np.random.default_rng(0).permutation(len(pairs)).tolist()
+        self.plan = PairPlan(pairs, 0, 1, batch_size)
         self.taken, self.loading = {"plain": 0, "ours": 0}, 0.0
+        # A device works beside this process, which does not wait for it while it makes pairs.
+        self.clock = time.process_time if ddp.device.type == "cpu" else time.perf_counter
         if order != "random":               # the reference's scores: once per run, not per step
             self.reference.table = self.reference.compute_scores(pairs).to(ddp.device)
 
@@ -295,9 +291,9 @@ class DpoSteps:
             loss.backward()
             gradients = [p.grad for p in model.parameters()]
             return loss.detach(), torch.nn.utils.get_total_norm(gradients)
-        start = self.now()
+        start = self.clock()
         batch = dpo.make_batch(self.pairs, indices, self.config.loss, 0, epoch)
-        self.loading += self.now() - start
+        self.loading += self.clock() - start
         totals, norm = global_gradient(model, [{**batch, "seed": 0}], self.loss_of, self.ddp,
                                        self.batch_size)
         return totals.sums[0] / totals.count, norm
@@ -317,15 +313,8 @@ class DpoSteps:
         return dpo.micro_batch_loss(model, batch, self.reference, self.config, self.ddp,
                                     self.dtype)
 
-    def now(self):
-        """CPU seconds of this process; of a device, which works beside it, seconds."""
-        return time.process_time() if self.ddp.device.type == "cpu" else time.perf_counter()
-
-    def step(self, kind, n=1):
-        """Take n steps; the device is not waited for between them.
-
-        Returns: (seconds of each, share of them in which the next pairs were made, rows of each).
-        """
+    def take_steps(self, kind, n):
+        """Take n steps; the device is not waited for between them. Returns: Turn."""
         start, self.loading, rows = now(self.ddp), 0.0, 0
         for _ in range(n):
             epoch, indices = self.next_pairs(kind)
@@ -335,7 +324,7 @@ class DpoSteps:
             self.optimizers[kind].step()
             rows += sum(len(self.pairs[i].complex) for i in indices)
         duration = now(self.ddp) - start
-        return duration / n, self.loading / duration, rows / n
+        return Turn(duration / n, self.loading / duration, rows / n)
 
 
 def write_demo_pdb(path, n_residues):
@@ -353,9 +342,6 @@ def write_demo_pdb(path, n_residues):
 
 def bench_dpo(args, ddp):
     """Our DPO step and a plain one in turns: speed, differences of the results."""
-    if ddp.world_size > 1:
-        raise ValueError(f"found {ddp.world_size} ranks; expected one process: bench_ddp.py dpo "
-                         "compares steps, on one device. Start it by python alone.")
     if args.pairs and args.pdb:
         raise ValueError("found --pairs with --pdb; expected --pairs alone: its file names the "
                          "structures.")
@@ -364,14 +350,14 @@ def bench_dpo(args, ddp):
         torch.set_num_threads(1)
     second = "CPU second" if on_cpu else "second"
     with tempfile.TemporaryDirectory() as folder:
-        path, n, cases = args.pdb or Path(folder, "demo.pdb"), 3 if on_cpu else 20, MADE_CASES
         if args.pairs:
             pairs, cases = read_pairs(args.pairs), FILE_CASES
-            title, n = f"{args.pairs.name}, {describe(pairs)}", PAIRS_OF_A_TURN
+            title = f"{args.pairs.name}, {describe(pairs)}"
         else:
+            path = args.pdb or Path(folder, "demo.pdb")
             if args.pdb is None:
                 write_demo_pdb(path, 106)
-            pairs = made_pairs(path)
+            pairs, cases = made_pairs(path), MADE_CASES
             title = f"{path.name}, {len(pairs[0].complex)} rows, all designed"
         print(f"DPO step, {title};\n{'one thread' if on_cpu else ddp.device}, in turns, median of "
               f"{args.repeats}; loss and gradient norm before the first step, decoded from N to C\n"
@@ -379,8 +365,11 @@ def bench_dpo(args, ddp):
               f"{'plain':>8}{'ours':>8}{'ratio':>8}  {'(min-max)':<14}{'data':>5}"
               f"{'loss differs':>13}{'norm, relative':>16}")
         for batch_size, settings in cases.items():
-            counts = (n // batch_size,) * 2 if args.pairs else (1, n)
-            for row in compare_steps(pairs, batch_size, settings, counts, args.repeats, ddp):
+            plain_count, our_count = 1, 3 if on_cpu else 20
+            if args.pairs:      # which differ in length: as many for both
+                plain_count = our_count = PAIRS_OF_A_TURN // batch_size
+            for row in compare_steps(pairs, batch_size, settings, plain_count, our_count,
+                                     args.repeats, ddp):
                 print(row, flush=True)
         print("plain: reads the files and runs four forward passes in float32 each step, decoded "
               "from N to C, pairs shuffled as\nthey come. Order random computes the reference each "
@@ -388,67 +377,33 @@ def bench_dpo(args, ddp):
               "in which its pairs are made, as without --num_workers.")
 
 
-def compare_steps(pairs, batch_size, settings, counts, repeats, ddp):
+def compare_steps(pairs, batch_size, settings, plain_count, our_count, repeats, ddp):
     """Rows of bench_dpo's table, one for each (order, dtype) of ours.
 
-    counts: plain steps, and ours, of a turn.
+    plain_count, our_count: steps of a turn.
     """
     sides = [DpoSteps(pairs, batch_size, ddp, *setting) for setting in settings]
     differences = [steps.differences() for steps in sides]
     for steps in sides:
-        steps.step("ours", 3)                   # Adam's state, and what stays of each structure
-    turns = [[sides[0].step("plain", counts[0])] + [steps.step("ours", counts[1])
-                                                    for steps in sides] for _ in range(repeats)]
-    plain, *ours = zip(*turns)
-    for (order, dtype), turns_of_ours, (loss, norm) in zip(settings, ours, differences):
-        ratios = [(a / rows_a) / (b / rows_b)
-                  for (a, _, rows_a), (b, _, rows_b) in zip(plain, turns_of_ours)]
-        (seconds_plain, *_), (seconds_ours, data, _) = (
-            map(statistics.median, zip(*column)) for column in (plain, turns_of_ours))
+        steps.take_steps("ours", 3)             # Adam's state, and what stays of each structure
+    plain_turns, turns_of_sides = [], [[] for _ in sides]
+    for _ in range(repeats):
+        plain_turns.append(sides[0].take_steps("plain", plain_count))
+        for steps, turns in zip(sides, turns_of_sides):
+            turns.append(steps.take_steps("ours", our_count))
+    for (order, dtype), turns, (loss, norm) in zip(settings, turns_of_sides, differences):
+        ratios = [(plain.seconds / plain.rows) / (ours.seconds / ours.rows)
+                  for plain, ours in zip(plain_turns, turns)]
+        plain, ours = (Turn(*map(statistics.median, zip(*column)))
+                       for column in (plain_turns, turns))
         name = f"{batch_size} pair{'s' * (batch_size > 1)} a step, {order}, {dtype}"
-        yield (f"{name:<34}{batch_size / seconds_plain:>8.2f}{batch_size / seconds_ours:>8.2f}"
+        yield (f"{name:<34}{batch_size / plain.seconds:>8.2f}{batch_size / ours.seconds:>8.2f}"
                f"{statistics.median(ratios):>7.1f}x  "
-               f"{f'({min(ratios):.1f}-{max(ratios):.1f})':<14}{data:>5.1%}"
+               f"{f'({min(ratios):.1f}-{max(ratios):.1f})':<14}{ours.loading:>5.1%}"
                f"{loss:>13.1e}{norm:>16.1e}")
 
 
 # ---- data ----
-
-BYTES_PER_PROTEIN = 300     # of a prepared set
-MOST_READ = 20_000          # micro-batches of a window that are looked at
-
-
-def write_prepared(folder, n):
-    """A prepared folder of n made proteins, with UniRef50's length distribution."""
-    random = np.random.default_rng(0)
-    for name in SETS:
-        (folder / name).mkdir(parents=True)
-        for part in PARTS:
-            (folder / name / part).touch()
-    histogram = np.zeros(LONGEST + 1, np.int64)
-    files = [open(folder / "train" / part, "wb") for part in PARTS]
-    for first in range(0, n, 250_000):
-        lengths = made_lengths(min(250_000, n - first), random)
-        tokens = random.integers(0, X_ID, lengths.sum(), np.uint8)
-        keys = sequence_keys(tokens, np.cumsum(lengths) - lengths, lengths)
-        for file, part, dtype in zip(files, (tokens, lengths, keys), PARTS.values()):
-            part.astype(dtype).tofile(file)
-        histogram += np.bincount(lengths, minlength=len(histogram))
-    for file in files:
-        file.close()
-    lengths = np.flatnonzero(histogram)
-    sets = {name: {"proteins": 0, "residues": 0, "length_histogram": [],
-                   "letter_counts": [0] * N_TOKENS, "keys_hash": "",
-                   "files": {part: {"bytes": (folder / name / part).stat().st_size}
-                             for part in PARTS}} for name in SETS}
-    sets["train"].update(
-        proteins=n, residues=int((histogram[lengths] * lengths).sum()),
-        length_histogram=np.stack([lengths, histogram[lengths]], 1).tolist(),
-        letter_counts=[1] * N_TOKENS)
-    (folder / "meta.json").write_text(json.dumps({
-        "format": FORMAT, "version": VERSION, "release": "made", "source": [],
-        "val_fraction": 0.0, "min_length": 1, "sets": sets}))
-
 
 def private_megabytes():
     """Memory of this process that it shares with no other, in MB."""
@@ -457,12 +412,12 @@ def private_megabytes():
                if line.startswith("Private")) / 1e3
 
 
-def start_a_rank(folder, config, micro_batches, accum, queue):
+def start_a_rank(folder, config, micro_batches, accum):
     """What rank 0 of a run needs until its first batch, and what its batches are.
 
-    Puts on the queue what table_of_ranks prints: first (CPU seconds), memory (MB), reach (seconds
-    to a step of the second epoch), padding and wait (shares), read, read_cropped (bytes per
-    residue), table (MB), steps, windows, unit (residues).
+    Returns: dict of what table_of_ranks prints: first (CPU seconds), memory (MB), reach (seconds to
+        a step of the second epoch), padding and wait (shares), read, read_cropped (bytes per
+        residue), steps, windows, unit (thousand residues).
     """
     torch.set_num_threads(1)
     memory_before, start = private_megabytes(), time.process_time()
@@ -472,9 +427,8 @@ def start_a_rank(folder, config, micro_batches, accum, queue):
     for lane in range(accum):
         reader.micro_batch(0, lane)
     found = dict(first=time.process_time() - start, memory=private_megabytes() - memory_before,
-                 table=4 * len(proteins) / 1e6,     # the lengths, read once, by rank 0 alone
                  steps=plan.steps_per_epoch, windows=plan.windows,
-                 unit=proteins.meta["residues"] / plan.windows / micro_batches)
+                 unit=proteins.meta["residues"] / plan.windows / micro_batches / 1e3)
     start = time.perf_counter()
     for lane in range(accum):
         reader.micro_batch(plan.steps_per_epoch * 5 // 3, lane)
@@ -483,8 +437,7 @@ def start_a_rank(folder, config, micro_batches, accum, queue):
     lanes = np.linspace(0, micro_batches - 1, min(micro_batches, 64)).astype(int)
     reader.units.clear()
     first_step, n = plan.window_steps * (plan.windows // 2), plan.window_steps
-    stride = 1 if len(lanes) * n <= MOST_READ else n * len(lanes) // MOST_READ + 1
-    steps = range(first_step, first_step + n, stride)
+    steps = range(first_step, first_step + n, math.ceil(len(lanes) * n / MOST_READ))
     for step in steps:
         work = []
         for lane in lanes:
@@ -495,24 +448,19 @@ def start_a_rank(folder, config, micro_batches, accum, queue):
             work.append(len(part) * width * (6 * config.model.hidden_size + width))
         waits.append(max(work) / (sum(work) / len(work)) - 1)
     read = (proteins.bytes_read - read_before) * len(steps) / n   # the window is read whole
-    queue.put({**found, "padding": 1 - residues / positions, "wait": np.mean(waits),
-               "read": read / uncropped, "read_cropped": read / residues})
+    return {**found, "padding": 1 - residues / positions, "wait": np.mean(waits),
+            "read": read / uncropped, "read_cropped": read / residues}
 
 
 def bench_data(args, ddp):
     """Planning at any number of ranks; training from a prepared set and from memory."""
-    folder = temporary_folder(args, ddp)
-    try:
+    with shared_folder(args.folder, ddp) as folder:
         if ddp.world_size == 1:
             table_of_ranks(args, folder)
         if ddp.is_main:
             write_prepared(folder / "small", 100_000)
         barrier(ddp)
         train_from_both(args, folder / "small", ddp)
-    finally:
-        barrier(ddp)
-        if ddp.is_main:
-            shutil.rmtree(folder)
 
 
 def table_of_ranks(args, folder):
@@ -533,10 +481,10 @@ def table_of_ranks(args, folder):
             print(f"{ranks:>6}  too few proteins for this number of ranks: see --proteins")
             continue
         found = in_a_child(start_a_rank, folder / "large", config, ranks * accum, accum)
-        print("{ranks:>6}{steps:>12,}{windows:>8,}{kilobytes:>8,.0f}{first:>17.2f}{memory:>11.0f}"
+        print("{ranks:>6}{steps:>12,}{windows:>8,}{unit:>8,.0f}{first:>17.2f}{memory:>11.0f}"
               "{reach:>12.3f}{padding:>8.1%}{wait:>6.1%}{read:>10.3f}{read_cropped:>8.3f}".format(
-                  ranks=ranks, kilobytes=found["unit"] / 1e3, **found), flush=True)
-    print(f"rank 0, which alone reads all lengths ({found['table']:,.0f} MB) at the start; k is in "
+                  ranks=ranks, **found), flush=True)
+    print(f"rank 0, which alone reads all lengths ({4 * n / 1e6:,.0f} MB) at the start; k is in "
           "the second epoch; waits: by how much the\nslowest of up to 64 micro-batches of a step "
           "is above their mean; read/used: bytes read per residue\nof the proteins trained on; "
           "cropped: per residue that their crops leave")
@@ -555,7 +503,8 @@ def train_from_both(args, folder, ddp):
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, graph, config, ddp, torch.float32)
 
-    def run(proteins, first, last, train):
+    def residue_rate(proteins, first, last, train):
+        """Residues per second in these steps, which are trained on, or else only loaded."""
         reader = make_reader(config, proteins, ddp.world_size, ddp)
         sampler = MicroBatchSampler(reader.item_of, ddp.world_size, ddp, first, last)
         barrier(ddp)
@@ -572,14 +521,15 @@ def train_from_both(args, folder, ddp):
         return all_sum(residues, ddp) / (time.perf_counter() - start)
 
     in_memory = on_disk.read_all()
-    run(on_disk, 0, 5, True)
+    residue_rate(on_disk, 0, 5, train=True)     # to warm up
     rates, ratios = [], []
     for k in range(args.repeats):           # each time other steps, from the start of reading on
         first, last = 1000 * k, 1000 * k + args.steps
-        disk, memory = (run(proteins, first, last, True) for proteins in (on_disk, in_memory))
+        disk = residue_rate(on_disk, first, last, train=True)
+        memory = residue_rate(in_memory, first, last, train=True)
         rates.append(disk)
         ratios.append(disk / memory)
-    loader = run(on_disk, 0, 200, False)
+    loader = residue_rate(on_disk, 0, 200, train=False)
     print0(ddp, f"{ddp.world_size} rank(s), sedd_cpu.yaml, {args.steps} steps, {args.repeats} "
                 f"times in turns: {statistics.median(rates):,.0f} residues/s from disk, "
                 f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}) of that "
@@ -587,12 +537,13 @@ def train_from_both(args, folder, ddp):
 
 
 def main(argv):
+    benches = {"save": bench_save, "sedd": bench_sedd, "dpo": bench_dpo, "data": bench_data}
     own_options = {"scale": bench_scale.main, "card": bench_card.main}
     if argv and argv[0] in own_options:
         return own_options[argv[0]](argv[1:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("what", choices=("save", "sedd", "dpo", "data", *own_options),
+    add("what", choices=(*benches, *own_options),
         help="scale and card have options of their own (bench_ddp.py scale --help); sedd, dpo "
              "and data measure the CPU unless --device names another")
     add("configs", nargs="*", type=Path, default=[], help="of save; default: configs/sedd_*.yaml")
@@ -608,7 +559,7 @@ def main(argv):
     args = parser.parse_args(argv)
     if args.what in own_options:
         parser.error(f"{args.what} is to be the first word")
-    if args.what in ("sedd", "dpo", "data") and args.device == "auto":
+    if args.what != "save" and args.device == "auto":
         args.device = "cpu"
     for name, value in vars(args).items():
         if name != "node_rank" and type(value) is int and value < 1:
@@ -616,8 +567,10 @@ def main(argv):
     if args.configs and args.what != "save":
         parser.error(f"found {args.configs[0]}; expected options: save alone takes configs")
     with started_ranks(args, argv) as ddp:
-        {"save": bench_save, "sedd": bench_sedd, "dpo": bench_dpo,
-         "data": bench_data}[args.what](args, ddp)
+        if args.what in ("sedd", "dpo") and ddp.world_size > 1:
+            raise ValueError(f"found {ddp.world_size} ranks; expected one process: {args.what} "
+                             "compares steps, on one device. Start it by python alone.")
+        benches[args.what](args, ddp)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ trained again.
 import argparse
 import contextlib
 import io
+import itertools
 import sys
 from pathlib import Path
 
@@ -66,23 +67,23 @@ def steps_to(curve, value):
     """The step at which a curve first reaches `value`, between two points on a line; None: never.
 
     curve: [(step, value), ...], falling as a whole."""
-    before = None
-    for step, found in curve:
+    first_step, first_value = curve[0]
+    if first_value <= value:
+        return first_step
+    for (step, above), (next_step, found) in itertools.pairwise(curve):
         if found <= value:
-            if before is None or before[1] == found:
-                return step
-            share = (before[1] - value) / (before[1] - found)
-            return before[0] + share * (step - before[0])
-        before = step, found
+            return step + (above - value) / (above - found) * (next_step - step)
     return None
 
 
 def describe(recipe, curves, baseline):
     """A row of the table. curves, baseline: {seed: curve} of this recipe and of the first one."""
     ends = [curve[-1][1] for curve in curves.values()]
-    reached = [steps_to(curve, baseline[seed][-1][1]) for seed, curve in curves.items()]
-    shares = ["never" if step is None else f"{step / baseline[seed][-1][0]:.0%}"
-              for step, seed in zip(reached, curves)]
+    shares = []
+    for seed, curve in curves.items():
+        last_step, last_value = baseline[seed][-1]
+        step = steps_to(curve, last_value)
+        shares.append("never" if step is None else f"{step / last_step:.0%}")
     return (f"{recipe:<26}{np.mean(ends):>8.4f}   {' '.join(f'{end:.4f}' for end in ends):<22}"
             f"{' '.join(shares)}")
 

@@ -38,8 +38,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import train_dpo_ddp as dpo
 import train_sedd_ddp as sedd
-from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_sum, barrier, broadcast, detect_launcher,
-                       wrap_ddp)
+from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, broadcast,
+                       detect_launcher, wrap_ddp)
 from dpo_reference import make_tables
 from run_config import Parser, load_config
 from run_dir import closing
@@ -68,9 +68,9 @@ class Setting(NamedTuple):
 # ---------------------------------------------------------------- one launch
 def make_settings(args, accum, ddp):
     """The settings of this number of ranks. accum: of the config."""
-    ranks, largest = ddp.world_size, max(args.ranks or [0])
+    ranks, largest = ddp.world_size, max(args.ranks, default=0)
     settings = [Setting("weak", accum)]
-    if ranks in (args.ranks or ()) and ranks < largest:     # of the largest, both are the same
+    if ranks in args.ranks and ranks < largest:     # of the largest, both are the same
         settings.append(Setting("strong", accum * largest // ranks))
     if ranks > 1:
         settings += [setting._replace(variant="alone") for setting in settings]
@@ -89,19 +89,23 @@ def measure(args, config, ddp):
     settings, script = make_settings(args, config.training.accum, ddp), SCRIPTS[args.what][0]
     config.training.accum = max(setting.share for setting in settings)
     config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
+    with shared_folder(".", ddp) as folder, contextlib.redirect_stdout(io.StringIO()):
+        return closing(ddp, lambda: script.prepare(config, ddp, folder / "run"),
+                       lambda run, ddp: measure_run(run, settings, args, ddp))
+
+
+@contextlib.contextmanager
+def shared_folder(parent, ddp):
+    """A new folder in `parent`, which all hosts share: its path on every rank, until all leave."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        folder = ddp.is_main and stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="bench-", dir="."))   # that all hosts share
-        folder = Path(broadcast(folder, ddp), "run")
-        launch = closing(ddp, lambda: script.prepare(config, ddp, folder),
-                         lambda run, ddp: measure_run(run, settings, args, ddp))
-        barrier(ddp)     # nobody needs the folder any more
-    return launch
+        name = ddp.is_main and stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="bench-", dir=parent))
+        yield Path(broadcast(name, ddp))
+        barrier(ddp)     # nobody needs it any more
 
 
 def measure_run(run, settings, args, ddp):
-    """As measure, of a run that `prepare` has made."""
+    """As measure, of a run that `prepare` has made. settings: the first is that of --train."""
     dataset, loss_of = training_of(run, args.what, ddp)
     mine, order = run.sampler.mine, list(enumerate(settings))
     if args.train:
@@ -115,10 +119,11 @@ def measure_run(run, settings, args, ddp):
             times[ddp.rank, k, repeat] = time_block(run, setting, args.train + repeat * args.steps,
                                                     args.steps, dataset, loss_of, ddp)
     times = all_sum(torch.from_numpy(times), ddp).numpy()
+    parts, cpu = times[..., :-1], times[..., -1].mean(0)
     memory = [peak_memory(ddp.device) * (rank == ddp.rank) for rank in range(ddp.world_size)]
-    rows = [make_row(setting, settings, times, run.batch / run.micro_batches)
+    rows = [make_row(setting, settings, parts, cpu, run.batch / run.micro_batches)
             for setting in settings]
-    if len(args.ranks or ()) > 1 and ddp.world_size == max(args.ranks):
+    if len(args.ranks) > 1 and ddp.world_size == max(args.ranks):
         rows += [{**row, "scaling": "strong"} for row in rows if row["variant"] in ("", "alone")]
     parameters = list(run.bare.parameters())
     size = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
@@ -126,7 +131,7 @@ def measure_run(run, settings, args, ddp):
         what=args.what, config=Path(args.config).name, overrides=args.overrides,
         device=ddp.device.type, backend=ddp.backend, dtype=str(run.dtype)[6:],
         ranks=ddp.world_size, unit=run.plan.counted_in if args.what == "sedd" else "pairs",
-        largest=max(args.ranks or [ddp.world_size]), train=args.train,
+        largest=max(args.ranks, default=ddp.world_size), train=args.train,
         parameters=sum(p.numel() for p in parameters), gradient_bytes=size,
         messages=math.ceil(size / 2**20 / (run.config.ddp.bucket_cap_mb or 25)) + 1,
         memory_gb=max(all_sum(memory, ddp)), noise=noise, all_reduces=time_all_reduces(size, ddp),
@@ -174,13 +179,17 @@ def compress(group, bucket):
     return bf16_compress_hook(group, bucket)
 
 
-def make_row(setting, settings, times, per_micro_batch):
-    """What is written of a setting. times: (rank, setting, repeat, step, part or CPU) seconds."""
-    own, ranks = times[:, settings.index(setting)], len(times)
-    by_rank, cpu = own[..., :-1].sum(-1), own[..., -1].mean(0)
+def make_row(setting, settings, parts, cpu, per_micro_batch):
+    """What is written of a setting.
+
+    Args: parts: (rank, setting, repeat, step, part) seconds; cpu: (setting, repeat, step) CPU
+        seconds, means over ranks; per_micro_batch: in the unit of the global batch.
+    """
+    ranks, k = len(parts), settings.index(setting)
+    by_rank = parts[:, k].sum(-1)
     steps = by_rank.mean(0)
     seconds = float(np.median(steps))
-    shares = own[..., :-1].mean((0, 1, 2)) / steps.mean()
+    shares = parts[:, k].mean((0, 1, 2)) / steps.mean()
     # A median is not moved by the few steps that a busy machine holds up. 1.4826 of it is the
     # standard deviation of normal numbers.
     spread = 1.4826 * np.median(np.abs(by_rank - (steps if ranks > 1 else seconds)))
@@ -188,12 +197,12 @@ def make_row(setting, settings, times, per_micro_batch):
                batch=per_micro_batch * setting.share * ranks, seconds=seconds,
                parts={part: float(share) * seconds for part, share in zip(PARTS, shares)},
                sigma=float(spread) * math.sqrt(ranks / max(ranks - 1, 1)),
-               cpu_seconds=float(np.median(cpu)), of_alone=1.0, cpu_of_alone=1.0)
-    limit = Setting(setting.scaling, setting.share, "alone")
-    if limit in settings:
-        limit = times[:, settings.index(limit)].mean(0)
-        row["of_alone"] = float(np.median(limit[..., :-1].sum(-1) / steps))
-        row["cpu_of_alone"] = float(np.median(limit[..., -1] / cpu))
+               cpu_seconds=float(np.median(cpu[k])), of_alone=1.0, cpu_of_alone=1.0)
+    alone = Setting(setting.scaling, setting.share, "alone")
+    if alone in settings:
+        limit = settings.index(alone)
+        row["of_alone"] = float(np.median(parts[:, limit].sum(-1).mean(0) / steps))
+        row["cpu_of_alone"] = float(np.median(cpu[limit] / cpu[k]))
     return row
 
 
@@ -222,7 +231,7 @@ def measure_noise(run, dataset, loss_of, args, ddp):
     place, groups = replace(ddp, world_size=1), args.steps
     items = iter([run.sampler.item_of(args.train + step, micro) for micro in run.sampler.mine
                   for step in range(groups * NOISE_MICRO_BATCHES)])     # none was trained on
-    small, big = [], []     # (squared norm, 1 / what the loss counts) of each batch
+    small_batches, big_batches = [], []     # (squared norm, 1 / what the loss counts) of each
     run.bare.train()
     for _ in range(groups):
         together, count = None, 0.0
@@ -230,15 +239,16 @@ def measure_noise(run, dataset, loss_of, args, ddp):
             totals, norm = global_gradient(run.bare, [dataset[next(items)]], loss_of, place,
                                            run.nominal)
             n, count = float(totals.count), count + float(totals.count)
-            small.append((float(norm)**2, 1 / n))
+            small_batches.append((float(norm)**2, 1 / n))
             weighted = [n * p.grad for p in run.bare.parameters() if p.grad is not None]
             together = torch._foreach_add(together, weighted) if together else weighted
             run.optimizer.zero_grad(set_to_none=True)
-        big.append(((float(torch.nn.utils.get_total_norm(together)) / count)**2, 1 / count))
-    means = [mean / ddp.world_size for batches in (small, big)
-             for mean in all_sum(list(np.mean(batches, 0)), ddp)]
+        norm = float(torch.nn.utils.get_total_norm(together)) / count
+        big_batches.append((norm**2, 1 / count))
+    small, inverse_small = all_mean(np.mean(small_batches, 0).tolist(), ddp)
+    big, inverse_big = all_mean(np.mean(big_batches, 0).tolist(), ddp)
     size = run.batch / run.micro_batches     # in the unit of the global batch
-    return dict(small=means[0], big=means[2], n_small=size, n_big=size * means[1] / means[3])
+    return dict(small=small, big=big, n_small=size, n_big=size * inverse_small / inverse_big)
 
 
 # ---------------------------------------------------------------- command line
@@ -279,7 +289,7 @@ def read_arguments(argv):
     args = parser.parse_intermixed_args(argv)
     args.what = args.words.pop(0) if args.words and "=" not in args.words[0] else "sedd"
     args.overrides = args.words
-    args.ranks, args.predict = (text and sorted({*numbers_of(name, text)}) for name, text in
+    args.ranks, args.predict = (sorted({*numbers_of(name, text)}) if text else [] for name, text in
                                 (("ranks", args.ranks), ("predict", args.predict)))
     problems = [f"--{name} is {value}; expected more than 0" for name, value in vars(args).items()
                 if name != "train" and type(value) in (int, float) and not value > 0]
@@ -287,9 +297,9 @@ def read_arguments(argv):
         problems.append(f"--train is {args.train}; expected 0 or more")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         problems.append("--plot needs matplotlib: pip install matplotlib")
-    largest = max(args.ranks or [1])
+    largest = max(args.ranks, default=1)
     problems += [f"--ranks: {n} does not divide {largest}; expected numbers that do, so that the "
-                 "global batch can stay the same" for n in args.ranks or () if largest % n]
+                 "global batch can stay the same" for n in args.ranks if largest % n]
     if args.what not in SCRIPTS:
         problems.append(f"found {args.what!r}; expected sedd, dpo or section.key=value")
     if (args.latency_us is None) != (args.bandwidth_gbs is None):

@@ -12,6 +12,7 @@ stays.
 import contextlib
 import copy
 import io
+import json
 import math
 import statistics
 import tempfile
@@ -24,7 +25,8 @@ import torch.nn.functional as F
 
 from ddp_setup import autocast
 from run_dir import closing
-from sequence_data import LETTERS, X_ID
+from sequence_data import (FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, X_ID,
+                           sequence_keys)
 from sedd_eval import to_device
 from sedd_files import noise_of
 from train_loop import open_batches, global_gradient, take_step
@@ -34,6 +36,8 @@ LONGEST = 45_000                                    # residues of a made protein
 BATCH, EQUAL_LENGTH, PADDED_LENGTH = 8, 256, 512    # proteins in a plain step; residues
 N_MADE = 3000                                       # proteins of a made set
 
+
+# ---- random proteins, for other benches too ----
 
 def made_lengths(n, random):
     """n lengths as in UniRef50, log-normal of mean 287, (n,) int64, by a numpy generator."""
@@ -46,6 +50,35 @@ def write_made_fasta(path, lengths, random):
     with open(path, "w") as file:
         for i, length in enumerate(lengths):
             file.write(f">made{i}\n{''.join(random.choice(letters, length))}\n")
+
+
+def write_prepared(folder, n):
+    """A prepared folder of n random proteins, as long as those of UniRef50. folder: Path."""
+    random, histogram = np.random.default_rng(0), np.zeros(LONGEST + 1, np.int64)
+    for name in SETS:
+        (folder / name).mkdir(parents=True)
+        for part in PARTS:
+            (folder / name / part).touch()
+    for first in range(0, n, 250_000):
+        lengths = made_lengths(min(250_000, n - first), random)
+        tokens = random.integers(0, X_ID, lengths.sum(), np.uint8)
+        keys = sequence_keys(tokens, np.cumsum(lengths) - lengths, lengths)
+        for (part, dtype), values in zip(PARTS.items(), (tokens, lengths, keys)):
+            with open(folder / "train" / part, "ab") as file:
+                values.astype(dtype).tofile(file)
+        histogram += np.bincount(lengths, minlength=len(histogram))
+    lengths = np.flatnonzero(histogram)
+    sets = {name: {"proteins": 0, "residues": 0, "length_histogram": [],
+                   "letter_counts": [0] * N_TOKENS, "keys_hash": "",
+                   "files": {part: {"bytes": (folder / name / part).stat().st_size}
+                             for part in PARTS}} for name in SETS}
+    sets["train"].update(
+        proteins=n, residues=int((histogram[lengths] * lengths).sum()),
+        length_histogram=np.stack([lengths, histogram[lengths]], 1).tolist(),
+        letter_counts=[1] * N_TOKENS)
+    (folder / "meta.json").write_text(json.dumps({
+        "format": FORMAT, "version": VERSION, "release": "made", "source": [],
+        "val_fraction": 0.0, "min_length": 1, "sets": sets}))
 
 
 # ---- the plain step ----
@@ -142,9 +175,6 @@ class PlainSteps:
 
 def bench_sedd(args, ddp):
     """Our SEDD step and a plain one in turns, in float32 and bfloat16."""
-    if ddp.world_size > 1:
-        raise ValueError(f"found {ddp.world_size} ranks; expected one process: bench_ddp.py sedd "
-                         "compares steps, on one device. Start it by python alone.")
     on_cpu = ddp.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)
@@ -184,8 +214,9 @@ def print_rows(run, name, length, repeats, ddp):
             p += 0.05 * torch.randn(p.shape, generator=generator).to(p.device)
     plain = PlainSteps(copy.deepcopy(run.bare), run.config, length, ddp)
     float32, bfloat16 = torch.float32, torch.bfloat16
-    differences = {dtype: compare(run, plain, dtype, ddp) for dtype in (float32, bfloat16)}
     dataset = MicroBatches(run.graph, run.noise, length, run.micro_batches, 0)
+    differences = {dtype: compare(run, plain, dataset, dtype, ddp)
+                   for dtype in (float32, bfloat16)}
     batches = open_batches(run, dataset, None, ddp)
     per_step = BATCH * run.plan.residues / run.plan.proteins    # residues of plain's, on average
 
@@ -219,9 +250,8 @@ def loss_in(dtype, run, ddp):
     return lambda model, batch: micro_batch_loss(model, batch, run.graph, run.config, ddp, dtype)
 
 
-def compare(run, plain, dtype, ddp):
+def compare(run, plain, dataset, dtype, ddp):
     """Relative differences (loss, norm of the gradient) of both on our first batch, dropout 0."""
-    dataset = MicroBatches(run.graph, run.noise, run.plan.max_length, run.micro_batches, 0)
     batch = dataset[run.sampler.item_of(0, 0)]
     batch["x0"] = batch["x0"].where(batch["x0"] != X_ID, 0)     # plain counts X, ours does not
     n, loss = len(batch["x0"]), 0.0

@@ -88,9 +88,10 @@ def merge(launches):
     largest = max(launch["largest"] for group in alike.values() for launch in group)
     for ranks, group in sorted(alike.items()):
         rows = {}
-        for launch, row in ((launch, row) for launch in group for row in launch["rows"]):
-            if row["scaling"] == "weak" or launch["largest"] == largest:
-                rows.setdefault((row["scaling"], row["variant"]), []).append(row)
+        for launch in group:
+            for row in launch["rows"]:
+                if row["scaling"] == "weak" or launch["largest"] == largest:
+                    rows.setdefault((row["scaling"], row["variant"]), []).append(row)
         noises = [launch["noise"] for launch in group if launch["noise"]]
         merged[ranks] = {**group[-1], "launches": len(group),
                          "noise": median_of(noises) if noises else None,
@@ -101,9 +102,14 @@ def merge(launches):
 
 def median_of(dicts):
     """Of each number in dicts with the same keys; texts are those of the first."""
-    return {key: value if isinstance(value, str) else
-            median_of([d[key] for d in dicts]) if isinstance(value, dict) else
-            statistics.median(d[key] for d in dicts) for key, value in dicts[0].items()}
+    medians = {}
+    for key, first in dicts[0].items():
+        values = [numbers[key] for numbers in dicts]
+        if isinstance(first, str):
+            medians[key] = first
+        else:
+            medians[key] = (median_of if isinstance(first, dict) else statistics.median)(values)
+    return medians
 
 
 def find_alone(launches, scaling, ranks):
@@ -127,15 +133,16 @@ def predict(launches, args):
     """(rows for args.predict, {"scaling ranks": predicted / measured - 1}, text on the link).
 
     Raises: ValueError where nothing says what an all-reduce takes."""
-    last, given, overlaps = launches[max(launches)], None, {}
+    last, given, measured, overlaps = launches[max(launches)], None, None, {}
     if args.latency_us is not None:
         given = Link(args.latency_us / 1e6, args.bandwidth_gbs * 1e9)
-    if last["ranks"] == 1 and not given:
+    if last["ranks"] > 1:
+        measured = fit_link(last["ranks"], last["all_reduces"], last["backend"] == "gloo")
+    link = given or measured
+    if link is None:
         raise ValueError("--predict: one rank alone was measured, which does not say what an "
                          "all-reduce takes. Expected --ranks with 2 or more, or --latency_us and "
                          "--bandwidth_gbs.")
-    link = given if last["ranks"] == 1 else fit_link(last["ranks"], last["all_reduces"],
-                                                     last["backend"] == "gloo")
 
     def exchange(ranks, link):
         return link.seconds(ranks, last["gradient_bytes"], last["messages"])
@@ -144,14 +151,14 @@ def predict(launches, args):
               for scaling in ("weak", "strong") if (scaling, "") in launch["rows"]}
     for (scaling, n), row in points.items():
         waited = row["seconds"] - predict_step(find_alone(launches, scaling, n), n, 0.0, 0.0)
-        overlaps[scaling, n] = min(max(1 - waited / exchange(n, link), 0.0), 1.0)
+        overlaps[scaling, n] = min(max(1 - waited / exchange(n, measured), 0.0), 1.0)
     errors = {}
     for (scaling, n), row in points.items():
         others = [overlap for (_, other), overlap in overlaps.items() if other != n]
-        step = predict_step(find_alone(launches, scaling, n), n, exchange(n, link),
+        step = predict_step(find_alone(launches, scaling, n), n, exchange(n, measured),
                             statistics.median(others or [0.0]))
         errors[f"{scaling} {n}"] = step / row["seconds"] - 1
-    overlap, link = statistics.median(overlaps.values() or [0.0]), given or link
+    overlap = statistics.median(overlaps.values() or [0.0])
     per_rank = launches[min(launches)]["rows"]["weak", ""]["batch"] / min(launches)
     rows = [dict(scaling="weak", ranks=n, batch=per_rank * n, exchange=exchange(n, link),
                  seconds=predict_step(find_alone(launches, "weak", n), n, exchange(n, link),
@@ -228,10 +235,12 @@ def print_prediction(predicted, errors, text, critical, launches):
               f"{row['exchange']:>12.4f}{row['speed_up']:>10.1f}{row['efficiency']:>12.0%}"
               f"{progress:>10}")
     if critical is None:
-        return print("critical batch: not measured; give --predict with --ranks.")
+        print("critical batch: not measured; give --predict with --ranks.")
+        return
     if not critical:
-        return print("critical batch: not found; the noise hides the gradient in so few batches. "
-                     "Take more --steps.")
+        print("critical batch: not found; the noise hides the gradient in so few batches. Take "
+              "more --steps.")
+        return
     if not launches[least]["train"]:
         print("These are fresh weights, whose critical batch is small: see --train.")
     print(textwrap.fill(

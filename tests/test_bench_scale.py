@@ -1,4 +1,4 @@
-"""bench_ddp.py scale and card: what they write, its formulas, its messages."""
+"""bench_ddp.py, above all scale and card: what they write, its formulas, its messages."""
 
 import json
 import math
@@ -99,6 +99,21 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
     for (code, out, err), message in zip(found, refused.values()):
         assert code == 2 and message in err.splitlines()[-1], err
         assert "Traceback" not in err and "float32" not in out
+
+
+def test_a_bench_removes_its_folder_with_few_proteins_too_and_steps_are_compared_on_one_rank(
+        tmp_path):
+    short = ["--device=cpu", "--repeats=1", "--steps=1"]
+    save = fork_ranks(2, [ROOT / "bench_ddp.py", "save", ROOT / "configs" / "sedd_demo.yaml",
+                          *short], tmp_path)
+    data = fork_ranks(1, [ROOT / "bench_ddp.py", "data", "--proteins=10", *short], tmp_path)
+    assert save.returncode == data.returncode == 0, save.text + data.text
+    assert "\nsedd_demo " in save.stdout and "2 rank(s)" in save.stdout
+    assert "too few proteins" in data.stdout and "of that from memory" in data.stdout
+    for what in ("dpo", "sedd"):
+        done = fork_ranks(2, [ROOT / "bench_ddp.py", what, *short], tmp_path)
+        assert done.returncode == 2 and "found 2 ranks; expected one process" in done.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_card_is_measured_model_by_model_against_the_plain_step(tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ design_settings: MODELS DATA torch numpy
 sample_proteinmpnn: MODELS DATA design_settings run_log torch numpy
 prepare_uniref50: sequence_data torch numpy tqdm
 bench_scale: SHARED train_sedd_ddp train_dpo_ddp step_meter dpo_reference scale_report torch numpy
-bench_card: SHARED bench_scale bench_sedd prepare_uniref50 step_meter torch numpy
+bench_card: SHARED bench_scale bench_sedd step_meter torch numpy
 bench_ddp: SHARED MODELS DATA bench_card bench_scale bench_sedd train_sedd_ddp train_dpo_ddp
     step_meter torch numpy (matplotlib)
 bench_sedd: ddp_setup run_dir sequence_data sedd_eval sedd_files train_loop train_sedd_ddp torch
