@@ -100,10 +100,10 @@ def training_state(path):
 
 def bench_save(args, ddp):
     """Time to write a checkpoint (with fsync), and to check and read it; all ranks take part."""
-    print0(ddp, f"a checkpoint in {args.folder}, {ddp.world_size} rank(s), median of "
-                f"{args.repeats} (max - min)\n{'config':<16}{'parameters':>12}{'MB':>8}"
-                f"{'write s':>16}{'read s':>16}{'every 15 min':>14}")
     with shared_folder(args.folder, ddp) as folder:
+        print0(ddp, f"a checkpoint in {args.folder}, {ddp.world_size} rank(s), median of "
+                    f"{args.repeats} (max - min)\n{'config':<16}{'parameters':>12}{'MB':>8}"
+                    f"{'write s':>16}{'read s':>16}{'every 15 min':>14}")
         path = folder / "last.pt"
         for config in args.configs or sorted(CONFIGS.glob("sedd_*.yaml")):
             n, state = training_state(config)
@@ -556,7 +556,9 @@ def main(argv):
     add("--pdb", type=Path, help="structure for dpo, all its chains designed; default: a built one")
     add("--pairs", type=Path, help="file of preference pairs for dpo, as train_dpo_ddp.py reads it")
     add_launch_arguments(parser)
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if not Path(args.folder).is_dir():
+        parser.error(f"--folder {args.folder} is no folder; expected one that exists")
     if args.what in own_options:
         parser.error(f"{args.what} is to be the first word")
     if args.what != "save" and args.device == "auto":

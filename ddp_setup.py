@@ -1496,8 +1496,8 @@ def _read_checkpoint(path, map_location):
         reason = f"it is damaged, the checksum of its record {damaged} is wrong"
     except MemoryError:   # the file may be good: an older one must not take its place
         raise
-    except Exception as e:   # torch raises half a dozen kinds for a damaged file
-        reason = _in_one_line(e)
+    except Exception as e:   # half a dozen kinds; torch's text goes on: without weights_only
+        reason = _in_one_line(e).partition(". ")[0]
     raise ValueError(f"cannot read the checkpoint {path}: {reason}. Expected a file written by "
                      f"save_checkpoint. Use another one, or start afresh.")
 

@@ -64,6 +64,8 @@ def read_designs(path):
 
 def read_rows(path):
     """[(number of its last line, {column: text})] of a table. Raises: ValueError."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; expected a table in CSV.")
     try:
         text = path.read_bytes().decode("utf-8-sig")
         dialect = "excel-tab" if "\t" in text.partition("\n")[0] else "excel"

@@ -83,11 +83,9 @@ def draw(runs, path):
         axis.set_axis_off()
     for (title, unit, styles), axis in zip(panels, axes.flat):
         for run_number, (name, rows) in enumerate(runs.items()):
-            for key_number, (key, style) in enumerate(styles.items()):
-                curve = points(rows, key)
-                if not curve:
-                    continue
-                steps, values = zip(*curve)
+            curves = {key: curve for key in styles if (curve := points(rows, key))}
+            for key_number, (key, curve) in enumerate(curves.items()):
+                style, (steps, values) = styles[key], zip(*curve)
                 # A label that begins with "_" would be left out; "$" begins mathematics.
                 label = key if len(runs) == 1 else f"{key}, {name}".replace("$", r"\$")
                 color = f"C{key_number if len(runs) == 1 else run_number}"

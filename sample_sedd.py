@@ -429,10 +429,13 @@ def picture_of(args):
 def check_files(args):
     """Refuse files that cannot be read or written. Raises ValueError."""
     read = [path for path in (args.infill, args.score, args.mutations, args.report) if path]
+    checkpoint, out = Path(args.checkpoint), args.out
     for path in read:
         if not path.is_file():
             raise ValueError(f"there is no file {path}.")
-    checkpoint, out = Path(args.checkpoint), args.out
+    if not checkpoint.exists():
+        raise ValueError(f"there is no {checkpoint}; expected a checkpoint of train_sedd_ddp.py, "
+                         "an exported folder, or the published layout.")
     for path in (checkpoint, *checkpoint.glob("*"), *read):   # an export is a folder
         for written in (out, picture_of(args)):
             if written and written.exists() and path.exists() and written.samefile(path):
@@ -545,9 +548,11 @@ def score_file(sedd, args, how, write):
         raise ValueError(f"{args.score} has no residue that counts: X alone.")
     mean, error = bound / n, math.sqrt(variance) / n
     low, high = (perplexity(mean + side * INTERVAL * error) for side in (-1, 1))
-    print0(how["ddp"], f"{n:,.0f} residues: bound {mean:.4f} nats per residue (standard error "
-                       f"{error:.4f}), perplexity {perplexity(mean)} (95 %: {low} to {high}, "
-                       f"of the noise drawn); unigram {unigram / n:.4f}, "
+    spread, interval = f" (standard error {error:.4f})", f" (95 %: {low} to {high})"
+    if math.isnan(error):
+        spread, interval = "", " (--samples 1: its error is not known)"
+    print0(how["ddp"], f"{n:,.0f} residues: bound {mean:.4f} nats per residue{spread}, perplexity "
+                       f"{perplexity(mean)}{interval}; unigram {unigram / n:.4f}, "
                        f"{perplexity(unigram / n)}", file=sys.stderr)
 
 

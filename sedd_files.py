@@ -140,7 +140,8 @@ def read_tensors(path, load):
     except OSError:
         raise
     except Exception as e:   # half a dozen kinds, for a damaged file
-        reason = (str(e).splitlines() or [""])[0]
+        # Torch goes on with advice to load it without weights_only.
+        reason = str(e).partition(". ")[0].partition("\n")[0]
         raise ValueError(f"cannot read {path} ({type(e).__name__}: {reason}). Expected a whole "
                          "checkpoint of train_sedd_ddp.py, an exported folder, or a file in the "
                          "published layout, of tensors and plain types.") from None

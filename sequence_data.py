@@ -635,7 +635,8 @@ def _read_pt(path):
     try:
         entries = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                      # unpickling junk raises nearly any type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        # Torch goes on with advice to load it without weights_only.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
         raise ValueError(f"{path} cannot be loaded: {reason}. Expected a torch file with a list of "
                          f"dicts of plain types, each with 'protein_seq'. Save it so, or give "
                          f"FASTA.") from None

@@ -363,6 +363,9 @@ def test_what_cannot_be_read_as_a_checkpoint_is_refused_with_its_name(tmp_path):
         path.write_bytes(data[:n])
         with pytest.raises(ValueError, match=f"cannot read the checkpoint {path}"):
             load_checkpoint(str(path))
+    torch.save(print, path)
+    with pytest.raises(ValueError, match="Weights only load failed. Expected a file written by"):
+        load_checkpoint(path)   # without torch's advice to load it all the same
     for name, reason in (("none.pt", "No such file or directory"), ("", "Is a directory")):
         with pytest.raises(ValueError, match=f"no checkpoint {tmp_path / name}: {reason}"):
             load_checkpoint(tmp_path / name)
