@@ -283,8 +283,8 @@ def detect_launcher(env, mpi=None):
                 f"another launcher. If mpi4py differs, it was probably built for another MPI: "
                 f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints)
     size = next((number for number in sizes.values() if number is not None), None)
-    if row.name == "Slurm step" and _int(env, "SLURM_STEP_NUM_NODES") == 1:
-        local_size = size   # which it tells by lists alone
+    if size == 1 or row.name == "Slurm step" and _int(env, "SLURM_STEP_NUM_NODES") == 1:
+        local_size = size   # which Slurm tells by lists alone
     if size is None:
         raise SetupError(
             f"{row.name} started rank {rank} but sets no number of ranks. Expected DDP_WORLD_SIZE: "
@@ -297,7 +297,8 @@ def detect_launcher(env, mpi=None):
                              f"{_seen(env)}")
     sources = ", ".join(f"{what} from {name}" for what, name in (
         ("rank", row.rank), ("size", row.size), ("local rank", row.local_rank)) if name)
-    return Ddp(rank, size, local_rank, local_size, None, launcher=row.name, notes=(
+    node_rank = 0 if size == 1 else None   # of several ranks, the hosts that meet tell it
+    return Ddp(rank, size, local_rank, local_size, node_rank, launcher=row.name, notes=(
         f"launcher {row.name}: {sources}",
         *(f"outer launcher {other.name} says rank {env[other.rank]} of {env.get(other.size)}: "
           f"not used" for other in outer)))
@@ -706,10 +707,10 @@ def _open_store(ddp, env, agent, limit):
             listener = socket.create_server(address[:2], family=family, backlog=4096)
             port = listener.getsockname()[1]
         except OSError as e:
-            problem = (f"rank 0 on {ddp.host} cannot listen on {host}:{port}: {e.strerror}. "
-                       f"Expected MASTER_ADDR to be an address of rank 0's host and MASTER_PORT to "
-                       f"be free there. Leave both unset to have them found, or choose another "
-                       f"port.")
+            problem = (
+                f"rank 0 on {ddp.host} cannot listen on {host}:{port}: {e.strerror}. Expected "
+                f"MASTER_ADDR to be an address of rank 0's host and MASTER_PORT to be free there. "
+                f"Leave both unset to have them found, or choose another port.")
     if ddp.state.mpi is not None:
         host, port, problem = ddp.state.mpi.bcast((host, port, problem), root=0)
     if problem:
@@ -1007,11 +1008,9 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
     itself, also one that waits for another's work.
 
     Args:
-        run_dir: folder in which rank 0 writes status.json {code, reason, step}, with code null
-            while the run is on, and each rank its stacks, stacks/rank_R.txt. None: no status, and
-            stacks below the temporary folder.
-        minutes: without progress; 0: no limit.
-        signals: names of those that ask for a stop.
+        run_dir: for rank 0's status.json {code (null: the run is on), reason, step}, and for the
+            stacks, stacks/rank_R.txt; None: no status, and stacks below the temporary folder.
+        minutes: without progress; 0: no limit. signals: names of those that ask for a stop.
     """
     requested = ddp.state.watch.requested if ddp.state.watch else ""   # while loading, say
     close_run(ddp)
@@ -1144,14 +1143,11 @@ def worker_init(worker_id=0, signals=STOP_SIGNALS):
 def _deadline(env):
     """Epoch seconds, or infinity."""
     text = env.get("DDP_DEADLINE", "").strip()
-    try:
-        deadline = float(text or "inf")
-    except ValueError:
-        deadline = 0.0
-    if not deadline > 0:   # nor is nan
-        raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected such as "
-                         f"$(( $(date +%s) + 3000 )).")
-    return deadline
+    with contextlib.suppress(ValueError):
+        if (deadline := float(text or "inf")) > 0:   # nan is not
+            return deadline
+    raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected such as "
+                     f"$(( $(date +%s) + 3000 )).")
 
 
 def _write_status(ddp, code, reason):
@@ -1236,10 +1232,9 @@ def ddp_sampler(dataset, ddp, train=True, shuffle=True):
 # ---------------------------------------------------------------- agree, reduce
 def print0(ddp, *values, **options):
     """print on rank 0; on every rank, with its number, where DDP_LOG_ALL=1."""
-    if os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1:
-        print(f"[rank {ddp.rank}]", *values, flush=True, **options)
-    elif ddp.is_main:
-        print(*values, flush=True, **options)
+    log_all = os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1
+    if log_all or ddp.is_main:
+        print(*[f"[rank {ddp.rank}]"] * log_all, *values, **{"flush": True, **options})
 
 
 def _route(ddp, device):
@@ -1466,8 +1461,7 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
         ddp.state.damaged = os.path.realpath(path)
     if ddp.world_size > 1:
         copy = bytearray(data if ddp.is_main else size)
-        parts = torch.frombuffer(copy, dtype=torch.uint8).split(1 << 26)   # of 64 MiB
-        for part in parts:
+        for part in torch.frombuffer(copy, dtype=torch.uint8).split(1 << 26):   # of 64 MiB
             beat(ddp)
             broadcast(part, ddp)
         if not ddp.is_main:

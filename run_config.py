@@ -259,7 +259,7 @@ _Loader.yaml_implicit_resolvers = {
 def _parse(text, where):
     """The value of a YAML text. where: it is from, for messages."""
     try:
-        return yaml.load(text, _Loader)   # a SafeLoader: as safe_load, without its traps
+        return _Loader(text).get_single_data()   # as yaml.safe_load, whose loader it extends
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""

@@ -30,9 +30,9 @@ install() {   # install PYTHON [pip arguments]
 make_env() {
   # The stamp is written last. Its first line says when to make .venv anew (MPI wheels overwrite
   # each other, and an environment cannot be moved), its second when pip has to run again.
-  local python=${PYTHON:-python3} version kind list
+  local python=${PYTHON:-python3} version kind list    # without PYTHON, that of .venv is kept
   if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && .venv/bin/python -c '' 2> /dev/null; then
-    python=$(realpath .venv/bin/python)    # none was asked for: keep the one that .venv has
+    python=$(.venv/bin/python -c 'import os, sys; print(os.path.realpath(sys.executable))')
   fi
   version=$("$python" -c 'import sys; v = sys.version_info; print("%d.%d" % v[:2])
 sys.exit(v < (3, 10))') ||

@@ -19,7 +19,7 @@ import torch
 import ddp_setup
 from ddp_setup import (Ddp, State, all_mean, all_sum, autocast, broadcast, choose_device,
                        choose_dtype, cleanup_ddp, close_run, ddp_sampler, detect_launcher,
-                       load_checkpoint, optimize_with_ipex, save_checkpoint, setup_ddp,
+                       load_checkpoint, optimize_with_ipex, print0, save_checkpoint, setup_ddp,
                        slurm_first_host, stop_reason, stop_wanted, watch_run, wrap_ddp)
 from launchers import await_that, clean_environment, fork_ranks
 
@@ -66,6 +66,11 @@ def test_every_launcher_is_known_by_its_variables(env, name, mpi):
 def test_the_ranks_of_a_slurm_step_on_one_node_are_on_one_host():
     assert detect_launcher(dict(SLURM, SLURM_STEP_NUM_NODES="1")).on_one_host
     assert not detect_launcher(SLURM).on_one_host
+
+
+def test_a_single_rank_of_a_launcher_is_alone_on_host_0():
+    one = detect_launcher(dict(FLUX, FLUX_TASK_RANK="0", FLUX_JOB_SIZE="1", FLUX_TASK_LOCAL_ID="0"))
+    assert (one.world_size, one.local_world_size, one.node_rank) == (1, 1, 0)   # it meets nobody
 
 
 @pytest.mark.parametrize("env", [
@@ -302,6 +307,8 @@ def test_one_process_needs_no_launcher_and_leaves_the_environment_as_it_was(monk
     cleanup_ddp(ddp)
     assert dict(os.environ) == before
     assert "Initialized DDP: 1 rank" in capsys.readouterr().out
+    print0(ddp, "a", "b", sep="-", flush=False)
+    assert capsys.readouterr().out == "a-b\n"
 
 
 # ---------------------------------------------------------------- checkpoints that survive
