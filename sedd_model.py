@@ -313,16 +313,15 @@ def attend_in_parts(q, k, v, attended):
         all_of_them = torch.ones(B, 1, 1, L, dtype=torch.bool)
         attended = F.pad(all_of_them if attended is None else attended, (0, padding))
         k, v = (F.pad(x, (0, 0, 0, padding)) for x in (k, v))
+    q = q * e ** -0.5
+    if attended is not None:    # one more entry of queries and keys: no pass over the scores
+        hidden = torch.where(attended, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
+        q = F.pad(q, (0, 1), value=1.0)
+        k = torch.cat([k, hidden.mT.expand(-1, heads, -1, -1)], dim=-1)
     n = max(1, SCORES // (heads * L * (L + padding)))
-    hidden = [None] * B
-    if attended is not None:
-        hidden = torch.where(attended, 0.0, torch.finfo(q.dtype).min).to(q.dtype).split(n)
     out = []
-    for q, k, v, hidden in zip((q * e ** -0.5).split(n), k.split(n), v.split(n), hidden):
-        scores = q @ k.mT
-        if hidden is not None:
-            scores += hidden
-        out.append(scores.softmax(dim=-1) @ v)
+    for q, k, v in zip(q.split(n), k.split(n), v.split(n)):
+        out.append((q @ k.mT).softmax(dim=-1) @ v)
     return torch.cat(out)
 
 
