@@ -10,25 +10,20 @@ import types
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import backend_registration
 
-import cpu_linear
-import optimizer
-import proteinmpnn_model
-import sedd_model
-import train_loop
-from bench_scale import SCRIPTS, training_of
+from bench_scale import SCRIPTS
 from ddp_setup import Ddp, broadcast, wrap_ddp
 from launchers import run_ranks, start_ranks
 from optimizer import make_optimizer
 from run_config import CommonMonitoring, CommonOptim, CommonTraining, load_config
 from run_dir import closing, read_status, replace_status, write_status
 from run_script import compile_blocks
-from sedd_model import EMA
+from sedd_model import EMA, SEDD
 from step_meter import StepMeter
 from train_loop import (Run, MicroBatchSampler, open_batches, is_best, read_flags, scale_for_batch,
                         take_step)
-from training import ROOT, on_ranks
+from training import ROOT, losses, on_ranks, watch_steps
 
 WIDTH = 3
 
@@ -145,18 +140,6 @@ def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run
         list(steps(run, 3, scale=math.inf))
 
 
-class NoHostReads(TorchDispatchMode):
-    """Refuses the operations for which a host would wait for its device."""
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        aten = torch.ops.aten
-        assert operation not in (aten._local_scalar_dense.default, aten.nonzero.default,
-                                 aten.masked_select.default, aten.equal.default)
-        if operation in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-            assert all(index is None or index.dtype != torch.bool for index in args[1])
-        return operation(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def no_cuda_synchronisation():
     torch.cuda.set_sync_debug_mode("error")
@@ -169,45 +152,50 @@ def no_cuda_synchronisation():
 STEPS = {
     "sedd": "training.batch_size=4 training.accum=2 training.n_iters=9 model.hidden_size=32 "
             "model.n_blocks=2 model.n_heads=2 data.max_length=64 data.demo_proteins=300 "
-            "memory.compile=false",
-    "sedd muon": "optim.name=muon noise.type=cosine model.parameterization=subs ",
+            "memory.compile=false monitoring.sample_steps=4",
+    "sedd muon": "optim.name=muon noise.type=cosine model.parameterization=subs "
+                 "memory.gradient_checkpointing=true ",
     "dpo": "training.batch_size=3 training.accum=2 model.base_model_name=random "
            "data.demo_structures=6 data.demo_pairs=5 model.random.hidden_size=16 "
            "model.random.n_encoder=1 model.random.n_decoder=1"}
 
 
 STEPS["sedd muon"] += STEPS["sedd"]
+needs_pretended_device = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch takes no device written in Python")
 
 
+@needs_pretended_device
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="CUDA alone can refuse to wait: TEST_CUDA=1 shows it"))])
-def test_the_host_waits_for_nothing_in_a_step(name, device, tmp_path, monkeypatch):
-    """On the CPU without what is done there alone: fast paths, checks of values. Flags are read a
-    step later, when they have come."""
-    what, no_waiting = name.split()[0], NoHostReads
-    script, ddp = SCRIPTS[what][0], Ddp(device=torch.device(device))
-    if device == "cpu":
-        for module in (sedd_model, cpu_linear, optimizer):
-            monkeypatch.setattr(module, "on_cpu", lambda x: False)
-        monkeypatch.setattr(proteinmpnn_model, "check_sequences", lambda *arguments: arguments[-1])
-        monkeypatch.setattr(proteinmpnn_model, "check_structure", lambda *arguments: None)
-        monkeypatch.setattr(train_loop, "read_flags", lambda run: None)
-    else:
-        no_waiting = no_cuda_synchronisation
+def test_the_host_waits_for_nothing_in_a_step(name, tmp_path):
+    """Flags are read a step later, when they have come."""
+    arguments = name.split()[0], STEPS[name].split(), "run"
+    on_ranks(1, "pretended_device", f"steps_without_reads{arguments}", tmp_path)
 
-    def take_steps(run, ddp):
-        dataset, micro_batch_loss = training_of(run, what, ddp)
-        batches = open_batches(run, dataset, micro_batch_loss, ddp)
-        for _ in range(2):   # the optimizer makes its state
-            take_step(run, batches, micro_batch_loss, ddp)
-        mine = iter([next(batches) for _ in range(4)])
-        with no_waiting():
-            for _ in range(2):
-                take_step(run, mine, micro_batch_loss, ddp)
 
-    config = load_config(script.Config, None, STEPS[name].split())
-    closing(ddp, lambda: script.prepare(config, ddp, tmp_path / "run"), take_steps)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: TEST_CUDA=1 shows it")
+@pytest.mark.parametrize("name", STEPS)
+def test_cuda_waits_for_nothing_in_a_step(name, tmp_path):
+    watch_steps(name.split()[0], STEPS[name].split(), Ddp(device=torch.device("cuda:0")),
+                tmp_path / "run", no_cuda_synchronisation)
+
+
+@needs_pretended_device
+@pytest.mark.parametrize("name", STEPS)
+def test_a_script_trains_and_goes_on_on_a_device_as_on_the_cpu(name, tmp_path):
+    """With validation, samples and checkpoints; in bfloat16 too, for which no numbers are told."""
+    what, settings = name.split()[0], [
+        *STEPS[name].split(), "model.dropout=0", "training.n_iters=4", "training.eval_freq=2",
+        "training.log_freq=1", "optim.warmup=1"]
+    for folder, more in (("device", []), ("device", ["training.n_iters=6"]),
+                         ("bfloat16", ["memory.mixed_precision=true"])):
+        on_ranks(1, "pretended_device", f"train({what!r}, {settings + more}, {folder!r})", tmp_path)
+    config = load_config(SCRIPTS[what][0].Config, None, [*settings, "training.n_iters=6"])
+    closing(Ddp(), lambda: SCRIPTS[what][0].prepare(config, Ddp(), tmp_path / "cpu"),
+            SCRIPTS[what][0].train)
+    on_cpu = losses(tmp_path / "cpu")
+    assert losses(tmp_path / "device") == pytest.approx(on_cpu, rel=1e-4) and 6 in on_cpu
 
 
 def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():
@@ -342,7 +330,7 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(sedd_model.SEDD(22, 32, 2, 2, dropout=0.0, scale_by_sigma=False))
+        models.append(SEDD(22, 32, 2, 2, dropout=0.0, scale_by_sigma=False))
         with torch.no_grad():
             for p in models[-1].parameters():
                 p += 0.05 * torch.randn(p.shape)

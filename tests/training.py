@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
+from bench_scale import SCRIPTS, training_of
 from ddp_setup import load_checkpoint, wrap_ddp
 from launchers import ROOT, fork_ranks
-from train_loop import global_gradient
+from run_config import load_config
+from run_dir import closing
+from train_loop import global_gradient, open_batches, take_step
 
 # Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.
 CLOCK = ("residues_per_second", "pairs_per_second", "data_wait", "time/", "memory/", "device/",
@@ -138,3 +141,19 @@ with setup_ddp("cpu", quiet=True) as ddp:
     done = fork_ranks(n, ["s.py"], folder)
     assert done.returncode == 0, done.text
     return torch.load(folder / "out.pt", weights_only=True)
+
+
+def watch_steps(what, settings, ddp, folder, watched):
+    """Take steps of a training script, the last two within the context manager `watched()`."""
+    def take_steps(run, ddp):
+        dataset, micro_batch_loss = training_of(run, what, ddp)
+        batches = open_batches(run, dataset, micro_batch_loss, ddp)
+        for _ in range(2):   # the optimizer makes its state
+            take_step(run, batches, micro_batch_loss, ddp)
+        mine = iter([next(batches) for _ in range(4)])
+        with watched():
+            for _ in range(2):
+                take_step(run, mine, micro_batch_loss, ddp)
+
+    config = load_config(SCRIPTS[what][0].Config, None, settings)
+    closing(ddp, lambda: SCRIPTS[what][0].prepare(config, ddp, folder), take_steps)
