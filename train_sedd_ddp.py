@@ -160,6 +160,11 @@ def check_config(c):
          f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of "
          "the two"),
         (c.optim.ema < 1, f"optim.ema is {c.optim.ema}; expected 0 up to below 1"),
+        *((c.noise.type in users or getattr(c.noise, key) == getattr(Noise, key),
+           f"noise.{key} is {getattr(c.noise, key)} with noise.type {c.noise.type}, which has "
+           f"none; expected it left out, or noise.type {' or '.join(users)}")
+          for key, users in (("eps", ("loglinear", "cosine")), ("sigma_min", ("geometric",)),
+                             ("sigma_max", ("geometric",)))),
         (t.tokens_per_batch is None or t.tokens_per_batch >= c.data.max_length,
          f"training.tokens_per_batch is {t.tokens_per_batch}, data.max_length {c.data.max_length}; "
          "expected a budget that holds the longest protein")),
