@@ -142,7 +142,7 @@ class Design:
         if texts:
             self.positions("tied_positions", texts)         # none twice, all of one kind
         for text in texts:
-            parts = [parse_positions(part, self.structure, self.chains)[0].tolist()
+            parts = [parse_positions(part, self.structure, self.chains)[0].tolist() if part else []
                      for part in text.strip(",").split(",")]
             lengths = [len(part) for part in parts]
             if len(parts) < 2 or len(set(lengths)) > 1:

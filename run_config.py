@@ -213,7 +213,8 @@ def check_values(c, checks, least):
          "1"),
         (o.decay_steps is None or o.decay != "none" and o.decay_steps > 0,
          f"optim.decay_steps is {o.decay_steps} with optim.decay {o.decay}; expected more than "
-         "0 (steps, or a share of them below 1), and decay linear or cosine"),
+         "0 (steps, or a share of them below 1), and decay linear or cosine. Without a decay "
+         "give optim.decay_steps=null"),
         (set(c.monitoring.wandb or ()) <= {"project", "name", "mode"},
          f"monitoring.wandb has {', '.join(c.monitoring.wandb or ())}; expected some of project, "
          "name, mode"),

@@ -355,6 +355,7 @@ BAD = {                                                     # arguments: words o
     "--fixed_positions A12 --mutable_positions A13": "together; expected one of them",
     "--fixed_positions 0-43": "no position is left to design",
     "--tied_positions A12": "at least two parts",
+    "--tied_positions A12,,B12": "--tied_positions: found A12,,B12 with parts of [1, 0, 1]",
     "--tied_positions A12,B12 --fixed_positions A12": "A12 (fixed), B12 (designed)",
     "--homomer --chains A": "share no residue number",
     "--bias W=0 W=2": "found W twice",
