@@ -361,9 +361,9 @@ def bench_dpo(args, ddp):
             title = f"{path.name}, {len(pairs[0].complex)} rows, all designed"
         print(f"DPO step, {title};\n{'one thread' if on_cpu else ddp.device}, in turns, median of "
               f"{args.repeats}; loss and gradient norm before the first step, decoded from N to C\n"
-              f"{'':<34}{f'pairs per {second}':^24}\n{'ours is':<34}"
-              f"{'plain':>8}{'ours':>8}{'ratio':>8}  {'(min-max)':<14}{'data':>5}"
-              f"{'loss differs':>13}{'norm, relative':>16}")
+              f"{'':<33}{f'pairs per {second}':^24}{'difference of':>43}\n{'ours is':<33}"
+              f"{'plain':>8}{'ours':>8}{'ratio':>8}  {'(min-max)':<13}{'data':>5}"
+              f"{'loss':>8}{'norm, relative':>15}")
         for batch_size, settings in cases.items():
             plain_count, our_count = 1, 3 if on_cpu else 20
             if args.pairs:      # which differ in length: as many for both
@@ -372,9 +372,9 @@ def bench_dpo(args, ddp):
                                      args.repeats, ddp):
                 print(row, flush=True)
         print("plain: reads the files and runs four forward passes in float32 each step, decoded "
-              "from N to C, pairs shuffled as\nthey come. Order random computes the reference each "
-              "step too. The ratio is of the time per row of a structure.\ndata: share of our step "
-              "in which its pairs are made, as without --num_workers.")
+              "from N to C,\npairs shuffled as they come. Order random computes the reference each "
+              "step too. The ratio is of\nthe time per row of a structure. data: share of our step "
+              "in which its pairs are made, as without\n--num_workers.")
 
 
 def compare_steps(pairs, batch_size, settings, plain_count, our_count, repeats, ddp):
@@ -397,10 +397,10 @@ def compare_steps(pairs, batch_size, settings, plain_count, our_count, repeats, 
         plain, ours = (Turn(*map(statistics.median, zip(*column)))
                        for column in (plain_turns, turns))
         name = f"{batch_size} pair{'s' * (batch_size > 1)} a step, {order}, {dtype}"
-        yield (f"{name:<34}{batch_size / plain.seconds:>8.2f}{batch_size / ours.seconds:>8.2f}"
+        yield (f"{name:<33}{batch_size / plain.seconds:>8.2f}{batch_size / ours.seconds:>8.2f}"
                f"{statistics.median(ratios):>7.1f}x  "
-               f"{f'({min(ratios):.1f}-{max(ratios):.1f})':<14}{ours.loading:>5.1%}"
-               f"{loss:>13.1e}{norm:>16.1e}")
+               f"{f'({min(ratios):.1f}-{max(ratios):.1f})':<13}{ours.loading:>5.1%}"
+               f"{loss:>8.1e}{norm:>15.1e}")
 
 
 # ---- data ----
