@@ -634,6 +634,16 @@ class HttpFile(io.RawIOBase):
         super().close()
 
 
+class SafeRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects, but none from https to http, where anyone could answer."""
+
+    def redirect_request(self, request, answer, code, message, headers, url):
+        if request.type == "https" and urlsplit(url).scheme == "http":
+            raise ValueError(f"{safe_url(request.full_url)}: found a redirect to {safe_url(url)}, "
+                             f"expected https. Name a mirror (--url).")
+        return super().redirect_request(request, answer, code, message, headers, url)
+
+
 def open_url(source, start=0, version=None):
     """HttpFile of a Source, from byte `start` on if the server still has this version of it.
 
@@ -646,7 +656,7 @@ def open_url(source, start=0, version=None):
         headers |= {"Range": f"bytes={start}-", "If-Range": version}
     try:
         request = urllib.request.Request(source.url, headers=headers)
-        answer = urllib.request.build_opener().open(request, timeout=TIMEOUT)
+        answer = urllib.request.build_opener(SafeRedirects).open(request, timeout=TIMEOUT)
         beginning = answer.peek(2)[:2]
     except urllib.error.HTTPError as error:
         kind = Dropped if error.code == 429 or error.code >= 500 else ValueError

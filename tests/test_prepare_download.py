@@ -6,10 +6,12 @@ answer("error", 404) for Answer.error(404).
 
 import gzip
 import hashlib
+import http.client
 import http.server
 import json
 import random
 import threading
+import urllib.request
 from email.utils import formatdate
 from operator import methodcaller as answer
 
@@ -287,6 +289,14 @@ def test_only_http_and_https_are_asked_also_after_a_redirect(web):
     assert "http" in refusal(ValueError, web, target)
     with pytest.raises(ValueError, match="http"):
         look_up(target)
+
+
+def test_a_redirect_from_https_to_http_is_refused(web, monkeypatch):
+    monkeypatch.setattr(urllib.request.HTTPSHandler, "https_open",    # a server without certificate
+                        lambda self, request: self.do_open(http.client.HTTPConnection, request))
+    web.faults = [answer("give", 302, b"", Location=web.url)]
+    message = refusal(ValueError, web, web.url.replace("http", "https"))
+    assert f"redirect to {web.url}, expected https" in message and len(web.asked) == 1
 
 
 def test_a_secret_in_the_address_is_not_shown_or_written_and_a_password_refused(web, capsys):
