@@ -559,10 +559,11 @@ class RunLock:
         temporary = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
         dead = self.refuse_live(run_dir)
         if dead is not None:
-            self.path.replace(temporary)
-            if temporary.read_text(encoding="utf-8") != dead:   # another start was faster
-                temporary.replace(self.path)
-                self.refuse_live(run_dir)
+            with contextlib.suppress(FileNotFoundError):   # another start has taken it away
+                self.path.replace(temporary)
+                if temporary.read_text(encoding="utf-8") != dead:   # another start was faster
+                    temporary.replace(self.path)
+                    self.refuse_live(run_dir)
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
         self.holder = {"host": socket.gethostname(), "pid": os.getpid(),
                        "start": process_start(os.getpid()), "job": job}

@@ -441,6 +441,14 @@ def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp
     assert json.loads(path.read_text()) == faster and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_dead_lock_that_another_start_takes_away_just_now_is_no_error(tmp_path, monkeypatch):
+    path = tmp_path / "lock.json"
+    path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "beat": 0}))
+    monkeypatch.setattr("run_dir.process_start", lambda _: path.unlink(missing_ok=True))
+    RunLock(tmp_path).release()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_lock_of_another_host_counts_while_its_heartbeat_goes_on(tmp_path, monkeypatch):
     def beat(seconds=0):
         write_text_atomic(tmp_path / "lock.json", json.dumps(
