@@ -32,6 +32,7 @@ from train_loop import scale_for_batch
 
 COLLECTIVE_SECONDS = 6 * 3600.0   # later than the watchdog, which says who is late
 SAVING_SECONDS = 600   # that the ranks have to save and leave after a signal to the launcher
+EXIT_SECONDS = 30      # that a node whose ranks have finished waits for the other nodes
 
 
 # ---------------------------------------------------------------- the start of a script
@@ -267,7 +268,7 @@ def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None):
             for handler in self._pcontext.subprocess_handlers.values():
                 handler.proc.send_signal(number)
 
-    agent = Agent(spec, DefaultLogsSpecs())
+    agent = Agent(spec, DefaultLogsSpecs(), exit_barrier_timeout=EXIT_SECONDS)
     agent._shutdown_timeout = SAVING_SECONDS   # torch 2.8 has 30 s, whatever this says
     try:
         codes = [failure.exitcode for failure in agent.run().failures.values()]
