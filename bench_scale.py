@@ -130,7 +130,8 @@ def measure_run(run, settings, args, ddp):
     return dict(
         what=args.what, config=Path(args.config).name, overrides=args.overrides,
         device=ddp.device.type, backend=ddp.backend, dtype=str(run.dtype)[6:],
-        ranks=ddp.world_size, unit=run.plan.counted_in if args.what == "sedd" else "pairs",
+        optimizer=run.config.optim.name, ranks=ddp.world_size,
+        unit=run.plan.counted_in if args.what == "sedd" else "pairs",
         largest=max(args.ranks, default=ddp.world_size), train=args.train,
         parameters=sum(p.numel() for p in parameters), gradient_bytes=size,
         messages=math.ceil(size / 2**20 / (run.config.ddp.bucket_cap_mb or 25)) + 1,
