@@ -165,6 +165,7 @@ def copy_from(source, target, non_blocking=False):
 # ---- the device becomes known to torch ----
 
 _setup_privateuseone_for_python_backend(NAME, Backend())
+torch.autograd.set_multithreading_enabled(False)   # its threads for a device end the process
 torch.__future__.set_swap_module_params_on_conversion(True)
 autocasting = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
 for name in LOWER + FLOAT32:
