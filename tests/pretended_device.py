@@ -1,12 +1,13 @@
 """A device of its own, played by the CPU: it refuses operations that mix it with the CPU's tensors.
 
-So the paths for GPUs run from beginning to end where there is no GPU. It has neither kernels nor
-streams nor speed of one. torch keeps the device once it is known: import this in a process of its
-own.
+So the paths for GPUs run from beginning to end where there is no GPU, on several ranks too (gloo
+carries its tensors). It has no kernels, no streams and no speed. torch keeps the device once it is
+known: import this in a process of its own.
 """
 
 import collections
 import contextlib
+import dataclasses
 import time
 import traceback
 from pathlib import Path
@@ -17,12 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import (_DummyBackendModule,
                                               _setup_privateuseone_for_python_backend)
 
-import bench_scale
 import ddp_setup
-from ddp_setup import Ddp
-from run_config import load_config
-from run_dir import closing
-from training import ROOT, watch_steps
+from training import ROOT, take_steps, train  # noqa: F401  (for on_device)
 
 NAME = "pretended"
 aten = torch.ops.aten
@@ -183,12 +180,10 @@ ddp_setup._native_bfloat16 = lambda device: True
 
 # ---- tests run these, in a process of their own ----
 
-def train(what, settings, folder):
-    """Train on the device, as the script does."""
-    script, ddp = bench_scale.SCRIPTS[what][0], Ddp(device=torch.device(NAME, 0))
-    config = load_config(script.Config, None, settings)
+def on_device(call, *arguments, ddp):
+    """call(*arguments, ddp) on ranks that have a device each."""
     with PretendedDevice():
-        closing(ddp, lambda: script.prepare(config, ddp, Path(folder)), script.train)
+        call(*arguments, dataclasses.replace(ddp, device=torch.device(NAME, 0)))
 
 
 @contextlib.contextmanager
@@ -196,8 +191,3 @@ def without_reads():
     reads.clear()
     yield
     assert not reads, f"the host waits: {dict(reads)}"
-
-
-def steps_without_reads(what, settings, folder):
-    with PretendedDevice():
-        watch_steps(what, settings, Ddp(device=torch.device(NAME, 0)), Path(folder), without_reads)

@@ -12,18 +12,17 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
-from bench_scale import SCRIPTS
 from ddp_setup import Ddp, broadcast, wrap_ddp
 from launchers import run_ranks, start_ranks
 from optimizer import make_optimizer
-from run_config import CommonMonitoring, CommonOptim, CommonTraining, load_config
-from run_dir import closing, read_status, replace_status, write_status
+from run_config import CommonMonitoring, CommonOptim, CommonTraining
+from run_dir import read_status, replace_status, write_status
 from run_script import compile_blocks
 from sedd_model import EMA, SEDD
 from step_meter import StepMeter
 from train_loop import (Run, MicroBatchSampler, open_batches, is_best, read_flags, scale_for_batch,
                         take_step)
-from training import ROOT, losses, on_ranks, watch_steps
+from training import ROOT, losses, on_ranks, take_steps
 
 WIDTH = 3
 
@@ -170,30 +169,31 @@ needs_pretended_device = pytest.mark.skipif(
 @pytest.mark.parametrize("name", STEPS)
 def test_the_host_waits_for_nothing_in_a_step(name, tmp_path):
     """Flags are read a step later, when they have come."""
-    arguments = name.split()[0], STEPS[name].split(), "run"
-    on_ranks(1, "pretended_device", f"steps_without_reads{arguments}", tmp_path)
+    what, settings = name.split()[0], STEPS[name].split()
+    on_ranks(2, "pretended_device", f"on_device(take_steps, {what!r}, {settings}, 'run', "
+             "without_reads, ddp=ddp)", tmp_path)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: TEST_CUDA=1 shows it")
 @pytest.mark.parametrize("name", STEPS)
 def test_cuda_waits_for_nothing_in_a_step(name, tmp_path):
-    watch_steps(name.split()[0], STEPS[name].split(), Ddp(device=torch.device("cuda:0")),
-                tmp_path / "run", no_cuda_synchronisation)
+    take_steps(name.split()[0], STEPS[name].split(), tmp_path / "run", no_cuda_synchronisation,
+               Ddp(device=torch.device("cuda:0")))
 
 
 @needs_pretended_device
 @pytest.mark.parametrize("name", STEPS)
-def test_a_script_trains_and_goes_on_on_a_device_as_on_the_cpu(name, tmp_path):
+def test_ranks_train_and_go_on_on_devices_as_on_the_cpu(name, tmp_path):
     """With validation, samples and checkpoints; in bfloat16 too, for which no numbers are told."""
     what, settings = name.split()[0], [
         *STEPS[name].split(), "model.dropout=0", "training.n_iters=4", "training.eval_freq=2",
         "training.log_freq=1", "optim.warmup=1"]
-    for folder, more in (("device", []), ("device", ["training.n_iters=6"]),
+    longer = ["training.n_iters=6"]
+    for folder, more in (("device", []), ("device", longer),
                          ("bfloat16", ["memory.mixed_precision=true"])):
-        on_ranks(1, "pretended_device", f"train({what!r}, {settings + more}, {folder!r})", tmp_path)
-    config = load_config(SCRIPTS[what][0].Config, None, [*settings, "training.n_iters=6"])
-    closing(Ddp(), lambda: SCRIPTS[what][0].prepare(config, Ddp(), tmp_path / "cpu"),
-            SCRIPTS[what][0].train)
+        on_ranks(2, "pretended_device", f"on_device(train, {what!r}, {settings + more}, "
+                 f"{folder!r}, ddp=ddp)", tmp_path)
+    on_ranks(2, "training", f"train({what!r}, {settings + longer}, 'cpu', ddp)", tmp_path)
     on_cpu = losses(tmp_path / "cpu")
     assert losses(tmp_path / "device") == pytest.approx(on_cpu, rel=1e-4) and 6 in on_cpu
 

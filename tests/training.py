@@ -143,9 +143,16 @@ with setup_ddp("cpu", quiet=True) as ddp:
     return torch.load(folder / "out.pt", weights_only=True)
 
 
-def watch_steps(what, settings, ddp, folder, watched):
-    """Take steps of a training script, the last two within the context manager `watched()`."""
-    def take_steps(run, ddp):
+def train(what, settings, folder, ddp):
+    """Train as a training script does."""
+    script = SCRIPTS[what][0]
+    config = load_config(script.Config, None, settings)
+    closing(ddp, lambda: script.prepare(config, ddp, Path(folder)), script.train)
+
+
+def take_steps(what, settings, folder, watched, ddp):
+    """Take steps as a training script does, the last two in the context manager `watched()`."""
+    def steps(run, ddp):
         dataset, micro_batch_loss = training_of(run, what, ddp)
         batches = open_batches(run, dataset, micro_batch_loss, ddp)
         for _ in range(2):   # the optimizer makes its state
@@ -156,4 +163,4 @@ def watch_steps(what, settings, ddp, folder, watched):
                 take_step(run, mine, micro_batch_loss, ddp)
 
     config = load_config(SCRIPTS[what][0].Config, None, settings)
-    closing(ddp, lambda: SCRIPTS[what][0].prepare(config, ddp, folder), take_steps)
+    closing(ddp, lambda: SCRIPTS[what][0].prepare(config, ddp, Path(folder)), steps)
