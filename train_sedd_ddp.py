@@ -158,7 +158,7 @@ def check_config(c):
          f"{t.tokens_per_batch}; expected one of the two, and null for the other"),
         ((t.n_iters is None) != (t.num_epochs is None),
          f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of "
-         "the two"),
+         "the two, and null for the other"),
         (c.optim.ema < 1, f"optim.ema is {c.optim.ema}; expected 0 up to below 1"),
         (t.tokens_per_batch is None or t.tokens_per_batch >= c.data.max_length,
          f"training.tokens_per_batch is {t.tokens_per_batch}, data.max_length {c.data.max_length}; "

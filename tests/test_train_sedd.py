@@ -780,6 +780,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
         ("noise.eps=0", "noise.eps = 0"),
         ("training.accum=0", "training.accum is 0; expected at least 1"),
         ("training.tokens_per_batch=400", "expected one of the two"),
+        ("training.num_epochs=2", "num_epochs 2; expected one of the two, and null for the other"),
         ("optim.scale=linear", "optim.base_global_batch None"),
         ("optim.decay_steps=9", "decay_steps is 9.0 with optim.decay none"),
         ("training.stop_signals=[SIGTERM,SIGXCPU]", "stop_signals is ['SIGTERM', 'SIGXCPU']"),
