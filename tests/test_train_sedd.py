@@ -741,6 +741,8 @@ def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(monkeypat
     assert plan(1, *of_uniref50) == ""
     text = plan(0, "4,64", "sedd_demo.yaml", "optim.warmup=300", "data.demo_proteins=3000",
                 "optim.decay=linear", "optim.decay_steps=0.5")
+    assert max(map(len, text.splitlines())) <= 80
+    text = " ".join(text.split())
     assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in text
     assert "; linear decay over the last 50% of the steps" in text
 
