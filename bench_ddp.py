@@ -102,7 +102,7 @@ def bench_save(args, ddp):
     """Time to write a checkpoint (with fsync), and to check and read it; all ranks take part."""
     with shared_folder(args.folder, ddp) as folder:
         print0(ddp, f"a checkpoint in {args.folder}, {ddp.world_size} rank(s), median of "
-                    f"{args.repeats} (max - min)\n{'config':<16}{'parameters':>12}{'MB':>8}"
+                    f"{args.repeats} (max - min)\n{'config':<20}{'parameters':>12}{'MB':>8}"
                     f"{'write s':>16}{'read s':>16}{'every 15 min':>14}")
         path = folder / "last.pt"
         for config in args.configs or sorted(CONFIGS.glob("sedd_*.yaml")):
@@ -111,7 +111,7 @@ def bench_save(args, ddp):
                                           args.repeats)
             read, read_spread = seconds(lambda: load_checkpoint(path, ddp), args.repeats)
             size = broadcast(path.stat().st_size if ddp.is_main else None, ddp) / 1e6
-            print0(ddp, f"{config.stem[:15]:<16}{n / 1e6:>10.1f} M{size:>8.0f}"
+            print0(ddp, f"{config.stem[:19]:<20}{n / 1e6:>10.1f} M{size:>8.0f}"
                         f"{write:>9.2f} ({write_spread:.2f}){read:>9.2f} ({read_spread:.2f})"
                         f"{write / SAVE_PERIOD:>13.2%}")
     print0(ddp, "read: what this host has just written and may still hold in memory; a later start "
@@ -568,6 +568,9 @@ def main(argv):
             parser.error(f"--{name} is {value}; expected at least 1")
     if args.configs and args.what != "save":
         parser.error(f"found {args.configs[0]}; expected options: save alone takes configs")
+    for option, task in (("data", "sedd"), ("pdb", "dpo"), ("pairs", "dpo")):
+        if getattr(args, option) and args.what != task:
+            parser.error(f"found --{option} with {args.what}; expected it with {task} alone")
     with started_ranks(args, argv) as ddp:
         if args.what in ("sedd", "dpo") and ddp.world_size > 1:
             raise ValueError(f"found {ddp.world_size} ranks; expected one process: {args.what} "

@@ -77,7 +77,8 @@ def read_rows(path):
     wrong = [name for name in COLUMNS if times[name] != 1] + ["context"] * (times["context"] > 1)
     if wrong:
         raise ValueError(f"{path} has no column {', '.join(wrong)}, or two; expected each of "
-                         f"{', '.join(COLUMNS)} once in its first line.")
+                         f"{', '.join(COLUMNS)} once in its first line, with commas or tabs "
+                         "between.")
     return found
 
 

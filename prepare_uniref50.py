@@ -141,7 +141,7 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
         bits = max(0, math.ceil(math.log2(max(1, n_bytes) / BUCKET_BYTES)))     # 2**bits buckets
         try:
             n_read = deal(inputs, partial / "buckets", bits, report, settings)
-            sets = collect(partial / "buckets", partial / "result", n_read, settings)
+            sets = collect(partial / "buckets", partial / "result", settings)
             finish_report(report, sets, n_read, settings)
         except (ValueError, FileNotFoundError):     # the same command would end so again
             remove_work(partial)
@@ -295,13 +295,14 @@ def append(folder, block, seed, bits):
 
 # ---- pass 2: sort each bucket, and write the sets ----
 
-def collect(folder, result, n_read, settings):
+def collect(folder, result, settings):
     """Write the sets from the buckets, which are removed then -> {set: what meta.json says}."""
     limit = np.uint64(int(settings["val_fraction"] * 2.0**64))
     with contextlib.ExitStack() as stack:
         sets = {name: stack.enter_context(SetWriter(result / name)) for name in SETS}
-        bar = stack.enter_context(progress_bar("2/2 sorting", n_read, " sequences"))
-        for path in sorted(folder.iterdir()):
+        sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
+        bar = stack.enter_context(progress_bar("2/2 sorting", sum(sizes.values())))
+        for path, size in sizes.items():
             block = concatenate(list(read_bucket(path)))
             path.unlink()
             order = order_of(block, settings["seed"])
@@ -309,7 +310,7 @@ def collect(folder, result, n_read, settings):
             for name, rows in (("train", order[~is_val]), ("val", order[is_val])):
                 for part in rearranged(block, rows):
                     sets[name].write(part)
-            bar.update(len(block.lengths))
+            bar.update(size)
     return {name: writer.meta() for name, writer in sets.items()}
 
 

@@ -47,7 +47,7 @@ class Figures(NamedTuple):
 
 
 def sequences_of(path):
-    """Yield the sequences of a FASTA file, in capitals, without a stop at the end.
+    """Yield the sequences of a FASTA file, in capitals, without a stop at the end; no empty ones.
 
     Raises: ValueError for gaps and other signs, which would count as residues."""
     for name, text in named_sequences(path):
@@ -56,7 +56,8 @@ def sequences_of(path):
             encode(text)
         except ValueError as error:
             raise ValueError(f"{path}, {name:.60}: {error}") from None
-        yield text
+        if text:
+            yield text
 
 
 def measure(sequences):
@@ -228,6 +229,8 @@ def main(argv):
     args = parser.parse_args(argv)
     try:
         for path in (args.samples, args.reference):
+            if not path.is_file():
+                raise ValueError(f"there is no file {path}; expected FASTA.")
             if args.picture and args.picture.exists() and args.picture.samefile(path):
                 raise ValueError(f"--picture {path} would overwrite what is read; expected "
                                  "another file.")

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (AGAIN, BAD_INPUT, abort, choose_dtype, detect_launcher, print0, setup_ddp,
-                       watch_run, worker_init)
+from ddp_setup import (AGAIN, BAD_INPUT, Ddp, abort, choose_dtype, detect_launcher, print0,
+                       setup_ddp, watch_run, worker_init)
 from run_config import Parser
 from run_dir import is_finished, machine_differences, read_status, replace_status
 from train_loop import scale_for_batch
@@ -70,7 +70,8 @@ def run_script(script, argv=None):
     try:
         if launch.plan is not None:
             if detect_launcher(os.environ).rank == 0:
-                print(script.describe_plan(script.read_arguments(argv)[1], launch.plan))
+                text = script.describe_plan(script.read_arguments(argv)[1], launch.plan)
+                print_lines(Ddp(), text.splitlines())
             return
         ddp = setup_ddp(launch.device, launch.backend, ranks=launch.ranks, ipex=launch.ipex,
                         timeout=collective_timeout, init_timeout=launch.init_timeout)

@@ -228,9 +228,10 @@ def structure_files(args):
                                  f"names in {' '.join(FORMATS)}, perhaps with .gz.")
         paths += files
     names = [name_of(path) for path in paths]
-    twice = [path for path, name in zip(paths, names) if names.count(name) > 1]
-    if twice:
-        raise ValueError(f"found {' and '.join(twice[:3])}; expected structures of different "
+    for first in names:
+        same = [path for path, name in zip(paths, names) if name == first]
+        if len(same) > 1:
+            raise ValueError(f"found {' and '.join(same)}; expected structures of different "
                          "names, which outputs and settings go by. Rename one or leave it out.")
     return paths
 

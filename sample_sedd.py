@@ -153,9 +153,10 @@ def scaffold_templates(scaffold, number, seed):
     """`number` templates of a scaffold such as "MKT[40]GSHHW[12-20]"; lengths are keyed by seed."""
     parts = re.findall(r"\[(\d+)(?:-(\d+))?\]|([A-Za-z]+)|(.)", scaffold)
     wrong = [other for *_, other in parts if other]
-    if wrong or not parts:
-        raise ValueError(f"--scaffold {scaffold!r}: found {wrong[0] if wrong else 'nothing'!r}; "
-                         "expected letters and lengths in brackets, such as MKT[40]GSHHW[12-20].")
+    if wrong or "[" not in scaffold:
+        found = repr(wrong[0]) if wrong else "no length"
+        raise ValueError(f"--scaffold {scaffold!r}: found {found}; expected letters and lengths in "
+                         "brackets, such as MKT[40]GSHHW[12-20].")
     templates = []
     for k in range(number):
         generator, text = keyed_generator(seed, "scaffold", k), ""
@@ -492,6 +493,9 @@ def draw_file(sedd, args, how, write):
         for name, text in named:
             template_tokens(text, f"{args.infill}, {name:.40}")
         templates = [text for _, text in named for _ in range(number)]
+        if not any(FREE in text for text in templates):
+            raise ValueError(f"{args.infill}: found no {FREE}; expected one at each place that is "
+                             "to be drawn.")
         names = [f"{(name.split() or ['template'])[0]}_{k}" for name, _ in named
                  for k in range(1, number + 1)]
     else:

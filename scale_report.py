@@ -198,15 +198,15 @@ def report(launches, args):
     print(textwrap.fill(" ".join([f"{last['what']},", last["config"], *last["overrides"]]), 100))
     print(f"{last['parameters'] / 1e6:.2f} million parameters, {last['dtype']}, {last['device']}"
           f"{', one thread a rank' * (last['device'] == 'cpu')}; medians\n"
-          f"{'':<18}{'':>6}{'batch':>9}{'step':>8}{'':>10}{'speed-':>7}{'effi-':>7}{'of':>6}"
+          f"{'':<18}{'':>6}{'batch':>9}{'step':>7}{'':>11}{'speed-':>7}{'effi-':>7}{'of':>6}"
           f"{'':>5}{'com-':>5}{'ex-':>7}{'opti-':>6}{'GB a':>6}\n{'':<18}{'ranks':>6}{unit:>9}"
-          f"{'s':>8}{unit + '/s':>10}{'up':>7}{'ciency':>7}{'alone':>6}{'data':>5}{'pute':>5}"
+          f"{'s':>7}{unit + '/s':>11}{'up':>7}{'ciency':>7}{'alone':>6}{'data':>5}{'pute':>5}"
           f"{'change':>7}{'mizer':>6}{'rank':>6}")
     for row in table:
         data, compute, exchange, optimizer = (f"{seconds / row['seconds']:.0%}"
                                               for seconds in row["parts"].values())
         print(f"{row['scaling'] + ' ' + row['variant']:<18}{row['ranks']:>6}{row['batch']:>9,.0f}"
-              f"{row['seconds']:>8.3f}{row['batch'] / row['seconds']:>10,.0f}"
+              f"{row['seconds']:>7.3f}{row['batch'] / row['seconds']:>11,.0f}"
               f"{row['speed_up']:>7.2f}{row['efficiency']:>7.0%}{row['of_alone']:>6.2f}"
               f"{data:>5}{compute:>5}{exchange:>7}{optimizer:>6}{row['memory_gb']:>6.2f}")
     predicted, errors, critical = [], {}, critical_batch(merged)

@@ -342,8 +342,9 @@ def read_pairs(path, structures=None, mutable=None, max_length=None, notes=None,
         except (ValueError, OSError) as error:
             problems.append(f"item {item}: {error}")
     if problems:
+        mend = "the file, or the mutable positions for all pairs" if mutable else "the file"
         lines = [f"{path}: found problems in {len(problems):,} of {len(entries):,} pairs; expected "
-                 "none. Mend the file:", *problems[:MAX_LISTED]]
+                 f"none. Mend {mend}:", *problems[:MAX_LISTED]]
         if len(problems) > MAX_LISTED:
             lines.append(f"and {len(problems) - MAX_LISTED:,} more")
         raise ValueError("\n  ".join(lines))

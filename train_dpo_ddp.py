@@ -192,9 +192,9 @@ def check_config(c, without_data=False):
         (given or base == "random",
          "data.train_data is not given; expected a file of preference pairs (--train_data). Demo "
          "pairs are made for random weights only (configs/dpo_demo.yaml)"),
-        (given or not (d.val_data or d.mutable_positions or d.mutable_ranges),
-         "data.val_data, mutable_positions and mutable_ranges are for pairs of a file, but "
-         "data.train_data is not given; expected --train_data"),
+        (given or not (d.val_data or d.max_length or d.mutable_positions or d.mutable_ranges),
+         "data.val_data, max_length, mutable_positions and mutable_ranges are for pairs of a file, "
+         "but data.train_data is not given; expected --train_data"),
         (d.mutable_positions is None or d.mutable_ranges is None,
          "data.mutable_positions and data.mutable_ranges are given together; expected one of "
          "them")),

@@ -158,7 +158,7 @@ def check_config(c):
          f"{t.tokens_per_batch}; expected one of the two, and null for the other"),
         ((t.n_iters is None) != (t.num_epochs is None),
          f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of "
-         "the two"),
+         "the two, and null for the other"),
         (c.optim.ema < 1, f"optim.ema is {c.optim.ema}; expected 0 up to below 1"),
         *((c.noise.type in users or getattr(c.noise, key) == getattr(Noise, key),
            f"noise.{key} is {getattr(c.noise, key)} with noise.type {c.noise.type}, which has "

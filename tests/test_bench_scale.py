@@ -106,6 +106,7 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
         ("save", "--nproc=1"): "unrecognized arguments: --nproc=1",   # it started itself for ever
         ("sedd", "optim.lr=1"): "save alone takes configs",
         ("sedd", "--data=no.fasta"): "no.fasta does not exist",
+        ("data", "--data=folder"): "found --data with data; expected it with sedd alone",
         ("card", "--data=no"): "--data no is not a folder"}
     found = command_lines("bench_ddp", [list(words) for words in refused], tmp_path)
     for (code, out, err), message in zip(found, refused.values()):

@@ -205,6 +205,10 @@ def test_two_at_once_on_one_folder_are_refused_and_the_first_goes_on(
     assert prepare(out, file) == 0 and len(sequences(out)) == 50
 
 
+def test_the_bar_of_sorting_ends_at_100_percent_where_proteins_come_twice(out, file, capsys):
+    assert prepare(out, file, file) == 0 and "2/2 sorting: 100%" in capsys.readouterr().err
+
+
 def test_a_disk_without_locks_is_named_and_used(out, file, capsys, monkeypatch):
     no_locks = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))       # Lustre mounted without flock
     monkeypatch.setattr(prepare_uniref50.fcntl, "flock", mock.Mock(side_effect=no_locks))

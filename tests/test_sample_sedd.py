@@ -260,7 +260,7 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
     (["--score", __file__, "--each_position", "--samples", "4"], "found --samples with"),
     (["--export", "e", "--out", "o.fa"], "found --out with --export"),
     (["--out", "/proc/o.fa"], "/proc/"),
-    (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
+    (["--scaffold", "MKX[4]"], "found 'X' at place 3"), (["--scaffold", "MK"], "found no length"),
     (["--infill", __file__], "found letters before a header")])
 def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(
         checkpoint, tmp_path, capsys, monkeypatch, words, expected):
@@ -322,8 +322,9 @@ def test_a_long_protein_is_near_to_its_own_stretches_only():
 
 def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
     pytest.importorskip("matplotlib")
-    (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
+    (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n>empty\n")
     cli([str(checkpoint), "--number", "3", "--steps", "2", "--length", "20", "--report",
          str(tmp_path / "ref.fasta"), "--out", str(tmp_path / "t0.5")])
-    assert "distinct sequences" in capsys.readouterr().err
+    assert "  22  22  22" in capsys.readouterr().err    # lengths of the reference
     assert (tmp_path / "t0.5.png").stat().st_size > 10_000
+    assert "found no _; expected" in refused(capsys, checkpoint, "--infill", tmp_path / "t0.5")

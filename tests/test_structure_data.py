@@ -314,7 +314,8 @@ def test_positions_for_all_pairs_hold_by_the_numbers_of_each_file_where_a_pair_h
     assert designed == [[1, 5], [1, 3, 4, 5], [0]]              # row 2 is X in both
     assert "item 0: preferred and unpreferred differ at 1 fixed positions: [5]" in refusal(
         path, mutable="A2")
-    assert "item 0: the mutable positions for all pairs: position A9" in refusal(path, mutable="A9")
+    assert ("the file, or the mutable positions for all pairs:\n  item 0: the mutable positions "
+            "for all pairs: position A9") in refusal(path, mutable="A9")
     copies = []          # of one structure, with other residue numbers
     for start, other in ((1, "AG"), (2, "GA")):
         atoms = Atoms().add("A", start, "ALA").add("A", start + 1, "ALA")

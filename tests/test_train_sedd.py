@@ -749,6 +749,8 @@ def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(monkeypat
     assert plan(1, *of_uniref50) == ""
     text = plan(0, "4,64", "sedd_demo.yaml", "optim.warmup=300", "data.demo_proteins=3000",
                 "optim.decay=linear", "optim.decay_steps=0.5")
+    assert max(map(len, text.splitlines())) <= 80
+    text = " ".join(text.split())
     assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in text
     assert "; linear decay over the last 50% of the steps" in text
 
@@ -791,6 +793,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(fasta, tmp_pat
         ("noise.type=geometric noise.eps=0.1", "or noise.type loglinear or cosine"),
         ("training.accum=0", "training.accum is 0; expected at least 1"),
         ("training.tokens_per_batch=400", "expected one of the two"),
+        ("training.num_epochs=2", "num_epochs 2; expected one of the two, and null for the other"),
         ("optim.scale=linear", "optim.base_global_batch None"),
         ("optim.decay_steps=9", "decay_steps is 9.0 with optim.decay none",
          "give optim.decay_steps=null"),
