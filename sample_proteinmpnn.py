@@ -227,12 +227,13 @@ def structure_files(args):
                 raise ValueError(f"found no structure in the folder {path}; expected files with "
                                  f"names in {' '.join(FORMATS)}, perhaps with .gz.")
         paths += files
-    names = [name_of(path) for path in paths]
-    for first in names:
-        same = [path for path, name in zip(paths, names) if name == first]
+    by_name = {}
+    for path in paths:
+        by_name.setdefault(name_of(path), []).append(path)
+    for same in by_name.values():
         if len(same) > 1:
             raise ValueError(f"found {' and '.join(same)}; expected structures of different "
-                         "names, which outputs and settings go by. Rename one or leave it out.")
+                             "names, which outputs and settings go by. Rename one or leave it out.")
     return paths
 
 
