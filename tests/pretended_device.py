@@ -24,8 +24,9 @@ from training import ROOT, take_steps, train  # noqa: F401  (for on_device)
 NAME = "pretended"
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default)
-# For these a host waits until its device has computed; for an index of bools too.
-READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default,
+# For these a host waits until its device has computed; also for an index of bools, and for a copy
+# to or from the device that is not non_blocking.
+WAITS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default,
          aten.equal.default)
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 # What CUDA's autocast computes in the lower precision, and what in float32, as far as we use it.
@@ -33,7 +34,7 @@ LOWER = "linear", "matmul", "bmm", "addmm", "baddbmm", "scaled_dot_product_atten
 FLOAT32 = ("layer_norm", "softmax.int", "log_softmax.int", "exp", "expm1", "log", "log1p", "sum",
            "sum.dim_IntList", "prod", "cumsum", "logsumexp")
 
-reads = collections.Counter()   # places of ours at which the host reads a value
+waits = collections.Counter()   # at lines of ours, of the host for the device
 
 
 class Event:
@@ -73,7 +74,7 @@ class OnDevice(torch.Tensor):
         self.values_on_cpu = values
 
     def tolist(self):
-        note_read()
+        note_wait()
         return self.values_on_cpu.tolist()
 
     def __reduce_ex__(self, protocol):   # to be loaded with map_location="cpu"
@@ -99,9 +100,15 @@ def compute(operation, args, kwargs):
     if here and there and operation not in COPIES:
         raise RuntimeError(f"{operation} of {here[0].shape} on the device and {there[0].shape}, "
                            f"which is not")
-    if here and (operation in READS or operation in INDEXING and any(
+    if here and (operation in WAITS or operation in INDEXING and any(
             index is not None and index.dtype == torch.bool for index in args[1])):
-        note_read()
+        note_wait()
+    if operation in COPIES and not kwargs.get("non_blocking", len(args) > 2 and args[2]):
+        sides = {isinstance(x, OnDevice) for x in tensors}
+        if kwargs.get("device"):
+            sides.add(torch.device(kwargs["device"]).type == NAME)
+        if len(sides) > 1:
+            note_wait()
     if operation in (aten.is_pinned.default, aten._pin_memory.default):
         return operation == aten.is_pinned.default or args[0]
     device = torch.device(kwargs.get("device") or (NAME if here else "cpu"))
@@ -123,10 +130,10 @@ def bare(x):
     return x.values_on_cpu if isinstance(x, OnDevice) else x
 
 
-def note_read():
+def note_wait():
     ours = [frame for frame in traceback.extract_stack()
             if Path(frame.filename).parent == ROOT]
-    reads[f"{Path(ours[-1].filename).name}: {ours[-1].line}"] += 1
+    waits[f"{Path(ours[-1].filename).name}: {ours[-1].line}"] += 1
 
 
 def under_autocast(operation, lower):
@@ -155,6 +162,8 @@ def empty_strided(size, stride, *, dtype=None, device=None, **others):
 
 
 def copy_from(source, target, non_blocking=False):
+    if not non_blocking:
+        note_wait()
     bare(target).copy_(bare(source))
     return target
 
@@ -187,7 +196,7 @@ def on_device(call, *arguments, ddp):
 
 
 @contextlib.contextmanager
-def without_reads():
-    reads.clear()
+def without_waits():
+    waits.clear()
     yield
-    assert not reads, f"the host waits: {dict(reads)}"
+    assert not waits, f"the host waits: {dict(waits)}"

@@ -170,8 +170,8 @@ needs_pretended_device = pytest.mark.skipif(
 def test_the_host_waits_for_nothing_in_a_step(name, tmp_path):
     """Flags are read a step later, when they have come."""
     what, settings = name.split()[0], STEPS[name].split()
-    on_ranks(2, "pretended_device", f"on_device(take_steps, {what!r}, {settings}, 'run', "
-             "without_reads, ddp=ddp)", tmp_path)
+    on_ranks(1, "pretended_device", f"on_device(take_steps, {what!r}, {settings}, 'run', "
+             "without_waits, ddp=ddp)", tmp_path)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: TEST_CUDA=1 shows it")
