@@ -636,10 +636,10 @@ class HttpFile(io.RawIOBase):
 
 
 class SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects, but none from https to http, where anyone could answer."""
+    """Follows redirects, but none from https to http or to ftp, where anyone could answer."""
 
     def redirect_request(self, request, answer, code, message, headers, url):
-        if request.type == "https" and urlsplit(url).scheme == "http":
+        if urlsplit(url).scheme not in ("https", request.type):
             raise ValueError(f"{safe_url(request.full_url)}: found a redirect to {safe_url(url)}, "
                              f"expected https. Name a mirror (--url).")
         return super().redirect_request(request, answer, code, message, headers, url)

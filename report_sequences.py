@@ -47,17 +47,24 @@ class Figures(NamedTuple):
 
 
 def sequences_of(path):
-    """Yield the sequences of a FASTA file, in capitals, without a stop at the end; no empty ones.
+    """The sequences of a FASTA file, a list of text in capitals, without a stop at the end.
 
-    Raises: ValueError for gaps and other signs, which would count as residues."""
+    Raises: ValueError for gaps and other signs, which would count as residues, and for empty
+    records."""
+    found = []
     for name, text in named_sequences(path):
         text = text.upper().removesuffix("*")
         try:
             encode(text)
         except ValueError as error:
             raise ValueError(f"{path}, {name:.60}: {error}") from None
-        if text:
-            yield text
+        if not text:
+            raise ValueError(f"{path}, {name:.60}: found no residue; expected some. Remove the "
+                             "record.")
+        found.append(text)
+    if not found:
+        raise ValueError(f"{path}: found no sequence; expected some.")
+    return found
 
 
 def measure(sequences):
@@ -82,7 +89,7 @@ def low_complexity(text):
         bits = -sum(n / WINDOW * math.log2(n / WINDOW) for n in counts)
         if bits < LEAST_BITS:
             simple[start:start + WINDOW] = True
-    return simple.mean() if len(text) else 0.0
+    return simple.mean()
 
 
 def longest_repeat(text):
@@ -201,7 +208,7 @@ def draw(ours, theirs, novelty, path):
     (letters, length), (complexity, nearness) = axes
     places = np.arange(len(AMINO_ACIDS))
     lengths = np.concatenate([ours.lengths, theirs.lengths])
-    edges = np.geomspace(max(lengths.min(), 1), lengths.max() + 1, 31)
+    edges = np.geomspace(lengths.min(), lengths.max() + 1, 31)
     for shift, figures, name in ((-0.2, ours, "samples"), (0.2, theirs, "reference")):
         letters.bar(places + shift, figures.residues, 0.4, label=name)
         share = np.full(len(figures.lengths), 1 / len(figures.lengths))
@@ -229,12 +236,12 @@ def main(argv):
     args = parser.parse_args(argv)
     try:
         for path in (args.samples, args.reference):
-            if not path.is_file():
+            if not path.exists():
                 raise ValueError(f"there is no file {path}; expected FASTA.")
             if args.picture and args.picture.exists() and args.picture.samefile(path):
                 raise ValueError(f"--picture {path} would overwrite what is read; expected "
                                  "another file.")
-        samples, reference = (list(sequences_of(path)) for path in (args.samples, args.reference))
+        samples, reference = map(sequences_of, (args.samples, args.reference))
         print(report(samples, reference, args.picture))
         return 0
     except (ValueError, OSError) as error:

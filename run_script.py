@@ -32,7 +32,7 @@ from train_loop import scale_for_batch
 
 COLLECTIVE_SECONDS = 6 * 3600.0   # later than the watchdog, which says who is late
 SAVING_SECONDS = 600   # that the ranks have to save and leave after a signal to the launcher
-EXIT_SECONDS = 30      # that a node whose ranks have finished waits for the other nodes
+EXIT_SECONDS = 30      # that a node whose ranks have finished waits, at most, for other nodes
 
 
 # ---------------------------------------------------------------- the start of a script

@@ -492,14 +492,15 @@ def draw_file(sedd, args, how, write):
         named = [(name, text.upper()) for name, text in named_sequences(args.infill)]
         for name, text in named:
             template_tokens(text, f"{args.infill}, {name:.40}")
+            if FREE not in text:
+                raise ValueError(f"{args.infill}, {name:.40}: found no {FREE}; expected one at "
+                                 "each place that is to be drawn.")
         templates = [text for _, text in named for _ in range(number)]
-        if not any(FREE in text for text in templates):
-            raise ValueError(f"{args.infill}: found no {FREE}; expected one at each place that is "
-                             "to be drawn.")
         names = [f"{(name.split() or ['template'])[0]}_{k}" for name, _ in named
                  for k in range(1, number + 1)]
     else:
-        templates = (scaffold_templates(args.scaffold, number, args.seed) if args.scaffold else
+        templates = (scaffold_templates(args.scaffold, number, args.seed)
+                     if args.scaffold is not None else
                      free_templates(sedd, args.length, number, args.seed))
         names = [f"sample_{k}" for k in range(1, number + 1)]
     longest = max(map(len, templates), default=0)
@@ -603,7 +604,7 @@ def cli(argv=None):
     try:
         args = read_arguments(argv)
         check_files(args)
-        reference = list(sequences_of(args.report)) if args.report else []
+        reference = sequences_of(args.report) if args.report else []
         ddp = setup_ddp(args.device, args.backend, args.seed, args.ranks, quiet=True,
                         timeout=PATIENCE, init_timeout=args.init_timeout, ipex=args.ipex)
     except (ValueError, RuntimeError, OSError) as e:

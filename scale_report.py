@@ -12,8 +12,6 @@ bandwidth, latency of a hop: of a line through measured all-reduces. bytes: of a
 hops: 2 (N - 1) of a ring, such as gloo's; 2 log2 N of trees, where the backend is another
 messages: DDP's buckets, and the small all-reduce of counts
 overlap: share of X that steps do not wait for, as measured; backward: 2/3 of compute, at most
-With Muon every rank updates all matrices, as over several hosts: where the measured ranks of one
-    host shared them, their step is taken with the optimizer part of "alone"
 
 Critical batch: B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, arXiv 1812.06162). A step on a
 batch B makes 1 / (1 + B_simple / B) of the progress of a step along the exact gradient: at B_simple
@@ -135,7 +133,7 @@ def predict(launches, args):
     """(rows for args.predict, {"scaling ranks": predicted / measured - 1}, text on the link).
 
     Raises: ValueError where nothing says what an all-reduce takes."""
-    last, given, measured, overlaps, steps = launches[max(launches)], None, None, {}, {}
+    last, given, measured, overlaps = launches[max(launches)], None, None, {}
     if args.latency_us is not None:
         given = Link(args.latency_us / 1e6, args.bandwidth_gbs * 1e9)
     if last["ranks"] > 1:
@@ -152,17 +150,14 @@ def predict(launches, args):
     points = {(scaling, n): launch["rows"][scaling, ""] for n, launch in launches.items() if n > 1
               for scaling in ("weak", "strong") if (scaling, "") in launch["rows"]}
     for (scaling, n), row in points.items():
-        alone = find_alone(launches, scaling, n)
-        shared = alone["parts"]["optimizer"] - row["parts"]["optimizer"]
-        steps[scaling, n] = row["seconds"] + shared * (last.get("optimizer") == "muon")
-        waited = steps[scaling, n] - predict_step(alone, n, 0.0, 0.0)
+        waited = row["seconds"] - predict_step(find_alone(launches, scaling, n), n, 0.0, 0.0)
         overlaps[scaling, n] = min(max(1 - waited / exchange(n, measured), 0.0), 1.0)
     errors = {}
-    for (scaling, n), seconds in steps.items():
+    for (scaling, n), row in points.items():
         others = [overlap for (_, other), overlap in overlaps.items() if other != n]
         step = predict_step(find_alone(launches, scaling, n), n, exchange(n, measured),
                             statistics.median(others or [0.0]))
-        errors[f"{scaling} {n}"] = step / seconds - 1
+        errors[f"{scaling} {n}"] = step / row["seconds"] - 1
     overlap = statistics.median(overlaps.values() or [0.0])
     per_rank = launches[min(launches)]["rows"]["weak", ""]["batch"] / min(launches)
     rows = [dict(scaling="weak", ranks=n, batch=per_rank * n, exchange=exchange(n, link),
@@ -228,8 +223,9 @@ def print_prediction(predicted, errors, text, critical, launches):
                         f"{found or '-'}", 100))
     least = min(launches)
     if launches[least].get("optimizer") == "muon":
-        print("Muon: predicted and compared as over several hosts, where every rank updates all "
-              "matrices.\nRanks that are all on one host share them, and take less.")
+        print("Muon: ranks that are all on one host share its work, others do all of it: over "
+              "several hosts\na step takes longer than predicted, by at most the optimizer part of "
+              "'alone'.")
     unit, first = launches[least]["unit"], launches[least]["rows"]["weak", ""]
     print(f"{'ranks':>6}{'batch ' + unit:>17}{'step s':>10}{'exchange s':>12}{'speed-up':>10}"
           f"{'efficiency':>12}{'progress':>10}")

@@ -122,13 +122,21 @@ def model_of(sizes, graph):
                 scale_by_sigma=graph.absorb, forbidden=(X_ID,))
 
 
+NOISE_KEYS = {"loglinear": ("eps",), "cosine": ("eps",), "geometric": ("sigma_min", "sigma_max")}
+
+
+def unused_noise_keys(section):
+    """Keys of a config's section `noise` that its type has not."""
+    return [key for key in vars(section) if key not in ("type", *NOISE_KEYS[section.type])]
+
+
 def noise_of(section):
     """The noise schedule of a config's section `noise`, as a dict with keys for all types.
 
     Raises: ValueError naming the key."""
-    keys = ("sigma_min", "sigma_max") if section["type"] == "geometric" else ("eps",)
     try:
-        return make_noise(section["type"], **{key: section[key] for key in keys})
+        return make_noise(section["type"],
+                          **{key: section[key] for key in NOISE_KEYS[section["type"]]})
     except ValueError as e:
         raise ValueError(f"config: noise.{e}") from None
 

@@ -151,8 +151,8 @@ class Config:
 # What a resumed run may change, beside the number of ranks (accum follows).
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "memory.structure_cache_mb", "monitoring.fall",
               "monitoring.n_designs", "monitoring.design_temperature", "data.reference_cache",
-              "data.train_data", "data.val_data", "model.base_model_name",
-              "model.base_model_dir")   # the content of files is compared
+              "data.train_data", "data.val_data", "model.base_model_name",   # their content is
+              "model.base_model_dir", "data.max_length")   # compared; the limit only refuses
 PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.base_model_name",
             "model.base_model_dir", "training.num_workers", "memory.structure_cache_mb",
             "memory.max_memory_per_gpu")   # may differ by host

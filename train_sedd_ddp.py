@@ -43,7 +43,7 @@ from run_script import (Script, add_run_arguments, choose_precision, compile_blo
 from sedd_diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd_eval import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
                        to_device, write_samples)
-from sedd_files import noise_of, start_from_weights
+from sedd_files import noise_of, start_from_weights, unused_noise_keys
 from sedd_model import EMA, SEDD, describe_memory
 from sequence_batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
 from sequence_data import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
@@ -160,11 +160,9 @@ def check_config(c):
          f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of "
          "the two, and null for the other"),
         (c.optim.ema < 1, f"optim.ema is {c.optim.ema}; expected 0 up to below 1"),
-        *((c.noise.type in users or getattr(c.noise, key) == getattr(Noise, key),
-           f"noise.{key} is {getattr(c.noise, key)} with noise.type {c.noise.type}, which has "
-           f"none; expected it left out, or noise.type {' or '.join(users)}")
-          for key, users in (("eps", ("loglinear", "cosine")), ("sigma_min", ("geometric",)),
-                             ("sigma_max", ("geometric",)))),
+        *((getattr(c.noise, key) == getattr(Noise, key),
+           f"noise.{key} is {getattr(c.noise, key)}; expected it left out, as {c.noise.type} noise "
+           "has none") for key in unused_noise_keys(c.noise)),
         (t.tokens_per_batch is None or t.tokens_per_batch >= c.data.max_length,
          f"training.tokens_per_batch is {t.tokens_per_batch}, data.max_length {c.data.max_length}; "
          "expected a budget that holds the longest protein")),
@@ -267,7 +265,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     init_from, lines = start_from_weights(config, former, resume, bare, ddp)
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
-    micro_batches = check_resume(former, config, MAY_CHANGE, NEEDED, __file__, bare.state_dict(),
+    may_change = (*MAY_CHANGE, *(f"noise.{key}" for key in unused_noise_keys(config.noise)))
+    micro_batches = check_resume(former, config, may_change, NEEDED, __file__, bare.state_dict(),
                                  "proteins", data.fingerprint, f"--init_from {former.path}", ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
     plan, batch = reader.plan, micro_batches * (t.batch_size or t.tokens_per_batch)

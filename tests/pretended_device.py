@@ -131,9 +131,8 @@ def bare(x):
 
 
 def note_wait():
-    ours = [frame for frame in traceback.extract_stack()
-            if Path(frame.filename).parent == ROOT]
-    waits[f"{Path(ours[-1].filename).name}: {ours[-1].line}"] += 1
+    last = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == ROOT][-1]
+    waits[f"{Path(last.filename).name}: {last.line}"] += 1
 
 
 def under_autocast(operation, lower):

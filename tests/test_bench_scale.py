@@ -13,7 +13,7 @@ import bench_scale
 from bench_scale import measure_noise
 from ddp_setup import Ddp
 from launchers import fork_ranks
-from scale_report import Link, expected_maximum, fit_link, noise_scale, predict, predict_step
+from scale_report import Link, expected_maximum, fit_link, noise_scale, predict_step
 from training import ROOT, command_lines
 
 TINY = ["model.hidden_size=16", "model.n_blocks=1", "model.n_heads=1", "model.cond_dim=8",
@@ -65,18 +65,6 @@ def test_a_step_is_predicted_as_a_ring_passes_it_on_and_the_slowest_rank_ends_it
     hidden = predict_step({"seconds": 1.0, "sigma": 0.0, "parts": {"compute": 0.9}}, 4, 5.0, 1.0)
     assert hidden == pytest.approx(1.0 + 5.0 - 0.6)      # no more than a backward pass can hide
     assert expected_maximum(10_000) == pytest.approx(math.sqrt(2 * math.log(10_000)), rel=0.15)
-
-
-def test_muons_work_that_the_ranks_of_a_host_share_hides_no_exchange():
-    """Of 0.6 s alone 0.2 are left on two ranks of a host; on several hosts none would be shared."""
-    link = Link(0.0, 1e8, ring=True)
-    rows = {("weak", variant): dict(seconds=1 + optimizer + exchange, sigma=0.0, batch=2.0, ranks=2,
-                                    parts=dict(compute=1.0, exchange=exchange, optimizer=optimizer))
-            for variant, optimizer, exchange in (("", 0.2, 0.1), ("alone", 0.6, 0.0))}
-    launch = dict(optimizer="muon", ranks=2, backend="gloo", gradient_bytes=1e7, messages=1,
-                  all_reduces=[[n, link.seconds(2, n)] for n in (4e3, 1e6, 1e7)], rows=rows)
-    [row], errors, _ = predict({2: launch}, SimpleNamespace(latency_us=None, predict=[2]))
-    assert row["seconds"] == pytest.approx(1.7) and errors == {"weak 2": pytest.approx(0)}
 
 
 def test_the_noise_scale_is_that_of_gaussian_gradients():

@@ -322,9 +322,12 @@ def test_a_long_protein_is_near_to_its_own_stretches_only():
 
 def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
     pytest.importorskip("matplotlib")
-    (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n>empty\n")
+    (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
     cli([str(checkpoint), "--number", "3", "--steps", "2", "--length", "20", "--report",
          str(tmp_path / "ref.fasta"), "--out", str(tmp_path / "t0.5")])
-    assert "  22  22  22" in capsys.readouterr().err    # lengths of the reference
+    assert "distinct sequences" in capsys.readouterr().err
     assert (tmp_path / "t0.5.png").stat().st_size > 10_000
+    (tmp_path / "ref.fasta").write_text(">a\n*\n")
+    assert "ref.fasta, a: found no residue" in refused(
+        capsys, checkpoint, "--report", tmp_path / "ref.fasta", "--out", tmp_path / "new")
     assert "found no _; expected" in refused(capsys, checkpoint, "--infill", tmp_path / "t0.5")
