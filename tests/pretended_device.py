@@ -26,7 +26,7 @@ aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default)
 # For these a host waits until its device has computed; also for an index of bools, and for a copy
 # to or from the device that is not non_blocking.
-WAITS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default,
+READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default,
          aten.equal.default)
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 # What CUDA's autocast computes in the lower precision, and what in float32, as far as we use it.
@@ -100,7 +100,7 @@ def compute(operation, args, kwargs):
     if here and there and operation not in COPIES:
         raise RuntimeError(f"{operation} of {here[0].shape} on the device and {there[0].shape}, "
                            f"which is not")
-    if here and (operation in WAITS or operation in INDEXING and any(
+    if here and (operation in READS or operation in INDEXING and any(
             index is not None and index.dtype == torch.bool for index in args[1])):
         note_wait()
     if operation in COPIES and not kwargs.get("non_blocking", len(args) > 2 and args[2]):

@@ -143,11 +143,11 @@ with setup_ddp("cpu", quiet=True) as ddp:
     return torch.load(folder / "out.pt", weights_only=True)
 
 
-def train(what, settings, folder, ddp):
-    """Train as a training script does."""
+def train(what, settings, folder, ddp, loop=None):
+    """Prepare and train as a training script does. loop: function (run, ddp) instead of its own."""
     script = SCRIPTS[what][0]
     config = load_config(script.Config, None, settings)
-    closing(ddp, lambda: script.prepare(config, ddp, Path(folder)), script.train)
+    closing(ddp, lambda: script.prepare(config, ddp, Path(folder)), loop or script.train)
 
 
 def take_steps(what, settings, folder, watched, ddp):
@@ -162,5 +162,4 @@ def take_steps(what, settings, folder, watched, ddp):
             for _ in range(2):
                 take_step(run, mine, micro_batch_loss, ddp)
 
-    config = load_config(SCRIPTS[what][0].Config, None, settings)
-    closing(ddp, lambda: SCRIPTS[what][0].prepare(config, ddp, Path(folder)), steps)
+    train(what, settings, folder, ddp, steps)
