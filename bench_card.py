@@ -41,7 +41,7 @@ from bench_scale import CONFIGS, SCRIPTS, training_of
 from bench_sedd import PlainSteps, now, write_prepared
 from ddp_setup import BAD_INPUT, choose_dtype
 from run_config import Parser, load_config
-from run_dir import closing
+from run_dir import prepare_and_train
 from run_log import write_text_atomic
 from run_script import compile_blocks, joined_ranks
 from step_meter import peak_memory
@@ -178,7 +178,7 @@ def measure_model(name, args, folder, matmul, ddp):
             print(describe_row(row), flush=True)
         return rows
 
-    return closing(ddp, prepare, measure)
+    return prepare_and_train(ddp, prepare, measure)
 
 
 def describe_row(row):

@@ -48,7 +48,7 @@ from structure_data import (NAMES, PHI_PSI, Complex, Pair, PairPlan, build_backb
                             collate_complexes, describe, read_pairs, read_structure)
 from run_script import add_launch_arguments, started_ranks
 from train_loop import MicroBatchSampler, global_gradient
-from train_sedd_ddp import (Config, MicroBatches, make_batch_plan, make_model, make_reader,
+from train_sedd_ddp import (Config, MicroBatchDataset, make_batch_plan, make_model, make_reader,
                             micro_batch_loss)
 
 SAVE_PERIOD = 900           # seconds between two checkpoints, for the share that saving takes
@@ -497,7 +497,7 @@ def train_from_both(args, folder, ddp):
     graph, noise = make_graph("absorb", N_TOKENS), make_noise("loglinear")
     model = wrap_ddp(make_model(config, graph).to(ddp.device), ddp)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    dataset = MicroBatches(graph, noise, config.data.max_length, ddp.world_size, 0)
+    dataset = MicroBatchDataset(graph, noise, config.data.max_length, ddp.world_size, 0)
     on_disk = PreparedProteins(folder)
 
     def loss_of(model, batch):

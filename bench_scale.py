@@ -42,7 +42,7 @@ from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, b
                        detect_launcher, wrap_ddp)
 from dpo_reference import make_tables
 from run_config import Parser, load_config
-from run_dir import closing
+from run_dir import prepare_and_train
 from run_log import write_text_atomic
 from run_script import joined_ranks, numbers_of, run_ranks
 from scale_report import report
@@ -90,7 +90,7 @@ def measure(args, config, ddp):
     config.training.accum = max(setting.share for setting in settings)
     config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
     with shared_folder(".", ddp) as folder, contextlib.redirect_stdout(io.StringIO()):
-        return closing(ddp, lambda: script.prepare(config, ddp, folder / "run"),
+        return prepare_and_train(ddp, lambda: script.prepare(config, ddp, folder / "run"),
                        lambda run, ddp: measure_run(run, settings, args, ddp))
 
 
@@ -121,7 +121,7 @@ def measure_run(run, settings, args, ddp):
     times = all_sum(torch.from_numpy(times), ddp).numpy()
     parts, cpu = times[..., :-1], times[..., -1].mean(0)
     memory = [peak_memory(ddp.device) * (rank == ddp.rank) for rank in range(ddp.world_size)]
-    rows = [make_row(setting, settings, parts, cpu, run.batch / run.micro_batches)
+    rows = [make_row(setting, settings, parts, cpu, run.global_batch / run.micro_batches)
             for setting in settings]
     if len(args.ranks) > 1 and ddp.world_size == max(args.ranks):
         rows += [{**row, "scaling": "strong"} for row in rows if row["variant"] in ("", "alone")]
@@ -143,12 +143,12 @@ def training_of(run, what, ddp):
     """(data set of micro-batches, loss function), as the script's `train` makes them."""
     config, seed = run.config, run.config.training.seed
     if what == "sedd":
-        dataset = sedd.MicroBatches(run.graph, run.noise, config.data.max_length,
+        dataset = sedd.MicroBatchDataset(run.graph, run.noise, config.data.max_length,
                                     run.micro_batches, seed)
         return dataset, lambda model, batch: sedd.micro_batch_loss(
             model, batch, run.graph, config, ddp, run.dtype)
     make_tables(run, ddp)
-    return dpo.MicroBatches(run.pairs, config.loss, seed), lambda model, batch: (
+    return dpo.MicroBatchDataset(run.pairs, config.loss, seed), lambda model, batch: (
         dpo.micro_batch_loss(model, batch, run.reference, config, ddp, run.dtype))
 
 
@@ -238,7 +238,7 @@ def measure_noise(run, dataset, loss_of, args, ddp):
         together, count = None, 0.0
         for _ in range(NOISE_MICRO_BATCHES):
             totals, norm = global_gradient(run.bare, [dataset[next(items)]], loss_of, place,
-                                           run.nominal)
+                                           run.expected_count)
             n, count = float(totals.count), count + float(totals.count)
             small_batches.append((float(norm)**2, 1 / n))
             weighted = [n * p.grad for p in run.bare.parameters() if p.grad is not None]
@@ -248,7 +248,7 @@ def measure_noise(run, dataset, loss_of, args, ddp):
         big_batches.append((norm**2, 1 / count))
     small, inverse_small = all_mean(np.mean(small_batches, 0).tolist(), ddp)
     big, inverse_big = all_mean(np.mean(big_batches, 0).tolist(), ddp)
-    size = run.batch / run.micro_batches     # in the unit of the global batch
+    size = run.global_batch / run.micro_batches     # in the unit of the global batch
     return dict(small=small, big=big, n_small=size, n_big=size * inverse_small / inverse_big)
 
 

@@ -24,13 +24,13 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast
-from run_dir import closing
+from run_dir import prepare_and_train
 from sequence_data import (FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, X_ID,
                            sequence_keys)
 from sedd_eval import to_device
 from sedd_files import noise_of
 from train_loop import open_batches, global_gradient, take_step
-from train_sedd_ddp import Config, MicroBatches, Model, micro_batch_loss, prepare
+from train_sedd_ddp import Config, MicroBatchDataset, Model, micro_batch_loss, prepare
 
 LONGEST = 45_000                                    # residues of a made protein
 BATCH, EQUAL_LENGTH, PADDED_LENGTH = 8, 256, 512    # proteins in a plain step; residues
@@ -189,7 +189,8 @@ def bench_sedd(args, ddp):
         write_made_fasta(equal, [EQUAL_LENGTH] * 400, random)
         write_made_fasta(made, made_lengths(N_MADE, random), random)
         for file, length in ((args.data or made, PADDED_LENGTH), (equal, EQUAL_LENGTH)):
-            closing(ddp, lambda: prepare_quietly(file, length, Path(folder, str(length)), ddp),
+            prepare_and_train(
+                ddp, lambda: prepare_quietly(file, length, Path(folder, str(length)), ddp),
                     lambda run, ddp: print_rows(run, Path(file).stem, length, args.repeats, ddp))
     print(f"equal: {BATCH} proteins of {EQUAL_LENGTH} residues. The other proteins are cropped to "
           f"{PADDED_LENGTH} residues; plain pads them to it.\nDifferences are relative, without "
@@ -214,7 +215,7 @@ def print_rows(run, name, length, repeats, ddp):
             p += 0.05 * torch.randn(p.shape, generator=generator).to(p.device)
     plain = PlainSteps(copy.deepcopy(run.bare), run.config, length, ddp)
     float32, bfloat16 = torch.float32, torch.bfloat16
-    dataset = MicroBatches(run.graph, run.noise, length, run.micro_batches, 0)
+    dataset = MicroBatchDataset(run.graph, run.noise, length, run.micro_batches, 0)
     differences = {dtype: compare(run, plain, dataset, dtype, ddp)
                    for dtype in (float32, bfloat16)}
     batches = open_batches(run, dataset, None, ddp)

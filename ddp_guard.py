@@ -5,9 +5,9 @@
         ddp_guard.supervise()           # or, without a change: python -m ddp_guard SCRIPT ...
 
 `supervise` starts the same command again as a child, the rank, and stays as its guard: a process
-without torch, which works when the rank is stopped or holds Python's lock. Rank 0's guard, the hub,
-ends the run when a rank fails, dies, does not end in time, or none makes progress: it
-prints `FAILED: rank R of N on HOST: ...`, and all guards kill their ranks and leave with its code.
+without torch, which works when the rank is stopped or holds the GIL. Rank 0's guard, the hub, ends
+the run when a rank fails, dies, does not end in time, or none makes progress: it prints `FAILED:
+rank R of N on HOST: ...`, and all guards kill their ranks and leave with its code.
 
 Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard's process"):
   {"serve": host}         rank 0: listen for the other guards; answer: {"address": hub}
@@ -40,7 +40,7 @@ SILENCE = 13.0          # without a sign of a guard: it is stopped, or its host 
 SUSPENDED = 5.0         # a guard that sleeps so long was suspended: it forgets all ages
 STACKS = 3.0            # for a rank to write its stacks, and for its guard to tell the hub
 LAST_WORDS = 5.0        # stderr may be a full pipe, the file system may hang
-LEAVE = 2.0             # from the verdict to the guards' ends, when launchers kill or wake ranks
+LEAVE = 2.0             # from the verdict to the guards' ends; half of it later ranks are killed
 EXIT = 120.0            # for Python to end after cleanup_ddp; a profiler may write its traces then
 DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, on two ways
 UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK": "jsrun",
@@ -49,9 +49,9 @@ UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK"
 
 # ---------------------------------------------------------------- the start
 def supervise(command=None):
-    """Return in the rank, or without a guard; else be the guard of `command` (default: this)."""
+    """Start `command` (default: this very one) and stay as its guard. In that child, return."""
     if os.environ.get("DDP_GUARD_FD", "").endswith(f":{os.getppid()}"):
-        return    # this is the rank; another process id: that of a guarded launcher, further up
+        return    # the rank; another id is that of a guarded launcher, further up
     if not _is_wanted():
         return os.execv(command[0], command) if command else None
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
@@ -70,8 +70,7 @@ def supervise(command=None):
     except Exception as error:    # a defect of the guard must not end the run
         say(f"ddp_guard: {error!r}; this rank goes on without it\n")
         code = process.wait()
-    # Die of the rank's signal: else a shell's loop goes on after Ctrl-C, and MPICH's other ranks
-    # wait for the one that died before they had met.
+    # Die of the rank's signal: else a shell's loop goes on, and MPICH's other ranks wait for it.
     if code < 0:
         with contextlib.suppress(OSError):    # no handler of SIGKILL can be set
             signal.signal(-code, signal.SIG_DFL)
@@ -112,7 +111,7 @@ class Rank:
 
     def __init__(self, number, host, now):
         self.number, self.host = number, host
-        self.heard = self.progress = now    # when its guard, and when itself, gave the last sign
+        self.last_sign = self.last_progress = now    # times: of its guard; of the rank itself
 
     def blame(self, code, cause, **more):
         """A verdict: why the run ends. more: text, secondary and retry, as in the messages."""
@@ -123,19 +122,20 @@ def decide(ranks, now):
     """The verdict on some ranks, or None as long as the run may go on."""
     failed = [rank for rank in ranks if rank.failure]
     for rank in sorted(failed, key=lambda rank: rank.failure.get("secondary", False)):
-        if not rank.failure.get("secondary") or now > rank.progress + LATE_FAILURE:
+        if not rank.failure.get("secondary") or now > rank.last_progress + LATE_FAILURE:
             return {**rank.failure, "secondary": False}    # other guards need not wait again
     for rank in ranks:
-        if now > rank.heard + SILENCE:
+        if now > rank.last_sign + SILENCE:
             return rank.blame(HANG, f"no sign of its guard for {SILENCE:.0f} s: stopped, or gone")
-        if rank.bye and not rank.ended and now > rank.progress + EXIT + rank.bye * (not rank.left):
-            return rank.blame(HANG, f"still there {now - rank.progress:.0f} s after cleanup_ddp")
+        idle = now - rank.last_progress
+        if rank.bye and not rank.ended and idle > EXIT + rank.bye * (not rank.left):
+            return rank.blame(HANG, f"still there {idle:.0f} s after cleanup_ddp")
     waiting, busy = [rank for rank in ranks if rank.bye], [rank for rank in ranks if not rank.bye]
-    if waiting and busy and now > min(rank.progress + rank.bye for rank in waiting):
+    if waiting and busy and now > min(rank.last_progress + rank.bye for rank in waiting):
         return busy[0].blame(HANG, f"rank {names(busy)} did not come to cleanup_ddp within "
                                    f"{waiting[0].bye:.0f} s")
     watched = [rank for rank in busy if rank.limit]
-    hangs = watched and all(now > rank.progress + rank.limit + STACKS for rank in watched)
+    hangs = watched and all(now > rank.last_progress + rank.limit + STACKS for rank in watched)
     return describe_hang(busy) if hangs else None
 
 
@@ -194,10 +194,10 @@ class Guard:
         for look in itertools.count():
             time.sleep(POLL)
             now, others = time.monotonic(), [*self.guards.values()]
-            if now > self.me.heard + SUSPENDED:    # so perhaps was the whole run
+            if now > self.me.last_sign + SUSPENDED:    # so perhaps was the whole run
                 for rank in (self.me, *others):
-                    rank.heard = rank.progress = now
-            self.me.heard = now
+                    rank.last_sign = rank.last_progress = now
+            self.me.last_sign = now
             if self.process.poll() is not None and not self.me.ended:
                 self.judge_end(self.process.returncode)
             # The hub judges all ranks; another guard the hub, or its own rank once that is gone.
@@ -212,7 +212,7 @@ class Guard:
 
     def hear_rank(self):
         for message in messages(self.pipe):
-            self.me.progress = time.monotonic()
+            self.me.last_progress = time.monotonic()
             if "serve" in message:
                 send(self.pipe, address=self.serve(message["serve"]))
             elif "join" in message:
@@ -259,7 +259,7 @@ class Guard:
                 break
             now = time.monotonic()
             rank = self.guards.setdefault(connection, Rank(message["number"], message["host"], now))
-            vars(rank).update(message, heard=now, progress=now - message["idle"])
+            vars(rank).update(message, last_sign=now, last_progress=now - message["idle"])
         rank = self.guards.get(connection)
         if rank and not rank.failure:    # else it was to be expected
             del self.guards[connection]
@@ -270,7 +270,7 @@ class Guard:
         """Give a signal to the rank."""
         if number == signal.SIGINT and self.joined and not self.me.left:
             self.interrupted = self.interrupted or time.monotonic()
-            if time.monotonic() > self.interrupted + DOUBLE:    # the rank may hold Python's lock
+            if time.monotonic() > self.interrupted + DOUBLE:    # the rank may hold the GIL
                 self.fail(130, "interrupted twice (Ctrl-C)")
         if number != signal.SIGINT or not self.terminal:
             self.process.send_signal(number)
@@ -289,7 +289,7 @@ class Guard:
         if self.joined:
             self.fail(code if code > 0 else 1, cause)
         elif code < 0 and code not in (-signal.SIGINT, -signal.SIGTERM):    # else it was asked to
-            say(f"\nFAILED: a rank on {self.me.host} {cause}, before the ranks had met\n")
+            say(f"\nFAILED: a process on {self.me.host} {cause}; its guard had met no other\n")
 
     def fail(self, code, cause, rank=None, **more):
         """Note a failure. One that only reports a lost connection gives way to another."""
@@ -297,11 +297,11 @@ class Guard:
             self.me.failure = (rank or self.me).blame(code, cause, **more)
 
     def find_place(self):
-        """At the limit, have faulthandler in the rank write its stacks: it needs no Python lock."""
+        """At the limit, have faulthandler in the rank write its stacks: it needs no GIL."""
         while True:
             time.sleep(POLL)
             me, stacks = self.me, self.me.stacks    # which another thread may change
-            if not stacks or time.monotonic() < me.progress + me.limit:
+            if not stacks or time.monotonic() < me.last_progress + me.limit:
                 me.place = start = None
             elif not me.place:
                 with contextlib.suppress(OSError), open(stacks, errors="replace") as file:
@@ -317,7 +317,7 @@ class Guard:
         sign = vars(me) if me.number else dict(    # ended: the hub alone times its rank's end
             number=0, host=me.host, bye=me.bye, ended=True, failure=verdict)
         for connection in [*self.guards]:
-            send(connection, token=self.token, idle=time.monotonic() - me.progress, **sign)
+            send(connection, token=self.token, idle=time.monotonic() - me.last_progress, **sign)
 
     def end_run(self, verdict):
         """Say why, tell the other guards, and kill the rank. Returns the exit code."""

@@ -534,7 +534,7 @@ def _end_mpi(mpi):
 @contextlib.contextmanager
 def _time_limit(seconds):
     """End this process, with the stacks of its threads, if the block takes longer. Only a timer in
-    C gets through where a call into a library keeps Python's lock."""
+    C gets through where a call into a library keeps the GIL."""
     try:
         _set_timer(seconds, sys.__stderr__)
         yield
@@ -970,7 +970,7 @@ def cleanup_ddp(ddp):
 
 
 def _await_gloo_threads():
-    """Gloo's threads let go of a collective's tensors after it has returned, and need Python's lock
+    """Gloo's threads let go of a collective's tensors after it has returned, and need the GIL
     for it: one that only comes while Python ends would abort the process."""
     for _ in range(1000):
         time.sleep(0.01)   # without the lock

@@ -13,12 +13,13 @@ from dpo_designs import Designs
 from proteinmpnn_model import ALPHABET, to_checkpoint
 from run_dir import ADVICE, Diverged, before_saving
 from structure_data import Pair, eval_batches
-from train_loop import is_best, unpack
+from train_loop import record_score, unpack
 
 # Sums over pairs, of which metrics are made. rewards: beta x log-ratio to the reference (to 1
 # without a reference).
 SUMS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
         "logps/chosen", "logps/rejected", "entropy", "residues")
+SEEN = ("pairs", "residues")   # how many of them a run has trained on
 
 
 def metrics_of(sums, pairs, prefix=""):
@@ -194,7 +195,7 @@ def keep_best(run, log, values, score, ddp):
     if not math.isfinite(score):
         raise Diverged(f"step {run.progress['step']}: the loss is {score}; expected a finite "
                        f"number. {ADVICE}")
-    if is_best(run, score, values, ddp):
+    if record_score(run, score, values, ddp):
         save_model(run, log, ddp, "best_model.pt")
 
 

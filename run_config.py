@@ -169,8 +169,9 @@ class CommonMonitoring:
     wandb: dict[str, str] | None = None  # {project, name, mode}, each optional: Weights & Biases
     check_sync_every: int = 1000         # steps between comparisons of the weights over ranks
     timing_every: int = 50               # steps between timed ones, see step_meter.py; 0 = never
-    log_gradients: bool = False          # norms by layer in rows of log_freq, of gradients before
-    log_weights: bool = False            # clipping, and of weights; trackers: histograms too
+    # every log_freq steps, the norm of each layer; trackers also get histograms
+    log_gradients: bool = False          # of its gradient before clipping
+    log_weights: bool = False            # of its weights
 
 
 @dataclass

@@ -335,8 +335,8 @@ def take_folder(run, ddp, fresh, folders):
     Raises: ValueError where no step is left of a run that is not finished."""
     if is_finished(run):
         if not run.progress["finished"]:   # it was stopped when n_iters was higher
-            raise ValueError(f"{run.path} is of step {run.progress['step']:,} of a run that is not "
-                             f"finished, and training.n_iters or num_epochs asks for "
+            raise ValueError(f"{run.continued_from} is of step {run.progress['step']:,} of a run "
+                             f"that is not finished, and training.n_iters or num_epochs asks for "
                              f"{run.n_iters:,} steps; expected more.")
         return
     if ddp.is_main:
@@ -348,13 +348,13 @@ def take_folder(run, ddp, fresh, folders):
 
 
 def bring_best(run, ddp, name):
-    """Copy the best weights, file `name`, to the other folder that a run goes on in.
+    """Where --resume continues a run in another folder, copy its best weights, `name`, there.
 
-    Where they are not at hand, the next evaluation is the best so far."""
+    If they cannot be found, the next evaluation counts as the best."""
     best = run.progress["best"]
     if is_finished(run) or not best:
         return
-    if not broadcast(ddp.is_main and copy_best(run.work_dir, name, run.path, best), ddp):
+    if not broadcast(ddp.is_main and copy_best(run.work_dir, name, run.continued_from, best), ddp):
         run.progress["best"] = None
         print0(ddp, f"{name} of the run so far is not at hand: the best is looked for from here on")
 
@@ -386,7 +386,8 @@ def check_lock(run, ddp):
 
 
 def before_saving(run, log, ddp):
-    """What must hold before weights are written: the folder is ours, the weights are finite."""
+    """What must hold before weights are written: the folder is ours; after bad steps, the weights
+    are finite."""
     check_lock(run, ddp)
     log.sync()   # the rows before a checkpoint are on the disk no later than it
     finite = (bool(p.isfinite().all()) for p in run.bare.parameters())
@@ -398,7 +399,7 @@ def before_saving(run, log, ddp):
 def open_log(run, ddp):
     """Open the RunLog of a run, without rows after the step that it continues from."""
     log, m = RunLog(run.work_dir, ddp.is_main, total_steps=run.n_iters), run.config.monitoring
-    log.truncate(run.progress["step"] if run.path else -1)
+    log.truncate(run.progress["step"] if run.continued_from else -1)
     log.track({**config_to_dict(run.config), "world_size": ddp.world_size}, run.progress["step"],
               m.tensorboard, m.wandb)
     return log
@@ -436,9 +437,9 @@ def finish_run(run, log, ddp, reason, result, seconds, lines):
         return result
     last, stop = run.work_dir / "checkpoints" / "last.pt", run.work_dir / "STOP"
     remove = f"Remove {stop}; then the" if stop.exists() else "The"
+    saved = last if last.exists() else run.continued_from or "nothing yet"
     print0(ddp, f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. Saved: "
-                f"{last if last.exists() else run.path or 'nothing yet'}. {remove} same command "
-                "continues.")
+                f"{saved}. {remove} same command continues.")
     close_run(ddp, AGAIN, reason)
     return {**result, "stopped": reason}
 
@@ -463,7 +464,7 @@ def say_finished(run, ddp, lines):
     more = "" if early else " To go on, raise training.n_iters or num_epochs."
     folder = run.work_dir
     if not (folder / "metrics.jsonl").exists():   # --resume of another folder's checkpoint
-        folder = Path(run.path).absolute().parent.parent
+        folder = Path(run.continued_from).absolute().parent.parent
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == step]
     result, picture = rows[-1] if rows else {"step": step}, folder / "curves.png"
     print0(ddp, "\n".join([f"This run is finished: {'early stop' if early else 'all steps done'} "
@@ -476,7 +477,7 @@ def say_finished(run, ddp, lines):
     return {"step": step}
 
 
-def closing(ddp, prepare, train):
+def prepare_and_train(ddp, prepare, train):
     """Prepare and train; after an error too, leave nothing that hinders a caller who goes on.
 
     prepare: function () -> Run. train: function (run, ddp), whose result is returned."""

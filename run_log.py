@@ -2,7 +2,7 @@
 
     log = RunLog("runs/demo", ddp.is_main, total_steps=2000)
     log.truncate(step)                # after a resume: drop rows that will come again
-    log.metrics(step, {"loss": 2.81, "val/nll": 2.79})
+    log.metrics(step, {"loss": 2.81, "val/loss": 2.79})
     log.progress(step, loss=2.81, ppl=16.6, rate=12300)
     log.say("saved checkpoints/last.pt")
     log.close()
@@ -169,7 +169,8 @@ def step_values(run, norm, ddp):
     if run.scaler.is_enabled():
         values["loss_scale"] = run.scaler.get_scale()
     if first_row:
-        values.update({"ddp/world_size": ddp.world_size, "ddp/effective_batch_size": run.batch,
+        values.update({"ddp/world_size": ddp.world_size,
+                       "ddp/effective_batch_size": run.global_batch,
                        "ddp/scaled_lr": run.lr, "ddp/scaled_warmup": run.warmup})
     return values
 

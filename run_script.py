@@ -5,7 +5,8 @@
 A start goes in this order: read the options, start ranks where the options ask for it, let the
 ranks meet, prepare, train. What is wrong before the training is printed once, replaces a former
 status.json in the run folder, and ends all ranks with exit code 2. Other codes: 0 finished, 75
-stopped with work left, 1 an error, 130 Ctrl-C. Below that: what --plan and a start print.
+stopped with work left, 1 an error or ranks that did not appear, 70 no progress, 130 Ctrl-C. Below
+that: what --plan and a start print.
 """
 import argparse
 import contextlib
@@ -58,7 +59,7 @@ def run_script(script, argv=None):
         launch = launch_options(argv)
         if launch.plan is None:
             options, config = script.read_arguments(argv)
-            hand_over(launch, argv)
+            start_ranks_if_asked(launch, argv)
             if config.monitoring.watchdog_minutes:
                 collective_timeout = COLLECTIVE_SECONDS
     except (ValueError, RuntimeError) as e:
@@ -115,7 +116,7 @@ def started_ranks(args, argv):
     argv: what `args` was parsed from. args: None where only the launch options of argv were."""
     try:
         args = args or launch_options(argv)
-        hand_over(args, argv)
+        start_ranks_if_asked(args, argv)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(BAD_INPUT)
@@ -136,7 +137,7 @@ def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp
         # While loading, no less than the ranks had for meeting; Ctrl-C ends it at once.
         minutes = config.monitoring.watchdog_minutes
         signals = [name for name in config.training.stop_signals if name != "SIGINT"]
-        worker_init(signals=signals)   # close_run goes back to this: an outcome stays
+        worker_init(signals=signals)   # close_run goes back to ignoring them: the outcome stays
         watch_run(ddp, watched, minutes and max(minutes, launch.init_timeout / 60), signals)
         return script.prepare(config, ddp, work_dir, options)
     except (ValueError, OSError) as e:
@@ -201,9 +202,9 @@ def launch_options(argv):
 LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")   # options
 
 
-def hand_over(args, argv):
+def start_ranks_if_asked(args, argv):
     """Where --nnodes or --nproc_per_node is given, run this script on as many ranks, with the other
-    arguments of `argv`, and leave with their exit code. Does nothing otherwise.
+    arguments of `argv`, and exit with their code. Returns only where neither is given.
 
     Raises: ValueError for options that do not fit together."""
     given = {name: getattr(args, name) for name in LAUNCH if getattr(args, name) is not None}
@@ -391,7 +392,7 @@ def compile_blocks(model, setting, ddp):
 def describe_batch(run, per_rank, ddp, average=""):
     """Line on the global batch. per_rank: text, what a rank takes in a micro-step."""
     return (f"batch: {per_rank} x accum {len(run.sampler.mine)} x {ddp.world_size} rank(s) = "
-            f"{run.batch:,} per step{average}, {run.steps_per_epoch:,} steps per epoch, "
+            f"{run.global_batch:,} per step{average}, {run.steps_per_epoch:,} steps per epoch, "
             f"{run.n_iters:,} steps in all")
 
 
@@ -401,7 +402,7 @@ def describe_run(run, state, unit, available, ddp):
     if accum != run.config.training.accum:
         lines.append(f"  accum is {accum} and not {run.config.training.accum}: it follows the "
                      "ranks, so that the global batch stays")
-    fewer = f", to the {available:,} {unit} that there are" if available < run.batch else ""
+    fewer = f", to the {available:,} {unit} that there are" if available < run.global_batch else ""
     how = ("kept from the checkpoint" if state is not None else
            "as given (scale none)" if o.scale == "none" else
            f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
@@ -413,9 +414,10 @@ def describe_run(run, state, unit, available, ddp):
                      f"({run.n_iters:,} steps): the learning rate reaches "
                      f"{100 * run.n_iters / run.warmup:.0f} % of its value; lower optim.warmup or "
                      "train longer")
+    former = run.continued_from
     lines.append(f"results: {run.work_dir}, " + (
-        "a new run" if not run.path else f"finished, {run.path}" if is_finished(run) else
-        f"continuing from step {run.progress['step']:,} of {run.path}"))
+        "a new run" if not former else f"finished, {former}" if is_finished(run) else
+        f"continuing from step {run.progress['step']:,} of {former}"))
     elsewhere = machine_differences(state, ddp) if state is not None else ""
     if elsewhere:
         lines.append(f"  saved elsewhere ({elsewhere}): the run goes on, but not to the last bit "

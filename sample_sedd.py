@@ -44,7 +44,7 @@ from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, beat, print0, se
 from report_sequences import report, sequences_of
 from run_config import Parser
 from run_log import write_text_atomic
-from run_script import add_launch_arguments, hand_over
+from run_script import add_launch_arguments, start_ranks_if_asked
 from sedd_diffusion import sample
 from sedd_eval import BoundEstimator, draw_lengths, perplexity
 from sedd_files import export_sedd, load_sedd
@@ -414,7 +414,7 @@ def read_arguments(argv):
             raise ValueError(f"found --{name} {value}; expected at least 1.")
     if abs(args.seed) >= 2**63:
         raise ValueError(f"found --seed {args.seed}; expected at most {2**63 - 1}.")
-    hand_over(args, argv)
+    start_ranks_if_asked(args, argv)
     return args
 
 

@@ -14,9 +14,10 @@ from sedd_diffusion import independent_log_score, sample, score_entropy_loss
 from sequence_batches import eval_batches
 from sequence_data import (X_ID, collate, decode, keyed_generator, keyed_seed, random_crops,
                            unigram_frequencies)
-from train_loop import is_best
+from train_loop import record_score
 
-TIME_EPS = 1e-3   # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
+TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
+EVAL_PROTEINS = 16    # of the longest in an evaluation's batch, where training counts no tokens
 
 
 def to_device(batch, device, dtype):
@@ -45,8 +46,8 @@ class BoundEstimator:
     def __init__(self, proteins, graph, noise, letter_counts, start, samples, tokens):
         """letter_counts: of the training proteins, see Proteins.letter_counts.
 
-        start: (n,) in [0, 1), the time of the first of the `samples` noise levels of each protein,
-        in units of their distance. tokens: positions of a batch, padding included."""
+        start: (n,) in [0, 1): noise level k of a protein is at the time (start + k) / samples.
+        tokens: positions of a batch, padding included."""
         self.proteins, self.graph, self.noise = proteins, graph, noise
         self.start, self.samples = start, samples
         self.batches = eval_batches(proteins.lengths, proteins.lengths.max(initial=tokens))
@@ -126,7 +127,7 @@ class Validation(BoundEstimator):
         start = np.empty(n)
         start[np.argsort(draws, kind="stable")] = (np.arange(n) + 0.5) / n
         super().__init__(proteins, graph, noise, letter_counts, start, t.eval_samples,
-                         t.tokens_per_batch or 16 * d.max_length)
+                         t.tokens_per_batch or EVAL_PROTEINS * d.max_length)
         self.unigram = math.exp(self.unigram_nll.sum() / self.counts.sum())
         # (n,) exact -ln p in nats, of the windows that are evaluated
         self.exact = None if source is None else source.nll(self.proteins)
@@ -156,7 +157,8 @@ class Validation(BoundEstimator):
 def evaluate(run, log, values, ddp):
     """Validate under the averaged weights, add to `values`, keep the best weights.
 
-    Without validation proteins, the training loss since the last evaluation decides."""
+    Without validation proteins, the mean training loss of the logged steps since the last
+    evaluation decides."""
     step, validation, (total, number) = run.progress["step"], run.validation, run.progress["recent"]
     score = total / number if number else math.inf
     if validation is not None:
@@ -170,13 +172,13 @@ def evaluate(run, log, values, ddp):
         log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
                 f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
     run.progress["recent"] = [0.0, 0.0]
-    if is_best(run, score, values, ddp):
+    if record_score(run, score, values, ddp):
         save(run, log, ddp, "best.pt", resumes=False)
 
 
 def evaluate_start(run, log, ddp):
     """Validate the weights that a run begins with (--init_from): what training has to improve."""
-    if run.init_from and not run.path and run.validation is not None:
+    if run.init_from and not run.continued_from and run.validation is not None:
         values = {}
         evaluate(run, log, values, ddp)
         log.metrics(0, values)

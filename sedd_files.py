@@ -226,7 +226,7 @@ def start_from_weights(config, former, resume, model, ddp):
     A collective: rank 0 reads the file. Its weights reach the others when wrap_ddp wraps the model.
 
     Args:
-        former: the state of the run that goes on, see run_dir.Former.
+        former: the run that goes on, a run_dir.Former.
         resume: the checkpoint of --resume, or None.
         model: the run's SEDD, on the device; rank 0's changes, in a new run only.
     Returns: ({"path", "hash"} of the weights that the run began with, None for random ones; lines
@@ -313,7 +313,9 @@ def model_card(sedd):
     shares = sedd.letters[:X_ID] / max(sedd.letters[:X_ID].sum(), 1)
     # A run without validation proteins keeps the weights of the lowest training loss.
     kind = "validation bound" if "val/loss" in best else "training loss"
-    score = f"{best['score']:.4f} nats per residue" if best else "unknown"
+    reduction = sedd.config.get("loss", {}).get("reduction")
+    unit = "protein" if reduction == "sequence" and "val/loss" not in best else "residue"
+    score = f"{best['score']:.4f} nats per {unit}" if best else "unknown"
     return f"""# SEDD protein model
 
 - network: {model['n_blocks']} blocks, width {model['hidden_size']}, {model['n_heads']} heads, \

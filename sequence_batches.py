@@ -31,9 +31,10 @@ from sequence_data import (REMAKE, DemoSource, PreparedProteins, Proteins, check
 LARGE_FILE = 200_000_000        # bytes of a file, from which on preparing it pays
 PREPARED_VAL_FRACTION = 0.001   # default of prepare_uniref50.py
 ROW = 256                       # proteins per row of the table of sums, see sum_rows
-WINDOW_BYTES = 64 << 20         # a window holds at least so many residues, over all its lanes,
-READ_BYTES = 256 << 10          # so many in each lane, which reads them in one piece,
-WINDOW_STEPS = 256              # and so many steps, whose proteins fill a unit's buckets
+# A window (see BatchPlan) holds at least
+WINDOW_BYTES = 64 << 20         # so many residues over all its lanes,
+READ_BYTES = 256 << 10          # so many residues in each lane, which are read in one piece, and
+WINDOW_STEPS = 256              # proteins for so many steps, so that they fill a unit's buckets
 BUCKET_RATIO = 0.96             # shortest / longest protein of a bucket: about 2 % padding
 EQUAL_WORK = 0.97               # a shape is good if it holds at least this share of the work
 WIDEST_STEP = 0.80              # down to this share of its top, a bucket ends at a good shape

@@ -58,7 +58,7 @@ import ddp_setup
 from ddp_setup import (GLOO_MAX_RANKS, abort, broadcast, detect_launcher, load_checkpoint,
                        optimize_with_ipex, print0, save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
 from run_config import Parser
-from run_script import add_launch_arguments, hand_over
+from run_script import add_launch_arguments, start_ranks_if_asked
 from run_dir import hash_of
 
 FAILED, USAGE = 3, 2        # exit codes
@@ -716,7 +716,7 @@ def read_arguments(argv):
                              "above 0 and below 1e9")
     if args.slow is not None and not 0 < args.slow < 1:
         raise ValueError(f"command line: --slow is {args.slow}, expected a share between 0 and 1")
-    hand_over(args, argv)
+    start_ranks_if_asked(args, argv)
     return args
 
 

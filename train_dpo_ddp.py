@@ -32,20 +32,20 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast, beat, print0, seed_for, stop_reason
-from dpo_eval import (SUMS, Validation, evaluate, evaluate_start, metrics_of, result_lines,
+from dpo_eval import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of, result_lines,
                       save_model)
 from dpo_reference import (Reference, check_cache, load_base, make_batch, make_tables,
                            pair_scores)
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
-                     check_resume, closing, finish_run, hash_of, is_finished, open_log, save_run,
-                     say_finished, start_or_continue, take_folder)
+                     check_resume, finish_run, hash_of, is_finished, open_log, prepare_and_train,
+                     save_run, say_finished, start_or_continue, take_folder)
 from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
 from structure_data import PairPlan, load_pairs, try_all
-from train_loop import Run, after_step, open_batches, start_run, take_step
+from train_loop import N_FLAGS, Run, after_step, open_batches, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
@@ -62,8 +62,8 @@ class Training(CommonTraining):
 class Optim(CommonOptim):
     # Adam moves each weight by up to lr per step. ProteinMPNN's are about 0.1 in size, so 1,000
     # steps at 3e-6 (the single-process default of the published DPO scripts) change them by at most
-    # 3 %, which keeps the policy near its reference; 1e-4 does so in 30 steps. Their 3e-7 for many
-    # ranks needs ten times the steps.
+    # 3 %, which keeps the policy near its reference; 1e-4 comes as far in 30 steps. Their 3e-7 for
+    # many ranks needs ten times the steps.
     lr: float = 3e-6                     # at base_global_batch; scaled by `scale`
     warmup: int = 20                     # steps, linear; scaled likewise
     grad_clip: float = 10.0              # global norm; 0 = none
@@ -148,11 +148,12 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# What a resumed run may change, beside the number of ranks (accum follows).
+# What a resumed run may change, beside the number of ranks (accum follows). Of data and base
+# weights the content is compared; max_length only refuses.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "memory.structure_cache_mb", "monitoring.fall",
               "monitoring.n_designs", "monitoring.design_temperature", "data.reference_cache",
-              "data.train_data", "data.val_data", "model.base_model_name",   # their content is
-              "model.base_model_dir", "data.max_length")   # compared; the limit only refuses
+              "data.train_data", "data.val_data", "data.max_length", "model.base_model_name",
+              "model.base_model_dir")
 PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.base_model_name",
             "model.base_model_dir", "training.num_workers", "memory.structure_cache_mb",
             "memory.max_memory_per_gpu")   # may differ by host
@@ -268,7 +269,7 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
 
 
 # ---------------------------------------------------------------- data
-class MicroBatches(torch.utils.data.Dataset):
+class MicroBatchDataset(torch.utils.data.Dataset):
     """(step, micro, epoch, pair indices) -> tensors of one micro-batch, see make_batch. Orders are
     drawn on the CPU: the same on every device and with any number of workers."""
 
@@ -316,7 +317,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     batch = micro_batches * t.batch_size
     available = min(batch, len(data.train))   # a small file does not fill the global batch
     validation = data.val and Validation(data.val, reference, config, objective)
-    sums = former.state["sums"] if former.state else [0.0] * (len(SUMS) + 2 + 4)
+    sums = former.state["sums"] if former.state else [0.0] * (len(SUMS) + len(SEEN) + N_FLAGS)
     sums = torch.tensor(sums, dtype=torch.float64, device=ddp.device)
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
@@ -324,9 +325,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         progress={"start": None,        # log-probability per residue of chosen sequences, at first
                   "fallen": False,      # it has been warned that these become less likely
                   "collapsed": False},  # it has been warned that designs become too alike
-        seen=("pairs", "residues"), work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype,
-        validation=validation, batch=batch, pairs=data.train, base=base_hash, reference=reference,
-        sums=sums, nominal=batch * sum(pair.weight for pair in data.train) / len(data.train))
+        seen=SEEN, global_batch=batch, work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype,
+        validation=validation, pairs=data.train, base=base_hash, reference=reference, sums=sums,
+        expected_count=batch * sum(pair.weight for pair in data.train) / len(data.train))
     lines = describe_data(run, data, base, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, "pairs", available, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
@@ -363,7 +364,7 @@ def train(run, ddp):
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, run.reference, config, ddp, run.dtype)
 
-    dataset = MicroBatches(run.pairs, config.loss, t.seed)
+    dataset = MicroBatchDataset(run.pairs, config.loss, t.seed)
     batches = open_batches(run, dataset, loss_of, ddp)
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
@@ -427,8 +428,8 @@ def describe_plan(config, ranks):
 
 # ---------------------------------------------------------------- main
 def main(config, ddp, work_dir, resume=None, fresh=False):
-    """prepare and train; importable."""
-    return closing(ddp, lambda: prepare(config, ddp, work_dir, resume, fresh), train)
+    """Prepare and train, for tests and notebooks that have called setup_ddp."""
+    return prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir, resume, fresh), train)
 
 
 FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs",

@@ -38,11 +38,11 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
 
 
 def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
-    """Share of the learning rate in step number step + 1.
+    """Learning rate of the next step, as a share of the full rate. step: how many are done.
 
-    It rises linearly and is whole in the warmup-th step. decay: "linear" or "cosine": it falls
-    towards 0 over the last decay_steps of n_iters steps (below 1: that share of them; None: all
-    after the warm-up)."""
+    It rises linearly, to 1 in step number `warmup`. decay "linear" or "cosine": it falls towards 0
+    over the last decay_steps of n_iters steps (below 1: that share of them; None: all after the
+    warm-up)."""
     rise = min((step + 1) / max(warmup, 1), 1.0)
     if decay == "none":
         return rise
@@ -62,10 +62,10 @@ class Run:
     """What a script's `prepare` returns and these functions read. Scripts add fields."""
     config: Any
     work_dir: Path
-    path: str | None           # checkpoint it continues from
+    continued_from: str | None   # path of a checkpoint; None: a new run
     fingerprint: dict          # of the data: {"n", "hash"}
-    bare: Any                  # the model
-    model: Any                 # the same, as DDP wraps it
+    bare: Any                  # the model without DDP, for weights, evaluation and sampling
+    model: Any                 # the same, as DDP wraps it, for training steps
     optimizer: Any
     scaler: Any
     ema: Any = None            # averages of the weights, where the script keeps some
@@ -76,8 +76,8 @@ class Run:
     n_iters: int               # steps in all
     steps_per_epoch: int
     micro_batches: int         # per global batch
-    batch: int                 # the global batch in proteins, tokens or pairs
-    nominal: float             # divides the loss before backward, see global_gradient
+    global_batch: int          # in proteins, tokens or pairs
+    expected_count: float      # about what the mean is over, see global_gradient
     lr: float                  # scaled
     warmup: int
     meter: StepMeter           # of time, memory, gradients
@@ -116,7 +116,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
     n_iters = t.n_iters or t.num_epochs * steps_per_epoch
     sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"], n_iters)
     bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, o, ddp), ddp)
-    run = kind(config=config, path=former.path, bare=bare,
+    run = kind(config=config, continued_from=former.path, bare=bare,
                model=wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer=optimizer,
                scaler=grad_scaler(fields["dtype"], ddp),
                ema=make_ema(bare.parameters()) if make_ema else None, progress=progress,
@@ -148,30 +148,33 @@ class MicroBatchSampler(torch.utils.data.Sampler):
 class Totals(NamedTuple):
     """Sums over all ranks of one step, float64, on the device."""
     packed: torch.Tensor     # all of the following in a row, for one all-reduce and one copy
-    sums: torch.Tensor       # (n,) as the script's micro_batch_loss returns them
+    sums: torch.Tensor       # (n,) as the script's micro_batch_loss gives them
     count: torch.Tensor      # residues, proteins or pairs that the mean loss is over
     bad: torch.Tensor        # how many ranks have a loss or gradient that is nan or infinite
     bad_loss: torch.Tensor   # how many have such a loss
     stop: torch.Tensor       # how many were asked to stop
 
 
+N_FLAGS = 4   # fields of Totals behind `sums`
+
+
 def unpack(packed):
-    """The Totals that are views of `packed`, (n + 4,)."""
-    return Totals(packed, packed[:-4], *packed[-4:].unbind())
+    """The Totals that are views of `packed`, (n + N_FLAGS,)."""
+    return Totals(packed, packed[:-N_FLAGS], *packed[-N_FLAGS:].unbind())
 
 
-def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None, meter=None):
+def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, meter=None):
     """Leave the gradient of the mean loss over the global batch in .grad on every rank.
 
     How many residues or pairs the mean is over is known only at the end: backward runs on
-    sum / nominal, then comes one small all-reduce, then the gradients are multiplied by
-    ranks x nominal / count (DDP has divided by the ranks). Any nominal gives the same gradient;
-    one near the count keeps backward in the range of float16. Nothing here waits for the device.
+    sum / expected_count, then comes one small all-reduce, then the gradients are multiplied by
+    ranks x expected_count / count (DDP has divided by the ranks). Any expected_count gives the same
+    gradient; one near the count keeps float16 in its range. Nothing here waits for the device.
 
     Args:
         model: as DDP wraps it.
         batches: this rank's micro-batches, each with a "seed" for dropout.
-        micro_batch_loss: function (model, batch) -> (loss sum, sums (n,) to be totalled, count).
+        loss_of: function (model, batch) -> (loss sum, sums (n,) to be totalled, count).
         scaler: a GradScaler, or None. meter: a StepMeter, or None.
     Returns: (Totals, norm of the gradient). If totals.bad is not 0, all gradients are nan.
     """
@@ -179,11 +182,11 @@ def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None,
     for k, batch in enumerate(batches):
         torch.manual_seed(batch["seed"])   # so that dropout is keyed by the micro-batch
         with gradient_sync(model, last=k == len(batches) - 1), meter.passes(model):
-            loss, sums, count = micro_batch_loss(model, batch)
-            scaled = loss / nominal
+            loss, sums, count = loss_of(model, batch)
+            scaled = loss / expected_count
             (scaler.scale(scaled) if scaler is not None else scaled).backward()
         if own is None:
-            own = unpack(torch.zeros(len(sums) + 4, dtype=torch.float64, device=ddp.device))
+            own = unpack(torch.zeros(len(sums) + N_FLAGS, dtype=torch.float64, device=ddp.device))
         own.sums.add_(sums.detach())   # views of own.packed
         own.count.add_(count)
         own.bad_loss.add_(~loss.detach().isfinite())
@@ -196,32 +199,33 @@ def global_gradient(model, batches, micro_batch_loss, ddp, nominal, scaler=None,
     totals = unpack(all_sum(own.packed, ddp))
     meter.lap("exchange")
     count = torch.where(totals.count > 0, totals.count, 1.0)   # 0: nothing that counts
-    factor = ddp.world_size * nominal / count
+    factor = ddp.world_size * expected_count / count
     factor = torch.where(totals.bad > 0, math.nan, factor).to(gradients[0].dtype)
     torch._foreach_mul_(gradients, factor)
     return totals, norm * factor
 
 
-def open_batches(run, dataset, micro_batch_loss, ddp):
-    """An iterator over this rank's micro-batches, from the step that the run is at."""
+def open_batches(run, dataset, loss_of, ddp):
+    """Warm DDP up; return an iterator over this rank's micro-batches, from the next step on.
+
+    DDP arranges its gradient buckets anew after its first backward. From 3 ranks on this changes
+    the order of sums. So every start throws one backward away: then a resumed run adds up in the
+    order of one that was not interrupted."""
     t = run.config.training
     batches = iter(torch.utils.data.DataLoader(
         dataset, sampler=run.sampler, batch_size=None, num_workers=t.num_workers,
         pin_memory=ddp.device.type != "cpu", generator=torch.Generator(),   # not the global one
         worker_init_fn=functools.partial(worker_init, signals=t.stop_signals)))
     run.bare.train()
-    # DDP lays out its buckets anew after its first backward, which changes the order of sums from 3
-    # ranks on. One backward whose gradient is thrown away, at every start, and a resumed run has
-    # the layout of the one before.
     if ddp.world_size > 1:
         item = run.sampler.item_of(run.progress["step"], run.sampler.mine[0])
-        global_gradient(run.model, [dataset[item]], micro_batch_loss, ddp, run.nominal)
+        global_gradient(run.model, [dataset[item]], loss_of, ddp, run.expected_count)
         run.optimizer.zero_grad(set_to_none=True)
     run.meter.restart()
     return batches
 
 
-def take_step(run, batches, micro_batch_loss, ddp):
+def take_step(run, batches, loss_of, ddp):
     """One optimizer step on this rank's next micro-batches. A bad step leaves weights and averages
     as they are; it counts as a step.
 
@@ -231,14 +235,14 @@ def take_step(run, batches, micro_batch_loss, ddp):
     for group in optimizer.param_groups:
         group["lr"] = run.lr * rate_share(progress["step"], run.warmup, run.n_iters, o.decay,
                                           o.decay_steps)
-    totals, norm = global_gradient(run.model, mine, micro_batch_loss, ddp, run.nominal, scaler,
+    totals, norm = global_gradient(run.model, mine, loss_of, ddp, run.expected_count, scaler,
                                    run.meter)
     read_flags(run)   # of the step before, which the device has long computed
     clip, parameters = o.grad_clip or math.inf, list(run.bare.parameters())
     if scaler.is_enabled():   # it skips the step by itself where gradients are nan
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    else:   # an optimizer that is told found_inf changes nothing: decided on the device
+    else:   # fused AdamW, and ours, change nothing where found_inf is 1: decided on the device
         optimizer.found_inf = (totals.bad > 0).float()
     run.meter.measure_layers("gradients", run.bare)
     torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
@@ -316,9 +320,10 @@ def after_step(run, ddp, at_once):
 
 
 # ---------------------------------------------------------------- the best
-def is_best(run, score, values, ddp):
-    """Is this evaluation the best so far? Rank 0 decides. Ends a run that no longer improves.
+def record_score(run, score, values, ddp):
+    """Note an evaluation's score in run.progress. Returns: is it the best so far? Rank 0 decides.
 
+    After training.patience of them without a better one, the run is marked as finished.
     score: lower is better. values: metrics by name, of which val/... are kept with the best."""
     progress, t = run.progress, run.config.training
     best = progress["best"]

@@ -35,8 +35,8 @@ from optimizer import state_bytes
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
-                     check_resume, closing, finish_run, is_finished, open_log, say_finished,
-                     start_or_continue, take_folder)
+                     check_resume, finish_run, is_finished, open_log, prepare_and_train,
+                     say_finished, start_or_continue, take_folder)
 from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, compile_blocks, describe_batch,
                         describe_run, plan_head, plan_table, print_lines, run_script)
@@ -54,10 +54,10 @@ from train_loop import Run, after_step, open_batches, start_run, take_step
 # ---------------------------------------------------------------- config
 @dataclass
 class Training(CommonTraining):
-    batch_size: int | None = None        # proteins per rank and micro-step, on average; or
-    tokens_per_batch: int | None = None  # computed positions, padding included, likewise
-    n_iters: int | None = None           # optimizer steps; or
-    num_epochs: int | None = None
+    batch_size: int | None = None        # proteins per rank and micro-step, on average
+    tokens_per_batch: int | None = None  # or: positions in them, padding included, on average
+    n_iters: int | None = None           # optimizer steps
+    num_epochs: int | None = None        # or: epochs
     eval_freq: int = 500                 # steps between evaluations
     eval_samples: int = 1                # noise levels per validation protein
     snapshot_freq: int = 500             # steps between checkpoints
@@ -78,8 +78,8 @@ class Model:
     n_heads: int = 12
     cond_dim: int = 128
     dropout: float = 0.1
-    parameterization: Literal["sedd", "subs"] = "sedd"
-    init_logits: float = 0.0             # spread of a fresh model's logits; 3 learns sooner than 0
+    parameterization: Literal["sedd", "subs"] = "sedd"   # ratios, or the residue behind a mask
+    init_logits: float = 0.0             # their standard deviation at first; 3 learns sooner than 0
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Noise:
 
 @dataclass
 class GraphSection:
-    type: Literal["absorb", "uniform"] = "absorb"
+    type: Literal["absorb", "uniform"] = "absorb"   # noise puts a mask, or another residue
 
 
 @dataclass
@@ -138,11 +138,10 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# A resumed run may differ in these and in the number of ranks (each then takes more or fewer of the
-# micro-batches, whatever accum says); in nothing else.
+# What a resumed run may change, beside the number of ranks (accum follows). Of data and first
+# weights the content is compared.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency", "monitoring.n_samples",
-              "monitoring.sample_steps", "monitoring.predictor",
-              "data.file", "training.init_from")   # their content is compared
+              "monitoring.sample_steps", "monitoring.predictor", "data.file", "training.init_from")
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 
@@ -174,7 +173,7 @@ def check_config(c):
 
 # ---------------------------------------------------------------- loss
 def micro_batch_loss(model, batch, graph, config, ddp, dtype):
-    """Loss of one micro-batch of MicroBatches. X and padding do not count.
+    """Loss of one micro-batch of MicroBatchDataset. X and padding do not count.
 
     Returns: (loss sum in nats; (3,) sums for the log: loss, residues, computed positions; number of
     residues or proteins, over which global_gradient takes the mean of the global batch).
@@ -192,7 +191,7 @@ def micro_batch_loss(model, batch, graph, config, ddp, dtype):
 
 
 # ---------------------------------------------------------------- data
-class MicroBatches(torch.utils.data.Dataset):
+class MicroBatchDataset(torch.utils.data.Dataset):
     """(step, micro, epoch, proteins, width) -> tensors of one micro-batch. The sampler has read the
     proteins; they are noised here, on the CPU: the same on every device, with any workers.
 
@@ -256,7 +255,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     run folder is touched last, when every rank has come through all checks."""
     t, o, d, work_dir = config.training, config.optim, config.data, Path(work_dir)
     check_config(config)
-    former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
+    # A run of an earlier version may have keys of another noise.
+    may_change = (*MAY_CHANGE, *(f"noise.{key}" for key in unused_noise_keys(config.noise)))
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, may_change, PER_HOST)
     graph, noise = make_graph(config.graph.type, N_TOKENS), noise_of(vars(config.noise))
     dtype, precision = choose_precision(config, ddp)
     torch.manual_seed(t.seed)   # the same initial weights on every rank
@@ -265,7 +266,6 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     init_from, lines = start_from_weights(config, former, resume, bare, ddp)
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
-    may_change = (*MAY_CHANGE, *(f"noise.{key}" for key in unused_noise_keys(config.noise)))
     micro_batches = check_resume(former, config, may_change, NEEDED, __file__, bare.state_dict(),
                                  "proteins", data.fingerprint, f"--init_from {former.path}", ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
@@ -283,11 +283,11 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     run = start_run(
         SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, available=available, make_ema=lambda p: EMA(p, o.ema),
-        progress={"recent": [0.0, 0.0]},   # training loss since the last evaluation: sum, number
-        seen=("residues", "tokens"),
+        progress={"recent": [0.0, 0.0]},   # logged losses since the last evaluation: sum, number
+        seen=("residues", "tokens"), global_batch=batch,
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
-        batch=batch, letters=letters, graph=graph, noise=noise, plan=plan, init_from=init_from,
-        nominal=batch * (plan.residues / plan.proteins if by_residue else 1.0))
+        letters=letters, graph=graph, noise=noise, plan=plan, init_from=init_from,
+        expected_count=batch * (plan.residues / plan.proteins if by_residue else 1.0))
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # refuses damaged data
     lines += describe_data(run, data, precision + compiled, ddp)
@@ -306,8 +306,8 @@ def describe_data(run, data, precision, ddp):
     return [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, "
             f"{config.noise.type} noise ({keys}), {config.model.parameterization}",
             f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
-            describe_batch(run, f"{run.batch // run.micro_batches:,} {plan.counted_in}", ddp,
-                           " on average"), *(plan.warning() if not run.path else [])]
+            describe_batch(run, f"{run.global_batch // run.micro_batches:,} {plan.counted_in}", ddp,
+                           " on average"), *(plan.warning() if not run.continued_from else [])]
 
 
 # ---------------------------------------------------------------- train
@@ -322,7 +322,8 @@ def train(run, ddp):
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)
 
-    dataset = MicroBatches(run.graph, run.noise, config.data.max_length, run.micro_batches, t.seed)
+    dataset = MicroBatchDataset(run.graph, run.noise, config.data.max_length, run.micro_batches,
+                                t.seed)
     evaluate_start(run, log, ddp)
     batches = open_batches(run, dataset, loss_of, ddp)
     began, values = time.perf_counter(), {}
@@ -345,7 +346,7 @@ def train(run, ddp):
             log.metrics(step, values, run.meter.histograms)
         if progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0):
             write_samples(run, ddp)
-        if progress["finished"] or save_now or reason:   # last: what says "finished" has samples
+        if progress["finished"] or save_now or reason:   # last: a finished run has its samples
             save(run, log, ddp, "last.pt", t.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()
@@ -409,8 +410,9 @@ def describe_plan(config, ranks):
 
 # ---------------------------------------------------------------- main
 def main(config, ddp, work_dir, resume=None, fresh=False, stage=None):
-    """prepare and train; importable."""
-    return closing(ddp, lambda: prepare(config, ddp, work_dir, resume, fresh, stage), train)
+    """Prepare and train, for tests and notebooks that have called setup_ddp."""
+    return prepare_and_train(
+        ddp, lambda: prepare(config, ddp, work_dir, resume, fresh, stage), train)
 
 
 def make_parser():

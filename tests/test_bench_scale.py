@@ -74,7 +74,7 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
     batches = [{"seed": 0, "x": g + 5**0.5 * torch.randn(sizes[k % 3], 50, generator=random)}
                for k in range(320)]
     model = torch.nn.Linear(50, 1, bias=False)
-    run = SimpleNamespace(bare=model, optimizer=model, nominal=7.0,
+    run = SimpleNamespace(bare=model, optimizer=model, expected_count=7.0,
                           micro_batches=2, batch=2 * 2 * 3 / sum(1 / n for n in sizes),
                           sampler=SimpleNamespace(mine=range(1), item_of=lambda step, _: step))
     found = measure_noise(run, batches, lambda model, batch: (

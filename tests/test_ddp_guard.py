@@ -17,12 +17,12 @@ def ranks_heard(now, *rows, limit=10.0):
     """Ranks of which guards gave a sign at time `now`; a row: step, seconds without progress."""
     ranks = [Rank(number, f"n{number}", now) for number in range(len(rows))]
     for rank, (step, idle) in zip(ranks, rows):
-        rank.step, rank.progress, rank.limit, rank.stacks = step, now - idle, limit, "file"
+        rank.step, rank.last_progress, rank.limit, rank.stacks = step, now - idle, limit, "file"
     return ranks
 
 
 def fail(rank, now, cause, secondary=False):
-    rank.progress, rank.failure = now, rank.blame(1, cause, secondary=secondary)
+    rank.last_progress, rank.failure = now, rank.blame(1, cause, secondary=secondary)
 
 
 def test_a_failure_is_the_cause_at_once_and_a_lost_connection_waits_for_the_failure_behind_it():
@@ -61,7 +61,7 @@ def test_where_nobody_makes_progress_the_late_ranks_are_named_with_host_step_and
 
 def test_a_guard_without_a_sign_is_named_with_its_host():
     ranks = ranks_heard(14.0, (1, 0.0), (1, 0.0))
-    ranks[1].heard = 2.0
+    ranks[1].last_sign = 2.0
     assert decide(ranks, 14.0) is None
     verdict = decide(ranks, 15.5)
     assert (verdict["rank"], verdict["host"], verdict["code"]) == (1, "n1", 70)
@@ -75,7 +75,7 @@ def test_who_does_not_come_to_the_clean_up_or_to_its_end_after_it_is_named():
     assert verdict["cause"] == "rank 0 on n0, 2 on n2 did not come to cleanup_ddp within 5 s"
     latest = 5.0 + 60.0 + ddp_guard.EXIT
     for rank in ranks:
-        rank.bye, rank.heard, rank.progress = 60.0, latest, 5.0
+        rank.bye, rank.last_sign, rank.last_progress = 60.0, latest, 5.0
     ranks[0].ended = ranks[2].ended = True
     assert decide(ranks, latest - 0.5) is None and decide(ranks, latest + 0.5)["rank"] == 1
 

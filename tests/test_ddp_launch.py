@@ -183,7 +183,7 @@ after()
 
 @pytest.mark.slow
 def test_a_rank_ends_in_good_order_however_late_gloo_lets_go_of_the_last_tensor(tmp_path):
-    """Its threads need Python's lock for that, and get hardly any time beside a busy process."""
+    """Its threads need the GIL for that, and get hardly any time beside a busy process."""
     path = script(tmp_path, """
 def run_rank(rank, port):
     global ddp      # as in a script: it lives until Python ends

@@ -186,7 +186,7 @@ def scancel(*flags):
 
 WORKERS = ("training.num_workers=2",)
 DIED, HANGS, RAISE = "died without a word", "no progress for 6 s", "raise ValueError('on purpose')"
-LOCK = "mine and re.match('(a+)+b', 'a' * 60)"    # a call in C that keeps Python's lock for hours
+LOCK = "mine and re.match('(a+)+b', 'a' * 60)"    # a call in C that keeps the GIL for hours
 TERM, USR1, KILL, STOP = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL, signal.SIGSTOP
 FAULTS = {
     "exception in forward": Fault(f"if mine: {RAISE}", 1, 1, "ValueError: on purpose"),
@@ -641,8 +641,8 @@ def test_as_process_1_of_a_container_too_a_rank_is_ended(name, tmp_path, table):
 
 
 @pytest.mark.parametrize("launcher, fault, limit, says", [
-    ("mpich", "early kill", 300, "FAILED: a rank on"),
-    slow("torchrun", "early kill", 300, "FAILED: a rank on"),
+    ("mpich", "early kill", 300, "FAILED: a process on"),
+    slow("torchrun", "early kill", 300, "FAILED: a process on"),
     slow("torchrun", "early", 300, "RuntimeError: on purpose"),
     # where a rank leaves by an exit code, these let the others wait, for this limit
     slow("mpich", "early", INIT, "RuntimeError: on purpose"),

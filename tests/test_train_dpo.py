@@ -29,7 +29,7 @@ from test_proteinmpnn_model import each_case, graph_of
 from test_structure_data import Atoms
 from dpo_reference import Reference, make_batch, orders_of, pair_scores
 from dpo_eval import Validation
-from train_dpo_ddp import (Config, Loss, MicroBatches, describe_plan, main, micro_batch_loss,
+from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, main, micro_batch_loss,
                            objective, preference_loss, read_arguments)
 from train_loop import MicroBatchSampler
 from training import (  # noqa: F401 (the fixture one_thread)
@@ -343,7 +343,7 @@ def gradients_of(ddp, by_definition=False):
                 total, weights = total + pairs[i].weight * loss, weights + pairs[i].weight
         return total / weights
 
-    return gradients(policy, MicroBatchSampler(plan.item_of, 4, ddp, 0, 2), MicroBatches(
+    return gradients(policy, MicroBatchSampler(plan.item_of, 4, ddp, 0, 2), MicroBatchDataset(
         pairs, config.loss, 0), loss_of, ddp, whole if by_definition else None)
 
 

@@ -20,8 +20,8 @@ from run_dir import read_status, replace_status, write_status
 from run_script import compile_blocks
 from sedd_model import EMA, SEDD
 from step_meter import StepMeter
-from train_loop import (Run, MicroBatchSampler, open_batches, is_best, read_flags, scale_for_batch,
-                        take_step)
+from train_loop import (Run, MicroBatchSampler, open_batches, read_flags, record_score,
+                        scale_for_batch, take_step)
 from training import ROOT, losses, on_ranks, take_steps
 
 WIDTH = 3
@@ -68,7 +68,7 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
     optim.lr, optim.warmup = lr, warmup
     config = types.SimpleNamespace(training=CommonTraining(accum=micro_batches, **training),
                                    monitoring=CommonMonitoring(check_sync_every=0), optim=optim)
-    return Run(config=config, work_dir=None, path=None, fingerprint={}, bare=model,
+    return Run(config=config, work_dir=None, continued_from=None, fingerprint={}, bare=model,
                model=wrap_ddp(model, ddp), meter=meter or StepMeter(ddp),
                optimizer=(torch.optim.SGD(model.parameters(), lr=lr, fused=True)
                           if optimizer == "sgd" else
@@ -79,7 +79,7 @@ def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer=
                          "bad_steps": [0, 0], "seen": {}},
                sampler=MicroBatchSampler(lambda *item: item, micro_batches, ddp, 0, n_iters),
                validation=None, n_iters=n_iters, steps_per_epoch=5, micro_batches=micro_batches,
-               batch=4, nominal=3.0, lr=lr, warmup=warmup)
+               global_batch=4, expected_count=3.0, lr=lr, warmup=warmup)
 
 
 def steps(run, n, scale=1.0, ddp=Ddp(), loss_of=loss_of):
@@ -224,7 +224,7 @@ def test_the_best_is_kept_and_a_run_that_no_longer_improves_ends():
     # of 2.8, 2.3 and 2.2 none is better by more than 0.5
     for step, score in enumerate([3.0, 2.8, 2.4, 2.3, 2.2]):
         run.progress["step"] = step
-        found.append(is_best(run, score, {"loss": score, "val/recovery": step}, Ddp()))
+        found.append(record_score(run, score, {"loss": score, "val/recovery": step}, Ddp()))
     assert found == [True, False, True, False, False] and run.progress["finished"] == "early stop"
     assert run.progress["best"] == {"step": 2, "score": 2.4, "val/recovery": 2}
 
@@ -357,9 +357,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--end")
 if "RANK" not in os.environ:
     sys.path.insert(0, {root!r})
-    from run_script import add_launch_arguments, hand_over
+    from run_script import add_launch_arguments, start_ranks_if_asked
     add_launch_arguments(parser)
-    hand_over(parser.parse_args(), sys.argv[1:])
+    start_ranks_if_asked(parser.parse_args(), sys.argv[1:])
 args = parser.parse_args()
 rank, stopped, pressed = int(os.environ["RANK"]), [], []
 for number in (signal.SIGTERM, signal.SIGUSR1):

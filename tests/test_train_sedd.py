@@ -37,7 +37,7 @@ from sequence_data import N_TOKENS, X_ID, DemoSource, Proteins, decode, read_seq
 from train_loop import MicroBatchSampler
 from sedd_eval import Validation, sample_proteins
 from sedd_files import export_sedd, load_sedd
-from train_sedd_ddp import Config, MicroBatches, check_config, cli, main, prepare, train
+from train_sedd_ddp import Config, MicroBatchDataset, check_config, cli, main, prepare, train
 
 from training import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, driver, equal, gradients, losses, on_ranks, one_thread, rows, same_run,
@@ -122,7 +122,7 @@ def gradients_of(fasta, ddp, dtype, reduction, micro, static, by_definition=Fals
     for p in model.parameters():   # zeros of a fresh model have zero gradients behind them
         p.data += 0.1 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
     reader = train_sedd_ddp.make_reader(config, read_sequences(fasta)[0], micro, ddp)
-    dataset = MicroBatches(graph, noise, config.data.max_length, micro, config.training.seed)
+    dataset = MicroBatchDataset(graph, noise, config.data.max_length, micro, config.training.seed)
 
     def loss_of(model, batch):
         return train_sedd_ddp.micro_batch_loss(model, batch, graph, config, ddp, torch.float32)
@@ -158,7 +158,8 @@ def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(f
 
 def test_noise_is_keyed_by_step_and_micro_batch_at_times_that_hit_each_stratum_once(fasta):
     proteins = read_sequences(fasta)[0].subset(np.arange(16))
-    dataset = MicroBatches(make_graph("absorb", N_TOKENS), make_noise("loglinear"), 50, 4, seed=1)
+    dataset = MicroBatchDataset(make_graph("absorb", N_TOKENS), make_noise("loglinear"), 50, 4,
+                                seed=1)
     batches = [[dataset[step, micro, 0, proteins, 60] for micro in range(4)] for step in range(6)]
     orders = set()
     for step in batches:

@@ -12,7 +12,7 @@ from bench_scale import SCRIPTS, training_of
 from ddp_setup import load_checkpoint, wrap_ddp
 from launchers import ROOT, fork_ranks
 from run_config import load_config
-from run_dir import closing
+from run_dir import prepare_and_train
 from train_loop import global_gradient, open_batches, take_step
 
 # Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.
@@ -117,7 +117,7 @@ def gradients(model, schedule, dataset, loss_of, ddp, whole=None, static=False):
             loss.backward()
         else:
             totals, _ = global_gradient(wrapped, [dataset[next(items)] for _ in schedule.mine],
-                                        loss_of, ddp, nominal=123.0)
+                                        loss_of, ddp, expected_count=123.0)
             loss = totals.sums[0] / totals.count
         found.append({"loss": loss.detach().clone(),
                       **{name: p.grad.clone() for name, p in model.named_parameters()}})
@@ -147,7 +147,7 @@ def train(what, settings, folder, ddp, loop=None):
     """Prepare and train as a training script does. loop: function (run, ddp) instead of its own."""
     script = SCRIPTS[what][0]
     config = load_config(script.Config, None, settings)
-    closing(ddp, lambda: script.prepare(config, ddp, Path(folder)), loop or script.train)
+    prepare_and_train(ddp, lambda: script.prepare(config, ddp, Path(folder)), loop or script.train)
 
 
 def take_steps(what, settings, folder, watched, ddp):
