@@ -1144,7 +1144,7 @@ def _deadline(env):
     """Epoch seconds, or infinity."""
     text = env.get("DDP_DEADLINE", "").strip()
     with contextlib.suppress(ValueError):
-        if (deadline := float(text or "inf")) > 0:   # nan is not
+        if (deadline := float(text or "inf")) > 1e9:   # in 2001; nan is not
             return deadline
     raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected such as "
                      f"$(( $(date +%s) + 3000 )).")

@@ -247,6 +247,9 @@ def main(argv):
     except (ValueError, OSError) as error:
         print(f"report_sequences.py: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("report_sequences.py: interrupted (Ctrl-C)", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

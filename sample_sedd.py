@@ -153,8 +153,8 @@ def scaffold_templates(scaffold, number, seed):
     """`number` templates of a scaffold such as "MKT[40]GSHHW[12-20]"; lengths are keyed by seed."""
     parts = re.findall(r"\[(\d+)(?:-(\d+))?\]|([A-Za-z]+)|(.)", scaffold)
     wrong = [other for *_, other in parts if other]
-    if wrong or "[" not in scaffold:
-        found = repr(wrong[0]) if wrong else "no length"
+    if wrong or not any(int(high or low or 0) for low, high, *_ in parts):
+        found = repr(wrong[0]) if wrong else "no length above 0"
         raise ValueError(f"--scaffold {scaffold!r}: found {found}; expected letters and lengths in "
                          "brackets, such as MKT[40]GSHHW[12-20].")
     templates = []
@@ -609,7 +609,7 @@ def cli(argv=None):
                         timeout=PATIENCE, init_timeout=args.init_timeout, ipex=args.ipex)
     except (ValueError, RuntimeError, OSError) as e:
         refuse(e)
-    samples, problem = None, None
+    samples, problem, code = None, None, BAD_INPUT
     with ddp:
         try:
             samples = run(args, ddp)
@@ -621,8 +621,12 @@ def cli(argv=None):
             problem = e
             if ddp.world_size > 1:
                 abort(ddp, f"sample_sedd.py: error: {e}", BAD_INPUT, secondary=not ddp.is_main)
+        except KeyboardInterrupt:
+            if ddp.world_size > 1:
+                raise   # which ends the others
+            problem, code = "interrupted (Ctrl-C)", 130
     if problem:
-        refuse(problem)
+        refuse(problem, code)
     if samples and reference:   # the other ranks have ended by now
         try:
             print(report(samples, reference, picture_of(args)), file=sys.stderr)
@@ -630,10 +634,10 @@ def cli(argv=None):
             refuse(e)
 
 
-def refuse(error):
-    """End with one message and the exit code for bad input."""
+def refuse(error, code=BAD_INPUT):
+    """End with one message and an exit code."""
     print(f"sample_sedd.py: error: {error}", file=sys.stderr)
-    sys.exit(BAD_INPUT)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@
 set -euo pipefail
 
 # What you may want to edit; each can also be given in front of the command.
-NNODES=${NNODES:?the number of hosts}
-NODE_RANK=${NODE_RANK:?this host, 0 to NNODES - 1}
-MASTER_ADDR=${MASTER_ADDR:?host 0, as the others reach it}
+NNODES=${NNODES:-}                   # the number of hosts
+NODE_RANK=${NODE_RANK:-}             # this host, 0 to NNODES - 1
+MASTER_ADDR=${MASTER_ADDR:-}         # host 0, as the others reach it
 MASTER_PORT=${MASTER_PORT:-29500}    # free on host 0, and the one after it for the pre-flight
 SCRIPT=${SCRIPT:-train_sedd_ddp.py}
 CONFIG=${CONFIG:-configs/sedd_uniref50.yaml}
@@ -29,6 +29,9 @@ export WANDB_MODE=${WANDB_MODE:-offline}
 # unset CCL_PROCESS_LAUNCHER CCL_ATL_TRANSPORT            # Intel GPUs: these want an MPI launcher
 
 fail() { printf 'job script: %s\n' "$*" >&2; exit 2; }
+[[ $NNODES && $NODE_RANK && $MASTER_ADDR ]] ||
+  fail "NNODES, NODE_RANK or MASTER_ADDR is not set. Expected such as: NNODES=2 NODE_RANK=0
+  MASTER_ADDR=192.168.1.100 bash $0"
 [[ -f $SCRIPT && -f $CONFIG ]] || fail "SCRIPT=$SCRIPT or CONFIG=$CONFIG is not a file in $PWD.
   Start this in the folder that holds them."
 own='config|work_dir|output_dir|nnodes|node_rank|nproc_per_node|master_addr|master_port'

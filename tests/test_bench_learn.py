@@ -21,7 +21,8 @@ def test_the_table_compares_with_the_first_recipe_and_a_finished_run_is_not_trai
             "--recipes", "adamw,muon_decay_subs_cosine", "--folder", "runs", "--device", "cpu",
             "data.demo_proteins=60", "data.val_fraction=0.2", "model.hidden_size=16",
             "model.n_blocks=1", "model.n_heads=2", "training.batch_size=2"]
-    stopped = fork_ranks(1, [ROOT / "bench_learn.py", *argv], tmp_path, env={"DDP_DEADLINE": "1"})
+    stopped = fork_ranks(1, [ROOT / "bench_learn.py", *argv], tmp_path,
+                         env={"DDP_DEADLINE": "1000000001"})
     assert stopped.returncode == 75 and "The same command goes on" in stopped.stdout
     refusals = [(["model.n_heads=1"], "Here: another --folder, or remove"),
                 (["--recipes", "sgd"], "sgd; expected some of adamw,"),

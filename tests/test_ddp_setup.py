@@ -397,7 +397,7 @@ def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp
         assert stop_reason(ddp, 3) == expected
         close_run(ddp, 75, "because")
         assert status() == {"code": 75, "reason": "because", "step": 3}
-    for text in ("soon", "nan", "-60"):
+    for text in ("soon", "nan", "-60", "3000"):
         monkeypatch.setenv("DDP_DEADLINE", text)
         with pytest.raises(RuntimeError, match=f"DDP_DEADLINE='{text}' is not a time"):
             setup_ddp()

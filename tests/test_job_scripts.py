@@ -353,6 +353,11 @@ def test_arguments_of_sbatch_go_to_the_training_script(site, project):
     assert site.run_slurm(["--config", "other.yaml"]) == 2 and "holds --config" in site.printed
 
 
+def test_a_host_that_is_not_told_its_place_says_what_it_expects(site, project):
+    result = bash(project, "jobs/torchrun_multinode.sh", NNODES=2, MASTER_ADDR="hostA")
+    assert result.returncode == 2 and "NODE_RANK or MASTER_ADDR is not set" in result.stderr
+
+
 @ONE_OF_EACH
 def test_a_job_that_was_not_submitted_ends_before_it_loads_modules(script, site, project):
     result = bash(project, "-l", f"jobs/{script}", SITE=site.folder, HOME=site.folder / "home",

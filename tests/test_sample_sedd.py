@@ -260,7 +260,8 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
     (["--score", __file__, "--each_position", "--samples", "4"], "found --samples with"),
     (["--export", "e", "--out", "o.fa"], "found --out with --export"),
     (["--out", "/proc/o.fa"], "/proc/"),
-    (["--scaffold", "MKX[4]"], "found 'X' at place 3"), (["--scaffold", "MK"], "found no length"),
+    (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
+    (["--scaffold", "MK[0]"], "found no length above 0"),
     (["--infill", __file__], "found letters before a header")])
 def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(
         checkpoint, tmp_path, capsys, monkeypatch, words, expected):
