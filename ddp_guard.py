@@ -341,7 +341,7 @@ class Guard:
         saved = f"Last checkpoint: {me.checkpoint}" if me.checkpoint else "No checkpoint yet"
         again = (f"To go on, give the same command again ({self.launcher}, {self.size} rank(s)): "
                  + os.environ.get("DDP_COMMAND", shlex.join(["python", *sys.orig_argv[1:]]))
-                 if retry else "Mend the cause before the next start.")
+                 if retry else "Mend the cause first.")
         line = f"FAILED: {place}: {cause}{'.' * (cause[-1:] != '?')} {saved}. {again}\n"
         say(f"\n{text}{line if code != 2 else ''}")    # 2: bad input, nothing ran
         if me.run_dir:    # last: its file system may hang, or be full

@@ -47,7 +47,7 @@ class BoundEstimator:
         """letter_counts: of the training proteins, see Proteins.letter_counts.
 
         start: (n,) in [0, 1): noise level k of a protein is at the time (start + k) / samples.
-        tokens: positions of a batch, padding included."""
+        tokens: budget of a batch, padding included."""
         self.proteins, self.graph, self.noise = proteins, graph, noise
         self.start, self.samples = start, samples
         self.batches = eval_batches(proteins.lengths, proteins.lengths.max(initial=tokens))

@@ -165,7 +165,7 @@ class Shapes(NamedTuple):
     tops: np.ndarray
     sizes: np.ndarray
     expected: float             # number of micro-batches that the set fills
-    mean: float                 # of what was asked for, proteins or positions
+    mean: float                 # of what was asked for, proteins or tokens
     filled: float
 
 
@@ -189,13 +189,13 @@ class BatchPlan:
             ("drop").
         micro_batches: micro-batches per global batch = ranks x accumulation.
         batch_size: mean number of proteins in a micro-batch; or
-        tokens: mean number of computed positions in one, padding included. Exactly one of the two.
+        tokens: mean number of tokens in one, padding included. Exactly one of the two.
         hidden_size: width of the model, which says how much attention costs beside the rest.
     Fields:
         windows, window_steps, steps_per_epoch: the same in all epochs.
         tops, sizes: shapes of micro-batches: up to sizes[b] proteins, padded to tops[b] residues.
         filled: mean work of a micro-batch as a share of the fullest one's, for which a step waits.
-        mean: mean number of what was asked for, proteins or positions, in a micro-batch.
+        mean: mean number of what was asked for, proteins or tokens, in a micro-batch.
         work: of a full micro-batch. work_of: of a protein by its length in the file, (longest +
             1,) int64.
         counts: proteins of each cropped length, (longest + 1,) int64. n_long: too long ones.
@@ -479,7 +479,7 @@ class BatchReader:
 def eval_batches(lengths, tokens):
     """Batches for evaluation, each protein in exactly one, longest first.
 
-    lengths: (n,) residues after cropping. tokens: budget of a batch in computed positions.
+    lengths: (n,) residues after cropping. tokens: budget of a batch, padding included.
     Returns a list of int64 index arrays. It does not depend on ranks: rank r of R takes batches r,
     r + R, and so on.
     Raises ValueError for an empty set and for a protein longer than the budget.

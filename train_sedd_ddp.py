@@ -55,7 +55,7 @@ from train_loop import Run, after_step, open_batches, start_run, take_step
 @dataclass
 class Training(CommonTraining):
     batch_size: int | None = None        # proteins per rank and micro-step, on average
-    tokens_per_batch: int | None = None  # or: positions in them, padding included, on average
+    tokens_per_batch: int | None = None  # or: tokens, padding included, likewise
     n_iters: int | None = None           # optimizer steps
     num_epochs: int | None = None        # or: epochs
     eval_freq: int = 500                 # steps between evaluations
@@ -175,7 +175,7 @@ def check_config(c):
 def micro_batch_loss(model, batch, graph, config, ddp, dtype):
     """Loss of one micro-batch of MicroBatchDataset. X and padding do not count.
 
-    Returns: (loss sum in nats; (3,) sums for the log: loss, residues, computed positions; number of
+    Returns: (loss sum in nats; (3,) sums for the log: loss, residues, tokens; number of
     residues or proteins, over which global_gradient takes the mean of the global batch).
     """
     batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
@@ -186,8 +186,8 @@ def micro_batch_loss(model, batch, graph, config, ddp, dtype):
     loss, residues = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, counted)
     total = loss.sum()
     count = residues.sum() if config.loss.reduction == "residue" else (residues > 0).sum()
-    positions = total.new_full((), x0.numel(), dtype=torch.float64)
-    return total, torch.stack([total.detach().double(), residues.sum(), positions]), count
+    tokens = total.new_full((), x0.numel(), dtype=torch.float64)   # padding included
+    return total, torch.stack([total.detach().double(), residues.sum(), tokens]), count
 
 
 # ---------------------------------------------------------------- data
@@ -397,13 +397,13 @@ def describe_plan(config, ranks):
                                  outcome)
     if problems and not plans:
         raise ValueError("\n".join(problems))
-    positions = (int((plans[-1].sizes * plans[-1].tops).max()) if plans else
-                 t.tokens_per_batch or t.batch_size * d.max_length)
+    tokens = (int((plans[-1].sizes * plans[-1].tops).max()) if plans else
+              t.tokens_per_batch or t.batch_size * d.max_length)
     warnings = (plan.warning() for plan in reversed(plans))
     problems += next(filter(None, warnings), [])   # one is enough: that of the most ranks
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
-    memory = describe_memory(model, positions, config.memory.mixed_precision in (False, "float32"),
+    memory = describe_memory(model, tokens, config.memory.mixed_precision in (False, "float32"),
                              state_bytes(model, config.optim.name))
     return "\n".join([*lines, *table, *problems, *memory])
 

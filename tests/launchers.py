@@ -298,15 +298,11 @@ class Running(contextlib.AbstractContextManager):
 
     def wait_for(self, text, timeout):
         """Return once `text` was printed on either stream; TimeoutError if all ends first."""
-        deadline = time.monotonic() + timeout
-        while True:
-            ended = self.process.poll() is not None     # before reading: last words may be there
-            if text in self.stdout() + self.stderr():
-                return
-            if ended or time.monotonic() > deadline:
-                when = "before the end" if ended else f"within {timeout} s"
-                raise TimeoutError(f"{text!r} was not printed {when}: {self._story()}")
-            time.sleep(0.05)
+        def seen():
+            return text in self.stdout() + self.stderr()
+        seconds_until(lambda: seen() or self.process.poll() is not None, timeout)
+        if not seen():     # after the end: last words may be there
+            raise TimeoutError(f"{text!r} was not printed within {timeout} s: {self._story()}")
 
     def wait(self, timeout, leftover_grace=2.0):
         """Wait for the launcher's end and return a Result; TimeoutError with the output without.

@@ -101,7 +101,7 @@ def soak(launcher, kills, seed, folder):
             assert kind or code == 0, "a start that nothing hit failed"
             if status.get("code") == 0 and (kind is None or step == STEPS):
                 tally["finished runs"] += 1
-                same_run(current / "run", folder / "undisturbed" / "run")
+                same_run(folder / "undisturbed" / "run", current / "run")
         except (AssertionError, ValueError) as error:
             problems.append(error)
             print(f"PROBLEM after {name}: {str(error) or 'other metrics'}\n"

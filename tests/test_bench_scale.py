@@ -75,7 +75,7 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
                for k in range(320)]
     model = torch.nn.Linear(50, 1, bias=False)
     run = SimpleNamespace(bare=model, optimizer=model, expected_count=7.0,
-                          micro_batches=2, batch=2 * 2 * 3 / sum(1 / n for n in sizes),
+                          micro_batches=2, global_batch=2 * 2 * 3 / sum(1 / n for n in sizes),
                           sampler=SimpleNamespace(mine=range(1), item_of=lambda step, _: step))
     found = measure_noise(run, batches, lambda model, batch: (
         model(batch["x"]).sum(), torch.zeros(1), len(batch["x"])),

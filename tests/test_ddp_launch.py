@@ -277,13 +277,6 @@ raise ValueError("on purpose")
         assert (status["code"], status["reason"]) == (1, f"ValueError: {reason}")
 
 
-def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
-    path = script(tmp_path, "with setup_ddp(quiet=True) as ddp:\n    open('/no/such/file')\n")
-    with by_hand(path, range(3)) as ranks:
-        assert ranks.codes() == [1, 1, 1], ranks.err()
-    assert ranks.err().count("\nFileNotFoundError") == 1 == own_tracebacks(ranks.err()), ranks.err()
-
-
 # ---------------------------------------------------------------- working together
 TOGETHER = """
 import pytest

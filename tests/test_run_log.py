@@ -21,22 +21,6 @@ def test_a_row_is_in_the_file_as_soon_as_metrics_returns_with_null_for_nan_and_i
     log.close()
 
 
-@pytest.mark.parametrize("saved, kept", [(2, [1, 2]), (4, [1, 2, 3])])
-def test_a_resume_leaves_no_row_twice_and_none_missing_and_no_half_one(tmp_path, saved, kept):
-    first = RunLog(tmp_path, is_main=True)
-    for step in (1, 2, 3):
-        first.metrics(step, {"loss": step})
-    first.close()
-    with open(tmp_path / "metrics.jsonl", "a") as f:
-        f.write('{"step": 4, "lo')
-    second = RunLog(tmp_path, is_main=True)
-    second.truncate(saved)
-    second.metrics(5, {"loss": 5})
-    second.close()
-    assert rows(tmp_path) == [{"step": step, "loss": step} for step in [*kept, 5]]
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
 def test_a_broken_row_in_the_middle_is_refused_with_its_line(tmp_path):
     text = '{"step": 1}\nnot json\n{"step": 3}\n'
     (tmp_path / "metrics.jsonl").write_text(text)

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from sedd_cases import BOTH_GRAPHS, CASES, entries, near, official_numbers, seeded
+from sedd_cases import BOTH_GRAPHS, CASES, entries, near, seeded
 from sedd_diffusion import (AbsorbingGraph, independent_log_score, make_graph, make_noise, sample,
                             score_entropy_loss)
 
@@ -13,8 +13,8 @@ PREDICTORS = pytest.mark.parametrize("predictor", ["euler", "analytic"])
 
 
 @pytest.fixture(scope="module")
-def fixture():
-    return official_numbers()
+def fixture(shared):
+    return torch.load(shared / "fixtures" / "sedd.pt", weights_only=True)
 
 
 def official(fixture, graph_name, noise_name):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import cpu_linear
 from bench_sedd import plain_log_score, plain_loss
-from sedd_cases import CASES, entries, near, official_numbers, seeded
+from sedd_cases import CASES, entries, near, seeded
 from sedd_diffusion import (AbsorbingGraph, make_graph, make_noise, score_entropy_loss,
                             stratified_times)
 from sedd_model import EMA, SEDD, add_branch, attend, load_official, spread
@@ -16,8 +16,8 @@ from train_loop import rate_share
 
 
 @pytest.fixture(scope="module")
-def fixture():
-    return official_numbers()
+def fixture(shared):
+    return torch.load(shared / "fixtures" / "sedd.pt", weights_only=True)
 
 
 def official_model(fixture, graph_name, loaded=True, **kwargs):

@@ -13,7 +13,7 @@ import torch
 
 from sequence_data import decode, encode
 from structure_data import (BACKBONE, Chain, Complex, Pair, Structure, collate_complexes, describe,
-                            eval_batches, load_pairs, parse_positions, plan_epoch, read_pairs,
+                            load_pairs, parse_positions, plan_epoch, read_pairs,
                             read_structure, shared_structures, split_pairs)
 
 
@@ -208,15 +208,6 @@ def refusal(path, **options):
         read_pairs(path, **options)
     assert path.name in str(caught.value)
     return str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["pairs_monomer.json", "pairs_multichain.json"])
-def test_the_pairs_at_hand_are_read_and_described(shared, name):
-    entries = json.loads((shared / "data" / name).read_text())
-    pairs, files = read_pairs(shared / "data" / name), {entry["pdb_file"] for entry in entries}
-    assert describe(pairs).startswith(f"{len(entries)} pairs on {len(files)} structures, ")
-    for pair in pairs:      # preferred sequences are near the native one: shifted rows would show
-        assert np.mean(pair.chosen == pair.complex.S[:pair.complex.n_designed]) > 0.7
 
 
 def test_each_malformed_case_is_refused_in_the_words_that_it_names(shared, tmp_path):
@@ -460,11 +451,6 @@ def test_ranks_have_about_equal_work_and_little_padding_and_structures_stay_toge
     assert work.mean() / work.max(1).mean() > 0.85
     encoded = sum(len(keys(MIXED[i] for i in piece)) for piece in pieces)
     assert encoded <= len(keys(MIXED)) + len(pieces)
-
-
-def test_evaluation_has_each_pair_once():
-    batches = eval_batches(MIXED, 5)
-    assert sorted(np.concatenate(batches).tolist()) == list(range(len(MIXED)))
 
 
 def test_a_batch_of_complexes_is_padded_to_the_longest(small):

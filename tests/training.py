@@ -51,8 +51,8 @@ def timeless(work_dir):
 
 
 def same_run(a, b):
-    """Assert that the last checkpoints, published models, designs, samples and metrics of two run
-    folders are alike, to the last bit."""
+    """Assert that the last checkpoints and metrics of two run folders are alike, to the last bit,
+    and that b has a's published models, designs and samples."""
     one, other = (load_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (a, b))
     for key in one.keys() - {"config"}:
         assert equal(one[key], other[key]), key
