@@ -66,7 +66,7 @@ def running_mean(values):
 
 
 def draw(runs, path):
-    """Draw {name: rows} into a PNG at `path`.
+    """Draw {name: rows} into a PNG at `path`. Of several runs each has its colour.
 
     Raises: ValueError where nothing can be drawn, ImportError without matplotlib."""
     panels = [(title, unit, styles) for title, unit, styles in PANELS
@@ -75,6 +75,7 @@ def draw(runs, path):
         raise ValueError(f"{', '.join(runs)}: found none of the metrics that are drawn; expected "
                          "those of docs/metrics.md.")
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     height = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(5.5 * columns, 3.2 * height), layout="constrained")
@@ -82,12 +83,13 @@ def draw(runs, path):
     for axis in axes.flat[len(panels):]:
         axis.set_axis_off()
     for (title, unit, styles), axis in zip(panels, axes.flat):
-        for run_number, (name, rows) in enumerate(runs.items()):
+        named = set()    # keys in the legend, once for all runs
+        for run_number, rows in enumerate(runs.values()):
             curves = {key: curve for key in styles if (curve := points(rows, key))}
             for key_number, (key, curve) in enumerate(curves.items()):
                 style, (steps, values) = styles[key], zip(*curve)
-                # A label that begins with "_" would be left out; "$" begins mathematics.
-                label = key if len(runs) == 1 else f"{key}, {name}".replace("$", r"\$")
+                label = None if key in named else key
+                named.add(key)
                 color = f"C{key_number if len(runs) == 1 else run_number}"
                 if style.startswith("level"):
                     axis.axhline(values[-1], linestyle=style.removeprefix("level"), color=color,
@@ -102,8 +104,15 @@ def draw(runs, path):
         axis.grid(alpha=0.3)
         if title in ("learning rate", "throughput"):
             axis.set_ylim(bottom=0)
-        if len(runs) > 1 or len(axis.get_legend_handles_labels()[1]) > 1:
-            axis.legend(fontsize="small")
+        if len(named) > 1:
+            legend = axis.legend(fontsize="small")
+            for handle in legend.legend_handles if len(runs) > 1 else ():
+                handle.set_color("black")
+    if len(runs) > 1:
+        # A label that begins with "_" would be left out; "$" begins mathematics.
+        figure.legend([Line2D([], [], color=f"C{number}") for number in range(len(runs))],
+                      [f" {name}".replace("$", r"\$") for name in runs],
+                      loc="outside upper center", ncols=min(len(runs), columns))
     write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))
 
 
