@@ -44,7 +44,6 @@ Environment set, of several ranks, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RA
 MASTER_PORT, LOCAL_WORLD_SIZE for libraries that look there; if unset, GLOO_SOCKET_IFNAME.
 """
 import atexit
-import collections
 import contextlib
 import faulthandler
 import hashlib
@@ -96,7 +95,6 @@ GUARD_FIRST = 10.0      # for the guards to end a run before its ranks do so by 
 GUARD_ANSWER = 20.0     # for the guard to end this process
 PATIENCE = 1800.0       # for the others to come to a barrier, or to cleanup_ddp
 DESTROY = 60.0          # for torch and MPI to close their connections
-BEAT_PERIOD = 0.2       # between signs of progress within a step
 DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, from launcher and guard
 
 
@@ -190,7 +188,7 @@ class Launcher:
 
 
 # In the order of detection. It survives nesting: torchrun inside srun, mpirun inside sbatch.
-LAUNCHERS = (
+LAUNCHERS = {row.name: row for row in (
     Launcher("DDP_* variables", "DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK",
              "DDP_LOCAL_WORLD_SIZE"),
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
@@ -210,7 +208,7 @@ LAUNCHERS = (
              launch="LSB_JOBID PMIX_NAMESPACE", mpi=True),
     Launcher("Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID",
              launch="SLURM_JOB_ID SLURM_STEP_ID SLURM_RESTART_COUNT"),
-)
+)}
 PLACE = ("rank", "size", "local_rank", "local_size")   # fields of a Launcher that name variables
 
 
@@ -227,7 +225,7 @@ def _rows_of(env):
     def first_set(names):
         return next((name for name in names.split() if env.get(name, "").strip()), "")
     rows = [replace(row, **{field: first_set(getattr(row, field)) for field in PLACE})
-            for row in LAUNCHERS]
+            for row in LAUNCHERS.values()]
     # The shells of sbatch and salloc are one process, and have Slurm's variables too.
     return [row for row in rows if row.name != "Slurm step"
             or env.get("SLURM_STEP_ID") and _int(env, row.size) != 1]
@@ -242,7 +240,7 @@ def _complete_rows(env):
 def _seen(env):
     """The launchers' variables that are set, for messages."""
     names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"}.union(
-        *(getattr(row, field).split() for row in LAUNCHERS for field in PLACE))
+        *(getattr(row, field).split() for row in LAUNCHERS.values() for field in PLACE))
     shown = " ".join(f"{name}={env[name]}" for name in sorted(names) if env.get(name, "").strip())
     return f"Seen: {shown or 'none'}"
 
@@ -384,7 +382,8 @@ def _found_devices(need_ccl=False, ipex="auto"):
              "gloo": dist.is_gloo_available(), "xccl": _has_xccl(), "ccl": False}
     if need_ccl or (xpu and not found["xccl"]):
         if xpu and ipex != "off":
-            _import_ipex()   # first: the bindings' XPU half is built on it
+            with contextlib.suppress(Exception, SystemExit):   # its lack is told by who needs it
+                _import_ipex()   # first: the bindings' XPU half is built on it
         try:
             import oneccl_bindings_for_pytorch  # noqa: F401  (it registers the backend)
             found["ccl"] = True
@@ -598,19 +597,15 @@ def _interface_of(ip):
     return None
 
 
-def _launcher_of(ddp):
-    return next(row for row in LAUNCHERS if row.name == ddp.launcher)
-
-
 def _launch_name(env, ddp):
     """What the launcher calls this very launch, or ""."""
-    return "-".join(env[name] for name in _launcher_of(ddp).launch.split() if env.get(name))
+    return "-".join(env[name] for name in LAUNCHERS[ddp.launcher].launch.split() if env.get(name))
 
 
 def _launcher_process(ddp):
     """Process id of this host's launcher, and its start time: in two containers ids may be alike.
     A wrapper around a rank, such as its guard or a shell, has the rank's variable itself."""
-    pid, rank_is_set = os.getppid(), f"{_launcher_of(ddp).rank}=".encode()
+    pid, rank_is_set = os.getppid(), f"{LAUNCHERS[ddp.launcher].rank}=".encode()
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
         while True:
             _, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -688,7 +683,8 @@ def _join(ddp, env, init_timeout, error):
     with _time_limit(init_timeout):   # backends may wait without end
         dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, timeout=limit,
                                 world_size=ddp.world_size, **bind)
-        if ddp.world_size <= (_int(env, "DDP_GLOO_MAX_RANKS") or GLOO_MAX_RANKS):
+        most = _int(env, "DDP_GLOO_MAX_RANKS")
+        if ddp.world_size <= (GLOO_MAX_RANKS if most is None else most):
             control = (dist.group.WORLD if ddp.backend == "gloo" else
                        dist.new_group(backend="gloo", timeout=limit))
     return replace(ddp, local_world_size=variables["LOCAL_WORLD_SIZE"], control=control,
@@ -899,7 +895,7 @@ def _end_others(ddp, code):
         step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
         with contextlib.suppress(OSError, subprocess.SubprocessError):   # no scancel, no answer
             subprocess.run(["scancel", step], timeout=SCANCEL)
-    if _launcher_of(ddp).mpi:
+    if LAUNCHERS[ddp.launcher].mpi:
         os.abort()   # MPICH ends all for a signal, not for an exit code
 
 
@@ -992,7 +988,6 @@ class Watch:
     step: int | None = None
     requested: str = ""        # why this rank shall stop
     interrupted: float = 0.0   # when Ctrl-C came first
-    sent: float = 0.0          # when the last sign of progress was given
     stacks: object = None      # file
     handlers: dict = field(default_factory=dict)   # those before
 
@@ -1003,9 +998,9 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
     Signals, the time DDP_DEADLINE and a file RUN_DIR/STOP only ask for a stop: stop_reason tells
     all ranks at the same step. A second Ctrl-C ends at once, with exit code 130.
 
-    A run without progress, a call of stop_reason or beat, is ended with exit code 70. With guards
-    it ends when no rank has made any, and the late ranks are named; without, each rank ends by
-    itself, also one that waits for another's work.
+    A run without progress, a call of stop_reason or beat, is ended. With guards it ends when no
+    rank has made any: the late ranks are named, the exit code is 70. Without, each rank ends by
+    itself with exit code 1, also one that waits for another's work.
 
     Args:
         run_dir: for rank 0's status.json {code (null: the run is on), reason, step}, and for the
@@ -1090,14 +1085,10 @@ def stop_reason(ddp, step, wanted=None):
 
 def beat(ddp, step=None):
     """A sign of progress between step boundaries: during evaluation, sampling, saving."""
-    watch, now = ddp.state.watch, time.monotonic()
+    watch = ddp.state.watch
     if watch is None:
         return
-    if step is not None:
-        watch.step = step
-    elif now < watch.sent + BEAT_PERIOD:
-        return
-    watch.sent = now
+    watch.step = watch.step if step is None else step
     if ddp.state.guard is not None:
         _tell_guard(ddp, wait=False, step=watch.step)
     elif watch.limit:
@@ -1357,21 +1348,6 @@ def grad_scaler(dtype, ddp):
 
 
 # ---------------------------------------------------------------- checkpoints
-def _check_plain(value, where):
-    mapping = type(value) in (dict, collections.OrderedDict)
-    if mapping and all(type(key) in (str, int) for key in value):
-        for key, item in value.items():
-            _check_plain(item, f"{where}.{key}")
-    elif type(value) in (list, tuple, torch.Size):
-        for i, item in enumerate(value):
-            _check_plain(item, f"{where}[{i}]")
-    elif (value is not None and type(value) not in (bool, int, float, str)
-          and not isinstance(value, torch.Tensor)):
-        raise TypeError(f"{where} is {type(value).__name__}; expected tensors and plain types "
-                        f"(dicts with text or int as keys), so that torch.load(weights_only=True) "
-                        f"reads it. Convert it: float(x), x.tolist(), ...")
-
-
 def kept_checkpoint(path, k):
     """Name of the k-th former checkpoint: last.pt -> last-1.pt."""
     base, end = os.path.splitext(path)
@@ -1394,13 +1370,12 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
         if ddp.is_main:
             state.update(world_size=ddp.world_size, versions={
                 "torch": str(torch.__version__), "python": sys.version.split()[0]})
-            _check_plain(state, "checkpoint")
             _write_checkpoint(path, ddp, keep_last, state)
     except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
         problem = (f"cannot write {path}: {_in_one_line(e)}. The former checkpoint is untouched. "
                    f"Is the disk full or the folder read-only?")
-    except TypeError as e:
-        problem = str(e)
+    except Exception as e:   # what torch.save cannot write, or torch.load would refuse
+        problem = f"cannot write {path}: {_in_one_line(e)}"
     problem = broadcast(problem, ddp)
     beat(ddp)
     if problem:
@@ -1418,6 +1393,9 @@ def _write_checkpoint(path, ddp, keep_last, state):
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(temporary):
+            raise TypeError(f"it holds {', '.join(unsafe)}; expected tensors and plain types "
+                            f"(float(x), x.tolist()), which torch.load(weights_only=True) reads")
         if ddp.state.damaged == os.path.realpath(path):   # not kept: the good ones keep their names
             ddp.state.damaged, keep_last = "", 1
         free = next((k for k in range(keep_last - 1)
@@ -1428,10 +1406,10 @@ def _write_checkpoint(path, ddp, keep_last, state):
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    handle = os.open(folder or ".", os.O_RDONLY)
     with contextlib.suppress(OSError):   # some file systems cannot
+        handle = os.open(folder or ".", os.O_RDONLY)
         os.fsync(handle)   # the rename itself must survive a power cut
-    os.close(handle)
+        os.close(handle)
 
 
 def load_checkpoint(path, ddp=None, map_location="cpu"):
@@ -1498,18 +1476,16 @@ def _read_checkpoint(path, map_location):
 
 # ---------------------------------------------------------------- Intel's extension (legacy stacks)
 def _import_ipex():
-    """(the module intel_extension_for_pytorch, "") or (None, why it cannot be used)."""
-    ours = torch.__version__.split(".")[:2]
+    """The module intel_extension_for_pytorch. Raises: whatever its import raises, SystemExit too.
+    """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("intel-extension-for-pytorch")
-        if version.split(".")[:2] != ours:   # its import would print on every rank and try to exit
-            return None, (f"intel_extension_for_pytorch {version} does not fit torch "
-                          f"{torch.__version__}")
-    try:
-        import intel_extension_for_pytorch
-        return intel_extension_for_pytorch, ""
-    except (Exception, SystemExit) as e:   # a library that is missing, a CPU that is too old, ...
-        return None, _in_one_line(e)
+        if version.split(".")[:2] != torch.__version__.split(".")[:2]:
+            # Its import would print on every rank and try to exit.
+            raise ImportError(f"intel_extension_for_pytorch {version} does not fit torch "
+                              f"{torch.__version__}")
+    import intel_extension_for_pytorch
+    return intel_extension_for_pytorch
 
 
 def optimize_with_ipex(model, optimizer, ddp):
@@ -1523,14 +1499,13 @@ def optimize_with_ipex(model, optimizer, ddp):
     mode = ddp.state.ipex
     if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or _has_xccl()):
         return model, optimizer
-    (ipex, problem), result = _import_ipex(), None
+    problem = ""
+    try:   # IPEX's own step, on XPUs, does not know found_inf, by which bad steps are skipped
+        ipex = _import_ipex()
+        result = ipex.optimize(model, optimizer=optimizer, fuse_update_step=False)
+    except (Exception, SystemExit) as e:   # a library that is missing, a CPU that is too old, ...
+        problem = _in_one_line(e)
     problem = first_problem(problem, ddp)
-    if not problem:
-        try:   # IPEX's own step, on XPUs, does not know found_inf, by which bad steps are skipped
-            result = ipex.optimize(model, optimizer=optimizer, fuse_update_step=False)
-        except Exception as e:
-            problem = _in_one_line(e)
-        problem = first_problem(problem, ddp)
     print0(ddp, f"IPEX not used: {problem}" if problem else
            f"IPEX {ipex.__version__} optimized the model")
     return (model, optimizer) if problem else result
