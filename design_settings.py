@@ -374,9 +374,11 @@ def read_json(path):
     try:
         while start := re.compile(r"\S").search(text, end):
             value, end = decoder.raw_decode(text, start.start())
+            if not isinstance(value, dict):
+                raise ValueError(f"a {type(value).__name__}")
             items += value.items()
         return unique_keys(items)
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: found {str(error)[:80]}; expected JSON objects, {{...}}, each "
                          "key once.") from None
 

@@ -47,8 +47,8 @@ def state_bytes(model, name):
 class MuonAndAdamW:
     """torch.optim.Muon for block_matrices and AdamW for all other parameters, used as one.
 
-    The ranks of one host share the matrices: each updates some and sends them to the others. Over a
-    network that would take longer than to update all."""
+    Where all ranks are on one host they share the matrices: each updates some and sends them to the
+    others. Over a network that would take longer than to update all."""
 
     def __init__(self, model, lr, o, ddp):
         matrices = block_matrices(model)

@@ -160,13 +160,14 @@ def main(argv):
                          "unpreferred_seq": rejected} for chosen, rejected, _ in found]
             differences += [difference for _, _, difference in found]
         if not entries:
-            raise ValueError(f"{args.table}: no two sequences of a structure differ by "
-                             f"{args.margin:g} in their scores; lower --margin.")
+            raise ValueError(f"{args.table}: no two sequences of a structure differ by more than "
+                             f"{args.margin:g} in their scores; expected at least one such pair."
+                             + " Lower --margin." * (args.margin > 0))
         if args.weights:
             mean = statistics.fmean(differences)
             for entry, difference in zip(entries, differences):
                 entry["weight"] = max(float(f"{difference / mean:.6g}"), LEAST_WEIGHT)
-        text = ("\n".join(map(json.dumps, entries)) if args.pairs.suffix == ".jsonl" else
+        text = ("\n".join(map(json.dumps, entries)) if args.pairs.suffix.lower() == ".jsonl" else
                 json.dumps(entries, indent=1))
         write_text_atomic(args.pairs, text + "\n")
     except (ValueError, OSError) as error:

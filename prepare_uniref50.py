@@ -168,7 +168,8 @@ def input_of_file(path):
 
 
 def digest_of(path):
-    """Hash of the first and the last MiB of a file, by which a changed one is known."""
+    """Hash of the first and the last MiB of a file. A change between them, of the same size, is not
+    seen."""
     if not path.is_file():
         return ""
     with open(path, "rb") as file:

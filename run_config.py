@@ -132,8 +132,8 @@ class CommonTraining:
     num_workers: int = 0                 # processes that prepare batches, per rank
     log_freq: int = 10                   # steps between rows of metrics.jsonl
     keep_last: int = 2                   # checkpoints that are kept: last.pt, last-1.pt, ...
-    max_bad_steps: int = 10              # in a row, with a nan or infinite loss or gradient: then
-    #                                      the run ends
+    max_bad_steps: int = 10              # in a row, with a nan or infinite loss or gradient, that
+    #                                      do not end the run
     stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")   # that end the run in good
     #                                                                    order
     patience: int | None = None          # evaluations without improvement before an early stop
@@ -262,7 +262,7 @@ def _parse(text, where):
     """The value of a YAML text. where: it is from, for messages."""
     try:
         return _Loader(text).get_single_data()   # as yaml.safe_load, whose loader it extends
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ValueError(f"{where}{line}: {getattr(error, 'problem', None) or error}. This is not "
@@ -289,7 +289,8 @@ def _put(raw, dotted, value, where):
     for section in sections:
         raw = raw.setdefault(section, {})
         if not isinstance(raw, dict):
-            raise ValueError(f"{where}: {section!r} is {_show(raw)} there, and not a section.")
+            raise ValueError(f"{where}: {section!r} is {_show(raw)}, in the YAML file or by "
+                             "another override; expected a section.")
     raw[key] = value
 
 

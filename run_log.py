@@ -255,8 +255,11 @@ def write_whole(path, write):
     """Call write(binary file) so that a kill at any moment leaves the old file, none, or the new.
 
     Makes the folder if it is missing. Temporary name in it, fsync, rename, fsync of the folder.
+    Raises: ValueError for a device, a pipe or a folder: the rename would replace it.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))   # of a link the file
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file; expected the name of a file.")
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = f"{os.getpid()}-{threading.get_ident()}"   # in a notebook, two runs renew one lock
     temporary = path.with_name(f".{path.name}.{writer}.tmp")
@@ -283,11 +286,11 @@ def rows_up_to(path, step):
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines[:-1], 1):   # behind the last: nothing, or half a row
         try:
-            row_step = json.loads(line)["step"]
+            wanted = json.loads(line)["step"] <= step
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}, line {number}: found {line[:60]!r}; expected a JSON object "
                              f"with 'step'. Repair or remove the line.") from None
-        if row_step <= step:
+        if wanted:
             kept.append(line + "\n")
     return "".join(kept)
 
@@ -296,4 +299,4 @@ def read_rows(path):
     """The whole rows of a metrics.jsonl, as dicts; none where there is no such file."""
     if not Path(path).exists():
         return []
-    return [json.loads(line) for line in rows_up_to(path, math.inf).splitlines()]
+    return [json.loads(line) for line in rows_up_to(path, math.inf).split("\n")[:-1]]

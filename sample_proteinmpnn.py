@@ -364,7 +364,7 @@ def make_batches(model, encoding, tensors, design, args, given):
     name = f"{design.name}, " if args.many_in_one else ""
     for first in range(0, len(given), size):
         heads, S = zip(*given[first:first + size])
-        old_scores = r",? *(?<![\w.-])(score|global_score|seq_recovery)=[^,]*"
+        old_scores = r",? +(score|global_score|seq_recovery)=[^,\s]*"   # of an earlier call
         yield ([(name + re.sub(old_scores, "", head), "") for head in heads],
                torch.from_numpy(np.stack(S).astype(np.int64)), None)
     if given:
@@ -485,8 +485,13 @@ def main(argv):
     try:
         run(parse_arguments(argv))
         return 0
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        memory = isinstance(error, torch.OutOfMemoryError)
+    except BrokenPipeError:   # as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, RuntimeError) as error:
+        memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+        if isinstance(error, RuntimeError) and not memory:
+            raise
         advice = " Give a smaller --batch_size, or --device cpu." if memory else ""
         print(f"sample_proteinmpnn.py: error: {error}{advice}", file=sys.stderr)
         return 2

@@ -82,10 +82,10 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
     Raises: ValueError for templates or settings that cannot be used.
     """
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
-    if not (temperature > 0 and 0 < top_p <= 1 and steps >= 1 and tokens >= 1):
+    if not (temperature >= 1e-3 and 0 < top_p <= 1 and steps >= 1 and tokens >= 1):
         raise ValueError(f"found temperature {temperature}, top_p {top_p}, steps {steps}, tokens "
-                         f"{tokens}; expected temperature above 0, top_p above 0 up to 1, and at "
-                         "least 1 step and token.")
+                         f"{tokens}; expected temperature of 0.001 or more, top_p above 0 up to 1, "
+                         "and at least 1 step and token.")
     shaped = (temperature, top_p) != (1.0, 1.0)
     if shaped and not sedd.graph.absorb:
         raise ValueError("temperature and top_p are defined for the absorbing graph; this model "
@@ -153,7 +153,8 @@ def scaffold_templates(scaffold, number, seed):
     """`number` templates of a scaffold such as "MKT[40]GSHHW[12-20]"; lengths are keyed by seed."""
     parts = re.findall(r"\[(\d+)(?:-(\d+))?\]|([A-Za-z]+)|(.)", scaffold)
     wrong = [other for *_, other in parts if other]
-    if wrong or not any(int(high or low or 0) for low, high, *_ in parts):
+    if (wrong or not any(int(high or low or 0) for low, high, *_ in parts)
+            or not any(letters or int(low) for low, _, letters, _ in parts)):
         found = repr(wrong[0]) if wrong else "no length above 0"
         raise ValueError(f"--scaffold {scaffold!r}: found {found}; expected letters and lengths in "
                          "brackets, such as MKT[40]GSHHW[12-20].")
@@ -398,11 +399,11 @@ def read_arguments(argv):
         if other != task and useless:
             found = f"found {', '.join(useless)}"
             raise ValueError(f"{found} without --score; expected both." if task == "drawing" else
-                             f"{found}, which --{task} does not use; expected neither, or another "
-                             "task.")
+                             f"{found}, which --{task} does not use; leave it out, or choose "
+                             "another task.")
     if args.samples != parser.get_default("samples") and (args.each_position or args.mutations):
-        raise ValueError("found --samples with --each_position or --mutations, which hide one "
-                         "residue at a time; expected one of them.")
+        raise ValueError("found --samples with --each_position or --mutations, which draw no noise "
+                         "levels; expected one of them.")
     if args.export and args.out:
         raise ValueError("found --out with --export, which names what is written; expected one.")
     if args.report and (args.out is None or args.out.suffix == ".png" or args.infill):
@@ -496,8 +497,11 @@ def draw_file(sedd, args, how, write):
                 raise ValueError(f"{args.infill}, {name:.40}: found no {FREE}; expected one at "
                                  "each place that is to be drawn.")
         templates = [text for _, text in named for _ in range(number)]
-        names = [f"{(name.split() or ['template'])[0]}_{k}" for name, _ in named
-                 for k in range(1, number + 1)]
+        words = [(name.split() or ["template"])[0] for name, _ in named]
+        if len(set(words)) < len(words):
+            raise ValueError(f"{args.infill}: several templates are named "
+                             f"{max(words, key=words.count)}; expected different first words.")
+        names = [f"{word}_{k}" for word in words for k in range(1, number + 1)]
     else:
         templates = (scaffold_templates(args.scaffold, number, args.seed)
                      if args.scaffold is not None else

@@ -77,9 +77,9 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
         config = {name: saved["config"][name] for name in ("model", "graph", "noise")}
         graph = make_graph(config["graph"]["type"], N_TOKENS)
         noise, model = noise_of(config["noise"]), model_of(config["model"], graph)
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{path} has a config without {e}; expected one of train_sedd_ddp.py or "
-                         "of --export.") from None
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path} has a config that cannot be used ({e}); expected one of "
+                         "train_sedd_ddp.py or of --export.") from None
     problems = []
     for section, key in WEIGHTS_DEPEND_ON if expected else ():
         found, wanted = config[section][key], expected[section][key]
@@ -100,19 +100,20 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
         raise ValueError(f"{path}: {len(not_finite)} tensors hold nan or infinite numbers, first "
                          f"{not_finite[0]}; expected finite weights. Use an older checkpoint.")
     letters, lengths = (saved.get(key) for key in ("letters", "lengths"))
+    about = {key: saved[key] for key in ("step", "best", "data") if key in saved}
+    about = {"averaged": used == "ema", **saved.get("about", about)}   # an export tells its own
     notes = [f"{path}: SEDD, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million "
              f"parameters, {config['graph']['type']} graph, {config['noise']['type']} noise, "
-             f"{'averaged weights' if used == 'ema' else 'weights as saved'}",
+             f"{'averaged weights' if about['averaged'] else 'weights as saved'}",
              *saved.get("notes", ())]
     if letters is None:
         notes.append("the file has no letter frequencies of its training data: where sequences are "
                      "scored, UniRef50's stand for them")
         letters = np.append(np.round(np.array(UNIREF50) * 1e6), 0)
     length = saved["config"].get("data", {}).get("max_length") or saved["max_length"]
-    of_checkpoint = {key: saved[key] for key in ("step", "best", "data") if key in saved}
     return Sedd(model.eval().to(device), graph, noise, config, np.asarray(letters, np.int64),
                 None if lengths is None else np.asarray(lengths, np.int64), length,
-                saved.get("about", of_checkpoint), tuple(notes))
+                about, tuple(notes))
 
 
 def model_of(sizes, graph):
@@ -327,8 +328,9 @@ def model_card(sedd):
 - letters of the training data: \
 {', '.join(f'{letter} {share:.3f}' for letter, share in zip(AMINO_ACIDS, shares.tolist()))}
 
-Weights: `model.safetensors`, names of the published SEDD code, averaged weights where there were
-some. Tokens: the place of a letter in `alphabet` of `config.json`; then the mask.
+Weights: `model.safetensors`, names of the published SEDD code; \
+{'averages over steps' if sedd.about['averaged'] else 'those of the last step, not averaged'}.
+Tokens: the place of a letter in `alphabet` of `config.json`; then the mask.
 
     python sample_sedd.py THIS_FOLDER --number 10
 """

@@ -41,6 +41,7 @@ WIDEST_STEP = 0.80              # down to this share of its top, a bucket ends a
 # Micro-batches that a unit fills beyond its share of all, as they run on from bucket to bucket
 # (measured).
 TAIL_BATCHES = 2.2
+FEW_STEPS = 10                  # of an epoch, below which estimates of its batches are far off
 WELL_FILLED = 0.95              # mean share of the fullest micro-batch's work
 MEAN_WITHIN = 0.02              # how near the mean of batch_size or tokens is to what was asked for
 
@@ -119,7 +120,8 @@ def _read_file(data, ddp):
     if size > LARGE_FILE:
         print0(ddp, f"NOTE: every rank reads {data.file} ({size / 1e9:.1f} GB) and keeps some 0.4 "
                     "GB per million proteins. Prepared once, it starts in seconds and 0.1 GB:\n  "
-                    f"{_prepare_command(data, 'FOLDER')} --fasta {data.file}   then --data FOLDER")
+                    f"{_prepare_command(data, 'FOLDER')} --fasta {shlex.quote(data.file)}   then "
+                    "--data FOLDER")
     return read_sequences(data.file, data.min_length, lambda: beat(ddp))
 
 
@@ -326,6 +328,10 @@ class BatchPlan:
 
     def warning(self):
         """Lines on batches that are far from full, with numbers that fill them; none if full."""
+        if self.steps_per_epoch < FEW_STEPS:
+            return [f"  an epoch has {self.steps_per_epoch} step(s): a step holds less than was "
+                    "asked for, and more is", "  left out. Better: more proteins, or a smaller "
+                    f"training.{self.budget}"]
         if self.filled >= WELL_FILLED or self.micro_batches == 1:
             return []
         least = self.least
@@ -337,9 +343,10 @@ class BatchPlan:
             found = self._find(asked)
             if found.filled >= WELL_FILLED and found.expected >= self.micro_batches:
                 good.append(str(asked))
-        better = f"{self.budget}={' or '.join(good[:2])}" if good else f"a larger {self.budget}"
+        name = f"training.{self.budget}"
+        better = f"{name}={' or '.join(good[:2])}" if good else f"a larger {name}"
         return ["  proteins of some lengths do not fill a micro-batch: a step waits up to "
-                f"{1 / self.filled - 1:.0%}", f"  longer. Better: training.{better}"]
+                f"{1 / self.filled - 1:.0%}", f"  longer. Better: {better}"]
 
     def place(self, step):
         """(epoch, window of the epoch, step of the window) of a step of the run."""

@@ -588,7 +588,8 @@ def run_checks(ddp, args):
         if any(map(is_lost, rows)):
             finish(ddp, args, written, outcomes, suspects)
             abort(ddp, f"check {check.name}: ranks failed, are missing or stuck, see above; all "
-                       "end here", FAILED)   # the others have waited for the answer
+                       f"end here. Suspect hosts: {','.join(suspects) or 'none alone'}", FAILED,
+                  retry=False)   # the others have waited for the answer
         if ddp.world_size > 1:
             ddp.state.store.set(f"check/{check.name}/answer", json.dumps(answer))
     if ddp.is_main:

@@ -80,7 +80,7 @@ def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
      "2 lines cannot be used:\n  line 3: found 1 in the sequence"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1e308,A\n", [], "line 3: found the score '1e308'"),
     (TABLE + "no.pdb,AAA,1,A\n", [], "line 2: there is no file no.pdb"),
-    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", ["--margin", "5"], "lower --margin"),
+    (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", ["--margin", "5"], "Lower --margin"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found more or fewer cells")])
 def test_a_wrong_table_is_refused_whole(tmp_path, capsys, text, options, expected):
     assert run(tmp_path, text, *options) == 2

@@ -1,6 +1,7 @@
 """run_log: rows that survive kills and resumes, a screen that stays readable, silence on other
 ranks."""
 
+import os
 import sys
 import types
 
@@ -62,6 +63,17 @@ def test_text_replaces_a_file_whole_or_not_at_all_and_leaves_nothing_else(tmp_pa
         with pytest.raises(type(error), match="No space left on device: .*step_10.fasta|a person"):
             write_whole(target, fail)
     assert target.read_bytes() == b"old\n" and list(target.parent.iterdir()) == [target]
+
+
+def test_a_link_stays_and_what_is_no_file_is_not_replaced(tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    write_text_atomic(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "."):
+        with pytest.raises(ValueError, match="is no file"):
+            write_text_atomic(tmp_path / name, "new")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_tensorboard_reads_back_numbers_histograms_and_texts_also_after_a_resume(tmp_path, extras):

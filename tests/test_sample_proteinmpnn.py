@@ -225,6 +225,8 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     assert probs["probs"][:, mask].sum(-1) == pytest.approx(1, abs=1e-5)
     of_drawn = np.take_along_axis(probs["probs"], probs["S"][..., None], -1)[..., 0][:, mask]
     assert of_drawn.min() > 0
+    (folder / "own.fa").write_text(f">score=3 mine score=1.2 pLDDT=88\n{designs[0][1]}\n")
+    assert ">score=3 mine pLDDT=88, score=" in sample(*args, "--score_only", folder / "own.fa")[0]
     again = read(sample(*args, "--score_only", fasta, "--batch_size", 2)[0])[1:]
     of_again, of_designs = ([[head[key] for key in ("score", "global_score", "seq_recovery")]
                              for head, _ in records] for records in (again, designs))

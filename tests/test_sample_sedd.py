@@ -239,6 +239,11 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
     assert load_sedd(tmp_path / "folder").about == sedd.about
     official = torch.load(tmp_path / "published.pth", weights_only=True)
     assert load_official(sedd.model, official) == "ema"
+    for name in ("last", "last.pth"):
+        export_sedd(load_sedd(tmp_path / "best.pt", ema=False), tmp_path / name)
+        assert "weights as saved" in load_sedd(tmp_path / name).notes[0]
+    assert "averages over" in (tmp_path / "folder" / "README.md").read_text()
+    assert "not averaged" in (tmp_path / "last" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("words, expected", [
@@ -250,7 +255,7 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
     (["--score", "nope.fasta"], "there is no file nope.fasta"),
     (["--score", __file__], "found letters before a header"),
     (["--window"], "--window without --score"),
-    (["--temperature", "0", "--length", "5"], "expected temperature above 0"),
+    (["--temperature", "1e-4", "--length", "5"], "expected temperature of 0.001 or more"),
     (["--out", "no/where.fasta"], "in a folder that is missing"),
     (["--report", __file__, "--out", "new.fasta"], "found letters before a header"),
     (["--report", __file__, "--out", "new.png"], "expected --out NAME.fasta"),
@@ -332,3 +337,6 @@ def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
     assert "ref.fasta, a: found no residue" in refused(
         capsys, checkpoint, "--report", tmp_path / "ref.fasta", "--out", tmp_path / "new")
     assert "found no _; expected" in refused(capsys, checkpoint, "--infill", tmp_path / "t0.5")
+    (tmp_path / "two.fasta").write_text(">a one\nMK__\n>a two\n____\n")
+    assert "several templates are named a" in refused(
+        capsys, checkpoint, "--infill", tmp_path / "two.fasta")

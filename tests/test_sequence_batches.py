@@ -91,6 +91,7 @@ def test_where_some_lengths_do_not_fill_a_batch_the_warning_names_numbers_that_d
     better = [int(number) for number in re.findall(r"\d+", advice)]
     assert len(better) == 2
     assert all(plan_of(lengths, **{unit: number}).plan.warning() == [] for number in better)
+    assert "holds less than was asked" in plan_of(lengths[:60], **{unit: asked}).plan.warning()[0]
 
 
 @BUDGETS

@@ -267,7 +267,7 @@ def measured(ddp):
     """(weights and norms of a run and of one that is measured, what was measured). Rank 1 computes
     much, and at a time takes 200 MB more."""
     def loss_of_uneven_ranks(model, batch):
-        n = 400 if ddp.rank == 1 else 4
+        n = 700 if ddp.rank == 1 else 4
         for _ in range(3):
             torch.ones(n, n) @ torch.ones(n, n)
         return loss_of(model, batch)
