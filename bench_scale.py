@@ -275,8 +275,8 @@ def read_arguments(argv):
     add("--steps", type=int, default=4, help="of a setting at a time")
     add("--repeats", type=int, default=4, help="turns over the settings")
     add("--rounds", type=int, default=1, help="turns over the numbers of ranks")
-    add("--train", type=int, default=0, help="steps before all: the critical batch of fresh "
-                                             "weights is small")
+    add("--train", type=int, default=0, help="steps to train before measuring, as fresh weights "
+                                             "have a small critical batch")
     add("--variants", action="store_true", help="bucket sizes, static graph, compression too")
     add("--predict", help="numbers of ranks whose step is predicted; the critical batch too")
     add("--latency_us", type=float, help="of a hop of the machine that is predicted: time of a "

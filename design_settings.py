@@ -271,7 +271,8 @@ class Design:
         return "/".join(joined[span.start:span.stop] for span in self.spans.values())
 
     def ids(self, text, name):
-        """The reverse, for sequences of a file; unresolved rows keep the structure's letters."""
+        """Ids (L,) of the complex from letters of its designed chains, with / between them.
+        Unresolved rows keep the structure's letters. Raises: ValueError naming `name`."""
         parts = text.replace("-", "X").split("/")
         found, expected = list(map(len, parts)), list(map(len, self.spans.values()))
         if found != expected:

@@ -6,8 +6,8 @@
 A design problem is a complex, the positions to design in it and the letters kept beside them. The
 random numbers of a design are keyed by (seed, problem, number of the design), not by the step: what
 changes from one file to the next is the model's doing. All is the same for any number of ranks.
-Measured on a CPU: 4 designs of each problem cost 10 to 60 % of the evaluation of its pairs beside
-them (80 % in configs/dpo_demo.yaml, which is 4 % of that run).
+Measured on a CPU: 4 designs of each problem add 10 to 60 % to an evaluation (80 % in
+configs/dpo_demo.yaml, 4 % of that whole run).
 """
 import itertools
 from pathlib import Path

@@ -15,8 +15,8 @@ from run_dir import ADVICE, Diverged, before_saving
 from structure_data import Pair, eval_batches
 from train_loop import record_score, unpack
 
-# Sums over pairs, of which metrics are made. rewards: beta x log-ratio to the reference (to 1
-# without a reference).
+# Sums over pairs, of which metrics are made. rewards: beta x (ln p - ln p of the reference);
+# without a reference beta x ln p.
 SUMS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
         "logps/chosen", "logps/rejected", "entropy", "residues")
 SEEN = ("pairs", "residues")   # how many of them a run has trained on

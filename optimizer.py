@@ -1,7 +1,7 @@
 """The optimizer of a training script: AdamW, or Muon for the matrices inside the blocks.
 
     optimizer = make_optimizer(model, lr, config.optim, ddp)
-    optimizer.found_inf = bad              # (), 1.0: the gradient is nan, leave everything as it is
+    optimizer.found_inf = bad              # scalar; 1.0: the gradient is nan, change nothing
     optimizer.step()                       # decided on the device: nothing waits for it
 
 Muon replaces the update of a matrix by the nearest matrix of which all singular values are equal,

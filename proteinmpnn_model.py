@@ -200,8 +200,9 @@ class ProteinMPNN(nn.Module):
             pssm:        Pssm of the L positions; see `letter_log_probs`.
             noise:       (M, L, 21), of `gumbel_noise`, that decides which letters are drawn;
                          default: from torch's generator of the CPU, so that all devices draw alike.
-        Returns: S (M, L), whose log-probabilities `decode` gives with the same order, and
-            (M, L, 21) probabilities that its letters were drawn from, 0 where none was.
+        Returns: S (M, L), and (M, L, 21) probabilities that its letters were drawn from, 0 where
+            none was. `decode` with the same order gives these, if temperature is 1 and there are
+            no ties, bias or pssm.
         Raises: ValueError for a temperature below 0, ties of drawn and kept positions, positions
             with no letter left.
         """

@@ -148,7 +148,8 @@ class CommonOptim:
     scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
     base_global_batch: int | None = None  # per step, in the unit of the script: see --plan
     decay: Literal["none", "linear", "cosine"] = "none"   # of the learning rate, to 0 at the end
-    decay_steps: float | None = None     # over so many last steps; below 1: that share of all
+    # the last so many steps; below 1: that share of all; null: all after the warm-up
+    decay_steps: float | None = None
     grad_clip: float = 1.0               # global norm; 0 = none
     betas: tuple[float, float] = (0.9, 0.999)   # of AdamW, as is eps
     eps: float = 1e-8
@@ -183,6 +184,7 @@ class DdpSection:
     bucket_cap_mb: int | None = None
 
 
+# Smallest allowed values; null, and keys that a script has not, are passed over.
 LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
                           eval_freq=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
                           keep_last=1, max_bad_steps=0),

@@ -31,8 +31,8 @@ from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import RunLog, read_rows, rows_up_to, write_text_atomic, write_whole
 
-ADVICE = ("A checkpoint, if there is one, holds the weights from before. Lower optim.lr, raise "
-          "optim.warmup, or set memory.mixed_precision: false.")
+ADVICE = ("A checkpoint, if there is one, holds the weights from before these steps. Lower "
+          "optim.lr, raise optim.warmup, or set memory.mixed_precision: false.")
 # A resumed run may differ in these keys; scripts add to them.
 MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
                      "training.log_freq", "training.snapshot_freq", "training.keep_last",
@@ -52,7 +52,7 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 class Diverged(RuntimeError):
     """The loss is no number any more: the same command would come to the same end."""
-    retry = False
+    retry = False   # read by ddp_setup: its last line then does not say to give the command again
 
 
 # ---------------------------------------------------------------- what to continue from
@@ -551,7 +551,7 @@ class RunLock:
     then takes it over.
     """
     every, stale = 15, 120   # seconds; 8 heartbeats may fail before another host takes over
-    silent = None            # (folder, heartbeat) that this process has watched in vain
+    silent = None   # (folder, heartbeat) of a lock that did not change while this process watched
 
     def __init__(self, run_dir):
         """Take the lock, making the folder. Raises ValueError if a live run holds it, OSError if it

@@ -199,7 +199,8 @@ def launch_options(argv):
 
 
 # ---------------------------------------------------------------- torch's launcher
-LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")   # options
+# They start ranks, which do not get them.
+LAUNCHER_OPTIONS = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")
 
 
 def start_ranks_if_asked(args, argv):
@@ -207,7 +208,8 @@ def start_ranks_if_asked(args, argv):
     arguments of `argv`, and exit with their code. Returns only where neither is given.
 
     Raises: ValueError for options that do not fit together."""
-    given = {name: getattr(args, name) for name in LAUNCH if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in LAUNCHER_OPTIONS
+             if getattr(args, name) is not None}
     if not given:
         return
     place = detect_launcher(os.environ)
@@ -225,7 +227,7 @@ def start_ranks_if_asked(args, argv):
     devices = 0 if args.device == "cpu" else torch.accelerator.device_count()
     per_node = args.nproc_per_node or devices or 1
     rest = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in LAUNCH:
+    for name in LAUNCHER_OPTIONS:
         rest.add_argument(f"--{name}")
     command = ["-u", sys.argv[0], *rest.parse_known_args(argv)[1]]
     # What the guard's last line tells the user to give again: `command` starts a single rank.

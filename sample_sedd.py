@@ -77,7 +77,7 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
         seed: with the templates and `tokens` it decides the result, whatever the number of ranks.
         tokens: positions in a batch, padding included.
         dtype: of autocast.
-        on_step: called after each step of each batch of this rank, with the number of all these.
+        on_step: called after each step of this rank, with the number of all its steps.
     Returns: list of str, in the order of the templates, without X, on every rank.
     Raises: ValueError for templates or settings that cannot be used.
     """

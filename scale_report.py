@@ -218,9 +218,9 @@ def report(launches, args):
 def print_prediction(predicted, errors, text, critical, launches):
     """Print the predicted rows, with the progress that they buy, and the critical batch."""
     found = ", ".join(f"{name}: {error:+.1%}" for name, error in errors.items())
-    print(textwrap.fill(f"predicted, {text}. At the measured numbers of ranks, with the link as "
-                        "measured and the overlap of the other numbers (none: 0), it errs by: "
-                        f"{found or '-'}", 100))
+    print(textwrap.fill(f"predicted, {text}. Check: each measured number of ranks, predicted with "
+                        "the measured link and the overlap of the other numbers (none: 0), is off "
+                        f"by: {found or '-'}", 100))
     least = min(launches)
     if launches[least].get("optimizer") == "muon":
         print("Muon: ranks that are all on one host share its work, others do all of it: over "

@@ -17,7 +17,7 @@ from sequence_data import (X_ID, collate, decode, keyed_generator, keyed_seed, r
 from train_loop import record_score
 
 TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
-EVAL_PROTEINS = 16    # of the longest in an evaluation's batch, where training counts no tokens
+EVAL_PROTEINS = 16    # of max_length in an evaluation's batch, without tokens_per_batch
 
 
 def to_device(batch, device, dtype):

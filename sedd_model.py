@@ -28,7 +28,7 @@ from cpu_linear import Linear, on_cpu
 NEEDED_MULTIPLE = 64
 
 # Attention in bfloat16 on a CPU; without these it takes 1.2 to 1.8 times as long (measured).
-SCORES = 2**20          # made at a time: 2 MB
+SCORES = 2**20          # of attention, made at a time: 2 MB, which stay in the cache
 KEYS_MULTIPLE = 32      # keys are filled up to a multiple of this, which suits the kernels,
 KEYS_LONG = 192         # if they are more than these: of fewer, the filling costs more
 
@@ -474,7 +474,7 @@ def describe_memory(model, positions, in_float32, optimizer_bytes):
     n = sum(p.numel() for p in model.parameters())
     per_block, blocks = SAVED_BYTES["float32" if in_float32 else "16 bits"], len(model.blocks)
     if model.gradient_checkpointing:
-        blocks = 1 + 4 / per_block * blocks
+        blocks = 1 + 4 / per_block * blocks   # one block whole; of each its float32 input, 4 bytes
     activations = positions * model.n_heads * model.head_dim * blocks * per_block
     return [f"memory of a rank, {n / 1e6:,.2f} million parameters in float32:",
             f"  weights {4 * n / 1e9:.2f} GB, gradients {4 * n / 1e9:.2f}, optimizer "

@@ -38,8 +38,8 @@ WINDOW_STEPS = 256              # proteins for so many steps, so that they fill 
 BUCKET_RATIO = 0.96             # shortest / longest protein of a bucket: about 2 % padding
 EQUAL_WORK = 0.97               # a shape is good if it holds at least this share of the work
 WIDEST_STEP = 0.80              # down to this share of its top, a bucket ends at a good shape
-# Micro-batches that a unit fills beyond its share of all, as they run on from bucket to bucket
-# (measured).
+# So many more micro-batches come out of a unit than its work fills (measured): one that runs on
+# into the next bucket has shorter proteins than it has room for.
 TAIL_BATCHES = 2.2
 FEW_STEPS = 10                  # of an epoch, below which estimates of its batches are far off
 WELL_FILLED = 0.95              # mean share of the fullest micro-batch's work

@@ -45,7 +45,7 @@ UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
             .022, .041, .050, .038, .059, .074, .057, .065, .013, .030)
 
 # Marks while a file is read, never tokens: a wrong character, a '*', and what fills a protein up to
-# whole words of 8. "\r" becomes PAD: text that is cleaned holds no other "\r".
+# whole words of 8. _clean writes that as "\r", of which its text holds no other.
 BAD, STOP, PAD = 253, 254, 255
 
 BLOCK_BYTES = 1 << 20           # text cleaned at a time: long against a protein, fits into a cache

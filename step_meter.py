@@ -39,7 +39,7 @@ class StepMeter:
         log_freq: steps from one measurement of the layers to the next.
         layers: of "gradients", "weights": what is measured by layer, on rank 0.
         with_histograms: whether histograms are made too.
-        seen: names of what the last of a step's sums count; of the first the rate is reported.
+        seen: names of the last entries of a step's sums. The rate is reported for the first name.
     """
 
     def __init__(self, ddp, timing_every=0, log_freq=1, layers=(), with_histograms=False,

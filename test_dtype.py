@@ -35,9 +35,10 @@ from sedd_model import SEDD
 FAILED = 3                  # exit code
 FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = DTYPES = (torch.float64, torch.float32, torch.bfloat16,
                                                 torch.float16)
-# Largest relative error: so many eps (the dtype's spacing at 1), and 64 of float32's, in which sums
-# are made. Seen were half an eps in a product and 1.4 in a network, which rounds dozens of times.
-# Overflow, lost gradients, TF32, and bfloat16 where float16 was meant (7 eps) are beyond.
+# A relative error may be so many times the dtype's eps (its spacing at 1), and 64 times float32's,
+# in which sums are made. Seen were half an eps in a product and 1.4 in a network, which rounds
+# dozens of times. Overflow, lost gradients, TF32, and bfloat16 where float16 was meant (7 eps) are
+# beyond.
 PRODUCT_EPS, NETWORK_EPS = 1, 4
 FASTER = 1.1                # what a lower precision must gain to be recommended
 WIDTH = 80                  # columns of a terminal
