@@ -49,7 +49,7 @@ UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK"
 
 # ---------------------------------------------------------------- the start
 def supervise(command=None):
-    """Start `command` (default: this very one) and stay as its guard. In that child, return."""
+    """Be the guard of `command` (default: this), a child. Return in it, or if none is wanted."""
     if os.environ.get("DDP_GUARD_FD", "").endswith(f":{os.getppid()}"):
         return    # the rank; another id is that of a guarded launcher, further up
     if not _is_wanted():

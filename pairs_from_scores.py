@@ -160,9 +160,9 @@ def main(argv):
                          "unpreferred_seq": rejected} for chosen, rejected, _ in found]
             differences += [difference for _, _, difference in found]
         if not entries:
-            raise ValueError(f"{args.table}: no two sequences of a structure differ by more than "
-                             f"{args.margin:g} in their scores; expected at least one such pair."
-                             + " Lower --margin." * (args.margin > 0))
+            by = f" by {args.margin:g} or more" * (args.margin > 0)
+            raise ValueError(f"{args.table}: no two sequences of a structure differ in their scores"
+                             f"{by}; expected at least one such pair.{by and ' Lower --margin.'}")
         if args.weights:
             mean = statistics.fmean(differences)
             for entry, difference in zip(entries, differences):

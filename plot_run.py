@@ -30,7 +30,7 @@ PANELS = (
     ("designs", "share", {"val/design_recovery": "o-", "val/design_diversity": "s--",
                           "val/design_shift": "^:"}),
     ("learning rate", "", {"lr": "-"}),
-    ("throughput", "per second", {"residues_per_second": "-", "pairs_per_second": "-"}),
+    ("throughput", "per second", {"residues_per_second": "-", "pairs_per_second": "--"}),
     ("norm of the gradient", "", {"grad_norm": "~"}))
 SMOOTHED = 200    # points of a curve above which its mean over neighbours is drawn
 

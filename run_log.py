@@ -257,9 +257,9 @@ def write_whole(path, write):
     Makes the folder if it is missing. Temporary name in it, fsync, rename, fsync of the folder.
     Raises: ValueError for a device, a pipe or a folder: the rename would replace it.
     """
-    path = Path(os.path.realpath(path))   # of a link the file
-    if path.exists() and not path.is_file():
+    if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"{path} is no file; expected the name of a file.")
+    path = Path(os.path.realpath(path))   # of a link the file
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = f"{os.getpid()}-{threading.get_ident()}"   # in a notebook, two runs renew one lock
     temporary = path.with_name(f".{path.name}.{writer}.tmp")

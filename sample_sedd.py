@@ -153,8 +153,7 @@ def scaffold_templates(scaffold, number, seed):
     """`number` templates of a scaffold such as "MKT[40]GSHHW[12-20]"; lengths are keyed by seed."""
     parts = re.findall(r"\[(\d+)(?:-(\d+))?\]|([A-Za-z]+)|(.)", scaffold)
     wrong = [other for *_, other in parts if other]
-    if (wrong or not any(int(high or low or 0) for low, high, *_ in parts)
-            or not any(letters or int(low) for low, _, letters, _ in parts)):
+    if wrong or not any(int(high or low or 0) for low, high, *_ in parts):
         found = repr(wrong[0]) if wrong else "no length above 0"
         raise ValueError(f"--scaffold {scaffold!r}: found {found}; expected letters and lengths in "
                          "brackets, such as MKT[40]GSHHW[12-20].")
@@ -613,7 +612,7 @@ def cli(argv=None):
                         timeout=PATIENCE, init_timeout=args.init_timeout, ipex=args.ipex)
     except (ValueError, RuntimeError, OSError) as e:
         refuse(e)
-    samples, problem, code = None, None, BAD_INPUT
+    samples, problem, interrupted = None, None, False
     with ddp:
         try:
             samples = run(args, ddp)
@@ -628,9 +627,12 @@ def cli(argv=None):
         except KeyboardInterrupt:
             if ddp.world_size > 1:
                 raise   # which ends the others
-            problem, code = "interrupted (Ctrl-C)", 130
+            interrupted = True
+    if interrupted:
+        print("sample_sedd.py: interrupted (Ctrl-C)", file=sys.stderr)
+        sys.exit(130)
     if problem:
-        refuse(problem, code)
+        refuse(problem)
     if samples and reference:   # the other ranks have ended by now
         try:
             print(report(samples, reference, picture_of(args)), file=sys.stderr)
@@ -638,10 +640,10 @@ def cli(argv=None):
             refuse(e)
 
 
-def refuse(error, code=BAD_INPUT):
-    """End with one message and an exit code."""
+def refuse(error):
+    """End with one message and the exit code for bad input."""
     print(f"sample_sedd.py: error: {error}", file=sys.stderr)
-    sys.exit(code)
+    sys.exit(BAD_INPUT)
 
 
 if __name__ == "__main__":

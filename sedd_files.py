@@ -101,10 +101,14 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
                          f"{not_finite[0]}; expected finite weights. Use an older checkpoint.")
     letters, lengths = (saved.get(key) for key in ("letters", "lengths"))
     about = {key: saved[key] for key in ("step", "best", "data") if key in saved}
-    about = {"averaged": used == "ema", **saved.get("about", about)}   # an export tells its own
+    if about:   # of a checkpoint; an export tells its own
+        about |= {"averaged": used == "ema",
+                  "reduction": saved["config"].get("loss", {}).get("reduction")}
+    about = saved.get("about", about)
+    averaged = about.get("averaged", used == "ema")
     notes = [f"{path}: SEDD, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million "
              f"parameters, {config['graph']['type']} graph, {config['noise']['type']} noise, "
-             f"{'averaged weights' if about['averaged'] else 'weights as saved'}",
+             f"{'averaged weights' if averaged else 'weights as saved'}",
              *saved.get("notes", ())]
     if letters is None:
         notes.append("the file has no letter frequencies of its training data: where sequences are "
@@ -314,8 +318,9 @@ def model_card(sedd):
     shares = sedd.letters[:X_ID] / max(sedd.letters[:X_ID].sum(), 1)
     # A run without validation proteins keeps the weights of the lowest training loss.
     kind = "validation bound" if "val/loss" in best else "training loss"
-    reduction = sedd.config.get("loss", {}).get("reduction")
-    unit = "protein" if reduction == "sequence" and "val/loss" not in best else "residue"
+    by_protein = sedd.about.get("reduction") == "sequence" and "val/loss" not in best
+    unit = "protein" if by_protein else "residue"
+    averaged = {True: "averages over steps", False: "not averaged", None: "as they were found"}
     score = f"{best['score']:.4f} nats per {unit}" if best else "unknown"
     return f"""# SEDD protein model
 
@@ -329,7 +334,7 @@ def model_card(sedd):
 {', '.join(f'{letter} {share:.3f}' for letter, share in zip(AMINO_ACIDS, shares.tolist()))}
 
 Weights: `model.safetensors`, names of the published SEDD code; \
-{'averages over steps' if sedd.about['averaged'] else 'those of the last step, not averaged'}.
+{averaged[sedd.about.get('averaged')]}.
 Tokens: the place of a letter in `alphabet` of `config.json`; then the mask.
 
     python sample_sedd.py THIS_FOLDER --number 10

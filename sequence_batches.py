@@ -328,12 +328,11 @@ class BatchPlan:
 
     def warning(self):
         """Lines on batches that are far from full, with numbers that fill them; none if full."""
-        if self.steps_per_epoch < FEW_STEPS:
-            return [f"  an epoch has {self.steps_per_epoch} step(s): a step holds less than was "
-                    "asked for, and more is", "  left out. Better: more proteins, or a smaller "
-                    f"training.{self.budget}"]
+        small = self.steps_per_epoch < FEW_STEPS and self.left_out > 0.005
+        few = [f"  a small set, {self.steps_per_epoch} step(s) per epoch: batches may be smaller,",
+               "  and more left out, than is said here"] if small else []
         if self.filled >= WELL_FILLED or self.micro_batches == 1:
-            return []
+            return few
         least = self.least
         if self.counted_in == "tokens":
             least = max(least, self.max_length)     # what a config must hold
@@ -345,7 +344,7 @@ class BatchPlan:
                 good.append(str(asked))
         name = f"training.{self.budget}"
         better = f"{name}={' or '.join(good[:2])}" if good else f"a larger {name}"
-        return ["  proteins of some lengths do not fill a micro-batch: a step waits up to "
+        return [*few, "  proteins of some lengths do not fill a micro-batch: a step waits up to "
                 f"{1 / self.filled - 1:.0%}", f"  longer. Better: {better}"]
 
     def place(self, step):

@@ -244,6 +244,12 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
         assert "weights as saved" in load_sedd(tmp_path / name).notes[0]
     assert "averages over" in (tmp_path / "folder" / "README.md").read_text()
     assert "not averaged" in (tmp_path / "last" / "README.md").read_text()
+    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    best |= {"best": {"step": 2, "score": 99.0}}
+    torch.save({**best, "config": {**best["config"], "loss": {"reduction": "sequence"}}},
+               tmp_path / "by.pt")
+    export_sedd(load_sedd(tmp_path / "by.pt"), tmp_path / "by")
+    assert "99.0000 nats per protein" in (tmp_path / "by" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("words, expected", [
