@@ -91,7 +91,7 @@ def measure(args, config, ddp):
     config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
     with shared_folder(".", ddp) as folder, contextlib.redirect_stdout(io.StringIO()):
         return prepare_and_train(ddp, lambda: script.prepare(config, ddp, folder / "run"),
-                       lambda run, ddp: measure_run(run, settings, args, ddp))
+                                 lambda run, ddp: measure_run(run, settings, args, ddp))
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def training_of(run, what, ddp):
     config, seed = run.config, run.config.training.seed
     if what == "sedd":
         dataset = sedd.MicroBatchDataset(run.graph, run.noise, config.data.max_length,
-                                    run.micro_batches, seed)
+                                         run.micro_batches, seed)
         return dataset, lambda model, batch: sedd.micro_batch_loss(
             model, batch, run.graph, config, ddp, run.dtype)
     make_tables(run, ddp)

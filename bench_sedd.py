@@ -191,7 +191,7 @@ def bench_sedd(args, ddp):
         for file, length in ((args.data or made, PADDED_LENGTH), (equal, EQUAL_LENGTH)):
             prepare_and_train(
                 ddp, lambda: prepare_quietly(file, length, Path(folder, str(length)), ddp),
-                    lambda run, ddp: print_rows(run, Path(file).stem, length, args.repeats, ddp))
+                lambda run, ddp: print_rows(run, Path(file).stem, length, args.repeats, ddp))
     print(f"equal: {BATCH} proteins of {EQUAL_LENGTH} residues. The other proteins are cropped to "
           f"{PADDED_LENGTH} residues; plain pads them to it.\nDifferences are relative, without "
           "dropout, of our first batch, which plain is given without padding.")

@@ -13,8 +13,7 @@ Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("descriptor:guard'
   {"serve": host}         rank 0: listen for the other guards; answer: {"address": hub}
   {"join": {"rank", "size", "launcher", "hub"}}    hub: that answer, which rank 0 gives to all
   {"watch": {"limit", "run_dir", "stacks"}}    seconds (0: none), folder, file for the stacks
-  {"step": number or null}                     a sign of progress
-  {"checkpoint": text}                         path and step of what a next start continues from
+  {"step": number or null}, {"checkpoint": text}   progress; what a next start continues from
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
   {"bye": seconds}, {"left": true}    cleanup_ddp begins (others may take so long), and is over
 Between guards, each second (of many ranks less often): {"token", "idle": seconds, fields of Rank}.
@@ -229,7 +228,6 @@ class Guard:
         def accept():
             while True:
                 begin(self.hear_guard, listener.accept()[0])
-
         self.guards, self.token = {}, os.urandom(8).hex()
         with contextlib.suppress(OSError):
             family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -330,6 +328,8 @@ class Guard:
             self.give_sign({**verdict, "text": ""})    # a guard may have joined just now
             time.sleep(POLL)
         begin(self.process.wait).join(LEAVE)    # MPICH hangs where a guard ends before it
+        with contextlib.suppress(KeyError, OSError):    # MPICH ends the others when this closes, if
+            os.close(int(os.environ["PMI_FD"]))         # it sees it before the end of this process
         return verdict["code"]
 
     def announce(self, rank, host, code, cause, text="", retry=True, **_):
@@ -345,11 +345,11 @@ class Guard:
         line = f"FAILED: {place}: {cause}{'.' * (cause[-1:] != '?')} {saved}. {again}\n"
         say(f"\n{text}{line if code != 2 else ''}")    # 2: bad input, nothing ran
         if me.run_dir:    # last: its file system may hang, or be full
-            with contextlib.suppress(OSError):
-                with open(f"{me.run_dir}/.status.{os.getpid()}.tmp", "wb", buffering=0) as file:
-                    file.write(json.dumps(dict(code=code, reason=reason, step=me.step)).encode())
-                    os.fsync(file.fileno())
-                os.replace(file.name, f"{me.run_dir}/status.json")
+            temporary = f"{me.run_dir}/.status.{os.getpid()}.tmp"
+            with contextlib.suppress(OSError), open(temporary, "wb", buffering=0) as file:
+                file.write(json.dumps(dict(code=code, reason=reason, step=me.step)).encode())
+                os.fsync(file.fileno())
+                os.replace(temporary, f"{me.run_dir}/status.json")
 
 
 def begin(action, *values, **names):
