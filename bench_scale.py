@@ -230,8 +230,9 @@ def measure_noise(run, dataset, loss_of, args, ddp):
     """Arguments of scale_report.noise_scale, at the weights as they are: gradients of micro-batches
     and of NOISE_MICRO_BATCHES of them together, means over args.steps of those of every rank."""
     place, groups = replace(ddp, world_size=1), args.steps
-    items = iter([run.sampler.item_of(args.train + step, micro) for micro in run.sampler.mine
-                  for step in range(groups * NOISE_MICRO_BATCHES)])     # none was trained on
+    first = args.train + bool(args.train)    # none of these was trained on: see time_block
+    items = iter([run.sampler.item_of(first + step, micro) for micro in run.sampler.mine
+                  for step in range(groups * NOISE_MICRO_BATCHES)])
     small_batches, big_batches = [], []     # (squared norm, 1 / what the loss counts) of each
     run.bare.train()
     for _ in range(groups):
@@ -258,8 +259,9 @@ def read_launches(path):
     if path is None or not os.path.exists(path):
         return []
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
-    except (ValueError, KeyError, TypeError):
+        launches = json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
+        return [launch for launch in launches if launch["rows"]]
+    except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"--json {path} was not written by bench_ddp.py scale; expected a file "
                          "of it, or a new name") from None
 

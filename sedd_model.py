@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cpu_linear import Linear, on_cpu
+from cpu_linear import Linear, linear, on_cpu
 
 # The positions that enter the loss are filled up to a multiple of this, with the very first one:
 # oneDNN compiles kernels for every new number of them, a tenth of a small model's step (measured).
 NEEDED_MULTIPLE = 64
 
 # Attention in bfloat16 on a CPU; without these it takes 1.2 to 1.8 times as long (measured).
-SCORES = 2**20          # of attention, made at a time: 2 MB, which stay in the cache
+SCORES = 2**19          # of attention, made at a time: 1 MB, which stays in the cache
 KEYS_MULTIPLE = 32      # keys are filled up to a multiple of this, which suits the kernels,
 KEYS_LONG = 192         # if they are more than these: of fewer, the filling costs more
 
@@ -196,7 +196,7 @@ class Block(nn.Module):
         modulation = self.adaLN_modulation(c)[:, None]                          # (B, 1, 6 H)
         shift, scale = modulation.chunk(6, dim=-1)[:2]                          # each (B, 1, H)
         x = h if tokens is None else tokens[1][None]                            # (1, V, H)
-        qkv = self.attn_qkv(modulated(self.norm1(x), shift, scale))
+        qkv = self.queries_keys_values(modulated(self.norm1(x), shift, scale))
         if tokens is not None:      # a product takes the rows: its gradient sums them exactly, fast
             qkv = F.one_hot(tokens[0], x.shape[1]).to(qkv.dtype) @ qkv          # (B, L, 3 H)
         branch = self.attention(qkv, rotary, attended)
@@ -208,10 +208,29 @@ class Block(nn.Module):
         h = add_branch(h, self.attn_out(branch), gate1, p)
         return add_branch(h, self.mlp(modulated(self.norm2(h), shift2, scale2)), gate2, p)
 
+    def queries_keys_values(self, x):
+        """x (B, L, H) -> (B, L, 3 H). On a CPU entries i and i + e/2 of a query or key of e entries
+        stand side by side, as `turned` takes them."""
+        if not on_cpu(x):
+            return self.attn_qkv(x)
+        H = x.shape[-1]
+        rows = torch.arange(3 * H)
+        pairs = rows[:2 * H].view(-1, 2, H // self.n_heads // 2).mT.flatten()
+        # The gradient of F.embedding is faster than that of weight[rows].
+        return linear(x, F.embedding(torch.cat([pairs, rows[2 * H:]]), self.attn_qkv.weight))
+
     def attention(self, qkv, rotary, attended):
         B, L, _ = qkv.shape
-        q, k, v = qkv.view(B, L, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)    # (B, heads, L, e)
-        out = attend(rotate(q, rotary), rotate(k, rotary), v, attended)
+        q, k, v = qkv.chunk(3, dim=-1)
+        if on_cpu(qkv):
+            turn = torch.complex(*rotary).repeat(1, self.n_heads)               # (L, H / 2)
+            q, k = turned(q, turn * (q.shape[-1] / self.n_heads)**-0.5), turned(k, turn)
+        q, k, v = (x.view(B, L, self.n_heads, -1).transpose(1, 2) for x in (q, k, v))
+        if on_cpu(qkv):     # (B, heads, L, e)
+            out = attend(q, k, v, attended)
+        else:
+            out = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v,
+                                                 attn_mask=attended)
         return out.transpose(1, 2).reshape(B, L, -1)
 
 
@@ -296,33 +315,68 @@ def rotate(x, rotary):
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
+def turned(x, turn):
+    """rotate, on a CPU in half of the time. x (B, L, H), with the entries of a pair side by side:
+    a complex number, to be multiplied by turn (L, H / 2). Returns (B, L, H), in the same order."""
+    pairs = torch.view_as_complex(x.to(turn.real.dtype).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
+
+
 def attend(q, k, v, attended):
-    """Softmax attention: q, k, v (B, heads, L, e), attended (B, 1, 1, L) bool or None -> as q."""
-    # In bfloat16 torch's kernel for a CPU takes 1.3 to 6 times as long as two products, whose
-    # shares are held in memory for backward: so not for long proteins.
-    if on_cpu(q) and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
-        return attend_in_parts(q, k, v, attended)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=attended)
-
-
-def attend_in_parts(q, k, v, attended):
-    """attend, by two products of a few proteins at a time: their scores stay in the cache."""
-    B, heads, L, e = q.shape
+    """Softmax attention on a CPU: q, already scaled, k, v (B, heads, L, e), attended (B, 1, 1, L)
+    bool or None -> as q."""
+    # In bfloat16 torch's kernel takes 1.4 to 8 times as long as two products, whose shares are held
+    # in memory for backward: so not for long proteins.
+    if q.dtype != torch.bfloat16 or q.shape[2] > 512:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attended, scale=1.0)
+    B, heads, L, _ = q.shape
     padding = -L % KEYS_MULTIPLE if L > KEYS_LONG else 0
     if padding:
         all_of_them = torch.ones(B, 1, 1, L, dtype=torch.bool)
         attended = F.pad(all_of_them if attended is None else attended, (0, padding))
         k, v = (F.pad(x, (0, 0, 0, padding)) for x in (k, v))
-    q = q * e ** -0.5
     if attended is not None:    # one more entry of queries and keys: no pass over the scores
         hidden = torch.where(attended, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
         q = F.pad(q, (0, 1), value=1.0)
         k = torch.cat([k, hidden.mT.expand(-1, heads, -1, -1)], dim=-1)
-    n = max(1, SCORES // (heads * L * (L + padding)))
-    out = []
-    for q, k, v in zip(q.split(n), k.split(n), v.split(n)):
-        out.append((q @ k.mT).softmax(dim=-1) @ v)
-    return torch.cat(out)
+    out = AttentionInParts.apply(*(x.flatten(0, 1).contiguous() for x in (q, k, v)))
+    return out.view(B, heads, L, -1)
+
+
+class AttentionInParts(torch.autograd.Function):
+    """softmax(q k^T) v for q (n, L, e), k (n, K, e), v (n, K, f): a few of the n heads at a time,
+    forwards and backwards, as what fits into the cache takes half of the time (measured)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, shares = q.new_empty(*q.shape[:2], v.shape[2]), []
+        ctx.n = max(1, SCORES // (q.shape[1] * k.shape[1]))
+        for q_, k_, v_, out_ in in_parts(ctx.n, q, k, v, out):
+            share = torch.bmm(q_, k_.mT).softmax(-1)
+            torch.bmm(share, v_, out=out_)
+            if ctx.needs_input_grad[0]:
+                shares.append(share)
+        ctx.save_for_backward(q, k, v, *shares)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        q, k, v, *shares = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        parts = in_parts(ctx.n, q, k, v, grad.contiguous(), *grads)
+        for share, (q_, k_, v_, grad_, grad_q, grad_k, grad_v) in zip(shares, parts):
+            torch.bmm(share.mT, grad_, out=grad_v)
+            grad_scores = torch.ops.aten._softmax_backward_data(
+                torch.bmm(grad_, v_.mT), share, -1, share.dtype)
+            torch.bmm(grad_scores, k_, out=grad_q)
+            torch.bmm(grad_scores.mT, q_, out=grad_k)
+        return tuple(grads)
+
+
+def in_parts(n, *tensors):
+    """Tuples of views: n rows at a time of each tensor."""
+    return zip(*(x.split(n) for x in tensors))
 
 
 def add_branch(h, branch, gate, p):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import cpu_linear
+import sedd_model
 from bench_sedd import plain_log_score, plain_loss
 from sedd_cases import CASES, entries, near, seeded
 from sedd_diffusion import (AbsorbingGraph, make_graph, make_noise, score_entropy_loss,
@@ -55,7 +56,10 @@ def small_batch(graph, B=6, L=24, seed=0):
 # ---- against the official code ----
 
 @CASES
-def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name):
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name, on_cpu,
+                                                 monkeypatch):
+    monkeypatch.setattr(sedd_model, "on_cpu", lambda x: on_cpu)     # False: as on other devices
     case = entries(fixture, graph_name, noise_name)
     xt, sigma = case["xt"], case["sigma"]
     model = official_model(fixture, graph_name)
@@ -220,7 +224,8 @@ def test_attention_in_bfloat16_and_its_gradients_are_as_exact_as_its_rounding(L)
     attended = (torch.arange(L) < torch.tensor([[L], [L // 2]]))[:, None, None]
     for mask in (None, attended):
         exact = F.scaled_dot_product_attention(*exact_inputs, attn_mask=mask)
-        found = attend(*inputs, mask)
+        q, k, v = inputs
+        found = attend(q * 8**-0.5, k, v, mask)
         near(found.float(), exact, atol=0.03)
         gradients = [torch.autograd.grad((out.float() ** 2).sum(), x)[0].float()
                      for out, x in ((found, inputs), (exact, exact_inputs))]
