@@ -307,8 +307,9 @@ def _plain_process(env):
     harmless = {"", "RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # setup_ddp checks the last one
     stray = {name: field for row in _rows_of(env) for field in PLACE
              if (name := getattr(row, field)) not in harmless}
-    one_local_rank = list(stray.values()) == ["local_rank"]
-    if stray and not one_local_rank or "LOCAL_RANK" in stray and (_int(env, "WORLD_SIZE") or 1) > 1:
+    several = "LOCAL_RANK" in stray or env.get("RANK") and env.get("MASTER_ADDR")
+    if (stray and list(stray.values()) != ["local_rank"]
+            or several and (_int(env, "WORLD_SIZE") or 1) > 1):
         raise SetupError(
             f"a launcher seems to have started this process, but no set of its variables is "
             f"complete. {_seen(env)}. Expected for example RANK, WORLD_SIZE, LOCAL_RANK and "
@@ -316,8 +317,7 @@ def _plain_process(env):
             f"hand, or set DDP_RANK, DDP_WORLD_SIZE and DDP_LOCAL_RANK.")
     notes = ["launcher none: one process"]
     if ignored := [name for name in (*stray, "RANK", "WORLD_SIZE") if env.get(name, "").strip()]:
-        notes.append(f"{', '.join(ignored)} ignored: without a launcher's other variables they "
-                     f"are taken as left over")
+        notes.append(f"{', '.join(ignored)} ignored as left over: a launcher sets more variables")
     if env.get("SLURM_JOB_ID") and (_int(env, "SLURM_NTASKS") or 1) > 1:
         notes.append(f"ATTENTION: Slurm job {env['SLURM_JOB_ID']} has {env['SLURM_NTASKS']} tasks, "
                      f"and this is ONE process in its shell. To start all: srun python "
@@ -1261,7 +1261,7 @@ def broadcast(value, ddp, src=0):
             group, device = _route(ddp, value.device)
             moved = value.to(device)
             dist.broadcast(moved, src, group=group)
-            value.copy_(moved)
+            value.detach().copy_(moved)   # of a parameter too
         return value
     data = bytearray(json.dumps(value).encode() if ddp.rank == src else b"")
     if ddp.world_size > 1:

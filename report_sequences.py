@@ -109,7 +109,7 @@ def words_of(text):
 
 class Novelty(NamedTuple):
     """How n samples compare with the reference, each an array (n,)."""
-    new: np.ndarray             # share of a sample's K-mers that no reference sequence has
+    new: np.ndarray             # share of a sample's K-mers that no reference sequence has; or nan
     identity: np.ndarray        # with the nearest stretch; nan without a shared K-mer
     by_chance: np.ndarray       # the same of its letters in a random order
     nearest: np.ndarray         # index of the sequence with that stretch; -1 without one
@@ -125,7 +125,7 @@ def compare(samples, reference):
     random, rows = np.random.default_rng(0), []
     for text in samples:
         words = words_of(text)
-        new = sum(not holders[word] for word in set(words)) / max(len(set(words)), 1)
+        new = sum(not holders[word] for word in set(words)) / len(set(words)) if words else math.nan
         bands = Counter((place, (i - j) // BAND) for j, word in enumerate(words)
                         for place, i in holders[word])
         if not bands:
@@ -176,6 +176,7 @@ def report(samples, reference, picture=None):
                          "expected some of both.")
     ours, theirs = measure(samples), measure(reference)
     novelty = compare(samples, reference)
+    new = novelty.new[~np.isnan(novelty.new)]
     rows = [("sequences", f"{len(samples):,}", f"{len(reference):,}"),
             ("distinct sequences", f"{len(set(samples)):,}", f"{len(set(reference)):,}"),
             ("length: least, median, most", *(span(f.lengths, "{:,.0f}") for f in (ours, theirs))),
@@ -185,10 +186,10 @@ def report(samples, reference, picture=None):
             ("residue frequencies: KL, nats", f"{divergence(ours.residues, theirs.residues):.4f}",
              ""),
             ("dipeptides: KL, nats", f"{divergence(ours.dipeptides, theirs.dipeptides):.4f}", ""),
-            ("new 5-mers: mean share", f"{novelty.new.mean():.3f}", ""),
+            ("new 5-mers: mean share", f"{new.mean():.3f}" if len(new) else "none", ""),
             ("identity with nearest: least, median, most", span(novelty.identity, "{:.2f}"), ""),
             ("    by chance", span(novelty.by_chance, "{:.2f}"), ""),
-            ("samples that share no 5-mer", f"{(novelty.nearest < 0).sum():,}", ""),
+            ("samples that share no 5-mer", f"{(new == 1).sum():,}", ""),
             ("difference among samples: mean", f"{difference(samples):.3f}", "")]
     lines = [f"{'':<47}{'samples':>15}  {'reference':>15}"]
     lines += [f"{name:<47}{mine:>15}  {other:>15}".rstrip() for name, mine, other in rows]

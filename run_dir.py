@@ -88,7 +88,7 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change):
                          "--work_dir.")
     if "metrics.jsonl" in names and not fresh:
         rows_up_to(run_dir / "metrics.jsonl", 0)   # refuses a file with broken rows
-    if not resume and not fresh and not saved and "config.yaml" in names:
+    if not fresh and not saved and "config.yaml" in names:
         former = load_config(type(config), run_dir / "config.yaml")
         differences = config_differences(former, config, may_change)
         if differences:
@@ -188,6 +188,8 @@ def open_run(run_dir, fresh, folders):
 
     folders: names of those below it, in which a killed run may have left half a file.
     """
+    if run_dir.is_symlink():
+        run_dir = run_dir.resolve()   # --fresh renames what the link leads to
     former = fresh and run_dir.exists() and any(run_dir.iterdir())
     try:
         lock = RunLock(run_dir)
@@ -197,7 +199,12 @@ def open_run(run_dir, fresh, folders):
     if former:   # under the lock, so that of two at once one is refused
         candidates = (run_dir.with_name(f"{run_dir.name}.old{k}") for k in range(1, 10**6))
         old = next(path for path in candidates if not path.exists())
-        run_dir.rename(old)
+        try:
+            run_dir.rename(old)
+        except OSError as e:   # such as a volume that is mounted there
+            lock.release()
+            raise ValueError(f"--fresh cannot rename {run_dir}: {e.strerror}. Give another "
+                             "--work_dir.") from None
         lock.path = old / "lock.json"
         lock.release()
         print(f"--fresh: the former run is now in {old}", flush=True)

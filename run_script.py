@@ -237,15 +237,16 @@ def start_ranks_if_asked(args, argv):
     place_of_node_0 = None
     if nnodes > 1 or args.master_addr or args.master_port:
         place_of_node_0 = args.master_addr or "127.0.0.1", args.master_port or 29500
-    sys.exit(run_ranks(command, per_node, nnodes, rank, place_of_node_0))
+    sys.exit(run_ranks(command, per_node, nnodes, rank, place_of_node_0, args.init_timeout))
 
 
-def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None):
+def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None, limit=300.0):
     """Run the ranks of this node under torch's agent, without its reports; returns their exit code.
 
     command: what follows the interpreter. place_of_node_0: its host and a free port there; None:
-    all ranks are here, and torch finds a port. A signal is passed on to the ranks, which have
-    SAVING_SECONDS to save; what Ctrl-C does, once or twice, they say themselves."""
+    all ranks are here, and torch finds a port. limit: seconds to wait for the other nodes. A signal
+    is passed on to the ranks, which have SAVING_SECONDS to save; what Ctrl-C does, once or twice,
+    they say themselves."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -255,7 +256,8 @@ def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None):
     host, port = place_of_node_0 or ("localhost", 0)
     meeting = RendezvousParameters(
         "static" if place_of_node_0 else "c10d", f"{host}:{port}",
-        f"{os.getpid()}" if nnodes == 1 else "by hand", nnodes, nnodes, rank=node_rank, timeout=900)
+        f"{os.getpid()}" if nnodes == 1 else "by hand", nnodes, nnodes, rank=node_rank,
+        timeout=limit)
     fixed = {"master_addr": host, "master_port": port} if place_of_node_0 else {}
     spec = WorkerSpec("rank", per_node, registry.get_rendezvous_handler(meeting),
                       entrypoint=sys.executable, args=tuple(command), max_restarts=0,

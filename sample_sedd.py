@@ -153,8 +153,10 @@ def scaffold_templates(scaffold, number, seed):
     """`number` templates of a scaffold such as "MKT[40]GSHHW[12-20]"; lengths are keyed by seed."""
     parts = re.findall(r"\[(\d+)(?:-(\d+))?\]|([A-Za-z]+)|(.)", scaffold)
     wrong = [other for *_, other in parts if other]
-    if wrong or not any(int(high or low or 0) for low, high, *_ in parts):
-        found = repr(wrong[0]) if wrong else "no length above 0"
+    free = any(int(high or low or 0) for low, high, *_ in parts)
+    never_empty = any(letters or int(low or 0) for low, _, letters, _ in parts)
+    if wrong or not free or not never_empty:
+        found = repr(wrong[0]) if wrong else "no length above 0" if not free else "all may be empty"
         raise ValueError(f"--scaffold {scaffold!r}: found {found}; expected letters and lengths in "
                          "brackets, such as MKT[40]GSHHW[12-20].")
     templates = []
@@ -459,6 +461,9 @@ def run(args, ddp):
             export_sedd(sedd, args.export)
         print0(ddp, f"exported to {args.export}", file=sys.stderr)
         return None
+    if args.score and os.path.isfile(args.score):   # no pipe: all of it, before hours of work
+        for name, text in named_sequences(args.score):
+            scorable(name, text, sedd, args)
     how = {"tokens": args.tokens, "ddp": ddp,
            "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
     work = (rank_variants if args.mutations else score_positions if args.each_position else

@@ -17,6 +17,7 @@ from sequence_data import (X_ID, collate, decode, keyed_generator, keyed_seed, r
 from train_loop import record_score
 
 TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
+SAMPLED_POSITIONS = 2**14   # of proteins that are sampled together, so that many fit in the memory
 EVAL_PROTEINS = 16    # of max_length in an evaluation's batch, without tokens_per_batch
 
 
@@ -161,6 +162,11 @@ def evaluate(run, log, values, ddp):
     evaluation decides."""
     step, validation, (total, number) = run.progress["step"], run.validation, run.progress["recent"]
     score = total / number if number else math.inf
+    if validation is None and not number:   # no finite loss was logged: nothing to judge by
+        if step == run.n_iters and not run.progress["best"]:
+            raise Diverged(f"step {step}: all logged losses are nan or infinite; expected finite "
+                           f"numbers. {ADVICE}")
+        return
     if validation is not None:
         with run.ema.applied(run.bare):
             bound = validation(run.bare, ddp, run.dtype)
@@ -206,21 +212,26 @@ def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
     m = config.monitoring
     generator = keyed_generator(config.training.seed, "sample", step)
     lengths = draw_lengths(counts, m.n_samples, generator)
-    mask = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None]).to(ddp.device)
-    keys = None if bool(mask.all()) else mask
+    masks = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None]).to(ddp.device)
     was_training, _ = model.training, model.eval()
 
-    def log_score(xt, sigma):
-        beat(ddp)
-        return model(xt, sigma, keys)
+    def draw(mask):
+        keys = None if bool(mask.all()) else mask
+
+        def log_score(xt, sigma):
+            beat(ddp)
+            return model(xt, sigma, keys)
+
+        return sample(log_score, graph, noise, tuple(mask.shape), m.sample_steps,
+                      predictor=m.predictor, forbidden=(X_ID,), mask=mask, generator=generator,
+                      device=ddp.device)
 
     with torch.no_grad(), autocast(dtype, ddp):
-        out = sample(log_score, graph, noise, tuple(mask.shape), m.sample_steps,
-                     predictor=m.predictor, forbidden=(X_ID,), mask=mask, generator=generator,
-                     device=ddp.device)
+        out = [draw(mask) for mask in masks.split(max(1, SAMPLED_POSITIONS // masks.shape[1]))]
     model.train(was_training)
+    rows = torch.cat(out).cpu().numpy()
     return "".join(f">step_{step}_{i} length={n}\n{decode(row[:n])}\n"
-                   for i, (row, n) in enumerate(zip(out.cpu().numpy(), lengths.tolist())))
+                   for i, (row, n) in enumerate(zip(rows, lengths.tolist())))
 
 
 def write_samples(run, ddp):

@@ -727,7 +727,8 @@ def apply_max_length(proteins, max_length, long):
     if not len(fits):
         raise ValueError(f"all {len(proteins):,} proteins are longer than max_length = "
                          f"{max_length:,}, the shortest has {proteins.lengths.min():,}; "
-                         f"expected some to keep. Raise max_length, or crop.")
+                         f"expected some to keep. Raise max_length, or crop; or raise "
+                         f"val_fraction, if these are the proteins for validation.")
     return proteins.subset(fits)
 
 

@@ -615,7 +615,7 @@ def finish(ddp, args, written, outcomes, suspects):
         try:
             Path(args.suspects).write_text("".join(f"{host}\n" for host in suspects))
         except OSError as error:
-            abort(ddp, f"cannot write --suspects {args.suspects}: {error.strerror}", FAILED)
+            abort(ddp, f"cannot write --suspects {args.suspects}: {error.strerror}", USAGE)
 
 
 def check_lines(name, status, problems, figure, hosts):

@@ -308,7 +308,7 @@ assert broadcast(tensor, ddp, src=2) is tensor and tensor.tolist() == [2.0, 2.0]
 assert all_sum(tensor, ddp).tolist() == [6.0, 6.0] and all_sum([1, ddp.rank], ddp) == [3, 3]
 assert all_mean(ddp.rank, ddp) == 1.0 == all_mean(torch.tensor([float(rank)]), ddp).item()
 model = torch.nn.Linear(4, 3)
-assert broadcast(model.weight.tolist(), ddp) == model.weight.tolist()
+assert broadcast(model.weight.tolist(), ddp) == broadcast(model.weight, ddp).tolist()
 model = wrap_ddp(model, ddp)
 stream = torch.rand(2).tolist()
 with pytest.raises(RuntimeError, match="cannot write"):

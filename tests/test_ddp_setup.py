@@ -88,6 +88,7 @@ def test_what_no_launcher_started_is_one_process(env):
     ({k: v for k, v in OPENMPI.items() if k != "OMPI_COMM_WORLD_SIZE"}, None,
      ("OMPI_COMM_WORLD_RANK=5", "no set")),
     ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, None, ("RANK=1", "no set")),
+    ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, None, ("RANK=1", "no set")),
     (dict(OPENMPI, WORLD_SIZE="4"), None, ("WORLD_SIZE says 4", "OMPI_COMM_WORLD_SIZE says 8")),
     (dict(HYDRA, DDP_WORLD_SIZE="4"), None, ("DDP_WORLD_SIZE says 4", "PMI_SIZE says 8")),
     (HYDRA, (0, 1), ("mpi4py says 1", "PMI_SIZE says 8", "built for another MPI")),

@@ -201,6 +201,10 @@ def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
     assert "nan" not in capsys.readouterr().err
     cli([*words, "--each_position"])
     assert len(capsys.readouterr().out.splitlines()) == 1 + 9 + 7
+    with open(tmp_path / "p.fasta", "a") as file:
+        file.write(">three\nMKV-A\n")
+    # `refused` sees no output: all are looked at before the first is scored.
+    assert "three: found '-' at position 4" in refused(capsys, *words, "--each_position")
 
 
 def test_variants_are_ranked_and_those_of_another_sequence_refused(checkpoint, tmp_path, capsys):
@@ -273,6 +277,7 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
     (["--out", "/proc/o.fa"], "/proc/"),
     (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
     (["--scaffold", "MK[0]"], "found no length above 0"),
+    (["--scaffold", "[0-3][0-5]"], "found all may be empty"),
     (["--infill", __file__], "found letters before a header")])
 def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(
         checkpoint, tmp_path, capsys, monkeypatch, words, expected):
@@ -316,10 +321,10 @@ def test_the_report_of_known_sequences():
     shares = measure(rows).residues
     assert shares.sum() == pytest.approx(1) and divergence(shares, shares) == 0
     new, identity, by_chance, nearest = compare(
-        [rows[0], "MKTAYIAKQRWWWWWWWWWWWW", "CCCCCCCCC"], rows)
+        [rows[0], "MKTAYIAKQRWWWWWWWWWWWW", "CCCCCCCCC", "CCC"], rows)
     assert nearest.tolist()[:2] == [0, 0] and nearest[2] == -1 and np.isnan(identity[2])
     assert new[0] == 0 and identity[0] == 1 and new[2] == 1 and 0.4 < identity[1] < 0.7
-    assert by_chance[0] < 0.7 and np.isnan(by_chance[2])
+    assert np.isnan(new[3]) and by_chance[0] < 0.7 and np.isnan(by_chance[2])
     assert difference([rows[0], rows[0]]) == 0 and difference(rows) == 1
 
 

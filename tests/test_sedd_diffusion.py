@@ -294,6 +294,7 @@ def test_what_cannot_be_made_or_sampled_is_refused():
     with pytest.raises(RuntimeError, match="NaN"):
         sample(lambda xt, sigma: even * math.nan, graph, noise, (2, 3), 2)
     for name, wrong in (("cosine", dict(eps=1e-300)),
-                        ("geometric", dict(sigma_min=2.0, sigma_max=1.0))):
+                        ("geometric", dict(sigma_min=2.0, sigma_max=1.0)),
+                        ("geometric", dict(sigma_max=100.0))):
         with pytest.raises(ValueError, match="expected"):
             make_noise(name, **wrong)

@@ -25,11 +25,12 @@ from ddp_setup import Ddp, load_checkpoint, wrap_ddp
 from launchers import fork_ranks, need, run_ranks, slow
 import bench_ddp
 import prepare_uniref50
+import sedd_eval
 import sequence_batches
 import train_dpo_ddp
 import train_sedd_ddp
 from run_config import dump_yaml, load_config
-from run_dir import RunLock, check_lock, process_start, read_status, write_status
+from run_dir import Diverged, RunLock, check_lock, process_start, read_status, write_status
 from run_log import write_text_atomic
 from sedd_cases import TrueScores
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
@@ -409,9 +410,11 @@ def test_a_file_is_continued_in_another_folder_with_the_best_weights(fasta, tmp_
 
 
 def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
-    for k in range(3):
-        run(tiny(fasta, training__n_iters=2, training__seed=k), tmp_path / "w", fresh=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["w", "w.old1", "w.old2"]
+    (tmp_path / "w").mkdir()
+    (tmp_path / "link").symlink_to("w")     # such as to a larger disk
+    for k, name in enumerate(("w", "w", "link")):
+        run(tiny(fasta, training__n_iters=2, training__seed=k), tmp_path / name, fresh=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "w", "w.old1", "w.old2"]
     seeds = [load_config(Config, tmp_path / name / "config.yaml").training.seed
              for name in ("w.old1", "w.old2", "w")]
     assert seeds == [0, 1, 2] and steps_of(tmp_path / "w") == [1, 2]
@@ -554,7 +557,7 @@ def test_the_same_command_goes_on_with_what_it_began(straight, fasta, tmp_path, 
     assert sorted(straight.rglob("*")) == before
 
 
-def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_path):
+def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_path, monkeypatch):
     ready = prepare(tiny(fasta, optim__lr=0.03, optim__ema=0.99), Ddp(), tmp_path / "w")
     result = train(ready, Ddp())
 
@@ -568,6 +571,8 @@ def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_pat
     with ready.ema.applied(ready.bare):
         assert again() == (result["val/loss"], last.read_text())
     assert live_bound != result["val/loss"] and live_samples != last.read_text()
+    monkeypatch.setattr(sedd_eval, "SAMPLED_POSITIONS", 1)   # one protein at a time
+    assert re.findall(">.*", again()[1]) == re.findall(">.*", live_samples)
 
 
 def test_the_learning_rate_is_not_scaled_beyond_the_data_there_is(fasta, tmp_path, capsys):
@@ -587,6 +592,14 @@ def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(f
     table, best = rows(tmp_path / "w"), state_of(tmp_path / "w", "best.pt")["best"]
     assert best == {"step": 2, "score": (table[0]["loss"] + table[1]["loss"]) / 2}
     assert not any(k.startswith("val/") for row in table for k in row)
+
+
+def test_a_run_without_validation_or_finite_losses_does_not_count_as_finished(fasta, tmp_path):
+    config = tiny(fasta, data__val_fraction=0, optim__lr=1e30, training__n_iters=8,
+                  training__log_freq=2)    # the first step's loss, which is finite, is not logged
+    with pytest.raises(Diverged, match="step 8: all logged losses are nan or infinite"):
+        run(config, tmp_path / "w")
+    assert not (tmp_path / "w" / "checkpoints" / "best.pt").exists()
 
 
 # ---- what is computed ----
