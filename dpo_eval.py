@@ -177,7 +177,7 @@ def warn_of_fall(run, log, now):
     if progress["start"] is None:
         progress["start"] = now
     fall = progress["start"] - now
-    if progress["fallen"] or fall <= run.config.monitoring.fall:
+    if progress["fallen"] or not fall > run.config.monitoring.fall:   # nan: it has diverged
         return
     progress["fallen"] = True
     say_attention(log, f"chosen sequences have become less likely, by {fall:.3f} nats per residue "

@@ -128,7 +128,8 @@ class Reference:
     network sees) and its encoding. Both are made once per complex and kept while there is room."""
 
     def __init__(self, model, pairs, config, ddp):
-        self.model = model.eval().requires_grad_(False)
+        # Its weights are not frozen: torch would take other kernels, which round another way.
+        self.model = model.eval()
         self.pairs, self.config, self.ddp = pairs, config, ddp
         self.needed = config.loss.name not in WITHOUT_REFERENCE
         self.room = config.memory.structure_cache_mb * 2**20   # bytes

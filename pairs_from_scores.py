@@ -89,10 +89,10 @@ def parse_row(row, folder):
     if None in row.values() or None in row:
         raise ValueError("found more or fewer cells than columns")
     cells = {column: text.strip() for column, text in row.items()}
-    sequence, chain = cells["sequence"].upper(), cells["chain"]
+    sequence, chain = cells["sequence"].upper().replace("-", "X"), cells["chain"]
     context = cells.get("context", "").replace(",", " ").split()
     chains = [chain, *context]
-    wrong = sorted(set(sequence) - set(LETTERS + "-"))
+    wrong = sorted(set(sequence) - set(LETTERS))
     if wrong or not sequence:
         raise ValueError(f"found {' '.join(wrong) or 'nothing'} in the sequence; expected letters "
                          f"{LETTERS}")

@@ -222,7 +222,8 @@ def structure_files(args):
         files = [path]
         if os.path.isdir(path):
             files = sorted(str(file) for file in Path(path).iterdir()
-                           if file.name.lower().removesuffix(".gz").endswith(FORMATS))
+                           if file.name.lower().removesuffix(".gz").endswith(FORMATS)
+                           and not file.name.startswith("._") and not file.is_dir())
             if not files:
                 raise ValueError(f"found no structure in the folder {path}; expected files with "
                                  f"names in {' '.join(FORMATS)}, perhaps with .gz.")
@@ -261,6 +262,8 @@ def output_files(args, paths):
     inputs = [args.checkpoint, *paths, *(args.score_only or ()), *filter(None, settings)]
     outputs = {path for kinds in files.values() for path in kinds.values() if path.exists()}
     for path in sorted(outputs):
+        if not path.is_file():
+            raise ValueError(f"found {path} to be written, which is no file; expected another.")
         for other in inputs:
             if os.path.exists(other) and path.samefile(other):
                 raise ValueError(f"found {path} to be written, which is the input {other}; "
@@ -460,25 +463,27 @@ def run(args):
               for i, (head, text) in enumerate(named_sequences(path), 1)] for design in designs]
     model = load_proteinmpnn(args.checkpoint).eval().to(device)
     texts = []
-    for design, sequences in zip(designs, given):
-        text, arrays = make_results(model, design, args, sequences, device)
-        targets = files.get(design.name, {})
-        own = "" if sequences else ", the structure's own included"
-        print(*design.notes, f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} "
-              f"sequence(s){own}, to {targets.get('seqs', 'the screen')}", sep="\n",
-              file=sys.stderr)
-        texts.append(text)
-        if not files:
-            sys.stdout.write(text)
-        if args.out_folder:
-            # What an earlier call saved does not belong to these sequences.
-            for kind in ("scores", "probs") if args.drawing else ("scored",):
-                (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)
-            for kind, values in arrays.items():
-                write_whole(targets[kind], lambda file, values=values: np.savez(file, **values))
-            write_whole(targets["seqs"], lambda file, text=text: file.write(text.encode()))
-    if args.out:
-        write_whole(args.out, lambda file: file.write("".join(texts).encode()))
+    try:
+        for design, sequences in zip(designs, given):
+            text, arrays = make_results(model, design, args, sequences, device)
+            targets = files.get(design.name, {})
+            own = "" if sequences else ", the structure's own included"
+            print(*design.notes, f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} "
+                  f"sequence(s){own}, to {targets.get('seqs', 'the screen')}", sep="\n",
+                  file=sys.stderr)
+            texts.append(text)
+            if not files:
+                sys.stdout.write(text)
+            if args.out_folder:
+                # What an earlier call saved does not belong to these sequences.
+                for kind in ("scores", "probs") if args.drawing else ("scored",):
+                    (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)
+                for kind, values in arrays.items():
+                    write_whole(targets[kind], lambda file, values=values: np.savez(file, **values))
+                write_whole(targets["seqs"], lambda file, text=text: file.write(text.encode()))
+    finally:   # what is done is kept, such as after Ctrl-C
+        if args.out and texts:
+            write_whole(args.out, lambda file: file.write("".join(texts).encode()))
 
 
 def main(argv):

@@ -121,6 +121,7 @@ def read_structure(path):
         text = path.read_bytes()
         if text[:2] == b"\x1f\x8b":
             text = gzip.decompress(text)
+        text = text.removeprefix(b"\xef\xbb\xbf")   # the byte order mark of UTF-8
         models = _parse_pdb(text) if suffix in (".pdb", ".ent") else _parse_mmcif(text)
         return Structure(str(path), _make_chains(models))
     except (OSError, EOFError, zlib.error, RuntimeError, ValueError, IndexError) as error:
@@ -162,6 +163,9 @@ def _parse_mmcif(text):
     if not blocks[0].find_values("_atom_site.group_PDB"):
         raise ValueError("_atom_site has no group_PDB; expected ATOM and HETATM there, which tell "
                          "protein from water")
+    for key in ("id", "type_symbol", "label_alt_id", "label_asym_id", "Cartn_y", "Cartn_z"):
+        if not blocks[0].find_values(f"_atom_site.{key}"):   # gemmi would see no atoms at all
+            raise ValueError(f"_atom_site has no {key}; expected this column")
     number = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?(\(\d+\))?|[?.]"  # also 1.25(7), with its error
     patterns = {"Cartn_x": number, "Cartn_y": number, "Cartn_z": number, "auth_seq_id": r"-?\d+"}
     for key, pattern in patterns.items():
@@ -265,7 +269,7 @@ def parse_positions(text, structure, chains):
         two ways.
     """
     words = re.findall(r"[^,\s]+", text)
-    labels = [number and name + number
+    labels = [number and name.strip() and name + number   # of a chain without a name: 0-based only
               for name in chains for number in structure.chains[name].numbers]
     rows_of = {}                                    # label -> joined rows
     for row, label in enumerate(labels):
@@ -286,7 +290,8 @@ def parse_positions(text, structure, chains):
         if len(readings) != 1 or first > last:
             problem = "ambiguous" if len(readings) > 1 else "not there, or reversed"
             raise ValueError(f"position {word} is {problem}; chains {' '.join(chains)} hold "
-                             f"{labels[0]} to {labels[-1]}, {len(labels)} rows with the gaps")
+                             f"{labels[0] or 0} to {labels[-1] or len(labels) - 1}, {len(labels)} "
+                             "rows with the gaps")
         positions.extend(range(first, last + 1))
     if not positions or len(kinds) > 1 or len(set(positions)) < len(positions):
         raise ValueError(f"positions {text!r}: expected some, all of one kind (A12 or "

@@ -79,6 +79,7 @@ def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,A1A,2,A\nno.pdb,AAA,nan,A\n", [],
      "2 lines cannot be used:\n  line 3: found 1 in the sequence"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,1e308,A\n", [], "line 3: found the score '1e308'"),
+    (TABLE + "x.pdb,AA-,1,A\nx.pdb,AAX,2,A\n", [], "no two sequences of a structure differ"),
     (TABLE + "no.pdb,AAA,1,A\n", [], "line 2: there is no file no.pdb"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n", ["--margin", "5"], "Lower --margin"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2\n", [], "line 3: found more or fewer cells")])

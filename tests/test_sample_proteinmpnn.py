@@ -1,6 +1,7 @@
 """Does sample_proteinmpnn.py draw and score what it was asked to, and refuse what it cannot do?"""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -406,7 +407,8 @@ def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_
     old.write_text("as it was")
     bad.write_bytes(b"not weights")
     write_pdb(shifted, {"A": "MKTAY", "B": "KTAYM"})
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "folder.pdb").mkdir(parents=True)
+    (tmp_path / "empty" / "._one.pdb").write_text("of macOS")
     for structures, more, words in (
             ([pdb], {"checkpoint": bad}, "bad.pt"), ([old], {}, "old.fasta"),
             ([tmp_path / "none.pdb"], {}, "none.pdb"),
@@ -419,6 +421,17 @@ def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_
         assert old.read_text() == "as it was"
 
 
+def test_what_was_made_before_ctrl_c_is_kept(sample, pdb, dimer, tmp_path, monkeypatch):
+    results = [("as sampled\n", {})]
+    def make_results(*_):
+        if not results:
+            raise KeyboardInterrupt
+        return results.pop()
+    monkeypatch.setattr(sample_proteinmpnn, "make_results", make_results)
+    assert "interrupted" in sample(pdb, dimer, "--out", tmp_path / "a.fa", code=130)[1]
+    assert (tmp_path / "a.fa").read_text() == "as sampled\n"
+
+
 def test_an_input_is_never_written_over(sample, weights, dimer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "given.fasta").write_text(f">a\n{NATIVE}/{NATIVE}\n")
@@ -429,6 +442,9 @@ def test_an_input_is_never_written_over(sample, weights, dimer, tmp_path, monkey
         err = sample("./dimer.pdb", "--score_only", "given.fasta", "--out", out, code=2,
                      checkpoint="w.pt")[1]
         assert f"found {out} to be written, which is the input" in err
+    os.mkfifo("pipe")
+    assert "found pipe to be written, which is no file" in sample(dimer, "--out", "pipe", code=2)[1]
+    os.remove("pipe")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

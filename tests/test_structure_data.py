@@ -110,7 +110,8 @@ def test_records_between_and_after_the_atoms_change_nothing(tmp_path):
     expected, lines = read_text(tmp_path, "s.pdb", atoms.pdb()), atoms.pdb().splitlines()
     lines.insert(8, "TER\nEND")
     odd = b"REMARK \xe9\r\n" + "\r\n".join(lines).encode() + b"\r\nCONECT 1 2"
-    for name, text in (("t.pdb", odd), ("u.ent.gz", gzip.compress(atoms.pdb().encode()))):
+    for name, text in (("t.pdb", odd), ("u.ent.gz", gzip.compress(atoms.pdb().encode())),
+                       ("v.pdb", b"\xef\xbb\xbf" + atoms.pdb().encode())):
         found = read_text(tmp_path, name, text)
         assert found.key == expected.key and list(found.chains) == ["A", "B"]
 
@@ -136,6 +137,7 @@ ONE, ONE_CIF = Atoms().add("A", 1, "ALA").pdb(), Atoms().add("A", 1, "ALA").mmci
     ("s.cif", Atoms().add("A", "?", "ALA").mmcif(), "auth_seq_id is '?'; expected a number"),
     ("s.cif", ONE_CIF.replace(" 0.125 ", " foo "), "Cartn_x is 'foo'; expected a number"),
     ("s.cif", ONE_CIF.replace("group_PDB", "group"), "no group_PDB"),
+    ("s.cif", ONE_CIF.replace("label_alt_id", "alt"), "no label_alt_id"),
     ("s.cif", ONE_CIF.replace(" 0.125 ", " 1e30 "), "coordinate of 1e+30; expected Angstrom")])
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
         tmp_path, name, content, says):
@@ -180,6 +182,8 @@ def test_a_position_that_two_readings_fit_is_refused_and_a_negative_number_is_no
             parse_positions(text, structure, ["1", "11"])
     assert parse_positions("112 113", structure, ["1"])[0].tolist() == [10, 11]
     assert parse_positions("A-3-A-3", structure, ["A"])[0].tolist() == [0]
+    structure = read_text(tmp_path, "s.pdb", Atoms().add("", 1, "ALA").add("", 2, "GLY").pdb())
+    assert parse_positions("1", structure, list(structure.chains))[0].tolist() == [1]   # from 0
 
 
 # ---- pairs ----

@@ -626,18 +626,23 @@ def test_the_plan_scales_the_learning_rate_and_needs_no_pairs():
     read_arguments(["--plan", "1,4"])
 
 
-@pytest.fixture
-def files(tmp_path):
-    """A folder with pairs.json (6 pairs on 3 structures) and base weights."""
+def write_pairs(folder, n=None):
+    """Write pairs.json, 6 pairs on 3 structures of all, or n, residues."""
     entries = []
     for i, pair in enumerate(demo_pairs(seed=5, n_structures=3, pairs_per_structure=2)):
         atoms = Atoms()
-        for number, (xyz, letter) in enumerate(zip(pair.complex.X, pair.complex.S), 1):
+        for number, (xyz, letter) in enumerate(zip(pair.complex.X[:n], pair.complex.S), 1):
             atoms.add("A", number, NAMES[letter], xyz=xyz)
-        (tmp_path / f"s{i // 2}.pdb").write_text(atoms.pdb())
-        entries.append({"pdb_file": f"s{i // 2}.pdb", "preferred_seq": decode(pair.chosen),
-                        "unpreferred_seq": decode(pair.rejected), "chain_id": "A"})
-    (tmp_path / "pairs.json").write_text(json.dumps(entries))
+        (folder / f"s{i // 2}.pdb").write_text(atoms.pdb())
+        entries.append({"pdb_file": f"s{i // 2}.pdb", "preferred_seq": decode(pair.chosen[:n]),
+                        "unpreferred_seq": decode(pair.rejected[:n]), "chain_id": "A"})
+    (folder / "pairs.json").write_text(json.dumps(entries))
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder with pairs.json and base weights."""
+    write_pairs(tmp_path)
     (tmp_path / "w").mkdir()
     torch.save(to_checkpoint(random_proteinmpnn(0, noise_level=0.2, **SMALL)),
                tmp_path / "w" / "v_48_020.pt")
@@ -671,6 +676,15 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
     first = rows(files / "a")[0]
     assert -5 * 6 < first["val/logps/chosen"] < -5   # of 5 residues, not of 30
     assert first["val/logps/chosen_per_residue"] == pytest.approx(first["val/logps/chosen"] / 5)
+
+
+def test_equal_weights_score_peptides_alike_to_the_last_bit(tmp_path):
+    write_pairs(tmp_path, 3)
+    pairs = tmp_path / "pairs.json"
+    run(load_config(Config, None, [
+        f"data.train_data={pairs}", f"data.val_data={pairs}", "model.base_model_name=random",
+        "training.batch_size=4", "training.n_iters=1", "loss.order=fixed"]), tmp_path / "out")
+    assert rows(tmp_path / "out")[0]["val/rewards/accuracies"] == 0
 
 
 def test_a_run_whose_designs_collapse_says_so_once_and_says_where_they_are(files, capsys):
