@@ -262,8 +262,8 @@ def read_launches(path):
         launches = json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
         return [launch for launch in launches if launch["rows"]]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"--json {path} was not written by bench_ddp.py scale; expected a file "
-                         "of it, or a new name") from None
+        raise ValueError(f"--json {path} is no file that bench_ddp.py scale wrote; expected one or "
+                         "a new name") from None
 
 
 def read_arguments(argv):

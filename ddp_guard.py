@@ -328,8 +328,8 @@ class Guard:
             self.give_sign({**verdict, "text": ""})    # a guard may have joined just now
             time.sleep(POLL)
         begin(self.process.wait).join(LEAVE)    # MPICH hangs where a guard ends before it
-        with contextlib.suppress(KeyError, OSError):    # MPICH ends the others when this closes, if
-            os.close(int(os.environ["PMI_FD"]))         # it sees it before the end of this process
+        with contextlib.suppress(KeyError, ValueError, OSError):    # MPICH kills the other ranks
+            os.close(int(os.environ["PMI_FD"]))     # if this closes before it sees the guard's end
         return verdict["code"]
 
     def announce(self, rank, host, code, cause, text="", retry=True, **_):

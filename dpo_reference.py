@@ -128,7 +128,7 @@ class Reference:
     network sees) and its encoding. Both are made once per complex and kept while there is room."""
 
     def __init__(self, model, pairs, config, ddp):
-        # Its weights are not frozen: torch would take other kernels, which round another way.
+        # Not frozen: torch then rounds another way for peptides, and equal weights score unequally.
         self.model = model.eval()
         self.pairs, self.config, self.ddp = pairs, config, ddp
         self.needed = config.loss.name not in WITHOUT_REFERENCE

@@ -95,7 +95,7 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change):
             lines = "\n    ".join(differences)
             raise ValueError(f"{run_dir} holds a run with another config, which came to no "
                              f"checkpoint:\n    {lines}\n  Expected the same config. Give another "
-                             "--work_dir, or --fresh to start over.")
+                             "--work_dir" + (", or --fresh to start over." if not resume else "."))
     if resume:
         return str(resume)
     return str(last) if saved and not fresh else None

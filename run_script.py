@@ -212,7 +212,8 @@ def start_ranks_if_asked(args, argv):
              if getattr(args, name) is not None}
     if not given:
         return
-    place = detect_launcher(os.environ)
+    left_over = set() if "LOCAL_RANK" in os.environ else {"RANK", "WORLD_SIZE"}   # of a pod, say
+    place = detect_launcher({name: os.environ[name] for name in {*os.environ} - left_over})
     if place.world_size > 1:
         raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
                          f"started {place.world_size} already. Leave one of the two out.")

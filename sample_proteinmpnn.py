@@ -481,9 +481,13 @@ def run(args):
                 for kind, values in arrays.items():
                     write_whole(targets[kind], lambda file, values=values: np.savez(file, **values))
                 write_whole(targets["seqs"], lambda file, text=text: file.write(text.encode()))
-    finally:   # what is done is kept, such as after Ctrl-C
+    finally:   # after Ctrl-C, or without memory, what is done is kept, and so is an old file
         if args.out and texts:
-            write_whole(args.out, lambda file: file.write("".join(texts).encode()))
+            done = len(texts) == len(designs)
+            path = args.out if done else Path(f"{args.out}.partial")
+            write_whole(path, lambda file: file.write("".join(texts).encode()))
+            if not done:
+                print(f"{len(texts)} of {len(designs)} structures are in {path}", file=sys.stderr)
 
 
 def main(argv):

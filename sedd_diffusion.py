@@ -36,9 +36,9 @@ class GeometricNoise:
     """sigma = sigma_min^(1 - t) sigma_max^t; sampling starts from full noise: large sigma_max."""
 
     def __init__(self, sigma_min=1e-4, sigma_max=20.0):
-        if not 0 < sigma_min < sigma_max <= 80:
+        if not 0 < sigma_min < sigma_max <= 88:
             raise ValueError(f"sigma_min = {sigma_min}, sigma_max = {sigma_max}; expected 0 < min "
-                             f"< max <= 80: e^sigma of more is infinite in float32.")
+                             f"< max <= 88: e^sigma of more is infinite in float32.")
         self.sigma_min, self.sigma_max = sigma_min, sigma_max
 
     def __call__(self, t):

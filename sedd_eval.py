@@ -159,7 +159,7 @@ def evaluate(run, log, values, ddp):
     """Validate under the averaged weights, add to `values`, keep the best weights.
 
     Without validation proteins, the mean training loss of the logged steps since the last
-    evaluation decides."""
+    evaluation decides; where none is finite, nothing is judged."""
     step, validation, (total, number) = run.progress["step"], run.validation, run.progress["recent"]
     score = total / number if number else math.inf
     if validation is None and not number:   # no finite loss was logged: nothing to judge by

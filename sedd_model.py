@@ -210,7 +210,7 @@ class Block(nn.Module):
 
     def queries_keys_values(self, x):
         """x (B, L, H) -> (B, L, 3 H). On a CPU entries i and i + e/2 of a query or key of e entries
-        stand side by side, as `turned` takes them."""
+        stand side by side, as `turned` takes them: not by attn_qkv's own forward."""
         if not on_cpu(x):
             return self.attn_qkv(x)
         H = x.shape[-1]
@@ -220,18 +220,20 @@ class Block(nn.Module):
         return linear(x, F.embedding(torch.cat([pairs, rows[2 * H:]]), self.attn_qkv.weight))
 
     def attention(self, qkv, rotary, attended):
-        B, L, _ = qkv.shape
+        B, L, H = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+
+        def by_head(x):
+            return x.view(B, L, self.n_heads, -1).transpose(1, 2)               # (B, heads, L, e)
+
         q, k, v = qkv.chunk(3, dim=-1)
         if on_cpu(qkv):
             turn = torch.complex(*rotary).repeat(1, self.n_heads)               # (L, H / 2)
-            q, k = turned(q, turn * (q.shape[-1] / self.n_heads)**-0.5), turned(k, turn)
-        q, k, v = (x.view(B, L, self.n_heads, -1).transpose(1, 2) for x in (q, k, v))
-        if on_cpu(qkv):     # (B, heads, L, e)
-            out = attend(q, k, v, attended)
+            q, k = turned(q, turn * (H / self.n_heads)**-0.5), turned(k, turn)
+            out = attend(by_head(q), by_head(k), by_head(v), attended)
         else:
-            out = F.scaled_dot_product_attention(rotate(q, rotary), rotate(k, rotary), v,
-                                                 attn_mask=attended)
-        return out.transpose(1, 2).reshape(B, L, -1)
+            q, k = rotate(by_head(q), rotary), rotate(by_head(k), rotary)
+            out = F.scaled_dot_product_attention(q, k, by_head(v), attn_mask=attended)
+        return out.transpose(1, 2).reshape(B, L, H)
 
 
 class GELU(nn.Module):
@@ -354,7 +356,7 @@ class AttentionInParts(torch.autograd.Function):
         for q_, k_, v_, out_ in in_parts(ctx.n, q, k, v, out):
             share = torch.bmm(q_, k_.mT).softmax(-1)
             torch.bmm(share, v_, out=out_)
-            if ctx.needs_input_grad[0]:
+            if any(ctx.needs_input_grad):
                 shares.append(share)
         ctx.save_for_backward(q, k, v, *shares)
         return out

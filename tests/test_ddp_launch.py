@@ -367,6 +367,18 @@ def test_an_address_alone_means_port_29500_and_a_port_alone_is_this_host(tmp_pat
             assert ranks.out().count(f"2 ranks met at {where}\n") == 4, ranks.out()
 
 
+def test_a_node_waits_for_the_others_as_long_as_it_was_told_and_a_pods_variables_do_not_count(
+        tmp_path):
+    words = (f"train_sedd_ddp.py --config configs/sedd_demo.yaml --work_dir {tmp_path / 'w'} "
+             f"--nnodes 2 --node_rank 0 --nproc_per_node 1 --master_addr 127.0.0.1 "
+             f"--master_port {free_port()} --init_timeout 1")
+    pod = clean_environment(env=dict(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1"))
+    with launchers.Running([sys.executable, *words.split()], ROOT, pod) as running:
+        result = running.wait(timeout=60)
+    assert result.returncode == 1 and "starting 1 rank(s) here, on node 0 of 2" in result.text
+    assert "seconds waiting for clients. 1/2 clients joined." in result.text, result.text
+
+
 def test_without_a_port_ranks_compute_the_same_with_a_guard_in_between(tmp_path):
     path = script(tmp_path, WHERE)
     words = [["env", f"DDP_RANK={r}", f"DDP_LOCAL_RANK={r}", sys.executable, str(path)]

@@ -428,8 +428,11 @@ def test_what_was_made_before_ctrl_c_is_kept(sample, pdb, dimer, tmp_path, monke
             raise KeyboardInterrupt
         return results.pop()
     monkeypatch.setattr(sample_proteinmpnn, "make_results", make_results)
-    assert "interrupted" in sample(pdb, dimer, "--out", tmp_path / "a.fa", code=130)[1]
-    assert (tmp_path / "a.fa").read_text() == "as sampled\n"
+    (tmp_path / "a.fa").write_text("old")
+    err = sample(pdb, dimer, "--out", tmp_path / "a.fa", code=130)[1]
+    assert f"1 of 2 structures are in {tmp_path / 'a.fa.partial'}" in err and "interrupted" in err
+    assert (tmp_path / "a.fa.partial").read_text() == "as sampled\n"
+    assert (tmp_path / "a.fa").read_text() == "old"
 
 
 def test_an_input_is_never_written_over(sample, weights, dimer, tmp_path, monkeypatch):

@@ -492,11 +492,13 @@ def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_
     assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
 
 
-def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_config(fasta, tmp_path):
+def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_config(
+        fasta, straight, tmp_path):
     run(tiny(fasta, training__n_iters=2), tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
-    refused(r"(?s)config, which came to no checkpoint.*optim\.lr", tiny(fasta, optim__lr=0.5),
-            tmp_path)
+    for resume, advice in ((None, ", or --fresh"), (straight / "checkpoints" / "last.pt", r"\.$")):
+        refused(rf"(?s)config, which came to no checkpoint.*optim\.lr.*another --work_dir{advice}",
+                tiny(fasta, optim__lr=0.5), tmp_path, resume=resume)
     run(tiny(fasta, training__n_iters=2), tmp_path)
     assert steps_of(tmp_path) == [1, 2]
 
