@@ -51,7 +51,7 @@ def load_config(cls, path=None, overrides=(), flags=None):
         flags:     {"section.key": text, or None where it is not given} of options of their own.
             They win over all; a field that takes text takes theirs as it is.
     Returns: an instance of cls.
-    Raises: ValueError for what cannot be read as declared.
+    Raises: ValueError for what cannot be read as declared, with all wrong keys.
     """
     raw = {} if path is None else _read_yaml(path)
     typed = {}                          # dotted key -> the place of its value, for messages
@@ -71,7 +71,11 @@ def load_config(cls, path=None, overrides=(), flags=None):
             typed[dotted] = f"command line, {f'{dotted}={text}'!r}"
             value = text if _takes_text(cls, dotted) else _parse(text, typed[dotted])
             _put(raw, dotted, value, typed[dotted])
-    return _make_section(cls, raw, "", str(path or "configuration"), typed, cls)
+    problems = []
+    config = _make_section(cls, raw, "", str(path or "configuration"), typed, cls, problems)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return config
 
 
 def config_to_dict(config):
@@ -229,14 +233,14 @@ def check_values(c, checks, least):
         (o.eps > 0, f"optim.eps is {o.eps}; expected more than 0"),
         (set(t.stop_signals) <= set(known),
          f"training.stop_signals is {list(t.stop_signals)}; expected some of {', '.join(known)}"))
-    for right, text in (*common, *checks):
-        if not right:
-            raise ValueError(f"config: {text}.")
+    problems = [text for right, text in (*common, *checks) if not right]
     for section in {**LEAST, **least}:
         for key, low in (LEAST.get(section, {}) | least.get(section, {})).items():
             value = getattr(getattr(c, section), key, None)
             if value is not None and value < low:
-                raise ValueError(f"config: {section}.{key} is {value}; expected at least {low}.")
+                problems.append(f"{section}.{key} is {value}; expected at least {low}")
+    if problems:
+        raise ValueError("\n".join(f"config: {text}." for text in problems))
 
 
 # ---- YAML ----
@@ -321,21 +325,22 @@ def _takes_text(cls, dotted):
 
 
 def _unknown(root, cls, key, prefix, where):
-    """ValueError for a key that the section cls lacks, with the key of the nearest name."""
+    """What is wrong with a key that the section cls lacks, with the key of the nearest name."""
     here = list(_types(cls))
     candidates = {name.rpartition(".")[2]: name for name in _names(root)}
     candidates |= {name: prefix + name for name in here}
     near = difflib.get_close_matches(str(key), candidates, 1)
     advice = f"Did you mean {candidates[near[0]]!r}?" if near else f"Known here: {', '.join(here)}."
     kind = "key" if prefix else "section or key"
-    return ValueError(f"{where}: unknown {kind} {prefix + str(key)!r}. {advice}")
+    return f"{where}: unknown {kind} {prefix + str(key)!r}. {advice}"
 
 
-def _make_section(cls, raw, prefix, path, typed, root):
+def _make_section(cls, raw, prefix, path, typed, root, problems):
     """Instance of the dataclass cls from a dict as YAML gave it.
 
     prefix: "" or "section." in front of its keys. path: of the file, for messages; typed: for keys
-    of the command line, what to say instead. root: dataclass of the whole.
+    of the command line, what to say instead. root: dataclass of the whole. problems: list of texts,
+    to which is added what is wrong.
     """
     kinds, values = _types(cls), {}
     for key, value in raw.items():
@@ -343,17 +348,18 @@ def _make_section(cls, raw, prefix, path, typed, root):
         where = next((text for name, text in typed.items()
                       if f"{name}.".startswith(f"{dotted}.")), path)
         if key not in kinds:
-            raise _unknown(root, cls, key, prefix, where)
-        if not dataclasses.is_dataclass(kinds[key]):
+            problems.append(_unknown(root, cls, key, prefix, where))
+        elif not dataclasses.is_dataclass(kinds[key]):
             try:
                 values[key] = _convert(value, kinds[key])
             except ValueError as error:
-                raise ValueError(f"{where}: {dotted}: {error}") from None
+                problems.append(f"{where}: {dotted}: {error}")
         elif isinstance(value, dict):
-            values[key] = _make_section(kinds[key], value, dotted + ".", path, typed, root)
+            values[key] = _make_section(kinds[key], value, dotted + ".", path, typed, root,
+                                        problems)
         else:
-            raise ValueError(f"{where}: section {dotted!r} is {_show(value)}; expected 'key: "
-                             "value' lines under it. For its defaults leave the section out.")
+            problems.append(f"{where}: section {dotted!r} is {_show(value)}; expected 'key: "
+                            "value' lines under it. For its defaults leave the section out.")
     return cls(**values)
 
 
