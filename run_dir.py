@@ -31,8 +31,8 @@ from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
 from run_log import RunLog, read_rows, rows_up_to, write_text_atomic, write_whole
 
-ADVICE = ("A checkpoint, if there is one, holds the weights from before these steps. Lower "
-          "optim.lr, raise optim.warmup, or set memory.mixed_precision: false.")
+ADVICE = ("A checkpoint, if there is one, holds the weights from before these steps. Begin a new "
+          "run with a lower optim.lr, a higher optim.warmup, or memory.mixed_precision: false.")
 # A resumed run may differ in these keys; scripts add to them.
 MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
                      "training.log_freq", "training.snapshot_freq", "training.keep_last",

@@ -153,7 +153,7 @@ def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp
 def add_run_arguments(parser, *work_dir):
     """Add the options on a run that all scripts have. work_dir: names of that for its folder."""
     add = parser.add_argument
-    add(*work_dir, dest="work_dir", help="run folder (default runs/CONFIG_NAME)")
+    add(*work_dir, dest="work_dir", help="run folder (default runs/CONFIG_NAME, or runs/dpo)")
     add("--resume", help="continue from this checkpoint")
     add("--fresh", action="store_true", help="start over; the old run folder is renamed")
     add("--plan", help="print batch, learning rate and warm-up for ranks such as 1,2,4,8")

@@ -4,7 +4,7 @@
 #   bash jobs/local.sh 2 --data my.fasta optim.lr=1e-4    2 ranks; the rest goes to the script
 #   CONFIG=configs/sedd_cpu.yaml LAUNCHER=mpirun bash jobs/local.sh 2
 #   DRY_RUN=1 bash jobs/local.sh 4                        shows what would be started
-# Output goes to the screen and to logs/CONFIG-DATE.log. Exit codes: README.md. It works in the
+# Output goes to screen and logs/CONFIG-DATE-PROCESS.log. Exit codes: README.md. It works in the
 # repository's folder; only data that are there where you are (--data) are taken from there.
 # PYTHON=python3.12 chooses the interpreter. Without a GPU, docs/machines.md has a smaller download.
 set -euo pipefail
@@ -12,7 +12,7 @@ set -euo pipefail
 # What you may want to edit; each can also be given in front of the command.
 SCRIPT=${SCRIPT:-train_sedd_ddp.py}
 CONFIG=${CONFIG:-configs/sedd_demo.yaml}
-NPROC=${NPROC:-}                 # ranks, or the first argument; empty: one per GPU, without any 2
+NPROC=${NPROC:-}                 # ranks, or the first argument; empty: one per NVIDIA GPU, or 2
 LAUNCHER=${LAUNCHER:-torchrun}   # torchrun (by the script's own --nproc_per_node) | mpirun
 ARGS=${ARGS:-}                   # more arguments of the training script, separated by blanks
 LOGS=${LOGS:-1}                  # 0: to the screen alone, where a terminal shows a bar of progress

@@ -469,7 +469,7 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_too_many_in_a_row_end_the_run(t
     result = fork_ranks(2, [driver(tmp_path, "train_dpo_ddp", NAN_LOSS), "--work_dir", "w",
                             *settings], tmp_path)
     assert "in 3 steps in a row, on 1 rank(s)" in result.stderr, result.text
-    assert "Lower optim.lr" in result.stderr and "Traceback" not in result.stderr, result.text
+    assert "a lower optim.lr" in result.stderr and "Traceback" not in result.stderr, result.text
     assert result.returncode == read_status(tmp_path / "w")["code"] == 1, result.text
     states = map(load_checkpoint, map(str, tmp_path.glob("w/checkpoints/last*.pt")))
     states = {state["step"]: state for state in states}
