@@ -84,12 +84,11 @@ def _is_wanted():
     if os.environ.get("DDP_GUARD") == "0" or os.name != "posix" or interactive or debugged:
         return False
     untried = [variable for variable in UNTRIED if variable in os.environ]
-    if not untried or os.environ.get("DDP_GUARD") == "1":
-        return True
-    if os.environ[untried[0]] == "0":
+    wanted = not untried or os.environ.get("DDP_GUARD") == "1"
+    if not wanted and os.environ[untried[0]] == "0":
         print(f"ddp_guard: never tried under {UNTRIED[untried[0]]}; the run goes on without it. "
               f"DDP_GUARD=1 uses it.", file=sys.stderr)
-    return False
+    return wanted
 
 
 def _die_with_parent(number):
@@ -328,8 +327,9 @@ class Guard:
             self.give_sign({**verdict, "text": ""})    # a guard may have joined just now
             time.sleep(POLL)
         begin(self.process.wait).join(LEAVE)    # MPICH hangs where a guard ends before it
-        with contextlib.suppress(KeyError, ValueError, OSError):    # MPICH kills the other ranks
-            os.close(int(os.environ["PMI_FD"]))     # if this closes before it sees the guard's end
+        if any(time.monotonic() > rank.last_sign + SUSPENDED for rank in [*self.guards.values()]):
+            with contextlib.suppress(KeyError, ValueError, OSError):    # MPICH kills that guard too
+                os.close(int(os.environ["PMI_FD"]))    # if this closes before it sees our own end
         return verdict["code"]
 
     def announce(self, rank, host, code, cause, text="", retry=True, **_):
