@@ -161,12 +161,6 @@ def evaluate(run, log, values, ddp):
     Without validation proteins, the mean training loss of the logged steps since the last
     evaluation decides; where none is finite, nothing is judged."""
     step, validation, (total, number) = run.progress["step"], run.validation, run.progress["recent"]
-    score = total / number if number else math.inf
-    if validation is None and not number:   # no finite loss was logged: nothing to judge by
-        if step == run.n_iters and not run.progress["best"]:
-            raise Diverged(f"step {step}: all logged losses are nan or infinite; expected finite "
-                           f"numbers. {ADVICE}")
-        return
     if validation is not None:
         with run.ema.applied(run.bare):
             bound = validation(run.bare, ddp, run.dtype)
@@ -177,6 +171,13 @@ def evaluate(run, log, values, ddp):
                            f"number. {ADVICE}")
         log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
                 f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
+    elif number:
+        score = total / number
+    elif step == run.n_iters and not run.progress["best"]:
+        raise Diverged(f"step {step}: all logged losses are nan or infinite; expected finite "
+                       f"numbers. {ADVICE}")
+    else:
+        return
     run.progress["recent"] = [0.0, 0.0]
     if record_score(run, score, values, ddp):
         save(run, log, ddp, "best.pt", resumes=False)

@@ -574,7 +574,10 @@ def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_pat
         assert again() == (result["val/loss"], last.read_text())
     assert live_bound != result["val/loss"] and live_samples != last.read_text()
     monkeypatch.setattr(sedd_eval, "SAMPLED_POSITIONS", 1)   # one protein at a time
-    assert re.findall(">.*", again()[1]) == re.findall(">.*", live_samples)
+    parts = again()[1]
+    assert parts.count(">") == ready.config.monitoring.n_samples > 1
+    assert parts != live_samples     # of the same names and lengths, with other random numbers
+    assert re.sub("[A-Z]", "A", parts) == re.sub("[A-Z]", "A", live_samples)
 
 
 def test_the_learning_rate_is_not_scaled_beyond_the_data_there_is(fasta, tmp_path, capsys):
