@@ -327,9 +327,8 @@ class Guard:
             self.give_sign({**verdict, "text": ""})    # a guard may have joined just now
             time.sleep(POLL)
         begin(self.process.wait).join(LEAVE)    # MPICH hangs where a guard ends before it
-        if any(time.monotonic() > rank.last_sign + SUSPENDED for rank in [*self.guards.values()]):
-            with contextlib.suppress(KeyError, ValueError, OSError):    # MPICH kills that guard too
-                os.close(int(os.environ["PMI_FD"]))    # if this closes before it sees our own end
+        with contextlib.suppress(KeyError, ValueError, OSError):    # MPI_Abort: ends stopped ones too
+            os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % verdict["code"])
         return verdict["code"]
 
     def announce(self, rank, host, code, cause, text="", retry=True, **_):
@@ -346,8 +345,9 @@ class Guard:
         say(f"\n{text}{line if code != 2 else ''}")    # 2: bad input, nothing ran
         if me.run_dir:    # last: its file system may hang, or be full
             temporary = f"{me.run_dir}/.status.{os.getpid()}.tmp"
+            outcome = f"{json.dumps(dict(code=code, reason=reason, step=me.step))}\n".encode()
             with contextlib.suppress(OSError), open(temporary, "wb", buffering=0) as file:
-                file.write(json.dumps(dict(code=code, reason=reason, step=me.step)).encode())
+                file.write(outcome)
                 os.fsync(file.fileno())
                 os.replace(temporary, f"{me.run_dir}/status.json")
 

@@ -85,13 +85,13 @@ GLOO_MAX_RANKS = 256
 AGAIN, HANG, BAD_INPUT, INTERRUPTED = 75, 70, 2, 130   # exit codes, beside 0 finished and 1 failed
 # Waits, in seconds.
 CONNECT = 5.0           # for one attempt to reach rank 0
-LATE_TABLE = 20.0       # after rank 0 has given up on a rank and said why; else it is gone
+LATE_TABLE = 20.0       # by which the others wait longer for rank 0's answer than it for them
 TABLE_READ = 5.0        # for the others to read why rank 0 has given up
 FIRST_MESSAGE = 4.0     # until the rank that prints what all see alike has printed it
 FIRST_FAILURE = 1.5     # without guards: until the rank at fault has printed, and ends this one
 HYDRA_OUTPUT = 0.5      # MPICH drops what it has not yet passed on when MPI_Abort comes
 SCANCEL = 30.0          # for Slurm to end a step
-GUARD_FIRST = 10.0      # for the guards to end a run before its ranks do so by themselves
+GUARD_FIRST = 10.0      # by which ranks wait longer than guards, which so end a run first
 GUARD_ANSWER = 20.0     # for the guard to end this process
 PATIENCE = 1800.0       # for the others to come to a barrier, or to cleanup_ddp
 DESTROY = 60.0          # for torch and MPI to close their connections
@@ -224,7 +224,7 @@ def _rows_of(env):
     """LAUNCHERS with the one variable that is set in each field of PLACE, or ""."""
     def first_set(names):
         return next((name for name in names.split() if env.get(name, "").strip()), "")
-    rows = [replace(row, **{field: first_set(getattr(row, field)) for field in PLACE})
+    rows = [replace(row, **{part: first_set(getattr(row, part)) for part in PLACE})
             for row in LAUNCHERS.values()]
     # The shells of sbatch and salloc are one process, and have Slurm's variables too.
     return [row for row in rows if row.name != "Slurm step"
@@ -240,7 +240,7 @@ def _complete_rows(env):
 def _seen(env):
     """The launchers' variables that are set, for messages."""
     names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"}.union(
-        *(getattr(row, field).split() for row in LAUNCHERS.values() for field in PLACE))
+        *(getattr(row, part).split() for row in LAUNCHERS.values() for part in PLACE))
     shown = " ".join(f"{name}={env[name]}" for name in sorted(names) if env.get(name, "").strip())
     return f"Seen: {shown or 'none'}"
 
@@ -261,7 +261,7 @@ def detect_launcher(env, mpi=None):
     if not complete:
         return _plain_process(env)
     row, *outer = complete
-    rank, size, local_rank, local_size = (_int(env, getattr(row, field)) for field in PLACE)
+    rank, size, local_rank, local_size = (_int(env, getattr(row, part)) for part in PLACE)
     ranks, sizes = {row.rank: rank}, {row.size or row.name: size}   # by source; these must agree
     if mpi:
         ranks["mpi4py"], sizes["mpi4py"] = mpi
@@ -303,10 +303,10 @@ def detect_launcher(env, mpi=None):
 
 
 def _plain_process(env):
-    """Place of a process that no launcher has started, if that is what the variables say."""
+    """Place of a process that no launcher has started; refuses a part of a launcher's variables."""
     harmless = {"", "RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # setup_ddp checks the last one
-    stray = {name: field for row in _rows_of(env) for field in PLACE
-             if (name := getattr(row, field)) not in harmless}
+    stray = {name: part for row in _rows_of(env) for part in PLACE
+             if (name := getattr(row, part)) not in harmless}
     several = "LOCAL_RANK" in stray or env.get("RANK") and env.get("MASTER_ADDR")
     if (stray and list(stray.values()) != ["local_rank"]
             or several and (_int(env, "WORLD_SIZE") or 1) > 1):
@@ -1149,7 +1149,7 @@ def _write_status(ddp, code, reason):
     with contextlib.suppress(OSError):   # a full disk is what is being reported, perhaps
         os.makedirs(watch.run_dir, exist_ok=True)
         with open(os.path.join(watch.run_dir, f".status.json.{os.getpid()}.tmp"), "w") as f:
-            json.dump({"code": code, "reason": reason, "step": watch.step}, f)
+            f.write(json.dumps({"code": code, "reason": reason, "step": watch.step}) + "\n")
             f.flush()
             os.fsync(f.fileno())
         os.replace(f.name, os.path.join(watch.run_dir, "status.json"))
@@ -1412,8 +1412,8 @@ def _write_checkpoint(path, ddp, keep_last, state):
         os.close(handle)
 
 
-def load_checkpoint(path, ddp=None, map_location="cpu"):
-    """Read what save_checkpoint wrote; tensors come on `map_location`.
+def load_checkpoint(path, ddp=None):
+    """Read what save_checkpoint wrote; tensors come on the CPU.
 
     With ddp, a collective: rank 0 reads the file, goes back to the former one if it is damaged,
     saying so, and sends the bytes to the others.
@@ -1421,13 +1421,13 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
         checksum), or holds more than tensors and plain types.
     """
     if ddp is None:
-        return _read_checkpoint(path, map_location)[1]
+        return _read_checkpoint(path)[1]
     data, troubles, used = b"", [], path
     if ddp.is_main:
         files = [p for k in range(100) if os.path.exists(p := kept_checkpoint(path, k))]
         for used in files or [path]:
             try:
-                data, state = _read_checkpoint(used, map_location)
+                data, state = _read_checkpoint(used)
                 break
             except ValueError as e:
                 troubles.append(str(e))
@@ -1443,7 +1443,7 @@ def load_checkpoint(path, ddp=None, map_location="cpu"):
             beat(ddp)
             broadcast(part, ddp)
         if not ddp.is_main:
-            state = torch.load(io.BytesIO(copy), map_location=map_location, weights_only=True)
+            state = torch.load(io.BytesIO(copy), map_location="cpu", weights_only=True)
     _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
     return state
 
@@ -1454,7 +1454,7 @@ def _note_checkpoint(ddp, path, state):
     _tell_guard(ddp, checkpoint=path + (f" (step {state['step']})" if "step" in state else ""))
 
 
-def _read_checkpoint(path, map_location):
+def _read_checkpoint(path):
     """(the file's bytes, what they hold)."""
     try:
         data = Path(path).read_bytes()
@@ -1464,7 +1464,7 @@ def _read_checkpoint(path, map_location):
     try:
         damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
         if damaged is None:
-            return data, torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
+            return data, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         reason = f"it is damaged, the checksum of its record {damaged} is wrong"
     except MemoryError:   # the file may be good: an older one must not take its place
         raise

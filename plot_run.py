@@ -20,17 +20,18 @@ from run_log import read_rows, write_whole
 # title, unit of the vertical axis, keys of metrics.jsonl with their line style; "~" is noisy, drawn
 # pale with its running mean; a level is a number that does not change
 PANELS = (
-    ("loss", "nats", {"loss": "~", "val/loss": "o-", "val/unigram": "level:",
+    ("loss", "nats; SEDD: per residue", {"loss": "~", "val/loss": "o-", "val/unigram": "level:",
                       "val/exact": "level--"}),
     ("rewards", "nats", {"val/rewards/chosen": "-", "val/rewards/rejected": "--"}),
     ("accuracy", "share of pairs", {"rewards/accuracies": "~", "val/rewards/accuracies": "o-"}),
     ("margin of the rewards", "nats", {"rewards/margins": "~", "val/rewards/margins": "o-"}),
-    ("recovery of native sequences", "share", {"val/recovery": "o-"}),
+    ("recovery of native sequences", "share of residues", {"val/recovery": "o-"}),
     ("KL from the reference", "nats per residue", {"val/kl": "o-"}),
-    ("designs", "share", {"val/design_recovery": "o-", "val/design_diversity": "s--",
+    ("designs", "share of residues", {"val/design_recovery": "o-", "val/design_diversity": "s--",
                           "val/design_shift": "^:"}),
     ("learning rate", "", {"lr": "-"}),
-    ("throughput", "per second", {"residues_per_second": "-", "pairs_per_second": "--"}),
+    ("throughput", "residues or pairs per second", {"residues_per_second": "-",
+                                                    "pairs_per_second": "--"}),
     ("norm of the gradient", "", {"grad_norm": "~"}))
 SMOOTHED = 200    # points of a curve above which its mean over neighbours is drawn
 
@@ -88,7 +89,8 @@ def draw(runs, path):
             curves = {key: curve for key in styles if (curve := points(rows, key))}
             for key_number, (key, curve) in enumerate(curves.items()):
                 style, (steps, values) = styles[key], zip(*curve)
-                label = None if key in named else key
+                words = f"{key} (running mean; pale: steps)" if styles[key] == "~" else key
+                label = None if key in named else words
                 named.add(key)
                 color = f"C{key_number if len(runs) == 1 else run_number}"
                 if style.startswith("level"):

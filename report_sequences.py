@@ -217,6 +217,8 @@ def draw(ours, theirs, novelty, path):
         complexity.hist(figures.simple, 20, range=(0, 1), weights=share, alpha=0.6, label=name)
     letters.set(xticks=places, xticklabels=list(AMINO_ACIDS), title="share of each residue")
     length.set(title="length", xlabel="residues", xscale="log", ylabel="share of sequences")
+    length.xaxis.set_major_formatter("{x:,.0f}")
+    length.xaxis.set_minor_formatter("")
     complexity.set(title="low complexity", xlabel="share of a sequence",
                    ylabel="share of sequences")
     for values, name in ((novelty.identity, "identity with the nearest"),

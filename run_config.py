@@ -202,7 +202,7 @@ def check_values(c, checks, least):
 
     Args:
         c: the script's config.
-        checks: pairs (whether it is right, what is wrong otherwise) beside those of all scripts.
+        checks: pairs (what must be true, what is wrong otherwise) beside those of all scripts.
         least: smallest values {section: {key: number}} beside LEAST.
     Raises: ValueError naming the key.
     """

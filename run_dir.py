@@ -29,7 +29,8 @@ from ddp_setup import (AGAIN, BAD_INPUT, all_sum, barrier, beat, broadcast, clos
                        watch_run)
 from plot_run import draw, rows_of
 from run_config import (config_differences, config_items, config_to_dict, dump_yaml, load_config)
-from run_log import RunLog, read_rows, rows_up_to, write_text_atomic, write_whole
+from run_log import (RunLog, print_line, read_rows, rows_up_to, write_text_atomic,
+                     write_whole)
 
 ADVICE = ("A checkpoint, if there is one, holds the weights from before these steps. Begin a new "
           "run with a lower optim.lr, a higher optim.warmup, or memory.mixed_precision: false.")
@@ -145,8 +146,8 @@ def check_resume(former, config, may_change, needed, script, model, things, fing
         fits = not any(line.startswith(("model.", "graph.")) for line in differences)
         raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected the "
                          "same. Give another --work_dir, or --fresh to start over."
-                         f"{fine_tune if fits else ''} (These keys may differ: "
-                         f"{', '.join(may_change)}.)")
+                         f"{fine_tune if fits else ''} (Keys that may "
+                         f"differ: MAY_CHANGE in {os.path.basename(script)}.)")
     shapes, found = ({k: tuple(v.shape) for k, v in weights.items()}
                      for weights in (model, state["model"]))
     wrong = [name for name in shapes | found if shapes.get(name) != found.get(name)]
@@ -458,9 +459,9 @@ def draw_curves(folder):
     except ImportError:   # it is optional
         return
     except Exception as error:
-        print(f"ATTENTION: no picture was drawn: {type(error).__name__}: {error}", flush=True)
+        print_line(f"ATTENTION: no picture was drawn: {type(error).__name__}: {error}")
         return
-    print(f"  picture   {folder / 'curves.png'}", flush=True)
+    print_line(f"  picture   {folder / 'curves.png'}")
 
 
 def say_finished(run, ddp, lines):
@@ -505,7 +506,7 @@ def prepare_and_train(ddp, prepare, train):
 # ---------------------------------------------------------------- status.json
 def write_status(run_dir, code, reason, step=None):
     """Write status.json of a start that did not train. While a run trains, ddp_setup writes it."""
-    text = json.dumps({"code": code, "reason": reason, "step": step})
+    text = json.dumps({"code": code, "reason": reason, "step": step}) + "\n"
     write_text_atomic(Path(run_dir) / "status.json", text)
 
 

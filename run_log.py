@@ -120,7 +120,7 @@ class RunLog:
                 self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
                                 ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
         fields = [f"step {step}/{self.total_steps}" if self.total_steps else f"step {step}"]
-        fields += [f"{name} {value:.4g}" for name, value in numbers.items()]
+        fields += [f"{name} {four_digits(value)}" for name, value in numbers.items()]
         if rate is not None:
             fields.append(f"{rate:,.0f} res/s")
         first, since = self.began
@@ -132,17 +132,15 @@ class RunLog:
             self.bar.n = step
             self.bar.set_description_str(line)
         else:
-            print(line, flush=True)
+            print_line(line)
 
     def say(self, text):
         """Print a line on stdout without breaking the bar."""
         if not self.is_main:
             return
-        if self.bar is not None:
-            self.bar.write(str(text), file=sys.stdout)
-            sys.stdout.flush()
-        else:
-            print(text, flush=True)
+        with (self.bar.external_write_mode(sys.stdout) if self.bar is not None else
+              contextlib.nullcontext()):
+            print_line(text)
 
     def close(self):
         """Close bar, file and trackers. Harmless twice; metrics opens the file again."""
@@ -278,6 +276,19 @@ def write_whole(path, write):
     with contextlib.suppress(OSError):   # some file systems cannot
         os.fsync(folder)
     os.close(folder)
+
+
+def print_line(text):
+    """print. Where the reader has gone, as `tee` does at Ctrl-C, a run goes on and saves."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def four_digits(value):
+    """A number in four digits, zeros at the end included: a column of them can be read."""
+    return f"{value:#.4g}".rstrip(".")
 
 
 def rows_up_to(path, step):

@@ -233,8 +233,8 @@ def structure_files(args):
         by_name.setdefault(name_of(path), []).append(path)
     for same in by_name.values():
         if len(same) > 1:
-            raise ValueError(f"found {' and '.join(same)}; expected structures of different "
-                             "names, which outputs and settings go by. Rename one or leave it out.")
+            raise ValueError(f"found {' and '.join(same)}, whose designs would have one name; "
+                             "expected structures of different names. Rename one or leave it out.")
     return paths
 
 
@@ -467,10 +467,10 @@ def run(args):
         for design, sequences in zip(designs, given):
             text, arrays = make_results(model, design, args, sequences, device)
             targets = files.get(design.name, {})
-            own = "" if sequences else ", the structure's own included"
+            own = "" if sequences else ", the first of them the structure's own"
+            where = targets.get("seqs", args.out or "standard output")
             print(*design.notes, f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} "
-                  f"sequence(s){own}, to {targets.get('seqs', 'the screen')}", sep="\n",
-                  file=sys.stderr)
+                  f"sequence(s){own}, to {where}", sep="\n", file=sys.stderr)
             texts.append(text)
             if not files:
                 sys.stdout.write(text)

@@ -470,6 +470,8 @@ def run(args, ddp):
             score_file if args.score else draw_file)
     with open_output(args.out, ddp) as write:
         samples = work(sedd, args, how, write)
+    if args.out:
+        print0(ddp, f"written: {args.out}", file=sys.stderr)
     return samples if ddp.is_main else None
 
 

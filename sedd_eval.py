@@ -19,6 +19,7 @@ from train_loop import record_score
 TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
 SAMPLED_POSITIONS = 2**14   # of proteins that are sampled together, so that many fit in the memory
 EVAL_PROTEINS = 16    # of max_length in an evaluation's batch, without tokens_per_batch
+LITTLE = 0.02         # nats per residue below the unigram that are hardly worth a model
 
 
 def to_device(batch, device, dtype):
@@ -268,8 +269,10 @@ def result_lines(result, progress, folder):
                          f"{result['val/standard_error']:.4f})")
         if best["score"] < result["val/loss"]:
             bound = f", bound {best['score']:.4f}"
-        if min(result["val/loss"], best["score"]) >= unigram:
-            lines.append("  ATTENTION: no better than the letter frequencies, see\n"
+        gain = unigram - min(result["val/loss"], best["score"])
+        if gain < LITTLE:
+            said = "no" if gain <= 0 else "hardly"
+            lines.append(f"  ATTENTION: {said} better than the letter frequencies, see\n"
                          "    'It does not learn' in docs/troubleshooting.md")
     if best["step"] == 0:
         lines.append("  ATTENTION: no evaluation was better than the weights it began with, which "

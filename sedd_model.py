@@ -533,8 +533,11 @@ def describe_memory(model, positions, in_float32, optimizer_bytes):
         blocks = 1 + 4 / per_block * blocks   # one block whole; of each its float32 input, 4 bytes
     activations = positions * model.n_heads * model.head_dim * blocks * per_block
     return [f"memory of a rank, {n / 1e6:,.2f} million parameters in float32:",
-            f"  weights {4 * n / 1e9:.2f} GB, gradients {4 * n / 1e9:.2f}, optimizer "
-            f"{optimizer_bytes / 1e9:.2f}, averages (EMA) {4 * n / 1e9:.2f}: "
-            f"{(12 * n + optimizer_bytes) / 1e9:.2f} GB",
-            f"  activations about {activations / 1e9:.2f} GB: an estimate, for micro-batches of up "
-            f"to {positions:,} positions"]
+            f"  weights {size(4 * n)}, gradients {size(4 * n)}, optimizer {size(optimizer_bytes)}, "
+            f"averages (EMA) {size(4 * n)}: {size(12 * n + optimizer_bytes)}",
+            f"  activations about {size(activations)}: an estimate, for micro-batches of up to "
+            f"{positions:,} positions"]
+
+
+def size(n_bytes):
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.1f} MB"

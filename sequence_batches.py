@@ -323,14 +323,17 @@ class BatchPlan:
             how = "cropped" if self.long == "crop" else "dropped"
             text += f" ({self.n_long:,} longer than {self.max_length:,}: {how})"
         if self.left_out > 0.005:
-            text += f", about {self.left_out:.1%} of them left out of each epoch, others each time"
+            text += f"; each epoch leaves out about {self.left_out:.1%} of them, not the same ones"
         return text
 
     def warning(self):
         """Lines on batches that are far from full, with numbers that fill them; none if full."""
         small = self.steps_per_epoch < FEW_STEPS and self.left_out > 0.005
-        few = [f"  a small set, {self.steps_per_epoch} step(s) per epoch: batches may be smaller,",
-               "  and more left out, than is said here"] if small else []
+        few = [f"  only {self.steps_per_epoch} step(s) per epoch: these numbers are rough, batches "
+               "may be smaller"] if small else []
+        if self.long == "crop" and self.n_long > self.proteins / 2:
+            few.append(f"ATTENTION: {self.n_long / self.proteins:.0%} of the proteins are longer "
+                       f"than data.max_length, {self.max_length:,}: the model learns parts of them")
         if self.filled >= WELL_FILLED or self.micro_batches == 1:
             return few
         least = self.least

@@ -306,8 +306,8 @@ class ReadReport:
     shortest: int = 0
     longest: int = 0
     median: int = 0
-    n_rare: int = field(default=0, metadata={"note": "letters B/Z/U/O/J read as X"})
-    n_x: int = field(default=0, metadata={"note": "letters X"})
+    n_rare: int = field(default=0, metadata={"note": "residues B, Z, U, O or J read as X"})
+    n_x: int = field(default=0, metadata={"note": "residues X in the file"})
     n_lower: int = field(default=0, metadata={"note": "lower-case letters read as upper case"})
     n_stops: int = field(default=0, metadata={"note": "stops '*' at the end removed"})
     n_blanks: int = field(default=0, metadata={"note": "blanks removed"})

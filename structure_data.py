@@ -382,7 +382,7 @@ def describe(pairs):
              (len(pairs) - len(first_items), "repeat an earlier one"),
              (len(contradictions), f"contradict another: {listed}")]
     head = (f"{len(pairs):,} pairs on {len(structures):,} structures, "
-            f"{min(lengths):,} to {max(lengths):,} rows each")
+            f"{min(lengths):,} to {max(lengths):,} residues each, gaps included")
     return "; ".join([head] + [f"{n:,} {text}" for n, text in notes if n])
 
 

@@ -62,15 +62,15 @@ class Training(CommonTraining):
 class Optim(CommonOptim):
     # Adam moves each weight by up to lr per step. ProteinMPNN's are about 0.1 in size, so 1,000
     # steps at 3e-6 (the single-process default of the published DPO scripts) change them by at most
-    # 3 %, which keeps the policy near its reference; 1e-4 comes as far in 30 steps. Their 3e-7 for
-    # many ranks needs ten times the steps.
+    # 3 %, which keeps the policy near its reference; 1e-4 comes as far in 30 steps. The 3e-7 that
+    # those scripts have for many ranks needs ten times the steps.
     lr: float = 3e-6                     # at base_global_batch; scaled by `scale`
     warmup: int = 20                     # steps, linear; scaled likewise
     grad_clip: float = 10.0              # global norm; 0 = none
 
 
 @dataclass
-class Random:
+class RandomSizes:
     hidden_size: int = 128
     n_encoder: int = 3
     n_decoder: int = 3
@@ -83,7 +83,7 @@ class Model:
     base_model_dir: str = "vanilla_model_weights"
     dropout: float = 0.0                 # above 0, chosen and rejected differ by chance: noise that
     #                                      exceeds the signal
-    random: Random = field(default_factory=Random)   # sizes, for random weights only
+    random: RandomSizes = field(default_factory=RandomSizes)   # for random weights only
 
 
 @dataclass
@@ -170,7 +170,7 @@ def check_config(c, without_data=False):
         if getattr(d, key) is not None and not getattr(d, key).strip():
             raise ValueError(f"config: data.{key} is empty; expected a value. To do without, leave "
                              "it out.")
-    check_values(c, (
+    check_values(c, checks=(
         (1e-6 <= loss.beta <= 1e6, f"loss.beta is {loss.beta}; expected 1e-6 to 1e6"),
         (1e-3 <= loss.temperature <= 1e3,
          f"loss.temperature is {loss.temperature}; expected 0.001 to 1,000"),
@@ -187,7 +187,7 @@ def check_config(c, without_data=False):
         (c.monitoring.n_designs != 1, "monitoring.n_designs is 1; expected 0, or 2 and more"),
         (0 <= c.monitoring.design_temperature <= 1e3, "monitoring.design_temperature is "
          f"{c.monitoring.design_temperature}; expected 0 to 1,000"),
-        (base == "random" or c.model.random == Random(),
+        (base == "random" or c.model.random == RandomSizes(),
          f"model.random gives sizes, but model.base_model_name is {base}, a file, which brings "
          "its own; expected no model.random in the config, or base_model_name random"),
         (given or base == "random",
@@ -199,9 +199,9 @@ def check_config(c, without_data=False):
         (d.mutable_positions is None or d.mutable_ranges is None,
          "data.mutable_positions and data.mutable_ranges are given together; expected one of "
          "them")),
-        {"loss": dict(gamma=0, sft=0, diversity_lambda=0, n_orders=1),
-         "data": dict(max_length=1, demo_structures=1, demo_pairs=1),
-         "memory": dict(structure_cache_mb=0), "monitoring": dict(fall=0, n_designs=0)})
+        least={"loss": dict(gamma=0, sft=0, diversity_lambda=0, n_orders=1),
+               "data": dict(max_length=1, demo_structures=1, demo_pairs=1),
+               "memory": dict(structure_cache_mb=0), "monitoring": dict(fall=0, n_designs=0)})
     for key, value in vars(c.model.random).items():
         if value < 1:
             raise ValueError(f"config: model.random.{key} is {value}; expected at least 1.")
@@ -235,7 +235,7 @@ def preference_loss(chosen, rejected, ref_chosen, ref_rejected, n, loss):
 
 
 def objective(log_probs, batch, reference, loss):
-    """What is minimised, for each pair (P,), and the detached columns of SUMS (P, 9).
+    """What is minimised, for each pair (P,), and the columns of dpo_eval.SUMS, detached (P, 9).
 
     log_probs: (M, L, 21) of the policy. reference: (P, 2), summed log-probabilities of chosen and
     rejected under the reference."""
@@ -255,8 +255,8 @@ def objective(log_probs, batch, reference, loss):
 
 
 def micro_batch_loss(model, batch, reference, config, ddp, dtype):
-    """Of a micro-batch: sum of weight x loss, in nats; (11,) weighted SUMS, pairs, residues; sum of
-    weights, over which global_gradient takes the mean of the global batch."""
+    """Of a micro-batch: sum of weight x loss, in nats; (11,) the 9 SUMS, weighted, and numbers of
+    pairs and residues; sum of weights, over which global_gradient takes the mean."""
     batch = reference.to_device(batch)
     ref = reference.scores(batch, reference.table)   # outside autocast: in float32
     with autocast(dtype, ddp):
@@ -292,7 +292,7 @@ class DpoRun(Run):
 
 
 def prepare(config, ddp, work_dir, resume=None, fresh=False):
-    """Everything before the first step: data, model, start or continue, the lock. Returns DpoRun.
+    """Everything before the first step: data, model, checkpoint, folder. Returns DpoRun.
 
     Raises ValueError or OSError for input that cannot be used, and then has written nothing: the
     run folder is touched last, when every rank has come through all checks."""
@@ -444,7 +444,7 @@ FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs
 
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                    epilog="See the head of this file for examples and all keys.")
+                    epilog="Examples: head of this file. All keys: Config there, run_config.py.")
     parser.add_argument("--config", help="YAML file; without it the defaults hold")
     for flag, key in FLAGS.items():
         several = {"nargs": "+"} if flag.startswith("mutable") else {}

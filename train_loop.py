@@ -77,12 +77,13 @@ class Run:
     steps_per_epoch: int
     micro_batches: int         # per global batch
     global_batch: int          # in proteins, tokens or pairs
-    expected_count: float      # about what the mean is over, see global_gradient
+    expected_count: float      # of residues, proteins or pairs that a global batch has, roughly
     lr: float                  # scaled
     warmup: int
     meter: StepMeter           # of time, memory, gradients
     lock: Any = None           # on the run folder: rank 0 only
-    flags: Any = None          # of the last step, on their way to the host: see read_flags
+    flags: Any = None          # Totals of the last step, read one step late by read_flags, so that
+    #                            the host need not wait for the device
     stop_requests: float = 0.0  # how many ranks were asked to stop, as last read
 
 
@@ -195,7 +196,7 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, m
     own.bad_loss.copy_(own.bad_loss > 0)
     own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
     own.stop.fill_(stop_wanted(ddp))
-    meter.lap("optimizer")   # a lap names what has just ended
+    meter.lap("optimizer")   # counts the time since the last lap, here of norm and flags
     totals = unpack(all_sum(own.packed, ddp))
     meter.lap("exchange")
     count = torch.where(totals.count > 0, totals.count, 1.0)   # 0: nothing that counts
@@ -242,7 +243,7 @@ def take_step(run, batches, loss_of, ddp):
     if scaler.is_enabled():   # it skips the step by itself where gradients are nan
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    else:   # fused AdamW, and ours, change nothing where found_inf is 1: decided on the device
+    else:   # skip a bad step without asking the device: where found_inf is 1, AdamW and Muon skip
         optimizer.found_inf = (totals.bad > 0).float()
     run.meter.measure_layers("gradients", run.bare)
     torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)

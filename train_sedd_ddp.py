@@ -151,7 +151,7 @@ def check_config(c):
 
     Raises ValueError naming the key."""
     t = c.training
-    check_values(c, (
+    check_values(c, checks=(
         ((t.batch_size is None) != (t.tokens_per_batch is None),
          f"training.batch_size is {t.batch_size} and training.tokens_per_batch "
          f"{t.tokens_per_batch}; expected one of the two, and null for the other"),
@@ -165,10 +165,10 @@ def check_config(c):
         (t.tokens_per_batch is None or t.tokens_per_batch >= c.data.max_length,
          f"training.tokens_per_batch is {t.tokens_per_batch}, data.max_length {c.data.max_length}; "
          "expected a budget that holds the longest protein")),
-        {"training": dict(tokens_per_batch=1, eval_samples=1), "optim": dict(ema=0),
-         "model": dict(hidden_size=1, n_blocks=1, n_heads=1, cond_dim=1, init_logits=0),
-         "data": dict(max_length=1, min_length=1, demo_proteins=1),
-         "monitoring": dict(sample_frequency=0, n_samples=1, sample_steps=1)})
+        least={"training": dict(tokens_per_batch=1, eval_samples=1), "optim": dict(ema=0),
+               "model": dict(hidden_size=1, n_blocks=1, n_heads=1, cond_dim=1, init_logits=0),
+               "data": dict(max_length=1, min_length=1, demo_proteins=1),
+               "monitoring": dict(sample_frequency=0, n_samples=1, sample_steps=1)})
 
 
 # ---------------------------------------------------------------- loss
@@ -249,7 +249,7 @@ class SeddRun(Run):
 
 
 def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
-    """Everything before the first step: data, model, start or continue, the lock. Returns SeddRun.
+    """Everything before the first step: data, model, checkpoint, folder. Returns SeddRun.
 
     Raises ValueError or OSError for input that cannot be used, and then has written nothing: the
     run folder is touched last, when every rank has come through all checks."""
@@ -417,7 +417,7 @@ def main(config, ddp, work_dir, resume=None, fresh=False, stage=None):
 
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                    epilog="See the head of this file for examples and all keys.")
+                    epilog="Examples: head of this file. All keys: Config there, run_config.py.")
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--data", "--datafile", dest="data",
                         help="file of proteins, or folder of prepare_uniref50.py (sets data.file)")

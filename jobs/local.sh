@@ -112,9 +112,9 @@ command -v "${command[0]}" > /dev/null || fail "LAUNCHER=$LAUNCHER, but there is
 cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 if [ "$LOGS" = 1 ]; then
-  mkdir -p logs && log=logs/$(basename "${CONFIG%.*}")-$(date +%Y%m%d-%H%M%S)-$$.log
+  mkdir -p logs; log=logs/$(basename "${CONFIG%.*}")-$(date +%Y%m%d-%H%M%S)-$$.log
   # A signal from the terminal must not end what writes the last words down.
-  exec > >(trap '' INT TERM HUP; exec tee -a "$log") 2>&1
+  exec > >(trap '' INT TERM HUP PIPE; exec tee -a "$log") 2>&1
   echo "output: $PWD/$log"
 fi
 exec "${command[@]}"   # so that signals reach the launcher, and its exit code is this script's

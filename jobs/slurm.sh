@@ -30,7 +30,7 @@ NPROC=${NPROC:-${SLURM_NTASKS_PER_NODE:-4}}   # ranks per node, one per GPU
 PREFLIGHT=${PREFLIGHT---preflight}    # or "--preflight --bandwidth"; empty: none
 SAVE_SECONDS=${SAVE_SECONDS:-300}     # the run stops this long before the job's time is over
 REQUEUE=${REQUEUE:-1}                 # 0: one job, no more
-AGAIN_ON=${AGAIN_ON:-75 70}           # ends of a run after which it is requeued, docs/faults.md
+AGAIN_ON=${AGAIN_ON-75 70}            # ends of a run after which it is requeued, docs/faults.md
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo    # the ^ form never in GLOO_SOCKET_IFNAME
@@ -42,18 +42,18 @@ fail() { printf 'job script: %s\n' "$*" >&2; exit 2; }
 cd "${SLURM_SUBMIT_DIR:-.}"
 [[ -f $SCRIPT && -f $CONFIG ]] || fail "SCRIPT=$SCRIPT or CONFIG=$CONFIG is not a file in $PWD.
   Submit from the folder that holds them."
-[[ $NPROC,${DRY_RUN:-1},$SAVE_SECONDS =~ ^[1-9][0-9]*,[1-9][0-9]*,[0-9]+$ ]] ||
+[[ $NPROC,${DRY_RUN:-1},$SAVE_SECONDS =~ ^[1-9][0-9]*,[1-9][0-9]*,(0|[1-9][0-9]*)$ ]] ||
   fail "NPROC=$NPROC, SAVE_SECONDS=$SAVE_SECONDS or DRY_RUN=${DRY_RUN:-} is not a number."
 [[ ! " $ARGS $* " =~ [[:space:]](--(config|work_dir|output_dir|fresh|resume))[=[:space:]] ]] ||
   fail "ARGS holds ${BASH_REMATCH[1]}. Give CONFIG=... and RUN_DIR=...; what no next start may
   repeat, --fresh and --resume, once by hand."
-PATH=$(realpath -m "$VENV")/bin:$PATH
+case $VENV in /*) PATH=$VENV/bin:$PATH ;; *) PATH=$PWD/$VENV/bin:$PATH ;; esac
 nodes=${SLURM_JOB_NUM_NODES:-$DRY_RUN}
 export DDP_WORLD_SIZE=$((nodes * NPROC))
 
 # From Slurm 22.05 on srun may not inherit --cpus-per-task. No --gpus-per-task, which hides the GPUs
 # of a node's tasks from each other. No torchrun inside, which keeps signals from the ranks.
-launch=(srun --nodes="$nodes" --ntasks="$DDP_WORLD_SIZE" --ntasks-per-node="$NPROC"
+launch=(srun --export=ALL --nodes="$nodes" --ntasks="$DDP_WORLD_SIZE" --ntasks-per-node="$NPROC"
   --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --cpu-bind=cores --kill-on-bad-exit=1 --wait=60
   "$PYTHON" -u)
 read -r -d '' -a arguments <<< "$ARGS" || :    # of all its lines
@@ -68,7 +68,7 @@ log=logs/$(basename "${CONFIG%.*}")-$SLURM_JOB_ID.log
 echo "output: $PWD/$log"
 exec >> "$log" 2>&1
 echo "$(date) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
-end=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e) || end=''
+end=$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e) || end=''
 if [[ $end =~ ^[0-9]+-[0-9]+-[0-9]+T ]]; then
   DDP_DEADLINE=$(($(date -d "$end" +%s) - SAVE_SECONDS))
   [ "$DDP_DEADLINE" -gt "$(date +%s)" ] || fail "the job's time is not longer than SAVE_SECONDS."
@@ -84,10 +84,11 @@ fi
 written() { stat -c '%i %y' "$1" 2> /dev/null || echo never; }   # differs after every writing
 status=$RUN_DIR/status.json last=$RUN_DIR/checkpoints/last.pt cancelled='' code=0
 status_before=$(written "$status") last_before=$(written "$last")
+finished=$(grep -s '^{"code": 0,' "$status") || :    # put back by a start that is refused
 trap 'cancelled=yes' TERM             # scancel, preemption: not for this script to requeue
 "${launch[@]}" "${training[@]}" || code=$?
 outcome=$code                         # srun's code says less than what the run has written
-if [ "$(written "$status")" != "$status_before" ]; then
+if [ "$(written "$status")" != "$status_before" ] && [ "$(cat "$status")" != "$finished" ]; then
   outcome=$(sed -n 's/^{"code": *\([0-9]*\),.*/\1/p' "$status")      # nothing for null: killed
   code=${outcome:-$((code ? code : 1))} outcome=${outcome:-killed}
 fi

@@ -39,6 +39,7 @@ own='config|work_dir|output_dir|nnodes|node_rank|nproc_per_node|master_addr|mast
   fail "ARGS holds ${BASH_REMATCH[1]}. Give CONFIG=..., RUN_DIR=..., NNODES=... and so on; what no
   continuation may repeat, --fresh and --resume, once by hand."
 if [ -d "$VENV/bin" ]; then PATH=$(cd "$VENV/bin" && pwd):$PATH; fi
+command -v "$PYTHON" > /dev/null || fail "there is no PYTHON=$PYTHON. Set VENV or PYTHON."
 if [ -z "$NPROC" ]; then
   NPROC=$("$PYTHON" -c 'import torch
 print(torch.cuda.device_count() or torch.xpu.device_count() or 1)') ||
@@ -62,7 +63,7 @@ if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "${training[@]}"; echo; exit; fi
 mkdir -p logs "$(dirname "$RUN_DIR")"
 log=logs/$(basename "${CONFIG%.*}")-$NODE_RANK-$(date +%Y%m%d-%H%M%S).log
 # A signal from the terminal must not end what writes the last words down.
-exec > >(trap '' INT TERM HUP; exec tee -a "$log") 2>&1
+exec > >(trap '' INT TERM HUP PIPE; exec tee -a "$log") 2>&1
 echo "output: $PWD/$log"
 if [ -n "$PREFLIGHT" ]; then         # after a signal in it nothing is trained
   stopped=''

@@ -277,7 +277,9 @@ def site(tmp_path, project):
 @ONE_OF_EACH
 def test_what_a_job_does_after_each_end_of_a_run(script, site, project):
     table = [   # status.json's code and the launcher's -> the job's; does it go on under PBS, Slurm
-        ("75 143", 75, True, True), ("0 143", 0, False, False), ("70 1", 70, True, True),
+        ("75 143", 75, True, True), ("0 143", 0, False, False),
+        # A start that was refused puts the status of the finished run back; one is started again.
+        ("0 2", 2, False, False), ("0 0", 0, False, False), ("70 1", 70, True, True),
         ("2 143", 2, False, False), ("1 1", 1, True, False), ("null 137", 137, True, False),
         ("null 0", 1, True, False),
         # The code of an earlier start, which is still there, does not count.
@@ -312,7 +314,7 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
         site, project):
     site.fake_launcher("75 75")
     (project / "jobs" / "aurora.pbs").rename(project / "jobs" / "mine.pbs")
-    given = {"ARGS": "training.stop_signals=[SIGTERM,SIGUSR1] data.max_length=32", "NPROC": "3",
+    given = {"ARGS": "training.stop_signals=[SIGTERM,SIGUSR1]\n data.max_length=32", "NPROC": "3",
              "MY_OWN": "a b", "PREFLIGHT": ""}
     assert site.run("mine.pbs", **given) == 75, site.printed + logs(project)
     asked = json.loads((site.folder / "next").read_text())
@@ -326,7 +328,8 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
     wanted = {"THREADS": "1", "VENV": "none", **SETTINGS, **given}
     assert asked["variables"] == wanted, "what is not given may be edited"
     launched, = site.launched()
-    assert launched.endswith("--config config.yaml --work_dir runs/mine " + given["ARGS"])
+    assert launched.endswith("--config config.yaml --work_dir runs/mine "
+                             + given["ARGS"].replace("\n", ""))
     assert launched.startswith("6 -n 6 ")
 
 
@@ -348,7 +351,7 @@ def test_arguments_of_sbatch_go_to_the_training_script(site, project):
     site.fake_launcher("0 0")
     assert site.run_slurm(["--data", "a b"], ARGS="x=1") == 0, logs(project)
     launched, = site.launched()
-    assert launched.startswith("4 --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=1 ")
+    assert launched.startswith("4 --export=ALL --nodes=2 --ntasks=4 --ntasks-per-node=2 ")
     assert launched.endswith("--work_dir runs/mine x=1 --data a b")
     assert site.run_slurm(["--config", "other.yaml"]) == 2 and "holds --config" in site.printed
 
@@ -364,7 +367,7 @@ def test_a_job_that_was_not_submitted_ends_before_it_loads_modules(script, site,
 @pytest.mark.parametrize("script, line, given", [
     ("aurora.pbs", "mpiexec -n 24 --ppn 12 --hostfile ", {}),
     ("polaris.pbs", "mpiexec -n 8 --ppn 4 --hostfile ", {}),
-    ("slurm.sh", "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 ", {}),
+    ("slurm.sh", "srun --export=ALL --nodes=2 --ntasks=8 --ntasks-per-node=4 ", {}),
     ("torchrun_multinode.sh",
      "python train_sedd_ddp.py --nnodes 2 --node_rank 0 --nproc_per_node 4 ",
      {"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "hostA", "NPROC": 4}),

@@ -49,7 +49,7 @@ def test_on_a_terminal_a_bar_shows_the_numbers_and_say_does_not_break_it(
     log.progress(5, loss=2.75, rate=12300)
     log.close()
     out, err = capsys.readouterr()
-    assert out == "saved last.pt\n" and "step 5/10  loss 2.75  12,300 res/s" in err
+    assert out == "saved last.pt\n" and "step 5/10  loss 2.750  12,300 res/s" in err
 
 
 def test_text_replaces_a_file_whole_or_not_at_all_and_leaves_nothing_else(tmp_path):

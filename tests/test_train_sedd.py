@@ -625,6 +625,16 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(fasta, tmp_path):
     assert last["grad_norm"] > 0 and last["loss_scale"] >= 1
 
 
+def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
+    command = [sys.executable, SCRIPT, "--config", ROOT / "configs" / "sedd_demo.yaml",
+               "--work_dir", tmp_path / "w", *words({**TINY, "data.file": fasta})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert any(line.startswith("step 1/") for line in process.stdout)
+        process.stdout.close()      # as `| tee` does at Ctrl-C
+        assert process.wait(120) == 0
+    assert read_status(tmp_path / "w")["code"] == 0
+
+
 def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_path):
     config = tiny(fasta, training__log_freq=100, training__eval_freq=100, training__n_iters=100,
                   training__snapshot_freq=3)
