@@ -206,7 +206,7 @@ def read_arguments(argv):
     add("--warmup", type=int, default=10, help="steps before, in which blocks are compiled")
     add("--matmul", type=int, help="rows of the matrices; default: 8192, on a CPU 1024")
     add("--compile", action="store_true", help="compiled rows on other devices than CUDA's too")
-    add("--json", help="file to write the rows to")
+    add("--json", type=Path, help="file to write the rows to")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
     args = parser.parse_intermixed_args(argv)
     args.models = args.models.split(",")
@@ -216,6 +216,12 @@ def read_arguments(argv):
     if args.data and not args.data.is_dir():
         raise ValueError(f"--data {args.data} is not a folder; expected one that "
                          "prepare_uniref50.py made")
+    if args.json:
+        if not args.json.absolute().parent.is_dir():
+            raise ValueError(f"--json {args.json}: found no such folder; expected one that exists")
+        if args.json.exists() and '"matmul_rows"' not in args.json.read_text("utf-8", "replace"):
+            raise ValueError(f"--json {args.json} is no file that bench_ddp.py card wrote; "
+                             "expected one or a new name")
     if unknown := {*args.models} - {*MODELS}:
         raise ValueError(f"--models: found {', '.join(unknown)}; expected {', '.join(MODELS)}")
     for name in args.models:   # now, not after an hour of measuring the others

@@ -237,6 +237,7 @@ class Turn(NamedTuple):
     seconds: float     # of a step
     loading: float     # share of it in which the next pairs are made
     rows: float        # of structures, in a step
+    pairs: float       # in a step: fewer than asked for where structures have few
 
 
 class DpoSteps:
@@ -315,7 +316,7 @@ class DpoSteps:
 
     def take_steps(self, kind, n):
         """Take n steps; the device is not waited for between them. Returns: Turn."""
-        start, self.loading, rows = now(self.ddp), 0.0, 0
+        start, self.loading, rows, pairs = now(self.ddp), 0.0, 0, 0
         for _ in range(n):
             epoch, indices = self.next_pairs(kind)
             norm = self.gradient(kind, epoch, indices)[1]
@@ -323,8 +324,9 @@ class DpoSteps:
                                                  self.config.optim.grad_clip, norm)
             self.optimizers[kind].step()
             rows += sum(len(self.pairs[i].complex) for i in indices)
+            pairs += len(indices)
         duration = now(self.ddp) - start
-        return Turn(duration / n, self.loading / duration, rows / n)
+        return Turn(duration / n, self.loading / duration, rows / n, pairs / n)
 
 
 def write_demo_pdb(path, n_residues):
@@ -397,7 +399,8 @@ def compare_steps(pairs, batch_size, settings, plain_count, our_count, repeats, 
         plain, ours = (Turn(*map(statistics.median, zip(*column)))
                        for column in (plain_turns, turns))
         name = f"{batch_size} pair{'s' * (batch_size > 1)} a step, {order}, {dtype}"
-        yield (f"{name:<33}{batch_size / plain.seconds:>8.2f}{batch_size / ours.seconds:>8.2f}"
+        yield (f"{name:<33}{plain.pairs / plain.seconds:>8.2f}"
+               f"{ours.pairs / ours.seconds:>8.2f}"
                f"{statistics.median(ratios):>7.1f}x  "
                f"{f'({min(ratios):.1f}-{max(ratios):.1f})':<13}{ours.loading:>5.1%}"
                f"{loss:>8.1e}{norm:>15.1e}")

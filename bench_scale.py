@@ -45,7 +45,7 @@ from run_config import Parser, load_config
 from run_dir import prepare_and_train
 from run_log import write_text_atomic
 from run_script import joined_ranks, numbers_of, run_ranks
-from scale_report import report
+from scale_report import ALIKE, report
 from step_meter import PARTS, StepMeter, peak_memory, seconds_by_part
 from train_loop import open_batches, global_gradient, take_step
 
@@ -134,9 +134,16 @@ def measure_run(run, settings, args, ddp):
         unit=run.plan.counted_in if args.what == "sedd" else "pairs",
         largest=max(args.ranks, default=ddp.world_size), train=args.train,
         parameters=sum(p.numel() for p in parameters), gradient_bytes=size,
-        messages=math.ceil(size / 2**20 / (run.config.ddp.bucket_cap_mb or 25)) + 1,
+        messages=count_messages(size, run.config.ddp.bucket_cap_mb),
         memory_gb=max(all_sum(memory, ddp)), noise=noise, all_reduces=time_all_reduces(size, ddp),
         rows=rows)
+
+
+def count_messages(size, cap):
+    """All-reduces of a step: one of counts, and DDP's buckets of `cap` MiB (None: torch's own, the
+    first of 1 MiB and others of 25). size: bytes of the gradients."""
+    size /= 2**20
+    return 1 + (1 + math.ceil((size - 1) / 25) if cap is None else math.ceil(size / cap))
 
 
 def training_of(run, what, ddp):
@@ -260,6 +267,9 @@ def read_launches(path):
         return []
     try:
         launches = json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
+        for launch in launches:
+            [launch[key] for key in (*ALIKE, "ranks", "largest", "noise", "all_reduces")]
+            [row[key] for row in launch["rows"] for key in ("scaling", "variant", "seconds")]
         return [launch for launch in launches if launch["rows"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"--json {path} is no file that bench_ddp.py scale wrote; expected one or "
@@ -277,7 +287,7 @@ def read_arguments(argv):
     add("--steps", type=int, default=4, help="of a setting at a time")
     add("--repeats", type=int, default=4, help="turns over the settings")
     add("--rounds", type=int, default=1, help="turns over the numbers of ranks")
-    add("--train", type=int, default=0, help="steps to train before measuring, as fresh weights "
+    add("--train", type=int, default=5, help="steps to train before measuring, as fresh weights "
                                              "have a small critical batch")
     add("--variants", action="store_true", help="bucket sizes, static graph, compression too")
     add("--predict", help="numbers of ranks whose step is predicted; the critical batch too")
@@ -290,7 +300,8 @@ def read_arguments(argv):
     add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
     add("--measure", action="store_true", help="no report: for the ranks that this starts")
     args = parser.parse_intermixed_args(argv)
-    args.what = args.words.pop(0) if args.words and "=" not in args.words[0] else "sedd"
+    args.named = bool(args.words) and "=" not in args.words[0]
+    args.what = args.words.pop(0) if args.named else "sedd"
     args.overrides = args.words
     args.ranks, args.predict = (sorted({*numbers_of(name, text)}) if text else [] for name, text in
                                 (("ranks", args.ranks), ("predict", args.predict)))
@@ -298,6 +309,9 @@ def read_arguments(argv):
                 if name != "train" and type(value) in (int, float) and not value > 0]
     if args.train < 0:
         problems.append(f"--train is {args.train}; expected 0 or more")
+    problems += [f"found {path}, whose folder does not exist; expected one that does"
+                 for path in (args.json, args.plot)
+                 if path and not Path(path).absolute().parent.is_dir()]
     if args.plot and not importlib.util.find_spec("matplotlib"):
         problems.append("--plot needs matplotlib: pip install matplotlib")
     largest = max(args.ranks, default=1)
@@ -323,7 +337,9 @@ def read_arguments(argv):
 def measure_here(args, config):
     """Measure the ranks of the launcher that has started this process; rank 0 adds the launch."""
     with joined_ranks(args.device, args.backend, timeout=COLLECTIVE_SECONDS) as ddp:
-        args.launches.append(measure(args, config, ddp))
+        launch = measure(args, config, ddp)
+        # Another job may have added to the file.
+        args.launches = [*(read_launches(args.json) if ddp.is_main else []), launch]
         if ddp.is_main and args.json:
             write_text_atomic(args.json, json.dumps({"launches": args.launches}, indent=1))
 
@@ -351,6 +367,9 @@ def main(argv):
             measure_here(args, config)
         elif args.ranks:
             start_ranks(args, argv)
+        elif args.overrides or args.named:
+            raise ValueError("found what to measure without --ranks; expected numbers of ranks, or "
+                             "--json FILE alone, which tells what was measured")
         elif not args.launches:
             raise ValueError("expected --ranks, such as 1,2,4, or --json with what was measured"
                              + f"; found no launch in {args.json}" * bool(args.json))
@@ -358,7 +377,7 @@ def main(argv):
             found = report(args.launches, args)
             if args.json:
                 write_text_atomic(args.json, json.dumps(found, indent=1))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if place.rank == 0:
             print(f"bench_ddp.py scale: error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)

@@ -203,6 +203,7 @@ def prepare_quietly(file, length, folder, ddp):
     config.data.file, config.data.max_length, config.data.val_fraction = str(file), length, 0.0
     config.training.tokens_per_batch, config.training.n_iters = BATCH * length, 10**6
     config.loss.reduction = "sequence"
+    config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
     with contextlib.redirect_stdout(io.StringIO()):
         return prepare(config, ddp, folder)
 

@@ -1178,7 +1178,7 @@ def wrap_ddp(model, ddp, gradient_as_bucket_view=True, broadcast_buffers=True, b
         if ddp.device.type == "cuda":
             options.update(device_ids=[ddp.device.index], output_device=ddp.device.index)
         model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view,
-                                        bucket_cap_mb=bucket_cap_mb or 25, **options)
+                                        bucket_cap_mb=bucket_cap_mb, **options)
     _seed_all(seed_for(ddp.seed, "rank", ddp.rank))
     return model
 

@@ -50,6 +50,9 @@ class MuonAndAdamW:
     Where all ranks are on one host they share the matrices: each updates some and sends them to the
     others. Over a network that would take longer than to update all."""
 
+    _step_supports_amp_scaling = True   # a GradScaler sets these two and lets `step` skip
+    grad_scale = found_inf = None
+
     def __init__(self, model, lr, o, ddp):
         matrices = block_matrices(model)
         ids = {id(p) for p in matrices}
@@ -58,7 +61,6 @@ class MuonAndAdamW:
         for p in matrices:   # made here: `step` copies them before the first update
             self.muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
         self.adamw = _adamw([p for p in model.parameters() if id(p) not in ids], lr, o)
-        self.found_inf = None
         self.ddp, self.by_size = ddp, sorted(matrices, key=torch.Tensor.numel)
 
     @property

@@ -125,7 +125,7 @@ def make_pairs(scores, margin, most, lower_is_better=False):
     pairs = [(chosen, rejected, better - worse)
              for (better, chosen), (worse, rejected)
              in zip(ranked[:len(ranked) // 2], reversed(ranked))
-             if better > worse and better - worse >= margin]
+             if better > worse and better - worse >= margin * (1 - 1e-9)]   # 0.3 - 0.1 is below 0.2
     return pairs[:most]
 
 

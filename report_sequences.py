@@ -238,6 +238,8 @@ def main(argv):
     parser.add_argument("--picture", type=Path, help="PNG to draw")
     args = parser.parse_args(argv)
     try:
+        if args.picture and args.picture.suffix.lower() != ".png":
+            raise ValueError(f"found --picture {args.picture}; expected a name that ends in .png.")
         for path in (args.samples, args.reference):
             if not path.exists():
                 raise ValueError(f"there is no file {path}; expected FASTA.")

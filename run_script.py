@@ -18,6 +18,7 @@ import shlex
 import shutil
 import signal
 import sys
+import sysconfig
 import textwrap
 import time
 from pathlib import Path
@@ -377,10 +378,11 @@ def compile_blocks(model, setting, ddp):
     if not setting or setting == "auto" and ddp.device.type != "cuda":
         return ""
     if setting == "auto":
-        compilers = os.environ.get("CC", "gcc"), "gcc", "clang"
+        compilers = (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
+        headers = Path(sysconfig.get_paths()["include"], "Python.h")   # which Triton includes
         missing = [what for what, found in (
             ("Triton", importlib.util.find_spec("triton")),
-            ("C compiler", any(map(shutil.which, compilers))),
+            ("C compiler", any(map(shutil.which, compilers))), ("Python.h", headers.exists()),
             ("compute capability 7", torch.cuda.get_device_capability(ddp.device) >= (7, 0)))
             if not found]
         if missing:

@@ -478,8 +478,12 @@ class EMA:
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         live = [p.to(average.dtype) for p, average in zip(live, self.shadow_params)]
-        weight = 1 - decay if skip is None else [torch.where(skip, 0.0, 1 - decay)] * len(live)
-        torch._foreach_lerp_(self.shadow_params, live, weight)
+        if skip is not None and not on_cpu(skip):   # few kernels, which know no weights on a device
+            move = torch._foreach_sub(live, self.shadow_params)
+            torch._foreach_mul_(move, torch.where(skip, 0.0, 1 - decay))
+            torch._foreach_add_(self.shadow_params, move)
+        elif skip is None or not skip:
+            torch._foreach_lerp_(self.shadow_params, live, 1 - decay)
 
     @contextlib.contextmanager
     def applied(self, model):

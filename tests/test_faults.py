@@ -20,7 +20,7 @@ import pytest
 
 from ddp_setup import load_checkpoint
 from launchers import (ROOT, about, clean_environment, fork_ranks, need, own_tracebacks,
-                       seconds_until, slow, start_ranks)
+                       run_ranks, seconds_until, slow, start_ranks)
 from run_dir import read_status
 from training import equal, same_run
 
@@ -378,6 +378,8 @@ class Chain:
             most += AGENT
         assert row.gone - limit < most, result.text
         assert result.returncode != 0
+        if self.launcher.startswith("mpich") and status.get("code") is not None:
+            assert result.returncode == status["code"], result.text
         saved = check_checkpoint(self.run_dir, self.reference)
         # The last periodic one. A fault from outside comes during the step before, perhaps before
         # it is saved.
@@ -576,9 +578,8 @@ def test_a_second_ctrl_c_ends_at_once_with_130_and_without_a_wall_of_tracebacks(
                           30.0)
             assert nth == 2 or running.process.poll() is None
         result, status = await_end(row, running, chain.run_dir)
-    codes = (130, 9) if launcher == "mpich" else (130,)    # 9: MPICH ended a rank that left later
     assert row.gone < GONE and status["code"] == 130, (status, result.text)
-    assert result.returncode in codes, result.text
+    assert result.returncode == 130, result.text
     assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) < 12, result.text
 
 
@@ -590,6 +591,15 @@ def test_a_second_ctrl_c_ends_a_rank_that_holds_pythons_lock(tmp_path, table):
             seconds_until(lambda: running.process.poll() is not None, 0.5)
         result, status = await_end(row, running, chain.run_dir)
     assert (result.returncode, status["code"]) == (130, 130) and row.gone < GONE, result.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpich", "intel"])
+def test_four_ranks_that_are_refused_end_with_code_2_and_one_message(launcher, tmp_path):
+    need(launcher)
+    result = run_ranks(launcher, 4, [*prepare(tmp_path), "--data", "nope.fasta"], tmp_path)
+    assert result.returncode == 2 and "TERMINATION" not in result.text, result.text
+    assert result.text.count("nope.fasta does not exist") == 1, result.text
 
 
 # ---------------------------------------------------------------- other surroundings

@@ -616,8 +616,10 @@ def test_mixed_precision_trains_near_float32(fasta, straight, tmp_path, dtype):
     assert a != b and b == pytest.approx(a, rel=0.02)
 
 
-def test_an_overflow_in_float16_is_skipped_and_no_failure(fasta, tmp_path):
-    ready = prepare(tiny(fasta, memory__mixed_precision="float16"), Ddp(), tmp_path / "w")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_overflow_in_float16_is_skipped_and_no_failure(optimizer, fasta, tmp_path):
+    config = tiny(fasta, memory__mixed_precision="float16", optim__name=optimizer)
+    ready = prepare(config, Ddp(), tmp_path / "w")
     ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=10**6)
     assert math.isfinite(train(ready, Ddp())["loss"])
     first, last = rows(tmp_path / "w")[0], rows(tmp_path / "w")[-1]
