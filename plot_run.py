@@ -20,7 +20,7 @@ from run_log import read_rows, write_whole
 # title, unit of the vertical axis, keys of metrics.jsonl with their line style; "~" is noisy, drawn
 # pale with its running mean; a level is a number that does not change
 PANELS = (
-    ("loss", "nats; SEDD: per residue", {"loss": "~", "val/loss": "o-", "val/unigram": "level:",
+    ("loss", "nats (SEDD: per residue)", {"loss": "~", "val/loss": "o-", "val/unigram": "level:",
                       "val/exact": "level--"}),
     ("rewards", "nats", {"val/rewards/chosen": "-", "val/rewards/rejected": "--"}),
     ("accuracy", "share of pairs", {"rewards/accuracies": "~", "val/rewards/accuracies": "o-"}),

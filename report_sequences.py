@@ -215,6 +215,7 @@ def draw(ours, theirs, novelty, path):
         share = np.full(len(figures.lengths), 1 / len(figures.lengths))
         length.hist(figures.lengths, edges, weights=share, alpha=0.6, label=name)
         complexity.hist(figures.simple, 20, range=(0, 1), weights=share, alpha=0.6, label=name)
+    letters.margins(y=0.2)      # room for the legend
     letters.set(xticks=places, xticklabels=list(AMINO_ACIDS), title="share of each residue")
     length.set(title="length", xlabel="residues", xscale="log", ylabel="share of sequences")
     length.xaxis.set_major_formatter("{x:,.0f}")

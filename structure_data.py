@@ -336,7 +336,7 @@ def read_pairs(path, structures=None, mutable=None, max_length=None, notes=None,
     Raises: one ValueError with the first problem of each bad item, counted from 0;
         OSError for a file that cannot be opened.
     """
-    path, pairs, problems = Path(path), [], []
+    path, pairs, problems, items_of = Path(path), [], [], {}
     entries = _read_entries(path)
     reader = _PairReader(path.parent, {} if structures is None else structures, mutable, max_length,
                          [] if notes is None else notes)
@@ -345,13 +345,16 @@ def read_pairs(path, structures=None, mutable=None, max_length=None, notes=None,
         try:
             pairs.append(reader.read(entry))
         except (ValueError, OSError) as error:
-            problems.append(f"item {item}: {error}")
+            items_of.setdefault(str(error), []).append(item)
+    for problem, items in items_of.items():     # the same one of many items is told once
+        others = f" (and {len(items) - 1:,} more up to item {items[-1]})" if items[1:] else ""
+        problems.append(f"item {items[0]}: {problem}{others}")
     if problems:
         mend = "the file, or the mutable positions for all pairs" if mutable else "the file"
-        lines = [f"{path}: found problems in {len(problems):,} of {len(entries):,} pairs; expected "
-                 f"none. Mend {mend}:", *problems[:MAX_LISTED]]
+        lines = [f"{path}: found problems in {len(entries) - len(pairs):,} of {len(entries):,} "
+                 f"pairs; expected none. Mend {mend}:", *problems[:MAX_LISTED]]
         if len(problems) > MAX_LISTED:
-            lines.append(f"and {len(problems) - MAX_LISTED:,} more")
+            lines.append(f"and {len(problems) - MAX_LISTED:,} other problems")
         raise ValueError("\n  ".join(lines))
     return pairs
 

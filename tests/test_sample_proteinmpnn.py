@@ -412,7 +412,7 @@ def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_
     for structures, more, words in (
             ([pdb], {"checkpoint": bad}, "bad.pt"), ([old], {}, "old.fasta"),
             ([tmp_path / "none.pdb"], {}, "none.pdb"),
-            ([pdb, shifted, pdb, shifted], {}, f"found {pdb} and {pdb}; expected structures of "),
+            ([pdb, shifted, pdb, shifted], {}, f"found {pdb} and {pdb}, whose designs "),
             ([pdb, tmp_path / "empty"], {}, "no structure in the folder"),
             ([pdb, shifted, "--chains", "B"], {}, f"{pdb}: --chains: found B"),
             ([shifted, "--homomer"], {}, "A10 M, B10 K; expected the same letter")):
