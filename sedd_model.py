@@ -537,8 +537,8 @@ def describe_memory(model, positions, in_float32, optimizer_bytes):
         blocks = 1 + 4 / per_block * blocks   # one block whole; of each its float32 input, 4 bytes
     activations = positions * model.n_heads * model.head_dim * blocks * per_block
     return [f"memory of a rank, {n / 1e6:,.2f} million parameters in float32:",
-            f"  weights {size(4 * n)}, gradients {size(4 * n)}, optimizer {size(optimizer_bytes)}, "
-            f"averages (EMA) {size(4 * n)}: {size(12 * n + optimizer_bytes)}",
+            f"  in all {size(12 * n + optimizer_bytes)}: weights {size(4 * n)}, gradients "
+            f"{size(4 * n)}, optimizer {size(optimizer_bytes)}, averages (EMA) {size(4 * n)}",
             f"  activations about {size(activations)}: an estimate, for micro-batches of up to "
             f"{positions:,} positions"]
 
