@@ -219,7 +219,8 @@ def read_arguments(argv):
     if args.json:
         if not args.json.absolute().parent.is_dir():
             raise ValueError(f"--json {args.json}: found no such folder; expected one that exists")
-        if args.json.exists() and '"matmul_rows"' not in args.json.read_text("utf-8", "replace"):
+        if args.json.exists() and not (args.json.is_file() and '"matmul_rows"' in
+                                       args.json.read_text("utf-8", "replace")):
             raise ValueError(f"--json {args.json} is no file that bench_ddp.py card wrote; "
                              "expected one or a new name")
     if unknown := {*args.models} - {*MODELS}:

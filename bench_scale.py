@@ -309,8 +309,8 @@ def read_arguments(argv):
                 if name != "train" and type(value) in (int, float) and not value > 0]
     if args.train < 0:
         problems.append(f"--train is {args.train}; expected 0 or more")
-    problems += [f"found {path}, whose folder does not exist; expected one that does"
-                 for path in (args.json, args.plot)
+    problems += [f"--{name} {path}: found no such folder; expected one that exists"
+                 for name, path in (("json", args.json), ("plot", args.plot))
                  if path and not Path(path).absolute().parent.is_dir()]
     if args.plot and not importlib.util.find_spec("matplotlib"):
         problems.append("--plot needs matplotlib: pip install matplotlib")

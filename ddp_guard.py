@@ -327,7 +327,7 @@ class Guard:
             self.give_sign({**verdict, "text": ""})    # a guard may have joined just now
             time.sleep(POLL)
         begin(self.process.wait).join(LEAVE)    # MPICH hangs where a guard ends before it
-        with contextlib.suppress(KeyError, ValueError, OSError):    # as MPI_Abort: ends all
+        with contextlib.suppress(KeyError, ValueError, OSError):    # PMI 1: MPI_Abort
             os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % verdict["code"])
         return verdict["code"]
 

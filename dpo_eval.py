@@ -106,8 +106,9 @@ def evaluate_start(run, log, ddp):
         return {}
     values = validate(run, log, ddp)
     log.metrics(0, values)
-    log.say(f"step 0: validation loss {values['val/loss']:.4f} (policy and reference are equal), "
-            f"recovery {values['val/recovery']:.3f}")
+    found = (f"loss {values['val/loss']:.4f} (policy and reference are equal)"
+             if run.reference.needed else short_result(values))
+    log.say(f"step 0: validation {found}, recovery {values['val/recovery']:.3f}")
     keep_best(run, log, values, values["val/loss"], ddp)
     return values
 

@@ -50,8 +50,8 @@ class MuonAndAdamW:
     Where all ranks are on one host they share the matrices: each updates some and sends them to the
     others. Over a network that would take longer than to update all."""
 
-    _step_supports_amp_scaling = True   # a GradScaler sets these two and lets `step` skip
-    grad_scale = found_inf = None
+    _step_supports_amp_scaling = True   # a GradScaler sets found_inf, and waits for nothing
+    found_inf = None
 
     def __init__(self, model, lr, o, ddp):
         matrices = block_matrices(model)

@@ -202,6 +202,7 @@ def draw(ours, theirs, novelty, path):
     """Draw the picture; returns a line on it."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogFormatter
     except ImportError:
         return "no picture: matplotlib is not installed (pip install matplotlib)"
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -219,7 +220,7 @@ def draw(ours, theirs, novelty, path):
     letters.set(xticks=places, xticklabels=list(AMINO_ACIDS), title="share of each residue")
     length.set(title="length", xlabel="residues", xscale="log", ylabel="share of sequences")
     length.xaxis.set_major_formatter("{x:,.0f}")
-    length.xaxis.set_minor_formatter("")
+    length.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.4)))
     complexity.set(title="low complexity", xlabel="share of a sequence",
                    ylabel="share of sequences")
     for values, name in ((novelty.identity, "identity with the nearest"),

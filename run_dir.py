@@ -11,6 +11,7 @@ host, which staged() makes, is gone when the run ends.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -435,10 +436,11 @@ def finish_run(run, log, ddp, reason, result, seconds, lines):
     log.close()
     if run.lock:
         run.lock.release()
+    write = functools.partial(print0, ddp)
     if run.progress["finished"]:
         loss = f", training loss {result['loss']:.4f}" if "loss" in result else ""
-        print0(ddp, "\n".join([f"Finished at step {result['step']:,} ({run.progress['finished']}) "
-                               f"after {seconds / 60:.1f} min{loss}", *lines()]))
+        print_line("\n".join([f"Finished at step {result['step']:,} ({run.progress['finished']}) "
+                              f"after {seconds / 60:.1f} min{loss}", *lines()]), write)
         close_run(ddp, 0, run.progress["finished"])
         if ddp.is_main:
             draw_curves(run.work_dir)
@@ -446,8 +448,8 @@ def finish_run(run, log, ddp, reason, result, seconds, lines):
     last, stop = run.work_dir / "checkpoints" / "last.pt", run.work_dir / "STOP"
     remove = f"Remove {stop}; then the" if stop.exists() else "The"
     saved = last if last.exists() else run.continued_from or "nothing yet"
-    print0(ddp, f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. Saved: "
-                f"{saved}. {remove} same command continues.")
+    print_line(f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. Saved: "
+               f"{saved}. {remove} same command continues.", write)
     close_run(ddp, AGAIN, reason)
     return {**result, "stopped": reason}
 

@@ -120,7 +120,8 @@ class RunLog:
                 self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
                                 ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
         fields = [f"step {step}/{self.total_steps}" if self.total_steps else f"step {step}"]
-        fields += [f"{name} {four_digits(value)}" for name, value in numbers.items()]
+        fields += [f"{name} {value:,}" if isinstance(value, int) else f"{name} {four_digits(value)}"
+                   for name, value in numbers.items()]
         if rate is not None:
             fields.append(f"{rate:,.0f} res/s")
         first, since = self.began
@@ -278,10 +279,12 @@ def write_whole(path, write):
     os.close(folder)
 
 
-def print_line(text):
-    """print. Where the reader has gone, as `tee` does at Ctrl-C, a run goes on and saves."""
+def print_line(text, write=print):
+    """print. Where the reader has gone, as `tee` does at Ctrl-C, a run goes on and saves.
+
+    write: print, or print0 of the ranks."""
     try:
-        print(text, flush=True)
+        write(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -379,7 +379,9 @@ def compile_blocks(model, setting, ddp):
         return ""
     if setting == "auto":
         compilers = (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
-        headers = Path(sysconfig.get_paths()["include"], "Python.h")   # which Triton includes
+        # Triton includes it, on Debian from the system's own folder.
+        scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+        headers = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
         missing = [what for what, found in (
             ("Triton", importlib.util.find_spec("triton")),
             ("C compiler", any(map(shutil.which, compilers))), ("Python.h", headers.exists()),

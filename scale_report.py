@@ -26,6 +26,7 @@ import numpy as np
 
 from run_log import write_whole
 
+FEW_STEPS = 50      # of training: the weights are still nearly fresh
 # Of launches that are compared; what the ranks are is compared too.
 ALIKE = ("what", "config", "overrides", "device", "dtype", "parameters", "train")
 
@@ -245,7 +246,7 @@ def print_prediction(predicted, errors, text, critical, launches):
         print("critical batch: not found; the noise hides the gradient in so few batches. Take "
               "more --steps.")
         return
-    if not launches[least]["train"]:
+    if launches[least]["train"] < FEW_STEPS:
         print("These are fresh weights, whose critical batch is small: see --train.")
     print(textwrap.fill(
         f"critical batch: B_simple = tr(Sigma)/|G|^2 = {critical:,.0f} {unit}, that of "

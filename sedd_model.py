@@ -544,4 +544,5 @@ def describe_memory(model, positions, in_float32, optimizer_bytes):
 
 
 def size(n_bytes):
+    """Bytes as text, in MB below 0.1 GB."""
     return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.1f} MB"

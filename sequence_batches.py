@@ -323,11 +323,12 @@ class BatchPlan:
             how = "cropped" if self.long == "crop" else "dropped"
             text += f" ({self.n_long:,} longer than {self.max_length:,}: {how})"
         if self.left_out > 0.005:
-            text += f"; each epoch leaves out about {self.left_out:.1%} of them, not the same ones"
+            text += f"; each epoch leaves out about {self.left_out:.1%} of them, others each time"
         return text
 
     def warning(self):
-        """Lines on batches that are far from full, with numbers that fill them; none if full."""
+        """Lines on proteins that are mostly cropped, and on batches that are far from full, with
+        numbers that fill them."""
         small = self.steps_per_epoch < FEW_STEPS and self.left_out > 0.005
         few = [f"  only {self.steps_per_epoch} step(s) per epoch: these numbers are rough, batches "
                "may be smaller"] if small else []

@@ -93,6 +93,8 @@ def test_where_some_lengths_do_not_fill_a_batch_the_warning_names_numbers_that_d
     assert all(plan_of(lengths, **{unit: number}).plan.warning() == [] for number in better)
     assert "may be smaller" in plan_of(lengths[:60], **{unit: asked}).plan.warning()[0]
     assert plan_of([50] * 16, 100, 2, batch_size=1).plan.warning() == []   # all full
+    cropped, = plan_of([50] * 16, 40, 2, batch_size=1).plan.warning()
+    assert "100% of the proteins are longer than data.max_length, 40" in cropped
 
 
 @BUDGETS

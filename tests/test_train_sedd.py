@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -629,12 +630,17 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(optimizer, fasta, tmp_
 
 def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
     command = [sys.executable, SCRIPT, "--config", ROOT / "configs" / "sedd_demo.yaml",
-               "--work_dir", tmp_path / "w", *words({**TINY, "data.file": fasta})]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert any(line.startswith("step 1/") for line in process.stdout)
-        process.stdout.close()      # as `| tee` does at Ctrl-C
-        assert process.wait(120) == 0
-    assert read_status(tmp_path / "w")["code"] == 0
+               *words({**TINY, "data.file": fasta})]
+    for more, code in (["training.n_iters=10000", "training.log_freq=50"], 75), ([], 0):
+        folder = tmp_path / str(code)
+        with subprocess.Popen([*command, "--work_dir", folder, *more], stdout=subprocess.PIPE,
+                              text=True) as process:
+            assert any(re.match(r"step (1|50)/", line) for line in process.stdout)
+            process.stdout.close()      # as `| tee` does at Ctrl-C
+            if code == 75:
+                process.send_signal(signal.SIGINT)
+            assert process.wait(120) == code
+        assert read_status(folder)["code"] == code
 
 
 def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_path):
