@@ -267,7 +267,7 @@ def read_launches(path):
         return []
     try:
         launches = json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
-        for launch in launches:
+        for launch in launches:     # a KeyError where something else wrote the file
             [launch[key] for key in (*ALIKE, "ranks", "largest", "noise", "all_reduces")]
             [row[key] for row in launch["rows"] for key in ("scaling", "variant", "seconds")]
         return [launch for launch in launches if launch["rows"]]

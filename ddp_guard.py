@@ -317,7 +317,7 @@ class Guard:
             send(connection, token=self.token, idle=time.monotonic() - me.last_progress, **sign)
 
     def end_run(self, verdict):
-        """Say why, tell the other guards, and kill the rank. Returns the exit code."""
+        """Say why, tell the other guards, kill the rank; MPICH shall end all. Returns the code."""
         # All stop, then are killed, then guards leave: else ranks report a lost connection.
         self.process.send_signal(signal.SIGSTOP)
         if self.prints and not any(rank.failure for rank in self.guards.values() if self.me.number):
@@ -327,7 +327,7 @@ class Guard:
             self.give_sign({**verdict, "text": ""})    # a guard may have joined just now
             time.sleep(POLL)
         begin(self.process.wait).join(LEAVE)    # MPICH hangs where a guard ends before it
-        with contextlib.suppress(KeyError, ValueError, OSError):    # PMI 1: MPI_Abort
+        with contextlib.suppress(KeyError, ValueError, OSError):    # what MPI_Abort sends
             os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % verdict["code"])
         return verdict["code"]
 

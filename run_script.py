@@ -414,7 +414,8 @@ def describe_run(run, state, unit, available, ddp):
     fewer = f", to the {available:,} {unit} that there are" if available < run.global_batch else ""
     how = ("kept from the checkpoint" if state is not None else
            "as given (scale none)" if o.scale == "none" else
-           "as given (the batch is the base)" if available == o.base_global_batch else
+           "as given (the batch is the base)"
+           if available == run.global_batch == o.base_global_batch else
            f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
            f"({scale_name(o.scale)}){fewer}")
     name = "Muon for the blocks' matrices, AdamW for the rest, " if o.name == "muon" else ""

@@ -39,7 +39,8 @@ own='config|work_dir|output_dir|nnodes|node_rank|nproc_per_node|master_addr|mast
   fail "ARGS holds ${BASH_REMATCH[1]}. Give CONFIG=..., RUN_DIR=..., NNODES=... and so on; what no
   continuation may repeat, --fresh and --resume, once by hand."
 if [ -d "$VENV/bin" ]; then PATH=$(cd "$VENV/bin" && pwd):$PATH; fi
-[[ ${DRY_RUN:-} ]] || command -v "$PYTHON" > /dev/null || fail "there is no PYTHON=$PYTHON. Set VENV or PYTHON."
+[[ ${DRY_RUN:-} ]] || command -v "$PYTHON" > /dev/null ||
+  fail "there is no PYTHON=$PYTHON. Set VENV or PYTHON."
 if [ -z "$NPROC" ]; then
   NPROC=$("$PYTHON" -c 'import torch
 print(torch.cuda.device_count() or torch.xpu.device_count() or 1)') ||

@@ -10,7 +10,7 @@ import torch
 
 import bench_card
 import bench_scale
-from bench_scale import measure_noise
+from bench_scale import count_messages, measure_noise
 from ddp_setup import Ddp
 from launchers import fork_ranks
 from scale_report import Link, expected_maximum, fit_link, noise_scale, predict_step
@@ -82,6 +82,12 @@ def test_the_noise_scale_is_that_of_gaussian_gradients():
         SimpleNamespace(steps=40, train=0), Ddp())
     trace, square = noise_scale(**found)
     assert trace == pytest.approx(2 * 5 * 50, rel=0.1) and square == pytest.approx(4, rel=0.1)
+
+
+def test_messages_are_the_counts_and_ddps_buckets():
+    MiB = 2**20
+    assert [count_messages(size * MiB, None) for size in (0.5, 10, 26, 27)] == [2, 3, 3, 4]
+    assert [count_messages(size * MiB, 4) for size in (0.5, 4, 10)] == [2, 2, 4]
 
 
 def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_path):

@@ -288,6 +288,7 @@ def test_what_a_job_does_after_each_end_of_a_run(script, site, project):
         ("75 75 old", 75, False, False), ("75 75 cancel", 75, False, False),
         ("75 75", 75, False, False, dict(CHAIN="0", REQUEUE="0")),
         ("75 75", 75, False, False, dict(AGAIN_ON="70")),
+        ("75 75", 75, False, False, dict(AGAIN_ON="")),
         ("75 75", 75, False, True, dict(PBS_QUEUE="debug-scaling"))]
     site.fake_launcher(*(outcome for outcome, *_ in table), "75 75")
     for outcome, code, pbs, slurm, *given in table:

@@ -46,10 +46,10 @@ def test_on_a_terminal_a_bar_shows_the_numbers_and_say_does_not_break_it(
     log = RunLog(tmp_path, is_main=True, total_steps=10)
     log.progress(4, loss=2.81)
     log.say("saved last.pt")
-    log.progress(5, loss=2.75, rate=12300)
+    log.progress(5, loss=2.75, rate=12300, bad=3)
     log.close()
     out, err = capsys.readouterr()
-    assert out == "saved last.pt\n" and "step 5/10  loss 2.750  12,300 res/s" in err
+    assert out == "saved last.pt\n" and "step 5/10  loss 2.750  bad 3  12,300 res/s" in err
 
 
 def test_text_replaces_a_file_whole_or_not_at_all_and_leaves_nothing_else(tmp_path):

@@ -507,8 +507,10 @@ def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, caps
     scores_were("d", "computed, kept in")
 
 
-def test_a_loss_without_a_reference_trains_without_one(tmp_path):
+def test_a_loss_without_a_reference_trains_without_one(tmp_path, capsys):
     run(tiny(loss__name="simpo", loss__beta=2), tmp_path / "w")
+    said = capsys.readouterr().out
+    assert "step 0: validation loss" in said and "reference are equal" not in said
     assert rows(tmp_path / "w")[-1]["val/loss"] < rows(tmp_path / "w")[0]["val/loss"]
     assert not (tmp_path / "w" / "reference").exists()
 

@@ -166,10 +166,11 @@ needs_pretended_device = pytest.mark.skipif(
 
 
 @needs_pretended_device
-@pytest.mark.parametrize("name", STEPS)
-def test_the_host_waits_for_nothing_in_a_step(name, tmp_path):
+@pytest.mark.parametrize("name, more", [*((name, "") for name in STEPS),
+                                        ("sedd muon", "memory.mixed_precision=float16")])
+def test_the_host_waits_for_nothing_in_a_step(name, more, tmp_path):
     """Flags are read a step later, when they have come."""
-    what, settings = name.split()[0], STEPS[name].split()
+    what, settings = name.split()[0], STEPS[name].split() + more.split()
     on_ranks(1, "pretended_device", f"on_device(take_steps, {what!r}, {settings}, 'run', "
              "without_waits, ddp=ddp)", tmp_path)
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -356,6 +357,14 @@ def test_a_finished_run_says_so_without_fail_and_may_be_lengthened(fasta, tmp_pa
     assert results in again and "no better than the letter frequencies" in again
     run(tiny(fasta, training__n_iters=5), tmp_path)
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("gain, said", [(-0.1, " no better"), (0.01, " hardly better"), (0.1, "")])
+def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, said):
+    row = {"step": 1, "val/loss": math.log(18) - gain, "val/unigram_perplexity": 18.0}
+    best = {"step": 1, "score": row["val/loss"]}
+    text = "\n".join(sedd_eval.result_lines(row, {"best": best}, Path("run")))
+    assert ("ATTENTION" in text) == bool(said) and said in text
 
 
 def test_a_resume_is_refused_for_another_config_or_other_data(fasta, tmp_path, monkeypatch):
