@@ -121,7 +121,7 @@ def measure_run(run, settings, args, ddp):
     times = all_sum(torch.from_numpy(times), ddp).numpy()
     parts, cpu = times[..., :-1], times[..., -1].mean(0)
     memory = [peak_memory(ddp.device) * (rank == ddp.rank) for rank in range(ddp.world_size)]
-    rows = [make_row(setting, settings, parts, cpu, run.global_batch / run.micro_batches)
+    rows = [make_row(setting, settings, parts, cpu, size_of_micro_batch(run, args.what))
             for setting in settings]
     if len(args.ranks) > 1 and ddp.world_size == max(args.ranks):
         rows += [{**row, "scaling": "strong"} for row in rows if row["variant"] in ("", "alone")]
@@ -137,6 +137,11 @@ def measure_run(run, settings, args, ddp):
         messages=count_messages(size, run.config.ddp.bucket_cap_mb),
         memory_gb=max(all_sum(memory, ddp)), noise=noise, all_reduces=time_all_reduces(size, ddp),
         rows=rows)
+
+
+def size_of_micro_batch(run, what):
+    """Mean, in the unit of the global batch. SEDD's may differ from what the config asks for."""
+    return float(run.plan.mean) if what == "sedd" else run.global_batch / run.micro_batches
 
 
 def count_messages(size, cap):
@@ -256,7 +261,7 @@ def measure_noise(run, dataset, loss_of, args, ddp):
         big_batches.append((norm**2, 1 / count))
     small, inverse_small = all_mean(np.mean(small_batches, 0).tolist(), ddp)
     big, inverse_big = all_mean(np.mean(big_batches, 0).tolist(), ddp)
-    size = run.global_batch / run.micro_batches     # in the unit of the global batch
+    size = size_of_micro_batch(run, args.what)
     return dict(small=small, big=big, n_small=size, n_big=size * inverse_small / inverse_big)
 
 

@@ -44,6 +44,7 @@ TAIL_BATCHES = 2.2
 FEW_STEPS = 10                  # of an epoch, below which estimates of its batches are far off
 WELL_FILLED = 0.95              # mean share of the fullest micro-batch's work
 MEAN_WITHIN = 0.02              # how near the mean of batch_size or tokens is to what was asked for
+MEAN_AT_MOST = 0.10             # the same, where nothing nearer is well filled
 
 
 # ---- the proteins of a run ----
@@ -191,7 +192,8 @@ class BatchPlan:
             ("drop").
         micro_batches: micro-batches per global batch = ranks x accumulation.
         batch_size: mean number of proteins in a micro-batch; or
-        tokens: mean number of tokens in one, padding included. Exactly one of the two.
+        tokens: mean number of tokens in one, padding included. Exactly one of the two. The mean
+            may differ by up to a tenth, where batches are then better filled.
         hidden_size: width of the model, which says how much attention costs beside the rest.
     Fields:
         windows, window_steps, steps_per_epoch: the same in all epochs.
@@ -203,7 +205,8 @@ class BatchPlan:
         counts: proteins of each cropped length, (longest + 1,) int64. n_long: too long ones.
         work_in_set, residues_in_file: work of the whole set; its residues before cropping.
         proteins, residues: how many are in the set, of the cropped proteins.
-        counted_in, available: what a batch is counted in, "proteins" or "tokens"; how many of them.
+        counted_in, asked, available: what a batch is counted in, "proteins" or "tokens"; how many
+            of them were asked for, and are in the set.
         left_out: about which share of the proteins an epoch leaves out.
     Raises: ValueError for a budget that cannot hold the longest protein, and for a set that does
         not fill one global batch.
@@ -261,6 +264,7 @@ class BatchPlan:
 
     def _choose_shapes(self, asked):
         """Take the shapes whose mean is what was asked for."""
+        self.asked = asked
         longest = len(self.counts) - 1
         self.least_work = int(self.work_of[longest])            # one protein is the least that fits
         self.least = math.ceil(self._shapes(self.least_work).mean * 0.99)
@@ -283,8 +287,12 @@ class BatchPlan:
         def error(shapes):
             return abs(shapes.mean / asked - 1)
 
-        close = [shapes for shapes in tried if error(shapes) <= MEAN_WITHIN]
-        return max(close or [min(tried, key=error)], key=lambda shapes: shapes.filled)
+        def fullest(within):
+            close = [shapes for shapes in tried if error(shapes) <= within]
+            return max(close or [min(tried, key=error)], key=lambda shapes: shapes.filled)
+
+        near, far = fullest(MEAN_WITHIN), fullest(MEAN_AT_MOST)
+        return far if near.filled < WELL_FILLED <= far.filled else near
 
     def _shapes(self, work):
         """Shapes of micro-batches of this much work, each for a bucket of lengths up to its top."""
@@ -327,16 +335,19 @@ class BatchPlan:
         return text
 
     def warning(self):
-        """Lines on proteins that are mostly cropped, and on batches that are far from full, with
-        numbers that fill them."""
+        """Lines on proteins that are mostly cropped, on a mean that is not what was asked for, and
+        on batches that are far from full, with numbers that fill them."""
         small = self.steps_per_epoch < FEW_STEPS and self.left_out > 0.005
-        few = [f"  only {self.steps_per_epoch} step(s) per epoch: these numbers are rough, batches "
-               "may be smaller"] if small else []
+        lines = [f"  only {self.steps_per_epoch} step(s) per epoch: these numbers are rough, "
+                 "batches may be smaller"] if small else []
         if self.long == "crop" and self.n_long > self.proteins / 2:
-            few.append(f"ATTENTION: {self.n_long / self.proteins:.0%} of the proteins are longer "
-                       f"than data.max_length, {self.max_length:,}: the model learns parts of them")
+            lines.append(f"ATTENTION: {self.n_long / self.proteins:.0%} of the proteins are longer "
+                         f"than data.max_length, {self.max_length:,}: the model learns parts of them")
+        if abs(self.mean / self.asked - 1) > MEAN_WITHIN:
+            lines.append(f"  a micro-batch has {round(float(self.mean), 1):,} {self.counted_in} on "
+                         f"average, not {self.asked:,}: so ranks wait less for each other")
         if self.filled >= WELL_FILLED or self.micro_batches == 1:
-            return few
+            return lines
         least = self.least
         if self.counted_in == "tokens":
             least = max(least, self.max_length)     # what a config must hold
@@ -348,7 +359,7 @@ class BatchPlan:
                 good.append(str(asked))
         name = f"training.{self.budget}"
         better = f"{name}={' or '.join(good[:2])}" if good else f"a larger {name}"
-        return [*few, "  proteins of some lengths do not fill a micro-batch: a step waits up to "
+        return [*lines, "  proteins of some lengths do not fill a micro-batch: a step waits up to "
                 f"{1 / self.filled - 1:.0%}", f"  longer. Better: {better}"]
 
     def place(self, step):
