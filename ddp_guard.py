@@ -60,7 +60,8 @@ def supervise(command=None):
     ranks_end.set_inheritable(True)
     process = subprocess.Popen(
         command or [sys.executable, *sys.orig_argv[1:]],
-        preexec_fn=lambda: _die_with_parent(signal.SIGKILL),
+        preexec_fn=lambda: (_die_with_parent(signal.SIGKILL),
+                            signal.signal(signal.SIGHUP, signal.SIG_IGN)),    # see pass_on
         close_fds=False,    # MPICH and Intel MPI hand a descriptor over
         env={**os.environ, "DDP_GUARD_FD": f"{ranks_end.fileno()}:{os.getpid()}"})
     ranks_end.close()
@@ -264,13 +265,13 @@ class Guard:
                 self.fail(1, "died without a word (its guard or its host is gone)", rank)
 
     def pass_on(self, number, _):
-        """Give a signal to the rank."""
+        """Give a signal to the rank. SIGHUP, a lost terminal, asks it to stop as SIGTERM does."""
         if number == signal.SIGINT and self.joined and not self.me.left:
             self.interrupted = self.interrupted or time.monotonic()
             if time.monotonic() > self.interrupted + DOUBLE:    # the rank may hold the GIL
                 self.fail(130, "interrupted twice (Ctrl-C)")
         if number != signal.SIGINT or not self.terminal:
-            self.process.send_signal(number)
+            self.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def judge_end(self, code):
         """The process of the rank has ended: has the rank failed?"""

@@ -13,6 +13,7 @@ Biases where `track` is asked for them; a tracker that fails is named once and l
 
 import contextlib
 import datetime
+import errno
 import json
 import math
 import os
@@ -280,12 +281,14 @@ def write_whole(path, write):
 
 
 def print_line(text, write=print):
-    """print. Where the reader has gone, as `tee` does at Ctrl-C, a run goes on and saves.
+    """print. Where the reader has gone, `tee` at Ctrl-C or a terminal, a run goes on and saves.
 
     write: print, or print0 of the ranks."""
     try:
         write(text, flush=True)
-    except BrokenPipeError:
+    except OSError as e:
+        if e.errno not in (errno.EPIPE, errno.EIO):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

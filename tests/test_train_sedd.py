@@ -3,6 +3,7 @@
 Importing torch takes seconds: ranks are forked, but where the launcher matters."""
 
 import contextlib
+import fcntl
 import importlib.util
 import itertools
 import json
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 import types
 from pathlib import Path
@@ -650,6 +652,22 @@ def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
                 process.send_signal(signal.SIGINT)
             assert process.wait(120) == code
         assert read_status(folder)["code"] == code
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_stops(fasta, tmp_path):
+    command = [sys.executable, SCRIPT, "--config", ROOT / "configs" / "sedd_demo.yaml",
+               *words({**TINY, "data.file": fasta}), "training.n_iters=10000"]
+    ours, its = os.openpty()
+    with subprocess.Popen([*command, "--work_dir", tmp_path], stdin=its, stdout=its, stderr=its,
+                          start_new_session=True,
+                          preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY)) as process:
+        os.close(its)
+        seen = b""
+        while not re.search(rb"step \d+/", seen):
+            seen += os.read(ours, 1 << 16)
+        os.close(ours)      # as when a connection by ssh is lost
+        assert process.wait(120) == 75
+    assert read_status(tmp_path)["step"] == state_of(tmp_path)["step"] > 0
 
 
 def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_path):
