@@ -41,7 +41,7 @@ WIDEST_STEP = 0.80              # shortest / longest of a bucket that ends at a 
 # A unit gives about this many micro-batches more than its work would fill (measured): one that
 # begins in one bucket and ends in the next, of shorter proteins, is not full.
 TAIL_BATCHES = 2.2
-FEW_STEPS = 10                  # per epoch; with fewer, its estimated number of batches is far off
+FEW_STEPS = 10                  # per epoch; with fewer, the estimated number of batches is far off
 WELL_FILLED = 0.95              # least mean work of micro-batches, as a share of a full one's
 MEAN_WITHIN = 0.02              # relative error of the mean batch_size or tokens that is tolerated
 MEAN_AT_MOST = 0.10             # the same, if micro-batches are well filled only then

@@ -78,7 +78,7 @@ class Model:
     n_heads: int = 12
     cond_dim: int = 128
     dropout: float = 0.1
-    parameterization: Literal["sedd", "subs"] = "sedd"   # free scores, or masked diffusion (see SEDD)
+    parameterization: Literal["sedd", "subs"] = "sedd"   # free scores; or masked diffusion
     init_logits: float = 0.0             # std of the initial logits, see SEDD; 3 learns faster
 
 
