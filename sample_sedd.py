@@ -462,7 +462,7 @@ def run(args, ddp):
             export_sedd(sedd, args.export)
         print0(ddp, f"exported to {args.export}", file=sys.stderr)
         return None
-    if args.score and os.path.isfile(args.score):   # check all before hours of work; not of a pipe
+    if args.score and os.path.isfile(args.score):   # fail early; a pipe can be read only once
         for name, text in named_sequences(args.score):
             checked_letters(name, text, sedd, args)
     how = {"tokens": args.tokens, "ddp": ddp,

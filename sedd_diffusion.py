@@ -137,7 +137,7 @@ class AbsorbingGraph(Graph):
         # over the real y, - r l[x0] + r (ln r - 1). Its minimum is at s[x0] = r, other s[y] = 0.
         log_score, sigma = _checked_scores(self, log_score, sigma, xt, x0)
         masked = xt == self.mask_id
-        # Remove other scores before their use: a gradient of 0 x inf would be NaN.
+        # Set the scores elsewhere to 0 first: a gradient of 0 x inf would be NaN.
         log_score = torch.where(masked[..., None], log_score, 0.0)
         log_r = -torch.log(torch.expm1(sigma))
         target = log_score.gather(-1, x0[..., None])[..., 0]
@@ -292,7 +292,7 @@ def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", fixed
     if not returned.any() or not all(0 <= y < graph.n_tokens for y in forbidden):
         raise ValueError(f"forbidden = {tuple(forbidden)}; expected some of 0 to "
                          f"{graph.n_tokens - 1}.")
-    # Before the last draw, residues may be forbidden tokens in the uniform graph, not in the other.
+    # Before the last draw, forbidden tokens are allowed with the uniform graph only.
     allowed = returned | graph.at_mask(device) if graph.absorb else torch.ones_like(returned)
 
     # The schedule is evaluated beforehand, in float64 on the CPU: differences of sigma are inexact

@@ -203,7 +203,7 @@ class BatchPlan:
         mean: mean number of proteins or tokens (see counted_in) in a micro-batch.
         work: work of a full micro-batch. work_of: work of a protein, indexed by its length in the
             file, (longest + 1,) int64; 0 if it is dropped.
-        counts: proteins of each cropped length, (longest + 1,) int64. n_long: above max_length.
+        counts: proteins of each cropped length, (longest + 1,) int64. n_long: longer ones.
         work_in_set, residues_in_file: work of the whole set; its residues before cropping.
         proteins, residues: their numbers in the set, after cropping or dropping.
         counted_in: the unit of batch size, "proteins" or "tokens". asked, available: how many of
