@@ -6,7 +6,7 @@
 A training script draws its own at the end, where matplotlib is installed. Reads metrics.jsonl of
 each run folder. SEDD: loss with validation and what letter frequencies alone give, learning rate,
 throughput, norm of the gradient. DPO: loss, accuracy, margins and rewards, recovery, KL divergence.
-A panel is drawn where some run has its numbers.
+A panel is drawn if at least one run has its metrics.
 """
 import argparse
 import math
@@ -17,8 +17,8 @@ import numpy as np
 
 from run_log import read_rows, write_whole
 
-# title, unit of the vertical axis, keys of metrics.jsonl with their line style; "~" is noisy, drawn
-# pale with its running mean; a level is a number that does not change
+# (title, unit of the vertical axis, {key of metrics.jsonl: line style}). Style "~" is for noisy
+# curves: pale, with a running mean. Style "level..." is for constants: a horizontal line.
 PANELS = (
     ("loss", "nats (SEDD: per residue)", {"loss": "~", "val/loss": "o-", "val/unigram": "level:",
                       "val/exact": "level--"}),
@@ -33,13 +33,13 @@ PANELS = (
     ("throughput", "residues or pairs per second", {"residues_per_second": "-",
                                                     "pairs_per_second": "--"}),
     ("norm of the gradient", "", {"grad_norm": "~"}))
-SMOOTHED = 200    # points of a curve above which its mean over neighbours is drawn
+SMOOTHED = 200    # a curve of more points is drawn as means over neighbouring points
 
 
 def rows_of(folder):
-    """The rows of a run's metrics.jsonl, with val/unigram in nats beside its perplexity.
+    """The rows of a run's metrics.jsonl, to which val/unigram is added: nats from the perplexity.
 
-    Raises: ValueError where there are none."""
+    Raises: ValueError if there are none."""
     path = Path(folder) / "metrics.jsonl"
     rows = read_rows(path)
     if not rows:
@@ -67,9 +67,9 @@ def running_mean(values):
 
 
 def draw(runs, path):
-    """Draw {name: rows} into a PNG at `path`. Of several runs each has its colour.
+    """Draw {name: rows} into a PNG at `path`. Each of several runs has its own colour.
 
-    Raises: ValueError where nothing can be drawn, ImportError without matplotlib."""
+    Raises: ValueError if nothing can be drawn, ImportError without matplotlib."""
     panels = [(title, unit, styles) for title, unit, styles in PANELS
               if any(points(rows, key) for rows in runs.values() for key in styles)]
     if not panels:

@@ -2,26 +2,26 @@
 
     python prepare_uniref50.py FOLDER                                # UniRef50: 13 GB, leaves 18 GB
     python prepare_uniref50.py FOLDER --max_sequences 10000          # its first records only
-    python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # files of one's own
+    python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # your own files
 
-Files, cleaning and refusals are those of sequence_data.py. Of equal proteins one stays. The
-folder holds, all numbers little endian and without headers, for SET = train and val:
+Files are read, cleaned and checked by sequence_data.py. Of equal proteins one is kept. The folder
+holds, with all numbers little endian and without headers, for SET = train and val:
 
     meta.json          format and its version, source, release, letters, settings, report of the
                        cleaning; of each set: proteins, residues, letter counts, length histogram,
                        sizes and blake2b of the files
-    SET/tokens.bin     uint8, residues of all proteins one after the other: places in `letters`
+    SET/tokens.bin     uint8, residues of all proteins one after the other: indices of `letters`
     SET/lengths.bin    uint32, residues of each protein
     SET/keys.bin       uint64, sequence_data.sequence_keys of each protein
 
-Proteins stand in the order of order_words(keys, seed), a random one, the same whatever their order
-in the sources: training reads long runs of a file and still sees a sample. A protein is in val if
-its key is in the lowest val_fraction of all keys, as with split_by_hash.
+Proteins are in the order of order_words(keys, seed): random, but independent of their order in the
+sources. So training can read long stretches of a file and still gets a random sample. A protein is
+in val if its key is in the lowest val_fraction of all keys, as with split_by_hash.
 
 Two passes make the random order. The first cleans the text and appends each protein to one of some
-hundred files ("buckets"), by the first bits of its place in the order. The second sorts one bucket
-after the other in memory. All work is done in FOLDER.partial; FOLDER appears at the very end, by a
-rename. After an interruption the same command starts the passes again; a finished download stays.
+hundred files ("buckets"), by the first bits of its order word. The second sorts one bucket after
+the other in memory. All work is done in FOLDER.partial, which is renamed to FOLDER at the very end.
+After an interruption the same command repeats the passes; a finished download is kept.
 """
 
 import argparse
@@ -62,14 +62,14 @@ from sequence_data import (FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, Bloc
 # The current release: some 13 GB, about 60 million proteins.
 UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
 
-FLUSH_BYTES = 64 << 20          # proteins in memory, before they are appended to the buckets
-BUCKET_BYTES = 48 << 20         # size of a bucket, about; the number of buckets follows
-PART_WORDS = 1 << 17            # words of 8 residues that are copied at a time, about
-UNPACKED_SHARE = 1.7            # bytes in a folder for a byte of .gz, at most: UniRef50 has 1.4
-BYTES_PER_PROTEIN = 400         # in a folder, at most on average: UniRef50 has 300
+FLUSH_BYTES = 64 << 20          # proteins kept in memory before they are appended to the buckets
+BUCKET_BYTES = 48 << 20         # approximate size of a bucket; determines the number of buckets
+PART_WORDS = 1 << 17            # about how many words of 8 residues are copied at a time
+UNPACKED_SHARE = 1.7            # most bytes of a folder per byte of .gz; UniRef50: 1.4
+BYTES_PER_PROTEIN = 400         # most bytes of a folder per protein, on average; UniRef50: 300
 
 
-# ---- main: the steps in the order of time ----
+# ---- main: the steps in their order ----
 
 def main(argv=None):
     """Exit code: 0 done (or done before), 2 refused or failed, 130 interrupted."""
@@ -91,7 +91,7 @@ def main(argv=None):
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="what is made")
+    parser.add_argument("folder", type=Path, help="folder to create")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--url", default=UNIREF50_URL, help="a mirror (default: %(default)s)")
     source.add_argument("--fasta", type=Path, nargs="+", metavar="FILE", help="FASTA, text or .pt")
@@ -105,11 +105,11 @@ def parse(argv):
 def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_length=1, seed=0):
     """Make the prepared folder, or find it finished.
 
-    folder: Path of what is made. files: Paths of files of proteins, or None to download the url.
-    max_sequences: only so many records of the sources, the first ones. min_length: residues.
-    val_fraction: share of the proteins in val, by their keys. seed: of the order.
-    Raises ValueError for settings and data, RuntimeError for another process at work on the folder
-    or an unfit server, OSError for disk and network.
+    folder: Path to create. files: Paths of files of proteins, or None to download the url.
+    max_sequences: only this many records of the sources, the first ones. min_length: residues.
+    val_fraction: share of the proteins in val, by their keys. seed: of the random order.
+    Raises ValueError for wrong settings or data, RuntimeError if another process works on the
+    folder or the server sends something wrong, OSError for disk and network.
     """
     n_wanted = 1 if max_sequences is None else max_sequences
     if not 0 <= val_fraction < 1 or min_length < 1 or n_wanted < 1:
@@ -132,7 +132,7 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
             print(f"{folder} is finished already, with these settings; nothing to do.")
             shutil.rmtree(partial)
             return
-        remove_work(partial)                                    # of a run that was interrupted
+        remove_work(partial)                                    # what an interrupted run left
         if not files:
             inputs, release = download_input(url, partial / "download", max_sequences)
         n_bytes = expected_bytes(inputs, max_sequences)
@@ -143,7 +143,7 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
             n_read = deal(inputs, partial / "buckets", bits, report, settings)
             sets = collect(partial / "buckets", partial / "result", settings)
             finish_report(report, sets, n_read, settings)
-        except (ValueError, FileNotFoundError):     # the same command would end so again
+        except (ValueError, FileNotFoundError):     # repeating the command would not help
             remove_work(partial)
             raise
         meta = {"format": FORMAT, "version": VERSION, "release": release, "letters": LETTERS,
@@ -163,13 +163,13 @@ class Input(NamedTuple):
 
 
 def input_of_file(path):
-    size = path.stat().st_size if path.is_file() else 0     # what is no file, reading refuses
+    size = path.stat().st_size if path.is_file() else 0     # reading it raises if it is no file
     return Input(str(path), size, lambda: contextlib.nullcontext(str(path)))
 
 
 def digest_of(path):
-    """Hash of the first and the last MiB of a file. A change between them, of the same size, is not
-    seen."""
+    """Hash of the first and the last MiB of a file. A change in between that keeps the size is
+    missed."""
     if not path.is_file():
         return ""
     with open(path, "rb") as file:
@@ -181,7 +181,7 @@ def digest_of(path):
 def download_input(url, folder, max_sequences):
     """Download the url, unless only its first records are wanted -> ([Input], release or None).
 
-    A finished download needs no network: the passes may go on where there is none.
+    A finished download needs no network, so the passes can run later where there is none.
     """
     path = folder / Path(safe_url(url)).name
     partial = PartialFile(Source(url), path)
@@ -200,7 +200,7 @@ def download_input(url, folder, max_sequences):
 
 
 def expected_bytes(inputs, max_sequences):
-    """About how many bytes the proteins of these inputs take in a prepared folder, or fewer."""
+    """Estimate, rather too high, of the size in bytes of a prepared folder of these inputs."""
     n_bytes = sum(math.inf if entry.size is None else
                   entry.size * (UNPACKED_SHARE if entry.name.endswith(".gz") else 1)
                   for entry in inputs)
@@ -210,7 +210,7 @@ def expected_bytes(inputs, max_sequences):
 def check_disk(folder, n_bytes, n_download=0):
     """Raise ValueError if there is no room for about n_bytes of proteins and for the download.
 
-    The proteins take their room once: each bucket is removed when the result has it.
+    Buckets and result together need the space of the proteins once: a bucket is removed when read.
     """
     n_work, free = 2 * BUCKET_BYTES, shutil.disk_usage(folder).free
     need = n_download + n_bytes + n_work
@@ -222,15 +222,15 @@ def check_disk(folder, n_bytes, n_download=0):
                          f"take another disk.")
 
 
-# ---- pass 1: clean, and deal to buckets ----
+# ---- pass 1: clean the proteins, and deal them out to buckets ----
 
 def deal(inputs, folder, bits, report, settings):
-    """Write the proteins to 2**bits buckets by the first bits of their order -> proteins read."""
+    """Deal the proteins out to 2**bits buckets. Returns the number of proteins read."""
     folder.mkdir()
     blocks, size, n_read = [], 0, 0
     for block in all_blocks(inputs, report, settings):
         blocks.append(block)
-        size += block.words.nbytes + 12 * len(block.lengths)        # 4 of a length, 8 of a key
+        size += block.words.nbytes + 12 * len(block.lengths)        # 4 per length, 8 per key
         n_read += len(block.lengths)
         if size >= FLUSH_BYTES:
             append(folder, concatenate(blocks), settings["seed"], bits)
@@ -243,7 +243,7 @@ def deal(inputs, folder, bits, report, settings):
 
 
 def all_blocks(inputs, report, settings):
-    """The blocks of one input after the other, up to max_sequences records, with a progress bar."""
+    """Yield the blocks of all inputs, up to max_sequences records, with a progress bar."""
     wanted, n_read = settings["max_sequences"], 0
     with progress_bar("1/2 reading", wanted, " sequences") as bar:
         for entry in inputs:
@@ -279,8 +279,8 @@ def rearranged(block, order):
 
 
 def append(folder, block, seed, bits):
-    """Append the proteins of a block to 2**bits files of the folder, by the first bits of their
-    order."""
+    """Append the proteins of a block to 2**bits files of the folder, chosen by the first bits of
+    their order words."""
     order = order_of(block, seed)
     words = order_words(block.keys[order], seed)
     firsts = np.arange(1, 1 << bits, dtype=np.uint64) << np.uint64(64 - bits)
@@ -297,7 +297,7 @@ def append(folder, block, seed, bits):
 # ---- pass 2: sort each bucket, and write the sets ----
 
 def collect(folder, result, settings):
-    """Write the sets from the buckets, which are removed then -> {set: what meta.json says}."""
+    """Write the sets from the buckets and remove these -> {set: its entry in meta.json}."""
     limit = np.uint64(int(settings["val_fraction"] * 2.0**64))
     with contextlib.ExitStack() as stack:
         sets = {name: stack.enter_context(SetWriter(result / name)) for name in SETS}
@@ -326,7 +326,7 @@ def read_bucket(path):
 
 
 class SetWriter:
-    """Writes the three files of a set and sums up what meta.json says of it."""
+    """Writes the three files of a set and collects its entry in meta.json."""
 
     def __init__(self, folder):
         folder.mkdir(parents=True)
@@ -367,7 +367,7 @@ class SetWriter:
 
 @contextlib.contextmanager
 def working_folder(folder):
-    """FOLDER.partial, for one process at a time; it stays if there is more in it than the lock."""
+    """FOLDER.partial, locked for one process; removed at the end if it holds only the lock."""
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     with open(partial / "lock", "w") as lock:
@@ -377,8 +377,8 @@ def working_folder(folder):
             raise RuntimeError(f"another process is making {folder} (it holds {partial / 'lock'}); "
                                f"expected none. Wait for it, or name another folder.") from None
         except OSError as error:                        # as on Lustre mounted without locks
-            say(f"{folder.parent}: this disk has no locks ({error.strerror}). Start the making "
-                f"of {folder.name} only once at a time.")
+            say(f"{folder.parent}: this disk has no locks ({error.strerror}). Do not let two "
+                f"processes make {folder.name} at the same time.")
         try:
             yield partial
         finally:
@@ -387,13 +387,13 @@ def working_folder(folder):
 
 
 def remove_work(partial):
-    """Remove what is made of the sources; a download stays."""
+    """Remove buckets and unfinished result; keep a download."""
     for name in ("buckets", "result"):
         shutil.rmtree(partial / name, ignore_errors=True)
 
 
 def is_finished(folder, settings):
-    """Whether the folder was made with these settings. Raises ValueError if it is anything else."""
+    """Whether the folder exists, with these settings. Raises ValueError if it is anything else."""
     if not os.path.lexists(folder):
         return False
     try:
@@ -411,7 +411,7 @@ def is_finished(folder, settings):
 
 
 def finish_report(report, sets, n_read, settings):
-    """Fill in what is known at the end. Raises ValueError if one of the sets is empty."""
+    """Fill in the totals, known only at the end. Raises ValueError if one of the sets is empty."""
     n_train, n_val = (sets[name]["proteins"] for name in SETS)
     n = n_train + n_val
     report.n_proteins, report.n_duplicates = n, n_read - n
@@ -428,7 +428,7 @@ def finish_report(report, sets, n_read, settings):
 
 
 def publish(result, meta, folder):
-    """Write meta.json, bring everything to the disk, and give the result its name."""
+    """Write meta.json, force everything to the disk (fsync), and rename the result to `folder`."""
     (result / "meta.json").write_text(json.dumps(meta) + "\n")
     for path in [*result.rglob("*"), result]:
         synchronise(path)
@@ -445,7 +445,7 @@ def synchronise(path):
 
 
 def progress_bar(what, total, unit="B", initial=0):
-    """A progress bar; where nobody watches, as in a job's log, a line per half minute."""
+    """A progress bar; without a terminal, as in a job's log, it writes a line per half minute."""
     return tqdm(desc=what, total=total, initial=initial, unit=unit, unit_scale=True, ncols=80,
                 file=sys.stderr, mininterval=0.2 if sys.stderr.isatty() else 30)
 
@@ -469,9 +469,9 @@ def print_summary(folder, meta, report):
 METALINK = "RELEASE.metalink"   # UniProt's list of files with size and MD5, beside the files
 CHUNK = 1 << 20                 # bytes per read, at most
 TIMEOUT = 60                    # seconds without a byte, after which a connection counts as dropped
-TRIES = 10                      # in a row without progress; with BACKOFF about four minutes
+TRIES = 10                      # failures in a row without progress; takes about four minutes
 BACKOFF = 1.0                   # seconds before the second try; doubled each time
-LONGEST_WAIT = 60               # seconds
+LONGEST_WAIT = 60               # seconds between two tries
 GZIP = b"\x1f\x8b"              # the first two bytes of a gzip file
 NO_SERVER = (socket.gaierror, ConnectionRefusedError, ssl.SSLCertVerificationError)
 ADVICE = ("Check the network (on a cluster: a login node, or set https_proxy), name a mirror "
@@ -491,7 +491,7 @@ class Dropped(OSError):
 
 
 def look_up(url):
-    """Source of the url, with what RELEASE.metalink beside it says, if anything.
+    """Source of the url, with size, MD5 and release from RELEASE.metalink beside it, if known.
 
     Raises ValueError for a url that is not http or https, OSError where the server does not answer.
     """
@@ -515,10 +515,10 @@ def look_up(url):
 
 
 def download(source, path):
-    """Download a Source to path, which is there only when whole and checked; the same call goes on.
+    """Download a Source to path, which appears when whole and checked. The same call resumes it.
 
-    Raises ValueError for what is not such a file (url, 4xx, a page), OSError or RuntimeError for
-    network, server and disk.
+    Raises ValueError if there is no such file (wrong url, 4xx, a web page), OSError or RuntimeError
+    for network, server and disk.
     """
     partial = PartialFile(source, path)
     if partial.is_finished:
@@ -537,11 +537,11 @@ def download(source, path):
 class PartialFile:
     """The bytes of a download that have arrived, in PATH.part, and the note PATH.part.json.
 
-    The note says of which file the bytes are the beginning: what was asked for, and the size and
-    the version that the server named. When the file is whole it gets the name PATH, and the note
-    stays, so that the same command finds it finished.
+    The note says to which file the bytes belong: what was asked for, and the size and the version
+    that the server named. A whole file is renamed to PATH. The note is kept, so that the same
+    command finds the download finished.
 
-    note: the dict in the note, {} where there is none. differences: in what it differs from what
+    note: the dict in the note, {} if there is none. differences: keys in which it differs from what
     is asked for now.
     """
 
@@ -563,26 +563,26 @@ class PartialFile:
         return self.part.stat().st_size if self.part.exists() else 0
 
     def clear(self, reason):
-        """Throw away what has arrived, and say why."""
+        """Delete what has arrived, and say why."""
         if self.size:
             say(f"{self.part.name}: {self.size:,} bytes are thrown away: {reason}.")
         self.part.unlink(missing_ok=True)
         self.note = {}
 
     def begin(self, total, version):
-        """Write the note on a file that begins to arrive, of `total` bytes."""
-        # The part is empty by now: whenever the process is killed, the note is right about it.
+        """Write the note on a file of `total` bytes before its first byte is written."""
+        # The part is empty here, so the note is right even if the process is killed right after.
         self.path.unlink(missing_ok=True)
         self.note = {**self.wanted, "size": total, "version": version}
         self.note_path.write_text(json.dumps(self.note))
 
 
 def receive(source, partial):
-    """Write what one connection gives, from the byte reached on. Raises Dropped before the end."""
+    """Append what one connection delivers to the part. Raises Dropped if it ends too early."""
     note = partial.note
     if partial.size and partial.size == note["size"]:
         return
-    # Without a version, nothing would show that the rest is of another file.
+    # Without a version, start again: nothing would show that the rest is of another file.
     start = partial.size if note.get("version") else 0
     with open_url(source, start, note.get("version")) as file:
         if file.status == 200:
@@ -649,8 +649,8 @@ class SafeRedirects(urllib.request.HTTPRedirectHandler):
 def open_url(source, start=0, version=None):
     """HttpFile of a Source, from byte `start` on if the server still has this version of it.
 
-    Raises Dropped, ValueError for what is not the file, RuntimeError for a size that is wrong or
-    not known.
+    Raises Dropped, ValueError if the answer is not the file, RuntimeError for a size that is wrong
+    or not known.
     """
     check_url(source.url)
     url, headers = safe_url(source.url), {"User-Agent": "protein-ddp"}
@@ -665,8 +665,8 @@ def open_url(source, start=0, version=None):
         raise kind(f"{url}: found the answer {error.code} {error.reason}, expected the "
                    f"file") from None
     except (http.client.InvalidURL, UnicodeError):
-        raise ValueError(f"found the address {url!r}; expected %20 for a blank, and the like for "
-                         f"what is not ASCII.") from None
+        raise ValueError(f"found the address {url!r}; expected blanks (%20) and characters "
+                         f"beyond ASCII percent-encoded.") from None
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         cause = reason if isinstance(reason, Exception) else error
@@ -691,7 +691,7 @@ def open_url(source, start=0, version=None):
 
 
 def retry(work, bytes_arrived=lambda: 0):
-    """work(), again after Dropped; a try in which more bytes arrived begins the count anew."""
+    """Call work(), again after Dropped. A try in which more bytes arrived resets the count."""
     failures = 0
     while True:
         before = bytes_arrived()
@@ -728,7 +728,7 @@ def check_url(url):
 
 
 def safe_url(url):
-    """The url without user, password and query, which may be secret: for screens and files."""
+    """The url without user, password and query, which may be secret: to be shown or saved."""
     split = urlsplit(url)
     return urlunsplit((split.scheme, split.netloc.rpartition("@")[2], split.path, "", ""))
 

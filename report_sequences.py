@@ -2,20 +2,20 @@
 
     python report_sequences.py samples.fasta reference.fasta --picture report.png
 
-Reads two FASTA files (.gz or not), without gaps. Prints a table; writes the picture where
-matplotlib is installed. It says how the sequences are composed, how they repeat themselves, and how
-near each is to its nearest sequence of the reference. It does not say whether they fold or work.
+Reads two FASTA files (.gz or not), without gaps. Prints a table; draws the picture if matplotlib is
+installed. They show the composition of the sequences, their repeats, and how similar each is to its
+nearest sequence of the reference. They do not show whether the proteins fold or work.
 
 - Frequencies and dipeptides: KL divergence of the samples' shares from the reference's, in nats;
   one is added to each count, so that none is zero.
 - Low complexity: share of residues in a window of 12 whose letters have an entropy below 2.2 bits
   (the first pass of SEG; Wootton, Federhen 1993, Computers & Chemistry 17, 149).
-- Longest repeat: residues of the longest stretch that stands twice or more in one sequence.
+- Longest repeat: residues of the longest stretch that occurs twice or more in one sequence.
 - New 5-mers: share of a sequence's 5-mers that no reference sequence has.
-- Identity: of the global alignment with the nearest stretch of the reference, about as long as the
-  sequence, as a share of the sequence. The nearest stretch is the one that shares most 5-mers at
-  about the same distance (Lipman, Pearson 1985, Science 227, 1435); a sequence that shares none has
-  none. By chance: the same of the sequence's letters in a random order, with that stretch.
+- Identity: equal letters in the global alignment of a sequence with the nearest stretch of the
+  reference, of about its length, as a share of its length. The nearest stretch shares most 5-mers
+  on neighbouring diagonals (Lipman, Pearson 1985, Science 227, 1435); without a shared 5-mer there
+  is none. By chance: the same for the letters of the sequence in random order, same stretch.
 - Difference among samples: 1 - shared / all 5-mers of two samples, mean over pairs; 0: the same.
 """
 import argparse
@@ -31,10 +31,10 @@ import numpy as np
 from run_log import write_whole
 from sequence_data import AMINO_ACIDS, encode, named_sequences
 
-K = 5                   # length of the words that are compared: 3.2 million of them
-WINDOW, LEAST_BITS = 12, 2.2    # of low complexity
-BAND = 16               # residues by which gaps may shift a stretch against another
-MOST_PAIRS = 500        # samples of which all pairs are compared
+K = 5                   # length of the words (K-mers) that are compared; 3.2 million are possible
+WINDOW, LEAST_BITS = 12, 2.2    # low complexity: residues of a window; its entropy is below this
+BAND = 16               # diagonals (place in reference - place in sample) that are counted together
+MOST_PAIRS = 500        # samples, the first ones, that are compared in all pairs
 
 
 class Figures(NamedTuple):
@@ -68,7 +68,7 @@ def sequences_of(path):
 
 
 def measure(sequences):
-    """Figures of a list of str. Letters beside the 20 are left out of the shares."""
+    """Figures of a list of str. Letters other than the 20 are left out of the shares."""
     singles, doubles = Counter(), Counter()
     for text in sequences:
         singles.update(text)
@@ -94,7 +94,7 @@ def low_complexity(text):
 
 def longest_repeat(text):
     """Residues of the longest stretch that occurs at two places, which may overlap."""
-    low, high = 0, max(len(text) - 1, 0)   # a shorter stretch repeats where a longer one does
+    low, high = 0, max(len(text) - 1, 0)   # bisection: if a stretch repeats, shorter ones do too
     while low < high:
         size = (low + high + 1) // 2
         words = [text[i:i + size] for i in range(len(text) - size + 1)]
@@ -103,7 +103,7 @@ def longest_repeat(text):
 
 
 def words_of(text):
-    """The K-mers of a sequence, from its begin on."""
+    """The K-mers of a sequence, in order."""
     return [text[i:i + K] for i in range(len(text) - K + 1)]
 
 
@@ -131,7 +131,7 @@ def compare(samples, reference):
         if not bands:
             rows.append((new, math.nan, math.nan, -1))
             continue
-        place, band = max(sorted(bands), key=bands.get)   # the first of equals
+        place, band = max(sorted(bands), key=bands.get)   # of equal ones the first
         first = (band - 1) * BAND
         stretch = reference[place][max(first, 0):first + len(text) + 3 * BAND]
         shuffled = "".join(random.permutation(list(text)))
@@ -160,7 +160,7 @@ def divergence(p, q):
 
 
 def span(values, form):
-    """Least, median and most of the values that are not nan, each as text by `form`."""
+    """Least, median and most of the values that are not nan, as text, each formatted by `form`."""
     known = values[~np.isnan(values)]
     if not len(known):
         return "none"
@@ -168,7 +168,7 @@ def span(values, form):
 
 
 def report(samples, reference, picture=None):
-    """Text of the table; draws `picture` (path of a PNG) where matplotlib is installed.
+    """Text of the table. Also draws `picture` (path of a PNG) if matplotlib is installed.
 
     samples, reference: lists of str. Raises: ValueError for an empty list."""
     if not samples or not reference:
@@ -199,7 +199,7 @@ def report(samples, reference, picture=None):
 
 
 def draw(ours, theirs, novelty, path):
-    """Draw the picture; returns a line on it."""
+    """Draw the picture. Returns a line that says where it is, or why there is none."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogFormatter

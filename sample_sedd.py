@@ -2,7 +2,7 @@
 
     python sample_sedd.py runs/mine/checkpoints/best.pt --number 50 --length 80-120 --out new.fasta
     python sample_sedd.py best.pt --scaffold "MKT[40]GSHHW[12-20]" --number 8
-    python sample_sedd.py best.pt --infill templates.fasta             # "_" at each free place
+    python sample_sedd.py best.pt --infill templates.fasta             # "_" marks what to sample
     python sample_sedd.py best.pt --score proteins.fasta --out scores.tsv
     python sample_sedd.py best.pt --score wild_type.fasta --each_position
     python sample_sedd.py best.pt --score wild_type.fasta --mutations variants.txt   # A12V ...
@@ -11,16 +11,16 @@
     mpirun -n 4 python sample_sedd.py ...                              # the same, sooner
 
 CHECKPOINT is best.pt or last.pt of a run, a folder that --export made, or a file in the published
-SEDD layout. Averaged weights (EMA) are used where there are some. Noise, graph and alphabet come
-from the checkpoint. The result goes to --out, whole or not at all, or to standard output; what was
-loaded and how far it is goes to standard error. Wrong input ends with one message and exit code 2.
+SEDD layout. Averaged weights (EMA) are used if the file has them. Noise, graph and alphabet come
+from the checkpoint. The result goes to --out, whole or not at all, or to standard output; notes on
+the checkpoint and progress go to standard error. Wrong input ends with one message and exit code 2.
 In a notebook:
 
     sedd = load_sedd("best.pt")
     print(sample_sequences(sedd, ["_" * 100] * 4 + ["MKT____________GSHHW"]))
     print(score_sequences(sedd, ["MKTAYIAKQRQISFVKSHFSRQ"]).bound)
 """
-if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
+if __name__ == "__main__":   # runs the rank as a child process; this process only watches it
     import ddp_guard
     ddp_guard.supervise()
 
@@ -52,32 +52,32 @@ from sequence_batches import eval_batches
 from sequence_data import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator, keyed_seed,
                            named_sequences)
 
-FREE = "_"              # a place of a template that is to be drawn
-BLOCK = 2000            # sequences that are scored together: results appear after each
+FREE = "_"              # marks a position of a template that is to be sampled
+BLOCK = 2000            # sequences that are scored together; results are written block by block
 PATIENCE = 6 * 3600.0   # seconds that ranks wait for a rank with more work
 FASTA_ENDINGS = (".fasta", ".fa", ".faa")
-INTERVAL = 1.96         # standard errors to either side that hold 95 %
-LONGEST = 10**6         # residues of a free stretch
+INTERVAL = 1.96         # half the width of a 95 % interval, in standard errors
+LONGEST = 10**6         # most residues of a free stretch
 
 
 # ---------------------------------------------------------------- sample
 @torch.no_grad()
 def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperature=1.0, top_p=1.0,
                      seed=0, tokens=16384, dtype=torch.float32, ddp=None, on_step=None):
-    """Draw a sequence for each template; a collective where ddp is given.
+    """Sample a sequence for each template. Collective if ddp is given.
 
     Args:
-        templates: texts of the 20 letters, which stay, and "_", which are drawn: "_" * 100. With
-            the uniform graph the model takes kept letters for noise while there is much of it.
+        templates: texts of the 20 letters, which are kept, and "_", which are sampled: "_" * 100.
+            With the uniform graph, at high noise, the model treats kept letters as noise too.
         steps, predictor: see sedd_diffusion.sample.
-        temperature, top_p: the denoising distribution at a mask is q[y] = s[y] / sum of s over the
-            20 letters, s = exp(log score). It becomes q^(1/temperature), and of that the likeliest
-            letters which together hold top_p. How many residues a step draws stays. 1 and 1: the
-            model itself. For the absorbing graph.
-        seed: with the templates and `tokens` it decides the result, whatever the number of ranks.
+        temperature, top_p: for the absorbing graph. A letter at a mask has the probability q[y] =
+            s[y] / sum of s over the 20 letters, s = exp(log score). It becomes q^(1/temperature),
+            restricted to the likeliest letters that together have the probability top_p. The
+            number of residues unmasked per step does not change. 1 and 1: the model itself.
+        seed: seed, templates and `tokens` determine the result, whatever the number of ranks.
         tokens: positions in a batch, padding included.
         dtype: of autocast.
-        on_step: called after each step of this rank, with the number of all its steps.
+        on_step: called after each step of this rank, with its total number of steps.
     Returns: list of str, in the order of the templates, without X, on every rank.
     Raises: ValueError for templates or settings that cannot be used.
     """
@@ -124,13 +124,13 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
 
 
 def reshape_choice(log_score, xt, mask_id, temperature, top_p):
-    """Log scores (B, L, V) whose choice of letter at each mask has this temperature and top_p; the
-    sum of the scores over letters, which is how fast a mask goes, stays. See sample_sequences."""
+    """Log scores (B, L, V) with temperature and top_p (see sample_sequences) applied at each mask.
+    The sum of the scores over the letters, which is the rate of unmasking, stays the same."""
     letters = log_score[..., :X_ID]
     log_q = torch.log_softmax(letters / temperature, -1)
     if top_p < 1:
         ordered, places = log_q.sort(-1, descending=True)
-        before = ordered.exp().cumsum(-1) - ordered.exp()    # held by likelier letters
+        before = ordered.exp().cumsum(-1) - ordered.exp()    # of all likelier letters
         ordered = ordered.masked_fill(before >= top_p, -math.inf)
         log_q = torch.log_softmax(torch.empty_like(log_q).scatter(-1, places, ordered), -1)
     shaped = torch.full_like(log_score, -math.inf)           # X is never drawn
@@ -140,23 +140,24 @@ def reshape_choice(log_score, xt, mask_id, temperature, top_p):
 
 
 def template_tokens(text, name):
-    """Tokens (L,) int64 of a template, -1 where it is free. Raises ValueError."""
+    """Tokens (L,) int64 of a template, -1 at free positions. Raises ValueError."""
     wrong = re.search(f"[^{AMINO_ACIDS}{FREE}]", text)
     if wrong or not text:
         found = f"{wrong.group()!r} at place {wrong.start() + 1}" if wrong else "nothing"
-        raise ValueError(f"{name}: found {found}; expected the letters {AMINO_ACIDS}, which stay, "
-                         f"and {FREE} where one is to be drawn.")
+        raise ValueError(f"{name}: found {found}; expected the letters {AMINO_ACIDS}, which are "
+                         f"kept, and {FREE} for each letter to be sampled.")
     return np.array([AMINO_ACIDS.find(letter) for letter in text], np.int64)
 
 
 def scaffold_templates(scaffold, number, seed):
-    """`number` templates of a scaffold such as "MKT[40]GSHHW[12-20]"; lengths are keyed by seed."""
+    """`number` templates of a scaffold such as "MKT[40]GSHHW[12-20]"; seed: of random lengths."""
     parts = re.findall(r"\[(\d+)(?:-(\d+))?\]|([A-Za-z]+)|(.)", scaffold)
     wrong = [other for *_, other in parts if other]
     free = any(int(high or low or 0) for low, high, *_ in parts)
     never_empty = any(letters or int(low or 0) for low, _, letters, _ in parts)
     if wrong or not free or not never_empty:
-        found = repr(wrong[0]) if wrong else "no length above 0" if not free else "all may be empty"
+        found = "no length above 0" if not free else "parts that may all be empty"
+        found = repr(wrong[0]) if wrong else found
         raise ValueError(f"--scaffold {scaffold!r}: found {found}; expected letters and lengths in "
                          "brackets, such as MKT[40]GSHHW[12-20].")
     templates = []
@@ -169,17 +170,17 @@ def scaffold_templates(scaffold, number, seed):
 
 
 def draw_number(low, high, generator):
-    """An integer, evenly from low to high (texts; "" for high: low), both included."""
+    """A random integer from low to high, both included. They are texts; "" for high means low."""
     low, high = int(low), int(high or low)
     if not low <= high <= LONGEST:
-        raise ValueError(f"found the length {low}-{high}; expected such as 80-120, at most "
+        raise ValueError(f"found the length {low}-{high}; expected a range like 80-120, at most "
                          f"{LONGEST:,}.")
     return low + int(torch.randint(high - low + 1, (), generator=generator))
 
 
 def free_templates(sedd, length, number, seed):
-    """`number` templates that are free throughout. length: "100", "80-120", or None: drawn from the
-    lengths of the training proteins."""
+    """`number` templates of free positions only. length: "100", "80-120", or None: random lengths,
+    distributed as those of the training proteins."""
     generator = keyed_generator(seed, "lengths")
     if length is None:
         if sedd.lengths is None:
@@ -195,26 +196,26 @@ def free_templates(sedd, length, number, seed):
 # ---------------------------------------------------------------- score
 class Scores(NamedTuple):
     """Scores of n sequences, each an array (n,)."""
-    residues: np.ndarray    # that count: not X
-    bound: np.ndarray       # on -ln p, in nats
-    error: np.ndarray       # standard error of the bound, from the noise drawn; nan for one sample
+    residues: np.ndarray    # number without X
+    bound: np.ndarray       # upper bound on -ln p, in nats
+    error: np.ndarray       # standard error of the bound due to random noise; nan for one sample
     unigram: np.ndarray     # -ln p under the letter frequencies of the training data
 
 
 def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtype=torch.float32,
                     ddp=None):
-    """Upper bounds on -ln p of sequences (the negative ELBO); a collective where ddp is given.
+    """Upper bounds on -ln p of sequences (the negative ELBO). Collective if ddp is given.
 
     The estimate and its control variate are those of validation, see sedd_eval.BoundEstimator.
-    Noise is keyed by the sequence alone, so that its score does not depend on the others.
+    The noise is seeded by the sequence alone: other sequences do not change its score or error.
 
     Args:
         sequences: texts of the letters of sequence_data.encode.
         samples: noise levels per sequence, evenly spaced from a random start.
         window: cut sequences that are longer than the model was trained on into parts of equal
-            length, taken as independent; else they are refused.
+            length, which are scored independently; otherwise such sequences are refused.
         tokens: positions in a batch.
-    Returns: Scores; equal sequences have the same error. Raises: ValueError.
+    Returns: Scores. Raises: ValueError.
     """
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
     parts, owner = [], []
@@ -249,7 +250,7 @@ def windows(row, longest, allowed):
 
 
 def mask_of(sedd):
-    """The mask's token. Raises ValueError for the uniform graph, which has none."""
+    """The token id of the mask. Raises ValueError for the uniform graph, which has none."""
     if not sedd.graph.absorb:
         raise ValueError("each position is scored behind a mask, which the uniform graph does not "
                          "have; expected a model with the absorbing one.")
@@ -263,7 +264,7 @@ def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
     Args:
         rows: (n, L) array of tokens, with mask_of(sedd) at the places to be predicted.
         tokens: positions in a batch.
-    Returns: (masks, 20) float64, the masks of one row after the other, each row's from the left.
+    Returns: (masks, 20) float64, row by row, and from left to right within a row.
     """
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
     ends = np.cumsum((rows == mask_of(sedd)).sum(1))   # masks up to each row
@@ -285,8 +286,8 @@ def predict_letters(sedd, rows, tokens=16384, dtype=torch.float32, ddp=None):
 def residue_scores(sedd, sequence, **how):
     """-ln p of each residue given all others, in nats: (L,) float64, nan for X.
 
-    One forward pass per position, behind a mask; of sequences longer than the model was trained on,
-    the residues around the position count. how: see predict_letters."""
+    Each position is masked in turn. If the sequence is longer than the model was trained on, only
+    the residues around the position are given. how: see predict_letters."""
     row = encode(sequence)
     places, width = np.arange(len(row)), min(len(row), sedd.max_length)
     starts = (places - width // 2).clip(0, len(row) - width)
@@ -318,7 +319,7 @@ def variant_scores(sedd, sequence, variants, **how):
 def read_variants(path, sequence):
     """[(text, [(place from 0, token), ...])] of a file with a variant per line: A12V, or A12V,G30S.
 
-    Raises: ValueError naming the line, also where the sequence has another letter."""
+    Raises: ValueError naming the line, also if the sequence has another letter at the place."""
     found = []
     lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
@@ -352,23 +353,23 @@ def make_parser():
     add = parser.add_argument
     add("checkpoint", help="best.pt, last.pt, an exported folder, or a published file")
     add("--out", type=Path, help="file to write; default: standard output")
-    add("--no_ema", action="store_true", help="the last weights, not their averages")
+    add("--no_ema", action="store_true", help="use the last weights, not their averages")
     add("--bfloat16", action="store_true", help="compute in bfloat16 (autocast)")
     add("--tokens", type=int, default=16384, help="positions in a batch (default 16384)")
     task = parser.add_mutually_exclusive_group().add_argument
-    task("--length", help="sample residues: 100, or 80-120; default: as the training proteins")
-    task("--scaffold", help='sample kept letters and free lengths: "MKT[40]GSHHW[12-20]"')
-    task("--infill", type=Path, metavar="FASTA", help="sample templates, _ at each free place")
+    task("--length", help="sample proteins of this length: 100, or 80-120; default: as in training")
+    task("--scaffold", help='sample the parts in brackets, of these lengths: "MKT[40]GSHHW[12-20]"')
+    task("--infill", type=Path, metavar="FASTA", help="sample each _ of these templates")
     task("--score", type=Path, metavar="FASTA", help="bound on -ln p of each sequence, as a table")
     task("--export", type=Path, metavar="NAME",
          help="write the model to a folder NAME, or NAME.pth (published layout)")
     add = parser.add_argument_group("sampling").add_argument
-    add("--seed", type=int, default=0, help="another one draws other samples (default 0)")
+    add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     add("--number", type=int, help="sequences; with --infill: of each template (default 1)")
     add("--steps", type=int, default=128, help="reverse steps (default 128)")
     add("--predictor", choices=("analytic", "euler"), default="analytic")
-    add("--temperature", type=float, default=1.0, help="of the choice of letters; 1: the model")
-    add("--top_p", type=float, default=1.0, help="share of the likeliest letters; 1: the model")
+    add("--temperature", type=float, default=1.0, help="of letters; below 1: less random")
+    add("--top_p", type=float, default=1.0, help="total probability of the allowed letters; 1: all")
     add("--report", type=Path, metavar="FASTA", help="compare the samples with these proteins: a "
                                                      "table, and a picture beside --out")
     group = parser.add_argument_group("scoring")
@@ -376,7 +377,7 @@ def make_parser():
                        help="noise levels per sequence (default 8)")
     add = group.add_mutually_exclusive_group().add_argument
     add("--window", action="store_true",
-        help="score in parts what is longer than the model was trained on")
+        help="score sequences longer than the model was trained on in parts")
     add("--each_position", action="store_true",
         help="with --score: -ln p of each residue given all others")
     add("--mutations", type=Path, metavar="FILE",
@@ -385,7 +386,7 @@ def make_parser():
     return parser
 
 
-# Options that change nothing in any other task.
+# Options that only this task uses.
 ONLY_FOR = {"score": ("samples", "window", "each_position", "mutations"),
             "drawing": ("number", "report", "steps", "predictor", "temperature", "top_p", "seed")}
 
@@ -424,7 +425,7 @@ def picture_of(args):
     """The file of --report's picture: NAME.png beside --out. None without --report."""
     if not args.report:
         return None
-    # What follows the point in a name such as t0.5 is no ending.
+    # Only known endings are removed: in a name such as t0.5 the .5 is none.
     name = args.out.stem if args.out.suffix in FASTA_ENDINGS else args.out.name
     return args.out.with_name(f"{name}.png")
 
@@ -461,9 +462,9 @@ def run(args, ddp):
             export_sedd(sedd, args.export)
         print0(ddp, f"exported to {args.export}", file=sys.stderr)
         return None
-    if args.score and os.path.isfile(args.score):   # no pipe: all of it, before hours of work
+    if args.score and os.path.isfile(args.score):   # fail early; a pipe can be read only once
         for name, text in named_sequences(args.score):
-            scorable(name, text, sedd, args)
+            checked_letters(name, text, sedd, args)
     how = {"tokens": args.tokens, "ddp": ddp,
            "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
     work = (rank_variants if args.mutations else score_positions if args.each_position else
@@ -477,8 +478,7 @@ def run(args, ddp):
 
 @contextlib.contextmanager
 def open_output(path, ddp):
-    """A function that writes text, on rank 0, to standard output, or to `path`: whole or not at
-    all."""
+    """A function that writes text, on rank 0, to stdout or to `path`, which appears when whole."""
     texts = []
     if not ddp.is_main:
         yield lambda text: None
@@ -487,7 +487,7 @@ def open_output(path, ddp):
         sys.stdout.flush()
     else:
         with tempfile.NamedTemporaryFile(dir=path.absolute().parent):
-            pass   # a folder that cannot be written is refused now, and not after the work
+            pass   # raises now, not after the work, if the folder cannot be written
         yield texts.append
         write_text_atomic(path, "".join(texts))
 
@@ -500,8 +500,8 @@ def draw_file(sedd, args, how, write):
         for name, text in named:
             template_tokens(text, f"{args.infill}, {name:.40}")
             if FREE not in text:
-                raise ValueError(f"{args.infill}, {name:.40}: found no {FREE}; expected one at "
-                                 "each place that is to be drawn.")
+                raise ValueError(f"{args.infill}, {name:.40}: found no {FREE}; expected one for "
+                                 "each letter to be sampled.")
         templates = [text for _, text in named for _ in range(number)]
         words = [(name.split() or ["template"])[0] for name, _ in named]
         if len(set(words)) < len(words):
@@ -531,7 +531,7 @@ def draw_file(sedd, args, how, write):
 
 @contextlib.contextmanager
 def progress_bar(ddp, unit):
-    """A bar on standard error, where rank 0 has a terminal there."""
+    """A progress bar on standard error, if that is a terminal, on rank 0."""
     from tqdm import tqdm
     columns, lines = shutil.get_terminal_size()   # 80 x 24 if the terminal says 0 x 0
     with tqdm(unit=f" {unit}", disable=not (ddp.is_main and sys.stderr.isatty()), leave=False,
@@ -540,13 +540,13 @@ def progress_bar(ddp, unit):
 
 
 def score_file(sedd, args, how, write):
-    """Write a table of bounds; at the end the total, on standard error."""
+    """Write a table of bounds. Afterwards print their total to standard error."""
     totals = np.zeros(4)   # residues, bound, variance, unigram
     head = "name\tlength\tnats\tnats_per_residue\tstandard_error\tunigram_nats\n"
     named = named_sequences(args.score)
     with progress_bar(how["ddp"], "sequences") as bar:
         while block := list(itertools.islice(named, BLOCK)):
-            texts = [scorable(name, text, sedd, args) for name, text in block]
+            texts = [checked_letters(name, text, sedd, args) for name, text in block]
             scores = score_sequences(sedd, texts, args.samples, args.window, **how)
             lines = [head]
             for (name, _), text, n, bound, error, unigram in zip(block, texts, *scores):
@@ -560,7 +560,7 @@ def score_file(sedd, args, how, write):
             bar.update(len(block))
     n, bound, variance, unigram = totals
     if not n:
-        raise ValueError(f"{args.score} has no residue that counts: X alone.")
+        raise ValueError(f"{args.score} has no known residue, only X.")
     mean, error = bound / n, math.sqrt(variance) / n
     low, high = (perplexity(mean + side * INTERVAL * error) for side in (-1, 1))
     spread, interval = f" (standard error {error:.4f})", f" (95 %: {low} to {high})"
@@ -571,8 +571,8 @@ def score_file(sedd, args, how, write):
                        f"{perplexity(unigram / n)}", file=sys.stderr)
 
 
-def scorable(name, text, sedd, args):
-    """The letters of a sequence of a file. Raises ValueError naming it."""
+def checked_letters(name, text, sedd, args):
+    """The letters of a sequence in a file. Raises ValueError, naming it, if it cannot be scored."""
     try:
         text = text.upper().removesuffix("*")
         windows(encode(text), sedd.max_length,
@@ -586,7 +586,7 @@ def score_positions(sedd, args, how, write):
     """Write a table of -ln p of each residue given all others."""
     head = "name\tposition\tresidue\tnats\n"
     for name, text in named_sequences(args.score):
-        text = scorable(name, text, sedd, args)
+        text = checked_letters(name, text, sedd, args)
         scores = residue_scores(sedd, text, **how)
         write(head + "".join(f"{name}\t{place}\t{letter}\t{nats:.4f}\n"
                              for place, (letter, nats) in enumerate(zip(text, scores), 1)))
@@ -599,7 +599,7 @@ def rank_variants(sedd, args, how, write):
     if len(named) != 1:
         raise ValueError(f"{args.score} holds {len(named)} sequences; expected the one that "
                          "--mutations changes.")
-    sequence = scorable(*named[0], sedd, args)
+    sequence = checked_letters(*named[0], sedd, args)
     variants = read_variants(args.mutations, sequence)
     scores = variant_scores(sedd, sequence, [changes for _, changes in variants], **how)
     write("rank\tvariant\tlog_ratio\n")
@@ -623,7 +623,7 @@ def cli(argv=None):
     with ddp:
         try:
             samples = run(args, ddp)
-        except BrokenPipeError:   # as with `| head`
+        except BrokenPipeError:   # the reader of the output has ended, as in `| head`
             if ddp.world_size > 1:
                 abort(ddp, "nobody reads the output any longer")
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -633,7 +633,7 @@ def cli(argv=None):
                 abort(ddp, f"sample_sedd.py: error: {e}", BAD_INPUT, secondary=not ddp.is_main)
         except KeyboardInterrupt:
             if ddp.world_size > 1:
-                raise   # which ends the others
+                raise   # this ends the other ranks
             interrupted = True
     if interrupted:
         print("sample_sedd.py: interrupted (Ctrl-C)", file=sys.stderr)

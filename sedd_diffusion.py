@@ -10,9 +10,9 @@
 
 B batch, L residues, V tokens; x0 clean and xt noised tokens, (B, L) int64. sigma is the total noise
 and dsigma = d sigma/dt its rate, both (B,): one noise level per protein. A log score l[y], (B, L,
-V), is the network's estimate of ln p_t(xt with this residue changed to y) - ln p_t(xt), 0 at y =
-xt. Losses in nats. Source: Lou, Meng, Ermon 2024, arXiv 2310.16834. Needs torch only; reads and
-writes nothing.
+V), is the network's estimate of ln p_t(xt with this residue changed to y) - ln p_t(xt); it is 0 at
+y = xt. Losses are in nats. Source: Lou, Meng, Ermon 2024, arXiv 2310.16834. Needs torch only; reads
+and writes nothing.
 """
 import math
 
@@ -33,7 +33,7 @@ class LogLinearNoise:
 
 
 class GeometricNoise:
-    """sigma = sigma_min^(1 - t) sigma_max^t; sampling starts from full noise: large sigma_max."""
+    """sigma = sigma_min^(1 - t) sigma_max^t. sigma_max must be large: sampling starts there."""
 
     def __init__(self, sigma_min=1e-4, sigma_max=20.0):
         if not 0 < sigma_min < sigma_max <= 88:
@@ -47,14 +47,14 @@ class GeometricNoise:
 
 
 class CosineNoise:
-    """Noised share (1 - eps) (1 - cos(pi t / 2)): slow at first, full (up to eps) at t = 1."""
+    """Noised share (1 - eps) (1 - cos(pi t / 2)): grows slowly at first; 1 - eps at t = 1."""
 
     def __init__(self, eps=1e-3):
         self.eps = _checked_eps(eps)
 
     def __call__(self, t):
         angle = t * (math.pi / 2)
-        noised = (1 - self.eps) * 2 * torch.sin(angle / 2) ** 2     # 1 - cos cancels at small t
+        noised = (1 - self.eps) * 2 * torch.sin(angle / 2) ** 2     # 1 - cos is inexact at small t
         dsigma = (1 - self.eps) * (math.pi / 2) * torch.sin(angle) / (1 - noised)
         return -torch.log1p(-noised), dsigma
 
@@ -95,7 +95,7 @@ class Graph:
     reverse_rate(x, score): rates of the reverse process, (B, L, V); score = exp(log_score).
     score_entropy(log_score, sigma, xt, x0): (B, L) >= 0, with the constants that make its minimum
         0; float32 at least, float64 for a float64 log_score.
-    sample_limit(shape, generator, device): tokens of full noise.
+    sample_limit(shape, generator, device): tokens drawn at full noise.
     prior_kl(sigma1): KL(p(xt | x0) || full noise), nats per residue, at sigma1 = sigma(t = 1).
     """
 
@@ -137,7 +137,7 @@ class AbsorbingGraph(Graph):
         # over the real y, - r l[x0] + r (ln r - 1). Its minimum is at s[x0] = r, other s[y] = 0.
         log_score, sigma = _checked_scores(self, log_score, sigma, xt, x0)
         masked = xt == self.mask_id
-        # Before the scores are used: a gradient of 0 x inf is NaN.
+        # Set the scores elsewhere to 0 first: a gradient of 0 x inf would be NaN.
         log_score = torch.where(masked[..., None], log_score, 0.0)
         log_r = -torch.log(torch.expm1(sigma))
         target = log_score.gather(-1, x0[..., None])[..., 0]
@@ -148,7 +148,7 @@ class AbsorbingGraph(Graph):
         return torch.full(shape, self.mask_id, dtype=torch.int64, device=device)
 
     def prior_kl(self, sigma1):
-        return 0.0      # infinite while a share exp(-sigma1) stays unmasked; taken as 0, as usual
+        return 0.0      # by convention; infinite, as a share exp(-sigma1) stays unmasked
 
     def at_mask(self, device):
         return torch.arange(self.vocab_size, device=device) == self.mask_id     # (V,) bool
@@ -182,8 +182,8 @@ class UniformGraph(Graph):
 
     def score_entropy(self, log_score, sigma, xt, x0):
         # Mean over y, without y = xt, of s[y] - q l[y] + q (ln q - 1), with q = p(y|x0)/p(xt|x0).
-        # With E = e^sigma - 1 and rho = E/(E + V), which does not cancel at small sigma: q = rho if
-        # xt = x0; else q = 1/rho = 1 + V/E at y = x0 and 1 elsewhere.
+        # With E = e^sigma - 1 and rho = E/(E + V), exact at small sigma: q = rho if xt = x0; else
+        # q = 1/rho = 1 + V/E at y = x0 and 1 elsewhere.
         log_score, sigma = _checked_scores(self, log_score, sigma, xt, x0)
         V, E = self.vocab_size, torch.expm1(sigma)
         rho, log_rho = E / (E + V), -torch.log1p(V / E)
@@ -218,7 +218,7 @@ def make_graph(type, n_tokens):
 # ---- scores and loss ----
 
 def independent_log_score(p, sigma, xt, graph):
-    """Exact log scores where residues are independent and all have the law p.
+    """Exact log scores if residues are independent and all have the distribution p.
 
     p: (n_tokens,) float64. sigma: (B,) float64. xt: (B, L) int64.
     Returns (B, L, V) float64, -inf at tokens that p makes impossible.
@@ -232,14 +232,14 @@ def independent_log_score(p, sigma, xt, graph):
 def score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, weight):
     """dsigma x score entropy, summed over the residues of each protein that count.
 
-    log_score:     (B, L, V). Where weight is False it may even be NaN: neither value nor gradient
-                   sees it.
+    log_score:     (B, L, V). It may be NaN where weight is False: neither the loss nor its gradient
+                   depends on it there.
     sigma, dsigma: (B,), see make_noise. xt, x0: (B, L) int64.
     weight:        (B, L) bool, True = counts (a real residue that is not X).
     Returns (sums (B,) in nats, counts (B,) int64). sums.sum() / counts.sum() is the loss per
     residue over any number of batches and ranks; sums.mean() is the official reduction. For t
     uniform on [eps, 1] the expected loss times (1 - eps), plus prior_kl per residue, bounds -ln
-    p(x0) from above (but for t < eps).
+    p(x0) from above (apart from times t < eps).
     Raises ValueError for shapes or dtypes that do not agree.
     """
     if weight.dtype != torch.bool or weight.shape != xt.shape:
@@ -264,20 +264,20 @@ def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", fixed
     log_score_fn: (xt (B, L) int64, sigma (B,) float32) -> log_score (B, L, V). It is given sigma,
                   never t.
     shape:        (B, L).
-    steps:        draws at equal distances from t = 1 to eps. One more, always analytic, removes the
-                  noise left at eps.
-    predictor:    "euler" (first order in the step) or "analytic" (Tweedie; residues independent in
-                  a step).
+    steps:        draws at evenly spaced times from t = 1 to eps. One more draw, always analytic,
+                  removes the noise left at eps.
+    predictor:    "euler" (first order in the step) or "analytic" (Tweedie; takes the residues as
+                  independent within a step).
     fixed:        (tokens (B, L) int64, fixed_mask (B, L) bool): residues held from the start
                   (infilling).
     forbidden:    token ids never returned, such as X.
     mask:         (B, L) bool, True = residue. The rest is padding: not drawn, returned as
-                  forbidden[0] (0 if none). log_score_fn has to hand the same mask to its network.
-    generator:    draws are made on its device, so that a CPU generator serves every accelerator.
+                  forbidden[0] (0 if none). log_score_fn has to pass the same mask to its network.
+    generator:    random numbers come from its device: a CPU generator works with any accelerator.
     on_step:      called as on_step(step, xt) after each draw.
-    Returns (B, L) int64 without the mask and without forbidden tokens, by construction: they have
-    no weight in the last draw, and a residue left without any weight is drawn evenly from the
-    others. (`fixed` may hold forbidden ones.)
+    Returns (B, L) int64. By construction it has no mask and, outside `fixed`, no forbidden token:
+    these have probability 0 in the last draw. A residue for which all other tokens have 0 as well
+    is drawn evenly from them.
     Raises ValueError for bad arguments, RuntimeError if log_score_fn returned NaN.
     """
     if predictor not in ("euler", "analytic"):
@@ -292,11 +292,11 @@ def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", fixed
     if not returned.any() or not all(0 <= y < graph.n_tokens for y in forbidden):
         raise ValueError(f"forbidden = {tuple(forbidden)}; expected some of 0 to "
                          f"{graph.n_tokens - 1}.")
-    # Until the last draw, uniform noise passes through forbidden tokens too; a mask never does.
+    # Before the last draw, forbidden tokens are allowed with the uniform graph only.
     allowed = returned | graph.at_mask(device) if graph.absorb else torch.ones_like(returned)
 
-    # The schedule is evaluated beforehand, in float64 on the CPU: differences of sigma cancel in
-    # float32, and a number read from the device in each step would stall it.
+    # The schedule is evaluated beforehand, in float64 on the CPU: differences of sigma are inexact
+    # in float32, and reading a number from the device in each step would stall it.
     sigma, dsigma = noise(torch.linspace(1, eps, steps + 1, dtype=torch.float64))
     step_sigma = torch.cat([sigma[:-1] - sigma[1:], sigma[-1:]])
     sigma, dsigma, step_sigma = (s.float().to(device) for s in (sigma, dsigma, step_sigma))
@@ -318,8 +318,8 @@ def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", fixed
             step = step_sigma[i].expand(B)
             p = graph.staggered_score(score, step) * graph.transp_transition(xt, step)
         p = torch.where((returned if is_last else allowed) & (p > 0), p, 0.0)
-        without_weight = returned.to(p.dtype) if is_last else stay
-        p = torch.where(p.any(-1, keepdim=True), p, without_weight)
+        fallback = returned.to(p.dtype) if is_last else stay    # where all probabilities are 0
+        p = torch.where(p.any(-1, keepdim=True), p, fallback)
         xt = torch.where(held, held_tokens, _draw(p, generator))
         if on_step is not None:
             on_step(i, xt)
@@ -332,7 +332,7 @@ def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", fixed
 def _draw(p, generator):
     """Index drawn with probability p / sum(p) over the last dimension; NaN and p < 0 count as 0.
 
-    The smallest of independent exponential times of rates p is the draw; p need not sum to 1.
+    Each index gets a random waiting time, exponential with rate p. The shortest time wins.
     """
     source = generator.device if generator is not None else p.device
     u = torch.rand(p.shape, generator=generator, device=source).to(p.device)
@@ -341,7 +341,7 @@ def _draw(p, generator):
 
 
 def _held_positions(graph, shape, fixed, mask, forbidden, device):
-    """Which positions are not drawn, (B, L) bool, and the tokens that they hold, (B, L) int64."""
+    """Which positions are not drawn, (B, L) bool, and the tokens they keep, (B, L) int64."""
     filler = forbidden[0] if len(forbidden) else 0
     held = torch.zeros(shape, dtype=torch.bool, device=device)
     tokens = torch.full(shape, filler, dtype=torch.int64, device=device)
@@ -364,7 +364,7 @@ def _held_positions(graph, shape, fixed, mask, forbidden, device):
     return held | where, torch.where(where, given, tokens)
 
 
-# ---- checks and small parts ----
+# ---- checks and helpers ----
 
 def _checked_eps(eps):
     if not 1e-12 <= eps < 1:   # else 1 - eps may be 1, and sigma infinite
@@ -399,7 +399,7 @@ def _one_hot(x, V, dtype):
 
 
 def _noised(x0, sigma, generator):
-    """Which tokens noise has hit, (B, L) bool, each with probability 1 - exp(-sigma)."""
+    """Which tokens the noise replaces, (B, L) bool, each with probability 1 - exp(-sigma)."""
     share = -torch.expm1(-_per_token(sigma, x0)[..., 0])                        # (B, 1)
     source = generator.device if generator is not None else x0.device
     u = torch.rand(x0.shape, generator=generator, device=source)

@@ -1,6 +1,7 @@
-"""What a SEDD model is worth: the validation bound on -ln p of proteins, the best, samples.
+"""How good a SEDD model is: the validation bound on -ln p, the best checkpoint, samples.
 
-All is the same for any number of ranks: noise is keyed by the protein, samples by the step.
+Results are the same for any number of ranks: the noise of validation is seeded by the protein, and
+samples are seeded by the step.
 """
 import math
 
@@ -16,10 +17,10 @@ from sequence_data import (X_ID, collate, decode, keyed_generator, keyed_seed, r
                            unigram_frequencies)
 from train_loop import record_score
 
-TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1]: the weight of the loss is 1/t
-SAMPLED_POSITIONS = 2**14   # of proteins that are sampled together, so that many fit in the memory
-EVAL_PROTEINS = 16    # of max_length in an evaluation's batch, without tokens_per_batch
-LITTLE = 0.02         # nats per residue below the unigram that are hardly worth a model
+TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1], as the weight of the loss, 1/t, diverges at 0
+SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory
+EVAL_PROTEINS = 16    # proteins of max_length in an evaluation batch, without tokens_per_batch
+LITTLE = 0.02         # nats per residue; a model that gains less on the unigram hardly learned
 
 
 def to_device(batch, device, dtype):
@@ -31,18 +32,16 @@ def to_device(batch, device, dtype):
 
 
 class BoundEstimator:
-    """Bounds on -ln p(x0) of proteins, with all that does not depend on the model worked out once.
+    """Upper bounds on -ln p(x0) of proteins; what does not depend on the model is computed once.
 
-    Most of the variance comes from how many residues the noise happens to change, which is alike
-    for every model. So the same noise is given to the unigram model, whose scores and likelihood
-    are known exactly, and the bound is its exact -ln p plus the estimated difference between the
-    two (a control variate: no bias, several times less noise). What happens below TIME_EPS, where
-    no score is learned, is thereby counted at the unigram's price, so that this is a bound for
-    every noise schedule.
+    Most of the variance comes from how many residues the noise happens to change, which affects
+    every model alike. So the unigram model, whose scores and likelihood are known exactly, gets the
+    same noise, and the bound is its exact -ln p plus the estimated difference between the models (a
+    control variate: no bias, several times less variance). For times below TIME_EPS, where no score
+    is learned, the bound thereby uses the unigram model, and so is valid for any noise schedule.
 
-    counts: (n,) int64, residues that count (not X). unigram_nll: (n,) float64, -ln p in nats under
-    the letter frequencies. baseline: (n,) float64, where the bound starts: bound = baseline - mean
-    of gains.
+    counts: (n,) int64, residues that count (not X). unigram_nll: (n,) float64, -ln p in nats by the
+    letter frequencies. baseline: (n,) float64: bound = baseline - mean of gains.
     """
 
     def __init__(self, proteins, graph, noise, letter_counts, start, samples, tokens):
@@ -55,7 +54,7 @@ class BoundEstimator:
         self.batches = eval_batches(proteins.lengths, proteins.lengths.max(initial=tokens))
         rows = [proteins[i] for i in range(len(proteins))]
         self.counts = np.array([(row != X_ID).sum() for row in rows])
-        frequencies = np.append(unigram_frequencies(letter_counts), 0.0)   # X, never a target: 0
+        frequencies = np.append(unigram_frequencies(letter_counts), 0.0)   # 0 for X, never a target
         nll = -np.log(np.append(frequencies[:X_ID], 1.0))                  # of each token, in nats
         self.unigram_nll = np.array([nll[row].sum() for row in rows])
         self.frequencies = torch.from_numpy(frequencies)
@@ -63,8 +62,8 @@ class BoundEstimator:
         self.baseline = torch.tensor([cost[row].sum() for row in rows], dtype=torch.float64)
 
     def _uniform_cost(self, nll):
-        """Price of each token in the uniform graph: what the unigram model knows of the noise at
-        t = 1 is replaced by the prior that a model starts from."""
+        """Baseline in nats of each token in the uniform graph. The prior at t = 1 is uniform: it
+        replaces the unigram model's own distribution of noised tokens."""
         graph = self.graph
         sigma1 = self.noise(torch.ones(1, dtype=torch.float64))[0]
         p1 = graph.transition(torch.arange(graph.n_tokens)[None], sigma1)[0]       # (n_tokens, V)
@@ -73,10 +72,11 @@ class BoundEstimator:
 
     @torch.no_grad()
     def gains(self, model, ddp, dtype):
-        """(n, samples) float64, nats that the model's bound is below the unigram's, by noise level.
+        """(n, samples) float64, by protein and noise level: how many nats the bound of the model is
+        below that of the unigram model.
 
-        model: the bare one; it is put into eval mode and back. Each protein is computed on one
-        rank, and the result is the same on all, whatever their number."""
+        model: without its DDP wrapper; put into eval mode and back. Each protein is computed on one
+        rank. All ranks get the same result, whatever their number."""
         gains = torch.zeros(len(self.proteins), self.samples, dtype=torch.float64)
         was_training, _ = model.training, model.eval()
         for indices in self.batches[ddp.rank::ddp.world_size]:
@@ -102,7 +102,7 @@ class BoundEstimator:
         return all_sum(gains, ddp)
 
     def _corrupt(self, x0, sigma, indices, k):
-        """x0 (B, L) with the noise of sample k, each protein by its own key."""
+        """x0 (B, L) with the noise of sample k, seeded for each protein by its key."""
         xt = x0.clone()
         for row, i in enumerate(indices.tolist()):
             n = int(self.proteins.lengths[i])
@@ -115,35 +115,34 @@ class BoundEstimator:
 class Validation(BoundEstimator):
     """Bound on -ln p(x0) of every validation protein, the same for any number of ranks.
 
-    Noise is keyed by the protein; the times of all proteins together are stratified.
+    The noise is seeded by the protein; the times are stratified over all proteins.
     """
 
     def __init__(self, proteins, config, graph, noise, letter_counts, source=None):
-        """letter_counts: of the training proteins. source: of demo proteins, whose exact likelihood
-        it knows."""
+        """letter_counts: of the training proteins. source: the DemoSource of demo proteins, which
+        knows their exact likelihood."""
         d, t = config.data, config.training
-        # The same windows in every run, to compare.
+        # The same crops in every run, so that runs can be compared.
         proteins = random_crops(proteins, d.max_length, seed="validation", epoch=0)
-        # Each protein takes one of n equal parts of [0, 1], in an order that the keys decide.
+        # Each protein gets its own n-th of [0, 1], in an order seeded by the keys.
         n, draws = len(proteins), [keyed_seed("validation time", int(k)) for k in proteins.keys]
         start = np.empty(n)
         start[np.argsort(draws, kind="stable")] = (np.arange(n) + 0.5) / n
         super().__init__(proteins, graph, noise, letter_counts, start, t.eval_samples,
                          t.tokens_per_batch or EVAL_PROTEINS * d.max_length)
         self.unigram = math.exp(self.unigram_nll.sum() / self.counts.sum())
-        # (n,) exact -ln p in nats, of the windows that are evaluated
+        # (n,) exact -ln p in nats, of the crops that are evaluated
         self.exact = None if source is None else source.nll(self.proteins)
 
     def __call__(self, model, ddp, dtype):
-        """(n,) float64 bounds in nats, one per protein. model: the bare one, perhaps with averaged
-        weights."""
+        """(n,) float64 bounds in nats, one per protein. model: without its DDP wrapper."""
         return self.baseline - self.gains(model, ddp, dtype).mean(1)
 
     def summarise(self, bound):
         """Metrics of one evaluation, from its bounds (n,), in nats per residue.
 
-        Where the exact -ln p is known: val/exact, its mean; val/standard_error, of the mean of
-        bound - exact (ratio estimator over proteins)."""
+        If the exact -ln p is known, also val/exact, its mean, and val/standard_error, that of the
+        mean of bound - exact (ratio estimator over proteins)."""
         n = self.counts.sum()
         nll = float(bound.sum() / n)
         values = {"val/loss": nll, "val/perplexity": math.exp(min(nll, 50.0)),
@@ -157,10 +156,10 @@ class Validation(BoundEstimator):
 
 
 def evaluate(run, log, values, ddp):
-    """Validate under the averaged weights, add to `values`, keep the best weights.
+    """Validate the averaged weights, add the metrics to `values`, and save the best weights.
 
-    Without validation proteins, the mean training loss of the logged steps since the last
-    evaluation decides; where none is finite, nothing is judged."""
+    Without validation proteins, the score is the mean training loss of the logged steps since the
+    last evaluation; if no loss was finite, there is no score."""
     step, validation, (total, number) = run.progress["step"], run.validation, run.progress["recent"]
     if validation is not None:
         with run.ema.applied(run.bare):
@@ -185,7 +184,7 @@ def evaluate(run, log, values, ddp):
 
 
 def evaluate_start(run, log, ddp):
-    """Validate the weights that a run begins with (--init_from): what training has to improve."""
+    """Validate the initial weights of --init_from, as a baseline which training has to improve."""
     if run.init_from and not run.continued_from and run.validation is not None:
         values = {}
         evaluate(run, log, values, ddp)
@@ -193,21 +192,21 @@ def evaluate_start(run, log, ddp):
 
 
 def save(run, log, ddp, name, keep_last=1, resumes=True):
-    """Write checkpoints/NAME, see save_run."""
+    """Write checkpoints/NAME, see run_dir.save_run."""
     save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity(),
              letters=run.letters.tolist(), lengths=run.plan.counts.tolist(),
              init_from=run.init_from)
 
 
 def draw_lengths(counts, number, generator):
-    """Lengths (number,) int64, as frequent as in counts (longest + 1,), proteins of each length."""
+    """Random lengths (number,) int64. counts: (longest + 1,), how often each length occurs."""
     ends = np.cumsum(counts)
     drawn = torch.randint(int(ends[-1]), (number,), generator=generator).numpy()
     return np.searchsorted(ends, drawn, "right")
 
 
 def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
-    """FASTA text of monitoring.n_samples proteins, keyed by (seed, step).
+    """FASTA text of monitoring.n_samples sampled proteins, seeded by (seed, step).
 
     counts: (longest + 1,) number of training proteins of each length, from which lengths are drawn.
     """
@@ -218,11 +217,11 @@ def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
     was_training, _ = model.training, model.eval()
 
     def draw(mask):
-        keys = None if bool(mask.all()) else mask
+        padding_mask = None if bool(mask.all()) else mask
 
         def log_score(xt, sigma):
             beat(ddp)
-            return model(xt, sigma, keys)
+            return model(xt, sigma, padding_mask)
 
         return sample(log_score, graph, noise, tuple(mask.shape), m.sample_steps,
                       predictor=m.predictor, forbidden=(X_ID,), mask=mask, generator=generator,
@@ -237,7 +236,7 @@ def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
 
 
 def write_samples(run, ddp):
-    """Sample proteins under the averaged weights, on rank 0, into samples/step_N.fasta."""
+    """Sample proteins with the averaged weights, on rank 0, into samples/step_N.fasta."""
     if not ddp.is_main:
         return
     step = run.progress["step"]
@@ -248,13 +247,13 @@ def write_samples(run, ddp):
 
 
 def perplexity(nats):
-    """exp(nats) as a text, of nats per residue; beyond what a float holds, the largest."""
+    """exp(nats), for nats per residue, as text. exp(700) at most, as a float holds no more."""
     value = math.exp(min(nats, 700.0))
     return f"{value:.3f}" if value < 1e5 else f"{value:.3e}"
 
 
 def result_lines(result, progress, folder):
-    """What a person wants to know at the end: a table of bounds, and where things are."""
+    """Lines for the end of a run: a table of bounds, warnings, and where the files are."""
     lines, bound, best, checkpoints = [], "", progress["best"], folder / "checkpoints"
     if "val/loss" in result:
         unigram = math.log(result["val/unigram_perplexity"])
@@ -275,8 +274,8 @@ def result_lines(result, progress, folder):
             lines.append(f"  ATTENTION: {said} better than the letter frequencies, see\n"
                          "    'It does not learn' in docs/troubleshooting.md")
     if best["step"] == 0:
-        lines.append("  ATTENTION: no evaluation was better than the weights it began with, which "
-                     "best.pt\n    therefore holds")
+        lines.append("  ATTENTION: no evaluation was better than that of the initial weights, so "
+                     "best.pt\n    holds these")
     return [*lines,
             f"  weights   {checkpoints / 'best.pt'} (step {best['step']:,}{bound}) and last.pt",
             f"  samples   {folder / 'samples'}/step_{result['step']}.fasta",

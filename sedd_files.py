@@ -5,7 +5,7 @@
     export_sedd(sedd, "my_model.pth")                       # the published layout
     start_from_weights(config, former, resume, model, ddp)  # --init_from of train_sedd_ddp.py
 
-Nothing but tensors and plain types is read. Folders need the package safetensors.
+Files are read as tensors and plain types, never as code. Folders need the package safetensors.
 """
 import json
 import os
@@ -25,12 +25,12 @@ from sedd_model import SEDD, load_official
 from sequence_data import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
 
 FORMAT = "sedd-protein-1"   # of an exported folder
-PUBLISHED_LENGTH = 1024     # residues the published models were trained on
-LEAVE_OUT = ("Leave --init_from out to continue it; to begin with these weights, give another "
-             "--work_dir, or --fresh.")
-# Weights can be used only where these keys are the same. Dropout and the noise schedule may differ:
-# the network reads sigma, whatever the schedule. With another graph or parameterization the logits
-# of the head mean something else.
+PUBLISHED_LENGTH = 1024     # tokens per sequence in training of the published models
+LEAVE_OUT = ("To continue that run, leave --init_from out; to begin with these weights, give "
+             "another --work_dir, or --fresh.")
+# Weights can be used only if these keys are the same. Dropout and noise schedule may differ: the
+# network's input is sigma, whatever the schedule. With another graph or parameterization the logits
+# would mean something else.
 WEIGHTS_DEPEND_ON = (("model", "hidden_size"), ("model", "n_blocks"), ("model", "n_heads"),
                      ("model", "cond_dim"), ("model", "parameterization"), ("graph", "type"))
 
@@ -41,10 +41,10 @@ class Sedd(NamedTuple):
 
     model: SEDD, in eval mode. graph, noise: see sedd_diffusion.
     config: sections {"model", "graph", "noise"} of its config, as dicts.
-    letters: (21,) int64, how often each token stood in the training proteins.
-    lengths: (longest + 1,) int64, training proteins of each length, or None.
+    letters: (21,) int64, how often each token occurred in the training proteins.
+    lengths: (longest + 1,) int64, number of training proteins of each length, or None.
     max_length: residues of the longest protein it was trained on.
-    about: the step and the best evaluation, where known. notes: lines for the user.
+    about: the step and the best evaluation, if known. notes: lines for the user.
     """
     model: Any
     graph: Any
@@ -61,11 +61,11 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
     """The Sedd in a checkpoint, an exported folder, or a file in the published layout.
 
     Args:
-        ema: take the averaged weights where there are some.
+        ema: take the averaged weights if the file has them.
         device: where the model goes.
-        expected: sections {"model", "graph"} of a config, as dicts, that the file must agree with
-            in the keys of WEIGHTS_DEPEND_ON; None: whatever the file holds.
-    Raises: ValueError, naming all that does not fit, or OSError for what is not there.
+        expected: sections {"model", "graph"} of a config, as dicts, which must equal those of the
+            file in the keys of WEIGHTS_DEPEND_ON; None: any are accepted.
+    Raises: ValueError, naming all that does not fit, or OSError for a missing file.
     """
     path = Path(path)
     if path.is_dir():
@@ -101,7 +101,7 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
                          f"{not_finite[0]}; expected finite weights. Use an older checkpoint.")
     letters, lengths = (saved.get(key) for key in ("letters", "lengths"))
     about = {key: saved[key] for key in ("step", "best", "data") if key in saved}
-    if about:   # of a checkpoint; an export tells its own
+    if about:   # from a checkpoint; an export has its own `about`
         about |= {"averaged": used == "ema",
                   "reduction": saved["config"].get("loss", {}).get("reduction")}
     about = saved.get("about", about)
@@ -111,8 +111,8 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
              f"{'averaged weights' if averaged else 'weights as saved'}",
              *saved.get("notes", ())]
     if letters is None:
-        notes.append("the file has no letter frequencies of its training data: where sequences are "
-                     "scored, UniRef50's stand for them")
+        notes.append("the file has no letter frequencies of its training data: to score sequences, "
+                     "those of UniRef50 are used instead")
         letters = np.append(np.round(np.array(UNIREF50) * 1e6), 0)
     length = saved["config"].get("data", {}).get("max_length") or saved["max_length"]
     return Sedd(model.eval().to(device), graph, noise, config, np.asarray(letters, np.int64),
@@ -131,7 +131,7 @@ NOISE_KEYS = {"loglinear": ("eps",), "cosine": ("eps",), "geometric": ("sigma_mi
 
 
 def unused_noise_keys(section):
-    """Keys of a config's section `noise` that its type has not."""
+    """Keys of a config's section `noise` that its type of noise does not use."""
     return [key for key in vars(section) if key not in ("type", *NOISE_KEYS[section.type])]
 
 
@@ -152,8 +152,8 @@ def read_tensors(path, load):
         return load(path)
     except OSError:
         raise
-    except Exception as e:   # half a dozen kinds, for a damaged file
-        # Torch goes on with advice to load it without weights_only.
+    except Exception as e:   # a damaged file raises one of half a dozen types
+        # Only the first sentence: torch then advises to load the file without weights_only.
         reason = str(e).partition(". ")[0].partition("\n")[0]
         raise ValueError(f"cannot read {path} ({type(e).__name__}: {reason}). Expected a whole "
                          "checkpoint of train_sedd_ddp.py, an exported folder, or a file in the "
@@ -173,13 +173,13 @@ def read_file(path):
 
 
 def published_config(path, state):
-    """Settings of a file in the published layout, which says its sizes by its shapes alone."""
+    """Settings of a file in the published layout, found from the shapes of its weights."""
     weights = {name.removeprefix("module."): value
                for name, value in state.get("model", state).items()}
     vocab, hidden = weights["vocab_embed.embedding"].shape
     frequencies = weights.get("rotary_emb.inv_freq")
     if frequencies is None:
-        raise ValueError(f"{path} has no rotary_emb.inv_freq, the only trace of the number of "
+        raise ValueError(f"{path} has no rotary_emb.inv_freq, which alone tells the number of "
                          "heads. Expected a file that the published code saved, or --export FILE.")
     blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     model = {"hidden_size": hidden, "n_blocks": len(blocks), "parameterization": "sedd",
@@ -192,7 +192,7 @@ def published_config(path, state):
         f"one of {vocab} tokens, not of {N_TOKENS} (uniform graph) or {N_TOKENS + 1} (with a mask)")
     return {"config": {"model": model, "graph": {"type": graph}, "noise": noise},
             "max_length": PUBLISHED_LENGTH, "alphabet": alphabet,
-            "notes": [f"the file names no alphabet and no noise: taken as {LETTERS} and "
+            "notes": [f"the file names no alphabet and no noise: assumed are {LETTERS} and "
                       f"{noise['type']}, the published default for this graph"]}
 
 
@@ -201,8 +201,8 @@ def read_export(folder):
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{folder} holds no config.json. Expected a folder made by --export; of "
-                         "the folder of a run, give checkpoints/best.pt.") from None
+        raise ValueError(f"{folder} holds no config.json. Expected a folder made by --export; "
+                         "for a run folder, give checkpoints/best.pt in it.") from None
     except ValueError as e:
         raise ValueError(f"{folder / 'config.json'} is no JSON ({e}). Expected a folder made by "
                          "--export.") from None
@@ -215,27 +215,27 @@ def read_export(folder):
 
 
 def need_safetensors():
-    """The module safetensors.torch. Raises ValueError where it is not installed."""
+    """The module safetensors.torch. Raises ValueError if it is not installed."""
     try:
         import safetensors.torch
         return safetensors.torch
     except ImportError as e:
-        raise ValueError(f"an exported folder needs the package safetensors ({e}). Expected it: "
+        raise ValueError(f"an exported folder needs the package safetensors ({e}). Install it: "
                          "pip install safetensors; or export a file NAME.pth.") from None
 
 
 # ---------------------------------------------------------------- start from weights
 def start_from_weights(config, former, resume, model, ddp):
-    """Give a new run the weights of training.init_from; refuse other ones for a run that goes on.
+    """Load training.init_from into a new run; refuse it for a run that began with other weights.
 
-    A collective: rank 0 reads the file. Its weights reach the others when wrap_ddp wraps the model.
+    Collective. Rank 0 reads the file; wrap_ddp later sends its weights to the other ranks.
 
     Args:
-        former: the run that goes on, a run_dir.Former.
+        former: the run to continue, a run_dir.Former.
         resume: the checkpoint of --resume, or None.
-        model: the run's SEDD, on the device; rank 0's changes, in a new run only.
-    Returns: ({"path", "hash"} of the weights that the run began with, None for random ones; lines
-        on these weights for the user).
+        model: the run's SEDD, on the device; changed on rank 0 only, and in a new run only.
+    Returns: ({"path", "hash"} of the run's initial weights, None if they were random; lines on
+        these weights for the user).
     Raises: ValueError or OSError.
     """
     path, record, lines = config.training.init_from, None, []
@@ -253,7 +253,7 @@ def start_from_weights(config, former, resume, model, ddp):
     if former.state is not None and record is None:
         raise ValueError(f"{former.path} is of a run that began with random weights, not with "
                          f"--init_from {path}. {LEAVE_OUT}")
-    if record and record["path"] == path:   # the file may have changed since
+    if record and record["path"] == path:   # even if the file has changed since
         return record, lines
     sedd = found = None
     if ddp.is_main:
@@ -277,8 +277,8 @@ def start_from_weights(config, former, resume, model, ddp):
 
 # ---------------------------------------------------------------- save
 def export_sedd(sedd, target):
-    """Write the model into a folder (model.safetensors, config.json, README.md), or, where the name
-    ends in .pth or .pt, into a file in the published layout.
+    """Write the model into a folder (model.safetensors, config.json, README.md) or, if the name of
+    the target ends in .pth or .pt, into a file in the published layout.
 
     Raises: FileExistsError for a target that exists."""
     target = Path(target)
@@ -292,11 +292,11 @@ def export_sedd(sedd, target):
                 "about": sedd.about}
     if target.suffix in (".pth", ".pt"):
         if sedd.config["model"]["parameterization"] != "sedd":
-            raise ValueError("the published layout knows free scores only, and this model is subs. "
-                             "Expected a folder: --export NAME.")
-        half = torch.arange(0, sedd.model.head_dim, 2) / sedd.model.head_dim
+            raise ValueError("the published layout is for parameterization sedd, and this model is "
+                             "subs. Expected a folder: --export NAME.")
+        exponent = torch.arange(0, sedd.model.head_dim, 2) / sedd.model.head_dim
         averages = [p.detach().cpu() for p in sedd.model.parameters() if p.requires_grad]
-        state = {**settings, "model": {**weights, "rotary_emb.inv_freq": 10000.0 ** -half},
+        state = {**settings, "model": {**weights, "rotary_emb.inv_freq": 10000.0 ** -exponent},
                  "ema": {"decay": 0.9999, "num_updates": 0, "shadow_params": averages},
                  "step": int(sedd.about.get("step", 0))}
         return write_whole(target, lambda file: torch.save(state, file))
@@ -313,14 +313,14 @@ def export_sedd(sedd, target):
 
 
 def model_card(sedd):
-    """What a person should know of an exported model, as Markdown."""
+    """The README.md of an exported model: what it is and how well it does."""
     model, best = sedd.config["model"], sedd.about.get("best") or {}
     shares = sedd.letters[:X_ID] / max(sedd.letters[:X_ID].sum(), 1)
-    # A run without validation proteins keeps the weights of the lowest training loss.
+    # Without validation proteins, the best weights are those with the lowest training loss.
     kind = "validation bound" if "val/loss" in best else "training loss"
     by_protein = sedd.about.get("reduction") == "sequence" and "val/loss" not in best
     unit = "protein" if by_protein else "residue"
-    averaged = {True: "averages over steps", False: "not averaged", None: "as they were found"}
+    averaged = {True: "averages over steps", False: "not averaged", None: "as in the source file"}
     score = f"{best['score']:.4f} nats per {unit}" if best else "unknown"
     return f"""# SEDD protein model
 
@@ -335,7 +335,7 @@ def model_card(sedd):
 
 Weights: `model.safetensors`, names of the published SEDD code; \
 {averaged[sedd.about.get('averaged')]}.
-Tokens: the place of a letter in `alphabet` of `config.json`; then the mask.
+Token ids: the place of a letter in `alphabet` of `config.json`, from 0; the mask comes last.
 
     python sample_sedd.py THIS_FOLDER --number 10
 """

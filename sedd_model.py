@@ -8,9 +8,9 @@
     load_official(model, torch.load("checkpoint.pth", weights_only=True))
 
 Rotary positions, adaLN-zero conditioning on sigma (not t), scaled dot-product attention. Parameter
-names and initial values are those of the published SEDD code, so that its checkpoints load. No
-buffers: nothing for DDP to broadcast, and a model cast to bfloat16 has exact tables. Needs torch
-and cpu_linear.py; reads and writes nothing.
+names and initial values are those of the published SEDD code, so that its checkpoints load. There
+are no buffers, so DDP has nothing to broadcast, and a cast to bfloat16 does not round the rotary
+tables. Needs torch and cpu_linear.py; reads and writes nothing.
 Source: Lou, Meng, Ermon 2024, arXiv 2310.16834; adaLN-zero: Peebles, Xie 2023, arXiv 2212.09748.
 """
 import contextlib
@@ -23,14 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 from cpu_linear import Linear, linear, on_cpu
 
-# The positions that enter the loss are filled up to a multiple of this, with the very first one:
-# oneDNN compiles kernels for every new number of them, a tenth of a small model's step (measured).
+# The list of positions that enter the loss is padded, with position 0, to a multiple of this, as
+# oneDNN compiles kernels for every new length: a tenth of a small model's step (measured).
 NEEDED_MULTIPLE = 64
 
 # Attention in bfloat16 on a CPU; without these it takes 1.2 to 1.8 times as long (measured).
-SCORES = 2**19          # of attention, made at a time: 1 MB, which stays in the cache
-KEYS_MULTIPLE = 32      # keys are filled up to a multiple of this, which suits the kernels,
-KEYS_LONG = 192         # if they are more than these: of fewer, the filling costs more
+SCORES = 2**19          # attention scores computed at a time: 1 MB, which stays in the cache
+KEYS_MULTIPLE = 32      # the number of keys is padded to a multiple of this, as suits the kernels,
+KEYS_LONG = 192         # but only if it exceeds this: below, the padding costs more than it saves
 
 
 class SEDD(nn.Module):
@@ -48,12 +48,12 @@ class SEDD(nn.Module):
                       diffusion's objective (arXiv 2406.07524).
     gradient_checkpointing: hold only the blocks' inputs for backward and recompute the rest: less
                       memory, about a third more time, the same dropout.
-    forbidden:        ids that are never a target, such as X, for "subs"; free scores learn it from
-                      the data.
-    init_logits:      standard deviation of a fresh model's logits. The published 0 is a saddle: the
-                      head first learns one direction, the one to which the last layer norm is
-                      blind, so hardly any gradient reaches the blocks, for a million residues and
-                      more of weakly structured data such as proteins.
+    forbidden:        for "subs": token ids that are never a target, such as X. Free scores learn
+                      this from the data.
+    init_logits:      standard deviation of a fresh model's logits. 0, as published, is a saddle
+                      point: the head first learns one direction, along which the last layer norm
+                      passes no gradient back, so the blocks get hardly any. With weakly structured
+                      data such as proteins this lasts for a million residues and more.
     Raises ValueError for sizes or settings that do not fit together.
     """
 
@@ -76,7 +76,7 @@ class SEDD(nn.Module):
         self.n_heads, self.head_dim = n_heads, hidden_size // n_heads
         self.scale_by_sigma, self.parameterization = scale_by_sigma, parameterization
         self.gradient_checkpointing, self.forbidden = gradient_checkpointing, tuple(forbidden)
-        # Created in the official order: the averages of a checkpoint are a list in this order.
+        # In the published order, in which checkpoints list the averages (EMA) of the parameters.
         self.vocab_embed = TokenTable(vocab_size, hidden_size)
         self.sigma_map = SigmaEmbedding(cond_dim)
         self.blocks = nn.ModuleList(Block(hidden_size, n_heads, cond_dim, dropout)
@@ -93,24 +93,24 @@ class SEDD(nn.Module):
         sigma: (B,) floating point, total noise > 0 in nats; NOT the time t.
         mask:  (B, L) bool, True = residue, or None where nothing is padding (faster).
         Returns log_score (B, L, V): float32 whatever autocast or the parameters' dtype, float64 for
-        a float64 model; 0 at each position's own token. Values at padding mean nothing; nor do
-        those at known residues in training with the absorbing graph, whose loss has none of them.
+        a float64 model; 0 at each position's own token. Values at padding are meaningless. So are
+        values at unmasked residues in training with the absorbing graph: its loss ignores them.
         Raises ValueError for other shapes or dtypes.
         """
         check_inputs(xt, sigma, mask)
         exact = at_least_float32(self.vocab_embed.embedding.dtype)
         sigma = sigma.to(exact)
-        # Without autocast, at no cost: bfloat16 would merge neighbouring noise levels.
+        # Autocast to bfloat16 would make neighbouring noise levels equal. This costs no time.
         with torch.autocast(xt.device.type, enabled=False):
             c = F.silu(self.sigma_map(sigma))                                   # (B, cond_dim)
         h = self.vocab_embed(xt)                                                # (B, L, H)
         rotary = rotary_tables(xt.shape[1], self.head_dim, xt.device, exact)
         attended = None if mask is None else mask[:, None, None, :]             # (B, 1, 1, L)
-        needed = None   # after the last attention: all positions, or those that enter the loss
-        if self.training and self.scale_by_sigma and on_cpu(xt):    # elsewhere the host would wait
+        needed = None   # positions computed after the last attention: all, or those of the loss
+        if self.training and self.scale_by_sigma and on_cpu(xt):    # nonzero stalls a GPU
             rows = (xt.flatten() == self.vocab_size - 1).nonzero()[:, 0]
-            filled_up = F.pad(rows, (0, -len(rows) % NEEDED_MULTIPLE))
-            needed = filled_up, filled_up // xt.shape[1]
+            padded = F.pad(rows, (0, -len(rows) % NEEDED_MULTIPLE))
+            needed = padded, padded // xt.shape[1]
         tokens = (xt, self.vocab_embed.embedding) if on_cpu(xt) else None
         for i, block in enumerate(self.blocks, 1):
             inputs = (h, c, rotary, attended, needed if i == len(self.blocks) else None,
@@ -119,7 +119,7 @@ class SEDD(nn.Module):
                 h = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 h = block(*inputs)
-        # In `exact` before the offset, which bfloat16 would round.
+        # To `exact` before log_score adds an offset, which bfloat16 would round.
         logits = self.output_layer(h, c, needed).to(exact)
         if needed is not None:
             everywhere = logits.new_zeros(xt.numel(), self.vocab_size)
@@ -144,7 +144,7 @@ class SEDD(nn.Module):
 
 
 class TokenTable(nn.Module):
-    """A learned vector for each token: xt (B, L) -> (B, L, H)."""
+    """Token embedding: xt (B, L) -> (B, L, H)."""
 
     def __init__(self, vocab_size, hidden_size):
         super().__init__()
@@ -174,10 +174,10 @@ class SigmaEmbedding(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each scaled, shifted and gated by the noise level: h (B, L, H) -> same.
 
-    needed: (rows of h.flatten(0, 1), the protein of each), both (n,) int64: all that follows
-            attention is computed there only, and h returned as (n, 1, H). None: everywhere.
-    tokens: (xt (B, L), table (V, H)) of which h is the rows, in the first block: queries, keys and
-            values are then computed for the V tokens of each protein, not at all its positions.
+    needed: (rows of h.flatten(0, 1), the protein of each), both (n,) int64: what follows attention
+            is computed at these positions only, and h is returned as (n, 1, H). None: at all.
+    tokens: for the first block, whose h is the embedding of xt: (xt (B, L), embedding (V, H)).
+            Queries, keys and values are then computed once per token and protein, not per position.
     """
 
     def __init__(self, hidden_size, n_heads, cond_dim, dropout):
@@ -197,7 +197,7 @@ class Block(nn.Module):
         shift, scale = modulation.chunk(6, dim=-1)[:2]                          # each (B, 1, H)
         x = h if tokens is None else tokens[1][None]                            # (1, V, H)
         qkv = self.queries_keys_values(modulated(self.norm1(x), shift, scale))
-        if tokens is not None:      # a product takes the rows: its gradient sums them exactly, fast
+        if tokens is not None:      # look up rows by a product: its gradient is exact and fast
             qkv = F.one_hot(tokens[0], x.shape[1]).to(qkv.dtype) @ qkv          # (B, L, 3 H)
         branch = self.attention(qkv, rotary, attended)
         if needed is not None:
@@ -209,8 +209,9 @@ class Block(nn.Module):
         return add_branch(h, self.mlp(modulated(self.norm2(h), shift2, scale2)), gate2, p)
 
     def queries_keys_values(self, x):
-        """x (B, L, H) -> (B, L, 3 H). On a CPU entries i and i + e/2 of a query or key of e entries
-        stand side by side, as `turned` takes them: not by attn_qkv's own forward."""
+        """x (B, L, H) -> (B, L, 3 H). On a CPU the rows of attn_qkv's weight are reordered first:
+        entries i and i + e/2 of each query and key (e entries) become neighbours, for rotate_pairs.
+        """
         if not on_cpu(x):
             return self.attn_qkv(x)
         H = x.shape[-1]
@@ -227,8 +228,8 @@ class Block(nn.Module):
 
         q, k, v = qkv.chunk(3, dim=-1)
         if on_cpu(qkv):
-            turn = torch.complex(*rotary).repeat(1, self.n_heads)               # (L, H / 2)
-            q, k = turned(q, turn * (H / self.n_heads)**-0.5), turned(k, turn)
+            factor = torch.complex(*rotary).repeat(1, self.n_heads)             # (L, H / 2)
+            q, k = rotate_pairs(q, factor * (H / self.n_heads)**-0.5), rotate_pairs(k, factor)
             out = attend(by_head(q), by_head(k), by_head(v), attended)
         else:
             q, k = rotate(by_head(q), rotary), rotate(by_head(k), rotary)
@@ -237,8 +238,8 @@ class Block(nn.Module):
 
 
 class GELU(nn.Module):
-    """GELU in its published form, by tanh. In bfloat16 on a CPU by erf, which takes a third of the
-    time there (measured): they differ by at most 5e-4, less than rounding their inputs changes."""
+    """GELU by its tanh approximation, as published. In bfloat16 on a CPU exactly (erf), in a third
+    of the time (measured). They differ by at most 5e-4, less than rounding to bfloat16 changes."""
 
     def forward(self, x):
         by_erf = on_cpu(x) and x.dtype == torch.bfloat16
@@ -263,7 +264,7 @@ class Head(nn.Module):
 
 
 def modulated(x, shift, scale):
-    """x (1 + scale) + shift, in the dtype of shift and scale: that of the product that follows."""
+    """x (1 + scale) + shift, in the dtype of shift and scale, which the matrix product uses."""
     return torch.addcmul(shift, x.to(scale.dtype), 1 + scale)
 
 
@@ -273,8 +274,8 @@ def take(x, rows):
 
 
 def spread(modulation, proteins):
-    """modulation (B, 1, C) -> that of the protein of each position, (n, 1, C). The gradients of a
-    protein's positions are summed in float32 at least: in bfloat16 a sum of hundreds loses much."""
+    """modulation (B, 1, C), of each protein -> (n, 1, C), of each position. In float32 at least, as
+    the gradient is a sum over hundreds of positions of a protein: too many for bfloat16."""
     exact = modulation.to(at_least_float32(modulation.dtype))
     return take(exact, proteins).to(modulation.dtype)
 
@@ -308,7 +309,7 @@ def rotary_tables(L, head_dim, device, dtype):
 
 
 def rotate(x, rotary):
-    """Turn x (B, heads, L, e) by its positions: entry i is paired with entry i + e/2.
+    """Rotary embedding of x (B, heads, L, e): rotates the pair of entries i and i + e/2.
 
     Source: arXiv 2104.09864, in half-split order.
     """
@@ -317,18 +318,18 @@ def rotate(x, rotary):
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
-def turned(x, turn):
-    """rotate, on a CPU in half of the time. x (B, L, H), with the entries of a pair side by side:
-    a complex number, to be multiplied by turn (L, H / 2). Returns (B, L, H), in the same order."""
-    pairs = torch.view_as_complex(x.to(turn.real.dtype).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
+def rotate_pairs(x, factor):
+    """The same as rotate, in half of the time on a CPU. The entries of a pair are neighbours in x
+    (B, L, H): a complex number, which is multiplied by factor (L, H / 2). Returns (B, L, H)."""
+    pairs = torch.view_as_complex(x.to(factor.real.dtype).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * factor).flatten(-2).to(x.dtype)
 
 
 def attend(q, k, v, attended):
     """Softmax attention on a CPU: q, already scaled, k, v (B, heads, L, e), attended (B, 1, 1, L)
     bool or None -> as q."""
-    # In bfloat16 torch's kernel takes 1.4 to 8 times as long as two products, whose shares are held
-    # in memory for backward: so not for long proteins.
+    # In bfloat16 torch's kernel takes 1.4 to 8 times as long as AttentionInParts, which keeps all
+    # attention weights in memory for backward: too much for long proteins.
     if q.dtype != torch.bfloat16 or q.shape[2] > 512:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attended, scale=1.0)
     B, heads, L, _ = q.shape
@@ -337,7 +338,7 @@ def attend(q, k, v, attended):
         all_of_them = torch.ones(B, 1, 1, L, dtype=torch.bool)
         attended = F.pad(all_of_them if attended is None else attended, (0, padding))
         k, v = (F.pad(x, (0, 0, 0, padding)) for x in (k, v))
-    if attended is not None:    # one more entry of queries and keys: no pass over the scores
+    if attended is not None:    # mask by one more entry of queries and keys: saves time
         hidden = torch.where(attended, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
         q = F.pad(q, (0, 1), value=1.0)
         k = torch.cat([k, hidden.mT.expand(-1, heads, -1, -1)], dim=-1)
@@ -346,38 +347,38 @@ def attend(q, k, v, attended):
 
 
 class AttentionInParts(torch.autograd.Function):
-    """softmax(q k^T) v for q (n, L, e), k (n, K, e), v (n, K, f): a few of the n heads at a time,
-    forwards and backwards, as what fits into the cache takes half of the time (measured)."""
+    """softmax(q k^T) v for q (n, L, e), k (n, K, e), v (n, K, f). Computes a few of the n heads at
+    a time, forward and backward: their scores fit into the cache. Halves the time (measured)."""
 
     @staticmethod
     def forward(ctx, q, k, v):
-        out, shares = q.new_empty(*q.shape[:2], v.shape[2]), []
+        out, weights = q.new_empty(*q.shape[:2], v.shape[2]), []
         ctx.n = max(1, SCORES // (q.shape[1] * k.shape[1]))
         for q_, k_, v_, out_ in in_parts(ctx.n, q, k, v, out):
-            share = torch.bmm(q_, k_.mT).softmax(-1)
-            torch.bmm(share, v_, out=out_)
+            weight = torch.bmm(q_, k_.mT).softmax(-1)
+            torch.bmm(weight, v_, out=out_)
             if any(ctx.needs_input_grad):
-                shares.append(share)
-        ctx.save_for_backward(q, k, v, *shares)
+                weights.append(weight)
+        ctx.save_for_backward(q, k, v, *weights)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        q, k, v, *shares = ctx.saved_tensors
+        q, k, v, *weights = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
         parts = in_parts(ctx.n, q, k, v, grad.contiguous(), *grads)
-        for share, (q_, k_, v_, grad_, grad_q, grad_k, grad_v) in zip(shares, parts):
-            torch.bmm(share.mT, grad_, out=grad_v)
+        for weight, (q_, k_, v_, grad_, grad_q, grad_k, grad_v) in zip(weights, parts):
+            torch.bmm(weight.mT, grad_, out=grad_v)
             grad_scores = torch.ops.aten._softmax_backward_data(
-                torch.bmm(grad_, v_.mT), share, -1, share.dtype)
+                torch.bmm(grad_, v_.mT), weight, -1, weight.dtype)
             torch.bmm(grad_scores, k_, out=grad_q)
             torch.bmm(grad_scores.mT, q_, out=grad_k)
         return tuple(grads)
 
 
 def in_parts(n, *tensors):
-    """Tuples of views: n rows at a time of each tensor."""
+    """Split all tensors into parts of n rows; yields a tuple of views for each part."""
     return zip(*(x.split(n) for x in tensors))
 
 
@@ -385,8 +386,8 @@ def add_branch(h, branch, gate, p):
     """h + gate x dropout(branch): each entry of branch is dropped with probability p."""
     if not on_cpu(h) or not p:
         return h + gate * F.dropout(branch, p, p > 0)
-    # Four entries share a random number of 64 bits: an eighth of the time. p is rounded to a
-    # multiple of 2^-16, and entries that stay are scaled by that.
+    # Dropout with 16 random bits per entry, four entries per 64-bit number: an eighth of the time.
+    # p is rounded to a multiple of 2^-16; the scale of the entries that stay uses the rounded p.
     dropped = round(p * 2**16)
     bits = torch.empty(-(-branch.numel() // 4), dtype=torch.int64).random_(-2**63, None)
     bits = bits.view(torch.int16)[:branch.numel()].view(branch.shape)
@@ -401,7 +402,7 @@ def at_least_float32(dtype):
 def check_inputs(xt, sigma, mask):
     if xt.dtype != torch.int64 or xt.dim() != 2:
         raise ValueError(f"xt is {tuple(xt.shape)} {xt.dtype}; expected (B, L) torch.int64 token "
-                         f"ids, which no autocast and no model dtype concerns.")
+                         f"ids, whatever the dtype of autocast and model.")
     if sigma.shape != xt.shape[:1] or not sigma.is_floating_point():
         raise ValueError(f"sigma is {tuple(sigma.shape)} {sigma.dtype}; expected ({xt.shape[0]},) "
                          f"floating point: the total noise of each protein, sigma = noise(t)[0], "
@@ -428,8 +429,8 @@ def load_official(model, state, use_ema=True):
     frequencies = weights.pop("rotary_emb.inv_freq", None)
     if frequencies is not None and 2 * len(frequencies) != model.head_dim:
         raise ValueError(f"The weights are for heads of width {2 * len(frequencies)}; the model "
-                         f"has {model.n_heads} heads of width {model.head_dim}. Set n_heads as "
-                         f"there.")
+                         f"has {model.n_heads} heads of width {model.head_dim}. Set n_heads so "
+                         f"that the widths agree.")
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     problems = [f"missing {name}" for name in shapes if name not in weights]
     problems += [f"unexpected {name}" for name in weights if name not in shapes]
@@ -471,14 +472,14 @@ class EMA:
     def update(self, parameters, skip=None):
         """Move the averages towards the parameters; call once after each optimiser step.
 
-        skip: 0-dimensional bool on the parameters' device; True: nothing moves. num_updates grows
-            all the same: the caller, who knows the flag on the host only later, corrects it.
+        skip: 0-dimensional bool on the parameters' device; True: the averages stay. num_updates
+            grows even then: the caller corrects it later, when the flag has reached the host.
         """
         live = self._matched([p.detach() for p in parameters if p.requires_grad], "parameters")
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         live = [p.to(average.dtype) for p, average in zip(live, self.shadow_params)]
-        if skip is not None and not on_cpu(skip):   # few kernels, which know no weights on a device
+        if skip is not None and not on_cpu(skip):   # lerp takes no weight on a device
             move = torch._foreach_sub(live, self.shadow_params)
             torch._foreach_mul_(move, torch.where(skip, 0.0, 1 - decay))
             torch._foreach_add_(self.shadow_params, move)
@@ -521,20 +522,19 @@ class EMA:
         return tensors
 
 
-SAVED_BYTES = {"float32": 104, "16 bits": 68}   # for backward, per position, width, block; measured
+SAVED_BYTES = {"float32": 104, "16 bits": 68}   # for backward: position x width x block; measured
 
 
 def describe_memory(model, positions, in_float32, optimizer_bytes):
-    """Lines on the memory that training takes on a rank.
+    """Lines about the memory that training takes on a rank.
 
-    model: a SEDD, perhaps on the device "meta". positions: most of them in a micro-batch, padding
-    included. in_float32: whether the blocks compute in it, not in 16 bits. optimizer_bytes: its
-    state.
+    model: a SEDD, perhaps on the device "meta". positions: of the largest micro-batch, padded.
+    in_float32: whether the blocks compute in float32, not 16 bits. optimizer_bytes: of its state.
     """
     n = sum(p.numel() for p in model.parameters())
     per_block, blocks = SAVED_BYTES["float32" if in_float32 else "16 bits"], len(model.blocks)
     if model.gradient_checkpointing:
-        blocks = 1 + 4 / per_block * blocks   # one block whole; of each its float32 input, 4 bytes
+        blocks = 1 + 4 / per_block * blocks   # one in full; of each its float32 input (4 bytes)
     activations = positions * model.n_heads * model.head_dim * blocks * per_block
     return [f"memory of a rank, {n / 1e6:,.2f} million parameters in float32:",
             f"  in all {size(12 * n + optimizer_bytes)}: weights {size(4 * n)}, gradients "

@@ -9,11 +9,11 @@
 Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), .pt files that
 hold a list of dicts with `protein_seq`, and folders made by prepare_uniref50.py. Writes nothing but
 the copy that stage_prepared makes. read_blocks reads all sequence files: it cleans some thousand
-proteins at a time, so that a file of any size passes through a few MB of memory.
+proteins at a time, so that a file of any size needs only a few MB of memory.
 
 Each random choice has its own seed, made of integers and a word (`keyed_seed`). No choice depends
-on how many random numbers other code has drawn. So what a step sees depends on the seed, the epoch
-and the step, not on ranks, workers or restarts.
+on how many random numbers other code has drawn. So the data of a training step depends on the seed,
+the epoch and the step, not on ranks, workers or restarts.
 """
 
 import contextlib
@@ -38,21 +38,21 @@ AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 X_ID = 20                       # unknown residue: an ordinary input, never a target, never sampled
 N_TOKENS = 21
 LETTERS = AMINO_ACIDS + "X"
-RARE = "BZUOJ"                  # Asx, Glx, Sec, Pyl, Leu/Ile: below 2e-6 each, read as X
+RARE = "BZUOJ"                  # Asx, Glx, Sec, Pyl, Leu/Ile: a share below 2e-6 each; read as X
 
 # Share of each letter of AMINO_ACIDS in UniRef50 (18.8 million residues, EvoDiff's test split).
 UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
             .022, .041, .050, .038, .059, .074, .057, .065, .013, .030)
 
-# Marks while a file is read, never tokens: a wrong character, a '*', and what fills a protein up to
-# whole words of 8. _clean writes that as "\r", of which its text holds no other.
+# Marks while a file is read, never tokens: a wrong character, a '*', and padding, which makes the
+# length of a protein a multiple of 8. _clean writes padding as "\r": its text has no other "\r".
 BAD, STOP, PAD = 253, 254, 255
 
-BLOCK_BYTES = 1 << 20           # text cleaned at a time: long against a protein, fits into a cache
-AT_A_TIME = 4096                # proteins that are copied at a time, to need little memory
+BLOCK_BYTES = 1 << 20           # text cleaned at a time: many proteins, but fits into a cache
+AT_A_TIME = 4096                # proteins that are copied at a time, to save memory
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
-HEADER = b">" + b" " * 8 + b"\n"        # a header that is long enough for _find_records
-NUCLEOTIDES_LEAST = 1000        # letters; a shorter file may be a peptide of such letters
+HEADER = b">" + b" " * 8 + b"\n"        # a header of 8 bytes and more, which _clean needs
+NUCLEOTIDES_LEAST = 1000        # letters; a shorter file of A, C, G, T, U, N may be a peptide
 
 
 def _table_of_tokens():
@@ -78,22 +78,22 @@ def keyed_seed(*parts):
 
 
 def keyed_generator(*parts):
-    """torch.Generator of the CPU seeded by keyed_seed(*parts)."""
+    """A CPU torch.Generator seeded by keyed_seed(*parts)."""
     return torch.Generator().manual_seed(keyed_seed(*parts))
 
 
 def random_words(shape, *parts):
-    """Random uint64 of this shape, keyed by the parts."""
-    # Raw words: numpy promises this stream for good, unlike that of permutation() or shuffle().
+    """Random uint64 of this shape, seeded by the parts."""
+    # numpy promises never to change this stream; permutation() and shuffle() may change.
     return np.random.PCG64(keyed_seed(*parts)).random_raw(shape)
 
 
 def sequence_keys(tokens, offsets, lengths):
-    """Hash of each protein's letters, the same wherever the protein stands, on every machine.
+    """Hash of each protein's letters: the same in any table, at any place, on any computer.
 
     tokens: (total,) uint8. offsets, lengths: (n,) int64, as in Proteins.
-    Returns (n,) uint64. Proteins with one key are taken for equal. That two different ones of N
-    share a key has the probability N**2 / 2**65: 1e-4 for 60 million.
+    Returns (n,) uint64. Proteins with the same key count as equal. The probability that some two
+    of N different proteins have the same key is N**2 / 2**65: 1e-4 for 60 million.
     """
     keys = np.empty(len(lengths), np.uint64)
     for first in range(0, len(lengths), AT_A_TIME):
@@ -104,7 +104,7 @@ def sequence_keys(tokens, offsets, lengths):
 
 
 def order_words(keys, seed):
-    """Words that put proteins into a random order: sort by them. Another seed, another order.
+    """Numbers by which to sort proteins into a random order, another one for each seed.
 
     keys: (n,) uint64, see sequence_keys. Returns (n,) uint64, different words for different keys.
     """
@@ -119,10 +119,10 @@ def _avalanche(words):
 
 
 def _keys_of_words(words, lengths):
-    """Keys of proteins from their tokens as whole words, see Block: (n,) uint64.
+    """Keys of proteins from their tokens as padded words, see Block: (n,) uint64.
 
-    The words of a protein are scrambled and added up, each times a power of an odd number that
-    says where in the protein it stands; all modulo 2**64. The sum is scrambled with the length.
+    Scrambles each word of a protein, multiplies it by an odd number to the power of its place in
+    the protein, adds the words up and scrambles the sum with the length; all modulo 2**64.
     """
     starts, counts = word_spans(lengths)
     mixed = words * np.uint64(0x9E3779B97F4A7C15)
@@ -132,7 +132,7 @@ def _keys_of_words(words, lengths):
     powers = np.uint64(0xDA942042E4DD58B5) ** np.arange(counts.max(initial=0), dtype=np.uint64)
     mixed *= powers[span_indices(np.zeros_like(counts), counts)]
     keys = lengths.astype(np.uint64) * np.uint64(0xA0761D6478BD642F)
-    filled = counts > 0                             # reduceat has no empty sums
+    filled = counts > 0                             # reduceat cannot do empty sums
     if filled.any():
         keys[filled] += np.add.reduceat(mixed, starts[filled])
     return _avalanche(keys)
@@ -141,19 +141,19 @@ def _keys_of_words(words, lengths):
 # ---- stretches of a flat array ----
 
 def word_spans(lengths):
-    """(first word, number of words) of proteins that each fill whole words of 8 tokens, int64."""
+    """(first word, number of words) of each protein, padded to words of 8 tokens: both int64."""
     counts = (lengths + 7) // 8
     return np.cumsum(counts) - counts, counts
 
 
 def span_indices(starts, lengths):
-    """Index of each item of these spans, one span after the other: (lengths.sum(),) int64."""
+    """Indices of all items of these spans, one span after the other: (lengths.sum(),) int64."""
     shifts = starts - (np.cumsum(lengths) - lengths)
     return np.repeat(shifts, lengths) + np.arange(lengths.sum())
 
 
 def _padded_words(tokens, offsets, lengths):
-    """The tokens of these proteins as little-endian words, each protein filled up with PAD."""
+    """The tokens of these proteins as little-endian words, each protein padded with PAD."""
     starts, counts = word_spans(lengths)
     padded = np.full(8 * counts.sum(), PAD, np.uint8)
     padded[span_indices(8 * starts, lengths)] = tokens[span_indices(offsets, lengths)]
@@ -333,8 +333,8 @@ class ReadReport:
 class Block(NamedTuple):
     """The proteins of one piece of a file, cleaned.
 
-    words:   (number of words,) uint64, little endian: the tokens, each protein filled up with PAD
-             to whole words of 8.
+    words:   (number of words,) uint64, little endian: the tokens, each protein padded with PAD to
+             whole words of 8.
     lengths: (n,) int64, residues. keys: (n,) uint64.
     """
     words: np.ndarray
@@ -393,7 +393,7 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_recor
     source: path, or a raw binary stream that has a name, at its beginning; it is closed.
     report: ReadReport; what is cleaned and dropped is added to it, not the number of proteins.
     max_records: how many records are read, those that are dropped included; None for all.
-    Cleans and refuses what read_sequences says. Memory: some 10 blocks, or one long record.
+    Cleans and refuses as read_sequences says. Needs memory for some 10 blocks, or one long record.
     """
     name = getattr(source, "name", source)
     n_records, n_letters, nucleotides_only = 0, 0, True
@@ -422,7 +422,7 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_recor
 
 
 def refuse_nothing_left(name, report, min_length):
-    """Raise ValueError: the cleaning that the report counts left nothing of a file."""
+    """Raise ValueError, as all records of a file were dropped, for the reasons in the report."""
     raise ValueError(f"{name}: no protein is left of {report.n_dropped:,} records "
                      f"({report.n_empty:,} empty, {report.n_all_x:,} of X only, "
                      f"{report.n_short:,} shorter than min_length = {min_length}); expected at "
@@ -443,7 +443,7 @@ def _find_records(text):
     data = bytearray().join([text, b"\n", HEADER])
     letters = np.frombuffer(data, np.uint8)
     line_ends = np.flatnonzero(letters == ord("\n"))
-    # A header begins behind the line end number k - 1 and ends with the line end number k.
+    # numbers[i] = k: header i begins after line end number k - 1 and ends at line end number k.
     numbers = np.flatnonzero(letters[line_ends[:-1] + 1] == ord(">")) + 1
     numbers = np.append(0, numbers)
     starts, ends = np.append(0, line_ends[numbers[1:] - 1] + 1), line_ends[numbers]
@@ -465,8 +465,8 @@ def _clean(data, starts, lengths, min_length, report):
         lengths = lengths - np.bincount(record, minlength=len(lengths))
     n_lower = np.count_nonzero(letters >= ord("a"))
     n_x = np.count_nonzero(letters == ord("X")) + (data.count(b"x") if n_lower else 0)
-    # Over the first 8 bytes of the header behind each protein goes its padding, 0 to 7 times "\r".
-    # The translation turns "\r" into PAD, and removes zeros, line ends and blanks: whole words.
+    # Write the padding of each protein, 0 to 7 times "\r", over the first 8 bytes of the next
+    # header. Translation makes it PAD and removes zeros, line ends and blanks: words remain.
     places = np.arange(8)
     letters[starts[1:, None] + places] = np.where(places < -lengths[:, None] % 8, ord("\r"), 0)
     tokens = data.translate(TO_TOKEN, b"\0\n \t")
@@ -520,8 +520,8 @@ def _texts(source, name, block_bytes):
         yield from _texts_of_pt(_existing_file(source), block_bytes)
         return
     raw = source if hasattr(source, "read") else open(_existing_file(source), "rb", buffering=0)
-    with io.BufferedReader(raw, 1 << 18) as file:           # a shared disk wants long reads
-        unpacked, size = _unpacked(name, file), max(block_bytes, 16)    # errors quote a line
+    with io.BufferedReader(raw, 1 << 18) as file:           # long reads suit a shared disk
+        unpacked, size = _unpacked(name, file), max(block_bytes, 16)  # so that errors can quote it
         yield from _texts_of_chunks(name, iter(lambda: unpacked.read(size), b""), block_bytes)
 
 
@@ -540,7 +540,7 @@ def _existing_file(path):
 
 
 def _unpacked(name, file):
-    """A binary file, or what is packed in it if it is gzip. Refuses what only by name is gzip."""
+    """The file, decompressed if it is gzip. Raises ValueError if only its name says .gz."""
     beginning = file.peek(4)[:4]
     if beginning[:2] == b"\x1f\x8b":
         return gzip.open(file)
@@ -552,9 +552,9 @@ def _unpacked(name, file):
 
 
 def _plain_text(name, chunks):
-    """Chunks of text with '\\n' at all line ends, without blanks and line ends at their own end.
+    """Yield chunks of text in which all line ends are '\\n'.
 
-    What is taken off comes with the next chunk: no line end and no "\\n>" is ever cut in two.
+    Blanks and line ends at the end of a chunk go to the next one: no "\\r\\n" or "\\n>" is split.
     """
     rest = b""
     while len(rest) < 3 and (chunk := next(chunks, b"")):
@@ -574,7 +574,7 @@ def _plain_text(name, chunks):
 
 
 def _texts_of_chunks(name, chunks, block_bytes):
-    """Chunks of a file's bytes as texts of whole records, each of block_bytes or somewhat more."""
+    """Join a file's chunks into texts of whole records, each of block_bytes or somewhat more."""
     line, pieces, size, kind = 1, [], 0, None
     try:
         for chunk in _plain_text(name, chunks):
@@ -601,7 +601,7 @@ def _texts_of_chunks(name, chunks, block_bytes):
 
 
 def _kind_of_text(name, beginning):
-    """"fasta" or "line", by the first letter of a text and by its name."""
+    """"fasta" or "line", by the first letter of a text and the ending of its name."""
     first = beginning.lstrip()
     if first[:1] == b">":
         return "fasta"
@@ -635,7 +635,7 @@ def _read_pt(path):
     try:
         entries = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                      # unpickling junk raises nearly any type
-        # Torch goes on with advice to load it without weights_only.
+        # The first sentence only: torch's next one advises to load the file without weights_only.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
         raise ValueError(f"{path} cannot be loaded: {reason}. Expected a torch file with a list of "
                          f"dicts of plain types, each with 'protein_seq'. Save it so, or give "
@@ -669,7 +669,7 @@ CHARACTERS_AND_REASONS = (
 
 
 def _refuse_character(name, kind, number, text):
-    """Raise ValueError for the first wrong character of a text that begins with this line."""
+    """Raise ValueError for the first wrong character of a text whose first line has this number."""
     for record in text.split(b"\n>" if kind == "fasta" else b"\n"):
         if kind == "fasta":
             _, _, sequence = record.partition(b"\n")
@@ -680,7 +680,7 @@ def _refuse_character(name, kind, number, text):
 
 
 def _refuse_wrong_sequence(name, kind, number, sequence):
-    """Raise ValueError if a sequence that begins with this line holds a wrong character."""
+    """Raise ValueError for a wrong character in a sequence whose first line has this number."""
     wrong = re.search(WRONG[kind], sequence)
     if not wrong:
         return
@@ -697,11 +697,11 @@ def _refuse_wrong_sequence(name, kind, number, sequence):
 # ---- split and crops ----
 
 def split_by_hash(proteins, val_fraction):
-    """Indices (train, val): in validation are the proteins whose key is in the lowest val_fraction.
+    """Indices (train, val): validation gets the proteins with keys in the lowest val_fraction.
 
-    So the side depends on the sequence alone: it stays when the file grows or is reordered, and
-    exact duplicates share it. Similar proteins may still be on both sides: where that matters,
-    cluster the file first (UniRef50 is clustered).
+    So the split depends on the sequence alone: a protein stays in its part when the file grows or
+    is reordered, and exact duplicates are in the same part. Similar proteins may be in different
+    parts: where that matters, cluster the file first (UniRef50 is clustered).
     Raises ValueError for a fraction outside (0, 1), and where a side is empty.
     """
     if not 0 < val_fraction < 1:
@@ -717,7 +717,7 @@ def split_by_hash(proteins, val_fraction):
 
 
 def apply_max_length(proteins, max_length, long):
-    """Proteins without those of more than max_length residues if long is "drop"; "crop": all.
+    """The proteins of up to max_length residues if long is "drop"; all if it is "crop".
 
     Raises ValueError where none is left.
     """
@@ -733,10 +733,10 @@ def apply_max_length(proteins, max_length, long):
 
 
 def random_crops(proteins, max_length, seed, epoch):
-    """A window of max_length residues of each longer protein, and the others whole -> Proteins.
+    """Crop each protein longer than max_length to a random window of this length -> Proteins.
 
-    All windows of a protein are equally likely. Which one it is depends on seed, epoch and the
-    protein's key alone.
+    All windows of a protein are equally likely. The choice depends only on seed, epoch and the
+    protein's key.
     """
     places = proteins.lengths - max_length + 1                  # where a window may begin
     starts = [keyed_seed("crop", seed, epoch, key) % n if n > 1 else 0
@@ -748,7 +748,7 @@ def random_crops(proteins, max_length, seed, epoch):
 def collate(proteins, width=0):
     """Proteins as padded tensors.
 
-    width: least L; otherwise the length of the longest.
+    width: L, unless the longest protein is longer: then L is its length.
     Returns x0 (n, L) int64 with X under padding, and mask (n, L) bool, True = a real residue.
     """
     lengths = proteins.lengths
@@ -815,12 +815,12 @@ def check_prepared(folder, val_fraction=None, min_length=None):
 
 
 def keys_hash(keys):
-    """Text that two sets of proteins in the same order share: blake2b (8 bytes) of their keys."""
+    """Hash of a set of proteins and their order, as text: blake2b (8 bytes) of the keys."""
     return hashlib.blake2b(keys.astype("<u8").tobytes(), digest_size=8).hexdigest()
 
 
 class PreparedProteins:
-    """One set of a prepared folder, read piece by piece, with what a BatchPlan needs of Proteins.
+    """One set of a prepared folder, read in pieces. For BatchReader it works as Proteins does.
 
     len(): number of proteins. length_counts() and letter_counts(): see Proteins.
     bytes_read: how many bytes were read so far.
@@ -830,7 +830,7 @@ class PreparedProteins:
         self.folder, self.name = Path(folder), name
         self.meta = read_meta(folder)["sets"][name]
         self.bytes_read = 0
-        # Open from now on: the names of a staged copy are removed while it is read.
+        # Kept open: the files of a staged copy are deleted once all ranks have opened them.
         self.files = {part: open(self.folder / name / part, "rb", buffering=0) for part in PARTS}
 
     def __len__(self):
@@ -853,7 +853,7 @@ class PreparedProteins:
         """
         lengths = self.lengths_of(first, last)
         tokens = self._read("tokens.bin", token, token + int(lengths.sum()))
-        proteins = Proteins(tokens, np.cumsum(lengths) - lengths, lengths)  # keys of these tokens
+        proteins = Proteins(tokens, np.cumsum(lengths) - lengths, lengths)  # computes keys
         bad = np.flatnonzero(proteins.keys != self._read("keys.bin", first, last))
         if len(bad):
             raise OSError(f"{self.folder / self.name} is damaged or was changed under the run: "
@@ -870,7 +870,7 @@ class PreparedProteins:
         dtype = PARTS[part]
         data = np.empty(last - first, dtype)
         place, left = first * dtype.itemsize, data.view(np.uint8)
-        # Not seek and read: workers of a DataLoader share the place in a file, and pread does not.
+        # Not seek and read: DataLoader workers share one position in the file; preadv ignores it.
         while len(left) and (n_bytes := os.preadv(self.files[part].fileno(), [left], place)):
             place, left = place + n_bytes, left[n_bytes:]
         if len(left):
@@ -953,7 +953,7 @@ class DemoSource:
         same = member.T @ member
         wanted = np.array(UNIREF50) / sum(UNIREF50)
         bias, self.pair = np.log(wanted), np.outer(wanted, wanted)
-        for _ in range(2000):                   # the chain forgets its start; bias follows it
+        for _ in range(2000):                   # until bias and pair no longer change
             logits = bias + (2 * same + u1)[None] + (same + 0.7 * u2)[:, None]
             self.transition = self._transition(logits)
             self.pair = np.einsum("ab,abc->bc", self.pair, self.transition)

@@ -3,18 +3,17 @@
 A timed step (every monitoring.timing_every-th) is cut into parts, whose shares are logged:
 
     data       this rank waits for its micro-batches
-    compute    forward and backward passes, up to the moment when the last gradient of this rank is
-               there; DDP's all-reduce goes on beside the backward pass, and what of it is hidden
-               behind that costs nothing
+    compute    forward and backward passes, until this rank has computed its last gradient. DDP's
+               all-reduce overlaps with the backward pass, and the overlapping part costs no time
     exchange   what the step then waits for: the rest of the all-reduce, and the sum over ranks of
-               counts and flags. The wait for slower ranks is in it
-    optimizer  the rest: norm, clipping, optimizer (with Muon its exchange of weights), averages
+               counts and flags. It includes the wait for slower ranks
+    optimizer  the rest: gradient norm, clipping, optimizer (with Muon its exchange of weights), EMA
 
 All parts but the exchange are a rank's own time; the slowest rank is the one with most of it. On a
-CPU the clock is read; on a device, events go into its queue and are read at the next report, so
-that no step waits: time is what the device takes for a part, or stands idle in it. Nothing here
-changes a result. A report on timed steps costs one small collective: every 50th step is timed by
-default, so that such reports are few and a run of a minute has some.
+CPU the clock is read. On a device, events are put into its queue and read at the next report, so
+that no step waits for the device: the time of a part includes the device's idle time in it. Nothing
+here changes a result. A report on timed steps costs one small collective; by default every 50th
+step is timed, so that such reports are few, but a run of a minute has some.
 """
 import contextlib
 import itertools
@@ -28,7 +27,7 @@ import torch
 from ddp_setup import all_sum
 
 PARTS = ("data", "compute", "exchange", "optimizer")
-BINS = 64     # of a histogram
+BINS = 64     # per histogram
 
 
 class StepMeter:
@@ -37,9 +36,9 @@ class StepMeter:
     Args:
         timing_every: steps from one timed step to the next; 0: none is timed.
         log_freq: steps from one measurement of the layers to the next.
-        layers: of "gradients", "weights": what is measured by layer, on rank 0.
+        layers: what is measured layer by layer, on rank 0: "gradients", "weights", both or none.
         with_histograms: whether histograms are made too.
-        seen: names of the last entries of a step's sums. The rate is reported for the first name.
+        seen: names of the last entries of a step's sums; throughput is reported for the first name.
     """
 
     def __init__(self, ddp, timing_every=0, log_freq=1, layers=(), with_histograms=False,
@@ -51,7 +50,7 @@ class StepMeter:
         self.restart()
 
     def restart(self):
-        """What follows belongs to the next report."""
+        """Start to measure anew, for the next report."""
         self.since, self.steps, self.waited, self.count = time.perf_counter(), 0, 0.0, 0.0
         self.timed, self.norms, self.histograms = [], {}, {}
 
@@ -59,14 +58,14 @@ class StepMeter:
         """Begin step `step`: the next `number` micro-batches of the iterator `batches`."""
         self.step, begin = step, time.perf_counter()
         if self.timing_every and step % self.timing_every == 0:
-            self.laps = [("", self._stamp())]     # (part, stamp of its end)
+            self.laps = [("", self._stamp())]     # (part, time stamp of its end)
         fetched = [next(batches) for _ in range(number)]
         self.waited += time.perf_counter() - begin
         self.lap("data")
         return fetched
 
     def lap(self, part):
-        """What was done since the last lap belongs to `part`, if this step is timed."""
+        """Count the time since the last lap as `part`, if this step is timed."""
         if self.laps is not None:
             self.laps.append((part, self._stamp()))
 
@@ -76,13 +75,13 @@ class StepMeter:
         if self.laps is None:
             yield
             return
-        last_gradient = None     # stamp of when it was added to a parameter's
+        last_gradient = None     # time stamp of the last parameter's gradient
 
-        def gradient_is_there(parameter):
+        def stamp_gradient(parameter):
             nonlocal last_gradient
             last_gradient = self._stamp()
 
-        hooks = [p.register_post_accumulate_grad_hook(gradient_is_there)
+        hooks = [p.register_post_accumulate_grad_hook(stamp_gradient)
                  for p in model.parameters() if p.requires_grad]
         try:
             yield
@@ -93,7 +92,7 @@ class StepMeter:
         self.lap("exchange")
 
     def finish(self, sums):
-        """End the step. sums: of Totals."""
+        """End the step. sums: see train_loop.Totals."""
         self.count = self.count + sums[-len(self.seen)]   # on the device
         self.lap("optimizer")
         if self.laps is not None:
@@ -103,7 +102,7 @@ class StepMeter:
     def measure_layers(self, kind, model):
         """Norms, perhaps histograms, of the model's `kind` ("gradients", "weights") by layer.
 
-        What this takes counts as no part of the step."""
+        The time of this is not counted in any part of the step."""
         if kind not in self.layers or self.step % self.log_freq:
             return
         self.lap("optimizer")
@@ -121,7 +120,7 @@ class StepMeter:
         self.lap("")
 
     def report(self):
-        """Metrics of the steps since the last report, by name. A collective where one was timed."""
+        """Metrics of the steps since the last report, by name. Collective if a step was timed."""
         seconds = time.perf_counter() - self.since
         values = {"time/step": seconds / max(self.steps, 1), "data_wait": self.waited / seconds,
                   f"{self.seen[0]}_per_second": float(self.count) / seconds, **self.norms}
@@ -158,7 +157,7 @@ class StepMeter:
 
 
 def make_meter(config, ddp, seen):
-    """The StepMeter of a run. seen: see there."""
+    """The StepMeter of a run. seen: see StepMeter."""
     monitoring = config.monitoring
     layers = [kind for kind in ("gradients", "weights") if getattr(monitoring, f"log_{kind}")]
     has_tracker = monitoring.tensorboard or monitoring.wandb is not None
@@ -167,13 +166,13 @@ def make_meter(config, ddp, seen):
 
 
 def seconds_by_part(laps):
-    """{part: seconds} of a timed step; under "" what belongs to none."""
+    """{part: seconds} of a timed step; "" is for time that belongs to no part."""
     seconds = dict.fromkeys((*PARTS, ""), 0.0)
     for (_, begin), (part, end) in itertools.pairwise(laps):
-        if isinstance(end, float):     # of a CPU's clock
+        if isinstance(end, float):     # from the clock, on a CPU
             seconds[part] += end - begin
         else:
-            end.synchronize()          # until the device has come to it
+            end.synchronize()          # waits until the device has reached it
             seconds[part] += begin.elapsed_time(end) / 1000
     return seconds
 
@@ -186,27 +185,26 @@ def layer_of(name):
 
 
 class Histogram(NamedTuple):
-    """Of all numbers of a layer. edges: of the bins, one more than counts."""
+    """Histogram of all numbers of a layer. edges: those of the bins, one more than counts."""
     counts: list
     edges: list
-    total: float      # of the numbers
-    squares: float    # of the numbers, summed
+    total: float      # sum of the numbers
+    squares: float    # sum of their squares
 
 
 def histogram_of(tensors):
-    """The Histogram of all numbers in some tensors, which are finite."""
+    """The Histogram of all numbers in these tensors, which must be finite."""
     flat = torch.cat([tensor.flatten() for tensor in tensors]).float()
     low, high, total, squares = torch.stack([*flat.aminmax(), flat.sum(),
                                              flat.square().sum()]).tolist()
-    if low == high:     # all numbers are alike, such as the zeros of fresh weights
+    if low == high:     # all numbers are equal, as in weights that start at zero
         high = low + (abs(low) or 1.0)
     edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64)
     return Histogram(torch.histc(flat, BINS, low, high).tolist(), edges.tolist(), total, squares)
 
 
 def peak_memory(device):
-    """Most memory, in GB, that tensors have taken on a device since the start; of a CPU, that this
-    process has taken."""
+    """Peak memory since the start in GB: of tensors on a device, or, for a CPU, of this process."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device) / 1e9
     import resource
@@ -215,10 +213,10 @@ def peak_memory(device):
 
 
 def utilization(device):
-    """Share of the last moments in which a CUDA device computed; nan where that is not known.
+    """Share of the recent past in which a CUDA device was busy; nan if that is not known.
 
-    It needs the vendor's library (pynvml, amdsmi). That of XPUs would hold up a step for 0.1 s."""
+    It needs the vendor's library (pynvml, amdsmi). On XPUs, asking would delay a step by 0.1 s."""
     try:
         return torch.cuda.utilization(device) / 100 if device.type == "cuda" else math.nan
-    except Exception:     # no library, no permission, an old driver: of many classes
+    except Exception:     # many types: no library, no permission, an old driver
         return math.nan

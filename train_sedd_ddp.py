@@ -6,19 +6,19 @@
     python train_sedd_ddp.py --config my.yaml --data family.fasta --init_from best.pt  # fine-tune
     python train_sedd_ddp.py --config configs/sedd_demo.yaml --plan 1,2,4,8   # what scaling does
 
-Reads a YAML config (every key below and in run_config.py, with its default) and proteins: a file
-(sequence_data.py), a folder made by prepare_uniref50.py, or demo proteins that it makes. Writes
-into the run folder (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
-status.json, samples/step_N.fasta, checkpoints/last.pt (the one before: last-1.pt) and best.pt, and
-at the end curves.png. The same command again continues from last.pt. SIGTERM, SIGUSR1, Ctrl-C, the
-time DDP_DEADLINE and a file STOP in the run folder end a run in good order: it saves, and leaves
-with exit code 75.
+Reads a YAML config (keys and defaults: Config below and run_config.py) and proteins: a sequence
+file (see sequence_data.py), a folder made by prepare_uniref50.py, or generated demo proteins.
+Writes into the run folder (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
+status.json, samples/step_N.fasta, checkpoints/last.pt (the previous one: last-1.pt) and best.pt,
+and at the end curves.png. The same command again continues from last.pt. SIGTERM, SIGUSR1, Ctrl-C,
+the time in DDP_DEADLINE, or a file STOP in the run folder makes a run save a checkpoint and exit
+with code 75.
 
-A run with the same global batch is the same on any number of ranks, to rounding: micro-batches are
-what is distributed, and everything random is keyed by (seed, purpose, step, micro-batch) or by
-protein, never drawn from a stream of a rank.
+Runs with the same global batch give the same result, up to rounding, on any number of ranks. The
+global batch consists of micro-batches, which the ranks divide among them. Every random draw is
+seeded by (seed, purpose, step, micro-batch) or by the protein, never by the rank.
 """
-if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
+if __name__ == "__main__":   # runs the rank as a child process; this process only watches it
     import ddp_guard
     ddp_guard.supervise()
 
@@ -54,21 +54,21 @@ from train_loop import Run, after_step, open_batches, start_run, take_step
 # ---------------------------------------------------------------- config
 @dataclass
 class Training(CommonTraining):
-    batch_size: int | None = None        # proteins per rank and micro-step, on average
-    tokens_per_batch: int | None = None  # or: tokens, padding included, likewise
+    batch_size: int | None = None        # proteins per micro-batch, on average
+    tokens_per_batch: int | None = None  # or: tokens per micro-batch, padding included, on average
     n_iters: int | None = None           # optimizer steps
-    num_epochs: int | None = None        # or: epochs
+    num_epochs: int | None = None        # or: epochs, instead of n_iters
     eval_freq: int = 500                 # steps between evaluations
     eval_samples: int = 1                # noise levels per validation protein
     snapshot_freq: int = 500             # steps between checkpoints
-    init_from: str | None = None         # weights to begin with: see sedd_files.load_sedd
+    init_from: str | None = None         # file of initial weights, see sedd_files.load_sedd
 
 
 @dataclass
 class Optim(CommonOptim):
-    lr: float = 3e-4                     # at base_global_batch; scaled by `scale`
-    warmup: int = 2500                   # steps, linear; scaled likewise
-    ema: float = 0.9999
+    lr: float = 3e-4                     # for base_global_batch; `scale` adapts it to the batch
+    warmup: int = 2500                   # steps of linear warm-up; adapted likewise
+    ema: float = 0.9999                  # decay of the averaged weights
 
 
 @dataclass
@@ -78,42 +78,42 @@ class Model:
     n_heads: int = 12
     cond_dim: int = 128
     dropout: float = 0.1
-    parameterization: Literal["sedd", "subs"] = "sedd"   # ratios, or the residue behind a mask
-    init_logits: float = 0.0             # their standard deviation at first; 3 learns sooner than 0
+    parameterization: Literal["sedd", "subs"] = "sedd"   # free scores; or masked diffusion
+    init_logits: float = 0.0             # std of the initial logits, see SEDD; 3 learns faster
 
 
 @dataclass
 class Loss:
-    reduction: Literal["residue", "sequence"] = "residue"   # nats per residue; or per protein
+    reduction: Literal["residue", "sequence"] = "residue"   # mean over residues or proteins
 
 
 @dataclass
 class Noise:
     type: Literal["loglinear", "geometric", "cosine"] = "loglinear"
-    eps: float = 1e-3                    # loglinear, cosine: share left clean at t = 1
-    sigma_min: float = 1e-4              # geometric
-    sigma_max: float = 20.0
+    eps: float = 1e-3                    # loglinear, cosine: share of clean residues at t = 1
+    sigma_min: float = 1e-4              # geometric: sigma at t = 0
+    sigma_max: float = 20.0              # geometric: sigma at t = 1
 
 
 @dataclass
 class GraphSection:
-    type: Literal["absorb", "uniform"] = "absorb"   # noise puts a mask, or another residue
+    type: Literal["absorb", "uniform"] = "absorb"   # noise: masks, or random residues
 
 
 @dataclass
 class Data:
-    file: str | None = None              # file or prepared folder; none: demo proteins
+    file: str | None = None              # sequence file or prepared folder; null: demo proteins
     max_length: int = 512
     long: Literal["crop", "drop"] = "crop"   # what happens to longer proteins
     min_length: int = 1
-    val_fraction: float = 0.05           # of the proteins, by hash of the sequence; 0: none
-    demo_proteins: int = 20000           # of a source whose likelihood is known
+    val_fraction: float = 0.05           # share for validation, by hash of the sequence; 0: none
+    demo_proteins: int = 20000           # number; their exact likelihood is known
 
 
 @dataclass
 class Memory(CommonMemory):
     gradient_checkpointing: bool = False
-    compile: bool | Literal["auto"] = "auto"   # the blocks; auto: on a CUDA device
+    compile: bool | Literal["auto"] = "auto"   # torch.compile the blocks; auto: on CUDA only
 
 
 @dataclass
@@ -138,8 +138,8 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# What a resumed run may change, beside the number of ranks (accum follows). Of data and first
-# weights the content is compared.
+# Keys that may change when a run resumes. The number of ranks may change too: accum is adapted.
+# Paths of data and initial weights may change, but a hash of the content must stay the same.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency", "monitoring.n_samples",
               "monitoring.sample_steps", "monitoring.predictor", "data.file", "training.init_from")
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
@@ -147,9 +147,9 @@ NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 
 
 def check_config(c):
-    """Refuse values that no type forbids, beside what the model and the noise refuse.
+    """Raise ValueError, naming the key, for values of the right type that cannot be used.
 
-    Raises ValueError naming the key."""
+    SEDD and make_noise check some values themselves."""
     t = c.training
     check_values(c, checks=(
         ((t.batch_size is None) != (t.tokens_per_batch is None),
@@ -173,10 +173,10 @@ def check_config(c):
 
 # ---------------------------------------------------------------- loss
 def micro_batch_loss(model, batch, graph, config, ddp, dtype):
-    """Loss of one micro-batch of MicroBatchDataset. X and padding do not count.
+    """Loss of one micro-batch of MicroBatchDataset. Padding and unknown residues X do not count.
 
-    Returns: (loss sum in nats; (3,) sums for the log: loss, residues, tokens; number of
-    residues or proteins, over which global_gradient takes the mean of the global batch).
+    Returns: (sum of the loss in nats; (3,) sums for the log: loss, residues, tokens; number of
+    residues or proteins). global_gradient divides by this number, summed over the global batch.
     """
     batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
     xt, x0, mask, sigma, dsigma = (batch[k] for k in ("xt", "x0", "mask", "sigma", "dsigma"))
@@ -192,11 +192,11 @@ def micro_batch_loss(model, batch, graph, config, ddp, dtype):
 
 # ---------------------------------------------------------------- data
 class MicroBatchDataset(torch.utils.data.Dataset):
-    """(step, micro, epoch, proteins, width) -> tensors of one micro-batch. The sampler has read the
-    proteins; they are noised here, on the CPU: the same on every device, with any workers.
+    """Makes the tensors of a micro-batch from the sampler's (step, micro, epoch, proteins, width).
 
-    A dict of x0, xt (B, L) int64, L = width; mask (B, L) bool, True = residue; full, bool: no
-    padding; sigma, dsigma (B,) float64; seed, int.
+    It adds the noise on the CPU, so that any device and number of workers gives the same batch.
+    Items are dicts of x0 (clean) and xt (noised), (B, L) int64 with L = width; mask (B, L) bool,
+    False = padding; full, bool: no padding; sigma, dsigma (B,) float64; seed, int: of dropout.
     """
 
     def __init__(self, graph, noise, max_length, micro_batches, seed):
@@ -207,8 +207,8 @@ class MicroBatchDataset(torch.utils.data.Dataset):
         step, micro, epoch, proteins, width = item
         n = len(proteins)
         x0, mask = collate(random_crops(proteins, self.max_length, self.seed, epoch), width)
-        # One diffusion time in each of n parts of [0, 1], shifted evenly over the micro-batches:
-        # together they cover [0, 1] finely.
+        # Stratified: each of the n proteins gets a time in its own n-th of [0, 1]. Each micro-batch
+        # has another offset, so that the times of the global batch are evenly spaced.
         offset = (keyed_seed(self.seed, "time", step) / 2**63 + micro / self.micro_batches) % 1
         strata = torch.randperm(n, generator=keyed_generator(self.seed, "strata", step, micro))
         sigma, dsigma = self.noise(stratified_times(n, offset, strata, TIME_EPS))
@@ -225,7 +225,7 @@ def make_batch_plan(config, length_counts, micro_batches):
 
 
 def make_reader(config, proteins, micro_batches, ddp):
-    """A BatchReader of this config's plan. Rank 0 reads all lengths for it: a collective."""
+    """The BatchReader of this config. Collective: rank 0 reads all lengths and sends the sums."""
     plan = make_batch_plan(config, proteins.length_counts(), micro_batches)
     check_alike({"batches (hash)": plan.identity()}, ddp)
     rows = (torch.from_numpy(sum_rows(proteins, plan)) if ddp.is_main else
@@ -244,18 +244,18 @@ class SeddRun(Run):
     graph: Any
     noise: Any
     plan: BatchPlan
-    letters: Any          # (21,) int64, how often each token stands in the training proteins
-    init_from: dict | None   # {"path", "hash"} of the weights it began with; None: random ones
+    letters: Any          # (21,) int64, how often each token occurs in the training proteins
+    init_from: dict | None   # {"path", "hash"} of the initial weights; None: random weights
 
 
 def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     """Everything before the first step: data, model, checkpoint, folder. Returns SeddRun.
 
-    Raises ValueError or OSError for input that cannot be used, and then has written nothing: the
-    run folder is touched last, when every rank has come through all checks."""
+    Raises ValueError or OSError for input that cannot be used. In that case nothing was written:
+    the run folder is touched last, when all checks have passed on every rank."""
     t, o, d, work_dir = config.training, config.optim, config.data, Path(work_dir)
     check_config(config)
-    # A run of an earlier version may have keys of another noise.
+    # Earlier versions accepted keys of other noise types, so a resumed run may have them.
     may_change = (*MAY_CHANGE, *(f"noise.{key}" for key in unused_noise_keys(config.noise)))
     former = start_or_continue(config, ddp, work_dir, resume, fresh, may_change, PER_HOST)
     graph, noise = make_graph(config.graph.type, N_TOKENS), noise_of(vars(config.noise))
@@ -274,7 +274,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         raise ValueError(f"{former.path} was saved by a run with other batches (hash "
                          f"{former.state['plan']}, now {plan.identity()}); expected the same. "
                          "Continue with the version of this project that saved it, or --fresh.")
-    validation, available = None, min(batch, plan.available)   # a small set may not fill it
+    validation, available = None, min(batch, plan.available)   # few proteins: not a whole batch
     letters = data.train.letter_counts()
     if data.val is not None:
         val = apply_max_length(data.val, d.max_length, d.long)
@@ -289,7 +289,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         letters=letters, graph=graph, noise=noise, plan=plan, init_from=init_from,
         expected_count=batch * (plan.residues / plan.proteins if by_residue else 1.0))
     if not is_finished(run):
-        reader.item_of(run.progress["step"], run.sampler.mine[0])   # refuses damaged data
+        reader.item_of(run.progress["step"], run.sampler.mine[0])   # raises if data is damaged
     lines += describe_data(run, data, precision + compiled, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, available, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
@@ -298,7 +298,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
 
 
 def describe_data(run, data, precision, ddp):
-    """Lines on model, data and batch."""
+    """Lines that describe model, data and batch."""
     config, plan = run.config, run.plan
     n_parameters = sum(p.numel() for p in run.bare.parameters())
     val = f"; {len(data.val):,} for validation" if data.val is not None else ""
@@ -316,7 +316,7 @@ def train(run, ddp):
     config, progress, t, m = run.config, run.progress, run.config.training, run.config.monitoring
     if is_finished(run):
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
-    progress["finished"] = ""   # n_iters may have been raised
+    progress["finished"] = ""   # a finished run continues if n_iters was raised
     log = open_log(run, ddp)
 
     def loss_of(model, batch):
@@ -346,7 +346,7 @@ def train(run, ddp):
             log.metrics(step, values, run.meter.histograms)
         if progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0):
             write_samples(run, ddp)
-        if progress["finished"] or save_now or reason:   # last: a finished run has its samples
+        if progress["finished"] or save_now or reason:   # only after the samples are written
             save(run, log, ddp, "last.pt", t.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()
@@ -356,7 +356,7 @@ def train(run, ddp):
 
 
 def report_step(run, log, totals, norm, ddp):
-    """Show loss, perplexity and rate of a step; returns its metrics by name."""
+    """Show loss, perplexity and throughput of a step; returns its metrics by name."""
     loss_sum, residues, _ = totals.sums.unbind()
     loss = float(loss_sum / totals.count.clamp(min=1))
     per_residue = float(loss_sum / residues.clamp(min=1))
@@ -372,12 +372,12 @@ def report_step(run, log, totals, norm, ddp):
 
 # ---------------------------------------------------------------- plan
 def describe_plan(config, ranks):
-    """Table of what each number of ranks (text such as "1,2,4,8") would do, and the memory. No
-    device is touched. Raises ValueError for what training would refuse, content of data apart."""
+    """Text: a table with a row for each number of ranks (such as "1,2,4,8"), then the memory. Uses
+    no device. Raises ValueError where training would, except for missing or damaged data."""
     t, d, lengths, plans = config.training, config.data, None, []
     unit = "proteins" if t.batch_size else "tokens"
     numbers, head = plan_head(config.optim, ranks, unit)
-    noise_of(vars(config.noise))   # refuses what training would refuse
+    noise_of(vars(config.noise))   # raises for values that training would refuse
     if missing := missing_data(d):
         lines = [head, f"steps per epoch are not known: {missing}"]
     else:
@@ -400,7 +400,7 @@ def describe_plan(config, ranks):
     tokens = (int((plans[-1].sizes * plans[-1].tops).max()) if plans else
               t.tokens_per_batch or t.batch_size * d.max_length)
     warnings = (plan.warning() for plan in reversed(plans))
-    problems += next(filter(None, warnings), [])   # one is enough: that of the most ranks
+    problems += next(filter(None, warnings), [])   # only the warning for the most ranks
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
     memory = describe_memory(model, tokens, config.memory.mixed_precision in (False, "float32"),
@@ -422,9 +422,9 @@ def make_parser():
     parser.add_argument("--data", "--datafile", dest="data",
                         help="file of proteins, or folder of prepare_uniref50.py (sets data.file)")
     parser.add_argument("--stage", metavar="DIR",
-                        help="copy the prepared folder to DIR on each host, and read it there")
-    parser.add_argument("--init_from", metavar="FILE", help="begin with the weights of a "
-                        "checkpoint, export or published file (sets training.init_from)")
+                        help="copy the prepared folder to DIR on each host, and read the copy")
+    parser.add_argument("--init_from", metavar="FILE", help="initial weights: a checkpoint, "
+                        "export or published file (sets training.init_from)")
     add_run_arguments(parser, "--work_dir")
     return parser
 

@@ -258,7 +258,7 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
 
 @pytest.mark.parametrize("words, expected", [
     (["--number", "0"], "--number 0; expected at least 1"),
-    (["--length", "9-3"], "found the length 9-3; expected such as 80-120"),
+    (["--length", "9-3"], "found the length 9-3; expected a range like 80-120"),
     (["--length", "9" * 20], "at most 1,000,000"),
     (["--score", __file__, "--seed", "1"], "found --seed, which --score does not use"),
     (["--scaffold", "MKT[4]", "--score", __file__], "not allowed with argument"),
@@ -277,7 +277,7 @@ def test_an_export_reads_back_to_the_last_bit(tmp_path, graph, extras):
     (["--out", "/proc/o.fa"], "/proc/"),
     (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
     (["--scaffold", "MK[0]"], "found no length above 0"),
-    (["--scaffold", "[0-3][0-5]"], "found all may be empty"),
+    (["--scaffold", "[0-3][0-5]"], "found parts that may all be empty"),
     (["--infill", __file__], "found letters before a header")])
 def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(
         checkpoint, tmp_path, capsys, monkeypatch, words, expected):
