@@ -36,7 +36,7 @@ Environment read: the launcher variables of LAUNCHERS, and
   DDP_WORLD_SIZE            the expected number of ranks (Aurora's launcher does not set it)
   DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE   with DDP_WORLD_SIZE, override every launcher
   DDP_MPI4PY=0              never import mpi4py
-  DDP_GLOO_MAX_RANKS        above this number of ranks (256), objects, flags and barriers do not use gloo
+  DDP_GLOO_MAX_RANKS        with more ranks than this (256), objects, flags and barriers avoid gloo
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
   DDP_DEADLINE              epoch seconds at which stop_reason says stop
   DDP_GUARD_FD              set by ddp_guard.py, for its own child (DDP_GUARD=0: no guard)
