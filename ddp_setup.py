@@ -184,7 +184,7 @@ class Launcher:
     local_size: str = ""
     needs: str = ""              # another variable that must be set, or this row is skipped
     launch: str = ""             # variables that together identify a launch
-    mpi: bool = False            # its ranks are MPI's: mpi4py may be asked
+    mpi: bool = False            # its ranks are MPI processes: mpi4py may be used
     size_optional: bool = False  # the size may come from DDP_WORLD_SIZE or mpi4py instead
 
 
@@ -227,7 +227,7 @@ def _rows_of(env):
         return next((name for name in names.split() if env.get(name, "").strip()), "")
     rows = [replace(row, **{part: first_set(getattr(row, part)) for part in PLACE})
             for row in LAUNCHERS.values()]
-    # The shell of sbatch or salloc has Slurm's variables too, but is no rank of a job step.
+    # The shells of sbatch (no step) and salloc (a step of one task) have Slurm's variables too.
     return [row for row in rows if row.name != "Slurm step"
             or env.get("SLURM_STEP_ID") and _int(env, row.size) != 1]
 
@@ -339,10 +339,10 @@ def choose_device(device, backend, local_rank, found, ranks=2):
         device: auto | cpu | cuda | xpu.
         backend: auto | nccl | gloo | ccl | xccl | xpu (xpu: the best one for XPU).
         found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl' | 'ccl':
-            bool}, and where ccl failed 'trouble': why.
+            bool}; also 'trouble', the error, if ccl cannot be loaded.
         ranks: how many there are; a single rank needs no backend, unless `backend` names one.
     Returns: (type, index or None, backend, reason).
-    Raises: SetupError for what is not there, saying what is.
+    Raises: SetupError if what was asked for is not available; it lists what is.
     """
     def refuse(what):
         have = ["cpu", *(name if value is True else f"{value} {name}"
@@ -550,7 +550,7 @@ def _set_timer(seconds, file):
 def slurm_first_host(nodelist):
     """First host of a Slurm node list: 'a[003-5,9]-ib,b3' -> 'a003-ib'. Slurm's scontrol would tell
     it, but containers often lack that."""
-    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist)[0]   # to a comma outside brackets
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist)[0]   # up to a comma outside brackets
     return re.sub(r"\[([^\]]*)\]", lambda m: re.split("[-,]", m[1])[0], first)
 
 
@@ -570,7 +570,7 @@ def _own_address():
     for ip in map(_resolve, names):
         if ip and not ip.startswith("127."):   # Debian maps a host's own name to 127.0.1.1
             return ip
-    return _route_to("192.0.2.1") or "127.0.0.1"   # a documentation address: the default route
+    return _route_to("192.0.2.1") or "127.0.0.1"   # any outside address: the default route
 
 
 def _route_to(host):
@@ -617,7 +617,7 @@ def _launcher_process(ddp):
 def _place_of_rank_0(ddp, env):
     """(host, port or 0, their source) of rank 0's store, as far as this rank can tell alone."""
     host, port = env.get("MASTER_ADDR", ""), _int(env, "MASTER_PORT") or 0
-    if not 0 <= port < 1 << 16:   # as 10000 + the job's number may be
+    if not 0 <= port < 1 << 16:   # 10000 + a job's number may be too large
         raise SetupError(f"MASTER_PORT={port} is no port; expected 1024 to 65535. Leave it unset "
                          f"to have one found.", ddp.local_rank == 0)
     source = f"from {'MASTER_ADDR' if host else 'MASTER_PORT'}" if host or port else ""
@@ -840,8 +840,11 @@ def _tell_guard(ddp, wait=True, **message):
     """Send a line to the guard, if there is one. wait=False: drop it if the guard does not read."""
     if ddp.state.guard is not None:
         line = json.dumps(message).encode() + b"\n"
-        with contextlib.suppress(OSError):   # os.write does not wait here, send would
-            ddp.state.guard.sendall(line) if wait else os.write(ddp.state.guard.fileno(), line)
+        with contextlib.suppress(OSError):
+            if wait:
+                ddp.state.guard.sendall(line)
+            else:   # socket.send would wait up to its timeout, os.write does not wait
+                os.write(ddp.state.guard.fileno(), line)
 
 
 def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
@@ -851,8 +854,7 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
         code: exit code of every rank, as far as the launcher passes it on.
         cause: one line for status.json and the last line; default: the first line of the text.
         secondary: this failure is only the consequence of another rank's failure.
-        retry: can the same command, given again, continue the run?
-    """
+        retry: can the same command, given again, continue the run?"""
     cause, code = cause or text.partition("\n")[0], code % 256 or 1
     if _alone_in_a_notebook(ddp):
         print(text, file=sys.stderr)
@@ -907,14 +909,15 @@ def _abort_with(ddp, error, printed=False):
         text = error.code if isinstance(error.code, str) else f"left with exit code {error.code}"
         abort(ddp, text, error.code if isinstance(error.code, int) else 1)
     expected = not getattr(error, "retry", True)   # retry = False: no bug, so no traceback
-    memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+    out_of_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
     # A lost connection is most likely the consequence of a failure elsewhere.
     lost = isinstance(error, RuntimeError) and re.search(
         "connection|socket|timed out|communicator|successfully reached monitoredBarrier",
         str(error), re.I)
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
-    abort(ddp, "" if printed else text, cause=str(error).split("\n")[0] if expected else
-          _in_one_line(error), secondary=bool(lost), retry=not memory and not expected)
+    cause = str(error).split("\n")[0] if expected else _in_one_line(error)
+    abort(ddp, "" if printed else text, cause=cause, secondary=bool(lost),
+          retry=not out_of_memory and not expected)
 
 
 def _at_exit(ddp):
@@ -1005,8 +1008,7 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
     Args:
         run_dir: for rank 0's status.json {code (null: the run is on), reason, step}, and for the
             stacks, stacks/rank_R.txt; None: no status, and stacks below the temporary folder.
-        minutes: limit without progress; 0: none. signals: names of those that ask for a stop.
-    """
+        minutes: limit without progress; 0: none. signals: names of those that ask for a stop."""
     requested = ddp.state.watch.requested if ddp.state.watch else ""   # by an earlier watch
     close_run(ddp)
     run_dir, notebook = run_dir and os.path.abspath(run_dir), _alone_in_a_notebook(ddp)
@@ -1072,12 +1074,13 @@ def stop_reason(ddp, step, wanted=None):
 
     To be called at each step boundary, on all ranks; it is a sign of progress too.
     wanted: the sum of stop_wanted over ranks, where the caller has it from an all-reduce of its own
-        (perhaps of the step before); None: summed here, by a small all-reduce per call.
-    """
+        (perhaps of the step before); None: summed here, by a small all-reduce per call."""
     if ddp.state.watch is None:
         watch_run(ddp)
     beat(ddp, step)
-    if not (all_sum(stop_wanted(ddp), ddp) if wanted is None else wanted):
+    if wanted is None:
+        wanted = all_sum(stop_wanted(ddp), ddp)
+    if not wanted:
         return ""
     ddp.state.watch.requested = first_problem(ddp.state.watch.requested, ddp)
     return ddp.state.watch.requested
@@ -1088,7 +1091,8 @@ def beat(ddp, step=None):
     watch = ddp.state.watch
     if watch is None:
         return
-    watch.step = watch.step if step is None else step
+    if step is not None:
+        watch.step = step
     if ddp.state.guard is not None:
         _tell_guard(ddp, wait=False, step=watch.step)
     elif watch.limit:
@@ -1124,8 +1128,8 @@ def close_run(ddp, code=None, reason=""):
 
 
 def worker_init(worker_id=0, signals=STOP_SIGNALS):
-    """worker_init_fn for a DataLoader: a stop signal sent to the whole session must not end the
-    workers, without which the main process would raise instead of saving."""
+    """worker_init_fn for a DataLoader. A stop signal to all processes must not end the workers:
+    without them the main process would raise an error instead of saving."""
     for name in signals:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -1137,7 +1141,7 @@ def _deadline(env):
     with contextlib.suppress(ValueError):
         if (deadline := float(text or "inf")) > 1e9:   # 1e9 is in 2001; false for nan
             return deadline
-    raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected such as "
+    raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected for example "
                      f"$(( $(date +%s) + 3000 )).")
 
 
@@ -1164,8 +1168,7 @@ def wrap_ddp(model, ddp, gradient_as_bucket_view=True, broadcast_buffers=True, b
     on all ranks, but dropout and augmentation differ.
 
     options: of DistributedDataParallel, such as static_graph, find_unused_parameters.
-    Raises: ValueError for a model on another device.
-    """
+    Raises: ValueError for a model on another device."""
     for name, p in model.named_parameters():
         if p.device != ddp.device:
             raise ValueError(f"parameter {name} is on {p.device}; expected {ddp.device}. Call "
@@ -1194,8 +1197,7 @@ def gradient_sync(model, last):
     over ranks.
 
     With static_graph, DDP records the graph in its first backward, which must not be under no_sync.
-    So all micro-steps of the first step average gradients, which does not change the result.
-    """
+    So all micro-steps of the first step average gradients, which does not change the result."""
     if not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
     if model.static_graph and not getattr(model, "static_graph_recorded", False):
@@ -1210,8 +1212,7 @@ def ddp_sampler(dataset, ddp, train=True, shuffle=True):
     train=True: torch's DistributedSampler, in an order of (ddp.seed, epoch); call its set_epoch.
     The epoch is cut to equal steps per rank. train=False: all items, in order, whatever `shuffle`.
     Some ranks may then have one item more, so a loop over them must not contain collectives.
-    Raises: ValueError for fewer items than ranks.
-    """
+    Raises: ValueError for fewer items than ranks."""
     if len(dataset) < ddp.world_size:
         raise ValueError(f"{len(dataset)} item(s) for {ddp.world_size} ranks; expected at least "
                          f"one each. Use fewer ranks or more data.")
@@ -1241,8 +1242,7 @@ def barrier(ddp, timeout=None):
     """Wait for all ranks.
 
     timeout: seconds; default: that of setup_ddp, or half an hour.
-    Raises: RuntimeError with the ranks that did not come (above GLOO_MAX_RANKS: without names).
-    """
+    Raises: RuntimeError with the ranks that did not come (above GLOO_MAX_RANKS: without names)."""
     limit = timedelta(seconds=timeout or ddp.timeout or PATIENCE)
     if ddp.world_size > 1 and ddp.control is not None:
         dist.monitored_barrier(ddp.control, limit, wait_all_ranks=True)
@@ -1273,7 +1273,7 @@ def broadcast(value, ddp, src=0):
 
 
 def all_sum(value, ddp):
-    """Sum over ranks of a tensor (returned anew), or of a number or list of them (in float64)."""
+    """Sum over ranks: of a tensor (into a new one), or of a number or list of numbers (float64)."""
     if not isinstance(value, torch.Tensor):
         return all_sum(torch.tensor(value, dtype=torch.float64), ddp).tolist()
     if ddp.world_size == 1:
@@ -1285,7 +1285,7 @@ def all_sum(value, ddp):
 
 
 def all_mean(value, ddp):
-    """Mean over ranks, as all_sum; right only where every rank has the same share."""
+    """Mean over ranks, like all_sum. Correct only if every rank has the same share of the data."""
     if not isinstance(value, torch.Tensor):
         return all_mean(torch.tensor(value, dtype=torch.float64), ddp).tolist()
     return all_sum(value, ddp) / ddp.world_size
@@ -1317,14 +1317,14 @@ def choose_dtype(request, device):
 
     request: False or None, True (bfloat16 where the device computes in it, float32 elsewhere), or a
         name of DTYPES.
-    Raises: ValueError for an unknown name, RuntimeError for a dtype that the device lacks.
-    """
+    Raises: ValueError for an unknown name, RuntimeError for a dtype that the device lacks."""
     native = _native_bfloat16(device)
     if request in (False, None):
         return torch.float32, "mixed precision off"
+    if request is True and native:
+        return torch.bfloat16, f"{device.type} computes in bfloat16"
     if request is True:
-        return (torch.bfloat16, f"{device.type} computes in bfloat16") if native else (
-            torch.float32, f"{device.type} has no native bfloat16")
+        return torch.float32, f"{device.type} has no native bfloat16"
     if request not in DTYPES:
         raise ValueError(f"mixed_precision is {request!r}; expected true, false or one of "
                          f"{', '.join(DTYPES)}")
