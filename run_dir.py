@@ -68,8 +68,7 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change):
         config: the config now. may_change: keys that may differ from the former run's config.
     Returns: path of the checkpoint as text, or None for a new run.
     Raises: ValueError for a folder that is in use, cannot be written, holds another run, or is no
-        run folder.
-    """
+        run folder."""
     refuse_unwritable(run_dir)
     RunLock.refuse_live(run_dir)
     if (run_dir / "STOP").exists() and not fresh:
@@ -131,8 +130,7 @@ def check_resume(former, config, may_change, needed, script, model, things, fing
         things, fingerprint: the data: a word for messages, such as proteins, and {"n", "hash"}.
         anew: options that start a new run from this run's weights, for messages.
     Returns: number of micro-batches in a global batch, which is fixed at the start of a run.
-    Raises: ValueError.
-    """
+    Raises: ValueError."""
     path, state = former
     fine_tune = f" To train its weights further, as a new run: {anew} --work_dir NEW."
     if state is None:
@@ -144,18 +142,18 @@ def check_resume(former, config, may_change, needed, script, model, things, fing
     differences = config_differences(state["config"], config, may_change)
     if differences:
         lines = "\n    ".join(differences)
-        fits = not any(line.startswith(("model.", "graph.")) for line in differences)
+        same_model = not any(line.startswith(("model.", "graph.")) for line in differences)
         raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected the "
                          "same. Give another --work_dir, or --fresh to start over."
-                         f"{fine_tune if fits else ''} (Keys that may "
+                         f"{fine_tune if same_model else ''} (Keys that may "
                          f"differ: MAY_CHANGE in {os.path.basename(script)}.)")
-    shapes, found = ({k: tuple(v.shape) for k, v in weights.items()}
-                     for weights in (model, state["model"]))
-    wrong = [name for name in shapes | found if shapes.get(name) != found.get(name)]
+    expected, found = ({k: tuple(v.shape) for k, v in weights.items()}
+                       for weights in (model, state["model"]))
+    wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
     if wrong:
         raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "
                          f"{wrong[0]}: {found.get(wrong[0], 'absent')} in the file, "
-                         f"{shapes.get(wrong[0], 'absent')} by the config. Give a checkpoint of "
+                         f"{expected.get(wrong[0], 'absent')} by the config. Give a checkpoint of "
                          "this model, another --work_dir, or --fresh.")
     spoilt = [name for name, weight in state["model"].items() if not weight.isfinite().all()]
     if spoilt:
@@ -169,10 +167,10 @@ def check_resume(former, config, may_change, needed, script, model, things, fing
                          f"another --work_dir, or --fresh.{fine_tune}")
     micro_batches = state["micro_batches"]
     if micro_batches % ddp.world_size:
-        fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+        divisors = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
         raise ValueError(f"{path} has {micro_batches} micro-batches per step, which "
                          f"{ddp.world_size} ranks cannot share equally. Continue on "
-                         f"{', '.join(map(str, fits))} ranks.")
+                         f"{', '.join(map(str, divisors))} ranks.")
     return micro_batches
 
 
@@ -477,10 +475,11 @@ def say_finished(run, ddp, lines):
         folder = Path(run.continued_from).absolute().parent.parent
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == step]
     result, picture = rows[-1] if rows else {"step": step}, folder / "curves.png"
-    print0(ddp, "\n".join([f"This run is finished: {'early stop' if early else 'all steps done'} "
-                           f"at step {step:,}.{more} To start over, --fresh.",
-                           *lines(result, folder),
-                           *([f"  picture   {picture}"] if picture.exists() else [])]))
+    text = [f"This run is finished: {'early stop' if early else 'all steps done'} at step "
+            f"{step:,}.{more} To start over, --fresh.", *lines(result, folder)]
+    if picture.exists():
+        text.append(f"  picture   {picture}")
+    print0(ddp, "\n".join(text))
     close_run(ddp)   # so that cleanup_ddp does not write status.json
     if ddp.is_main:
         write_status(run.work_dir, 0, run.progress["finished"], step)

@@ -45,7 +45,7 @@ class Script(NamedTuple):
     describe_plan: Any    # (config, text of --plan) -> text
     prepare: Any          # (config, ddp, work_dir, options) -> Run
     train: Any            # (run, ddp) -> dict
-    name: str = ""        # of the run folder below runs/ where no --config names it
+    name: str = ""        # of the run folder in runs/, if no --config gives a name
 
 
 def run_script(script, argv=None):
@@ -80,7 +80,7 @@ def run_script(script, argv=None):
         e = problem or e   # the first error
         code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
-        replace_status(work_dir, code, str(e), since=began)   # by the first rank to fail
+        replace_status(work_dir, code, str(e), since=began)   # only by the first rank to fail
         sys.exit(code)
     except KeyboardInterrupt:   # nothing runs yet
         replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)
@@ -321,8 +321,7 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
         title: heading of the global batch's column, which sets its width. more: further headings.
         outcome: function (ranks, global batch) -> (the global batch that there is data for, text
             of further columns). Raises ValueError where training would be refused.
-    Returns: (lines, lines on what would be refused).
-    """
+    Returns: (lines, lines on what would be refused)."""
     o, steps, problems, late = config.optim, config.training.n_iters, [], []
     rows = [f"{'ranks':>6} {title} {'learning rate':>14} {'warm-up steps':>14}{more}"]
     for n in numbers:
@@ -336,7 +335,8 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
             continue
         lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, available, o.base_global_batch)
         rows.append(f"{row} {lr:>14.4g} {warmup:>14,}{columns}")
-        late += [str(n)] if steps and warmup >= steps else []
+        if steps and warmup >= steps:
+            late.append(str(n))
     if late:
         rows.append(f"ATTENTION: with {', '.join(late)} rank(s) the warm-up lasts to the end (step "
                     f"{steps:,})")

@@ -188,7 +188,9 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, m
         with gradient_sync(model, last=k == len(batches) - 1), meter.passes(model):
             loss, sums, count = loss_of(model, batch)
             scaled = loss / expected_count
-            (scaler.scale(scaled) if scaler is not None else scaled).backward()
+            if scaler is not None:
+                scaled = scaler.scale(scaled)
+            scaled.backward()
         if own is None:
             own = unpack(torch.zeros(len(sums) + N_FLAGS, dtype=torch.float64, device=ddp.device))
         own.sums.add_(sums.detach())   # this adds to own.packed
