@@ -37,7 +37,7 @@ class RunLog:
     def __init__(self, run_dir, is_main, total_steps=None):
         self.path = Path(run_dir) / "metrics.jsonl"
         self.is_main, self.total_steps = is_main, total_steps
-        self.file = self.bar = self.began = None
+        self.file = self.bar = self.began = None   # began: (step, time) of the first progress()
         self.trackers = []
         if is_main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,14 +71,15 @@ class RunLog:
         """Append one row {"step": step, **values}; other processes see it when this returns.
 
         values: numbers, or texts such as a host name. nan and infinities are written as null: JSON
-        cannot express them, and tables read null as missing. histograms: {name:
-        step_meter.Histogram}, for trackers only.
+        cannot express them, and tables read null as missing.
+        histograms: {name: step_meter.Histogram}, for trackers only.
         """
         if not self.is_main:
             return
         row = {"step": int(step)}
         for name, value in values.items():
-            value = value if isinstance(value, (int, str)) else float(value)
+            if not isinstance(value, (int, str)):
+                value = float(value)
             row[name] = value if isinstance(value, str) or math.isfinite(value) else None
         if self.file is None:
             self.file = open(self.path, "a", encoding="utf-8")
@@ -94,7 +95,7 @@ class RunLog:
             os.fsync(self.file.fileno())
 
     def truncate(self, step):
-        """Drop the rows after `step`, and a last row that a killed run left incomplete. To call
+        """Drop the rows after `step`, and a last row that a killed run left incomplete. Call it
         before the first row is written.
 
         The file is replaced atomically, so a kill leaves the old or the new one. Raises ValueError
