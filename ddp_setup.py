@@ -27,21 +27,21 @@ a run also stops in good order on a signal, before the walltime, or on a STOP fi
 
 `python ddp_setup.py --doctor` prints what this file finds here and would choose.
 
-When a rank fails, the launcher ends the others, see _end_others. A hang is ended by faulthandler's
-timer, with the stacks of each rank. With ddp_guard.py, the parent of each rank, all end also when
-one is killed, and one last line names the rank at fault.
+When a rank fails, it has the launcher end the others, see _end_others. A hang is ended by a timer,
+which writes the stack traces of each rank. If ddp_guard.py runs as the parent of each rank, the run
+also ends when a rank is killed, and one last line names the rank at fault.
 
 Environment read: the launcher variables of LAUNCHERS, and
-  MASTER_ADDR, MASTER_PORT  rendezvous; the address alone means port 29500
-  DDP_WORLD_SIZE            the number of ranks that must have been started (Aurora sets no size)
+  MASTER_ADDR, MASTER_PORT  where rank 0 listens; MASTER_ADDR alone means port 29500
+  DDP_WORLD_SIZE            the expected number of ranks (Aurora's launcher does not set it)
   DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE   with DDP_WORLD_SIZE, override every launcher
   DDP_MPI4PY=0              never import mpi4py
-  DDP_GLOO_MAX_RANKS        up to how many ranks gloo carries objects, flags and barriers (256)
+  DDP_GLOO_MAX_RANKS        with more ranks than this (256), objects, flags and barriers avoid gloo
   DDP_LOG_ALL=1             print0 prints on every rank, with its number
   DDP_DEADLINE              epoch seconds at which stop_reason says stop
   DDP_GUARD_FD              set by ddp_guard.py, for its own child (DDP_GUARD=0: no guard)
-Environment set, of several ranks, until cleanup_ddp: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT, LOCAL_WORLD_SIZE for libraries that look there; if unset, GLOO_SOCKET_IFNAME.
+Environment set until cleanup_ddp, if there are several ranks: RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, for other libraries; GLOO_SOCKET_IFNAME, if unset.
 """
 import atexit
 import contextlib
@@ -79,39 +79,39 @@ __all__ = [
     "optimize_with_ipex", "print0", "save_checkpoint", "seed_for", "setup_ddp", "stop_reason",
     "stop_wanted", "unwrap_ddp", "watch_run", "worker_init", "wrap_ddp"]
 
-# Gloo connects every rank with every other: 2 N sockets, and many sites allow 1,024 open files.
-# Above this number of ranks, objects, flags and barriers travel over the device's own backend.
+# Gloo connects each rank to every other by 2 sockets, and many sites allow only 1,024 open files.
+# Above this number of ranks, objects, flags and barriers use the device's own backend.
 GLOO_MAX_RANKS = 256
 AGAIN, HANG, BAD_INPUT, INTERRUPTED = 75, 70, 2, 130   # exit codes, beside 0 finished and 1 failed
-# Waits, in seconds.
-CONNECT = 5.0           # for one attempt to reach rank 0
-LATE_TABLE = 20.0       # by which the others wait longer for rank 0's answer than it for them
-TABLE_READ = 5.0        # for the others to read why rank 0 has given up
-FIRST_MESSAGE = 4.0     # until the rank that prints what all see alike has printed it
-FIRST_FAILURE = 1.5     # without guards: until the rank at fault has printed, and ends this one
-HYDRA_OUTPUT = 0.5      # MPICH drops what it has not yet passed on when MPI_Abort comes
-SCANCEL = 30.0          # for Slurm to end a step
-GUARD_FIRST = 10.0      # by which ranks wait longer than guards, which so end a run first
+# Time limits and pauses, in seconds.
+CONNECT = 5.0           # for one attempt to connect to rank 0
+ANSWER_MARGIN = 20.0    # the other ranks wait this much longer for rank 0 than it waits for them
+TABLE_READ = 5.0        # for the other ranks to read rank 0's error before its store closes
+PRINTER_FIRST = 4.0     # for the one rank that prints an error common to all, before the rest exit
+CULPRIT_FIRST = 1.5     # for the rank at fault to print and end the others (without guards)
+HYDRA_OUTPUT = 0.5      # for MPICH to forward what was printed: MPI_Abort drops the rest
+SCANCEL = 30.0          # for Slurm to end a job step
+GUARD_MARGIN = 10.0     # ranks wait this much longer than guards, so that a guard ends the run
 GUARD_ANSWER = 20.0     # for the guard to end this process
-PATIENCE = 1800.0       # for the others to come to a barrier, or to cleanup_ddp
+PATIENCE = 1800.0       # for all ranks to reach a barrier, or cleanup_ddp
 DESTROY = 60.0          # for torch and MPI to close their connections
-DOUBLE = 0.2            # within it, a second SIGINT is the same Ctrl-C, from launcher and guard
+SAME_CTRL_C = 0.2       # between two SIGINTs of one Ctrl-C, from launcher and guard
 
 
 # ---------------------------------------------------------------- this process' place
 @dataclass
 class State:
-    """What changes in a run, see Ddp."""
-    pid: int = field(default_factory=os.getpid)       # what a forked child does is its own
-    hosts: list = field(default_factory=list)         # of each rank
+    """The part of a Ddp that changes during a run."""
+    pid: int = field(default_factory=os.getpid)       # of the rank, not of its forked children
+    hosts: list = field(default_factory=list)         # host name of each rank
     store: object = None                              # torch's store, which rank 0 serves
     mpi: object = None                                # COMM_WORLD of mpi4py
     ipex: str = "auto"                                # see optimize_with_ipex
-    environment: dict = field(default_factory=dict)   # variables as they were
+    environment: dict = field(default_factory=dict)   # variables before _join set them
     guard: object = None                              # socket to ddp_guard.py
     watch: object = None                              # see watch_run
     patience: float = PATIENCE                        # seconds to wait for others in cleanup_ddp
-    checkpoint: str = ""                              # path of the last one
+    checkpoint: str = ""                              # path of the last one saved or loaded
     damaged: str = ""                                 # checkpoint that could not be loaded
     clean: bool = False                               # cleanup_ddp was called
 
@@ -120,8 +120,8 @@ class State:
 class Ddp:
     """This process' place in the run.
 
-    local_world_size: None until the ranks have met, where the launcher does not say.
-    node_rank: number of the host, in the order of ranks; None until they have met.
+    local_world_size: None until the ranks have met, if the launcher does not set it.
+    node_rank: number of the host, in the order of ranks; None until the ranks have met.
     control: the gloo group for objects, flags and barriers (None: see _route)."""
     rank: int = 0
     world_size: int = 1
@@ -135,7 +135,7 @@ class Ddp:
     host: str = ""
     notes: tuple = ()
     control: object = field(default=None, repr=False, compare=False)
-    timeout: float | None = None   # seconds, of collectives; None: torch's own
+    timeout: float | None = None   # of a collective, in seconds; None: torch's own
     state: State = field(default_factory=State, repr=False, compare=False)
 
     @property
@@ -152,20 +152,20 @@ class Ddp:
     def __exit__(self, kind, error, tb):
         if error is None or isinstance(error, SystemExit) and error.code in (None, 0):
             cleanup_ddp(self)
-        elif _alone_in_a_notebook(self):   # nobody else is to be ended, and the kernel lives on
+        elif _alone_in_a_notebook(self):   # there is no other rank to end, and the kernel goes on
             close_run(self, 1, f"{kind.__name__}: {error}")
         else:
             _abort_with(self, error)
 
 
 def _alone_in_a_notebook(ddp):
-    """One process with a person before it: it is not ended for an exception or standing still."""
+    """A single interactive process: neither an exception nor a long pause may end it."""
     return ddp.world_size == 1 and hasattr(sys, "ps1")
 
 
 class SetupError(RuntimeError):
-    """Setting up failed. prints: this rank shows it; others see the same and leave quietly.
-    code: 2 where a person must look, 1 where the next start may find what is missing."""
+    """Setting up failed. prints: whether this rank shows it; an error of all ranks is shown once.
+    code: the exit code; 2 if a person must change something, 1 if a new start may succeed."""
 
     def __init__(self, text, prints=True, code=2):
         super().__init__(text)
@@ -175,19 +175,20 @@ class SetupError(RuntimeError):
 # ---------------------------------------------------------------- launchers
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its place; of several the first one set."""
+    """The environment variables by which a launcher tells a process its place. Where a field lists
+    several names, the first one that is set counts."""
     name: str
     rank: str
     size: str
     local_rank: str
     local_size: str = ""
-    needs: str = ""              # another variable without which the row does not count
-    launch: str = ""             # variables that together name this very launch
-    mpi: bool = False            # ranks were started by an MPI: mpi4py may be asked
+    needs: str = ""              # another variable that must be set, or this row is skipped
+    launch: str = ""             # variables that together identify a launch
+    mpi: bool = False            # its ranks are MPI processes: mpi4py may be used
     size_optional: bool = False  # the size may come from DDP_WORLD_SIZE or mpi4py instead
 
 
-# In the order of detection. It survives nesting: torchrun inside srun, mpirun inside sbatch.
+# The first row that applies wins: the inner launcher of torchrun in srun, or mpirun in sbatch.
 LAUNCHERS = {row.name: row for row in (
     Launcher("DDP_* variables", "DDP_RANK", "DDP_WORLD_SIZE", "DDP_LOCAL_RANK",
              "DDP_LOCAL_WORLD_SIZE"),
@@ -196,7 +197,7 @@ LAUNCHERS = {row.name: row for row in (
     Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
              "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
              launch="PMIX_NAMESPACE", mpi=True),
-    # Polaris sets PMI_SIZE, Aurora nothing dependable. Slurm's cray_shasta plugin sets these too.
+    # Size: Polaris sets PMI_SIZE, Aurora none. Slurm's cray_shasta plugin sets PALS_RANKID too.
     Launcher("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID PMI_LOCAL_RANK PMIX_LOCAL_RANK",
              "PALS_LOCAL_SIZE PMI_LOCAL_SIZE", launch="PALS_APID", mpi=True, size_optional=True),
     Launcher("MPICH or Intel MPI (Hydra)", "PMI_RANK", "PMI_SIZE",
@@ -221,12 +222,12 @@ def _int(env, name):
 
 
 def _rows_of(env):
-    """LAUNCHERS with the one variable that is set in each field of PLACE, or ""."""
+    """LAUNCHERS, where each field of PLACE names only the variable that is set, or ""."""
     def first_set(names):
         return next((name for name in names.split() if env.get(name, "").strip()), "")
     rows = [replace(row, **{part: first_set(getattr(row, part)) for part in PLACE})
             for row in LAUNCHERS.values()]
-    # The shells of sbatch and salloc are one process, and have Slurm's variables too.
+    # The shells of sbatch (no step) and salloc (a step of one task) have Slurm's variables too.
     return [row for row in rows if row.name != "Slurm step"
             or env.get("SLURM_STEP_ID") and _int(env, row.size) != 1]
 
@@ -248,21 +249,21 @@ def _seen(env):
 def detect_launcher(env, mpi=None):
     """Which rank is this process? A pure function of the environment.
 
-    The first complete row of LAUNCHERS wins; complete rows behind it may differ and are noted.
+    The first complete row of LAUNCHERS wins. Complete rows after it are noted as outer launchers.
 
     Args:
         env: mapping of environment variables.
         mpi: (rank, size) of mpi4py's COMM_WORLD, where an MPI started this process.
     Returns: a Ddp that knows its place (a plain process: rank 0 of 1).
-    Raises: SetupError, with what was seen, where variables are incomplete or sizes disagree: a
-        single process instead would exit 0 with the wrong result.
+    Raises: SetupError, with what was seen, where variables are incomplete or disagree. Going on as
+        a single process would end with exit code 0 and a wrong result.
     """
     complete = _complete_rows(env)
     if not complete:
         return _plain_process(env)
     row, *outer = complete
     rank, size, local_rank, local_size = (_int(env, getattr(row, part)) for part in PLACE)
-    ranks, sizes = {row.rank: rank}, {row.size or row.name: size}   # by source; these must agree
+    ranks, sizes = {row.rank: rank}, {row.size or row.name: size}   # by source; all must agree
     if mpi:
         ranks["mpi4py"], sizes["mpi4py"] = mpi
     for name in ("DDP_WORLD_SIZE", "WORLD_SIZE") if row.mpi else ("DDP_WORLD_SIZE",):
@@ -282,7 +283,7 @@ def detect_launcher(env, mpi=None):
                 f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints)
     size = next((number for number in sizes.values() if number is not None), None)
     if size == 1 or row.name == "Slurm step" and _int(env, "SLURM_STEP_NUM_NODES") == 1:
-        local_size = size   # which Slurm tells by lists alone
+        local_size = size   # one host; Slurm sets no plain number for this
     if size is None:
         raise SetupError(
             f"{row.name} started rank {rank} but sets no number of ranks. Expected DDP_WORLD_SIZE: "
@@ -295,7 +296,7 @@ def detect_launcher(env, mpi=None):
                              f"{_seen(env)}")
     sources = ", ".join(f"{what} from {name}" for what, name in (
         ("rank", row.rank), ("size", row.size), ("local rank", row.local_rank)) if name)
-    node_rank = 0 if size == 1 else None   # of several ranks, the hosts that meet tell it
+    node_rank = 0 if size == 1 else None   # of several ranks: known when they meet
     return Ddp(rank, size, local_rank, local_size, node_rank, launcher=row.name, notes=(
         f"launcher {row.name}: {sources}",
         *(f"outer launcher {other.name} says rank {env[other.rank]} of {env.get(other.size)}: "
@@ -303,13 +304,13 @@ def detect_launcher(env, mpi=None):
 
 
 def _plain_process(env):
-    """Place of a process that no launcher has started; refuses a part of a launcher's variables."""
+    """Place of a process that no launcher has started. Refuses incomplete launcher variables."""
     harmless = {"", "RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # setup_ddp checks the last one
-    stray = {name: part for row in _rows_of(env) for part in PLACE
-             if (name := getattr(row, part)) not in harmless}
-    several = "LOCAL_RANK" in stray or env.get("RANK") and env.get("MASTER_ADDR")
+    stray = {getattr(row, part): part for row in _rows_of(env) for part in PLACE
+             if getattr(row, part) not in harmless}
+    like_torchrun = "LOCAL_RANK" in stray or env.get("RANK") and env.get("MASTER_ADDR")
     if (stray and list(stray.values()) != ["local_rank"]
-            or several and (_int(env, "WORLD_SIZE") or 1) > 1):
+            or like_torchrun and (_int(env, "WORLD_SIZE") or 1) > 1):
         raise SetupError(
             f"a launcher seems to have started this process, but no set of its variables is "
             f"complete. {_seen(env)}. Expected for example RANK, WORLD_SIZE, LOCAL_RANK and "
@@ -326,8 +327,8 @@ def _plain_process(env):
 
 
 # ---------------------------------------------------------------- device and backend
-KINDS = ("cuda", "xpu", "cpu")   # of devices, the best first
-# And the kinds that each backend serves, the best backend first.
+KINDS = ("cuda", "xpu", "cpu")   # device types, the best first
+# The device types that each backend serves, the best backend first.
 BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
 
 
@@ -338,10 +339,10 @@ def choose_device(device, backend, local_rank, found, ranks=2):
         device: auto | cpu | cuda | xpu.
         backend: auto | nccl | gloo | ccl | xccl | xpu (xpu: the best one for XPU).
         found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl' | 'ccl':
-            bool}, perhaps 'trouble': why there is no ccl.
-        ranks: one rank does without a backend, unless it asks for one.
+            bool}; also 'trouble', the error, if ccl cannot be loaded.
+        ranks: how many there are; a single rank needs no backend, unless `backend` names one.
     Returns: (type, index or None, backend, reason).
-    Raises: SetupError for what is not there, saying what is.
+    Raises: SetupError if what was asked for is not available; it lists what is.
     """
     def refuse(what):
         have = ["cpu", *(name if value is True else f"{value} {name}"
@@ -354,21 +355,21 @@ def choose_device(device, backend, local_rank, found, ranks=2):
         if value not in known:
             raise SetupError(f"--{name} {value} is not known; expected one of {', '.join(known)}")
     asked, visible = f"--device {device}, --backend {backend}", {**found, "cpu": 1}
-    # To look for: with gloo all kinds, or an XPU would be passed over for the CPU without a word.
+    # Gloo looks for all kinds: an XPU must be refused, not silently replaced by the CPU.
     kinds = {**BACKENDS, "auto": KINDS, "gloo": KINDS, "xpu": ("xpu",)}[backend]
     kind = device if device != "auto" else next(filter(visible.get, kinds), kinds[0])
     if not visible[kind]:
         refuse(f"{kind} was asked for ({asked}), but no such device is visible")
-    choice = [name for name, served in BACKENDS.items()
+    usable = [name for name, served in BACKENDS.items()
               if kind in served and backend in (name, "auto", "xpu")]
-    if kind not in kinds or not choice:
+    if kind not in kinds or not usable:
         refuse(f"--backend {backend} does not serve device {kind}")
-    chosen = next(filter(found.get, choice), None)
+    chosen = next(filter(found.get, usable), None)
     if chosen is None and (ranks > 1 or backend != "auto"):
-        trouble = f" ({found['trouble']})" if "ccl" in choice and "trouble" in found else ""
-        refuse(f"no backend for {kind}: expected {' or '.join(choice)}, which this torch "
+        trouble = f" ({found['trouble']})" if "ccl" in usable and "trouble" in found else ""
+        refuse(f"no backend for {kind}: expected {' or '.join(usable)}, which this torch "
                f"lacks{trouble}")
-    # Right with every device visible, with a mask of some, and with one visible device per task.
+    # The remainder, since a launcher may let a rank see all devices, some, or only its own one.
     index = None if kind == "cpu" else local_rank % found[kind]
     where = "cpu" if index is None else f"{kind}:{index} of {found[kind]}"
     return kind, index, chosen, f"device {where}; backend {chosen} ({asked})"
@@ -382,12 +383,12 @@ def _found_devices(need_ccl=False, ipex="auto"):
              "gloo": dist.is_gloo_available(), "xccl": _has_xccl(), "ccl": False}
     if need_ccl or (xpu and not found["xccl"]):
         if xpu and ipex != "off":
-            with contextlib.suppress(Exception, SystemExit):   # its lack is told by who needs it
-                _import_ipex()   # first: the bindings' XPU half is built on it
+            with contextlib.suppress(Exception, SystemExit):   # optimize_with_ipex reports it
+                _import_ipex()   # before oneCCL, whose XPU part needs it
         try:
             import oneccl_bindings_for_pytorch  # noqa: F401  (it registers the backend)
             found["ccl"] = True
-        except Exception as e:   # missing, or its libraries are, or made for another torch
+        except Exception as e:   # not installed, a library missing, made for another torch
             found["trouble"] = f"oneccl_bindings_for_pytorch: {_in_one_line(e)}"
     return found
 
@@ -401,7 +402,7 @@ def _in_one_line(error):
 
 
 def _device_id(device):
-    """A name that is unique for an accelerator within its host, whatever is masked; CPU: None."""
+    """A name that identifies an accelerator within its host, despite masks; CPU: None."""
     if device.type == "cpu":
         return None
     uuid = getattr(getattr(torch, device.type).get_device_properties(device.index), "uuid", None)
@@ -420,26 +421,25 @@ def seed_for(*parts):
 
 def _seed_all(seed):
     random.seed(seed)
-    torch.manual_seed(seed)   # every device
+    torch.manual_seed(seed)   # on every device
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, init_timeout=300.0,
               quiet=False, ipex="auto"):
-    """Find this process' rank and device, join the others, and return a Ddp.
-
-    Called again in the same process it returns the same Ddp.
+    """Find this process' rank and device, join the other ranks, and return a Ddp. If called again
+    in the same process, return the same Ddp.
 
     Args:
         device, backend: see choose_device.
-        seed: equal initial weights on all ranks; wrap_ddp then gives every rank an own stream.
+        seed: gives all ranks equal initial weights; wrap_ddp then seeds each rank differently.
         ranks: refuse any other number of ranks.
         timeout: seconds a collective may take; None: torch's own limit.
         init_timeout: seconds to wait for all ranks to appear.
         ipex: auto | on | off, see optimize_with_ipex.
     Raises: SetupError (a RuntimeError) with what was found and what to do, naming missing ranks.
-        What all ranks see alike is raised on one of them; the others end with its `code`.
+        An error of all ranks is raised on one of them; the others exit with its `code`.
     """
     if setup_ddp.current is not None:
         return setup_ddp.current
@@ -448,7 +448,7 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
                                          init_timeout, ipex)
     except SetupError as e:
         if not e.prints:
-            time.sleep(FIRST_MESSAGE)
+            time.sleep(PRINTER_FIRST)
             sys.stdout.flush()
             os._exit(e.code)
         raise
@@ -502,9 +502,8 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
 
 
 def _start_mpi(env, limit):
-    """COMM_WORLD of mpi4py; None where it is absent, unwanted or not needed. Importing it
-    initialises MPI, which freezes or misleads a process that no MPI launched: so never elsewhere.
-    """
+    """COMM_WORLD of mpi4py; None where it is absent, unwanted or not needed. Importing it calls
+    MPI_Init, which hangs or gives a wrong rank in a process that no MPI launcher started."""
     row = next(iter(_complete_rows(env)), None)
     if row is None or not row.mpi or env.get("DDP_MPI4PY") == "0":
         return None
@@ -514,10 +513,10 @@ def _start_mpi(env, limit):
     try:
         import mpi4py
         if "mpi4py.MPI" not in sys.modules:
-            mpi4py.rc.finalize = False   # at exit it would wait for the others: see _end_mpi
-        with _time_limit(limit):   # MPI_Init waits for all ranks without end
+            mpi4py.rc.finalize = False   # it would wait for all ranks at exit
+        with _time_limit(limit):   # MPI_Init waits for all ranks, without a limit
             from mpi4py import MPI
-    except (ImportError, RuntimeError):   # RuntimeError: no MPI library found; not needed then
+    except (ImportError, RuntimeError):   # RuntimeError: mpi4py found no MPI library
         return None
     return None if MPI.Is_finalized() else MPI.COMM_WORLD
 
@@ -532,8 +531,8 @@ def _end_mpi(mpi):
 
 @contextlib.contextmanager
 def _time_limit(seconds):
-    """End this process, with the stacks of its threads, if the block takes longer. Only a timer in
-    C gets through where a call into a library keeps the GIL."""
+    """Print the stacks of all threads and end this process, if the block takes longer. The timer
+    of faulthandler is in C, so it works even while a library call holds the GIL."""
     try:
         _set_timer(seconds, sys.__stderr__)
         yield
@@ -542,16 +541,16 @@ def _time_limit(seconds):
 
 
 def _set_timer(seconds, file):
-    # None without a real stderr, or for longer than a timer knows.
+    # No timer is set if `file` is no real file, or `seconds` is more than a timer can hold.
     with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError, OverflowError):
         faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
 
 # ---------------------------------------------------------------- rendezvous: addresses
 def slurm_first_host(nodelist):
-    """First host of a Slurm node list: 'a[003-5,9]-ib,b3' -> 'a003-ib'; containers often have no
-    scontrol."""
-    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist)[0]   # to a comma outside brackets
+    """First host of a Slurm node list: 'a[003-5,9]-ib,b3' -> 'a003-ib'. Slurm's scontrol would tell
+    it, but containers often lack that."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist)[0]   # up to a comma outside brackets
     return re.sub(r"\[([^\]]*)\]", lambda m: re.split("[-,]", m[1])[0], first)
 
 
@@ -571,7 +570,7 @@ def _own_address():
     for ip in map(_resolve, names):
         if ip and not ip.startswith("127."):   # Debian maps a host's own name to 127.0.1.1
             return ip
-    return _route_to("192.0.2.1") or "127.0.0.1"   # a documentation address: the default route
+    return _route_to("192.0.2.1") or "127.0.0.1"   # any outside address: the default route
 
 
 def _route_to(host):
@@ -598,27 +597,27 @@ def _interface_of(ip):
 
 
 def _launch_name(env, ddp):
-    """What the launcher calls this very launch, or ""."""
+    """The launcher's identifier of this launch, or ""."""
     return "-".join(env[name] for name in LAUNCHERS[ddp.launcher].launch.split() if env.get(name))
 
 
 def _launcher_process(ddp):
-    """Process id of this host's launcher, and its start time: in two containers ids may be alike.
-    A wrapper around a rank, such as its guard or a shell, has the rank's variable itself."""
-    pid, rank_is_set = os.getppid(), f"{LAUNCHERS[ddp.launcher].rank}=".encode()
+    """Process id and start time of this host's launcher (two containers may have equal ids). It is
+    the first ancestor without the rank's variable, which a guard or shell around a rank has."""
+    pid, rank_variable = os.getppid(), f"{LAUNCHERS[ddp.launcher].rank}=".encode()
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
         while True:
             _, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if rank_is_set not in Path(f"/proc/{pid}/environ").read_bytes():
-                return f"{pid}-{fields[17]}"
+            if rank_variable not in Path(f"/proc/{pid}/environ").read_bytes():
+                return f"{pid}-{fields[17]}"   # its start time
             pid = int(parent)
     return str(pid)
 
 
 def _place_of_rank_0(ddp, env):
-    """(host, port or 0, their source) of rank 0's store, as far as this rank knows by itself."""
+    """(host, port or 0, their source) of rank 0's store, as far as this rank can tell alone."""
     host, port = env.get("MASTER_ADDR", ""), _int(env, "MASTER_PORT") or 0
-    if not 0 <= port < 1 << 16:   # such as 10000 + the job's number
+    if not 0 <= port < 1 << 16:   # 10000 + a job's number may be too large
         raise SetupError(f"MASTER_PORT={port} is no port; expected 1024 to 65535. Leave it unset "
                          f"to have one found.", ddp.local_rank == 0)
     source = f"from {'MASTER_ADDR' if host else 'MASTER_PORT'}" if host or port else ""
@@ -628,7 +627,7 @@ def _place_of_rank_0(ddp, env):
         host = "127.0.0.1"
     elif ddp.launcher == "Slurm step":
         host = slurm_first_host(env.get("SLURM_STEP_NODELIST", ""))
-        host = host if _resolve(host) else ""   # in a cloud its names may mean nothing
+        host = host if _resolve(host) else ""   # in a cloud, node names may not resolve
     if not ddp.on_one_host and host != _resolve(host) and _resolve(host).startswith("127."):
         host = _own_address()   # Debian maps a host's own name to 127.0.1.1
     if ddp.state.mpi is not None:
@@ -639,7 +638,7 @@ def _place_of_rank_0(ddp, env):
             f"where rank 0 is: mpi4py is not usable and MASTER_ADDR is unset. Install mpi4py for "
             f"this MPI, or export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to "
             f"all ranks.", ddp.rank == 0)
-    if not port:   # one that all ranks compute alike, below those that the kernel hands out
+    if not port:   # all ranks compute the same one, below the kernel's ephemeral ports
         launch = _launch_name(env, ddp) or ddp.on_one_host and _launcher_process(ddp)
         launch = f"{ddp.launcher} {launch} {ddp.world_size}"
         port, source = 10000 + seed_for(launch) % 20000, "by the launcher's id"
@@ -654,8 +653,8 @@ def _join(ddp, env, init_timeout, error):
     agent = ddp.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     meeting = setup_ddp.meeting or _open_store(ddp, env, agent, init_timeout)
     store, host, port, how = meeting
-    # Torchrun's agent keeps its store over restarts, and a script may set up twice: neither may
-    # see the keys of the time before.
+    # Torchrun's agent keeps its store over restarts, and a script may set up twice. A prefix per
+    # attempt hides the keys of earlier attempts.
     setup_ddp.count += 1
     attempt = f"{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
     store = dist.PrefixStore(f"ddp/{_launch_name(env, ddp)}/{attempt}", store)
@@ -667,7 +666,7 @@ def _join(ddp, env, init_timeout, error):
     if table["hub"]:
         _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, launcher=ddp.launcher,
                                    hub=table["hub"]))
-    else:   # it knows of no other rank: what the launcher offers ends the others, see abort
+    else:   # the guards are not connected: abort has the launcher end the others
         ddp.state.guard = None
     variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": ddp.rank,
                  "WORLD_SIZE": ddp.world_size, "LOCAL_RANK": ddp.local_rank,
@@ -680,11 +679,11 @@ def _join(ddp, env, init_timeout, error):
     limit = None if ddp.timeout is None else timedelta(seconds=ddp.timeout)
     bind = {"device_id": ddp.device} if ddp.backend == "nccl" else {}
     control = None
-    with _time_limit(init_timeout):   # backends may wait without end
+    with _time_limit(init_timeout):   # some backends wait without a limit
         dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, timeout=limit,
                                 world_size=ddp.world_size, **bind)
-        most = _int(env, "DDP_GLOO_MAX_RANKS")
-        if ddp.world_size <= (GLOO_MAX_RANKS if most is None else most):
+        most_ranks = _int(env, "DDP_GLOO_MAX_RANKS")
+        if ddp.world_size <= (GLOO_MAX_RANKS if most_ranks is None else most_ranks):
             control = (dist.group.WORLD if ddp.backend == "gloo" else
                        dist.new_group(backend="gloo", timeout=limit))
     return replace(ddp, local_world_size=variables["LOCAL_WORLD_SIZE"], control=control,
@@ -693,12 +692,12 @@ def _join(ddp, env, init_timeout, error):
 
 
 def _open_store(ddp, env, agent, limit):
-    """Meet rank 0 in its TCPStore. Returns (store, host, port, how it was found).
-    Rank 0 binds its socket first; with mpi4py it then tells the others where, or why it cannot."""
+    """Connect to rank 0's TCPStore. Returns (store, host, port, how it was found).
+    Rank 0 opens its socket first. With mpi4py it then broadcasts the address, or its error."""
     host, port, how = _place_of_rank_0(ddp, env)
     listener, problem = None, ""
     if ddp.is_main and not agent:
-        try:   # on the one address in use; for port 0 the kernel chooses a free one
+        try:   # on this address only; for port 0 the kernel chooses a free port
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(address[:2], family=family, backlog=4096)
             port = listener.getsockname()[1]
@@ -713,7 +712,7 @@ def _open_store(ddp, env, agent, limit):
         raise SetupError(problem, prints=ddp.is_main)
     if listener is None:
         _await_listener(ddp, host, port, limit)
-    with _time_limit(limit):   # another program that listens there would hold torch for ever
+    with _time_limit(limit):   # torch would wait forever for another program there
         store = dist.TCPStore(host, port, None, listener is not None,
                               timedelta(seconds=limit), wait_for_workers=False,
                               master_listen_fd=listener.detach() if listener else None)
@@ -721,7 +720,7 @@ def _open_store(ddp, env, agent, limit):
 
 
 def _await_listener(ddp, host, port, limit):
-    """Wait until somebody listens there. Torch's client would end with a wall of C++ frames."""
+    """Wait until rank 0 listens. TCPStore would fail with a long C++ stack trace instead."""
     deadline = time.monotonic() + limit
     while True:
         try:
@@ -736,13 +735,13 @@ def _await_listener(ddp, host, port, limit):
 
 
 def _reports_loss_of_rank_0(ddp):
-    """Does this rank print what all ranks see but rank 0? One of each host does."""
+    """Does this rank print an error of all ranks but rank 0? On each host one does."""
     return ddp.local_rank == 0 or ddp.rank == 1
 
 
 def _meet(ddp, store, error, limit, hub_host):
-    """All ranks report to rank 0, which answers with a dict: "hosts" of all, and "hub", the address
-    of its guard where all are guarded. If they do not fit together, it says why and all end."""
+    """Report to rank 0 and return its answer, a dict: "hosts" of all ranks, and "hub", the address
+    of rank 0's guard (None: guards are not connected). SetupError: the ranks do not match."""
     size = ddp.world_size
     report = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
               "guarded": ddp.state.guard is not None,
@@ -750,12 +749,12 @@ def _meet(ddp, store, error, limit, hub_host):
     duplicate = SetupError(f"rank {ddp.rank} of {size} is in this store already. Was it started "
                            f"twice, or do two runs use one MASTER_PORT? Choose another for one of "
                            f"them.", _reports_loss_of_rank_0(ddp))
-    if store.add(f"came/{ddp.rank}", 1) > 1:   # before it takes another run's table for its own
+    if store.add(f"came/{ddp.rank}", 1) > 1:   # before reading a table, which is another run's
         raise duplicate
     store.set(f"here/{ddp.rank}", json.dumps(report))
-    if not ddp.is_main:   # rank 0 gives up first and says why; only if it is gone this takes longer
+    if not ddp.is_main:   # rank 0 gives up earlier and says why: this wait fails only if it is gone
         try:
-            store.wait(["table"], timedelta(seconds=limit + LATE_TABLE))
+            store.wait(["table"], timedelta(seconds=limit + ANSWER_MARGIN))
         except RuntimeError:
             raise SetupError("rank 0 ended while the ranks were meeting. Expected it to stay; look "
                              "for its own message.", _reports_loss_of_rank_0(ddp), code=1) from None
@@ -767,7 +766,7 @@ def _meet(ddp, store, error, limit, hub_host):
             raise duplicate
         return table
     keys = [f"here/{rank}" for rank in range(size)]
-    with contextlib.suppress(RuntimeError):   # a rank that does not come
+    with contextlib.suppress(RuntimeError):   # a timeout: _problem_of names the missing ranks
         store.wait(keys, timedelta(seconds=limit))
     reports = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
                if store.check([key])}
@@ -784,7 +783,7 @@ def _meet(ddp, store, error, limit, hub_host):
         if not table["hub"]:
             print0(ddp, "ATTENTION: the guards cannot be joined, so no rank is guarded")
     store.set("table", json.dumps(table))
-    if problem:   # rank 0 owns the store: the others must have read before it leaves
+    if problem:   # the store ends with rank 0: the others must read the table first
         with contextlib.suppress(RuntimeError):
             store.wait([f"read/{rank}" for rank in reports if rank], timedelta(seconds=TABLE_READ))
         raise SetupError(problem, code=code)
@@ -805,7 +804,7 @@ def _problem_of(reports, size, limit):
         return (f"{len(missing)} of {size} ranks did not appear within {limit:.0f} s: rank(s) "
                 f"{listed(missing)}. The others are on {listed(hosts)}. Is a host down, or cannot "
                 f"it reach rank 0?"), 1
-    users = {}   # rank that was the first to name an accelerator
+    users = {}   # {accelerator: the first rank that reported it}
     for rank, report in reports.items():
         first = users.setdefault((report["host"], report["device"]), rank)
         if report["device"] and rank != first:
@@ -838,22 +837,24 @@ def _open_guard():
 
 
 def _tell_guard(ddp, wait=True, **message):
-    """Send a line to the guard; wait=False: it is dropped where the guard does not read."""
+    """Send a line to the guard, if there is one. wait=False: drop it if the guard does not read."""
     if ddp.state.guard is not None:
         line = json.dumps(message).encode() + b"\n"
-        with contextlib.suppress(OSError):   # socket.send would wait for its timeout (measured)
-            ddp.state.guard.sendall(line) if wait else os.write(ddp.state.guard.fileno(), line)
+        with contextlib.suppress(OSError):
+            if wait:
+                ddp.state.guard.sendall(line)
+            else:   # socket.send would wait up to its timeout, os.write does not wait
+                os.write(ddp.state.guard.fileno(), line)
 
 
 def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
     """Print `text` once, with the rank, and end every rank; in a notebook, raise SystemExit.
 
     Args:
-        code: exit code of every rank, as far as the launcher keeps it.
+        code: exit code of every rank, as far as the launcher passes it on.
         cause: one line for status.json and the last line; default: the first line of the text.
-        secondary: it only reports what the failure of another rank brings about.
-        retry: may the same command, given again, go on from here?
-    """
+        secondary: this failure is only the consequence of another rank's failure.
+        retry: can the same command, given again, continue the run?"""
     cause, code = cause or text.partition("\n")[0], code % 256 or 1
     if _alone_in_a_notebook(ddp):
         print(text, file=sys.stderr)
@@ -868,17 +869,18 @@ def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
             ddp.state.guard.recv(1)   # until the guard kills this process
         os._exit(code)
     for number in ddp.state.watch.handlers if ddp.state.watch else ():
-        signal.signal(number, signal.SIG_DFL)   # a launcher that ends this rank may do so
-    if secondary or not ddp.is_main:   # what all ranks find wrong, rank 0 prints
-        time.sleep(FIRST_FAILURE)
+        signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
+    if secondary or not ddp.is_main:   # let the rank at fault, or rank 0, print first
+        time.sleep(CULPRIT_FIRST)
     _write_status(ddp, code, cause)
     place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
     lines = [f"\n[{place}] {text}"] if text.strip() not in ("", cause) or code == BAD_INPUT else []
-    if code != BAD_INPUT:   # else nothing ran
+    if code != BAD_INPUT:   # with it, nothing has run yet
         last = ddp.state.checkpoint
         saved = f"Last checkpoint: {last}" if last else "No checkpoint yet"
         again = "To go on, give the same command again" if retry else "Mend the cause first"
-        lines.append(f"FAILED: {place}: {cause}{'.' * (cause[-1:] not in '.?')} {saved}. {again}.")
+        full_stop = "" if cause[-1:] in ".?" else "."
+        lines.append(f"FAILED: {place}: {cause}{full_stop} {saved}. {again}.")
     with contextlib.suppress(OSError, ValueError):
         print("\n".join(lines), file=sys.stderr, flush=True)
     if ddp.world_size > 1:
@@ -893,10 +895,10 @@ def _end_others(ddp, code):
         ddp.state.mpi.Abort(code)
     if ddp.launcher == "Slurm step":
         step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-        with contextlib.suppress(OSError, subprocess.SubprocessError):   # no scancel, no answer
+        with contextlib.suppress(OSError, subprocess.SubprocessError):   # it is missing, or hangs
             subprocess.run(["scancel", step], timeout=SCANCEL)
     if LAUNCHERS[ddp.launcher].mpi:
-        os.abort()   # MPICH ends all for a signal, not for an exit code
+        os.abort()   # MPICH ends all ranks when one dies of a signal, not for an exit code
 
 
 def _abort_with(ddp, error, printed=False):
@@ -906,22 +908,23 @@ def _abort_with(ddp, error, printed=False):
     if isinstance(error, SystemExit):
         text = error.code if isinstance(error.code, str) else f"left with exit code {error.code}"
         abort(ddp, text, error.code if isinstance(error.code, int) else 1)
-    expected = not getattr(error, "retry", True)   # an error that says so is no bug: no traceback
-    memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+    expected = not getattr(error, "retry", True)   # retry = False: no bug, so no traceback
+    out_of_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
     # A lost connection is most likely the consequence of a failure elsewhere.
     lost = isinstance(error, RuntimeError) and re.search(
         "connection|socket|timed out|communicator|successfully reached monitoredBarrier",
         str(error), re.I)
     text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
-    abort(ddp, "" if printed else text, cause=str(error).split("\n")[0] if expected else
-          _in_one_line(error), secondary=bool(lost), retry=not memory and not expected)
+    cause = str(error).split("\n")[0] if expected else _in_one_line(error)
+    abort(ddp, "" if printed else text, cause=cause, secondary=bool(lost),
+          retry=not out_of_memory and not expected)
 
 
 def _at_exit(ddp):
-    """Python ends without cleanup_ddp. The guard sees the exit code; here it is not known."""
+    """Python ends without cleanup_ddp. A guard judges the exit code, which is not known here."""
     if os.getpid() != ddp.state.pid:
         return
-    error = getattr(sys, "last_value", None)   # that nobody caught and Python has printed
+    error = getattr(sys, "last_value", None)   # which nobody caught; Python has printed it
     if error is not None:
         _abort_with(ddp, error, printed=True)
     if ddp.world_size > 1 and ddp.state.guard is None:
@@ -942,12 +945,12 @@ def cleanup_ddp(ddp):
     try:
         _tell_guard(ddp, bye=patience)
         try:
-            with _time_limit(patience + 2 * GUARD_FIRST):   # xccl knows no limit of a barrier
-                barrier(ddp, patience + GUARD_FIRST)
+            with _time_limit(patience + 2 * GUARD_MARGIN):   # xccl ignores the barrier's limit
+                barrier(ddp, patience + GUARD_MARGIN)
         except RuntimeError as e:
             abort(ddp, f"not all of {ddp.world_size} ranks came to cleanup_ddp within "
                        f"{patience:.0f} s: {_in_one_line(e)}", HANG, secondary=True)
-        if watch is not None:   # a script without close_run
+        if watch is not None:   # the script did not call close_run
             close_run(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
         with _time_limit(DESTROY):
             if ddp.world_size > 1:
@@ -966,10 +969,10 @@ def cleanup_ddp(ddp):
 
 
 def _await_gloo_threads():
-    """Gloo's threads let go of a collective's tensors after it has returned, and need the GIL
-    for it: one that only comes while Python ends would abort the process."""
+    """Wait until gloo's threads are idle. They free a collective's tensors after it has returned
+    and need the GIL for it: if Python shuts down meanwhile, they abort the process."""
     for _ in range(1000):
-        time.sleep(0.01)   # without the lock
+        time.sleep(0.01)   # this releases the GIL
         with contextlib.suppress(OSError):   # a thread that has ended
             if not any(b" (pt_gloo_runloop) R " in file.read_bytes()
                        for file in Path("/proc/self/task").glob("*/stat")):
@@ -986,33 +989,32 @@ class Watch:
     run_dir: str | None
     limit: float               # seconds
     step: int | None = None
-    requested: str = ""        # why this rank shall stop
-    interrupted: float = 0.0   # when Ctrl-C came first
-    stacks: object = None      # file
-    handlers: dict = field(default_factory=dict)   # those before
+    requested: str = ""        # why this rank was asked to stop
+    interrupted: float = 0.0   # time of the first Ctrl-C
+    stacks: object = None      # open file for stack traces
+    handlers: dict = field(default_factory=dict)   # of signals, as before watch_run
 
 
 def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
-    """Watch over the run from here on; stop_reason calls it where nobody else has.
+    """Watch for stop requests and hangs from here on. stop_reason calls this if nobody has.
 
     Signals, the time DDP_DEADLINE and a file RUN_DIR/STOP only ask for a stop: stop_reason tells
-    all ranks at the same step. A second Ctrl-C ends at once, with exit code 130.
+    all ranks at the same step. A second Ctrl-C ends the run at once, with exit code 130.
 
-    A run without progress, a call of stop_reason or beat, is ended. With guards it ends when no
-    rank has made any: the late ranks are named, the exit code is 70. Without, each rank ends by
-    itself with exit code 1, also one that waits for another's work.
+    Each call of stop_reason or beat counts as progress. With guards, the run is ended when no rank
+    makes progress: the late ranks are named, and the exit code is 70. Without guards, each rank
+    without progress ends by itself with exit code 1, even if it only waits for another rank.
 
     Args:
         run_dir: for rank 0's status.json {code (null: the run is on), reason, step}, and for the
             stacks, stacks/rank_R.txt; None: no status, and stacks below the temporary folder.
-        minutes: without progress; 0: no limit. signals: names of those that ask for a stop.
-    """
-    requested = ddp.state.watch.requested if ddp.state.watch else ""   # while loading, say
+        minutes: limit without progress; 0: none. signals: names of those that ask for a stop."""
+    requested = ddp.state.watch.requested if ddp.state.watch else ""   # by an earlier watch
     close_run(ddp)
     run_dir, notebook = run_dir and os.path.abspath(run_dir), _alone_in_a_notebook(ddp)
     limit = 0.0 if notebook else minutes * 60
     watch = ddp.state.watch = Watch(run_dir, limit, requested=requested)
-    with contextlib.suppress(ValueError):   # only the main thread may
+    with contextlib.suppress(ValueError):   # only the main thread may set handlers
         for name in signals if not notebook else ():
             if number := getattr(signal, name, None):
                 watch.handlers[number] = signal.signal(
@@ -1024,7 +1026,7 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
                       tempfile.mkdtemp(prefix="ddp-stacks-"))
             os.makedirs(folder, exist_ok=True)
             watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "a")
-    if watch.limit and ddp.state.guard is not None:   # it asks for the stacks by this signal
+    if watch.limit and ddp.state.guard is not None:   # which asks for stacks by SIGQUIT
         with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no stderr
             faulthandler.register(signal.SIGQUIT, watch.stacks or sys.__stderr__)
     _tell_guard(ddp, watch=dict(limit=watch.limit, run_dir=run_dir,
@@ -1035,20 +1037,20 @@ def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
 
 def _request_stop(ddp, watch, number):
     """Handler of the stop signals."""
-    if os.getpid() != ddp.state.pid:
+    if os.getpid() != ddp.state.pid:   # a forked child: do what the signal does by default
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
     name = signal.Signals(number).name
     if number == signal.SIGINT:
-        if watch.interrupted and time.monotonic() - watch.interrupted > DOUBLE:
+        if watch.interrupted and time.monotonic() - watch.interrupted > SAME_CTRL_C:
             raise KeyboardInterrupt
         watch.interrupted = watch.interrupted or time.monotonic()
     if not watch.requested:
         watch.requested = f"{name} on rank {ddp.rank} ({ddp.host})"
         when = "before its first step" if watch.step is None else "after this step and saves"
         again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
-        if ddp.is_main:   # not print, which may be what was interrupted
+        if ddp.is_main:   # by os.write: the signal may have interrupted a print
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{name}: the run stops {when}{again}\n".encode())
 
@@ -1072,12 +1074,13 @@ def stop_reason(ddp, step, wanted=None):
 
     To be called at each step boundary, on all ranks; it is a sign of progress too.
     wanted: the sum of stop_wanted over ranks, where the caller has it from an all-reduce of its own
-        (perhaps of the step before); None: it is taken here, a small all-reduce per call.
-    """
+        (perhaps of the step before); None: summed here, by a small all-reduce per call."""
     if ddp.state.watch is None:
         watch_run(ddp)
     beat(ddp, step)
-    if not (all_sum(stop_wanted(ddp), ddp) if wanted is None else wanted):
+    if wanted is None:
+        wanted = all_sum(stop_wanted(ddp), ddp)
+    if not wanted:
         return ""
     ddp.state.watch.requested = first_problem(ddp.state.watch.requested, ddp)
     return ddp.state.watch.requested
@@ -1088,7 +1091,8 @@ def beat(ddp, step=None):
     watch = ddp.state.watch
     if watch is None:
         return
-    watch.step = watch.step if step is None else step
+    if step is not None:
+        watch.step = step
     if ddp.state.guard is not None:
         _tell_guard(ddp, wait=False, step=watch.step)
     elif watch.limit:
@@ -1096,11 +1100,11 @@ def beat(ddp, step=None):
 
 
 def close_run(ddp, code=None, reason=""):
-    """The run ends: status.json gets code and reason, the watch ends; within its limit all ranks
-    must come to cleanup_ddp.
+    """End the watch and write code and reason to status.json. All ranks must then reach cleanup_ddp
+    within the limit of the watch.
 
     code: 0 finished, 75 (AGAIN) start me again, 1 failed, 2 bad input, 130 interrupted; None: only
-        the watch ends, as for one who goes on after an exception (a notebook)."""
+        end the watch, and leave status.json as it is."""
     if code is not None:
         _write_status(ddp, code, reason)
     watch, ddp.state.watch = ddp.state.watch, None
@@ -1114,7 +1118,7 @@ def close_run(ddp, code=None, reason=""):
         if ddp.state.guard is not None:
             faulthandler.unregister(signal.SIGQUIT)
             with contextlib.suppress(ValueError):   # not the main thread
-                signal.signal(signal.SIGQUIT, signal.SIG_IGN)   # a request that is on its way
+                signal.signal(signal.SIGQUIT, signal.SIG_IGN)   # a late request of the guard
     if watch.stacks is not None:
         watch.stacks.close()
         with contextlib.suppress(OSError):
@@ -1124,8 +1128,8 @@ def close_run(ddp, code=None, reason=""):
 
 
 def worker_init(worker_id=0, signals=STOP_SIGNALS):
-    """worker_init_fn for a DataLoader: a stop signal sent to the whole session must not end the
-    workers, without which the main process would raise instead of saving."""
+    """worker_init_fn for a DataLoader. A stop signal to all processes must not end the workers:
+    without them the main process would raise an error instead of saving."""
     for name in signals:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -1135,18 +1139,18 @@ def _deadline(env):
     """Epoch seconds, or infinity."""
     text = env.get("DDP_DEADLINE", "").strip()
     with contextlib.suppress(ValueError):
-        if (deadline := float(text or "inf")) > 1e9:   # in 2001; nan is not
+        if (deadline := float(text or "inf")) > 1e9:   # 1e9 is in 2001; false for nan
             return deadline
-    raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected such as "
+    raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected for example "
                      f"$(( $(date +%s) + 3000 )).")
 
 
 def _write_status(ddp, code, reason):
-    """status.json, by rank 0; by any rank that fails without a guard."""
+    """Write status.json: on rank 0, and on any rank that fails without a guard."""
     watch = ddp.state.watch
     if watch is None or watch.run_dir is None or not ddp.is_main and code in (None, 0, AGAIN):
         return
-    with contextlib.suppress(OSError):   # a full disk is what is being reported, perhaps
+    with contextlib.suppress(OSError):   # perhaps a full disk is the failure itself
         os.makedirs(watch.run_dir, exist_ok=True)
         with open(os.path.join(watch.run_dir, f".status.json.{os.getpid()}.tmp"), "w") as f:
             f.write(json.dumps({"code": code, "reason": reason, "step": watch.step}) + "\n")
@@ -1158,14 +1162,13 @@ def _write_status(ddp, code, reason):
 # ---------------------------------------------------------------- wrap, shard
 def wrap_ddp(model, ddp, gradient_as_bucket_view=True, broadcast_buffers=True, bucket_cap_mb=None,
              **options):
-    """Wrap a model, already on ddp.device, in DistributedDataParallel; one rank's stays as it is.
+    """Wrap a model, already on ddp.device, in DistributedDataParallel if there are several ranks.
 
-    Afterwards the generators of torch, random and numpy follow a stream keyed by (seed, "rank",
-    rank): initial weights are equal on all ranks, dropout and augmentation are not.
+    Afterwards torch, random and numpy are seeded by (seed, "rank", rank): initial weights are equal
+    on all ranks, but dropout and augmentation differ.
 
     options: of DistributedDataParallel, such as static_graph, find_unused_parameters.
-    Raises: ValueError for a model on another device.
-    """
+    Raises: ValueError for a model on another device."""
     for name, p in model.named_parameters():
         if p.device != ddp.device:
             raise ValueError(f"parameter {name} is on {p.device}; expected {ddp.device}. Call "
@@ -1184,18 +1187,17 @@ def wrap_ddp(model, ddp, gradient_as_bucket_view=True, broadcast_buffers=True, b
 
 
 def unwrap_ddp(model):
-    """The bare model: for state_dict, evaluation and sampling. DDP's forward broadcasts buffers, so
-    a rank that calls it alone can hang."""
+    """The bare model: for state_dict, evaluation and sampling. The forward of a wrapped model may
+    broadcast buffers, so a rank that calls it alone can hang."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def gradient_sync(model, last):
-    """Context for one micro-step of an accumulated step: gradients are averaged over ranks only in
-    the `last` one.
+    """Context for one micro-step of gradient accumulation: only the `last` one averages gradients
+    over ranks.
 
-    A static graph is recorded in its first backward, which stock DDP does not survive under
-    no_sync: there the first micro-steps are synchronised too, which does not change the sum.
-    """
+    With static_graph, DDP records the graph in its first backward, which must not be under no_sync.
+    So all micro-steps of the first step average gradients, which does not change the result."""
     if not isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext()
     if model.static_graph and not getattr(model, "static_graph_recorded", False):
@@ -1208,10 +1210,9 @@ def ddp_sampler(dataset, ddp, train=True, shuffle=True):
     """A sampler for any dataset with a length: each item goes to one rank.
 
     train=True: torch's DistributedSampler, in an order of (ddp.seed, epoch); call its set_epoch.
-    The epoch is cut to equal steps per rank. train=False: all items, in order, whatever shuffle;
-    ranks may then differ by one item, so no collectives in that loop.
-    Raises: ValueError for fewer items than ranks.
-    """
+    The epoch is cut to equal steps per rank. train=False: all items, in order, whatever `shuffle`.
+    Some ranks may then have one item more, so a loop over them must not contain collectives.
+    Raises: ValueError for fewer items than ranks."""
     if len(dataset) < ddp.world_size:
         raise ValueError(f"{len(dataset)} item(s) for {ddp.world_size} ranks; expected at least "
                          f"one each. Use fewer ranks or more data.")
@@ -1225,12 +1226,13 @@ def print0(ddp, *values, **options):
     """print on rank 0; on every rank, with its number, where DDP_LOG_ALL=1."""
     log_all = os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1
     if log_all or ddp.is_main:
-        print(*[f"[rank {ddp.rank}]"] * log_all, *values, **{"flush": True, **options})
+        prefix = [f"[rank {ddp.rank}]"] if log_all else []
+        print(*prefix, *values, **{"flush": True, **options})
 
 
 def _route(ddp, device):
-    """(group, device) over which something on `device` travels: small things, on the CPU, over
-    gloo; above GLOO_MAX_RANKS over the device's own backend."""
+    """(process group, device) to communicate a tensor on `device`: small tensors, which are on the
+    CPU, use gloo; others, and all above GLOO_MAX_RANKS ranks, use the backend of ddp.device."""
     if device.type == "cpu" and ddp.control is not None:
         return ddp.control, device
     return dist.group.WORLD, ddp.device
@@ -1240,8 +1242,7 @@ def barrier(ddp, timeout=None):
     """Wait for all ranks.
 
     timeout: seconds; default: that of setup_ddp, or half an hour.
-    Raises: RuntimeError with the ranks that did not come (above GLOO_MAX_RANKS: without names).
-    """
+    Raises: RuntimeError with the ranks that did not come (above GLOO_MAX_RANKS: without names)."""
     limit = timedelta(seconds=timeout or ddp.timeout or PATIENCE)
     if ddp.world_size > 1 and ddp.control is not None:
         dist.monitored_barrier(ddp.control, limit, wait_all_ranks=True)
@@ -1261,7 +1262,7 @@ def broadcast(value, ddp, src=0):
             group, device = _route(ddp, value.device)
             moved = value.to(device)
             dist.broadcast(moved, src, group=group)
-            value.detach().copy_(moved)   # of a parameter too
+            value.detach().copy_(moved)   # it may be a parameter
         return value
     data = bytearray(json.dumps(value).encode() if ddp.rank == src else b"")
     if ddp.world_size > 1:
@@ -1272,7 +1273,7 @@ def broadcast(value, ddp, src=0):
 
 
 def all_sum(value, ddp):
-    """Sum over ranks of a tensor (returned anew), or of a number or list of them (in float64)."""
+    """Sum over ranks: of a tensor (into a new one), or of a number or list of numbers (float64)."""
     if not isinstance(value, torch.Tensor):
         return all_sum(torch.tensor(value, dtype=torch.float64), ddp).tolist()
     if ddp.world_size == 1:
@@ -1284,14 +1285,14 @@ def all_sum(value, ddp):
 
 
 def all_mean(value, ddp):
-    """Mean over ranks, as all_sum; right only where every rank has the same share."""
+    """Mean over ranks, like all_sum. Correct only if every rank has the same share of the data."""
     if not isinstance(value, torch.Tensor):
         return all_mean(torch.tensor(value, dtype=torch.float64), ddp).tolist()
     return all_sum(value, ddp) / ddp.world_size
 
 
 def first_problem(problem, ddp):
-    """The first rank's text that is not empty, on every rank, or ""."""
+    """The text of the first rank whose text is not empty, on every rank; "" if all are empty."""
     found = all_sum([float(bool(problem) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
     return broadcast(problem, ddp, found.index(1.0)) if any(found) else ""
 
@@ -1316,14 +1317,14 @@ def choose_dtype(request, device):
 
     request: False or None, True (bfloat16 where the device computes in it, float32 elsewhere), or a
         name of DTYPES.
-    Raises: ValueError for an unknown name, RuntimeError for a dtype that the device lacks.
-    """
+    Raises: ValueError for an unknown name, RuntimeError for a dtype that the device lacks."""
     native = _native_bfloat16(device)
     if request in (False, None):
         return torch.float32, "mixed precision off"
+    if request is True and native:
+        return torch.bfloat16, f"{device.type} computes in bfloat16"
     if request is True:
-        return (torch.bfloat16, f"{device.type} computes in bfloat16") if native else (
-            torch.float32, f"{device.type} has no native bfloat16")
+        return torch.float32, f"{device.type} has no native bfloat16"
     if request not in DTYPES:
         raise ValueError(f"mixed_precision is {request!r}; expected true, false or one of "
                          f"{', '.join(DTYPES)}")
@@ -1360,9 +1361,9 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
     Args:
         state: tensors and plain types, nested. `world_size` and `versions` are added.
         keep_last: how many to keep, this one included; the former ones as path-1, path-2, ...
-        resumes: this is what a next start continues from, to be named when something fails.
-    Raises: RuntimeError, on all ranks, for something that is not plain, or where the disk does not
-        take it; then the former file is untouched.
+        resumes: the next start continues from this file, so error messages shall name it.
+    Raises: RuntimeError, on all ranks, for a value that is not of a plain type, or if the file
+        cannot be written; the former file is then untouched.
     """
     path, problem = os.fspath(path), ""
     beat(ddp)
@@ -1386,7 +1387,7 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
 
 def _write_checkpoint(path, ddp, keep_last, state):
     folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.tmp")   # what a killed save left is overwritten
+    temporary = os.path.join(folder, f".{name}.tmp")   # a killed save may have left it
     os.makedirs(folder or ".", exist_ok=True)
     try:
         with open(temporary, "wb") as f:
@@ -1396,17 +1397,17 @@ def _write_checkpoint(path, ddp, keep_last, state):
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(temporary):
             raise TypeError(f"it holds {', '.join(unsafe)}; expected tensors and plain types "
                             f"(float(x), x.tolist()), which torch.load(weights_only=True) reads")
-        if ddp.state.damaged == os.path.realpath(path):   # not kept: the good ones keep their names
+        if ddp.state.damaged == os.path.realpath(path):   # it takes no good one's place
             ddp.state.damaged, keep_last = "", 1
         free = next((k for k in range(keep_last - 1)
                      if not os.path.exists(kept_checkpoint(path, k))), keep_last - 1)
-        for k in range(free, 0, -1):   # killed in between, each is whole under some name
+        for k in range(free, 0, -1):   # each is whole under some name, if killed
             os.replace(kept_checkpoint(path, k - 1), kept_checkpoint(path, k))
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    with contextlib.suppress(OSError):   # some file systems cannot
+    with contextlib.suppress(OSError):   # some file systems cannot sync a folder
         handle = os.open(folder or ".", os.O_RDONLY)
         os.fsync(handle)   # the rename itself must survive a power cut
         os.close(handle)
@@ -1424,7 +1425,7 @@ def load_checkpoint(path, ddp=None):
         return _read_checkpoint(path)[1]
     data, troubles, used = b"", [], path
     if ddp.is_main:
-        files = [p for k in range(100) if os.path.exists(p := kept_checkpoint(path, k))]
+        files = list(filter(os.path.exists, (kept_checkpoint(path, k) for k in range(100))))
         for used in files or [path]:
             try:
                 data, state = _read_checkpoint(used)
@@ -1439,7 +1440,7 @@ def load_checkpoint(path, ddp=None):
         ddp.state.damaged = os.path.realpath(path)
     if ddp.world_size > 1:
         copy = bytearray(data if ddp.is_main else size)
-        for part in torch.frombuffer(copy, dtype=torch.uint8).split(1 << 26):   # of 64 MiB
+        for part in torch.frombuffer(copy, dtype=torch.uint8).split(1 << 26):   # 64 MiB
             beat(ddp)
             broadcast(part, ddp)
         if not ddp.is_main:
@@ -1468,7 +1469,7 @@ def _read_checkpoint(path):
         reason = f"it is damaged, the checksum of its record {damaged} is wrong"
     except MemoryError:   # the file may be good: an older one must not take its place
         raise
-    except Exception as e:   # half a dozen kinds; torch's text goes on: without weights_only
+    except Exception as e:   # of many types; drop torch's advice to unset weights_only
         reason = _in_one_line(e).partition(". ")[0]
     raise ValueError(f"cannot read the checkpoint {path}: {reason}. Expected a file written by "
                      f"save_checkpoint. Use another one, or start afresh.")
@@ -1476,8 +1477,7 @@ def _read_checkpoint(path):
 
 # ---------------------------------------------------------------- Intel's extension (legacy stacks)
 def _import_ipex():
-    """The module intel_extension_for_pytorch. Raises: whatever its import raises, SystemExit too.
-    """
+    """Import intel_extension_for_pytorch. Raises: whatever the import raises, even SystemExit."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("intel-extension-for-pytorch")
         if version.split(".")[:2] != torch.__version__.split(".")[:2]:
@@ -1489,18 +1489,18 @@ def _import_ipex():
 
 
 def optimize_with_ipex(model, optimizer, ddp):
-    """(model, optimizer) as ipex.optimize returns them, or as given where it is not wanted or does
-    not work. Between making the optimizer and wrap_ddp; a collective where it is wanted.
+    """(model, optimizer) as ipex.optimize returns them, or as given if IPEX is not wanted or does
+    not work. Call it on all ranks, after making the optimizer and before wrap_ddp.
 
-    What comes back are copies: the old ones must not be used. setup_ddp's `ipex` decides: "on",
-    "off", or "auto", which is only on an XPU whose torch has no xccl. Whatever fails on any rank,
-    all go on without, and rank 0 says why. Names, shapes and float32 of the weights stay.
+    What IPEX returns are copies: do not use the old ones. The `ipex` of setup_ddp decides: "on",
+    "off", or "auto", which means on for an XPU whose torch has no xccl. If it fails on any rank,
+    all go on without it, and rank 0 prints why. The weights keep names, shapes and float32.
     """
     mode = ddp.state.ipex
     if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or _has_xccl()):
         return model, optimizer
     problem = ""
-    try:   # IPEX's own step, on XPUs, does not know found_inf, by which bad steps are skipped
+    try:   # no fused step: it ignores found_inf, by which our optimizers skip bad steps
         ipex = _import_ipex()
         result = ipex.optimize(model, optimizer=optimizer, fuse_update_step=False)
     except (Exception, SystemExit) as e:   # a library that is missing, a CPU that is too old, ...
@@ -1520,7 +1520,7 @@ def doctor(env):
         ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
         if ddp.rank:
             return 0
-        rows += [*ddp.notes, f"rank 0 of {ddp.world_size}" + ", mpi4py agrees" * bool(mpi),
+        rows += [*ddp.notes, f"rank 0 of {ddp.world_size}" + (", mpi4py agrees" if mpi else ""),
                  choose_device("auto", "auto", ddp.local_rank, found, ddp.world_size)[3]]
     except SetupError as e:
         rows.append(f"PROBLEM: {e}")

@@ -1,4 +1,4 @@
-"""Strict configuration: dataclass defaults <- YAML file <- command line; keys that scripts share.
+"""Strict configuration: dataclass defaults <- YAML file <- command line; keys of all scripts.
 
     @dataclass
     class Optim:
@@ -11,19 +11,19 @@
 
     config = load_config(Config, "configs/demo.yaml", ["optim.lr=1e-4"])
 
-Reads one YAML file and writes nothing. Every refusal is a ValueError that names the file (or the
-command line), the key, what was found and what was expected. YAML reads true, false, yes, no, on,
-off and null; everything else that is no list or mapping is text, which the type of the field reads:
+Reads one YAML file and writes nothing. Every error is a ValueError that names the file (or the
+command line), the key, what was found and what was expected. YAML itself reads only lists,
+mappings, true, false, yes, no, on, off and null. All else is text, read by the type of the field:
 
     float    1e-4, 3; not nan, not infinite
     int      whole numbers, also written 1e6 or 2.0; not 1.5
     bool     true and false; not 0 and 1
     str      any text; yes, no, on, off, true, false and null need quotes
-    Literal  one of the texts
-    A | B    the first member, in the order of the annotation, that takes the value
+    Literal  one of the texts of the Literal
+    A | B    the first type, in the order of the annotation, that accepts the value
     tuple[T, U], tuple[T, ...], dict[str, T]
 
-So 010 is 10, and 1:30 is no number (YAML 1.1 would read 8 and 90).
+So 010 is 10, and 1:30 is no number (usual YAML 1.1 reads 8 and 90).
 """
 
 import argparse
@@ -48,13 +48,13 @@ def load_config(cls, path=None, overrides=(), flags=None):
             is a section.
         path:      YAML file; None: defaults only. A key that it lacks keeps its default.
         overrides: texts "section.key=value", whose values are YAML; the last one for a key wins.
-        flags:     {"section.key": text, or None where it is not given} of options of their own.
-            They win over all; a field that takes text takes theirs as it is.
+        flags:     {"section.key": text, or None if not given}, of keys that have an option of their
+            own, such as --data. They win over all; a field of type text takes the text unparsed.
     Returns: an instance of cls.
-    Raises: ValueError for what cannot be read as declared, with all wrong keys.
+    Raises: ValueError, listing all keys that are unknown or whose value does not fit their type.
     """
     raw = {} if path is None else _read_yaml(path)
-    typed = {}                          # dotted key -> the place of its value, for messages
+    origins = {}                        # dotted key -> where its value came from, for messages
     for text in overrides:
         dotted, equals, value = text.partition("=")
         dotted = dotted.strip()
@@ -64,15 +64,15 @@ def load_config(cls, path=None, overrides=(), flags=None):
         if dataclasses.is_dataclass(_types(cls).get(dotted)):
             raise ValueError(f"command line, {text!r}: {dotted!r} is a section; expected one of "
                              "its keys.")
-        typed[dotted] = f"command line, {text!r}"
-        _put(raw, dotted, _parse(value, typed[dotted]), typed[dotted])
+        origins[dotted] = f"command line, {text!r}"
+        _put(raw, dotted, _parse(value, origins[dotted]), origins[dotted])
     for dotted, text in (flags or {}).items():
         if text is not None:
-            typed[dotted] = f"command line, {f'{dotted}={text}'!r}"
-            value = text if _takes_text(cls, dotted) else _parse(text, typed[dotted])
-            _put(raw, dotted, value, typed[dotted])
+            origins[dotted] = f"command line, {f'{dotted}={text}'!r}"
+            value = text if _takes_text(cls, dotted) else _parse(text, origins[dotted])
+            _put(raw, dotted, value, origins[dotted])
     problems = []
-    config = _make_section(cls, raw, "", str(path or "configuration"), typed, cls, problems)
+    config = _make_section(cls, raw, "", str(path or "configuration"), origins, cls, problems)
     if problems:
         raise ValueError("\n".join(problems))
     return config
@@ -84,7 +84,7 @@ def config_to_dict(config):
 
 
 def config_items(config, ignore=()):
-    """{"section.key": plain value} of all keys but those to ignore.
+    """{"section.key": plain value} of all keys except those to ignore.
 
     config: a configuration, or what config_to_dict made of one.
     """
@@ -96,14 +96,14 @@ def config_items(config, ignore=()):
 
 
 def config_differences(former, config, ignore=()):
-    """List in what a configuration differs from that of a former run.
+    """List the differences between the configuration of a former run and that of now.
 
     Args:
-        former: a configuration, or what config_to_dict made of one. A key that it lacks had what is
-            the default now: that is what the run did before there was such a key.
+        former: a configuration, or what config_to_dict made of one. A key that it lacks counts as
+            the default: the run was made before this key existed, and did what the default does.
         config: the configuration now.
         ignore: dotted keys.
-    Returns: list of "section.key: before -> now"; a key that there is no longer is (absent) now.
+    Returns: list of "section.key: before -> now"; `now` is (absent) for a key that was removed.
     """
     before = config_items(type(config)(), ignore) | config_items(former, ignore)
     now, differences = config_items(config, ignore), []
@@ -123,7 +123,7 @@ def dump_yaml(config):
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ValueErrors."""
 
-    def error(self, message):   # raised, so that it is printed once and not by every rank
+    def error(self, message):   # not printed here, where each of the ranks would print it
         raise ValueError(f"command line: {message}. See --help.")
 
 
@@ -136,23 +136,22 @@ class CommonTraining:
     num_workers: int = 0                 # processes that prepare batches, per rank
     log_freq: int = 10                   # steps between rows of metrics.jsonl
     keep_last: int = 2                   # checkpoints that are kept: last.pt, last-1.pt, ...
-    max_bad_steps: int = 10              # in a row, with a nan or infinite loss or gradient, that
-    #                                      do not end the run
-    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")   # that end the run in good
-    #                                                                    order
-    patience: int | None = None          # evaluations without improvement before an early stop
+    max_bad_steps: int = 10              # most steps in a row with a nan or infinite loss or
+    #                                      gradient: they are skipped, one more ends the run
+    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")   # the run saves and stops
+    patience: int | None = None          # evaluations without improvement that stop the run early
     min_delta: float = 0.0               # nats (per residue, per pair) that count as improvement
     seed: int = 0
 
 
 @dataclass
 class CommonOptim:
-    """Scripts add lr (at base_global_batch) and warmup (steps, linear), which follow scale."""
+    """Scripts add lr (at base_global_batch) and warmup (linear, in steps); `scale` scales both."""
     name: Literal["adamw", "muon"] = "adamw"   # see optimizer.py
     scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
-    base_global_batch: int | None = None  # per step, in the unit of the script: see --plan
+    base_global_batch: int | None = None  # that lr was chosen for; unit: see --plan
     decay: Literal["none", "linear", "cosine"] = "none"   # of the learning rate, to 0 at the end
-    # the last so many steps; below 1: that share of all; null: all after the warm-up
+    # number of last steps that decay; below 1: fraction of n_iters; null: all after the warm-up
     decay_steps: float | None = None
     grad_clip: float = 1.0               # global norm; 0 = none
     betas: tuple[float, float] = (0.9, 0.999)   # of AdamW, as is eps
@@ -162,21 +161,21 @@ class CommonOptim:
 
 @dataclass
 class CommonMemory:
-    # true: bfloat16 where the device computes in it
+    # true: bfloat16 if the device supports it natively, else float32
     mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = True
-    max_memory_per_gpu: float | None = None  # not GB: share of the device's, above 0 up to 1
+    max_memory_per_gpu: float | None = None  # fraction of the device's memory, not GB
 
 
 @dataclass
 class CommonMonitoring:
-    watchdog_minutes: float = 30.0       # without progress, then the run is ended; 0 = off
+    watchdog_minutes: float = 30.0       # without progress, until the run is ended; 0 = off
     tensorboard: bool = False            # curves in RUN_DIR/tensorboard
     wandb: dict[str, str] | None = None  # {project, name, mode}, each optional: Weights & Biases
-    check_sync_every: int = 1000         # steps between comparisons of the weights over ranks
-    timing_every: int = 50               # steps between timed ones, see step_meter.py; 0 = never
-    # every log_freq steps, the norm of each layer; trackers also get histograms
-    log_gradients: bool = False          # of its gradient before clipping
-    log_weights: bool = False            # of its weights
+    check_sync_every: int = 1000         # steps between comparisons of the ranks' weights; 0 = off
+    timing_every: int = 50               # steps between timed steps, see step_meter.py; 0 = never
+    # every log_freq steps, log the norm per layer; TensorBoard and W&B also get histograms
+    log_gradients: bool = False          # of the gradient, before clipping
+    log_weights: bool = False            # of the weights
 
 
 @dataclass
@@ -188,7 +187,7 @@ class DdpSection:
     bucket_cap_mb: int | None = None
 
 
-# Smallest allowed values; null, and keys that a script has not, are passed over.
+# Smallest allowed values. They do not apply to null, nor to keys that a script does not have.
 LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
                           eval_freq=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
                           keep_last=1, max_bad_steps=0),
@@ -198,16 +197,16 @@ LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_e
 
 
 def check_values(c, checks, least):
-    """Refuse values that no type forbids.
+    """Refuse values that have the right type but make no sense.
 
     Args:
         c: the script's config.
-        checks: pairs (what must be true, what is wrong otherwise) beside those of all scripts.
-        least: smallest values {section: {key: number}} beside LEAST.
+        checks: the script's own pairs (what must be true, error text otherwise).
+        least: the script's own smallest values {section: {key: number}}, in addition to LEAST.
     Raises: ValueError naming the key.
     """
     t, o, share = c.training, c.optim, c.memory.max_memory_per_gpu
-    known = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")   # which ddp_guard passes on
+    known = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")   # that ddp_guard passes on
     common = (
         (0 <= t.seed < 2**63, f"training.seed is {t.seed}; expected 0 to 2**63 - 1"),
         (share is None or 0 < share <= 1,
@@ -265,9 +264,9 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def _parse(text, where):
-    """The value of a YAML text. where: it is from, for messages."""
+    """The value of a YAML text. where: the source of the text, for messages."""
     try:
-        return _Loader(text).get_single_data()   # as yaml.safe_load, whose loader it extends
+        return _Loader(text).get_single_data()   # like yaml.safe_load
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -303,13 +302,13 @@ def _put(raw, dotted, value, where):
 # ---- dataclasses ----
 
 def _types(cls):
-    """{name of a field: its type}; a section's is a dataclass."""
+    """{name of a field: its type}; the type of a section is a dataclass."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _names(cls, prefix=""):
-    """Dotted names of all keys, those of sections included."""
+    """Dotted names of all keys, including those in sections."""
     names = []
     for name, kind in _types(cls).items():
         dotted = prefix + name
@@ -318,14 +317,14 @@ def _names(cls, prefix=""):
 
 
 def _takes_text(cls, dotted):
-    """Is a key text, or text or nothing?"""
+    """Is a key of type str, or str | None?"""
     for name in dotted.split("."):
         cls = _types(cls)[name]
     return cls is str or str in typing.get_args(cls)
 
 
 def _unknown(root, cls, key, prefix, where):
-    """What is wrong with a key that the section cls lacks, with the key of the nearest name."""
+    """Error text for a key that section cls does not have; it suggests the most similar key."""
     here = list(_types(cls))
     candidates = {name.rpartition(".")[2]: name for name in _names(root)}
     candidates |= {name: prefix + name for name in here}
@@ -335,17 +334,17 @@ def _unknown(root, cls, key, prefix, where):
     return f"{where}: unknown {kind} {prefix + str(key)!r}. {advice}"
 
 
-def _make_section(cls, raw, prefix, path, typed, root, problems):
+def _make_section(cls, raw, prefix, path, origins, root, problems):
     """Instance of the dataclass cls from a dict as YAML gave it.
 
-    prefix: "" or "section." in front of its keys. path: of the file, for messages; typed: for keys
-    of the command line, what to say instead. root: dataclass of the whole. problems: list of texts,
-    to which is added what is wrong.
+    prefix: "" or "section.", to put before its keys. path: of the file, for messages; origins: what
+    to say instead for keys from the command line. root: dataclass of the whole configuration.
+    problems: list of error texts, to which this function appends.
     """
     kinds, values = _types(cls), {}
     for key, value in raw.items():
         dotted = f"{prefix}{key}"
-        where = next((text for name, text in typed.items()
+        where = next((text for name, text in origins.items()
                       if f"{name}.".startswith(f"{dotted}.")), path)
         if key not in kinds:
             problems.append(_unknown(root, cls, key, prefix, where))
@@ -355,7 +354,7 @@ def _make_section(cls, raw, prefix, path, typed, root, problems):
             except ValueError as error:
                 problems.append(f"{where}: {dotted}: {error}")
         elif isinstance(value, dict):
-            values[key] = _make_section(kinds[key], value, dotted + ".", path, typed, root,
+            values[key] = _make_section(kinds[key], value, dotted + ".", path, origins, root,
                                         problems)
         else:
             problems.append(f"{where}: section {dotted!r} is {_show(value)}; expected 'key: "
@@ -370,7 +369,7 @@ def _show(value):
 
 
 def _name_type(kind):
-    """A type as a reader of YAML would name it."""
+    """The name of a type, in words for somebody who edits a YAML file."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_name_type(member) for member in args)
@@ -384,7 +383,7 @@ def _name_type(kind):
 
 
 def _convert(value, kind):
-    """value as YAML gave it -> a value of the annotated type, or ValueError."""
+    """Convert a value from YAML to the annotated type. Raises: ValueError if it does not fit."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         for member in args:
@@ -411,7 +410,7 @@ def _convert(value, kind):
 
 
 def _number(text, kind):
-    """The int or float that a text is; None for anything else, nan and infinities included."""
+    """Read a text as int or float. None if it is neither, or is nan or infinite."""
     try:
         number = float(text)
     except ValueError:
@@ -419,6 +418,6 @@ def _number(text, kind):
     if not math.isfinite(number) or (kind is int and not number.is_integer()):
         return None
     try:
-        return kind(text)   # exact, however large
-    except ValueError:      # 1e6, 2.0
+        return kind(text)   # int(text) is exact for large numbers, too
+    except ValueError:      # int() does not read 1e6 or 2.0
         return int(number)

@@ -1,13 +1,13 @@
-"""The run folder: what to continue from, what is refused, one live run in it, what it leaves.
+"""The run folder: finding the checkpoint to resume, refusing a mismatch, lock, saving, the end.
 
     path = find_checkpoint(folder, resume, fresh, config, may_change)   # None: a new run
     lock = open_run(folder, fresh, ("checkpoints", "samples"))   # from here on the folder is ours
     ...
     lock.release()
 
-A run folder holds config.yaml, metrics.jsonl, checkpoints/, status.json, lock.json while a run is
-on, and perhaps a file STOP, by which a person asks the run to stop. A copy of the data on each
-host, which staged() makes, is gone when the run ends.
+A run folder holds config.yaml, metrics.jsonl, checkpoints/ and status.json. While a run is on, it
+also holds lock.json, and the file STOP if a user has made it to ask the run to stop. staged() makes
+a copy of the data on each host, which is removed when the run ends.
 """
 
 import contextlib
@@ -46,15 +46,15 @@ MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_f
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
-# What tells a run folder from any other: it has one of these.
+# A folder with none of these names in it is not taken for a run folder.
 MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
-STAGE_SECONDS = 3 * 3600.0   # for the slowest host to copy the data: 20 GB at 2 MB/s
+STAGE_SECONDS = 3 * 3600.0   # limit for the slowest host to copy the data: 20 GB at 2 MB/s
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 
 class Diverged(RuntimeError):
-    """The loss is no number any more: the same command would come to the same end."""
-    retry = False   # read by ddp_setup: its last line then does not say to give the command again
+    """The loss has become nan or infinite. The same command would end in the same way again."""
+    retry = False   # read by ddp_setup, which then does not advise to give the command again
 
 
 # ---------------------------------------------------------------- what to continue from
@@ -62,28 +62,27 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change):
     """Find the checkpoint that a start continues from. Writes nothing.
 
     Args:
-        run_dir: Path of the run folder, which may be missing.
+        run_dir: Path of the run folder; it need not exist.
         resume: path of a checkpoint that the user names, or None.
         fresh: whether the user wants to start over.
-        config: the config now. may_change: keys in which that of a former run may differ.
+        config: the config now. may_change: keys that may differ from the former run's config.
     Returns: path of the checkpoint as text, or None for a new run.
     Raises: ValueError for a folder that is in use, cannot be written, holds another run, or is no
-        run folder.
-    """
+        run folder."""
     refuse_unwritable(run_dir)
     RunLock.refuse_live(run_dir)
     if (run_dir / "STOP").exists() and not fresh:
         raise ValueError(f"{run_dir / 'STOP'} exists: this run was asked to stop. Remove the file "
                          "to continue it.")
     last = run_dir / "checkpoints" / "last.pt"
-    # last-1.pt alone: the run was killed while it saved.
+    # If only last-1.pt exists, the run was killed between two renames of save_checkpoint.
     saved = any(last.with_name(name).exists() for name in ("last.pt", "last-1.pt"))
     if resume and saved and last.parent.resolve() != Path(resume).resolve().parent:
         raise ValueError(f"{run_dir} holds a run already, and --resume {resume} is of another. "
                          "Expected a checkpoint of the same run. Give another --work_dir; or "
                          "leave --resume out to continue this run.")
     names = sorted(name for name in (os.listdir(run_dir) if run_dir.exists() else ())
-                   if not name.startswith(".lock.json."))   # half, of a start that was killed
+                   if not name.startswith(".lock.json."))   # left by a killed start
     if names and not MARKS & set(names):
         raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(names[:5])}. "
                          "Expected an empty or new folder, or that of a run. Give another "
@@ -104,35 +103,34 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change):
 
 
 def refuse_unwritable(run_dir):
-    """Raise ValueError, naming --work_dir, where the folder could not be made or written."""
-    parents = (run_dir.absolute(), *run_dir.absolute().parents)
-    there = next(p for p in parents if p.exists())
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+    """Raise ValueError, naming --work_dir, if the folder cannot be made or written."""
+    folders = (run_dir.absolute(), *run_dir.absolute().parents)
+    nearest = next(folder for folder in folders if folder.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return
-    what = "may not be written" if there.is_dir() else "is a file"
-    raise ValueError(f"--work_dir: the run directory {run_dir} cannot be used: {there} {what}. "
+    what = "may not be written" if nearest.is_dir() else "is a file"
+    raise ValueError(f"--work_dir: the run directory {run_dir} cannot be used: {nearest} {what}. "
                      "Expected a folder that can be written, or made. Give another --work_dir.")
 
 
 class Former(NamedTuple):
-    """What a start continues from."""
-    path: str | None          # of the checkpoint; None: a new run
-    state: dict | None        # what it holds
+    """The checkpoint that a start continues from."""
+    path: str | None          # None: a new run
+    state: dict | None        # its content
 
 
 def check_resume(former, config, may_change, needed, script, model, things, fingerprint, anew, ddp):
-    """Refuse to continue from a checkpoint of something else, or from one that is spoilt.
+    """Refuse to continue from a checkpoint that does not fit this start, or holds nan or infinity.
 
     Args:
         former: a Former, whose state must have the keys `needed`.
-        config: the config now. may_change: keys in which the checkpoint's may differ.
+        config: the config now. may_change: keys that may differ from the checkpoint's config.
         script: path of the training script, for messages.
-        model: state_dict of the shapes expected.
-        things, fingerprint: what is trained on, a word and {"n", "hash"}.
-        anew: options that begin another run with the weights of this one, for messages.
+        model: state_dict with the expected shapes.
+        things, fingerprint: the data: a word for messages, such as proteins, and {"n", "hash"}.
+        anew: options that start a new run from this run's weights, for messages.
     Returns: number of micro-batches in a global batch, which is fixed at the start of a run.
-    Raises: ValueError.
-    """
+    Raises: ValueError."""
     path, state = former
     fine_tune = f" To train its weights further, as a new run: {anew} --work_dir NEW."
     if state is None:
@@ -144,18 +142,18 @@ def check_resume(former, config, may_change, needed, script, model, things, fing
     differences = config_differences(state["config"], config, may_change)
     if differences:
         lines = "\n    ".join(differences)
-        fits = not any(line.startswith(("model.", "graph.")) for line in differences)
+        same_model = not any(line.startswith(("model.", "graph.")) for line in differences)
         raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected the "
                          "same. Give another --work_dir, or --fresh to start over."
-                         f"{fine_tune if fits else ''} (Keys that may "
+                         f"{fine_tune if same_model else ''} (Keys that may "
                          f"differ: MAY_CHANGE in {os.path.basename(script)}.)")
-    shapes, found = ({k: tuple(v.shape) for k, v in weights.items()}
-                     for weights in (model, state["model"]))
-    wrong = [name for name in shapes | found if shapes.get(name) != found.get(name)]
+    expected, found = ({k: tuple(v.shape) for k, v in weights.items()}
+                       for weights in (model, state["model"]))
+    wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
     if wrong:
         raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "
                          f"{wrong[0]}: {found.get(wrong[0], 'absent')} in the file, "
-                         f"{shapes.get(wrong[0], 'absent')} by the config. Give a checkpoint of "
+                         f"{expected.get(wrong[0], 'absent')} by the config. Give a checkpoint of "
                          "this model, another --work_dir, or --fresh.")
     spoilt = [name for name, weight in state["model"].items() if not weight.isfinite().all()]
     if spoilt:
@@ -169,10 +167,10 @@ def check_resume(former, config, may_change, needed, script, model, things, fing
                          f"another --work_dir, or --fresh.{fine_tune}")
     micro_batches = state["micro_batches"]
     if micro_batches % ddp.world_size:
-        fits = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+        divisors = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
         raise ValueError(f"{path} has {micro_batches} micro-batches per step, which "
                          f"{ddp.world_size} ranks cannot share equally. Continue on "
-                         f"{', '.join(map(str, fits))} ranks.")
+                         f"{', '.join(map(str, divisors))} ranks.")
     return micro_batches
 
 
@@ -188,22 +186,22 @@ def hash_of(weights):
 def open_run(run_dir, fresh, folders):
     """Take the run folder and return its RunLock. --fresh renames a former run's folder.
 
-    folders: names of those below it, in which a killed run may have left half a file.
+    folders: names of its subfolders in which a killed run may have left unfinished files.
     """
     if run_dir.is_symlink():
         run_dir = run_dir.resolve()   # --fresh renames what the link leads to
-    former = fresh and run_dir.exists() and any(run_dir.iterdir())
+    renames = fresh and run_dir.exists() and any(run_dir.iterdir())
     try:
         lock = RunLock(run_dir)
     except OSError as e:
         raise ValueError(f"--work_dir: the run directory {run_dir} cannot be made or written: "
                          f"{e.strerror}. Give another --work_dir.") from None
-    if former:   # under the lock, so that of two at once one is refused
+    if renames:   # under the lock, so that only one of two simultaneous starts does it
         candidates = (run_dir.with_name(f"{run_dir.name}.old{k}") for k in range(1, 10**6))
         old = next(path for path in candidates if not path.exists())
         try:
             run_dir.rename(old)
-        except OSError as e:   # such as a volume that is mounted there
+        except OSError as e:   # for example, a volume is mounted there
             lock.release()
             raise ValueError(f"--fresh cannot rename {run_dir}: {e.strerror}. Give another "
                              "--work_dir.") from None
@@ -212,8 +210,8 @@ def open_run(run_dir, fresh, folders):
         print(f"--fresh: the former run is now in {old}", flush=True)
         lock = RunLock(run_dir)
     for folder in (run_dir, *(run_dir / name for name in folders)):
-        for half in folder.glob(".*.tmp"):   # of a killed run: the lock says that it is not running
-            half.unlink(missing_ok=True)
+        for unfinished in folder.glob(".*.tmp"):   # of a killed run: the lock shows that none runs
+            unfinished.unlink(missing_ok=True)
     return lock
 
 
@@ -221,8 +219,8 @@ def open_run(run_dir, fresh, folders):
 def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host):
     """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
 
-    may_change: keys that may differ from the checkpoint's. per_host: keys that ranks may have
-    different. Returns a Former.
+    may_change: keys that may differ from the checkpoint's config. per_host: keys that may differ
+    between ranks. Returns a Former.
     """
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
@@ -258,12 +256,12 @@ def check_alike(values, ddp):
 
 
 def check_in_sync(model, ddp):
-    """Compare the parameters of all ranks, bit by bit by a checksum each.
+    """Check that all ranks have the same parameters, bit for bit, by a checksum of each parameter.
 
     Raises: RuntimeError on every rank, naming the ranks that differ and their first parameter."""
     if ddp.world_size == 1:
         return
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}   # by bytes
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}   # {bytes: type}
     names, parameters = zip(*unwrap_ddp(model).named_parameters())
     bits = [p.detach().contiguous().view(integers[p.element_size()]) for p in parameters]
     sums = torch.stack([values.sum(dtype=torch.int64) for values in bits])
@@ -285,8 +283,8 @@ def check_in_sync(model, ddp):
 def staged(folder, stage, copy, ddp):
     """A copy of a folder on each host, as long as this context lasts; None without `stage`.
 
-    Its names are removed at the end: what a rank has open stays until the last one closes it, and
-    is gone however the run ends.
+    At the end the copy is deleted. Files that a rank still has open stay readable for it, and the
+    system frees their space when the rank ends, however it ends.
 
     Args:
         folder: what to copy. stage: folder that each host has; None: nothing is copied.
@@ -312,13 +310,13 @@ def staged(folder, stage, copy, ddp):
         barrier(ddp, timeout=STAGE_SECONDS)
         yield target
         barrier(ddp)
-    finally:   # also where the copy cannot be used
+    finally:   # also if copying or reading it has failed
         if ddp.local_rank == 0:
             shutil.rmtree(target, ignore_errors=True)
 
 
 def describe_machine(ddp):
-    """What the last bits of a result depend on, beside the number of ranks: plain values."""
+    """What the last bits of a result depend on, apart from the number of ranks: plain values."""
     kind = ddp.device.type
     device = kind if kind == "cpu" else getattr(torch, kind).get_device_name(ddp.device)
     return {"device": device, "threads": torch.get_num_threads(),
@@ -326,8 +324,8 @@ def describe_machine(ddp):
 
 
 def machine_differences(state, ddp):
-    """In what this machine differs from the one that wrote the checkpoint `state`, as far as that
-    may change the last bits of results. Text, '' for nothing."""
+    """Differences from the machine that wrote the checkpoint `state`, if they may change the last
+    bits of results. Text; '' if there are none."""
     now = {"world_size": ddp.world_size, "torch": str(torch.__version__), **describe_machine(ddp)}
     then = {"world_size": state.get("world_size"), "torch": state.get("versions", {}).get("torch"),
             **state.get("machine", {})}
@@ -339,11 +337,10 @@ def is_finished(run):
 
 
 def take_folder(run, ddp, fresh, folders):
-    """Take the run folder and watch over the run from here on. Leaves a finished run alone.
-
-    Raises: ValueError where no step is left of a run that is not finished."""
+    """Lock the run folder, and watch for stop requests and hangs from here on. A finished run's
+    folder is left alone. Raises: ValueError if an unfinished run has no step left to do."""
     if is_finished(run):
-        if not run.progress["finished"]:   # it was stopped when n_iters was higher
+        if not run.progress["finished"]:   # it stopped early, and n_iters has been lowered since
             raise ValueError(f"{run.continued_from} is of step {run.progress['step']:,} of a run "
                              f"that is not finished, and training.n_iters or num_epochs asks for "
                              f"{run.n_iters:,} steps; expected more.")
@@ -351,54 +348,54 @@ def take_folder(run, ddp, fresh, folders):
     if ddp.is_main:
         run.lock = open_run(run.work_dir, fresh, folders)
         write_text_atomic(run.work_dir / "config.yaml", dump_yaml(run.config))
-    barrier(ddp)   # the folder is there, on all ranks
+    barrier(ddp)   # now the folder exists for all ranks
     watch_run(ddp, run.work_dir, run.config.monitoring.watchdog_minutes,
               run.config.training.stop_signals)
 
 
 def bring_best(run, ddp, name):
-    """Where --resume continues a run in another folder, copy its best weights, `name`, there.
+    """If --resume continues a run in another folder, copy that run's best weights (file `name`).
 
-    If they cannot be found, the next evaluation counts as the best."""
+    If there are none, the next evaluation counts as the best so far."""
     best = run.progress["best"]
     if is_finished(run) or not best:
         return
     if not broadcast(ddp.is_main and copy_best(run.work_dir, name, run.continued_from, best), ddp):
         run.progress["best"] = None
-        print0(ddp, f"{name} of the run so far is not at hand: the best is looked for from here on")
+        print0(ddp, f"{name} of the run so far was not found: the best is looked for from here on")
 
 
 def copy_best(folder, name, path, best):
     """Copy file `name` from the run folder of checkpoint `path`, if its step is that of `best`.
 
     Returns: whether `folder`, which may be the same, has the file now."""
-    here, there = folder / name, Path(path).absolute().parent.parent / name
-    if here.resolve() == there.resolve():
-        return here.exists()
+    target, source = folder / name, Path(path).absolute().parent.parent / name
+    if target.resolve() == source.resolve():
+        return target.exists()
     try:
-        if not there.is_file() or load_checkpoint(str(there))["step"] != best["step"]:
+        if not source.is_file() or load_checkpoint(str(source))["step"] != best["step"]:
             return False
-    except (OSError, ValueError, KeyError, TypeError):   # no model of ours
+    except (OSError, ValueError, KeyError, TypeError):   # not a file of save_checkpoint
         return False
-    with open(there, "rb") as source:
-        write_whole(here, lambda file: shutil.copyfileobj(source, file))
+    with open(source, "rb") as opened:
+        write_whole(target, lambda file: shutil.copyfileobj(opened, file))
     return True
 
 
 def check_lock(run, ddp):
-    """Raise RuntimeError where another run has taken the folder over, as this one stood still."""
+    """Raise RuntimeError if another run took over the folder while this one was suspended."""
     if run.lock and run.lock.lost:
-        close_run(ddp)   # else the failure would go into the other run's status.json
+        close_run(ddp)   # so that this failure is not written to the other run's status.json
         raise RuntimeError(f"{run.work_dir} has been taken over by {run.lock.lost}, as this run "
                            f"gave no sign of life for {run.lock.stale} s. Nothing more is written "
                            "here.")
 
 
 def before_saving(run, log, ddp):
-    """What must hold before weights are written: the folder is ours; after bad steps, the weights
-    are finite."""
+    """Check what must hold before weights are written: the folder is still ours and, if the last
+    step was bad, the weights are finite."""
     check_lock(run, ddp)
-    log.sync()   # the rows before a checkpoint are on the disk no later than it
+    log.sync()   # the rows up to this step must be on disk before the checkpoint is
     finite = (bool(p.isfinite().all()) for p in run.bare.parameters())
     if run.progress["bad_steps"][1] and not all(finite):
         raise Diverged(f"step {run.progress['step']}: weights are nan or infinite; expected "
@@ -406,7 +403,7 @@ def before_saving(run, log, ddp):
 
 
 def open_log(run, ddp):
-    """Open the RunLog of a run, without rows after the step that it continues from."""
+    """Open the RunLog of a run, and drop its rows after the step that the run continues from."""
     log, m = RunLog(run.work_dir, ddp.is_main, total_steps=run.n_iters), run.config.monitoring
     log.truncate(run.progress["step"] if run.continued_from else -1)
     log.track({**config_to_dict(run.config), "world_size": ddp.world_size}, run.progress["step"],
@@ -415,7 +412,7 @@ def open_log(run, ddp):
 
 
 def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):
-    """Write checkpoints/NAME: what every script needs to continue, and `more`. A collective."""
+    """Write checkpoints/NAME: what every script needs to resume, and `more`. A collective."""
     before_saving(run, log, ddp)
     progress = run.progress
     if run.ema is not None:
@@ -431,8 +428,9 @@ def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):
 def finish_run(run, log, ddp, reason, result, seconds, lines):
     """The end of training: close the log, release the folder, print the result or how to go on.
 
-    reason: of a stop in good order. seconds: that training took. lines: function that returns lines
-    on the result of a finished run. Returns: `result`, with "stopped" if the run is to go on."""
+    reason: why the run stopped before its end. seconds: duration of training. lines: function that
+    returns lines of text on the result of a finished run.
+    Returns: `result`; if the run stopped before its end, with "stopped": reason."""
     log.close()
     if run.lock:
         run.lock.release()
@@ -455,10 +453,10 @@ def finish_run(run, log, ddp, reason, result, seconds, lines):
 
 
 def draw_curves(folder):
-    """Draw curves.png of a run, where matplotlib is installed. It is never why a run fails."""
+    """Draw curves.png of a run, if matplotlib is installed. An error here does not fail the run."""
     try:
         draw({folder.name: rows_of(folder)}, folder / "curves.png")
-    except ImportError:   # it is optional
+    except ImportError:   # matplotlib is optional
         return
     except Exception as error:
         print_line(f"ATTENTION: no picture was drawn: {type(error).__name__}: {error}")
@@ -467,7 +465,7 @@ def draw_curves(folder):
 
 
 def say_finished(run, ddp, lines):
-    """A finished run was started again: say so, with its result.
+    """A finished run was started again: print that, and its result.
 
     lines: function (last row of metrics.jsonl, folder of the run) -> lines of text."""
     early, step = run.progress["finished"] == "early stop", run.progress["step"]
@@ -477,18 +475,19 @@ def say_finished(run, ddp, lines):
         folder = Path(run.continued_from).absolute().parent.parent
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == step]
     result, picture = rows[-1] if rows else {"step": step}, folder / "curves.png"
-    print0(ddp, "\n".join([f"This run is finished: {'early stop' if early else 'all steps done'} "
-                           f"at step {step:,}.{more} To start over, --fresh.",
-                           *lines(result, folder),
-                           *([f"  picture   {picture}"] if picture.exists() else [])]))
-    close_run(ddp)   # else the end of the process would write status.json
+    text = [f"This run is finished: {'early stop' if early else 'all steps done'} at step "
+            f"{step:,}.{more} To start over, --fresh.", *lines(result, folder)]
+    if picture.exists():
+        text.append(f"  picture   {picture}")
+    print0(ddp, "\n".join(text))
+    close_run(ddp)   # so that cleanup_ddp does not write status.json
     if ddp.is_main:
         write_status(run.work_dir, 0, run.progress["finished"], step)
     return {"step": step}
 
 
 def prepare_and_train(ddp, prepare, train):
-    """Prepare and train; after an error too, leave nothing that hinders a caller who goes on.
+    """Prepare and train. Close the watch and the lock even after an error: a notebook goes on.
 
     prepare: function () -> Run. train: function (run, ddp), whose result is returned."""
     run = None
@@ -507,13 +506,13 @@ def prepare_and_train(ddp, prepare, train):
 
 # ---------------------------------------------------------------- status.json
 def write_status(run_dir, code, reason, step=None):
-    """Write status.json of a start that did not train. While a run trains, ddp_setup writes it."""
+    """Write status.json for a start that did not train. While a run trains, ddp_setup does it."""
     text = json.dumps({"code": code, "reason": reason, "step": step}) + "\n"
     write_text_atomic(Path(run_dir) / "status.json", text)
 
 
 def read_status(run_dir):
-    """status.json as a dict, or {} where there is none that can be read. run_dir: may be None."""
+    """status.json as a dict, or {} if it is missing or cannot be read. run_dir: may be None."""
     if run_dir is None:
         return {}
     try:
@@ -524,21 +523,21 @@ def read_status(run_dir):
 
 
 def replace_status(run_dir, code, reason, since=math.inf, finished=None):
-    """Replace the status.json that an earlier start left: it is not the outcome of this start.
+    """Replace the status.json of an earlier start by the outcome of this start.
 
-    The outcome of a finished run (code 0) stays, or is put back, when this start was refused: a
-    mistyped command does not undo it.
-    Returns whether it was written: not where there is none, or where a live run goes on.
+    If this start was refused (code BAD_INPUT) and the run had finished (code 0), that outcome is
+    kept or put back: a mistyped command does not undo a finished run.
+    Returns: whether the file was written. It is not if there is none, or while a run is alive.
 
     Args:
-        run_dir: None where the command did not name it.
-        since: epoch seconds; a file written later stays.
-        finished: status of the finished run that was found before this start began, to be put back.
+        run_dir: None if the command did not name a run folder.
+        since: epoch seconds; a file written after that is kept.
+        finished: status.json of a finished run as this start found it, to be put back.
     """
     if run_dir is None:
         return False
     try:
-        RunLock.refuse_live(run_dir, wait=False)   # a failing process has no time to wait
+        RunLock.refuse_live(run_dir, wait=False)   # this process is failing: do not wait
         if (Path(run_dir) / "status.json").stat().st_mtime >= since:
             return False
         finished = finished or read_status(run_dir)
@@ -555,13 +554,13 @@ def replace_status(run_dir, code, reason, since=math.inf, finished=None):
 class RunLock:
     """Keeps a second live run out of a run folder.
 
-    RUN_DIR/lock.json holds host, process id, start of the process, job id, and a heartbeat (epoch
-    seconds) that a thread renews every `every` seconds. A lock counts as dead if its process is
-    gone on this host, or if its heartbeat is older than `stale` seconds on another; the next run
-    then takes it over.
+    RUN_DIR/lock.json holds host, process id, start time of the process, job id, and a heartbeat
+    (epoch seconds), which a thread renews every `every` seconds. A lock is dead if it is of this
+    host and its process is gone, or if it is of another host and its heartbeat is older than
+    `stale` seconds. The next run then takes it over.
     """
     every, stale = 15, 120   # seconds; 8 heartbeats may fail before another host takes over
-    silent = None   # (folder, heartbeat) of a lock that did not change while this process watched
+    silent = None   # (folder, heartbeat) of a lock that this process has watched and found dead
 
     def __init__(self, run_dir):
         """Take the lock, making the folder. Raises ValueError if a live run holds it, OSError if it
@@ -570,9 +569,9 @@ class RunLock:
         temporary = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
         dead = self.refuse_live(run_dir)
         if dead is not None:
-            with contextlib.suppress(FileNotFoundError):   # another start has taken it away
+            with contextlib.suppress(FileNotFoundError):   # another start has removed it
                 self.path.replace(temporary)
-                if temporary.read_text(encoding="utf-8") != dead:   # another start was faster
+                if temporary.read_text(encoding="utf-8") != dead:   # a new lock: put it back
                     temporary.replace(self.path)
                     self.refuse_live(run_dir)
         job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
@@ -582,10 +581,10 @@ class RunLock:
         try:
             temporary.write_text(self._text(), encoding="utf-8")
             try:
-                os.link(temporary, self.path)    # whole or not at all; of two starts, one gets it
+                os.link(temporary, self.path)    # atomic: one of two starts gets it
             except FileExistsError:
                 raise
-            except OSError:                  # a file system without hard links
+            except OSError:                  # there are no hard links
                 with open(self.path, "x", encoding="utf-8") as file:
                     file.write(self._text())
         except FileExistsError:
@@ -604,14 +603,14 @@ class RunLock:
         while not self.released.wait(self.every):
             try:
                 try:
-                    now = json.loads(self.path.read_text(encoding="utf-8"))
-                except (FileNotFoundError, ValueError):   # removed or spoilt by hand
-                    now = self.holder
-                if any(now.get(key) != value for key, value in self.holder.items()):
-                    self.lost = f"process {now.get('pid')} on {now.get('host')}"   # taken over
+                    lock = json.loads(self.path.read_text(encoding="utf-8"))
+                except (FileNotFoundError, ValueError):   # someone removed or damaged it
+                    lock = self.holder
+                if any(lock.get(key) != value for key, value in self.holder.items()):
+                    self.lost = f"process {lock.get('pid')} on {lock.get('host')}"   # new owner
                     return
                 write_text_atomic(self.path, self._text())
-            except OSError:   # a full disk is reported by what cannot be saved
+            except OSError:   # such as a full disk, which the next checkpoint will report
                 continue
 
     def release(self):
@@ -619,7 +618,7 @@ class RunLock:
         if self.released.is_set():
             return
         self.released.set()
-        self.thread.join()          # or a heartbeat under way would write the file again
+        self.thread.join()          # else a late heartbeat could write the file again
         if not self.lost:
             self.path.unlink(missing_ok=True)
 
@@ -627,12 +626,12 @@ class RunLock:
     def _lives_elsewhere(cls, run_dir, beat, age):
         """Does the holder on another host renew its lock?
 
-        Waits until the lock would be stale: a run that was killed on another host a moment ago must
-        not keep the same command, now started here, from going on.
+        Waits for a new heartbeat until the lock is stale. So if the run was killed on another host
+        a moment ago, the same command started here waits and then continues it.
         """
         if cls.silent == (str(run_dir), beat):
             return False
-        wrong_clock = 2 * cls.every + 5 if age < 3600 else 0   # clocks of hosts may differ
+        wrong_clock = 2 * cls.every + 5 if age < 3600 else 0   # seconds; hosts' clocks may differ
         limit = min(max(cls.stale - age, wrong_clock), cls.stale)
         end = time.time() + limit
         if limit > 0:
@@ -644,9 +643,9 @@ class RunLock:
                 text = (Path(run_dir) / "lock.json").read_text(encoding="utf-8")
                 if json.loads(text)["beat"] != beat:
                     return True
-            except FileNotFoundError:   # it has ended
+            except FileNotFoundError:   # that run has ended
                 return False
-            except (ValueError, KeyError, TypeError):   # half written
+            except (ValueError, KeyError, TypeError):   # it is being written
                 continue
         cls.silent = str(run_dir), beat
         return False
@@ -655,8 +654,8 @@ class RunLock:
     def refuse_live(cls, run_dir, wait=True):
         """Raise ValueError, naming the holder, if a live run holds this folder.
 
-        wait: watch whether a holder on another host renews its lock; else a heartbeat that is not
-        stale counts as life. Returns: text of the lock of a dead run or of this process, or None.
+        wait: for a holder on another host, wait for a new heartbeat; if False, a heartbeat that is
+        not stale is enough. Returns: text of the lock if it is dead or this process', else None.
         """
         try:
             text = (Path(run_dir) / "lock.json").read_text(encoding="utf-8")
@@ -686,15 +685,15 @@ class RunLock:
 def process_start(pid):
     """When a process started, in clock ticks since boot, or None if it is gone.
 
-    Together with its id this names a process for good."""
+    Process ids are reused; id and start time together identify a process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-        fields = text.rpartition(")")[2].split()   # from the third on, the state
-        return None if fields[0] in "ZX" else int(fields[19])   # Z: ended, its parent does not know
+        fields = text.rpartition(")")[2].split()   # from field 3, the state
+        return None if fields[0] in "ZX" else int(fields[19])   # Z: zombie, X: dead
     except OSError:
         if os.path.isdir("/proc/self"):
             return None
-    try:   # no /proc: existence must do
+    try:   # no /proc: only tell whether the process exists
         os.kill(pid, 0)
         return 0
     except ProcessLookupError:

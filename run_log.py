@@ -1,14 +1,14 @@
-"""Where a run's numbers go: metrics.jsonl and the screen. On ranks other than 0, calls do nothing.
+"""Log a run's numbers to metrics.jsonl and the screen. On ranks other than 0, calls do nothing.
 
     log = RunLog("runs/demo", ddp.is_main, total_steps=2000)
-    log.truncate(step)                # after a resume: drop rows that will come again
+    log.truncate(step)                # after a resume: drop rows that will be written again
     log.metrics(step, {"loss": 2.81, "val/loss": 2.79})
     log.progress(step, loss=2.81, ppl=16.6, rate=12300)
     log.say("saved checkpoints/last.pt")
     log.close()
 
-Writes RUN_DIR/metrics.jsonl, one JSON object per row. The same rows go to TensorBoard and Weights &
-Biases where `track` is asked for them; a tracker that fails is named once and left out.
+Writes RUN_DIR/metrics.jsonl, one JSON object per row. `track` also sends the rows to TensorBoard
+and Weights & Biases. A tracker that fails is reported once and then no longer used.
 """
 
 import contextlib
@@ -26,28 +26,29 @@ import time
 import urllib.request
 from pathlib import Path
 
-TRACKER_SECONDS = 60    # that a server may keep a run waiting
+TRACKER_SECONDS = 60    # limit for a run to wait for a tracker's server
 
 
 class RunLog:
     """Writes the metrics of a run to its file, to the screen and to trackers.
 
-    run_dir: folder, made if missing. total_steps: for bar and time left.
+    run_dir: folder, made if missing. total_steps: for the bar and the time left.
     """
 
     def __init__(self, run_dir, is_main, total_steps=None):
         self.path = Path(run_dir) / "metrics.jsonl"
         self.is_main, self.total_steps = is_main, total_steps
-        self.file = self.bar = self.began = None
+        self.file = self.bar = self.began = None   # began: (step, time) of the first progress()
         self.trackers = []
         if is_main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def track(self, config, step, tensorboard=False, wandb=None):
-        """Send the rows to come to trackers too.
+        """Send all further rows to trackers too.
 
-        config: plain dict, recorded with the run. step: that the run starts from. tensorboard:
-        write RUN_DIR/tensorboard. wandb: None, or {"project", "name", "mode"}, each optional."""
+        config: plain dict, recorded with the run. step: the step that the run starts from.
+        tensorboard: write RUN_DIR/tensorboard. wandb: None or {"project", "name", "mode"}, each
+        optional."""
         if not self.is_main:
             return
         folder = self.path.parent
@@ -57,10 +58,8 @@ class RunLog:
             self._try("W&B", lambda: self.trackers.append(Wandb(folder, wandb, config)))
 
     def _try(self, name, action, *arguments):
-        """Call action(*arguments). Returns: whether it did its work.
-
-        A tracker that fails is no reason to end a run.
-        """
+        """Call action(*arguments), which uses a tracker. Returns: whether it succeeded. An error is
+        only reported: it must not end the run."""
         try:
             action(*arguments)
             return True
@@ -72,15 +71,16 @@ class RunLog:
     def metrics(self, step, values, histograms=None):
         """Append one row {"step": step, **values}; other processes see it when this returns.
 
-        values: numbers, or texts such as a host. nan and infinities are written as null: JSON has
-        no word for them, and tables take null as missing. histograms: {name: step_meter.Histogram},
-        for trackers alone.
+        values: numbers, or texts such as a host name. nan and infinities are written as null: JSON
+        cannot express them, and tables read null as missing.
+        histograms: {name: step_meter.Histogram}, for trackers only.
         """
         if not self.is_main:
             return
         row = {"step": int(step)}
         for name, value in values.items():
-            value = value if isinstance(value, (int, str)) else float(value)
+            if not isinstance(value, (int, str)):
+                value = float(value)
             row[name] = value if isinstance(value, str) or math.isfinite(value) else None
         if self.file is None:
             self.file = open(self.path, "a", encoding="utf-8")
@@ -91,24 +91,24 @@ class RunLog:
                          if self._try(tracker.name, tracker.log, step, known, histograms or {})]
 
     def sync(self):
-        """Have the rows on the disk, before the checkpoint that a next start continues from."""
+        """Wait until the rows are on disk. Call it before saving a checkpoint that follows them."""
         if self.file is not None:
             os.fsync(self.file.fileno())
 
     def truncate(self, step):
-        """Drop the rows after `step`, and a last row that a killed run left half written; to be
-        called before the first row is written.
+        """Drop the rows after `step`, and a last row that a killed run left incomplete. Call it
+        before the first row is written.
 
-        The file is replaced in one go, so a kill leaves the old or the new one. Raises ValueError
-        for a row that is broken anywhere else.
+        The file is replaced atomically, so a kill leaves the old or the new one. Raises ValueError
+        for any other broken row.
         """
         if self.is_main and self.path.exists():
             write_text_atomic(self.path, rows_up_to(self.path, step))
 
     def progress(self, step, rate=None, **numbers):
-        """Show where the run is: a bar on stderr where that is a terminal, else a line on stdout.
+        """Show the progress: as a bar on stderr if that is a terminal, else as a line on stdout.
 
-        rate: residues/s of all ranks. numbers: others, by name.
+        rate: residues/s of all ranks. numbers: further values to show, by name.
         """
         if not self.is_main:
             return
@@ -117,7 +117,7 @@ class RunLog:
             self.began = step, now
             if sys.stderr.isatty():
                 from tqdm import tqdm
-                columns, lines = shutil.get_terminal_size()    # 80 x 24 if the terminal says 0 x 0
+                columns, lines = shutil.get_terminal_size()    # 80 x 24 if the size is unknown
                 self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
                                 ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
         fields = [f"step {step}/{self.total_steps}" if self.total_steps else f"step {step}"]
@@ -145,7 +145,7 @@ class RunLog:
             print_line(text)
 
     def close(self):
-        """Close bar, file and trackers. Harmless twice; metrics opens the file again."""
+        """Close bar, file and trackers. May be called twice; metrics() opens the file again."""
         for tracker in self.trackers:
             self._try(tracker.name, tracker.close)
         self.trackers = []
@@ -158,8 +158,8 @@ class RunLog:
 
 
 def step_values(run, norm, ddp):
-    """What every script logs of a step, by name. A collective at times, see StepMeter.report."""
-    first_row = run.meter.reports == 0   # of every start: the ranks may be others
+    """{name: value} that every script logs of a step. Can be a collective: see StepMeter.report."""
+    first_row = run.meter.reports == 0   # of this start, which may have another number of ranks
     values = {"grad_norm": float(norm), "lr": run.optimizer.param_groups[0]["lr"],
               "epoch": (run.progress["step"] - 1) // run.steps_per_epoch,
               **{f"seen/{name}": number for name, number in run.progress["seen"].items()},
@@ -176,13 +176,13 @@ def step_values(run, norm, ddp):
 
 
 def bad_steps_field(run):
-    """For RunLog.progress: how many steps were bad, once there are some."""
+    """For RunLog.progress: the number of bad steps, if there were any."""
     return {"bad steps": run.progress["bad_steps"][0]} if run.progress["bad_steps"][0] else {}
 
 
 class TensorBoard:
-    """Curves for `tensorboard --logdir RUN_DIR`. Rows that a resumed run logs again replace the
-    former ones."""
+    """Curves for `tensorboard --logdir RUN_DIR`. If a resumed run logs rows again, they replace the
+    earlier ones."""
     name = "TensorBoard"
 
     def __init__(self, folder, step):
@@ -204,11 +204,11 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run on Weights & Biases. A resumed start goes on with it: its id is in RUN_DIR/wandb_id.
+    """A run on Weights & Biases. A resumed start continues it by its id in RUN_DIR/wandb_id.
 
-    settings: {"project", "name", "mode"}, each optional. Where neither WANDB_MODE nor `mode` says
-    otherwise and their server cannot be reached, it writes RUN_DIR/wandb for `wandb sync`. Rows
-    after the checkpoint that a killed run goes on from come twice there."""
+    settings: {"project", "name", "mode"}, each optional. If neither WANDB_MODE nor `mode` is given
+    and the server cannot be reached, it writes RUN_DIR/wandb for `wandb sync`. Rows that a resumed
+    run logs again appear twice there."""
     name = "W&B"
 
     def __init__(self, folder, settings, config):
@@ -236,7 +236,7 @@ class Wandb:
 
 
 def _is_reachable(host):
-    """Whether there is a proxy, or a connection to `host` opens in a few seconds."""
+    """Whether there is a proxy, or a connection to `host` opens within 3 seconds."""
     if "https" in urllib.request.getproxies():
         return True
     try:
@@ -254,14 +254,14 @@ def write_text_atomic(path, text):
 def write_whole(path, write):
     """Call write(binary file) so that a kill at any moment leaves the old file, none, or the new.
 
-    Makes the folder if it is missing. Temporary name in it, fsync, rename, fsync of the folder.
-    Raises: ValueError for a device, a pipe or a folder: the rename would replace it.
+    Makes the folder if it is missing. Writes under a temporary name, fsync, rename, fsync of the
+    folder. Raises: ValueError for a device, pipe or folder, which the rename would replace.
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"{path} is no file; expected the name of a file.")
-    path = Path(os.path.realpath(path))   # of a link the file
+    path = Path(os.path.realpath(path))   # follow links: replace the file, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = f"{os.getpid()}-{threading.get_ident()}"   # in a notebook, two runs renew one lock
+    writer = f"{os.getpid()}-{threading.get_ident()}"   # a notebook may write it from two threads
     temporary = path.with_name(f".{path.name}.{writer}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -271,19 +271,18 @@ def write_whole(path, write):
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:   # a full disk names no file
+        if isinstance(error, OSError) and error.filename is None:   # on a full disk it is missing
             error.filename = str(path)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
-    with contextlib.suppress(OSError):   # some file systems cannot
+    with contextlib.suppress(OSError):   # some file systems cannot sync a folder
         os.fsync(folder)
     os.close(folder)
 
 
 def print_line(text, write=print):
-    """print. Where the reader has gone, `tee` at Ctrl-C or a terminal, a run goes on and saves.
-
-    write: print, or print0 of the ranks."""
+    """Print a line. If the reader of stdout is gone, such as `tee` after Ctrl-C or a terminal, drop
+    output: the run must go on and save. write: print, or a function that prints on rank 0 only."""
     try:
         write(text, flush=True)
     except OSError as e:
@@ -293,15 +292,15 @@ def print_line(text, write=print):
 
 
 def four_digits(value):
-    """A number in four digits, zeros at the end included: a column of them can be read."""
+    """A number with four digits, including zeros at the end, so that columns line up."""
     return f"{value:#.4g}".rstrip(".")
 
 
 def rows_up_to(path, step):
-    """The rows of a metrics.jsonl up to `step`, as text, without a last one left half written."""
+    """The rows of a metrics.jsonl up to `step`, as text, without an incomplete last row."""
     kept = []
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines[:-1], 1):   # behind the last: nothing, or half a row
+    for number, line in enumerate(lines[:-1], 1):   # the last: empty or incomplete
         try:
             wanted = json.loads(line)["step"] <= step
         except (ValueError, KeyError, TypeError):
@@ -313,7 +312,7 @@ def rows_up_to(path, step):
 
 
 def read_rows(path):
-    """The whole rows of a metrics.jsonl, as dicts; none where there is no such file."""
+    """All complete rows of a metrics.jsonl, as dicts; an empty list if there is no such file."""
     if not Path(path).exists():
         return []
     return [json.loads(line) for line in rows_up_to(path, math.inf).split("\n")[:-1]]

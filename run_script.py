@@ -2,11 +2,11 @@
 
     run_script(Script(make_parser, read_arguments, describe_plan, prepare, train))
 
-A start goes in this order: read the options, start ranks where the options ask for it, let the
-ranks meet, prepare, train. What is wrong before the training is printed once, replaces a former
-status.json in the run folder, and ends all ranks with exit code 2. Other codes: 0 finished, 75
-stopped with work left, 1 an error or ranks that did not appear, 70 no progress, 130 Ctrl-C. Below
-that: what --plan and a start print.
+A start goes in this order: read the options, start ranks if the options ask for it, let the ranks
+meet, prepare, train. An error before training is printed once, replaces an earlier status.json in
+the run folder, and ends all ranks with exit code 2. Other codes: 0 finished, 75 stopped with work
+left, 1 an error or ranks that did not appear, 70 no progress, 130 Ctrl-C. The last part of the file
+makes the text that --plan and a start print.
 """
 import argparse
 import contextlib
@@ -32,9 +32,9 @@ from run_config import Parser
 from run_dir import is_finished, machine_differences, read_status, replace_status
 from train_loop import scale_for_batch
 
-COLLECTIVE_SECONDS = 6 * 3600.0   # later than the watchdog, which says who is late
-SAVING_SECONDS = 600   # that the ranks have to save and leave after a signal to the launcher
-EXIT_SECONDS = 30      # that a node whose ranks have finished waits, at most, for other nodes
+COLLECTIVE_SECONDS = 6 * 3600.0   # timeout; the watchdog is earlier and names the late rank
+SAVING_SECONDS = 600   # for the ranks to save and exit after a signal to the launcher
+EXIT_SECONDS = 30      # for a node whose ranks have finished to wait for other nodes
 
 
 # ---------------------------------------------------------------- the start of a script
@@ -45,12 +45,11 @@ class Script(NamedTuple):
     describe_plan: Any    # (config, text of --plan) -> text
     prepare: Any          # (config, ddp, work_dir, options) -> Run
     train: Any            # (run, ddp) -> dict
-    name: str = ""        # of the run folder below runs/ where no --config names it
+    name: str = ""        # of the run folder in runs/, if no --config gives a name
 
 
 def run_script(script, argv=None):
-    """The command line of a training script; ends the process with an exit code other than 0 where
-    the run did not finish."""
+    """Run a training script. Exits with a code other than 0 if the run did not finish."""
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         script.make_parser().parse_args(["--help"])
@@ -64,11 +63,11 @@ def run_script(script, argv=None):
             if config.monitoring.watchdog_minutes:
                 collective_timeout = COLLECTIVE_SECONDS
     except (ValueError, RuntimeError) as e:
-        problem = ValueError(e)   # the ranks meet first, so that it is printed once
+        problem = ValueError(e)   # raised when the ranks have met: printed once
     name = Path(launch.config).stem if launch.config else script.name
     work_dir = launch.work_dir or (os.path.join("runs", name) if name else None)
     if launch.plan is not None:
-        work_dir = None   # --plan is no start: a run's status.json stays
+        work_dir = None   # --plan starts no run: its status.json stays
     try:
         if launch.plan is not None:
             if detect_launcher(os.environ).rank == 0:
@@ -78,17 +77,17 @@ def run_script(script, argv=None):
         ddp = setup_ddp(launch.device, launch.backend, ranks=launch.ranks, ipex=launch.ipex,
                         timeout=collective_timeout, init_timeout=launch.init_timeout)
     except (ValueError, RuntimeError, OSError) as e:
-        e = problem or e   # what was wrong first
+        e = problem or e   # the first error
         code = getattr(e, "code", BAD_INPUT if isinstance(e, ValueError) else 1)
         print(f"error: {e}", file=sys.stderr)
-        replace_status(work_dir, code, str(e), since=began)   # of several ranks, the first
+        replace_status(work_dir, code, str(e), since=began)   # only by the first rank to fail
         sys.exit(code)
     except KeyboardInterrupt:   # nothing runs yet
         replace_status(work_dir, 130, "interrupted (Ctrl-C)", since=began)
         sys.exit(130)
     with ddp:
         run = prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp)
-        # close_run goes back to this: Ctrl-C after the outcome does not change it
+        # close_run restores this handler: Ctrl-C after the end does not change the outcome
         ddp.state.watch.handlers[signal.SIGINT] = signal.SIG_IGN
         result = script.train(run, ddp)
     if "stopped" in result:
@@ -97,8 +96,8 @@ def run_script(script, argv=None):
 
 @contextlib.contextmanager
 def joined_ranks(device="auto", backend="auto", **options):
-    """setup_ddp for a script that measures. What is wrong with the machine, the data or the
-    settings ends all ranks with one line."""
+    """setup_ddp for a benchmark. An error in the machine, the data or the settings ends all ranks
+    with one line."""
     try:
         ddp = setup_ddp(device, backend, quiet=True, **options)
     except (RuntimeError, OSError) as e:
@@ -112,9 +111,9 @@ def joined_ranks(device="auto", backend="auto", **options):
 
 
 def started_ranks(args, argv):
-    """joined_ranks with the options of add_launch_arguments, the ranks started where they say so.
+    """joined_ranks by the options of add_launch_arguments, which may ask to start the ranks first.
 
-    argv: what `args` was parsed from. args: None where only the launch options of argv were."""
+    args: the options that were parsed from argv; None: parse the launch options of argv here."""
     try:
         args = args or launch_options(argv)
         start_ranks_if_asked(args, argv)
@@ -126,19 +125,19 @@ def started_ranks(args, argv):
 
 
 def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp):
-    """Prepare the run; what is wrong with the arguments or data ends all ranks with one line.
+    """Prepare the run; an error in the arguments or data ends all ranks with one line.
 
     launch: see launch_options. problem: ValueError found before the ranks met, or None."""
     former, watched = read_status(work_dir), None
     if ddp.is_main and replace_status(work_dir, None, "starting"):
-        watched = work_dir   # whatever ends this start writes its outcome there
+        watched = work_dir   # watch_run shall write the outcome of this start there
     try:
         if problem:
             raise problem
-        # While loading, no less than the ranks had for meeting; Ctrl-C ends it at once.
+        # While loading, allow at least the time to meet, and let Ctrl-C end the run at once.
         minutes = config.monitoring.watchdog_minutes
         signals = [name for name in config.training.stop_signals if name != "SIGINT"]
-        worker_init(signals=signals)   # close_run goes back to ignoring them: the outcome stays
+        worker_init(signals=signals)   # close_run restores this: late signals are ignored
         watch_run(ddp, watched, minutes and max(minutes, launch.init_timeout / 60), signals)
         return script.prepare(config, ddp, work_dir, options)
     except (ValueError, OSError) as e:
@@ -146,13 +145,13 @@ def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp
         if ddp.is_main:
             replace_status(work_dir, BAD_INPUT, str(e),
                            finished=former if former.get("code") == 0 else None)
-        # Rank 0 first puts status.json right: the failure of another one waits for that.
+        # Rank 0 corrects status.json first: the failure of another rank, secondary, waits for it.
         abort(ddp, f"error: {e}", code=BAD_INPUT, secondary=not ddp.is_main)
 
 
 # ---------------------------------------------------------------- options
 def add_run_arguments(parser, *work_dir):
-    """Add the options on a run that all scripts have. work_dir: names of that for its folder."""
+    """Add the options of all training scripts. work_dir: names of the one for the run folder."""
     add = parser.add_argument
     add(*work_dir, dest="work_dir", help="run folder (default runs/CONFIG_NAME, or runs/dpo)")
     add("--resume", help="continue from this checkpoint")
@@ -171,10 +170,10 @@ def add_launch_arguments(parser):
         help="Intel's extension for PyTorch; auto: on an XPU whose torch has no xccl")
     add("--ranks", type=int, help="refuse any other number of ranks")
     add("--init_timeout", type=float, default=300.0, help="seconds to wait for all ranks")
-    add("--nproc_per_node", type=int, help="start so many ranks on this node, with torch's "
-                                           "launcher (with --nnodes by default: its accelerators)")
-    add("--nnodes", type=int, help="nodes on which this command is given, by hand")
-    add("--node_rank", type=int, help="this node, 0 to nnodes - 1")
+    add("--nproc_per_node", type=int, help="start this many ranks on this node, with torch's "
+                                           "launcher (with --nnodes: default 1 per accelerator)")
+    add("--nnodes", type=int, help="number of nodes; give this command on each")
+    add("--node_rank", type=int, help="number of this node, 0 to nnodes - 1")
     add("--master_addr", help="host of node 0")
     add("--master_port", type=int, help="a free port of node 0 (default 29500)")
 
@@ -200,20 +199,20 @@ def launch_options(argv):
 
 
 # ---------------------------------------------------------------- torch's launcher
-# They start ranks, which do not get them.
+# These options start ranks; they are not passed on to them.
 LAUNCHER_OPTIONS = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")
 
 
 def start_ranks_if_asked(args, argv):
-    """Where --nnodes or --nproc_per_node is given, run this script on as many ranks, with the other
-    arguments of `argv`, and exit with their code. Returns only where neither is given.
+    """If --nnodes or --nproc_per_node is given, run this script on as many ranks, with the other
+    arguments of `argv`, and exit with their code. Returns only if neither is given.
 
     Raises: ValueError for options that do not fit together."""
     given = {name: getattr(args, name) for name in LAUNCHER_OPTIONS
              if getattr(args, name) is not None}
     if not given:
         return
-    left_over = set() if "LOCAL_RANK" in os.environ else {"RANK", "WORLD_SIZE"}   # of a pod, say
+    left_over = set() if "LOCAL_RANK" in os.environ else {"RANK", "WORLD_SIZE"}   # pods set these
     place = detect_launcher({name: os.environ[name] for name in {*os.environ} - left_over})
     if place.world_size > 1:
         raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
@@ -228,11 +227,11 @@ def start_ranks_if_asked(args, argv):
                          "to N - 1 and M of at least 1.")
     devices = 0 if args.device == "cpu" else torch.accelerator.device_count()
     per_node = args.nproc_per_node or devices or 1
-    rest = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in LAUNCHER_OPTIONS:
-        rest.add_argument(f"--{name}")
-    command = ["-u", sys.argv[0], *rest.parse_known_args(argv)[1]]
-    # What the guard's last line tells the user to give again: `command` starts a single rank.
+        parser.add_argument(f"--{name}")
+    command = ["-u", sys.argv[0], *parser.parse_known_args(argv)[1]]   # the unknown ones: the rest
+    # The command that the guard's last line gives to continue: `command` starts only one rank.
     os.environ["DDP_COMMAND"] = shlex.join(["python", *sys.orig_argv[1:]])
     print(f"starting {per_node} rank(s) here, on node {rank} of {nnodes}, with torch's launcher",
           file=sys.stderr, flush=True)
@@ -245,29 +244,28 @@ def start_ranks_if_asked(args, argv):
 def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None, limit=300.0):
     """Run the ranks of this node under torch's agent, without its reports; returns their exit code.
 
-    command: what follows the interpreter. place_of_node_0: its host and a free port there; None:
-    all ranks are here, and torch finds a port. limit: seconds to wait for the other nodes. A signal
-    is passed on to the ranks, which have SAVING_SECONDS to save; what Ctrl-C does, once or twice,
-    they say themselves."""
+    command: arguments for the Python interpreter. place_of_node_0: (host, a free port there); None:
+    all ranks are on this node, and torch finds a port. limit: seconds to wait for the other nodes.
+    Signals are passed on to the ranks, which then have SAVING_SECONDS to save."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-    logging.disable()   # its tables of errors would hide our last line
+    logging.disable()   # torch's error tables would hide our last line
     os.environ.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
     host, port = place_of_node_0 or ("localhost", 0)
-    meeting = RendezvousParameters(
+    rendezvous = RendezvousParameters(
         "static" if place_of_node_0 else "c10d", f"{host}:{port}",
         f"{os.getpid()}" if nnodes == 1 else "by hand", nnodes, nnodes, rank=node_rank,
         timeout=limit)
     fixed = {"master_addr": host, "master_port": port} if place_of_node_0 else {}
-    spec = WorkerSpec("rank", per_node, registry.get_rendezvous_handler(meeting),
+    spec = WorkerSpec("rank", per_node, registry.get_rendezvous_handler(rendezvous),
                       entrypoint=sys.executable, args=tuple(command), max_restarts=0,
                       monitor_interval=0.1, **fixed)
 
     class Agent(LocalElasticAgent):
         def _start_workers(self, group):
-            started = super()._start_workers(group)   # whose own handlers would end the ranks
+            started = super()._start_workers(group)   # it sets handlers that end the ranks
             for number in (signal.SIGINT, signal.SIGUSR1):
                 signal.signal(number, self._pass_on)
             return started
@@ -277,7 +275,7 @@ def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None, li
                 handler.proc.send_signal(number)
 
     agent = Agent(spec, DefaultLogsSpecs(), exit_barrier_timeout=EXIT_SECONDS)
-    agent._shutdown_timeout = SAVING_SECONDS   # torch 2.8 has 30 s, whatever this says
+    agent._shutdown_timeout = SAVING_SECONDS   # torch 2.8 ignores this and waits 30 s
     try:
         codes = [failure.exitcode for failure in agent.run().failures.values()]
     except SignalException:
@@ -288,9 +286,9 @@ def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None, li
     except (RuntimeError, OSError, ValueError) as e:
         print(f"error: torch's launcher: {e}", file=sys.stderr)
         return 1
-    # When a rank has left, torch's agent ends the others by SIGTERM: they leave with AGAIN, or are
-    # ended by it while they leave anyway. A rank that was killed has another negative code.
-    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)   # the second one where a guard passed it on
+    # When a rank ends, torch's agent sends SIGTERM to the others: they exit with AGAIN, or SIGTERM
+    # ends them as they exit. Neither is a failure. Other signals are: they have other codes.
+    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)   # the second one: as a guard reports it
     failed = [code for code in codes if code not in (0, AGAIN, *ended)]
     if failed:
         interrupted = -signal.SIGINT in failed   # by Ctrl-C, before the ranks had met
@@ -300,7 +298,7 @@ def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None, li
 
 # ---------------------------------------------------------------- what is printed
 def numbers_of(option, text):
-    """Numbers of ranks of text such as "1,2,4,8", given to an option. Raises: ValueError."""
+    """Numbers of ranks from a text such as "1,2,4,8", given to an option. Raises: ValueError."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise ValueError(f"--{option} {text}; expected numbers of ranks, such as 1,2,4,8")
     return [int(number) for number in text.split(",")]
@@ -315,16 +313,15 @@ def plan_head(o, ranks, unit):
 
 
 def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batch: (batch, "")):
-    """Table of what each number of ranks would do: global batch, learning rate, warm-up, and where
-    this outlasts training.n_iters.
+    """Table of what each number of ranks would do: global batch, learning rate, warm-up; and a
+    warning if the warm-up lasts for all of training.n_iters.
 
     Args:
         per_rank: batch of a rank in a micro-step.
-        title: of the column of the global batch, as wide as it is. more: of further columns.
+        title: heading of the global batch's column, which sets its width. more: further headings.
         outcome: function (ranks, global batch) -> (the global batch that there is data for, text
             of further columns). Raises ValueError where training would be refused.
-    Returns: (lines, lines on what would be refused).
-    """
+    Returns: (lines, lines on what would be refused)."""
     o, steps, problems, late = config.optim, config.training.n_iters, [], []
     rows = [f"{'ranks':>6} {title} {'learning rate':>14} {'warm-up steps':>14}{more}"]
     for n in numbers:
@@ -338,7 +335,8 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
             continue
         lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, available, o.base_global_batch)
         rows.append(f"{row} {lr:>14.4g} {warmup:>14,}{columns}")
-        late += [str(n)] if steps and warmup >= steps else []
+        if steps and warmup >= steps:
+            late.append(str(n))
     if late:
         rows.append(f"ATTENTION: with {', '.join(late)} rank(s) the warm-up lasts to the end (step "
                     f"{steps:,})")
@@ -346,7 +344,7 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
 
 
 def choose_precision(config, ddp):
-    """(dtype of autocast, words on it and on the limit of memory). Raises: ValueError."""
+    """(dtype for autocast, text on it and on the memory limit). Raises: ValueError."""
     device = ddp.device
     if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
         raise ValueError(f"{device} computes no float64, in which losses are summed; expected a "
@@ -355,7 +353,7 @@ def choose_precision(config, ddp):
         dtype, why = choose_dtype(config.memory.mixed_precision, device)
     except RuntimeError as e:
         raise ValueError(f"config: {e}") from None
-    words, share = f"{str(dtype)[6:]} ({why})", config.memory.max_memory_per_gpu
+    words, share = f"{str(dtype).removeprefix('torch.')} ({why})", config.memory.max_memory_per_gpu
     if share is not None:
         set_limit = getattr(getattr(torch, device.type), "set_per_process_memory_fraction", None)
         if device.type == "cpu" or set_limit is None:
@@ -367,19 +365,18 @@ def choose_precision(config, ddp):
 
 
 def compile_blocks(model, setting, ddp):
-    """Let torch compile the blocks of a network, where that pays; returns words on it.
+    """Compile the blocks of a network by torch.compile, where that pays; returns text on it.
 
-    In place, so that no name in a checkpoint changes, and block by block: all blocks share what is
-    compiled for one, and DDP sends the gradients of a block while those before it are computed.
+    In place, so that no name in a checkpoint changes. Block by block, so that all blocks share the
+    compiled code, and DDP sends the gradients of one block while backward computes the next.
 
-    setting: memory.compile. "auto": on a CUDA device, with what torch compiles by; on a CPU it was
-        no gain, and elsewhere nobody has tried.
-    """
+    setting: memory.compile. "auto": only on a CUDA device, if all that torch.compile needs is
+        installed. On a CPU it did not pay; other devices are untested."""
     if not setting or setting == "auto" and ddp.device.type != "cuda":
         return ""
     if setting == "auto":
         compilers = (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
-        # Triton includes it, on Debian from the system's own folder.
+        # Triton compiles C that includes Python.h; on Debian that is in the system's own folder.
         scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
         headers = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
         missing = [what for what, found in (
@@ -390,16 +387,16 @@ def compile_blocks(model, setting, ddp):
         if missing:
             return f"; blocks not compiled: no {', no '.join(missing)} here"
     settings = torch._dynamo.config
-    settings.optimize_ddp = False     # it cuts a network where DDP sends gradients: here, blocks
-    settings.recompile_limit = 32     # with and without gradient, padding, of one protein or more
-    settings.specialize_float = True  # a rate of dropout that is no constant cannot be compiled
+    settings.optimize_ddp = False     # it splits a network for DDP: here, blocks are the parts
+    settings.recompile_limit = 32     # one for each case: gradient, padding, one protein
+    settings.specialize_float = True  # dropout can only be compiled with a constant rate
     for block in model.blocks:
-        block.compile(dynamic=True)   # batches come in dozens of shapes: one code for all
+        block.compile(dynamic=True)   # one compiled code for the dozens of batch shapes
     return "; blocks compiled, in the first steps"
 
 
 def describe_batch(run, per_rank, ddp, average=""):
-    """Line on the global batch. per_rank: text, what a rank takes in a micro-step."""
+    """Line on the global batch. per_rank: text on the batch of a rank in a micro-step."""
     return (f"batch: {per_rank} x accum {len(run.sampler.mine)} x {ddp.world_size} rank(s) = "
             f"{run.global_batch:,} per step{average}, {run.steps_per_epoch:,} steps per epoch, "
             f"{run.n_iters:,} steps in all")
@@ -410,14 +407,17 @@ def describe_run(run, state, unit, available, ddp):
     o, accum, lines = run.config.optim, run.micro_batches // ddp.world_size, []
     if accum != run.config.training.accum:
         lines.append(f"  accum is {accum} and not {run.config.training.accum}: it follows the "
-                     "ranks, so that the global batch stays")
+                     "number of ranks, so that the global batch stays")
     fewer = f", to the {available:,} {unit} that there are" if available < run.global_batch else ""
-    how = ("kept from the checkpoint" if state is not None else
-           "as given (scale none)" if o.scale == "none" else
-           "as given (the batch is the base)"
-           if available == run.global_batch == o.base_global_batch else
-           f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
-           f"({scale_name(o.scale)}){fewer}")
+    if state is not None:
+        how = "kept from the checkpoint"
+    elif o.scale == "none":
+        how = "as given (scale none)"
+    elif available == run.global_batch == o.base_global_batch:
+        how = "as given (the batch is the base)"
+    else:
+        how = (f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
+               f"({scale_name(o.scale)}){fewer}")
     name = "Muon for the blocks' matrices, AdamW for the rest, " if o.name == "muon" else ""
     lines.append(f"optim: {name}lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}{decay_name(o)}")
     if state is None and run.warmup >= run.n_iters:
@@ -437,7 +437,7 @@ def describe_run(run, state, unit, available, ddp):
 
 
 def decay_name(o):
-    """How the learning rate falls at the end, in words that follow others."""
+    """Text on the decay of the learning rate, to append to a line; "" for none."""
     if o.decay == "none":
         return ""
     length = o.decay_steps or 0

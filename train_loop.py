@@ -1,9 +1,9 @@
-"""What every training script repeats, as plain functions: learning rate, state, step, best.
+"""The parts common to all training scripts: learning rate, start or resume, step, best score.
 
-train_sedd_ddp.py and train_dpo_ddp.py read in the order of time and call these. What a script adds
-is its config, its loss, its data and its evaluation. A global batch is a number of micro-batches,
-fixed at the start of a run; each rank computes its share of them, and the gradient is that of the
-mean over all of them, whatever the number of ranks.
+train_sedd_ddp.py and train_dpo_ddp.py call these functions, and add their own config, loss, data
+and evaluation. An optimizer step takes a global batch, which consists of micro-batches. Their
+number is fixed at the start of a run. Each rank computes an equal share of them, by gradient
+accumulation, so the gradient is the same for every number of ranks.
 """
 import functools
 import math
@@ -24,9 +24,10 @@ from step_meter import StepMeter, make_meter
 def scale_for_batch(lr, warmup, rule, global_batch, base):
     """Scale the learning rate to a global batch that differs from the one it was chosen for.
 
-    The factor is global_batch / base by the rule "linear" (Goyal et al. 2017, arXiv 1706.02677);
-    its square root by "sqrt", usual for Adam; at most N by {"cap": N}; 1 by "none". Warm-up is
-    scaled alike, in whole steps: with "linear", N times the ranks warm up on N x N times the data.
+    The factor depends on the rule. "linear": global_batch / base (Goyal et al. 2017, arXiv
+    1706.02677). "sqrt", usual for Adam: the square root of that. {"cap": N}: linear, but at most N.
+    "none": 1. The warm-up steps are multiplied by the same factor and rounded. So with "linear", N
+    times the ranks take N times the steps, on N times the data each, to warm up.
     Returns: (learning rate, warm-up steps).
     """
     factor = 1.0 if rule == "none" else global_batch / base
@@ -38,11 +39,11 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
 
 
 def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
-    """Learning rate of the next step, as a share of the full rate. step: how many are done.
+    """Learning rate of the next step, as a fraction of the full rate. step: number of steps done.
 
     It rises linearly, to 1 in step number `warmup`. decay "linear" or "cosine": it falls towards 0
-    over the last decay_steps of n_iters steps (below 1: that share of them; None: all after the
-    warm-up)."""
+    over the last decay_steps of n_iters steps (below 1: that fraction of n_iters; None: all steps
+    after the warm-up)."""
     rise = min((step + 1) / max(warmup, 1), 1.0)
     if decay == "none":
         return rise
@@ -59,60 +60,60 @@ def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
 # ---------------------------------------------------------------- start or continue
 @dataclass(kw_only=True)
 class Run:
-    """What a script's `prepare` returns and these functions read. Scripts add fields."""
+    """A run, as a script's `prepare` returns it. Scripts add fields of their own."""
     config: Any
     work_dir: Path
     continued_from: str | None   # path of a checkpoint; None: a new run
     fingerprint: dict          # of the data: {"n", "hash"}
-    bare: Any                  # the model without DDP, for weights, evaluation and sampling
-    model: Any                 # the same, as DDP wraps it, for training steps
+    bare: Any                  # the model without DDP: for state_dict, evaluation and sampling
+    model: Any                 # the same model, wrapped in DDP: for training steps
     optimizer: Any
     scaler: Any
-    ema: Any = None            # averages of the weights, where the script keeps some
-    dtype: torch.dtype         # that autocast computes in
-    progress: dict             # what changes: step, best, bad_evals, finished, bad_steps, ...
+    ema: Any = None            # exponential moving average of the weights, if the script has one
+    dtype: torch.dtype         # for autocast
+    progress: dict             # what changes, and is saved: step, best, bad_evals, finished, ...
     sampler: Any               # MicroBatchSampler
     validation: Any            # None without validation proteins or pairs
-    n_iters: int               # steps in all
+    n_iters: int               # optimizer steps in all
     steps_per_epoch: int
     micro_batches: int         # per global batch
     global_batch: int          # in proteins, tokens or pairs
-    expected_count: float      # of residues, proteins or pairs that a global batch has, roughly
-    lr: float                  # scaled
+    expected_count: float      # residues, proteins or pairs in a global batch, roughly
+    lr: float                  # full rate, scaled, as is warmup (steps)
     warmup: int
-    meter: StepMeter           # of time, memory, gradients
-    lock: Any = None           # on the run folder: rank 0 only
-    flags: Any = None          # Totals of the last step, read one step late by read_flags, so that
-    #                            the host need not wait for the device
+    meter: StepMeter           # measures time, memory, gradients
+    lock: Any = None           # RunLock on the run folder, on rank 0 only
+    flags: Any = None          # Totals of the last step, on their way to the host (to_host);
+    #                            read_flags reads them a step later, so that nothing waits
     stop_requests: float = 0.0  # how many ranks were asked to stop, as last read
 
 
 def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches,
               available, progress, seen, make_ema=None, **fields):
-    """Scale the learning rate, make sampler and optimizer, wrap the model; take over a checkpoint.
+    """Scale the learning rate, make sampler and optimizer, wrap the model, load the checkpoint.
 
     Args:
         kind: the script's class of Run.
-        former: what is continued, see run_dir.Former.
-        bare: the model with its first weights, on the device. item_of: see MicroBatchSampler.
-        available: the part of the global batch that there is data for; lr is scaled to that.
-        progress: what the script adds to what changes.
-        seen: names of the last entries of Totals.sums, which good steps add up.
-        make_ema: function of parameters, which makes their averages: called when DDP has given
-            all ranks the weights of rank 0.
+        former: the checkpoint that is continued, see run_dir.Former.
+        bare: the model with its initial weights, on the device. item_of: see MicroBatchSampler.
+        available: the global batch, or less if the data set is smaller; lr is scaled to this.
+        progress: the script's additions to Run.progress, with initial values.
+        seen: names of the last entries of Totals.sums; their totals over good steps are kept.
+        make_ema: function (parameters) -> moving averages of them. It is called after wrap_ddp,
+            when all ranks have the weights of rank 0.
         fields: other fields of `kind`.
     Returns: an instance of `kind`.
     """
     t, o, state = config.training, config.optim, former.state
     progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
-                "bad_steps": [0, 0],   # nan or infinite: in all, and in a row now
+                "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
                 "seen": dict.fromkeys(seen, 0),
                 **progress}
     lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, available, o.base_global_batch)
     if state is not None:
-        state = {"seen": {}, **state}   # older checkpoints do not tell how much they have seen
+        state = {"seen": {}, **state}   # older checkpoints have no "seen"
         lr, warmup = state["lr"], state["warmup"]
-        progress = {name: state.get(name, first) for name, first in progress.items()}
+        progress = {name: state.get(name, initial) for name, initial in progress.items()}
         bare.load_state_dict(state["model"])
     n_iters = t.n_iters or t.num_epochs * steps_per_epoch
     sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"], n_iters)
@@ -134,7 +135,8 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
 class MicroBatchSampler(torch.utils.data.Sampler):
     """The micro-batches that this rank computes, from step `first` to `last`, for a DataLoader.
 
-    item_of: function (step, micro-batch) -> item of the data set. Any step is reached directly."""
+    item_of: function (step, micro-batch) -> key of the data set, for dataset[key]. A resumed run
+    starts at any step, without going through the steps before it."""
 
     def __init__(self, item_of, micro_batches, ddp, first, last):
         self.item_of, self.first, self.last = item_of, first, last
@@ -148,47 +150,50 @@ class MicroBatchSampler(torch.utils.data.Sampler):
 
 class Totals(NamedTuple):
     """Sums over all ranks of one step, float64, on the device."""
-    packed: torch.Tensor     # all of the following in a row, for one all-reduce and one copy
-    sums: torch.Tensor       # (n,) as the script's micro_batch_loss gives them
-    count: torch.Tensor      # residues, proteins or pairs that the mean loss is over
-    bad: torch.Tensor        # how many ranks have a loss or gradient that is nan or infinite
-    bad_loss: torch.Tensor   # how many have such a loss
-    stop: torch.Tensor       # how many were asked to stop
+    packed: torch.Tensor     # one tensor, of which the others are views: one all-reduce, one copy
+    sums: torch.Tensor       # (n,) as the script's micro_batch_loss returns them
+    count: torch.Tensor      # residues, proteins or pairs that the mean loss is taken over
+    bad: torch.Tensor        # number of ranks with a nan or infinite loss or gradient
+    bad_loss: torch.Tensor   # number of ranks with a nan or infinite loss
+    stop: torch.Tensor       # number of ranks that were asked to stop
 
 
-N_FLAGS = 4   # fields of Totals behind `sums`
+N_FLAGS = 4   # number of fields of Totals after `sums`
 
 
 def unpack(packed):
-    """The Totals that are views of `packed`, (n + N_FLAGS,)."""
+    """Totals whose fields are views of `packed`, a tensor (n + N_FLAGS,)."""
     return Totals(packed, packed[:-N_FLAGS], *packed[-N_FLAGS:].unbind())
 
 
 def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, meter=None):
     """Leave the gradient of the mean loss over the global batch in .grad on every rank.
 
-    How many residues or pairs the mean is over is known only at the end: backward runs on
-    sum / expected_count, then comes one small all-reduce, then the gradients are multiplied by
-    ranks x expected_count / count (DDP has divided by the ranks). Any expected_count gives the same
-    gradient; one near the count keeps float16 in its range. Nothing here waits for the device.
+    The mean is over `count` residues or pairs, which is known only after all micro-batches. So
+    backward runs on (loss sum) / expected_count. Then one small all-reduce gives `count`, and all
+    gradients are multiplied by ranks x expected_count / count (DDP had divided them by ranks). The
+    result does not depend on expected_count, but a value near `count` keeps float16 gradients
+    in range. Nothing here makes the host wait for the device.
 
     Args:
-        model: as DDP wraps it.
+        model: the model wrapped in DDP.
         batches: this rank's micro-batches, each with a "seed" for dropout.
-        loss_of: function (model, batch) -> (loss sum, sums (n,) to be totalled, count).
+        loss_of: function (model, batch) -> (loss sum, sums (n,) to add up, count).
         scaler: a GradScaler, or None. meter: a StepMeter, or None.
     Returns: (Totals, norm of the gradient). If totals.bad is not 0, all gradients are nan.
     """
     own, meter = None, meter or StepMeter(ddp)
     for k, batch in enumerate(batches):
-        torch.manual_seed(batch["seed"])   # so that dropout is keyed by the micro-batch
+        torch.manual_seed(batch["seed"])   # dropout depends on the micro-batch, not the rank
         with gradient_sync(model, last=k == len(batches) - 1), meter.passes(model):
             loss, sums, count = loss_of(model, batch)
             scaled = loss / expected_count
-            (scaler.scale(scaled) if scaler is not None else scaled).backward()
+            if scaler is not None:
+                scaled = scaler.scale(scaled)
+            scaled.backward()
         if own is None:
             own = unpack(torch.zeros(len(sums) + N_FLAGS, dtype=torch.float64, device=ddp.device))
-        own.sums.add_(sums.detach())   # views of own.packed
+        own.sums.add_(sums.detach())   # this adds to own.packed
         own.count.add_(count)
         own.bad_loss.add_(~loss.detach().isfinite())
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -196,10 +201,10 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, m
     own.bad_loss.copy_(own.bad_loss > 0)
     own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
     own.stop.fill_(stop_wanted(ddp))
-    meter.lap("optimizer")   # counts the time since the last lap, here of norm and flags
+    meter.lap("optimizer")   # time since the last lap: for norm and flags
     totals = unpack(all_sum(own.packed, ddp))
     meter.lap("exchange")
-    count = torch.where(totals.count > 0, totals.count, 1.0)   # 0: nothing that counts
+    count = torch.where(totals.count > 0, totals.count, 1.0)   # avoids 0 / 0
     factor = ddp.world_size * expected_count / count
     factor = torch.where(totals.bad > 0, math.nan, factor).to(gradients[0].dtype)
     torch._foreach_mul_(gradients, factor)
@@ -209,9 +214,9 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, m
 def open_batches(run, dataset, loss_of, ddp):
     """Warm DDP up; return an iterator over this rank's micro-batches, from the next step on.
 
-    DDP arranges its gradient buckets anew after its first backward. From 3 ranks on this changes
-    the order of sums. So every start throws one backward away: then a resumed run adds up in the
-    order of one that was not interrupted."""
+    After its first backward, DDP regroups the gradients into other buckets. With 3 ranks or more
+    this changes the order in which it sums them, and so the last bits. Every start therefore runs
+    one backward and drops its result: a resumed run then sums like an uninterrupted one."""
     t = run.config.training
     batches = iter(torch.utils.data.DataLoader(
         dataset, sampler=run.sampler, batch_size=None, num_workers=t.num_workers,
@@ -227,8 +232,8 @@ def open_batches(run, dataset, loss_of, ddp):
 
 
 def take_step(run, batches, loss_of, ddp):
-    """One optimizer step on this rank's next micro-batches. A bad step leaves weights and averages
-    as they are; it counts as a step.
+    """One optimizer step on this rank's next micro-batches. A bad step, with a nan or infinite loss
+    or gradient, counts as a step but leaves weights and their moving averages as they are.
 
     batches: iterator of open_batches. Returns: (Totals, norm of the gradient before clipping)."""
     o, progress, optimizer, scaler = run.config.optim, run.progress, run.optimizer, run.scaler
@@ -238,12 +243,12 @@ def take_step(run, batches, loss_of, ddp):
                                           o.decay_steps)
     totals, norm = global_gradient(run.model, mine, loss_of, ddp, run.expected_count, scaler,
                                    run.meter)
-    read_flags(run)   # of the step before, which the device has long computed
+    read_flags(run)   # of the previous step, which the device has finished by now
     clip, parameters = o.grad_clip or math.inf, list(run.bare.parameters())
-    if scaler.is_enabled():   # it skips the step by itself where gradients are nan
+    if scaler.is_enabled():   # scaler.step skips a step with nan gradients by itself
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    else:   # skip a bad step without asking the device: where found_inf is 1, AdamW and Muon skip
+    else:   # AdamW and Muon skip the step if found_inf is 1; the host need not know it
         optimizer.found_inf = (totals.bad > 0).float()
     run.meter.measure_layers("gradients", run.bare)
     torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
@@ -260,9 +265,9 @@ def take_step(run, batches, loss_of, ddp):
 
 
 def to_host(packed):
-    """(a copy in the host's memory, event that says when it is there, or None).
+    """Start copying a tensor to the host. Returns (copy, event at its end; None: it is there).
 
-    The copy waits for this step only, not for what is queued behind it."""
+    The event waits for this step only, not for work that is queued after it."""
     if packed.device.type == "cpu":
         return packed, None
     copy = torch.empty_like(packed, device="cpu", pin_memory=True)
@@ -273,9 +278,9 @@ def to_host(packed):
 
 
 def read_flags(run):
-    """Read the flags of the last step, once: count bad steps, note who was asked to stop.
+    """Read the flags of the last step, once: count bad steps and the ranks that were asked to stop.
 
-    Raises: RuntimeError for more bad steps in a row than training.max_bad_steps."""
+    Raises: Diverged for more bad steps in a row than training.max_bad_steps."""
     if run.flags is None:
         return
     (packed, arrived), run.flags = run.flags, None
@@ -290,25 +295,25 @@ def read_flags(run):
             seen[name] += int(number)
         return
     if run.ema is not None:
-        run.ema.num_updates -= 1   # a skipped step has not moved the averages
-    # In float16 the scaler finds its scale by overflows, which are not counted. Below a scale of 1
-    # the gradient itself is infinite.
+        run.ema.num_updates -= 1   # ema.update has counted this skipped step
+    # In float16 the scaler lowers its scale after each overflow: that is no bad step. But if the
+    # scale is below 1, the gradient itself has overflowed.
     if totals.bad_loss or not run.scaler.is_enabled() or run.scaler.get_scale() < 1:
         bad_steps, in_a_row = bad_steps + 1, in_a_row + 1
         run.progress["bad_steps"] = [bad_steps, in_a_row]
-    most = run.config.training.max_bad_steps
-    if in_a_row > most:
+    max_bad_steps = run.config.training.max_bad_steps
+    if in_a_row > max_bad_steps:
         raise Diverged(f"step {run.progress['step']}: the loss or its gradient was nan or infinite "
                        f"in {in_a_row} steps in a row, on "
                        f"{float(totals.bad_loss or totals.bad):.0f} rank(s) in the last; "
-                       f"expected at most {most}. These steps were skipped. {ADVICE}")
+                       f"expected at most {max_bad_steps}. These steps were skipped. {ADVICE}")
 
 
 def after_step(run, ddp, at_once):
-    """What follows each step: count it if it was bad, compare the ranks' weights now and then, and
-    return why all ranks stop here, '' to go on. Raises: see read_flags.
+    """To be called after each step: count bad steps, compare the weights of all ranks every
+    check_sync_every steps, and return why all ranks stop here, or ''. Raises: see read_flags.
 
-    at_once: wait for the flags of this very step, not only for those of the step before."""
+    at_once: wait for the flags of this step; else those of the step before are used."""
     step, every = run.progress["step"], run.config.monitoring.check_sync_every
     if at_once or ddp.device.type == "cpu":
         read_flags(run)
@@ -324,8 +329,8 @@ def after_step(run, ddp, at_once):
 def record_score(run, score, values, ddp):
     """Note an evaluation's score in run.progress. Returns: is it the best so far? Rank 0 decides.
 
-    After training.patience of them without a better one, the run is marked as finished.
-    score: lower is better. values: metrics by name, of which val/... are kept with the best."""
+    After training.patience evaluations without a better score, the run is marked as finished.
+    score: lower is better. values: metrics by name; those named val/... are kept with the best."""
     progress, t = run.progress, run.config.training
     best = progress["best"]
     improved = broadcast(best is None or score < best["score"] - t.min_delta, ddp)
