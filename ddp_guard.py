@@ -87,7 +87,7 @@ def _is_wanted():
     untried = [variable for variable in UNTRIED if variable in os.environ]
     wanted = not untried or os.environ.get("DDP_GUARD") == "1"
     if not wanted and os.environ[untried[0]] == "0":
-        say(f"ddp_guard: not used, as never tried under {UNTRIED[untried[0]]}; DDP_GUARD=1 uses it\n")
+        say(f"ddp_guard: never tried under {UNTRIED[untried[0]]}: not used without DDP_GUARD=1\n")
     return wanted
 
 
