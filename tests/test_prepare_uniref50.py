@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -205,8 +206,10 @@ def test_two_at_once_on_one_folder_are_refused_and_the_first_goes_on(
     assert prepare(out, file) == 0 and len(sequences(out)) == 50
 
 
-def test_the_bar_of_sorting_ends_at_100_percent_where_proteins_come_twice(out, file, capsys):
-    assert prepare(out, file, file) == 0 and "2/2 sorting: 100%" in capsys.readouterr().err
+def test_sorting_ends_at_100_percent_where_proteins_come_twice_in_a_line_of_a_log(
+        out, file, capsys):
+    assert prepare(out, file, file) == 0
+    assert re.search(r"^\r?2/2 sorting: 100%.*\n", capsys.readouterr().err, re.M)
 
 
 def test_a_disk_without_locks_is_named_and_used(out, file, capsys, monkeypatch):
