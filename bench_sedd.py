@@ -253,7 +253,7 @@ def loss_in(dtype, run, ddp):
 
 
 def compare(run, plain, dataset, dtype, ddp):
-    """Relative differences (loss, gradient norm) of plain and ours on our first batch, dropout 0."""
+    """Relative differences (loss, gradient norm) of both steps on our first batch, dropout 0."""
     batch = dataset[run.sampler.item_of(0, 0)]
     batch["x0"] = batch["x0"].where(batch["x0"] != X_ID, 0)     # no X: only plain would count it
     n, loss = len(batch["x0"]), 0.0

@@ -371,9 +371,9 @@ def read_json(path):
     Raises: ValueError for anything else and for keys that come twice; OSError.
     """
     text, items, end = Path(path).read_text(encoding="utf-8-sig", errors="replace"), [], 0
-    decoder, next_object = json.JSONDecoder(object_pairs_hook=unique_keys), re.compile(r"\S")
+    decoder, non_blank = json.JSONDecoder(object_pairs_hook=unique_keys), re.compile(r"\S")
     try:
-        while start := next_object.search(text, end):
+        while start := non_blank.search(text, end):
             value, end = decoder.raw_decode(text, start.start())
             if not isinstance(value, dict):
                 raise ValueError(f"a {type(value).__name__}")

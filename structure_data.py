@@ -144,8 +144,8 @@ def _parse_pdb(text):
     for place in re.findall(rb"^ATOM.{8} CA  .{4}(.{6})", first_model, re.MULTILINE):
         if place in seen:
             residue = " ".join(place.decode("latin-1").split())
-            raise ValueError(f"residue {residue} comes twice; expected another name for each chain "
-                             "in column 22, which keeps chains apart")
+            raise ValueError(f"residue {residue} comes twice; expected a different name for each "
+                             "chain in column 22, which keeps chains apart")
         seen.add(place)
     # gemmi would read a letter in column 21 as part of the chain's name.
     lines = [line[:20] + b" " + line[21:] for line in lines]
