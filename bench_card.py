@@ -1,29 +1,29 @@
-"""All speeds of one card, in one table: bench_ddp.py card.
+"""Training speeds on one GPU ("card"), in one table: bench_ddp.py card.
 
     python bench_ddp.py card --json card.json                 # SEDD of 6, 39, 92 million, and DPO
     python bench_ddp.py card --device cpu --models 6m,dpo --steps 2 training.batch_size=4
 
-Trains configs/sedd_uniref50.yaml (92m), sedd_uniref50_38m.yaml (38m), the former with the network
-of bench_ddp.py sedd (6m), and dpo_demo.yaml with the published size of ProteinMPNN, by the code of
-the scripts, in a folder that is removed. Proteins come from a prepared folder through the config's
-loader; without --data from one that it makes, of random proteins as long as UniRef50's. SEDD in
-bfloat16 where the device computes in it, DPO in float32. Further words override the configs' keys.
+Trains configs/sedd_uniref50.yaml (92m), sedd_uniref50_38m.yaml (38m), the first with the network of
+bench_ddp.py sedd (6m), and dpo_demo.yaml with ProteinMPNN of published size, with the code of the
+training scripts, in a temporary folder. Proteins come from a prepared folder; without --data from a
+temporary one, of random proteins with the lengths of UniRef50. SEDD runs in bfloat16 if the device
+supports it, DPO in float32. Further arguments override keys of the configs.
 
-Rows of a model: "plain" is the step of bench_sedd.py, padded to data.max_length, with as many
-proteins; "ours" the step of train_sedd_ddp.py; "compiled" the same with memory.compile=true (on
-other devices than CUDA's with --compile). Columns:
+Rows of a model: "plain" is the step of bench_sedd.py on as many proteins, padded to
+data.max_length; "ours" the step of train_sedd_ddp.py; "compiled" the same with memory.compile=true
+(only on CUDA, or with --compile). Columns:
 
-    residues/s  trained on, without padding; of DPO pairs/s
-    TFLOP/s     6 x the weights of all matrices that every position is multiplied by (blocks and
-                output, not the noise level's) + 12 x blocks x width x length for attention, per
-                position, padding included: both passes; what is recomputed does not count
-    of matmul   that over the rate of one product of two matrices, measured here and shown first;
-                on a CPU an upper bound: known residues are left out of the last products there
-    waits       share of the time in which the step waits for its proteins
-    peak GB     most memory that tensors took, in "plain" with the weights and averages of "ours"
-                beside its own; on a CPU the process, since its start
+    residues/s  trained on, without padding; for DPO pairs/s
+    TFLOP/s     per position, padding included: 6 x the weights of all matrices applied to each
+                position (blocks and output, not those for the noise level) + 12 x blocks x width x
+                length for attention. Counts forward and backward, but no recomputation
+    of matmul   TFLOP/s over the rate of one matrix product, which is measured and shown first. On a
+                CPU an upper bound: there the last products skip known residues
+    waits       fraction of the time in which the step waits for its proteins
+    peak GB     most memory of tensors; "plain" includes the weights and EMA of "ours" beside its
+                own. On a CPU most memory of the process since its start
 
-Times are medians over --repeats of --steps steps without a pause; on a CPU, CPU seconds.
+Times are medians over --repeats of --steps consecutive steps; on a CPU, CPU seconds.
 """
 import contextlib
 import copy
@@ -58,7 +58,7 @@ MODELS = {   # name: (script, config, overrides)
 
 
 def flops_per_position(model, length):
-    """Forward and backward pass of a SEDD, at a position of a sequence of this length."""
+    """FLOP of a SEDD's forward and backward pass per position of a sequence of this length."""
     matrices = [p for block in model.blocks for name, p in block.named_parameters()
                 if p.ndim == 2 and "adaLN" not in name] + [model.output_layer.linear.weight]
     width = model.n_heads * model.head_dim
@@ -68,7 +68,7 @@ def flops_per_position(model, length):
 def time_steps(take, args, ddp):
     """Take --warmup steps, and --repeats times --steps.
 
-    take: function (number of the step), which takes it.
+    take: function that takes a step, given its number.
     Returns: (seconds of each repeat, peak memory in GB)."""
     if ddp.device.type != "cpu":
         getattr(torch, ddp.device.type).reset_peak_memory_stats(ddp.device)
@@ -107,7 +107,7 @@ def time_ours(run, what, args, ddp):
 
 
 def work_of_steps(run, what, args):
-    """(repeats, 2): residues (of DPO pairs) and FLOP of the steps that time_ours takes."""
+    """(repeats, 2): residues (for DPO: pairs) and FLOP in the steps that time_ours takes."""
     work = np.zeros((args.repeats, 2))
     for k in range(args.steps * args.repeats):
         for micro in run.sampler.mine:
@@ -124,7 +124,7 @@ def work_of_steps(run, what, args):
 
 
 def rows_of(run, what, args, ddp):
-    """Yield (name, seconds of each repeat, (residues or pairs, FLOP) of each, other columns)."""
+    """Yield (name, seconds per repeat, (residues or pairs, FLOP) per repeat, other columns)."""
     if what == "sedd":
         plan, length = run.plan, run.plan.max_length
         n = round(plan.mean / (1 if plan.counted_in == "proteins" else length)) or 1
@@ -145,7 +145,7 @@ def rows_of(run, what, args, ddp):
 
 
 def config_of(name, args):
-    """The config of a model. Raises: ValueError for overrides that do not fit it."""
+    """The config of a model. Raises: ValueError for overrides that are not valid for it."""
     what, file, overrides = MODELS[name]
     script, _ = SCRIPTS[what]
     config = load_config(script.Config, CONFIGS / file, overrides + args.overrides)
@@ -197,15 +197,15 @@ def read_arguments(argv):
     parser = Parser(prog="bench_ddp.py card", description=__doc__.split("\n")[0],
                     allow_abbrev=False)
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="section.key=value", help="of the configs")
+    add("overrides", nargs="*", metavar="section.key=value", help="overrides keys of the configs")
     add("--models", default=",".join(MODELS), help="some of %(default)s")
-    add("--data", type=Path, help="folder of prepare_uniref50.py; default: a made one")
-    add("--proteins", type=int, default=20_000, help="of a made one")
-    add("--steps", type=int, default=10, help="between two looks at the clock")
+    add("--data", type=Path, help="folder of prepare_uniref50.py; default: random proteins")
+    add("--proteins", type=int, default=20_000, help="number of random proteins")
+    add("--steps", type=int, default=10, help="steps that are timed together")
     add("--repeats", type=int, default=5)
-    add("--warmup", type=int, default=10, help="steps before, in which blocks are compiled")
+    add("--warmup", type=int, default=10, help="steps before timing, in which blocks are compiled")
     add("--matmul", type=int, help="rows of the matrices; default: 8192, on a CPU 1024")
-    add("--compile", action="store_true", help="compiled rows on other devices than CUDA's too")
+    add("--compile", action="store_true", help="compiled rows on devices other than CUDA, too")
     add("--json", type=Path, help="file to write the rows to")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
     args = parser.parse_intermixed_args(argv)
@@ -225,7 +225,7 @@ def read_arguments(argv):
                              "expected one or a new name")
     if unknown := {*args.models} - {*MODELS}:
         raise ValueError(f"--models: found {', '.join(unknown)}; expected {', '.join(MODELS)}")
-    for name in args.models:   # now, not after an hour of measuring the others
+    for name in args.models:   # check all now, not after an hour of measuring the first ones
         config_of(name, args)
     return args
 
@@ -254,7 +254,7 @@ def measure_card(args, ddp):
                      matmul_flops_per_second=matmul, rows=[])
         for model in args.models:
             found["rows"] += measure_model(model, args, Path(folder, model), matmul, ddp)
-            if args.json:   # after each: the next may not fit into the memory
+            if args.json:   # after each model, as the next may run out of memory
                 write_text_atomic(args.json, json.dumps(found, indent=1))
 
 

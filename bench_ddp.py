@@ -1,17 +1,17 @@
-"""What things cost on this machine; prints what it measured, leaves no file that is not asked for.
+"""Benchmarks of this machine. Prints the results; leaves only files that were asked for.
 
     python bench_ddp.py save                                    # write, check, read a checkpoint
     python bench_ddp.py save --folder /lus/flare/projects/X     # on that file system
     mpirun -n 4 python bench_ddp.py save configs/sedd_cpu.yaml  # rank 0 reads and sends to others
-    python bench_ddp.py dpo                                     # a DPO step and a plain one, 1 CPU
-    python bench_ddp.py dpo --pairs pairs.json                  # real pairs, shuffled as they come
+    python bench_ddp.py dpo     # our DPO step, and a plain transcription of the published code
+    python bench_ddp.py dpo --pairs pairs.json                  # with real pairs
     python bench_ddp.py dpo --device cuda                       # on a device: pairs per second
-    python bench_ddp.py dpo --pdb 5L33.pdb                      # this structure
-    python bench_ddp.py sedd --data proteins.fasta.gz           # a SEDD step and a plain one
-    python bench_ddp.py data --proteins 60000000 --folder /tmp  # plan and read a made set, 17 GB
-    mpirun -n 2 python bench_ddp.py data                        # only training from it, 2 ranks
+    python bench_ddp.py dpo --pdb 5L33.pdb                      # on this structure
+    python bench_ddp.py sedd --data proteins.fasta.gz           # our SEDD step and a plain one
+    python bench_ddp.py data --proteins 60000000 --folder /tmp  # plan, read 17 GB of random data
+    mpirun -n 2 python bench_ddp.py data                        # only train from such data, 2 ranks
     python bench_ddp.py scale --ranks 1,2,4                     # see bench_scale.py
-    python bench_ddp.py card                                    # all of one card, see bench_card.py
+    python bench_ddp.py card                                    # all about a GPU: see bench_card.py
 """
 import argparse
 import concurrent.futures
@@ -51,16 +51,16 @@ from train_loop import MicroBatchSampler, global_gradient
 from train_sedd_ddp import (Config, MicroBatchDataset, make_batch_plan, make_model, make_reader,
                             micro_batch_loss)
 
-SAVE_PERIOD = 900           # seconds between two checkpoints, for the share that saving takes
-# Of dpo: pairs per step, and (order, dtype) of our steps, for made pairs and those of a file.
+SAVE_PERIOD = 900           # assumed seconds between checkpoints, for the fraction of time to save
+# For dpo: {pairs per step: [(order, dtype) of our steps]}, for synthetic pairs and those of a file.
 MADE_CASES = {1: [("arange", "float32"), ("random", "float32")],
               4: [("arange", "float32"), ("arange", "bfloat16")]}
 FILE_CASES = {1: [("random", "float32"), ("fixed", "float32")],
               4: [("fixed", "float32"), ("random", "bfloat16"), ("fixed", "bfloat16")]}
-PAIRS_OF_A_TURN = 16        # of a file
-# Of data
-BYTES_PER_PROTEIN = 300     # of a prepared set
-MOST_READ = 20_000          # micro-batches of a window that are looked at
+PAIRS_OF_A_TURN = 16        # pairs of a file that each step takes before the other has its turn
+# For data
+BYTES_PER_PROTEIN = 300     # of a prepared set on disk
+MOST_READ = 20_000          # most micro-batches of a window that are read
 
 
 def seconds(function, repeats):
@@ -74,7 +74,7 @@ def seconds(function, repeats):
 
 
 def in_a_child(function, *arguments):
-    """What function(*arguments) returns, in a fresh process."""
+    """Run function(*arguments) in a new process; return its result."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
         return pool.submit(function, *arguments).result()
@@ -83,7 +83,7 @@ def in_a_child(function, *arguments):
 # ---- a checkpoint ----
 
 def training_state(path):
-    """What a checkpoint of this config's run holds, after one optimizer step on the CPU.
+    """The state that a checkpoint of this config holds, after one optimizer step on the CPU.
 
     Returns: (number of parameters, state for save_checkpoint).
     """
@@ -114,17 +114,17 @@ def bench_save(args, ddp):
             print0(ddp, f"{config.stem[:19]:<20}{n / 1e6:>10.1f} M{size:>8.0f}"
                         f"{write:>9.2f} ({write_spread:.2f}){read:>9.2f} ({read_spread:.2f})"
                         f"{write / SAVE_PERIOD:>13.2%}")
-    print0(ddp, "read: what this host has just written and may still hold in memory; a later start "
-                "takes longer.\n'every 15 min': the share of the time that saving takes. Training "
-                "waits while it saves.")
+    print0(ddp, "read: just after writing, when the file may still be cached in memory; a later "
+                "start takes longer.\n'every 15 min': fraction of the time for saving at that "
+                "interval. Training waits while it saves.")
 
 
 # ---- a DPO step ----
 
 def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
-    """What ProteinMPNN computes, as its paper and the published code describe it.
+    """ProteinMPNN's forward pass, written as in its paper and the published code.
 
-    Without any saving: all L x L distances, concatenated inputs, the order as one-hot matrices.
+    Not optimised: all L x L distances, concatenated inputs, the order as one-hot matrices.
     Args, as of ProteinMPNN: X (B, L, 4, 3) in Angstrom; S, residue_idx, chain_id, order (B, L)
         int64; mask (B, L). The weights are those of `model`.
     Returns: log-probabilities (B, L, 21).
@@ -139,7 +139,7 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
         difference = atoms[p][:, :, None] - atoms[q][:, None]
         return (difference.square().sum(-1) + 1e-6).sqrt()                  # (B, L, L)
 
-    def linear(layer, x):                               # not our faster one
+    def linear(layer, x):                               # not cpu_linear.py's faster one
         return F.linear(x, layer.weight, layer.bias)
 
     def gather(x, index):                               # (B, L, H), (B, L, K) -> (B, L, K, H)
@@ -196,8 +196,8 @@ def plain_log_probs(model, X, S, mask, residue_idx, chain_id, order):
 
 
 def plain_loss(policy, reference, pairs, beta):
-    """Mean DPO loss of pairs, padded to the longest: four forward passes, nothing shared, the
-    structures read anew."""
+    """Mean DPO loss of pairs, padded to the longest, with four forward passes. Nothing is shared or
+    cached: the structures are read again."""
     complexes = {}
     for pair in pairs:
         old = pair.complex
@@ -233,18 +233,18 @@ def made_pairs(path):
 
 
 class Turn(NamedTuple):
-    """Some steps, one after the other; means over them."""
-    seconds: float     # of a step
-    loading: float     # share of it in which the next pairs are made
-    rows: float        # of structures, in a step
-    pairs: float       # in a step: fewer than asked for where structures have few
+    """Means over some consecutive steps."""
+    seconds: float     # per step
+    loading: float     # fraction of this in which batches of pairs are made
+    rows: float        # of structures, per step
+    pairs: float       # per step: fewer than batch_size if structures have few
 
 
 class DpoSteps:
     """The plain step and ours, from equal weights, on the same pairs.
 
-    A step is loss, gradient, clipping and Adam. The plain one takes the pairs shuffled as they
-    come, ours as training takes them.
+    A step is loss, gradient, clipping and Adam. The plain step takes the pairs in random order,
+    ours in the order of training (PairPlan).
     Args: batch_size: pairs per step. order: a value of loss.order.
     """
 
@@ -256,7 +256,7 @@ class DpoSteps:
         self.base = random_proteinmpnn(0).eval()
         policy = copy.deepcopy(self.base)
         self.base = self.base.to(ddp.device)
-        with torch.no_grad():               # away from the reference, where every loss is log 2
+        with torch.no_grad():               # move it: if it equals the reference, losses are log 2
             for p in policy.parameters():
                 generator = torch.Generator().manual_seed(1)
                 p += 0.003 * torch.randn(p.shape, generator=generator)
@@ -269,9 +269,9 @@ class DpoSteps:
         self.shuffled = np.random.default_rng(0).permutation(len(pairs)).tolist()
         self.plan = PairPlan(pairs, 0, 1, batch_size)
         self.taken, self.loading = {"plain": 0, "ours": 0}, 0.0
-        # A device works beside this process, which does not wait for it while it makes pairs.
+        # Clock for loading. Wall time on a device, which works on while this process makes pairs.
         self.clock = time.process_time if ddp.device.type == "cpu" else time.perf_counter
-        if order != "random":               # the reference's scores: once per run, not per step
+        if order != "random":               # compute the reference's scores once, not per step
             self.reference.table = self.reference.compute_scores(pairs).to(ddp.device)
 
     def next_pairs(self, kind):
@@ -283,7 +283,7 @@ class DpoSteps:
         return 0, [self.shuffled[(step * self.batch_size + i) % n] for i in range(self.batch_size)]
 
     def gradient(self, kind, epoch, indices):
-        """(loss, norm of the gradient) of these pairs, tensors; the gradient is in .grad."""
+        """(loss, norm of the gradient) of these pairs, as tensors. Leaves the gradient in .grad."""
         model = self.models[kind]
         model.zero_grad()
         if kind == "plain":
@@ -300,8 +300,8 @@ class DpoSteps:
         return totals.sums[0] / totals.count, norm
 
     def differences(self):
-        """(of the loss, of the gradient's norm, relative) between the two on the same pairs, both
-        decoded from N to C."""
+        """Differences between plain and ours on the same pairs, both decoded from N to C: (absolute
+        of the loss, relative of the gradient's norm)."""
         loss, table = self.config.loss, self.reference.table
         order, loss.order, self.reference.table = loss.order, "arange", None
         indices = self.shuffled[:self.batch_size]
@@ -315,7 +315,7 @@ class DpoSteps:
                                     self.dtype)
 
     def take_steps(self, kind, n):
-        """Take n steps; the device is not waited for between them. Returns: Turn."""
+        """Take n steps, without waiting for the device between them. Returns: Turn."""
         start, self.loading, rows, pairs = now(self.ddp), 0.0, 0, 0
         for _ in range(n):
             epoch, indices = self.next_pairs(kind)
@@ -333,7 +333,7 @@ def write_demo_pdb(path, n_residues):
     """Helices and strands of 12 residues in turns, as a PDB file with one chain."""
     kinds = [("helix", "strand")[i // 12 % 2] for i in range(n_residues)]
     X = build_backbone(*zip(*(PHI_PSI[kind] for kind in kinds)))
-    X -= X.min((0, 1))                      # a column of the format has no room for -1,000
+    X -= X.min((0, 1))                      # a PDB column has no room for numbers such as -1000.000
     with open(path, "w") as file:
         for i, residue in enumerate(X.tolist()):
             for k, (atom, xyz) in enumerate(zip(ATOMS, residue)):
@@ -343,7 +343,7 @@ def write_demo_pdb(path, n_residues):
 
 
 def bench_dpo(args, ddp):
-    """Our DPO step and a plain one in turns: speed, differences of the results."""
+    """Time our DPO step and a plain one alternately, and compare their results."""
     if args.pairs and args.pdb:
         raise ValueError("found --pairs with --pdb; expected --pairs alone: its file names the "
                          "structures.")
@@ -368,15 +368,15 @@ def bench_dpo(args, ddp):
               f"{'loss':>8}{'norm, relative':>15}")
         for batch_size, settings in cases.items():
             plain_count, our_count = 1, 3 if on_cpu else 20
-            if args.pairs:      # which differ in length: as many for both
+            if args.pairs:      # structures differ in length: as many steps of both
                 plain_count = our_count = PAIRS_OF_A_TURN // batch_size
             for row in compare_steps(pairs, batch_size, settings, plain_count, our_count,
                                      args.repeats, ddp):
                 print(row, flush=True)
         print("plain: reads the files and runs four forward passes in float32 each step, decoded "
-              "from N to C,\npairs shuffled as they come. Order random computes the reference each "
-              "step too. The ratio is of\nthe time per row of a structure. data: share of our step "
-              "in which its pairs are made, as without\n--num_workers.")
+              "from N to C,\npairs in random order. With order random, ours computes the reference "
+              "in each step too. ratio: of\nthe times per row of a structure. data: fraction of "
+              "our step in which batches are made, as without\n--num_workers.")
 
 
 def compare_steps(pairs, batch_size, settings, plain_count, our_count, repeats, ddp):
@@ -387,7 +387,7 @@ def compare_steps(pairs, batch_size, settings, plain_count, our_count, repeats, 
     sides = [DpoSteps(pairs, batch_size, ddp, *setting) for setting in settings]
     differences = [steps.differences() for steps in sides]
     for steps in sides:
-        steps.take_steps("ours", 3)             # Adam's state, and what stays of each structure
+        steps.take_steps("ours", 3)             # warm up: Adam's state, caches of structures
     plain_turns, turns_of_sides = [], [[] for _ in sides]
     for _ in range(repeats):
         plain_turns.append(sides[0].take_steps("plain", plain_count))
@@ -398,7 +398,7 @@ def compare_steps(pairs, batch_size, settings, plain_count, our_count, repeats, 
                   for plain, ours in zip(plain_turns, turns)]
         plain, ours = (Turn(*map(statistics.median, zip(*column)))
                        for column in (plain_turns, turns))
-        name = f"{batch_size} pair{'s' * (batch_size > 1)} a step, {order}, {dtype}"
+        name = f"{batch_size} pair{'s' if batch_size > 1 else ''} a step, {order}, {dtype}"
         yield (f"{name:<33}{plain.pairs / plain.seconds:>8.2f}"
                f"{ours.pairs / ours.seconds:>8.2f}"
                f"{statistics.median(ratios):>7.1f}x  "
@@ -409,18 +409,18 @@ def compare_steps(pairs, batch_size, settings, plain_count, our_count, repeats, 
 # ---- data ----
 
 def private_megabytes():
-    """Memory of this process that it shares with no other, in MB."""
+    """Memory of this process that is not shared with other processes, in MB."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return sum(int(line.split()[1]) for line in text.splitlines()
                if line.startswith("Private")) / 1e3
 
 
 def start_a_rank(folder, config, micro_batches, accum):
-    """What rank 0 of a run needs until its first batch, and what its batches are.
+    """Costs of rank 0 until its first batch, and statistics of the batches.
 
-    Returns: dict of what table_of_ranks prints: first (CPU seconds), memory (MB), reach (seconds to
-        a step of the second epoch), padding and wait (shares), read, read_cropped (bytes per
-        residue), steps, windows, unit (thousand residues).
+    Returns: dict for table_of_ranks: first (CPU seconds to the first batch), memory (MB), reach
+        (seconds to a step of the second epoch), padding and wait (fractions), read, read_cropped
+        (bytes per residue), steps, windows, unit (thousand residues).
     """
     torch.set_num_threads(1)
     memory_before, start = private_megabytes(), time.process_time()
@@ -450,13 +450,13 @@ def start_a_rank(folder, config, micro_batches, accum):
             uncropped += int(part.lengths.sum())
             work.append(len(part) * width * (6 * config.model.hidden_size + width))
         waits.append(max(work) / (sum(work) / len(work)) - 1)
-    read = (proteins.bytes_read - read_before) * len(steps) / n   # the window is read whole
+    read = (proteins.bytes_read - read_before) * len(steps) / n   # all n steps were read
     return {**found, "padding": 1 - residues / positions, "wait": np.mean(waits),
             "read": read / uncropped, "read_cropped": read / residues}
 
 
 def bench_data(args, ddp):
-    """Planning at any number of ranks; training from a prepared set and from memory."""
+    """Measure planning for many ranks, and training from a prepared set and from memory."""
     with shared_folder(args.folder, ddp) as folder:
         if ddp.world_size == 1:
             table_of_ranks(args, folder)
@@ -467,14 +467,14 @@ def bench_data(args, ddp):
 
 
 def table_of_ranks(args, folder):
-    """Print what start_a_rank finds for 1 to 12,288 ranks."""
+    """Print a table of the results of start_a_rank for 1 to 12,288 ranks."""
     n = min(args.proteins, int(shutil.disk_usage(folder).free * 0.9 / BYTES_PER_PROTEIN))
     start = time.perf_counter()
     write_prepared(folder / "large", n)
     config = load_config(Config, CONFIGS / "sedd_uniref50.yaml")
     accum = config.training.accum
-    print(f"prepared set of {n:,} made proteins"
-          f"{'' if n == args.proteins else ' (the disk has room for no more)'}, written in "
+    print(f"prepared set of {n:,} random proteins"
+          f"{'' if n == args.proteins else ' (the disk has no room for more)'}, written in "
           f"{time.perf_counter() - start:.0f} s; sedd_uniref50.yaml, accum {accum}\n"
           f"{'ranks':>6}{'steps/epoch':>12}{'windows':>8}{'unit kB':>8}{'CPU s to batch 1':>17}"
           f"{'private MB':>11}{'s to step k':>12}{'padding':>8}{'waits':>6}{'read/used':>10}"
@@ -487,14 +487,14 @@ def table_of_ranks(args, folder):
         print("{ranks:>6}{steps:>12,}{windows:>8,}{unit:>8,.0f}{first:>17.2f}{memory:>11.0f}"
               "{reach:>12.3f}{padding:>8.1%}{wait:>6.1%}{read:>10.3f}{read_cropped:>8.3f}".format(
                   ranks=ranks, **found), flush=True)
-    print(f"rank 0, which alone reads all lengths ({4 * n / 1e6:,.0f} MB) at the start; k is in "
-          "the second epoch; waits: by how much the\nslowest of up to 64 micro-batches of a step "
-          "is above their mean; read/used: bytes read per residue\nof the proteins trained on; "
-          "cropped: per residue that their crops leave")
+    print(f"of rank 0, the only one that reads all lengths ({4 * n / 1e6:,.0f} MB) at the start. "
+          "k: a step of the second epoch. waits: work\nof the largest of up to 64 micro-batches of "
+          "a step over their mean, minus 1. read/used: bytes read per\nresidue of the proteins "
+          "trained on. cropped: per residue of these after cropping")
 
 
 def train_from_both(args, folder, ddp):
-    """Residues per second of training from disk and from memory, in turns; of the loader alone."""
+    """Compare residues per second of training from disk and from memory; also time the loader."""
     torch.set_num_threads(1)
     config = load_config(Config, CONFIGS / "sedd_cpu.yaml")
     graph, noise = make_graph("absorb", N_TOKENS), make_noise("loglinear")
@@ -507,7 +507,7 @@ def train_from_both(args, folder, ddp):
         return micro_batch_loss(model, batch, graph, config, ddp, torch.float32)
 
     def residue_rate(proteins, first, last, train):
-        """Residues per second in these steps, which are trained on, or else only loaded."""
+        """Residues per second over these steps. train: False only loads their batches."""
         reader = make_reader(config, proteins, ddp.world_size, ddp)
         sampler = MicroBatchSampler(reader.item_of, ddp.world_size, ddp, first, last)
         barrier(ddp)
@@ -526,7 +526,7 @@ def train_from_both(args, folder, ddp):
     in_memory = on_disk.read_all()
     residue_rate(on_disk, 0, 5, train=True)     # to warm up
     rates, ratios = [], []
-    for k in range(args.repeats):           # each time other steps, from the start of reading on
+    for k in range(args.repeats):           # other steps in each repeat, each with a new reader
         first, last = 1000 * k, 1000 * k + args.steps
         disk = residue_rate(on_disk, first, last, train=True)
         memory = residue_rate(in_memory, first, last, train=True)
@@ -547,23 +547,23 @@ def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("what", choices=(*benches, *own_options),
-        help="scale and card have options of their own (bench_ddp.py scale --help); sedd, dpo "
-             "and data measure the CPU unless --device names another")
-    add("configs", nargs="*", type=Path, default=[], help="of save; default: configs/sedd_*.yaml")
-    add("--folder", default=".", help="where to write, and remove, checkpoints, data")
+        help="scale and card have their own options (bench_ddp.py scale --help); sedd, dpo and "
+             "data measure the CPU unless --device says otherwise")
+    add("configs", nargs="*", type=Path, default=[], help="save: default configs/sedd_*.yaml")
+    add("--folder", default=".", help="folder for temporary checkpoints and data")
     add("--repeats", type=int, default=5)
     add("--proteins", type=int, default=2_000_000,
-        help="data: size of the made set (60000000: 17 GB)")
+        help="data: number of random proteins (60000000: 17 GB)")
     add("--steps", type=int, default=60, help="data: steps of each training")
-    add("--data", help="sedd: proteins; default: random ones, as long as those of UniRef50")
-    add("--pdb", type=Path, help="structure for dpo, all its chains designed; default: a built one")
-    add("--pairs", type=Path, help="file of preference pairs for dpo, as train_dpo_ddp.py reads it")
+    add("--data", help="sedd: proteins; default: random ones with the lengths of UniRef50")
+    add("--pdb", type=Path, help="dpo: structure, all chains designed; default: a synthetic one")
+    add("--pairs", type=Path, help="dpo: file of preference pairs, as for train_dpo_ddp.py")
     add_launch_arguments(parser)
     args = parser.parse_intermixed_args(argv)
     if not Path(args.folder).is_dir():
         parser.error(f"--folder {args.folder} is no folder; expected one that exists")
     if args.what in own_options:
-        parser.error(f"{args.what} is to be the first word")
+        parser.error(f"{args.what} must be the first argument")
     if args.what != "save" and args.device == "auto":
         args.device = "cpu"
     for name, value in vars(args).items():

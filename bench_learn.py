@@ -1,13 +1,13 @@
-"""How far each recipe learns from the same residues; prints a table of validation values.
+"""Compares training recipes on the same data; prints a table of validation perplexities.
 
     python bench_learn.py --data proteins.fasta.gz
     mpirun -n 2 python bench_learn.py --data my.fasta --steps 5000 --seeds 0,1,2 --folder runs/learn
     python bench_learn.py --data my.fasta --recipes adamw,muon_decay optim.weight_decay=0.1
 
-A recipe is a set of keys on top of --config. All recipes of a seed see the same residues in the
-same order, and are validated on the same proteins, each under its own noise schedule. The runs are
-ordinary runs in --folder: a stopped bench goes on by the same command, and a finished run is not
-trained again.
+A recipe is a set of keys that override --config. With equal seeds all recipes see the same residues
+in the same order, and are validated on the same proteins, each under its own noise schedule. The
+runs are ordinary runs in --folder: the same command resumes a stopped bench, and does not repeat
+finished runs.
 """
 import argparse
 import contextlib
@@ -26,9 +26,9 @@ from train_sedd_ddp import Config, main as train
 
 CONFIG = Path(__file__).with_name("configs") / "sedd_cpu.yaml"
 DECAY = ["optim.decay=linear", "optim.decay_steps=0.5"]
-# cosine: visits little noise more often, as importance sampling of times does
+# cosine: draws low noise levels more often, like importance sampling of times
 SUBS_COSINE = ["model.parameterization=subs", "noise.type=cosine"]
-RECIPES = {   # the first is what the others are compared with
+RECIPES = {   # the first is the baseline
     "adamw": ["optim.name=adamw", "optim.lr=1e-3", "optim.decay=none", "optim.decay_steps=null",
               "model.parameterization=sedd", "noise.type=loglinear"],
     "adamw_decay": ["optim.name=adamw", "optim.lr=2e-3", *DECAY,
@@ -41,7 +41,7 @@ RECIPES = {   # the first is what the others are compared with
 
 
 def train_recipe(folder, recipe, seed, args, ddp):
-    """Train one run to its end. Returns [(step, perplexity over the unigram's), ...]; [] where it
+    """Train one run to its end. Returns [(step, perplexity / unigram perplexity), ...], or [] if it
     was asked to stop. Raises: ValueError without validation proteins."""
     work_dir = folder / f"{recipe}_{args.steps}_{seed}"
     overrides = [*RECIPES[recipe], *args.overrides, f"training.seed={seed}",
@@ -55,7 +55,7 @@ def train_recipe(folder, recipe, seed, args, ddp):
             if "stopped" in train(config, ddp, work_dir):
                 return []
     except ValueError as e:
-        if "--work_dir" not in str(e):   # an option of train_sedd_ddp.py, not of this script
+        if "--work_dir" not in str(e):   # the message advises an option that this script lacks
             raise
         raise ValueError(f"{e}\nHere: another --folder, or remove {work_dir}.") from None
     rows = read_rows(work_dir / "metrics.jsonl") if ddp.is_main else []
@@ -64,9 +64,9 @@ def train_recipe(folder, recipe, seed, args, ddp):
 
 
 def steps_to(curve, value):
-    """The step at which a curve first reaches `value`, between two points on a line; None: never.
+    """The step at which a falling curve first reaches `value`, by linear interpolation, or None.
 
-    curve: [(step, value), ...], falling as a whole."""
+    curve: [(step, value), ...]."""
     first_step, first_value = curve[0]
     if first_value <= value:
         return first_step
@@ -79,7 +79,7 @@ def steps_to(curve, value):
 def describe(recipe, curves, baseline):
     """A row of the table. curves, baseline: {seed: curve} of this recipe and of the first one."""
     ends = [curve[-1][1] for curve in curves.values()]
-    shares = []
+    shares = []         # steps to reach the baseline's last value, over the baseline's steps
     for seed, curve in curves.items():
         last_step, last_value = baseline[seed][-1]
         step = steps_to(curve, last_value)
@@ -89,8 +89,8 @@ def describe(recipe, curves, baseline):
 
 
 def bench_learn(args, ddp):
-    """Train all recipes with all seeds, in turns of seeds, and print the table as it grows. Returns
-    whether it is whole."""
+    """Train all recipes with all seeds, and print each row of the table when it is known. Returns
+    whether all runs finished."""
     folder, found = Path(args.folder), {recipe: {} for recipe in args.recipes}
     print0(ddp, f"{args.steps:,} steps of {args.config}, validation perplexity over that of the "
                 "letter frequencies\n"
@@ -119,7 +119,7 @@ def main(argv):
     parser.add_argument("--seeds", default=[0, 1], type=numbers, help="default: 0,1")
     parser.add_argument("--recipes", default=list(RECIPES), type=lambda text: text.split(","),
                         help=f"default: {','.join(RECIPES)}")
-    parser.add_argument("--folder", default="runs/learn", help="of the runs, which stay")
+    parser.add_argument("--folder", default="runs/learn", help="folder that keeps the runs")
     parser.add_argument("overrides", nargs="*", help="keys for all recipes, such as optim.warmup=9")
     add_launch_arguments(parser)
     args = parser.parse_intermixed_args(argv)

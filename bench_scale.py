@@ -1,22 +1,22 @@
 """How a run scales with the number of ranks, measured and predicted: bench_ddp.py scale.
 
-    python bench_ddp.py scale --ranks 1,2,4                     # SEDD; starts the ranks, here
+    python bench_ddp.py scale --ranks 1,2,4                     # SEDD; starts ranks on this host
     python bench_ddp.py scale dpo --ranks 1,2 --variants        # buckets, static graph, compression
     python bench_ddp.py scale --ranks 1,2,4 --predict 12,96,384,1536 --plot scale.png
     srun -n 96 python bench_ddp.py scale --ranks 12,96 --json scale.json    # added to the file
     python bench_ddp.py scale --json scale.json --predict 768 --latency_us 5 --bandwidth_gbs 20
 
-Trains a config by its script's own code, on its data or on demo data, in a folder that is removed;
-on a CPU with one thread a rank. Without a launcher it starts --ranks here, one number after the
-other; under one it measures the ranks that there are; without --ranks it only reports on --json.
+Trains a config with the code of its script, on its data or on demo data, in a temporary folder; on
+a CPU with one thread per rank. Without a launcher it runs each number of --ranks on this host.
+Under a launcher it measures that launcher's ranks. Without --ranks it only reports on --json.
 
-weak: a rank's share stays that of the config. strong: the global batch stays that of the largest of
+weak: the batch per rank is that of the config. strong: the global batch is that of the largest of
 --ranks, and fewer ranks take more micro-batches each. "alone": the same processes at the same time
-on the same data, each training as if it were the only one, without DDP and without a collective:
-the limit of what exchange can be. "of alone" is the median, over steps, of its time over that with
-exchange; with Muon, whose work the ranks of a host share, it may be above 1. Settings are timed in
-turns, some steps each; several launches of a number of ranks (--rounds, or the same --json) are
-joined by medians. The formulas are in scale_report.py.
+on the same data, but each trains without DDP and without collectives. So it shows the step without
+communication ("exchange"). "of alone" is the median over steps of alone's time / the time with
+exchange. It can exceed 1 with Muon, whose work the ranks of a host share. Settings alternate, some
+steps each. Repeats of a number of ranks (--rounds, or the same --json) are joined by medians. The
+formulas are in scale_report.py.
 """
 import contextlib
 import importlib.util
@@ -51,18 +51,18 @@ from train_loop import open_batches, global_gradient, take_step
 
 CONFIGS = Path(__file__).with_name("configs")
 SCRIPTS = {"sedd": (sedd, "sedd_cpu.yaml"), "dpo": (dpo, "dpo_demo.yaml")}
-ALL_REDUCES = 9              # timed, of each size
-NOISE_MICRO_BATCHES = 8      # in the larger of the two batches that tell the gradient's noise
-COLLECTIVE_SECONDS = 900.0   # after which a rank that does not come ends all
+ALL_REDUCES = 9              # timed repeats of each size
+NOISE_MICRO_BATCHES = 8      # micro-batches in the larger batch of measure_noise
+COLLECTIVE_SECONDS = 900.0   # time limit of a collective: all ranks end if one does not come
 
 
 class Setting(NamedTuple):
-    """A way to train that is timed. share: micro-batches of a rank in a step."""
+    """A way to train that is timed. share: micro-batches per rank in a step."""
     scaling: str                 # weak | strong
     share: int
     variant: str = ""            # what differs from the config; "alone": without exchange
-    options: dict = {}           # of DistributedDataParallel
-    compressed: bool = False     # gradients travel in bfloat16
+    options: dict = {}           # for DistributedDataParallel
+    compressed: bool = False     # all-reduce gradients in bfloat16
 
 
 # ---------------------------------------------------------------- one launch
@@ -70,7 +70,7 @@ def make_settings(args, accum, ddp):
     """The settings of this number of ranks. accum: of the config."""
     ranks, largest = ddp.world_size, max(args.ranks, default=0)
     settings = [Setting("weak", accum)]
-    if ranks in args.ranks and ranks < largest:     # of the largest, both are the same
+    if ranks in args.ranks and ranks < largest:     # for the largest, weak and strong are the same
         settings.append(Setting("strong", accum * largest // ranks))
     if ranks > 1:
         settings += [setting._replace(variant="alone") for setting in settings]
@@ -83,7 +83,7 @@ def make_settings(args, accum, ddp):
 
 
 def measure(args, config, ddp):
-    """What this number of ranks does, as a dict for JSON. A collective."""
+    """Measurements of this number of ranks, as a dict for JSON. All ranks must call it."""
     if ddp.device.type == "cpu":
         torch.set_num_threads(1)
     settings, script = make_settings(args, config.training.accum, ddp), SCRIPTS[args.what][0]
@@ -96,16 +96,16 @@ def measure(args, config, ddp):
 
 @contextlib.contextmanager
 def shared_folder(parent, ddp):
-    """A new folder in `parent`, which all hosts share: its path on every rank, until all leave."""
+    """Path, on every rank, of a temporary folder in `parent`, which all hosts must share."""
     with contextlib.ExitStack() as stack:
         name = ddp.is_main and stack.enter_context(
             tempfile.TemporaryDirectory(prefix="bench-", dir=parent))
         yield Path(broadcast(name, ddp))
-        barrier(ddp)     # nobody needs it any more
+        barrier(ddp)     # wait until all ranks have left
 
 
 def measure_run(run, settings, args, ddp):
-    """As measure, of a run that `prepare` has made. settings: the first is that of --train."""
+    """As measure, for a run from `prepare`. settings: the first one is used for --train."""
     dataset, loss_of = training_of(run, args.what, ddp)
     mine, order = run.sampler.mine, list(enumerate(settings))
     if args.train:
@@ -145,8 +145,8 @@ def size_of_micro_batch(run, what):
 
 
 def count_messages(size, cap):
-    """All-reduces of a step: one of counts, and DDP's buckets of `cap` MiB (None: torch's own, the
-    first of 1 MiB and others of 25). size: bytes of the gradients."""
+    """Number of all-reduces in a step: one for counts, and one per DDP bucket of `cap` MiB (None:
+    torch's default, the first of 1 MiB and others of 25). size: bytes of the gradients."""
     size /= 2**20
     return 1 + (1 + math.ceil((size - 1) / 25) if cap is None else math.ceil(size / cap))
 
@@ -167,12 +167,12 @@ def training_of(run, what, ddp):
 def time_block(run, setting, first, n, dataset, loss_of, ddp):
     """Take n steps from step `first` on, after one that does not count.
 
-    Returns: (n, 5) seconds of each: the PARTS of this rank's step, and of its CPU.
+    Returns: (n, 5) seconds for each step: the PARTS of this rank's step, and its CPU time.
     """
     place = replace(ddp, world_size=1) if setting.variant == "alone" else ddp
-    # This sends rank 0's weights to all: what ranks did alone has made them differ.
+    # Wrapping copies rank 0's weights to all ranks, which "alone" steps have made different.
     run.model = wrap_ddp(run.bare, place, **{**vars(run.config.ddp), **setting.options})
-    run.optimizer.ddp = place   # Muon's ranks share work
+    run.optimizer.ddp = place   # Muon divides its work among the ranks in it
     if setting.compressed:
         run.model.register_comm_hook(None, compress)
     run.sampler.first, run.sampler.last, run.progress["step"] = first, first + n + 1, first
@@ -188,23 +188,23 @@ def time_block(run, setting, first, n, dataset, loss_of, ddp):
 
 
 def compress(group, bucket):
-    """bf16_compress_hook, which DDP refuses on a CPU by its name, though gloo can do it."""
+    """bf16_compress_hook under another name: by its own, DDP refuses it on a CPU."""
     return bf16_compress_hook(group, bucket)
 
 
 def make_row(setting, settings, parts, cpu, per_micro_batch):
-    """What is written of a setting.
+    """The results of a setting, as a row of the JSON file.
 
     Args: parts: (rank, setting, repeat, step, part) seconds; cpu: (setting, repeat, step) CPU
-        seconds, means over ranks; per_micro_batch: in the unit of the global batch.
+        seconds, means over ranks; per_micro_batch: size, in the unit of the global batch.
     """
     ranks, k = len(parts), settings.index(setting)
     by_rank = parts[:, k].sum(-1)
     steps = by_rank.mean(0)
     seconds = float(np.median(steps))
     shares = parts[:, k].mean((0, 1, 2)) / steps.mean()
-    # A median is not moved by the few steps that a busy machine holds up. 1.4826 of it is the
-    # standard deviation of normal numbers.
+    # Standard deviation over ranks, from the median absolute deviation: a few steps that a busy
+    # machine slows do not change it. The factor 1.4826 is that of normal numbers.
     spread = 1.4826 * np.median(np.abs(by_rank - (steps if ranks > 1 else seconds)))
     row = dict(scaling=setting.scaling, variant=setting.variant,
                batch=per_micro_batch * setting.share * ranks, seconds=seconds,
@@ -220,7 +220,7 @@ def make_row(setting, settings, parts, cpu, per_micro_batch):
 
 
 def time_all_reduces(largest, ddp):
-    """[[bytes, seconds]] of all-reduces of float32 numbers, of each size the median, in turns."""
+    """[[bytes, seconds]] of float32 all-reduces: the median for each size; sizes alternate."""
     if ddp.world_size == 1:
         return []
     sizes = sorted({min(size, largest) // 4 * 4 for size in (4096, 2**20, 25 * 2**20)})
@@ -239,13 +239,13 @@ def time_all_reduces(largest, ddp):
 
 
 def measure_noise(run, dataset, loss_of, args, ddp):
-    """Arguments of scale_report.noise_scale, at the weights as they are: gradients of micro-batches
-    and of NOISE_MICRO_BATCHES of them together, means over args.steps of those of every rank."""
+    """Arguments of scale_report.noise_scale at the current weights: squared gradient norms of
+    micro-batches, and of NOISE_MICRO_BATCHES together; means over args.steps groups per rank."""
     place, groups = replace(ddp, world_size=1), args.steps
-    first = args.train + bool(args.train)    # none of these was trained on: see time_block
+    first = args.train + bool(args.train)    # skip data trained on; time_block takes one step more
     items = iter([run.sampler.item_of(first + step, micro) for micro in run.sampler.mine
                   for step in range(groups * NOISE_MICRO_BATCHES)])
-    small_batches, big_batches = [], []     # (squared norm, 1 / what the loss counts) of each
+    small_batches, big_batches = [], []     # (squared norm, 1 / count of the loss) of each
     run.bare.train()
     for _ in range(groups):
         together, count = None, 0.0
@@ -267,12 +267,12 @@ def measure_noise(run, dataset, loss_of, args, ddp):
 
 # ---------------------------------------------------------------- command line
 def read_launches(path):
-    """The launches in a file that main wrote; none where there is no file."""
+    """The launches in a file that main wrote; [] if there is no file."""
     if path is None or not os.path.exists(path):
         return []
     try:
         launches = json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
-        for launch in launches:     # a KeyError where something else wrote the file
+        for launch in launches:     # check the keys: raises KeyError for a file of something else
             [launch[key] for key in (*ALIKE, "ranks", "largest", "noise", "all_reduces")]
             [row[key] for row in launch["rows"] for key in ("scaling", "variant", "seconds")]
         return [launch for launch in launches if launch["rows"]]
@@ -284,26 +284,26 @@ def read_launches(path):
 def read_arguments(argv):
     """(options, config). Raises: ValueError."""
     parser = Parser(prog="bench_ddp.py scale", description=__doc__.split("\n")[0],
-                    allow_abbrev=False, epilog="The head of bench_scale.py says what is measured.")
+                    allow_abbrev=False, epilog="The top of bench_scale.py says what is measured.")
     add = parser.add_argument
     add("words", nargs="*", metavar="[sedd|dpo] section.key=value", help="script and overrides")
     add("--config", help="YAML file; default: configs/sedd_cpu.yaml or dpo_demo.yaml")
     add("--ranks", help="numbers of ranks, such as 1,2,4")
-    add("--steps", type=int, default=4, help="of a setting at a time")
-    add("--repeats", type=int, default=4, help="turns over the settings")
-    add("--rounds", type=int, default=1, help="turns over the numbers of ranks")
-    add("--train", type=int, default=5, help="steps to train before measuring, as fresh weights "
-                                             "have a small critical batch")
-    add("--variants", action="store_true", help="bucket sizes, static graph, compression too")
-    add("--predict", help="numbers of ranks whose step is predicted; the critical batch too")
-    add("--latency_us", type=float, help="of a hop of the machine that is predicted: time of a "
+    add("--steps", type=int, default=4, help="steps of a setting before the next has its turn")
+    add("--repeats", type=int, default=4, help="how often each setting has its turn")
+    add("--rounds", type=int, default=1, help="how often each number of ranks is started")
+    add("--train", type=int, default=5, help="steps to train before measuring, as untrained "
+                                             "weights have a small critical batch")
+    add("--variants", action="store_true", help="also bucket sizes, static graph, compression")
+    add("--predict", help="numbers of ranks to predict; also measures the critical batch")
+    add("--latency_us", type=float, help="latency per hop of the predicted machine: time of a "
                                          "small all-reduce / (2 log2 of its ranks)")
     add("--bandwidth_gbs", type=float, help="its bus bandwidth (test_aurora_ddp.py --bandwidth)")
-    add("--json", help="file that the launch is added to")
-    add("--plot", help="PNG to draw")
+    add("--json", help="file to add the results to")
+    add("--plot", help="PNG file to draw")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
     add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
-    add("--measure", action="store_true", help="no report: for the ranks that this starts")
+    add("--measure", action="store_true", help="internal: measure without a report")
     args = parser.parse_intermixed_args(argv)
     args.named = bool(args.words) and "=" not in args.words[0]
     args.what = args.words.pop(0) if args.named else "sedd"
@@ -343,28 +343,28 @@ def measure_here(args, config):
     """Measure the ranks of the launcher that has started this process; rank 0 adds the launch."""
     with joined_ranks(args.device, args.backend, timeout=COLLECTIVE_SECONDS) as ddp:
         launch = measure(args, config, ddp)
-        # Another job may have added to the file.
+        # Read again: another job may have added to the file in the meantime.
         args.launches = [*(read_launches(args.json) if ddp.is_main else []), launch]
         if ddp.is_main and args.json:
             write_text_atomic(args.json, json.dumps({"launches": args.launches}, indent=1))
 
 
 def start_ranks(args, argv):
-    """Run this command on each number of ranks, here; ends the process where one fails."""
+    """Run this command on this host with each number of ranks; exit if one of them fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = args.json or os.path.join(folder, "scale.json")
         command = ["-u", str(Path(__file__).with_name("bench_ddp.py")), "scale", *argv,
                    "--measure", "--json", path]
         for ranks in args.ranks * args.rounds:
             if code := run_ranks(command, ranks):
-                sys.exit(code)      # the rank that failed has said why
+                sys.exit(code)      # the failed rank has printed why
         args.launches = read_launches(path)
 
 
 def main(argv):
     try:
         place = detect_launcher(os.environ)
-    except SetupError:   # such as of PALS, where mpi4py tells the number of ranks: see setup_ddp
+    except SetupError:   # such as under PALS, where only mpi4py knows the number of ranks
         place = Ddp(rank=int(os.environ.get("PALS_RANKID", 0)), launcher="told by mpi4py")
     try:
         args, config = read_arguments(argv)
@@ -374,10 +374,10 @@ def main(argv):
             start_ranks(args, argv)
         elif args.overrides or args.named:
             raise ValueError("found what to measure without --ranks; expected numbers of ranks, or "
-                             "--json FILE alone, which tells what was measured")
+                             "--json FILE alone, to report what it holds")
         elif not args.launches:
-            raise ValueError("expected --ranks, such as 1,2,4, or --json with what was measured"
-                             + f"; found no launch in {args.json}" * bool(args.json))
+            found = f"; found no launch in {args.json}" if args.json else ""
+            raise ValueError("expected --ranks, such as 1,2,4, or --json with results" + found)
         if place.rank == 0 and not args.measure:
             found = report(args.launches, args)
             if args.json:

@@ -1,13 +1,12 @@
-"""A training step of SEDD against a plain one, on one CPU thread: `python bench_ddp.py sedd`.
+"""Compares a training step of SEDD with a plain one, on one CPU thread: `python bench_ddp.py sedd`.
 
-    python bench_ddp.py sedd                                # made proteins, as long as UniRef50's
+    python bench_ddp.py sedd                                # random proteins of UniRef50's lengths
     python bench_ddp.py sedd --data proteins.fasta.gz       # real ones
 
 The plain step is written from the published mathematics (Lou, Meng, Ermon 2024, arXiv 2310.16834)
-in the manner in which that step is published: queries, keys and values turned as one packed tensor,
-boolean indexing in the loss, AdamW and averages tensor by tensor, proteins padded to one length.
-Ours is the step of train_sedd_ddp.py, from its batch plan to its averages. Writes nothing that
-stays.
+in the style of the published code: rotary positions applied to packed queries, keys and values;
+boolean indexing in the loss; AdamW and EMA tensor by tensor; proteins padded to one length. Ours is
+the whole step of train_sedd_ddp.py, from batch plan to EMA. Leaves no files.
 """
 import contextlib
 import copy
@@ -32,20 +31,20 @@ from sedd_files import noise_of
 from train_loop import open_batches, global_gradient, take_step
 from train_sedd_ddp import Config, MicroBatchDataset, Model, micro_batch_loss, prepare
 
-LONGEST = 45_000                                    # residues of a made protein
+LONGEST = 45_000                                    # residues in a random protein, at most
 BATCH, EQUAL_LENGTH, PADDED_LENGTH = 8, 256, 512    # proteins in a plain step; residues
-N_MADE = 3000                                       # proteins of a made set
+N_MADE = 3000                                       # proteins in a random data set
 
 
-# ---- random proteins, for other benches too ----
+# ---- random proteins, also for other benches ----
 
 def made_lengths(n, random):
-    """n lengths as in UniRef50, log-normal of mean 287, (n,) int64, by a numpy generator."""
+    """(n,) int64 lengths as in UniRef50: log-normal, mean 287. random: a numpy generator."""
     return np.exp(random.normal(np.log(200), 0.85, n)).clip(11, LONGEST).astype(np.int64)
 
 
 def write_made_fasta(path, lengths, random):
-    """A file of random proteins of these lengths."""
+    """Write a FASTA file of random proteins of these lengths."""
     letters = np.array(list(LETTERS[:X_ID]))
     with open(path, "w") as file:
         for i, length in enumerate(lengths):
@@ -53,7 +52,7 @@ def write_made_fasta(path, lengths, random):
 
 
 def write_prepared(folder, n):
-    """A prepared folder of n random proteins, as long as those of UniRef50. folder: Path."""
+    """Write a prepared folder of n random proteins with the lengths of UniRef50. folder: Path."""
     random, histogram = np.random.default_rng(0), np.zeros(LONGEST + 1, np.int64)
     for name in SETS:
         (folder / name).mkdir(parents=True)
@@ -88,7 +87,7 @@ def plain_log_score(model, xt, sigma, dropout=0.0):
 
     Args: xt (B, L) int64; sigma (B,); dropout: on the output of each attention and MLP.
     """
-    def linear(layer, x):               # not the layer itself, which may know a faster way
+    def linear(layer, x):               # not layer(x), which may use a faster implementation
         return F.linear(x, layer.weight, layer.bias)
 
     B, L = xt.shape
@@ -129,7 +128,7 @@ def plain_log_score(model, xt, sigma, dropout=0.0):
 
 
 def plain_loss(log_score, sigma, dsigma, xt, x0):
-    """Score entropy of the absorbing graph x dsigma, summed over positions: (B,)."""
+    """Score entropy of the absorbing graph times dsigma, summed over positions: (B,)."""
     masked = xt == log_score.shape[-1] - 1
     E = torch.where(sigma < 0.5, torch.expm1(sigma), sigma.exp() - 1)
     ratio = (1 / E)[:, None].expand_as(xt)[masked]
@@ -141,7 +140,7 @@ def plain_loss(log_score, sigma, dsigma, xt, x0):
 
 
 class PlainSteps:
-    """Steps on batches of padded proteins; padding counts as residues do."""
+    """Plain steps on batches of random tokens, all of one length, as if padding were residues."""
 
     def __init__(self, model, config, length, ddp, n=BATCH):
         self.model, self.dropout, self.ddp = model, config.model.dropout, ddp
@@ -171,17 +170,18 @@ class PlainSteps:
                 average.sub_((1 - self.optim.ema) * (average - p))
 
 
-# ---- in turns ----
+# ---- both steps, alternately ----
 
 def bench_sedd(args, ddp):
-    """Our SEDD step and a plain one in turns, in float32 and bfloat16."""
+    """Time our SEDD step and a plain one alternately, in float32 and bfloat16."""
     on_cpu = ddp.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)
     cpu = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "the CPU")
     place = f"one thread of {cpu.strip()}" if on_cpu else ddp.device
+    second = "CPU second" if on_cpu else "second"
     print(f"SEDD step, 256 wide, 6 blocks, dropout 0.1; {place}, in turns, median of "
-          f"{args.repeats}; residues per {'CPU ' * on_cpu}second\n{'':<44}{'plain':>8}{'ours':>8}"
+          f"{args.repeats}; residues per {second}\n{'':<44}{'plain':>8}{'ours':>8}"
           f"{'ratio':>8}  {'(min-max)':<13}{'loss differs':>12}{'norm':>10}")
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -193,12 +193,12 @@ def bench_sedd(args, ddp):
                 ddp, lambda: prepare_quietly(file, length, Path(folder, str(length)), ddp),
                 lambda run, ddp: print_rows(run, Path(file).stem, length, args.repeats, ddp))
     print(f"equal: {BATCH} proteins of {EQUAL_LENGTH} residues. The other proteins are cropped to "
-          f"{PADDED_LENGTH} residues; plain pads them to it.\nDifferences are relative, without "
-          "dropout, of our first batch, which plain is given without padding.")
+          f"{PADDED_LENGTH} residues; plain pads all to this.\nDifferences are relative, without "
+          "dropout, of our first batch, which plain gets without padding.")
 
 
 def prepare_quietly(file, length, folder, ddp):
-    """The run whose steps have as many positions as BATCH proteins of `length`."""
+    """Prepare a run whose steps have as many positions as BATCH proteins of `length`."""
     config = Config(model=Model(256, 6, 8, dropout=0.1))
     config.data.file, config.data.max_length, config.data.val_fraction = str(file), length, 0.0
     config.training.tokens_per_batch, config.training.n_iters = BATCH * length, 10**6
@@ -209,9 +209,9 @@ def prepare_quietly(file, length, folder, ddp):
 
 
 def print_rows(run, name, length, repeats, ddp):
-    """Rows of the table: steps from equal weights, in float32 and bfloat16."""
+    """Print rows of the table: steps from equal weights, in float32 and bfloat16."""
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():               # away from the start, where all logits are 0
+    with torch.no_grad():               # change the initial weights, with which all logits are 0
         for p in run.bare.parameters():
             p += 0.05 * torch.randn(p.shape, generator=generator).to(p.device)
     plain = PlainSteps(copy.deepcopy(run.bare), run.config, length, ddp)
@@ -220,7 +220,7 @@ def print_rows(run, name, length, repeats, ddp):
     differences = {dtype: compare(run, plain, dataset, dtype, ddp)
                    for dtype in (float32, bfloat16)}
     batches = open_batches(run, dataset, None, ddp)
-    per_step = BATCH * run.plan.residues / run.plan.proteins    # residues of plain's, on average
+    per_step = BATCH * run.plan.residues / run.plan.proteins    # mean residues in a plain step
 
     def time_step(kind, dtype):
         """Seconds of a step per residue."""
@@ -232,7 +232,7 @@ def print_rows(run, name, length, repeats, ddp):
         return (now(ddp) - start) / float(totals.sums[1])
 
     kinds = [(kind, dtype) for dtype in (float32, bfloat16) for kind in ("plain", "ours")]
-    for kind in kinds * 2:              # Adam's state is made, caches are filled
+    for kind in kinds * 2:              # warm up: Adam's state, caches
         time_step(*kind)
     times = {kind: [] for kind in kinds}
     for _ in range(repeats):
@@ -248,14 +248,14 @@ def print_rows(run, name, length, repeats, ddp):
 
 
 def loss_in(dtype, run, ddp):
-    """The loss function of train_sedd_ddp.py, under autocast to `dtype`."""
+    """The loss function of train_sedd_ddp.py, with autocast to `dtype`."""
     return lambda model, batch: micro_batch_loss(model, batch, run.graph, run.config, ddp, dtype)
 
 
 def compare(run, plain, dataset, dtype, ddp):
-    """Relative differences (loss, norm of the gradient) of both on our first batch, dropout 0."""
+    """Relative differences (loss, gradient norm) of both steps on our first batch, dropout 0."""
     batch = dataset[run.sampler.item_of(0, 0)]
-    batch["x0"] = batch["x0"].where(batch["x0"] != X_ID, 0)     # plain counts X, ours does not
+    batch["x0"] = batch["x0"].where(batch["x0"] != X_ID, 0)     # no X: only plain would count it
     n, loss = len(batch["x0"]), 0.0
     for block in run.bare.train().blocks:
         block.dropout = 0.0
@@ -275,7 +275,7 @@ def compare(run, plain, dataset, dtype, ddp):
 
 
 def now(ddp):
-    """CPU seconds of this process; on a device, seconds, when it has finished its work."""
+    """CPU seconds of this process; for a device, wall seconds after it has finished its work."""
     if ddp.device.type == "cpu":
         return time.process_time()
     getattr(torch, ddp.device.type).synchronize()

@@ -1,15 +1,15 @@
-"""What of a structure is designed, and by which rules: for sample_proteinmpnn.py.
+"""Which positions of a structure are designed, and under which constraints.
 
     tables = {"omit_AA_jsonl": read_json("omit.jsonl")}
     design = Design("5L33.pdb", args, letter_bias(args), tables)
     print(*design.notes, sep="\\n")                 # how everything was understood
 
-Takes chains, fixed and tied positions, bias, omitted letters and PSSMs from the options of the
-command line and from the published tool's JSON files of settings, {structure name: entry}. In an
-entry, mostly {chain: value}, rows are counted from 1 in each chain, gaps included. Results are by
-row of the designed chains joined in the user's order, or by row of the Complex, as each says.
-Whatever names a chain, position or letter that is not there is a ValueError. Settings for other
-structures, and for chains that are not designed, have no effect and are noted.
+Takes chains, fixed and tied positions, bias, omitted letters and PSSMs from the command line of
+sample_proteinmpnn.py and from the published tool's JSON files of settings, {structure name: entry}.
+In an entry, mostly {chain: value}, rows count from 1 in each chain, gaps included. Two orders of
+rows occur: "joined", the designed chains in the user's order, and that of Complex (chains sorted by
+name, then fixed chains). A setting that names a missing chain, position or letter is a ValueError.
+Settings for other structures, and for chains that are not designed, are ignored, with a note.
 """
 import json
 import math
@@ -23,32 +23,32 @@ from proteinmpnn_model import Pssm, allowed_letters, mean_in_groups
 from sequence_data import AMINO_ACIDS, LETTERS, X_ID, decode, encode
 from structure_data import Complex, parse_positions, quote, read_structure, unique_keys
 
-MAX_BIAS = 1e4          # nats; with more, float32 would not hold the logits beside it
+MAX_BIAS = 1e4          # nats; a larger bias would round away the logits in float32
 PER_STRUCTURE = ("chain_id_jsonl", "fixed_positions_jsonl", "tied_positions_jsonl",
                  "omit_AA_jsonl", "bias_by_res_jsonl", "pssm_jsonl")
-UNLIKELY = 0.001        # factor of letters whose log-odds are too low, in the published tool
+UNLIKELY = 0.001        # factor of letters whose log-odds are too low, as in the published tool
 PSSM_KEYS = ("pssm_coef", "pssm_bias", "pssm_log_odds")
 
 
 class Design:
-    """What is designed. "Joined" is the order of the sequences, chain after chain as in `chains`.
+    """Settings for one structure. "Joined" positions are those of `chains`, one after another.
 
-    name:     of the structure: its file's, without folder and ending.
+    name:     name of the structure: its file's name without folder and suffix.
     complex:  the Complex, whose rows are in another order.
-    chains:   names of the designed chains, as the user orders them.
+    chains:   names of the designed chains, in the user's order.
     rows:     (n_designed,) row of the complex of each joined position.
     spans:    {chain: range of its joined positions}.
     labels:   such as "A12", of each joined position.
-    native, resolved, mutable: (n_designed,) joined letters; bool; bool.
+    native, resolved, mutable: (n_designed,) by joined position: letters; bool; bool.
     drawn:    (L,) bool by row of the complex: mutable and resolved.
-    tied:     lists of rows of the complex that get one letter; tied_weights: (L,) of logits.
-    bias:     (L, 21) nats by row of the complex, -inf for what is never drawn.
+    tied:     lists of rows of the complex that get the same letter; tied_weights: (L,) of logits.
+    bias:     (L, 21) nats by row of the complex; -inf: never drawn.
     pssm:     Pssm by row of the complex, or None.
     notes:    lines on how the input was understood.
     """
 
     def __init__(self, path, args, bias, tables):
-        """args: options of sample_proteinmpnn.py. bias: (21,) of letters. tables: {option: JSON}"""
+        """args: of sample_proteinmpnn.py. bias: (21,) per letter. tables: {option: parsed JSON}."""
         structure = read_structure(path)
         self.name, self.structure, self.tables, self.notes = name_of(path), structure, tables, []
         self.chains, fixed = choose_chains(args, structure, self.entry("chain_id_jsonl"))
@@ -78,7 +78,7 @@ class Design:
     # ---- positions ----
 
     def positions(self, option, texts):
-        """Joined positions of an option, sorted; how they were understood goes into the notes."""
+        """Sorted joined positions given to an option. Adds a note on how they were understood."""
         try:
             found, note = parse_positions(" ".join(texts), self.structure, self.chains)
         except ValueError as error:
@@ -87,7 +87,7 @@ class Design:
         return found
 
     def mutable_positions(self, args):
-        """(n_designed,) bool, joined."""
+        """(n_designed,) bool by joined position: may its letter change?"""
         mutable = np.full(len(self.rows), not args.mutable_positions)
         if args.mutable_positions:
             mutable[self.positions("mutable_positions", args.mutable_positions)] = True
@@ -111,7 +111,7 @@ class Design:
                              "position in one.")
         self.tied, self.tied_weights = [], np.ones(len(self.complex), np.float32)
         for group in groups:
-            if len({self.mutable[i] for i in group}) == 2:
+            if len({self.mutable[i] for i in group}) == 2:      # both True and False
                 kinds = ", ".join(f"{self.labels[i]} ({'designed' if self.mutable[i] else 'fixed'})"
                                   for i in group)
                 raise ValueError(f"tied positions are designed and fixed: {kinds}. Fix all of a "
@@ -126,7 +126,7 @@ class Design:
                               "of their groups")
 
     def weighted_group(self, entry):
-        """{joined position: weight} of a group {chain: rows, or [rows, weights]} of a file."""
+        """{joined position: weight} from a file's group {chain: rows, or [rows, weights]}."""
         group = {}
         for span, value, where in self.by_chain("tied_positions_jsonl", entry, self.spans):
             weighted = isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)
@@ -137,10 +137,10 @@ class Design:
         return group
 
     def given_groups(self, texts):
-        """Of each group as typed, the k-th positions of its parts, in turn."""
-        texts, groups = " ".join(texts).split(), []             # a blank ends a group, quoted too
+        """Groups from texts such as A1-A9,B1-B9: the k-th positions of all parts form a group."""
+        texts, groups = " ".join(texts).split(), []         # blanks separate, also inside quotes
         if texts:
-            self.positions("tied_positions", texts)         # none twice, all of one kind
+            self.positions("tied_positions", texts)         # checks: none twice, all of one kind
         for text in texts:
             parts = [parse_positions(part, self.structure, self.chains)[0].tolist() if part else []
                      for part in text.strip(",").split(",")]
@@ -153,7 +153,7 @@ class Design:
         return groups
 
     def equal_numbers(self):
-        """Positions of the designed chains with the same number in the file."""
+        """Groups of joined positions with the same residue number, for --homomer."""
         by_number = {}
         for name, span in self.spans.items():
             for position, number in zip(span, self.structure.chains[name].numbers):
@@ -172,13 +172,13 @@ class Design:
                              "(--chains), or use --tied_positions.")
         n_alone = len(by_number) - len(groups)
         self.notes.append(f"--homomer: {len(groups)} groups of residues of equal number in the "
-                          f"file; {n_alone} in one chain alone, not tied")
+                          f"file; {n_alone} numbers occur in one chain only and are not tied")
         return groups
 
     # ---- letters ----
 
     def bias_by_row(self, bias):
-        """(n_designed, 21) nats by joined row, from (21,) for all of them."""
+        """(n_designed, 21) nats by joined position: (21,) for all, plus the settings of files."""
         bias = np.tile(bias, (len(self.rows), 1))
         for span, value, where in self.settings("bias_by_res_jsonl"):
             shape = len(span), len(LETTERS)
@@ -194,7 +194,7 @@ class Design:
         return bias
 
     def read_pssm(self, args):
-        """Pssm by row of the complex, without effect where the file has nothing."""
+        """Pssm by row of the complex; it has no effect on rows that the file does not mention."""
         coef, shape = np.zeros(len(self.rows)), (len(self.rows), len(LETTERS))
         letters, log_odds, factor = np.zeros(shape), np.full(shape, np.inf), np.ones(shape)
         for span, value, where in self.settings("pssm_jsonl"):
@@ -224,7 +224,7 @@ class Design:
                              f"at {self.labels[i]}. Omit fewer there.")
 
     def of_complex(self, joined):
-        """(n_designed, k) joined -> (L, k) float32 by row of the complex, 0 for fixed chains."""
+        """Joined (n_designed, k) -> (L, k) float32 by row of the complex, 0 for fixed chains."""
         by_row = np.zeros((len(self.complex), joined.shape[1]), np.float32)
         by_row[self.rows] = joined
         return torch.from_numpy(by_row)
@@ -232,7 +232,7 @@ class Design:
     # ---- JSON files ----
 
     def entry(self, option):
-        """What the file of an option says of this structure; None without such a file."""
+        """This structure's entry in the file of an option; None if the option was not given."""
         if option not in self.tables:
             return None
         table = self.tables[option]
@@ -242,13 +242,13 @@ class Design:
         return table[self.name]
 
     def settings(self, option):
-        """by_chain of this structure's entry in the file of an option."""
+        """by_chain for this structure's entry in the file of an option."""
         return self.by_chain(option, self.entry(option), self.structure.chains)
 
     def by_chain(self, option, entry, known):
-        """Yield (span, value, words for messages) of each designed chain.
+        """Yield (span, value, start of an error message) of each designed chain in an entry.
 
-        entry: {chain: value}, or None. known: names of chains that it may have.
+        entry: {chain: value}, or None. known: names of chains that are allowed in it.
         """
         where = f"--{option}: {self.name}"
         if entry and not isinstance(entry, dict):
@@ -260,19 +260,19 @@ class Design:
             if value and name in self.spans:
                 yield self.spans[name], value, f"{where}, chain {name}"
             elif value:
-                self.notes.append(f"{where}: chain {name} is not designed, which leaves its "
-                                  "settings without effect")
+                self.notes.append(f"{where}: chain {name} is not designed, so its settings have "
+                                  "no effect")
 
     # ---- sequences ----
 
     def text(self, S):
-        """(L,) ids of the complex -> letters of the designed chains, with / between them."""
+        """(L,) ids of the complex -> letters of the designed chains, joined by /."""
         joined = decode(S[self.rows])
         return "/".join(joined[span.start:span.stop] for span in self.spans.values())
 
     def ids(self, text, name):
-        """Ids (L,) of the complex from letters of its designed chains, with / between them.
-        Unresolved rows keep the structure's letters. Raises: ValueError naming `name`."""
+        """Letters of the designed chains, joined by / -> ids (L,) of the complex. Unresolved rows
+        get the structure's letters. name: of the sequence, for the ValueError."""
         parts = text.replace("-", "X").split("/")
         found, expected = list(map(len, parts)), list(map(len, self.spans.values()))
         if found != expected:
@@ -339,7 +339,7 @@ def chain_names(texts, structure, option):
 
 
 def letter_bias(args):
-    """(21,) nats, -inf for what is never drawn."""
+    """(21,) nats from --bias or its file, -inf for omitted letters and X."""
     option, texts = "--bias", args.bias or ()
     if args.bias_AA_jsonl:
         option, table = "--bias_AA_jsonl", read_json(args.bias_AA_jsonl)
@@ -366,14 +366,14 @@ def letter_bias(args):
 
 
 def read_json(path):
-    """The JSON objects of a file, such as one per line, taken together.
+    """One dict of all JSON objects in a file, which may have several, such as one per line.
 
     Raises: ValueError for anything else and for keys that come twice; OSError.
     """
     text, items, end = Path(path).read_text(encoding="utf-8-sig", errors="replace"), [], 0
-    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+    decoder, non_blank = json.JSONDecoder(object_pairs_hook=unique_keys), re.compile(r"\S")
     try:
-        while start := re.compile(r"\S").search(text, end):
+        while start := non_blank.search(text, end):
             value, end = decoder.raw_decode(text, start.start())
             if not isinstance(value, dict):
                 raise ValueError(f"a {type(value).__name__}")
@@ -385,7 +385,7 @@ def read_json(path):
 
 
 def joined_positions(rows, span, where):
-    """Joined positions of rows of a chain, counted from 1. span: those of all its rows."""
+    """Joined positions of rows of a chain, counted from 1. span: joined positions of the chain."""
     n = len(span)
     if not isinstance(rows, list) or not all(type(i) is int and 1 <= i <= n for i in rows) or (
             len(set(rows)) < len(rows)):
@@ -395,7 +395,7 @@ def joined_positions(rows, span, where):
 
 
 def numbers(value, shape, where, low=-math.inf, high=math.inf):
-    """Array float64 of this shape of finite numbers from low to high."""
+    """`value` as a float64 array; ValueError unless of this shape, finite, and in low .. high."""
     try:
         array = np.array(value, np.float64)
     except (ValueError, TypeError):

@@ -1,12 +1,12 @@
-"""Designs of the validation structures in DPO training: what the policy draws; has it collapsed?
+"""Sequences that the policy draws for validation structures in DPO training: has it collapsed?
 
     designs = Designs(pairs, reference, config)
     values = designs(model, step, folder, ddp)     # metrics by name; FOLDER/designs/step_N.fasta
 
-A design problem is a complex, the positions to design in it and the letters kept beside them. The
-random numbers of a design are keyed by (seed, problem, number of the design), not by the step: what
-changes from one file to the next is the model's doing. All is the same for any number of ranks.
-Measured on a CPU: 4 designs of each problem add 10 to 60 % to an evaluation (80 % in
+A design problem is a complex, the positions to design in it, and the letters of all others. The
+random numbers of a design are seeded by (seed, problem, number of the design), not by the step:
+designs of two steps differ only because the model does. Results are equal for any number of ranks.
+Measured on a CPU: 4 designs of each problem add 10 to 60 % to the time of an evaluation (80 % in
 configs/dpo_demo.yaml, 4 % of that whole run).
 """
 import itertools
@@ -24,22 +24,22 @@ from run_log import write_text_atomic
 from sequence_data import X_ID, decode
 from structure_data import Complex
 
-MOST_PROBLEMS = 16       # the first by key, a hash: the cost does not grow with the data
-MOST_IN_BATCH = 16       # sequences that are drawn side by side
-# Signs of a collapse: a diversity below this share of that under the base weights; a larger shift.
+MOST_PROBLEMS = 16       # problems with the lowest key, a hash: the cost is limited for any data
+MOST_IN_BATCH = 16       # sequences that are drawn in one batch
+# Signs of a collapse: diversity below this fraction of the base designs'; shift above this value.
 LEAST_DIVERSITY, MOST_SHIFT = 0.5, 0.3
 
 
 class Problem(NamedTuple):
     complex: Complex
     drawn: np.ndarray     # (L,) bool, designed and resolved
-    letters: np.ndarray   # (L,) uint8, kept where not drawn: the pair's, and native ones of context
+    letters: np.ndarray   # (L,) uint8, of positions not drawn: from the pair, in context native
     preferred: list       # of (n_designed,) uint8, the preferred sequences of its pairs
     key: int
 
 
 def design_problems(pairs):
-    """The Problems of pairs, by key."""
+    """List of the distinct Problems of pairs, sorted by key."""
     found = {}
     for pair in pairs:
         n, letters = len(pair.chain_M), pair.complex.S.copy()
@@ -63,7 +63,7 @@ class Designs:
         by_length = sorted(range(len(self.problems)),
                            key=lambda i: -len(self.problems[i].complex))
         designs = list(itertools.product(by_length, range(self.number)))
-        # A micro-batch of training has twice batch_size sequences, and keeps more of each.
+        # Drawing needs less memory than training, which has 2 x batch_size sequences at a time.
         size = min(4 * config.training.batch_size, MOST_IN_BATCH)
         self.batches = [designs[i:i + size] for i in range(0, len(designs), size)]
         self.base = None      # designs of the base weights, see draw
@@ -71,8 +71,8 @@ class Designs:
     def __call__(self, model, step, folder, ddp):
         """Draw, write FOLDER/designs/step_N.fasta on rank 0, and return metrics by name.
 
-        model: the bare one; put into eval mode and back. At step 0 it has the base weights, whose
-        designs each start draws once."""
+        model: without DDP; set to eval mode and back. At step 0 it has the base weights, whose
+        designs are drawn once per start, as the baseline for collapse."""
         if self.base is None:
             self.base = self.draw(self.reference.model, ddp)
         S = self.base if step == 0 else self.draw(model, ddp)
@@ -82,9 +82,9 @@ class Designs:
 
     @torch.no_grad()
     def draw(self, model, ddp):
-        """Letters (problems, designs, longest) uint8, 0 behind the end of a complex.
+        """Letters (problems, designs, longest) uint8, 0 after the end of a complex.
 
-        Each design is computed on one rank, in the same batch always."""
+        Each design is computed on one rank, in a batch that does not depend on the ranks."""
         longest = max(len(problem.complex) for problem in self.problems)
         S = torch.zeros(len(self.problems), self.number, longest, dtype=torch.float64)
         was_training, _ = model.training, model.eval()
@@ -103,8 +103,8 @@ class Designs:
         return all_sum(S, ddp).numpy().astype(np.uint8)
 
     def inputs(self, problem, number, length):
-        """Of one design, padded to `length` rows: letters, drawn (1 = to draw), decoding order,
-        Gumbel noise (length, 21)."""
+        """Inputs to draw one design, padded to `length` rows: letters, drawn (1 = draw here),
+        decoding order, Gumbel noise (length, 21)."""
         n = len(problem.drawn)
         generator = torch.Generator().manual_seed(
             seed_for(self.seed, "design", problem.key, number))
@@ -117,18 +117,18 @@ class Designs:
                 pad(gumbel_noise(uniform), (0, 0, 0, rest)))
 
     def drawn_letters(self, S):
-        """Of each problem: (problem, letters (designs, n) of its drawn positions)."""
+        """[(problem, letters (designs, n) of its drawn positions)] of all problems."""
         return [(problem, designs[:, :len(problem.drawn)][:, problem.drawn])
                 for problem, designs in zip(self.problems, S)]
 
     def metrics(self, S):
-        """Means over problems, of designs S as draw returns them; residues are drawn ones.
+        """Metrics of designs S (from draw): means over problems of fractions of drawn residues.
 
-        val/design_recovery: share of residues with the native letter, where that is known.
-        val/design_preferred: share of residues as in the preferred sequences of the problem's
-        pairs. val/design_diversity: share of residues in which two designs of a problem differ.
-        val/design_shift: least share of residues of all designs that would have to change for the
-        letters to be as frequent as in the base weights' designs (total variation distance)."""
+        val/design_recovery: fraction with the native letter, where that is known.
+        val/design_preferred: fraction with the letter of the preferred sequences of the problem's
+        pairs. val/design_diversity: fraction in which two designs of a problem differ.
+        val/design_shift: total variation distance between the letter frequencies of all designs
+        and those of the base weights' designs."""
         recovery, preferred, diversity = [], [], []
         for problem, letters in self.drawn_letters(S):
             native = problem.complex.S[problem.drawn]
@@ -137,7 +137,7 @@ class Designs:
                 recovery.append((letters == native)[:, known].mean())
             better = np.stack(problem.preferred)[:, problem.drawn[:len(problem.preferred[0])]]
             preferred.append((letters[:, None] == better).mean())
-            differ = (letters[:, None] != letters).mean(-1).sum()       # of all ordered couples
+            differ = (letters[:, None] != letters).mean(-1).sum()   # over ordered pairs of designs
             diversity.append(differ / (self.number * (self.number - 1)))
         shift = abs(self.frequencies(S) - self.frequencies(self.base)).sum() / 2
         means = {"recovery": recovery, "preferred": preferred, "diversity": diversity,
@@ -145,26 +145,26 @@ class Designs:
         return {f"val/design_{name}": float(np.mean(x)) for name, x in means.items() if x}
 
     def sign_of_collapse(self, values):
-        """A sentence on what in `values`, as of metrics, speaks of a collapse; "" for nothing."""
+        """Sentence about the sign of a collapse in `values` (from metrics); "" if there is none."""
         now, shift = values["val/design_diversity"], values["val/design_shift"]
         base = self.metrics(self.base)["val/design_diversity"]
         if now < LEAST_DIVERSITY * base:
             return ("designs of one structure have become too alike: two of them differ in "
-                    f"{now:.1%} of their residues, under the base weights in {base:.1%}.")
+                    f"{now:.1%} of their residues; with the base weights in {base:.1%}.")
         if shift > MOST_SHIFT:
             return (f"the composition of designs has moved: {shift:.0%} of their residues would "
-                    "have to change for the letters to be as frequent as under the base weights "
+                    "have to change to give the letter frequencies of the base weights' designs "
                     f"(more than {MOST_SHIFT:.0%}).")
         return ""
 
     def frequencies(self, S):
-        """(21,) share of each letter in the drawn residues of designs S."""
+        """(21,) frequency of each letter in the drawn residues of designs S."""
         counts = sum(np.bincount(letters.ravel(), minlength=len(ALPHABET))
                      for _, letters in self.drawn_letters(S))
         return counts / counts.sum()
 
     def fasta(self, S):
-        """FASTA text: the designed chains of each design, with / between them."""
+        """FASTA text: the designed chains of each design, joined by /."""
         lines = []
         for problem, designs in zip(self.problems, S):
             c = problem.complex

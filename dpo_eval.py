@@ -1,6 +1,6 @@
-"""What fine-tuning by DPO gains: metrics of pairs, validation, the best model, the final table.
+"""Evaluation of DPO training: metrics of pairs, validation, the best model, the final table.
 
-All of it is the same for any number of ranks.
+All results are the same for any number of ranks.
 """
 import math
 import textwrap
@@ -15,11 +15,11 @@ from run_dir import ADVICE, Diverged, before_saving
 from structure_data import Pair, eval_batches
 from train_loop import record_score, unpack
 
-# Sums over pairs, of which metrics are made. rewards: beta x (ln p - ln p of the reference);
-# without a reference beta x ln p.
+# Sums over pairs, from which metrics_of makes means. rewards: beta x (ln p - ln p of the
+# reference), or beta x ln p for losses without a reference.
 SUMS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
         "logps/chosen", "logps/rejected", "entropy", "residues")
-SEEN = ("pairs", "residues")   # how many of them a run has trained on
+SEEN = ("pairs", "residues")   # counts of what a run has trained on so far
 
 
 def metrics_of(sums, pairs, prefix=""):
@@ -32,14 +32,14 @@ def metrics_of(sums, pairs, prefix=""):
 
 
 class Validation:
-    """Loss and rewards of every validation pair, under orders that stay, in float32.
+    """Metrics of the validation pairs, in float32, under the same decoding orders at each call.
 
-    The same for any number of ranks: each pair is computed once, on one rank, and means, by the
-    weights of the pairs, are taken over the gathered values. Beside it, on the native sequence of
-    every design problem (complex and designed positions) among the pairs, means over scored
-    residues: recovery, the share of native letters that are the policy's first choice given the
-    letters decoded before, and the KL divergence of the policy's choice from the reference's, in
-    nats. designs: a Designs of the same pairs; None where monitoring.n_designs is 0.
+    Of pairs: means of loss and rewards, by the weights of the pairs. Of native sequences (one for
+    each complex and set of designed positions among the pairs): means over scored residues of
+    recovery, the fraction of native letters that are the policy's most likely letter given the
+    letters decoded before, and of the KL divergence of policy from reference, in nats. Each pair is
+    computed on one rank and gathered, so the number of ranks does not matter.
+    designs: a Designs of the same pairs, or None if monitoring.n_designs is 0.
     """
 
     def __init__(self, pairs, reference, config, objective):
@@ -61,7 +61,7 @@ class Validation:
 
     @torch.no_grad()
     def __call__(self, model, ddp):
-        """Metrics by name. model: the bare one; put into eval mode and back."""
+        """Metrics by name. model: without DDP; set to eval mode and back."""
         was_training, _ = model.training, model.eval()
         values = torch.zeros(len(self.pairs), len(SUMS), dtype=torch.float64)
         natives = torch.zeros(len(self.natives), 3, dtype=torch.float64)   # recovered, KL, residues
@@ -87,16 +87,15 @@ class Validation:
         return {**metrics_of(sums, self.weights.sum(), "val/"),
                 "val/logps/chosen_per_residue": float(per_residue),
                 "val/recovery": recovered / max(residues, 1),
-                "val/kl": max(kl / max(residues, 1), 0.0)}   # of equal models: rounding
+                "val/kl": max(kl / max(residues, 1), 0.0)}   # rounding can make it negative
 
 
 def evaluate_start(run, log, ddp):
-    """At the start of a run: what the base weights do. Returns metrics by name, none without
-    validation pairs.
+    """Evaluate the base weights at the start of a run. Returns metrics by name.
 
-    Without those, training itself tells how far log-probabilities have fallen: from the base
-    weights (start = 0) where the loss has a reference and there is no dropout, else from the mean
-    of the first epoch."""
+    Without validation pairs it returns {}, and sets progress["start"], the log-probability from
+    which a fall is measured in training: with a reference and without dropout it is 0, as rewards
+    start there; else it is set later, to the mean of the first epoch."""
     progress, validation = run.progress, run.validation
     if progress["start"] is not None:
         return {}
@@ -114,7 +113,7 @@ def evaluate_start(run, log, ddp):
 
 
 def evaluate(run, log, values, epoch_began, ddp):
-    """Validate, add to `values`, keep the best model. epoch_began: time.perf_counter() then."""
+    """Validate, add metrics to `values`, keep the best model. epoch_began: a perf_counter time."""
     step, per_epoch, epoch = run.progress["step"], run.steps_per_epoch, unpack(run.sums)
     last, whole_epoch = step == run.n_iters, step % per_epoch == 0
     at_end = last or whole_epoch
@@ -136,10 +135,11 @@ def evaluate(run, log, values, epoch_began, ddp):
         values.update({f"epoch/{k}": trained[k] for k in ("loss", "rewards/accuracies")})
     if run.validation is not None:
         return keep_best(run, log, values, values["val/loss"], ddp)
-    # The training loss of whole epochs decides: a part of one may be a single batch.
+    # Without validation, the training loss of whole epochs decides which model is best. The loss
+    # of a part of an epoch, which may be a single batch, counts only until an epoch is complete.
     best = run.progress["best"]
     if whole_epoch and best and best["step"] % per_epoch:
-        best = run.progress["best"] = None   # of a run that ended within an epoch, and goes on
+        best = run.progress["best"] = None
     if float(epoch.count) and (whole_epoch or last and not best):
         keep_best(run, log, values, trained["loss"], ddp)
     elif last and not best:
@@ -148,7 +148,7 @@ def evaluate(run, log, values, epoch_began, ddp):
 
 
 def validate(run, log, ddp):
-    """Metrics of the validation pairs and of designs of their structures, with warnings."""
+    """Metrics of the validation pairs and of designs for their structures. May print warnings."""
     values = run.validation(run.bare, ddp)
     warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
     if run.validation.designs is not None:
@@ -159,33 +159,33 @@ def validate(run, log, ddp):
 
 
 def warn_of_collapse(run, log, values):
-    """Warn, once, of designs that have lost variety. values: of Designs."""
-    progress = run.progress
-    if progress["collapsed"] or run.config.model.base_model_name == "random":   # nothing to lose
+    """Warn, once per run, if designs have lost diversity. values: metrics of Designs."""
+    progress = run.progress   # untrained base weights have no diversity worth keeping
+    if progress["collapsed"] or run.config.model.base_model_name == "random":
         return
     sign = run.validation.designs.sign_of_collapse(values)
     if sign:
         progress["collapsed"] = True
         path = run.work_dir / "designs" / f"step_{progress['step']}.fasta"
-        say_attention(log, f"{sign} Look at {path}. If that is not what the pairs ask for: raise "
-                           "loss.beta, lower optim.lr, set loss.sft (1, say) or "
+        say_attention(log, f"{sign} Look at {path}. If the pairs do not ask for this: raise "
+                           "loss.beta, lower optim.lr, set loss.sft (such as 1) or "
                            "loss.diversity_lambda, or stop earlier.")
 
 
 def warn_of_fall(run, log, now):
-    """Warn, once, of chosen sequences that become less likely. now: their log-probability per
-    residue."""
+    """Warn, once per run, if chosen sequences become less likely. now: their mean log-probability
+    per residue."""
     progress = run.progress
     if progress["start"] is None:
         progress["start"] = now
     fall = progress["start"] - now
-    if progress["fallen"] or not fall > run.config.monitoring.fall:   # nan: it has diverged
+    if progress["fallen"] or not fall > run.config.monitoring.fall:   # `not >` is true for nan too
         return
     progress["fallen"] = True
     say_attention(log, f"chosen sequences have become less likely, by {fall:.3f} nats per residue "
-                       "since the start. DPO may widen the margin so, rejected ones falling "
-                       "faster. If designs suffer: set loss.sft (1, say), raise loss.beta, lower "
-                       "optim.lr, or stop earlier.")
+                       "since the start. DPO can increase the margin this way, if rejected ones "
+                       "fall faster. If designs suffer: set loss.sft (such as 1), raise loss.beta, "
+                       "lower optim.lr, or stop earlier.")
 
 
 def say_attention(log, text):
@@ -202,7 +202,7 @@ def keep_best(run, log, values, score, ddp):
 
 
 def save_model(run, log, ddp, name):
-    """The weights as other ProteinMPNN tools read them."""
+    """Write the weights in the published format, which other ProteinMPNN tools read."""
     before_saving(run, log, ddp)
     step = run.progress["step"]
     save_checkpoint(str(run.work_dir / name), ddp, resumes=False,
@@ -215,10 +215,10 @@ def short_result(values, prefix="val/"):
 
 
 def result_lines(result, progress, folder):
-    """What a person wants to know at the end: a table of validation, and where things are."""
+    """Lines printed at the end of a run: a table of validation metrics, warnings, paths."""
     best, lines = progress["best"], []
     columns = {"val/loss": 4, "val/rewards/accuracies": 3, "val/rewards/margins": 3,
-               "val/recovery": 3, "val/kl": 4}   # decimals
+               "val/recovery": 3, "val/kl": 4}   # metric: decimals
     if "val/loss" in result:
         lines.append("  validation       loss   accuracy     margin   recovery         KL")
         for name, row in (("best", best), ("latest", result)):
@@ -226,8 +226,8 @@ def result_lines(result, progress, folder):
                        for k, decimals in columns.items())
             lines.append(f"  {name:<10}" + "".join(f" {text:>10}" for text in numbers))
     if best["step"] == 0:
-        lines.append("  ATTENTION: no evaluation was better than the base weights, which "
-                     "best_model.pt therefore holds")
+        lines.append("  ATTENTION: no evaluation was better than the base weights: "
+                     "best_model.pt holds these")
     if "val/design_diversity" in result:
         lines.append(f"  designs   {folder / 'designs'}/step_{result['step']}.fasta")
     if progress["collapsed"]:

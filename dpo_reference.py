@@ -1,7 +1,7 @@
-"""What does not change in DPO training: base weights, encodings of complexes, reference scores.
+"""The reference model of DPO: base weights, cached encodings of complexes, reference scores.
 
-Also how pairs become a batch of sequences under decoding orders, and how such a batch is scored:
-policy and reference are scored alike.
+Also makes batches of pairs (sequences with decoding orders) and scores them. Policy and reference
+are scored by the same code.
 """
 import hashlib
 import os
@@ -14,13 +14,13 @@ from ddp_setup import (all_sum, beat, broadcast, load_checkpoint, print0, save_c
 from proteinmpnn_model import PUBLISHED, decoding_order, load_proteinmpnn, random_proteinmpnn
 from structure_data import collate, collate_complexes, eval_batches
 
-WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses
-CACHE_FORMAT = 2   # of the file of scores; part of its name
+WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
+CACHE_FORMAT = 2   # version of the files of scores; part of the hash that names them
 
 
 # ---------------------------------------------------------------- base weights
 def load_base(config):
-    """(model with the weights to start from, on the CPU, what they are). Raises ValueError."""
+    """(model with the base weights, on the CPU; text that describes them). Raises ValueError."""
     m, seed = config.model, config.training.seed
     if m.base_model_name == "random":
         r = m.random
@@ -43,11 +43,11 @@ def load_base(config):
 
 # ---------------------------------------------------------------- batches and scores
 def orders_of(pair, loss, seed, epoch=None):
-    """(n_orders, L) decoding orders of a pair (arange: (1, L)), fixed residues first: the same for
-    chosen and rejected, under policy and reference.
+    """(n_orders, L) decoding orders of a pair (arange: (1, L)), fixed residues first. Chosen and
+    rejected sequence, and policy and reference, use the same orders.
 
-    Keyed by (seed, pair, epoch); without an epoch, or with order fixed, by (seed, pair). With
-    share_order the complex and its designed positions stand for the pair."""
+    The random seed depends on (seed, pair, epoch); without an epoch, or with loss.order fixed, on
+    (seed, pair). With share_order, complex and designed positions replace the pair in it."""
     n = len(pair.chain_M)
     designed = torch.zeros(1, len(pair.complex))
     designed[0, :n] = torch.from_numpy(pair.chain_M & pair.complex.mask[:n])
@@ -62,16 +62,16 @@ def orders_of(pair, loss, seed, epoch=None):
 
 
 def make_batch(pairs, indices, loss, seed, epoch=None):
-    """Collate P pairs on U complexes of at most L rows into M distinct sequences under orders.
+    """Collate P pairs on U complexes of at most L rows into M distinct (sequence, order) rows.
 
     Returns a dict of
         S, order: (M, L) int64, the sequences and the order in which each is decoded.
-        complex_row: (M,) int64, which of the complexes, counted as they first come.
+        complex_row: (M,) int64, the row's complex, numbered in order of first appearance.
         sequence_rows: (P, O, 2) int64, row in S of the chosen and the rejected sequence of a pair
             under each of its O orders.
-        scored: (P, L) float32, 1 = this residue is. n_scored: (P,) their number.
-        pair_numbers: (P,) int64, the indices as given.
-        pair_weight: (P,) float32, of each pair in means over pairs.
+        scored: (P, L) float32, 1 = residue is scored. n_scored: (P,) number of scored residues.
+        pair_numbers: (P,) int64, the given indices.
+        pair_weight: (P,) float32, weight of each pair in means over pairs.
     """
     batch, rows, sequence_rows = collate(pairs, indices), {}, []
     L = batch["S"].shape[1]
@@ -81,7 +81,7 @@ def make_batch(pairs, indices, loss, seed, epoch=None):
             for name in ("chosen", "rejected"):
                 row = (int(batch["complex"][p]), batch[name][p], order)
                 key = row[0], row[1].numpy().tobytes(), order.numpy().tobytes()
-                sequence_rows.append(rows.setdefault(key, (len(rows), row))[0])
+                sequence_rows.append(rows.setdefault(key, (len(rows), row))[0])   # equal: one row
     complex_row, S, order = zip(*(row for _, row in rows.values()))
     scored = batch["chain_M"] * batch["mask"][batch["complex"]]
     return {"S": torch.stack(S), "order": torch.stack(order),
@@ -92,7 +92,7 @@ def make_batch(pairs, indices, loss, seed, epoch=None):
 
 
 def pair_scores(log_probs, batch, temperature):
-    """Scores of pairs, averaged over their orders.
+    """Log-probabilities and entropy of pairs, averaged over their orders.
 
     log_probs: (M, L, 21), of the sequences of a batch of make_batch.
     Returns (P, 2) log-probabilities of chosen and rejected, summed over the scored residues, in
@@ -109,7 +109,7 @@ def pair_scores(log_probs, batch, temperature):
 
 # ---------------------------------------------------------------- the reference
 def stack(parts):
-    """Graphs, or encodings, of one structure each -> one of all, padded with masked rows."""
+    """Join Graphs (or Encodings) of one structure each into one, padded with masked rows."""
     if len(parts) == 1:
         return parts[0]
     size, out = [max(part.E_idx.shape[d] for part in parts) for d in (1, 2)], []
@@ -124,24 +124,24 @@ def stack(parts):
 
 
 class Reference:
-    """The base weights on the device, and what they make of each complex: its graph (what the
-    network sees) and its encoding. Both are made once per complex and kept while there is room."""
+    """The base model on the device, with a cache of each complex's graph (the network's input) and
+    encoding. memory.structure_cache_mb limits the cache."""
 
     def __init__(self, model, pairs, config, ddp):
-        # Not frozen: torch then rounds another way for peptides, and equal weights score unequally.
+        # With requires_grad off, torch rounds differently: equal weights would score unequally.
         self.model = model.eval()
         self.pairs, self.config, self.ddp = pairs, config, ddp
         self.needed = config.loss.name not in WITHOUT_REFERENCE
-        self.room = config.memory.structure_cache_mb * 2**20   # bytes
+        self.room = config.memory.structure_cache_mb * 2**20   # bytes left in the cache
         self.cache, self.table = {}, None
 
     def cached(self, kind, complex, make):
-        """What make() gives for this complex; the least recently used makes room."""
+        """The cached result of make() for this complex. Least recently used ones are dropped."""
         found = self.cache.pop((kind, complex.key), None)
         if found is None:
             found = make()
             self.room -= sum(x.nbytes for x in found)
-        self.cache[kind, complex.key] = found   # the last used stands last
+        self.cache[kind, complex.key] = found   # the dict is ordered from least to most recent
         while self.room < 0 and len(self.cache) > 1:
             self.room += sum(x.nbytes for x in self.cache.pop(next(iter(self.cache))))
         return found
@@ -156,7 +156,7 @@ class Reference:
     def to_device(self, batch, pairs=None):
         """The batch of make_batch on the device, with its complexes and their graph.
 
-        pairs: those that batch["pair_numbers"] counts in; None: the training pairs."""
+        pairs: the list that batch["pair_numbers"] indexes; None: the training pairs."""
         moved = {name: value.to(self.ddp.device, non_blocking=True) if torch.is_tensor(value) else
                  value for name, value in batch.items()}
         pairs = self.pairs if pairs is None else pairs
@@ -166,23 +166,23 @@ class Reference:
         return {**moved, "complexes": complexes, "graph": graph}
 
     def run_model(self, model, pairs, indices):
-        """(batch on the device, log-probabilities (M, L, 21)) of these pairs under orders that
-        stay."""
+        """(batch on the device, log-probabilities (M, L, 21)) of these pairs, under orders that do
+        not depend on the epoch."""
         batch = make_batch(pairs, indices.tolist(), self.config.loss, self.config.training.seed)
         batch = self.to_device(batch, pairs)
         return batch, model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
 
     @torch.no_grad()
     def log_probs(self, batch):
-        """(M, L, 21) under the base weights, in float32 whatever the policy computes in."""
+        """(M, L, 21) under the base weights, in float32 also if the policy uses bfloat16."""
         encoding = stack([self.cached("encoding", c, lambda: self.model.encode(self.graph(c)))
                           for c in batch["complexes"]])
         return self.model.decode(encoding, batch["S"], batch["order"], batch["complex_row"])
 
     def scores(self, batch, table=None):
-        """(P, 2) summed log-probabilities of chosen and rejected; 0 where the loss needs none.
+        """(P, 2) summed log-probabilities of chosen and rejected; 0 if the loss has no reference.
 
-        table: (n, 2), those of all pairs, where they are known; None: computed here."""
+        table: (n, 2) precomputed scores of all pairs; None: compute them here."""
         if not self.needed:
             return torch.zeros_like(batch["scored"][:, :2])
         if table is not None:
@@ -190,10 +190,10 @@ class Reference:
         return pair_scores(self.log_probs(batch), batch, self.config.loss.temperature)[0]
 
     def precompute(self, pairs, weights_hash, folder):
-        """Scores of all pairs under orders that stay, read from `folder` or computed and put there.
+        """Scores of all pairs under orders that do not depend on the epoch, from the cache file in
+        `folder`, or else computed and written there. A hash of all inputs is the file's name.
 
-        The file's name is a hash of all that enters them.
-        Returns: (scores (n, 2) float32, words on where they come from)."""
+        Returns: (scores (n, 2) float32, text that says where they come from)."""
         path, scores, trouble = Path(folder) / self._file_name(pairs, weights_hash), None, ""
         if self.ddp.is_main and path.exists():
             try:
@@ -213,18 +213,18 @@ class Reference:
             "fixed", t.seed, loss.n_orders, loss.share_order)
         content = (CACHE_FORMAT, weights_hash, order, loss.temperature, t.batch_size,
                    self.model.num_edges, self.ddp.device.type,
-                   torch.__version__,   # sums of another version: step 0 would not be log 2
+                   torch.__version__,   # other versions round differently: no log 2 at step 0
                    [pair.key for pair in pairs])
         return hashlib.blake2b(repr(content).encode(), digest_size=12).hexdigest() + ".pt"
 
     @torch.no_grad()
     def compute_scores(self, pairs):
-        """(n, 2) float32, the same for any number of ranks: each pair on one rank, in the same
-        batch always."""
+        """(n, 2) float32, equal for any number of ranks: batches do not depend on the ranks that
+        compute them."""
         ddp, scores = self.ddp, torch.zeros(len(pairs), 2, dtype=torch.float64)
         batches = eval_batches(pairs, self.config.training.batch_size)
         for indices in batches[ddp.rank::ddp.world_size]:
-            # The whole model, as in validation: equal weights have equal scores to the last bit.
+            # Runs encoder and decoder as validation does, for scores equal to the last bit.
             batch, log_probs = self.run_model(self.model, pairs, indices)
             found, _ = pair_scores(log_probs, batch, self.config.loss.temperature)
             scores[indices] = found.double().cpu()
@@ -245,16 +245,16 @@ def check_cache(config, ddp):
     """Refuse a data.reference_cache that rank 0 could not write."""
     given = config.data.reference_cache
     folder = Path(given or ".").absolute()
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    nearest = next(p for p in (folder, *folder.parents) if p.exists())
+    usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
     if given and ddp.is_main and not usable:
-        raise ValueError(f"data.reference_cache {given} cannot be used: {there} "
-                         f"{'may not be written' if there.is_dir() else 'is a file'}. Expected a "
+        raise ValueError(f"data.reference_cache {given} cannot be used: {nearest} "
+                         f"{'is not writable' if nearest.is_dir() else 'is a file'}. Expected a "
                          "folder that can be written, or made.")
 
 
 def make_tables(run, ddp):
-    """Scores under the base weights that stay over epochs: read from the cache, or computed."""
+    """Precompute (or read from the cache) the reference scores that are the same in all epochs."""
     config, reference, validation = run.config, run.reference, run.validation
     folder = config.data.reference_cache or run.work_dir / "reference"
     if config.loss.order != "random" and reference.needed:

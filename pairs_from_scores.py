@@ -4,16 +4,16 @@
     python pairs_from_scores.py energies.csv pairs.json --lower_is_better --weights
 
 Reads a CSV file (comma or tab) with the columns pdb, sequence, score and chain (the designed one),
-and perhaps context (other chains, such as "B C", that the model shall see; without it the model
-sees the designed chain alone). Writes a JSON list of pairs (.jsonl: one per line), with paths of
-structures relative to its folder. A pair is two different sequences of the same structure and
+and optionally context (other chains, such as "B C", that the model shall see; without it the model
+sees the designed chain alone). Writes a JSON list of pairs (.jsonl: one per line); paths of
+structures are relative to the file's folder. A pair is two sequences of the same structure and
 chains whose scores differ by at least --margin. The best is paired with the worst, the second best
-with the second worst, and so on, at most --per_structure of them, so that no sequence is used
-twice. A higher score is better, unless --lower_is_better is given (energies, scores of
-sample_proteinmpnn.py). Equal sequences count once, by their mean score. With --weights, the weight
-of a pair in the loss is its difference of scores over the mean difference of all pairs; without,
-all pairs count alike. Prints how many pairs each structure gave. Wrong input ends with one message,
-naming up to ten of its lines, and exit code 2; then nothing is written.
+with the second worst, and so on, at most --per_structure pairs; no sequence is used twice. A higher
+score is better, unless --lower_is_better is given (energies, scores of sample_proteinmpnn.py).
+Duplicates of a sequence count once, with their mean score. With --weights, the weight of a pair in
+the loss is its difference of scores divided by the mean difference of all pairs; otherwise all
+weights are 1. Prints the number of pairs per structure. Wrong input ends with one message, which
+lists up to ten bad lines, and exit code 2; then nothing is written.
 """
 import argparse
 import collections
@@ -32,13 +32,13 @@ from structure_data import LEAST_WEIGHT
 
 COLUMNS = ("pdb", "sequence", "score", "chain")
 MAX_LISTED = 10
-LARGEST_SCORE = 1e100   # sums of differences stay finite
+LARGEST_SCORE = 1e100   # so that sums of differences stay finite
 
 
 def read_designs(path):
-    """{(path of the structure, chain, its context): {sequence: [scores]}} of a table.
+    """{(path of the structure, chain, context chains): {sequence: [scores]}} of a table.
 
-    Raises: ValueError with what is wrong, by line."""
+    Raises: ValueError that lists the problems by line."""
     designs = collections.defaultdict(lambda: collections.defaultdict(list))
     problems = []
     for line, row in read_rows(path):
@@ -47,8 +47,8 @@ def read_designs(path):
             scores = designs[place]
             length = len(next(iter(scores), sequence))
             if len(sequence) != length:
-                raise ValueError(f"found {len(sequence)} residues; expected {length}, as above for "
-                                 "this chain")
+                raise ValueError(f"found {len(sequence)} residues; expected {length}, as in the "
+                                 "lines above for this chain")
             scores[sequence].append(score)
         except ValueError as error:
             problems.append(f"line {line}: {error}")
@@ -58,12 +58,12 @@ def read_designs(path):
             lines.append(f"and {len(problems) - MAX_LISTED} more")
         raise ValueError("\n  ".join(lines))
     if not designs:
-        raise ValueError(f"{path} holds no design; expected lines below its first.")
+        raise ValueError(f"{path} holds no design; expected lines below the header.")
     return designs
 
 
 def read_rows(path):
-    """[(number of its last line, {column: text})] of a table. Raises: ValueError."""
+    """[(line number, {column: text})] of the rows of a table. Raises: ValueError."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}; expected a table in CSV.")
     try:
@@ -74,18 +74,18 @@ def read_rows(path):
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
     times = collections.Counter(rows.fieldnames)
-    wrong = [name for name in COLUMNS if times[name] != 1] + ["context"] * (times["context"] > 1)
+    wrong = [name for name in COLUMNS if times[name] != 1]
+    wrong += ["context"] if times["context"] > 1 else []
     if wrong:
         raise ValueError(f"{path} has no column {', '.join(wrong)}, or two; expected each of "
-                         f"{', '.join(COLUMNS)} once in its first line, with commas or tabs "
-                         "between.")
+                         f"{', '.join(COLUMNS)} once in line 1, separated by commas or tabs.")
     return found
 
 
 def parse_row(row, folder):
-    """((path of the structure, chain, its context), sequence, score) of a row of a table.
+    """((path of the structure, chain, context chains), sequence, score) of a row of a table.
 
-    folder: that its paths begin at. Raises: ValueError with what is wrong."""
+    folder: paths in the table are relative to it. Raises: ValueError with what is wrong."""
     if None in row.values() or None in row:
         raise ValueError("found more or fewer cells than columns")
     cells = {column: text.strip() for column, text in row.items()}
@@ -100,7 +100,7 @@ def parse_row(row, folder):
         score = float(cells["score"])
     except ValueError:
         score = math.nan
-    if not abs(score) < LARGEST_SCORE:   # nor nan
+    if not abs(score) < LARGEST_SCORE:   # `not <` is true for nan too
         raise ValueError(f"found the score {cells['score']!r}; expected a number below "
                          f"{LARGEST_SCORE:g}")
     if not chain:
@@ -108,7 +108,7 @@ def parse_row(row, folder):
     if len(set(chains)) < len(chains):
         raise ValueError(f"found the chains {' '.join(chains)}; expected each once, the designed "
                          "one first")
-    path = folder / cells["pdb"]   # the ".." of a linked folder is elsewhere; a linked file stays
+    path = folder / cells["pdb"]   # follow links to folders (".." depends on them), not to the file
     structure = path.parent.resolve() / path.name
     if not structure.is_file():
         raise ValueError(f"there is no file {cells['pdb']}")
@@ -118,14 +118,14 @@ def parse_row(row, folder):
 def make_pairs(scores, margin, most, lower_is_better=False):
     """[(better sequence, worse sequence, difference of scores)] of one chain of a structure.
 
-    scores: {sequence: [scores]}. margin: least difference. most: number of pairs, or None."""
+    scores: {sequence: [scores]}. margin: least difference. most: most pairs, or None for all."""
     sign = -1 if lower_is_better else 1
     ranked = sorted(((sign * statistics.fmean(values), sequence)
                      for sequence, values in scores.items()), reverse=True)
     pairs = [(chosen, rejected, better - worse)
              for (better, chosen), (worse, rejected)
              in zip(ranked[:len(ranked) // 2], reversed(ranked))
-             if better > worse and better - worse >= margin * (1 - 1e-9)]   # 0.3 - 0.1 is below 0.2
+             if better > worse and better - worse >= margin * (1 - 1e-9)]   # allows for rounding
     return pairs[:most]
 
 
@@ -160,7 +160,7 @@ def main(argv):
                          "unpreferred_seq": rejected} for chosen, rejected, _ in found]
             differences += [difference for _, _, difference in found]
         if not entries:
-            by = f" by {args.margin:g} or more" * (args.margin > 0)
+            by = f" by {args.margin:g} or more" if args.margin else ""
             raise ValueError(f"{args.table}: no two sequences of a structure differ in their scores"
                              f"{by}; expected at least one such pair.{by and ' Lower --margin.'}")
         if args.weights:

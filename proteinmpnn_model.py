@@ -1,20 +1,20 @@
-"""ProteinMPNN: a protein backbone in, log-probabilities of its residues' letters out.
+"""ProteinMPNN: from a protein backbone, log-probabilities of the amino acid at each residue.
 
     model = load_proteinmpnn("v_48_020.pt")                 # published weights, vanilla or soluble
     graph = model.graph(X, mask, residue_idx, chain_id)     # no parameters: cache per structure
     order = decoding_order(chain_M * mask, torch.randn(S.shape))    # fixed residues first
     log_probs = model(graph, S, order)                      # (B, L, 21), in nats
     encoding = model.encode(graph)                  # once; then score or draw many sequences
-    log_probs = model.decode(encoding, S, order)    # S (M, L) for one structure, or structure=
+    log_probs = model.decode(encoding, S, order)    # S (M, L): M sequences on one structure
     S, probs = model.sample(encoding, S, chain_M, order, temperature=0.1)
     torch.save(to_checkpoint(model, epoch=3), "best_model.pt")      # any ProteinMPNN tool reads it
 
-Parameter names and sizes are those of the published code, so its files load and it loads ours. The
-same numbers come cheaper: features exist for the K neighbours only; a linear layer on concatenated
-[centre | edge | neighbour] is the sum of its blocks, so what belongs to a residue is multiplied L
-times, not L x K; the last linear layer of a message commutes with the sum over neighbours. Padding
-never changes a score. Float64 (with X in float64) and autocast work. No buffers. Needs torch and
-cpu_linear.py; only load and save touch files.
+Parameter names and sizes are those of the published code, so each loads the other's files. The same
+numbers are computed with less work. Features are made for the K nearest neighbours only. A linear
+layer on concatenated [centre | edge | neighbour] is the sum of three blocks, of which those of
+centre and neighbour are applied to L residues, not to L x K edges. The last linear layer of a
+message is applied after the sum over neighbours. Padding never changes a score. Float64 (with X in
+float64) and autocast work. Needs torch and cpu_linear.py.
 Source: Dauparas et al. 2022, Science 378, 49; published code and weights:
 github.com/dauparas/ProteinMPNN.
 """
@@ -28,29 +28,29 @@ from torch import nn
 from cpu_linear import Linear, linear
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"      # the index of a letter in S; X = unknown or unresolved
-PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) lie in "
+PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) are in "
              "vanilla_model_weights and soluble_model_weights of github.com/dauparas/ProteinMPNN.")
-MESSAGE_SCALE = 30              # divides each sum over neighbours, whatever their number
+MESSAGE_SCALE = 30              # constant divisor of each sum over neighbours, as published
 MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32 would overflow
-N_CLASSES = 66                  # residue offsets -32 .. 32, and 65 = another chain
+N_CLASSES = 66                  # classes 0 .. 64: residue offsets -32 .. 32; 65: another chain
 MAX_OFFSET = 32
-N_POSITIONAL = 16               # features of an offset class
-N_RBF = 16                      # Gaussians of a distance
-TINY = 1e-300                   # stands for 0 before a logarithm
-COLDEST = 1e-30                 # stands for temperature 0
-# Columns of edge_embedding: distance from this atom of residue i to that atom of neighbour j.
+N_POSITIONAL = 16               # features per offset class
+N_RBF = 16                      # Gaussians per distance
+TINY = 1e-300                   # replaces 0 before a logarithm
+COLDEST = 1e-30                 # replaces temperature 0 as a divisor
+# Columns of edge_embedding, "A-B": distance from atom A of residue i to atom B of neighbour j.
 ATOMS = ("N", "CA", "C", "O", "CB")
 PAIRS = ("CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-C "
          "N-CA C-CA O-CA CB-CA C-N O-N CB-N C-CB O-CB C-O")
 
 
 class Graph(NamedTuple):
-    """What the network sees of B structures: K = min(num_edges, L) neighbours of each residue."""
-    E_idx: torch.Tensor         # (B, L, K) int64, nearest first, the residue itself among them
+    """The network's input for B structures: the K = min(num_edges, L) nearest neighbours."""
+    E_idx: torch.Tensor         # (B, L, K) int64, nearest first, including the residue itself
     distance: torch.Tensor      # (B, L, K, 25) Angstrom, in the order of PAIRS
     offset: torch.Tensor        # (B, L, K) int64, class of residue_idx_i - residue_idx_j and chains
-    mask: torch.Tensor          # (B, L) bool, resolved
-    resolved: torch.Tensor      # (B, L, K) bool, centre and neighbour are resolved
+    mask: torch.Tensor          # (B, L) bool, the residue is resolved
+    resolved: torch.Tensor      # (B, L, K) bool, residue and neighbour are resolved
     present: torch.Tensor       # (B, L, K) bool, the neighbour is a residue, not padding
 
 
@@ -68,8 +68,8 @@ class ProteinMPNN(nn.Module):
 
     num_edges:   neighbours per residue.
     dropout:     published training used 0.1.
-    noise_level: Angstrom of backbone noise in the training of the weights, only kept for the file;
-                 noise, where wanted, is added to X by the caller.
+    noise_level: Angstrom of backbone noise with which the weights were trained. It is only stored
+                 in the file; this class adds no noise to X.
     """
 
     def __init__(self, num_edges=48, hidden_size=128, n_encoder=3, n_decoder=3, dropout=0.0,
@@ -93,10 +93,10 @@ class ProteinMPNN(nn.Module):
         return self.decode(self.encode(graph), S, decoding_order, structure)
 
     def graph(self, X, mask, residue_idx, chain_id):
-        """What the network sees of B structures; it has no gradient: cache it per structure.
+        """The network's input for B structures. It has no parameters: cache it per structure.
 
-        An unresolved residue is not padding: others see it, as in the published code, with the
-        atoms it has; the coordinates of an atom that is missing are 0 or not finite.
+        As in the published code, an unresolved residue is not padding: it is a neighbour of others,
+        with the atoms it has. The coordinates of a missing atom are 0 or not finite.
 
         Args:
             X:           (B, L, 4, 3) floating point, N, CA, C, O in Angstrom.
@@ -105,7 +105,7 @@ class ProteinMPNN(nn.Module):
             chain_id:    (B, L) int64, 1, 2, ... and 0 = padding.
         Returns: Graph.
         Raises: ValueError for other shapes, and for resolved residues that are padding or not
-            finite (values are checked on the CPU only: elsewhere that would stall the device).
+            finite (values on a GPU are not checked, as that would wait for the device).
         """
         return neighbour_graph(X, mask, residue_idx, chain_id, self.num_edges)
 
@@ -121,12 +121,12 @@ class ProteinMPNN(nn.Module):
         """Log-probabilities of each residue's letter, given the backbone and the letters before it.
 
         Args:
-            S:              (M, L) int64 letters, the fixed ones too; only letters of residues that
-                            are earlier in the order are seen.
+            S:              (M, L) int64 letters, of fixed residues too. A residue sees only the
+                            letters of residues that are earlier in the order.
             decoding_order: (M, L) int64, element t is the residue decoded at step t.
-            structure:      (M,) int64, row of `encoding` for each sequence; may be left out for M
-                            sequences on one structure and for one sequence on each.
-        Returns: (M, L, 21) in nats, float32 at least; rows of unresolved residues mean nothing.
+            structure:      (M,) int64, row of `encoding` for each sequence. Optional if all are on
+                            one structure, or if there is one sequence per structure.
+        Returns: (M, L, 21) in nats, float32 or wider; ignore the rows of unresolved residues.
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
         E_idx = of_structures(encoding.E_idx, structure)
@@ -145,10 +145,10 @@ class ProteinMPNN(nn.Module):
         Args:
             h_S:       (M, L, H) embedded letters.
             visible:   (M, L, K) bool, is the neighbour decoded before the residue?
-            structure: (M,) int64.
-        Returns: h_V (M, L, H) and, per layer, (layer, table, edges). Rows 0 .. L-1 of a table
-            (M, 2L, H) are what a neighbour shows once it is decoded, rows L .. 2L-1 what it shows
-            before.
+            structure: (M,) int64, row of `encoding` for each sequence.
+        Returns: h_V (M, L, H) and, per layer, (layer, table, edges). A table (M, 2L, H) has each
+            residue's share as a neighbour in the first linear layer: in rows 0 .. L-1 as decoded,
+            in rows L .. 2L-1 as not yet decoded.
         """
         h_encoder, E_idx, mask, present = (
             of_structures(x, structure) for x in (encoding.h_V, *encoding[2:]))
@@ -183,28 +183,28 @@ class ProteinMPNN(nn.Module):
     @torch.no_grad()
     def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, *,
                tied=(), tied_weights=1.0, pssm=None, noise=None, structure=None):
-        """Draw letters where chain_M is 1 and the residue is resolved; all others keep theirs.
+        """Draw letters where chain_M is 1 and the residue is resolved; others keep those of S.
 
-        X is never drawn. Dropout acts in training mode: call model.eval() first.
+        X is never drawn. Call model.eval() first, or dropout is active.
 
         Args:
             S, decoding_order, structure: as in `decode`; M sequences are drawn side by side.
             chain_M:     (M, L) or (1, L), 1 = draw here.
-            temperature: divides logits + bias; 0 takes the best letter.
+            temperature: divides logits + bias; 0 takes the most likely letter.
             bias:        broadcasts to (M, L, 21), in nats; -inf = never this letter here.
-            tied:        lists of positions, from 0, that get one letter, drawn from the mean of
-                         their logits, bias and PSSM. They are decoded together, when their first
-                         is due, and do not see one another. Unresolved ones are left out of it.
-            tied_weights: broadcasts to (L,), multiplies the logits in the mean of a tied group, not
-                         its bias; negative: the state of this position is to become unlikely.
+            tied:        lists of positions, from 0. All of a list get the same letter, drawn from
+                         the mean of their logits, bias and PSSM. They are decoded in one step, that
+                         of the earliest, and do not see one another. Unresolved ones are left out.
+            tied_weights: broadcasts to (L,), weights of the logits (not of bias) in this mean;
+                         negative: make the letter unlikely at this position.
             pssm:        Pssm of the L positions; see `letter_log_probs`.
-            noise:       (M, L, 21), of `gumbel_noise`, that decides which letters are drawn;
-                         default: from torch's generator of the CPU, so that all devices draw alike.
+            noise:       (M, L, 21) from `gumbel_noise`, which decides the letters drawn; default:
+                         from torch's CPU generator, so that all devices draw the same.
         Returns: S (M, L), and (M, L, 21) probabilities that its letters were drawn from, 0 where
-            none was. `decode` with the same order gives these, if temperature is 1 and there are
-            no ties, bias or pssm.
-        Raises: ValueError for a temperature below 0, ties of drawn and kept positions, positions
-            with no letter left.
+            none was. They equal those of `decode` with the same order if temperature is 1 and there
+            are no ties, bias or pssm.
+        Raises: ValueError for a temperature below 0, ties that mix drawn and kept positions, and
+            positions with no allowed letter.
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
         (M, L), device = S.shape, S.device
@@ -226,7 +226,7 @@ class ProteinMPNN(nn.Module):
             noise = gumbel_noise(torch.rand(bias.shape, dtype=torch.float64))
         noise = (noise * (temperature > 0)).to(bias)
 
-        # One pass over the given letters is right for all that is decoded before the first draw.
+        # This pass with the given letters is right up to the first draw; each step then updates it.
         S, visible = S.clone(), decoded_before(step_of, of_structures(encoding.E_idx, structure))
         layers = self.run_decoder(encoding, self.W_s(S), visible, structure)[1]
         probs = torch.zeros_like(bias)
@@ -268,7 +268,7 @@ class ProteinMPNN(nn.Module):
 
 
 class EdgeFeatures(nn.Module):
-    """Offset along the chain and 25 distances, 16 Gaussians each -> E (B, L, K, H)."""
+    """Graph -> E (B, L, K, H), from edges' offsets in the chain and 25 distances x 16 Gaussians."""
 
     def __init__(self, hidden_size):
         super().__init__()
@@ -281,8 +281,8 @@ class EdgeFeatures(nn.Module):
     def forward(self, graph):
         of_offset, of_distance = self.edge_embedding.weight.tensor_split([N_POSITIONAL], dim=1)
         E = linear(gaussians(graph.distance).to(of_distance.dtype), of_distance)
-        # The table in float32: in 16 bits the gradient of a class, a sum over thousands of edges,
-        # was wrong by up to 30 % (measured).
+        # The table is float32: in 16 bits the gradient of an offset class, which is a sum over
+        # thousands of edges, was wrong by up to 30 % (measured).
         table = at_least_float32(F.linear(self.positional(), of_offset))
         return self.norm_edges(E + F.embedding(graph.offset, table).to(E.dtype))
 
@@ -292,10 +292,10 @@ class EdgeFeatures(nn.Module):
 
 
 class Norm(nn.LayerNorm):
-    """Layer norm whose own gradients are sums in float32 at least.
+    """Layer norm that sums the gradients of weight and bias in float32 or wider.
 
-    torch's kernel for a CPU sums them in the dtype of x: in bfloat16, over the 20,000 edges of 430
-    residues, they were wrong by 40 % (measured). Twice the time, and one more tensor kept.
+    torch's CPU kernel sums them in the dtype of x: in bfloat16, over the 20,000 edges of 430
+    residues, they were wrong by 40 % (measured). This takes twice the time and one more tensor.
     """
 
     def forward(self, x):
@@ -332,11 +332,11 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Messages from neighbours that are decoded before a residue, or not yet.
+    """Messages to a residue from all its neighbours, decoded before it or not.
 
-    The first linear layer sees [h_V_i | h_E_ij | letter of j | h_V_j]: the letter and the decoder's
-    h_V_j where j is decoded before i, else no letter and the encoder's h_V_j. Works on all residues
-    or on those of one step.
+    The first linear layer gets [h_V_i | h_E_ij | letter of j | h_V_j]: the letter and the decoder's
+    h_V_j if j is decoded before i, otherwise no letter and the encoder's h_V_j. The layer runs on
+    all residues, or on those of one step.
     """
 
     def __init__(self, hidden_size, dropout):
@@ -351,7 +351,7 @@ class DecoderLayer(nn.Module):
 
         Args:
             h_V:               (M, L, H).
-            edges, neighbours: (M, L, K, H), their shares in the first linear layer.
+            edges, neighbours: (M, L, K, H), their terms in the sum of the first linear layer.
             present, mask:     (M, L, K) and (M, L) bool.
         Returns: h_V (M, L, H).
         """
@@ -362,17 +362,17 @@ class DecoderLayer(nn.Module):
         return self.norm2(h_V + self.drop(self.dense(h_V))) * mask[..., None]
 
     def edges(self, h_E):
-        """Share of edges in the first linear layer."""
+        """Term of the edges in the first linear layer."""
         _, edge, _, _ = weight_blocks(self.W1)
         return linear(h_E, edge)
 
     def decoded(self, h_V, h_S):
-        """Share of neighbours that are decoded; h_S: their embedded letters."""
+        """Term of residues as decoded neighbours, in the first linear layer; h_S: their letters."""
         _, _, letter, neighbour = weight_blocks(self.W1)
         return F.linear(h_S, letter) + F.linear(h_V, neighbour)
 
     def undecoded(self, h_encoder):
-        """Share of neighbours that are not decoded."""
+        """Term of residues as neighbours that are not yet decoded."""
         _, _, _, neighbour = weight_blocks(self.W1)
         return F.linear(h_encoder, neighbour)
 
@@ -393,12 +393,12 @@ def message_layers(n_blocks, hidden_size):
 
 
 def weight_blocks(layer):
-    """The (H, H) block of each input, from the weight of a layer on concatenated inputs."""
+    """The weight of a layer on concatenated inputs, split into one (H, H) block per input."""
     return layer.weight.split(layer.out_features, dim=1)
 
 
 def sum_messages(hidden, counted, layer):
-    """Sum of layer(hidden_ij) / 30 over the neighbours j that count, the layer applied to the sum.
+    """Sum of layer(hidden_ij) / 30 over the counted neighbours j, with one layer call on the sum.
 
     hidden: (..., K, H). counted: (..., K) bool. Returns (..., H).
     """
@@ -409,14 +409,14 @@ def sum_messages(hidden, counted, layer):
 
 
 def gather_rows(table, index):
-    """table (M, R, H), index (M, L, K) of its rows -> (M, L, K, H)."""
+    """From table (M, R, H) the rows of index (M, L, K) -> (M, L, K, H)."""
     M, R, H = table.shape
     flat = index + R * torch.arange(M, device=index.device)[:, None, None]
     return table.reshape(M * R, H).index_select(0, flat.flatten()).view(*index.shape, H)
 
 
 def of_structures(x, structure):
-    """Rows of x (B, ...) for M sequences: (M, ...), without a copy where there is one structure."""
+    """Rows of x (B, ...) for M sequences: (M, ...); without a copy if there is one structure."""
     return x.expand(len(structure), *x.shape[1:]) if len(x) == 1 else x[structure]
 
 
@@ -430,7 +430,7 @@ def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
     """See ProteinMPNN.graph. Nothing larger than (B, L, L) and (B, L, K, 25) is made."""
     check_structure(X, mask, residue_idx, chain_id)
     mask, is_residue = mask.bool(), chain_id != 0
-    # Each atom for itself, as in the published code.
+    # A missing atom is 0, and does not remove the other atoms of its residue (as published).
     X = torch.where(X.isfinite() & is_residue[..., None, None], X, 0)
     N, CA, C, O = X.unbind(2)
     b, c = CA - N, C - CA
@@ -439,8 +439,8 @@ def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
     both = mask[:, :, None] & mask[:, None, :]
     D = torch.where(both, (squared + 1e-6).sqrt(), 0)                               # (B, L, L)
     farthest = D.amax(-1, keepdim=True)
-    # Unresolved residues count as far as the farthest resolved one; which of them come first is
-    # arbitrary in the published code and by residue_idx here. Padding comes last. A stable sort:
+    # Unresolved residues get the distance of the farthest resolved one, as published, and come
+    # after it, by residue_idx (published: in any order). Padding comes last. The sort is stable:
     # ties of topk would depend on padding.
     beyond = farthest + 1 + (residue_idx - residue_idx.amin(1, keepdim=True))[:, None]
     key = torch.where(both, D, beyond).masked_fill(~is_residue[:, None], torch.inf)
@@ -463,15 +463,15 @@ def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
 
 
 def gaussians(distance):
-    """Expand each distance in 16 Gaussians, centres 2 to 22, width 1.25 Angstrom.
+    """Expand each distance into 16 Gaussians, centres 2 to 22, width 1.25 Angstrom.
 
     distance: (..., 25) Angstrom. Returns (..., 400).
     """
     centres = torch.linspace(2, 22, N_RBF, dtype=distance.dtype, device=distance.device)
     x = distance[..., None] - centres
     x.mul_(N_RBF / 20).square_().neg_()     # in place: the largest tensor of all
-    # No float notices e^-60, but subnormal numbers make a CPU's exponential and matrix product
-    # several times slower.
+    # Values below e^-60 do not affect the sum, but subnormal numbers would make exponential and
+    # matrix product several times slower on a CPU.
     return x.clamp_(min=-60).exp_().flatten(-2)
 
 
@@ -496,14 +496,14 @@ def check_structure(X, mask, residue_idx, chain_id):
 # ---- decoding order ----
 
 def decoding_order(designed, keys):
-    """Make an order with fixed residues first, random where the keys are.
+    """Order with fixed residues first; fixed and designed residues each sorted by |key|.
 
-    The published rule argsort((designed + 0.0001) |randn|), without its rare designed residue ahead
-    of fixed ones.
+    The published rule, argsort((designed + 0.0001) |randn|), rarely puts a designed residue before
+    a fixed one; this does not.
 
     Args:
         designed: (B, L), 1 = designed and resolved.
-        keys:     (B, L) numbers; residues are sorted by |key|, the least first.
+        keys:     (B, L) numbers, random for a random order; the smallest |key| comes first.
     Returns: (B, L) int64, element t = residue decoded at step t.
     """
     order = keys.abs().argsort(dim=-1)
@@ -521,9 +521,9 @@ def decoded_before(step_of, E_idx):
 
 
 def tied_groups(tied, chain_M, draw):
-    """Lists of tied positions that are drawn, of two or more; ValueError for what is not possible.
+    """The tied groups reduced to drawn positions, without groups of one. ValueError if not valid.
 
-    chain_M: (M, L) bool, to be drawn. draw: (M, L) bool, chain_M where the residue is resolved.
+    chain_M: (M, L) bool, to be drawn. draw: (M, L) bool, chain_M and the residue is resolved.
     """
     L, groups = draw.shape[1], [list(group) for group in tied]
     members = [i for group in groups for i in group]
@@ -543,11 +543,11 @@ def tied_groups(tied, chain_M, draw):
 
 
 def decoding_steps(order, groups):
-    """Steps of the order (M, L) when the positions of each group share one.
+    """Steps of the order (M, L) when all positions of a tied group are decoded in one step.
 
     Returns: step_of (M, L), equal within a group; steps (M, T, G) int64, the positions of each
-        step, where a group of fewer than G is filled up with its first; is_member (M, T, G) bool,
-        False for those fillers.
+        step, padded to G positions by repeating the first; is_member (M, T, G) bool, False for
+        this padding.
     """
     tied = {i for group in groups for i in group}
     groups = groups + [[i] for i in range(order.shape[1]) if i not in tied]
@@ -555,7 +555,7 @@ def decoding_steps(order, groups):
     steps = torch.tensor([group + group[:1] * (G - len(group)) for group in groups], device=device)
     is_member = torch.tensor([[g < len(group) for g in range(G)] for group in groups],
                              device=device)
-    due = step_of_residue(order)[:, steps].amin(-1)         # (M, T), when the first of a group is
+    due = step_of_residue(order)[:, steps].amin(-1)         # (M, T), step of a group's earliest
     step_of = torch.empty_like(order)
     step_of[:, steps] = due[..., None]
     turn = due.argsort(dim=1)
@@ -565,15 +565,15 @@ def decoding_steps(order, groups):
 # ---- the letter of a step ----
 
 def gumbel_noise(uniform):
-    """Gumbel noise, float32, of draws from [0, 1) float64: arg max of (log p + noise) is a draw."""
+    """float64 uniform in [0, 1) -> float32 Gumbel noise: argmax(log p + noise) is a draw from p."""
     return -(-uniform.clamp(min=TINY).log()).clamp(min=TINY).log().float()
 
 
 class Pssm(NamedTuple):
     """A position-specific scoring matrix for L positions, such as of an alignment."""
-    share: torch.Tensor         # (L, 1) from 0 to 1: how much of the probabilities is `letters`
-    letters: torch.Tensor       # (L, 21) probabilities
-    factor: torch.Tensor        # (L, 21) multiplies the probabilities
+    share: torch.Tensor         # (L, 1) from 0 to 1: weight of `letters` in the mixture
+    letters: torch.Tensor       # (L, 21) probabilities, mixed with the network's
+    factor: torch.Tensor        # (L, 21) multiplies the mixed probabilities
 
     def at(self, positions):
         return Pssm(*(x[positions] for x in self))
@@ -582,16 +582,16 @@ class Pssm(NamedTuple):
 def letter_log_probs(scores, temperature, pssm=None):
     """Log-probabilities that a letter is drawn from.
 
-    p = softmax(scores / temperature); with a PSSM ((1 - share) p + share letters) x factor, without
-    the letters of score -inf, and normalised again.
+    p = softmax(scores / temperature). With a PSSM it becomes ((1 - share) p + share letters) x
+    factor, then 0 for letters of score -inf, and is normalised again.
 
     Args:
         scores:      (..., 21) nats, logits + bias; -inf = never.
-        temperature: at least 0, where the best letter has it all.
+        temperature: at least 0; at 0 the best letter has probability 1.
         pssm:        Pssm of these positions.
     Returns: (..., 21) nats.
-    Source: Dauparas et al. 2022 and the published code's `sample`. That leaves a letter that is
-    omitted everywhere to its PSSM; here omitted letters never come.
+    Source: Dauparas et al. 2022 and the published code's `sample`. There a PSSM can bring back an
+    omitted letter; here omitted letters are never drawn.
     """
     never = scores == -torch.inf
     scores = scores - scores.amax(-1, keepdim=True)
@@ -604,7 +604,7 @@ def letter_log_probs(scores, temperature, pssm=None):
 
 
 def mean_in_groups(x, groups):
-    """A copy of x (..., L, n) whose rows of a group are their mean."""
+    """A copy of x (..., L, n) in which each row of a group is replaced by the group's mean."""
     x = x.clone()
     for group in groups:
         x[..., group, :] = x[..., group, :].mean(-2, keepdim=True)
@@ -614,14 +614,14 @@ def mean_in_groups(x, groups):
 # ---- checks ----
 
 def check_sequences(encoding, S, decoding_order, structure):
-    """Return structure (M,), filled in where it was left out; ValueError for what does not fit."""
+    """Return structure (M,), or its default if None. ValueError for shapes that do not match."""
     (B, L), M = encoding.mask.shape, len(S)
     if structure is None and B in (1, M):
         structure = torch.arange(M, device=S.device) if B == M else S.new_zeros(M)
     found = [None if x is None else tuple(x.shape) for x in (S, decoding_order, structure)]
     if found != [(M, L), (M, L), (M,)] or S.dtype != torch.int64:
-        raise ValueError(f"S, decoding_order and structure are {found}; expected ({M}, {L}), "
-                         f"({M}, {L}) and ({M},), the row of each one's structure among {B}. S is "
+        raise ValueError(f"S, decoding_order and structure have shapes {found}; expected ({M}, "
+                         f"{L}), ({M}, {L}) and ({M},), rows of the {B} structures. S is "
                          f"{S.dtype}; expected torch.int64.")
     if S.device.type == "cpu" and not torch.equal(decoding_order.sort(1).values,
                                                   torch.arange(L).expand(M, L)):
@@ -631,13 +631,13 @@ def check_sequences(encoding, S, decoding_order, structure):
 
 
 def allowed_letters(bias, pssm=None):
-    """(..., L, 21) bool, False = neither logits nor the PSSM could ever bring this letter."""
+    """(..., L, 21) bool, True = this letter can be drawn, by the logits or by the PSSM."""
     allowed = bias > -torch.inf
     return allowed if pssm is None else allowed & ((pssm.share < 1) | (pssm.letters > 0))
 
 
 def check_letters_left(bias, pssm, draw):
-    """ValueError where bias (M, L, V) and pssm leave no letter and draw (M, L) is True; for nan."""
+    """ValueError if a position to draw (M, L) has no allowed letter, or bias (M, L, V) has nan."""
     stuck = (draw & ~allowed_letters(bias, pssm).any(-1)).nonzero().tolist()
     if stuck:
         raise ValueError(f"bias and pssm leave no letter at (sequence, position) "
@@ -650,7 +650,7 @@ def check_letters_left(bias, pssm, draw):
 # ---- files ----
 
 def random_proteinmpnn(seed, **sizes):
-    """An untrained ProteinMPNN(**sizes), the same for the same seed; leaves torch's generator."""
+    """An untrained ProteinMPNN(**sizes) from a seed. The state of torch's generator is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ProteinMPNN(**sizes)
@@ -666,7 +666,7 @@ def load_proteinmpnn(path, dropout=0.0):
         raise ValueError(f"There is no file {path}; expected ProteinMPNN weights. {PUBLISHED}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:          # torch.load raises whatever the bytes lead it to
+    except Exception as error:          # a damaged file can make torch.load raise anything
         raise ValueError(f"{path} cannot be read as a file of tensors and numbers "
                          f"({type(error).__name__}). Fetch or write it again. "
                          f"{PUBLISHED}") from error
@@ -674,7 +674,7 @@ def load_proteinmpnn(path, dropout=0.0):
 
 
 def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
-    """{num_edges, noise_level, model_state_dict, ...} -> ProteinMPNN of the sizes of its tensors.
+    """ProteinMPNN from {num_edges, noise_level, model_state_dict, ...}; sizes are its tensors'.
 
     Raises: ValueError with `name` for anything else.
     """
@@ -705,9 +705,9 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
                             for part in ("encoder_layers.", "decoder_layers."))
     if 0 in (hidden_size, n_encoder, n_decoder):
         raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size} numbers, "
-                         f"and it has {n_encoder} + {n_decoder} layers; expected some. "
-                         f"{PUBLISHED}")
-    # Not on the device "meta", whose first use imports a compiler for more than a second.
+                         f"and it has {n_encoder} encoder and {n_decoder} decoder layers; expected "
+                         f"at least 1 of each. {PUBLISHED}")
+    # Not on device "meta": its first use imports a compiler, which takes more than a second.
     model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
                                n_encoder=n_encoder, n_decoder=n_decoder, dropout=dropout,
                                noise_level=noise_level)
@@ -727,7 +727,7 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
 
 
 def to_checkpoint(model, **extra):
-    """The published layout, on the CPU; other tools ignore further keys, such as epoch and step."""
+    """Checkpoint in the published format, on the CPU. Other tools ignore extra keys, as epoch."""
     weights = {key: value.cpu() for key, value in model.state_dict().items()}
     return {**extra, "num_edges": model.num_edges, "noise_level": model.noise_level,
             "model_state_dict": weights}

@@ -8,59 +8,57 @@
     python sample_proteinmpnn.py v_48_020.pt 5L33.pdb --score_only designs.fasta
     python sample_proteinmpnn.py v_48_020.pt 5L33.pdb --out_folder out --conditional_probs
 
-Reads weights in the published format and structures (.pdb, .ent, .cif, .mmcif, perhaps .gz): files,
-and folders, of which it takes every such file. A structure's name is that of its file, without
-folder and ending. Options hold for every structure.
-Writes FASTA to --out or to standard output: first a structure's own sequence, then the drawn ones
-(with --score_only those of its FASTA alone), each the designed chains in the order of --chains with
-/ between them. X is a row without a residue, such as a gap. Where one FASTA has several structures,
-headers begin with the structure's name. How the input was understood, positions above all, is
-printed on standard error. Wrong input ends with one message and exit code 2.
+Reads weights in the published format and structures (.pdb, .ent, .cif, .mmcif, also with .gz):
+files, or folders of such files. A structure's name is its file's name without folder and suffix.
+Options apply to every structure.
+Writes FASTA to --out or to standard output: first a structure's native sequence, then the drawn
+ones (with --score_only, only those of its FASTA). A sequence is the designed chains in the order of
+--chains, joined by /. X is a row without a residue, such as a gap. If one FASTA has several
+structures, headers begin with the structure's name. How the input, above all positions, was
+understood is printed to standard error. Wrong input ends with one message and exit code 2.
 
---out_folder DIR is laid out as by the published tool, every file whole or absent:
+--out_folder DIR has the published tool's layout. Files are replaced as a whole, never in part:
     seqs/NAME.fa                  FASTA
     scores/NAME.npz               score, global_score (N,) of the N drawn sequences
     probs/NAME.npz                probs (N, L, 21) that letters were drawn from, 0 where none was
-    unconditional_probs/NAME.npz  log_p (L, 21) of letters given the backbone alone (what the
-                                  published --conditional_probs_only_backbone gives, too)
-    conditional_probs/NAME.npz    log_p (N, L, 21) given the backbone and all other residues, of the
-                                  mean probability over --orders orders of these: one pass of the
-                                  decoder per residue and order
-    scored/NAME.fa, NAME.npz      where nothing is drawn, instead of seqs/ and scores/
-Each .npz has as well S (N, L) letters, header (N,), mask (L,) True = designed and resolved,
-position (L,) such as A12, and alphabet. log_p is nan where mask is False. L are the rows of the
-designed chains as in the FASTA, without "/". With --score_only, --unconditional_probs and
---conditional_probs nothing is drawn: the N sequences are those of --score_only, or the structure's
-own.
+    unconditional_probs/NAME.npz  log_p (L, 21) of letters given the backbone alone (also what the
+                                  published --conditional_probs_only_backbone gives)
+    conditional_probs/NAME.npz    log_p (N, L, 21) given the backbone and all other residues. The
+                                  probability is a mean over --orders decoding orders of these; the
+                                  decoder runs once per residue and order
+    scored/NAME.fa, NAME.npz      instead of seqs/ and scores/ if nothing is drawn
+Each .npz also has S (N, L) letters, header (N,), mask (L,) True = designed and resolved, position
+(L,) such as A12, and alphabet. log_p is nan where mask is False. The L rows are those of the
+designed chains as in the FASTA, without "/". With --score_only, --unconditional_probs or
+--conditional_probs nothing is drawn: the N sequences are those of --score_only, or the native one.
 
-Positions are chain and number in the file (A12, A12B with insertion code, A10-A20 with both ends),
-or all of them 0-based rows of the designed chains joined in the order of --chains, gaps counted.
-Files of settings are those of the published tool: JSON keyed by structure, each of which needs its
-entry, {} for none. Rows in them count from 1 in each chain, gaps included:
+Positions are chain and number in the file (A12, A12B with insertion code, A10-A20 with both ends).
+Or all are 0-based rows of the designed chains joined in the order of --chains, gaps counted.
+Files of settings are those of the published tool: JSON keyed by structure. Each structure needs an
+entry ({} for none). Rows in them count from 1 in each chain, gaps included:
     chain_id_jsonl         {"5L33": [["A"], ["B"]]}: designed and fixed chains
     fixed_positions_jsonl  {"5L33": {"A": [1, 2]}}
     tied_positions_jsonl   {"5L33": [{"A": [1], "B": [1]}, {"A": [[2], [1.0]], "B": [[2], [-0.5]]}]}
-                           the second with weights of the logits; negative: design against it
+                           the second has weights of the logits; negative: design against B
     omit_AA_jsonl          {"5L33": {"A": [[[1, 2], "GP"]]}}
     bias_by_res_jsonl      {"5L33": {"A": rows x 21 nats, in the order ACDEFGHIKLMNPQRSTVWYX}}
     pssm_jsonl             {"5L33": {"A": {"pssm_coef": rows from 0 to 1, "pssm_bias": rows x 21
                            probabilities, "pssm_log_odds": rows x 21}}}
-    bias_AA_jsonl          {"E": 0.5}, as --bias E=0.5; of letters, not of structures
+    bias_AA_jsonl          {"E": 0.5}, as --bias E=0.5; keyed by letter, not by structure
 
-A letter is drawn from softmax((logits + bias) / temperature). With a PSSM, the share
-pssm_multi x pssm_coef of that is pssm_bias instead; then letters whose log-odds are not above the
-threshold become a thousand times rarer. Omitted letters never come. Tied positions take the mean of
-weight x logits, of bias and of PSSM. Source: Dauparas et al. 2022 and the published tool, where a
-PSSM can bring back omitted letters, and tied positions take bias and PSSM of their last.
+A letter is drawn from p = softmax((logits + bias) / temperature). With a PSSM, p becomes
+(1 - w) p + w pssm_bias, with w = pssm_multi x pssm_coef; then letters whose log-odds are not above
+the threshold become a thousand times rarer. Omitted letters are never drawn. Tied positions use the
+mean of weight x logits, of bias and of PSSM. Source: Dauparas et al. 2022 and the published tool,
+where a PSSM can bring back omitted letters, and a tied group uses bias and PSSM of its last member.
 
-In the header lines: score, the mean negative log-probability in nats of the designed, resolved
-residues; global_score, of all resolved residues; seq_recovery, the share of designed, resolved
-residues that are as in the structure; each over residues whose letter is known (not X), and left
-out where there is none. Scores are means over --orders decoding orders, fixed residues first, which
-are the same for all sequences, and on the backbone without noise: scores compare.
-What is random in a sequence depends on the seed, the structure's name, the temperature and the
-sequence's number alone, not on --num, --batch_size and what else is drawn (but for rounding, where
-two letters tie).
+In the header lines: score is the mean negative log-probability in nats of the designed, resolved
+residues; global_score that of all resolved residues; seq_recovery the fraction of designed,
+resolved residues that are native. Each counts only residues with a known letter (not X), and is
+left out if there are none. Scores are means over --orders decoding orders, fixed residues first, on
+the backbone without noise. All sequences use the same orders, so that scores can be compared.
+The random numbers of a sequence depend only on seed, structure name, temperature and the number of
+the sequence, not on --num or --batch_size (but rounding may decide between equally likely letters).
 """
 import argparse
 import math
@@ -93,7 +91,7 @@ ONE_OF = (("tied_positions", "homomer", "tied_positions_jsonl"), ("chains", "cha
 # ---- options ----
 
 def make_parser():
-    """Where two names are given, the second is that of the published tool."""
+    """If an option has two names, the second is that of the published tool."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], allow_abbrev=False,
         epilog="The head of this file explains outputs, positions and the JSON files.",
@@ -111,7 +109,7 @@ def make_parser():
     add("--fixed_chains", nargs="*", metavar="CHAIN",
         help="context; default: all others that have a backbone; without a name: none")
     add("--fixed_positions", nargs="+", metavar="POSITION",
-        help="of the designed chains, that keep their letters")
+        help="positions of the designed chains that keep their letters")
     add("--mutable_positions", nargs="+", metavar="POSITION", help="the only ones to design")
     add("--chain_id_jsonl", metavar="FILE", help="designed and fixed chains of each structure")
     add("--fixed_positions_jsonl", metavar="FILE", help="fixed positions of each structure")
@@ -119,12 +117,12 @@ def make_parser():
     add("--num", "--num_seq_per_target", type=int, metavar="N",
         help="sequences per structure and temperature; default 1")
     add("--temperature", "--sampling_temp", nargs="+", metavar="T",
-        help="of drawing, one or more; default 0.1; 0 takes the best letter")
+        help="one or more; default 0.1; 0 takes the most likely letter")
     add("--omit", "--omit_AAs", metavar="LETTERS", help="amino acids never drawn, such as CM")
     add("--bias", nargs="+", metavar="LETTER=NATS",
         help="added to logits before the temperature, such as E=0.5 K=-1")
     add("--tied_positions", nargs="+", metavar="GROUP",
-        help="that get one letter: A1,B1 A2,B2 or, the same for ranges, A1-A2,B1-B2")
+        help="positions that get the same letter: A1,B1 A2,B2 or, as ranges, A1-A2,B1-B2")
     add("--homomer", action="store_true", default=None,
         help="tie residues of equal number in the designed chains")
     add("--backbone_noise", type=float, default=0.0, metavar="ANGSTROM",
@@ -135,10 +133,10 @@ def make_parser():
     add("--tied_positions_jsonl", metavar="FILE", help="tied positions, perhaps with weights")
     add("--pssm_jsonl", metavar="FILE", help="position-specific scoring matrices")
     add("--pssm_multi", type=float, default=0.0, metavar="SHARE",
-        help="0 to 1: how much of the probabilities is of the PSSM; default 0")
+        help="0 to 1: weight of the PSSM in the probabilities; default 0")
     flag("--pssm_log_odds_flag", help="letters of low log-odds become rare")
     add("--pssm_threshold", type=float, default=0.0, metavar="ODDS",
-        help="log-odds above this are not low; default 0")
+        help="log-odds up to this are low; default 0")
     add = parser.add_argument_group("scoring and running").add_argument
     add("--score_only", nargs="+", metavar="FASTA",
         help="score the sequences of these files on each structure; nothing is drawn")
@@ -161,7 +159,7 @@ def make_parser():
 
 
 def parse_arguments(argv):
-    """Options with the defaults of drawing; ValueError for what argparse does not notice."""
+    """Options, with defaults for drawing. ValueError for errors that argparse does not find."""
     args = make_parser().parse_args(argv)
 
     def given(names):
@@ -203,8 +201,8 @@ def temperatures(texts):
 
 def check_pssm_options(args):
     """ValueError for options of PSSMs that would have no effect, or are out of range."""
-    has_use = args.pssm_multi or args.pssm_log_odds_flag
-    if bool(args.pssm_jsonl) != bool(has_use):
+    uses_pssm = args.pssm_multi or args.pssm_log_odds_flag
+    if bool(args.pssm_jsonl) != bool(uses_pssm):
         raise ValueError("found --pssm_jsonl FILE without one of --pssm_multi above 0 and "
                          "--pssm_log_odds_flag 1, or one of these without FILE; expected both.")
     if args.pssm_threshold and not args.pssm_log_odds_flag:
@@ -216,7 +214,7 @@ def check_pssm_options(args):
 
 
 def structure_files(args):
-    """Paths of the structures, folders opened; ValueError for none, or two of one name."""
+    """Paths of all structures, also those in folders. ValueError for none, or two of one name."""
     paths = []
     for path in args.structures:
         files = [path]
@@ -239,7 +237,7 @@ def structure_files(args):
 
 
 def output_files(args, paths):
-    """{structure name: {kind: path}} of what is to be written; {} for standard output.
+    """{structure name: {kind: path}} of the files to write; {} for standard output.
 
     Raises: ValueError for a file that cannot be written, or that is an input.
     """
@@ -251,7 +249,7 @@ def output_files(args, paths):
                          "with --out_folder, in a folder that exists.")
     if args.out_folder:
         kinds = ["seqs", *(name.removeprefix("save_") for name in SAVED if getattr(args, name))]
-        # With nothing drawn, designs in the same folder stay.
+        # If nothing is drawn, do not overwrite earlier designs in the same folder.
         scored = () if args.drawing else ("seqs", "scores")
         files = {name: {kind: target / ("scored" if kind in scored else kind)
                         / f"{name}.{'fa' if kind == 'seqs' else 'npz'}" for kind in kinds}
@@ -263,7 +261,8 @@ def output_files(args, paths):
     outputs = {path for kinds in files.values() for path in kinds.values() if path.exists()}
     for path in sorted(outputs):
         if not path.is_file():
-            raise ValueError(f"found {path} to be written, which is no file; expected another.")
+            raise ValueError(f"found {path} to be written, which is no file; expected another "
+                             "name.")
         for other in inputs:
             if os.path.exists(other) and path.samefile(other):
                 raise ValueError(f"found {path} to be written, which is the input {other}; "
@@ -274,15 +273,15 @@ def output_files(args, paths):
 def choose_device(name):
     found = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()] + ["cpu"]
     if name not in ("auto", *found):
-        raise ValueError(f"--device {name}: torch {torch.__version__} sees none; it sees "
-                         f"{' '.join(found)}.")
+        raise ValueError(f"--device {name}: torch {torch.__version__} finds no such device; it "
+                         f"finds {' '.join(found)}.")
     return torch.device(found[0] if name == "auto" else name)
 
 
 # ---- sequences, scores, probabilities ----
 
 def random_order(design, *key):
-    """(1, L) decoding order, fixed residues first, of this key."""
+    """(1, L) random decoding order, seeded by the key, fixed residues first."""
     L, generator = len(design.drawn), keyed_generator(*key)
     randn = torch.randn(1, L, dtype=torch.float64, generator=generator)
     return decoding_order(torch.from_numpy(design.drawn)[None].long(), randn)
@@ -295,7 +294,7 @@ def encode(model, tensors, device):
 
 
 def with_noise(tensors, keys, angstrom):
-    """The tensors of one structure once per key, with noise on the atoms that are there."""
+    """The tensors of one structure, repeated for each key with noise on all present atoms."""
     X = tensors["X"]
     noise = torch.cat([torch.randn(X.shape, dtype=torch.float64,
                                    generator=keyed_generator(*key, "backbone")) for key in keys])
@@ -304,10 +303,10 @@ def with_noise(tensors, keys, angstrom):
 
 
 def draw(model, encoding, design, temperature, keys):
-    """Draw a sequence per key, which all that is random in it depends on.
+    """Draw one sequence for each key, the seed of its random numbers.
 
-    encoding: of the structure, or of it with the noise of each key.
-    Returns: S (M, L) int64 and what its letters were drawn from, (M, L, 21).
+    encoding: of the structure, or of one noisy copy for each key.
+    Returns: S (M, L) int64, and the probabilities that letters were drawn from, (M, L, 21).
     """
     device, (L, V) = encoding.mask.device, (len(design.drawn), len(LETTERS))
     orders = torch.cat([random_order(design, *key, "order") for key in keys])
@@ -325,7 +324,7 @@ def draw(model, encoding, design, temperature, keys):
 def score(model, encoding, design, args, S):
     """(M, 2) float64 in nats, score and global score of sequences S (M, L).
 
-    X is not scored: it is no prediction.
+    X, an unknown residue, is not scored.
     """
     device, total = encoding.mask.device, 0.0
     known = (S != X_ID) & torch.from_numpy(design.complex.mask)
@@ -340,13 +339,13 @@ def score(model, encoding, design, args, S):
 
 
 def recovery(design, S):
-    """Share of designed, resolved residues as in the structure, where that has a letter."""
+    """Fraction of designed, resolved residues with the native letter, where that is known."""
     counted = design.drawn & (design.complex.S != X_ID)
     return (S[counted] == design.complex.S[counted]).mean() if counted.any() else math.nan
 
 
 def conditional_log_probs(model, encoding, design, args, S):
-    """(L, 21) of each residue given all others of S (L,), of the mean probability over orders."""
+    """(L, 21) log of each residue's mean probability over orders, given all others of S (L,)."""
     device, rows = encoding.mask.device, np.flatnonzero(design.drawn).tolist()
     probs = torch.zeros(len(S), len(LETTERS), dtype=torch.float64)
     for k in range(args.orders):
@@ -361,7 +360,7 @@ def conditional_log_probs(model, encoding, design, args, S):
 def make_batches(model, encoding, tensors, design, args, given):
     """Yield (headers, S (M, L), probabilities or None) of sequences to be scored together.
 
-    A header is two texts, between which its scores will stand.
+    A header is two texts: the scores are written between them.
     """
     size, device = args.batch_size, encoding.mask.device
     name = f"{design.name}, " if args.many_in_one else ""
@@ -388,10 +387,9 @@ def make_batches(model, encoding, tensors, design, args, given):
 
 
 def make_results(model, design, args, given, device):
-    """FASTA text of one structure, and {kind: arrays by name} of what else is to be saved.
+    """FASTA text of one structure, and {kind: {name: array}} for the .npz files.
 
-    given: [(header, S (L,))] of the sequences to be scored; empty: the structure's own, and drawn
-        ones.
+    given: [(header, S (L,))] of the sequences to score; empty: the native one and drawn ones.
     """
     tensors = collate_complexes([design.complex], ("X", "mask", "residue_idx", "chain_id"))
     encoding = encode(model, tensors, device)
@@ -405,13 +403,13 @@ def make_results(model, design, args, given, device):
             lines += [f">{begin}, {text}{end}", design.text(row)]
         if args.conditional_probs:
             log_p += [conditional_log_probs(model, encoding, design, args, row) for row in S]
-        if probs is not None or not args.drawing:           # the structure's own is not drawn
+        if probs is not None or not args.drawing:           # the native sequence is not drawn
             saved.append(([begin + end for begin, end in heads], S, scores, probs))
     heads, S, scores, probs = zip(*saved)
     mask = design.drawn[design.rows]
 
     def joined(x):
-        """(..., L, 21) by row of the complex -> by joined row; nan where nothing is designed."""
+        """(..., L, 21) by row of the complex -> in the user's order; nan where not designed."""
         return np.where(mask[:, None], x.float().numpy()[..., design.rows, :], np.nan)
 
     arrays = {}
@@ -431,7 +429,7 @@ def make_results(model, design, args, given, device):
 # ---- command ----
 
 def read_designs(paths, args):
-    """The Design of each path; ValueError with the path where there are several."""
+    """The Design of each path. With several paths, a ValueError names its path."""
     tables = {option: read_json(getattr(args, option))
               for option in PER_STRUCTURE if getattr(args, option)}
     bias, designs = letter_bias(args), []
@@ -444,7 +442,7 @@ def read_designs(paths, args):
         others = sorted(set(table) - {design.name for design in designs})
         if others:
             designs[0].notes.append(f"--{option}: has settings for {', '.join(others)}, which are "
-                                    "no structures of this call")
+                                    "not among the given structures")
     return designs
 
 
@@ -467,21 +465,21 @@ def run(args):
         for design, sequences in zip(designs, given):
             text, arrays = make_results(model, design, args, sequences, device)
             targets = files.get(design.name, {})
-            own = "" if sequences else ", the first of them the structure's own"
+            native = "" if sequences else ", the first of them the native one"
             where = targets.get("seqs", args.out or "standard output")
             print(*design.notes, f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} "
-                  f"sequence(s){own}, to {where}", sep="\n", file=sys.stderr)
+                  f"sequence(s){native}, to {where}", sep="\n", file=sys.stderr)
             texts.append(text)
             if not files:
                 sys.stdout.write(text)
             if args.out_folder:
-                # What an earlier call saved does not belong to these sequences.
+                # Remove arrays of an earlier call, which do not belong to these sequences.
                 for kind in ("scores", "probs") if args.drawing else ("scored",):
                     (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)
                 for kind, values in arrays.items():
                     write_whole(targets[kind], lambda file, values=values: np.savez(file, **values))
                 write_whole(targets["seqs"], lambda file, text=text: file.write(text.encode()))
-    finally:   # after Ctrl-C, or without memory, what is done is kept, and so is an old file
+    finally:   # after Ctrl-C or out of memory: keep finished structures, and an old --out file
         if args.out and texts:
             done = len(texts) == len(designs)
             path = args.out if done else Path(f"{args.out}.partial")
@@ -494,7 +492,7 @@ def main(argv):
     try:
         run(parse_arguments(argv))
         return 0
-    except BrokenPipeError:   # as with `| head`
+    except BrokenPipeError:   # such as from `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, RuntimeError) as error:

@@ -1,21 +1,21 @@
-"""What bench_ddp.py scale measured: a table and a picture, and what more ranks would do.
+"""Report of bench_ddp.py scale: a table, a plot, and a prediction for more ranks.
 
-The weak step of N ranks is predicted (predict_step) as
+In weak scaling the time of a step of N ranks is predicted (predict_step) as
     alone + sigma m(N) + X - min(overlap X, backward)
     X = 2 (N - 1) / N x bytes / bandwidth + messages x hops x latency
-alone, sigma: seconds of a step without exchange and their spread over ranks, at the largest
-    measured number of ranks up to N: neighbours on a host share its memory and its cores. Where
-    one rank alone was measured, sigma is that over its steps, which differ in work as ranks do not
-m(N): expected maximum of N standard normal numbers, which grows as sqrt(2 ln N): all wait for the
-    slowest rank
-bandwidth, latency of a hop: of a line through measured all-reduces. bytes: of all gradients
-hops: 2 (N - 1) of a ring, such as gloo's; 2 log2 N of trees, where the backend is another
-messages: DDP's buckets, and the small all-reduce of counts
-overlap: share of X that steps do not wait for, as measured; backward: 2/3 of compute, at most
+alone, sigma: mean time of a step without communication ("exchange"), and its standard deviation
+    over ranks; both of the largest measured number of ranks up to N, as ranks on a host share its
+    memory and cores. If only one rank was measured, sigma is that over its steps
+m(N): expected maximum of N standard normal numbers: all ranks wait for the slowest
+X: time of communication. bytes: of all gradients
+bandwidth, latency of a hop: from a line fitted to measured all-reduces
+hops: 2 (N - 1) for a ring, as in gloo; 2 log2 N for trees, with any other backend
+messages: DDP's buckets, plus the small all-reduce of counts
+overlap: measured fraction of X that is hidden behind backward, which is 2/3 of compute
 
-Critical batch: B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, arXiv 1812.06162). A step on a
-batch B makes 1 / (1 + B_simple / B) of the progress of a step along the exact gradient: at B_simple
-a half, so that all that is added beyond at most doubles it. It grows as the loss falls.
+Critical batch: B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, arXiv 1812.06162). A step with
+batch B makes 1 / (1 + B_simple / B) of the progress of a step along the exact gradient: one half at
+B_simple, so that a larger batch can at most double it. B_simple grows as the loss falls.
 """
 import math
 import statistics
@@ -26,25 +26,25 @@ import numpy as np
 
 from run_log import write_whole
 
-FEW_STEPS = 50      # of training: the weights are still nearly fresh
-# Of launches that are compared; what the ranks are is compared too.
+FEW_STEPS = 50      # after fewer steps of training, weights are still close to random
+# Only launches that are equal in these are compared in a table.
 ALIKE = ("what", "config", "overrides", "device", "dtype", "parameters", "train")
 
 
 # ---------------------------------------------------------------- formulas
 def noise_scale(small, big, n_small, n_big):
-    """(tr(Sigma), |G|^2), unbiased, from squared norms of the gradients of two sizes of batches.
+    """(tr(Sigma), |G|^2), unbiased, from squared gradient norms of batches of two sizes.
 
-    McCandlish et al. 2018, appendix A.1. tr(Sigma): noise of the gradient of a batch of one.
-    Args: small, big: means over many batches. n_small, n_big: their sizes; of sizes that differ,
-        the harmonic means.
+    McCandlish et al. 2018, appendix A.1. tr(Sigma): gradient noise of a batch of one.
+    Args: small, big: squared norms, means over many batches. n_small, n_big: batch sizes (harmonic
+        means if they vary).
     """
     return ((small - big) / (1 / n_small - 1 / n_big),
             (n_big * big - n_small * small) / (n_big - n_small))
 
 
 class Link(NamedTuple):
-    """What an all-reduce takes. latency: seconds of a hop; bandwidth: bytes per second."""
+    """Model of an all-reduce's time. latency: seconds per hop; bandwidth: bytes per second."""
     latency: float
     bandwidth: float
     ring: bool = False
@@ -53,13 +53,13 @@ class Link(NamedTuple):
         return 2 * (ranks - 1) if self.ring else 2 * math.log2(ranks)
 
     def seconds(self, ranks, size, messages=1):
-        """Of `messages` all-reduces of `size` bytes together."""
+        """Time of `messages` all-reduces that have `size` bytes in total."""
         return (messages * self.hops(ranks) * self.latency
                 + 2 * (ranks - 1) / ranks * size / self.bandwidth)
 
 
 def fit_link(ranks, all_reduces, ring):
-    """The Link of [[bytes, seconds]]: relative errors are smallest, so that short ones count."""
+    """Link fitted to [[bytes, seconds]]. It minimises relative errors, so short ones count too."""
     sizes, seconds = np.array(all_reduces).T
     slope, start = np.polyfit(sizes, seconds, 1, w=1 / seconds)
     link = Link(0.0, 2 * (ranks - 1) / ranks / max(slope, 1e-15), ring)
@@ -67,21 +67,21 @@ def fit_link(ranks, all_reduces, ring):
 
 
 def expected_maximum(n):
-    """Of n standard normal numbers, by Blom's formula (1958)."""
+    """Expected maximum of n standard normal numbers, by Blom's formula (1958)."""
     return statistics.NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 
 def predict_step(alone, ranks, exchange, overlap):
-    """Seconds of a step, see the head of this file. alone: row of what a rank does without
-    exchange. exchange: X, seconds. overlap: share of it."""
+    """Seconds of a step by the formula at the top of this file. alone: row of a measurement
+    without exchange. exchange: X in seconds. overlap: fraction of X."""
     hidden = min(overlap * exchange, alone["parts"]["compute"] * 2 / 3)
     return alone["seconds"] + alone["sigma"] * expected_maximum(ranks) + exchange - hidden
 
 
 # ---------------------------------------------------------------- what was measured
 def merge(launches):
-    """{ranks: launch} of those like the last one; of several, medians. "rows": {(scaling,
-    variant): row}, strong ones of the largest global batch alone."""
+    """{ranks: launch} of the launches like the last one, with medians over repeats. "rows" becomes
+    {(scaling, variant): row}; strong scaling keeps only the largest global batch."""
     alike, merged = {}, {}
     for launch in launches:
         if all(launch.get(key) == launches[-1].get(key) for key in ALIKE):
@@ -102,7 +102,7 @@ def merge(launches):
 
 
 def median_of(dicts):
-    """Of each number in dicts with the same keys; texts are those of the first."""
+    """Median of each number over dicts with the same keys; texts are those of the first."""
     medians = {}
     for key, first in dicts[0].items():
         values = [numbers[key] for numbers in dicts]
@@ -114,13 +114,13 @@ def median_of(dicts):
 
 
 def find_alone(launches, scaling, ranks):
-    """The row without exchange of the largest number of ranks up to `ranks`; one rank has none."""
+    """Row without exchange for the most measured ranks up to `ranks` (one rank never exchanges)."""
     ranks = max((n for n in launches if n <= ranks), default=min(launches))
     return launches[ranks]["rows"].get((scaling, "" if ranks == 1 else "alone"))
 
 
 def add_efficiency(rows, launches):
-    """Speed-up over the fewest ranks with this scaling, and its share of the ideal one."""
+    """Add to rows the speed-up over the fewest ranks, and its fraction of the ideal speed-up."""
     for row in rows:
         least = min(n for n in launches if (row["scaling"], "") in launches[n]["rows"])
         base = launches[least]["rows"][row["scaling"], ""]
@@ -131,9 +131,9 @@ def add_efficiency(rows, launches):
 
 # ---------------------------------------------------------------- what is predicted
 def predict(launches, args):
-    """(rows for args.predict, {"scaling ranks": predicted / measured - 1}, text on the link).
+    """(rows for args.predict, {"scaling ranks": predicted / measured - 1}, text about the link).
 
-    Raises: ValueError where nothing says what an all-reduce takes."""
+    Raises: ValueError if the time of an all-reduce is neither measured nor given."""
     last, given, measured, overlaps = launches[max(launches)], None, None, {}
     if args.latency_us is not None:
         given = Link(args.latency_us / 1e6, args.bandwidth_gbs * 1e9)
@@ -141,8 +141,8 @@ def predict(launches, args):
         measured = fit_link(last["ranks"], last["all_reduces"], last["backend"] == "gloo")
     link = given or measured
     if link is None:
-        raise ValueError("--predict: one rank alone was measured, which does not say what an "
-                         "all-reduce takes. Expected --ranks with 2 or more, or --latency_us and "
+        raise ValueError("--predict: only one rank was measured, so the time of an all-reduce is "
+                         "not known. Expected --ranks with 2 or more, or --latency_us and "
                          "--bandwidth_gbs.")
 
     def exchange(ranks, link):
@@ -170,8 +170,8 @@ def predict(launches, args):
 
 
 def critical_batch(launches):
-    """B_simple in the unit of the batch, of the most ranks that measured it; None where none did,
-    0 where noise hides it."""
+    """B_simple in the unit of the batch, from the launch with the most ranks that measured it;
+    None if none did, 0 if noise hides it."""
     noises = [launches[ranks]["noise"] for ranks in sorted(launches) if launches[ranks]["noise"]]
     if not noises:
         return None
@@ -193,7 +193,7 @@ def report(launches, args):
               f"one of\n  {', '.join(ALIKE)}")
     print(textwrap.fill(" ".join([f"{last['what']},", last["config"], *last["overrides"]]), 100))
     print(f"{last['parameters'] / 1e6:.2f} million parameters, {last['dtype']}, {last['device']}"
-          f"{', one thread a rank' * (last['device'] == 'cpu')}; medians\n"
+          f"{', one thread a rank' if last['device'] == 'cpu' else ''}; medians\n"
           f"{'':<18}{'':>6}{'batch':>9}{'step':>7}{'':>11}{'speed-':>7}{'effi-':>7}{'of':>6}"
           f"{'':>5}{'com-':>5}{'ex-':>7}{'opti-':>6}{'GB a':>6}\n{'':<18}{'ranks':>6}{unit:>9}"
           f"{'s':>7}{unit + '/s':>11}{'up':>7}{'ciency':>7}{'alone':>6}{'data':>5}{'pute':>5}"
@@ -217,14 +217,14 @@ def report(launches, args):
 
 
 def print_prediction(predicted, errors, text, critical, launches):
-    """Print the predicted rows, with the progress that they buy, and the critical batch."""
+    """Print the predicted rows with their learning progress, and the critical batch."""
     found = ", ".join(f"{name}: {error:+.1%}" for name, error in errors.items())
     print(textwrap.fill(f"predicted, {text}. Check: each measured number of ranks, predicted with "
                         "the measured link and the overlap of the other numbers (none: 0), is off "
                         f"by: {found or '-'}", 100))
     least = min(launches)
     if launches[least].get("optimizer") == "muon":
-        print("Muon: ranks that are all on one host share its work, others do all of it: over "
+        print("Muon: ranks share its work if all are on one host, else each does all of it: on "
               "several hosts\na step takes longer than predicted, by at most the optimizer part of "
               "'alone'.")
     unit, first = launches[least]["unit"], launches[least]["rows"]["weak", ""]
@@ -247,14 +247,14 @@ def print_prediction(predicted, errors, text, critical, launches):
               "more --steps.")
         return
     if launches[least]["train"] < FEW_STEPS:
-        print("These are fresh weights, whose critical batch is small: see --train.")
+        print("The weights are nearly untrained, so the critical batch is small: see --train.")
     print(textwrap.fill(
-        f"critical batch: B_simple = tr(Sigma)/|G|^2 = {critical:,.0f} {unit}, that of "
+        f"critical batch: B_simple = tr(Sigma)/|G|^2 = {critical:,.0f} {unit}, the batch of "
         f"{critical * least / first['batch']:,.2f} ranks, at the weights where it was measured; it "
-        "grows in training. A step of it makes half of an exact gradient's progress, and what is "
-        "added beyond at most doubles that: more ranks then buy little (McCandlish et al. 2018, "
-        f"arXiv 1812.06162). progress: what is learned per second, over that of {least} "
-        "rank(s); below 1 more ranks learn more slowly.", 100))
+        "grows in training. A step with this batch makes half of the progress of a step with the "
+        "exact gradient, so larger batches, and more ranks, gain at most a factor of two "
+        "(McCandlish et al. 2018, arXiv 1812.06162). progress: learning progress per second, "
+        f"relative to {least} rank(s); below 1, more ranks learn more slowly.", 100))
 
 
 def draw(table, predicted, path):

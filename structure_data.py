@@ -1,11 +1,11 @@
-"""Structures and preference pairs: PDB/mmCIF files, checks, split, batches, a demo source.
+"""Structures and preference pairs: PDB/mmCIF files, checks, split, batches, synthetic demo pairs.
 
-    data = load_pairs(config.data, seed=0)                  # what a run trains on, in one call; or
-    pairs = read_pairs("pairs.json")                        # print(describe(pairs)): what was read
+    data = load_pairs(config.data, seed=0)                  # all that a run needs, in one call; or:
+    pairs = read_pairs("pairs.json")                        # describe(pairs) summarises them
     train, val, warnings = split_pairs(pairs, 0.1, seed=0)  # two lists, split by structure
     plan = plan_epoch(train, seed=0, epoch=0, micro_batches=4, batch_size=8)
     for indices in plan[step]:                              # 4 micro-batches on any number of ranks
-        batch = collate(train, indices)                     # tensors by name
+        batch = collate(train, indices)                     # {name: tensor}
 
 Reads structures (.pdb, .ent, .cif, .mmcif; each also with .gz) and pairs: a JSON list of objects,
 or one object per line in a .jsonl file. Keys of an object:
@@ -14,17 +14,17 @@ or one object per line in a .jsonl file. Keys of an object:
                             a letter per row of the designed chains, joined in the order of
                             design_chains
     chain_id, or design_chains with fixed_chains
-                            what is designed; what is context. No other chain is loaded
+                            the chains to design; those that are context. No other chain is loaded
     mutable_positions, or mutable_ranges
-                            0-based in the joined sequence; ranges [first, last] hold both ends.
+                            0-based in the joined sequence; ranges [first, last] include both ends.
                             Optional: without them every position is designed
-    weight                  of the pair in the loss, 1e-6 to 1e6; optional, 1 without it
+    weight                  of the pair in the loss, 1e-6 to 1e6; optional, default 1
     description             anything; not used
-Writes nothing. Everything is a function of its arguments: every rank reads, splits and plans the
-same. No model and no process group here.
+Writes nothing. All results depend only on the arguments, so that every rank reads, splits and plans
+the same. No model and no process group here.
 
-Rows are those of the official ProteinMPNN parser: one per residue number from the first to the last
-of a chain, one more per insertion code; a number without a residue is an X row without coordinates.
+Rows are those of the official ProteinMPNN parser: one for each residue number from first to last,
+and for each insertion code. A number without a residue is a gap: letter X and no coordinates.
 """
 
 import functools
@@ -48,26 +48,26 @@ from sequence_data import AMINO_ACIDS, LETTERS, X_ID, encode
 NAMES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR".split()
 BACKBONE = ("N", "CA", "C", "O")
 FORMATS = (".pdb", ".ent", ".cif", ".mmcif")
-MAX_ANGSTROM = 100_000      # a coordinate
-MAX_ROWS = 100_000          # of a chain: no protein is as long, so its residue numbers are wrong
-MAX_LISTED = 20             # problems of a file, or contradictions, that are listed one by one
-LENGTH_RATIO = 1.1          # longest / shortest complex that are mixed at will in a step
+MAX_ANGSTROM = 100_000      # largest coordinate
+MAX_ROWS = 100_000          # in a chain: no protein is as long, so more means wrong residue numbers
+MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
+LENGTH_RATIO = 1.1          # complexes whose lengths differ by less are shuffled as equally long
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
 OPTIONAL = ("chain_id", "design_chains", "fixed_chains", "mutable_positions", "mutable_ranges",
             "weight", "description")
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6   # of a pair
-MOST_MISSED = 2             # factor of the held-out to the asked-for share; beyond: a warning
+MOST_MISSED = 2             # warn if the held-out fraction misses val_fraction by a larger factor
 # The first key of _random_words, so that no two purposes share a stream of random numbers.
 FOR_SPLIT, FOR_PAIRS, FOR_LENGTHS, FOR_STEPS, FOR_DEMO = 1, 2, 3, 4, 5
 
 
 def _random_words(n, *integers):
-    """(n,) random uint64 keyed by integers, of a stream that numpy promises to keep for good."""
+    """(n,) random uint64 seeded by integers. numpy promises never to change this stream."""
     return np.random.PCG64([int(i) % 2**64 for i in integers]).random_raw(n)
 
 
 def _content_key(*parts):
-    """Integer in [0, 2**63) from arrays, texts and numbers, the same on every machine."""
+    """Hash of arrays, texts and numbers: an integer in [0, 2**63), equal on every machine."""
     plain = [part.tobytes() if isinstance(part, np.ndarray) else part for part in parts]
     digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -77,16 +77,16 @@ def _content_key(*parts):
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    S: np.ndarray               # (L,) uint8 ids; X at gaps and at residues that are none of the 20
-    X: np.ndarray               # (L, 4, 3) float32 of N, CA, C, O in Angstrom; 0: atom is missing
+    S: np.ndarray               # (L,) uint8 letters; X at gaps and non-standard residues
+    X: np.ndarray               # (L, 4, 3) float32 of N, CA, C, O in Angstrom; missing atoms: 0
     resolved: np.ndarray        # (L,) bool: all four atoms are there
-    numbers: tuple              # (L,) texts such as "12" and "12B"; None at gaps
+    numbers: tuple              # (L,) residue numbers such as "12" and "12B"; None at gaps
 
 
 class Structure:
     """Chains of one file, by name.
 
-    key: integer from letters and coordinates, equal for copies and other formats of a file.
+    key: hash of letters and coordinates, equal for copies of a file and for its other formats.
     """
 
     def __init__(self, name, chains):
@@ -98,11 +98,10 @@ class Structure:
 def read_structure(path):
     """Read a PDB or mmCIF file with the rows of the official ProteinMPNN parser.
 
-    ATOM records count, and HETATM records of MSE, which are read as M. A residue of another name
-    than the 20 is X and keeps its coordinates. Of atoms with one name in one residue the first
-    counts, and so does its first residue name: alternative locations and models are merged. Nucleic
-    acids become X rows without coordinates. mmCIF is read by author names and numbers, which are
-    those of the PDB file.
+    Only ATOM records are read, and HETATM records of MSE (selenomethionine), as M. A residue whose
+    name is not one of the 20 is X and keeps its coordinates. Of several atoms of one name, or
+    several residue names, at a residue number (alternative locations, models) the first counts.
+    Nucleic acids become X rows without coordinates. mmCIF is read by author names and numbers.
     Source: parse_PDB_biounits of github.com/dauparas/ProteinMPNN.
 
     Args:
@@ -130,25 +129,25 @@ def read_structure(path):
 
 
 def _parse_pdb(text):
-    # The official parser sees nothing but these records. gemmi would stop at END.
+    # Keep only the records that the official parser reads. gemmi would also stop at END.
     lines = re.findall(rb"^(?:ATOM|HETATM.{11}MSE)[^\r\n]*", text, re.MULTILINE)
-    for line in lines:      # gemmi would read a broken number as 0
+    for line in lines:      # gemmi would read a malformed number as 0
         try:
             int(line[22:26]), float(line[30:38]), float(line[38:46]), float(line[46:54])
         except ValueError:
             raise ValueError(f"found {line.decode('latin-1')[:54]!r}; expected a residue number in "
                              "columns 23 to 26 and coordinates in columns 31 to 54") from None
-    # Two chains with one name, or none, would be merged, and the second be lost. Models and
-    # alternative locations (column 17) repeat residues by intent.
+    # Two chains with the same name, or without one, would be merged, and the second be lost. Look
+    # in the first model only, without column 17: models and alternative locations repeat residues.
     first_model = re.split(rb"^ENDMDL", text, flags=re.MULTILINE)[0]
     seen = set()
     for place in re.findall(rb"^ATOM.{8} CA  .{4}(.{6})", first_model, re.MULTILINE):
         if place in seen:
             residue = " ".join(place.decode("latin-1").split())
-            raise ValueError(f"residue {residue} comes twice; expected a name of its own for each "
-                             "chain, in column 22, which keeps chains apart")
+            raise ValueError(f"residue {residue} comes twice; expected a different name for each "
+                             "chain in column 22, which keeps chains apart")
         seen.add(place)
-    # gemmi would take a letter in column 21 for a part of the chain's name.
+    # gemmi would read a letter in column 21 as part of the chain's name.
     lines = [line[:20] + b" " + line[21:] for line in lines]
     return gemmi.read_pdb_string(b"\n".join(lines) + b"\n")
 
@@ -158,15 +157,15 @@ def _parse_mmcif(text):
     blocks = [block for block in document if block.find_values("_atom_site.Cartn_x")]
     if len(blocks) != 1:
         raise ValueError(f"{len(blocks)} data blocks have atoms (_atom_site); expected one")
-    # gemmi would take every row for an ATOM, label numbers for the author's, and what is no number
-    # for unknown.
+    # The checks below are for what gemmi accepts silently: without group_PDB every row is an ATOM,
+    # without auth_seq_id the label numbers are used, and a malformed number counts as unknown.
     if not blocks[0].find_values("_atom_site.group_PDB"):
         raise ValueError("_atom_site has no group_PDB; expected ATOM and HETATM there, which tell "
                          "protein from water")
     for key in ("id", "type_symbol", "label_alt_id", "label_asym_id", "Cartn_y", "Cartn_z"):
-        if not blocks[0].find_values(f"_atom_site.{key}"):   # gemmi would see no atoms at all
+        if not blocks[0].find_values(f"_atom_site.{key}"):   # gemmi would read no atoms at all
             raise ValueError(f"_atom_site has no {key}; expected this column")
-    number = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?(\(\d+\))?|[?.]"  # also 1.25(7), with its error
+    number = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?(\(\d+\))?|[?.]"  # (7) in 1.25(7) is an error
     patterns = {"Cartn_x": number, "Cartn_y": number, "Cartn_z": number, "auth_seq_id": r"-?\d+"}
     for key, pattern in patterns.items():
         for value in blocks[0].find_values(f"_atom_site.{key}"):
@@ -189,7 +188,7 @@ def _make_chains(models):
 
 
 def _make_chain(name, places):
-    """Chain from {(number, insertion code): residues of that place}, gaps filled with X rows."""
+    """Chain from {(number, insertion code): residues}; gaps in the numbers become X rows."""
     numbers = {number for number, _ in places}
     if None in numbers or max(numbers) - min(numbers) >= MAX_ROWS:
         raise ValueError(f"chain {name} has residues without a number, or more than {MAX_ROWS:,} "
@@ -225,10 +224,10 @@ class Complex:
     S:           (L,) uint8, native letters.
     mask:        (L,) bool, True = resolved.
     chain_id:    (L,) int64, from 1.
-    residue_idx: (L,) int64, the row plus 100 per chain before.
-    n_designed:  rows of the designed chains, which come first (some of them may be kept, too).
+    residue_idx: (L,) int64, the row, plus 100 for each earlier chain.
+    n_designed:  number of rows of the designed chains (single positions of these may be fixed).
     left_out:    names of the other protein chains of the structure.
-    key:         integer from the structure and the names of the chains.
+    key:         hash of the structure and the names of the chains.
     """
 
     def __init__(self, structure, design, fixed=()):
@@ -249,35 +248,35 @@ class Complex:
         return len(self.S)
 
     def rows(self, design):
-        """(n_designed,) int64: the row of each position of the sequences joined as in `design`."""
+        """(n_designed,) int64: row of each position when chains are joined in order of `design`."""
         numbers = [self.design.index(name) + 1 for name in design]
         return np.concatenate([np.flatnonzero(self.chain_id == number) for number in numbers])
 
 
 def parse_positions(text, structure, chains):
-    """Understand positions as written on a command line.
+    """Parse positions as written on a command line.
 
     Args:
-        text:   positions with blanks or commas between. "A12" is residue 12 of chain A by its
+        text:   positions separated by blanks or commas. "A12" is residue 12 of chain A by its
                 number in the file, "A12B" has insertion code B, "A10-A20" is a range with both
-                ends. Or all of them are 0-based numbers in the joined sequence, "12" and "10-20".
+                ends. Or all are 0-based numbers in the joined sequence, such as "12" and "10-20".
         structure: Structure.
-        chains: names of those of its chains whose rows are joined, in this order.
+        chains: names of the chains whose rows are joined, in this order.
     Returns: sorted int64 positions, 0-based in the joined sequence, and a text that says how they
         were understood.
-    Raises: ValueError for what is not there (a gap has no residue), comes twice, or can be read in
-        two ways.
+    Raises: ValueError for positions that do not exist (a gap has no residue), come twice, or can be
+        read in two ways.
     """
     words = re.findall(r"[^,\s]+", text)
-    labels = [number and name.strip() and name + number   # of a chain without a name: 0-based only
+    labels = [number and name.strip() and name + number   # "A12"; none in chains without a name
               for name in chains for number in structure.chains[name].numbers]
     rows_of = {}                                    # label -> joined rows
     for row, label in enumerate(labels):
         rows_of.setdefault(label, []).append(row)
     positions, kinds = [], set()
     for word in words:
-        # A reading is (first row, last row). A "-" may be the sign of a number, so that a range is
-        # looked for at each of them.
+        # Collect every way to read the word, as (first row, last row). A "-" may separate the ends
+        # of a range or be the sign of a number, so split the word at each "-" in turn.
         readings = {(row, row) for row in rows_of.get(word, [])}
         for dash in re.finditer("-", word):
             readings |= {*itertools.product(rows_of.get(word[:dash.start()], []),
@@ -306,8 +305,8 @@ class Pair:
     """Two sequences for one complex, the first preferred.
 
     chosen, rejected: (n_designed,) uint8 letters by row of the complex; equal where not scored.
-    chain_M: (n_designed,) bool, True = designed. Scored are the rows that are resolved as well.
-    key:     integer from all this and the structure, for seeds and caches.
+    chain_M: (n_designed,) bool, True = designed. Rows that are also resolved are scored.
+    key:     hash of the structure and all of the above, for seeds and caches.
     weight:  of the pair in means over pairs.
     """
 
@@ -321,17 +320,16 @@ def read_pairs(path, structures=None, mutable=None, max_length=None, notes=None,
                alive=lambda: None):
     """Read and check a file of preference pairs.
 
-    Letters at unresolved rows may be any, X or '-': they are not scored, and the structure's own
-    are used. X in both sequences, at a residue to which the structure gives no letter either, takes
-    this row out of the design.
+    Unresolved rows may have any letter, X or '-': they are not scored, and the structure's letter
+    is used. A residue that is X in both sequences and in the structure is not designed.
 
     Args:
         path:       JSON or .jsonl file.
-        structures: dict that keeps each structure that was read, to share between calls.
-        mutable:    positions, as parse_positions takes them, for pairs that have none of their own.
+        structures: dict to which each structure read is added, to share between calls.
+        mutable:    positions, as parse_positions takes them, for pairs that give no positions.
         max_length: most rows of a designed sequence.
-        notes:      list that gets a text on how `mutable` was understood, when it is first needed.
-        alive:      called before each pair, to show a watchdog that reading goes on.
+        notes:      list to which a text is added that says how `mutable` was understood.
+        alive:      called before each pair, to show a watchdog that reading continues.
     Returns: list of Pair, in the order of the file.
     Raises: one ValueError with the first problem of each bad item, counted from 0;
         OSError for a file that cannot be opened.
@@ -346,7 +344,7 @@ def read_pairs(path, structures=None, mutable=None, max_length=None, notes=None,
             pairs.append(reader.read(entry))
         except (ValueError, OSError) as error:
             items_of.setdefault(str(error), []).append(item)
-    for problem, items in items_of.items():     # the same one of many items is told once
+    for problem, items in items_of.items():     # one message for all items with the same problem
         others = f" (and {len(items) - 1:,} more up to item {items[-1]})" if items[1:] else ""
         problems.append(f"item {items[0]}: {problem}{others}")
     if problems:
@@ -360,7 +358,7 @@ def read_pairs(path, structures=None, mutable=None, max_length=None, notes=None,
 
 
 def describe(pairs):
-    """One line on the pairs of a file: their number, and what a user should know about them."""
+    """One line about the pairs of a file: their number, and anything unusual about them."""
     complexes = {pair.complex.key: pair.complex for pair in pairs}
     structures = {complex.structure.key for complex in complexes.values()}
     lengths = [len(complex) for complex in complexes.values()]
@@ -409,9 +407,8 @@ def _parse_json(text, where):
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: this is no JSON as expected: {str(error)[:80]}. Expected a "
-                         "list of objects; a file with one object per line is named "
-                         ".jsonl.") from None
+        raise ValueError(f"{where}: this is not valid JSON: {str(error)[:80]}. Expected a list of "
+                         "objects; if it has one object per line, name it .jsonl.") from None
 
 
 def _read_entries(path):
@@ -433,10 +430,10 @@ def _read_entries(path):
 
 
 class _PairReader:
-    """Makes pairs from JSON objects; what it has made of a structure is kept for later pairs.
+    """Makes pairs from JSON objects. Structures and complexes are kept, for later pairs on them.
 
     folder:    paths of structures are relative to it.
-    positions: mutable positions for pairs that have none of their own, or None.
+    positions: mutable positions for pairs that give none, or None.
     structures, max_length, notes: see read_pairs.
     """
 
@@ -485,11 +482,11 @@ class _PairReader:
         if length != n:
             n_unresolved = int((~complex.mask[:n]).sum())
             hint = f" of which {n_unresolved} unresolved (write X there)" if n_unresolved else ""
-            chains = f"chain{'s' * (len(design) > 1)} {' '.join(design)}"
+            chains = ("chains " if len(design) > 1 else "chain ") + " ".join(design)
             raise ValueError(f"length mismatch: sequence {length}, structure {chains} {n}{hint}")
 
     def mutable_for_all(self, complex, design):
-        """(n_designed,) bool in the order of the sequences, for pairs without own positions."""
+        """(n_designed,) bool in the order of the sequences, for pairs that give no positions."""
         if self.positions is None:
             return np.ones(complex.n_designed, bool)
         try:
@@ -527,10 +524,11 @@ def _read_sequences(entry):
     for key, text in sequences.items():
         wrong = re.search(f"[^{LETTERS}-]", text)
         if wrong:
-            hint = ("; write upper case" if wrong.group() in LETTERS.lower() else
-                    "; join chains without a sign between them" if wrong.group() in "/:|" else "")
-            raise ValueError(f"unknown residue letter {wrong.group()!a} at position "
-                             f"{wrong.start() + 1} of {key}{hint}")
+            letter = wrong.group()
+            hint = "; write upper case" if letter in LETTERS.lower() else ""
+            hint = "; join chains without a separator" if letter in "/:|" else hint
+            raise ValueError(f"unknown residue letter {letter!a} at position {wrong.start() + 1} "
+                             f"of {key}{hint}")
     preferred, unpreferred = map(len, sequences.values())
     if preferred != unpreferred:
         raise ValueError(f"preferred ({preferred}) and unpreferred ({unpreferred}) lengths differ")
@@ -599,7 +597,7 @@ def _read_mutable(entry, n):
 def _make_pair(complex, design, sequences, is_mutable, weight):
     """Pair of two sequences of n_designed letters; is_mutable (n_designed,) bool in their order."""
     rows = complex.rows(design)
-    places = np.argsort(rows)       # of each row of the complex in the sequences
+    places = np.argsort(rows)       # inverse of rows: position in the sequences of each row
     resolved, native = complex.mask[rows], complex.S[rows]
     chosen, rejected = (encode(text.replace("-", "X")) for text in sequences.values())
     unknown = resolved & (native == X_ID) & (chosen == X_ID) & (rejected == X_ID)
@@ -612,9 +610,10 @@ def _make_pair(complex, design, sequences, is_mutable, weight):
     differ = (chosen != rejected) & resolved
     outside = np.flatnonzero(differ & ~is_mutable)
     if len(outside):
+        more = ", and more" if len(outside) > 5 else ""
         raise ValueError(f"preferred and unpreferred differ at {len(outside)} fixed positions: "
-                         f"{outside[:5].tolist()} (0-based{', and more' * (len(outside) > 5)}), "
-                         "which are not among the mutable ones: they must be equal there")
+                         f"{outside[:5].tolist()} (0-based{more}), which are not mutable; expected "
+                         "equal letters there")
     if not differ.any():
         raise ValueError("preferred and unpreferred are equal at all resolved positions: no "
                          "preference")
@@ -628,8 +627,8 @@ def _make_pair(complex, design, sequences, is_mutable, weight):
 class TrainingPairs(NamedTuple):
     train: list                 # of Pair
     val: list                   # of Pair, or None
-    fingerprint: dict           # what a resumed run must have alike: {"n", "hash"}
-    description: list           # lines
+    fingerprint: dict           # {"n", "hash"}, compared when a run is resumed
+    description: list           # lines to print
 
 
 def load_pairs(data, seed, alive=lambda: None):
@@ -641,7 +640,7 @@ def load_pairs(data, seed, alive=lambda: None):
         seed:  of the split and of the demo pairs.
         alive: see read_pairs.
     Returns: TrainingPairs.
-    Raises: ValueError with all that is wrong with the files.
+    Raises: ValueError that lists the problems of both files.
     """
     structures, notes, warnings = {}, [], []
     positions = data.mutable_positions or data.mutable_ranges
@@ -668,10 +667,11 @@ def load_pairs(data, seed, alive=lambda: None):
         lines.append(f"  {len(pairs):,} pairs for training, {len(val):,} on {n:,} structure(s) for "
                      "validation")
     all_pairs = [*pairs, *(val or [])]
-    if partial := sum(bool(pair.complex.left_out) for pair in all_pairs):
-        warnings.append(f"{partial:,} pairs leave other protein chains of their file out, and the "
-                        "model does not see these. Where they matter, name them in fixed_chains, "
-                        "with design_chains in place of chain_id.")
+    partial = sum(bool(pair.complex.left_out) for pair in all_pairs)
+    if partial:
+        warnings.append(f"{partial:,} pairs leave other protein chains of their file out, so the "
+                        "model does not see these. If they matter, name them in fixed_chains, "
+                        "with design_chains instead of chain_id.")
     content = [[pair.key for pair in part] for part in (pairs, val or [])]   # in their order
     weights = [pair.weight for pair in all_pairs]
     if any(weight != 1 for weight in weights):
@@ -682,7 +682,7 @@ def load_pairs(data, seed, alive=lambda: None):
 
 
 def try_all(*functions):
-    """What the functions return. Raises one ValueError with all that is wrong with their input."""
+    """Call all functions; return their results, or raise one ValueError with all their messages."""
     results, problems = [], []
     for function in functions:
         try:
@@ -699,19 +699,18 @@ def try_all(*functions):
 def split_pairs(pairs, val_fraction, seed):
     """Split pairs into training and validation so that no structure is on both sides.
 
-    Of the structures, max(1, round(val_fraction x number)) go to validation: which ones, depends on
-    the seed and on their content alone (Structure.key). Similar structures may still be on both
-    sides. A single structure is split by sequence, with a warning: pairs that share a sequence,
-    through others as well, stay together, and about val_fraction of the pairs go to validation. A
-    share of the pairs that is more than MOST_MISSED times val_fraction, or less than val_fraction /
-    MOST_MISSED, is warned about.
+    max(1, round(val_fraction x number)) of the structures go to validation. Only the seed and their
+    content (Structure.key) decide which. Similar structures may still be on both sides. A single
+    structure is split by sequence, with a warning: pairs that share a sequence, directly or through
+    other pairs, stay together, and about val_fraction of the pairs go to validation. Another
+    warning says if the fraction held out is more than MOST_MISSED times above or below this.
 
     Args:
         pairs:        list of Pair.
         val_fraction: above 0 and below 1.
         seed:         int.
-    Returns: two lists of pairs, train and val, in their order, and a list of warnings, texts.
-    Raises: ValueError where all pairs of a single structure are linked.
+    Returns: the lists of pairs train and val, in the order of `pairs`, and a list of warnings.
+    Raises: ValueError if all pairs of a single structure are linked by shared sequences.
     """
     groups = np.array([pair.complex.structure.key for pair in pairs], np.int64)
     by_sequence = len(set(groups.tolist())) == 1
@@ -721,8 +720,8 @@ def split_pairs(pairs, val_fraction, seed):
     if len(keys) < 2:
         raise ValueError(f"all {len(pairs):,} pairs are of one structure and linked by the "
                          "sequences that they share, so none can be held out; expected pairs that "
-                         "can be split. Give a file for it (--val_data), or train without "
-                         "validation (data.val_fraction=0).")
+                         "can be split. Give a file of validation pairs (--val_data), or train "
+                         "without validation (data.val_fraction=0).")
     draws = [_random_words(1, FOR_SPLIT, seed, key)[0] for key in keys.tolist()]
     order = np.argsort(draws, kind="stable").tolist()
     if by_sequence:
@@ -741,12 +740,12 @@ def split_pairs(pairs, val_fraction, seed):
 
 
 def _split_warnings(n_val, n, val_fraction, by_sequence):
-    """Texts of what a user should know about a split."""
+    """List of warnings about a split."""
     warnings = []
     if by_sequence:
         warnings.append(f"all pairs are of one structure: {n_val:,} of {n:,} are held out by "
-                        "sequence, so validation tells about other sequences, not other "
-                        "structures. For these, give --val_data.")
+                        "sequence, so validation measures other sequences, not other "
+                        "structures. To measure these, give --val_data.")
     if not val_fraction / MOST_MISSED <= n_val / n <= val_fraction * MOST_MISSED:
         together = "linked by sequences that they share" if by_sequence else "of one structure"
         warnings.append(f"{n_val:,} of {n:,} pairs ({n_val / n:.0%}) are held out for validation, "
@@ -759,16 +758,16 @@ def _split_warnings(n_val, n, val_fraction, by_sequence):
 def _linked_by_sequence(pairs):
     """(n,) int64, equal for pairs that share a chain's sequence, directly or through other pairs.
 
-    It does not depend on the order of the pairs. A chain that is alike in both sequences of every
-    pair shows no preference, and links none.
+    It does not depend on the order of the pairs. A sequence that is the same in the chosen and the
+    rejected design of every pair that has it shows no preference, and links no pairs.
     """
     def root(text):
         while parent[text] != text:
-            parent[text] = parent[parent[text]]     # a shorter way for the next search
+            parent[text] = parent[parent[text]]     # shortens the path for the next search
             text = parent[text]
         return text
 
-    sequences, varied = [], set()       # of each pair; of chains that differ in some pair
+    sequences, varied = [], set()       # of each pair; those of chains that differ in some pair
     for pair in pairs:
         chain_id = pair.complex.chain_id[:len(pair.chosen)]
         chains = [{letters[chain_id == k].tobytes() for letters in (pair.chosen, pair.rejected)}
@@ -776,7 +775,7 @@ def _linked_by_sequence(pairs):
         sequences.append(set().union(*chains))
         varied.update(*(texts for texts in chains if len(texts) == 2))
     linked = [sorted(texts & varied) for texts in sequences]
-    parent = {text: text for text in varied}        # a forest over sequences; a tree is a group
+    parent = {text: text for text in varied}        # union-find: a tree of sequences is a group
     for texts in linked:
         for text in texts:
             low, high = sorted((root(texts[0]), root(text)))
@@ -785,7 +784,7 @@ def _linked_by_sequence(pairs):
 
 
 def shared_structures(train, val):
-    """Names of the structures of val that train has as well, sorted: a reason for a warning."""
+    """Sorted names of the structures that are in both val and train."""
     keys = {pair.complex.structure.key for pair in train}
     structures = [pair.complex.structure for pair in val]
     return sorted({structure.name for structure in structures if structure.key in keys})
@@ -796,15 +795,15 @@ def shared_structures(train, val):
 def plan_epoch(pairs, seed, epoch, micro_batches, batch_size):
     """Decide which pairs are in which micro-batch of which step of an epoch.
 
-    A function of the arguments alone: every rank makes the same plan and takes its own
+    The plan depends only on the arguments: every rank makes the same plan and takes its own
     micro-batches from it.
 
-    The pairs of a complex stand in one row, in random order, and complexes by length (mixed within
-    LENGTH_RATIO). The row is cut into micro-batches of equal numbers of pairs, give or take one:
-    few complexes to encode, little padding. A step has micro-batches of about one length, so that
-    ranks have about the same work; steps come in random order. Every pair comes once in an epoch,
-    and no micro-batch is empty. Only with batch_size 1, less than a global batch is left out,
-    chosen at random. The number of steps is the same in all epochs.
+    Pairs are sorted by length of the complex (in classes of ratio LENGTH_RATIO), then by complex,
+    then randomly. The sorted list is cut into micro-batches of equal numbers of pairs, give or take
+    one: so a micro-batch has few complexes to encode and little padding. A step has micro-batches
+    of similar length, so that ranks have about equal work; steps come in random order. Every pair
+    comes once in an epoch, and no micro-batch is empty. Only with batch_size 1 random pairs, fewer
+    than a global batch, are left out. The number of steps is the same in all epochs.
 
     Args:
         pairs:         list of Pair.
@@ -856,8 +855,8 @@ class PairPlan:
 def eval_batches(pairs, batch_size):
     """Batches for evaluation, independent of ranks: rank r of R takes batches r, r + R, and so on.
 
-    Returns: list of int64 index arrays, each pair in exactly one, longest first, complexes
-        together.
+    Returns: list of int64 index arrays, each pair in exactly one: longest complexes first, pairs of
+        a complex together.
     """
     order = sorted(range(len(pairs)),
                    key=lambda i: (-len(pairs[i].complex), pairs[i].complex.key, i))
@@ -892,9 +891,9 @@ def collate_complexes(complexes, names=("X", "S", "mask", "residue_idx", "chain_
 
 
 def collate(pairs, indices):
-    """Tensors of P pairs and the U complexes that they are on, each complex once.
+    """Tensors of P pairs and of the U distinct complexes that they are on.
 
-    Coordinates are left out: what the network sees of them is kept per complex.
+    Coordinates are left out: the graph made from them is cached per complex.
 
     Args:
         pairs:   list of Pair.
@@ -902,7 +901,7 @@ def collate(pairs, indices):
     Returns: dict of S and mask as of collate_complexes, and
         complex          (P,) int64, row of the pair's complex in S and mask
         chosen, rejected (P, L) int64, letters of the whole complex
-        chain_M          (P, L) float32, 1 = designed: scored is chain_M x mask[complex]
+        chain_M          (P, L) float32, 1 = designed; chain_M x mask[complex] is 1 where scored
     """
     batch_pairs = [pairs[i] for i in indices]
     complexes = {pair.complex.key: pair.complex for pair in batch_pairs}
@@ -918,10 +917,10 @@ def collate(pairs, indices):
     return batch
 
 
-# ---- demo source ----
+# ---- demo pairs ----
 
 PHI_PSI = {"helix": (-57, -47), "strand": (-120, 120)}              # degrees
-SUITED = {"helix": "AEHKLMQR", "strand": "CFITVWY"}                 # letters that suit the place
+SUITED = {"helix": "AEHKLMQR", "strand": "CFITVWY"}                 # preferred letters there
 # Length (Angstrom) of the bond that ends in an atom, and angle (degrees) at the atom before it.
 BOND = {"N": (1.329, 117.2), "CA": (1.458, 121.7), "C": (1.525, 111.0), "O": (1.231, 120.1)}
 
@@ -957,14 +956,14 @@ def build_backbone(phi, psi):
 
 
 def demo_pairs(seed=0, n_structures=32, pairs_per_structure=8):
-    """Make pairs with a rule to learn.
+    """Make synthetic pairs with a rule to learn.
 
-    A structure is one chain of three segments of 8 to 14 residues, helix and strand in turns.
-    The rule: the preferred sequence has more residues that suit their place, AEHKLMQR in helix and
-    CFITVWY in strand. One residue in five is of D, G, N, P, S, which suit none; of the others three
-    in four suit in chosen and native sequences, one in four in rejected ones, drawn until chosen is
-    ahead by at least L / 5 residues. Over all, letters are as frequent in chosen as in rejected
-    sequences: a model has to look at the backbone.
+    A structure is one chain of three segments of 8 to 14 residues, alternating helix and strand.
+    The rule: the chosen sequence has more residues that suit their segment, AEHKLMQR in helix and
+    CFITVWY in strand. One residue in five is D, G, N, P or S, which suit neither. Of the others,
+    three in four suit in chosen and native sequences, and one in four in rejected ones. Pairs are
+    drawn again until the chosen one has at least L / 5 more residues that suit. Letters are as
+    frequent in chosen as in rejected sequences, so that a model has to look at the backbone.
 
     Returns: list of n_structures x pairs_per_structure Pair.
     """
@@ -977,7 +976,7 @@ def demo_pairs(seed=0, n_structures=32, pairs_per_structure=8):
         places = [kind for kind in turns for _ in range(8 + int(7 * draw()))]
 
         def sample(share):
-            """(letters (L,) uint8, how many of them suit their place)."""
+            """(letters (L,) uint8, how many of them suit their segment)."""
             ids, n_suited = [], 0
             for place in places:
                 suits, other = draw() < share, "strand" if place == "helix" else "helix"

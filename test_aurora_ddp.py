@@ -1,29 +1,28 @@
-"""Is this machine right, in parallel? About two minutes before a large allocation is spent.
+"""Does DDP training work on this machine? A check of two minutes, before a large job.
 
     mpirun -n 2 python test_aurora_ddp.py       all; also mpiexec, srun, torchrun, or python alone
     mpiexec -n 24 --ppn 12 python test_aurora_ddp.py --preflight --work_dir runs/mine
     srun python test_aurora_ddp.py --preflight --bandwidth --suspects bad_hosts
     pytest test_aurora_ddp.py                   the same, on two ranks of this machine's CPU
 
-Start it exactly as the training. Rank 0 prints a line per check: PASS, FAIL or SKIP, name, figure.
-  --preflight  do all ranks come; where are they (a table); has each a device of its own; do all run
-               the same code and versions; are the limits of the system wide enough; is a sum over
-               ranks and a product on each device right, and none slow; does the last rank see what
+Start it exactly as the training. Rank 0 prints a line per check: PASS, FAIL or SKIP, name, result.
+  --preflight  all ranks start; where they run (a table); each has its own device; all have the same
+               code and versions; system limits are high enough; an all-reduce and a matrix product
+               on each device are correct, and no device is slow; the last rank sees a file that
                rank 0 writes into the run folder (--work_dir)
-  --claims     (also without options) the pre-flight, and then: do messages arrive; are the
-               gradients of a wrapped model those of one process with all the data; are the weights
-               equal on all ranks after 20 steps, and with IPEX where it is used; does a checkpoint
-               come back, bit by bit
+  --claims     (the default) the pre-flight, and then: broadcasts arrive; gradients of a DDP model
+               equal those of one process with all the data; weights are equal on all ranks after 20
+               steps, also with IPEX if it is used; a saved checkpoint is loaded with equal bits
   --bandwidth  time and bus bandwidth of the all-reduce, 1 KiB to 256 MiB (--max_mib)
 
-Where hosts are to blame, the last line is `suspect hosts: n1,n2`, as Slurm's --exclude takes it;
---suspects FILE holds one per line (empty: none), for `grep -vwFf FILE $PBS_NODEFILE > hosts`. What
-cannot be blamed on one host (no network) names none. Exit code of every rank: 0 all passed, 3 a
-check failed, 2 wrong arguments. Reads the project's *.py files; writes and removes .preflight-* in
-the run folder (without one: the temporary folder of rank 0), and FILE.
+If single hosts are to blame, the last line is `suspect hosts: n1,n2`, in the form that Slurm's
+--exclude takes. --suspects FILE writes them to FILE, one per line (empty: none), for
+`grep -vwFf FILE $PBS_NODEFILE > hosts`. A failure of all hosts (no network) names none. Exit code
+of every rank: 0 all passed, 3 a check failed, 2 wrong arguments. Reads the project's *.py files;
+writes FILE, and temporary files .preflight-* in the run folder (or rank 0's temporary folder).
 
-Ranks report through the store of ddp_setup and not by collectives: those are what is in doubt here,
-and on some devices they wait without end. So every check says which ranks did not come.
+Ranks report through ddp_setup's store (TCP) and not by collectives. Those are what is tested here,
+and on some devices they wait forever. So every check can say which ranks did not arrive.
 """
 if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
     import ddp_guard
@@ -63,32 +62,32 @@ from run_dir import hash_of
 
 FAILED, USAGE = 3, 2        # exit codes
 LEAST_SHARED = 1 << 27      # bytes free in /dev/shm
-TABLE_ROWS = 32             # up to so many ranks their table is printed: some sites choke on more
-MOST_PROBLEMS = 6           # of a check that are printed
-MOST_SENDERS = 9            # ranks with a wrong share that a rank reports
-ITEMS, STEPS = 12, 20       # of each rank, in the claims
-CLOSE = 1e-4                # relative, for gradients: float32 comes to 1e-6, TF32 only to 1e-3
+TABLE_ROWS = 32             # most ranks for which a table is printed
+MOST_PROBLEMS = 6           # most problems printed per check
+MOST_SENDERS = 9            # most ranks with a wrong share that a rank reports
+ITEMS, STEPS = 12, 20       # data items per rank and training steps, in the claims
+CLOSE = 1e-4                # relative error allowed in gradients: float32 has 1e-6, TF32 1e-3
 
-# Seconds. All ranks begin a check together; it may take --timeout, its limit.
-BANDWIDTH = 120.0           # more than that, for all sizes
-REPORTS = 10.0              # after the limit: ranks that have hung until then report it
-ANSWER = 40.0               # after the limit: rank 0 has judged all reports
-COLLECTIVES = 60.0          # after all limits: a collective must not fail where it only waits
-SETTING_UP = 90.0           # after --init_timeout: setup_ddp's own limits are over
-VISIBLE = 45.0              # NFS clients may believe for half a minute that a file is not there
-PRODUCTS = 0.5              # of repeats, for a rate
-POLL = 0.01                 # between two looks at a folder
+# Seconds. All ranks begin a check together, and each check has a limit, --timeout.
+BANDWIDTH = 120.0           # added to the limit of the bandwidth check
+REPORTS = 10.0              # rank 0 waits this long after the limit for reports, also of hangs
+ANSWER = 40.0               # other ranks wait this long after the limit for rank 0's verdict
+COLLECTIVES = 60.0          # time limit of collectives beyond all others: checks report first
+SETTING_UP = 90.0           # end a setup that takes so much longer than --init_timeout
+VISIBLE = 45.0              # wait for a file: NFS clients cache for 30 s that it does not exist
+PRODUCTS = 0.5              # repeat the matrix product for so long
+POLL = 0.01                 # between two looks for a file
 
 
 class Check(NamedTuple):
-    """What each rank measures, and what rank 0 makes of it.
+    """What each rank measures, and how rank 0 judges the results.
 
-    measure(row, ddp, args, answer): fills `row` with plain values. row["problems"], texts, or an
-        exception: a failure of this rank; row["skip"] of rank 0: why nothing is checked;
-        row["in_collective"]: whether other ranks can hold this one up. answer: rank 0's row of the
-        check before, and "failed", the names of the checks that failed.
-    judge(rows, args): on rank 0, (problems [(rank or None, text)] beside those of the rows, figure:
-        a line and perhaps a table). Without it, a row["figure"] is the figure.
+    measure(row, ddp, args, answer): fills `row` with JSON values. row["problems"] (texts) or an
+        exception mean that this rank failed; row["skip"] of rank 0 says why nothing is checked;
+        row["in_collective"] is True while the rank may be waiting for others. answer: rank 0's row
+        of the check before, plus "failed", the names of the checks that failed.
+    judge(rows, args): on rank 0, returns more problems [(rank or None, text)], and the text to
+        print: a line, perhaps with a table. Without `judge`, row["figure"] is this text.
     """
     name: str
     measure: Callable
@@ -114,7 +113,7 @@ def describe_place(row, ddp, args, answer):
     if ddp.device.type != "cpu":
         module = getattr(torch, ddp.device.type)
         row["name"] = module.get_device_name(ddp.device)
-        with contextlib.suppress(AttributeError, RuntimeError):   # XPU: not in every torch
+        with contextlib.suppress(AttributeError, RuntimeError):   # missing for XPU in some torch
             row["free"] = module.mem_get_info(ddp.device)[0]
 
 
@@ -158,12 +157,12 @@ def judge_versions(rows, args):
 
 
 def check_limits(row, ddp, args, answer):
-    """What runs out first: open files and shared memory."""
+    """Check the limits that are most often too low: open files and shared memory."""
     row["problems"] = []
-    with contextlib.suppress(ImportError):      # not Linux, as for /dev/shm
+    with contextlib.suppress(ImportError):      # no such limits, nor /dev/shm, on this system
         import resource
         row["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        least = 2 * min(ddp.world_size, GLOO_MAX_RANKS) + 100   # gloo joins all with all
+        least = 2 * min(ddp.world_size, GLOO_MAX_RANKS) + 100   # gloo connects all pairs of ranks
         if row["files"] < least:
             row["problems"].append(f"may open {row['files']} files, expected {least} for "
                                    f"{ddp.world_size} ranks: ulimit -n {least}")
@@ -183,9 +182,9 @@ def judge_limits(rows, args):
 
 
 def sum_over_ranks(row, ddp, args, answer):
-    """Sum a vector whose element i is i + 1 on rank i % n and 0 elsewhere.
+    """All-reduce a vector whose element i is i + 1 on rank i % n, and 0 on the others.
 
-    That is exact in float32, and a wrong element names its rank.
+    The sum is exact in float32, and the index of a wrong element tells which rank sent it.
     """
     n, values = ddp.world_size, torch.arange(1, 2**18 + 1, dtype=torch.float32)   # 1 MiB, > n
     if n == 1:
@@ -196,7 +195,7 @@ def sum_over_ranks(row, ddp, args, answer):
     mine = mine.to(ddp.device)
     start = time.monotonic()
     with in_collective(row):
-        dist.all_reduce(mine)   # not all_sum: that may send what is on a CPU by another backend
+        dist.all_reduce(mine)   # not all_sum, which may use another backend for CPU tensors
         result = mine.cpu()
     row["seconds"] = time.monotonic() - start
     wrong = (result != values).nonzero().flatten()
@@ -206,7 +205,7 @@ def sum_over_ranks(row, ddp, args, answer):
 def judge_sum(rows, args):
     receivers = [rank for rank, row in enumerate(rows) if row["wrong"]]
     senders = sorted({sender for row in rows for sender in row["senders"]})
-    if len(senders) < min(len(receivers), MOST_SENDERS):    # a few shares are wrong on many ranks
+    if len(senders) < min(len(receivers), MOST_SENDERS):    # a few bad senders, not bad receivers
         problems = [(rank, "its share of the sum is wrong on other ranks") for rank in senders]
     else:
         problems = [(rank, f"received {rows[rank]['wrong']} wrong elements of {2**18}")
@@ -216,9 +215,10 @@ def judge_sum(rows, args):
 
 
 def multiply(row, ddp, args, answer):
-    """Check a product of small integers, exact in float32 and TF32, and take its best rate.
+    """Check a matrix product of small integers, exact in float32 and TF32, and measure its rate.
 
-    (A B) v = A (B v) in float64 on the CPU: any wrong element changes it (Freivalds 1977).
+    Compares (A B) v with A (B v) in float64 on the CPU: a wrong element of A B changes the first
+    (Freivalds 1977), and no second product is needed.
     """
     m, generator = 384 if ddp.device.type == "cpu" else 4096, torch.Generator().manual_seed(0)
     a, b = (torch.randint(-2, 3, (m, m), generator=generator, dtype=torch.float32)
@@ -239,7 +239,7 @@ def multiply(row, ddp, args, answer):
 
 def judge_products(rows, args):
     rates = [row["rate"] for row in rows]
-    median = statistics.median_high(rates)   # of two, the larger one
+    median = statistics.median_high(rates)   # of two rates the larger one, to find a slow second
     share = args.slow or (0.1 if rows[0]["device"] == "cpu" else 0.5)
     problems = [(rank, f"{rows[rank]['device']}: {rate:,.0f} GFLOP/s, the median is {median:,.0f}")
                 for rank, rate in enumerate(rates) if rate < share * median]
@@ -293,7 +293,7 @@ def reduce_all_sizes(row, ddp, args, answer):
 
 def judge_bandwidth(rows, args):
     n, sizes, best = len(rows), rows[0]["bytes"], (0.0, 0)
-    lines = [f"{'size':>9}  {'time [us]':>12}  {'bus [GB/s]':>10}  slowest rank, if by a fifth"]
+    lines = [f"{'size':>9}  {'time [us]':>12}  {'bus [GB/s]':>10}  rank, if slower by a fifth"]
     for size, times in zip(sizes, zip(*(row["seconds"] for row in rows))):
         longest, rank = max(times), times.index(max(times))
         bus = 2 * (n - 1) / n * size / longest / 1e9
@@ -309,7 +309,7 @@ def judge_bandwidth(rows, args):
 
 # ---------------------------------------------------------------- the claims: is training right?
 def pass_messages(row, ddp, args, answer):
-    """Send from the last rank, as most defaults point to rank 0."""
+    """Broadcast from the last rank, not rank 0: a broadcast that ignores its source would fail."""
     last = ddp.world_size - 1
     if ddp.world_size == 1:
         row["skip"] = "one rank: nobody to talk to"
@@ -325,16 +325,16 @@ def pass_messages(row, ddp, args, answer):
 
 
 def items_of(ranks):
-    """(x (n, 16), y (n, 1)) float32 on the CPU: the ITEMS items of each of `ranks`."""
+    """(x (n, 16), y (n, 1)) float32 on the CPU: inputs and targets, ITEMS of each of `ranks`."""
     x = torch.cat([torch.randn(ITEMS, 16, generator=torch.Generator().manual_seed(rank))
                    for rank in ranks])
     return x, x[:, :1] * x[:, 1:2]
 
 
 def prepare(row, ddp, with_ipex=False):
-    """(wrapped model, its optimizer, x, y), the items of this rank on its device.
+    """(DDP model, its optimizer, x, y), with this rank's items on its device.
 
-    The weights differ between ranks: wrapping has to make them rank 0's.
+    Ranks start with different weights, so that a check fails if DDP does not copy rank 0's.
     """
     torch.manual_seed(ddp.rank)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.LayerNorm(64),
@@ -359,7 +359,7 @@ def backward(model, x, y, row):
 
 
 def average_gradients(row, ddp, args, answer):
-    """Compare with the gradients of one process with the items of all ranks, in float64."""
+    """Compare DDP gradients with those of one process on the items of all ranks, in float64."""
     model, _, x, y = prepare(row, ddp)
     plain = copy.deepcopy(unwrap_ddp(model)).cpu().double()
     backward(plain, *(t.double() for t in items_of(range(ddp.world_size))), {})
@@ -419,7 +419,7 @@ def save_and_load(row, ddp, args, answer):
         finally:
             if ddp.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
-        # Else the last line of a later failure names it as what to go on from.
+        # Forget the deleted checkpoint: otherwise a failure would advise to resume from it.
         ddp.state.checkpoint = ""
         ddp_setup._tell_guard(ddp, checkpoint="")
     row["problems"] = []
@@ -431,7 +431,7 @@ def save_and_load(row, ddp, args, answer):
 
 
 def checks_for(args):
-    """The chosen ones, each a Check, in their order."""
+    """List of the Checks that the options ask for, in order."""
     chosen, limit = [], args.timeout
     claims = args.claims or not (args.preflight or args.bandwidth)
     if args.preflight or claims:
@@ -454,9 +454,9 @@ def checks_for(args):
     return chosen
 
 
-# ---------------------------------------------------------------- running them: every wait ends
+# ---------------------------------------------------------------- running: every wait has a limit
 def in_thread(limit, ddp, function, *arguments):
-    """Call function(*arguments) in a thread, for at most `limit` seconds.
+    """Call function(*arguments) in a thread, and wait for it for at most `limit` seconds.
 
     Returns: (its error in one line, or ""; the thread).
     """
@@ -465,10 +465,10 @@ def in_thread(limit, ddp, function, *arguments):
     def work():
         nonlocal error
         try:
-            if ddp.device.type != "cpu":   # each thread has a current device of its own
+            if ddp.device.type != "cpu":   # the current device is a setting of each thread
                 getattr(torch, ddp.device.type).set_device(ddp.device)
             function(*arguments)
-        except Exception as e:   # whatever it is, it is reported, with the rank
+        except Exception as e:   # any error is reported, with the rank
             first_line = (str(e).splitlines() or [""])[0]
             error = f"{type(e).__name__}: {first_line[:300]}"
 
@@ -479,7 +479,7 @@ def in_thread(limit, ddp, function, *arguments):
 
 
 def measure_row(check, ddp, args, answer):
-    """The row that a check's `measure` fills; row["error"] says why it has not."""
+    """The row that a check's `measure` fills. If it raises or hangs, row["error"] says so."""
     row = {}
     error, thread = in_thread(check.limit, ddp, check.measure, row, ddp, args, answer)
     if thread.is_alive():
@@ -489,7 +489,7 @@ def measure_row(check, ddp, args, answer):
 
 
 def gather_rows(check, row, ddp, deadline):
-    """On rank 0, the rows of all ranks, in order; None for one that has not come by `deadline`."""
+    """On rank 0, the rows of all ranks, in order; None for a rank that is silent at `deadline`."""
     if ddp.world_size == 1:
         return [row]
     store, limit = ddp.state.store, deadline - time.monotonic()
@@ -500,7 +500,7 @@ def gather_rows(check, row, ddp, deadline):
 
 
 def fetch_answer(check, row, ddp, deadline):
-    """On another rank, give its row to rank 0, and get what rank 0 has made of all rows."""
+    """On the other ranks: send the row to rank 0, and wait for rank 0's answer to this check."""
     store, limit = ddp.state.store, deadline - time.monotonic()
     key, answer = f"check/{check.name}/answer", None
 
@@ -510,19 +510,19 @@ def fetch_answer(check, row, ddp, deadline):
         store.wait([key], datetime.timedelta(seconds=limit))
         answer = json.loads(store.get(key))
 
-    in_thread(limit, ddp, fetch)   # while rank 0's process is stopped, its store does not answer
-    if answer is None:   # or rank 0 is gone: then its own guard says so first
+    in_thread(limit, ddp, fetch)   # in a thread: a store on a suspended rank 0 never answers
+    if answer is None:   # secondary: if rank 0 has died, its own guard's message goes first
         abort(ddp, f"check {check.name}: rank 0 on {ddp.state.hosts[0]} did not answer", FAILED,
               secondary=True)
     return answer
 
 
 def blame(rows, limit):
-    """Which ranks did not come, hang or raised an error.
+    """Which ranks did not report, hang or raised an error.
 
-    A rank that hangs in a collective may only wait for others: where another one did not come,
-    hangs elsewhere or raised an error, it is left out.
-    Returns: problems [(rank, text)] or, where all raised the same error, [(None, text)].
+    A rank that hangs in a collective may only be waiting for others. So it is blamed only if no
+    other rank is silent, hangs elsewhere or raised an error.
+    Returns: problems [(rank, text)] or, if all ranks raised the same error, [(None, text)].
     """
     bad = {rank: row for rank, row in enumerate(rows) if row is None or "error" in row}
     errors = {row and row["error"] for row in bad.values()}
@@ -535,7 +535,7 @@ def blame(rows, limit):
 
 
 def is_lost(row):
-    """Has a rank not come, or is it stuck, or did it leave a collective that others wait in?"""
+    """Is a rank silent or stuck, or did it raise an error in a collective where others wait?"""
     return row is None or "hangs" in row or "error" in row and row.get("in_collective", False)
 
 
@@ -557,13 +557,13 @@ def conclude(check, rows, args):
 def run_checks(ddp, args):
     """Run the chosen checks; rank 0 prints their lines, and the suspect hosts.
 
-    Where a rank is lost, all end here with exit code 3.
-    Returns: names of the checks that failed, on every rank.
+    If a rank is lost, all ranks exit here with code 3.
+    Returns, on every rank: names of the checks that failed.
     """
     failed, outcomes, suspects, written = [], [], [], {}
     answer = {"failed": failed}
     host = ddp.host
-    if ddp.launcher == "Slurm step":   # as its --exclude takes it
+    if ddp.launcher == "Slurm step":   # the name that Slurm's --exclude takes
         host = os.environ.get("SLURMD_NODENAME") or host
     for check in checks_for(args):
         start = time.monotonic()
@@ -579,7 +579,7 @@ def run_checks(ddp, args):
                  for found, known in zip(rows, ddp.state.hosts or [host])]
         print0(ddp, check_lines(check.name, status, problems, figure, hosts))
         guilty = sorted({rank for rank, _ in problems} - {None})
-        if len(guilty) < ddp.world_size:   # else it is not the fault of a host
+        if len(guilty) < ddp.world_size:   # if all ranks fail, no single host is to blame
             suspects += [hosts[rank] for rank in guilty if hosts[rank] not in suspects]
         written = row if "made" in row else written
         if status == "FAIL":
@@ -589,7 +589,7 @@ def run_checks(ddp, args):
             finish(ddp, args, written, outcomes, suspects)
             abort(ddp, f"check {check.name}: ranks failed, are missing or stuck, see above; all "
                        f"end here. Suspect hosts: {','.join(suspects) or 'none alone'}", FAILED,
-                  retry=False)   # the others have waited for the answer
+                  retry=False)   # the other ranks are still waiting for the answer
         if ddp.world_size > 1:
             ddp.state.store.set(f"check/{check.name}/answer", json.dumps(answer))
     if ddp.is_main:
@@ -598,11 +598,11 @@ def run_checks(ddp, args):
 
 
 def finish(ddp, args, written, outcomes, suspects):
-    """On rank 0, leave the run folder as it was, print the outcome, and write --suspects.
+    """On rank 0, clean up the run folder, print the outcome, and write --suspects.
 
     written: rank 0's row of the check `folder`, if that wrote something.
     """
-    with contextlib.suppress(OSError):   # it could not be written
+    with contextlib.suppress(OSError):   # the folder could not be written
         if "token" in written:
             os.remove(os.path.join(args.work_dir, f".preflight-{written['token']}"))
         if written.get("made"):
@@ -619,7 +619,7 @@ def finish(ddp, args, written, outcomes, suspects):
 
 
 def check_lines(name, status, problems, figure, hosts):
-    """What rank 0 prints of a check: a line of 80 columns, if it fits, and perhaps a table."""
+    """What rank 0 prints about a check: a line, wrapped at 80 columns, and perhaps a table."""
     figure, *table = figure.split("\n")
     if problems:
         texts = [text if rank is None else f"rank {rank} on {hosts[rank]} {text}"
@@ -635,14 +635,14 @@ def check_lines(name, status, problems, figure, hosts):
 # ---------------------------------------------------------------- helpers
 @contextlib.contextmanager
 def in_collective(row):
-    """Within, and after an exception there, other ranks can hold this one up, and it them."""
+    """Mark that ranks may wait for each other here. After an exception the mark stays."""
     row["in_collective"] = True
     yield
     row["in_collective"] = False
 
 
 def innermost_function(thread):
-    """Where in this file a thread is."""
+    """The function of this file, with line number, that a thread is in."""
     frame = sys._current_frames().get(thread.ident)
     while frame is not None and frame.f_code.co_filename != __file__:
         frame = frame.f_back
@@ -650,14 +650,14 @@ def innermost_function(thread):
 
 
 def majority(values):
-    """(the most common value, ranks with another one). In a tie the first value counts."""
+    """(the most common value, ranks with another value). In a tie the first value wins."""
     usual = collections.Counter(values).most_common(1)[0][0]
     return usual, [rank for rank, value in enumerate(values) if value != usual]
 
 
 def ranges(numbers):
     """[0, 1, 2, 8] -> '0-2,8'"""
-    # Within a run, a number less its place is always the same.
+    # In a run of consecutive numbers, number - index is constant.
     groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in group] for _, group in groups]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
@@ -677,7 +677,7 @@ def binary_size(size):
 
 
 def timed(function, ddp):
-    """(what function() returns, its seconds with the work of the device)."""
+    """(result of function(), seconds it took, including its work on the device)."""
     def wait():
         if ddp.device.type != "cpu":
             getattr(torch, ddp.device.type).synchronize(ddp.device)
@@ -697,11 +697,11 @@ def make_parser():
         help="check ranks, devices, versions, results, run folder")
     add("--claims", action="store_true", help="the same, and training itself (default)")
     add("--bandwidth", action="store_true", help="measure the all-reduce")
-    add("--work_dir", help="run folder of the training to come")
+    add("--work_dir", help="run folder of the training that you plan")
     add("--suspects", metavar="FILE", help="write the suspect hosts there, one per line")
     add("--timeout", type=float, default=60.0, help="seconds a check may take (default 60)")
-    add("--slow", type=float, help="share of the median rate below which a device is slow "
-                                   "(default 0.5; on CPUs, whose cores others may use, 0.1)")
+    add("--slow", type=float, help="fraction of the median rate below which a device is slow "
+                                   "(default 0.5; on CPUs, which others may use too, 0.1)")
     add("--max_mib", type=int, default=256, help="largest all-reduce in MiB (default 256)")
     add("--repeats", type=int, default=7, help="timed all-reduces per size (default 7)")
     add_launch_arguments(parser)
@@ -712,11 +712,11 @@ def make_parser():
 def read_arguments(argv):
     args = make_parser().parse_args(argv)
     for name in ("timeout", "max_mib", "repeats"):
-        if not 0 < getattr(args, name) < 1e9:   # nor nan
+        if not 0 < getattr(args, name) < 1e9:   # true for nan too
             raise ValueError(f"command line: --{name} is {getattr(args, name)}, expected a number "
                              "above 0 and below 1e9")
     if args.slow is not None and not 0 < args.slow < 1:
-        raise ValueError(f"command line: --slow is {args.slow}, expected a share between 0 and 1")
+        raise ValueError(f"command line: --slow is {args.slow}, expected a number between 0 and 1")
     start_ranks_if_asked(args, argv)
     return args
 
@@ -726,7 +726,7 @@ def fail_setup(text):
 
 
 def end_hung_setup(seconds):
-    """Setting up hangs below Python, in a device's own backend: no rank can tell another."""
+    """End a rank whose setup hangs in a device's backend, outside Python."""
     with contextlib.suppress(RuntimeError):
         if detect_launcher(os.environ).rank == 0:
             fail_setup(f"did not end within {seconds:.0f} s")
@@ -740,8 +740,8 @@ def cli(argv=None):
         args = read_arguments(argv)
     except (ValueError, RuntimeError) as error:   # printed below, once for all ranks
         args, problem = make_parser().parse_args(["--device", "cpu"]), error
-    # Suspects of an earlier call must not stay if this one is cut short.
-    with contextlib.suppress(OSError, ddp_setup.SetupError):   # which are reported later
+    # Empty the file now, so that no old suspects stay if this call is interrupted.
+    with contextlib.suppress(OSError, ddp_setup.SetupError):   # these are reported later
         if args.suspects and detect_launcher(os.environ).rank == 0:
             Path(args.suspects).write_text("")
     limit = args.init_timeout + SETTING_UP
@@ -753,13 +753,13 @@ def cli(argv=None):
                         timeout=args.timeout + BANDWIDTH + COLLECTIVES,
                         init_timeout=args.init_timeout)
     except RuntimeError as error:
-        if problem:   # was there first
+        if problem:   # report the error in the arguments, which came first
             print(f"error: {problem}", file=sys.stderr)
             sys.exit(USAGE)
         fail_setup(str(error))
         sys.exit(FAILED)
     timer.cancel()
-    ddp.state.patience = args.timeout   # of cleanup_ddp, which then names the missing ranks
+    ddp.state.patience = args.timeout   # cleanup_ddp then names the ranks that are missing
     with ddp:
         if problem:
             print0(ddp, f"error: {problem}", file=sys.stderr)
@@ -769,14 +769,14 @@ def cli(argv=None):
 
 # ---------------------------------------------------------------- pytest
 def test_two_ranks_of_this_cpu_pass_all_checks_and_leave_nothing(tmp_path):
-    # A small share: a busy machine may run one of two ranks much slower than the other.
+    # --slow is small, as a busy machine may run one of two ranks much slower than the other.
     words = [sys.executable, __file__, "--nproc_per_node=2", "--claims", "--bandwidth",
              "--device=cpu", "--max_mib=1", "--slow=0.01", "--work_dir=run"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("DDP_")}
     done = subprocess.run(words, cwd=tmp_path, env=env | {"OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True, timeout=240)
     found = done.returncode, done.stderr.splitlines()[1:], list(tmp_path.iterdir())
-    assert found == (0, [], []), done.stdout + done.stderr   # the first line: what is started
+    assert found == (0, [], []), done.stdout + done.stderr   # [1:] skips the line of the launcher
 
 
 if __name__ == "__main__":

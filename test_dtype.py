@@ -1,16 +1,16 @@
 """Which dtypes work on this device, how exactly and how fast?
 
-To be run before `memory.mixed_precision` is set.
+Run it to choose `memory.mixed_precision`.
 
     python test_dtype.py                # on the device that training would choose; or --device cpu
     mpirun -n 2 python test_dtype.py    # every rank checks its device; rank 0 prints
     pytest test_dtype.py                # the same checks, on this machine's CPU
 
-Prints a table of dtypes, then a line PASS, FAIL or SKIP per claim with its figure; the last line is
-the recommended setting. Errors are relative norms against the same in float64 on the CPU: of a
-matrix product, and, under autocast as in training, of the outputs and gradients of SEDD and
-ProteinMPNN. Exit code of every rank: 0, 3 if a claim failed on any, 2 for wrong arguments. Reads
-and writes nothing.
+Prints a table of dtypes, then a line PASS, FAIL or SKIP for each claim; the last line is the
+recommended setting. Errors are relative norms of the difference to the same computation in float64
+on the CPU: of a matrix product, and of the outputs and gradients of SEDD and ProteinMPNN, under
+autocast as in training. Exit code of every rank: 0, 3 if a claim failed on any rank, 2 for wrong
+arguments. Reads and writes no files.
 """
 import contextlib
 import functools
@@ -35,14 +35,14 @@ from sedd_model import SEDD
 FAILED = 3                  # exit code
 FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = DTYPES = (torch.float64, torch.float32, torch.bfloat16,
                                                 torch.float16)
-# A relative error may be so many times the dtype's eps (its spacing at 1), and 64 times float32's,
-# in which sums are made. Seen were half an eps in a product and 1.4 in a network, which rounds
-# dozens of times. Overflow, lost gradients, TF32, and bfloat16 where float16 was meant (7 eps) are
-# beyond.
+# Largest relative error, in units of the dtype's eps (its spacing at 1); 64 eps of float32, in
+# which sums are computed, are added. Seen were 0.5 eps in a product and 1.4 in a network, which
+# rounds dozens of times. Overflow, lost gradients, TF32, or bfloat16 instead of float16 (7 eps)
+# exceed it.
 PRODUCT_EPS, NETWORK_EPS = 1, 4
-FASTER = 1.1                # what a lower precision must gain to be recommended
+FASTER = 1.1                # least speed-up for which a lower precision is recommended
 WIDTH = 80                  # columns of a terminal
-DRAW_STEPS = 6              # of a sample
+DRAW_STEPS = 6              # denoising steps of a sample
 GRAPH, NOISE, X_ID = AbsorbingGraph(21), make_noise("loglinear", eps=1e-3), 20
 
 
@@ -64,20 +64,20 @@ class NetworkErrors(NamedTuple):
 
 @dataclass
 class Row:
-    """What is known of a dtype."""
+    """Measurements of a dtype."""
     error: str | None = None                        # why the dtype cannot be used
     matmul: float | None = None                     # relative error of a matrix product
     networks: dict = field(default_factory=dict)    # model's name: NetworkErrors
     seconds: dict = field(default_factory=dict)     # "matmul" or model's name: best time
-    tries: dict = field(default_factory=dict)       # model's name: until its gradient was finite
+    tries: dict = field(default_factory=dict)       # model's name: steps to a finite gradient
 
 
 def random_sedd(width, blocks, B, L):
     """(model in float32, batch) on the CPU.
 
-    What starts at zero is drawn too: a fresh SEDD does not look at sigma.
+    Weights that start at zero are randomised too: otherwise the output would not depend on sigma.
     """
-    # eval: in training a CPU does not compute the scores at known residues, a device does.
+    # eval mode: in training, log scores of known residues are computed on devices but not on CPUs.
     model = SEDD(GRAPH.vocab_size, width, blocks, 4, dropout=0.0, forbidden=(X_ID,),
                  init_logits=1.0).eval()
     for parameter in model.parameters():
@@ -120,7 +120,7 @@ class Network(NamedTuple):
     make: Callable              # (*size) -> (model, batch)
     step: Callable              # (model, batch, dtype, ddp) -> (output, loss)
     size_for_errors: tuple
-    size_on_cpu: tuple          # these two for speeds
+    size_on_cpu: tuple          # for speeds, like the next
     size_on_accelerator: tuple
 
 
@@ -133,7 +133,7 @@ NETWORKS = {
 def make(name, size, device, dtype=FLOAT32):
     """(model, batch) on the device, the same on every rank.
 
-    Weights and reals of the batch are float32 (float64 for float64); tokens are integers.
+    Weights and real numbers of the batch are float64 for dtype float64, else float32.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -149,7 +149,7 @@ def make_small(name, ddp, dtype=FLOAT32):
 
 
 def output_and_gradient(name, dtype, ddp):
-    """(output, gradient as one vector, tries until it was finite), on the CPU in float64."""
+    """(output, gradient as one vector, both float64 on the CPU; steps until it was finite)."""
     model, batch = make_small(name, ddp, dtype)
     scaler, optimizer = grad_scaler(dtype, ddp), torch.optim.SGD(model.parameters(), lr=0.0)
     for tries in range(1, 21):
@@ -167,15 +167,15 @@ def output_and_gradient(name, dtype, ddp):
 
 
 def distance(found, expected):
-    """Relative norm of the difference; nan or infinite where `found` is."""
+    """Relative norm of the difference; nan or infinite if `found` is."""
     return float((found - expected).norm() / expected.norm())
 
 
 def best_times(calls, ddp, limit):
     """{key: seconds of the best call of calls[key]()}.
 
-    In turn, for about `limit` seconds each, so that whatever else the machine does slows all alike;
-    the first call of each does not count.
+    Calls alternate, for about `limit` seconds each, so that other work on the machine slows all
+    alike. The first call of each does not count.
     """
     def wait():
         if ddp.device.type != "cpu":
@@ -203,7 +203,7 @@ def random_factors(ddp):
 def measure_errors(ddp):
     """Make the table: {dtype: Row}, without seconds."""
     rows, (a, b) = {}, random_factors(ddp)
-    cpu = Ddp()                                     # one process on the CPU
+    cpu = Ddp()                                     # settings of one process on the CPU
     expected = {name: output_and_gradient(name, FLOAT64, cpu) for name in NETWORKS}
     for dtype in DTYPES:
         row = rows[dtype] = Row()
@@ -214,7 +214,7 @@ def measure_errors(ddp):
                 output, gradient, row.tries[name] = output_and_gradient(name, dtype, ddp)
                 row.networks[name] = NetworkErrors(distance(output, exact_output),
                                                    distance(gradient, exact_gradient))
-        except (RuntimeError, TypeError) as error:  # kernels that this torch or device has not got
+        except (RuntimeError, TypeError) as error:  # this torch or device has no such kernels
             row.error = f"{type(error).__name__}: {first_line(error)}"
     return rows
 
@@ -228,7 +228,7 @@ def measure_speeds(rows, ddp, limit):
                      training_calls(what, dtypes, ddp))
             for dtype, seconds in best_times(calls, ddp, limit).items():
                 rows[dtype].seconds[what] = seconds
-        except RuntimeError as error:               # such as out of memory: the speed is not known
+        except RuntimeError as error:               # such as out of memory: no speed in the table
             print(f"{what} could not be timed: {first_line(error)}", file=sys.stderr)
 
 
@@ -245,7 +245,7 @@ def size_for_speed(name, ddp):
 
 
 def training_calls(name, dtypes, ddp):
-    """{dtype: function that computes loss and gradient}; nobody trains in float64."""
+    """{dtype: function that computes loss and gradient}, without float64."""
     def train(model, batch, dtype):
         NETWORKS[name].step(model, batch, dtype, ddp)[1].backward()
 
@@ -255,9 +255,9 @@ def training_calls(name, dtypes, ddp):
 
 
 def speed(rows, dtype, what):
-    """How many times as fast as float32, or None."""
-    seconds, full = (rows[key].seconds.get(what) for key in (dtype, FLOAT32))
-    return full / seconds if seconds and full else None
+    """Speed-up over float32, or None if one of the two was not measured."""
+    seconds, in_float32 = (rows[key].seconds.get(what) for key in (dtype, FLOAT32))
+    return in_float32 / seconds if seconds and in_float32 else None
 
 
 def table(rows):
@@ -276,7 +276,7 @@ def table(rows):
     return lines
 
 
-# ---- the claims: each returns (whether it holds, None where it is not checked; figure) ----
+# ---- the claims: each returns (True, False, or None if it cannot be checked; text) ----
 
 STATUS = {True: "PASS", False: "FAIL", None: "SKIP"}
 
@@ -286,7 +286,7 @@ def allowed(dtype, units):
 
 
 def all_within(ddp, rows, units, errors_of):
-    """Is every dtype within `units` eps? Only float32, and what training chooses, has to work.
+    """Is every dtype within `units` eps? Only float32 and the dtype of training have to work.
 
     errors_of: function from a Row to its relative errors.
     """
@@ -319,12 +319,12 @@ def half_dtypes(rows):
 
 
 def tokens_stay_integers(ddp, rows):
-    """What reaches the embedding tables is int64 under every autocast and in low-precision models.
+    """Tokens reach the embeddings as int64 under every autocast and in low-precision models.
 
-    So are samples, and tokens that were made real are refused: bfloat16 has no odd number above
+    Samples are int64 too. Models refuse tokens in real dtypes: bfloat16 has no odd numbers above
     256.
     """
-    seen, taken = set(), set()     # dtypes in the tables; models that take real tokens
+    seen, taken = set(), set()     # dtypes that reach embeddings; models that accept real tokens
     cases = [(FLOAT32, FLOAT32)] + [(weights, half) for half in half_dtypes(rows)
                                     for weights in (FLOAT32, half)]
     for name, network in NETWORKS.items():
@@ -346,9 +346,9 @@ def tokens_stay_integers(ddp, rows):
 
 
 def dtypes_of_weights_and_inputs_may_differ(ddp, rows):
-    """Low-precision weights compute with float32 inputs, with and without autocast.
+    """Models with low-precision weights accept float32 inputs, with and without autocast.
 
-    Else a model fails with `mat1 and mat2 must have the same dtype`.
+    Otherwise they fail with `mat1 and mat2 must have the same dtype`.
     """
     errors = []
     for half in half_dtypes(rows):
@@ -361,7 +361,7 @@ def dtypes_of_weights_and_inputs_may_differ(ddp, rows):
                     errors.append(distance(network.step(model, batch, compute, ddp)[0], exact))
     if not errors:
         return None, "no low precision here"
-    # The weights themselves were rounded: a tenth would be another model.
+    # Errors come from rounded weights. An error of 0.1 is too large for rounding.
     return all(error < 0.1 for error in errors), (
         f"models with weights in low precision are within {max(errors):.1g}")
 
@@ -379,10 +379,10 @@ def draw(ddp, log_score):
 
 
 def generation_passes_sigma(ddp, rows):
-    """Each network call of sample() gets the total noise sigma(t) of that step and never t.
+    """Each network call of sample() gets the total noise sigma(t) of that step, not the time t.
 
-    And SEDD heeds it: which token it prefers at a mask changes with it (its overall scale ln r
-    always does).
+    And SEDD uses it: the token that it prefers at a mask depends on sigma (after log_softmax, as
+    the scale of the scores always depends on it).
     """
     model, (xt, *_) = make_small("SEDD", ddp)
     sigmas = []
@@ -418,8 +418,8 @@ CLAIMS = {"matmul": matrix_products_are_close_to_float64,
 def recommend(rows):
     """(dtype, reason): the first one in which both models are close and SEDD trains faster.
 
-    bfloat16 comes first, as it has float32's range and needs no GradScaler. A dtype in which the
-    hardware does not compute is slower than float32.
+    bfloat16 comes first, as it has float32's range and needs no GradScaler. A dtype that the
+    hardware only emulates is slower than float32, and so not recommended.
     """
     reasons = []
     for dtype in (BFLOAT16, FLOAT16):
@@ -455,7 +455,7 @@ def report(ddp, limit):
     for name, claim in CLAIMS.items():
         try:
             holds, figure = claim(ddp, rows)
-        except Exception as error:      # whatever models or device raise: other claims still count
+        except Exception as error:      # any error fails this claim; check the others too
             holds, figure = False, f"{type(error).__name__}: {first_line(error)}"
         failures = [float(holds is False and rank == ddp.rank) for rank in range(ddp.world_size)]
         ranks = [rank for rank, n in enumerate(all_sum(failures, ddp)) if n]
@@ -476,7 +476,7 @@ def report(ddp, limit):
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=0.5,
-                        help="for which each speed is measured (default 0.5)")
+                        help="how long each speed is measured (default 0.5)")
     add_launch_arguments(parser)
     return parser
 

@@ -5,20 +5,20 @@
     python train_dpo_ddp.py --nproc_per_node 4 --train_data pairs.json loss.name=ipo
     python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8             # what scaling does
 
-Reads pairs and their structures (structure_data.py), published weights, and perhaps a YAML config
-(every key below and in run_config.py, with its default). Writes into the run folder (--output_dir,
-default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN tools read;
-metrics.jsonl, config.yaml, status.json, reference/KEY.pt (log-probabilities under the base
-weights), designs/step_N.fasta (what each evaluation draws for the validation structures),
-checkpoints/last.pt (the one before: last-1.pt) to continue from, and at the end curves.png. The
-same command again continues. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE and a file STOP in the
-run folder end a run in good order: it saves, and leaves with exit code 75.
+Reads preference pairs and their structures (structure_data.py), published weights, and optionally a
+YAML config (all keys and defaults are below and in run_config.py). Writes into the run folder
+(--output_dir, default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN
+tools read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt (log-probabilities under the
+base weights); designs/step_N.fasta (sequences drawn at each evaluation); checkpoints/last.pt to
+resume from (the checkpoint before it: last-1.pt); and at the end curves.png. The same command again
+resumes the run. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE or a file STOP in the run folder
+make the run save and exit with code 75.
 
-A run with the same global batch is the same on any number of ranks, to rounding: micro-batches are
-what is distributed, and all that is random is keyed by (seed, purpose, pair, epoch), never by a
-rank.
+Runs with the same global batch are equal on any number of ranks, up to rounding. For this, each
+step's micro-batches do not depend on the ranks that compute them, and random numbers are seeded by
+(seed, purpose, pair, epoch), never by rank.
 """
-if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
+if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
     ddp_guard.supervise()
 
@@ -54,19 +54,19 @@ class Training(CommonTraining):
     batch_size: int = 8                  # pairs per rank and micro-step, at most
     num_epochs: int = 10
     n_iters: int | None = None           # optimizer steps, instead of num_epochs
-    eval_freq: int | None = None         # steps between evaluations, beside those of each epoch
-    snapshot_freq: int | None = None     # steps between checkpoints, likewise
+    eval_freq: int | None = None         # steps between evaluations; always after each epoch
+    snapshot_freq: int | None = None     # steps between checkpoints; always after each epoch
 
 
 @dataclass
 class Optim(CommonOptim):
-    # Adam moves each weight by up to lr per step. ProteinMPNN's are about 0.1 in size, so 1,000
-    # steps at 3e-6 (the single-process default of the published DPO scripts) change them by at most
-    # 3 %, which keeps the policy near its reference; 1e-4 comes as far in 30 steps. The 3e-7 that
-    # those scripts have for many ranks needs ten times the steps.
+    # Adam moves each weight by up to lr per step. ProteinMPNN's weights are about 0.1 in size, so
+    # 1,000 steps at 3e-6 (single-process default of the published DPO scripts) change them by 3 %
+    # at most, which keeps the policy near the reference; 1e-4 moves as far in 30 steps. 3e-7, the
+    # default of those scripts for many ranks, needs ten times the steps.
     lr: float = 3e-6                     # at base_global_batch; scaled by `scale`
-    warmup: int = 20                     # steps, linear; scaled likewise
-    grad_clip: float = 10.0              # global norm; 0 = none
+    warmup: int = 20                     # steps, linear; also scaled by `scale`
+    grad_clip: float = 10.0              # largest gradient norm; 0 = no clipping
 
 
 @dataclass
@@ -79,31 +79,31 @@ class RandomSizes:
 
 @dataclass
 class Model:
-    base_model_name: str = "v_48_020"    # file BASE_MODEL_DIR/NAME.pt, or "random": seeded
+    base_model_name: str = "v_48_020"    # file BASE_MODEL_DIR/NAME.pt; "random": untrained weights
     base_model_dir: str = "vanilla_model_weights"
-    dropout: float = 0.0                 # above 0, chosen and rejected differ by chance: noise that
-    #                                      exceeds the signal
+    dropout: float = 0.0                 # above 0 it adds noise to each log-probability that is
+    #                                      larger than the margin of chosen over rejected
     random: RandomSizes = field(default_factory=RandomSizes)   # for random weights only
 
 
 @dataclass
 class Loss:
-    # See preference_loss. ipo: with sums over residues, as published; ipo_norm: with means.
+    # See preference_loss. ipo: sums over residues, as published; *_norm: means over residues.
     name: Literal["sigmoid", "hinge", "ipo", "ipo_norm", "robust", "conservative", "sigmoid_norm",
                   "reference_free", "simpo"] = "sigmoid"
     beta: float = 0.1                    # higher = closer to the reference; about 2 for simpo, 10
     #                                      for sigmoid_norm
-    label_smoothing: float = 0.1         # robust, conservative: share of pairs the wrong way round
+    label_smoothing: float = 0.1         # robust, conservative: assumed fraction of swapped pairs
     gamma: float = 0.5                   # simpo: margin, in nats
-    sft: float = 0.0                     # adds so many times mean -ln p of the chosen, per residue
-    diversity_lambda: float = 0.0        # subtracts so many times mean entropy, per residue
+    sft: float = 0.0                     # factor of an added term: mean -ln p per chosen residue
+    diversity_lambda: float = 0.0        # factor of a subtracted term: mean entropy per residue
     temperature: float = 1.0             # log_softmax(logits / temperature) in loss and rewards;
-    #                                      0.1 acts like up to 10 x beta
-    # random: anew in each epoch; fixed: one per pair for the whole run; arange: from N to C
+    #                                      0.1 acts like a beta up to 10 times as large
+    # Decoding order. random: new in each epoch; fixed: one per pair for all epochs; arange: N to C
     order: Literal["random", "fixed", "arange"] = "random"
     n_orders: int = 1                    # orders per pair that log-probabilities are averaged over
-    share_order: bool = False            # one for all pairs of a complex with the same designed
-    #                                      positions; a sequence in several is computed once
+    share_order: bool = False            # same order for all pairs of a complex with the same
+    #                                      designed positions: sequences they share are run once
 
 
 @dataclass
@@ -112,8 +112,8 @@ class Data:
     val_data: str | None = None          # none: val_fraction is split off, by structure
     val_fraction: float = 0.1            # of the structures; 0 = no validation
     max_length: int | None = None        # longer designs are refused, never cut
-    # For pairs that give none: "A12 A15" (chain, number in the file), or "11 14" (0-based in the
-    # sequence); ranges "A10-A20" or "9-19", both ends included.
+    # For pairs that give no positions: "A12 A15" (chain and number in the file) or "11 14" (0-based
+    # in the sequence); ranges "A10-A20" or "9-19", both ends included.
     mutable_positions: str | None = None
     mutable_ranges: str | None = None
     reference_cache: str | None = None   # folder; none: reference/ in the run folder
@@ -123,16 +123,16 @@ class Data:
 
 @dataclass
 class Memory(CommonMemory):
-    # for the policy's training steps only; validation and reference: float32
+    # for the policy's training steps only; validation and the reference use float32
     mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = False
-    structure_cache_mb: int = 2048       # on the device, for graphs and base encodings
+    structure_cache_mb: int = 2048       # on the device: graphs, and encodings by the base weights
 
 
 @dataclass
 class Monitoring(CommonMonitoring):
-    fall: float = 0.02                   # nats per residue; a larger fall of chosen sequences'
-    #                                      log-probabilities is warned about
-    n_designs: int = 4                   # of each validation structure, drawn at each evaluation
+    fall: float = 0.02                   # nats per residue; warn if the log-probability of chosen
+    #                                      sequences falls by more
+    n_designs: int = 4                   # per validation structure, drawn at each evaluation
     design_temperature: float = 0.1
 
 
@@ -148,28 +148,28 @@ class Config:
     monitoring: Monitoring = field(default_factory=Monitoring)
 
 
-# What a resumed run may change, beside the number of ranks (accum follows). Of data and base
-# weights the content is compared; max_length only refuses.
+# What a resumed run may change, beside the number of ranks (accum is adapted). Files of data and
+# base weights may move: their content is compared. max_length can only refuse pairs.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "memory.structure_cache_mb", "monitoring.fall",
               "monitoring.n_designs", "monitoring.design_temperature", "data.reference_cache",
               "data.train_data", "data.val_data", "data.max_length", "model.base_model_name",
               "model.base_model_dir")
 PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.base_model_name",
             "model.base_model_dir", "training.num_workers", "memory.structure_cache_mb",
-            "memory.max_memory_per_gpu")   # may differ by host
+            "memory.max_memory_per_gpu")   # may differ between hosts
 NEEDED = (*ALWAYS_NEEDED, "sums", "seen", "base")   # what a checkpoint must hold
 
 
 def check_config(c, without_data=False):
-    """Refuse values that no type forbids. Raises ValueError naming the key.
+    """Check what types cannot: ranges, and keys that exclude each other. Raises ValueError.
 
-    without_data: for --plan, which needs no pairs."""
+    without_data: data.train_data may be missing, as --plan needs no pairs."""
     loss, d, base = c.loss, c.data, c.model.base_model_name
     given = without_data or d.train_data is not None
     for key in ("train_data", "val_data", "mutable_positions", "mutable_ranges", "reference_cache"):
         if getattr(d, key) is not None and not getattr(d, key).strip():
-            raise ValueError(f"config: data.{key} is empty; expected a value. To do without, leave "
-                             "it out.")
+            raise ValueError(f"config: data.{key} is empty; expected a value. If you do not need "
+                             "this key, leave it out.")
     check_values(c, checks=(
         (1e-6 <= loss.beta <= 1e6, f"loss.beta is {loss.beta}; expected 1e-6 to 1e6"),
         (1e-3 <= loss.temperature <= 1e3,
@@ -177,24 +177,24 @@ def check_config(c, without_data=False):
         (0 <= loss.label_smoothing < 0.5,
          f"loss.label_smoothing is {loss.label_smoothing}; expected 0 up to below 0.5"),
         *((loss.name in users or getattr(loss, key) in (0, getattr(Loss, key)),
-           f"loss.{key} is {getattr(loss, key)} with loss.name {loss.name}, which has none; "
+           f"loss.{key} is {getattr(loss, key)}, but loss.name {loss.name} does not use it; "
            f"expected it left out, or loss.name {' or '.join(users)}")
           for key, users in (("label_smoothing", ("robust", "conservative")),
                              ("gamma", ("simpo",)))),
         (loss.order != "arange" or loss.n_orders == 1,
-         f"loss.n_orders is {loss.n_orders} with loss.order arange, which is a single order; "
-         "expected 1"),
+         f"loss.n_orders is {loss.n_orders}, but loss.order arange is a single order; expected "
+         "1"),
         (c.monitoring.n_designs != 1, "monitoring.n_designs is 1; expected 0, or 2 and more"),
         (0 <= c.monitoring.design_temperature <= 1e3, "monitoring.design_temperature is "
          f"{c.monitoring.design_temperature}; expected 0 to 1,000"),
         (base == "random" or c.model.random == RandomSizes(),
-         f"model.random gives sizes, but model.base_model_name is {base}, a file, which brings "
-         "its own; expected no model.random in the config, or base_model_name random"),
+         f"model.random gives sizes, but model.base_model_name is {base}, a file with its own "
+         "sizes; expected no model.random in the config, or base_model_name random"),
         (given or base == "random",
          "data.train_data is not given; expected a file of preference pairs (--train_data). Demo "
          "pairs are made for random weights only (configs/dpo_demo.yaml)"),
         (given or not (d.val_data or d.max_length or d.mutable_positions or d.mutable_ranges),
-         "data.val_data, max_length, mutable_positions and mutable_ranges are for pairs of a file, "
+         "data.val_data, max_length, mutable_positions and mutable_ranges need pairs from a file, "
          "but data.train_data is not given; expected --train_data"),
         (d.mutable_positions is None or d.mutable_ranges is None,
          "data.mutable_positions and data.mutable_ranges are given together; expected one of "
@@ -214,7 +214,7 @@ def preference_loss(chosen, rejected, ref_chosen, ref_rejected, n, loss):
     Args:
         chosen, rejected, ref_chosen, ref_rejected: (P,) log-probabilities under policy and
             reference, summed over the scored residues.
-        n: (P,) number of these residues. loss: a section Loss.
+        n: (P,) number of these residues. loss: the config's Loss section.
     Sources: sigmoid, Rafailov et al. 2023, arXiv 2305.18290; ipo, Azar et al. 2023, arXiv
     2310.12036; hinge, Zhao et al. 2023, arXiv 2305.10425; robust, Chowdhury et al. 2024, arXiv
     2403.00409; simpo, Meng et al. 2024, arXiv 2405.14734.
@@ -235,10 +235,10 @@ def preference_loss(chosen, rejected, ref_chosen, ref_rejected, n, loss):
 
 
 def objective(log_probs, batch, reference, loss):
-    """What is minimised, for each pair (P,), and the columns of dpo_eval.SUMS, detached (P, 9).
+    """The loss to minimise of each pair (P,), and the metrics dpo_eval.SUMS, detached (P, 9).
 
-    log_probs: (M, L, 21) of the policy. reference: (P, 2), summed log-probabilities of chosen and
-    rejected under the reference."""
+    log_probs: (M, L, 21) of the policy. reference: (P, 2) log-probabilities of the chosen and the
+    rejected sequence under the reference, summed over residues."""
     scores, entropy = pair_scores(log_probs, batch, loss.temperature)
     (chosen, rejected), n = scores.unbind(1), batch["n_scored"]
     total = preference = preference_loss(chosen, rejected, *reference.unbind(1), n, loss)
@@ -255,8 +255,9 @@ def objective(log_probs, batch, reference, loss):
 
 
 def micro_batch_loss(model, batch, reference, config, ddp, dtype):
-    """Of a micro-batch: sum of weight x loss, in nats; (11,) the 9 SUMS, weighted, and numbers of
-    pairs and residues; sum of weights, over which global_gradient takes the mean."""
+    """Three sums over the pairs of a micro-batch: weight x loss, in nats; (11,) the 9 SUMS times
+    weight, then the numbers of pairs and residues; weights, by whose global sum the loss is
+    divided."""
     batch = reference.to_device(batch)
     ref = reference.scores(batch, reference.table)   # outside autocast: in float32
     with autocast(dtype, ddp):
@@ -270,8 +271,8 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
 
 # ---------------------------------------------------------------- data
 class MicroBatchDataset(torch.utils.data.Dataset):
-    """(step, micro, epoch, pair indices) -> tensors of one micro-batch, see make_batch. Orders are
-    drawn on the CPU: the same on every device and with any number of workers."""
+    """(step, micro-batch, epoch, pair indices) -> tensors of this micro-batch, see make_batch.
+    Decoding orders are drawn on the CPU, so that they do not depend on device or workers."""
 
     def __init__(self, pairs, loss, seed):
         self.pairs, self.loss, self.seed = pairs, loss, seed
@@ -292,10 +293,10 @@ class DpoRun(Run):
 
 
 def prepare(config, ddp, work_dir, resume=None, fresh=False):
-    """Everything before the first step: data, model, checkpoint, folder. Returns DpoRun.
+    """Everything before the first step: data, model, checkpoint, run folder. Returns DpoRun.
 
-    Raises ValueError or OSError for input that cannot be used, and then has written nothing: the
-    run folder is touched last, when every rank has come through all checks."""
+    Raises ValueError or OSError for input that cannot be used. Nothing is written before all ranks
+    have passed all checks."""
     t, work_dir = config.training, Path(work_dir)
     check_config(config)
     former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
@@ -322,9 +323,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, available=available,
-        progress={"start": None,        # log-probability per residue of chosen sequences, at first
-                  "fallen": False,      # it has been warned that these become less likely
-                  "collapsed": False},  # it has been warned that designs become too alike
+        progress={"start": None,        # log-probability per residue of chosen ones at the start
+                  "fallen": False,      # has warned that chosen sequences become less likely
+                  "collapsed": False},  # has warned that designs become too alike
         seen=SEEN, global_batch=batch, work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype,
         validation=validation, pairs=data.train, base=base_hash, reference=reference, sums=sums,
         expected_count=batch * sum(pair.weight for pair in data.train) / len(data.train))
@@ -336,7 +337,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
 
 
 def describe_data(run, data, base, precision, ddp):
-    """Lines on model, data, loss and batch."""
+    """Lines to print about model, data, loss and batch."""
     c, bare = run.config.loss, run.bare
     n_parameters = sum(p.numel() for p in bare.parameters())
     terms = f" + {c.sft:g} SFT" if c.sft else ""
@@ -371,12 +372,12 @@ def train(run, ddp):
         totals, norm = take_step(run, batches, loss_of, ddp)
         run.sums += torch.where(totals.bad > 0, 0.0, totals.packed)
         step, last = progress["step"], progress["step"] == run.n_iters
-        at_end = last or step % run.steps_per_epoch == 0   # of the epoch, or of the run
+        at_end = last or step % run.steps_per_epoch == 0   # end of the run, or of an epoch
         evaluate_now = at_end or bool(t.eval_freq) and step % t.eval_freq == 0
         save_now = at_end or bool(t.snapshot_freq) and step % t.snapshot_freq == 0
         report = evaluate_now or step % t.log_freq == 0
         reason = after_step(run, ddp, at_once=report or save_now)
-        if step == 1 and run.validation is None:   # its loss is that before the step
+        if step == 1 and run.validation is None:   # this loss was computed before the first update
             loss = metrics_of(totals.sums, totals.count)["loss"]
             log.say(f"step 0: train loss {loss:.4f}")
         if report:
@@ -394,7 +395,7 @@ def train(run, ddp):
             run.sums.zero_()
         if progress["finished"] or save_now or reason:
             save_last(run, log, ddp)
-        if report:   # evaluation and saving are not counted as training
+        if report:   # do not count evaluation and saving as time of training
             run.meter.restart()
     result = {"step": progress["step"], **values}
     return finish_run(run, log, ddp, reason, result, time.perf_counter() - began,
@@ -418,17 +419,16 @@ def save_last(run, log, ddp):
 
 # ---------------------------------------------------------------- plan
 def describe_plan(config, ranks):
-    """Table of what each number of ranks (text such as "1,2,4,8") would do. No device is touched.
-    """
+    """Table of batch, learning rate and steps for each number of ranks (text such as "1,2,4,8")."""
     numbers, head = plan_head(config.optim, ranks, "pairs")
     table, _ = plan_table(config, numbers, config.training.batch_size,
                           f"{'effective batch (pairs)':>26}")
-    return "\n".join([head, *table, "With fewer training pairs than a batch, their number counts."])
+    return "\n".join([head, *table, "With fewer training pairs than that, the batch is all pairs."])
 
 
 # ---------------------------------------------------------------- main
 def main(config, ddp, work_dir, resume=None, fresh=False):
-    """Prepare and train, for tests and notebooks that have called setup_ddp."""
+    """Prepare and train. For tests and notebooks, which have called setup_ddp themselves."""
     return prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir, resume, fresh), train)
 
 
@@ -444,23 +444,23 @@ FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs
 
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                    epilog="Examples: head of this file. All keys: Config there, run_config.py.")
-    parser.add_argument("--config", help="YAML file; without it the defaults hold")
+                    epilog="Examples and all config keys: train_dpo_ddp.py, run_config.py.")
+    parser.add_argument("--config", help="YAML file; without it the defaults are used")
     for flag, key in FLAGS.items():
         several = {"nargs": "+"} if flag.startswith("mutable") else {}
         names = [f"--{flag}", *(["--lr"] if flag == "learning_rate" else [])]
         parser.add_argument(*names, help=f"sets {key}", **several)
     parser.add_argument("--no_cuda", action="store_true", help="the same as --device cpu")
     parser.add_argument("--base_model_config_dir",
-                        help="accepted, not needed: the weights say how the model is made")
+                        help="ignored: the sizes of the model are read from the weights")
     add_run_arguments(parser, "--output_dir", "--work_dir")
     return parser
 
 
 def read_arguments(argv):
-    """(options, config). Raises ValueError, for options that do not go together too."""
+    """(options, config). Raises ValueError for bad values and options that exclude each other."""
     args = make_parser().parse_intermixed_args(argv)
-    for name in ("mutable_positions", "mutable_ranges"):   # overrides may stand among their words
+    for name in ("mutable_positions", "mutable_ranges"):   # nargs="+" also took section.key=value
         if (given := getattr(args, name)) is not None:
             args.overrides += [word for word in given if "=" in word]
             setattr(args, name, " ".join(word for word in given if "=" not in word))
@@ -469,15 +469,15 @@ def read_arguments(argv):
     if args.num_epochs is not None and config.training.n_iters is not None:
         raise ValueError(f"command line: --num_epochs {args.num_epochs} with training.n_iters "
                          f"{config.training.n_iters}; expected one of the two "
-                         "(training.n_iters=null takes it away).")
+                         "(training.n_iters=null removes it).")
     check_config(config, without_data=args.plan is not None)
     return args, config
 
 
 def prepare_from(config, ddp, work_dir, args):
     if args.base_model_config_dir:
-        print0(ddp, f"--base_model_config_dir {args.base_model_config_dir} is not needed, and not "
-                    "read: the weights say how the model is made")
+        print0(ddp, f"--base_model_config_dir {args.base_model_config_dir} is ignored: the sizes "
+                    "of the model are read from the weights")
     return prepare(config, ddp, work_dir, args.resume, args.fresh)
 
 

@@ -4,9 +4,9 @@
 #   bash jobs/local.sh 2 --data my.fasta optim.lr=1e-4    2 ranks; the rest goes to the script
 #   CONFIG=configs/sedd_cpu.yaml LAUNCHER=mpirun bash jobs/local.sh 2
 #   DRY_RUN=1 bash jobs/local.sh 4                        shows what would be started
-# Output goes to screen and logs/CONFIG-DATE-PROCESS.log. Exit codes: README.md. It works in the
-# repository's folder; only data that are there where you are (--data) are taken from there.
-# PYTHON=python3.12 chooses the interpreter. Without a GPU, docs/machines.md has a smaller download.
+# Output goes to screen and logs/CONFIG-DATE-PROCESS.log. Exit codes: README.md. It changes to the
+# repository's folder, but looks for data files (--data) first in the folder where you called it.
+# PYTHON=python3.12 chooses the interpreter. For a smaller download without a GPU: docs/machines.md.
 set -euo pipefail
 
 # What you may want to edit; each can also be given in front of the command.
@@ -15,8 +15,8 @@ CONFIG=${CONFIG:-configs/sedd_demo.yaml}
 NPROC=${NPROC:-}                 # ranks, or the first argument; empty: one per NVIDIA GPU, or 2
 LAUNCHER=${LAUNCHER:-torchrun}   # torchrun (by the script's own --nproc_per_node) | mpirun
 ARGS=${ARGS:-}                   # more arguments of the training script, separated by blanks
-LOGS=${LOGS:-1}                  # 0: to the screen alone, where a terminal shows a bar of progress
-# The MPI of .venv, in which only one can live. Empty: LAUNCHER=mpirun takes that of your PATH.
+LOGS=${LOGS:-1}                  # 0: no log file; a terminal then shows a progress bar
+# The MPI in .venv, which can hold only one. Empty: LAUNCHER=mpirun uses the mpirun of your PATH.
 MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
 MATPLOTLIB=${MATPLOTLIB-matplotlib}   # draws curves.png at the end of a run; empty: no picture
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo   # the ^ form never in GLOO_SOCKET_IFNAME
@@ -32,9 +32,9 @@ install() {   # install PYTHON [pip arguments]
 }
 
 make_env() {
-  # The stamp is written last. Its first line says when to make .venv anew (MPI wheels overwrite
-  # each other, and an environment cannot be moved), its second when pip has to run again.
-  local python=${PYTHON:-python3} version kind list    # without PYTHON, that of .venv is kept
+  # The stamp is written last. If its first line differs, .venv is made anew (MPI wheels overwrite
+  # each other, and an environment cannot be moved); if its second differs, pip runs again.
+  local python=${PYTHON:-python3} version kind list    # without PYTHON: the one of .venv
   if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && .venv/bin/python -c '' 2> /dev/null; then
     python=$(.venv/bin/python -c 'import os, sys; print(os.path.realpath(sys.executable))')
   fi
@@ -76,7 +76,7 @@ make_run_env() {
   make_env
   if [ -z "$MATPLOTLIB" ] || [ -e .venv/stamp.pictures ]; then return; fi
   (install .venv/bin/python "$MATPLOTLIB") || echo "Without it, runs draw no curves.png."
-  touch .venv/stamp.pictures   # tried once: a run does not need it
+  touch .venv/stamp.pictures   # try once only: a run does not need it
 }
 
 if [[ ${1:-} =~ ^[0-9]+$ ]]; then NPROC=$1; shift; fi
@@ -94,8 +94,8 @@ case $LAUNCHER,$MPI_WHEEL in
   mpirun,) command=(mpirun -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG") ;;
   *) command=(.venv/bin/mpirun -n "$NPROC" .venv/bin/python "$SCRIPT" --config "$CONFIG") ;;
 esac
-read -r -d '' -a arguments <<< "$ARGS" || :    # of all its lines
-for word in ${arguments[@]+"${arguments[@]}"} "$@"; do    # bash 3.2 calls an empty array unset
+read -r -d '' -a arguments <<< "$ARGS" || :    # also if it has several lines
+for word in ${arguments[@]+"${arguments[@]}"} "$@"; do    # in bash 3.2 an empty array is unset
   case $word,${previous:-} in
     --config* | --nproc_per_node*) fail "$word: give the config as CONFIG=..., ranks first" ;;
     --*data*=* | data.*=* | --init_from=*) path=${word#*=} ;;
@@ -113,7 +113,7 @@ cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 if [ "$LOGS" = 1 ]; then
   mkdir -p logs; log=logs/$(basename "${CONFIG%.*}")-$(date +%Y%m%d-%H%M%S)-$$.log
-  # A signal from the terminal must not end what writes the last words down.
+  # Ctrl-C must not kill tee, which still has to write the last lines to the log.
   exec > >(trap '' INT TERM HUP PIPE; exec tee -a "$log") 2>&1
   echo "output: $PWD/$log"
 fi

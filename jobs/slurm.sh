@@ -4,9 +4,9 @@
 #   CONFIG=configs/sedd_cpu.yaml sbatch --gres=none jobs/slurm.sh --data my.fasta     without GPUs
 #   DRY_RUN=2 bash jobs/slurm.sh       anywhere: settings and launch line for 2 nodes
 #   watch      tail -f logs/CONFIG-JOBID.log       (exit codes: README.md)
-#   stop       touch RUN_DIR/STOP; or scancel JOBID, where Slurm leaves the time to save (KillWait)
-#   continue   the same sbatch, once STOP is removed. Before its time is over a job saves, and is
-#              requeued if there is work left and a new checkpoint.
+#   stop       touch RUN_DIR/STOP; or scancel JOBID, if Slurm's KillWait leaves time to save
+#   continue   remove STOP, give the same sbatch. Before its time is over a job saves, and is
+#              requeued if steps are left and it wrote a new checkpoint.
 # Submit from the repository's folder. .venv: `bash jobs/local.sh 1 --help` makes it.
 #SBATCH --job-name=sedd
 #SBATCH --nodes=1
@@ -24,13 +24,13 @@ SCRIPT=${SCRIPT:-train_sedd_ddp.py}
 CONFIG=${CONFIG:-configs/sedd_uniref50.yaml}
 ARGS=${ARGS:-}                        # more arguments of SCRIPT, separated by blanks
 RUN_DIR=${RUN_DIR:-runs/$(basename "${CONFIG%.*}")}
-VENV=${VENV:-.venv}                   # used where it exists
+VENV=${VENV:-.venv}                   # used if it exists
 PYTHON=${PYTHON:-python}
 NPROC=${NPROC:-${SLURM_NTASKS_PER_NODE:-4}}   # ranks per node, one per GPU
 PREFLIGHT=${PREFLIGHT---preflight}    # or "--preflight --bandwidth"; empty: none
-SAVE_SECONDS=${SAVE_SECONDS:-300}     # the run stops this long before the job's time is over
-REQUEUE=${REQUEUE:-1}                 # 0: one job, no more
-AGAIN_ON=${AGAIN_ON-75 70}            # ends of a run after which it is requeued, docs/faults.md
+SAVE_SECONDS=${SAVE_SECONDS:-300}     # the run saves and stops so long before the job's end
+REQUEUE=${REQUEUE:-1}                 # 0: never requeue
+AGAIN_ON=${AGAIN_ON-75 70}            # codes after which it is requeued: docs/faults.md
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo    # the ^ form never in GLOO_SOCKET_IFNAME
@@ -51,12 +51,12 @@ case $VENV in /*) PATH=$VENV/bin:$PATH ;; *) PATH=$PWD/$VENV/bin:$PATH ;; esac
 nodes=${SLURM_JOB_NUM_NODES:-$DRY_RUN}
 export DDP_WORLD_SIZE=$((nodes * NPROC))
 
-# From Slurm 22.05 on srun may not inherit --cpus-per-task. No --gpus-per-task, which hides the GPUs
-# of a node's tasks from each other. No torchrun inside, which keeps signals from the ranks.
+# From Slurm 22.05 on srun may not inherit --cpus-per-task. --gpus-per-task would hide the GPUs of a
+# node's tasks from each other. torchrun inside srun would keep signals from the ranks.
 launch=(srun --export=ALL --nodes="$nodes" --ntasks="$DDP_WORLD_SIZE" --ntasks-per-node="$NPROC"
   --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --cpu-bind=cores --kill-on-bad-exit=1 --wait=60
   "$PYTHON" -u)
-read -r -d '' -a arguments <<< "$ARGS" || :    # of all its lines
+read -r -d '' -a arguments <<< "$ARGS" || :    # also if it has several lines
 arguments+=("$@")
 training=("$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"})
 if [ -n "${DRY_RUN:-}" ]; then
@@ -81,15 +81,15 @@ fi
 if [ -n "$PREFLIGHT" ]; then          # shellcheck disable=SC2086
   "${launch[@]}" test_aurora_ddp.py $PREFLIGHT --work_dir "$RUN_DIR" || exit $(($? == 2 ? 2 : 3))
 fi
-written() { stat -c '%i %y' "$1" 2> /dev/null || echo never; }   # differs after every writing
+written() { stat -c '%i %y' "$1" 2> /dev/null || echo never; }   # changes with each write
 status=$RUN_DIR/status.json last=$RUN_DIR/checkpoints/last.pt cancelled='' code=0
 status_before=$(written "$status") last_before=$(written "$last")
-finished=$(grep -s '^{"code": 0,' "$status") || :    # put back by a start that is refused
-trap 'cancelled=yes' TERM             # scancel, preemption: not for this script to requeue
+finished=$(grep -s '^{"code": 0,' "$status") || :    # a refused start restores this line
+trap 'cancelled=yes' TERM             # scancel or preemption: do not requeue here
 "${launch[@]}" "${training[@]}" || code=$?
-outcome=$code                         # srun's code says less than what the run has written
+outcome=$code                         # status.json, if the run wrote it, says more than srun
 if [ "$(written "$status")" != "$status_before" ] && [ "$(cat "$status")" != "$finished" ]; then
-  outcome=$(sed -n 's/^{"code": *\([0-9]*\),.*/\1/p' "$status")      # nothing for null: killed
+  outcome=$(sed -n 's/^{"code": *\([0-9]*\),.*/\1/p' "$status")      # empty for null: killed
   code=${outcome:-$((code ? code : 1))} outcome=${outcome:-killed}
 fi
 echo "$(date) ended: exit code $code ($outcome); cancelled: ${cancelled:-no}"

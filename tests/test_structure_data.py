@@ -246,9 +246,9 @@ def test_siblings_of_the_malformed_cases_are_refused_with_their_item(small, chan
 
 
 @pytest.mark.parametrize("content, says", [
-    ("[]", "found []"), (b"\x80", "no JSON"), ("[null]", "found null"),
-    pytest.param("[" * 100_000, "no JSON", id="nested too deeply"),
-    (json.dumps(GOOD) + "\n" + json.dumps(GOOD), "named .jsonl"),
+    ("[]", "found []"), (b"\x80", "not valid JSON"), ("[null]", "found null"),
+    pytest.param("[" * 100_000, "not valid JSON", id="nested too deeply"),
+    (json.dumps(GOOD) + "\n" + json.dumps(GOOD), "name it .jsonl"),
     (json.dumps([GOOD])[:-2] + ', "chain_id": "B"}]', 'key "chain_id" given twice')])
 def test_a_file_that_holds_no_list_of_objects_is_refused(small, content, says):
     assert says in refusal(write(small, content))

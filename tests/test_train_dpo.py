@@ -664,7 +664,7 @@ def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_co
          "--work_dir again").split(),   # from the weights of a former run
         [*few, "--output_dir", "a", "--mutable_positions", "A5-A9"],
         [*few, "--output_dir", "b", "--mutable_ranges", "4-8", "optim.lr=3e-6"]], files)
-    assert plain[0] == 0 and "--base_model_config_dir cfg is not needed" in plain[1], plain
+    assert plain[0] == 0 and "--base_model_config_dir cfg is ignored" in plain[1], plain
     for said in ("6 pairs on 3 structures", "4 pairs for training, 2 on 1 structure(s)",
                  "v_48_020.pt, trained with 0.2 Angstrom of noise"):
         assert said in plain[1]
