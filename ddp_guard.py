@@ -172,7 +172,7 @@ class Guard:
     size, launcher, joined = 1, "plain process", False
     token = None            # of this set-up: strangers at the hub's port do not know it
     prints = True           # this guard prints the last line, unless the hub has
-    terminal = False        # of our process group: it sends Ctrl-C to the rank
+    terminal = False        # True: the terminal itself sends Ctrl-C to the rank
     interrupted = None      # time of the first Ctrl-C
 
     def __init__(self, process, pipe):
@@ -286,7 +286,7 @@ class Guard:
         if self.joined:
             self.fail(code if code > 0 else 1, cause)
         elif code < 0 and code not in (-signal.SIGINT, -signal.SIGTERM):    # these: on request
-            say(f"\nFAILED: a process on {self.me.host} {cause} before setup_ddp was done\n")
+            say(f"\nFAILED: a process on {self.me.host} {cause} and its guard knew no other\n")
 
     def fail(self, code, cause, rank=None, **more):
         """Note a failure. Only a secondary one can be replaced by a later one."""

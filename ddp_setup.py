@@ -33,7 +33,7 @@ also ends when a rank is killed, and one last line names the rank at fault.
 
 Environment read: the launcher variables of LAUNCHERS, and
   MASTER_ADDR, MASTER_PORT  where rank 0 listens; MASTER_ADDR alone means port 29500
-  DDP_WORLD_SIZE            the expected number of ranks (Aurora's launcher does not set it)
+  DDP_WORLD_SIZE            the expected number of ranks (Aurora's launcher sets no size)
   DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE   with DDP_WORLD_SIZE, override every launcher
   DDP_MPI4PY=0              never import mpi4py
   DDP_GLOO_MAX_RANKS        with more ranks than this (256), objects, flags and barriers avoid gloo
@@ -111,7 +111,7 @@ class State:
     guard: object = None                              # socket to ddp_guard.py
     watch: object = None                              # see watch_run
     patience: float = PATIENCE                        # seconds to wait for others in cleanup_ddp
-    checkpoint: str = ""                              # path of the last one saved or loaded
+    checkpoint: str = ""                              # path of the one to resume from
     damaged: str = ""                                 # checkpoint that could not be loaded
     clean: bool = False                               # cleanup_ddp was called
 
@@ -164,7 +164,7 @@ def _alone_in_a_notebook(ddp):
 
 
 class SetupError(RuntimeError):
-    """Setting up failed. prints: whether this rank shows it; an error of all ranks is shown once.
+    """Setting up failed. prints: whether this rank shows it; an error of all ranks is shown by one.
     code: the exit code; 2 if a person must change something, 1 if a new start may succeed."""
 
     def __init__(self, text, prints=True, code=2):
@@ -439,7 +439,7 @@ def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, i
         init_timeout: seconds to wait for all ranks to appear.
         ipex: auto | on | off, see optimize_with_ipex.
     Raises: SetupError (a RuntimeError) with what was found and what to do, naming missing ranks.
-        An error of all ranks is raised on one of them; the others exit with its `code`.
+        An error of all ranks is raised on one, or one per host; others exit with its `code`.
     """
     if setup_ddp.current is not None:
         return setup_ddp.current
@@ -1397,7 +1397,7 @@ def _write_checkpoint(path, ddp, keep_last, state):
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(temporary):
             raise TypeError(f"it holds {', '.join(unsafe)}; expected tensors and plain types "
                             f"(float(x), x.tolist()), which torch.load(weights_only=True) reads")
-        if ddp.state.damaged == os.path.realpath(path):   # it takes no good one's place
+        if ddp.state.damaged == os.path.realpath(path):   # replace it; move no good ones
             ddp.state.damaged, keep_last = "", 1
         free = next((k for k in range(keep_last - 1)
                      if not os.path.exists(kept_checkpoint(path, k))), keep_last - 1)

@@ -7,9 +7,9 @@
 Takes chains, fixed and tied positions, bias, omitted letters and PSSMs from the command line of
 sample_proteinmpnn.py and from the published tool's JSON files of settings, {structure name: entry}.
 In an entry, mostly {chain: value}, rows count from 1 in each chain, gaps included. Two orders of
-rows occur: "joined", the designed chains in the user's order, and that of Complex (chains sorted by
-name, then fixed chains). A setting that names a missing chain, position or letter is a ValueError.
-Settings for other structures, and for chains that are not designed, are ignored, with a note.
+rows occur: "joined", the designed chains in the user's order, and that of Complex: designed chains,
+then fixed ones, sorted by name. A missing chain, position or letter is a ValueError. Settings for
+other structures, and for chains that are not designed, are ignored, with a note.
 """
 import json
 import math

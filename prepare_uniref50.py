@@ -447,9 +447,10 @@ def synchronise(path):
 def progress_bar(what, total, unit="B", initial=0):
     """A progress bar; without a terminal, as in a job's log, it writes a line per half minute."""
     watched = sys.stderr.isatty()
+    line = "{l_bar}{bar}{r_bar}\n" if total else "{desc}: {n_fmt}{unit} [{elapsed}, {rate_fmt}]\n"
     return tqdm(desc=what, total=total, initial=initial, unit=unit, unit_scale=True, ncols=80,
                 file=sys.stderr, mininterval=0.2 if watched else 30,
-                bar_format="{l_bar}{bar}{r_bar}" + ("" if watched else "\n"))
+                bar_format=None if watched else line)
 
 
 def print_summary(folder, meta, report):

@@ -147,7 +147,7 @@ class ProteinMPNN(nn.Module):
             visible:   (M, L, K) bool, is the neighbour decoded before the residue?
             structure: (M,) int64, row of `encoding` for each sequence.
         Returns: h_V (M, L, H) and, per layer, (layer, table, edges). A table (M, 2L, H) has each
-            residue's share as a neighbour in the first linear layer: in rows 0 .. L-1 as decoded,
+            residue's term as a neighbour in the first linear layer: in rows 0 .. L-1 as decoded,
             in rows L .. 2L-1 as not yet decoded.
         """
         h_encoder, E_idx, mask, present = (

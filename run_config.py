@@ -206,7 +206,7 @@ def check_values(c, checks, least):
     Raises: ValueError naming the key.
     """
     t, o, share = c.training, c.optim, c.memory.max_memory_per_gpu
-    known = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")   # that ddp_guard passes on
+    known = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")   # see Guard.pass_on
     common = (
         (0 <= t.seed < 2**63, f"training.seed is {t.seed}; expected 0 to 2**63 - 1"),
         (share is None or 0 < share <= 1,

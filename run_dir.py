@@ -5,9 +5,9 @@
     ...
     lock.release()
 
-A run folder holds config.yaml, metrics.jsonl, checkpoints/ and status.json. While a run is on, it
-also holds lock.json, and the file STOP if a user has made it to ask the run to stop. staged() makes
-a copy of the data on each host, which is removed when the run ends.
+A run folder holds config.yaml, metrics.jsonl, checkpoints/ and status.json; while a run is on also
+lock.json. A user's file STOP asks the run to stop, and no run starts until it is removed. staged()
+makes a copy of the data on each host, which is removed when the run ends.
 """
 
 import contextlib
@@ -310,7 +310,7 @@ def staged(folder, stage, copy, ddp):
         barrier(ddp, timeout=STAGE_SECONDS)
         yield target
         barrier(ddp)
-    finally:   # also if copying or reading it has failed
+    finally:   # also if reading it has failed
         if ddp.local_rank == 0:
             shutil.rmtree(target, ignore_errors=True)
 

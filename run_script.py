@@ -387,18 +387,18 @@ def compile_blocks(model, setting, ddp):
         if missing:
             return f"; blocks not compiled: no {', no '.join(missing)} here"
     settings = torch._dynamo.config
-    settings.optimize_ddp = False     # it splits a network for DDP: here, blocks are the parts
-    settings.recompile_limit = 32     # one for each case: gradient, padding, one protein
+    settings.optimize_ddp = False     # splits for DDP: not needed, as blocks are compiled apart
+    settings.recompile_limit = 32     # variants: gradient or not, padding or not, one protein
     settings.specialize_float = True  # dropout can only be compiled with a constant rate
     for block in model.blocks:
         block.compile(dynamic=True)   # one compiled code for the dozens of batch shapes
     return "; blocks compiled, in the first steps"
 
 
-def describe_batch(run, per_rank, ddp, average=""):
+def describe_batch(run, per_rank, ddp):
     """Line on the global batch. per_rank: text on the batch of a rank in a micro-step."""
     return (f"batch: {per_rank} x accum {len(run.sampler.mine)} x {ddp.world_size} rank(s) = "
-            f"{run.global_batch:,} per step{average}, {run.steps_per_epoch:,} steps per epoch, "
+            f"{run.global_batch:,} per step, {run.steps_per_epoch:,} steps per epoch, "
             f"{run.n_iters:,} steps in all")
 
 

@@ -94,7 +94,7 @@ def make_parser():
     """If an option has two names, the second is that of the published tool."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog="The head of this file explains outputs, positions and the JSON files.",
+        epilog="The top of this file explains outputs, positions and the JSON files.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100))
 
     def flag(*names, help):

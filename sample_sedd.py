@@ -20,7 +20,7 @@ In a notebook:
     print(sample_sequences(sedd, ["_" * 100] * 4 + ["MKT____________GSHHW"]))
     print(score_sequences(sedd, ["MKTAYIAKQRQISFVKSHFSRQ"]).bound)
 """
-if __name__ == "__main__":   # runs the rank as a child process; this process only watches it
+if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
     ddp_guard.supervise()
 
@@ -349,7 +349,7 @@ def read_variants(path, sequence):
 # ---------------------------------------------------------------- command line
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                    epilog="See the head of this file for examples.")
+                    epilog="See the top of this file for examples.")
     add = parser.add_argument
     add("checkpoint", help="best.pt, last.pt, an exported folder, or a published file")
     add("--out", type=Path, help="file to write; default: standard output")

@@ -3,7 +3,7 @@
 In weak scaling the time of a step of N ranks is predicted (predict_step) as
     alone + sigma m(N) + X - min(overlap X, backward)
     X = 2 (N - 1) / N x bytes / bandwidth + messages x hops x latency
-alone, sigma: mean time of a step without communication ("exchange"), and its standard deviation
+alone, sigma: median time of a step without communication ("exchange"), and its standard deviation
     over ranks; both of the largest measured number of ranks up to N, as ranks on a host share its
     memory and cores. If only one rank was measured, sigma is that over its steps
 m(N): expected maximum of N standard normal numbers: all ranks wait for the slowest

@@ -33,7 +33,7 @@ class LogLinearNoise:
 
 
 class GeometricNoise:
-    """sigma = sigma_min^(1 - t) sigma_max^t. sigma_max must be large: sampling starts there."""
+    """sigma = sigma_min^(1 - t) sigma_max^t. Sampling starts from the noise sigma_max."""
 
     def __init__(self, sigma_min=1e-4, sigma_max=20.0):
         if not 0 < sigma_min < sigma_max <= 88:

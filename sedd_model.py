@@ -338,7 +338,7 @@ def attend(q, k, v, attended):
         all_of_them = torch.ones(B, 1, 1, L, dtype=torch.bool)
         attended = F.pad(all_of_them if attended is None else attended, (0, padding))
         k, v = (F.pad(x, (0, 0, 0, padding)) for x in (k, v))
-    if attended is not None:    # mask by one more entry of queries and keys: saves time
+    if attended is not None:    # hide keys: queries get a 1, keys a 0 or -max
         hidden = torch.where(attended, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
         q = F.pad(q, (0, 1), value=1.0)
         k = torch.cat([k, hidden.mT.expand(-1, heads, -1, -1)], dim=-1)
@@ -522,7 +522,7 @@ class EMA:
         return tensors
 
 
-SAVED_BYTES = {"float32": 104, "16 bits": 68}   # for backward: position x width x block; measured
+SAVED_BYTES = {"float32": 104, "16 bits": 68}   # for backward per position x width x block
 
 
 def describe_memory(model, positions, in_float32, optimizer_bytes):

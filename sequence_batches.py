@@ -36,7 +36,7 @@ WINDOW_BYTES = 64 << 20         # residues in all lanes together
 READ_BYTES = 256 << 10          # residues in each lane, which are read at once
 WINDOW_STEPS = 256              # steps, so that a unit has proteins enough for all its buckets
 BUCKET_RATIO = 0.96             # shortest / longest protein of a bucket: about 2 % padding
-EQUAL_WORK = 0.97               # proteins of a good length fill this share of a micro-batch or more
+EQUAL_WORK = 0.97               # proteins of a good length fill this share of a micro-batch
 WIDEST_STEP = 0.80              # shortest / longest of a bucket that ends at a good length
 # A unit gives about this many micro-batches more than its work would fill (measured): one that
 # begins in one bucket and ends in the next, of shorter proteins, is not full.
@@ -194,7 +194,7 @@ class BatchPlan:
         micro_batches: micro-batches per global batch = ranks x accumulation.
         batch_size: mean number of proteins in a micro-batch; or
         tokens: mean number of tokens in one, padding included. Exactly one of the two. The plan's
-            mean may differ by up to a tenth if micro-batches are then better filled.
+            mean may differ by a tenth if micro-batches are then well filled.
         hidden_size: width of the model, which sets the cost of attention relative to the rest.
     Fields:
         windows, window_steps, steps_per_epoch: the same in all epochs.
@@ -278,7 +278,8 @@ class BatchPlan:
         self.bucket_of = np.searchsorted(-self.tops, -np.arange(longest + 1), side="right") - 1
 
     def _best(self, asked):
-        """The Shapes with the fullest micro-batches among those whose mean size is near `asked`."""
+        """The Shapes with the fullest micro-batches among those whose mean size is near `asked`. If
+        even these are not well filled: the nearest that are, at most MEAN_AT_MOST away."""
         work = self.least_work
         for _ in range(20):                             # approach the work whose mean is `asked`
             work = max(int(work * asked / self._shapes(work).mean), self.least_work)
@@ -288,12 +289,13 @@ class BatchPlan:
         def error(shapes):
             return abs(shapes.mean / asked - 1)
 
-        def fullest(within):
-            close = [shapes for shapes in tried if error(shapes) <= within]
-            return max(close or [min(tried, key=error)], key=lambda shapes: shapes.filled)
-
-        near, far = fullest(MEAN_WITHIN), fullest(MEAN_AT_MOST)
-        return far if near.filled < WELL_FILLED <= far.filled else near
+        near = [shapes for shapes in tried if error(shapes) <= MEAN_WITHIN]
+        best = max(near or [min(tried, key=error)], key=lambda shapes: shapes.filled)
+        if best.filled >= WELL_FILLED:
+            return best
+        full = [shapes for shapes in tried if shapes.filled >= WELL_FILLED]
+        return min((shapes for shapes in full if error(shapes) <= MEAN_AT_MOST), key=error,
+                   default=best)
 
     def _shapes(self, work):
         """Shapes of micro-batches of this much work: one for each bucket of lengths."""
@@ -321,42 +323,43 @@ class BatchPlan:
                          f"{advice}a smaller training.{self.key}, or more proteins.")
 
     def identity(self):
-        """Hash of what decides the batches, as text: other batches, another text."""
+        """Hash of the sizes of windows and micro-batches, as text."""
         plan = [self.work, self.windows, self.window_steps, self.tops.tolist(), self.sizes.tolist()]
         return hashlib.blake2b(json.dumps(plan).encode(), digest_size=8).hexdigest()
 
     def describe(self):
-        """Text about the proteins of an epoch."""
+        """Text about the proteins of an epoch, and the mean micro-batch if it is not as asked."""
         text = f"{self.proteins:,} for training, {self.residues:,} residues per epoch"
         if self.n_long:
             how = "cropped" if self.long == "crop" else "dropped"
             text += f" ({self.n_long:,} longer than {self.max_length:,}: {how})"
         if self.left_out > 0.005:
-            text += f"; each epoch leaves out about {self.left_out:.1%} of them, chosen at random"
+            text += f"; each epoch leaves out about {self.left_out:.1%} of them, others each time"
+        if abs(self.mean / self.asked - 1) > MEAN_WITHIN:
+            text += (f"; a micro-batch has {round(float(self.mean), 1):,} {self.counted_in} on "
+                     f"average, not {self.asked:,}")
         return text
 
     def warning(self):
-        """Lines that warn: few steps per epoch; most proteins cropped; a mean size that is not what
-        was asked for; micro-batches that are far from full, with sizes that would be full."""
+        """Lines that warn: few steps per epoch; most proteins cropped; micro-batches that are far
+        from full, with sizes that would be full."""
         small = self.steps_per_epoch < FEW_STEPS and self.left_out > 0.005
         lines = [f"  only {self.steps_per_epoch} step(s) per epoch: these numbers are rough, "
                  "batches may be smaller"] if small else []
         if self.long == "crop" and self.n_long > self.proteins / 2:
             lines.append(f"ATTENTION: {self.n_long / self.proteins:.0%} of the proteins are longer "
                          f"than data.max_length, {self.max_length:,}: the model sees parts of them")
-        if abs(self.mean / self.asked - 1) > MEAN_WITHIN:
-            lines.append(f"  a micro-batch has {round(float(self.mean), 1):,} {self.counted_in} on "
-                         f"average, not {self.asked:,}: this way ranks wait less for each other")
         if self.filled >= WELL_FILLED or self.micro_batches == 1:
             return lines
         least = self.least
         if self.counted_in == "tokens":
             least = max(least, self.max_length)     # a config must allow for this length
         good, n_fit = [], int(self.sizes[0])    # n_fit: how many of the longest proteins fit
-        for n in range(n_fit, n_fit + 4):
+        for n in range(n_fit, n_fit + 8):
             asked = max(round(self._shapes(n * self.least_work).mean), least)
             found = self._best(asked)
-            if found.filled >= WELL_FILLED and found.expected >= self.micro_batches:
+            if (found.filled >= WELL_FILLED and found.expected >= self.micro_batches
+                    and abs(found.mean / asked - 1) <= MEAN_WITHIN):
                 good.append(str(asked))
         name = f"training.{self.key}"
         better = f"{name}={' or '.join(good[:2])}" if good else f"a larger {name}"
@@ -407,7 +410,7 @@ class BatchPlan:
             return [batches[k] for k in np.sort(shuffled[:self.window_steps])]
         while len(batches) < self.window_steps:
             sizes = [len(indices) for indices, _ in batches]
-            if max(sizes, default=0) < 2:       # the set has fewer proteins than micro-batches
+            if max(sizes, default=0) < 2:       # the unit has fewer proteins than steps
                 batches.append((np.zeros(0, np.int64), 1))
                 continue
             largest = sizes.index(max(sizes))

@@ -521,7 +521,7 @@ def _texts(source, name, block_bytes):
         return
     raw = source if hasattr(source, "read") else open(_existing_file(source), "rb", buffering=0)
     with io.BufferedReader(raw, 1 << 18) as file:           # long reads suit a shared disk
-        unpacked, size = _unpacked(name, file), max(block_bytes, 16)  # so that errors can quote it
+        unpacked, size = _unpacked(name, file), max(block_bytes, 16)  # errors quote 16
         yield from _texts_of_chunks(name, iter(lambda: unpacked.read(size), b""), block_bytes)
 
 

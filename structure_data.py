@@ -51,7 +51,7 @@ FORMATS = (".pdb", ".ent", ".cif", ".mmcif")
 MAX_ANGSTROM = 100_000      # largest coordinate
 MAX_ROWS = 100_000          # in a chain: no protein is as long, so more means wrong residue numbers
 MAX_LISTED = 20             # at most so many problems of a file, or contradictions, are listed
-LENGTH_RATIO = 1.1          # complexes whose lengths differ by less are shuffled as equally long
+LENGTH_RATIO = 1.1          # longest / shortest of a class of lengths, within which is shuffled
 REQUIRED = ("pdb_file", "preferred_seq", "unpreferred_seq")
 OPTIONAL = ("chain_id", "design_chains", "fixed_chains", "mutable_positions", "mutable_ranges",
             "weight", "description")

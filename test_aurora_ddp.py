@@ -24,7 +24,7 @@ writes FILE, and temporary files .preflight-* in the run folder (or rank 0's tem
 Ranks report through ddp_setup's store (TCP) and not by collectives. Those are what is tested here,
 and on some devices they wait forever. So every check can say which ranks did not arrive.
 """
-if __name__ == "__main__":   # starts this command again as the rank, and stays as its guard
+if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
     ddp_guard.supervise()
 

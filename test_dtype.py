@@ -381,8 +381,8 @@ def draw(ddp, log_score):
 def generation_passes_sigma(ddp, rows):
     """Each network call of sample() gets the total noise sigma(t) of that step, not the time t.
 
-    And SEDD uses it: the token that it prefers at a mask depends on sigma (after log_softmax, as
-    the scale of the scores always depends on it).
+    And SEDD uses it: ln p of the tokens at a mask depends on sigma. (log_softmax removes the scale
+    of the scores, which always does.)
     """
     model, (xt, *_) = make_small("SEDD", ddp)
     sigmas = []

@@ -419,7 +419,7 @@ def save_last(run, log, ddp):
 
 # ---------------------------------------------------------------- plan
 def describe_plan(config, ranks):
-    """Table of batch, learning rate and steps for each number of ranks (text such as "1,2,4,8")."""
+    """Table of batch, learning rate and warm-up by ranks (text such as "1,2,4,8"). No device."""
     numbers, head = plan_head(config.optim, ranks, "pairs")
     table, _ = plan_table(config, numbers, config.training.batch_size,
                           f"{'effective batch (pairs)':>26}")

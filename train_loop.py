@@ -83,7 +83,7 @@ class Run:
     warmup: int
     meter: StepMeter           # measures time, memory, gradients
     lock: Any = None           # RunLock on the run folder, on rank 0 only
-    flags: Any = None          # Totals of the last step, on their way to the host (to_host);
+    flags: Any = None          # of the last step, on their way to the host (to_host);
     #                            read_flags reads them a step later, so that nothing waits
     stop_requests: float = 0.0  # how many ranks were asked to stop, as last read
 

@@ -18,7 +18,7 @@ Runs with the same global batch give the same result, up to rounding, on any num
 global batch consists of micro-batches, which the ranks divide among them. Every random draw is
 seeded by (seed, purpose, step, micro-batch) or by the protein, never by the rank.
 """
-if __name__ == "__main__":   # runs the rank as a child process; this process only watches it
+if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
     ddp_guard.supervise()
 
@@ -306,8 +306,8 @@ def describe_data(run, data, precision, ddp):
     return [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, "
             f"{config.noise.type} noise ({keys}), {config.model.parameterization}",
             f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
-            describe_batch(run, f"{run.global_batch // run.micro_batches:,} {plan.counted_in}", ddp,
-                           " on average"), *(plan.warning() if not run.continued_from else [])]
+            describe_batch(run, f"about {plan.asked:,} {plan.counted_in}", ddp),
+            *(plan.warning() if not run.continued_from else [])]
 
 
 # ---------------------------------------------------------------- train
@@ -399,8 +399,8 @@ def describe_plan(config, ranks):
         raise ValueError("\n".join(problems))
     tokens = (int((plans[-1].sizes * plans[-1].tops).max()) if plans else
               t.tokens_per_batch or t.batch_size * d.max_length)
-    warnings = (plan.warning() for plan in reversed(plans))
-    problems += next(filter(None, warnings), [])   # only the warning for the most ranks
+    problems += [f"data of an epoch: {plan.describe()}" for plan in plans[-1:]]
+    problems += next(filter(None, (plan.warning() for plan in reversed(plans))), [])   # one
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
     memory = describe_memory(model, tokens, config.memory.mixed_precision in (False, "float32"),
@@ -417,7 +417,7 @@ def main(config, ddp, work_dir, resume=None, fresh=False, stage=None):
 
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                    epilog="Examples: head of this file. All keys: Config there, run_config.py.")
+                    epilog="Examples: top of this file. All keys: Config there, run_config.py.")
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--data", "--datafile", dest="data",
                         help="file of proteins, or folder of prepare_uniref50.py (sets data.file)")
