@@ -305,8 +305,8 @@ def read_arguments(argv):
     add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
     add("--measure", action="store_true", help="internal: measure without a report")
     args = parser.parse_intermixed_args(argv)
-    args.named = bool(args.words) and "=" not in args.words[0]
-    args.what = args.words.pop(0) if args.named else "sedd"
+    args.says_what = bool(args.words or args.config)
+    args.what = args.words.pop(0) if args.words and "=" not in args.words[0] else "sedd"
     args.overrides = args.words
     args.ranks, args.predict = (sorted({*numbers_of(name, text)}) if text else [] for name, text in
                                 (("ranks", args.ranks), ("predict", args.predict)))
@@ -372,7 +372,7 @@ def main(argv):
             measure_here(args, config)
         elif args.ranks:
             start_ranks(args, argv)
-        elif args.overrides or args.named:
+        elif args.says_what:
             raise ValueError("found what to measure without --ranks; expected numbers of ranks, or "
                              "--json FILE alone, to report what it holds")
         elif not args.launches:
