@@ -99,7 +99,8 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
         ("scale", "--json=bad.json"): "bad.json is no file that bench_ddp.py scale wrote",
         ("scale", "--plot=no/x.png"): "--plot no/x.png: found no such folder",
         ("scale", "dpo"): "found what to measure without --ranks",
-        ("scale", f"--config={ROOT}/configs/sedd_demo.yaml"): "found what to measure without --ranks",
+        ("scale", f"--config={ROOT / 'configs' / 'sedd_demo.yaml'}"):
+            "found what to measure without --ranks",
         ("card", "--json=bad.json"): "bad.json is no file that bench_ddp.py card wrote",
         ("sedd", "--backend=nccl"): "--backend nccl does not serve device cpu",
         ("save", "--nproc=1"): "unrecognized arguments: --nproc=1",   # it started itself for ever
