@@ -176,7 +176,7 @@ def time_block(run, setting, first, n, dataset, loss_of, ddp):
     if setting.compressed:
         run.model.register_comm_hook(None, compress)
     run.sampler.first, run.sampler.last, run.progress["step"] = first, first + n + 1, first
-    run.meter, run.flags, busy = StepMeter(place, timing_every=1, seen=run.meter.seen), None, []
+    run.meter, run.unread, busy = StepMeter(place, timing_every=1, seen=run.meter.seen), None, []
     batches = open_batches(run, dataset, loss_of, place)
     barrier(ddp)
     for _ in range(n + 1):

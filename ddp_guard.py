@@ -118,7 +118,7 @@ class Rank:
 
 def decide(ranks, now):
     """The verdict on these ranks: why the run must end; None: it may go on."""
-    failed = [rank for rank in ranks if rank.failure]
+    failed = [rank for rank in ranks if rank.failure]    # last_progress: when it was reported
     for rank in sorted(failed, key=lambda rank: rank.failure.get("secondary", False)):
         if not rank.failure.get("secondary") or now > rank.last_progress + CAUSE_WAIT:
             return {**rank.failure, "secondary": False}    # other guards need not wait again
@@ -218,7 +218,7 @@ class Guard:
             elif "failed" in message:
                 self.fail(**message["failed"])
             else:
-                vars(self.me).update(message.get("watch", message))    # see Rank
+                vars(self.me).update(message.get("watch", message))    # keys: fields of Rank
                 if "bye" in message:    # the launcher may soon kill all
                     self.give_sign()
 
@@ -299,19 +299,19 @@ class Guard:
             time.sleep(POLL)
             me, stacks = self.me, self.me.stacks    # another thread may change them
             if not stacks or time.monotonic() < me.last_progress + me.limit:
-                me.place = start = None
+                me.place = size_before = None    # not asked yet
             elif not me.place:
                 with contextlib.suppress(OSError), open(stacks, errors="replace") as file:
-                    if start is None:
-                        start = os.path.getsize(stacks)
+                    if size_before is None:
+                        size_before = os.path.getsize(stacks)
                         self.process.send_signal(signal.SIGQUIT)
-                    file.seek(start)
+                    file.seek(size_before)
                     me.place = place_of(file.read())
 
     def give_sign(self, verdict=None):
         """Report the rank to the hub. The hub tells the others that it lives, and a verdict."""
         me = self.me
-        sign = vars(me) if me.number else dict(    # ended: only the hub judges its own rank's end
+        sign = vars(me) if me.number else dict(    # ended: so that no guard applies EXIT to it
             number=0, host=me.host, bye=me.bye, ended=True, failure=verdict)
         for connection in [*self.guards]:
             send(connection, token=self.token, idle=time.monotonic() - me.last_progress, **sign)

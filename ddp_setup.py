@@ -167,7 +167,7 @@ class SetupError(RuntimeError):
     """Setting up failed. prints: whether this rank shows it; an error of all ranks is shown by one.
     code: the exit code; 2 if a person must change something, 1 if a new start may succeed."""
 
-    def __init__(self, text, prints=True, code=2):
+    def __init__(self, text, *, prints=True, code=2):
         super().__init__(text)
         self.prints, self.code = prints, code
 
@@ -221,7 +221,7 @@ def _int(env, name):
     return int(text) if text else None
 
 
-def _rows_of(env):
+def _rows_set_in(env):
     """LAUNCHERS, where each field of PLACE names only the variable that is set, or ""."""
     def first_set(names):
         return next((name for name in names.split() if env.get(name, "").strip()), "")
@@ -233,7 +233,7 @@ def _rows_of(env):
 
 
 def _complete_rows(env):
-    return [row for row in _rows_of(env)
+    return [row for row in _rows_set_in(env)
             if row.rank and row.local_rank and (row.size or row.size_optional)
             and (not row.needs or env.get(row.needs, "").strip())]
 
@@ -263,11 +263,11 @@ def detect_launcher(env, mpi=None):
         return _plain_process(env)
     row, *outer = complete
     rank, size, local_rank, local_size = (_int(env, getattr(row, part)) for part in PLACE)
-    ranks, sizes = {row.rank: rank}, {row.size or row.name: size}   # by source; all must agree
+    ranks = {row.rank: rank}   # by source, as are the sizes. All that are not None must agree
+    sizes = {"DDP_WORLD_SIZE": _int(env, "DDP_WORLD_SIZE"),
+             "WORLD_SIZE": _int(env, "WORLD_SIZE") if row.mpi else None, row.size: size}
     if mpi:
         ranks["mpi4py"], sizes["mpi4py"] = mpi
-    for name in ("DDP_WORLD_SIZE", "WORLD_SIZE") if row.mpi else ("DDP_WORLD_SIZE",):
-        sizes[name] = _int(env, name)
     if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
         for other in outer:
             if other.mpi:
@@ -280,7 +280,7 @@ def detect_launcher(env, mpi=None):
             raise SetupError(
                 f"{row.name}: {said}. Expected the same {what}. Unset what is left over from "
                 f"another launcher. If mpi4py differs, it was probably built for another MPI: "
-                f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints)
+                f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints=prints)
     size = next((number for number in sizes.values() if number is not None), None)
     if size == 1 or row.name == "Slurm step" and _int(env, "SLURM_STEP_NUM_NODES") == 1:
         local_size = size   # one host; Slurm sets no plain number for this
@@ -288,7 +288,7 @@ def detect_launcher(env, mpi=None):
         raise SetupError(
             f"{row.name} started rank {rank} but sets no number of ranks. Expected DDP_WORLD_SIZE: "
             f"export it next to the mpiexec call (nodes x ranks per node), or install mpi4py. "
-            f"{_seen(env)}", is_first)
+            f"{_seen(env)}", prints=is_first)
     for what, value, limit in (("rank", rank, size),
                                ("local rank", local_rank, local_size or size)):
         if not 0 <= value < limit:
@@ -306,10 +306,10 @@ def detect_launcher(env, mpi=None):
 def _plain_process(env):
     """Place of a process that no launcher has started. Refuses incomplete launcher variables."""
     harmless = {"", "RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # setup_ddp checks the last one
-    stray = {getattr(row, part): part for row in _rows_of(env) for part in PLACE
+    stray = {getattr(row, part): part for row in _rows_set_in(env) for part in PLACE
              if getattr(row, part) not in harmless}
     like_torchrun = "LOCAL_RANK" in stray or env.get("RANK") and env.get("MASTER_ADDR")
-    if (stray and list(stray.values()) != ["local_rank"]
+    if (stray and list(stray.values()) != ["local_rank"]   # alone: exported by hand
             or like_torchrun and (_int(env, "WORLD_SIZE") or 1) > 1):
         raise SetupError(
             f"a launcher seems to have started this process, but no set of its variables is "
@@ -355,7 +355,7 @@ def choose_device(device, backend, local_rank, found, ranks=2):
         if value not in known:
             raise SetupError(f"--{name} {value} is not known; expected one of {', '.join(known)}")
     asked, visible = f"--device {device}, --backend {backend}", {**found, "cpu": 1}
-    # Gloo looks for all kinds: an XPU must be refused, not silently replaced by the CPU.
+    # With gloo an XPU is found too, and then refused: not silently replaced by the CPU.
     kinds = {**BACKENDS, "auto": KINDS, "gloo": KINDS, "xpu": ("xpu",)}[backend]
     kind = device if device != "auto" else next(filter(visible.get, kinds), kinds[0])
     if not visible[kind]:
@@ -619,7 +619,7 @@ def _place_of_rank_0(ddp, env):
     host, port = env.get("MASTER_ADDR", ""), _int(env, "MASTER_PORT") or 0
     if not 0 <= port < 1 << 16:   # 10000 + a job's number may be too large
         raise SetupError(f"MASTER_PORT={port} is no port; expected 1024 to 65535. Leave it unset "
-                         f"to have one found.", ddp.local_rank == 0)
+                         f"to have one found.", prints=ddp.local_rank == 0)
     source = f"from {'MASTER_ADDR' if host else 'MASTER_PORT'}" if host or port else ""
     if host:
         port = port or 29500
@@ -637,7 +637,7 @@ def _place_of_rank_0(ddp, env):
             f"{ddp.launcher} started ranks that may be on several hosts, and nothing tells them "
             f"where rank 0 is: mpi4py is not usable and MASTER_ADDR is unset. Install mpi4py for "
             f"this MPI, or export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to "
-            f"all ranks.", ddp.rank == 0)
+            f"all ranks.", prints=ddp.rank == 0)
     if not port:   # all ranks compute the same one, below the kernel's ephemeral ports
         launch = _launch_name(env, ddp) or ddp.on_one_host and _launcher_process(ddp)
         launch = f"{ddp.launcher} {launch} {ddp.world_size}"
@@ -730,11 +730,11 @@ def _await_listener(ddp, host, port, limit):
                 raise SetupError(
                     f"rank 0 cannot be reached at {host}:{port} within {limit:.0f} s ({e}). "
                     f"Expected it to listen there. Did it start? Is MASTER_ADDR right? Try `ping "
-                    f"{host}` from {ddp.host}.", _reports_loss_of_rank_0(ddp), code=1) from None
+                    f"{host}` from {ddp.host}.", prints=_speaks_for_host(ddp), code=1) from None
             time.sleep(0.05)
 
 
-def _reports_loss_of_rank_0(ddp):
+def _speaks_for_host(ddp):
     """Does this rank print an error of all ranks but rank 0? On each host one does."""
     return ddp.local_rank == 0 or ddp.rank == 1
 
@@ -748,7 +748,7 @@ def _meet(ddp, store, error, limit, hub_host):
               "device": None if error else _device_id(ddp.device)}
     duplicate = SetupError(f"rank {ddp.rank} of {size} is in this store already. Was it started "
                            f"twice, or do two runs use one MASTER_PORT? Choose another for one of "
-                           f"them.", _reports_loss_of_rank_0(ddp))
+                           f"them.", prints=_speaks_for_host(ddp))
     if store.add(f"came/{ddp.rank}", 1) > 1:   # before reading a table, which is another run's
         raise duplicate
     store.set(f"here/{ddp.rank}", json.dumps(report))
@@ -757,7 +757,7 @@ def _meet(ddp, store, error, limit, hub_host):
             store.wait(["table"], timedelta(seconds=limit + ANSWER_MARGIN))
         except RuntimeError:
             raise SetupError("rank 0 ended while the ranks were meeting. Expected it to stay; look "
-                             "for its own message.", _reports_loss_of_rank_0(ddp), code=1) from None
+                             "for its own message.", prints=_speaks_for_host(ddp), code=1) from None
         table = json.loads(store.get("table"))
         if table["problem"]:
             store.set(f"read/{ddp.rank}", "")
@@ -992,7 +992,7 @@ class Watch:
     requested: str = ""        # why this rank was asked to stop
     interrupted: float = 0.0   # time of the first Ctrl-C
     stacks: object = None      # open file for stack traces
-    handlers: dict = field(default_factory=dict)   # of signals, as before watch_run
+    handlers: dict = field(default_factory=dict)   # {signal: handler to restore}
 
 
 def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):

@@ -119,17 +119,16 @@ class Former(NamedTuple):
     state: dict | None        # its content
 
 
-def check_resume(former, config, may_change, needed, script, model, things, fingerprint, anew, ddp):
-    """Refuse to continue from a checkpoint that does not fit this start, or holds nan or infinity.
+def micro_batches_of(former, config, may_change, needed, model, things, fingerprint, anew, ddp):
+    """Number of micro-batches in a global batch, which is fixed at the start of a run. Refuses a
+    checkpoint that does not fit this start, or holds nan or infinity.
 
     Args:
         former: a Former, whose state must have the keys `needed`.
         config: the config now. may_change: keys that may differ from the checkpoint's config.
-        script: path of the training script, for messages.
-        model: state_dict with the expected shapes.
+        model: of the expected shapes.
         things, fingerprint: the data: a word for messages, such as proteins, and {"n", "hash"}.
         anew: options that start a new run from this run's weights, for messages.
-    Returns: number of micro-batches in a global batch, which is fixed at the start of a run.
     Raises: ValueError."""
     path, state = former
     fine_tune = f" To train its weights further, as a new run: {anew} --work_dir NEW."
@@ -137,8 +136,8 @@ def check_resume(former, config, may_change, needed, script, model, things, fing
         return config.training.accum * ddp.world_size
     absent = [k for k in needed if not isinstance(state, dict) or k not in state]
     if absent:
-        raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of "
-                         f"{os.path.basename(script)}.")
+        raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of this "
+                         "training script.")
     differences = config_differences(state["config"], config, may_change)
     if differences:
         lines = "\n    ".join(differences)
@@ -146,9 +145,9 @@ def check_resume(former, config, may_change, needed, script, model, things, fing
         raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected the "
                          "same. Give another --work_dir, or --fresh to start over."
                          f"{fine_tune if same_model else ''} (Keys that may "
-                         f"differ: MAY_CHANGE in {os.path.basename(script)}.)")
+                         "differ: MAY_CHANGE in the training script.)")
     expected, found = ({k: tuple(v.shape) for k, v in weights.items()}
-                       for weights in (model, state["model"]))
+                       for weights in (model.state_dict(), state["model"]))
     wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
     if wrong:
         raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "

@@ -137,7 +137,7 @@ def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp
         # While loading, allow at least the time to meet, and let Ctrl-C end the run at once.
         minutes = config.monitoring.watchdog_minutes
         signals = [name for name in config.training.stop_signals if name != "SIGINT"]
-        worker_init(signals=signals)   # close_run restores this: late signals are ignored
+        worker_init(signals=signals)   # from now on ignored, also after close_run
         watch_run(ddp, watched, minutes and max(minutes, launch.init_timeout / 60), signals)
         return script.prepare(config, ddp, work_dir, options)
     except (ValueError, OSError) as e:
@@ -328,12 +328,12 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
         batch = n * config.training.accum * per_rank
         row = f"{n:>6} {batch:>{len(title)},}"
         try:
-            available, columns = outcome(n, batch)
+            lr_batch, columns = outcome(n, batch)
         except ValueError as e:
             problems.append(f"refused with {n} rank(s): {e}")
             rows.append(f"{row} {'refused, see below':>14}")
             continue
-        lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, available, o.base_global_batch)
+        lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, lr_batch, o.base_global_batch)
         rows.append(f"{row} {lr:>14.4g} {warmup:>14,}{columns}")
         if steps and warmup >= steps:
             late.append(str(n))
@@ -402,18 +402,18 @@ def describe_batch(run, per_rank, ddp):
             f"{run.n_iters:,} steps in all")
 
 
-def describe_run(run, state, unit, available, ddp):
-    """Lines on how this start trains. available: the global batch that lr was scaled to."""
+def describe_run(run, state, unit, lr_batch, ddp):
+    """Lines on how this start trains. lr_batch: the global batch that lr was scaled to."""
     o, accum, lines = run.config.optim, run.micro_batches // ddp.world_size, []
     if accum != run.config.training.accum:
         lines.append(f"  accum is {accum} and not {run.config.training.accum}: it follows the "
                      "number of ranks, so that the global batch stays")
-    fewer = f", to the {available:,} {unit} that there are" if available < run.global_batch else ""
+    fewer = f", to the {lr_batch:,} {unit} that there are" if lr_batch < run.global_batch else ""
     if state is not None:
         how = "kept from the checkpoint"
     elif o.scale == "none":
         how = "as given (scale none)"
-    elif available == run.global_batch == o.base_global_batch:
+    elif lr_batch == run.global_batch == o.base_global_batch:
         how = "as given (the batch is the base)"
     else:
         how = (f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
@@ -422,17 +422,15 @@ def describe_run(run, state, unit, available, ddp):
     lines.append(f"optim: {name}lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}{decay_name(o)}")
     if state is None and run.warmup >= run.n_iters:
         lines.append(f"ATTENTION: the warm-up ({run.warmup:,} steps) lasts to the end "
-                     f"({run.n_iters:,} steps): the learning rate reaches "
-                     f"{100 * run.n_iters / run.warmup:.0f} % of its value; lower optim.warmup or "
-                     "train longer")
+                     f"({run.n_iters:,} steps) or longer: lower optim.warmup or train longer")
     former = run.continued_from
     lines.append(f"results: {run.work_dir}, " + (
-        "a new run" if not former else f"finished, {former}" if is_finished(run) else
+        "a new run" if not former else f"finished ({former})" if is_finished(run) else
         f"continuing from step {run.progress['step']:,} of {former}"))
     elsewhere = machine_differences(state, ddp) if state is not None else ""
     if elsewhere:
-        lines.append(f"  saved elsewhere ({elsewhere}): the run goes on, but not to the last bit "
-                     "as it would have")
+        lines.append(f"  saved elsewhere ({elsewhere}): the run continues, but its losses may "
+                     "differ in the last digits")
     return lines
 
 

@@ -536,9 +536,11 @@ def describe_memory(model, positions, in_float32, optimizer_bytes):
     if model.gradient_checkpointing:
         blocks = 1 + 4 / per_block * blocks   # one in full; of each its float32 input (4 bytes)
     activations = positions * model.n_heads * model.head_dim * blocks * per_block
-    return [f"memory of a rank, {n / 1e6:,.2f} million parameters in float32:",
-            f"  in all {size(12 * n + optimizer_bytes)}: weights {size(4 * n)}, gradients "
-            f"{size(4 * n)}, optimizer {size(optimizer_bytes)}, averages (EMA) {size(4 * n)}",
+    state = 12 * n + optimizer_bytes
+    total = size(state + activations)
+    return [f"memory of a rank, {n / 1e6:,.2f} million parameters: about {total}",
+            f"  state {size(state)}: weights {size(4 * n)}, gradients {size(4 * n)}, optimizer "
+            f"{size(optimizer_bytes)}, averages (EMA) {size(4 * n)}",
             f"  activations about {size(activations)}: an estimate, for micro-batches of up to "
             f"{positions:,} positions"]
 

@@ -375,7 +375,7 @@ class BatchPlan:
         """Index of the micro-batch that a lane gives to a step, in its unit's list (see cut)."""
         epoch, window, step_of_window = self.place(step)
         turns = _shuffled(self.window_steps, "turns", self.seed, epoch, window)
-        spacing = lane * self.window_steps // self.micro_batches    # lanes: different lengths
+        spacing = lane * self.window_steps // self.micro_batches    # a step has long and short
         return int(turns[step_of_window] + spacing) % self.window_steps
 
     def unit(self, epoch, window, lane):
@@ -483,9 +483,9 @@ class BatchReader:
         first, last = self.plan.unit(epoch, window, lane)
         spans = [(first, last)] if last <= total else [(first, total), (0, last - total)]
         parts = []
-        for first, last in spans:
-            (begin, token), (end, _) = self._locate(first), self._locate(last)
-            parts.append(self.proteins.read(begin, end, token))
+        for start, stop in spans:       # in work, see plan.unit
+            (begin, residue), (end, _) = self._locate(start), self._locate(stop)
+            parts.append(self.proteins.read(begin, end, residue))
         proteins = Proteins.join(parts)
         return proteins, self.plan.cut(proteins.lengths, epoch, window, lane)
 

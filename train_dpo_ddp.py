@@ -39,13 +39,13 @@ from dpo_reference import (Reference, check_cache, load_base, make_batch, make_t
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
-                     check_resume, finish_run, hash_of, is_finished, open_log, prepare_and_train,
-                     save_run, say_finished, start_or_continue, take_folder)
+                     finish_run, hash_of, is_finished, micro_batches_of, open_log,
+                     prepare_and_train, save_run, say_finished, start_or_continue, take_folder)
 from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
                         plan_head, plan_table, print_lines, run_script)
 from structure_data import PairPlan, load_pairs, try_all
-from train_loop import N_FLAGS, Run, after_step, open_batches, start_run, take_step
+from train_loop import N_SCALARS, Run, after_step, open_batches, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
@@ -308,21 +308,21 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     bare = bare.to(ddp.device)
     reference = Reference(copy.deepcopy(bare), data.train, config, ddp)
     anew = f"--base_model_name best_model --base_model_dir {'FORMER' if resume else work_dir}"
-    micro_batches = check_resume(former, config, MAY_CHANGE, NEEDED, __file__, bare.state_dict(),
-                                 "pairs", data.fingerprint, anew, ddp)
+    micro_batches = micro_batches_of(former, config, MAY_CHANGE, NEEDED, bare, "pairs",
+                                     data.fingerprint, anew, ddp)
     if former.state is not None and former.state["base"] != base_hash:
         raise ValueError(f"{former.path} was trained from other base weights (hash "
                          f"{former.state['base']}; {base}: {base_hash}). Give the same, another "
                          "--work_dir, or --fresh.")
     plan = PairPlan(data.train, t.seed, micro_batches, t.batch_size)
     batch = micro_batches * t.batch_size
-    available = min(batch, len(data.train))   # a small file does not fill the global batch
+    lr_batch = min(batch, len(data.train))   # a small file does not fill the global batch
     validation = data.val and Validation(data.val, reference, config, objective)
-    sums = former.state["sums"] if former.state else [0.0] * (len(SUMS) + len(SEEN) + N_FLAGS)
+    sums = former.state["sums"] if former.state else [0.0] * (len(SUMS) + len(SEEN) + N_SCALARS)
     sums = torch.tensor(sums, dtype=torch.float64, device=ddp.device)
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
-        micro_batches=micro_batches, available=available,
+        micro_batches=micro_batches, lr_batch=lr_batch,
         progress={"start": None,        # log-probability per residue of chosen ones at the start
                   "fallen": False,      # has warned that chosen sequences become less likely
                   "collapsed": False},  # has warned that designs become too alike
@@ -330,7 +330,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         validation=validation, pairs=data.train, base=base_hash, reference=reference, sums=sums,
         expected_count=batch * sum(pair.weight for pair in data.train) / len(data.train))
     lines = describe_data(run, data, base, precision, ddp)
-    print_lines(ddp, lines + describe_run(run, former.state, "pairs", available, ddp))
+    print_lines(ddp, lines + describe_run(run, former.state, "pairs", lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
     bring_best(run, ddp, "best_model.pt")
     return run

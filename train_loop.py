@@ -83,20 +83,20 @@ class Run:
     warmup: int
     meter: StepMeter           # measures time, memory, gradients
     lock: Any = None           # RunLock on the run folder, on rank 0 only
-    flags: Any = None          # of the last step, on their way to the host (to_host);
-    #                            read_flags reads them a step later, so that nothing waits
+    unread: Any = None         # totals of the last step, on their way to the host (to_host);
+    #                            read_totals reads them a step later, so that nothing waits
     stop_requests: float = 0.0  # how many ranks were asked to stop, as last read
 
 
 def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches,
-              available, progress, seen, make_ema=None, **fields):
+              lr_batch, progress, seen, make_ema=None, **fields):
     """Scale the learning rate, make sampler and optimizer, wrap the model, load the checkpoint.
 
     Args:
         kind: the script's class of Run.
         former: the checkpoint that is continued, see run_dir.Former.
         bare: the model with its initial weights, on the device. item_of: see MicroBatchSampler.
-        available: the global batch, or less if the data set is smaller; lr is scaled to this.
+        lr_batch: the global batch, or less if the data set is smaller; lr is scaled to this.
         progress: the script's additions to Run.progress, with initial values.
         seen: names of the last entries of Totals.sums; their totals over good steps are kept.
         make_ema: function (parameters) -> moving averages of them. It is called after wrap_ddp,
@@ -109,9 +109,9 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
                 "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
                 "seen": dict.fromkeys(seen, 0),
                 **progress}
-    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, available, o.base_global_batch)
+    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, lr_batch, o.base_global_batch)
     if state is not None:
-        state = {"seen": {}, **state}   # older checkpoints have no "seen"
+        state = {"seen": {}, **state}   # older checkpoints lack "seen"
         lr, warmup = state["lr"], state["warmup"]
         progress = {name: state.get(name, initial) for name, initial in progress.items()}
         bare.load_state_dict(state["model"])
@@ -158,12 +158,12 @@ class Totals(NamedTuple):
     stop: torch.Tensor       # number of ranks that were asked to stop
 
 
-N_FLAGS = 4   # number of fields of Totals after `sums`
+N_SCALARS = 4   # number of fields of Totals after `sums`
 
 
 def unpack(packed):
-    """Totals whose fields are views of `packed`, a tensor (n + N_FLAGS,)."""
-    return Totals(packed, packed[:-N_FLAGS], *packed[-N_FLAGS:].unbind())
+    """Totals whose fields are views of `packed`, a tensor (n + N_SCALARS,)."""
+    return Totals(packed, packed[:-N_SCALARS], *packed[-N_SCALARS:].unbind())
 
 
 def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, meter=None):
@@ -192,7 +192,7 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, m
                 scaled = scaler.scale(scaled)
             scaled.backward()
         if own is None:
-            own = unpack(torch.zeros(len(sums) + N_FLAGS, dtype=torch.float64, device=ddp.device))
+            own = unpack(torch.zeros(len(sums) + N_SCALARS, dtype=torch.float64, device=ddp.device))
         own.sums.add_(sums.detach())   # this adds to own.packed
         own.count.add_(count)
         own.bad_loss.add_(~loss.detach().isfinite())
@@ -243,7 +243,7 @@ def take_step(run, batches, loss_of, ddp):
                                           o.decay_steps)
     totals, norm = global_gradient(run.model, mine, loss_of, ddp, run.expected_count, scaler,
                                    run.meter)
-    read_flags(run)   # of the previous step, which the device has finished by now
+    read_totals(run)   # of the previous step, which the device has finished by now
     clip, parameters = o.grad_clip or math.inf, list(run.bare.parameters())
     if scaler.is_enabled():   # scaler.step skips a step with nan gradients by itself
         scaler.unscale_(optimizer)
@@ -260,7 +260,7 @@ def take_step(run, batches, loss_of, ddp):
     run.meter.measure_layers("weights", run.bare)
     run.meter.finish(totals.sums)
     progress["step"] += 1
-    run.flags = to_host(totals.packed)
+    run.unread = to_host(totals.packed)
     return totals, norm
 
 
@@ -277,13 +277,13 @@ def to_host(packed):
     return copy, arrived
 
 
-def read_flags(run):
-    """Read the flags of the last step, once: count bad steps and the ranks that were asked to stop.
+def read_totals(run):
+    """Read the totals of the last step, once: add up `seen`, count bad steps, note stop requests.
 
     Raises: Diverged for more bad steps in a row than training.max_bad_steps."""
-    if run.flags is None:
+    if run.unread is None:
         return
-    (packed, arrived), run.flags = run.flags, None
+    (packed, arrived), run.unread = run.unread, None
     if arrived is not None:
         arrived.synchronize()
     totals, (bad_steps, in_a_row) = unpack(packed), run.progress["bad_steps"]
@@ -311,15 +311,15 @@ def read_flags(run):
 
 def after_step(run, ddp, at_once):
     """To be called after each step: count bad steps, compare the weights of all ranks every
-    check_sync_every steps, and return why all ranks stop here, or ''. Raises: see read_flags.
+    check_sync_every steps, and return why all ranks stop here, or ''. Raises: see read_totals.
 
     at_once: wait for the flags of this step; else those of the step before are used."""
     step, every = run.progress["step"], run.config.monitoring.check_sync_every
     if at_once or ddp.device.type == "cpu":
-        read_flags(run)
+        read_totals(run)
     reason = stop_reason(ddp, step, run.stop_requests)
     if reason:
-        read_flags(run)
+        read_totals(run)
     if every and (step % every == 0 or step == run.n_iters):
         check_in_sync(run.bare, ddp)
     return reason

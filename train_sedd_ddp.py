@@ -35,7 +35,7 @@ from optimizer import state_bytes
 from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
                         Parser, check_values, load_config)
 from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
-                     check_resume, finish_run, is_finished, open_log, prepare_and_train,
+                     finish_run, is_finished, micro_batches_of, open_log, prepare_and_train,
                      say_finished, start_or_continue, take_folder)
 from run_log import bad_steps_field, step_values
 from run_script import (Script, add_run_arguments, choose_precision, compile_blocks, describe_batch,
@@ -266,15 +266,15 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     init_from, lines = start_from_weights(config, former, resume, bare, ddp)
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
-    micro_batches = check_resume(former, config, may_change, NEEDED, __file__, bare.state_dict(),
-                                 "proteins", data.fingerprint, f"--init_from {former.path}", ddp)
+    micro_batches = micro_batches_of(former, config, may_change, NEEDED, bare, "proteins",
+                                     data.fingerprint, f"--init_from {former.path}", ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
     plan, batch = reader.plan, micro_batches * (t.batch_size or t.tokens_per_batch)
     if former.state is not None and former.state["plan"] != plan.identity():
         raise ValueError(f"{former.path} was saved by a run with other batches (hash "
                          f"{former.state['plan']}, now {plan.identity()}); expected the same. "
                          "Continue with the version of this project that saved it, or --fresh.")
-    validation, available = None, min(batch, plan.available)   # few proteins: not a whole batch
+    validation, lr_batch = None, min(batch, plan.available)   # few proteins: less than a batch
     letters = data.train.letter_counts()
     if data.val is not None:
         val = apply_max_length(data.val, d.max_length, d.long)
@@ -282,7 +282,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch
     run = start_run(
         SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
-        micro_batches=micro_batches, available=available, make_ema=lambda p: EMA(p, o.ema),
+        micro_batches=micro_batches, lr_batch=lr_batch, make_ema=lambda p: EMA(p, o.ema),
         progress={"recent": [0.0, 0.0]},   # logged losses since the last evaluation: sum, number
         seen=("residues", "tokens"), global_batch=batch,
         work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
@@ -291,7 +291,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # raises if data is damaged
     lines += describe_data(run, data, precision + compiled, ddp)
-    print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, available, ddp))
+    print_lines(ddp, lines + describe_run(run, former.state, plan.counted_in, lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "samples"))
     bring_best(run, ddp, "checkpoints/best.pt")
     return run
@@ -338,7 +338,7 @@ def train(run, ddp):
         if report:
             values = report_step(run, log, totals, norm, ddp)
         if evaluate_now:
-            evaluate(run, log, values, ddp)
+            evaluate(run, log, values, ddp)   # adds val/...; may set "finished"
         if last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
@@ -399,8 +399,8 @@ def describe_plan(config, ranks):
         raise ValueError("\n".join(problems))
     tokens = (int((plans[-1].sizes * plans[-1].tops).max()) if plans else
               t.tokens_per_batch or t.batch_size * d.max_length)
-    problems += [f"data of an epoch: {plan.describe()}" for plan in plans[-1:]]
-    problems += next(filter(None, (plan.warning() for plan in reversed(plans))), [])   # one
+    for plan in plans[-1:]:   # that of the most ranks
+        problems += [f"data of an epoch: {plan.describe()}", *plan.warning()]
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
     memory = describe_memory(model, tokens, config.memory.mixed_precision in (False, "float32"),

@@ -18,6 +18,7 @@ import launchers
 from launchers import ROOT
 
 # Several ranks of a test must not share a GPU. TEST_CUDA=1 shows it, to tests that need one.
+os.environ.pop("DRY_RUN", None)     # it is for job scripts
 if os.environ.get("TEST_CUDA") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

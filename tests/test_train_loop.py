@@ -20,7 +20,7 @@ from run_dir import read_status, replace_status, write_status
 from run_script import compile_blocks
 from sedd_model import EMA, SEDD
 from step_meter import StepMeter
-from train_loop import (Run, MicroBatchSampler, open_batches, read_flags, record_score,
+from train_loop import (Run, MicroBatchSampler, open_batches, read_totals, record_score,
                         scale_for_batch, take_step)
 from training import ROOT, losses, on_ranks, take_steps
 
@@ -88,7 +88,7 @@ def steps(run, n, scale=1.0, ddp=Ddp(), loss_of=loss_of):
     for _ in range(n):
         before = [p.detach().clone() for p in run.bare.parameters()]
         _, norm = take_step(run, batches, loss_of, ddp)
-        read_flags(run)
+        read_totals(run)
         moved = math.hypot(*(float((p.detach() - q).norm())
                              for p, q in zip(run.bare.parameters(), before)))
         yield run.optimizer.param_groups[0]["lr"], float(norm), moved

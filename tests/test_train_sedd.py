@@ -684,7 +684,7 @@ def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_
 
 def come_apart(ddp):
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
-    run = types.SimpleNamespace(bare=wrap_ddp(model, ddp), config=Config(), flags=None, n_iters=9,
+    run = types.SimpleNamespace(bare=wrap_ddp(model, ddp), config=Config(), unread=None, n_iters=9,
                           stop_requests=0.0)
     run.config.monitoring.check_sync_every = 2
     fine = contextlib.nullcontext()
