@@ -286,7 +286,7 @@ class Guard:
         if self.joined:
             self.fail(code if code > 0 else 1, cause)
         elif code < 0 and code not in (-signal.SIGINT, -signal.SIGTERM):    # these: on request
-            say(f"\nFAILED: a process on {self.me.host} {cause} and its guard knew no other\n")
+            say(f"\nFAILED: a process on {self.me.host} {cause}; its guard knew no other\n")
 
     def fail(self, code, cause, rank=None, **more):
         """Note a failure. Only a secondary one can be replaced by a later one."""

@@ -137,7 +137,7 @@ def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp
         # While loading, allow at least the time to meet, and let Ctrl-C end the run at once.
         minutes = config.monitoring.watchdog_minutes
         signals = [name for name in config.training.stop_signals if name != "SIGINT"]
-        worker_init(signals=signals)   # from now on ignored, also after close_run
+        worker_init(signals=signals)   # ignored when close_run has ended the watch
         watch_run(ddp, watched, minutes and max(minutes, launch.init_timeout / 60), signals)
         return script.prepare(config, ddp, work_dir, options)
     except (ValueError, OSError) as e:
