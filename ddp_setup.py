@@ -28,9 +28,8 @@ a run also stops in good order on a signal, before the walltime, or on a STOP fi
 The file is long as each wait has an end, and each refusal says what to do. To follow a start, read
 _setup, _join and _meet. `python ddp_setup.py --doctor` prints what it finds here and would choose.
 
-When a rank fails, it has the launcher end the others, see _end_others. A timer ends a hang, with
-the stack traces of each rank. If ddp_guard.py is the parent of each rank, the run also ends when a
-rank is killed, and one last line names the rank at fault.
+When a rank fails, it has the launcher end the others, see _end_others. A timer ends a hang. With
+ddp_guard.py as parent of each rank a killed rank ends the run too; the last line names the rank.
 
 Environment read: the launcher variables of LAUNCHERS, and
   MASTER_ADDR, MASTER_PORT  where rank 0 listens; MASTER_ADDR alone means port 29500

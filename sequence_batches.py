@@ -293,9 +293,9 @@ class BatchPlan:
         best = max(near or [min(tried, key=error)], key=lambda shapes: shapes.filled)
         if best.filled >= WELL_FILLED:
             return best
-        full = [shapes for shapes in tried if shapes.filled >= WELL_FILLED]
-        return min((shapes for shapes in full if error(shapes) <= MEAN_AT_MOST), key=error,
-                   default=best)
+        full = [shapes for shapes in tried
+                if shapes.filled >= WELL_FILLED and error(shapes) <= MEAN_AT_MOST]
+        return min(full, key=error, default=best)
 
     def _shapes(self, work):
         """Shapes of micro-batches of this much work: one for each bucket of lengths."""
