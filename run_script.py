@@ -238,7 +238,11 @@ def start_ranks_if_asked(args, argv):
     place_of_node_0 = None
     if nnodes > 1 or args.master_addr or args.master_port:
         place_of_node_0 = args.master_addr or "127.0.0.1", args.master_port or 29500
-    sys.exit(run_ranks(command, per_node, nnodes, rank, place_of_node_0, args.init_timeout))
+    code = run_ranks(command, per_node, nnodes, rank, place_of_node_0, args.init_timeout)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)   # at Python's own exit a thread of torch's store may abort the process
 
 
 def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None, limit=300.0):
