@@ -335,7 +335,8 @@ def model_card(sedd):
 
 Weights: `model.safetensors`, names of the published SEDD code; \
 {averaged[sedd.about.get('averaged')]}.
-Token ids: the place of a letter in `alphabet` of `config.json`, from 0; the mask comes last.
+Token ids: the place of a letter in `alphabet` of `config.json`, from 0\
+{'; the mask comes last' if sedd.graph.absorb else ''}.
 
     python sample_sedd.py THIS_FOLDER --number 10
 """
