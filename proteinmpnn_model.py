@@ -281,14 +281,12 @@ class EdgeFeatures(nn.Module):
     def forward(self, graph):
         of_offset, of_distance = self.edge_embedding.weight.tensor_split([N_POSITIONAL], dim=1)
         E = linear(gaussians(graph.distance).to(of_distance.dtype), of_distance)
+        # Positional features (66, 16) of offset classes: a linear layer of one-hot vectors.
+        positional = self.embeddings.linear.weight.T + self.embeddings.linear.bias
         # The table is float32: in 16 bits the gradient of an offset class, which is a sum over
         # thousands of edges, was wrong by up to 30 % (measured).
-        table = at_least_float32(F.linear(self.positional(), of_offset))
+        table = at_least_float32(F.linear(positional, of_offset))
         return self.norm_edges(E + F.embedding(graph.offset, table).to(E.dtype))
-
-    def positional(self):
-        """(66, 16) positional features of offset classes: a linear layer of one-hot vectors."""
-        return self.embeddings.linear.weight.T + self.embeddings.linear.bias
 
 
 class Norm(nn.LayerNorm):

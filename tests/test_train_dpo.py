@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -21,8 +22,7 @@ from proteinmpnn_model import (ALPHABET, ProteinMPNN, from_checkpoint, load_prot
 from run_config import load_config
 from run_dir import hash_of, read_status
 from sequence_data import decode
-from structure_data import (NAMES, Chain, Complex, Pair, PairPlan, Structure, demo_pairs,
-                            read_pairs)
+from structure_data import NAMES, Complex, Pair, PairPlan, Structure, demo_pairs, read_pairs
 import test_proteinmpnn_model
 from test_proteinmpnn_model import each_case, graph_of
 from test_structure_data import Atoms
@@ -142,27 +142,23 @@ def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_
 
 def small_pairs():
     """Pairs of different lengths; some with fixed positions, unresolved rows, a context chain."""
-    out, random, complexes = [], np.random.default_rng(0), {}
-    pairs = demo_pairs(seed=3, n_structures=4, pairs_per_structure=4)
-    # not ideal backbones: there, neighbours lie at equal distances
-    for i, pair in enumerate(pairs):
-        chain = pair.complex.structure.chains["A"]
-        if i % 4 == 0:
+    pairs, random, chains = [], np.random.default_rng(0), []
+    for i, pair in enumerate(demo_pairs(seed=3, n_structures=4, pairs_per_structure=4)):
+        mask = pair.chain_M
+        if i % 4 == 0:   # not ideal backbones: there, neighbours lie at equal distances
+            chain = pair.complex.structure.chains["A"]
             X = chain.X + random.normal(0, 0.3, chain.X.shape).astype(np.float32)
-            structure = Structure(f"s{i}", {"A": Chain(chain.S, X, chain.resolved, chain.numbers)})
-            complexes[i // 4] = Complex(structure, ["A"])
-        pair = pairs[i] = Pair(complexes[i // 4], pair.chosen, pair.rejected, pair.chain_M)
-        if i % 4 == 1:
-            mask = random.random(len(pair.chain_M)) < 0.5
-            pair = Pair(pair.complex, np.where(mask, pair.chosen, pair.rejected), pair.rejected,
-                        mask)
-        out.append(pair)
-    chain, other = pairs[0].complex.structure.chains["A"], pairs[4].complex.structure.chains["A"]
-    resolved = np.arange(len(chain.S)) % 7 != 3
-    chains = {"A": Chain(chain.S, chain.X, resolved, chain.numbers),
-              "B": Chain(other.S, other.X + np.float32(20), other.resolved, other.numbers)}
-    complex = Complex(Structure("two", chains), ["A"], ["B"])
-    return out + [Pair(complex, pair.chosen, pair.rejected, pair.chain_M) for pair in pairs[:3]]
+            chains.append(replace(chain, X=X))
+            complex = Complex(Structure(f"s{i}", {"A": chains[-1]}), ["A"])
+        elif i % 4 == 1:
+            mask = random.random(len(mask)) < 0.5
+        pairs.append(Pair(complex, np.where(mask, pair.chosen, pair.rejected), pair.rejected, mask))
+    one, other, *_ = chains
+    two = Complex(Structure("two", {
+        "A": replace(one, resolved=np.arange(len(one.S)) % 7 != 3),
+        "B": replace(other, X=other.X + np.float32(20))}), ["A"], ["B"])
+    return pairs + [Pair(two, pairs[k].chosen, pairs[k].rejected, pairs[k].chain_M)
+                    for k in (0, 2, 3)]
 
 
 def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
