@@ -86,13 +86,13 @@ def test_log_probs_agree_with_the_official_code(fixture):
         near(sums, expected["ref_native_sum_logp_arange"], atol=2e-3)
 
 
-# Tolerances of rewards, loss, whole gradient and each of its parameters (relative and in addition).
-EXACT, ROUNDED = (3e-4, 1e-4, 2e-3, 1e-2, 1e-4), (0.05, 0.03, 0.02, 0.03, 1e-3)
+# Tolerances of rewards, whole gradient and each of its parameters (relative and in addition).
+EXACT, ROUNDED = (3e-4, 2e-3, 1e-2, 1e-4), (0.05, 0.02, 0.03, 1e-3)
 
 
 @pytest.mark.parametrize("dtype, tolerances", [(torch.float32, EXACT), (torch.bfloat16, ROUNDED)])
 def test_dpo_loss_and_gradients_agree_with_the_official_code(fixture, dtype, tolerances):
-    rewards_atol, loss_atol, rtol, each_rtol, each_atol = tolerances
+    rewards_atol, rtol, each_rtol, each_atol = tolerances
     for case, inputs, reference, policy in each_case(fixture, "dpo"):
         expected, S = case["dpo"], torch.cat([inputs["S_chosen"], inputs["S_rejected"]])
 
@@ -108,7 +108,6 @@ def test_dpo_loss_and_gradients_agree_with_the_official_code(fixture, dtype, tol
         near(rewards.detach(), torch.cat([expected["rewards_chosen"],
                                           expected["rewards_rejected"]]), atol=rewards_atol)
         loss = -F.logsigmoid(rewards[0] - rewards[1])
-        near(loss.detach(), expected["loss"], atol=loss_atol)
         gradients = torch.autograd.grad(loss, list(policy.parameters()))
         norms = {key: gradient.double().norm()
                  for (key, _), gradient in zip(policy.named_parameters(), gradients)}

@@ -160,17 +160,14 @@ def test_tied_chains_of_a_homodimer_are_equal(sample, dimer):
     assert sample(*args, "--tied_positions", "A12,B20 A13,B21") == groups, "quoted as one word"
 
 
-def test_score_is_the_mean_over_designed_residues_and_global_score_over_all(
-        sample, weights, tmp_path):
-    """Of one designed residue, it is its log-probability given all others; gaps do not count."""
+def test_the_score_of_one_designed_residue_is_its_log_probability(sample, weights, tmp_path):
+    """Given all others; gaps do not count."""
     pdb = write_pdb(tmp_path / "gap.pdb", {"A": "ACD-EFGHI"})
     head, sequence = read(sample(pdb, "--mutable_positions", "A15", "--temperature", 1)[0])[0]
     assert sequence == "ACDXEFGHI"
     order = decoding_order(torch.tensor([[0, 0, 0, 0, 0, 1, 0, 0, 0]]), torch.ones(1, 9))[0]
     log_prob = helix_log_probs(weights, sequence, order)[5, LETTERS.index("F")].item()
     assert head["score"] == pytest.approx(-log_prob, abs=1e-4)
-    whole = read(sample(pdb)[0])[0][0]
-    assert whole["score"] == whole["global_score"]
 
 
 def test_recovery_is_counted_on_designed_positions(sample, pdb, tmp_path):
@@ -226,8 +223,6 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     assert probs["probs"][:, mask].sum(-1) == pytest.approx(1, abs=1e-5)
     of_drawn = np.take_along_axis(probs["probs"], probs["S"][..., None], -1)[..., 0][:, mask]
     assert of_drawn.min() > 0
-    (folder / "own.fa").write_text(f">score=3 mine score=1.2 pLDDT=88\n{designs[0][1]}\n")
-    assert ">score=3 mine pLDDT=88, score=" in sample(*args, "--score_only", folder / "own.fa")[0]
     again = read(sample(*args, "--score_only", fasta, "--batch_size", 2)[0])[1:]
     of_again, of_designs = ([[head[key] for key in ("score", "global_score", "seq_recovery")]
                              for head, _ in records] for records in (again, designs))
@@ -239,10 +234,11 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     assert later["score"][1:] == pytest.approx(scores["score"], abs=1e-5)
     assert read(scored.read_text())[1:] == again and fasta.read_bytes() == designs_file
     others = tmp_path / "others.fasta"
-    others.write_text(f">d1, rosetta_score=-250.1, my-score=1, score=3\n{NATIVE}/{NATIVE}\n")
+    old = "score=1.2 my-score=1, score=3, rosetta_score=-250.1"
+    others.write_text(f">score=3 d1 {old}\n{NATIVE}/{NATIVE}\n")
     note = sample(*args, "--score_only", others, "--out_folder", folder)[1]
-    assert scored.read_text().startswith(">d1, rosetta_score=-250.1, my-score=1, score=")
-    assert scored.read_text().count("score=") == 4 and " 1 sequence(s), to " in note
+    assert scored.read_text().startswith(">score=3 d1 my-score=1, rosetta_score=-250.1, score=")
+    assert scored.read_text().count("score=") == 5 and " 1 sequence(s), to " in note
     assert not (folder / "scored" / "dimer.npz").exists(), "these were scores of other sequences"
 
 
