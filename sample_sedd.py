@@ -439,9 +439,6 @@ def check_files(args):
     for path in read:
         if not path.is_file():
             raise ValueError(f"there is no file {path}.")
-    if not checkpoint.exists():
-        raise ValueError(f"there is no {checkpoint}; expected a checkpoint of train_sedd_ddp.py, "
-                         "an exported folder, or the published layout.")
     for path in (checkpoint, *checkpoint.glob("*"), *read):   # an export is a folder
         for written in (out, picture_of(args)):
             if written and written.exists() and path.exists() and written.samefile(path):
@@ -544,19 +541,16 @@ def progress_bar(ddp, unit):
 def score_file(sedd, args, how, write):
     """Write a table of bounds. Afterwards print their total to standard error."""
     totals = np.zeros(4)   # residues, bound, variance, unigram
-    head = "name\tlength\tnats\tnats_per_residue\tstandard_error\tunigram_nats\n"
+    write("name\tlength\tnats\tnats_per_residue\tstandard_error\tunigram_nats\n")
     named = named_sequences(args.score)
     with progress_bar(how["ddp"], "sequences") as bar:
         while block := list(itertools.islice(named, BLOCK)):
             texts = [checked_letters(name, text, sedd, args) for name, text in block]
             scores = score_sequences(sedd, texts, args.samples, args.window, **how)
-            lines = [head]
             for (name, _), text, n, bound, error, unigram in zip(block, texts, *scores):
                 each = bound / n if n else math.nan
-                lines.append(f"{name}\t{len(text)}\t{bound:.4f}\t{each:.5f}\t{error:.4f}\t"
-                             f"{unigram:.4f}\n")
-            write("".join(lines))
-            head = ""
+                write(f"{name}\t{len(text)}\t{bound:.4f}\t{each:.5f}\t{error:.4f}\t"
+                      f"{unigram:.4f}\n")
             totals += (scores.residues.sum(), scores.bound.sum(), (scores.error**2).sum(),
                        scores.unigram.sum())
             bar.update(len(block))
@@ -586,13 +580,12 @@ def checked_letters(name, text, sedd, args):
 
 def score_positions(sedd, args, how, write):
     """Write a table of -ln p of each residue given all others."""
-    head = "name\tposition\tresidue\tnats\n"
+    write("name\tposition\tresidue\tnats\n")
     for name, text in named_sequences(args.score):
         text = checked_letters(name, text, sedd, args)
         scores = residue_scores(sedd, text, **how)
-        write(head + "".join(f"{name}\t{place}\t{letter}\t{nats:.4f}\n"
-                             for place, (letter, nats) in enumerate(zip(text, scores), 1)))
-        head = ""
+        for place, (letter, nats) in enumerate(zip(text, scores), 1):
+            write(f"{name}\t{place}\t{letter}\t{nats:.4f}\n")
 
 
 def rank_variants(sedd, args, how, write):

@@ -65,9 +65,12 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
         device: where the model goes.
         expected: sections {"model", "graph"} of a config, as dicts, which must equal those of the
             file in the keys of WEIGHTS_DEPEND_ON; None: any are accepted.
-    Raises: ValueError, naming all that does not fit, or OSError for a missing file.
+    Raises: ValueError, naming all that does not fit, or OSError.
     """
     path = Path(path)
+    if not path.exists():
+        raise ValueError(f"there is no {path}; expected a checkpoint of train_sedd_ddp.py, an "
+                         "exported folder, or a file in the published layout.")
     if path.is_dir():
         state, saved = read_export(path)
     else:
@@ -257,9 +260,6 @@ def start_from_weights(config, former, resume, model, ddp):
         return record, lines
     sedd = found = None
     if ddp.is_main:
-        if not os.path.exists(path):
-            raise ValueError(f"--init_from {path}: there is no such file. Expected a checkpoint of "
-                             "train_sedd_ddp.py, an exported folder, or the published layout.")
         sedd = load_sedd(path, expected=None if record else config_to_dict(config))
         found = {"path": path, "hash": hash_of(sedd.model.state_dict())}
     found = broadcast(found, ddp)

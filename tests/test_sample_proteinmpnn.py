@@ -185,14 +185,11 @@ def test_recovery_is_counted_on_designed_positions(sample, pdb, tmp_path):
 
 def test_many_structures_and_temperatures_give_the_designs_of_calls_of_their_own(
         sample, dimer, pdb, tmp_path):
-    folder = tmp_path / "backbones"
-    folder.mkdir()
-    pdb, dimer = pdb.rename(folder / "one.pdb"), dimer.rename(folder / "dimer.pdb")
-    (folder / "notes.txt").write_text("not a structure")
+    (tmp_path / "notes.txt").write_text("not a structure")
     args = ("--num", 3, "--batch_size", 2)
     near = drawn(sample(pdb, "--num", 2, "--temperature", 2, 2.0001))
     assert len(set(near)) == 4                      # new draws at each temperature
-    text, expected = sample(folder, *args, "--temperature", 0.5, 2)[0], []
+    text, expected = sample(tmp_path, *args, "--temperature", 0.5, 2)[0], []
     for path in (dimer, pdb):
         hot, cold = (sample(path, *args, "--temperature", T)[0] for T in (2, 0.5))
         expected += [*read(cold), *read(hot)[1:]]

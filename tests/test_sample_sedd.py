@@ -35,11 +35,9 @@ def write_checkpoint(path, graph="absorb", reduction="residue", **more):
     """A file as train_sedd_ddp.py writes it, of random weights; the averages are others."""
     torch.manual_seed(0)
     model = model_of(SIZES, make_graph(graph, N_TOKENS))
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2)
     average = EMA(model.parameters())
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2)
+    for tensor in (*model.parameters(), *average.shadow_params):
+        torch.nn.init.normal_(tensor, std=0.2)
     torch.save({"model": model.state_dict(), "ema": average.state_dict(), "step": 12,
                 "best": {"step": 10, "score": 2.5}, "data": {"n": 10, "hash": "x"},
                 "config": {"model": SIZES, "graph": {"type": graph}, "noise": NOISE,

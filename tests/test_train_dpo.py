@@ -397,17 +397,16 @@ def test_a_resume_is_refused_for_other_pairs_or_base_weights_or_spoilt_ones(tmp_
     run(tiny(training__n_iters=2), tmp_path / "w")
     state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
     spoilt = {**state["model"], "W_out.bias": torch.full((21,), math.nan)}
-    for key, value, text in (("base", "0", "trained from other base weights"),
-                             ("model", spoilt, "1 tensors .* infinite numbers, first W_out.bias"),
-                             ("data", {"n": 3, "hash": "0"},
-                              "other pairs, or in another order.*--base_model_name best_model")):
-        torch.save({**state, key: value}, tmp_path / "other.pt")
+    older = {key: value for key, value in state.items() if key != "seen"}
+    for other, text in (
+            ({**state, "base": "0"}, "trained from other base weights"),
+            ({**state, "model": spoilt}, "1 tensors .* infinite numbers, first W_out.bias"),
+            ({**state, "data": {"n": 3, "hash": "0"}},
+             "other pairs, or in another order.*--base_model_name best_model"),
+            (older, "other.pt has no seen; expected a checkpoint")):
+        torch.save(other, tmp_path / "other.pt")
         with pytest.raises(ValueError, match=text):
             run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")
-    del state["seen"]   # as of an older version
-    torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="other.pt has no seen; expected a checkpoint"):
-        run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")
     assert not (tmp_path / "new").exists()
 
 
@@ -618,10 +617,9 @@ def test_options_of_the_original_set_what_they_say():
 
 
 def test_the_plan_scales_the_learning_rate_and_needs_no_pairs():
-    c = load_config(Config, None, ["training.batch_size=4", "optim.lr=3e-7", "optim.scale=linear",
-                                   "optim.base_global_batch=4", "optim.warmup=10"])
-    assert re.search(r"\n +4 +16 +1.2e-06 +40\n", describe_plan(c, "1,4"))
-    read_arguments(["--plan", "1,4"])
+    args, c = read_arguments("--plan 1,4 training.batch_size=4 optim.lr=3e-7 optim.scale=linear "
+                             "optim.base_global_batch=4 optim.warmup=10".split())
+    assert re.search(r"\n +4 +16 +1.2e-06 +40\n", describe_plan(c, args.plan))
 
 
 def write_pairs(folder, n=None):
