@@ -223,9 +223,10 @@ def test_variants_are_ranked_and_those_of_another_sequence_refused(checkpoint, t
 
 @pytest.mark.parametrize("graph", ["absorb", "uniform"])
 def test_averages_or_weights_as_saved_are_exported_to_the_last_bit(tmp_path, graph, extras):
-    sedd = load_sedd(write_checkpoint(tmp_path / "best.pt", graph))
-    last = load_sedd(tmp_path / "best.pt", ema=False)
-    assert equal(torch.load(tmp_path / "best.pt")["model"], last.model.state_dict())
+    state = torch.load(write_checkpoint(tmp_path / "best.pt", graph))
+    sedd, last = (load_sedd(tmp_path / "best.pt", ema=ema) for ema in (True, False))
+    assert equal(state["ema"]["shadow_params"], [*sedd.model.parameters()])
+    assert equal(state["model"], last.model.state_dict())
     pytest.importorskip("safetensors")
     for name in ("folder", "published.pth"):
         export_sedd(sedd, tmp_path / name)
