@@ -345,9 +345,7 @@ PSSM = {"pssm_coef": [1] * 22, "pssm_bias": [[0.5] * 21] * 22, "pssm_log_odds": 
 OMIT, TIED = "--omit_AA_jsonl settings.json", "--tied_positions_jsonl settings.json"
 WITH_PSSM = "--pssm_jsonl settings.json --pssm_multi 1"
 BAD = {                                                     # arguments: words of the message
-    "--chains Z": "Z; expected chains of",
     "--chains A --fixed_chains A": "chain A is to be designed and to be fixed",
-    "--fixed_positions A9": "position A9 is not there",
     "--fixed_positions A12 --mutable_positions A13": "together; expected one of them",
     "--fixed_positions 0-43": "no position is left to design",
     "--tied_positions A12": "at least two parts",

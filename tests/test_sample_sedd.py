@@ -272,8 +272,7 @@ def test_averages_or_weights_as_saved_are_exported_to_the_last_bit(tmp_path, gra
     (["--out", "/proc/o.fa"], "/proc/"),
     (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
     (["--scaffold", "MK[0]"], "found no length above 0"),
-    (["--scaffold", "[0-3][0-5]"], "found parts that may all be empty"),
-    (["--infill", __file__], "found letters before a header")])
+    (["--scaffold", "[0-3][0-5]"], "found parts that may all be empty")])
 def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(
         checkpoint, tmp_path, capsys, monkeypatch, words, expected):
     monkeypatch.chdir(tmp_path)
