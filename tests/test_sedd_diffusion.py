@@ -187,21 +187,18 @@ def test_the_loss_of_the_exact_score_integrates_to_the_entropy_of_the_data(graph
     # end: below 0.5 %.
     graph, noise = make_graph(graph_name, 3), make_noise(noise_name)
     table, eps = Table(graph), 1e-5
-    pairs = torch.cartesian_prod(*[torch.arange(graph.vocab_size)] * 2)     # all xt, (S, 2)
-    clean = torch.cartesian_prod(*[torch.arange(3)] * 2)                    # all x0, (9, 2)
-    everywhere = torch.ones_like(pairs, dtype=torch.bool)
+    tokens, clean = torch.arange(graph.vocab_size), torch.arange(3)
+    xt, x0 = torch.cartesian_prod(tokens, tokens, clean, clean).split(2, dim=1)     # each (S, 2)
+    everywhere = torch.ones_like(xt, dtype=torch.bool)
     nodes = torch.linspace(math.log(eps), 0, 401, dtype=torch.float64)      # ln t: steep near t = 0
     bound = 2 * graph.prior_kl(noise(torch.ones(1, dtype=torch.float64))[0])
     for log_t, width in zip((nodes[:-1] + nodes[1:]) / 2, nodes.diff()):
         t = log_t.exp()
-        sigma, dsigma = (value.expand(len(pairs)) for value in noise(t[None]))
-        log_score = table(pairs, sigma)
-        forward = graph.transition(torch.arange(3)[None], sigma[:1])[0]
-        for x0, p in zip(clean, table.p0.flatten()):
-            p_xt = forward[x0[0], pairs[:, 0]] * forward[x0[1], pairs[:, 1]]
-            x0 = x0.expand_as(pairs)
-            loss, _ = score_entropy_loss(log_score, sigma, dsigma, pairs, x0, graph, everywhere)
-            bound += p * width * t * (p_xt * torch.where(p_xt > 0, loss, 0.0)).sum()
+        sigma, dsigma = (value.expand(len(xt)) for value in noise(t[None]))
+        forward = graph.transition(clean[None], sigma[:1])[0]
+        p = table.p0[x0[:, 0], x0[:, 1]] * forward[x0, xt].prod(1)
+        loss, _ = score_entropy_loss(table(xt, sigma), sigma, dsigma, xt, x0, graph, everywhere)
+        bound += width * t * (p * torch.where(p > 0, loss, 0.0)).sum()
     entropy = -(table.p0 * table.p0.log()).sum()
     assert abs(bound / entropy - 1) < 5e-3
 
