@@ -10,8 +10,7 @@ import cpu_linear
 import sedd_model
 from bench_sedd import plain_log_score, plain_loss
 from sedd_cases import CASES, entries, near, seeded
-from sedd_diffusion import (AbsorbingGraph, make_graph, make_noise, score_entropy_loss,
-                            stratified_times)
+from sedd_diffusion import AbsorbingGraph, make_graph, make_noise, score_entropy_loss
 from sedd_model import EMA, SEDD, add_branch, attend, load_official, spread
 from train_loop import rate_share
 
@@ -32,9 +31,9 @@ def official_model(fixture, graph_name, loaded=True, **kwargs):
     return model.eval()
 
 
-def small_model(graph, seed=0, **kwargs):
+def small_model(graph, **kwargs):
     """A small model whose every parameter matters: what starts at zero is filled."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = SEDD(graph.vocab_size, 32, 2, 4, cond_dim=16, scale_by_sigma=graph.absorb, **kwargs)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -43,15 +42,14 @@ def small_model(graph, seed=0, **kwargs):
     return model
 
 
-def small_batch(graph, B=6, L=24, seed=0):
-    """x0, xt, sigma, dsigma and a mask of different lengths."""
-    generator = seeded(seed)
-    x0 = torch.randint(20, (B, L), generator=generator)
-    mask = torch.arange(L) < torch.randint(L // 2, L + 1, (B, 1), generator=generator)
-    x0 = torch.where(mask, x0, 20)
-    t = stratified_times(B, 0.5, torch.randperm(B, generator=generator)).float()
+def small_batch(graph):
+    """x0, xt, a mask of different lengths, and t, sigma, dsigma of log-linear noise."""
+    generator = seeded()
+    mask = torch.arange(24) < torch.randint(12, 25, (6, 1), generator=generator)
+    x0 = torch.randint(20, (6, 24), generator=generator).where(mask, 20)
+    t = torch.rand(6, generator=generator, dtype=torch.float64)
     sigma, dsigma = make_noise("loglinear")(t)
-    return x0, torch.where(mask, graph.corrupt(x0, sigma, generator), 20), sigma, dsigma, mask
+    return x0, graph.corrupt(x0, sigma, generator).where(mask, 20), mask, t, sigma, dsigma
 
 
 # ---- against the official code ----
@@ -147,7 +145,7 @@ def test_three_training_steps_agree_with_the_official_code(fixture):
 
 def test_init_logits_is_the_spread_of_fresh_logits_and_lets_the_gradient_into_the_blocks():
     graph = make_graph("uniform", 21)                       # its log scores are the logits
-    _, xt, sigma, _, mask = small_batch(graph)
+    _, xt, mask, _, sigma, _ = small_batch(graph)
     torch.manual_seed(0)
     model = SEDD(21, 64, 1, 2, cond_dim=8, scale_by_sigma=False, init_logits=3.0)
     log_score = model(xt, sigma, mask)
@@ -157,14 +155,9 @@ def test_init_logits_is_the_spread_of_fresh_logits_and_lets_the_gradient_into_th
 
 
 def test_subs_makes_the_score_entropy_cross_entropy_over_t():
-    graph, noise, X = AbsorbingGraph(21), make_noise("loglinear", eps=1e-3), 20
+    graph, X, logits = AbsorbingGraph(21), 20, []
     model = small_model(graph, parameterization="subs", forbidden=(X,)).double().eval()
-    x0, _, _, _, mask = small_batch(graph)
-    t = torch.linspace(0.05, 1, len(x0), dtype=torch.float64)
-    sigma, dsigma = noise(t)
-    xt = graph.corrupt(x0, sigma, seeded(1))
-    xt = torch.where(mask, xt, X)
-    logits = []
+    x0, xt, mask, t, sigma, dsigma = small_batch(graph)
     model.output_layer.register_forward_hook(lambda module, args, out: logits.append(out))
     log_score = model(xt, sigma, mask)
     loss, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, mask)
@@ -241,7 +234,7 @@ def test_the_gradient_of_a_protein_is_a_sum_over_its_positions_in_bfloat16_too()
 
 def test_dropout_acts_in_training():
     graph = AbsorbingGraph(21)
-    model, (_, xt, sigma, _, mask) = small_model(graph, dropout=0.5), small_batch(graph)
+    model, (_, xt, mask, _, sigma, _) = small_model(graph, dropout=0.5), small_batch(graph)
     assert not torch.equal(model.train()(xt, sigma, mask), model(xt, sigma, mask))
 
 
