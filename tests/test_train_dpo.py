@@ -139,7 +139,8 @@ def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_
 # ---- batches and orders ----
 
 def small_pairs():
-    """Pairs of different lengths; some with fixed positions, unresolved rows, a context chain."""
+    """Pairs of different lengths and weights; some with fixed positions, unresolved rows, a context
+    chain."""
     pairs, random, chains = [], np.random.default_rng(0), []
     for i, pair in enumerate(demo_pairs(seed=3, n_structures=4, pairs_per_structure=4)):
         mask = pair.chain_M
@@ -155,8 +156,10 @@ def small_pairs():
     two = Complex(Structure("two", {
         "A": replace(one, resolved=np.arange(len(one.S)) % 7 != 3),
         "B": replace(other, X=other.X + np.float32(20))}), ["A"], ["B"])
-    return pairs + [Pair(two, pairs[k].chosen, pairs[k].rejected, pairs[k].chain_M)
-                    for k in (0, 2, 3)]
+    pairs += [Pair(two, pairs[k].chosen, pairs[k].rejected, pairs[k].chain_M) for k in (0, 2, 3)]
+    for i, pair in enumerate(pairs):
+        pair.weight = (1 + i % 3) / 64   # of float32 without rounding
+    return pairs
 
 
 def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
@@ -181,14 +184,10 @@ def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
     assert shared[0] == shared[2] != shared[1]   # the second has other designed positions
 
 
-def sizes(config):
-    """(policy, Reference, pairs) of small_pairs; the policy differs everywhere."""
-    pairs, model = small_pairs(), random_proteinmpnn(1, **SMALL)
-    policy, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in policy.parameters():
-            p += 0.05 * torch.randn(p.shape, generator=generator)
-    return policy, Reference(model, pairs, config, Ddp()), pairs
+def networks(config, ddp=Ddp()):
+    """(policy, Reference, pairs) of small_pairs; policy and reference have other weights."""
+    pairs, (policy, model) = small_pairs(), (random_proteinmpnn(k, **SMALL) for k in (2, 1))
+    return policy, Reference(model, pairs, config, ddp), pairs
 
 
 @torch.no_grad()
@@ -215,15 +214,13 @@ def everywhere(model, pair, S, order):
     return model(graph, letters[None], order[None])[0], letters, weight
 
 
-@pytest.mark.parametrize("settings", [{}, {"n_orders": 2, "temperature": 0.5},
-                                      {"order": "arange", "share_order": True}])
+@pytest.mark.parametrize("settings", [{}, {"loss__n_orders": 2, "loss__temperature": 0.5},
+                                      {"loss__order": "arange", "loss__share_order": True}])
 def test_validation_means_are_over_weighted_pairs_with_recovery_and_kl_on_natives(
         tmp_path, settings):
     """Of mixed batches, as if each sequence was scored alone."""
-    config = tiny(**{f"loss__{key}": value for key, value in settings.items()})
-    policy, reference, pairs = sizes(config)
-    for i, pair in enumerate(pairs):
-        pair.weight = 1.0 + i % 3
+    config = tiny(**settings)
+    policy, reference, pairs = networks(config)
     v = Validation(pairs, reference, config, objective)
     v.table, _ = reference.precompute(pairs, "hash", tmp_path)
     assert sorted(np.concatenate(v.batches)) == list(range(len(pairs)))
@@ -257,8 +254,7 @@ def test_validation_means_are_over_weighted_pairs_with_recovery_and_kl_on_native
 def designs_of(ddp, only=None):
     """(Designs of small_pairs, or of one of them, letters that the policy draws)."""
     config = tiny(monitoring__n_designs=3, monitoring__design_temperature=0.5)
-    policy, reference, pairs = sizes(config)
-    reference.ddp = ddp
+    policy, reference, pairs = networks(config, ddp)
     found = Designs(pairs if only is None else [pairs[only]], reference, config)
     return found, found.draw(policy, ddp)
 
@@ -318,10 +314,8 @@ def gradients_of(ddp, by_definition=False):
     float64. By the definition: the mean over all pairs, each scored by itself."""
     config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2,
                   loss__share_order=True)      # a sequence of several pairs is computed once
-    policy, ref, pairs = sizes(config)
-    policy, ref.model, ref.ddp = policy.double(), ref.model.double(), ddp
-    for i, pair in enumerate(pairs):
-        pair.weight = (1 + i % 3) / 64   # of float32 without rounding
+    policy, ref, pairs = networks(config, ddp)
+    policy, ref.model = policy.double(), ref.model.double()
     plan = PairPlan(pairs, 0, 4, config.training.batch_size)
 
     def loss_of(model, batch):
