@@ -577,7 +577,7 @@ class Pssm(NamedTuple):
         return Pssm(*(x[positions] for x in self))
 
 
-def letter_log_probs(scores, temperature, pssm=None):
+def letter_log_probs(scores, temperature, pssm):
     """Log-probabilities that a letter is drawn from.
 
     p = softmax(scores / temperature). With a PSSM it becomes ((1 - share) p + share letters) x
@@ -586,7 +586,7 @@ def letter_log_probs(scores, temperature, pssm=None):
     Args:
         scores:      (..., 21) nats, logits + bias; -inf = never.
         temperature: at least 0; at 0 the best letter has probability 1.
-        pssm:        Pssm of these positions.
+        pssm:        Pssm of these positions, or None.
     Returns: (..., 21) nats.
     Source: Dauparas et al. 2022 and the published code's `sample`. There a PSSM can bring back an
     omitted letter; here omitted letters are never drawn.
@@ -628,7 +628,7 @@ def check_sequences(encoding, S, decoding_order, structure):
     return structure
 
 
-def allowed_letters(bias, pssm=None):
+def allowed_letters(bias, pssm):
     """(..., L, 21) bool, True = this letter can be drawn, by the logits or by the PSSM."""
     allowed = bias > -torch.inf
     return allowed if pssm is None else allowed & ((pssm.share < 1) | (pssm.letters > 0))

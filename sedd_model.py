@@ -192,7 +192,7 @@ class Block(nn.Module):
                                  Linear(4 * hidden_size, hidden_size))
         self.adaLN_modulation = zero_linear(cond_dim, 6 * hidden_size)
 
-    def forward(self, h, c, rotary, attended, needed=None, tokens=None):
+    def forward(self, h, c, rotary, attended, needed, tokens):
         modulation = self.adaLN_modulation(c)[:, None]                          # (B, 1, 6 H)
         shift, scale = modulation.chunk(6, dim=-1)[:2]                          # each (B, 1, H)
         x = h if tokens is None else tokens[1][None]                            # (1, V, H)
@@ -255,7 +255,7 @@ class Head(nn.Module):
         self.linear = zero_linear(hidden_size, vocab_size)
         self.adaLN_modulation = zero_linear(cond_dim, 2 * hidden_size)
 
-    def forward(self, h, c, needed=None):
+    def forward(self, h, c, needed):
         modulation = self.adaLN_modulation(c)[:, None]
         if needed is not None:
             modulation = spread(modulation, needed[1])
