@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sample_proteinmpnn
-from proteinmpnn_model import (decoding_order, load_proteinmpnn, random_proteinmpnn, to_checkpoint)
+from proteinmpnn_model import load_proteinmpnn, random_proteinmpnn, to_checkpoint
 from structure_data import NAMES, PHI_PSI, build_backbone
 from test_structure_data import Atoms
 
@@ -97,11 +97,11 @@ def helix_log_probs(weights, chains, order):
     S = torch.tensor([[(LETTERS + "X").index(letter) for letter in sequence]])
     with torch.no_grad():
         graph = model.graph(X * mask[..., None, None], mask, index, chain_id)
-        return model(graph, S, torch.as_tensor(order)[None])[0]
+        return model(graph, S, torch.tensor([order]))[0]
 
 
 def as_json(tmp_path, settings):
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    (tmp_path / "settings.json").write_text(json.dumps(settings, default=np.ndarray.tolist))
     return tmp_path / "settings.json"
 
 
@@ -165,9 +165,8 @@ def test_the_score_of_one_designed_residue_is_its_log_probability(sample, weight
     pdb = write_pdb(tmp_path / "gap.pdb", {"A": "ACD-EFGHI"})
     head, sequence = read(sample(pdb, "--mutable_positions", "A15", "--temperature", 1)[0])[0]
     assert sequence == "ACDXEFGHI"
-    order = decoding_order(torch.tensor([[0, 0, 0, 0, 0, 1, 0, 0, 0]]), torch.ones(1, 9))[0]
-    log_prob = helix_log_probs(weights, sequence, order)[5, LETTERS.index("F")].item()
-    assert head["score"] == pytest.approx(-log_prob, abs=1e-4)
+    log_probs = helix_log_probs(weights, sequence, [0, 1, 2, 3, 4, 6, 7, 8, 5])[5]
+    assert head["score"] == pytest.approx(-log_probs[LETTERS.index("F")].item(), abs=1e-4)
 
 
 def test_recovery_is_counted_on_designed_positions(sample, pdb, tmp_path):
@@ -266,7 +265,7 @@ def test_settings_by_position_act_at_their_position_only(sample, dimer, tmp_path
 
     matrix = np.zeros((22, 21))
     matrix[4, LETTERS.index("W")] = 1e4
-    columns = letters("bias_by_res_jsonl", {"A": matrix.tolist()})
+    columns = letters("bias_by_res_jsonl", {"A": matrix})
     assert columns.pop(22 + 4) == {"W"} and all(len(letters) > 5 for letters in columns)
     columns = letters("omit_AA_jsonl", {"A": [[[1, 2], "ADEFGHIKLM"], [[2], "NPQRSTVW"]]})
     assert columns[23] == {"Y"} and columns[22] <= set("NPQRSTVWY") and len(columns[22]) > 3
@@ -309,8 +308,8 @@ def test_a_pssm_takes_its_share_of_the_probabilities_and_makes_low_odds_rare(sam
     random, allowed = np.random.default_rng(0), [letter not in "CX" for letter in LETTERS + "X"]
     coef, letters, odds = (random.random(shape) for shape in (22, (22, 21), (22, 21)))
     letters /= letters.sum(1, keepdims=True)
-    path = as_json(tmp_path, {"one": {"A": {"pssm_coef": coef.tolist(), "pssm_log_odds":
-                                            odds.tolist(), "pssm_bias": letters.tolist()}}})
+    pssm = {"pssm_coef": coef, "pssm_bias": letters, "pssm_log_odds": odds}
+    path = as_json(tmp_path, {"one": {"A": pssm}})
 
     def drawn_from(*options):
         sample(pdb, "--mutable_positions", "A15", "--omit", "C", "--temperature", 0.5,
@@ -369,7 +368,7 @@ BAD_SETTINGS = [                                            # of the structure "
     ("--bias_by_res_jsonl settings.json", {"A": [[0.0] * 21]}, "numbers of shape (22, 21)"),
     (TIED, [{"A": [1], "B": [1]}, {"A": [1, 2]}], "in two groups"),
     (WITH_PSSM, {"A": PSSM}, "pssm_bias at A10 of dimer with a sum of"),
-    (WITH_PSSM, {"A": {**PSSM, "pssm_bias": np.eye(21)[[20] * 22].tolist()}}, "no letter to draw")]
+    (WITH_PSSM, {"A": {**PSSM, "pssm_bias": np.eye(21)[[20] * 22]}}, "no letter to draw")]
 
 
 @pytest.mark.parametrize("text, settings, words", [
