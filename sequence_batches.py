@@ -83,20 +83,24 @@ def load_data(config, ddp, stage=None):
     else:
         found = _load_file_or_demo(data, config.training.seed, ddp)
     beat(ddp)
-    return found
+    train, val, hashes, source, description = found
+    fingerprint = {"n": len(train), "hash": "".join(hashes)}
+    return TrainingData(train, val if len(val) else None, source, fingerprint, description)
 
 
 def _open_prepared(name, folder):
-    """TrainingData of a prepared folder: `name` in the config, `folder` where it is read."""
+    """(train, val, a hash of each, None, description) of a prepared folder: `name` in the config,
+    `folder` where it is read."""
     val = PreparedProteins(folder, "val").read_all()
     meta, train = read_meta(folder), PreparedProteins(folder)
     made_of = meta.get("release") or ", ".join(map(str, meta.get("source", ())))
     hashes = [meta["sets"][part]["keys_hash"] for part in ("train", "val")]
-    return _training_data(train, val, hashes,
-                          f"{name}: {len(train) + len(val):,} proteins, prepared from {made_of}")
+    return (train, val, hashes, None,
+            f"{name}: {len(train) + len(val):,} proteins, prepared from {made_of}")
 
 
 def _load_file_or_demo(data, seed, ddp):
+    """(train, val, a hash of each, source, description) of a file, or of demo proteins."""
     source = None
     if data.file is None:
         source = DemoSource(seed=0)
@@ -105,14 +109,14 @@ def _load_file_or_demo(data, seed, ddp):
     else:
         proteins, report = _read_file(data, ddp)
         description = f"{data.file}: {report}"
-    train, val = _split(proteins, data.val_fraction)
-    return _training_data(train, val, [keys_hash(part.keys) for part in (train, val)], description,
-                          source)
-
-
-def _training_data(train, val, hashes, description, source=None):
-    fingerprint = {"n": len(train), "hash": "".join(hashes)}
-    return TrainingData(train, val if len(val) else None, source, fingerprint, description)
+    train, val = proteins, proteins.subset([])
+    if data.val_fraction:
+        try:
+            train, val = map(proteins.subset, split_by_hash(proteins, data.val_fraction))
+        except ValueError as e:
+            raise ValueError(f"data.{e} Or set data.val_fraction=0 to train without "
+                             "validation.") from e
+    return train, val, [keys_hash(part.keys) for part in (train, val)], source, description
 
 
 def _read_file(data, ddp):
@@ -124,16 +128,6 @@ def _read_file(data, ddp):
                     f"{_prepare_command(data, 'FOLDER')} --fasta {shlex.quote(data.file)}   then "
                     "--data FOLDER")
     return read_sequences(data.file, data.min_length, lambda: beat(ddp))
-
-
-def _split(proteins, val_fraction):
-    """(training, validation) proteins."""
-    if not val_fraction:
-        return proteins, proteins.subset([])
-    try:
-        return tuple(map(proteins.subset, split_by_hash(proteins, val_fraction)))
-    except ValueError as e:
-        raise ValueError(f"data.{e} Or set data.val_fraction=0 to train without validation.") from e
 
 
 def missing_data(data):
