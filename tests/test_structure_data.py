@@ -60,6 +60,13 @@ def write(folder, data, name="pairs.json"):
     return folder / name
 
 
+def refusal(path, read=read_pairs, **options):
+    with pytest.raises(ValueError) as caught:
+        read(path, **options)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
 def read_text(tmp_path, name, text):
     return read_structure(write(tmp_path, text, name))
 
@@ -141,9 +148,7 @@ ONE, ONE_CIF = Atoms().add("A", 1, "ALA").pdb(), Atoms().add("A", 1, "ALA").mmci
     ("s.cif", ONE_CIF.replace(" 0.125 ", " 1e30 "), "coordinate of 1e+30; expected Angstrom")])
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
         tmp_path, name, content, says):
-    with pytest.raises(ValueError) as caught:
-        read_text(tmp_path, name, content)
-    assert says in str(caught.value) and str(tmp_path / name) in str(caught.value)
+    assert says in refusal(write(tmp_path, content, name), read_structure)
 
 
 # ---- positions on a command line ----
@@ -203,13 +208,6 @@ def changed(**changes):
     return {key: value for key, value in {**GOOD, **changes}.items() if value is not ABSENT}
 
 
-def refusal(path, **options):
-    with pytest.raises(ValueError) as caught:
-        read_pairs(path, **options)
-    assert path.name in str(caught.value)
-    return str(caught.value)
-
-
 def test_each_malformed_case_is_refused_in_the_words_that_it_names(shared, tmp_path):
     cases = json.loads((shared / "data" / "pairs_bad.json").read_text())
     (tmp_path / "pdbs").symlink_to(shared / "data" / "pdbs")
@@ -223,7 +221,7 @@ def test_each_malformed_case_is_refused_in_the_words_that_it_names(shared, tmp_p
 
 @pytest.mark.parametrize("changes, says", [
     ([dict(pdb_file=value) for value in ("pairs.json", "é\ud800.pdb", "x" * 5000)], "item 1: "),
-    ([dict(preferred_seq="MKSXVLA")], "'X' at a resolved position, 3 of unpreferred_seq, counted from 1"),
+    ([dict(preferred_seq="MKSXVLA")], "resolved position, 3 of unpreferred_seq, counted from 1: "),
     ([dict(unpreferred_seq=value) for value in ("MKXXVLA", "MKXCVLG", "MK--VL-")], "no preference"),
     ([dict(chain_id=value) for value in (None, " ", ["A"])], "chain_id is"),
     ([{**AB, "design_chains": value} for value in ("AB", ["A", 2])], "list of names"),
