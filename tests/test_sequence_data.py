@@ -20,7 +20,10 @@ from sequence_data import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID, D
 
 def write(tmp_path, content, name="in.fasta"):
     path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if isinstance(content, (bytes, str)):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    else:
+        torch.save(content, path)
     return path
 
 
@@ -88,24 +91,18 @@ def test_text_with_one_sequence_per_line_reads_like_fasta(read, tmp_path):
 def test_the_pt_file_of_the_original_project_reads(read, tmp_path):
     entries = [{"protein_seq": "MKVU", "ligand": "CCO", "vector": torch.ones(3)},
                {"protein_seq": "ACD*"}, {"protein_seq": ""}]
-    torch.save(entries, tmp_path / "DATA.PT")
-    proteins, report = read(tmp_path / "DATA.PT")
+    proteins, report = read(write(tmp_path, entries, "DATA.PT"))
     assert sorted(texts(proteins)) == ["ACD", "MKVX"]
     assert (report.n_rare, report.n_stops, report.n_empty) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("entries, says", [
-    ({"protein_seq": ["MK"]}, "holds dict"), ([], "an empty list"), (["MK"], "entry 1: found MK"),
-    ([{"protein_seq": "MK"}, {"seq": "MK"}], "entry 2: found {'seq': 'MK'}"),
-    ([{"protein_seq": "MK"}, {"protein_seq": "MK-V"}], "entry 2, column 3: found b'-'"),
-    ([{"protein_seq": "MK\nV"}], "entry 1, column 3"),
-    ([{"protein_seq": "MK", "run": print}], "cannot be loaded")])       # code
-def test_a_pt_file_of_another_shape_is_refused_with_its_entry(read, tmp_path, entries, says):
-    torch.save(entries, tmp_path / "data.pt")
-    assert says in refusal(read, tmp_path / "data.pt")
-
-
 @pytest.mark.parametrize("content, name, says", [
+    ({"protein_seq": ["MK"]}, "in.pt", "holds dict"), ([], "in.pt", "an empty list"),
+    (["MK"], "in.pt", "entry 1: found MK"),
+    ([{"protein_seq": "MK"}, {"seq": "MK"}], "in.pt", "entry 2: found {'seq': 'MK'}"),
+    ([{"protein_seq": "MK"}, {"protein_seq": "MK-V"}], "in.pt", "entry 2, column 3: found b'-'"),
+    ([{"protein_seq": "MK\nV"}], "in.pt", "entry 1, column 3"),
+    ([{"protein_seq": "MK", "run": print}], "in.pt", "cannot be loaded"),       # code
     (">a\nMKV*\nMK\n>b\nMKV\n", "in.fasta", "line 2, column 4: found b'*', a stop inside"),
     (">a\nMKV\nLA-V\n", "in.fasta", "line 3, column 3: found b'-', a gap"),
     (">a\nMKV>b\nMKV\n", "in.fasta", "line 2, column 4: found b'>', so a line end is missing"),
@@ -120,7 +117,7 @@ def test_a_pt_file_of_another_shape_is_refused_with_its_entry(read, tmp_path, en
     ("<html>not found</html>", "in.fasta.gz", "is not gzip"),
     (">a\nMKV\n".encode("utf-16"), "in.fasta", "holds a zero byte"),
     (">a\n" + "ACGTN" * 300, "in.fasta", "nucleotides")])
-def test_what_is_no_protein_is_refused_with_its_line(read, tmp_path, content, name, says):
+def test_what_is_no_protein_is_refused_with_its_line_or_entry(read, tmp_path, content, name, says):
     assert says in refusal(read, write(tmp_path, content, name))
 
 
@@ -155,8 +152,7 @@ def random_fasta(rng, n):
     for _ in range(n):
         size = pick(0, 1, 2, 7, 8, 9, 15, 16, 17, 40, rng.integers(1, 90))
         alphabet = pick("ACDEFGHIKLMNPQRSTVWY", "ACDWYX", "X", "acdBZUOJxuGK")
-        letters = "".join(rng.choice(list(alphabet), size))
-        letters += pick("", "", "*")
+        letters = "".join(rng.choice(list(alphabet), size)) + pick("", "", "*")
         width = pick(1, 3, 8, 60, 60)
         rows = [letters[i:i + width] for i in range(0, len(letters), width)]
         rows = [pick("", "", "", " ", "\t") + row + pick("", "", "", "\n", " \t", "\n\n ")
@@ -164,8 +160,7 @@ def random_fasta(rng, n):
         header = pick(">", ">a", ">ab >c*", "> x 1-2.", ">UniRef50_A0A3BI652J5 Tax=x >", ">\tB>")
         records.append("\n".join([header, *rows]))
     before, between = pick("", "\n", "\ufeff", " \n\n"), pick("\n", "\n\n")
-    behind = pick("", "\n", "\n \n\n")
-    return before + between.join(records) + behind
+    return before + between.join(records) + pick("", "\n", "\n \n\n")
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -186,7 +181,7 @@ def test_random_files_read_as_by_a_plain_reader_in_blocks_of_all_sizes(tmp_path,
 
 # ---- the table, split, crops ----
 
-def test_subset_and_crops_share_the_tokens_and_have_the_keys_of_whole_cleaned_proteins(tmp_path):
+def test_parts_and_crops_share_the_tokens_and_have_the_keys_of_whole_cleaned_proteins(tmp_path):
     proteins = Proteins.from_sequences(["MKV", encode("ACDEFG"), "WYW"])
     part = proteins.subset([2, 1])
     assert texts(part) == ["WYW", "ACDEFG"] and part.tokens is proteins.tokens
@@ -194,6 +189,10 @@ def test_subset_and_crops_share_the_tokens_and_have_the_keys_of_whole_cleaned_pr
     cropped = random_crops(part, 5, seed=0, epoch=0)
     assert texts(cropped)[0] == "WYW" and texts(cropped)[1] in ("ACDEF", "CDEFG")
     assert cropped.tokens is proteins.tokens and cropped.keys.tolist() == part.keys.tolist()
+    assert apply_max_length(part, 5, "crop") is part
+    assert texts(apply_max_length(part, 3, "drop")) == ["WYW"]
+    with pytest.raises(ValueError, match="all 2 proteins are longer than max_length = 2"):
+        apply_max_length(part, 2, "drop")
     compact = part.compact()                        # over tokens of its own
     assert texts(compact) == texts(part) and len(compact.tokens) == 9
     cleaned, _ = read_sequences(write(tmp_path, ">a\nmk u\nV*\n"))
@@ -225,14 +224,6 @@ def test_gzip_is_known_by_its_content_and_refused_where_it_is_damaged(tmp_path):
         path = write(tmp_path, damaged, "A.FA.GZ")
         for reader in (read_sequences, lambda path: list(named_sequences(path))):
             assert "is truncated or damaged" in refusal(reader, path)
-
-
-def test_long_proteins_are_dropped_if_they_are_not_to_be_cropped():
-    proteins = Proteins.from_sequences(["MKVLA", "ACD", "WYWYWYW"])
-    assert len(apply_max_length(proteins, 4, "crop")) == 3
-    assert texts(apply_max_length(proteins, 4, "drop")) == ["ACD"]
-    with pytest.raises(ValueError, match="all 3 proteins are longer than max_length = 2"):
-        apply_max_length(proteins, 2, "drop")
 
 
 def test_crops_are_uniform_over_all_windows_and_keyed_by_seed_epoch_and_protein_alone():
@@ -273,7 +264,7 @@ def test_unigram_frequencies_are_of_the_proteins_of_the_table_without_x_and_neve
         assert np.allclose(unigram_frequencies(np.array(counts)), expected)
 
 
-def test_the_likelihood_of_the_demo_source_is_a_distribution_over_all_proteins_of_a_length():
+def test_demo_samples_follow_the_documented_distribution_and_have_its_likelihood():
     demo = DemoSource(seed=0)
     triples = np.array(list(itertools.product(range(20), repeat=3)), np.uint8)
     every = Proteins.from_sequences(triples)
@@ -281,10 +272,6 @@ def test_the_likelihood_of_the_demo_source_is_a_distribution_over_all_proteins_o
     a, c, d = range(3)
     assert math.isclose(demo.nll(Proteins.from_sequences(["ACD"]))[0],
                         -math.log(demo.pair[a, c]) - math.log(demo.transition[a, c, d]))
-
-
-def test_demo_samples_follow_the_documented_distribution():
-    demo = DemoSource(seed=0)
     proteins = demo.sample(4000, seed=5)
     assert (proteins.lengths.min(), proteins.lengths.max()) == (40, 120)
     assert abs(proteins.lengths.mean() - 80) < 4 * 23.4 / math.sqrt(4000)  # sd of 40..120: 23.4
