@@ -86,7 +86,8 @@ def test_the_folder_holds_what_read_sequences_reads(tmp_path, out, shared):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]  # nothing is left beside it
 
 
-def test_the_order_of_records_files_and_pieces_does_not_matter(tmp_path, monkeypatch, capsys):
+def test_the_order_is_that_of_the_seed_whatever_the_records_files_and_pieces(
+        tmp_path, monkeypatch, capsys):
     proteins, found = random_proteins(600), []
     whole = write_fasta(tmp_path / "whole.fasta", proteins)
     parts = [write_fasta(tmp_path / "a.fa.gz", proteins[200:]),      # 100 duplicates
@@ -104,17 +105,12 @@ def test_the_order_of_records_files_and_pieces_does_not_matter(tmp_path, monkeyp
     assert metas[1].pop("source") == ["a.fa.gz", "b.fasta"]
     assert [meta["report"].pop("n_duplicates") for meta in metas[:2]] == [0, 100]
     assert all(metas[0][key] == metas[1][key] for key in ("sets", "report"))
-
-
-def test_the_seed_changes_the_order_and_not_the_sides(tmp_path):
-    file = write_fasta(tmp_path / "in.fasta", random_proteins(300))
-    for seed in (0, 1):
-        prepare(tmp_path / str(seed), file, seed=seed, val_fraction=0.2)
-        keys = np.fromfile(tmp_path / str(seed) / "train" / "keys.bin", "<u8")
-        assert (np.diff(order_words(keys, seed).astype(float)) > 0).all()
-    for name in ("train", "val"):
-        first, second = (sequences(tmp_path / seed, name) for seed in "01")
+    prepare(tmp_path / "seeded", whole, seed=1, val_fraction=0.1)
+    for name in ("train", "val"):       # the sides are not those of the seed
+        first, second = (sequences(tmp_path / folder, name) for folder in ("0", "seeded"))
         assert first != second and sorted(first) == sorted(second)
+        keys = np.fromfile(tmp_path / "seeded" / name / "keys.bin", "<u8")
+        assert (np.diff(order_words(keys, 1).astype(float)) > 0).all()
 
 
 @pytest.mark.parametrize("wanted", [7, 40, 41, 51, 1000])
