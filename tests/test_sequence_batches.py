@@ -74,7 +74,7 @@ def test_an_epoch_takes_no_protein_twice_and_leaves_out_few(
 
 @pytest.mark.parametrize("max_length, unit, asked", [
     (512, "tokens", 4096), (1024, "tokens", 32768), (1024, "tokens", 8192),
-    (512, "batch_size", 16), (1024, "batch_size", 16), (512, "batch_size", 5)])
+    (512, "batch_size", 16), (1024, "batch_size", 16)])
 def test_batches_of_real_proteins_have_the_size_asked_for_and_hardly_pad_or_wait(
         real, max_length, unit, asked):
     steps = steps_of(plan_of(real, max_length, **{unit: asked}))
@@ -82,8 +82,6 @@ def test_batches_of_real_proteins_have_the_size_asked_for_and_hardly_pad_or_wait
                                             for step in steps for keys, lengths, width in step])
     positions = sizes * widths
     assert 1 - residues.sum() / positions.sum() < 0.05              # padding
-    if asked == 5:      # too few to fill a micro-batch of every length, see the next test
-        return
     assert np.mean(positions if unit == "tokens" else sizes) == pytest.approx(asked, rel=0.04)
     # Attention makes long proteins dearer, so short ones get more positions, but not many more.
     assert max(positions) < 1.35 * np.mean(positions)
