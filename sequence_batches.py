@@ -107,7 +107,13 @@ def _load_file_or_demo(data, seed, ddp):
         proteins = source.sample(data.demo_proteins, seed=seed)
         description = f"{len(proteins):,} demo proteins of a second-order Markov source"
     else:
-        proteins, report = _read_file(data, ddp)
+        size = os.path.getsize(data.file)
+        if size > LARGE_FILE:
+            print0(ddp, f"NOTE: every rank reads {data.file} ({size / 1e9:.1f} GB) and keeps some "
+                        "0.4 GB per million proteins. A prepared folder loads in seconds, into 0.1 "
+                        f"GB:\n  {_prepare_command(data, 'FOLDER')} --fasta "
+                        f"{shlex.quote(data.file)}   then --data FOLDER")
+        proteins, report = read_sequences(data.file, data.min_length, lambda: beat(ddp))
         description = f"{data.file}: {report}"
     train, val = proteins, proteins.subset([])
     if data.val_fraction:
@@ -117,17 +123,6 @@ def _load_file_or_demo(data, seed, ddp):
             raise ValueError(f"data.{e} Or set data.val_fraction=0 to train without "
                              "validation.") from e
     return train, val, [keys_hash(part.keys) for part in (train, val)], source, description
-
-
-def _read_file(data, ddp):
-    """(Proteins, report) of a file. For a large one it prints how to prepare it first."""
-    size = os.path.getsize(data.file)
-    if size > LARGE_FILE:
-        print0(ddp, f"NOTE: every rank reads {data.file} ({size / 1e9:.1f} GB) and keeps some 0.4 "
-                    "GB per million proteins. A prepared folder loads in seconds, into 0.1 GB:\n  "
-                    f"{_prepare_command(data, 'FOLDER')} --fasta {shlex.quote(data.file)}   then "
-                    "--data FOLDER")
-    return read_sequences(data.file, data.min_length, lambda: beat(ddp))
 
 
 def missing_data(data):
