@@ -70,8 +70,7 @@ def load_data(config, ddp, stage=None):
     data = config.data
     if missing := missing_data(data):
         raise FileNotFoundError(missing)
-    prepared = data.file and os.path.isdir(data.file)
-    if prepared:
+    if data.file and os.path.isdir(data.file):
         if ddp.is_main:
             check_prepared(data.file, data.val_fraction, data.min_length)
         barrier(ddp)   # the others wait, so that only rank 0 reports an error

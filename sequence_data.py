@@ -592,7 +592,7 @@ def _kind_of_text(name, beginning):
     first = beginning.lstrip()
     if first[:1] == b">":
         return "fasta"
-    if Path(Path(name).name.lower().removesuffix(".gz")).suffix in (".txt", ".seq"):
+    if str(name).lower().removesuffix(".gz").endswith((".txt", ".seq")):
         return "line"
     line = 1 + beginning.count(b"\n", 0, len(beginning) - len(first))
     raise ValueError(f"{name}, line {line}: found {first.splitlines()[0][:20]!r}; expected '>', "

@@ -160,7 +160,7 @@ def test_too_little_free_disk_is_refused_with_numbers_beforehand(
     assert prepare(out, file) == 0
 
 
-def test_a_finished_folder_is_left_alone_and_one_of_other_settings_refused(
+def test_a_finished_folder_is_left_alone_and_one_of_other_settings_or_contents_refused(
         tmp_path, out, file, capsys):
     assert prepare(out, file) == 0
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
@@ -174,35 +174,28 @@ def test_a_finished_folder_is_left_alone_and_one_of_other_settings_refused(
     assert {*tmp_path.iterdir()} == {file, other, out}
     (out / "train" / "keys.bin").unlink()
     assert "train/keys.bin is missing" in refusal(capsys, out, file)
-
-
-def test_anything_else_of_the_name_of_the_folder_is_refused_and_untouched(tmp_path, file, capsys):
+    (out / "meta.json").write_text("[]")
     (tmp_path / "text").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "meta.json").write_text("[]")
     before = contents(tmp_path)
-    for name in ("text", "folder"):
-        message = refusal(capsys, tmp_path / name, file)
-        assert f"{name} exists, and is no prepared folder" in message
+    for name in ("out", "text"):
+        assert f"{name} exists, and is no prepared fold" in refusal(capsys, tmp_path / name, file)
     assert contents(tmp_path) == before
 
 
-def test_two_at_once_on_one_folder_are_refused_and_the_first_goes_on(
-        out, file, capsys, monkeypatch):
+def test_two_at_once_on_one_folder_are_refused_and_a_disk_without_locks_is_named_and_used(
+        tmp_path, out, file, capsys, monkeypatch):
     collect = prepare_uniref50.collect
 
     def with_another(*arguments):
         assert "another process is making" in refusal(capsys, out, file)
         return collect(*arguments)
-    monkeypatch.setattr(prepare_uniref50, "collect", with_another)
-    assert prepare(out, file) == 0 and len(sequences(out)) == 50
-
-
-def test_a_disk_without_locks_is_named_and_used(out, file, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_uniref50, "collect", with_another)
+        assert prepare(out, file) == 0 and len(sequences(out)) == 50
     no_locks = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))       # Lustre mounted without flock
     monkeypatch.setattr(prepare_uniref50.fcntl, "flock", mock.Mock(side_effect=no_locks))
-    assert prepare(out, file) == 0 and len(sequences(out)) == 50
-    assert f"{out.parent}: this disk has no locks" in capsys.readouterr().err
+    assert prepare(tmp_path / "new", file) == 0 and len(sequences(tmp_path / "new")) == 50
+    assert f"{tmp_path}: this disk has no locks" in capsys.readouterr().err
 
 
 def killed_at(moment, *arguments):

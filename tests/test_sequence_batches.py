@@ -135,14 +135,10 @@ def test_the_plan_is_a_function_of_seed_and_epoch_and_any_step_is_reached_direct
 FEW, MANY = (random_lengths(n) for n in (150, 400))     # none is left out; some are
 
 
-def starts_of_units(plan, epoch):
-    return np.array([plan.unit(epoch, 0, lane)[0] for lane in range(8)])
-
-
 @pytest.mark.parametrize("choice", [
     lambda plan, epoch: [plan.turn(epoch * plan.steps_per_epoch + step, 0) for step in range(9)],
-    lambda plan, epoch: np.diff(starts_of_units(plan, epoch)) % plan.work_in_set,
-    lambda plan, epoch: np.sort(starts_of_units(plan, epoch)),
+    lambda plan, epoch: np.diff([plan.unit(epoch, 0, k)[0] for k in range(8)]) % plan.work_in_set,
+    lambda plan, epoch: sorted(plan.unit(epoch, 0, lane)[0] for lane in range(8)),
     lambda plan, epoch: [indices.tolist() for indices, _ in plan.cut(FEW, epoch)],
     lambda plan, epoch: [width for _, width in plan.cut(MANY, epoch)]],
     ids=["turns", "which unit a lane has", "ends of units", "company in a batch", "left out"])
