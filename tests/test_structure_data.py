@@ -221,6 +221,7 @@ def test_each_malformed_case_is_refused_in_the_words_that_it_names(shared, tmp_p
 
 @pytest.mark.parametrize("changes, says", [
     ([dict(pdb_file=value) for value in ("pairs.json", "é\ud800.pdb", "x" * 5000)], "item 1: "),
+    ([dict(preferred_seq="MKZXVLA")], "'Z' at position 3 of preferred_seq, counted from 1"),
     ([dict(preferred_seq="MKSXVLA")], "resolved position, 3 of unpreferred_seq, counted from 1: "),
     ([dict(unpreferred_seq=value) for value in ("MKXXVLA", "MKXCVLG", "MK--VL-")], "no preference"),
     ([dict(chain_id=value) for value in (None, " ", ["A"])], "chain_id is"),
