@@ -75,8 +75,7 @@ def main(argv=None):
     """Exit code: 0 done (or done before), 2 refused or failed, 130 interrupted."""
     args = parse(argv)
     try:
-        prepare(args.folder, args.fasta, args.url, args.max_sequences, args.val_fraction,
-                args.min_length, args.seed)
+        prepare(**vars(args))
         return 0
     except KeyboardInterrupt:
         print("interrupted; the same command starts the unfinished part again", file=sys.stderr)
@@ -102,11 +101,11 @@ def parse(argv):
     return parser.parse_args(argv)
 
 
-def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_length=1, seed=0):
+def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
     """Make the prepared folder, or find it finished.
 
-    folder: Path to create. files: Paths of files of proteins, or None to download the url.
-    max_sequences: only this many records of the sources, the first ones. min_length: residues.
+    folder: Path to create. fasta: Paths of files of proteins, or None to download the url.
+    max_sequences: only this many records of the sources, or None. min_length: residues.
     val_fraction: share of the proteins in val, by their keys. seed: of the random order.
     Raises ValueError for wrong settings or data, RuntimeError if another process works on the
     folder or the server sends something wrong, OSError for disk and network.
@@ -118,10 +117,10 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
                          f"least 1 of the others.")
     settings = {"seed": seed, "val_fraction": val_fraction, "min_length": min_length,
                 "max_sequences": max_sequences}
-    if files:
-        inputs, release = [input_of_file(file) for file in files], None
+    if fasta:
+        inputs, release = [input_of_file(file) for file in fasta], None
         names, sizes, digests = zip(*sorted((file.name, entry.size, digest_of(file))
-                                            for file, entry in zip(files, inputs)))
+                                            for file, entry in zip(fasta, inputs)))
         settings |= {"source": list(names), "source_bytes": list(sizes),
                      "source_digest": list(digests)}
     else:
@@ -133,7 +132,7 @@ def prepare(folder, files, url, max_sequences=None, val_fraction=0.001, min_leng
             shutil.rmtree(partial)
             return
         remove_work(partial)                                    # what an interrupted run left
-        if not files:
+        if not fasta:
             inputs, release = download_input(url, partial / "download", max_sequences)
         n_bytes = expected_bytes(inputs, max_sequences)
         check_disk(partial, n_bytes)
@@ -300,7 +299,8 @@ def collect(folder, result, settings):
     """Write the sets from the buckets and remove these -> {set: its entry in meta.json}."""
     limit = np.uint64(int(settings["val_fraction"] * 2.0**64))
     with contextlib.ExitStack() as stack:
-        sets = {name: stack.enter_context(SetWriter(result / name)) for name in SETS}
+        sets = {name: stack.enter_context(contextlib.closing(SetWriter(result / name)))
+                for name in SETS}
         sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
         bar = stack.enter_context(progress_bar("2/2 sorting", sum(sizes.values())))
         for path, size in sizes.items():
@@ -336,10 +336,7 @@ class SetWriter:
         self.token_counts = np.zeros(256, np.int64)
         self.length_counts = collections.Counter()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def close(self):
         for file in self.files.values():
             file.close()
 

@@ -54,18 +54,9 @@ ORDER_SEED = 0                  # of the order in which read_sequences gives the
 HEADER = b">" + b" " * 8 + b"\n"        # a header of 8 bytes and more, which _clean needs
 NUCLEOTIDES_LEAST = 1000        # letters; a shorter file of A, C, G, T, U, N may be a peptide
 
-
-def _table_of_tokens():
-    """The token or mark of each of 256 characters, in upper and in lower case: bytes."""
-    table = bytearray([BAD] * 256)
-    tokens = {letter: token for token, letter in enumerate(LETTERS)}
-    tokens |= dict.fromkeys(RARE, X_ID) | {"*": STOP, "\r": PAD}
-    for letter, token in tokens.items():
-        table[ord(letter)] = table[ord(letter.lower())] = token
-    return bytes(table)
-
-
-TO_TOKEN = _table_of_tokens()
+# The token or mark of each of 256 characters, in upper and in lower case.
+_TOKENS = dict(zip(LETTERS, range(N_TOKENS))) | dict.fromkeys(RARE, X_ID) | {"*": STOP, "\r": PAD}
+TO_TOKEN = bytes(_TOKENS.get(chr(code).upper(), BAD) for code in range(256))
 
 
 # ---- keys ----
@@ -98,8 +89,11 @@ def sequence_keys(tokens, offsets, lengths):
     keys = np.empty(len(lengths), np.uint64)
     for first in range(0, len(lengths), AT_A_TIME):
         part = slice(first, first + AT_A_TIME)
-        words = _padded_words(tokens, offsets[part], lengths[part])
-        keys[part] = _keys_of_words(words, lengths[part])
+        begins, sizes = offsets[part], lengths[part]
+        starts, counts = word_spans(sizes)
+        padded = np.full(8 * counts.sum(), PAD, np.uint8)
+        padded[span_indices(8 * starts, sizes)] = tokens[span_indices(begins, sizes)]
+        keys[part] = _keys_of_words(padded.view("<u8"), sizes)
     return keys
 
 
@@ -150,14 +144,6 @@ def span_indices(starts, lengths):
     """Indices of all items of these spans, one span after the other: (lengths.sum(),) int64."""
     shifts = starts - (np.cumsum(lengths) - lengths)
     return np.repeat(shifts, lengths) + np.arange(lengths.sum())
-
-
-def _padded_words(tokens, offsets, lengths):
-    """The tokens of these proteins as little-endian words, each protein padded with PAD."""
-    starts, counts = word_spans(lengths)
-    padded = np.full(8 * counts.sum(), PAD, np.uint8)
-    padded[span_indices(8 * starts, lengths)] = tokens[span_indices(offsets, lengths)]
-    return padded.view("<u8")
 
 
 # ---- alphabet and the table of proteins ----
@@ -365,8 +351,7 @@ def read_sequences(path, min_length=1, alive=lambda: None, block_bytes=BLOCK_BYT
     column?), nucleotides, binary files, other encodings, a truncated or damaged .gz, an empty file,
     a directory.
     """
-    report, tokens = ReadReport(), bytearray()
-    lengths, keys = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+    report, tokens, lengths, keys = ReadReport(), bytearray(), [], []
     for block in read_blocks(path, report, min_length, block_bytes):
         tokens += block.tokens()
         lengths.append(block.lengths)
@@ -517,7 +502,9 @@ def _all_x(words, lengths):
 
 def _texts(source, name, block_bytes):
     if Path(name).suffix.lower() == ".pt":
-        yield from _texts_of_pt(_existing_file(source), block_bytes)
+        sequences, step = _read_pt(_existing_file(source)), max(1, block_bytes >> 9)
+        for first in range(0, len(sequences), step):
+            yield "entry", first + 1, b"\n".join(sequences[first:first + step])
         return
     raw = source if hasattr(source, "read") else open(_existing_file(source), "rb", buffering=0)
     with io.BufferedReader(raw, 1 << 18) as file:           # long reads suit a shared disk
@@ -605,7 +592,7 @@ def _kind_of_text(name, beginning):
     first = beginning.lstrip()
     if first[:1] == b">":
         return "fasta"
-    if Path(Path(name).name.lower().removesuffix(".gz")).suffix in (".txt", ".seq"):
+    if str(name).lower().removesuffix(".gz").endswith((".txt", ".seq")):
         return "line"
     line = 1 + beginning.count(b"\n", 0, len(beginning) - len(first))
     raise ValueError(f"{name}, line {line}: found {first.splitlines()[0][:20]!r}; expected '>', "
@@ -622,12 +609,6 @@ def _as_fasta(kind, text):
     if b">" in text or b" " in text or b"\t" in text:
         return None
     return HEADER + text.replace(b"\n", b"\n" + HEADER)
-
-
-def _texts_of_pt(path, block_bytes):
-    sequences, step = _read_pt(path), max(1, block_bytes >> 9)
-    for first in range(0, len(sequences), step):
-        yield "entry", first + 1, b"\n".join(sequences[first:first + step])
 
 
 def _read_pt(path):
@@ -952,24 +933,18 @@ class DemoSource:
         member = np.array([[c in group for c in AMINO_ACIDS] for group in self.classes], float)
         same = member.T @ member
         wanted = np.array(UNIREF50) / sum(UNIREF50)
-        bias, self.pair = np.log(wanted), np.outer(wanted, wanted)
-        for _ in range(2000):                   # until bias and pair no longer change
-            logits = bias + (2 * same + u1)[None] + (same + 0.7 * u2)[:, None]
-            self.transition = self._transition(logits)
-            self.pair = np.einsum("ab,abc->bc", self.pair, self.transition)
-            bias = bias + 0.1 * np.log(wanted / self.pair.sum(0))
-
-    @staticmethod
-    def _transition(logits):
-        p = np.exp(logits)
-        p /= p.sum(2, keepdims=True)
         g, k, n = (AMINO_ACIDS.index(c) for c in "GKN")
         is_motif = np.array([c in "ST" for c in AMINO_ACIDS])
-        for context, share in ((np.s_[n:n + 1, :], 0.6), (np.s_[g:g + 1, k:k + 1], 0.9)):
-            block = p[context]                                  # a view
-            motif = block[..., is_motif].sum(-1, keepdims=True)
-            block *= np.where(is_motif, share / motif, (1 - share) / (1 - motif))
-        return p
+        bias, self.pair = np.log(wanted), np.outer(wanted, wanted)
+        for _ in range(2000):                   # until bias and pair no longer change
+            p = np.exp(bias + (2 * same + u1)[None] + (same + 0.7 * u2)[:, None])
+            p /= p.sum(2, keepdims=True)
+            for context, share in ((np.s_[n:n + 1, :], 0.6), (np.s_[g:g + 1, k:k + 1], 0.9)):
+                block = p[context]                              # a view
+                motif = block[..., is_motif].sum(-1, keepdims=True)
+                block *= np.where(is_motif, share / motif, (1 - share) / (1 - motif))
+            self.transition, self.pair = p, np.einsum("ab,abc->bc", self.pair, p)
+            bias = bias + 0.1 * np.log(wanted / self.pair.sum(0))
 
     def sample(self, n, seed):
         """n proteins drawn with this seed -> Proteins."""

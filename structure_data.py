@@ -268,7 +268,8 @@ def parse_positions(text, structure, chains):
         read in two ways.
     """
     words = re.findall(r"[^,\s]+", text)
-    labels = [number and name.strip() and name + number   # "A12"; none in chains without a name
+    # "A12"; None in chains without a name, as "" would be the first end of a range "-A12"
+    labels = [name + number if number and name.strip() else None
               for name in chains for number in structure.chains[name].numbers]
     rows_of = {}                                    # label -> joined rows
     for row, label in enumerate(labels):
@@ -528,7 +529,7 @@ def _read_sequences(entry):
             hint = "; write upper case" if letter in LETTERS.lower() else ""
             hint = "; join chains without a separator" if letter in "/:|" else hint
             raise ValueError(f"unknown residue letter {letter!a} at position {wrong.start() + 1} "
-                             f"of {key}{hint}")
+                             f"of {key}, counted from 1{hint}")
     preferred, unpreferred = map(len, sequences.values())
     if preferred != unpreferred:
         raise ValueError(f"preferred ({preferred}) and unpreferred ({unpreferred}) lengths differ")
@@ -604,9 +605,9 @@ def _make_pair(complex, design, sequences, is_mutable, weight):
     for (key, text), letters in zip(sequences.items(), (chosen, rejected)):
         wrong = np.flatnonzero((letters == X_ID) & resolved & ~unknown)
         if len(wrong):
-            raise ValueError(f"{text[wrong[0]]!r} at a resolved position, {wrong[0] + 1} of {key}: "
-                             "it would be scored as an unknown residue; expected one of the 20 "
-                             "amino acids")
+            raise ValueError(f"{text[wrong[0]]!r} at a resolved position, {wrong[0] + 1} of {key}, "
+                             "counted from 1: it would be scored as an unknown residue; expected "
+                             "one of the 20 amino acids")
     differ = (chosen != rejected) & resolved
     outside = np.flatnonzero(differ & ~is_mutable)
     if len(outside):
@@ -657,7 +658,9 @@ def load_pairs(data, seed, alive=lambda: None):
                      f"{notes[0] if notes else 'not needed, each pair gives its own'}")
     if data.val_data is not None:
         lines.append(f"  {data.val_data}, for validation: {describe(val)}")
-        shared = shared_structures(pairs, val)
+        keys = {pair.complex.structure.key for pair in pairs}
+        shared = sorted({pair.complex.structure.name for pair in val
+                         if pair.complex.structure.key in keys})
         if shared:
             warnings.append(f"{len(shared)} structures are in training and validation, first "
                             f"{shared[0]}: validation does not tell about new structures.")
@@ -781,13 +784,6 @@ def _linked_by_sequence(pairs):
             low, high = sorted((root(texts[0]), root(text)))
             parent[high] = low
     return np.array([_content_key(root(texts[0])) for texts in linked], np.int64)
-
-
-def shared_structures(train, val):
-    """Sorted names of the structures that are in both val and train."""
-    keys = {pair.complex.structure.key for pair in train}
-    structures = [pair.complex.structure for pair in val]
-    return sorted({structure.name for structure in structures if structure.key in keys})
 
 
 # ---- batches ----

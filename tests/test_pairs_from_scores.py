@@ -42,32 +42,24 @@ def test_the_pairs_are_those_that_training_reads(tmp_path, capsys):
         assert "2 pairs on 1 of 1 structure(s)" in capsys.readouterr().out
         pairs = [(decode(p.chosen), decode(p.rejected), p.weight) for p in read_pairs(target)]
         assert pairs == [("AF", "AC", weights[0]), ("AE", "AD", weights[1])]
+    for path in (table, tmp_path / "scratch" / "s.pdb"):        # are not written over
+        before = path.read_text()
+        assert main([str(table), str(path)]) == 2 and path.read_text() == before
+        assert f"{path.name} is the table or a structure" in capsys.readouterr().err
 
 
-def test_the_cap_is_for_a_structure_whatever_its_chains_and_the_spelling_of_its_path(tmp_path):
-    rows = [f"{path},{text},{score},{chain}\n" for path, chain in (
-        ("x.pdb", "A"), ("x.pdb", "B"), ("./x.pdb", "A"))
-            for text, score in (("AAA", 1), ("CCC", 2))]
-    for most, expected in ((1, 1), (9, 2)):
-        assert run(tmp_path, TABLE + "".join(rows), "--per_structure", str(most)) == 0
-        assert len(json.loads((tmp_path / "p.json").read_text())) == expected
-
-
-def test_context_chains_become_fixed_chains_and_jsonl_has_a_pair_per_line(tmp_path):
-    rows = [f"x.pdb,{text},{score},A,{context}\n" for context in ("B C", "", "C  B")
+def test_the_cap_is_for_a_structure_and_context_chains_become_fixed_chains(tmp_path):
+    rows = [f"{path},{text},{score},{chain},{context}\n" for path, chain, context in (
+        ("x.pdb", "A", "B C"), ("x.pdb", "B", ""), ("./x.pdb", "A", "C  B"))
             for text, score in (("AAA", 1), ("CCC", 2))]
     table = "pdb, sequence, score, chain, context\n" + "".join(rows)
-    assert run(tmp_path, table, name="p.jsonl") == 0
-    chains = [{key: entry[key] for key in entry if "chain" in key}
-              for entry in map(json.loads, (tmp_path / "p.jsonl").read_text().splitlines())]
-    assert chains == [{"design_chains": ["A"], "fixed_chains": ["B", "C"]}, {"chain_id": "A"}]
-
-
-def test_neither_the_table_nor_a_structure_is_written_over(tmp_path, capsys):
-    table = TABLE + "x.pdb,AAA,1,A\nx.pdb,CCC,2,A\n"
-    for name, content in (("t.csv", table), ("x.pdb", "")):
-        assert run(tmp_path, table, name=name) == 2 and (tmp_path / name).read_text() == content
-        assert f"{name} is the table or a structure" in capsys.readouterr().err
+    expected = [{"design_chains": ["A"], "fixed_chains": ["B", "C"]}, {"chain_id": "B"}]
+    for most in (1, 9):
+        assert run(tmp_path, table, "--per_structure", str(most), name="p.jsonl") == 0
+        lines = (tmp_path / "p.jsonl").read_text().splitlines()     # a pair in each
+        chains = [{key: entry[key] for key in entry if "chain" in key}
+                  for entry in map(json.loads, lines)]
+        assert chains == expected[:most]
 
 
 @pytest.mark.parametrize("text, options, expected", [

@@ -142,8 +142,12 @@ def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_down
     for _ in range(2):
         get(web, size=len(DATA), md5=MD5)
         assert web.asked == [(0, None)] and not web.part.exists()
-    web.files[FILE] = OTHER
-    get(web, md5=hashlib.md5(OTHER).hexdigest())
+    other = hashlib.md5(OTHER).hexdigest()
+    web.files[FILE], web.faults = OTHER, [answer("error", 404)]
+    refusal(ValueError, web, md5=other)
+    assert web.path.read_bytes() == DATA            # until another begins to arrive
+    half_arrives(web, md5=other)
+    get(web, md5=other)
     web.files[FILE] = DATA
     download(Source(f"{web.url}?version=2"), web.path)
     assert web.path.read_bytes() == DATA
@@ -173,14 +177,6 @@ def test_a_url_is_prepared_with_its_release_and_downloaded_once(web, tmp_path, m
     assert meta["report"]["n_proteins"] == 2
 
 
-def test_a_file_that_is_there_stays_until_another_begins_to_arrive(web):
-    web.path.write_bytes(b"mine")
-    web.faults = [answer("error", 404)]
-    refusal(ValueError, web)
-    assert web.path.read_bytes() == b"mine"
-    half_arrives(web)
-
-
 def test_proxies_of_the_environment_are_used(web, monkeypatch):
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setenv("http_proxy", web.root)
@@ -201,23 +197,21 @@ def test_what_breaks_is_continued_at_the_byte_reached(web, faults, starts, capsy
     assert "bytes" in capsys.readouterr().err
 
 
-def test_a_server_that_stalls_is_a_dropped_connection_and_of_a_stream_an_error_in_words(
-        web, monkeypatch):
+def test_a_server_that_stalls_or_always_drops_ends_in_words(web, monkeypatch):
+    web.faults = [answer("whole", HALF)] * 9                # without regard to Range
+    assert "same command" in refusal(OSError, web)
+    assert len(web.asked) == 4
+    web.part.unlink()
+    web.asked.clear()
     monkeypatch.setattr(prepare_uniref50, "TIMEOUT", 0.5)
     web.faults = [answer("stall_after", 100_000), answer("stall_after", 0)]
-    download(Source(web.url), web.path)
-    assert web.path.read_bytes() == DATA and web.asked[1:] == [(100_000, '"one"')] * 2
+    get(web)
+    assert web.asked[1:] == [(100_000, '"one"')] * 2
     web.faults = [answer("stall_after", HALF)]
     with open_url(Source(web.url)) as stream:
         with pytest.raises(OSError, match=f"{web.url}: lost after {HALF:,} bytes"):
             while stream.read(1 << 16):
                 pass
-
-
-def test_a_server_that_ignores_range_and_always_drops_ends_in_words(web):
-    web.faults = [answer("whole", HALF)] * 9
-    assert "same command" in refusal(OSError, web)
-    assert len(web.asked) == 4
 
 
 @pytest.mark.parametrize("obeys_if_range", [True, False])
@@ -281,7 +275,8 @@ def test_a_page_instead_of_the_file_is_refused_and_spares_the_part(web, kind, bo
     assert web.url in refusal(ValueError, web) and web.part.stat().st_size == HALF
 
 
-def test_only_http_and_https_are_asked_also_after_a_redirect(web):
+def test_only_http_and_https_are_asked_also_after_a_redirect_and_no_http_after_https(
+        web, monkeypatch):
     target = "file:///etc/hostname"
     web.faults = [answer("give", 302, b"", Location=target)]
     refusal(ValueError, web)
@@ -289,14 +284,11 @@ def test_only_http_and_https_are_asked_also_after_a_redirect(web):
     assert "http" in refusal(ValueError, web, target)
     with pytest.raises(ValueError, match="http"):
         look_up(target)
-
-
-def test_a_redirect_from_https_to_http_is_refused(web, monkeypatch):
     monkeypatch.setattr(urllib.request.HTTPSHandler, "https_open",    # a server without certificate
                         lambda self, request: self.do_open(http.client.HTTPConnection, request))
     web.faults = [answer("give", 302, b"", Location=web.url)]
     message = refusal(ValueError, web, web.url.replace("http", "https"))
-    assert f"redirect to {web.url}, expected https" in message and len(web.asked) == 1
+    assert f"redirect to {web.url}, expected https" in message and len(web.asked) == 2
 
 
 def test_a_secret_in_the_address_is_not_shown_or_written_and_a_password_refused(web, capsys):

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import itertools
 import math
-import os
 import re
 
 import numpy as np
@@ -21,7 +20,10 @@ from sequence_data import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID, D
 
 def write(tmp_path, content, name="in.fasta"):
     path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if isinstance(content, (bytes, str)):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    else:
+        torch.save(content, path)
     return path
 
 
@@ -89,55 +91,34 @@ def test_text_with_one_sequence_per_line_reads_like_fasta(read, tmp_path):
 def test_the_pt_file_of_the_original_project_reads(read, tmp_path):
     entries = [{"protein_seq": "MKVU", "ligand": "CCO", "vector": torch.ones(3)},
                {"protein_seq": "ACD*"}, {"protein_seq": ""}]
-    torch.save(entries, tmp_path / "DATA.PT")
-    proteins, report = read(tmp_path / "DATA.PT")
+    proteins, report = read(write(tmp_path, entries, "DATA.PT"))
     assert sorted(texts(proteins)) == ["ACD", "MKVX"]
     assert (report.n_rare, report.n_stops, report.n_empty) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("entries, says", [
-    ({"protein_seq": ["MK"]}, "holds dict"), ([], "an empty list"), (["MK"], "entry 1: found MK"),
-    ([{"protein_seq": "MK"}, {"seq": "MK"}], "entry 2: found {'seq': 'MK'}"),
-    ([{"protein_seq": "MK"}, {"protein_seq": "MK-V"}], "entry 2, column 3: found b'-'"),
-    ([{"protein_seq": "MK\nV"}], "entry 1, column 3")])
-def test_a_pt_file_of_another_shape_is_refused_with_its_entry(read, tmp_path, entries, says):
-    torch.save(entries, tmp_path / "data.pt")
-    assert says in refusal(read, tmp_path / "data.pt")
-
-
-def test_a_pt_file_with_code_or_junk_in_it_is_refused(read, tmp_path):
-    torch.save([{"protein_seq": "MK", "run": print}], tmp_path / "code.pt")
-    assert "cannot be loaded" in refusal(read, tmp_path / "code.pt")
-    assert "cannot be loaded" in refusal(read, write(tmp_path, b">a\nMKV\n", "data.pt"))
-
-
-@pytest.mark.parametrize("text, place, says", [
-    (">a\nMKV*\nMK\n>b\nMKV\n", "line 2, column 4", "a stop inside"),
-    (">a\nMKV\nLA-V\n", "line 3, column 3", "a gap"),
-    (">a\nMKV>b\nMKV\n", "line 2, column 4", "a line end is missing"),
-    ("\r\n>a\r\nMKV\r\nM?V\r\n", "line 4, column 2", "not a letter"),
-    ("MKV\n\nP1 MKV\n", "line 3, column 2", "a digit"),
-    ("MKV\nMKV\tACD\n", "line 2, column 4", "a blank")])
-def test_a_wrong_character_is_refused_with_its_line(read, tmp_path, text, place, says):
-    message = refusal(read, write(tmp_path, text, "in.fasta" if ">" in text else "in.txt"))
-    assert place in message and says in message
-
-
 @pytest.mark.parametrize("content, name, says", [
+    ({"protein_seq": ["MK"]}, "in.pt", "holds dict"), ([], "in.pt", "an empty list"),
+    (["MK"], "in.pt", "entry 1: found MK"),
+    ([{"protein_seq": "MK"}, {"seq": "MK"}], "in.pt", "entry 2: found {'seq': 'MK'}"),
+    ([{"protein_seq": "MK"}, {"protein_seq": "MK-V"}], "in.pt", "entry 2, column 3: found b'-'"),
+    ([{"protein_seq": "MK\nV"}], "in.pt", "entry 1, column 3"),
+    ([{"protein_seq": "MK", "run": print}], "in.pt", "cannot be loaded"),       # code
+    (">a\nMKV*\nMK\n>b\nMKV\n", "in.fasta", "line 2, column 4: found b'*', a stop inside"),
+    (">a\nMKV\nLA-V\n", "in.fasta", "line 3, column 3: found b'-', a gap"),
+    (">a\nMKV>b\nMKV\n", "in.fasta", "line 2, column 4: found b'>', so a line end is missing"),
+    ("\r\n>a\r\nMKV\r\nM?V\r\n", "in.fasta", "line 4, column 2: found b'?', not a letter"),
+    ("MKV\n\nP1 MKV\n", "in.txt", "line 3, column 2: found b'1', a digit"),
+    ("MKV\nMKV\tACD\n", "in.txt", "line 2, column 4: found b'\\t', a blank"),
     ("", "in.fasta.gz", "is empty (0 bytes)"), ("", "in.pt", "is empty"),
+    (">a\nMKV\n", "in.pt", "cannot be loaded"),
     (gzip.compress(b"\n \n", mtime=0), "x.gz", "only blank lines"),
     (">a\n>b\nX\n", "in.fasta", "1 empty, 1 of X only"),
     ("\n\nMK\n>a\nMK\n", "in.fa", "line 3: found b'MK'; expected '>'"),
     ("<html>not found</html>", "in.fasta.gz", "is not gzip"),
     (">a\nMKV\n".encode("utf-16"), "in.fasta", "holds a zero byte"),
     (">a\n" + "ACGTN" * 300, "in.fasta", "nucleotides")])
-def test_a_file_that_is_no_protein_file_is_refused(read, tmp_path, content, name, says):
+def test_what_is_no_protein_is_refused_with_its_line_or_entry(read, tmp_path, content, name, says):
     assert says in refusal(read, write(tmp_path, content, name))
-
-
-def test_a_pipe_is_refused_and_not_waited_for(read, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    assert "or a pipe" in refusal(read, tmp_path / "pipe")
 
 
 def plain_reader(text, min_length):
@@ -171,8 +152,7 @@ def random_fasta(rng, n):
     for _ in range(n):
         size = pick(0, 1, 2, 7, 8, 9, 15, 16, 17, 40, rng.integers(1, 90))
         alphabet = pick("ACDEFGHIKLMNPQRSTVWY", "ACDWYX", "X", "acdBZUOJxuGK")
-        letters = "".join(rng.choice(list(alphabet), size))
-        letters += pick("", "", "*")
+        letters = "".join(rng.choice(list(alphabet), size)) + pick("", "", "*")
         width = pick(1, 3, 8, 60, 60)
         rows = [letters[i:i + width] for i in range(0, len(letters), width)]
         rows = [pick("", "", "", " ", "\t") + row + pick("", "", "", "\n", " \t", "\n\n ")
@@ -180,12 +160,7 @@ def random_fasta(rng, n):
         header = pick(">", ">a", ">ab >c*", "> x 1-2.", ">UniRef50_A0A3BI652J5 Tax=x >", ">\tB>")
         records.append("\n".join([header, *rows]))
     before, between = pick("", "\n", "\ufeff", " \n\n"), pick("\n", "\n\n")
-    behind = pick("", "\n", "\n \n\n")
-    return before + between.join(records) + behind
-
-
-def in_two_members(data):
-    return gzip.compress(data[:500]) + gzip.compress(data[500:])
+    return before + between.join(records) + pick("", "\n", "\n \n\n")
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -193,24 +168,20 @@ def test_random_files_read_as_by_a_plain_reader_in_blocks_of_all_sizes(tmp_path,
     rng = np.random.default_rng(seed)
     text = random_fasta(rng, 60)
     counts, found = plain_reader(text.removeprefix("\ufeff"), 4)
-    for end, pack in [("\n", bytes), ("\r\n", gzip.compress), ("\r", in_two_members)]:
+    for end, pack in [("\n", bytes), ("\r\n", gzip.compress), (      # the last in two members
+            "\r", lambda data: gzip.compress(data[:500]) + gzip.compress(data[500:]))]:
         path = write(tmp_path, pack(text.replace("\n", end).encode()))
         for block_bytes in [1, 5, 6, 7, 8, 50, 200, 1000, BLOCK_BYTES]:
-            proteins, report = read_sequences(path, 4, block_bytes=block_bytes)
+            signs = []                                              # of life
+            proteins, report = read_sequences(path, 4, lambda: signs.append(1), block_bytes)
             assert sorted(texts(proteins)) == sorted(found)
             assert all(getattr(report, name) == counts[name] for name in counts if name)
-
-
-def test_reading_gives_signs_of_life(tmp_path):
-    path = write(tmp_path, ">a\nACDEF\n" * 600_000)
-    signs = []
-    read_sequences(path, 1, lambda: signs.append(1))
-    assert len(signs) >= path.stat().st_size // BLOCK_BYTES >= 5
+            assert len(signs) > len(text) / max(block_bytes, 16) / 9
 
 
 # ---- the table, split, crops ----
 
-def test_subset_and_crops_share_the_tokens_and_have_the_keys_of_whole_cleaned_proteins(tmp_path):
+def test_parts_and_crops_share_the_tokens_and_have_the_keys_of_whole_cleaned_proteins(tmp_path):
     proteins = Proteins.from_sequences(["MKV", encode("ACDEFG"), "WYW"])
     part = proteins.subset([2, 1])
     assert texts(part) == ["WYW", "ACDEFG"] and part.tokens is proteins.tokens
@@ -218,6 +189,10 @@ def test_subset_and_crops_share_the_tokens_and_have_the_keys_of_whole_cleaned_pr
     cropped = random_crops(part, 5, seed=0, epoch=0)
     assert texts(cropped)[0] == "WYW" and texts(cropped)[1] in ("ACDEF", "CDEFG")
     assert cropped.tokens is proteins.tokens and cropped.keys.tolist() == part.keys.tolist()
+    assert apply_max_length(part, 5, "crop") is part
+    assert texts(apply_max_length(part, 3, "drop")) == ["WYW"]
+    with pytest.raises(ValueError, match="all 2 proteins are longer than max_length = 2"):
+        apply_max_length(part, 2, "drop")
     compact = part.compact()                        # over tokens of its own
     assert texts(compact) == texts(part) and len(compact.tokens) == 9
     cleaned, _ = read_sequences(write(tmp_path, ">a\nmk u\nV*\n"))
@@ -238,29 +213,17 @@ def test_the_split_has_the_share_asked_for_and_stays_when_the_file_grows_or_is_r
     assert set(val) <= set(split_by_hash(few, 0.2)[1])              # a larger fraction only adds
 
 
-def test_named_sequences_leave_out_blanks(tmp_path):
-    path = write(tmp_path, ">a b\nMKV AC\n D\tE\n\n>c\nM\n")
-    assert list(named_sequences(path)) == [("a b", "MKVACDE"), ("c", "M")]
-
-
 def test_gzip_is_known_by_its_content_and_refused_where_it_is_damaged(tmp_path):
-    packed = gzip.compress(b">a\nMKV\n")
+    packed = gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n")
     for name, content in (("A.FA.GZ", packed), ("a.fasta", packed), ("b.gz", packed + bytes(99))):
         path = write(tmp_path, content, name)
-        assert list(named_sequences(path)) == [("a", "MKV")] and texts(read_sequences(path)[0])
+        assert list(named_sequences(path)) == [("a b", "MKVACDE"), ("c", "M")]  # without blanks
+        assert len(read_sequences(path)[0]) == 2
     checksum_wrong = packed[:-8] + bytes(4) + packed[-4:]
     for damaged in (packed[:-12], checksum_wrong, packed + b"junk"):
         path = write(tmp_path, damaged, "A.FA.GZ")
         for reader in (read_sequences, lambda path: list(named_sequences(path))):
             assert "is truncated or damaged" in refusal(reader, path)
-
-
-def test_long_proteins_are_dropped_if_they_are_not_to_be_cropped():
-    proteins = Proteins.from_sequences(["MKVLA", "ACD", "WYWYWYW"])
-    assert len(apply_max_length(proteins, 4, "crop")) == 3
-    assert texts(apply_max_length(proteins, 4, "drop")) == ["ACD"]
-    with pytest.raises(ValueError, match="all 3 proteins are longer than max_length = 2"):
-        apply_max_length(proteins, 2, "drop")
 
 
 def test_crops_are_uniform_over_all_windows_and_keyed_by_seed_epoch_and_protein_alone():
@@ -295,41 +258,31 @@ def test_unigram_frequencies_are_of_the_proteins_of_the_table_without_x_and_neve
     counts = part.letter_counts()
     found = {(AMINO_ACIDS + "X")[i]: count for i, count in enumerate(counts) if count}
     assert found == {"A": 2, "C": 1, "Y": 1} and proteins.letter_counts()[X_ID] == 1
-    for counts, expected in (([7] * 20 + [1000], [1] * 20), ([0] * 21, [1] * 20),
-                             ([18] + [0] * 20, [19] + [1] * 19)):
-        expected = np.array(expected) / sum(expected)
-        assert np.allclose(unigram_frequencies(np.array(counts)), expected)
+    assert unigram_frequencies([18] + [0] * 19 + [1000]) == pytest.approx([19/38] + [1/38] * 19)
 
 
-@pytest.fixture(scope="module")
-def demo():
-    return DemoSource(seed=0)
-
-
-def test_the_likelihood_of_the_demo_source_is_a_distribution_over_all_proteins_of_a_length(demo):
+def test_demo_samples_follow_the_documented_distribution_and_have_its_likelihood():
+    demo = DemoSource(seed=0)
     triples = np.array(list(itertools.product(range(20), repeat=3)), np.uint8)
     every = Proteins.from_sequences(triples)
     assert math.isclose(np.exp(-demo.nll(every)).sum(), 1, rel_tol=1e-9)
     a, c, d = range(3)
     assert math.isclose(demo.nll(Proteins.from_sequences(["ACD"]))[0],
                         -math.log(demo.pair[a, c]) - math.log(demo.transition[a, c, d]))
-
-
-def test_demo_samples_follow_the_documented_distribution(demo):
     proteins = demo.sample(4000, seed=5)
-    n = proteins.lengths.sum()
     assert (proteins.lengths.min(), proteins.lengths.max()) == (40, 120)
     assert abs(proteins.lengths.mean() - 80) < 4 * 23.4 / math.sqrt(4000)  # sd of 40..120: 23.4
-    frequencies = proteins.letter_counts()[:20] / n
-    assert abs(frequencies - np.array(UNIREF50) / sum(UNIREF50)).max() < 0.004
-    counts = np.zeros((20, 20, 20))
+    counts, begins = np.zeros((20, 20, 20)), np.zeros((20, 20))
     for i in range(len(proteins)):
         x = proteins[i]
         np.add.at(counts, (x[:-2], x[1:-1], x[2:]), 1)
+        begins[x[0], x[1]] += 1 / 4000
+    assert begins == pytest.approx(demo.pair, abs=0.01)     # standard deviations: up to 0.0027
     expected = counts.sum(2, keepdims=True) * demo.transition
     often = expected > 20
     chi2 = ((counts - expected)[often] ** 2 / expected[often]).sum() / often.sum()
     assert 0.9 < chi2 < 1.05                                # each term: 1 - p on average
     letters, triples = demo.pair.sum(0), demo.pair[..., None] * demo.transition
+    assert letters == pytest.approx(np.array(UNIREF50) / sum(UNIREF50), abs=1e-4)
     assert -(triples * np.log(demo.transition)).sum() == pytest.approx(2.064, abs=5e-4)
     assert -(letters * np.log(letters)).sum() == pytest.approx(2.889, abs=5e-4)

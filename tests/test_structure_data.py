@@ -14,7 +14,7 @@ import torch
 from sequence_data import decode, encode
 from structure_data import (BACKBONE, Chain, Complex, Pair, Structure, collate_complexes, describe,
                             load_pairs, parse_positions, plan_epoch, read_pairs,
-                            read_structure, shared_structures, split_pairs)
+                            read_structure, split_pairs)
 
 
 class Atoms(list):
@@ -32,11 +32,10 @@ class Atoms(list):
         return self
 
     def pdb(self):
-        lines, last_model = [], 1
+        lines = []
         for i, (chain, number, name, atom, code, het, altloc, model, xyz) in enumerate(self):
-            if model != last_model:
+            if i and model != self[i - 1][7]:
                 lines += ["ENDMDL", f"MODEL {model:8}"]
-                last_model = model
             lines.append(f"{'HETATM' if het else 'ATOM':6}{i + 1:5} {' ' + atom:4}{altloc:1}"
                          f"{name:>3} {chain:1}{number:4}{code:1}   "
                          f"{''.join(f'{value:8.3f}' for value in xyz)}  1.00 10.00{atom[0]:>12}")
@@ -55,9 +54,21 @@ class Atoms(list):
                           *lines]) + "\n"
 
 
+def write(folder, data, name="pairs.json"):
+    text = data if isinstance(data, (bytes, str)) else json.dumps(data)
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder / name
+
+
+def refusal(path, read=read_pairs, **options):
+    with pytest.raises(ValueError) as caught:
+        read(path, **options)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
 def read_text(tmp_path, name, text):
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_structure(tmp_path / name)
+    return read_structure(write(tmp_path, text, name))
 
 
 # ---- structures ----
@@ -81,7 +92,8 @@ def test_rows_of_a_file_equal_those_of_the_official_code(shared, tmp_path, name)
 
 
 GAPS = (Atoms().add("A", 5, "GLY").add("A", -1, "ALA").add("A", 3, "SER", code="B")
-        .add("A", 3, "THR").add("A", 3, "CYS", code="A").add("A", 7, "ASP", code="C"))
+        .add("A", 3, "THR").add("A", 3, "CYS", code="A").add("B", 1, "TRP")
+        .add("A", 7, "ASP", code="C"))
 ALTERNATIVES = (Atoms().add("A", 1, "SER", altloc="B").add("A", 1, "SER", altloc="A")
                 .add("A", 2, "THR", ["N", "CA"], altloc="A").add("A", 2, "VAL", altloc="B")
                 .add("A", 3, "GLY", ["N"]).add("A", 3, "GLY", model=2).add("A", 4, "TRP", model=2))
@@ -89,13 +101,19 @@ ALTERNATIVES = (Atoms().add("A", 1, "SER", altloc="B").add("A", 1, "SER", altloc
 
 # Letters, and the record that each row begins with, or those of its four atoms.
 @pytest.mark.parametrize("atoms, letters, expected", [
-    (GAPS, "AXXXTCSXGXD", [4, None, None, None, 12, 16, 8, None, 0, None, 20]),
+    (GAPS, "AXXXTCSXGXD", [4, None, None, None, 12, 16, 8, None, 0, None, 24]),
     (ALTERNATIVES, "STGW", [0, [8, 9, 12, 13], [14, 16, 17, 18], 19])],
     ids=["numbers left out, insertions", "the first alternative and model, atom by atom"])
-def test_rows_of_both_formats_hold_the_letters_and_atoms_of_the_file(
+def test_rows_of_both_formats_hold_the_letters_and_atoms_of_the_file_and_nothing_around_them(
         tmp_path, atoms, letters, expected):
-    for name, text in (("s.pdb", atoms.pdb()), ("s.cif", atoms.mmcif())):
-        chain, = read_text(tmp_path, name, text).chains.values()
+    lines = atoms.pdb().splitlines()
+    lines.insert(8, "TER\nEND")
+    odd = b"REMARK \xe9\r\n" + "\r\n".join(lines).encode() + b"\r\nCONECT 1 2"
+    for name, text in (("s.pdb", atoms.pdb()), ("s.cif", atoms.mmcif()), ("t.pdb", odd),
+                       ("u.ent.gz", gzip.compress(atoms.pdb().encode())),
+                       ("v.pdb", "\ufeff" + atoms.pdb())):
+        chain, *others = read_text(tmp_path, name, text).chains.values()
+        assert [decode(other.S) for other in others] == ["W"] * (atoms is GAPS)
         assert decode(chain.S) == letters and chain.X.dtype == np.float32
         for x, resolved, row in zip(chain.X[:, :, 0], chain.resolved, expected, strict=True):
             records = list(range(row, row + 4)) if isinstance(row, int) else row
@@ -103,17 +121,6 @@ def test_rows_of_both_formats_hold_the_letters_and_atoms_of_the_file(
     if atoms is GAPS:
         assert chain.numbers == ("-1", None, None, None, "3", "3A", "3B", None, "5", None, "7C")
         assert not chain.X[~chain.resolved].any()
-
-
-def test_records_between_and_after_the_atoms_change_nothing(tmp_path):
-    atoms = Atoms().add("A", 1, "ALA").add("B", 1, "CYS").add("A", 2, "ASP").add("A", 3, "GLU")
-    expected, lines = read_text(tmp_path, "s.pdb", atoms.pdb()), atoms.pdb().splitlines()
-    lines.insert(8, "TER\nEND")
-    odd = b"REMARK \xe9\r\n" + "\r\n".join(lines).encode() + b"\r\nCONECT 1 2"
-    for name, text in (("t.pdb", odd), ("u.ent.gz", gzip.compress(atoms.pdb().encode())),
-                       ("v.pdb", b"\xef\xbb\xbf" + atoms.pdb().encode())):
-        found = read_text(tmp_path, name, text)
-        assert found.key == expected.key and list(found.chains) == ["A", "B"]
 
 
 def test_an_unknown_coordinate_of_mmcif_is_a_missing_atom_and_its_error_no_part_of_it(tmp_path):
@@ -141,9 +148,7 @@ ONE, ONE_CIF = Atoms().add("A", 1, "ALA").pdb(), Atoms().add("A", 1, "ALA").mmci
     ("s.cif", ONE_CIF.replace(" 0.125 ", " 1e30 "), "coordinate of 1e+30; expected Angstrom")])
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
         tmp_path, name, content, says):
-    with pytest.raises(ValueError) as caught:
-        read_text(tmp_path, name, content)
-    assert says in str(caught.value) and str(tmp_path / name) in str(caught.value)
+    assert says in refusal(write(tmp_path, content, name), read_structure)
 
 
 # ---- positions on a command line ----
@@ -182,8 +187,11 @@ def test_a_position_that_two_readings_fit_is_refused_and_a_negative_number_is_no
             parse_positions(text, structure, ["1", "11"])
     assert parse_positions("112 113", structure, ["1"])[0].tolist() == [10, 11]
     assert parse_positions("A-3-A-3", structure, ["A"])[0].tolist() == [0]
-    structure = read_text(tmp_path, "s.pdb", Atoms().add("", 1, "ALA").add("", 2, "GLY").pdb())
+    atoms = Atoms().add("", 1, "ALA").add("A", 12, "GLY")
+    structure = read_text(tmp_path, "s.pdb", atoms.pdb())
     assert parse_positions("1", structure, list(structure.chains))[0].tolist() == [1]   # from 0
+    with pytest.raises(ValueError, match="-A12 is not there"):
+        parse_positions("-A12", structure, list(structure.chains))
 
 
 # ---- pairs ----
@@ -200,20 +208,6 @@ def changed(**changes):
     return {key: value for key, value in {**GOOD, **changes}.items() if value is not ABSENT}
 
 
-def write(folder, data, name="pairs.json"):
-    path = folder / name
-    text = data if isinstance(data, (bytes, str)) else json.dumps(data)
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
-def refusal(path, **options):
-    with pytest.raises(ValueError) as caught:
-        read_pairs(path, **options)
-    assert path.name in str(caught.value)
-    return str(caught.value)
-
-
 def test_each_malformed_case_is_refused_in_the_words_that_it_names(shared, tmp_path):
     cases = json.loads((shared / "data" / "pairs_bad.json").read_text())
     (tmp_path / "pdbs").symlink_to(shared / "data" / "pdbs")
@@ -227,7 +221,8 @@ def test_each_malformed_case_is_refused_in_the_words_that_it_names(shared, tmp_p
 
 @pytest.mark.parametrize("changes, says", [
     ([dict(pdb_file=value) for value in ("pairs.json", "é\ud800.pdb", "x" * 5000)], "item 1: "),
-    ([dict(preferred_seq="MKSXVLA")], "'X' at a resolved position, 3 of unpreferred_seq"),
+    ([dict(preferred_seq="MKZXVLA")], "'Z' at position 3 of preferred_seq, counted from 1"),
+    ([dict(preferred_seq="MKSXVLA")], "resolved position, 3 of unpreferred_seq, counted from 1: "),
     ([dict(unpreferred_seq=value) for value in ("MKXXVLA", "MKXCVLG", "MK--VL-")], "no preference"),
     ([dict(chain_id=value) for value in (None, " ", ["A"])], "chain_id is"),
     ([{**AB, "design_chains": value} for value in ("AB", ["A", 2])], "list of names"),
@@ -340,12 +335,8 @@ def made(length, n_pairs, number=0, chosen=None):
     X, everywhere = rng.normal(size=(length, 4, 3)).astype(np.float32), np.ones(length, bool)
     chain = Chain(np.zeros(length, np.uint8), X, everywhere, tuple(map(str, range(length))))
     complex = Complex(Structure(f"s{number}", {"A": chain}), ["A"])
-
-    def draw():
-        return rng.integers(0, 20, length).astype(np.uint8)
-
-    return [Pair(complex, draw() if chosen is None else chosen, draw(), everywhere)
-            for _ in range(n_pairs)]
+    return [Pair(complex, one if chosen is None else chosen, other, everywhere)
+            for one, other in rng.integers(0, 20, (n_pairs, 2, length)).astype(np.uint8)]
 
 
 def keys(pairs):
@@ -358,37 +349,37 @@ def sequences(pairs, first=None):
 
 
 @pytest.mark.parametrize("n, fraction, n_val", [(2, 0.1, 1), (16, 0.1, 2), (3, 0.9, 2)])
-def test_a_tenth_of_the_structures_at_least_one_is_held_out_whole(n, fraction, n_val):
-    pairs = [pair for i in range(n) for pair in made(30, 1 + i % 3, i)]
+def test_a_tenth_of_the_structures_at_least_one_is_held_out_whole_by_seed_and_content(
+        n, fraction, n_val):
+    pairs, copies = ([pair for i in range(n) for pair in made(30, 1 + i % 3, i)] for _ in range(2))
     train, val, warnings = split_pairs(pairs, fraction, seed=3)
     assert len(keys(val)) == n_val and not keys(train) & keys(val)
     # told where it is not within a factor of two of what was asked for
     assert (not warnings) == (fraction / 2 <= len(val) / len(pairs) <= 2 * fraction)
     assert sorted(map(id, train + val)) == sorted(map(id, pairs))
-    assert shared_structures(train, val) == []
-    assert shared_structures(pairs, val) == sorted({pair.complex.structure.name for pair in val})
+    for others in (pairs[::-1], pairs + copies):
+        assert keys(split_pairs(others, fraction, seed=3)[1]) == keys(val)
+    held_out = {frozenset(keys(split_pairs(pairs, fraction, seed)[1])) for seed in range(8)}
+    assert len(held_out) > min(n, 6) - 2
 
 
-def section(path, val_fraction):
-    return SimpleNamespace(train_data=path, val_fraction=val_fraction, val_data=None,
+def section(path, val_fraction, val_data=None):
+    return SimpleNamespace(train_data=path, val_fraction=val_fraction, val_data=val_data,
                            max_length=None, mutable_positions=None, mutable_ranges=None)
 
 
-def test_a_start_tells_of_a_split_far_from_what_was_asked_and_of_chains_left_out(shared):
-    found = load_pairs(section(shared / "data" / "pairs_multichain.json", 0.1), seed=0)
-    split, partial = [line for line in found.description if line.startswith("ATTENTION")]
-    assert f"{len(found.val)} of 28 pairs" in split and "--val_data" in split
+def test_a_start_tells_of_an_odd_split_of_shared_structures_and_of_chains_left_out(shared):
+    path, other = (shared / "data" / f"pairs_{name}.json" for name in ("multichain", "monomer"))
+
+    def start(val_data):
+        data = load_pairs(section(path, 0.1, val_data), seed=0)
+        return len(data.val), *(line for line in data.description if line.startswith("ATTENTION"))
+
+    n_val, split, partial = start(None)
+    (_, repeated, _), (_, _) = start(path), start(other)
+    assert f"{n_val} of 28 pairs" in split and "--val_data" in split
+    assert re.search(r"2 structures are in training and validation, first \S*3HTN.pdb", repeated)
     assert "leave other protein chains" in partial and "fixed_chains" in partial
-
-
-def test_the_split_depends_on_seed_and_content_not_on_order_or_copies():
-    pairs, copies = ([pair for i in range(20) for pair in made(30, 2, i)] for _ in range(2))
-
-    def val(pairs, seed):
-        return keys(split_pairs(pairs, 0.2, seed)[1])
-
-    assert val(pairs, 0) == val(pairs[::-1], 0) == val(pairs + copies, 0)
-    assert len({frozenset(val(pairs, seed)) for seed in range(8)}) > 4
 
 
 def test_a_single_structure_is_split_by_sequence_with_a_warning_or_refused():
@@ -434,7 +425,7 @@ def test_every_pair_comes_once_an_epoch_in_micro_batches_of_equal_size(n_micro, 
     assert all(len(step) == n_micro for step in plan)
 
 
-def test_the_plan_is_a_function_of_seed_and_epoch_and_mixes_anew_each_epoch():
+def test_the_plan_follows_from_seed_and_epoch_and_gives_ranks_equal_work_with_little_padding():
     plans = [plan_epoch(MIXED, seed, epoch, 4, 4)
              for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
     pieces = [[tuple(piece) for piece in sum(plan, [])] for plan in plans]
@@ -444,17 +435,12 @@ def test_the_plan_is_a_function_of_seed_and_epoch_and_mixes_anew_each_epoch():
     taken = [set(np.concatenate(sum(plan_epoch(MIXED, 0, epoch, 100, 1), [])))
              for epoch in range(2)]
     assert taken[0] != taken[1]         # nor does it leave the same pairs out
-
-
-def test_ranks_have_about_equal_work_and_little_padding_and_structures_stay_together():
-    plan = plan_epoch(MIXED, seed=0, epoch=0, micro_batches=4, batch_size=4)
     lengths = np.array([len(pair.complex) for pair in MIXED])
-    work, pieces = np.array([[lengths[piece].max() * len(piece) for piece in step]
-                             for step in plan]), sum(plan, [])
-    assert lengths[np.concatenate(pieces)].sum() / work.sum() > 0.95
+    work = np.array([[lengths[piece].max() * len(piece) for piece in step] for step in plans[0]])
+    assert lengths.sum() / work.sum() > 0.95
     assert work.mean() / work.max(1).mean() > 0.85
-    encoded = sum(len(keys(MIXED[i] for i in piece)) for piece in pieces)
-    assert encoded <= len(keys(MIXED)) + len(pieces)
+    encoded = sum(len(keys(MIXED[i] for i in piece)) for piece in pieces[0])
+    assert encoded <= len(keys(MIXED)) + len(pieces[0])     # structures stay together
 
 
 def test_a_batch_of_complexes_is_padded_to_the_longest(small):
