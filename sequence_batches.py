@@ -70,7 +70,8 @@ def load_data(config, ddp, stage=None):
     data = config.data
     if missing := missing_data(data):
         raise FileNotFoundError(missing)
-    if data.file and os.path.isdir(data.file):
+    prepared = data.file and os.path.isdir(data.file)
+    if prepared:
         if ddp.is_main:
             check_prepared(data.file, data.val_fraction, data.min_length)
         barrier(ddp)   # the others wait, so that only rank 0 reports an error
@@ -82,46 +83,57 @@ def load_data(config, ddp, stage=None):
     else:
         found = _load_file_or_demo(data, config.training.seed, ddp)
     beat(ddp)
-    train, val, hashes, source, description = found
-    fingerprint = {"n": len(train), "hash": "".join(hashes)}
-    return TrainingData(train, val if len(val) else None, source, fingerprint, description)
+    return found
 
 
 def _open_prepared(name, folder):
-    """(train, val, a hash of each, None, description) of a prepared folder: `name` in the config,
-    `folder` where it is read."""
+    """TrainingData of a prepared folder: `name` in the config, `folder` where it is read."""
     val = PreparedProteins(folder, "val").read_all()
     meta, train = read_meta(folder), PreparedProteins(folder)
     made_of = meta.get("release") or ", ".join(map(str, meta.get("source", ())))
     hashes = [meta["sets"][part]["keys_hash"] for part in ("train", "val")]
-    return (train, val, hashes, None,
-            f"{name}: {len(train) + len(val):,} proteins, prepared from {made_of}")
+    return _training_data(train, val, hashes,
+                          f"{name}: {len(train) + len(val):,} proteins, prepared from {made_of}")
 
 
 def _load_file_or_demo(data, seed, ddp):
-    """(train, val, a hash of each, source, description) of a file, or of demo proteins."""
     source = None
     if data.file is None:
         source = DemoSource(seed=0)
         proteins = source.sample(data.demo_proteins, seed=seed)
         description = f"{len(proteins):,} demo proteins of a second-order Markov source"
     else:
-        size = os.path.getsize(data.file)
-        if size > LARGE_FILE:
-            print0(ddp, f"NOTE: every rank reads {data.file} ({size / 1e9:.1f} GB) and keeps some "
-                        "0.4 GB per million proteins. A prepared folder loads in seconds, into 0.1 "
-                        f"GB:\n  {_prepare_command(data, 'FOLDER')} --fasta "
-                        f"{shlex.quote(data.file)}   then --data FOLDER")
-        proteins, report = read_sequences(data.file, data.min_length, lambda: beat(ddp))
+        proteins, report = _read_file(data, ddp)
         description = f"{data.file}: {report}"
-    train, val = proteins, proteins.subset([])
-    if data.val_fraction:
-        try:
-            train, val = map(proteins.subset, split_by_hash(proteins, data.val_fraction))
-        except ValueError as e:
-            raise ValueError(f"data.{e} Or set data.val_fraction=0 to train without "
-                             "validation.") from e
-    return train, val, [keys_hash(part.keys) for part in (train, val)], source, description
+    train, val = _split(proteins, data.val_fraction)
+    return _training_data(train, val, [keys_hash(part.keys) for part in (train, val)], description,
+                          source)
+
+
+def _training_data(train, val, hashes, description, source=None):
+    fingerprint = {"n": len(train), "hash": "".join(hashes)}
+    return TrainingData(train, val if len(val) else None, source, fingerprint, description)
+
+
+def _read_file(data, ddp):
+    """(Proteins, report) of a file. For a large one it prints how to prepare it first."""
+    size = os.path.getsize(data.file)
+    if size > LARGE_FILE:
+        print0(ddp, f"NOTE: every rank reads {data.file} ({size / 1e9:.1f} GB) and keeps some 0.4 "
+                    "GB per million proteins. A prepared folder loads in seconds, into 0.1 GB:\n  "
+                    f"{_prepare_command(data, 'FOLDER')} --fasta {shlex.quote(data.file)}   then "
+                    "--data FOLDER")
+    return read_sequences(data.file, data.min_length, lambda: beat(ddp))
+
+
+def _split(proteins, val_fraction):
+    """(training, validation) proteins."""
+    if not val_fraction:
+        return proteins, proteins.subset([])
+    try:
+        return tuple(map(proteins.subset, split_by_hash(proteins, val_fraction)))
+    except ValueError as e:
+        raise ValueError(f"data.{e} Or set data.val_fraction=0 to train without validation.") from e
 
 
 def missing_data(data):
