@@ -137,17 +137,22 @@ def command(launcher, n, argv, flags=()):
     return [str(_starter(launcher)), *flags, "-n", str(n), *run]
 
 
+def host_words(host, words):
+    """The words that run others on a host."""
+    return [str(HOST_SHELL), host, "exec " + shlex.join(map(str, words))]
+
+
 def host_commands(launcher, n, argv):
     """The command lines that together start `python argv` on n ranks, half on each of two hosts."""
-    python, half, argv = python_of(launcher), n // 2, [str(word) for word in argv]
+    python, half = python_of(launcher), n // 2
     if launcher == "torchrun-2hosts":
         run = [python, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={half}",
                "--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS['hostA']}:29400", *argv]
-        return [[str(HOST_SHELL), host, "exec " + shlex.join(run)] for host in HOSTS]
+        return [host_words(host, run) for host in HOSTS]
     # The agents on the hosts connect back to mpiexec, so it must run on one of them too.
     flags = ["-launcher", "rsh", "-launcher-exec", str(HOST_SHELL), "-hosts", ",".join(HOSTS),
              "-ppn", str(half)]
-    return [[str(HOST_SHELL), "hostA", "exec " + shlex.join(command(launcher, n, argv, flags))]]
+    return [host_words("hostA", command(launcher, n, argv, flags))]
 
 
 def run_ranks(launcher, n, argv, cwd, env=None, timeout=600):
@@ -376,10 +381,8 @@ def seconds_until(condition, limit):
 
 def await_that(condition, seconds, what):
     """Return once `condition()` is true; AssertionError with what() if that takes too long."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what()}"
-        time.sleep(0.05)
+    seconds_until(condition, seconds)
+    assert condition(), f"not within {seconds} s: {what()}"
 
 
 def _read(file):

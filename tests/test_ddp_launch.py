@@ -328,17 +328,17 @@ with open(f"stream{rank}", "w") as f:
     slow("openmpi", {}),
     ("torchrun", {"DDP_GLOO_MAX_RANKS": "2"})])    # objects over the device's backend
 def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
-    need(launcher)
     result = run_ranks(launcher, 3, [script(tmp_path, TOGETHER)], cwd=tmp_path, env=env)
     assert result.stdout == result.stderr == "", result.text
     assert (result.returncode, result.leftover) == (0, []), result.text
     assert len({(tmp_path / f"stream{rank}").read_text() for rank in range(3)}) == 3
 
 
-def test_a_barrier_names_the_rank_that_does_not_come(tmp_path):
+def test_a_barrier_after_a_second_set_up_names_the_rank_that_does_not_come(tmp_path):
     path = script(tmp_path, """
 with setup_ddp(quiet=True) as ddp:
     barrier(ddp)
+with setup_ddp(quiet=True) as ddp:    # again, at the same port
     if ddp.rank == 2:
         time.sleep(600)
     barrier(ddp, timeout=4 if ddp.rank == 0 else 60)    # it is rank 0 that knows who is missing
@@ -356,15 +356,6 @@ where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 print(f"{int(all_sum(1, ddp))} ranks met at {where}", flush=True)
 cleanup_ddp(ddp)
 """
-
-
-def test_an_address_alone_means_port_29500_and_a_port_alone_is_this_host(tmp_path):
-    path, port = script(tmp_path, WHERE + WHERE), free_port()   # they set up twice
-    for env, where in (({"MASTER_ADDR": "127.0.0.5"}, "127.0.0.5:29500"),
-                       ({"MASTER_PORT": port}, f"127.0.0.1:{port}")):
-        with by_hand(path, [1, 0], 2, **env) as ranks:
-            assert ranks.codes() == [0, 0], ranks.err()
-            assert ranks.out().count(f"2 ranks met at {where}\n") == 4, ranks.out()
 
 
 def test_a_node_waits_for_the_others_as_long_as_it_was_told_and_a_pods_variables_do_not_count(
@@ -399,7 +390,7 @@ while not os.path.exists("end"):
     time.sleep(0.05)
 cleanup_ddp(ddp)
 """)
-    variables = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), LIMIT=20)
+    variables = dict(MASTER_ADDR="127.0.0.5", MASTER_PORT=free_port(), LIMIT=20)
     with by_hand(path, range(2), **variables) as ranks:
         ranks.wait_for("met")
         with by_hand(path, [1], 2, **variables) as late:
@@ -442,11 +433,10 @@ def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tm
 @pytest.mark.parametrize("launcher, n", [
     ("python", 1), ("mpich", 2), slow("torchrun", 2), slow("openmpi", 4)])
 def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(launcher, n, tmp_path):
-    need(launcher)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (tmp_path / "script.py").write_text(next(block for block in blocks if "setup_ddp" in block))
     shutil.copy(ROOT / "ddp_setup.py", tmp_path)
-    result = run_ranks(launcher, n, ["script.py"], cwd=tmp_path, timeout=600)
+    result = run_ranks(launcher, n, ["script.py"], cwd=tmp_path)
     assert (result.returncode, result.stderr, result.leftover) == (0, "", []), result.text
     assert result.stdout.count("epoch 9  loss") == 1, result.text
     state = torch.load(tmp_path / "out" / "9.pt", weights_only=True)

@@ -22,7 +22,8 @@ import pytest
 
 import launchers
 from ddp_setup import load_checkpoint
-from launchers import ROOT, Running, await_that, clean_environment, fork_ranks, need
+from launchers import (ROOT, Running, await_that, clean_environment, fork_ranks, host_words,
+                       need)
 from run_dir import read_status
 from training import same_run
 
@@ -117,11 +118,6 @@ def bash(folder, *words, **env):
     """Run `bash WORDS` in `folder` to its end: a Result."""
     with Running(["bash", *map(str, words)], folder, clean_environment(env=env)) as running:
         return running.wait(60)
-
-
-def host_words(host, words):
-    """The words that run others on a host."""
-    return [str(launchers.HOST_SHELL), host, "exec " + shlex.join(map(str, words))]
 
 
 # ---------------------------------------------------------------- what stands in them

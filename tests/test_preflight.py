@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from launchers import ROOT, fork_ranks, need, run_ranks, slow
+from launchers import ROOT, fork_ranks, run_ranks, slow
 
 HOST = socket.gethostname()
 CHECKS = ["barrier", "place", "versions", "limits", "all-reduce", "matmul", "folder", "visible",
@@ -44,7 +44,6 @@ def check(tmp_path, *options, fault=None, faulty_rank=1, launcher=None, n=2, fol
     argv = [path, "--device", "cpu", "--slow", "0.02", "--suspects", "bad_hosts", *checks, *options]
     if launcher is None:
         return fork_ranks(n, argv, tmp_path, env, timeout=120)
-    need(launcher)
     return run_ranks(launcher, n, argv, cwd=tmp_path, env=env, timeout=120)
 
 
