@@ -256,11 +256,11 @@ def detect_launcher(env, mpi=None):
         return _plain_process(env)
     row, *outer = complete
     rank, size, local_rank, local_size = (_int(env, getattr(row, part)) for part in PLACE)
-    ranks = {row.rank: rank}   # by source, as are the sizes. All that are not None must agree
+    # By source. All that are not None must agree.
+    ranks = {row.rank: rank, "mpi4py": mpi and mpi[0]}
     sizes = {"DDP_WORLD_SIZE": _int(env, "DDP_WORLD_SIZE"),
-             "WORLD_SIZE": _int(env, "WORLD_SIZE") if row.mpi else None, row.size: size}
-    if mpi:
-        ranks["mpi4py"], sizes["mpi4py"] = mpi
+             "WORLD_SIZE": _int(env, "WORLD_SIZE") if row.mpi else None,
+             row.size: size, "mpi4py": mpi and mpi[1]}
     if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
         for other in outer:
             if other.mpi:
@@ -575,15 +575,13 @@ def _launch_name(env, ddp):
 
 
 def _launcher_process(ddp):
-    """Process id and start time of this host's launcher (two containers may have equal ids). It is
-    the first ancestor without the rank's variable, which a guard or shell around a rank has."""
+    """Identifies this host's launcher: the first ancestor without the rank's variable, which a
+    guard or shell around a rank has. Two containers may have equal process ids."""
     pid, rank_variable = os.getppid(), f"{LAUNCHERS[ddp.launcher].rank}=".encode()
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
-        while True:
-            _, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if rank_variable not in Path(f"/proc/{pid}/environ").read_bytes():
-                return f"{pid}-{fields[17]}"   # its start time
-            pid = int(parent)
+        while rank_variable in Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return f"{pid} {os.readlink('/proc/self/ns/pid')}"
     return str(pid)
 
 

@@ -22,7 +22,7 @@ eval "$(sed -n -e '/^MPI_WHEEL=/p' -e '/^# >>> environment/,/^# <<< environment/
 
 side_env() {   # side_env NAME PACKAGE...: environment .venv/NAME, which sees .venv's packages too
   # mpi4py looks for libmpi in the lib/ of the environment that runs, so .venv/mpi/NAME/bin/python
-  # loads this one and not that of .venv (tests/test_jobs.py checks it). pip is seen there too.
+  # loads this one and not that of .venv (test_ddp_launch.py checks it). pip is seen there too.
   local here=.venv/$1 where='import sysconfig; print(sysconfig.get_path("purelib"))' site
   if [ "$(cat "$here/stamp" 2>/dev/null)" = "${*:2}" ]; then return; fi
   echo "installing ${*:2} into $here"

@@ -218,8 +218,7 @@ def test_ipex_optimizes_where_asked_or_where_torch_has_no_xccl_or_says_once_why_
 
 
 def samplers(size, data=range(23), **options):
-    return [ddp_sampler(data, Ddp(rank=r, world_size=size, seed=3), **options)
-            for r in range(size)]
+    return [ddp_sampler(data, Ddp(rank=r, world_size=size, seed=3), **options) for r in range(size)]
 
 
 def test_samplers_deal_every_item_once_in_evaluation_and_in_training_as_one_process_does():
