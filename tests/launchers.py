@@ -106,14 +106,12 @@ def clean_environment(launcher="python", env=None):
     # It writes every argument of print by itself, and lines of several ranks get mixed.
     clean.pop("PYTHONUNBUFFERED", None)
     clean["OMP_NUM_THREADS"] = "1"
-    home = _mpi_home(launcher)
-    if home:
+    if home := _mpi_home(launcher):
         # Intel's mpirun is a shell script that looks for mpiexec.hydra on PATH.
         clean["PATH"] = f"{home / 'bin'}{os.pathsep}{clean.get('PATH', os.defpath)}"
     if launcher == "srun":
         clean["SLURM_CONF"] = str(SLURM_CONF)
-    clean |= env or {}
-    return {key: str(value) for key, value in clean.items() if value is not None}
+    return {key: str(value) for key, value in (clean | (env or {})).items() if value is not None}
 
 
 def command(launcher, n, argv, flags=()):
@@ -122,7 +120,6 @@ def command(launcher, n, argv, flags=()):
     flags: more words for the launcher itself."""
     run = [python_of(launcher), *map(str, argv)]
     if launcher == "python":
-        assert n == 1, "plain python starts one rank"
         return run
     if launcher == "srun":
         nodes = min(n, 2)

@@ -33,13 +33,11 @@ def script(folder, text):
     return path
 
 
-def by_hand(path, ranks, size=None, **env):
-    """ForkedRanks with a guard each, and a port, which they cannot compute: a forked guard does not
-    show the variables by which ranks tell a guard from their launcher."""
-    size = size or len(ranks)
-    if "MASTER_ADDR" not in env:
-        env = {"MASTER_PORT": free_port(), **env}
-    return ForkedRanks([path], path.parent, {r: dict(
+def by_hand(folder, text, ranks, size=None, **env):
+    """ForkedRanks of a script, with a guard each, and a port, which they cannot compute: a forked
+    guard does not show the variables by which ranks tell a guard from their launcher."""
+    size, env = size or len(ranks), {"MASTER_PORT": free_port(), **env}
+    return ForkedRanks([script(folder, text)], folder, {r: dict(
         DDP_RANK=r, DDP_WORLD_SIZE=size, DDP_LOCAL_RANK=r, DDP_LOCAL_WORLD_SIZE=size, **env)
         for r in ranks})
 
@@ -85,7 +83,7 @@ def test_without_a_guard_or_mpi4py_too_a_rank_that_fails_or_leaves_early_ends_al
     ("abort(ddp, 'no such file', 2)", 2, "no such file"), ("os._exit(0)", 1, "without cleanup_ddp"),
     ("exec('with ddp: sys.exit(\"no data?\")')", 1, "FAILED: rank 1 of 3 on {host}: no data? No")])
 def test_without_a_launcher_too_the_end_of_one_is_the_end_of_all(ending, code, words, tmp_path):
-    with by_hand(script(tmp_path, ENDING.format(ending=ending)), range(3)) as ranks:
+    with by_hand(tmp_path, ENDING.format(ending=ending), range(3)) as ranks:
         assert ranks.codes() == [code] * 3, ranks.err()
         assert ranks.err().count(words.format(host=socket.gethostname())) == 1
         assert ranks.err().count("FAILED: ") == (code != 2)
@@ -93,21 +91,20 @@ def test_without_a_launcher_too_the_end_of_one_is_the_end_of_all(ending, code, w
 
 
 def test_the_death_of_the_hub_is_told_though_the_other_rank_runs_into_the_loss_of_rank_0(tmp_path):
-    path = script(tmp_path, """
+    with by_hand(tmp_path, """
 ddp = setup_ddp(quiet=True)
 barrier(ddp)
 if ddp.rank == 0:
     os.kill(os.getppid(), 9)
 all_sum(1, ddp)
-""")
-    with by_hand(path, range(2)) as ranks:
+""", range(2)) as ranks:
         assert ranks.codes() == [-signal.SIGKILL, 1]
         assert ranks.err().count("FAILED: rank 0 of 2 on ") == 1, ranks.err()
         assert ranks.err().count("died without a word") == 1, ranks.err()
 
 
 def test_a_hang_is_ended_with_the_late_rank_its_step_and_all_stacks(tmp_path):
-    path = script(tmp_path, """
+    with by_hand(tmp_path, """
 ddp = setup_ddp(quiet=True)
 watch_run(ddp, "out", minutes=3 / 60)
 def stuck():
@@ -117,8 +114,7 @@ for step in range(8):
     stop_reason(ddp, step)
     if step == 5:
         stuck()
-""")
-    with by_hand(path, range(3)) as ranks:
+""", range(3)) as ranks:
         codes, text = ranks.codes(), ranks.err()
     assert codes == [70] * 3 and text.count("FAILED: ") == 1, text
     assert re.search(r"FAILED: rank 1 of 3 .*no progress for 3 s.*stuck \(script.py:", text), text
@@ -144,7 +140,7 @@ for step in range(8):
      "still there 2 s after cleanup_ddp")])
 def test_a_rank_that_fails_or_dies_or_is_stopped_while_it_leaves_is_not_passed_over(
         when, codes, says, tmp_path):
-    path = script(tmp_path, f"""
+    with by_hand(tmp_path, f"""
 before = after = lambda: None
 if os.environ["DDP_RANK"] == "1":
     {when}
@@ -155,8 +151,7 @@ close_run(ddp, 0, "done")
 before()
 cleanup_ddp(ddp)
 after()
-""")
-    with by_hand(path, range(2), EXIT=2) as ranks:
+""", range(2), EXIT=2) as ranks:
         assert ranks.codes(100) == codes, ranks.err()
         host, failed = socket.gethostname(), ranks.err().count("FAILED: ")
         assert not says or f"FAILED: rank 1 of 2 on {host}: {says.format(host=host)}" in ranks.err()
@@ -200,7 +195,7 @@ for port in sys.argv[1:]:
 def test_a_stop_that_one_rank_is_asked_for_is_the_outcome_and_the_end_of_a_child_is_not(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".last.pt.tmp").touch()    # of a save that was killed
-    path = script(tmp_path, """
+    with by_hand(tmp_path, """
 import atexit, multiprocessing, signal
 ddp = setup_ddp(quiet=True)
 watch_run(ddp, "out")
@@ -228,8 +223,7 @@ while not stop_reason(ddp, 1):
     pass
 save_checkpoint("out/last.pt", ddp, step=1)
 cleanup_ddp(ddp)
-""")
-    with by_hand(path, range(2), DDP_GUARD="0") as ranks:
+""", range(2), DDP_GUARD="0") as ranks:
         assert ranks.codes() == [0, 0], ranks.err()
         assert ranks.out(1) == "-15\n5\n"
     status = read_status(tmp_path / "out")
@@ -317,15 +311,14 @@ def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
 
 
 def test_a_barrier_after_a_second_set_up_names_the_rank_that_does_not_come(tmp_path):
-    path = script(tmp_path, """
+    with by_hand(tmp_path, """
 with setup_ddp(quiet=True) as ddp:
     barrier(ddp)
 with setup_ddp(quiet=True) as ddp:    # again, at the same port
     if ddp.rank == 2:
         time.sleep(600)
     barrier(ddp, timeout=4 if ddp.rank == 0 else 60)    # it is rank 0 that knows who is missing
-""")
-    with by_hand(path, range(3)) as ranks:
+""", range(3)) as ranks:
         assert all(code != 0 for code in ranks.codes())
         assert re.search(r"Ranks? 2 failed to pass monitoredBarrier", ranks.err()), ranks.err()
         assert own_tracebacks(ranks.err()) == 1, ranks.err()
@@ -364,18 +357,17 @@ def test_without_a_port_ranks_compute_the_same_with_a_guard_in_between(tmp_path)
 
 
 def test_a_second_run_at_the_same_port_is_refused_and_ends_not_the_first(tmp_path):
-    path = script(tmp_path, """
+    text, variables = """
 ddp = setup_ddp(init_timeout=float(os.environ.get("LIMIT", 600)), quiet=True)
 barrier(ddp)
 print("met", flush=True)
 while not os.path.exists("end"):
     time.sleep(0.05)
 cleanup_ddp(ddp)
-""")
-    variables = dict(MASTER_ADDR="127.0.0.5", MASTER_PORT=free_port(), LIMIT=20)
-    with by_hand(path, range(2), **variables) as ranks:
+""", dict(MASTER_ADDR="127.0.0.5", MASTER_PORT=free_port(), LIMIT=20)
+    with by_hand(tmp_path, text, range(2), **variables) as ranks:
         ranks.wait_for("met")
-        with by_hand(path, [1], 2, **variables) as late:
+        with by_hand(tmp_path, text, [1], 2, **variables) as late:
             assert late.codes() != [0]
             assert "rank 1 of 2 is in this store already" in late.err(), late.err()
         (tmp_path / "end").touch()
@@ -395,7 +387,7 @@ def test_a_start_that_cannot_be_is_refused_once(text, other_rank, env, codes, sa
     with socket.create_server(("127.0.0.1", 0)) as busy:
         if env.get("MASTER_PORT") == "busy":
             env = {**env, "MASTER_PORT": busy.getsockname()[1]}
-        with by_hand(script(tmp_path, text), [0, other_rank], other_rank + 1, **env) as started:
+        with by_hand(tmp_path, text, [0, other_rank], other_rank + 1, **env) as started:
             assert started.codes(500) == codes, started.err()
     assert started.err().count(said.format(host=socket.gethostname())) == 1, started.err()
     assert own_tracebacks(started.err()) == 1, started.err()

@@ -130,7 +130,7 @@ def test_device_and_backend(device, backend, local_rank, found, expected):
 
 @pytest.mark.parametrize("device, backend, found", [
     ("cuda", "auto", {}), ("auto", "nccl", {}), ("auto", "xpu", {}), ("tpu", "auto", {}),
-    ("cpu", "nccl", dict(cuda=1, nccl=True)), ("xpu", "gloo", dict(xpu=1, xccl=True)),
+    ("cpu", "nccl", dict(cuda=1, nccl=True)), ("auto", "gloo", dict(xpu=1, xccl=True)),
     ("xpu", "auto", dict(xpu=1)), ("auto", "mpi", {})])
 def test_impossible_requests_are_refused_with_what_is_there(device, backend, found):
     with pytest.raises(RuntimeError, match="[Aa]vailable|expected one of"):
