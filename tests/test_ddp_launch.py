@@ -285,7 +285,7 @@ assert all_sum(tensor, ddp).tolist() == [6.0, 6.0] and all_sum([1, ddp.rank], dd
 assert all_mean(ddp.rank, ddp) == 1.0 == all_mean(torch.tensor([float(rank)]), ddp).item()
 model = torch.nn.Linear(4, 3)
 assert broadcast(model.weight.tolist(), ddp) == broadcast(model.weight, ddp).tolist()
-model = wrap_ddp(model, ddp)
+model = wrap_ddp(model, ddp, broadcast_buffers=False)    # torch 2.13 warns of this name
 stream = torch.rand(2).tolist()
 with pytest.raises(RuntimeError, match="cannot write"):
     save_checkpoint(__file__ + "/under/a/file.pt", ddp, epoch=1)
