@@ -2,7 +2,6 @@
 import contextlib
 import importlib.metadata
 import itertools
-import json
 import os
 import re
 import signal
@@ -23,6 +22,7 @@ from ddp_setup import (Ddp, State, all_mean, all_sum, autocast, broadcast, choos
                        load_checkpoint, optimize_with_ipex, print0, save_checkpoint, setup_ddp,
                        slurm_first_host, stop_reason, stop_wanted, watch_run, wrap_ddp)
 from launchers import await_that, clean_environment, fork_ranks
+from run_dir import read_status
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
 TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", GROUP_RANK="1",
@@ -362,10 +362,6 @@ def test_what_cannot_be_read_as_a_checkpoint_is_refused_with_its_name(tmp_path):
 # ---------------------------------------------------------------- stop requests
 def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp_path, monkeypatch):
     folder = tmp_path / "new"
-
-    def status():
-        return json.loads((folder / "status.json").read_text())
-
     for cause, left, expected in (
             ("none", 3600, ""), ("deadline", -1, "DDP_DEADLINE is reached"),
             ("file", 3600, f"{folder}/STOP exists; remove it before the next start")):
@@ -374,10 +370,10 @@ def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp
             (folder / "STOP").touch()
         ddp = Ddp()
         watch_run(ddp, folder, minutes=0)
-        assert status() == {"code": None, "reason": "running", "step": None}
+        assert read_status(folder) == {"code": None, "reason": "running", "step": None}
         assert stop_reason(ddp, 3) == expected
         close_run(ddp, 75, "because")
-        assert status() == {"code": 75, "reason": "because", "step": 3}
+        assert read_status(folder) == {"code": 75, "reason": "because", "step": 3}
     for text in ("soon", "nan", "-60", "3000"):
         monkeypatch.setenv("DDP_DEADLINE", text)
         with pytest.raises(RuntimeError, match=f"DDP_DEADLINE='{text}' is not a time"):

@@ -530,22 +530,15 @@ def pals_site(site, two_hosts):
     return site
 
 
-def terminate_as_pbs_does(job):
-    """SIGTERM to the job's shell and to mpiexec; SIGKILL would follow after 10 s."""
-    started = {pid: launchers.about(pid, "comm") for pid in job.pids()}
-    mpiexec = [pid for pid, name in started.items() if name.startswith("mpiexec")]
-    assert len(mpiexec) == 1, started
-    for pid in (job.process.pid, *mpiexec):
-        os.kill(pid, signal.SIGTERM)
-
-
 @pytest.mark.slow
 def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undisturbed_run(
         pals_site, project, reference):
     site, run_dir = pals_site, project / "runs" / "mine"
     with site.start("aurora.pbs", "101.site", on="hostA") as job:
         await_step(project, 7, lambda: job.process.poll() is None)
-        terminate_as_pbs_does(job)
+        mpiexec, = [pid for pid in job.pids() if launchers.about(pid, "comm").startswith("mpiexec")]
+        for pid in (job.process.pid, mpiexec):    # as PBS does; SIGKILL would follow after 10 s
+            os.kill(pid, signal.SIGTERM)
         result = job.wait(timeout=60, leftover_grace=5)     # seconds, where the machine is idle
     text, cancelled = logs(project), stopped_at(run_dir, "SIGTERM")
     assert result.returncode == 75 and result.leftover == [], result.text + text
