@@ -217,14 +217,10 @@ def test_a_command_that_is_shown_is_understood_by_the_script_it_names(given, wor
         module.read_arguments(argv)
         return
 
-    def parse_only(parse):
-        def parse_and_leave(*arguments):
+    for name in ("parse_args", "parse_intermixed_args"):
+        def parse_and_leave(*arguments, parse=getattr(argparse.ArgumentParser, name)):
             parse(*arguments)
             raise Understood
-        return parse_and_leave
-
-    for name in ("parse_args", "parse_intermixed_args"):
-        parse = getattr(argparse.ArgumentParser, name)
-        monkeypatch.setattr(argparse.ArgumentParser, name, parse_only(parse))
+        monkeypatch.setattr(argparse.ArgumentParser, name, parse_and_leave)
     with pytest.raises(Understood):
         module.main(argv)
