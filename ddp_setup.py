@@ -17,7 +17,7 @@ CPU, CUDA and Intel XPU:
 Or `with setup_ddp(seed=0) as ddp:`. With `if stop_reason(ddp, step): save and leave` at each step,
 a run also stops in good order on a signal, before the walltime, or on a STOP file.
 
-    place       Ddp, detect_launcher, choose_device, setup_ddp, cleanup_ddp
+    place       Ddp, detect_launcher, choose_device, setup_ddp (raises SetupError), cleanup_ddp
     training    wrap_ddp, unwrap_ddp, gradient_sync, ddp_sampler, seed_for, worker_init,
                 optimize_with_ipex
     ranks       barrier, broadcast, all_sum, all_mean, print0
@@ -71,13 +71,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
-
-__all__ = [
-    "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum", "autocast",
-    "barrier", "beat", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "close_run",
-    "ddp_sampler", "detect_launcher", "grad_scaler", "gradient_sync", "load_checkpoint",
-    "optimize_with_ipex", "print0", "save_checkpoint", "seed_for", "setup_ddp", "stop_reason",
-    "stop_wanted", "unwrap_ddp", "watch_run", "worker_init", "wrap_ddp"]
 
 # Gloo connects each rank to every other by 2 sockets, and many sites allow only 1,024 open files.
 # Above this number of ranks, objects, flags and barriers use the device's own backend.
@@ -263,11 +256,11 @@ def detect_launcher(env, mpi=None):
         return _plain_process(env)
     row, *outer = complete
     rank, size, local_rank, local_size = (_int(env, getattr(row, part)) for part in PLACE)
-    ranks = {row.rank: rank}   # by source, as are the sizes. All that are not None must agree
+    # By source. All that are not None must agree.
+    ranks = {row.rank: rank, "mpi4py": mpi and mpi[0]}
     sizes = {"DDP_WORLD_SIZE": _int(env, "DDP_WORLD_SIZE"),
-             "WORLD_SIZE": _int(env, "WORLD_SIZE") if row.mpi else None, row.size: size}
-    if mpi:
-        ranks["mpi4py"], sizes["mpi4py"] = mpi
+             "WORLD_SIZE": _int(env, "WORLD_SIZE") if row.mpi else None,
+             row.size: size, "mpi4py": mpi and mpi[1]}
     if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
         for other in outer:
             if other.mpi:
@@ -327,9 +320,8 @@ def _plain_process(env):
 
 
 # ---------------------------------------------------------------- device and backend
-KINDS = ("cuda", "xpu", "cpu")   # device types, the best first
-# The device types that each backend serves, the best backend first.
-BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
+# The device types, the best first, each with its backends, the best first.
+BACKENDS = {"cuda": ("nccl", "gloo"), "xpu": ("xccl",), "cpu": ("gloo",)}
 
 
 def choose_device(device, backend, local_rank, found, ranks=2):
@@ -337,64 +329,46 @@ def choose_device(device, backend, local_rank, found, ranks=2):
 
     Args:
         device: auto | cpu | cuda | xpu.
-        backend: auto | nccl | gloo | ccl | xccl | xpu (xpu: the best one for XPU).
-        found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl' | 'ccl':
-            bool}; also 'trouble', the error, if ccl cannot be loaded.
+        backend: auto | nccl | gloo | xccl | xpu (another name of xccl).
+        found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl': bool}.
         ranks: how many there are; a single rank needs no backend, unless `backend` names one.
     Returns: (type, index or None, backend, reason).
     Raises: SetupError if what was asked for is not available; it lists what is.
     """
     def refuse(what):
         have = ["cpu", *(name if value is True else f"{value} {name}"
-                         for name, value in found.items() if value and name != "trouble")]
+                         for name, value in found.items() if value)]
         raise SetupError(f"{what}. Available here: {', '.join(have)}. Choose --device auto and "
                          f"--backend auto, or among these.")
 
-    for name, value, known in (("device", device, ("auto", *KINDS)),
-                               ("backend", backend, ("auto", "xpu", *BACKENDS))):
+    for name, value, known in (("device", device, ("auto", *BACKENDS)),
+                               ("backend", backend, ("auto", "nccl", "gloo", "xccl", "xpu"))):
         if value not in known:
             raise SetupError(f"--{name} {value} is not known; expected one of {', '.join(known)}")
     asked, visible = f"--device {device}, --backend {backend}", {**found, "cpu": 1}
+    wanted = "xccl" if backend == "xpu" else backend
     # With gloo an XPU is found too, and then refused: not silently replaced by the CPU.
-    kinds = {**BACKENDS, "auto": KINDS, "gloo": KINDS, "xpu": ("xpu",)}[backend]
+    kinds = {"nccl": ("cuda",), "xccl": ("xpu",)}.get(wanted, tuple(BACKENDS))
     kind = device if device != "auto" else next(filter(visible.get, kinds), kinds[0])
     if not visible[kind]:
         refuse(f"{kind} was asked for ({asked}), but no such device is visible")
-    usable = [name for name, served in BACKENDS.items()
-              if kind in served and backend in (name, "auto", "xpu")]
-    if kind not in kinds or not usable:
+    usable = [name for name in BACKENDS[kind] if wanted in (name, "auto")]
+    if not usable:
         refuse(f"--backend {backend} does not serve device {kind}")
     chosen = next(filter(found.get, usable), None)
     if chosen is None and (ranks > 1 or backend != "auto"):
-        trouble = f" ({found['trouble']})" if "ccl" in usable and "trouble" in found else ""
-        refuse(f"no backend for {kind}: expected {' or '.join(usable)}, which this torch "
-               f"lacks{trouble}")
+        refuse(f"no backend for {kind}: expected {' or '.join(usable)}, which this torch lacks")
     # The remainder, since a launcher may let a rank see all devices, some, or only its own one.
     index = None if kind == "cpu" else local_rank % found[kind]
     where = "cpu" if index is None else f"{kind}:{index} of {found[kind]}"
     return kind, index, chosen, f"device {where}; backend {chosen} ({asked})"
 
 
-def _found_devices(need_ccl=False, ipex="auto"):
-    """What choose_device needs to know of this machine. Intel's own packages are imported only
-    where torch lacks a backend for XPUs (before 2.8)."""
-    xpu = torch.xpu.device_count()
-    found = {"cuda": torch.cuda.device_count(), "xpu": xpu, "nccl": dist.is_nccl_available(),
-             "gloo": dist.is_gloo_available(), "xccl": _has_xccl(), "ccl": False}
-    if need_ccl or (xpu and not found["xccl"]):
-        if xpu and ipex != "off":
-            with contextlib.suppress(Exception, SystemExit):   # optimize_with_ipex reports it
-                _import_ipex()   # before oneCCL, whose XPU part needs it
-        try:
-            import oneccl_bindings_for_pytorch  # noqa: F401  (it registers the backend)
-            found["ccl"] = True
-        except Exception as e:   # not installed, a library missing, made for another torch
-            found["trouble"] = f"oneccl_bindings_for_pytorch: {_in_one_line(e)}"
-    return found
-
-
-def _has_xccl():
-    return hasattr(dist, "is_xccl_available") and dist.is_xccl_available()
+def _found_devices():
+    """What choose_device needs to know of this machine."""
+    return {"cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count(),
+            "nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(),
+            "xccl": dist.is_xccl_available()}
 
 
 def _in_one_line(error):
@@ -480,8 +454,7 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
     error, reason, target = None, "", torch.device("cpu")
     try:
         kind, index, backend, reason = choose_device(
-            device, backend, ddp.local_rank, _found_devices(backend == "ccl", ipex),
-            ddp.world_size)
+            device, backend, ddp.local_rank, _found_devices(), ddp.world_size)
         if index is not None:
             target = torch.device(kind, index)
             getattr(torch, kind).set_device(index)   # the group binds to the current device
@@ -602,15 +575,13 @@ def _launch_name(env, ddp):
 
 
 def _launcher_process(ddp):
-    """Process id and start time of this host's launcher (two containers may have equal ids). It is
-    the first ancestor without the rank's variable, which a guard or shell around a rank has."""
+    """Identifies this host's launcher: the first ancestor without the rank's variable, which a
+    guard or shell around a rank has. Two containers may have equal process ids."""
     pid, rank_variable = os.getppid(), f"{LAUNCHERS[ddp.launcher].rank}=".encode()
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
-        while True:
-            _, parent, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if rank_variable not in Path(f"/proc/{pid}/environ").read_bytes():
-                return f"{pid}-{fields[17]}"   # its start time
-            pid = int(parent)
+        while rank_variable in Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return f"{pid} {os.readlink('/proc/self/ns/pid')}"
     return str(pid)
 
 
@@ -1041,15 +1012,15 @@ def _request_stop(ddp, watch, number):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
-    name = signal.Signals(number).name
+    name, again = signal.Signals(number).name, ""
     if number == signal.SIGINT:
+        again = "; Ctrl-C once more ends it at once (not under torchrun)"
         if watch.interrupted and time.monotonic() - watch.interrupted > SAME_CTRL_C:
             raise KeyboardInterrupt
         watch.interrupted = watch.interrupted or time.monotonic()
     if not watch.requested:
         watch.requested = f"{name} on rank {ddp.rank} ({ddp.host})"
         when = "before its first step" if watch.step is None else "after this step and saves"
-        again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
         if ddp.is_main:   # by os.write: the signal may have interrupted a print
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{name}: the run stops {when}{again}\n".encode())
@@ -1160,14 +1131,13 @@ def _write_status(ddp, code, reason):
 
 
 # ---------------------------------------------------------------- wrap, shard
-def wrap_ddp(model, ddp, gradient_as_bucket_view=True, broadcast_buffers=True, bucket_cap_mb=None,
-             **options):
+def wrap_ddp(model, ddp, **options):
     """Wrap a model, already on ddp.device, in DistributedDataParallel if there are several ranks.
 
     Afterwards torch, random and numpy are seeded by (seed, "rank", rank): initial weights are equal
     on all ranks, but dropout and augmentation differ.
 
-    options: of DistributedDataParallel, such as static_graph, find_unused_parameters.
+    options: of DistributedDataParallel; gradient_as_bucket_view is on by default.
     Raises: ValueError for a model on another device."""
     for name, p in model.named_parameters():
         if p.device != ddp.device:
@@ -1175,13 +1145,13 @@ def wrap_ddp(model, ddp, gradient_as_bucket_view=True, broadcast_buffers=True, b
                              f"model.to(ddp.device) before wrap_ddp (and before the optimizer is "
                              f"made).")
     if ddp.world_size > 1:
-        # torch 2.13 renames the option, and warns of the old name
-        renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-        options["forward_sync_buffers" if renamed else "broadcast_buffers"] = broadcast_buffers
+        known = inspect.signature(DistributedDataParallel).parameters
+        if "broadcast_buffers" in options and "forward_sync_buffers" in known:
+            # torch 2.13 renames the option, and warns of the old name
+            options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         if ddp.device.type == "cuda":
-            options.update(device_ids=[ddp.device.index], output_device=ddp.device.index)
-        model = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view,
-                                        bucket_cap_mb=bucket_cap_mb, **options)
+            options["device_ids"] = [ddp.device.index]
+        model = DistributedDataParallel(model, **{"gradient_as_bucket_view": True, **options})
     _seed_all(seed_for(ddp.seed, "rank", ddp.rank))
     return model
 
@@ -1372,11 +1342,10 @@ def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
             state.update(world_size=ddp.world_size, versions={
                 "torch": str(torch.__version__), "python": sys.version.split()[0]})
             _write_checkpoint(path, ddp, keep_last, state)
-    except (OSError, RuntimeError) as e:   # torch reports a full disk as RuntimeError
-        problem = (f"cannot write {path}: {_in_one_line(e)}. The former checkpoint is untouched. "
-                   f"Is the disk full or the folder read-only?")
-    except Exception as e:   # what torch.save cannot write, or torch.load would refuse
-        problem = f"cannot write {path}: {_in_one_line(e)}"
+    except Exception as e:   # perhaps what torch.save cannot write, or torch.load would refuse
+        problem = f"cannot write {path}: {_in_one_line(e)}. The former checkpoint is untouched."
+        if isinstance(e, (OSError, RuntimeError)):   # torch reports a full disk as RuntimeError
+            problem += " Is the disk full or the folder read-only?"
     problem = broadcast(problem, ddp)
     beat(ddp)
     if problem:
@@ -1476,18 +1445,6 @@ def _read_checkpoint(path):
 
 
 # ---------------------------------------------------------------- Intel's extension (legacy stacks)
-def _import_ipex():
-    """Import intel_extension_for_pytorch. Raises: whatever the import raises, even SystemExit."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("intel-extension-for-pytorch")
-        if version.split(".")[:2] != torch.__version__.split(".")[:2]:
-            # Its import would print on every rank and try to exit.
-            raise ImportError(f"intel_extension_for_pytorch {version} does not fit torch "
-                              f"{torch.__version__}")
-    import intel_extension_for_pytorch
-    return intel_extension_for_pytorch
-
-
 def optimize_with_ipex(model, optimizer, ddp):
     """(model, optimizer) as ipex.optimize returns them, or as given if IPEX is not wanted or does
     not work. Call it on all ranks, after making the optimizer and before wrap_ddp.
@@ -1497,11 +1454,18 @@ def optimize_with_ipex(model, optimizer, ddp):
     all go on without it, and rank 0 prints why. The weights keep names, shapes and float32.
     """
     mode = ddp.state.ipex
-    if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or _has_xccl()):
+    if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or dist.is_xccl_available()):
         return model, optimizer
     problem = ""
-    try:   # no fused step: it ignores found_inf, by which our optimizers skip bad steps
-        ipex = _import_ipex()
+    try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version("intel-extension-for-pytorch")
+            if version.split(".")[:2] != torch.__version__.split(".")[:2]:
+                # Its import would print on every rank and try to exit.
+                raise ImportError(f"intel_extension_for_pytorch {version} does not fit torch "
+                                  f"{torch.__version__}")
+        import intel_extension_for_pytorch as ipex
+        # no fused step: it ignores found_inf, by which our optimizers skip bad steps
         result = ipex.optimize(model, optimizer=optimizer, fuse_update_step=False)
     except (Exception, SystemExit) as e:   # a library that is missing, a CPU that is too old, ...
         problem = _in_one_line(e)

@@ -65,6 +65,7 @@ LEAST_SHARED = 1 << 27      # bytes free in /dev/shm
 TABLE_ROWS = 32             # most ranks for which a table is printed
 MOST_PROBLEMS = 6           # most problems printed per check
 MOST_SENDERS = 9            # most ranks with a wrong share that a rank reports
+REPEATS = 7                 # timed all-reduces per size
 ITEMS, STEPS = 12, 20       # data items per rank and training steps, in the claims
 CLOSE = 1e-4                # relative error allowed in gradients: float32 has 1e-6, TF32 1e-3
 
@@ -285,7 +286,7 @@ def reduce_all_sizes(row, ddp, args, answer):
     size = 1024
     while size <= args.max_mib * 2**20:
         x = torch.zeros(size // 4, dtype=torch.float32, device=ddp.device)
-        times = [timed(lambda: dist.all_reduce(x), ddp)[1] for _ in range(2 + args.repeats)]
+        times = [timed(lambda: dist.all_reduce(x), ddp)[1] for _ in range(2 + REPEATS)]
         row["bytes"].append(size)
         row["seconds"].append(statistics.median(times[2:]))     # the first two warm up
         size *= 4
@@ -579,7 +580,8 @@ def run_checks(ddp, args):
                  for found, known in zip(rows, ddp.state.hosts or [host])]
         print0(ddp, check_lines(check.name, status, problems, figure, hosts))
         guilty = sorted({rank for rank, _ in problems} - {None})
-        if len(guilty) < ddp.world_size:   # if all ranks fail, no single host is to blame
+        # If all ranks fail, no single host is to blame. If rank 0 cannot write, the path may be.
+        if len(guilty) < ddp.world_size and check.name != "folder":
             suspects += [hosts[rank] for rank in guilty if hosts[rank] not in suspects]
         written = row if "made" in row else written
         if status == "FAIL":
@@ -703,7 +705,6 @@ def make_parser():
     add("--slow", type=float, help="fraction of the median rate below which a device is slow "
                                    "(default 0.5; on CPUs, which others may use too, 0.1)")
     add("--max_mib", type=int, default=256, help="largest all-reduce in MiB (default 256)")
-    add("--repeats", type=int, default=7, help="timed all-reduces per size (default 7)")
     add_launch_arguments(parser)
     parser.set_defaults(init_timeout=90.0)
     return parser
@@ -711,7 +712,7 @@ def make_parser():
 
 def read_arguments(argv):
     args = make_parser().parse_args(argv)
-    for name in ("timeout", "max_mib", "repeats"):
+    for name in ("timeout", "max_mib"):
         if not 0 < getattr(args, name) < 1e9:   # true for nan too
             raise ValueError(f"command line: --{name} is {getattr(args, name)}, expected a number "
                              "above 0 and below 1e9")

@@ -106,14 +106,12 @@ def clean_environment(launcher="python", env=None):
     # It writes every argument of print by itself, and lines of several ranks get mixed.
     clean.pop("PYTHONUNBUFFERED", None)
     clean["OMP_NUM_THREADS"] = "1"
-    home = _mpi_home(launcher)
-    if home:
+    if home := _mpi_home(launcher):
         # Intel's mpirun is a shell script that looks for mpiexec.hydra on PATH.
         clean["PATH"] = f"{home / 'bin'}{os.pathsep}{clean.get('PATH', os.defpath)}"
     if launcher == "srun":
         clean["SLURM_CONF"] = str(SLURM_CONF)
-    clean |= env or {}
-    return {key: str(value) for key, value in clean.items() if value is not None}
+    return {key: str(value) for key, value in (clean | (env or {})).items() if value is not None}
 
 
 def command(launcher, n, argv, flags=()):
@@ -122,7 +120,6 @@ def command(launcher, n, argv, flags=()):
     flags: more words for the launcher itself."""
     run = [python_of(launcher), *map(str, argv)]
     if launcher == "python":
-        assert n == 1, "plain python starts one rank"
         return run
     if launcher == "srun":
         nodes = min(n, 2)
@@ -137,17 +134,22 @@ def command(launcher, n, argv, flags=()):
     return [str(_starter(launcher)), *flags, "-n", str(n), *run]
 
 
+def host_words(host, words):
+    """The words that run others on a host."""
+    return [str(HOST_SHELL), host, "exec " + shlex.join(map(str, words))]
+
+
 def host_commands(launcher, n, argv):
     """The command lines that together start `python argv` on n ranks, half on each of two hosts."""
-    python, half, argv = python_of(launcher), n // 2, [str(word) for word in argv]
+    python, half = python_of(launcher), n // 2
     if launcher == "torchrun-2hosts":
         run = [python, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={half}",
                "--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS['hostA']}:29400", *argv]
-        return [[str(HOST_SHELL), host, "exec " + shlex.join(run)] for host in HOSTS]
+        return [host_words(host, run) for host in HOSTS]
     # The agents on the hosts connect back to mpiexec, so it must run on one of them too.
     flags = ["-launcher", "rsh", "-launcher-exec", str(HOST_SHELL), "-hosts", ",".join(HOSTS),
              "-ppn", str(half)]
-    return [[str(HOST_SHELL), "hostA", "exec " + shlex.join(command(launcher, n, argv, flags))]]
+    return [host_words("hostA", command(launcher, n, argv, flags))]
 
 
 def run_ranks(launcher, n, argv, cwd, env=None, timeout=600):
@@ -376,10 +378,8 @@ def seconds_until(condition, limit):
 
 def await_that(condition, seconds, what):
     """Return once `condition()` is true; AssertionError with what() if that takes too long."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what()}"
-        time.sleep(0.05)
+    seconds_until(condition, seconds)
+    assert condition(), f"not within {seconds} s: {what()}"
 
 
 def _read(file):

@@ -33,13 +33,11 @@ def script(folder, text):
     return path
 
 
-def by_hand(path, ranks, size=None, **env):
-    """ForkedRanks with a guard each, and a port, which they cannot compute: a forked guard does not
-    show the variables by which ranks tell a guard from their launcher."""
-    size = size or len(ranks)
-    if "MASTER_ADDR" not in env:
-        env = {"MASTER_PORT": free_port(), **env}
-    return ForkedRanks([path], path.parent, {r: dict(
+def by_hand(folder, text, ranks, size=None, **env):
+    """ForkedRanks of a script, with a guard each, and a port, which they cannot compute: a forked
+    guard does not show the variables by which ranks tell a guard from their launcher."""
+    size, env = size or len(ranks), {"MASTER_PORT": free_port(), **env}
+    return ForkedRanks([script(folder, text)], folder, {r: dict(
         DDP_RANK=r, DDP_WORLD_SIZE=size, DDP_LOCAL_RANK=r, DDP_LOCAL_WORLD_SIZE=size, **env)
         for r in ranks})
 
@@ -85,52 +83,28 @@ def test_without_a_guard_or_mpi4py_too_a_rank_that_fails_or_leaves_early_ends_al
     ("abort(ddp, 'no such file', 2)", 2, "no such file"), ("os._exit(0)", 1, "without cleanup_ddp"),
     ("exec('with ddp: sys.exit(\"no data?\")')", 1, "FAILED: rank 1 of 3 on {host}: no data? No")])
 def test_without_a_launcher_too_the_end_of_one_is_the_end_of_all(ending, code, words, tmp_path):
-    with by_hand(script(tmp_path, ENDING.format(ending=ending)), range(3)) as ranks:
+    with by_hand(tmp_path, ENDING.format(ending=ending), range(3)) as ranks:
         assert ranks.codes() == [code] * 3, ranks.err()
         assert ranks.err().count(words.format(host=socket.gethostname())) == 1
         assert ranks.err().count("FAILED: ") == (code != 2)
         assert own_tracebacks(ranks.err()) == 0
 
 
-@pytest.mark.parametrize("fault", [
-    # a full disk under the log
-    "os.dup2(os.open('/dev/full', os.O_WRONLY), 2); raise ValueError('on purpose')",
-    # a library with a hook of its own
-    "sys.excepthook = lambda *a: None; raise ValueError('on purpose')",
-    "ddp.rank and time.sleep(2); ddp.rank and os._exit(1)"])
-def test_an_end_that_nobody_can_print_or_that_comes_late_is_an_error(fault, tmp_path):
-    path = script(tmp_path, f"""
-ddp = setup_ddp(quiet=True)
-watch_run(ddp, "out")
-stop_reason(ddp, 0)
-{fault}
-cleanup_ddp(ddp)
-""")
-    with by_hand(path, range(2)) as ranks:
-        codes = ranks.codes(100)
-    assert 0 not in codes, ranks.err()
-    assert read_status(tmp_path / "out")["code"] == 1
-
-
-@pytest.mark.parametrize("victim, codes", [("getppid", [-signal.SIGKILL, 1]), ("getpid", [1, 1])],
-                         ids=["guard", "rank"])
-def test_the_death_of_rank_0_is_told_even_where_its_loss_is_what_the_other_runs_into(
-        victim, codes, tmp_path):
-    path = script(tmp_path, f"""
+def test_the_death_of_the_hub_is_told_though_the_other_rank_runs_into_the_loss_of_rank_0(tmp_path):
+    with by_hand(tmp_path, """
 ddp = setup_ddp(quiet=True)
 barrier(ddp)
 if ddp.rank == 0:
-    os.kill(os.{victim}(), 9)
+    os.kill(os.getppid(), 9)
 all_sum(1, ddp)
-""")
-    with by_hand(path, range(2)) as ranks:
-        assert ranks.codes() == codes
+""", range(2)) as ranks:
+        assert ranks.codes() == [-signal.SIGKILL, 1]
         assert ranks.err().count("FAILED: rank 0 of 2 on ") == 1, ranks.err()
         assert ranks.err().count("died without a word") == 1, ranks.err()
 
 
 def test_a_hang_is_ended_with_the_late_rank_its_step_and_all_stacks(tmp_path):
-    path = script(tmp_path, """
+    with by_hand(tmp_path, """
 ddp = setup_ddp(quiet=True)
 watch_run(ddp, "out", minutes=3 / 60)
 def stuck():
@@ -140,8 +114,7 @@ for step in range(8):
     stop_reason(ddp, step)
     if step == 5:
         stuck()
-""")
-    with by_hand(path, range(3)) as ranks:
+""", range(3)) as ranks:
         codes, text = ranks.codes(), ranks.err()
     assert codes == [70] * 3 and text.count("FAILED: ") == 1, text
     assert re.search(r"FAILED: rank 1 of 3 .*no progress for 3 s.*stuck \(script.py:", text), text
@@ -152,6 +125,11 @@ for step in range(8):
 
 
 @pytest.mark.parametrize("when, codes, says", [
+    # a full disk under the log, and a library with a hook of its own
+    ("os.dup2(os.open('/dev/full', os.O_WRONLY), 2); before = lambda: 1 / 0", [1, 1],
+     "left with exit code 1"),
+    ("sys.excepthook = lambda *_: None; before = lambda: 1 / 0", [1, 1], "ZeroDivisionError"),
+    ("before = lambda: (time.sleep(2), os._exit(1))", [1, 1], "left with exit code 1"),
     ("before = lambda: os.kill(os.getpid(), 19)", [70, 70],
      "rank 1 on {host} did not come to cleanup_ddp within 3 s"),
     ("torch.distributed.destroy_process_group = lambda: os.kill(os.getpid(), 9)", [1, 1],
@@ -160,9 +138,9 @@ for step in range(8):
     # while Python ends: what is registered first is called last
     ("import atexit; atexit.register(os.kill, os.getpid(), 19)", [70, 70],
      "still there 2 s after cleanup_ddp")])
-def test_a_rank_that_dies_or_is_stopped_while_it_leaves_is_not_passed_over(
+def test_a_rank_that_fails_or_dies_or_is_stopped_while_it_leaves_is_not_passed_over(
         when, codes, says, tmp_path):
-    path = script(tmp_path, f"""
+    with by_hand(tmp_path, f"""
 before = after = lambda: None
 if os.environ["DDP_RANK"] == "1":
     {when}
@@ -173,8 +151,7 @@ close_run(ddp, 0, "done")
 before()
 cleanup_ddp(ddp)
 after()
-""")
-    with by_hand(path, range(2), EXIT=2) as ranks:
+""", range(2), EXIT=2) as ranks:
         assert ranks.codes(100) == codes, ranks.err()
         host, failed = socket.gethostname(), ranks.err().count("FAILED: ")
         assert not says or f"FAILED: rank 1 of 2 on {host}: {says.format(host=host)}" in ranks.err()
@@ -218,7 +195,7 @@ for port in sys.argv[1:]:
 def test_a_stop_that_one_rank_is_asked_for_is_the_outcome_and_the_end_of_a_child_is_not(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".last.pt.tmp").touch()    # of a save that was killed
-    path = script(tmp_path, """
+    with by_hand(tmp_path, """
 import atexit, multiprocessing, signal
 ddp = setup_ddp(quiet=True)
 watch_run(ddp, "out")
@@ -246,8 +223,7 @@ while not stop_reason(ddp, 1):
     pass
 save_checkpoint("out/last.pt", ddp, step=1)
 cleanup_ddp(ddp)
-""")
-    with by_hand(path, range(2), DDP_GUARD="0") as ranks:
+""", range(2), DDP_GUARD="0") as ranks:
         assert ranks.codes() == [0, 0], ranks.err()
         assert ranks.out(1) == "-15\n5\n"
     status = read_status(tmp_path / "out")
@@ -309,7 +285,7 @@ assert all_sum(tensor, ddp).tolist() == [6.0, 6.0] and all_sum([1, ddp.rank], dd
 assert all_mean(ddp.rank, ddp) == 1.0 == all_mean(torch.tensor([float(rank)]), ddp).item()
 model = torch.nn.Linear(4, 3)
 assert broadcast(model.weight.tolist(), ddp) == broadcast(model.weight, ddp).tolist()
-model = wrap_ddp(model, ddp)
+model = wrap_ddp(model, ddp, broadcast_buffers=False)    # torch 2.13 warns of this name
 stream = torch.rand(2).tolist()
 with pytest.raises(RuntimeError, match="cannot write"):
     save_checkpoint(__file__ + "/under/a/file.pt", ddp, epoch=1)
@@ -328,22 +304,21 @@ with open(f"stream{rank}", "w") as f:
     slow("openmpi", {}),
     ("torchrun", {"DDP_GLOO_MAX_RANKS": "2"})])    # objects over the device's backend
 def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
-    need(launcher)
     result = run_ranks(launcher, 3, [script(tmp_path, TOGETHER)], cwd=tmp_path, env=env)
     assert result.stdout == result.stderr == "", result.text
     assert (result.returncode, result.leftover) == (0, []), result.text
     assert len({(tmp_path / f"stream{rank}").read_text() for rank in range(3)}) == 3
 
 
-def test_a_barrier_names_the_rank_that_does_not_come(tmp_path):
-    path = script(tmp_path, """
+def test_a_barrier_after_a_second_set_up_names_the_rank_that_does_not_come(tmp_path):
+    with by_hand(tmp_path, """
 with setup_ddp(quiet=True) as ddp:
     barrier(ddp)
+with setup_ddp(quiet=True) as ddp:    # again, at the same port
     if ddp.rank == 2:
         time.sleep(600)
     barrier(ddp, timeout=4 if ddp.rank == 0 else 60)    # it is rank 0 that knows who is missing
-""")
-    with by_hand(path, range(3)) as ranks:
+""", range(3)) as ranks:
         assert all(code != 0 for code in ranks.codes())
         assert re.search(r"Ranks? 2 failed to pass monitoredBarrier", ranks.err()), ranks.err()
         assert own_tracebacks(ranks.err()) == 1, ranks.err()
@@ -356,15 +331,6 @@ where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 print(f"{int(all_sum(1, ddp))} ranks met at {where}", flush=True)
 cleanup_ddp(ddp)
 """
-
-
-def test_an_address_alone_means_port_29500_and_a_port_alone_is_this_host(tmp_path):
-    path, port = script(tmp_path, WHERE + WHERE), free_port()   # they set up twice
-    for env, where in (({"MASTER_ADDR": "127.0.0.5"}, "127.0.0.5:29500"),
-                       ({"MASTER_PORT": port}, f"127.0.0.1:{port}")):
-        with by_hand(path, [1, 0], 2, **env) as ranks:
-            assert ranks.codes() == [0, 0], ranks.err()
-            assert ranks.out().count(f"2 ranks met at {where}\n") == 4, ranks.out()
 
 
 def test_a_node_waits_for_the_others_as_long_as_it_was_told_and_a_pods_variables_do_not_count(
@@ -391,18 +357,17 @@ def test_without_a_port_ranks_compute_the_same_with_a_guard_in_between(tmp_path)
 
 
 def test_a_second_run_at_the_same_port_is_refused_and_ends_not_the_first(tmp_path):
-    path = script(tmp_path, """
+    text, variables = """
 ddp = setup_ddp(init_timeout=float(os.environ.get("LIMIT", 600)), quiet=True)
 barrier(ddp)
 print("met", flush=True)
 while not os.path.exists("end"):
     time.sleep(0.05)
 cleanup_ddp(ddp)
-""")
-    variables = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), LIMIT=20)
-    with by_hand(path, range(2), **variables) as ranks:
+""", dict(MASTER_ADDR="127.0.0.5", MASTER_PORT=free_port(), LIMIT=20)
+    with by_hand(tmp_path, text, range(2), **variables) as ranks:
         ranks.wait_for("met")
-        with by_hand(path, [1], 2, **variables) as late:
+        with by_hand(tmp_path, text, [1], 2, **variables) as late:
             assert late.codes() != [0]
             assert "rank 1 of 2 is in this store already" in late.err(), late.err()
         (tmp_path / "end").touch()
@@ -422,7 +387,7 @@ def test_a_start_that_cannot_be_is_refused_once(text, other_rank, env, codes, sa
     with socket.create_server(("127.0.0.1", 0)) as busy:
         if env.get("MASTER_PORT") == "busy":
             env = {**env, "MASTER_PORT": busy.getsockname()[1]}
-        with by_hand(script(tmp_path, text), [0, other_rank], other_rank + 1, **env) as started:
+        with by_hand(tmp_path, text, [0, other_rank], other_rank + 1, **env) as started:
             assert started.codes(500) == codes, started.err()
     assert started.err().count(said.format(host=socket.gethostname())) == 1, started.err()
     assert own_tracebacks(started.err()) == 1, started.err()
@@ -442,11 +407,10 @@ def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tm
 @pytest.mark.parametrize("launcher, n", [
     ("python", 1), ("mpich", 2), slow("torchrun", 2), slow("openmpi", 4)])
 def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(launcher, n, tmp_path):
-    need(launcher)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (tmp_path / "script.py").write_text(next(block for block in blocks if "setup_ddp" in block))
     shutil.copy(ROOT / "ddp_setup.py", tmp_path)
-    result = run_ranks(launcher, n, ["script.py"], cwd=tmp_path, timeout=600)
+    result = run_ranks(launcher, n, ["script.py"], cwd=tmp_path)
     assert (result.returncode, result.stderr, result.leftover) == (0, "", []), result.text
     assert result.stdout.count("epoch 9  loss") == 1, result.text
     state = torch.load(tmp_path / "out" / "9.pt", weights_only=True)

@@ -1,13 +1,12 @@
 """Does ddp_setup decide rightly? Pure decisions and one process."""
-import builtins
 import contextlib
 import importlib.metadata
 import itertools
-import json
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 import types
@@ -23,6 +22,7 @@ from ddp_setup import (Ddp, State, all_mean, all_sum, autocast, broadcast, choos
                        load_checkpoint, optimize_with_ipex, print0, save_checkpoint, setup_ddp,
                        slurm_first_host, stop_reason, stop_wanted, watch_run, wrap_ddp)
 from launchers import await_that, clean_environment, fork_ranks
+from run_dir import read_status
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
 TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", GROUP_RANK="1",
@@ -64,12 +64,9 @@ def test_every_launcher_is_known_by_its_variables(env, name, mpi):
     assert place.local_world_size in (4, None)
 
 
-def test_the_ranks_of_a_slurm_step_on_one_node_are_on_one_host():
+def test_a_slurm_step_on_one_node_and_a_single_rank_are_on_one_host():
     assert detect_launcher(dict(SLURM, SLURM_STEP_NUM_NODES="1")).on_one_host
     assert not detect_launcher(SLURM).on_one_host
-
-
-def test_a_single_rank_of_a_launcher_is_alone_on_host_0():
     one = detect_launcher(dict(FLUX, FLUX_TASK_RANK="0", FLUX_JOB_SIZE="1", FLUX_TASK_LOCAL_ID="0"))
     assert (one.world_size, one.local_world_size, one.node_rank) == (1, 1, 0)   # it meets nobody
 
@@ -109,26 +106,32 @@ def test_first_host_of_a_slurm_list():
         assert slurm_first_host(text) == host
 
 
-FOUND = dict(cuda=0, xpu=0, nccl=False, gloo=True, xccl=False, ccl=False)
+def test_an_address_alone_means_port_29500_and_a_port_alone_is_this_host():
+    alone = Ddp(world_size=2, local_world_size=2)
+    for env, place in ((dict(MASTER_ADDR="127.0.0.5"), ("127.0.0.5", 29500)),
+                       (dict(MASTER_PORT="7"), ("127.0.0.1", 7)),
+                       (dict(MASTER_ADDR="n0", MASTER_PORT="7"), ("n0", 7))):
+        assert ddp_setup._place_of_rank_0(alone, env)[:2] == place
+
+
+FOUND = dict(cuda=0, xpu=0, nccl=False, gloo=True, xccl=False)
 
 
 @pytest.mark.parametrize("device, backend, local_rank, found, expected", [
     ("auto", "auto", 2, {}, ("cpu", None, "gloo")),
     ("auto", "auto", 2, dict(xpu=1, cuda=3, nccl=True), ("cuda", 2, "nccl")),
     ("auto", "auto", 3, dict(cuda=1, nccl=True), ("cuda", 0, "nccl")),    # one visible per task
-    ("auto", "auto", 11, dict(xpu=12, ccl=True), ("xpu", 11, "ccl")),
-    ("auto", "xpu", 0, dict(xpu=12, xccl=True, ccl=True), ("xpu", 0, "xccl")),
+    ("auto", "xpu", 11, dict(xpu=12, xccl=True), ("xpu", 11, "xccl")),
     ("cpu", "auto", 1, dict(cuda=4, nccl=True), ("cpu", None, "gloo")),
-    ("auto", "gloo", 1, dict(cuda=4, nccl=True), ("cuda", 1, "gloo")),
-    ("auto", "ccl", 1, dict(ccl=True), ("cpu", None, "ccl"))])
+    ("auto", "gloo", 1, dict(cuda=4, nccl=True), ("cuda", 1, "gloo"))])
 def test_device_and_backend(device, backend, local_rank, found, expected):
     assert choose_device(device, backend, local_rank, {**FOUND, **found})[:3] == expected
 
 
 @pytest.mark.parametrize("device, backend, found", [
     ("cuda", "auto", {}), ("auto", "nccl", {}), ("auto", "xpu", {}), ("tpu", "auto", {}),
-    ("cpu", "nccl", dict(cuda=1, nccl=True)), ("xpu", "gloo", dict(xpu=1, xccl=True)),
-    ("xpu", "auto", dict(xpu=1)), ("cpu", "ccl", {}), ("auto", "mpi", {})])
+    ("cpu", "nccl", dict(cuda=1, nccl=True)), ("auto", "gloo", dict(xpu=1, xccl=True)),
+    ("xpu", "auto", dict(xpu=1)), ("auto", "mpi", {})])
 def test_impossible_requests_are_refused_with_what_is_there(device, backend, found):
     with pytest.raises(RuntimeError, match="[Aa]vailable|expected one of"):
         choose_device(device, backend, 0, {**FOUND, **found})
@@ -150,24 +153,6 @@ def row(**changes):
 def test_ranks_that_do_not_fit_together_are_refused(rows, code, words):
     problem, found = ddp_setup._problem_of(rows, max(rows) + 1, 300.0)
     assert found == code and bool(problem) == bool(code) and re.search(words, problem), problem
-
-
-def pretend(monkeypatch, xccl=False, **modules):
-    """A machine with XPUs, for choosing only: `modules` stand for Intel's packages. Returns the
-    list of those imported, in order."""
-    imported, real = [], builtins.__import__
-
-    def pretended(name, *more):
-        if name not in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
-            return real(name, *more)
-        imported.append(name)
-        if name not in modules:
-            raise ImportError(f"no {name} here")
-        return modules[name]
-    monkeypatch.setattr(builtins, "__import__", pretended)
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 12)
-    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: xccl)
-    return imported
 
 
 def test_tiles_of_a_card_that_share_a_uuid_are_told_apart_and_two_ranks_on_one_are_not(monkeypatch):
@@ -196,18 +181,11 @@ def test_a_guard_that_does_not_read_holds_up_no_step():
         assert time.monotonic() - began < ddp_setup.GUARD_ANSWER / 2
 
 
-def test_where_torch_has_no_xccl_intels_bindings_serve_an_xpu_or_say_why_not(monkeypatch):
+def test_xpus_and_their_backend_are_found(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    pretend(monkeypatch)
-    with pytest.raises(ddp_setup.SetupError,
-                       match="no backend for xpu.*ImportError: no oneccl_bindings_for_pytorch"):
-        choose_device("xpu", "auto", 0, ddp_setup._found_devices())
-    for xccl, backend, imported in (
-            (True, "xccl", []),
-            (False, "ccl", ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"])):
-        order = pretend(monkeypatch, xccl, oneccl_bindings_for_pytorch="bindings")
-        found = choose_device("auto", "auto", 0, ddp_setup._found_devices())
-        assert (found[0], found[2], order) == ("xpu", backend, imported)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 12)
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True)
+    assert choose_device("auto", "auto", 13, ddp_setup._found_devices())[:3] == ("xpu", 1, "xccl")
 
 
 @pytest.mark.parametrize("mode, device, xccl, fault, said", [
@@ -227,20 +205,20 @@ def test_ipex_optimizes_where_asked_or_where_torch_has_no_xccl_or_says_once_why_
         # without dtype: weights stay float32; unfused, or a step with a nan would not be skipped
         assert given is model and how == {"optimizer": "optimizer", "fuse_update_step": False}
         return theirs
-    imported = pretend(monkeypatch, xccl, intel_extension_for_pytorch=types.SimpleNamespace(
-        optimize=optimize, __version__="0"))
+    ipex = types.SimpleNamespace(optimize=optimize, __version__="0")
+    imported = said and not fault.endswith("xpu")
+    monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", ipex if imported else None)
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: xccl)
     if fault.endswith("xpu"):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: fault)
     place = Ddp(device=torch.device(device), state=State(ipex=mode))
     found = optimize_with_ipex(model, "optimizer", place)
     assert found == (theirs if "optimized" in said else (model, "optimizer"))
     assert capsys.readouterr().out.splitlines() == [said] * bool(said)
-    assert bool(imported) == (said != "" and not fault.endswith("xpu"))
 
 
 def samplers(size, data=range(23), **options):
-    return [ddp_sampler(data, Ddp(rank=r, world_size=size, seed=3), **options)
-            for r in range(size)]
+    return [ddp_sampler(data, Ddp(rank=r, world_size=size, seed=3), **options) for r in range(size)]
 
 
 def test_samplers_deal_every_item_once_in_evaluation_and_in_training_as_one_process_does():
@@ -384,10 +362,6 @@ def test_what_cannot_be_read_as_a_checkpoint_is_refused_with_its_name(tmp_path):
 # ---------------------------------------------------------------- stop requests
 def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp_path, monkeypatch):
     folder = tmp_path / "new"
-
-    def status():
-        return json.loads((folder / "status.json").read_text())
-
     for cause, left, expected in (
             ("none", 3600, ""), ("deadline", -1, "DDP_DEADLINE is reached"),
             ("file", 3600, f"{folder}/STOP exists; remove it before the next start")):
@@ -396,10 +370,10 @@ def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp
             (folder / "STOP").touch()
         ddp = Ddp()
         watch_run(ddp, folder, minutes=0)
-        assert status() == {"code": None, "reason": "running", "step": None}
+        assert read_status(folder) == {"code": None, "reason": "running", "step": None}
         assert stop_reason(ddp, 3) == expected
         close_run(ddp, 75, "because")
-        assert status() == {"code": 75, "reason": "because", "step": 3}
+        assert read_status(folder) == {"code": 75, "reason": "because", "step": 3}
     for text in ("soon", "nan", "-60", "3000"):
         monkeypatch.setenv("DDP_DEADLINE", text)
         with pytest.raises(RuntimeError, match=f"DDP_DEADLINE='{text}' is not a time"):

@@ -22,7 +22,7 @@ import pytest
 
 import launchers
 from ddp_setup import load_checkpoint
-from launchers import ROOT, Running, await_that, clean_environment, fork_ranks, need
+from launchers import ROOT, Running, await_that, clean_environment, fork_ranks, host_words, need
 from run_dir import read_status
 from training import same_run
 
@@ -117,11 +117,6 @@ def bash(folder, *words, **env):
     """Run `bash WORDS` in `folder` to its end: a Result."""
     with Running(["bash", *map(str, words)], folder, clean_environment(env=env)) as running:
         return running.wait(60)
-
-
-def host_words(host, words):
-    """The words that run others on a host."""
-    return [str(launchers.HOST_SHELL), host, "exec " + shlex.join(map(str, words))]
 
 
 # ---------------------------------------------------------------- what stands in them
@@ -394,11 +389,15 @@ def test_a_workstation_gets_a_rank_per_gpu(site, project):
         assert f" --nproc_per_node {ranks} " in result.stdout, result.text
 
 
-def test_modules_that_cannot_be_loaded_and_a_users_logout_file_do_not_hide_how_a_job_ends(
+def test_the_deadline_counts_from_before_modules_and_no_users_file_hides_how_a_job_ends(
         site, project):
     site.fake_launcher("75 143", "75 143")
     (site.folder / "home" / ".bash_logout").write_text("false\n$no_such_variable\n")
-    assert site.run("aurora.pbs", RUN_DIR="runs/mine/") == 75, logs(project)
+    site.profile("module() { sleep 4; }\n")
+    before = time.time()
+    assert site.run("aurora.pbs", RUN_DIR="runs/mine/", SAVE_SECONDS="900") == 75, logs(project)
+    deadline = int((site.folder / "deadline").read_text())
+    assert before + 7200 - 900 - 1 <= deadline <= time.time() - 4 + 7200 - 900 + 1
     site.profile("module() { return 1; }\n")
     assert site.run("aurora.pbs") == 2 and len(site.launched()) == 1
 
@@ -531,22 +530,15 @@ def pals_site(site, two_hosts):
     return site
 
 
-def terminate_as_pbs_does(job):
-    """SIGTERM to the job's shell and to mpiexec; SIGKILL would follow after 10 s."""
-    started = {pid: launchers.about(pid, "comm") for pid in job.pids()}
-    mpiexec = [pid for pid, name in started.items() if name.startswith("mpiexec")]
-    assert len(mpiexec) == 1, started
-    for pid in (job.process.pid, *mpiexec):
-        os.kill(pid, signal.SIGTERM)
-
-
 @pytest.mark.slow
 def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undisturbed_run(
         pals_site, project, reference):
     site, run_dir = pals_site, project / "runs" / "mine"
     with site.start("aurora.pbs", "101.site", on="hostA") as job:
         await_step(project, 7, lambda: job.process.poll() is None)
-        terminate_as_pbs_does(job)
+        mpiexec, = [pid for pid in job.pids() if launchers.about(pid, "comm").startswith("mpiexec")]
+        for pid in (job.process.pid, mpiexec):    # as PBS does; SIGKILL would follow after 10 s
+            os.kill(pid, signal.SIGTERM)
         result = job.wait(timeout=60, leftover_grace=5)     # seconds, where the machine is idle
     text, cancelled = logs(project), stopped_at(run_dir, "SIGTERM")
     assert result.returncode == 75 and result.leftover == [], result.text + text
@@ -652,12 +644,3 @@ def test_open_mpi_over_two_hosts(two_hosts, project, reference):
     assert result.returncode == 0 and result.leftover == [], result.text
     assert "4 rank(s) on 2 host(s)" in result.stdout
     check_finished(project / "runs" / "mine", reference)
-
-
-def test_the_deadline_counts_from_before_the_modules_were_loaded(site, project):
-    site.fake_launcher("0 0")
-    site.profile("module() { sleep 4; }\n")
-    before = time.time()
-    assert site.run("aurora.pbs", SAVE_SECONDS="900") == 0, logs(project)
-    deadline = int((site.folder / "deadline").read_text())
-    assert before + 7200 - 900 - 1 <= deadline <= time.time() - 4 + 7200 - 900 + 1

@@ -1,4 +1,4 @@
-"""Do jobs/local.sh, the environments of jobs/test.sh, launchers.py and the commands shown work?
+"""Do jobs/local.sh, launchers.py and the commands shown work?
 
 local.sh runs in copies whose requirements.txt is empty: an environment takes seconds, no network.
 """
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launchers import ROOT, clean_environment, need, run_ranks, slow, start_ranks
+from launchers import ROOT, clean_environment, need, start_ranks
 
 SCRIPT = """
 import os, sys
@@ -147,18 +147,6 @@ def test_local_sh_writes_into_no_environment_that_it_did_not_make(copy):
     assert [path.name for path in (copy / "other").iterdir()] == ["stamp"]
 
 
-@pytest.mark.parametrize("launcher, library", [
-    ("mpich", "MPICH"), ("openmpi", "Open"), slow("intel", "Intel(R)")])
-def test_mpi4py_loads_the_mpi_of_its_launcher(tmp_path, launcher, library):
-    (tmp_path / "say.py").write_text(
-        "from mpi4py import MPI\nworld, library = MPI.COMM_WORLD, MPI.Get_library_version()\n"
-        "print('rank', world.rank, 'of', world.size, 'in', library.split()[0], flush=True)\n")
-    result = run_ranks(launcher, 3, ["say.py"], cwd=tmp_path)
-    assert (result.returncode, result.leftover) == (0, []), result.text
-    assert sorted(result.stdout.splitlines()) == [f"rank {rank} of 3 in {library}"
-                                                  for rank in range(3)]
-
-
 def test_a_process_left_behind_is_named_and_ended(tmp_path):
     (tmp_path / "leave.py").write_text(
         "import subprocess\nsubprocess.Popen(['sleep', '300'], start_new_session=True)\n")
@@ -229,14 +217,10 @@ def test_a_command_that_is_shown_is_understood_by_the_script_it_names(given, wor
         module.read_arguments(argv)
         return
 
-    def parse_only(parse):
-        def parse_and_leave(*arguments):
+    for name in ("parse_args", "parse_intermixed_args"):
+        def parse_and_leave(*arguments, parse=getattr(argparse.ArgumentParser, name)):
             parse(*arguments)
             raise Understood
-        return parse_and_leave
-
-    for name in ("parse_args", "parse_intermixed_args"):
-        parse = getattr(argparse.ArgumentParser, name)
-        monkeypatch.setattr(argparse.ArgumentParser, name, parse_only(parse))
+        monkeypatch.setattr(argparse.ArgumentParser, name, parse_and_leave)
     with pytest.raises(Understood):
         module.main(argv)

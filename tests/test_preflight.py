@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from launchers import ROOT, fork_ranks, need, run_ranks, slow
+from launchers import ROOT, fork_ranks, run_ranks, slow
 
 HOST = socket.gethostname()
 CHECKS = ["barrier", "place", "versions", "limits", "all-reduce", "matmul", "folder", "visible",
@@ -29,8 +29,7 @@ test_aurora_ddp.cli()
 """
 
 
-def check(tmp_path, *options, fault=None, faulty_rank=1, launcher=None, n=2, folder=ROOT,
-          env=None):
+def check(tmp_path, *options, fault=None, faulty_rank=1, launcher=None, n=2, folder=ROOT, env=None):
     """Run the pre-flight in `tmp_path`, and with the option --claims all.
 
     fault: Python text that is executed on one rank beforehand; folder: rank 1's project files."""
@@ -44,7 +43,6 @@ def check(tmp_path, *options, fault=None, faulty_rank=1, launcher=None, n=2, fol
     argv = [path, "--device", "cpu", "--slow", "0.02", "--suspects", "bad_hosts", *checks, *options]
     if launcher is None:
         return fork_ranks(n, argv, tmp_path, env, timeout=120)
-    need(launcher)
     return run_ranks(launcher, n, argv, cwd=tmp_path, env=env, timeout=120)
 
 
@@ -73,8 +71,8 @@ def assert_found(result, tmp_path, **expected):
 @pytest.mark.parametrize("launcher", [None, slow("mpich")])
 def test_two_healthy_ranks_pass_leave_nothing_and_the_bandwidth_is_a_table(tmp_path, launcher):
     (tmp_path / "bad_hosts").write_text("of-a-former-run\n")
-    result = check(tmp_path, "--claims", "--bandwidth", "--max_mib", "4", "--repeats", "3",
-                   "--work_dir", "runs", launcher=launcher, env=GUARDED)
+    result = check(tmp_path, "--claims", "--bandwidth", "--max_mib", "4", "--work_dir", "runs",
+                   launcher=launcher, env=GUARDED)
     assert result.returncode == 0 and result.leftover == [] and result.stderr == "", result.text
     assert {name: status for name, (status, _) in lines_of(result).items()} == {
         **dict.fromkeys(CHECKS, "PASS"), "ipex": "SKIP"}, result.text
@@ -148,7 +146,7 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path):
     status, figure = lines_of(result)["folder"]
     assert status == "FAIL" and f"rank 0 on {HOST} NotADirectoryError" in figure, result.text
     assert lines_of(result)["visible"] == ("SKIP", "nothing was written")
-    assert result.stdout.splitlines()[-1] == f"suspect hosts: {HOST}"
+    assert "suspect" not in result.stdout and (tmp_path / "bad_hosts").read_text() == ""
 
 
 @pytest.mark.parametrize("fault, name, words", [
