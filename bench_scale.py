@@ -302,7 +302,7 @@ def read_arguments(argv):
     add("--json", help="file to add the results to")
     add("--plot", help="PNG file to draw")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
-    add("--backend", default="auto", choices=("auto", "nccl", "gloo", "xccl", "xpu"))
+    add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
     add("--measure", action="store_true", help="internal: measure without a report")
     args = parser.parse_intermixed_args(argv)
     args.says_what = bool(args.words or args.config)

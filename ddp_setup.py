@@ -72,6 +72,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
+__all__ = [
+    "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum", "autocast",
+    "barrier", "beat", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "close_run",
+    "ddp_sampler", "detect_launcher", "grad_scaler", "gradient_sync", "load_checkpoint",
+    "optimize_with_ipex", "print0", "save_checkpoint", "seed_for", "setup_ddp", "stop_reason",
+    "stop_wanted", "unwrap_ddp", "watch_run", "worker_init", "wrap_ddp"]
+
 # Gloo connects each rank to every other by 2 sockets, and many sites allow only 1,024 open files.
 # Above this number of ranks, objects, flags and barriers use the device's own backend.
 GLOO_MAX_RANKS = 256
@@ -320,8 +327,9 @@ def _plain_process(env):
 
 
 # ---------------------------------------------------------------- device and backend
-# The device types, the best first, each with its backends, the best first.
-BACKENDS = {"cuda": ("nccl", "gloo"), "xpu": ("xccl",), "cpu": ("gloo",)}
+KINDS = ("cuda", "xpu", "cpu")   # device types, the best first
+# The device types that each backend serves, the best backend first.
+BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
 
 
 def choose_device(device, backend, local_rank, found, ranks=2):
@@ -329,46 +337,64 @@ def choose_device(device, backend, local_rank, found, ranks=2):
 
     Args:
         device: auto | cpu | cuda | xpu.
-        backend: auto | nccl | gloo | xccl | xpu (another name of xccl).
-        found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl': bool}.
+        backend: auto | nccl | gloo | ccl | xccl | xpu (xpu: the best one for XPU).
+        found: {'cuda': devices visible, 'xpu': devices visible, 'nccl' | 'gloo' | 'xccl' | 'ccl':
+            bool}; also 'trouble', the error, if ccl cannot be loaded.
         ranks: how many there are; a single rank needs no backend, unless `backend` names one.
     Returns: (type, index or None, backend, reason).
     Raises: SetupError if what was asked for is not available; it lists what is.
     """
     def refuse(what):
         have = ["cpu", *(name if value is True else f"{value} {name}"
-                         for name, value in found.items() if value)]
+                         for name, value in found.items() if value and name != "trouble")]
         raise SetupError(f"{what}. Available here: {', '.join(have)}. Choose --device auto and "
                          f"--backend auto, or among these.")
 
-    for name, value, known in (("device", device, ("auto", *BACKENDS)),
-                               ("backend", backend, ("auto", "nccl", "gloo", "xccl", "xpu"))):
+    for name, value, known in (("device", device, ("auto", *KINDS)),
+                               ("backend", backend, ("auto", "xpu", *BACKENDS))):
         if value not in known:
             raise SetupError(f"--{name} {value} is not known; expected one of {', '.join(known)}")
     asked, visible = f"--device {device}, --backend {backend}", {**found, "cpu": 1}
-    wanted = "xccl" if backend == "xpu" else backend
     # With gloo an XPU is found too, and then refused: not silently replaced by the CPU.
-    kinds = {"nccl": ("cuda",), "xccl": ("xpu",)}.get(wanted, tuple(BACKENDS))
+    kinds = {**BACKENDS, "auto": KINDS, "gloo": KINDS, "xpu": ("xpu",)}[backend]
     kind = device if device != "auto" else next(filter(visible.get, kinds), kinds[0])
     if not visible[kind]:
         refuse(f"{kind} was asked for ({asked}), but no such device is visible")
-    usable = [name for name in BACKENDS[kind] if wanted in (name, "auto")]
-    if not usable:
+    usable = [name for name, served in BACKENDS.items()
+              if kind in served and backend in (name, "auto", "xpu")]
+    if kind not in kinds or not usable:
         refuse(f"--backend {backend} does not serve device {kind}")
     chosen = next(filter(found.get, usable), None)
     if chosen is None and (ranks > 1 or backend != "auto"):
-        refuse(f"no backend for {kind}: expected {' or '.join(usable)}, which this torch lacks")
+        trouble = f" ({found['trouble']})" if "ccl" in usable and "trouble" in found else ""
+        refuse(f"no backend for {kind}: expected {' or '.join(usable)}, which this torch "
+               f"lacks{trouble}")
     # The remainder, since a launcher may let a rank see all devices, some, or only its own one.
     index = None if kind == "cpu" else local_rank % found[kind]
     where = "cpu" if index is None else f"{kind}:{index} of {found[kind]}"
     return kind, index, chosen, f"device {where}; backend {chosen} ({asked})"
 
 
-def _found_devices():
-    """What choose_device needs to know of this machine."""
-    return {"cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count(),
-            "nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(),
-            "xccl": dist.is_xccl_available()}
+def _found_devices(need_ccl=False, ipex="auto"):
+    """What choose_device needs to know of this machine. Intel's own packages are imported only
+    where torch lacks a backend for XPUs (before 2.8)."""
+    xpu = torch.xpu.device_count()
+    found = {"cuda": torch.cuda.device_count(), "xpu": xpu, "nccl": dist.is_nccl_available(),
+             "gloo": dist.is_gloo_available(), "xccl": _has_xccl(), "ccl": False}
+    if need_ccl or (xpu and not found["xccl"]):
+        if xpu and ipex != "off":
+            with contextlib.suppress(Exception, SystemExit):   # optimize_with_ipex reports it
+                _import_ipex()   # before oneCCL, whose XPU part needs it
+        try:
+            import oneccl_bindings_for_pytorch  # noqa: F401  (it registers the backend)
+            found["ccl"] = True
+        except Exception as e:   # not installed, a library missing, made for another torch
+            found["trouble"] = f"oneccl_bindings_for_pytorch: {_in_one_line(e)}"
+    return found
+
+
+def _has_xccl():
+    return hasattr(dist, "is_xccl_available") and dist.is_xccl_available()
 
 
 def _in_one_line(error):
@@ -454,7 +480,8 @@ def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
     error, reason, target = None, "", torch.device("cpu")
     try:
         kind, index, backend, reason = choose_device(
-            device, backend, ddp.local_rank, _found_devices(), ddp.world_size)
+            device, backend, ddp.local_rank, _found_devices(backend == "ccl", ipex),
+            ddp.world_size)
         if index is not None:
             target = torch.device(kind, index)
             getattr(torch, kind).set_device(index)   # the group binds to the current device
@@ -1012,15 +1039,15 @@ def _request_stop(ddp, watch, number):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
-    name, again = signal.Signals(number).name, ""
+    name = signal.Signals(number).name
     if number == signal.SIGINT:
-        again = "; Ctrl-C once more ends it at once (not under torchrun)"
         if watch.interrupted and time.monotonic() - watch.interrupted > SAME_CTRL_C:
             raise KeyboardInterrupt
         watch.interrupted = watch.interrupted or time.monotonic()
     if not watch.requested:
         watch.requested = f"{name} on rank {ddp.rank} ({ddp.host})"
         when = "before its first step" if watch.step is None else "after this step and saves"
+        again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
         if ddp.is_main:   # by os.write: the signal may have interrupted a print
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{name}: the run stops {when}{again}\n".encode())
@@ -1445,6 +1472,18 @@ def _read_checkpoint(path):
 
 
 # ---------------------------------------------------------------- Intel's extension (legacy stacks)
+def _import_ipex():
+    """Import intel_extension_for_pytorch. Raises: whatever the import raises, even SystemExit."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("intel-extension-for-pytorch")
+        if version.split(".")[:2] != torch.__version__.split(".")[:2]:
+            # Its import would print on every rank and try to exit.
+            raise ImportError(f"intel_extension_for_pytorch {version} does not fit torch "
+                              f"{torch.__version__}")
+    import intel_extension_for_pytorch
+    return intel_extension_for_pytorch
+
+
 def optimize_with_ipex(model, optimizer, ddp):
     """(model, optimizer) as ipex.optimize returns them, or as given if IPEX is not wanted or does
     not work. Call it on all ranks, after making the optimizer and before wrap_ddp.
@@ -1454,18 +1493,11 @@ def optimize_with_ipex(model, optimizer, ddp):
     all go on without it, and rank 0 prints why. The weights keep names, shapes and float32.
     """
     mode = ddp.state.ipex
-    if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or dist.is_xccl_available()):
+    if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or _has_xccl()):
         return model, optimizer
     problem = ""
-    try:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version("intel-extension-for-pytorch")
-            if version.split(".")[:2] != torch.__version__.split(".")[:2]:
-                # Its import would print on every rank and try to exit.
-                raise ImportError(f"intel_extension_for_pytorch {version} does not fit torch "
-                                  f"{torch.__version__}")
-        import intel_extension_for_pytorch as ipex
-        # no fused step: it ignores found_inf, by which our optimizers skip bad steps
+    try:   # no fused step: it ignores found_inf, by which our optimizers skip bad steps
+        ipex = _import_ipex()
         result = ipex.optimize(model, optimizer=optimizer, fuse_update_step=False)
     except (Exception, SystemExit) as e:   # a library that is missing, a CPU that is too old, ...
         problem = _in_one_line(e)

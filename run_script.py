@@ -165,7 +165,7 @@ def add_launch_arguments(parser):
     """Add the launch options of all scripts to an argparse parser."""
     add = parser.add_argument_group("launch").add_argument
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
-    add("--backend", default="auto", choices=("auto", "nccl", "gloo", "xccl", "xpu"))
+    add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
     add("--ipex", default="auto", choices=("auto", "on", "off"),
         help="Intel's extension for PyTorch; auto: on an XPU whose torch has no xccl")
     add("--ranks", type=int, help="refuse any other number of ranks")

@@ -21,7 +21,7 @@ MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
 MATPLOTLIB=${MATPLOTLIB-matplotlib}   # draws curves.png at the end of a run; empty: no picture
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo   # the ^ form never in GLOO_SOCKET_IFNAME
 
-# >>> environment: jobs/test.sh takes these lines from here >>>
+# >>> environment: the same lines in jobs/local.sh and jobs/test.sh >>>
 fail() { printf '%s: %s\n' "$0" "$*" >&2; exit 2; }
 
 install() {   # install PYTHON [pip arguments]

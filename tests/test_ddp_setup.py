@@ -1,4 +1,5 @@
 """Does ddp_setup decide rightly? Pure decisions and one process."""
+import builtins
 import contextlib
 import importlib.metadata
 import itertools
@@ -6,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 import types
@@ -114,24 +114,26 @@ def test_an_address_alone_means_port_29500_and_a_port_alone_is_this_host():
         assert ddp_setup._place_of_rank_0(alone, env)[:2] == place
 
 
-FOUND = dict(cuda=0, xpu=0, nccl=False, gloo=True, xccl=False)
+FOUND = dict(cuda=0, xpu=0, nccl=False, gloo=True, xccl=False, ccl=False)
 
 
 @pytest.mark.parametrize("device, backend, local_rank, found, expected", [
     ("auto", "auto", 2, {}, ("cpu", None, "gloo")),
     ("auto", "auto", 2, dict(xpu=1, cuda=3, nccl=True), ("cuda", 2, "nccl")),
     ("auto", "auto", 3, dict(cuda=1, nccl=True), ("cuda", 0, "nccl")),    # one visible per task
-    ("auto", "xpu", 11, dict(xpu=12, xccl=True), ("xpu", 11, "xccl")),
+    ("auto", "auto", 11, dict(xpu=12, ccl=True), ("xpu", 11, "ccl")),
+    ("auto", "xpu", 0, dict(xpu=12, xccl=True, ccl=True), ("xpu", 0, "xccl")),
     ("cpu", "auto", 1, dict(cuda=4, nccl=True), ("cpu", None, "gloo")),
-    ("auto", "gloo", 1, dict(cuda=4, nccl=True), ("cuda", 1, "gloo"))])
+    ("auto", "gloo", 1, dict(cuda=4, nccl=True), ("cuda", 1, "gloo")),
+    ("auto", "ccl", 1, dict(ccl=True), ("cpu", None, "ccl"))])
 def test_device_and_backend(device, backend, local_rank, found, expected):
     assert choose_device(device, backend, local_rank, {**FOUND, **found})[:3] == expected
 
 
 @pytest.mark.parametrize("device, backend, found", [
     ("cuda", "auto", {}), ("auto", "nccl", {}), ("auto", "xpu", {}), ("tpu", "auto", {}),
-    ("cpu", "nccl", dict(cuda=1, nccl=True)), ("auto", "gloo", dict(xpu=1, xccl=True)),
-    ("xpu", "auto", dict(xpu=1)), ("auto", "mpi", {})])
+    ("cpu", "nccl", dict(cuda=1, nccl=True)), ("xpu", "gloo", dict(xpu=1, xccl=True)),
+    ("xpu", "auto", dict(xpu=1)), ("cpu", "ccl", {}), ("auto", "mpi", {})])
 def test_impossible_requests_are_refused_with_what_is_there(device, backend, found):
     with pytest.raises(RuntimeError, match="[Aa]vailable|expected one of"):
         choose_device(device, backend, 0, {**FOUND, **found})
@@ -153,6 +155,24 @@ def row(**changes):
 def test_ranks_that_do_not_fit_together_are_refused(rows, code, words):
     problem, found = ddp_setup._problem_of(rows, max(rows) + 1, 300.0)
     assert found == code and bool(problem) == bool(code) and re.search(words, problem), problem
+
+
+def pretend(monkeypatch, xccl=False, **modules):
+    """A machine with XPUs, for choosing only: `modules` stand for Intel's packages. Returns the
+    list of those imported, in order."""
+    imported, real = [], builtins.__import__
+
+    def pretended(name, *more):
+        if name not in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
+            return real(name, *more)
+        imported.append(name)
+        if name not in modules:
+            raise ImportError(f"no {name} here")
+        return modules[name]
+    monkeypatch.setattr(builtins, "__import__", pretended)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 12)
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: xccl)
+    return imported
 
 
 def test_tiles_of_a_card_that_share_a_uuid_are_told_apart_and_two_ranks_on_one_are_not(monkeypatch):
@@ -181,11 +201,18 @@ def test_a_guard_that_does_not_read_holds_up_no_step():
         assert time.monotonic() - began < ddp_setup.GUARD_ANSWER / 2
 
 
-def test_xpus_and_their_backend_are_found(monkeypatch):
+def test_where_torch_has_no_xccl_intels_bindings_serve_an_xpu_or_say_why_not(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 12)
-    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True)
-    assert choose_device("auto", "auto", 13, ddp_setup._found_devices())[:3] == ("xpu", 1, "xccl")
+    pretend(monkeypatch)
+    with pytest.raises(ddp_setup.SetupError,
+                       match="no backend for xpu.*ImportError: no oneccl_bindings_for_pytorch"):
+        choose_device("xpu", "auto", 0, ddp_setup._found_devices())
+    for xccl, backend, imported in (
+            (True, "xccl", []),
+            (False, "ccl", ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"])):
+        order = pretend(monkeypatch, xccl, oneccl_bindings_for_pytorch="bindings")
+        found = choose_device("auto", "auto", 0, ddp_setup._found_devices())
+        assert (found[0], found[2], order) == ("xpu", backend, imported)
 
 
 @pytest.mark.parametrize("mode, device, xccl, fault, said", [
@@ -205,16 +232,15 @@ def test_ipex_optimizes_where_asked_or_where_torch_has_no_xccl_or_says_once_why_
         # without dtype: weights stay float32; unfused, or a step with a nan would not be skipped
         assert given is model and how == {"optimizer": "optimizer", "fuse_update_step": False}
         return theirs
-    ipex = types.SimpleNamespace(optimize=optimize, __version__="0")
-    imported = said and not fault.endswith("xpu")
-    monkeypatch.setitem(sys.modules, "intel_extension_for_pytorch", ipex if imported else None)
-    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: xccl)
+    imported = pretend(monkeypatch, xccl, intel_extension_for_pytorch=types.SimpleNamespace(
+        optimize=optimize, __version__="0"))
     if fault.endswith("xpu"):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: fault)
     place = Ddp(device=torch.device(device), state=State(ipex=mode))
     found = optimize_with_ipex(model, "optimizer", place)
     assert found == (theirs if "optimized" in said else (model, "optimizer"))
     assert capsys.readouterr().out.splitlines() == [said] * bool(said)
+    assert bool(imported) == (said != "" and not fault.endswith("xpu"))
 
 
 def samplers(size, data=range(23), **options):

@@ -120,11 +120,13 @@ def bash(folder, *words, **env):
 
 
 # ---------------------------------------------------------------- what stands in them
-def test_the_pbs_scripts_share_the_lines_of_a_job_and_no_script_names_an_account():
+def test_scripts_share_the_lines_that_they_say_they_share_and_none_names_an_account():
     text = {path.name: path.read_text() for path in JOBS.iterdir()}
-    aurora, polaris = (re.search(r"^# >>> job.*^# <<< job", text[name], re.M | re.S)[0]
-                       for name in ("aurora.pbs", "polaris.pbs"))
-    assert aurora == polaris
+    for block, *names in (("job", "aurora.pbs", "polaris.pbs"),
+                          ("environment", "local.sh", "test.sh")):
+        one, other = (re.search(rf"^# >>> {block}.*^# <<< {block}", text[name], re.M | re.S)[0]
+                      for name in names)
+        assert one == other
     assert not re.search(r"^#(PBS|SBATCH) .*(-A|--account)", "\n".join(text.values()), re.M)
 
 

@@ -21,7 +21,7 @@ GROUPS = {
 # files: what they may import; in brackets: inside functions alone, as who does not need it lacks
 # it. A file that is not here has no place in the design yet.
 TABLE = """
-ddp_setup: torch (mpi4py numpy intel_extension_for_pytorch)
+ddp_setup: torch (mpi4py numpy intel_extension_for_pytorch oneccl_bindings_for_pytorch)
 run_config: yaml
 ddp_guard:
 run_dir: ddp_setup run_config run_log plot_run torch
