@@ -273,7 +273,7 @@ def read_launches(path):
     try:
         launches = json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
         for launch in launches:     # check the keys: raises KeyError for a file of something else
-            [launch[key] for key in (*ALIKE, "ranks", "largest", "noise", "all_reduces")]
+            [launch[key] for key in (*ALIKE, "backend", "ranks", "largest", "noise", "all_reduces")]
             [row[key] for row in launch["rows"] for key in ("scaling", "variant", "seconds")]
         return [launch for launch in launches if launch["rows"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -343,9 +343,13 @@ def measure_here(args, config):
     """Measure the ranks of the launcher that has started this process; rank 0 adds the launch."""
     with joined_ranks(args.device, args.backend, timeout=COLLECTIVE_SECONDS) as ddp:
         launch = measure(args, config, ddp)
-        # Read again: another job may have added to the file in the meantime.
-        args.launches = [*(read_launches(args.json) if ddp.is_main else []), launch]
+        args.launches = [launch]
         if ddp.is_main and args.json:
+            try:   # read again: another job may have added to the file in the meantime
+                args.launches = [*read_launches(args.json), launch]
+            except ValueError as error:
+                args.json = f"{args.json}.{os.getpid()}"
+                print(f"ATTENTION: {error}. So this launch is in {args.json}", file=sys.stderr)
             write_text_atomic(args.json, json.dumps({"launches": args.launches}, indent=1))
 
 

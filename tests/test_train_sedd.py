@@ -594,10 +594,11 @@ def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_pat
 
 def test_the_learning_rate_is_not_scaled_beyond_the_data_there_is(fasta, tmp_path, capsys):
     config = tiny(fasta, optim__scale="linear", optim__base_global_batch=2, optim__warmup=0,
-                  training__accum=1, training__batch_size=240)
+                  training__accum=1, training__batch_size=240, data__val_fraction=0.01)
     n = prepare(config, Ddp(), tmp_path).plan.proteins
     said = " ".join(capsys.readouterr().out.split())
     assert f"lr {3e-3 * n / 2:g}, " in said and f"to the {n} proteins that there are" in said
+    assert f"ATTENTION: only {240 - n} protein(s) for validation" in said
 
 
 def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(fasta, tmp_path):
@@ -824,6 +825,14 @@ def test_ctrl_c_in_a_plan_leaves_the_outcome_of_a_run(tmp_path, monkeypatch):
         cli(["--config", str(ROOT / "configs" / "sedd_demo.yaml"), "--plan", "1", "--work_dir",
              str(tmp_path)])
     assert end.value.code == 130 and read_status(tmp_path)["code"] == 0
+
+
+@pytest.mark.parametrize("script", ["train_sedd_ddp", "train_dpo_ddp"])
+def test_ctrl_c_while_torch_is_imported_ends_a_start_without_a_traceback(script, tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    done = subprocess.run([sys.executable, ROOT / f"{script}.py"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": tmp_path}, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (-signal.SIGINT, "")
 
 
 def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fasta, tmp_path):
