@@ -15,8 +15,8 @@ weak: the batch per rank is that of the config. strong: the global batch is that
 on the same data, but each trains without DDP and without collectives. So it shows the step without
 communication ("exchange"). "of alone" is the median over steps of alone's time / the time with
 exchange. It can exceed 1 with Muon, whose work the ranks of a host share. Settings alternate, some
-steps each. Repeats of a number of ranks (--rounds, or the same --json) are joined by medians. The
-formulas are in scale_report.py.
+steps each. Repeats of a number of ranks (with the same --json) are joined by medians. The formulas
+are in scale_report.py.
 """
 import contextlib
 import importlib.util
@@ -291,7 +291,6 @@ def read_arguments(argv):
     add("--ranks", help="numbers of ranks, such as 1,2,4")
     add("--steps", type=int, default=4, help="steps of a setting before the next has its turn")
     add("--repeats", type=int, default=4, help="how often each setting has its turn")
-    add("--rounds", type=int, default=1, help="how often each number of ranks is started")
     add("--train", type=int, default=5, help="steps to train before measuring, as untrained "
                                              "weights have a small critical batch")
     add("--variants", action="store_true", help="also bucket sizes, static graph, compression")
@@ -359,7 +358,7 @@ def start_ranks(args, argv):
         path = args.json or os.path.join(folder, "scale.json")
         command = ["-u", str(Path(__file__).with_name("bench_ddp.py")), "scale", *argv,
                    "--measure", "--json", path]
-        for ranks in args.ranks * args.rounds:
+        for ranks in args.ranks:
             if code := run_ranks(command, ranks):
                 sys.exit(code)      # the failed rank has printed why
         args.launches = read_launches(path)
