@@ -61,10 +61,8 @@ def test_a_file_with_sections_is_read_and_the_rest_keeps_its_defaults(tmp_path):
 
 
 @pytest.mark.parametrize("key, text, value", [
-    ("optim.lr", "1e-4", 1e-4), ("optim.lr", "3", 3.0), ("optim.lr", ".5", 0.5),
-    ("optim.lr", "1.", 1.0), ("optim.lr", "+2.5e+3", 2500.0), ("optim.lr", "'1e-4'", 1e-4),
-    ("seed", "7", 7), ("seed", "1e6", 10**6), ("seed", "2.0", 2), ("seed", "1_000", 1000),
-    ("seed", str(2**63 - 1), 2**63 - 1), ("seed", "-1", -1), ("seed", "010", 10),
+    ("optim.lr", "1e-4", 1e-4), ("optim.lr", "3", 3.0), ("optim.lr", "'1e-4'", 1e-4),
+    ("seed", "1e6", 10**6), ("seed", str(2**63 - 1), 2**63 - 1), ("seed", "010", 10),
     ("name", "010", "010"), ("name", "a:30", "a:30"),
     ("training.mixed_precision", "false", False), ("training.mixed_precision", "16", "16"),
     ("optim.scale", "sqrt", "sqrt"), ("optim.scale", "{cap: 4}", {"cap": 4.0}),

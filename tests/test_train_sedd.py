@@ -20,6 +20,7 @@ import termios
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -97,6 +98,12 @@ def by_command(n, config, folder, work_dir, *more, script=SCRIPT, env=None):
     (folder / "c.yaml").write_text(dump_yaml(config))
     argv = [script, "--config", "c.yaml", "--work_dir", work_dir, *more]
     return fork_ranks(n, argv, folder, env)
+
+
+def demo_command(fasta, work_dir, *more):
+    """Words that train on `fasta`, by the command line."""
+    return [sys.executable, SCRIPT, "--config", ROOT / "configs" / "sedd_demo.yaml", "--work_dir",
+            work_dir, *words({**TINY, "data.file": fasta}), *more]
 
 
 def state_of(work_dir, name="last.pt"):
@@ -369,7 +376,8 @@ def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, sai
     assert ("ATTENTION" in text) == bool(said) and said in text
 
 
-def test_a_resume_is_refused_for_another_config_or_other_data(fasta, tmp_path, monkeypatch):
+def test_a_resume_is_refused_for_another_config_or_other_data(
+        fasta, straight, tmp_path, monkeypatch):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
     fine_tune = "as a new run: --init_from .*last.pt --work_dir NEW"
     refused(rf"(?s)config.*optim\.lr: 0\.003 -> 0\.5.*{fine_tune}", tiny(fasta, optim__lr=0.5),
@@ -388,6 +396,12 @@ def test_a_resume_is_refused_for_another_config_or_other_data(fasta, tmp_path, m
     run(tiny(copy, training__n_iters=3, training__log_freq=2, training__num_workers=1,
              monitoring__sample_steps=3), tmp_path / "w")
     assert steps_of(tmp_path / "w") == [1, 2, 3]
+    shutil.rmtree(tmp_path / "w" / "checkpoints")   # as of a run that came to none
+    for resume, advice in ((None, ", or --fresh"), (straight / "checkpoints" / "last.pt", r"\.$")):
+        refused(rf"(?s)config, which came to no checkpoint.*optim\.lr.*another --work_dir{advice}",
+                tiny(fasta, optim__lr=0.5), tmp_path / "w", resume=resume)
+    run(tiny(fasta, training__n_iters=2), tmp_path / "w")
+    assert steps_of(tmp_path / "w") == [1, 2]
 
 
 def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp_path):
@@ -449,7 +463,8 @@ def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp
     path, pid = tmp_path / "lock.json", os.getppid()
     faster = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid),
               "beat": time.time()}
-    path.write_text(json.dumps({**faster, "start": "another"}))   # of a process that is gone
+    dead = json.dumps({**faster, "start": "another"})   # of a process that is gone
+    path.write_text(dead)
 
     def look_and_be_overtaken(asked):
         if asked == pid:
@@ -460,11 +475,7 @@ def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp
     with pytest.raises(ValueError, match=f"in use by process {pid} on "):
         RunLock(tmp_path)
     assert json.loads(path.read_text()) == faster and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_dead_lock_that_another_start_takes_away_just_now_is_no_error(tmp_path, monkeypatch):
-    path = tmp_path / "lock.json"
-    path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "beat": 0}))
+    path.write_text(dead)   # which another start takes away just now: no error
     monkeypatch.setattr("run_dir.process_start", lambda _: path.unlink(missing_ok=True))
     RunLock(tmp_path).release()
     assert not list(tmp_path.iterdir())
@@ -502,17 +513,6 @@ def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_
         check_lock(ready, Ddp())
     lock.release()
     assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
-
-
-def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_config(
-        fasta, straight, tmp_path):
-    run(tiny(fasta, training__n_iters=2), tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints")
-    for resume, advice in ((None, ", or --fresh"), (straight / "checkpoints" / "last.pt", r"\.$")):
-        refused(rf"(?s)config, which came to no checkpoint.*optim\.lr.*another --work_dir{advice}",
-                tiny(fasta, optim__lr=0.5), tmp_path, resume=resume)
-    run(tiny(fasta, training__n_iters=2), tmp_path)
-    assert steps_of(tmp_path) == [1, 2]
 
 
 # ---- start from weights ----
@@ -641,11 +641,9 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(optimizer, fasta, tmp_
 
 
 def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
-    command = [sys.executable, SCRIPT, "--config", ROOT / "configs" / "sedd_demo.yaml",
-               *words({**TINY, "data.file": fasta})]
     for more, code in (["training.n_iters=10000", "training.log_freq=50"], 75), ([], 0):
         folder = tmp_path / str(code)
-        with subprocess.Popen([*command, "--work_dir", folder, *more], stdout=subprocess.PIPE,
+        with subprocess.Popen(demo_command(fasta, folder, *more), stdout=subprocess.PIPE,
                               text=True) as process:
             assert any(re.match(r"step (1|50)/", line) for line in process.stdout)
             process.stdout.close()      # as `| tee` does at Ctrl-C
@@ -656,11 +654,9 @@ def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
 
 
 def test_a_run_whose_terminal_is_closed_saves_and_stops(fasta, tmp_path):
-    command = [sys.executable, SCRIPT, "--config", ROOT / "configs" / "sedd_demo.yaml",
-               *words({**TINY, "data.file": fasta}), "training.n_iters=10000"]
     ours, its = os.openpty()
-    with subprocess.Popen([*command, "--work_dir", tmp_path], stdin=its, stdout=its, stderr=its,
-                          start_new_session=True,
+    with subprocess.Popen(demo_command(fasta, tmp_path, "training.n_iters=10000"), stdin=its,
+                          stdout=its, stderr=its, start_new_session=True,
                           preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY)) as process:
         os.close(its)
         seen = b""
@@ -793,7 +789,8 @@ def test_every_shipped_config_and_the_keys_of_the_original_are_accepted():
         "monitoring.log_gradients=true", "monitoring.sample_frequency=5000"]))
 
 
-def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(monkeypatch, capsys):
+def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(
+        tmp_path, monkeypatch, capsys):
     def plan(rank, ranks, config, *overrides):
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
             monkeypatch.setenv(f"DDP_{name}", str(value))
@@ -812,18 +809,11 @@ def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(monkeypat
     text = " ".join(text.split())
     assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in text
     assert "; linear decay over the last 50% of the steps" in text
-
-
-def test_ctrl_c_in_a_plan_leaves_the_outcome_of_a_run(tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    write_status(tmp_path, 0, "all steps done", 5)
+    write_status(tmp_path, 0, "all steps done", 5)   # Ctrl-C in a plan leaves it
     os.utime(tmp_path / "status.json", (0, 0))   # before this start
-    monkeypatch.setattr(train_sedd_ddp, "describe_plan", interrupted)
+    monkeypatch.setattr(train_sedd_ddp, "describe_plan", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit) as end:
-        cli(["--config", str(ROOT / "configs" / "sedd_demo.yaml"), "--plan", "1", "--work_dir",
-             str(tmp_path)])
+        plan(0, "1", "sedd_demo.yaml", "--work_dir", str(tmp_path))
     assert end.value.code == 130 and read_status(tmp_path)["code"] == 0
 
 
@@ -901,10 +891,7 @@ script.load_data = load_data
 """
 STOP_AFTER_THE_END = """
 import run_dir
-def draw_curves(folder):
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGINT)
-run_dir.draw_curves = draw_curves
+run_dir.draw_curves = lambda _: [os.kill(os.getpid(), number) for number in (15, 2)]
 """
 
 
