@@ -111,17 +111,16 @@ def measure_run(run, settings, args, ddp):
     if args.train:
         time_block(run, settings[0], 0, args.train, dataset, loss_of, ddp)
     noise = measure_noise(run, dataset, loss_of, args, ddp) if args.predict else None
-    times = np.zeros((ddp.world_size, len(settings), args.repeats, args.steps, len(PARTS) + 1))
+    times = np.zeros((ddp.world_size, len(settings), args.repeats, args.steps, len(PARTS)))
     for repeat in range(args.repeats):
         order.append(order.pop(0))
         for k, setting in order:
             run.sampler.mine = mine[:setting.share]
             times[ddp.rank, k, repeat] = time_block(run, setting, args.train + repeat * args.steps,
                                                     args.steps, dataset, loss_of, ddp)
-    times = all_sum(torch.from_numpy(times), ddp).numpy()
-    parts, cpu = times[..., :-1], times[..., -1].mean(0)
+    parts = all_sum(torch.from_numpy(times), ddp).numpy()
     memory = [peak_memory(ddp.device) * (rank == ddp.rank) for rank in range(ddp.world_size)]
-    rows = [make_row(setting, settings, parts, cpu, size_of_micro_batch(run, args.what))
+    rows = [make_row(setting, settings, parts, size_of_micro_batch(run, args.what))
             for setting in settings]
     if len(args.ranks) > 1 and ddp.world_size == max(args.ranks):
         rows += [{**row, "scaling": "strong"} for row in rows if row["variant"] in ("", "alone")]
@@ -167,8 +166,7 @@ def training_of(run, what, ddp):
 def time_block(run, setting, first, n, dataset, loss_of, ddp):
     """Take n steps from step `first` on, after one that does not count.
 
-    Returns: (n, 5) seconds for each step: the PARTS of this rank's step, and its CPU time.
-    """
+    Returns: (n, 4) seconds of the PARTS of each of this rank's steps."""
     place = replace(ddp, world_size=1) if setting.variant == "alone" else ddp
     # Wrapping copies rank 0's weights to all ranks, which "alone" steps have made different.
     run.model = wrap_ddp(run.bare, place, **{**vars(run.config.ddp), **setting.options})
@@ -176,15 +174,12 @@ def time_block(run, setting, first, n, dataset, loss_of, ddp):
     if setting.compressed:
         run.model.register_comm_hook(None, compress)
     run.sampler.first, run.sampler.last, run.progress["step"] = first, first + n + 1, first
-    run.meter, run.unread, busy = StepMeter(place, timing_every=1, seen=run.meter.seen), None, []
+    run.meter, run.unread = StepMeter(place, timing_every=1, seen=run.meter.seen), None
     batches = open_batches(run, dataset, loss_of, place)
     barrier(ddp)
     for _ in range(n + 1):
-        begin = time.process_time()
         take_step(run, batches, loss_of, place)
-        busy.append(time.process_time() - begin)
-    steps = map(seconds_by_part, run.meter.timed)
-    return [[*map(step.get, PARTS), cpu] for step, cpu in zip(steps, busy)][1:]
+    return [[*map(seconds_by_part(laps).get, PARTS)] for laps in run.meter.timed[1:]]
 
 
 def compress(group, bucket):
@@ -192,12 +187,11 @@ def compress(group, bucket):
     return bf16_compress_hook(group, bucket)
 
 
-def make_row(setting, settings, parts, cpu, per_micro_batch):
+def make_row(setting, settings, parts, per_micro_batch):
     """The results of a setting, as a row of the JSON file.
 
-    Args: parts: (rank, setting, repeat, step, part) seconds; cpu: (setting, repeat, step) CPU
-        seconds, means over ranks; per_micro_batch: size, in the unit of the global batch.
-    """
+    parts: (rank, setting, repeat, step, part) seconds. per_micro_batch: size, in the unit of the
+        global batch."""
     ranks, k = len(parts), settings.index(setting)
     by_rank = parts[:, k].sum(-1)
     steps = by_rank.mean(0)
@@ -209,13 +203,11 @@ def make_row(setting, settings, parts, cpu, per_micro_batch):
     row = dict(scaling=setting.scaling, variant=setting.variant,
                batch=per_micro_batch * setting.share * ranks, seconds=seconds,
                parts={part: float(share) * seconds for part, share in zip(PARTS, shares)},
-               sigma=float(spread) * math.sqrt(ranks / max(ranks - 1, 1)),
-               cpu_seconds=float(np.median(cpu[k])), of_alone=1.0, cpu_of_alone=1.0)
+               sigma=float(spread) * math.sqrt(ranks / max(ranks - 1, 1)), of_alone=1.0)
     alone = Setting(setting.scaling, setting.share, "alone")
     if alone in settings:
         limit = settings.index(alone)
         row["of_alone"] = float(np.median(parts[:, limit].sum(-1).mean(0) / steps))
-        row["cpu_of_alone"] = float(np.median(cpu[limit] / cpu[k]))
     return row
 
 

@@ -97,7 +97,7 @@ def run_script(script, argv=None):
 
 
 @contextlib.contextmanager
-def joined_ranks(device="auto", backend="auto", **options):
+def joined_ranks(device, backend="auto", **options):
     """setup_ddp for a benchmark. An error in the machine, the data or the settings ends all ranks
     with one line."""
     try:

@@ -105,10 +105,10 @@ def merge(launches):
 
 
 def median_of(dicts):
-    """Median of each number over dicts with the same keys; texts are those of the first."""
+    """Median of each number over dicts; texts and keys are those of the first."""
     medians = {}
     for key, first in dicts[0].items():
-        values = [numbers[key] for numbers in dicts]
+        values = [numbers[key] for numbers in dicts if key in numbers]   # older files have more
         if isinstance(first, str):
             medians[key] = first
         else:

@@ -201,13 +201,12 @@ def check_config(c, without_data=False):
          "but data.train_data is not given; expected --train_data"),
         (d.mutable_positions is None or d.mutable_ranges is None,
          "data.mutable_positions and data.mutable_ranges are given together; expected one of "
-         "them")),
+         "them"),
+        *((value >= 1, f"model.random.{key} is {value}; expected at least 1")
+          for key, value in vars(c.model.random).items())),
         least={"loss": dict(gamma=0, sft=0, diversity_lambda=0, n_orders=1),
                "data": dict(max_length=1, demo_structures=1, demo_pairs=1),
                "memory": dict(structure_cache_mb=0), "monitoring": dict(fall=0, n_designs=0)})
-    for key, value in vars(c.model.random).items():
-        if value < 1:
-            raise ValueError(f"config: model.random.{key} is {value}; expected at least 1.")
 
 
 # ---------------------------------------------------------------- loss

@@ -274,7 +274,8 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         raise ValueError(f"{former.path} was saved by a run with other batches (hash "
                          f"{former.state['plan']}, now {plan.identity()}); expected the same. "
                          "Continue with the version of this project that saved it, or --fresh.")
-    lr_batch, letters = min(batch, plan.available), data.train.letter_counts()
+    lr_batch = min(batch, plan.available)   # few proteins: less than a batch
+    letters = data.train.letter_counts()
     validation = data.val and Validation(apply_max_length(data.val, d.max_length, d.long), config,
                                          graph, noise, letters, data.source)
     by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch

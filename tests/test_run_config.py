@@ -54,12 +54,6 @@ def refusal(tmp_path, text, *overrides):
     return str(caught.value)
 
 
-def test_a_file_with_sections_is_read_and_the_rest_keeps_its_defaults(tmp_path):
-    text = "training: {batch_size: 16, checkpointing: True}\noptim: {lr: 1e-4}\n"
-    assert load(tmp_path, text) == Config(training=Training(16, 1, True), optim=Optim(1e-4))
-    assert load_config(Config) == Config()
-
-
 @pytest.mark.parametrize("key, text, value", [
     ("optim.lr", "1e-4", 1e-4), ("optim.lr", "3", 3.0), ("optim.lr", "'1e-4'", 1e-4),
     ("seed", "1e6", 10**6), ("seed", str(2**63 - 1), 2**63 - 1), ("seed", "010", 10),

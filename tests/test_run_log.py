@@ -4,6 +4,7 @@ ranks."""
 import os
 import sys
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -57,11 +58,8 @@ def test_text_replaces_a_file_whole_or_not_at_all_and_leaves_nothing_else(tmp_pa
     write_text_atomic(target, "older")
     write_text_atomic(target, "old\n")
     for error in OSError(28, "No space left on device"), KeyboardInterrupt("by a person"):
-        def fail(file):
-            raise error
-
         with pytest.raises(type(error), match="No space left on device: .*step_10.fasta|a person"):
-            write_whole(target, fail)
+            write_whole(target, mock.Mock(side_effect=error))
     assert target.read_bytes() == b"old\n" and list(target.parent.iterdir()) == [target]
 
 
@@ -122,10 +120,7 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(tmp_path, capsys
     out = capsys.readouterr().out
     assert out.count("ATTENTION: TensorBoard is not used") == 1
     assert out.count("ATTENTION: W&B is not used") == 1
-
-    def fail(*_):
-        raise OSError("disk full")
-
+    fail = mock.Mock(side_effect=OSError("disk full"))
     log.trackers.append(types.SimpleNamespace(name="broken", log=fail))
     for step in (1, 2):
         log.metrics(step, {"loss": 1.0})

@@ -155,8 +155,6 @@ STEPS = {
     "dpo": "training.batch_size=3 training.accum=2 model.base_model_name=random "
            "data.demo_structures=6 data.demo_pairs=5 model.random.hidden_size=16 "
            "model.random.n_encoder=1 model.random.n_decoder=1"}
-
-
 STEPS["sedd muon"] += STEPS["sedd"]
 needs_pretended_device = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
