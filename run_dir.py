@@ -376,8 +376,7 @@ def copy_best(folder, name, path, best):
             return False
     except (OSError, ValueError, KeyError, TypeError):   # not a file of save_checkpoint
         return False
-    with open(source, "rb") as opened:
-        write_whole(target, lambda file: shutil.copyfileobj(opened, file))
+    write_whole(target, lambda file: file.write(source.read_bytes()))
     return True
 
 
