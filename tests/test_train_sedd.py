@@ -808,9 +808,11 @@ def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(
     write_status(tmp_path, 0, "all steps done", 5)   # Ctrl-C in a plan leaves it
     os.utime(tmp_path / "status.json", (0, 0))   # before this start
     monkeypatch.setattr(train_sedd_ddp, "describe_plan", mock.Mock(side_effect=KeyboardInterrupt))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)   # as the script has it for its imports
     with pytest.raises(SystemExit) as end:
         plan(0, "1", "sedd_demo.yaml", "--work_dir", str(tmp_path))
     assert end.value.code == 130 and read_status(tmp_path)["code"] == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("script", ["train_sedd_ddp", "train_dpo_ddp"])
