@@ -5,9 +5,8 @@ from operator import attrgetter
 from typing import Literal, Optional
 
 import pytest
-import yaml
 
-from run_config import config_differences, config_to_dict, dump_yaml, load_config
+from run_config import load_config
 
 
 @dataclass
@@ -134,23 +133,3 @@ def test_a_bad_override_is_refused_as_typed(tmp_path, override, says):
     message = refusal(tmp_path, "seed: 1", override)
     assert "command line" in message and override in message and says in message
     assert "config.yaml" not in message
-
-
-def test_dumped_yaml_reads_back_to_the_same_configuration_of_plain_types(tmp_path):
-    config = Config(3, "010", training=Training(5, 1, True, "float16"),
-                    optim=Optim(1e-8, 5, (0.8, 0.9), (1, 2), {"cap": 4.0}))
-    assert load(tmp_path, dump_yaml(config)) == config
-    plain = config_to_dict(config)
-    assert yaml.safe_load(dump_yaml(config)) == plain
-    assert plain["optim"]["betas"] == [0.8, 0.9] and type(plain["optim"]) is dict
-
-
-def test_differences_list_each_changed_key_once_and_skip_the_ignored():
-    config = Config(1, "x", training=Training(5, accum=2), optim=Optim(scale={"cap": 4.0}))
-    former = config_to_dict(Config())
-    former["optim"]["steps"] = 3
-    del former["name"], former["training"]   # a later version has more keys and sections
-    assert config_differences(former, config, ignore=("seed", "training.batch_size")) == [
-        "name: 'demo' -> 'x'", "training.accum: 1 -> 2", "optim.scale: 'none' -> {'cap': 4.0}",
-        "optim.steps: 3 -> (absent)"]
-    assert config_differences(Config(), Config(1)) == ["seed: 0 -> 1"]

@@ -16,7 +16,7 @@ from ddp_setup import Ddp, broadcast
 from launchers import run_ranks, start_ranks
 from optimizer import make_optimizer
 from run_config import CommonMonitoring, CommonOptim, CommonTraining, DdpSection
-from run_dir import Former, read_status, replace_status, write_status
+from run_dir import Former
 from run_script import compile_blocks
 from sedd_model import EMA, SEDD
 from step_meter import StepMeter
@@ -293,18 +293,6 @@ def test_ranks_that_share_the_work_of_muon_have_the_state_of_one(tmp_path):
     first, second = on_ranks(2, "test_train_loop", "by_muon(ddp)", tmp_path)
     assert first.equal(second)
     torch.testing.assert_close(first, by_muon(Ddp())[0], rtol=0, atol=1e-3)
-
-
-def test_the_outcome_of_a_finished_run_survives_a_refused_start_and_no_other_does(tmp_path):
-    write_status(tmp_path, 0, "all steps done", 7)
-    finished = read_status(tmp_path)
-    replace_status(tmp_path, None, "starting")
-    assert read_status(tmp_path)["code"] is None
-    replace_status(tmp_path, 2, "unknown key", finished=finished)
-    assert read_status(tmp_path) == finished
-    for code, expected in ((2, 0), (1, 1)):
-        replace_status(tmp_path, code, "refused, or out of memory")
-        assert read_status(tmp_path)["code"] == expected
 
 
 @pytest.mark.slow

@@ -35,7 +35,8 @@ import sequence_batches
 import train_dpo_ddp
 import train_sedd_ddp
 from run_config import dump_yaml, load_config
-from run_dir import Diverged, RunLock, check_lock, process_start, read_status, write_status
+from run_dir import (Diverged, RunLock, check_lock, process_start, read_status, replace_status,
+                     write_status)
 from run_log import write_text_atomic
 from sedd_cases import TrueScores
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
@@ -356,6 +357,8 @@ def test_a_finished_run_says_so_without_fail_and_may_be_lengthened(fasta, tmp_pa
     assert read_status(tmp_path) == {"code": 0, "reason": "all steps done", "step": 3}
     if importlib.util.find_spec("matplotlib"):
         assert first.splitlines()[-1].startswith("ATTENTION: no picture was drawn")
+    replace_status(tmp_path, 1, "out of memory")
+    assert read_status(tmp_path)["code"] == 1
     run(tiny(fasta, training__n_iters=3), tmp_path)
     again = capsys.readouterr().out
     assert "This run is finished: all steps done at step 3" in again and "step 3/3" not in again
@@ -407,10 +410,14 @@ def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp
     run(tiny(fasta, training__n_iters=6), tmp_path / "w")
     path = tmp_path / "w" / "checkpoints" / "last.pt"
     state = torch.load(path, weights_only=True)
-    del state["config"]["optim"]["decay"], state["seen"], state["init_from"]
+    del state["config"]["optim"]["decay"], state["config"]["loss"]
+    del state["seen"], state["init_from"]
     state["config"]["noise"]["sigma_max"] = 30.0   # without effect, and not yet refused
+    torch.save({**state, "config": {**state["config"], "gone": 3}}, path)
+    refused(r"config:\n    gone: 3 -> \(absent\)\n  Expected", tiny(fasta), tmp_path / "w")
     torch.save(state, path)
-    refused(r"optim\.decay: 'none' -> 'linear'", tiny(fasta, optim__decay="linear"), tmp_path / "w")
+    refused(r"config:\n    optim\.decay: 'none' -> 'linear'\n  Expected",
+            tiny(fasta, optim__decay="linear"), tmp_path / "w")
     run(tiny(fasta), tmp_path / "w")
     same_weights(straight, tmp_path / "w")
     assert "seen/residues" not in rows(tmp_path / "w")[-1]   # nobody knows
@@ -846,8 +853,8 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
         ("--work_dir /proc/nope", "--work_dir: the run directory /proc/nope cannot be made"),
         ("--work_dir ''", "an argument is empty"), ("optim.eps=0", "optim.eps is 0"),
         (f"training.seed={2**63}", f"training.seed is {2**63}; expected 0 to"),
-        ("optim.ema=1.0", "optim.ema is 1"), ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1"),
-        ("noise.eps=0", "noise.eps = 0"),
+        ("--work_dir done optim.ema=1", "optim.ema is 1"), ("noise.eps=0", "noise.eps = 0"),
+        ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1"),
         ("noise.sigma_max=9", "noise.sigma_max is 9.0; expected it left out, as loglinear"),
         ("noise.type=geometric noise.eps=0.1", "noise.eps is 0.1"),
         ("training.accum=0", "training.accum is 0; expected at least 1"),
@@ -860,7 +867,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
         ("graph.type=uniform model.parameterization=subs", "Use 'subs' with the absorbing graph"),
         ("model.n_heads=5", "n_heads = 5", "n_heads one of 1, 2, 4, 8, 16"),
         ("--plan 1,x", "--plan 1,x"),
-        ("--work_dir asked --ranks 2", "--ranks asks for 2"),
+        *((f"--work_dir {folder} --ranks 2", "--ranks asks for 2") for folder in ("asked", "done")),
         ("--fresh --resume other.pt", "exclude each other"),
         ("--resume other.pt", "cannot read the checkpoint other.pt"),
         ("--init_from no.pt", "--init_from no.pt: there is no such file"),
@@ -870,18 +877,20 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
           for fresh in ("", "--fresh"))]
     base = shlex.join(["--config", "c.yaml", "--work_dir", "new", *words(
         {**TINY, "data.file": fasta}, training__n_iters=1)])
-    # an outcome of before must not speak for the start that was refused
-    for folder in ("runs/typo", "new", "asked"):
-        write_status(tmp_path / folder, 75, "stopped")
+    # an outcome of before must not speak for the start that was refused, but a finished run's stays
+    for folder, code in ("runs/typo", 75), ("new", 75), ("asked", 75), ("done", 0):
+        write_status(tmp_path / folder, code, "before", 7)
     assert_refused("train_sedd_ddp", alone + [(f"{base} {text}", *said) for text, *said in more],
                    tmp_path)
     for folder in ("runs/typo", "new", "asked"):
         assert read_status(tmp_path / folder)["code"] == 2
+    assert read_status(tmp_path / "done") == {"code": 0, "reason": "before", "step": 7}
 
 
 STOP_WHILE_LOADING = """
 real = script.load_data
 def load_data(*arguments):
+    assert '"code": null' in open("w/status.json").read()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return real(*arguments)
