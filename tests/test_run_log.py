@@ -23,14 +23,6 @@ def test_a_row_is_in_the_file_as_soon_as_metrics_returns_with_null_for_nan_and_i
     log.close()
 
 
-def test_a_broken_row_in_the_middle_is_refused_with_its_line(tmp_path):
-    text = '{"step": 1}\nnot json\n{"step": 3}\n'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(ValueError, match="metrics.jsonl, line 2"):
-        RunLog(tmp_path, True, 9).truncate(2)
-    assert (tmp_path / "metrics.jsonl").read_text() == text
-
-
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     log = RunLog(tmp_path / "run", False, 10)
     log.truncate(0)

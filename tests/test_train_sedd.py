@@ -25,6 +25,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from ddp_setup import Ddp, load_checkpoint, wrap_ddp
 from launchers import fork_ranks, need, run_ranks, slow
@@ -34,7 +35,7 @@ import sedd_eval
 import sequence_batches
 import train_dpo_ddp
 import train_sedd_ddp
-from run_config import dump_yaml, load_config
+from run_config import config_to_dict, dump_yaml, load_config
 from run_dir import (Diverged, RunLock, check_lock, process_start, read_status, replace_status,
                      write_status)
 from run_log import write_text_atomic
@@ -392,6 +393,11 @@ def test_a_resume_is_refused_for_another_config_or_other_data(
     torch.save({"step": 1}, tmp_path / "other.pt")
     refused("no model, optimizer", tiny(fasta), tmp_path / "new", resume=tmp_path / "other.pt")
     assert not (tmp_path / "new").exists() and steps_of(tmp_path / "w") == [1, 2]
+    log, text = tmp_path / "w" / "metrics.jsonl", '{"step": 1}\nnot json\n{"step": 2}\n'
+    log.write_text(text)
+    refused("metrics.jsonl, line 2: found 'not json'", tiny(fasta), tmp_path / "w")
+    assert log.read_text() == text
+    log.write_text(text.replace("not json\n", ""))
     copy = tmp_path / "copy.fasta"   # the same proteins under another name are the same data
     shutil.copy(fasta, copy)
     run(tiny(copy, training__n_iters=3, training__log_freq=2, training__num_workers=1,
@@ -540,7 +546,9 @@ def test_a_run_begins_with_nothing_but_the_averages_of_a_file(weights, straight,
         assert torch.equal(average, p) and torch.equal(average, own_average)
     assert not ready.optimizer.state and ready.progress["step"] == ready.ema.num_updates == 0
     assert ready.progress["best"] is None and ready.lr == 3e-3 and ready.ema.decay == 0.5
-    assert load_config(Config, tmp_path / "w" / "config.yaml") == config
+    written = tmp_path / "w" / "config.yaml"
+    assert load_config(Config, written) == config
+    assert yaml.safe_load(written.read_text()) == config_to_dict(config)   # for other tools
 
 
 def test_the_same_command_goes_on_with_what_it_began(straight, fasta, tmp_path, capsys):
