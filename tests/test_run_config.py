@@ -102,12 +102,6 @@ def test_a_file_that_says_it_badly_is_refused_with_the_place(tmp_path, text, adv
     assert "config.yaml" in message and advice in message
 
 
-def test_all_wrong_keys_are_told_at_once(tmp_path):
-    message = refusal(tmp_path, "seed: x\noptim: {warm_up: 3}\ntraining: 7", "optim.lr=fast")
-    for word in ("seed", "warm_up", "optim.lr", "training"):
-        assert word in message
-
-
 def test_the_command_line_prevails_over_the_file_and_its_last_word_over_its_first(tmp_path):
     config = load(tmp_path, "optim: {lr: fast, warmup: 5}\ntraining: {batch_size: 4}",
                   "optim.lr=2e-4", "optim.lr=3e-4", "seed=7", "optim.betas=[0.8, 0.9]",

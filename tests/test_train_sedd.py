@@ -841,7 +841,7 @@ def test_ctrl_c_while_torch_is_imported_ends_a_start_without_a_traceback(script,
 
 
 def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fasta, tmp_path):
-    files = {"c.yaml": "training: {}\n", "typo.yaml": "optim: {lrr: 1}\n",
+    files = {"c.yaml": "training: {}\n", "typo.yaml": "optim: {lrr: 1}\nnoise: 7\n",
              "one.fasta": ">a\nACDEF\n", "broken.fasta": ">a\nACDEF\n>b\nAC1EF\n",
              "other.pt": "junk"}
     for name, text in files.items():
@@ -850,8 +850,9 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
                tmp_path / "letters.pt")
     (tmp_path / "project" / "src").mkdir(parents=True)
     (tmp_path / "project" / ".notes.tmp").touch()
-    alone = [("--config typo.yaml", "unknown key 'optim.lrr'"), ("", "--config"),
-             ("--nnodes 1", "arguments are required: --config"),
+    alone = [("--config typo.yaml optim.lr=fast", "unknown key 'optim.lrr'",   # all at once
+              "section 'noise' is '7'", "'optim.lr=fast': optim.lr: found 'fast'"),
+             ("", "--config"), ("--nnodes 1", "arguments are required: --config"),
              ("--config none.yaml", "none.yaml cannot be read")]
     more = [   # words after good ones, what is said about them
         ("--data data/none", "data/none does not exist", "python prepare_uniref50.py data/none"),
