@@ -6,7 +6,6 @@
     python bench_ddp.py dpo     # our DPO step, and a plain transcription of the published code
     python bench_ddp.py dpo --pairs pairs.json                  # with real pairs
     python bench_ddp.py dpo --device cuda                       # on a device: pairs per second
-    python bench_ddp.py dpo --pdb 5L33.pdb                      # on this structure
     python bench_ddp.py sedd --data proteins.fasta.gz           # our SEDD step and a plain one
     python bench_ddp.py data --proteins 60000000 --folder /tmp  # plan, read 17 GB of random data
     mpirun -n 2 python bench_ddp.py data                        # only train from such data, 2 ranks
@@ -344,9 +343,6 @@ def write_demo_pdb(path, n_residues):
 
 def bench_dpo(args, ddp):
     """Time our DPO step and a plain one alternately, and compare their results."""
-    if args.pairs and args.pdb:
-        raise ValueError("found --pairs with --pdb; expected --pairs alone: its file names the "
-                         "structures.")
     on_cpu = ddp.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)
@@ -356,9 +352,8 @@ def bench_dpo(args, ddp):
             pairs, cases = read_pairs(args.pairs), FILE_CASES
             title = f"{args.pairs.name}, {describe(pairs)}"
         else:
-            path = args.pdb or Path(folder, "demo.pdb")
-            if args.pdb is None:
-                write_demo_pdb(path, 106)
+            path = Path(folder, "demo.pdb")
+            write_demo_pdb(path, 106)
             pairs, cases = made_pairs(path), MADE_CASES
             title = f"{path.name}, {len(pairs[0].complex)} rows, all designed"
         print(f"DPO step, {title};\n{'one thread' if on_cpu else ddp.device}, in turns, median of "
@@ -556,8 +551,8 @@ def main(argv):
         help="data: number of random proteins (60000000: 17 GB)")
     add("--steps", type=int, default=60, help="data: steps of each training")
     add("--data", help="sedd: proteins; default: random ones with the lengths of UniRef50")
-    add("--pdb", type=Path, help="dpo: structure, all chains designed; default: a synthetic one")
-    add("--pairs", type=Path, help="dpo: file of preference pairs, as for train_dpo_ddp.py")
+    add("--pairs", type=Path, help="dpo: file of preference pairs, as for train_dpo_ddp.py; "
+                                   "default: random pairs of a synthetic structure")
     add_launch_arguments(parser)
     args = parser.parse_intermixed_args(argv)
     if not Path(args.folder).is_dir():
@@ -571,7 +566,7 @@ def main(argv):
             parser.error(f"--{name} is {value}; expected at least 1")
     if args.configs and args.what != "save":
         parser.error(f"found {args.configs[0]}; expected options: save alone takes configs")
-    for option, task in (("data", "sedd"), ("pdb", "dpo"), ("pairs", "dpo")):
+    for option, task in (("data", "sedd"), ("pairs", "dpo")):
         if getattr(args, option) and args.what != task:
             parser.error(f"found --{option} with {args.what}; expected it with {task} alone")
     with started_ranks(args, argv) as ddp:

@@ -15,8 +15,8 @@ weak: the batch per rank is that of the config. strong: the global batch is that
 on the same data, but each trains without DDP and without collectives. So it shows the step without
 communication ("exchange"). "of alone" is the median over steps of alone's time / the time with
 exchange. It can exceed 1 with Muon, whose work the ranks of a host share. Settings alternate, some
-steps each. Repeats of a number of ranks (--rounds, or the same --json) are joined by medians. The
-formulas are in scale_report.py.
+steps each. Repeats of a number of ranks (with the same --json) are joined by medians. The formulas
+are in scale_report.py.
 """
 import contextlib
 import importlib.util
@@ -111,17 +111,16 @@ def measure_run(run, settings, args, ddp):
     if args.train:
         time_block(run, settings[0], 0, args.train, dataset, loss_of, ddp)
     noise = measure_noise(run, dataset, loss_of, args, ddp) if args.predict else None
-    times = np.zeros((ddp.world_size, len(settings), args.repeats, args.steps, len(PARTS) + 1))
+    times = np.zeros((ddp.world_size, len(settings), args.repeats, args.steps, len(PARTS)))
     for repeat in range(args.repeats):
         order.append(order.pop(0))
         for k, setting in order:
             run.sampler.mine = mine[:setting.share]
             times[ddp.rank, k, repeat] = time_block(run, setting, args.train + repeat * args.steps,
                                                     args.steps, dataset, loss_of, ddp)
-    times = all_sum(torch.from_numpy(times), ddp).numpy()
-    parts, cpu = times[..., :-1], times[..., -1].mean(0)
+    parts = all_sum(torch.from_numpy(times), ddp).numpy()
     memory = [peak_memory(ddp.device) * (rank == ddp.rank) for rank in range(ddp.world_size)]
-    rows = [make_row(setting, settings, parts, cpu, size_of_micro_batch(run, args.what))
+    rows = [make_row(setting, settings, parts, size_of_micro_batch(run, args.what))
             for setting in settings]
     if len(args.ranks) > 1 and ddp.world_size == max(args.ranks):
         rows += [{**row, "scaling": "strong"} for row in rows if row["variant"] in ("", "alone")]
@@ -167,8 +166,7 @@ def training_of(run, what, ddp):
 def time_block(run, setting, first, n, dataset, loss_of, ddp):
     """Take n steps from step `first` on, after one that does not count.
 
-    Returns: (n, 5) seconds for each step: the PARTS of this rank's step, and its CPU time.
-    """
+    Returns: (n, 4) seconds of the PARTS of each of this rank's steps."""
     place = replace(ddp, world_size=1) if setting.variant == "alone" else ddp
     # Wrapping copies rank 0's weights to all ranks, which "alone" steps have made different.
     run.model = wrap_ddp(run.bare, place, **{**vars(run.config.ddp), **setting.options})
@@ -176,15 +174,12 @@ def time_block(run, setting, first, n, dataset, loss_of, ddp):
     if setting.compressed:
         run.model.register_comm_hook(None, compress)
     run.sampler.first, run.sampler.last, run.progress["step"] = first, first + n + 1, first
-    run.meter, run.unread, busy = StepMeter(place, timing_every=1, seen=run.meter.seen), None, []
+    run.meter, run.unread = StepMeter(place, timing_every=1, seen=run.meter.seen), None
     batches = open_batches(run, dataset, loss_of, place)
     barrier(ddp)
     for _ in range(n + 1):
-        begin = time.process_time()
         take_step(run, batches, loss_of, place)
-        busy.append(time.process_time() - begin)
-    steps = map(seconds_by_part, run.meter.timed)
-    return [[*map(step.get, PARTS), cpu] for step, cpu in zip(steps, busy)][1:]
+    return [[*map(seconds_by_part(laps).get, PARTS)] for laps in run.meter.timed[1:]]
 
 
 def compress(group, bucket):
@@ -192,12 +187,11 @@ def compress(group, bucket):
     return bf16_compress_hook(group, bucket)
 
 
-def make_row(setting, settings, parts, cpu, per_micro_batch):
+def make_row(setting, settings, parts, per_micro_batch):
     """The results of a setting, as a row of the JSON file.
 
-    Args: parts: (rank, setting, repeat, step, part) seconds; cpu: (setting, repeat, step) CPU
-        seconds, means over ranks; per_micro_batch: size, in the unit of the global batch.
-    """
+    parts: (rank, setting, repeat, step, part) seconds. per_micro_batch: size, in the unit of the
+        global batch."""
     ranks, k = len(parts), settings.index(setting)
     by_rank = parts[:, k].sum(-1)
     steps = by_rank.mean(0)
@@ -209,13 +203,11 @@ def make_row(setting, settings, parts, cpu, per_micro_batch):
     row = dict(scaling=setting.scaling, variant=setting.variant,
                batch=per_micro_batch * setting.share * ranks, seconds=seconds,
                parts={part: float(share) * seconds for part, share in zip(PARTS, shares)},
-               sigma=float(spread) * math.sqrt(ranks / max(ranks - 1, 1)),
-               cpu_seconds=float(np.median(cpu[k])), of_alone=1.0, cpu_of_alone=1.0)
+               sigma=float(spread) * math.sqrt(ranks / max(ranks - 1, 1)), of_alone=1.0)
     alone = Setting(setting.scaling, setting.share, "alone")
     if alone in settings:
         limit = settings.index(alone)
         row["of_alone"] = float(np.median(parts[:, limit].sum(-1).mean(0) / steps))
-        row["cpu_of_alone"] = float(np.median(cpu[limit] / cpu[k]))
     return row
 
 
@@ -273,7 +265,7 @@ def read_launches(path):
     try:
         launches = json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
         for launch in launches:     # check the keys: raises KeyError for a file of something else
-            [launch[key] for key in (*ALIKE, "ranks", "largest", "noise", "all_reduces")]
+            [launch[key] for key in (*ALIKE, "backend", "ranks", "largest", "noise", "all_reduces")]
             [row[key] for row in launch["rows"] for key in ("scaling", "variant", "seconds")]
         return [launch for launch in launches if launch["rows"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -291,7 +283,6 @@ def read_arguments(argv):
     add("--ranks", help="numbers of ranks, such as 1,2,4")
     add("--steps", type=int, default=4, help="steps of a setting before the next has its turn")
     add("--repeats", type=int, default=4, help="how often each setting has its turn")
-    add("--rounds", type=int, default=1, help="how often each number of ranks is started")
     add("--train", type=int, default=5, help="steps to train before measuring, as untrained "
                                              "weights have a small critical batch")
     add("--variants", action="store_true", help="also bucket sizes, static graph, compression")
@@ -343,9 +334,13 @@ def measure_here(args, config):
     """Measure the ranks of the launcher that has started this process; rank 0 adds the launch."""
     with joined_ranks(args.device, args.backend, timeout=COLLECTIVE_SECONDS) as ddp:
         launch = measure(args, config, ddp)
-        # Read again: another job may have added to the file in the meantime.
-        args.launches = [*(read_launches(args.json) if ddp.is_main else []), launch]
+        args.launches = [launch]
         if ddp.is_main and args.json:
+            try:   # read again: another job may have added to the file in the meantime
+                args.launches = [*read_launches(args.json), launch]
+            except ValueError as error:
+                args.json = f"{args.json}.{os.getpid()}"
+                print(f"ATTENTION: {error}. So this launch is in {args.json}", file=sys.stderr)
             write_text_atomic(args.json, json.dumps({"launches": args.launches}, indent=1))
 
 
@@ -355,7 +350,7 @@ def start_ranks(args, argv):
         path = args.json or os.path.join(folder, "scale.json")
         command = ["-u", str(Path(__file__).with_name("bench_ddp.py")), "scale", *argv,
                    "--measure", "--json", path]
-        for ranks in args.ranks * args.rounds:
+        for ranks in args.ranks:
             if code := run_ranks(command, ranks):
                 sys.exit(code)      # the failed rank has printed why
         args.launches = read_launches(path)

@@ -75,8 +75,12 @@ def draw(runs, path):
     if not panels:
         raise ValueError(f"{', '.join(runs)}: found none of the metrics that are drawn; expected "
                          "those of docs/metrics.md.")
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    colors = [f"C{number}" for number in range(10)]   # then these would repeat
+    if len(runs) > len(colors):
+        colors = colormaps["turbo"](np.linspace(0, 1, len(runs)))
     columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     height = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(5.5 * columns, 3.2 * height), layout="constrained")
@@ -92,7 +96,7 @@ def draw(runs, path):
                 words = f"{key} (running mean; pale: steps)" if styles[key] == "~" else key
                 label = None if key in named else words
                 named.add(key)
-                color = f"C{key_number if len(runs) == 1 else run_number}"
+                color = colors[key_number if len(runs) == 1 else run_number]
                 if style.startswith("level"):
                     axis.axhline(values[-1], linestyle=style.removeprefix("level"), color=color,
                                  label=label)
@@ -112,7 +116,7 @@ def draw(runs, path):
                 handle.set_color("black")
     if len(runs) > 1:
         # A label that begins with "_" would be left out; "$" begins mathematics.
-        figure.legend([Line2D([], [], color=f"C{number}") for number in range(len(runs))],
+        figure.legend([Line2D([], [], color=color) for color, _ in zip(colors, runs)],
                       [f" {name}".replace("$", r"\$") for name in runs],
                       loc="outside upper center", ncols=min(len(runs), columns))
     write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))

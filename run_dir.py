@@ -376,8 +376,7 @@ def copy_best(folder, name, path, best):
             return False
     except (OSError, ValueError, KeyError, TypeError):   # not a file of save_checkpoint
         return False
-    with open(source, "rb") as opened:
-        write_whole(target, lambda file: shutil.copyfileobj(opened, file))
+    write_whole(target, lambda file: file.write(source.read_bytes()))
     return True
 
 
@@ -403,7 +402,7 @@ def before_saving(run, log, ddp):
 
 def open_log(run, ddp):
     """Open the RunLog of a run, and drop its rows after the step that the run continues from."""
-    log, m = RunLog(run.work_dir, ddp.is_main, total_steps=run.n_iters), run.config.monitoring
+    log, m = RunLog(run.work_dir, ddp.is_main, run.n_iters), run.config.monitoring
     log.truncate(run.progress["step"] if run.continued_from else -1)
     log.track({**config_to_dict(run.config), "world_size": ddp.world_size}, run.progress["step"],
               m.tensorboard, m.wandb)

@@ -35,7 +35,7 @@ class RunLog:
     run_dir: folder, made if missing. total_steps: for the bar and the time left.
     """
 
-    def __init__(self, run_dir, is_main, total_steps=None):
+    def __init__(self, run_dir, is_main, total_steps):
         self.path = Path(run_dir) / "metrics.jsonl"
         self.is_main, self.total_steps = is_main, total_steps
         self.file = self.bar = self.began = None   # began: (step, time) of the first progress()
@@ -120,14 +120,15 @@ class RunLog:
                 columns, lines = shutil.get_terminal_size()    # 80 x 24 if the size is unknown
                 self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
                                 ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
-        fields = [f"step {step}/{self.total_steps}" if self.total_steps else f"step {step}"]
-        fields += [f"{name} {value:,}" if isinstance(value, int) else f"{name} {four_digits(value)}"
-                   for name, value in numbers.items()]
+        fields = [f"step {step}/{self.total_steps}"]
+        for name, value in numbers.items():   # four digits, with zeros, so that columns line up
+            digits = f"{value:,}" if isinstance(value, int) else f"{value:#.4g}".rstrip(".")
+            fields.append(f"{name} {digits}")
         if rate is not None:
             fields.append(f"{rate:,.0f} res/s")
         first, since = self.began
-        if self.total_steps and step > first:
-            left = (now - since) / (step - first) * max(self.total_steps - step, 0)
+        if step > first:
+            left = (now - since) / (step - first) * (self.total_steps - step)
             fields.append(f"ETA {datetime.timedelta(seconds=int(left))}")
         line = "  ".join(fields)
         if self.bar is not None:
@@ -289,11 +290,6 @@ def print_line(text, write=print):
         if e.errno not in (errno.EPIPE, errno.EIO):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def four_digits(value):
-    """A number with four digits, including zeros at the end, so that columns line up."""
-    return f"{value:#.4g}".rstrip(".")
 
 
 def rows_up_to(path, step):

@@ -50,6 +50,8 @@ class Script(NamedTuple):
 
 def run_script(script, argv=None):
     """Run a training script. Exits with a code other than 0 if the run did not finish."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:   # set by the script for its imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         script.make_parser().parse_args(["--help"])
@@ -95,7 +97,7 @@ def run_script(script, argv=None):
 
 
 @contextlib.contextmanager
-def joined_ranks(device="auto", backend="auto", **options):
+def joined_ranks(device, backend="auto", **options):
     """setup_ddp for a benchmark. An error in the machine, the data or the settings ends all ranks
     with one line."""
     try:
@@ -153,7 +155,7 @@ def prepare_on_all_ranks(script, options, config, launch, problem, work_dir, ddp
 def add_run_arguments(parser, *work_dir):
     """Add the options of all training scripts. work_dir: names of the one for the run folder."""
     add = parser.add_argument
-    add(*work_dir, dest="work_dir", help="run folder (default runs/CONFIG_NAME, or runs/dpo)")
+    add(*work_dir, dest="work_dir", help="run folder (default: runs/CONFIG_NAME)")
     add("--resume", help="continue from this checkpoint")
     add("--fresh", action="store_true", help="start over; the old run folder is renamed")
     add("--plan", help="print batch, learning rate and warm-up for ranks such as 1,2,4,8")

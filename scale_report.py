@@ -82,9 +82,12 @@ def predict_step(alone, ranks, exchange, overlap):
 def merge(launches):
     """{ranks: launch} of the launches like the last one, with medians over repeats. "rows" becomes
     {(scaling, variant): row}; strong scaling keeps only the largest global batch."""
+    launches = [launch for launch in launches
+                if all(launch.get(key) == launches[-1].get(key) for key in ALIKE)]
+    backends = [launch["backend"] for launch in launches if launch["ranks"] > 1]
     alike, merged = {}, {}
     for launch in launches:
-        if all(launch.get(key) == launches[-1].get(key) for key in ALIKE):
+        if launch["ranks"] == 1 or launch["backend"] == backends[-1]:   # one rank has no backend
             alike.setdefault(launch["ranks"], []).append(launch)
     largest = max(launch["largest"] for group in alike.values() for launch in group)
     for ranks, group in sorted(alike.items()):
@@ -102,10 +105,10 @@ def merge(launches):
 
 
 def median_of(dicts):
-    """Median of each number over dicts with the same keys; texts are those of the first."""
+    """Median of each number over dicts; texts and keys are those of the first."""
     medians = {}
     for key, first in dicts[0].items():
-        values = [numbers[key] for numbers in dicts]
+        values = [numbers[key] for numbers in dicts if key in numbers]   # older files have more
         if isinstance(first, str):
             medians[key] = first
         else:
@@ -190,7 +193,7 @@ def report(launches, args):
     unit = last["unit"]
     if left_out := len(launches) - sum(launch["launches"] for launch in merged.values()):
         print(f"{left_out} of the file's launches are left out. They differ from the last one in "
-              f"one of\n  {', '.join(ALIKE)}")
+              f"one of\n  {', '.join(ALIKE)}, backend")
     print(textwrap.fill(" ".join([f"{last['what']},", last["config"], *last["overrides"]]), 100))
     print(f"{last['parameters'] / 1e6:.2f} million parameters, {last['dtype']}, {last['device']}"
           f"{', one thread a rank' if last['device'] == 'cpu' else ''}; medians\n"
@@ -259,10 +262,9 @@ def print_prediction(predicted, errors, text, critical, launches):
 
 def draw(table, predicted, path):
     """Speed-up, efficiency and parts of the step, as a PNG."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, (speed, share, parts) = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    speed, share, parts = figure.subplots(1, 3)
     weak, strong = ([row for row in table if (row["scaling"], row["variant"]) == (scaling, "")]
                     for scaling in ("weak", "strong"))
     for rows, style, label in ((weak, "oC0-", "weak"), (strong, "sC1-", "strong"),
@@ -290,7 +292,4 @@ def draw(table, predicted, path):
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
         axis.legend(fontsize="small")
-    try:
-        write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))
-    finally:
-        pyplot.close(figure)
+    write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))

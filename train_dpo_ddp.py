@@ -21,6 +21,9 @@ step's micro-batches do not depend on the ranks that compute them, and random nu
 if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
     ddp_guard.supervise()
+    import signal
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:   # for the imports, as in train_sedd_ddp
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import copy
 import time
@@ -198,13 +201,12 @@ def check_config(c, without_data=False):
          "but data.train_data is not given; expected --train_data"),
         (d.mutable_positions is None or d.mutable_ranges is None,
          "data.mutable_positions and data.mutable_ranges are given together; expected one of "
-         "them")),
+         "them"),
+        *((value >= 1, f"model.random.{key} is {value}; expected at least 1")
+          for key, value in vars(c.model.random).items())),
         least={"loss": dict(gamma=0, sft=0, diversity_lambda=0, n_orders=1),
                "data": dict(max_length=1, demo_structures=1, demo_pairs=1),
                "memory": dict(structure_cache_mb=0), "monitoring": dict(fall=0, n_designs=0)})
-    for key, value in vars(c.model.random).items():
-        if value < 1:
-            raise ValueError(f"config: model.random.{key} is {value}; expected at least 1.")
 
 
 # ---------------------------------------------------------------- loss
@@ -394,7 +396,8 @@ def train(run, ddp):
         if step % run.steps_per_epoch == 0:
             run.sums.zero_()
         if progress["finished"] or save_now or reason:
-            save_last(run, log, ddp)
+            save_model(run, log, ddp, "latest_model.pt")
+            save_run(run, log, ddp, "last.pt", t.keep_last, base=run.base, sums=run.sums.tolist())
         if report:   # do not count evaluation and saving as time of training
             run.meter.restart()
     result = {"step": progress["step"], **values}
@@ -409,12 +412,6 @@ def report_step(run, log, totals, norm, ddp):
                  **{"pairs/s": values["pairs_per_second"]}, acc=values["rewards/accuracies"],
                  margin=values["rewards/margins"], **bad_steps_field(run))
     return values
-
-
-def save_last(run, log, ddp):
-    save_model(run, log, ddp, "latest_model.pt")
-    save_run(run, log, ddp, "last.pt", run.config.training.keep_last, base=run.base,
-             sums=run.sums.tolist())
 
 
 # ---------------------------------------------------------------- plan
@@ -445,7 +442,7 @@ FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
                     epilog="Examples and all config keys: train_dpo_ddp.py, run_config.py.")
-    parser.add_argument("--config", help="YAML file; without it the defaults are used")
+    parser.add_argument("--config", help="YAML file; without it the defaults, in runs/dpo")
     for flag, key in FLAGS.items():
         several = {"nargs": "+"} if flag.startswith("mutable") else {}
         names = [f"--{flag}", *(["--lr"] if flag == "learning_rate" else [])]

@@ -11,8 +11,7 @@ file (see sequence_data.py), a folder made by prepare_uniref50.py, or generated 
 Writes into the run folder (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
 status.json, samples/step_N.fasta, checkpoints/last.pt (the previous one: last-1.pt) and best.pt,
 and at the end curves.png. The same command again continues from last.pt. SIGTERM, SIGUSR1, Ctrl-C,
-the time in DDP_DEADLINE, or a file STOP in the run folder makes a run save a checkpoint and exit
-with code 75.
+the time in DDP_DEADLINE, or a file STOP in the run folder makes a run save and exit with code 75.
 
 Runs with the same global batch give the same result, up to rounding, on any number of ranks. The
 global batch consists of micro-batches, which the ranks divide among them. Every random draw is
@@ -21,6 +20,9 @@ seeded by (seed, purpose, step, micro-batch) or by the protein, never by the ran
 if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
     ddp_guard.supervise()
+    import signal
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:   # until run_script: Ctrl-C in an import
+        signal.signal(signal.SIGINT, signal.SIG_DFL)        # gives no traceback, and is not lost
 
 import math
 import time
@@ -147,9 +149,7 @@ NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 
 
 def check_config(c):
-    """Raise ValueError, naming the key, for values of the right type that cannot be used.
-
-    SEDD and make_noise check some values themselves."""
+    """Raise ValueError, naming the key, for bad values that SEDD and make_noise do not check."""
     t = c.training
     check_values(c, checks=(
         ((t.batch_size is None) != (t.tokens_per_batch is None),
@@ -274,19 +274,18 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         raise ValueError(f"{former.path} was saved by a run with other batches (hash "
                          f"{former.state['plan']}, now {plan.identity()}); expected the same. "
                          "Continue with the version of this project that saved it, or --fresh.")
-    validation, lr_batch = None, min(batch, plan.available)   # few proteins: less than a batch
+    lr_batch = min(batch, plan.available)   # few proteins: less than a batch
     letters = data.train.letter_counts()
-    if data.val is not None:
-        val = apply_max_length(data.val, d.max_length, d.long)
-        validation = Validation(val, config, graph, noise, letters, data.source)
+    validation = data.val and Validation(apply_max_length(data.val, d.max_length, d.long), config,
+                                         graph, noise, letters, data.source)
     by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch
     run = start_run(
         SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, lr_batch=lr_batch, make_ema=lambda p: EMA(p, o.ema),
         progress={"recent": [0.0, 0.0]},   # logged losses since the last evaluation: sum, number
-        seen=("residues", "tokens"), global_batch=batch,
-        work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype, validation=validation,
-        letters=letters, graph=graph, noise=noise, plan=plan, init_from=init_from,
+        seen=("residues", "tokens"), global_batch=batch, work_dir=work_dir,
+        fingerprint=data.fingerprint, dtype=dtype, validation=validation, letters=letters,
+        graph=graph, noise=noise, plan=plan, init_from=init_from,
         expected_count=batch * (plan.residues / plan.proteins if by_residue else 1.0))
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # raises if data is damaged
@@ -301,12 +300,15 @@ def describe_data(run, data, precision, ddp):
     """Lines that describe model, data and batch."""
     config, plan = run.config, run.plan
     n_parameters = sum(p.numel() for p in run.bare.parameters())
-    val = f"; {len(data.val):,} for validation" if data.val is not None else ""
+    n_val = len(data.val or ())
+    val = f"; {n_val:,} for validation" if n_val else ""
+    few = [f"ATTENTION: only {n_val} protein(s) for validation, by which best.pt is chosen: raise "
+           "data.val_fraction"] if 0 < n_val < 10 else []
     keys = ", ".join(f"{key} {value:g}" for key, value in vars(run.noise).items())
     return [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, "
             f"{config.noise.type} noise ({keys}), {config.model.parameterization}",
             f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
-            describe_batch(run, f"about {plan.asked:,} {plan.counted_in}", ddp),
+            describe_batch(run, f"about {plan.asked:,} {plan.counted_in}", ddp), *few,
             *(plan.warning() if not run.continued_from else [])]
 
 
@@ -433,17 +435,15 @@ def read_arguments(argv):
     """(options, config). Raises ValueError."""
     args = make_parser().parse_intermixed_args(argv)
     config = load_config(Config, args.config, args.overrides, {
-        "data.file": args.data or None, "training.init_from": args.init_from})
+        "data.file": args.data, "training.init_from": args.init_from})
     check_config(config)
     return args, config
 
 
-def prepare_from(config, ddp, work_dir, args):
-    return prepare(config, ddp, work_dir, args.resume, args.fresh, args.stage)
-
-
 def cli(argv=None):
-    run_script(Script(make_parser, read_arguments, describe_plan, prepare_from, train), argv)
+    run_script(Script(
+        make_parser, read_arguments, describe_plan, lambda config, ddp, work_dir, args: prepare(
+            config, ddp, work_dir, args.resume, args.fresh, args.stage), train), argv)
 
 
 if __name__ == "__main__":

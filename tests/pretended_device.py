@@ -152,12 +152,8 @@ def under_autocast(operation, lower):
 
 # ---- what torch makes without asking the mode: torch.tensor(..., device=...) ----
 
-def empty(size, *, dtype=None, device=None, **others):
-    return OnDevice(torch.empty(size, dtype=dtype, device="cpu"))
-
-
-def empty_strided(size, stride, *, dtype=None, device=None, **others):
-    return OnDevice(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+def made_by(make):
+    return lambda *shape, dtype=None, **_: OnDevice(make(*shape, dtype=dtype, device="cpu"))
 
 
 def copy_from(source, target, non_blocking=False):
@@ -180,8 +176,8 @@ for name in LOWER + FLOAT32:
 others = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
 others.fallback(torch.library.fallthrough_kernel)
 making = torch.library.Library("aten", "IMPL", "PrivateUse1")
-for name, kernel in (("empty.memory_format", empty), ("empty_strided", empty_strided),
-                     ("_copy_from", copy_from)):
+for name, kernel in (("empty.memory_format", made_by(torch.empty)), ("_copy_from", copy_from),
+                     ("empty_strided", made_by(torch.empty_strided))):
     making.impl(name, kernel)
 ddp_setup._native_bfloat16 = lambda device: True
 

@@ -46,13 +46,6 @@ def words(folder):
             "--init_timeout", str(INIT)]
 
 
-def whole(folder):
-    """The step of the last checkpoint, or 0; ValueError for one that is damaged."""
-    steps = {path.name: load_checkpoint(str(path))["step"]
-             for path in folder.glob("checkpoints/[!.]*.pt")}
-    return steps.get("last.pt", 0)
-
-
 def hit(launcher, folder, draw):
     """One start in `folder` and one kill -> (signal, None if the run ended before it; seconds until
     all were gone; Result, None if it hung)."""
@@ -96,7 +89,8 @@ def soak(launcher, kills, seed, folder):
         tally[name] += 1
         status, step = read_status(current / "run"), "damaged"
         try:
-            step = whole(current / "run")
+            step = {path.name: load_checkpoint(str(path))["step"] for path in current.glob(
+                "run/checkpoints/[!.]*.pt")}.get("last.pt", 0)   # ValueError: one is damaged
             assert result is not None, "hang"
             assert kind or code == 0, "a start that nothing hit failed"
             if status.get("code") == 0 and (kind is None or step == STEPS):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from plot_run import SMOOTHED, main, points, rows_of, running_mean
+from plot_run import SMOOTHED, draw, main, points, rows_of, running_mean
 
 
 def write(folder, *rows):
@@ -37,8 +37,8 @@ def test_what_is_no_run_is_refused_and_a_log_not_written_over(tmp_path, capsys):
     assert "ends in .png" in capsys.readouterr().err and log.read_text().startswith("{")
 
 
-def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
-    pytest.importorskip("matplotlib")
+def test_runs_are_drawn_into_one_picture(tmp_path, capsys, monkeypatch, extras):
+    figure_of_matplotlib = pytest.importorskip("matplotlib.figure").Figure
     sedd = write(tmp_path / "a", *({"step": k, "loss": 3 - k / 9, "lr": 0.1, "val/exact": 2.1}
                                    for k in range(9)))
     dpo = write(tmp_path / "b$x^$", {"step": 1, "loss": 0.6, "val/kl": 0.1})
@@ -46,3 +46,7 @@ def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
     assert main([str(sedd), str(dpo), "--out", str(tmp_path / "both.png")]) == 0
     for path in (sedd / "curves.png", tmp_path / "both.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    drawn = []
+    monkeypatch.setattr(figure_of_matplotlib, "savefig", lambda self, *_, **__: drawn.append(self))
+    draw({str(k): [{"step": 1, "loss": 1.0}] for k in range(12)}, tmp_path / "12.png")
+    assert len({tuple(line.get_color()) for line in drawn[0].legends[0].get_lines()}) == 12

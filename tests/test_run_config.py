@@ -5,9 +5,8 @@ from operator import attrgetter
 from typing import Literal, Optional
 
 import pytest
-import yaml
 
-from run_config import config_differences, config_to_dict, dump_yaml, load_config
+from run_config import load_config
 
 
 @dataclass
@@ -54,18 +53,10 @@ def refusal(tmp_path, text, *overrides):
     return str(caught.value)
 
 
-def test_a_file_with_sections_is_read_and_the_rest_keeps_its_defaults(tmp_path):
-    text = "training: {batch_size: 16, checkpointing: True}\noptim: {lr: 1e-4}\n"
-    assert load(tmp_path, text) == Config(training=Training(16, 1, True), optim=Optim(1e-4))
-    assert load_config(Config) == Config()
-
-
 @pytest.mark.parametrize("key, text, value", [
-    ("optim.lr", "1e-4", 1e-4), ("optim.lr", "3", 3.0), ("optim.lr", ".5", 0.5),
-    ("optim.lr", "1.", 1.0), ("optim.lr", "+2.5e+3", 2500.0), ("optim.lr", "'1e-4'", 1e-4),
-    ("seed", "7", 7), ("seed", "1e6", 10**6), ("seed", "2.0", 2), ("seed", "1_000", 1000),
-    ("seed", str(2**63 - 1), 2**63 - 1), ("seed", "-1", -1), ("seed", "010", 10),
-    ("name", "010", "010"), ("name", "a:30", "a:30"),
+    ("optim.lr", "1e-4", 1e-4), ("optim.lr", "3", 3.0), ("optim.lr", "'1e-4'", 1e-4),
+    ("seed", "1e6", 10**6), ("seed", str(2**63 - 1), 2**63 - 1), ("seed", "010", 10),
+    ("name", "010", "010"), ("name", "a:30", "a:30"), ("name", "2026-01-01", "2026-01-01"),
     ("training.mixed_precision", "false", False), ("training.mixed_precision", "16", "16"),
     ("optim.scale", "sqrt", "sqrt"), ("optim.scale", "{cap: 4}", {"cap": 4.0}),
     ("training.batch_size", "null", None), ("optim.betas", "[0.9, 98e-2]", (0.9, 0.98)),
@@ -78,10 +69,8 @@ def test_a_value_is_read_as_the_type_of_its_field_in_file_and_command(tmp_path, 
 
 
 @pytest.mark.parametrize("key, texts, says", [
-    ("optim.lr", ("true", "nan", "-.inf", "1e999", "1e", "abc", "[1]", "null", "0x1f.8", "1 e3"),
-     "expected a number"),
-    ("training.accum", ("1.5", "1e-4", "true", "ten", "1:30:00", ".inf", "1_", "[1]"),
-     "expected a whole number"),
+    ("optim.lr", ("true", "nan", "1e999", "abc", "[1]", "null"), "expected a number"),
+    ("training.accum", ("1.5", "true", "1:30:00", "1e999", "1_"), "expected a whole number"),
     ("training.checkpointing", ("1", "'true'", "null"), "expected true or false"),
     ("name", ("yes",), "Quote it"), ("name", ("null", "[a]"), "expected text"),
     ("training.mixed_precision", ("[16]",), "true or false or text"),
@@ -113,12 +102,6 @@ def test_a_file_that_says_it_badly_is_refused_with_the_place(tmp_path, text, adv
     assert "config.yaml" in message and advice in message
 
 
-def test_all_wrong_keys_are_told_at_once(tmp_path):
-    message = refusal(tmp_path, "seed: x\noptim: {warm_up: 3}\ntraining: 7", "optim.lr=fast")
-    for word in ("seed", "warm_up", "optim.lr", "training"):
-        assert word in message
-
-
 def test_the_command_line_prevails_over_the_file_and_its_last_word_over_its_first(tmp_path):
     config = load(tmp_path, "optim: {lr: fast, warmup: 5}\ntraining: {batch_size: 4}",
                   "optim.lr=2e-4", "optim.lr=3e-4", "seed=7", "optim.betas=[0.8, 0.9]",
@@ -144,23 +127,3 @@ def test_a_bad_override_is_refused_as_typed(tmp_path, override, says):
     message = refusal(tmp_path, "seed: 1", override)
     assert "command line" in message and override in message and says in message
     assert "config.yaml" not in message
-
-
-def test_dumped_yaml_reads_back_to_the_same_configuration_of_plain_types(tmp_path):
-    config = Config(3, "010", training=Training(5, 1, True, "float16"),
-                    optim=Optim(1e-8, 5, (0.8, 0.9), (1, 2), {"cap": 4.0}))
-    assert load(tmp_path, dump_yaml(config)) == config
-    plain = config_to_dict(config)
-    assert yaml.safe_load(dump_yaml(config)) == plain
-    assert plain["optim"]["betas"] == [0.8, 0.9] and type(plain["optim"]) is dict
-
-
-def test_differences_list_each_changed_key_once_and_skip_the_ignored():
-    config = Config(1, "x", training=Training(5, accum=2), optim=Optim(scale={"cap": 4.0}))
-    former = config_to_dict(Config())
-    former["optim"]["steps"] = 3
-    del former["name"], former["training"]   # a later version has more keys and sections
-    assert config_differences(former, config, ignore=("seed", "training.batch_size")) == [
-        "name: 'demo' -> 'x'", "training.accum: 1 -> 2", "optim.scale: 'none' -> {'cap': 4.0}",
-        "optim.steps: 3 -> (absent)"]
-    assert config_differences(Config(), Config(1)) == ["seed: 0 -> 1"]

@@ -20,10 +20,12 @@ import termios
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from ddp_setup import Ddp, load_checkpoint, wrap_ddp
 from launchers import fork_ranks, need, run_ranks, slow
@@ -33,8 +35,9 @@ import sedd_eval
 import sequence_batches
 import train_dpo_ddp
 import train_sedd_ddp
-from run_config import dump_yaml, load_config
-from run_dir import Diverged, RunLock, check_lock, process_start, read_status, write_status
+from run_config import config_to_dict, dump_yaml, load_config
+from run_dir import (Diverged, RunLock, check_lock, process_start, read_status, replace_status,
+                     write_status)
 from run_log import write_text_atomic
 from sedd_cases import TrueScores
 from sedd_diffusion import make_graph, make_noise, score_entropy_loss
@@ -97,6 +100,12 @@ def by_command(n, config, folder, work_dir, *more, script=SCRIPT, env=None):
     (folder / "c.yaml").write_text(dump_yaml(config))
     argv = [script, "--config", "c.yaml", "--work_dir", work_dir, *more]
     return fork_ranks(n, argv, folder, env)
+
+
+def demo_command(fasta, work_dir, *more):
+    """Words that train on `fasta`, by the command line."""
+    return [sys.executable, SCRIPT, "--config", ROOT / "configs" / "sedd_demo.yaml", "--work_dir",
+            work_dir, *words({**TINY, "data.file": fasta}), *more]
 
 
 def state_of(work_dir, name="last.pt"):
@@ -297,21 +306,18 @@ def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
 
 def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, monkeypatch):
     """Also if a process reads from there on, and it is timed. What it has seen is counted here."""
-    real, seen = train_sedd_ddp.micro_batch_loss, [0, 0]
-
-    def counting(model, batch, *arguments):
-        seen[0] += int((batch["mask"] & (batch["x0"] != X_ID)).sum())
-        seen[1] += batch["x0"].numel()
-        return real(model, batch, *arguments)
-
-    monkeypatch.setattr(train_sedd_ddp, "micro_batch_loss", counting)
+    spy = mock.Mock(wraps=train_sedd_ddp.micro_batch_loss)
+    monkeypatch.setattr(train_sedd_ddp, "micro_batch_loss", spy)
     run(tiny(fasta, training__n_iters=6), tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"step": 7, "loss": 0.0}\n{"step": 8, "lo')   # of a run that was killed later
     run(tiny(fasta, monitoring__timing_every=2, training__num_workers=1), tmp_path)
     same_weights(straight, tmp_path, "best.pt")
     same_run(straight, tmp_path)
-    assert [rows(tmp_path)[-1][f"seen/{name}"] for name in ("residues", "tokens")] == seen
+    batches = [call.args[1] for call in spy.call_args_list]
+    assert [rows(tmp_path)[-1][f"seen/{name}"] for name in ("residues", "tokens")] == [
+        sum(int((batch["mask"] & (batch["x0"] != X_ID)).sum()) for batch in batches),
+        sum(batch["x0"].numel() for batch in batches)]
     assert [row["step"] for row in rows(tmp_path) if "time/compute" in row] == [8, 10, 12]
 
 
@@ -352,11 +358,14 @@ def test_a_finished_run_says_so_without_fail_and_may_be_lengthened(fasta, tmp_pa
     assert read_status(tmp_path) == {"code": 0, "reason": "all steps done", "step": 3}
     if importlib.util.find_spec("matplotlib"):
         assert first.splitlines()[-1].startswith("ATTENTION: no picture was drawn")
+    replace_status(tmp_path, 1, "out of memory")
+    assert read_status(tmp_path)["code"] == 1
     run(tiny(fasta, training__n_iters=3), tmp_path)
     again = capsys.readouterr().out
     assert "This run is finished: all steps done at step 3" in again and "step 3/3" not in again
     results = first[first.index("  the same validation"):].partition("ATTENTION: no picture")[0]
     assert results in again and "no better than the letter frequencies" in again
+    assert "for validation, by which" not in first   # of 24 or so
     run(tiny(fasta, training__n_iters=5), tmp_path)
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
 
@@ -369,7 +378,8 @@ def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, sai
     assert ("ATTENTION" in text) == bool(said) and said in text
 
 
-def test_a_resume_is_refused_for_another_config_or_other_data(fasta, tmp_path, monkeypatch):
+def test_a_resume_is_refused_for_another_config_or_other_data(
+        fasta, straight, tmp_path, monkeypatch):
     run(tiny(fasta, training__n_iters=2), tmp_path / "w")
     fine_tune = "as a new run: --init_from .*last.pt --work_dir NEW"
     refused(rf"(?s)config.*optim\.lr: 0\.003 -> 0\.5.*{fine_tune}", tiny(fasta, optim__lr=0.5),
@@ -383,11 +393,22 @@ def test_a_resume_is_refused_for_another_config_or_other_data(fasta, tmp_path, m
     torch.save({"step": 1}, tmp_path / "other.pt")
     refused("no model, optimizer", tiny(fasta), tmp_path / "new", resume=tmp_path / "other.pt")
     assert not (tmp_path / "new").exists() and steps_of(tmp_path / "w") == [1, 2]
+    log, text = tmp_path / "w" / "metrics.jsonl", '{"step": 1}\nnot json\n{"step": 2}\n'
+    log.write_text(text)
+    refused("metrics.jsonl, line 2: found 'not json'", tiny(fasta), tmp_path / "w")
+    assert log.read_text() == text
+    log.write_text(text.replace("not json\n", ""))
     copy = tmp_path / "copy.fasta"   # the same proteins under another name are the same data
     shutil.copy(fasta, copy)
     run(tiny(copy, training__n_iters=3, training__log_freq=2, training__num_workers=1,
              monitoring__sample_steps=3), tmp_path / "w")
     assert steps_of(tmp_path / "w") == [1, 2, 3]
+    shutil.rmtree(tmp_path / "w" / "checkpoints")   # as of a run that came to none
+    for resume, advice in ((None, ", or --fresh"), (straight / "checkpoints" / "last.pt", r"\.$")):
+        refused(rf"(?s)config, which came to no checkpoint.*optim\.lr.*another --work_dir{advice}",
+                tiny(fasta, optim__lr=0.5), tmp_path / "w", resume=resume)
+    run(tiny(fasta, training__n_iters=2), tmp_path / "w")
+    assert steps_of(tmp_path / "w") == [1, 2]
 
 
 def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp_path):
@@ -395,10 +416,14 @@ def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp
     run(tiny(fasta, training__n_iters=6), tmp_path / "w")
     path = tmp_path / "w" / "checkpoints" / "last.pt"
     state = torch.load(path, weights_only=True)
-    del state["config"]["optim"]["decay"], state["seen"], state["init_from"]
+    del state["config"]["optim"]["decay"], state["config"]["loss"]
+    del state["seen"], state["init_from"]
     state["config"]["noise"]["sigma_max"] = 30.0   # without effect, and not yet refused
+    torch.save({**state, "config": {**state["config"], "gone": 3}}, path)
+    refused(r"config:\n    gone: 3 -> \(absent\)\n  Expected", tiny(fasta), tmp_path / "w")
     torch.save(state, path)
-    refused(r"optim\.decay: 'none' -> 'linear'", tiny(fasta, optim__decay="linear"), tmp_path / "w")
+    refused(r"config:\n    optim\.decay: 'none' -> 'linear'\n  Expected",
+            tiny(fasta, optim__decay="linear"), tmp_path / "w")
     run(tiny(fasta), tmp_path / "w")
     same_weights(straight, tmp_path / "w")
     assert "seen/residues" not in rows(tmp_path / "w")[-1]   # nobody knows
@@ -449,7 +474,8 @@ def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp
     path, pid = tmp_path / "lock.json", os.getppid()
     faster = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid),
               "beat": time.time()}
-    path.write_text(json.dumps({**faster, "start": "another"}))   # of a process that is gone
+    dead = json.dumps({**faster, "start": "another"})   # of a process that is gone
+    path.write_text(dead)
 
     def look_and_be_overtaken(asked):
         if asked == pid:
@@ -460,11 +486,7 @@ def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp
     with pytest.raises(ValueError, match=f"in use by process {pid} on "):
         RunLock(tmp_path)
     assert json.loads(path.read_text()) == faster and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_dead_lock_that_another_start_takes_away_just_now_is_no_error(tmp_path, monkeypatch):
-    path = tmp_path / "lock.json"
-    path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "beat": 0}))
+    path.write_text(dead)   # which another start takes away just now: no error
     monkeypatch.setattr("run_dir.process_start", lambda _: path.unlink(missing_ok=True))
     RunLock(tmp_path).release()
     assert not list(tmp_path.iterdir())
@@ -487,10 +509,8 @@ def test_a_lock_of_another_host_counts_while_its_heartbeat_goes_on(tmp_path, mon
 
 
 def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_path, monkeypatch):
-    def refused(*_):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refused)   # on a file system without hard links, too
+    # on a file system without hard links, too
+    monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError))
     monkeypatch.setattr(RunLock, "every", 0.01)
     lock = RunLock(tmp_path)
     ready = types.SimpleNamespace(lock=lock, work_dir=tmp_path)
@@ -502,17 +522,6 @@ def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_
         check_lock(ready, Ddp())
     lock.release()
     assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
-
-
-def test_a_run_that_came_to_no_checkpoint_starts_again_but_not_with_another_config(
-        fasta, straight, tmp_path):
-    run(tiny(fasta, training__n_iters=2), tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints")
-    for resume, advice in ((None, ", or --fresh"), (straight / "checkpoints" / "last.pt", r"\.$")):
-        refused(rf"(?s)config, which came to no checkpoint.*optim\.lr.*another --work_dir{advice}",
-                tiny(fasta, optim__lr=0.5), tmp_path, resume=resume)
-    run(tiny(fasta, training__n_iters=2), tmp_path)
-    assert steps_of(tmp_path) == [1, 2]
 
 
 # ---- start from weights ----
@@ -537,7 +546,9 @@ def test_a_run_begins_with_nothing_but_the_averages_of_a_file(weights, straight,
         assert torch.equal(average, p) and torch.equal(average, own_average)
     assert not ready.optimizer.state and ready.progress["step"] == ready.ema.num_updates == 0
     assert ready.progress["best"] is None and ready.lr == 3e-3 and ready.ema.decay == 0.5
-    assert load_config(Config, tmp_path / "w" / "config.yaml") == config
+    written = tmp_path / "w" / "config.yaml"
+    assert load_config(Config, written) == config
+    assert yaml.safe_load(written.read_text()) == config_to_dict(config)   # for other tools
 
 
 def test_the_same_command_goes_on_with_what_it_began(straight, fasta, tmp_path, capsys):
@@ -594,10 +605,11 @@ def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_pat
 
 def test_the_learning_rate_is_not_scaled_beyond_the_data_there_is(fasta, tmp_path, capsys):
     config = tiny(fasta, optim__scale="linear", optim__base_global_batch=2, optim__warmup=0,
-                  training__accum=1, training__batch_size=240)
+                  training__accum=1, training__batch_size=240, data__val_fraction=0.01)
     n = prepare(config, Ddp(), tmp_path).plan.proteins
     said = " ".join(capsys.readouterr().out.split())
     assert f"lr {3e-3 * n / 2:g}, " in said and f"to the {n} proteins that there are" in said
+    assert f"ATTENTION: only {240 - n} protein(s) for validation" in said
 
 
 def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(fasta, tmp_path):
@@ -640,11 +652,9 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(optimizer, fasta, tmp_
 
 
 def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
-    command = [sys.executable, SCRIPT, "--config", ROOT / "configs" / "sedd_demo.yaml",
-               *words({**TINY, "data.file": fasta})]
     for more, code in (["training.n_iters=10000", "training.log_freq=50"], 75), ([], 0):
         folder = tmp_path / str(code)
-        with subprocess.Popen([*command, "--work_dir", folder, *more], stdout=subprocess.PIPE,
+        with subprocess.Popen(demo_command(fasta, folder, *more), stdout=subprocess.PIPE,
                               text=True) as process:
             assert any(re.match(r"step (1|50)/", line) for line in process.stdout)
             process.stdout.close()      # as `| tee` does at Ctrl-C
@@ -655,11 +665,9 @@ def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
 
 
 def test_a_run_whose_terminal_is_closed_saves_and_stops(fasta, tmp_path):
-    command = [sys.executable, SCRIPT, "--config", ROOT / "configs" / "sedd_demo.yaml",
-               *words({**TINY, "data.file": fasta}), "training.n_iters=10000"]
     ours, its = os.openpty()
-    with subprocess.Popen([*command, "--work_dir", tmp_path], stdin=its, stdout=its, stderr=its,
-                          start_new_session=True,
+    with subprocess.Popen(demo_command(fasta, tmp_path, "training.n_iters=10000"), stdin=its,
+                          stdout=its, stderr=its, start_new_session=True,
                           preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY)) as process:
         os.close(its)
         seen = b""
@@ -792,7 +800,8 @@ def test_every_shipped_config_and_the_keys_of_the_original_are_accepted():
         "monitoring.log_gradients=true", "monitoring.sample_frequency=5000"]))
 
 
-def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(monkeypatch, capsys):
+def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(
+        tmp_path, monkeypatch, capsys):
     def plan(rank, ranks, config, *overrides):
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
             monkeypatch.setenv(f"DDP_{name}", str(value))
@@ -811,45 +820,50 @@ def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(monkeypat
     text = " ".join(text.split())
     assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in text
     assert "; linear decay over the last 50% of the steps" in text
-
-
-def test_ctrl_c_in_a_plan_leaves_the_outcome_of_a_run(tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    write_status(tmp_path, 0, "all steps done", 5)
+    write_status(tmp_path, 0, "all steps done", 5)   # Ctrl-C in a plan leaves it
     os.utime(tmp_path / "status.json", (0, 0))   # before this start
-    monkeypatch.setattr(train_sedd_ddp, "describe_plan", interrupted)
+    monkeypatch.setattr(train_sedd_ddp, "describe_plan", mock.Mock(side_effect=KeyboardInterrupt))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)   # as the script has it for its imports
     with pytest.raises(SystemExit) as end:
-        cli(["--config", str(ROOT / "configs" / "sedd_demo.yaml"), "--plan", "1", "--work_dir",
-             str(tmp_path)])
+        plan(0, "1", "sedd_demo.yaml", "--work_dir", str(tmp_path))
     assert end.value.code == 130 and read_status(tmp_path)["code"] == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("script", ["train_sedd_ddp", "train_dpo_ddp"])
+def test_ctrl_c_while_torch_is_imported_ends_a_start_without_a_traceback(script, tmp_path):
+    (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 2); raise SystemExit(9)")
+    for handler, code in (signal.SIG_DFL, -signal.SIGINT), (signal.SIG_IGN, 9):
+        done = subprocess.run([sys.executable, ROOT / f"{script}.py"], capture_output=True,
+                              text=True, env={**os.environ, "PYTHONPATH": tmp_path}, timeout=60,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, handler))
+        assert (done.returncode, done.stdout + done.stderr) == (code, "")
 
 
 def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fasta, tmp_path):
-    files = {"c.yaml": "training: {}\n", "typo.yaml": "optim: {lrr: 1}\n",
+    files = {"c.yaml": "training: {}\n", "typo.yaml": "optim: {lrr: 1}\nnoise: 7\n",
              "one.fasta": ">a\nACDEF\n", "broken.fasta": ">a\nACDEF\n>b\nAC1EF\n",
-             "few.fasta": ">a\nACDEF\n>b\nACDEG\n>c\nACDEH\n", "other.pt": "junk"}
+             "other.pt": "junk"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     torch.save({**state_of(straight, "best.pt"), "alphabet": "ARNDCQEGHILKMFPSTWYVX"},
                tmp_path / "letters.pt")
     (tmp_path / "project" / "src").mkdir(parents=True)
     (tmp_path / "project" / ".notes.tmp").touch()
-    alone = [("--config typo.yaml", "unknown key 'optim.lrr'"), ("", "--config"),
-             ("--nnodes 1", "arguments are required: --config"),
+    alone = [("--config typo.yaml optim.lr=fast", "unknown key 'optim.lrr'",   # all at once
+              "section 'noise' is '7'", "'optim.lr=fast': optim.lr: found 'fast'"),
+             ("", "--config"), ("--nnodes 1", "arguments are required: --config"),
              ("--config none.yaml", "none.yaml cannot be read")]
     more = [   # words after good ones, what is said about them
         ("--data data/none", "data/none does not exist", "python prepare_uniref50.py data/none"),
         ("--datafile broken.fasta", "broken.fasta, line 4, column 3: found b'1'"),
-        ("--data few.fasta data.val_fraction=0", "3 proteins fill", "one global batch needs 2"),
         ("--data one.fasta", "data.val_fraction", "set data.val_fraction=0"),
         ("--work_dir c.yaml/run", "c.yaml/run cannot be used", "c.yaml is a file"),
         ("--work_dir /proc/nope", "--work_dir: the run directory /proc/nope cannot be made"),
         ("--work_dir ''", "an argument is empty"), ("optim.eps=0", "optim.eps is 0"),
         (f"training.seed={2**63}", f"training.seed is {2**63}; expected 0 to"),
-        ("optim.ema=1.0", "optim.ema is 1"), ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1"),
-        ("noise.eps=0", "noise.eps = 0"),
+        ("--work_dir done optim.ema=1", "optim.ema is 1"), ("noise.eps=0", "noise.eps = 0"),
+        ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1"),
         ("noise.sigma_max=9", "noise.sigma_max is 9.0; expected it left out, as loglinear"),
         ("noise.type=geometric noise.eps=0.1", "noise.eps is 0.1"),
         ("training.accum=0", "training.accum is 0; expected at least 1"),
@@ -862,7 +876,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
         ("graph.type=uniform model.parameterization=subs", "Use 'subs' with the absorbing graph"),
         ("model.n_heads=5", "n_heads = 5", "n_heads one of 1, 2, 4, 8, 16"),
         ("--plan 1,x", "--plan 1,x"),
-        ("--work_dir asked --ranks 2", "--ranks asks for 2"),
+        *((f"--work_dir {folder} --ranks 2", "--ranks asks for 2") for folder in ("asked", "done")),
         ("--fresh --resume other.pt", "exclude each other"),
         ("--resume other.pt", "cannot read the checkpoint other.pt"),
         ("--init_from no.pt", "there is no no.pt; expected a checkpoint"),
@@ -872,19 +886,20 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
           for fresh in ("", "--fresh"))]
     base = shlex.join(["--config", "c.yaml", "--work_dir", "new", *words(
         {**TINY, "data.file": fasta}, training__n_iters=1)])
-    # an outcome of before must not speak for the start that was refused
-    for folder in ("runs/typo", "new", "asked"):
-        (tmp_path / folder).mkdir(parents=True)
-        write_status(tmp_path / folder, 75, "stopped")
+    # an outcome of before must not speak for the start that was refused, but a finished run's stays
+    for folder, code in ("runs/typo", 75), ("new", 75), ("asked", 75), ("done", 0):
+        write_status(tmp_path / folder, code, "before", 7)
     assert_refused("train_sedd_ddp", alone + [(f"{base} {text}", *said) for text, *said in more],
                    tmp_path)
     for folder in ("runs/typo", "new", "asked"):
         assert read_status(tmp_path / folder)["code"] == 2
+    assert read_status(tmp_path / "done") == {"code": 0, "reason": "before", "step": 7}
 
 
 STOP_WHILE_LOADING = """
 real = script.load_data
 def load_data(*arguments):
+    assert '"code": null' in open("w/status.json").read()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return real(*arguments)
@@ -892,10 +907,7 @@ script.load_data = load_data
 """
 STOP_AFTER_THE_END = """
 import run_dir
-def draw_curves(folder):
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGINT)
-run_dir.draw_curves = draw_curves
+run_dir.draw_curves = lambda _: [os.kill(os.getpid(), number) for number in (15, 2)]
 """
 
 
@@ -908,7 +920,6 @@ def test_what_one_rank_meets_before_the_training_ends_all_and_after_it_nothing(
     text = fasta.read_text()
     (tmp_path / "file0.fasta").write_text(text)
     (tmp_path / "file1.fasta").write_text(text[:text.rindex(">")])
-    (tmp_path / "w").mkdir()
     write_status(tmp_path / "w", 75, "stopped")
     result = by_command(2, tiny(fasta), tmp_path, "w",
                         script=driver(tmp_path, "train_sedd_ddp", what))
