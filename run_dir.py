@@ -376,7 +376,8 @@ def copy_best(folder, name, path, best):
             return False
     except (OSError, ValueError, KeyError, TypeError):   # not a file of save_checkpoint
         return False
-    write_whole(target, lambda file: file.write(source.read_bytes()))
+    with open(source, "rb") as opened:
+        write_whole(target, lambda file: shutil.copyfileobj(opened, file))
     return True
 
 

@@ -50,8 +50,6 @@ class Script(NamedTuple):
 
 def run_script(script, argv=None):
     """Run a training script. Exits with a code other than 0 if the run did not finish."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:   # set by the script for its imports
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         script.make_parser().parse_args(["--help"])

@@ -21,9 +21,6 @@ step's micro-batches do not depend on the ranks that compute them, and random nu
 if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
     ddp_guard.supervise()
-    import signal
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:   # for the imports, as in train_sedd_ddp
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import copy
 import time

@@ -20,9 +20,6 @@ seeded by (seed, purpose, step, micro-batch) or by the protein, never by the ran
 if __name__ == "__main__":   # runs this command again in a child, the rank; this process guards it
     import ddp_guard
     ddp_guard.supervise()
-    import signal
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:   # until run_script: Ctrl-C in an import
-        signal.signal(signal.SIGINT, signal.SIG_DFL)        # gives no traceback, and is not lost
 
 import math
 import time
@@ -274,10 +271,11 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
         raise ValueError(f"{former.path} was saved by a run with other batches (hash "
                          f"{former.state['plan']}, now {plan.identity()}); expected the same. "
                          "Continue with the version of this project that saved it, or --fresh.")
-    lr_batch = min(batch, plan.available)   # few proteins: less than a batch
+    validation, lr_batch = None, min(batch, plan.available)   # few proteins: less than a batch
     letters = data.train.letter_counts()
-    validation = data.val and Validation(apply_max_length(data.val, d.max_length, d.long), config,
-                                         graph, noise, letters, data.source)
+    if data.val is not None:
+        val = apply_max_length(data.val, d.max_length, d.long)
+        validation = Validation(val, config, graph, noise, letters, data.source)
     by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch
     run = start_run(
         SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
@@ -300,7 +298,7 @@ def describe_data(run, data, precision, ddp):
     """Lines that describe model, data and batch."""
     config, plan = run.config, run.plan
     n_parameters = sum(p.numel() for p in run.bare.parameters())
-    n_val = len(data.val or ())
+    n_val = 0 if data.val is None else len(data.val)
     val = f"; {n_val:,} for validation" if n_val else ""
     few = [f"ATTENTION: only {n_val} protein(s) for validation, by which best.pt is chosen: raise "
            "data.val_fraction"] if 0 < n_val < 10 else []
@@ -435,15 +433,17 @@ def read_arguments(argv):
     """(options, config). Raises ValueError."""
     args = make_parser().parse_intermixed_args(argv)
     config = load_config(Config, args.config, args.overrides, {
-        "data.file": args.data, "training.init_from": args.init_from})
+        "data.file": args.data or None, "training.init_from": args.init_from})
     check_config(config)
     return args, config
 
 
+def prepare_from(config, ddp, work_dir, args):
+    return prepare(config, ddp, work_dir, args.resume, args.fresh, args.stage)
+
+
 def cli(argv=None):
-    run_script(Script(
-        make_parser, read_arguments, describe_plan, lambda config, ddp, work_dir, args: prepare(
-            config, ddp, work_dir, args.resume, args.fresh, args.stage), train), argv)
+    run_script(Script(make_parser, read_arguments, describe_plan, prepare_from, train), argv)
 
 
 if __name__ == "__main__":
