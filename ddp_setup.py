@@ -1178,7 +1178,8 @@ def wrap_ddp(model, ddp, **options):
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         if ddp.device.type == "cuda":
             options["device_ids"] = [ddp.device.index]
-        model = DistributedDataParallel(model, **{"gradient_as_bucket_view": True, **options})
+        options.setdefault("gradient_as_bucket_view", True)
+        model = DistributedDataParallel(model, **options)
     _seed_all(seed_for(ddp.seed, "rank", ddp.rank))
     return model
 

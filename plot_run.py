@@ -78,8 +78,8 @@ def draw(runs, path):
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    colors = [f"C{number}" for number in range(10)]   # then these would repeat
-    if len(runs) > len(colors):
+    colors = [f"C{number}" for number in range(10)]
+    if len(runs) > len(colors):   # they would repeat
         colors = colormaps["turbo"](np.linspace(0, 1, len(runs)))
     columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     height = math.ceil(len(panels) / columns)

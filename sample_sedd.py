@@ -81,9 +81,10 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
     Raises: ValueError for templates or settings that cannot be used.
     """
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
-    if not (temperature >= 1e-3 and 0 < top_p <= 1):
-        raise ValueError(f"found temperature {temperature}, top_p {top_p}; expected temperature of "
-                         "0.001 or more, and top_p above 0 up to 1.")
+    if not (temperature >= 1e-3 and 0 < top_p <= 1 and steps >= 1 and tokens >= 1):
+        raise ValueError(f"found temperature {temperature}, top_p {top_p}, steps {steps}, tokens "
+                         f"{tokens}; expected temperature of 0.001 or more, top_p above 0 up to 1, "
+                         "and at least 1 step and token.")
     shaped = (temperature, top_p) != (1.0, 1.0)
     if shaped and not sedd.graph.absorb:
         raise ValueError("temperature and top_p are defined for the absorbing graph; this model "

@@ -260,7 +260,10 @@ def start_from_weights(config, former, resume, model, ddp):
         return record, lines
     sedd = found = None
     if ddp.is_main:
-        sedd = load_sedd(path, expected=None if record else config_to_dict(config))
+        try:
+            sedd = load_sedd(path, expected=None if record else config_to_dict(config))
+        except ValueError as e:
+            raise ValueError(f"--init_from: {e}") from None
         found = {"path": path, "hash": hash_of(sedd.model.state_dict())}
     found = broadcast(found, ddp)
     if record:

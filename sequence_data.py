@@ -933,18 +933,24 @@ class DemoSource:
         member = np.array([[c in group for c in AMINO_ACIDS] for group in self.classes], float)
         same = member.T @ member
         wanted = np.array(UNIREF50) / sum(UNIREF50)
-        g, k, n = (AMINO_ACIDS.index(c) for c in "GKN")
-        is_motif = np.array([c in "ST" for c in AMINO_ACIDS])
         bias, self.pair = np.log(wanted), np.outer(wanted, wanted)
         for _ in range(2000):                   # until bias and pair no longer change
-            p = np.exp(bias + (2 * same + u1)[None] + (same + 0.7 * u2)[:, None])
-            p /= p.sum(2, keepdims=True)
-            for context, share in ((np.s_[n:n + 1, :], 0.6), (np.s_[g:g + 1, k:k + 1], 0.9)):
-                block = p[context]                              # a view
-                motif = block[..., is_motif].sum(-1, keepdims=True)
-                block *= np.where(is_motif, share / motif, (1 - share) / (1 - motif))
-            self.transition, self.pair = p, np.einsum("ab,abc->bc", self.pair, p)
+            logits = bias + (2 * same + u1)[None] + (same + 0.7 * u2)[:, None]
+            self.transition = self._transition(logits)
+            self.pair = np.einsum("ab,abc->bc", self.pair, self.transition)
             bias = bias + 0.1 * np.log(wanted / self.pair.sum(0))
+
+    @staticmethod
+    def _transition(logits):
+        p = np.exp(logits)
+        p /= p.sum(2, keepdims=True)
+        g, k, n = (AMINO_ACIDS.index(c) for c in "GKN")
+        is_motif = np.array([c in "ST" for c in AMINO_ACIDS])
+        for context, share in ((np.s_[n:n + 1, :], 0.6), (np.s_[g:g + 1, k:k + 1], 0.9)):
+            block = p[context]                                  # a view
+            motif = block[..., is_motif].sum(-1, keepdims=True)
+            block *= np.where(is_motif, share / motif, (1 - share) / (1 - motif))
+        return p
 
     def sample(self, n, seed):
         """n proteins drawn with this seed -> Proteins."""

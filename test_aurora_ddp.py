@@ -581,7 +581,8 @@ def run_checks(ddp, args):
         print0(ddp, check_lines(check.name, status, problems, figure, hosts))
         guilty = sorted({rank for rank, _ in problems} - {None})
         # If all ranks fail, no single host is to blame. If rank 0 cannot write, the path may be.
-        if len(guilty) < ddp.world_size and check.name != "folder":
+        cannot_write = check.name == "folder" and guilty == [0] and not is_lost(rows[0])
+        if len(guilty) < ddp.world_size and not cannot_write:
             suspects += [hosts[rank] for rank in guilty if hosts[rank] not in suspects]
         written = row if "made" in row else written
         if status == "FAIL":

@@ -224,10 +224,19 @@ def measure_speeds(rows, ddp, limit):
     dtypes = [dtype for dtype in DTYPES if rows[dtype].error is None]
     for what in ("matmul", *NETWORKS):
         try:
-            for dtype, seconds in best_times(calls_of(what, dtypes, ddp), ddp, limit).items():
+            calls = (matmul_calls(dtypes, ddp) if what == "matmul" else
+                     training_calls(what, dtypes, ddp))
+            for dtype, seconds in best_times(calls, ddp, limit).items():
                 rows[dtype].seconds[what] = seconds
         except RuntimeError as error:               # such as out of memory: no speed in the table
             print(f"{what} could not be timed: {first_line(error)}", file=sys.stderr)
+
+
+def matmul_calls(dtypes, ddp):
+    """{dtype: function that multiplies in it}."""
+    a, b = random_factors(ddp)
+    return {dtype: functools.partial(torch.matmul, a.to(ddp.device, dtype), b.to(ddp.device, dtype))
+            for dtype in dtypes}
 
 
 def size_for_speed(name, ddp):
@@ -235,18 +244,13 @@ def size_for_speed(name, ddp):
     return network.size_on_cpu if ddp.device.type == "cpu" else network.size_on_accelerator
 
 
-def calls_of(what, dtypes, ddp):
-    """{dtype: function that multiplies matrices in it or, without float64, that computes the loss
-    and gradient of the network `what`}."""
+def training_calls(name, dtypes, ddp):
+    """{dtype: function that computes loss and gradient}, without float64."""
     def train(model, batch, dtype):
-        NETWORKS[what].step(model, batch, dtype, ddp)[1].backward()
+        NETWORKS[name].step(model, batch, dtype, ddp)[1].backward()
 
-    if what == "matmul":
-        factors = random_factors(ddp)
-        return {dtype: functools.partial(torch.matmul, *(x.to(ddp.device, dtype) for x in factors))
-                for dtype in dtypes}
-    size = size_for_speed(what, ddp)
-    return {dtype: functools.partial(train, *make(what, size, ddp.device, dtype), dtype)
+    size = size_for_speed(name, ddp)
+    return {dtype: functools.partial(train, *make(name, size, ddp.device, dtype), dtype)
             for dtype in dtypes if dtype != FLOAT64}
 
 
@@ -273,6 +277,9 @@ def table(rows):
 
 
 # ---- the claims: each returns (True, False, or None if it cannot be checked; text) ----
+
+STATUS = {True: "PASS", False: "FAIL", None: "SKIP"}
+
 
 def allowed(dtype, units):
     return units * torch.finfo(dtype).eps + 64 * torch.finfo(FLOAT32).eps
@@ -456,8 +463,7 @@ def report(ddp, limit):
             figure = broadcast(figure, ddp, ranks[0])
             holds, figure = False, f"on rank {', '.join(map(str, ranks))}: {figure}"
             failed.append(name)
-        status = {True: "PASS", False: "FAIL", None: "SKIP"}[holds]
-        print0(ddp, textwrap.fill(f"{status}  {name:<12} {figure}", WIDTH,
+        print0(ddp, textwrap.fill(f"{STATUS[holds]}  {name:<12} {figure}", WIDTH,
                                   subsequent_indent=" " * 19, break_on_hyphens=False))
     dtype, reason = recommend(rows)
     summary = (f"{len(failed)} of {len(CLAIMS)} claims failed. {reason}; true means "

@@ -306,8 +306,8 @@ def describe_data(run, data, precision, ddp):
     return [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, "
             f"{config.noise.type} noise ({keys}), {config.model.parameterization}",
             f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
-            describe_batch(run, f"about {plan.asked:,} {plan.counted_in}", ddp), *few,
-            *(plan.warning() if not run.continued_from else [])]
+            describe_batch(run, f"about {plan.asked:,} {plan.counted_in}", ddp),
+            *([*few, *plan.warning()] if not run.continued_from else [])]
 
 
 # ---------------------------------------------------------------- train

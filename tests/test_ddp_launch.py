@@ -286,6 +286,7 @@ assert all_mean(ddp.rank, ddp) == 1.0 == all_mean(torch.tensor([float(rank)]), d
 model = torch.nn.Linear(4, 3)
 assert broadcast(model.weight.tolist(), ddp) == broadcast(model.weight, ddp).tolist()
 model = wrap_ddp(model, ddp, broadcast_buffers=False)    # torch 2.13 warns of this name
+assert model.gradient_as_bucket_view
 stream = torch.rand(2).tolist()
 with pytest.raises(RuntimeError, match="cannot write"):
     save_checkpoint(__file__ + "/under/a/file.pt", ddp, epoch=1)

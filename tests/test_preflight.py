@@ -152,6 +152,7 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path):
 @pytest.mark.parametrize("fault, name, words", [
     ("test_aurora_ddp.measure_row = lambda *a: time.sleep(1000)", "barrier", "did not come within"),
     ("torch.zeros_like = lambda x: time.sleep(1000)", "all-reduce", "did not end within 3 s"),
+    ("test_aurora_ddp.write_folder = lambda *a: time.sleep(1000)", "folder", "did not end within"),
     ("dist.all_reduce = lambda x: x.nothing", "all-reduce",
      "AttributeError: 'Tensor' object has no attribute")])
 def test_of_ranks_that_wait_for_each_other_the_one_at_fault_is_named_in_time(

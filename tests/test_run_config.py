@@ -56,6 +56,7 @@ def refusal(tmp_path, text, *overrides):
 @pytest.mark.parametrize("key, text, value", [
     ("optim.lr", "1e-4", 1e-4), ("optim.lr", "3", 3.0), ("optim.lr", "'1e-4'", 1e-4),
     ("seed", "1e6", 10**6), ("seed", str(2**63 - 1), 2**63 - 1), ("seed", "010", 10),
+    ("seed", "-1", -1),
     ("name", "010", "010"), ("name", "a:30", "a:30"), ("name", "2026-01-01", "2026-01-01"),
     ("training.mixed_precision", "false", False), ("training.mixed_precision", "16", "16"),
     ("optim.scale", "sqrt", "sqrt"), ("optim.scale", "{cap: 4}", {"cap": 4.0}),

@@ -168,6 +168,7 @@ def test_subs_makes_the_score_entropy_cross_entropy_over_t():
     r = 1 / torch.expm1(sigma)[:, None].expand_as(xt)
     near(log_score[masked][:, :20].exp().sum(-1), r[masked], rtol=1e-9)
     assert (log_score[masked][:, X] == -math.inf).all()
+    assert (log_score.gather(-1, xt[..., None]) == 0).all()
     loss.sum().backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
@@ -239,6 +240,18 @@ def test_dropout_acts_in_training():
 
 
 # ---- published weights and averages ----
+
+def test_official_checkpoints_load_with_and_without_their_averages(fixture):
+    state = entries(fixture, "absorb", "model")
+    shadow = [value + 1 for name, value in state.items() if name != "rotary_emb.inv_freq"]
+    checkpoint = {"model": {f"module.{name}": value for name, value in state.items()}, "step": 7,
+                  "ema": {"decay": 0.9999, "num_updates": 7, "shadow_params": shadow}}
+    model = official_model(fixture, "absorb", loaded=False)
+    assert load_official(model, checkpoint) == "ema"
+    assert all(torch.equal(p, state[name] + 1) for name, p in model.named_parameters())
+    assert load_official(model, checkpoint, use_ema=False) == "model"
+    assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+
 
 def test_weights_of_another_model_are_refused_by_name_and_change_nothing():
     model = SEDD(22, 16, 2, 2, cond_dim=8)

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import math
+import os
 import re
 
 import numpy as np
@@ -119,6 +120,11 @@ def test_the_pt_file_of_the_original_project_reads(read, tmp_path):
     (">a\n" + "ACGTN" * 300, "in.fasta", "nucleotides")])
 def test_what_is_no_protein_is_refused_with_its_line_or_entry(read, tmp_path, content, name, says):
     assert says in refusal(read, write(tmp_path, content, name))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "or a pipe" in refusal(read, tmp_path / "pipe")
 
 
 def plain_reader(text, min_length):

@@ -20,7 +20,8 @@ from run_dir import Former
 from run_script import compile_blocks
 from sedd_model import EMA, SEDD
 from step_meter import StepMeter
-from train_loop import Run, open_batches, read_totals, scale_for_batch, start_run, take_step
+from train_loop import (Run, open_batches, read_totals, record_score, scale_for_batch, start_run,
+                        take_step)
 from training import ROOT, losses, on_ranks, take_steps
 
 WIDTH = 3
@@ -214,6 +215,13 @@ def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_t
             assert (found - found.diag().diag()).abs().max() < 0.05, (name, found)
         else:
             torch.testing.assert_close(moved, lr * p.grad.sign(), rtol=1e-3, atol=0)
+
+
+def test_a_run_ends_after_so_many_evaluations_in_a_row_that_are_no_better():
+    run, found = toy(patience=2, min_delta=0.5), []
+    for score in (3.0, 2.8, 2.4, 2.3, 2.2):   # of 2.8, 2.3 and 2.2 none is better by more than 0.5
+        found.append((record_score(run, score, {}, Ddp()), run.progress["finished"]))
+    assert found == [(True, ""), (False, ""), (True, ""), (False, ""), (False, "early stop")]
 
 
 def test_the_learning_rate_is_scaled_with_the_root_of_the_batch_or_up_to_a_cap():

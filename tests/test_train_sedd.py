@@ -867,7 +867,7 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
         *((f"--work_dir {folder} --ranks 2", "--ranks asks for 2") for folder in ("asked", "done")),
         ("--fresh --resume other.pt", "exclude each other"),
         ("--resume other.pt", "cannot read the checkpoint other.pt"),
-        ("--init_from no.pt", "there is no no.pt; expected a checkpoint"),
+        ("--init_from no.pt", "--init_from: there is no no.pt; expected a checkpoint"),
         ("--init_from letters.pt model.hidden_size=48 graph.type=uniform", "graph.type is absorb",
          "model.hidden_size is 32 in the file, and 48 by the config", "TWYVX; expected ACDEF"),
         *((f"--work_dir project {fresh}", "not a run directory: it holds .notes.tmp, src")
