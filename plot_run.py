@@ -83,7 +83,8 @@ def draw(runs, path):
         colors = colormaps["turbo"](np.linspace(0, 1, len(runs)))
     columns = min(len(panels), 2 if len(panels) <= 4 else 3)
     height = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(5.5 * columns, 3.2 * height), layout="constrained")
+    legend = 0.25 * math.ceil(len(runs) / columns)   # inches for the names of the runs
+    figure = Figure(figsize=(5.5 * columns, 3.2 * height + legend), layout="constrained")
     axes = figure.subplots(height, columns, squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.set_axis_off()
