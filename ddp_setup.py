@@ -602,8 +602,8 @@ def _launch_name(env, ddp):
 
 
 def _launcher_process(ddp):
-    """Identifies this host's launcher: the first ancestor without the rank's variable, which a
-    guard or shell around a rank has. Two containers may have equal process ids."""
+    """Process id of this host's launcher, with its namespace, as containers may have equal ids. It
+    is the first ancestor without the rank's variable, which a guard or shell around a rank has."""
     pid, rank_variable = os.getppid(), f"{LAUNCHERS[ddp.launcher].rank}=".encode()
     with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
         while rank_variable in Path(f"/proc/{pid}/environ").read_bytes():
