@@ -26,9 +26,9 @@ import statistics
 import sys
 from pathlib import Path
 
-from run_log import write_text_atomic
-from sequence_data import LETTERS
-from structure_data import LEAST_WEIGHT
+from training.log import write_text_atomic
+from sedd.sequences import LETTERS
+from mpnn.structures import LEAST_WEIGHT
 
 COLUMNS = ("pdb", "sequence", "score", "chain")
 MAX_LISTED = 10

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from run_log import read_rows, write_whole
+from training.log import read_rows, write_whole
 
 # (title, unit of the vertical axis, {key of metrics.jsonl: line style}). Style "~" is for noisy
 # curves: pale, with a running mean. Style "level..." is for constants: a horizontal line.

@@ -4,7 +4,7 @@
     python prepare_uniref50.py FOLDER --max_sequences 10000          # its first records only
     python prepare_uniref50.py FOLDER --fasta a.fasta.gz b.txt c.pt  # your own files
 
-Files are read, cleaned and checked by sequence_data.py. Of equal proteins one is kept. The folder
+Files are read, cleaned and checked by sedd/sequences.py. Of equal proteins one is kept. The folder
 holds, with all numbers little endian and without headers, for SET = train and val:
 
     meta.json          format and its version, source, release, letters, settings, report of the
@@ -12,7 +12,7 @@ holds, with all numbers little endian and without headers, for SET = train and v
                        sizes and blake2b of the files
     SET/tokens.bin     uint8, residues of all proteins one after the other: indices of `letters`
     SET/lengths.bin    uint32, residues of each protein
-    SET/keys.bin       uint64, sequence_data.sequence_keys of each protein
+    SET/keys.bin       uint64, sedd.sequences.sequence_keys of each protein
 
 Proteins are in the order of order_words(keys, seed): random, but independent of their order in the
 sources. So training can read long stretches of a file and still gets a random sample. A protein is
@@ -55,9 +55,9 @@ from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 import numpy as np
 from tqdm import tqdm
 
-from sequence_data import (FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, Block, Proteins,
-                           ReadReport, check_prepared, order_words, read_blocks, read_meta,
-                           refuse_nothing_left, span_indices, word_spans)
+from sedd.sequences import (FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, Block, Proteins,
+                            ReadReport, check_prepared, order_words, read_blocks, read_meta,
+                            refuse_nothing_left, span_indices, word_spans)
 
 # The current release: some 13 GB, about 60 million proteins.
 UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"

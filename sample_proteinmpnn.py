@@ -70,11 +70,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from design_settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
-from proteinmpnn_model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
-from run_log import write_whole
-from sequence_data import LETTERS, X_ID, keyed_generator, named_sequences
-from structure_data import FORMATS, collate_complexes
+from mpnn.settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
+from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
+from training.log import write_whole
+from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
+from mpnn.structures import FORMATS, collate_complexes
 
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")

@@ -41,16 +41,16 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, beat, print0, setup_ddp
-from report_sequences import report, sequences_of
-from run_config import Parser
-from run_log import write_text_atomic
-from run_script import add_launch_arguments, start_ranks_if_asked
-from sedd_diffusion import sample
-from sedd_eval import BoundEstimator, draw_lengths, perplexity
-from sedd_files import export_sedd, load_sedd
-from sequence_batches import eval_batches
-from sequence_data import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator, keyed_seed,
-                           named_sequences)
+from sedd.report import report, sequences_of
+from training.config import Parser
+from training.log import write_text_atomic
+from training.command_line import add_launch_arguments, start_ranks_if_asked
+from sedd.diffusion import sample
+from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
+from sedd.weights import export_sedd, load_sedd
+from sedd.batches import eval_batches
+from sedd.sequences import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator,
+                            keyed_seed, named_sequences)
 
 FREE = "_"              # marks a position of a template that is to be sampled
 BLOCK = 2000            # sequences that are scored together; results are written block by block
@@ -68,7 +68,7 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
     Args:
         templates: texts of the 20 letters, which are kept, and "_", which are sampled: "_" * 100.
             With the uniform graph, at high noise, the model treats kept letters as noise too.
-        steps, predictor: see sedd_diffusion.sample.
+        steps, predictor: see sedd.diffusion.sample.
         temperature, top_p: for the absorbing graph. A letter at a mask has the probability q[y] =
             s[y] / sum of s over the 20 letters, s = exp(log score). It becomes q^(1/temperature),
             restricted to the likeliest letters that together have the probability top_p. The
@@ -206,13 +206,13 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
                     ddp=None):
     """Upper bounds on -ln p of sequences (the negative ELBO). Collective if ddp is given.
 
-    The estimate and its control variate are those of validation, see sedd_eval.BoundEstimator.
+    The estimate and its control variate are those of validation, see evaluation.BoundEstimator.
     The noise is seeded by the sequence alone: other sequences do not change its score or error.
     The error takes the noise levels as independent. As they are evenly spaced, it can be too large:
     hardly with the absorbing graph and log-linear noise, but else 1.3 to 4 times (measured).
 
     Args:
-        sequences: texts of the letters of sequence_data.encode.
+        sequences: texts of the letters of sedd.sequences.encode.
         samples: noise levels per sequence, evenly spaced from a random start.
         window: cut sequences that are longer than the model was trained on into parts of equal
             length, which are scored independently; otherwise such sequences are refused.

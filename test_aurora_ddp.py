@@ -56,11 +56,12 @@ import torch.distributed as dist
 import ddp_setup
 from ddp_setup import (GLOO_MAX_RANKS, abort, broadcast, detect_launcher, load_checkpoint,
                        optimize_with_ipex, print0, save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
-from run_config import Parser
-from run_script import add_launch_arguments, start_ranks_if_asked
-from run_dir import hash_of
+from training.config import Parser
+from training.command_line import add_launch_arguments, start_ranks_if_asked
+from training.folder import hash_of
 
 FAILED, USAGE = 3, 2        # exit codes
+CODE = ("*.py", "sedd/*.py", "mpnn/*.py", "training/*.py")   # the files that all ranks must share
 LEAST_SHARED = 1 << 27      # bytes free in /dev/shm
 TABLE_ROWS = 32             # most ranks for which a table is printed
 MOST_PROBLEMS = 6           # most problems printed per check
@@ -139,9 +140,11 @@ def judge_places(rows, args):
 
 
 def list_versions(row, ddp, args, answer):
-    folder, digest = Path(__file__).resolve().parent, hashlib.blake2b(digest_size=6)
-    for path in sorted(folder.glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
+    folder = Path(__file__).resolve().parent
+    digest = hashlib.blake2b(digest_size=6)
+    for pattern in CODE:
+        for path in sorted(folder.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
     row.update(python=platform.python_version(), torch=str(torch.__version__), folder=str(folder),
                code=digest.hexdigest())
 

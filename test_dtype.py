@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_setup import Ddp, all_sum, autocast, broadcast, choose_dtype, grad_scaler, print0
-from proteinmpnn_model import ProteinMPNN
-from run_config import Parser
-from run_script import add_launch_arguments, started_ranks
-from sedd_diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
-from sedd_model import SEDD
+from mpnn.model import ProteinMPNN
+from training.config import Parser
+from training.command_line import add_launch_arguments, started_ranks
+from sedd.diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
+from sedd.model import SEDD
 
 FAILED = 3                  # exit code
 FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = DTYPES = (torch.float64, torch.float32, torch.bfloat16,

@@ -5,14 +5,14 @@
     python train_dpo_ddp.py --nproc_per_node 4 --train_data pairs.json loss.name=ipo
     python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8             # what scaling does
 
-Reads preference pairs and their structures (structure_data.py), published weights, and optionally a
-YAML config (all keys and defaults are below and in run_config.py). Writes into the run folder
-(--output_dir, default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other ProteinMPNN
-tools read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt (log-probabilities under the
-base weights); designs/step_N.fasta (sequences drawn at each evaluation); checkpoints/last.pt to
-resume from (the checkpoint before it: last-1.pt); and at the end curves.png. The same command again
-resumes the run. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE or a file STOP in the run folder
-make the run save and exit with code 75.
+Reads preference pairs and their structures (mpnn/structures.py), published weights, and optionally
+a YAML config (all keys and defaults are below and in training/config.py). Writes into the run
+folder (--output_dir, default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other
+ProteinMPNN tools read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt (log-probabilities
+under the base weights); designs/step_N.fasta (sequences drawn at each evaluation);
+checkpoints/last.pt to resume from (the checkpoint before it: last-1.pt); and at the end curves.png.
+The same command again resumes the run. SIGTERM, SIGUSR1, Ctrl-C, the time DDP_DEADLINE or a file
+STOP in the run folder make the run save and exit with code 75.
 
 Runs with the same global batch are equal on any number of ranks, up to rounding. For this, each
 step's micro-batches do not depend on the ranks that compute them, and random numbers are seeded by
@@ -32,20 +32,20 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast, beat, print0, seed_for, stop_reason
-from dpo_eval import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of, result_lines,
-                      save_model)
-from dpo_reference import (Reference, check_cache, load_base, make_batch, make_tables,
-                           pair_scores)
-from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
-                        Parser, check_values, load_config)
-from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
-                     finish_run, hash_of, is_finished, micro_batches_of, open_log,
-                     prepare_and_train, save_run, say_finished, start_or_continue, take_folder)
-from run_log import bad_steps_field, step_values
-from run_script import (Script, add_run_arguments, choose_precision, describe_batch, describe_run,
-                        plan_head, plan_table, print_lines, run_script)
-from structure_data import PairPlan, load_pairs, try_all
-from train_loop import N_SCALARS, Run, after_step, open_batches, start_run, take_step
+from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of,
+                             result_lines, save_model)
+from mpnn.reference import Reference, check_cache, load_base, make_batch, make_tables, pair_scores
+from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
+                             DdpSection, Parser, check_values, load_config)
+from training.folder import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
+                             finish_run, hash_of, is_finished, micro_batches_of, open_log,
+                             prepare_and_train, save_run, say_finished, start_or_continue,
+                             take_folder)
+from training.log import bad_steps_field, step_values
+from training.command_line import (Script, add_run_arguments, choose_precision, describe_batch,
+                                   describe_run, plan_head, plan_table, print_lines, run_script)
+from mpnn.structures import PairPlan, load_pairs, try_all
+from training.loop import N_SCALARS, Run, after_step, open_batches, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
@@ -234,7 +234,7 @@ def preference_loss(chosen, rejected, ref_chosen, ref_rejected, n, loss):
 
 
 def objective(log_probs, batch, reference, loss):
-    """The loss to minimise of each pair (P,), and the metrics dpo_eval.SUMS, detached (P, 9).
+    """The loss to minimise of each pair (P,), and the metrics evaluation.SUMS, detached (P, 9).
 
     log_probs: (M, L, 21) of the policy. reference: (P, 2) log-probabilities of the chosen and the
     rejected sequence under the reference, summed over residues."""
@@ -438,7 +438,7 @@ FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs
 
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                    epilog="Examples and all config keys: train_dpo_ddp.py, run_config.py.")
+                    epilog="Examples and all config keys: train_dpo_ddp.py, training/config.py.")
     parser.add_argument("--config", help="YAML file; without it the defaults, in runs/dpo")
     for flag, key in FLAGS.items():
         several = {"nargs": "+"} if flag.startswith("mutable") else {}

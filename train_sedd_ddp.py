@@ -6,12 +6,13 @@
     python train_sedd_ddp.py --config my.yaml --data family.fasta --init_from best.pt  # fine-tune
     python train_sedd_ddp.py --config configs/sedd_demo.yaml --plan 1,2,4,8   # what scaling does
 
-Reads a YAML config (keys and defaults: Config below and run_config.py) and proteins: a sequence
-file (see sequence_data.py), a folder made by prepare_uniref50.py, or generated demo proteins.
-Writes into the run folder (--work_dir, default runs/CONFIG_NAME): metrics.jsonl, config.yaml,
-status.json, samples/step_N.fasta, checkpoints/last.pt (the previous one: last-1.pt) and best.pt,
-and at the end curves.png. The same command again continues from last.pt. SIGTERM, SIGUSR1, Ctrl-C,
-the time in DDP_DEADLINE, or a file STOP in the run folder makes a run save and exit with code 75.
+Reads a YAML config (keys and defaults: Config below and training/config.py) and proteins: a
+sequence file (see sedd/sequences.py), a folder made by prepare_uniref50.py, or generated demo
+proteins. Writes into the run folder (--work_dir, default runs/CONFIG_NAME): metrics.jsonl,
+config.yaml, status.json, samples/step_N.fasta, checkpoints/last.pt (the previous one: last-1.pt)
+and best.pt, and at the end curves.png. The same command again continues from last.pt. SIGTERM,
+SIGUSR1, Ctrl-C, the time in DDP_DEADLINE, or a file STOP in the run folder makes a run save and
+exit with code 75.
 
 Runs with the same global batch give the same result, up to rounding, on any number of ranks. The
 global batch consists of micro-batches, which the ranks divide among them. Every random draw is
@@ -30,24 +31,25 @@ from typing import Any, Literal
 import torch
 
 from ddp_setup import Ddp, autocast, broadcast, stop_reason
-from optimizer import state_bytes
-from run_config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining, DdpSection,
-                        Parser, check_values, load_config)
-from run_dir import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
-                     finish_run, is_finished, micro_batches_of, open_log, prepare_and_train,
-                     say_finished, start_or_continue, take_folder)
-from run_log import bad_steps_field, step_values
-from run_script import (Script, add_run_arguments, choose_precision, compile_blocks, describe_batch,
-                        describe_run, plan_head, plan_table, print_lines, run_script)
-from sedd_diffusion import make_graph, score_entropy_loss, stratified_times
-from sedd_eval import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
-                       to_device, write_samples)
-from sedd_files import noise_of, start_from_weights, unused_noise_keys
-from sedd_model import EMA, SEDD, describe_memory
-from sequence_batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
-from sequence_data import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
-                           random_crops)
-from train_loop import Run, after_step, open_batches, start_run, take_step
+from training.optimizer import state_bytes
+from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
+                             DdpSection, Parser, check_values, load_config)
+from training.folder import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
+                             finish_run, is_finished, micro_batches_of, open_log, prepare_and_train,
+                             say_finished, start_or_continue, take_folder)
+from training.log import bad_steps_field, step_values
+from training.command_line import (Script, add_run_arguments, choose_precision, compile_blocks,
+                                   describe_batch, describe_run, plan_head, plan_table, print_lines,
+                                   run_script)
+from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
+from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
+                             to_device, write_samples)
+from sedd.weights import noise_of, start_from_weights, unused_noise_keys
+from sedd.model import EMA, SEDD, describe_memory
+from sedd.batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
+from sedd.sequences import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
+                            random_crops)
+from training.loop import Run, after_step, open_batches, start_run, take_step
 
 
 # ---------------------------------------------------------------- config
@@ -60,7 +62,7 @@ class Training(CommonTraining):
     eval_freq: int = 500                 # steps between evaluations
     eval_samples: int = 1                # noise levels per validation protein
     snapshot_freq: int = 500             # steps between checkpoints
-    init_from: str | None = None         # file of initial weights, see sedd_files.load_sedd
+    init_from: str | None = None         # file of initial weights, see sedd.weights.load_sedd
 
 
 @dataclass
@@ -417,7 +419,7 @@ def main(config, ddp, work_dir, resume=None, fresh=False, stage=None):
 
 def make_parser():
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                    epilog="Examples: top of this file. All keys: Config there, run_config.py.")
+                    epilog="Examples: top of this file. Keys: Config there, training/config.py.")
     parser.add_argument("--config", required=True, help="YAML file")
     parser.add_argument("--data", "--datafile", dest="data",
                         help="file of proteins, or folder of prepare_uniref50.py (sets data.file)")

@@ -92,12 +92,18 @@ def run_and_leave(environment, argv, folder):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv, sys.orig_argv = argv, [sys.executable, *argv]
-    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+    sys.orig_argv = [sys.executable, *argv]
+    package = argv[1] if argv[0] == "-m" else None
+    sys.argv = argv[1:] if package else argv
+    if package is None:     # a package is found from the root, which stands first already
+        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     code = 1
     try:
         try:
-            runpy.run_path(argv[0], run_name="__main__")
+            if package:
+                runpy.run_module(package, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(argv[0], run_name="__main__")
             code = 0
         except SystemExit as end:
             if isinstance(end.code, str):

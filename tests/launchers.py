@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("sedd", "mpnn", "training", "bench")   # of modules, beside the scripts in ROOT
 MARK = "TEST_RUN_MARK"
 SLURM_CONF = None     # set by conftest.py: configuration file of the running two-node Slurm
 HOST_SHELL = None     # and a program: HOST_SHELL HOST COMMAND... runs it on a host
@@ -229,6 +231,19 @@ def fork_ranks(n, argv, cwd, env=None, timeout=300):
     with ForkedRanks(argv, cwd, environments) as ranks:
         codes = ranks.codes(timeout, GRACE)
     return Result(next(filter(None, codes), 0), ranks.out(), ranks.err(), time.monotonic() - start)
+
+
+def code_files():
+    """All Python files of the project but its tests."""
+    return [*ROOT.glob("*.py"), *(path for name in FOLDERS for path in ROOT.glob(f"{name}/*.py"))]
+
+
+def copy_code(target):
+    """Copy the project's Python files but its tests into the folder `target`."""
+    for path in code_files():
+        copy = target / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
 
 
 def free_port():

@@ -19,7 +19,10 @@ from torch.utils.backend_registration import (_DummyBackendModule,
                                               _setup_privateuseone_for_python_backend)
 
 import ddp_setup
-from training import ROOT, take_steps, train  # noqa: F401  (for on_device)
+from launchers import code_files
+from training_runs import take_steps, train  # noqa: F401  (for on_device)
+
+CODE = set(map(str, code_files()))
 
 NAME = "pretended"
 aten = torch.ops.aten
@@ -131,7 +134,7 @@ def bare(x):
 
 
 def note_wait():
-    last = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == ROOT][-1]
+    last = [frame for frame in traceback.extract_stack() if frame.filename in CODE][-1]
     waits[f"{Path(last.filename).name}: {last.line}"] += 1
 
 

@@ -11,72 +11,32 @@ import sys
 
 import pytest
 
-from launchers import ROOT
+from launchers import FOLDERS, ROOT, code_files
 
-GROUPS = {
-    "MODELS": "sedd_model sedd_diffusion proteinmpnn_model",
-    "DATA": "sequence_data sequence_batches structure_data",
-    "SHARED": "ddp_setup ddp_guard optimizer train_loop run_config run_dir run_log run_script"}
+SCRIPTS = {"train_sedd_ddp", "train_dpo_ddp", "test_aurora_ddp", "test_dtype", "sample_sedd",
+           "sample_proteinmpnn", "prepare_uniref50", "pairs_from_scores", "plot_run"}
+TO_COPY = {"ddp_setup", "ddp_guard"}    # without anything else of the project
 
-# files: what they may import; in brackets: inside functions alone, as who does not need it lacks
-# it. A file that is not here has no place in the design yet.
-TABLE = """
-ddp_setup: torch (mpi4py numpy intel_extension_for_pytorch oneccl_bindings_for_pytorch)
-run_config: yaml
-ddp_guard:
-run_dir: ddp_setup run_config run_log plot_run torch
-run_log: (tqdm torch tensorboard wandb matplotlib)
-run_script: ddp_setup run_config run_dir train_loop torch
-train_loop: ddp_setup optimizer run_dir step_meter torch
-optimizer: cpu_linear ddp_setup torch
-step_meter: ddp_setup torch
-sedd_eval: ddp_setup run_dir run_log train_loop sequence_batches sequence_data sedd_diffusion torch
-    numpy
-dpo_reference: ddp_setup structure_data proteinmpnn_model torch
-dpo_designs: ddp_setup dpo_reference run_log sequence_data structure_data proteinmpnn_model torch
-    numpy
-dpo_eval: ddp_setup dpo_designs dpo_reference run_dir train_loop structure_data proteinmpnn_model
-    torch
-cpu_linear sedd_diffusion: torch
-sedd_model proteinmpnn_model: cpu_linear torch
-sequence_data: torch numpy
-sequence_batches: ddp_setup run_dir sequence_data numpy
-structure_data: sequence_data torch numpy gemmi
-train_sedd_ddp: SHARED sequence_data sequence_batches sedd_model sedd_diffusion sedd_eval sedd_files
-    torch
-train_dpo_ddp: SHARED structure_data proteinmpnn_model dpo_reference dpo_eval torch numpy
-sedd_files: MODELS DATA ddp_setup run_config run_dir run_log torch numpy (safetensors)
-sample_sedd: MODELS DATA ddp_setup ddp_guard run_config run_log run_script sedd_eval sedd_files
-    report_sequences torch numpy (tqdm)
-report_sequences: sequence_data run_log numpy (gemmi matplotlib)
-pairs_from_scores: run_log sequence_data structure_data
-design_settings: MODELS DATA torch numpy
-sample_proteinmpnn: MODELS DATA design_settings run_log torch numpy
-prepare_uniref50: sequence_data torch numpy tqdm
-bench_scale: SHARED train_sedd_ddp train_dpo_ddp step_meter dpo_reference scale_report torch numpy
-bench_card: SHARED bench_scale bench_sedd step_meter torch numpy
-bench_ddp: SHARED MODELS DATA bench_card bench_scale bench_sedd train_sedd_ddp train_dpo_ddp
-    step_meter torch numpy (matplotlib)
-bench_sedd: ddp_setup run_dir sequence_data sedd_eval sedd_files train_loop train_sedd_ddp torch
-    numpy
-bench_learn: ddp_setup run_config run_log run_script train_sedd_ddp numpy
-plot_run scale_report: run_log numpy (matplotlib)
-test_aurora_ddp: ddp_setup ddp_guard run_config run_script run_dir torch numpy pytest (mpi4py)
-test_dtype: ddp_setup run_config run_script MODELS torch numpy pytest (intel_extension_for_pytorch)
-"""
-ALLOWED = {}   # {file: (names at its top, names inside functions)}
-for row in TABLE.strip().replace("\n    ", " ").splitlines():
-    for group, names in GROUPS.items():
-        row = row.replace(group, names)
-    files, *found = re.fullmatch(r"([^:]*):([^(]*)(?:\((.*)\))?", row).groups("")
-    at_top, inside = map(str.split, found)
-    ALLOWED |= dict.fromkeys(files.split(), ({*at_top}, {*at_top, *inside}))
+# Folder, or "" for the scripts in the root: what of the project its files may import.
+MAY_IMPORT = {
+    "": {"ddp_setup", "ddp_guard", "sedd", "mpnn", "training"},
+    "sedd": {"ddp_setup", "sedd", "training"},
+    "mpnn": {"ddp_setup", "mpnn", "training", "sedd.sequences"},     # of SEDD the alphabet alone
+    "training": {"ddp_setup", "training"},
+    "bench": {"ddp_setup", "ddp_guard", "sedd", "mpnn", "training", "bench", *SCRIPTS}}
+TORCH_ALONE = {"sedd/model", "sedd/diffusion", "mpnn/model"}        # `cp` takes them elsewhere
+REQUIRED = {"torch", "numpy", "yaml", "tqdm", "gemmi"}
+# Imported inside functions only: who does not need them may lack them.
+OPTIONAL = {"mpi4py", "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "wandb",
+            "tensorboard", "matplotlib", "safetensors", "pytest"}
 
 
 def imported_names(source):
-    """Packages that a Python source imports, by first name part: (at its top, inside functions).
-    The top is everything that runs at import: class bodies, `if` and `try` included."""
-    tree, top, inside = ast.parse(source), set(), set()
+    """Modules that a Python source imports: (at its top, inside functions), with their dots. The
+    top is everything that runs at import: class bodies, `if` and `try` included."""
+    tree = ast.parse(source)
+    top = set()
+    inside = set()
     functions = [node for node in ast.walk(tree)
                  if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
     in_functions = {node for function in functions for node in ast.walk(function)}
@@ -84,38 +44,97 @@ def imported_names(source):
         found = inside if node in in_functions else top
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            found.add(".")
+        elif isinstance(node, ast.ImportFrom) and node.module in FOLDERS:   # from sedd import model
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module if node.level == 0 else ".")
+            found.add(node.module)
         elif isinstance(node, ast.Call) and re.search("import_module|__import__$",
                                                       ast.unparse(node.func)):
             found.add(ast.unparse(node.args[0]).strip("'"))
-    return ({name.partition(".")[0] or "." for name in names} for names in (top, inside))
+    return top, inside
+
+
+def is_in(module, names):
+    """Whether a module, or a package that holds it, is among `names`."""
+    parts = module.split(".")
+    return any(".".join(parts[:n]) in names for n in range(1, len(parts) + 1))
 
 
 def broken_rules(name, source):
-    """Sentences about what in file `name` imports against the table; empty if it keeps to it."""
-    if name not in ALLOWED:
-        return [f"{name}.py is not in the table of files; expected a row there, or no such file"]
-    places = zip(("at its top", "inside a function"), imported_names(source), ALLOWED[name])
-    return [f"{name}.py imports {other} {place}; the table allows {', '.join(sorted(allowed))}"
-            for place, found, allowed in places
-            for other in sorted(found - sys.stdlib_module_names - allowed)]
+    """Sentences about what file `name` ("sedd/model") imports against the rules; [] if it keeps
+    them."""
+    folder, _, stem = name.rpartition("/")
+    if folder == "" and stem not in SCRIPTS | TO_COPY:
+        return [f"{name}.py stands in the root; expected there what one runs or copies, else a "
+                f"folder: {', '.join(FOLDERS)}"]
+    ours = set() if stem in TO_COPY or name in TORCH_ALONE else MAY_IMPORT[folder]
+    others = {"torch"} if name in TORCH_ALONE or stem in TO_COPY else REQUIRED
+    if stem.startswith("test_"):
+        others = others | {"pytest"}
+    top, inside = imported_names(source)
+    if stem in TO_COPY:
+        inside = {module for module in inside if module != "numpy"}
+    known = sys.stdlib_module_names | ours | others
+    broken = [module for module in top if not is_in(module, known)]
+    broken += [module for module in inside if not is_in(module, known | OPTIONAL)]
+    if stem == "ddp_guard" and is_in("torch", {module.split(".")[0] for module in top | inside}):
+        broken.append("torch")
+    return [f"{name}.py imports {module}; allowed: {', '.join(sorted(ours | others))}"
+            for module in broken]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.name)
-def test_every_file_imports_only_what_the_design_allows(path):
-    assert broken_rules(path.stem, path.read_text()) == []
+@pytest.mark.parametrize("path", code_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_imports_only_what_its_folder_may(path):
+    name = str(path.relative_to(ROOT).with_suffix(""))
+    assert broken_rules(name, path.read_text()) == []
 
 
 @pytest.mark.parametrize("name, source", [
     ("stray_file", ""),
-    ("sedd_model", "import ddp_setup"),
-    ("sedd_model", "def f():\n    from ddp_setup import barrier"),
-    ("structure_data", "import importlib\nimportlib.import_module('proteinmpnn_model')"),
-    ("run_log", "class Log:\n    import wandb"),
-    ("train_sedd_ddp", "from . import sedd_model")])
+    ("ddp_setup", "import training.log"),
+    ("ddp_setup", "def f():\n    import ddp_guard"),
+    ("ddp_guard", "import torch"),
+    ("sedd/model", "import ddp_setup"),
+    ("sedd/model", "from sedd import fast_cpu"),
+    ("sedd/model", "import numpy"),
+    ("sedd/batches", "from mpnn.pairs import load_pairs"),
+    ("mpnn/structures", "from sedd import model"),
+    ("mpnn/structures", "import importlib\nimportlib.import_module('sedd.model')"),
+    ("training/loop", "def f():\n    from train_sedd_ddp import Config"),
+    ("training/log", "class Log:\n    import wandb"),
+    ("train_sedd_ddp", "import train_dpo_ddp"),
+    ("train_sedd_ddp", "from bench import sedd"),
+    ("train_sedd_ddp", "from . import sedd")])
 def test_the_import_check_notices(name, source):
     assert len(broken_rules(name, source)) == 1
+
+
+def test_the_root_holds_what_one_runs_or_copies():
+    assert {path.stem for path in ROOT.glob("*.py")} == SCRIPTS | TO_COPY
+
+
+def test_a_folder_of_modules_says_in_one_docstring_what_it_is():
+    for folder in FOLDERS:
+        tree = ast.parse((ROOT / folder / "__init__.py").read_text())
+        assert ast.get_docstring(tree) and len(tree.body) == 1
+
+
+def test_no_import_comes_back_to_the_file_it_started_from():
+    """Of those at the top of files."""
+    imports = {}
+    for path in code_files():
+        name = str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+        imports[name] = imported_names(path.read_text())[0]
+    left = dict(imports)
+    while True:
+        free = [name for name, found in left.items() if not any(module in left for module in found)]
+        if not free:
+            break
+        for name in free:
+            del left[name]
+    assert left == {}
 
 
 def requirements(name):
@@ -126,10 +145,8 @@ def requirements(name):
 
 def test_torch_is_pinned_and_what_the_design_imports_at_a_top_is_required_and_nothing_optional():
     required = requirements("requirements.txt")
-    tops = set().union(*(at_top for at_top, _ in ALLOWED.values())) - ALLOWED.keys()
     assert required["torch"] == "==2.13.0"
-    assert tops == {"torch", "numpy", "yaml", "tqdm", "gemmi", "pytest"}
-    assert required.keys() == tops - {"pytest", "yaml"} | {"pyyaml", "mpi4py"}
+    assert required.keys() == REQUIRED - {"yaml"} | {"pyyaml", "mpi4py"}
     for optional in ("wandb", "tensorboard", "matplotlib"):
         assert re.search(rf"^#\s+{optional}\s+\w", (ROOT / "requirements.txt").read_text(), re.M)
 
@@ -147,8 +164,9 @@ def test_ci_runs_the_quick_set_and_the_slow_set():
 
 
 def test_no_file_names_a_folder_of_somebodys_machine():
-    folders = [ROOT, *(ROOT / name for name in ("jobs", "configs", "tests", ".ci"))]
-    texts = [path for folder in folders for path in folder.glob("*")
+    folders = ["jobs", "configs", "docs", "tests", ".ci", *FOLDERS]
+    files = [*ROOT.glob("*"), *(path for name in folders for path in ROOT.glob(f"{name}/**/*"))]
+    texts = [path for path in files
              if path.is_file() and path.suffix not in (".pt", ".gz", ".png")
              and path.name != ".git"]        # a file in a worktree
     found = [f"{path.relative_to(ROOT)}:{number}: {line.strip()}" for path in texts
@@ -160,7 +178,7 @@ def test_no_file_names_a_folder_of_somebodys_machine():
 def test_no_function_exceeds_a_screen_and_no_six_lines_stand_in_two_files():
     """Of 80 lines; imports and blank lines are not counted among the six."""
     first_file = {}
-    for path in sorted(ROOT.glob("*.py")):
+    for path in code_files():
         text = path.read_text()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
@@ -168,7 +186,7 @@ def test_no_function_exceeds_a_screen_and_no_six_lines_stand_in_two_files():
         lines = [line for line in text.splitlines()
                  if line.strip() and not line.startswith(("import ", "from "))]
         for six in zip(*(lines[k:] for k in range(6))):
-            assert first_file.setdefault(six, path.name) == path.name, "\n".join(six)
+            assert first_file.setdefault(six, path) == path, "\n".join(six)
 
 
 def test_every_file_keeps_to_the_rules_of_style():

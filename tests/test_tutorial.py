@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launchers import ROOT, clean_environment
+from launchers import ROOT, clean_environment, copy_code
 
 
 def code_cells(path):
@@ -27,8 +27,8 @@ def test_the_notebook_runs_and_its_loop_and_script_have_the_same_losses_on_one_a
     execute = ROOT / ".venv" / "extras" / "bin" / "jupyter-execute"
     if not execute.exists():
         pytest.skip("no .venv/extras with nbclient, ipykernel and matplotlib: see jobs/test.sh")
-    for path in [*ROOT.glob("*.py"), ROOT / "tutorial.ipynb"]:
-        shutil.copy(path, tmp_path)
+    copy_code(tmp_path)
+    shutil.copy(ROOT / "tutorial.ipynb", tmp_path)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     env = {name: tmp_path / name
            for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}

@@ -1,0 +1,268 @@
+"""Training speeds on one GPU ("card"), in one table: python -m bench card.
+
+    python -m bench card --json card.json                 # SEDD of 6, 39, 92 million, and DPO
+    python -m bench card --device cpu --models 6m,dpo --steps 2 training.batch_size=4
+
+Trains configs/sedd_uniref50.yaml (92m), sedd_uniref50_38m.yaml (38m), the first with the network of
+`bench sedd` (6m), and dpo_demo.yaml with ProteinMPNN of published size, with the code of the
+training scripts, in a temporary folder. Proteins come from a prepared folder; without --data from a
+temporary one, of random proteins with the lengths of UniRef50. SEDD runs in bfloat16 if the device
+supports it, DPO in float32. Further arguments override keys of the configs.
+
+Rows of a model: "plain" is the step of bench/sedd.py on as many proteins, padded to
+data.max_length; "ours" the step of train_sedd_ddp.py; "compiled" the same with memory.compile=true
+(only on CUDA, or with --compile). Columns:
+
+    residues/s  trained on, without padding; for DPO pairs/s
+    TFLOP/s     per position, padding included: 6 x the weights of all matrices applied to each
+                position (blocks and output, not those for the noise level) + 12 x blocks x width x
+                length for attention. Counts forward and backward, but no recomputation
+    of matmul   TFLOP/s over the rate of one matrix product, which is measured and shown first. On a
+                CPU an upper bound: there the last products skip known residues
+    waits       fraction of the time in which the step waits for its proteins
+    peak GB     most memory of tensors; "plain" includes the weights and EMA of "ours" beside its
+                own. On a CPU most memory of the process since its start
+
+Times are medians over --repeats of --steps consecutive steps; on a CPU, CPU seconds.
+"""
+import contextlib
+import copy
+import io
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.scale import CONFIGS, SCRIPTS, training_of
+from bench.sedd import PlainSteps, now, write_prepared
+from ddp_setup import BAD_INPUT, choose_dtype
+from training.config import Parser, load_config
+from training.folder import prepare_and_train
+from training.log import write_text_atomic
+from training.command_line import compile_blocks, joined_ranks
+from training.meter import peak_memory
+from training.loop import open_batches, take_step
+
+MODELS = {   # name: (script, config, overrides)
+    "6m": ("sedd", "sedd_uniref50.yaml", ["model.hidden_size=256", "model.n_blocks=6",
+                                          "model.n_heads=8"]),
+    "38m": ("sedd", "sedd_uniref50_38m.yaml", []),
+    "92m": ("sedd", "sedd_uniref50.yaml", []),
+    "dpo": ("dpo", "dpo_demo.yaml", ["model.random.hidden_size=128", "model.random.n_encoder=3",
+                                     "model.random.n_decoder=3", "model.random.num_edges=48",
+                                     "data.val_fraction=0"])}
+
+
+def flops_per_position(model, length):
+    """FLOP of a SEDD's forward and backward pass per position of a sequence of this length."""
+    matrices = [p for block in model.blocks for name, p in block.named_parameters()
+                if p.ndim == 2 and "adaLN" not in name] + [model.output_layer.linear.weight]
+    width = model.n_heads * model.head_dim
+    return 6 * sum(p.numel() for p in matrices) + 12 * len(model.blocks) * width * length
+
+
+def time_steps(take, args, ddp):
+    """Take --warmup steps, and --repeats times --steps.
+
+    take: function that takes a step, given its number.
+    Returns: (seconds of each repeat, peak memory in GB)."""
+    if ddp.device.type != "cpu":
+        getattr(torch, ddp.device.type).reset_peak_memory_stats(ddp.device)
+    for step in range(args.warmup):
+        take(step)
+    times = []
+    for repeat in range(args.repeats):
+        start = now(ddp)
+        for step in range(args.steps):
+            take(args.warmup + repeat * args.steps + step)
+        times.append(now(ddp) - start)
+    return times, peak_memory(ddp.device)
+
+
+def measure_matmul(n, dtype, args, ddp):
+    """FLOP/s of the product of two (n, n) matrices."""
+    a, b = (torch.randn(n, n, device=ddp.device).to(dtype) for _ in range(2))
+    times, _ = time_steps(lambda step: a @ b, args, ddp)
+    return 2 * n**3 * args.steps / statistics.median(times)
+
+
+def time_ours(run, what, args, ddp):
+    """(seconds of each repeat, columns of a row) of our step."""
+    dataset, loss_of = training_of(run, what, ddp)
+    run.sampler.first = run.progress["step"] = 0
+    run.sampler.last = args.warmup + args.steps * args.repeats
+    batches = open_batches(run, dataset, loss_of, ddp)
+
+    def take(step):
+        if step == args.warmup:
+            run.meter.restart()
+        take_step(run, batches, loss_of, ddp)
+
+    times, memory = time_steps(take, args, ddp)
+    return times, dict(waits=run.meter.report()["data_wait"], peak_gb=memory)
+
+
+def work_of_steps(run, what, args):
+    """(repeats, 2): residues (for DPO: pairs) and FLOP in the steps that time_ours takes."""
+    work = np.zeros((args.repeats, 2))
+    for k in range(args.steps * args.repeats):
+        for micro in run.sampler.mine:
+            item = run.sampler.item_of(args.warmup + k, micro)
+            if what == "dpo":
+                *_, pairs = item
+                work[k // args.steps, 0] += len(pairs)
+                continue
+            *_, proteins, width = item
+            flops = len(proteins) * width * flops_per_position(run.bare, width)
+            residues = np.minimum(proteins.lengths, run.plan.max_length).sum()
+            work[k // args.steps] += residues, flops
+    return work
+
+
+def rows_of(run, what, args, ddp):
+    """Yield (name, seconds per repeat, (residues or pairs, FLOP) per repeat, other columns)."""
+    if what == "sedd":
+        plan, length = run.plan, run.plan.max_length
+        n = round(plan.mean / (1 if plan.counted_in == "proteins" else length)) or 1
+        plain = PlainSteps(copy.deepcopy(run.bare), run.config, length, ddp, n)
+        times, memory = time_steps(lambda step: plain.step(run.dtype), args, ddp)
+        protein = plan.residues / plan.proteins, length * flops_per_position(run.bare, length)
+        work = np.tile(protein, (args.repeats, 1)) * args.steps * n
+        yield "plain", times, work, dict(waits=0.0, peak_gb=memory)
+        del plain
+    work = work_of_steps(run, what, args)
+    times, columns = time_ours(run, what, args, ddp)
+    yield "ours", times, work, columns
+    if what == "sedd" and (args.compile or ddp.device.type == "cuda"):
+        compile_blocks(run.bare, True, ddp)
+        times, columns = time_ours(run, what, args, ddp)
+        yield "compiled", times, work, columns
+        torch.compiler.reset()
+
+
+def config_of(name, args):
+    """The config of a model. Raises: ValueError for overrides that are not valid for it."""
+    what, file, overrides = MODELS[name]
+    script, _ = SCRIPTS[what]
+    config = load_config(script.Config, CONFIGS / file, overrides + args.overrides)
+    script.check_config(config)
+    return config
+
+
+def measure_model(name, args, folder, matmul, ddp):
+    """Print and return the rows of a model, as dicts."""
+    what, *_ = MODELS[name]
+    config = config_of(name, args)
+    config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
+    if what == "sedd":
+        config.data.file, config.memory.compile = str(args.data), False
+
+    def prepare():
+        with contextlib.redirect_stdout(io.StringIO()):
+            return SCRIPTS[what][0].prepare(config, ddp, folder)
+
+    def measure(run, ddp):
+        rows, n = [], sum(p.numel() for p in run.bare.parameters())
+        for step, times, work, columns in rows_of(run, what, args, ddp):
+            rate, flops = np.median(np.asarray(work) / np.asarray(times)[:, None], 0).tolist()
+            row = dict(model=name, parameters=n, dtype=str(run.dtype)[6:], step=step,
+                       per_second=rate, flops_per_second=flops, **columns)
+            if what == "sedd":
+                plain = rows[0] if rows else row
+                row |= dict(of_matmul=flops / matmul, of_plain=rate / plain["per_second"])
+            rows.append(row)
+            print(describe_row(row), flush=True)
+        return rows
+
+    return prepare_and_train(ddp, prepare, measure)
+
+
+def describe_row(row):
+    """A line of the table."""
+    flops, of_plain = " " * 19, "  (pairs/s)"
+    if row["model"] != "dpo":
+        flops = f"{row['flops_per_second'] / 1e12:>9.2f}{row['of_matmul']:>10.1%}"
+        of_plain = f"{row['of_plain']:>9.2f}x"
+    return (f"{row['model']:<6}{row['parameters'] / 1e6:>8.2f} M  {row['dtype']:<9}"
+            f"{row['step']:<9}{row['per_second']:>12,.1f}{flops}{row['waits']:>7.1%}"
+            f"{row['peak_gb']:>9.2f}{of_plain}")
+
+
+def read_arguments(argv):
+    """Options. Raises: ValueError."""
+    parser = Parser(prog="python -m bench card", description=__doc__.split("\n")[0],
+                    allow_abbrev=False)
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="section.key=value", help="overrides keys of the configs")
+    add("--models", default=",".join(MODELS), help="some of %(default)s")
+    add("--data", type=Path, help="folder of prepare_uniref50.py; default: random proteins")
+    add("--proteins", type=int, default=20_000, help="number of random proteins")
+    add("--steps", type=int, default=10, help="steps that are timed together")
+    add("--repeats", type=int, default=5)
+    add("--warmup", type=int, default=10, help="steps before timing, in which blocks are compiled")
+    add("--matmul", type=int, help="rows of the matrices; default: 8192, on a CPU 1024")
+    add("--compile", action="store_true", help="compiled rows on devices other than CUDA, too")
+    add("--json", type=Path, help="file to write the rows to")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
+    args = parser.parse_intermixed_args(argv)
+    args.models = args.models.split(",")
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1:
+            raise ValueError(f"--{name} is {value}; expected at least 1")
+    if args.data and not args.data.is_dir():
+        raise ValueError(f"--data {args.data} is not a folder; expected one that "
+                         "prepare_uniref50.py made")
+    if args.json:
+        if not args.json.absolute().parent.is_dir():
+            raise ValueError(f"--json {args.json}: found no such folder; expected one that exists")
+        if args.json.exists() and not (args.json.is_file() and '"matmul_rows"' in
+                                       args.json.read_text("utf-8", "replace")):
+            raise ValueError(f"--json {args.json} is no file that python -m bench card wrote; "
+                             "expected one or a new name")
+    if unknown := {*args.models} - {*MODELS}:
+        raise ValueError(f"--models: found {', '.join(unknown)}; expected {', '.join(MODELS)}")
+    for name in args.models:   # check all now, not after an hour of measuring the first ones
+        config_of(name, args)
+    return args
+
+
+def measure_card(args, ddp):
+    """Print the table, and write --json."""
+    if ddp.world_size > 1:
+        raise ValueError(f"found {ddp.world_size} ranks; expected one: start it by python alone.")
+    dtype, _ = choose_dtype(True, ddp.device)
+    if ddp.device.type == "cpu":
+        torch.set_num_threads(1)
+        name, n = "one CPU thread", args.matmul or 1024
+    else:
+        name, n = getattr(torch, ddp.device.type).get_device_name(ddp.device), args.matmul or 8192
+    matmul = measure_matmul(n, dtype, args, ddp)
+    print(f"{name}, torch {torch.__version__}: {matmul / 1e12:.2f} TFLOP/s in products of "
+          f"{n:,} x {n:,} matrices in {str(dtype)[6:]}\n{'model':<6}{'parameters':>10}  "
+          f"{'dtype':<9}{'step':<9}{'residues/s':>12}{'TFLOP/s':>9}{'of matmul':>10}{'waits':>7}"
+          f"{'peak GB':>9}{'of plain':>10}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        if args.data is None and args.models != ["dpo"]:
+            args.data = Path(folder, "prepared")
+            write_prepared(args.data, args.proteins)
+            args.overrides.append("data.val_fraction=0")
+        found = dict(device=name, torch=torch.__version__, dtype=str(dtype)[6:], matmul_rows=n,
+                     matmul_flops_per_second=matmul, rows=[])
+        for model in args.models:
+            found["rows"] += measure_model(model, args, Path(folder, model), matmul, ddp)
+            if args.json:   # after each model, as the next may run out of memory
+                write_text_atomic(args.json, json.dumps(found, indent=1))
+
+
+def main(argv):
+    try:
+        args = read_arguments(argv)
+    except ValueError as error:
+        print(f"python -m bench card: error: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    with joined_ranks(args.device) as ddp:
+        measure_card(args, ddp)

@@ -1,0 +1,1 @@
+"""ProteinMPNN and its fine-tuning by preferences: network, structures, pairs, designs."""

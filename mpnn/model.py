@@ -1,0 +1,731 @@
+"""ProteinMPNN: from a protein backbone, log-probabilities of the amino acid at each residue.
+
+    model = load_proteinmpnn("v_48_020.pt")                 # published weights, vanilla or soluble
+    graph = model.graph(X, mask, residue_idx, chain_id)     # no parameters: cache per structure
+    order = decoding_order(chain_M * mask, torch.randn(S.shape))    # fixed residues first
+    log_probs = model(graph, S, order)                      # (B, L, 21), in nats
+    encoding = model.encode(graph)                  # once; then score or draw many sequences
+    log_probs = model.decode(encoding, S, order)    # S (M, L): M sequences on one structure
+    S, probs = model.sample(encoding, S, chain_M, order, temperature=0.1)
+    torch.save(to_checkpoint(model, epoch=3), "best_model.pt")      # any ProteinMPNN tool reads it
+
+Parameter names and sizes are those of the published code, so each loads the other's files. The same
+numbers are computed with less work. Features are made for the K nearest neighbours only. A linear
+layer on concatenated [centre | edge | neighbour] is the sum of three blocks, of which those of
+centre and neighbour are applied to L residues, not to L x K edges. The last linear layer of a
+message is applied after the sum over neighbours. Padding never changes a score. Float64 (with X in
+float64) and autocast work. Needs torch and training/fast_linear.py.
+Source: Dauparas et al. 2022, Science 378, 49; published code and weights:
+github.com/dauparas/ProteinMPNN.
+"""
+import os
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from training.fast_linear import Linear, linear
+
+ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"      # the index of a letter in S; X = unknown or unresolved
+PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) are in "
+             "vanilla_model_weights and soluble_model_weights of github.com/dauparas/ProteinMPNN.")
+MESSAGE_SCALE = 30              # constant divisor of each sum over neighbours, as published
+MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32 would overflow
+N_CLASSES = 66                  # classes 0 .. 64: residue offsets -32 .. 32; 65: another chain
+MAX_OFFSET = 32
+N_POSITIONAL = 16               # features per offset class
+N_RBF = 16                      # Gaussians per distance
+TINY = 1e-300                   # replaces 0 before a logarithm
+COLDEST = 1e-30                 # replaces temperature 0 as a divisor
+# Columns of edge_embedding, "A-B": distance from atom A of residue i to atom B of neighbour j.
+ATOMS = ("N", "CA", "C", "O", "CB")
+PAIRS = ("CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-C "
+         "N-CA C-CA O-CA CB-CA C-N O-N CB-N C-CB O-CB C-O")
+
+
+class Graph(NamedTuple):
+    """The network's input for B structures: the K = min(num_edges, L) nearest neighbours."""
+    E_idx: torch.Tensor         # (B, L, K) int64, nearest first, including the residue itself
+    distance: torch.Tensor      # (B, L, K, 25) Angstrom, in the order of PAIRS
+    offset: torch.Tensor        # (B, L, K) int64, class of residue_idx_i - residue_idx_j and chains
+    mask: torch.Tensor          # (B, L) bool, the residue is resolved
+    resolved: torch.Tensor      # (B, L, K) bool, residue and neighbour are resolved
+    present: torch.Tensor       # (B, L, K) bool, the neighbour is a residue, not padding
+
+
+class Encoding(NamedTuple):
+    """The encoder's output and what the decoder needs of the graph."""
+    h_V: torch.Tensor           # (B, L, H)
+    h_E: torch.Tensor           # (B, L, K, H)
+    E_idx: torch.Tensor
+    mask: torch.Tensor
+    present: torch.Tensor
+
+
+class ProteinMPNN(nn.Module):
+    """The network.
+
+    num_edges:   neighbours per residue.
+    dropout:     published training used 0.1.
+    noise_level: Angstrom of backbone noise with which the weights were trained. It is only stored
+                 in the file; this class adds no noise to X.
+    """
+
+    def __init__(self, num_edges=48, hidden_size=128, n_encoder=3, n_decoder=3, dropout=0.0,
+                 noise_level=0.0):
+        super().__init__()
+        self.num_edges, self.noise_level = num_edges, noise_level
+        self.features = EdgeFeatures(hidden_size)
+        self.W_e = Linear(hidden_size, hidden_size)
+        self.W_s = nn.Embedding(len(ALPHABET), hidden_size)
+        self.encoder_layers = nn.ModuleList(
+            EncoderLayer(hidden_size, dropout) for _ in range(n_encoder))
+        self.decoder_layers = nn.ModuleList(
+            DecoderLayer(hidden_size, dropout) for _ in range(n_decoder))
+        self.W_out = Linear(hidden_size, len(ALPHABET))
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(self, graph, S, decoding_order, structure=None):
+        """Log-probabilities (M, L, 21) of M sequences on structures of `graph`; see `decode`."""
+        return self.decode(self.encode(graph), S, decoding_order, structure)
+
+    def graph(self, X, mask, residue_idx, chain_id):
+        """The network's input for B structures. It has no parameters: cache it per structure.
+
+        As in the published code, an unresolved residue is not padding: it is a neighbour of others,
+        with the atoms it has. The coordinates of a missing atom are 0 or not finite.
+
+        Args:
+            X:           (B, L, 4, 3) floating point, N, CA, C, O in Angstrom.
+            mask:        (B, L), 1 = resolved.
+            residue_idx: (B, L) int64.
+            chain_id:    (B, L) int64, 1, 2, ... and 0 = padding.
+        Returns: Graph.
+        Raises: ValueError for other shapes, and for resolved residues that are padding or not
+            finite (values on a GPU are not checked, as that would wait for the device).
+        """
+        return neighbour_graph(X, mask, residue_idx, chain_id, self.num_edges)
+
+    def encode(self, graph):
+        """Graph of B structures -> Encoding, to be shared by all sequences on them."""
+        h_E = self.W_e(self.features(graph))
+        h_V = h_E.new_zeros(*graph.mask.shape, h_E.shape[-1], dtype=self.W_e.weight.dtype)
+        for layer in self.encoder_layers:
+            h_V, h_E = layer(h_V, h_E, graph)
+        return Encoding(h_V, h_E, graph.E_idx, graph.mask, graph.present)
+
+    def decode(self, encoding, S, decoding_order, structure=None):
+        """Log-probabilities of each residue's letter, given the backbone and the letters before it.
+
+        Args:
+            S:              (M, L) int64 letters, of fixed residues too. A residue sees only the
+                            letters of residues that are earlier in the order.
+            decoding_order: (M, L) int64, element t is the residue decoded at step t.
+            structure:      (M,) int64, row of `encoding` for each sequence. Optional if all are on
+                            one structure, or if there is one sequence per structure.
+        Returns: (M, L, 21) in nats, float32 or wider; ignore the rows of unresolved residues.
+        """
+        structure = check_sequences(encoding, S, decoding_order, structure)
+        E_idx = of_structures(encoding.E_idx, structure)
+        visible = decoded_before(step_of_residue(decoding_order), E_idx)
+        return self.log_probs(self.run_decoder(encoding, self.W_s(S), visible, structure)[0])
+
+    def unconditional(self, encoding):
+        """Log-probabilities (B, L, 21) given the backbone alone: no residue sees a letter."""
+        structure = torch.arange(len(encoding.mask), device=encoding.mask.device)
+        visible, h_S = torch.zeros_like(encoding.present), torch.zeros_like(encoding.h_V)
+        return self.log_probs(self.run_decoder(encoding, h_S, visible, structure)[0])
+
+    def run_decoder(self, encoding, h_S, visible, structure):
+        """Run all decoder layers on all residues.
+
+        Args:
+            h_S:       (M, L, H) embedded letters.
+            visible:   (M, L, K) bool, is the neighbour decoded before the residue?
+            structure: (M,) int64, row of `encoding` for each sequence.
+        Returns: h_V (M, L, H) and, per layer, (layer, table, edges). A table (M, 2L, H) has each
+            residue's term as a neighbour in the first linear layer: in rows 0 .. L-1 as decoded,
+            in rows L .. 2L-1 as not yet decoded.
+        """
+        h_encoder, E_idx, mask, present = (
+            of_structures(x, structure) for x in (encoding.h_V, *encoding[2:]))
+        index = torch.where(visible, E_idx, E_idx + E_idx.shape[1])
+        h_V, layers = h_encoder, []
+        for layer in self.decoder_layers:
+            table = torch.cat([layer.decoded(h_V, h_S), layer.undecoded(h_encoder)], dim=1)
+            edges = layer.edges(encoding.h_E)                                       # (B, L, K, H)
+            layers.append((layer, table, edges))
+            h_V = layer(h_V, of_structures(edges, structure), gather_rows(table, index), present,
+                        mask)
+        return h_V, layers
+
+    def log_probs(self, h_V):
+        return torch.log_softmax(at_least_float32(self.W_out(h_V)), dim=-1)
+
+    @torch.no_grad()
+    def conditional(self, encoding, S, order, positions):
+        """Log-probabilities of residues given the backbone and the letters of all other residues.
+
+        Args:
+            encoding:  of one structure.
+            S:         (1, L) int64 letters.
+            order:     (1, L) int64, in which the others are decoded; the residue itself comes last.
+            positions: list of P residues, from 0.
+        Returns: (P, 21) in nats.
+        """
+        rows = [torch.cat([order[0, order[0] != i], order.new_tensor([i])]) for i in positions]
+        log_probs = self.decode(encoding, S.expand(len(rows), -1), torch.stack(rows))
+        return log_probs[torch.arange(len(rows)), positions]
+
+    @torch.no_grad()
+    def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, *,
+               tied=(), tied_weights=1.0, pssm=None, noise=None, structure=None):
+        """Draw letters where chain_M is 1 and the residue is resolved; others keep those of S.
+
+        X is never drawn. Call model.eval() first, or dropout is active.
+
+        Args:
+            S, decoding_order, structure: as in `decode`; M sequences are drawn side by side.
+            chain_M:     (M, L) or (1, L), 1 = draw here.
+            temperature: divides logits + bias; 0 takes the most likely letter.
+            bias:        broadcasts to (M, L, 21), in nats; -inf = never this letter here.
+            tied:        lists of positions, from 0. All of a list get the same letter, drawn from
+                         the mean of their logits, bias and PSSM. They are decoded in one step, that
+                         of the earliest, and do not see one another. Unresolved ones are left out.
+            tied_weights: broadcasts to (L,), weights of the logits (not of bias) in this mean;
+                         negative: make the letter unlikely at this position.
+            pssm:        Pssm of the L positions; see `letter_log_probs`.
+            noise:       (M, L, 21) from `gumbel_noise`, which decides the letters drawn; default:
+                         from torch's CPU generator, so that all devices draw the same.
+        Returns: S (M, L), and (M, L, 21) probabilities that its letters were drawn from, 0 where
+            none was. They equal those of `decode` with the same order if temperature is 1 and there
+            are no ties, bias or pssm.
+        Raises: ValueError for a temperature below 0, ties that mix drawn and kept positions, and
+            positions with no allowed letter.
+        """
+        structure = check_sequences(encoding, S, decoding_order, structure)
+        (M, L), device = S.shape, S.device
+        if not 0 <= temperature <= MAX_TEMPERATURE:
+            raise ValueError(f"temperature is {temperature}; expected 0 to {MAX_TEMPERATURE:g}.")
+        chain_M = chain_M.bool().expand(M, L)
+        draw = chain_M & of_structures(encoding.mask, structure)
+        groups = tied_groups(tied, chain_M, draw)
+        zeros = at_least_float32(encoding.h_V).new_zeros(M, L, len(ALPHABET))
+        bias = zeros + torch.as_tensor(bias, device=device)
+        bias[..., ALPHABET.index("X")] = -torch.inf
+        bias = mean_in_groups(bias, groups)
+        pssm = pssm and Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
+        check_letters_left(bias, pssm, draw)
+        step_of, steps, is_member = decoding_steps(decoding_order, groups)
+        weights = torch.as_tensor(tied_weights).to(bias).expand(L)[steps]
+        weights = weights * is_member / is_member.sum(-1, keepdim=True)             # (M, T, G)
+        if noise is None:
+            noise = gumbel_noise(torch.rand(bias.shape, dtype=torch.float64))
+        noise = (noise * (temperature > 0)).to(bias)
+
+        # This pass with the given letters is right up to the first draw; each step then updates it.
+        S, visible = S.clone(), decoded_before(step_of, of_structures(encoding.E_idx, structure))
+        layers = self.run_decoder(encoding, self.W_s(S), visible, structure)[1]
+        probs = torch.zeros_like(bias)
+        row = torch.arange(M, device=device)[:, None]
+        drawing = draw[row[..., None], steps].any(dim=(0, 2)).nonzero().flatten().tolist()
+        for t in range(drawing[0], drawing[-1] + 1) if drawing else ():
+            at = steps[:, t]                                                        # (M, G)
+            first, drawn = at[:, :1], draw[row, at]
+            logits, inputs = self.step(encoding, layers, step_of, row, structure[:, None], at)
+            logits = (logits * weights[:, t, :, None]).sum(1, keepdim=True)         # (M, 1, 21)
+            log_p = letter_log_probs(logits + bias[row, first], temperature,
+                                     pssm and pssm.at(first))
+            letter = (log_p + noise[row, first]).argmax(-1)                         # (M, 1)
+            S[row, at] = torch.where(drawn, letter, S[row, at])
+            probs[row, at] = torch.where(drawn[..., None], log_p.exp(), 0).to(probs)
+            for (layer, table, _), h_V in zip(layers, inputs):
+                table[row, at] = layer.decoded(h_V, self.W_s(S[row, at]))
+        return S, probs
+
+    def step(self, encoding, layers, step_of, row, structure, at):
+        """Run the decoder on the residues of one step.
+
+        Args:
+            layers:    as of `run_decoder`.
+            step_of:   (M, L) step at which each residue is decoded.
+            row:       (M, 1) int64, of each sequence in `step_of`.
+            structure: (M, 1) int64, row of its structure in `encoding`.
+            at:        (M, G) int64, the residues of the step.
+        Returns: logits (M, G, 21) and, per layer, its h_V (M, G, H).
+        """
+        E_idx, present = encoding.E_idx[structure, at], encoding.present[structure, at]
+        visible = step_of[row[..., None], E_idx] < step_of[row, at][..., None]      # (M, G, K)
+        index = torch.where(visible, E_idx, E_idx + step_of.shape[1])
+        h_V, mask, inputs = encoding.h_V[structure, at], encoding.mask[structure, at], []
+        for layer, table, edges in layers:
+            inputs.append(h_V)
+            h_V = layer(h_V, edges[structure, at], table[row[..., None], index], present, mask)
+        return at_least_float32(self.W_out(h_V)), inputs
+
+
+class EdgeFeatures(nn.Module):
+    """Graph -> E (B, L, K, H), from edges' offsets in the chain and 25 distances x 16 Gaussians."""
+
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.embeddings = nn.Module()
+        self.embeddings.linear = nn.Linear(N_CLASSES, N_POSITIONAL)
+        n_features = N_POSITIONAL + N_RBF * len(PAIRS.split())
+        self.edge_embedding = Linear(n_features, hidden_size, bias=False)
+        self.norm_edges = Norm(hidden_size)
+
+    def forward(self, graph):
+        of_offset, of_distance = self.edge_embedding.weight.tensor_split([N_POSITIONAL], dim=1)
+        E = linear(gaussians(graph.distance).to(of_distance.dtype), of_distance)
+        # Positional features (66, 16) of offset classes: a linear layer of one-hot vectors.
+        positional = self.embeddings.linear.weight.T + self.embeddings.linear.bias
+        # The table is float32: in 16 bits the gradient of an offset class, which is a sum over
+        # thousands of edges, was wrong by up to 30 % (measured).
+        table = at_least_float32(F.linear(positional, of_offset))
+        return self.norm_edges(E + F.embedding(graph.offset, table).to(E.dtype))
+
+
+class Norm(nn.LayerNorm):
+    """Layer norm that sums the gradients of weight and bias in float32 or wider.
+
+    torch's CPU kernel sums them in the dtype of x: in bfloat16, over the 20,000 edges of 430
+    residues, they were wrong by 40 % (measured). This takes twice the time and one more tensor.
+    """
+
+    def forward(self, x):
+        if x.element_size() > 2 or x.device.type != "cpu":
+            return super().forward(x)
+        normed = F.layer_norm(x, self.normalized_shape, eps=self.eps)
+        return normed * self.weight.to(x.dtype) + self.bias.to(x.dtype)
+
+
+class EncoderLayer(nn.Module):
+    """Messages from neighbours to a residue, then an update of its edges."""
+
+    def __init__(self, hidden_size, dropout):
+        super().__init__()
+        self.drop = nn.Dropout(dropout)
+        self.norm1, self.norm2, self.norm3 = (Norm(hidden_size) for _ in range(3))
+        self.W1, self.W2, self.W3 = message_layers(3, hidden_size)
+        self.W11, self.W12, self.W13 = message_layers(3, hidden_size)
+        self.dense = FeedForward(hidden_size)
+
+    def forward(self, h_V, h_E, graph):
+        hidden = self.hidden(self.W1, self.W2, h_V, h_E, graph.E_idx)
+        h_V = self.norm1(h_V + self.drop(sum_messages(hidden, graph.resolved, self.W3)))
+        h_V = self.norm2(h_V + self.drop(self.dense(h_V))) * graph.mask[..., None]
+        hidden = self.hidden(self.W11, self.W12, h_V, h_E, graph.E_idx)
+        return h_V, self.norm3(h_E + self.drop(self.W13(hidden)))
+
+    def hidden(self, first, second, h_V, h_E, E_idx):
+        """gelu(second(gelu(first([h_V_i | h_E_ij | h_V_j])))) with two linear layers."""
+        centre, edge, neighbour = weight_blocks(first)
+        x = linear(h_E, edge) + gather_rows(F.linear(h_V, neighbour), E_idx)        # (B, L, K, H)
+        x = x.add_(F.linear(h_V, centre, first.bias)[..., None, :])
+        return F.gelu(second(F.gelu(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Messages to a residue from all its neighbours, decoded before it or not.
+
+    The first linear layer gets [h_V_i | h_E_ij | letter of j | h_V_j]: the letter and the decoder's
+    h_V_j if j is decoded before i, otherwise no letter and the encoder's h_V_j. The layer runs on
+    all residues, or on those of one step.
+    """
+
+    def __init__(self, hidden_size, dropout):
+        super().__init__()
+        self.drop = nn.Dropout(dropout)
+        self.norm1, self.norm2 = (Norm(hidden_size) for _ in range(2))
+        self.W1, self.W2, self.W3 = message_layers(4, hidden_size)
+        self.dense = FeedForward(hidden_size)
+
+    def forward(self, h_V, edges, neighbours, present, mask):
+        """Update residues.
+
+        Args:
+            h_V:               (M, L, H).
+            edges, neighbours: (M, L, K, H), their terms in the sum of the first linear layer.
+            present, mask:     (M, L, K) and (M, L) bool.
+        Returns: h_V (M, L, H).
+        """
+        centre, _, _, _ = weight_blocks(self.W1)
+        x = (edges + neighbours).add_(F.linear(h_V, centre, self.W1.bias)[..., None, :])
+        hidden = F.gelu(self.W2(F.gelu(x)))
+        h_V = self.norm1(h_V + self.drop(sum_messages(hidden, present, self.W3)))
+        return self.norm2(h_V + self.drop(self.dense(h_V))) * mask[..., None]
+
+    def edges(self, h_E):
+        """Term of the edges in the first linear layer."""
+        _, edge, _, _ = weight_blocks(self.W1)
+        return linear(h_E, edge)
+
+    def decoded(self, h_V, h_S):
+        """Term of residues as decoded neighbours, in the first linear layer; h_S: their letters."""
+        _, _, letter, neighbour = weight_blocks(self.W1)
+        return F.linear(h_S, letter) + F.linear(h_V, neighbour)
+
+    def undecoded(self, h_encoder):
+        """Term of residues as neighbours that are not yet decoded."""
+        _, _, _, neighbour = weight_blocks(self.W1)
+        return F.linear(h_encoder, neighbour)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.W_in = Linear(hidden_size, 4 * hidden_size)
+        self.W_out = Linear(4 * hidden_size, hidden_size)
+
+    def forward(self, h):
+        return self.W_out(F.gelu(self.W_in(h)))
+
+
+def message_layers(n_blocks, hidden_size):
+    sizes = (n_blocks * hidden_size, hidden_size, hidden_size)
+    return [Linear(size, hidden_size) for size in sizes]
+
+
+def weight_blocks(layer):
+    """The weight of a layer on concatenated inputs, split into one (H, H) block per input."""
+    return layer.weight.split(layer.out_features, dim=1)
+
+
+def sum_messages(hidden, counted, layer):
+    """Sum of layer(hidden_ij) / 30 over the counted neighbours j, with one layer call on the sum.
+
+    hidden: (..., K, H). counted: (..., K) bool. Returns (..., H).
+    """
+    counted = counted.to(hidden.dtype)
+    total = torch.matmul(counted[..., None, :], hidden)[..., 0, :]
+    bias = counted.sum(-1, keepdim=True) * layer.bias
+    return (F.linear(total, layer.weight) + bias) / MESSAGE_SCALE
+
+
+def gather_rows(table, index):
+    """From table (M, R, H) the rows of index (M, L, K) -> (M, L, K, H)."""
+    M, R, H = table.shape
+    flat = index + R * torch.arange(M, device=index.device)[:, None, None]
+    return table.reshape(M * R, H).index_select(0, flat.flatten()).view(*index.shape, H)
+
+
+def of_structures(x, structure):
+    """Rows of x (B, ...) for M sequences: (M, ...); without a copy if there is one structure."""
+    return x.expand(len(structure), *x.shape[1:]) if len(x) == 1 else x[structure]
+
+
+def at_least_float32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# ---- geometry ----
+
+def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
+    """See ProteinMPNN.graph. Nothing larger than (B, L, L) and (B, L, K, 25) is made."""
+    check_structure(X, mask, residue_idx, chain_id)
+    mask, is_residue = mask.bool(), chain_id != 0
+    # A missing atom is 0, and does not remove the other atoms of its residue (as published).
+    X = torch.where(X.isfinite() & is_residue[..., None, None], X, 0)
+    N, CA, C, O = X.unbind(2)
+    b, c = CA - N, C - CA
+    CB = -0.58273431 * torch.linalg.cross(b, c) + 0.56802827 * b - 0.54067466 * c + CA
+    squared = sum((CA[:, :, None, axis] - CA[:, None, :, axis]).square() for axis in range(3))
+    both = mask[:, :, None] & mask[:, None, :]
+    D = torch.where(both, (squared + 1e-6).sqrt(), 0)                               # (B, L, L)
+    farthest = D.amax(-1, keepdim=True)
+    # Unresolved residues get the distance of the farthest resolved one, as published, and come
+    # after it, by residue_idx (published: in any order). Padding comes last. The sort is stable:
+    # ties of topk would depend on padding.
+    beyond = farthest + 1 + (residue_idx - residue_idx.amin(1, keepdim=True))[:, None]
+    key = torch.where(both, D, beyond).masked_fill(~is_residue[:, None], torch.inf)
+    E_idx = key.argsort(dim=-1, stable=True)[..., :num_edges].contiguous()          # (B, L, K)
+    resolved = both.gather(-1, E_idx)
+    atoms = torch.stack([N, CA, C, O, CB], dim=2).flatten(2)                        # (B, L, 15)
+    neighbours = gather_rows(atoms, E_idx).unflatten(-1, (5, 3))            # (B, L, K, 5, 3)
+    centre = atoms.unflatten(-1, (5, 3))[:, :, None]
+    pairs = [[ATOMS.index(atom) for atom in pair.split("-")] for pair in PAIRS.split()]
+    distance = torch.stack([
+        ((centre[..., i, :] - neighbours[..., j, :]).square().sum(-1) + 1e-6).sqrt()
+        for i, j in pairs], dim=-1)
+    distance[..., 0] = torch.where(resolved, D.gather(-1, E_idx), farthest)
+    flat = E_idx.flatten(1)
+    idx_j, chain_j, present = (x.gather(1, flat).view_as(E_idx)
+                               for x in (residue_idx, chain_id, is_residue))
+    offset = (residue_idx[..., None] - idx_j + MAX_OFFSET).clamp(0, 2 * MAX_OFFSET)
+    offset = torch.where(chain_id[..., None] == chain_j, offset, N_CLASSES - 1)
+    return Graph(E_idx, distance, offset, mask, resolved, present)
+
+
+def gaussians(distance):
+    """Expand each distance into 16 Gaussians, centres 2 to 22, width 1.25 Angstrom.
+
+    distance: (..., 25) Angstrom. Returns (..., 400).
+    """
+    centres = torch.linspace(2, 22, N_RBF, dtype=distance.dtype, device=distance.device)
+    x = distance[..., None] - centres
+    x.mul_(N_RBF / 20).square_().neg_()     # in place: the largest tensor of all
+    # Values below e^-60 do not affect the sum, but subnormal numbers would make exponential and
+    # matrix product several times slower on a CPU.
+    return x.clamp_(min=-60).exp_().flatten(-2)
+
+
+def check_structure(X, mask, residue_idx, chain_id):
+    others = [tuple(x.shape) for x in (mask, residue_idx, chain_id)]
+    dtypes = residue_idx.dtype, chain_id.dtype
+    if (X.shape[2:] != (4, 3) or any(shape != X.shape[:2] for shape in others)
+            or set(dtypes) != {torch.int64}):
+        raise ValueError(f"X is {tuple(X.shape)}; mask, residue_idx and chain_id are {others}, the "
+                         f"last two {dtypes}; expected (B, L, 4, 3), of N, CA, C, O, and (B, L), "
+                         "torch.int64.")
+    if X.device.type == "cpu":
+        resolved = mask.bool()
+        if not X[resolved].isfinite().all():
+            raise ValueError("X has coordinates that are not finite where mask is 1. Set mask to 0 "
+                             "there.")
+        if (resolved & (chain_id == 0)).any():
+            raise ValueError("chain_id is 0, which means padding, where mask is 1. Count chains "
+                             "from 1.")
+
+
+# ---- decoding order ----
+
+def decoding_order(designed, keys):
+    """Order with fixed residues first; fixed and designed residues each sorted by |key|.
+
+    The published rule, argsort((designed + 0.0001) |randn|), rarely puts a designed residue before
+    a fixed one; this does not.
+
+    Args:
+        designed: (B, L), 1 = designed and resolved.
+        keys:     (B, L) numbers, random for a random order; the smallest |key| comes first.
+    Returns: (B, L) int64, element t = residue decoded at step t.
+    """
+    order = keys.abs().argsort(dim=-1)
+    return order.gather(-1, designed.gather(-1, order).argsort(dim=-1, stable=True))
+
+
+def step_of_residue(order):
+    """(M, L) order -> (M, L) step at which each residue is decoded."""
+    return order.argsort(dim=1)         # the inverse of a permutation
+
+
+def decoded_before(step_of, E_idx):
+    """(M, L), (M, L, K) -> (M, L, K) bool: is the neighbour decoded before the residue?"""
+    return step_of.gather(1, E_idx.flatten(1)).view_as(E_idx) < step_of[..., None]
+
+
+def tied_groups(tied, chain_M, draw):
+    """The tied groups reduced to drawn positions, without groups of one. ValueError if not valid.
+
+    chain_M: (M, L) bool, to be drawn. draw: (M, L) bool, chain_M and the residue is resolved.
+    """
+    L, groups = draw.shape[1], [list(group) for group in tied]
+    members = [i for group in groups for i in group]
+    if len(set(members)) != len(members) or any(not 0 <= i < L for i in members):
+        raise ValueError(f"tied = {groups}; expected lists of positions 0 to {L - 1}, none of them "
+                         "twice.")
+    for group in groups:
+        n_drawn = chain_M[:, group].sum(1)
+        if not ((n_drawn == 0) | (n_drawn == len(group))).all():
+            raise ValueError(f"tied = {groups} mixes drawn (chain_M 1) and kept positions. Draw "
+                             "all of a group or none.")
+    if groups and not (draw == draw[:1]).all():
+        raise ValueError("tied positions need the same drawn positions in all sequences, but "
+                         "chain_M * mask differ.")
+    groups = [[i for i in group if draw[0, i]] for group in groups]
+    return [group for group in groups if len(group) > 1]
+
+
+def decoding_steps(order, groups):
+    """Steps of the order (M, L) when all positions of a tied group are decoded in one step.
+
+    Returns: step_of (M, L), equal within a group; steps (M, T, G) int64, the positions of each
+        step, padded to G positions by repeating the first; is_member (M, T, G) bool, False for
+        this padding.
+    """
+    tied = {i for group in groups for i in group}
+    groups = groups + [[i] for i in range(order.shape[1]) if i not in tied]
+    G, device = max(map(len, groups)), order.device
+    steps = torch.tensor([group + group[:1] * (G - len(group)) for group in groups], device=device)
+    is_member = torch.tensor([[g < len(group) for g in range(G)] for group in groups],
+                             device=device)
+    due = step_of_residue(order)[:, steps].amin(-1)         # (M, T), step of a group's earliest
+    step_of = torch.empty_like(order)
+    step_of[:, steps] = due[..., None]
+    turn = due.argsort(dim=1)
+    return step_of, steps[turn], is_member[turn]
+
+
+# ---- the letter of a step ----
+
+def gumbel_noise(uniform):
+    """float64 uniform in [0, 1) -> float32 Gumbel noise: argmax(log p + noise) is a draw from p."""
+    return -(-uniform.clamp(min=TINY).log()).clamp(min=TINY).log().float()
+
+
+class Pssm(NamedTuple):
+    """A position-specific scoring matrix for L positions, such as of an alignment."""
+    share: torch.Tensor         # (L, 1) from 0 to 1: weight of `letters` in the mixture
+    letters: torch.Tensor       # (L, 21) probabilities, mixed with the network's
+    factor: torch.Tensor        # (L, 21) multiplies the mixed probabilities
+
+    def at(self, positions):
+        return Pssm(*(x[positions] for x in self))
+
+
+def letter_log_probs(scores, temperature, pssm):
+    """Log-probabilities that a letter is drawn from.
+
+    p = softmax(scores / temperature). With a PSSM it becomes ((1 - share) p + share letters) x
+    factor, then 0 for letters of score -inf, and is normalised again.
+
+    Args:
+        scores:      (..., 21) nats, logits + bias; -inf = never.
+        temperature: at least 0; at 0 the best letter has probability 1.
+        pssm:        Pssm of these positions, or None.
+    Returns: (..., 21) nats.
+    Source: Dauparas et al. 2022 and the published code's `sample`. There a PSSM can bring back an
+    omitted letter; here omitted letters are never drawn.
+    """
+    never = scores == -torch.inf
+    scores = scores - scores.amax(-1, keepdim=True)
+    log_p = torch.log_softmax(scores / max(temperature, COLDEST), -1)
+    if pssm is None:
+        return log_p
+    p = ((1 - pssm.share) * log_p.exp() + pssm.share * pssm.letters) * pssm.factor
+    p = p.masked_fill(never, 0)
+    return (p / p.sum(-1, keepdim=True)).log()
+
+
+def mean_in_groups(x, groups):
+    """A copy of x (..., L, n) in which each row of a group is replaced by the group's mean."""
+    x = x.clone()
+    for group in groups:
+        x[..., group, :] = x[..., group, :].mean(-2, keepdim=True)
+    return x
+
+
+# ---- checks ----
+
+def check_sequences(encoding, S, decoding_order, structure):
+    """Return structure (M,), or its default if None. ValueError for shapes that do not match."""
+    (B, L), M = encoding.mask.shape, len(S)
+    if structure is None and B in (1, M):
+        structure = torch.arange(M, device=S.device) if B == M else S.new_zeros(M)
+    found = [None if x is None else tuple(x.shape) for x in (S, decoding_order, structure)]
+    if found != [(M, L), (M, L), (M,)] or S.dtype != torch.int64:
+        raise ValueError(f"S, decoding_order and structure have shapes {found}; expected ({M}, "
+                         f"{L}), ({M}, {L}) and ({M},), rows of the {B} structures. S is "
+                         f"{S.dtype}; expected torch.int64.")
+    if S.device.type == "cpu" and not torch.equal(decoding_order.sort(1).values,
+                                                  torch.arange(L).expand(M, L)):
+        raise ValueError(f"decoding_order is no permutation; expected each of 0 to {L - 1} once "
+                         "per row.")
+    return structure
+
+
+def allowed_letters(bias, pssm):
+    """(..., L, 21) bool, True = this letter can be drawn, by the logits or by the PSSM."""
+    allowed = bias > -torch.inf
+    return allowed if pssm is None else allowed & ((pssm.share < 1) | (pssm.letters > 0))
+
+
+def check_letters_left(bias, pssm, draw):
+    """ValueError if a position to draw (M, L) has no allowed letter, or bias (M, L, V) has nan."""
+    stuck = (draw & ~allowed_letters(bias, pssm).any(-1)).nonzero().tolist()
+    if stuck:
+        raise ValueError(f"bias and pssm leave no letter at (sequence, position) "
+                         f"{stuck[:5]}, counted from 0. Allow one, or keep the letters there with "
+                         "chain_M 0.")
+    if (bias.isnan() | (bias == torch.inf)).any():
+        raise ValueError("bias has a value that is nan or inf; expected nats, or -inf for never.")
+
+
+# ---- files ----
+
+def random_proteinmpnn(seed, **sizes):
+    """An untrained ProteinMPNN(**sizes) from a seed. The state of torch's generator is kept."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ProteinMPNN(**sizes)
+
+
+def load_proteinmpnn(path, dropout=0.0):
+    """Read a file {num_edges, noise_level, model_state_dict, ...}, published or ours.
+
+    Returns: the model, on the CPU, in float32 and training mode.
+    Raises: ValueError naming the file and what is wrong.
+    """
+    if not os.path.isfile(path):
+        raise ValueError(f"There is no file {path}; expected ProteinMPNN weights. {PUBLISHED}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:          # a damaged file can make torch.load raise anything
+        raise ValueError(f"{path} cannot be read as a file of tensors and numbers "
+                         f"({type(error).__name__}). Fetch or write it again. "
+                         f"{PUBLISHED}") from error
+    return from_checkpoint(checkpoint, dropout, name=path)
+
+
+def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
+    """ProteinMPNN from {num_edges, noise_level, model_state_dict, ...}; sizes are its tensors'.
+
+    Raises: ValueError with `name` for anything else.
+    """
+    keys = ("num_edges", "noise_level", "model_state_dict")
+    found = [str(key) for key in checkpoint] if isinstance(checkpoint, dict) else [
+        f"a {type(checkpoint).__name__}"]
+    if not set(keys) <= set(found):
+        raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}, as "
+                         f"best_model.pt of a run does. {PUBLISHED}")
+    num_edges, noise_level, weights = (checkpoint[key] for key in keys)
+    if type(num_edges) is not int or num_edges < 1 or type(noise_level) not in (int, float) or (
+            not isinstance(weights, dict)
+            or not all(torch.is_tensor(x) and x.is_floating_point() for x in weights.values())):
+        raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r} and "
+                         f"model_state_dict, a {type(weights).__name__}; expected an int above 0, "
+                         "Angstrom, and a dict of floating-point tensors.")
+    weights = {key.removeprefix("module."): value for key, value in weights.items()}
+    other = None
+    if any(key.startswith("context_encoder_layers.") for key in weights):
+        other = "a LigandMPNN with ligand context"
+    elif any(key.startswith(("W_v.", "features.node_embedding.")) for key in weights):
+        other = "a CA-only ProteinMPNN"
+    if other:
+        raise ValueError(f"{name} is {other}, another architecture; expected ProteinMPNN for full "
+                         f"backbones, vanilla or soluble. {PUBLISHED}")
+    hidden_size = weights["W_e.bias"].numel() if "W_e.bias" in weights else 128
+    n_encoder, n_decoder = (len({key.split(".")[1] for key in weights if key.startswith(part)})
+                            for part in ("encoder_layers.", "decoder_layers."))
+    if 0 in (hidden_size, n_encoder, n_decoder):
+        raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size} numbers, "
+                         f"and it has {n_encoder} encoder and {n_decoder} decoder layers; expected "
+                         f"at least 1 of each. {PUBLISHED}")
+    # Not on device "meta": its first use imports a compiler, which takes more than a second.
+    model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
+                               n_encoder=n_encoder, n_decoder=n_decoder, dropout=dropout,
+                               noise_level=noise_level)
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    problems = [f"missing {key}" for key in shapes if key not in weights]
+    problems += [f"unexpected {key}" for key in weights if key not in shapes]
+    problems += [f"{key} is {tuple(weights[key].shape)}, not {tuple(shape)}"
+                 for key, shape in shapes.items()
+                 if key in weights and weights[key].shape != shape]
+    problems += [f"{key} has values that are not finite"
+                 for key in weights if not weights[key].isfinite().all()]
+    if problems:
+        raise ValueError(f"{name} is not a ProteinMPNN of {n_encoder} + {n_decoder} layers "
+                         f"({len(problems)} differences): {'; '.join(problems[:8])}. {PUBLISHED}")
+    model.load_state_dict(weights)
+    return model
+
+
+def to_checkpoint(model, **extra):
+    """Checkpoint in the published format, on the CPU. Other tools ignore extra keys, as epoch."""
+    weights = {key: value.cpu() for key, value in model.state_dict().items()}
+    return {**extra, "num_edges": model.num_edges, "noise_level": model.noise_level,
+            "model_state_dict": weights}

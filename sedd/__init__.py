@@ -1,0 +1,1 @@
+"""Score entropy discrete diffusion (SEDD) of protein sequences: network, mathematics, data."""

@@ -1,0 +1,282 @@
+"""How good a SEDD model is: the validation bound on -ln p, the best checkpoint, samples.
+
+Results are the same for any number of ranks: the noise of validation is seeded by the protein, and
+samples are seeded by the step.
+"""
+import math
+
+import numpy as np
+import torch
+
+from ddp_setup import all_sum, autocast, beat
+from training.folder import ADVICE, Diverged, save_run
+from training.log import write_text_atomic
+from sedd.diffusion import independent_log_score, sample, score_entropy_loss
+from sedd.batches import eval_batches
+from sedd.sequences import (X_ID, collate, decode, keyed_generator, keyed_seed, random_crops,
+                            unigram_frequencies)
+from training.loop import record_score
+
+TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1], as the weight of the loss, 1/t, diverges at 0
+SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory
+EVAL_PROTEINS = 16    # proteins of max_length in an evaluation batch, without tokens_per_batch
+LITTLE = 0.02         # nats per residue; a model that gains less on the unigram hardly learned
+
+
+def to_device(batch, device, dtype):
+    """The batch on the device; noise levels in the model's dtype, but in float32 at least."""
+    moved = {name: value.to(device, non_blocking=True) if torch.is_tensor(value) else value
+             for name, value in batch.items()}
+    exact = torch.promote_types(dtype, torch.float32)
+    return {**moved, "sigma": moved["sigma"].to(exact), "dsigma": moved["dsigma"].to(exact)}
+
+
+class BoundEstimator:
+    """Upper bounds on -ln p(x0) of proteins; what does not depend on the model is computed once.
+
+    Most of the variance comes from how many residues the noise happens to change, which affects
+    every model alike. So the unigram model, whose scores and likelihood are known exactly, gets the
+    same noise, and the bound is its exact -ln p plus the estimated difference between the models (a
+    control variate: no bias, several times less variance). For times below TIME_EPS, where no score
+    is learned, the bound thereby uses the unigram model, and so is valid for any noise schedule.
+
+    counts: (n,) int64, residues that count (not X). unigram_nll: (n,) float64, -ln p in nats by the
+    letter frequencies. baseline: (n,) float64: bound = baseline - mean of gains.
+    """
+
+    def __init__(self, proteins, graph, noise, letter_counts, start, samples, tokens):
+        """letter_counts: of the training proteins, see Proteins.letter_counts.
+
+        start: (n,) in [0, 1): noise level k of a protein is at the time (start + k) / samples.
+        tokens: budget of a batch, padding included."""
+        self.proteins, self.graph, self.noise = proteins, graph, noise
+        self.start, self.samples = start, samples
+        self.batches = eval_batches(proteins.lengths, proteins.lengths.max(initial=tokens))
+        rows = [proteins[i] for i in range(len(proteins))]
+        self.counts = np.array([(row != X_ID).sum() for row in rows])
+        frequencies = np.append(unigram_frequencies(letter_counts), 0.0)   # 0 for X, never a target
+        nll = -np.log(np.append(frequencies[:X_ID], 1.0))                  # of each token, in nats
+        self.unigram_nll = np.array([nll[row].sum() for row in rows])
+        self.frequencies = torch.from_numpy(frequencies)
+        cost = nll if graph.absorb else self._uniform_cost(nll)
+        self.baseline = torch.tensor([cost[row].sum() for row in rows], dtype=torch.float64)
+
+    def _uniform_cost(self, nll):
+        """Baseline in nats of each token in the uniform graph. The prior at t = 1 is uniform: it
+        replaces the unigram model's own distribution of noised tokens."""
+        graph = self.graph
+        sigma1 = self.noise(torch.ones(1, dtype=torch.float64))[0]
+        p1 = graph.transition(torch.arange(graph.n_tokens)[None], sigma1)[0]       # (n_tokens, V)
+        own_prior = (torch.xlogy(p1, p1) - torch.xlogy(p1, self.frequencies @ p1)).sum(-1).numpy()
+        return np.where(nll > 0, nll - own_prior + graph.prior_kl(sigma1), 0.0)
+
+    @torch.no_grad()
+    def gains(self, model, ddp, dtype):
+        """(n, samples) float64, by protein and noise level: how many nats the bound of the model is
+        below that of the unigram model.
+
+        model: without its DDP wrapper; put into eval mode and back. Each protein is computed on one
+        rank. All ranks get the same result, whatever their number."""
+        gains = torch.zeros(len(self.proteins), self.samples, dtype=torch.float64)
+        was_training, _ = model.training, model.eval()
+        for indices in self.batches[ddp.rank::ddp.world_size]:
+            x0, mask = collate(self.proteins.subset(indices))
+            weight = mask & (x0 != X_ID)
+            for k in range(self.samples):
+                t = (torch.from_numpy(self.start[indices]) + k) / self.samples
+                sigma, dsigma = self.noise(TIME_EPS + (1 - TIME_EPS) * t)
+                xt = self._corrupt(x0, sigma, indices, k)
+                batch = to_device(dict(xt=xt, x0=x0, mask=mask, weight=weight, sigma=sigma,
+                                       dsigma=dsigma), ddp.device, next(model.parameters()).dtype)
+                with autocast(dtype, ddp):
+                    log_score = model(batch["xt"], batch["sigma"],
+                                      None if bool(mask.all()) else batch["mask"])
+                loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"],
+                                             batch["xt"], batch["x0"], self.graph, batch["weight"])
+                beat(ddp)
+                log_score = independent_log_score(self.frequencies, sigma, xt, self.graph)
+                unigram, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, self.graph,
+                                                weight)
+                gains[indices, k] = (unigram - loss.double().cpu()) * (1 - TIME_EPS)
+        model.train(was_training)
+        return all_sum(gains, ddp)
+
+    def _corrupt(self, x0, sigma, indices, k):
+        """x0 (B, L) with the noise of sample k, seeded for each protein by its key."""
+        xt = x0.clone()
+        for row, i in enumerate(indices.tolist()):
+            n = int(self.proteins.lengths[i])
+            generator = keyed_generator("validation noise", int(self.proteins.keys[i]), k)
+            xt[row:row + 1, :n] = self.graph.corrupt(x0[row:row + 1, :n], sigma[row:row + 1],
+                                                     generator)
+        return xt
+
+
+class Validation(BoundEstimator):
+    """Bound on -ln p(x0) of every validation protein, the same for any number of ranks.
+
+    The noise is seeded by the protein; the times are stratified over all proteins.
+    """
+
+    def __init__(self, proteins, config, graph, noise, letter_counts, source=None):
+        """letter_counts: of the training proteins. source: the DemoSource of demo proteins, which
+        knows their exact likelihood."""
+        d, t = config.data, config.training
+        # The same crops in every run, so that runs can be compared.
+        proteins = random_crops(proteins, d.max_length, seed="validation", epoch=0)
+        # Each protein gets its own n-th of [0, 1], in an order seeded by the keys.
+        n, draws = len(proteins), [keyed_seed("validation time", int(k)) for k in proteins.keys]
+        start = np.empty(n)
+        start[np.argsort(draws, kind="stable")] = (np.arange(n) + 0.5) / n
+        super().__init__(proteins, graph, noise, letter_counts, start, t.eval_samples,
+                         t.tokens_per_batch or EVAL_PROTEINS * d.max_length)
+        self.unigram = math.exp(self.unigram_nll.sum() / self.counts.sum())
+        # (n,) exact -ln p in nats, of the crops that are evaluated
+        self.exact = None if source is None else source.nll(self.proteins)
+
+    def __call__(self, model, ddp, dtype):
+        """(n,) float64 bounds in nats, one per protein. model: without its DDP wrapper."""
+        return self.baseline - self.gains(model, ddp, dtype).mean(1)
+
+    def summarise(self, bound):
+        """Metrics of one evaluation, from its bounds (n,), in nats per residue.
+
+        If the exact -ln p is known, also val/exact, its mean, and val/standard_error, that of the
+        mean of bound - exact (ratio estimator over proteins)."""
+        n = self.counts.sum()
+        nll = float(bound.sum() / n)
+        values = {"val/loss": nll, "val/perplexity": math.exp(min(nll, 50.0)),
+                  "val/unigram_perplexity": self.unigram}
+        if self.exact is None:
+            return values
+        difference = bound.numpy() - self.exact
+        residual = difference - difference.sum() / n * self.counts
+        return {**values, "val/exact": float(self.exact.sum() / n),
+                "val/standard_error": float(np.sqrt((residual**2).sum()) / n)}
+
+
+def evaluate(run, log, values, ddp):
+    """Validate the averaged weights, add the metrics to `values`, and save the best weights.
+
+    Without validation proteins, the score is the mean training loss of the logged steps since the
+    last evaluation; if no loss was finite, there is no score."""
+    step, validation, (total, number) = run.progress["step"], run.validation, run.progress["recent"]
+    if validation is not None:
+        with run.ema.applied(run.bare):
+            bound = validation(run.bare, ddp, run.dtype)
+        values.update(validation.summarise(bound))
+        score = values["val/loss"]
+        if not math.isfinite(score):
+            raise Diverged(f"step {step}: the validation bound is {score}; expected a finite "
+                           f"number. {ADVICE}")
+        log.say(f"step {step:,}: validation {score:.4f} nats per residue, perplexity "
+                f"{values['val/perplexity']:.3f} (unigram {validation.unigram:.3f})")
+    elif number:
+        score = total / number
+    elif step == run.n_iters and not run.progress["best"]:
+        raise Diverged(f"step {step}: all logged losses are nan or infinite; expected finite "
+                       f"numbers. {ADVICE}")
+    else:
+        return
+    run.progress["recent"] = [0.0, 0.0]
+    if record_score(run, score, values, ddp):
+        save(run, log, ddp, "best.pt", resumes=False)
+
+
+def evaluate_start(run, log, ddp):
+    """Validate the initial weights of --init_from, as a baseline which training has to improve."""
+    if run.init_from and not run.continued_from and run.validation is not None:
+        values = {}
+        evaluate(run, log, values, ddp)
+        log.metrics(0, values)
+
+
+def save(run, log, ddp, name, keep_last=1, resumes=True):
+    """Write checkpoints/NAME, see training.folder.save_run."""
+    save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity(),
+             letters=run.letters.tolist(), lengths=run.plan.counts.tolist(),
+             init_from=run.init_from)
+
+
+def draw_lengths(counts, number, generator):
+    """Random lengths (number,) int64. counts: (longest + 1,), how often each length occurs."""
+    ends = np.cumsum(counts)
+    drawn = torch.randint(int(ends[-1]), (number,), generator=generator).numpy()
+    return np.searchsorted(ends, drawn, "right")
+
+
+def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
+    """FASTA text of monitoring.n_samples sampled proteins, seeded by (seed, step).
+
+    counts: (longest + 1,) number of training proteins of each length, from which lengths are drawn.
+    """
+    m = config.monitoring
+    generator = keyed_generator(config.training.seed, "sample", step)
+    lengths = draw_lengths(counts, m.n_samples, generator)
+    masks = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None]).to(ddp.device)
+    was_training, _ = model.training, model.eval()
+
+    def draw(mask):
+        padding_mask = None if bool(mask.all()) else mask
+
+        def log_score(xt, sigma):
+            beat(ddp)
+            return model(xt, sigma, padding_mask)
+
+        return sample(log_score, graph, noise, tuple(mask.shape), m.sample_steps,
+                      predictor=m.predictor, forbidden=(X_ID,), mask=mask, generator=generator,
+                      device=ddp.device)
+
+    with torch.no_grad(), autocast(dtype, ddp):
+        out = [draw(mask) for mask in masks.split(max(1, SAMPLED_POSITIONS // masks.shape[1]))]
+    model.train(was_training)
+    rows = torch.cat(out).cpu().numpy()
+    return "".join(f">step_{step}_{i} length={n}\n{decode(row[:n])}\n"
+                   for i, (row, n) in enumerate(zip(rows, lengths.tolist())))
+
+
+def write_samples(run, ddp):
+    """Sample proteins with the averaged weights, on rank 0, into samples/step_N.fasta."""
+    if not ddp.is_main:
+        return
+    step = run.progress["step"]
+    with run.ema.applied(run.bare):
+        text = sample_proteins(run.bare, run.config, run.graph, run.noise, run.plan.counts, step,
+                               ddp, run.dtype)
+    write_text_atomic(run.work_dir / "samples" / f"step_{step}.fasta", text)
+
+
+def perplexity(nats):
+    """exp(nats), for nats per residue, as text. exp(700) at most, as a float holds no more."""
+    value = math.exp(min(nats, 700.0))
+    return f"{value:.3f}" if value < 1e5 else f"{value:.3e}"
+
+
+def result_lines(result, progress, folder):
+    """Lines for the end of a run: a table of bounds, warnings, and where the files are."""
+    lines, bound, best, checkpoints = [], "", progress["best"], folder / "checkpoints"
+    if "val/loss" in result:
+        unigram = math.log(result["val/unigram_perplexity"])
+        rows = [("learned bound (EMA)", result["val/loss"]), ("unigram", unigram)]
+        if "val/exact" in result:
+            rows.append(("exact, of the source", result["val/exact"]))
+        lines.append("  the same validation proteins under   nats per residue   perplexity")
+        for name, nats in rows:
+            lines.append(f"    {name:<33} {nats:>15.4f} {perplexity(nats):>12}")
+        if "val/standard_error" in result:
+            lines.append("    (no model can be below the exact value; standard error "
+                         f"{result['val/standard_error']:.4f})")
+        if best["score"] < result["val/loss"]:
+            bound = f", bound {best['score']:.4f}"
+        gain = unigram - min(result["val/loss"], best["score"])
+        if gain < LITTLE:
+            said = "no" if gain <= 0 else "hardly"
+            lines.append(f"  ATTENTION: {said} better than the letter frequencies, see\n"
+                         "    'It does not learn' in docs/troubleshooting.md")
+    if best["step"] == 0:
+        lines.append("  ATTENTION: no evaluation was better than that of the initial weights, so "
+                     "best.pt\n    holds these")
+    return [*lines,
+            f"  weights   {checkpoints / 'best.pt'} (step {best['step']:,}{bound}) and last.pt",
+            f"  samples   {folder / 'samples'}/step_{result['step']}.fasta",
+            f"  metrics   {folder / 'metrics.jsonl'}"]

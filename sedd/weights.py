@@ -1,0 +1,345 @@
+"""Trained SEDD models as files: checkpoints, exported folders, the published layout.
+
+    sedd = load_sedd("runs/mine/checkpoints/best.pt")       # or a folder that export_sedd made
+    export_sedd(sedd, "my_model")                           # model.safetensors, config.json, README
+    export_sedd(sedd, "my_model.pth")                       # the published layout
+    start_from_weights(config, former, resume, model, ddp)  # --init_from of train_sedd_ddp.py
+
+Files are read as tensors and plain types, never as code. Folders need the package safetensors.
+"""
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ddp_setup import broadcast
+from training.config import config_to_dict
+from training.folder import hash_of
+from training.log import write_text_atomic, write_whole
+from sedd.diffusion import make_graph, make_noise
+from sedd.model import SEDD, load_official
+from sedd.sequences import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
+
+FORMAT = "sedd-protein-1"   # of an exported folder
+PUBLISHED_LENGTH = 1024     # tokens per sequence in training of the published models
+LEAVE_OUT = ("To continue that run, leave --init_from out; to begin with these weights, give "
+             "another --work_dir, or --fresh.")
+# Weights can be used only if these keys are the same. Dropout and noise schedule may differ: the
+# network's input is sigma, whatever the schedule. With another graph or parameterization the logits
+# would mean something else.
+WEIGHTS_DEPEND_ON = (("model", "hidden_size"), ("model", "n_blocks"), ("model", "n_heads"),
+                     ("model", "cond_dim"), ("model", "parameterization"), ("graph", "type"))
+
+
+# ---------------------------------------------------------------- load
+class Sedd(NamedTuple):
+    """A trained model.
+
+    model: SEDD, in eval mode. graph, noise: see sedd.diffusion.
+    config: sections {"model", "graph", "noise"} of its config, as dicts.
+    letters: (21,) int64, how often each token occurred in the training proteins.
+    lengths: (longest + 1,) int64, number of training proteins of each length, or None.
+    max_length: residues of the longest protein it was trained on.
+    about: the step and the best evaluation, if known. notes: lines for the user.
+    """
+    model: Any
+    graph: Any
+    noise: Any
+    config: dict
+    letters: np.ndarray
+    lengths: np.ndarray | None
+    max_length: int
+    about: dict
+    notes: tuple
+
+
+def load_sedd(path, ema=True, device="cpu", expected=None):
+    """The Sedd in a checkpoint, an exported folder, or a file in the published layout.
+
+    Args:
+        ema: take the averaged weights if the file has them.
+        device: where the model goes.
+        expected: sections {"model", "graph"} of a config, as dicts, which must equal those of the
+            file in the keys of WEIGHTS_DEPEND_ON; None: any are accepted.
+    Raises: ValueError, naming all that does not fit, or OSError.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"there is no {path}; expected a checkpoint of train_sedd_ddp.py, an "
+                         "exported folder, or a file in the published layout.")
+    if path.is_dir():
+        state, saved = read_export(path)
+    else:
+        state = read_file(path)
+        saved = state if "config" in state else published_config(path, state)
+    try:
+        config = {name: saved["config"][name] for name in ("model", "graph", "noise")}
+        graph = make_graph(config["graph"]["type"], N_TOKENS)
+        noise, model = noise_of(config["noise"]), model_of(config["model"], graph)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path} has a config that cannot be used ({e}); expected one of "
+                         "train_sedd_ddp.py or of --export.") from None
+    problems = []
+    for section, key in WEIGHTS_DEPEND_ON if expected else ():
+        found, wanted = config[section][key], expected[section][key]
+        if found != wanted:
+            problems.append(f"{section}.{key} is {found} in the file, and {wanted} by the config")
+    if saved.get("alphabet", LETTERS) != LETTERS:
+        problems.append(f"the alphabet is {saved['alphabet']}; expected {LETTERS}")
+    try:
+        used = load_official(model, state, use_ema=ema)
+    except ValueError as e:
+        problems.append(str(e))
+    if problems:
+        listed = "\n    ".join(problems)
+        raise ValueError(f"the weights of {path} cannot be used here:\n    {listed}\n  Expected "
+                         "the same. Give other weights, or set these keys as in the file.")
+    not_finite = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    if not_finite:
+        raise ValueError(f"{path}: {len(not_finite)} tensors hold nan or infinite numbers, first "
+                         f"{not_finite[0]}; expected finite weights. Use an older checkpoint.")
+    letters, lengths = (saved.get(key) for key in ("letters", "lengths"))
+    about = {key: saved[key] for key in ("step", "best", "data") if key in saved}
+    if about:   # from a checkpoint; an export has its own `about`
+        about |= {"averaged": used == "ema",
+                  "reduction": saved["config"].get("loss", {}).get("reduction")}
+    about = saved.get("about", about)
+    averaged = about.get("averaged", used == "ema")
+    notes = [f"{path}: SEDD, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million "
+             f"parameters, {config['graph']['type']} graph, {config['noise']['type']} noise, "
+             f"{'averaged weights' if averaged else 'weights as saved'}",
+             *saved.get("notes", ())]
+    if letters is None:
+        notes.append("the file has no letter frequencies of its training data: to score sequences, "
+                     "those of UniRef50 are used instead")
+        letters = np.append(np.round(np.array(UNIREF50) * 1e6), 0)
+    length = saved["config"].get("data", {}).get("max_length") or saved["max_length"]
+    return Sedd(model.eval().to(device), graph, noise, config, np.asarray(letters, np.int64),
+                None if lengths is None else np.asarray(lengths, np.int64), length,
+                about, tuple(notes))
+
+
+def model_of(sizes, graph):
+    """A fresh SEDD of a config's section `model`, as a dict, without dropout."""
+    names = ("hidden_size", "n_blocks", "n_heads", "cond_dim", "parameterization")
+    return SEDD(graph.vocab_size, **{name: sizes[name] for name in names}, dropout=0.0,
+                scale_by_sigma=graph.absorb, forbidden=(X_ID,))
+
+
+NOISE_KEYS = {"loglinear": ("eps",), "cosine": ("eps",), "geometric": ("sigma_min", "sigma_max")}
+
+
+def unused_noise_keys(section):
+    """Keys of a config's section `noise` that its type of noise does not use."""
+    return [key for key in vars(section) if key not in ("type", *NOISE_KEYS[section.type])]
+
+
+def noise_of(section):
+    """The noise schedule of a config's section `noise`, as a dict with keys for all types.
+
+    Raises: ValueError naming the key."""
+    try:
+        return make_noise(section["type"],
+                          **{key: section[key] for key in NOISE_KEYS[section["type"]]})
+    except ValueError as e:
+        raise ValueError(f"config: noise.{e}") from None
+
+
+def read_tensors(path, load):
+    """What load(path) returns. Raises ValueError or OSError."""
+    try:
+        return load(path)
+    except OSError:
+        raise
+    except Exception as e:   # a damaged file raises one of half a dozen types
+        # Only the first sentence: torch then advises to load the file without weights_only.
+        reason = str(e).partition(". ")[0].partition("\n")[0]
+        raise ValueError(f"cannot read {path} ({type(e).__name__}: {reason}). Expected a whole "
+                         "checkpoint of train_sedd_ddp.py, an exported folder, or a file in the "
+                         "published layout, of tensors and plain types.") from None
+
+
+def read_file(path):
+    """The dict in a file of torch.save. Raises ValueError or OSError."""
+    state = read_tensors(path, lambda file: torch.load(file, map_location="cpu", weights_only=True))
+    weights = state.get("model", state) if isinstance(state, dict) else {}
+    embedding = "vocab_embed.embedding"
+    if not isinstance(weights, dict) or not {embedding, f"module.{embedding}"} & weights.keys():
+        raise ValueError(f"{path} holds no SEDD model, as it has no {embedding}. Expected a "
+                         "checkpoint of train_sedd_ddp.py, an exported folder, or the published "
+                         "layout.")
+    return state
+
+
+def published_config(path, state):
+    """Settings of a file in the published layout, found from the shapes of its weights."""
+    weights = {name.removeprefix("module."): value
+               for name, value in state.get("model", state).items()}
+    vocab, hidden = weights["vocab_embed.embedding"].shape
+    frequencies = weights.get("rotary_emb.inv_freq")
+    if frequencies is None:
+        raise ValueError(f"{path} has no rotary_emb.inv_freq, which alone tells the number of "
+                         "heads. Expected a file that the published code saved, or --export FILE.")
+    blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    model = {"hidden_size": hidden, "n_blocks": len(blocks), "parameterization": "sedd",
+             "n_heads": hidden // (2 * len(frequencies)),
+             "cond_dim": len(weights["sigma_map.mlp.0.bias"])}
+    graph = "absorb" if vocab > N_TOKENS else "uniform"
+    noise = {"type": "loglinear", "eps": 1e-3} if graph == "absorb" else {
+        "type": "geometric", "sigma_min": 1e-4, "sigma_max": 20.0}
+    alphabet = LETTERS if vocab in (N_TOKENS, N_TOKENS + 1) else (   # load_sedd refuses others
+        f"one of {vocab} tokens, not of {N_TOKENS} (uniform graph) or {N_TOKENS + 1} (with a mask)")
+    return {"config": {"model": model, "graph": {"type": graph}, "noise": noise},
+            "max_length": PUBLISHED_LENGTH, "alphabet": alphabet,
+            "notes": [f"the file names no alphabet and no noise: assumed are {LETTERS} and "
+                      f"{noise['type']}, the published default for this graph"]}
+
+
+def read_export(folder):
+    """(weights, settings) of a folder that export_sedd made."""
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no config.json. Expected a folder made by --export; "
+                         "for a run folder, give checkpoints/best.pt in it.") from None
+    except ValueError as e:
+        raise ValueError(f"{folder / 'config.json'} is no JSON ({e}). Expected a folder made by "
+                         "--export.") from None
+    found = settings.get("format") if isinstance(settings, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{folder / 'config.json'} has the format {found!r}; expected {FORMAT!r}, "
+                         "as --export writes it.")
+    load = need_safetensors().load_file
+    return read_tensors(folder / "model.safetensors", load), settings
+
+
+def need_safetensors():
+    """The module safetensors.torch. Raises ValueError if it is not installed."""
+    try:
+        import safetensors.torch
+        return safetensors.torch
+    except ImportError as e:
+        raise ValueError(f"an exported folder needs the package safetensors ({e}). Install it: "
+                         "pip install safetensors; or export a file NAME.pth.") from None
+
+
+# ---------------------------------------------------------------- start from weights
+def start_from_weights(config, former, resume, model, ddp):
+    """Load training.init_from into a new run; refuse it for a run that began with other weights.
+
+    Collective. Rank 0 reads the file; wrap_ddp later sends its weights to the other ranks.
+
+    Args:
+        former: the run to continue, a training.folder.Former.
+        resume: the checkpoint of --resume, or None.
+        model: the run's SEDD, on the device; changed on rank 0 only, and in a new run only.
+    Returns: ({"path", "hash"} of the run's initial weights, None if they were random; lines on
+        these weights for the user).
+    Raises: ValueError or OSError.
+    """
+    path, record, lines = config.training.init_from, None, []
+    if isinstance(former.state, dict):
+        record = former.state.get("init_from")   # checkpoints of earlier versions have none
+    if record:
+        lines = [f"weights: from the run's checkpoint; it began with {record['path']} (hash "
+                 f"{record['hash']})"]
+    if path is None:
+        return record, lines
+    if resume:
+        raise ValueError(f"--resume {resume} and --init_from {path} (training.init_from) exclude "
+                         "each other: continue a run (training.init_from=null), or begin one with "
+                         "these weights.")
+    if former.state is not None and record is None:
+        raise ValueError(f"{former.path} is of a run that began with random weights, not with "
+                         f"--init_from {path}. {LEAVE_OUT}")
+    if record and record["path"] == path:   # even if the file has changed since
+        return record, lines
+    sedd = found = None
+    if ddp.is_main:
+        try:
+            sedd = load_sedd(path, expected=None if record else config_to_dict(config))
+        except ValueError as e:
+            raise ValueError(f"--init_from: {e}") from None
+        found = {"path": path, "hash": hash_of(sedd.model.state_dict())}
+    found = broadcast(found, ddp)
+    if record:
+        if found["hash"] != record["hash"]:
+            raise ValueError(f"{former.path} is of a run that began with other weights (hash "
+                             f"{record['hash']} of {record['path']}; now {found['hash']} of "
+                             f"{path}). {LEAVE_OUT}")
+        return record, lines
+    if sedd:
+        model.load_state_dict(sedd.model.state_dict())
+        lines = [f"weights: {sedd.notes[0]}, hash {found['hash']}", *sedd.notes[1:]]
+    return found, lines
+
+
+# ---------------------------------------------------------------- save
+def export_sedd(sedd, target):
+    """Write the model into a folder (model.safetensors, config.json, README.md) or, if the name of
+    the target ends in .pth or .pt, into a file in the published layout.
+
+    Raises: FileExistsError for a target that exists."""
+    target = Path(target)
+    if target.exists():
+        raise FileExistsError(f"--export {target} exists; expected a new name.")
+    weights = {name: value.detach().cpu().contiguous()
+               for name, value in sedd.model.state_dict().items()}
+    settings = {"format": FORMAT, "alphabet": LETTERS, "max_length": sedd.max_length,
+                "config": sedd.config, "letters": sedd.letters.tolist(),
+                "lengths": None if sedd.lengths is None else sedd.lengths.tolist(),
+                "about": sedd.about}
+    if target.suffix in (".pth", ".pt"):
+        if sedd.config["model"]["parameterization"] != "sedd":
+            raise ValueError("the published layout is for parameterization sedd, and this model is "
+                             "subs. Expected a folder: --export NAME.")
+        exponent = torch.arange(0, sedd.model.head_dim, 2) / sedd.model.head_dim
+        averages = [p.detach().cpu() for p in sedd.model.parameters() if p.requires_grad]
+        state = {**settings, "model": {**weights, "rotary_emb.inv_freq": 10000.0 ** -exponent},
+                 "ema": {"decay": 0.9999, "num_updates": 0, "shadow_params": averages},
+                 "step": int(sedd.about.get("step", 0))}
+        return write_whole(target, lambda file: torch.save(state, file))
+    save = need_safetensors().save
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        write_whole(temporary / "model.safetensors", lambda file: file.write(save(weights)))
+        write_text_atomic(temporary / "config.json", json.dumps(settings, indent=1) + "\n")
+        write_text_atomic(temporary / "README.md", model_card(sedd))
+        os.replace(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def model_card(sedd):
+    """The README.md of an exported model: what it is and how well it does."""
+    model, best = sedd.config["model"], sedd.about.get("best") or {}
+    shares = sedd.letters[:X_ID] / max(sedd.letters[:X_ID].sum(), 1)
+    # Without validation proteins, the best weights are those with the lowest training loss.
+    kind = "validation bound" if "val/loss" in best else "training loss"
+    by_protein = sedd.about.get("reduction") == "sequence" and "val/loss" not in best
+    unit = "protein" if by_protein else "residue"
+    averaged = {True: "averages over steps", False: "not averaged", None: "as in the source file"}
+    score = f"{best['score']:.4f} nats per {unit}" if best else "unknown"
+    return f"""# SEDD protein model
+
+- network: {model['n_blocks']} blocks, width {model['hidden_size']}, {model['n_heads']} heads, \
+{model['parameterization']}; {sedd.config['graph']['type']} graph, \
+{sedd.config['noise']['type']} noise
+- trained on at most {sedd.max_length} residues; step {sedd.about.get('step', 'unknown')}
+- training proteins: {(sedd.about.get('data') or {}).get('n', 'unknown')}
+- best {kind}, of step {best.get('step', 'unknown')}: {score}
+- letters of the training data: \
+{', '.join(f'{letter} {share:.3f}' for letter, share in zip(AMINO_ACIDS, shares.tolist()))}
+
+Weights: `model.safetensors`, names of the published SEDD code; \
+{averaged[sedd.about.get('averaged')]}.
+Token ids: the place of a letter in `alphabet` of `config.json`, from 0\
+{'; the mask comes last' if sedd.graph.absorb else ''}.
+
+    python sample_sedd.py THIS_FOLDER --number 10
+"""

@@ -1,0 +1,164 @@
+"""bench/__main__.py, above all scale and card: what they write, its formulas, its messages."""
+
+import importlib.util
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from bench import card as bench_card
+from bench import scale as bench_scale
+from bench.scale import count_messages, measure_noise
+from ddp_setup import Ddp
+from launchers import fork_ranks
+from bench.scale_report import Link, expected_maximum, fit_link, merge, noise_scale, predict_step
+from training_runs import ROOT, command_lines
+
+TINY = ["model.hidden_size=16", "model.n_blocks=1", "model.n_heads=1", "model.cond_dim=8",
+        "training.tokens_per_batch=256", "data.max_length=64", "data.demo_proteins=300"]
+
+
+def test_launches_add_up_to_a_table_a_prediction_and_a_picture(tmp_path, extras, monkeypatch):
+    words = ["-m", "bench", "scale", "--steps=2", "--repeats=1", "--predict=2,8",
+             "--json=scale.json", "--device=cpu", *TINY]
+    for done in (fork_ranks(2, [*words, "--ranks=1,2", "--variants"], tmp_path),
+                 fork_ranks(1, [*words, "--ranks=1"], tmp_path, {"PYTHONPATH": ROOT})):
+        assert done.returncode == 0 and max(map(len, done.stdout.splitlines())) <= 100, done.text
+    assert [path.name for path in tmp_path.iterdir()] == ["scale.json"]
+    found = json.loads((tmp_path / "scale.json").read_text())
+    assert [launch["ranks"] for launch in found["launches"]] == [2, 1]
+    rows = {(row["scaling"], row["variant"], row["ranks"]): row for row in found["table"]}
+    assert {("weak", name, 2) for name in ("alone", "bucket 1 MB", "static graph", "bfloat16")} | {
+        ("strong", "", 2)} < rows.keys()
+    weak, first = rows["weak", "", 2], rows["weak", "", 1]
+    assert weak["batch"] == 2 * first["batch"] == pytest.approx(512, rel=0.1)
+    assert first["speed_up"] == 1
+    assert weak["speed_up"] == pytest.approx(2 * first["seconds"] / weak["seconds"])
+    assert weak["efficiency"] == pytest.approx(weak["speed_up"] / 2)
+    for row in rows.values():
+        assert sum(row["parts"].values()) == pytest.approx(row["seconds"])
+    assert [row["batch"] for row in found["predicted"]] == [weak["batch"], 4 * weak["batch"]]
+    assert found["errors"].keys() == {"weak 2", "strong 2"}
+    two, one = found["launches"]
+    assert merge([{**two, "backend": "nccl"}, two, one])[2]["launches"] == 1
+    monkeypatch.chdir(tmp_path)
+    if importlib.util.find_spec("matplotlib"):
+        bench_scale.main(["--json=scale.json", "--plot=scale.png"])
+        assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+        assert json.loads((tmp_path / "scale.json").read_text())["table"] == found["table"]
+    # while this was measured, another job has damaged the file
+    monkeypatch.setattr(bench_scale, "measure", lambda *_: (tmp_path / "bad.json").write_text("[")
+                        and one)
+    args = SimpleNamespace(device="cpu", backend="auto", json="bad.json")
+    bench_scale.measure_here(args, None)
+    assert bench_scale.read_launches(args.json) == [one]
+    assert (tmp_path / "bad.json").read_text() == "["
+
+
+def test_a_step_is_predicted_as_a_ring_passes_it_on_and_the_slowest_rank_ends_it():
+    """Every rank passes a part of size / N to the next, N - 1 times to sum and as often to share;
+    a step lasts as long as the slowest rank's own work."""
+    random, size, latency, bandwidth = np.random.default_rng(0), 1e6, 2e-4, 1e8
+    for ranks in (2, 6):
+        clock = 2 * (ranks - 1) * (latency + size / ranks / bandwidth)
+        link = Link(latency, bandwidth, ring=True)
+        assert link.seconds(ranks, size) == pytest.approx(clock)
+        slowest = random.normal(1.0, 0.1, (100_000, ranks)).max(1).mean()
+        alone = {"seconds": 1.0, "sigma": 0.1, "parts": {"compute": 0.9}}
+        for overlap in (0.0, 0.25):
+            expected = slowest + (1 - overlap) * clock
+            assert predict_step(alone, ranks, clock, overlap) == pytest.approx(expected, rel=5e-3)
+        measured = [[n, link.seconds(ranks, n)] for n in (4e3, 1e6, 2.5e7)]
+        assert fit_link(ranks, measured, True) == pytest.approx(link)
+    hidden = predict_step({"seconds": 1.0, "sigma": 0.0, "parts": {"compute": 0.9}}, 4, 5.0, 1.0)
+    assert hidden == pytest.approx(1.0 + 5.0 - 0.6)      # no more than a backward pass can hide
+    assert expected_maximum(10_000) == pytest.approx(math.sqrt(2 * math.log(10_000)), rel=0.15)
+
+
+def test_the_noise_scale_is_that_of_gaussian_gradients():
+    """The gradient of w x is x: of a mean g, |g|^2 = 4, and a variance of 5 per coordinate. The
+    global batch counts every example twice, as the unit of a batch may be another one."""
+    random, g, sizes = torch.Generator().manual_seed(1), torch.full((50,), 2 / 50**0.5), (4, 10, 16)
+    batches = [{"seed": 0, "x": g + 5**0.5 * torch.randn(sizes[k % 3], 50, generator=random)}
+               for k in range(320)]
+    model = torch.nn.Linear(50, 1, bias=False)
+    run = SimpleNamespace(bare=model, optimizer=model, expected_count=7.0,
+                          micro_batches=2, global_batch=2 * 2 * 3 / sum(1 / n for n in sizes),
+                          sampler=SimpleNamespace(mine=range(1), item_of=lambda step, _: step))
+    found = measure_noise(run, batches, lambda model, batch: (
+        model(batch["x"]).sum(), torch.zeros(1), len(batch["x"])),
+        SimpleNamespace(what="dpo", steps=40, train=0), Ddp())
+    trace, square = noise_scale(**found)
+    assert trace == pytest.approx(2 * 5 * 50, rel=0.1) and square == pytest.approx(4, rel=0.1)
+
+
+def test_messages_are_the_counts_and_ddps_buckets():
+    MiB = 2**20
+    assert [count_messages(size * MiB, None) for size in (0.5, 10, 26, 27)] == [2, 3, 3, 4]
+    assert [count_messages(size * MiB, 4) for size in (0.5, 4, 10)] == [2, 2, 4]
+
+
+def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_path):
+    (tmp_path / "bad.json").write_text("[1]")
+    refused = {
+        ("scale", "--ranks=1,x"): "--ranks 1,x; expected numbers of ranks, such as 1,2,4,8",
+        ("scale", "--ranks=1,2,3"): "2 does not divide 3; expected numbers that do",
+        ("scale", "--json=bad.json"): "bad.json is no file that python -m bench scale wrote",
+        ("scale", "--plot=no/x.png"): "--plot no/x.png: found no such folder",
+        ("scale", "dpo"): "found what to measure without --ranks",
+        ("scale", f"--config={ROOT / 'configs' / 'sedd_demo.yaml'}"):
+            "found what to measure without --ranks",
+        ("card", "--json=bad.json"): "bad.json is no file that python -m bench card wrote",
+        ("sedd", "--backend=nccl"): "--backend nccl does not serve device cpu",
+        ("save", "--nproc=1"): "unrecognized arguments: --nproc=1",   # it started itself for ever
+        ("sedd", "optim.lr=1"): "save alone takes configs",
+        ("sedd", "--data=no.fasta"): "no.fasta does not exist",
+        ("data", "--data=folder"): "found --data with data; expected it with sedd alone",
+        ("card", "--data=no"): "--data no is not a folder"}
+    found = command_lines("bench", [list(words) for words in refused], tmp_path)
+    for (code, out, err), message in zip(found, refused.values()):
+        assert code == 2 and message in err.splitlines()[-1], err
+        assert "Traceback" not in err and "float32" not in out
+
+
+def test_a_bench_removes_its_folder_with_few_proteins_too_and_steps_are_compared_on_one_rank(
+        tmp_path):
+    short = ["--device=cpu", "--repeats=1", "--steps=1"]
+    save = fork_ranks(2, ["-m", "bench", "save", ROOT / "configs" / "sedd_demo.yaml",
+                          *short], tmp_path)
+    data = fork_ranks(1, ["-m", "bench", "data", "--proteins=10", *short], tmp_path)
+    assert save.returncode == data.returncode == 0, save.text + data.text
+    assert "\nsedd_demo " in save.stdout and "2 rank(s)" in save.stdout
+    assert "too few proteins" in data.stdout and "of that from memory" in data.stdout
+    for what in ("dpo", "sedd"):
+        done = fork_ranks(2, ["-m", "bench", what, *short], tmp_path)
+        assert done.returncode == 2 and "found 2 ranks; expected one process" in done.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_card_is_measured_model_by_model_against_the_plain_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = ["--device=cpu", "--steps=1", "--repeats=2", "--warmup=1", "--matmul=64",
+             "--json=card.json"]
+    bench_card.main([*short, "--models=6m", "--proteins=300", "training.batch_size=2",
+                     "training.accum=2", "training.num_workers=0", "data.max_length=64",
+                     "model.hidden_size=16", "model.n_blocks=2", "model.n_heads=2"])
+    found = json.loads((tmp_path / "card.json").read_text())
+    rows = {row["step"]: row for row in found["rows"]}
+    assert rows.keys() == {"plain", "ours"} and len([*tmp_path.iterdir()]) == 1
+    for row in rows.values():
+        assert row["of_matmul"] == pytest.approx(
+            row["flops_per_second"] / found["matmul_flops_per_second"])
+        assert row["of_plain"] == pytest.approx(row["per_second"] / rows["plain"]["per_second"])
+    # By hand: 2 blocks of 12 x 16^2 weights and an output of 16 x 22; 64 positions a protein.
+    per_position = 6 * (2 * 12 * 16**2 + 16 * 22) + 12 * 2 * 16 * 64
+    ratio = rows["plain"]["flops_per_second"] / rows["plain"]["per_second"]
+    assert 64 * per_position / 64 <= ratio < 64 * per_position / 11    # of 11 to 64 residues
+    assert rows["ours"]["flops_per_second"] / rows["ours"]["per_second"] < ratio   # less padding
+    bench_card.main([*short, "--models=dpo", "training.batch_size=2", "data.demo_structures=3",
+                     "model.random.hidden_size=16", "model.random.num_edges=8"])
+    row, = json.loads((tmp_path / "card.json").read_text())["rows"]
+    assert row["per_second"] > 0 and row["flops_per_second"] == 0 and row["dtype"] == "float32"

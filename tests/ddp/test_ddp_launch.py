@@ -1,0 +1,418 @@
+"""Do ranks that real launchers start find each other, work together, and end together?
+
+Ranks started "by hand", without a launcher, show what ddp_guard does by itself.
+"""
+import re
+import shutil
+import signal
+import socket
+import sys
+
+import pytest
+import torch
+
+import launchers
+from launchers import (ROOT, ForkedRanks, clean_environment, fork_ranks, free_port, need,
+                       own_tracebacks, python_of, run_ranks, seconds_until, slow, start_ranks)
+from training.folder import read_status
+
+HEAD = f"""import json, os, sys, threading, time
+sys.path.insert(0, {str(ROOT)!r})
+import ddp_guard
+ddp_guard.EXIT = float(os.environ.get("EXIT", ddp_guard.EXIT))
+ddp_guard.supervise()
+import torch
+from ddp_setup import *
+"""
+GONE = 15.0    # seconds in which every process must be gone after a failure; 5 are wanted
+
+
+def script(folder, text):
+    path = folder / "script.py"
+    path.write_text(HEAD + text)
+    return path
+
+
+def by_hand(folder, text, ranks, size=None, **env):
+    """ForkedRanks of a script, with a guard each, and a port, which they cannot compute: a forked
+    guard does not show the variables by which ranks tell a guard from their launcher."""
+    size, env = size or len(ranks), {"MASTER_PORT": free_port(), **env}
+    return ForkedRanks([script(folder, text)], folder, {r: dict(
+        DDP_RANK=r, DDP_WORLD_SIZE=size, DDP_LOCAL_RANK=r, DDP_LOCAL_WORLD_SIZE=size, **env)
+        for r in ranks})
+
+
+# ---------------------------------------------------------------- one fails, all end
+ENDING = """
+ddp = setup_ddp(quiet=True)
+barrier(ddp)
+if ddp.rank == 1:
+    print("ending", flush=True)
+    {ending}
+if ddp.rank == 2 and ddp.state.guard is None:
+    all_sum(1.0, ddp)    # waits for rank 1; others are outside any collective
+time.sleep(60)
+"""
+RAISE, LEAVE = "raise ValueError('on purpose.')", "sys.exit()"
+NO_GUARD, NO_MPI4PY = {"DDP_GUARD": "0"}, {"DDP_MPI4PY": "0"}
+
+
+@pytest.mark.parametrize("launcher, ending, env", [
+    ("mpich", RAISE, NO_GUARD), ("mpich", LEAVE, NO_GUARD),
+    slow("mpich", RAISE, NO_GUARD | NO_MPI4PY), slow("torchrun", RAISE, NO_GUARD),
+    slow("torchrun", LEAVE, NO_GUARD), slow("openmpi", RAISE, NO_GUARD),
+    slow("openmpi", RAISE, NO_MPI4PY), slow("intel", RAISE, NO_MPI4PY),
+    slow("intel", RAISE, NO_GUARD)])    # not without both: see docs/faults.md
+def test_without_a_guard_or_mpi4py_too_a_rank_that_fails_or_leaves_early_ends_all(
+        launcher, ending, env, tmp_path):
+    path = script(tmp_path, ENDING.format(ending=ending))
+    with start_ranks(launcher, 3, [path], cwd=tmp_path, env=env) as running:
+        running.wait_for("ending", timeout=600)
+        seconds = seconds_until(lambda: not running.pids(), 600)
+        result = running.wait(timeout=5, leftover_grace=0)
+    assert seconds < GONE and result.leftover == [] and result.returncode != 0, result.text
+    last = [line for line in result.stderr.splitlines() if line.startswith("FAILED: ")]
+    cause = "ValueError: on purpose" if ending == RAISE else "ended without cleanup_ddp"
+    assert last and re.match(rf"FAILED: rank 1 of 3 on \S+: {cause}\. ", last[0]), result.text
+    assert ending == LEAVE or "Traceback" in result.stderr, result.text
+
+
+@pytest.mark.parametrize("ending, code, words", [
+    ("os.kill(os.getpid(), 9)", 1, "died without a word (SIGKILL"),
+    ("sys.exit(3)", 3, "left with exit code 3"), ("abort(ddp, 'a full disk.')", 1, "a full disk."),
+    ("abort(ddp, 'no such file', 2)", 2, "no such file"), ("os._exit(0)", 1, "without cleanup_ddp"),
+    ("exec('with ddp: sys.exit(\"no data?\")')", 1, "FAILED: rank 1 of 3 on {host}: no data? No")])
+def test_without_a_launcher_too_the_end_of_one_is_the_end_of_all(ending, code, words, tmp_path):
+    with by_hand(tmp_path, ENDING.format(ending=ending), range(3)) as ranks:
+        assert ranks.codes() == [code] * 3, ranks.err()
+        assert ranks.err().count(words.format(host=socket.gethostname())) == 1
+        assert ranks.err().count("FAILED: ") == (code != 2)
+        assert own_tracebacks(ranks.err()) == 0
+
+
+def test_the_death_of_the_hub_is_told_though_the_other_rank_runs_into_the_loss_of_rank_0(tmp_path):
+    with by_hand(tmp_path, """
+ddp = setup_ddp(quiet=True)
+barrier(ddp)
+if ddp.rank == 0:
+    os.kill(os.getppid(), 9)
+all_sum(1, ddp)
+""", range(2)) as ranks:
+        assert ranks.codes() == [-signal.SIGKILL, 1]
+        assert ranks.err().count("FAILED: rank 0 of 2 on ") == 1, ranks.err()
+        assert ranks.err().count("died without a word") == 1, ranks.err()
+
+
+def test_a_hang_is_ended_with_the_late_rank_its_step_and_all_stacks(tmp_path):
+    with by_hand(tmp_path, """
+ddp = setup_ddp(quiet=True)
+watch_run(ddp, "out", minutes=3 / 60)
+def stuck():
+    while ddp.rank == 1:
+        pass
+for step in range(8):
+    stop_reason(ddp, step)
+    if step == 5:
+        stuck()
+""", range(3)) as ranks:
+        codes, text = ranks.codes(), ranks.err()
+    assert codes == [70] * 3 and text.count("FAILED: ") == 1, text
+    assert re.search(r"FAILED: rank 1 of 3 .*no progress for 3 s.*stuck \(script.py:", text), text
+    status = read_status(tmp_path / "out")
+    assert status["code"] == 70 and status["step"] in (5, 6) and "no progress" in status["reason"]
+    for r in range(3):
+        assert "script.py" in (tmp_path / "out" / "stacks" / f"rank_{r}.txt").read_text(), r
+
+
+@pytest.mark.parametrize("when, codes, says", [
+    # a full disk under the log, and a library with a hook of its own
+    ("os.dup2(os.open('/dev/full', os.O_WRONLY), 2); before = lambda: 1 / 0", [1, 1],
+     "left with exit code 1"),
+    ("sys.excepthook = lambda *_: None; before = lambda: 1 / 0", [1, 1], "ZeroDivisionError"),
+    ("before = lambda: (time.sleep(2), os._exit(1))", [1, 1], "left with exit code 1"),
+    ("before = lambda: os.kill(os.getpid(), 19)", [70, 70],
+     "rank 1 on {host} did not come to cleanup_ddp within 3 s"),
+    ("torch.distributed.destroy_process_group = lambda: os.kill(os.getpid(), 9)", [1, 1],
+     "died without a word (SIGKILL"),
+    ("after = lambda: os.kill(os.getpid(), 9)", [0, -signal.SIGKILL], ""),
+    # while Python ends: what is registered first is called last
+    ("import atexit; atexit.register(os.kill, os.getpid(), 19)", [70, 70],
+     "still there 2 s after cleanup_ddp")])
+def test_a_rank_that_fails_or_dies_or_is_stopped_while_it_leaves_is_not_passed_over(
+        when, codes, says, tmp_path):
+    with by_hand(tmp_path, f"""
+before = after = lambda: None
+if os.environ["DDP_RANK"] == "1":
+    {when}
+ddp = setup_ddp(quiet=True)
+watch_run(ddp, "out", minutes=3 / 60)
+stop_reason(ddp, 0)
+close_run(ddp, 0, "done")
+before()
+cleanup_ddp(ddp)
+after()
+""", range(2), EXIT=2) as ranks:
+        assert ranks.codes(100) == codes, ranks.err()
+        host, failed = socket.gethostname(), ranks.err().count("FAILED: ")
+        assert not says or f"FAILED: rank 1 of 2 on {host}: {says.format(host=host)}" in ranks.err()
+        assert failed == bool(says) and read_status(tmp_path / "out")["code"] == codes[0]
+
+
+@pytest.mark.slow
+def test_a_rank_ends_in_good_order_however_late_gloo_lets_go_of_the_last_tensor(tmp_path):
+    """Its threads need the GIL for that, and get hardly any time beside a busy process."""
+    path = script(tmp_path, """
+def run_rank(rank, port):
+    global ddp      # as in a script: it lives until Python ends
+    os.environ.update(DDP_RANK=str(rank), DDP_LOCAL_RANK=str(rank), DDP_WORLD_SIZE="2",
+                      DDP_LOCAL_WORLD_SIZE="2", MASTER_PORT=port)
+    ddp = setup_ddp(quiet=True)
+    processor = {sorted(os.sched_getaffinity(0))[-rank]}
+    for thread in map(int, os.listdir("/proc/self/task")):
+        os.sched_setaffinity(thread, processor)
+        with open(f"/proc/self/task/{thread}/comm") as name:
+            if "gloo_runloop" in name.read():
+                os.setpriority(os.PRIO_PROCESS, thread, 19)
+    pid = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == pid:
+            pass
+        os._exit(0)
+    all_sum(1.0, ddp)
+    cleanup_ddp(ddp)
+    sys.exit()
+
+for port in sys.argv[1:]:
+    pids = [os.fork() or run_rank(rank, port) for rank in range(2)]
+    print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
+""")
+    launches = 8    # without the wait in cleanup_ddp one in four ended by SIGABRT
+    result = run_ranks("python", 1, [path, *(free_port() for _ in range(launches))], cwd=tmp_path,
+                       env=NO_GUARD)
+    assert (result.stdout, result.stderr) == (launches * "[0, 0]\n", ""), result.text
+
+
+def test_a_stop_that_one_rank_is_asked_for_is_the_outcome_and_the_end_of_a_child_is_not(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".last.pt.tmp").touch()    # of a save that was killed
+    with by_hand(tmp_path, """
+import atexit, multiprocessing, signal
+ddp = setup_ddp(quiet=True)
+watch_run(ddp, "out")
+stop_reason(ddp, 0)
+fork = multiprocessing.get_context("fork")
+begun = fork.Event()
+def work():
+    begun.set()
+    time.sleep(600)
+if ddp.rank == 1:
+    child = fork.Process(target=work, daemon=True)
+    child.start()
+    begun.wait(60)     # Python drops a signal that comes while it forks
+    child.terminate()
+    child.join(60)
+    print(child.exitcode)
+    child.kill()
+    pid = os.fork()
+    if pid == 0:
+        atexit._run_exitfuncs()    # all that sys.exit would do, but for torch's own threads
+        os._exit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os.kill(os.getpid(), signal.SIGUSR1)
+while not stop_reason(ddp, 1):
+    pass
+save_checkpoint("out/last.pt", ddp, step=1)
+cleanup_ddp(ddp)
+""", range(2), DDP_GUARD="0") as ranks:
+        assert ranks.codes() == [0, 0], ranks.err()
+        assert ranks.out(1) == "-15\n5\n"
+    status = read_status(tmp_path / "out")
+    assert status["code"] == 75 and status["reason"].startswith("SIGUSR1 on rank 1"), status
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["last.pt", "status.json"]
+
+
+def test_a_notebook_lives_on_after_an_exception_and_a_lone_script_says_how_it_ended(tmp_path):
+    path = script(tmp_path, """
+sys.ps1 = ">>> "      # what makes a session interactive
+try:
+    with setup_ddp(quiet=True) as ddp:
+        watch_run(ddp, "notebook", minutes=0.2 / 60)
+        time.sleep(1)
+        raise ValueError("of a cell")
+except ValueError:
+    print("lives on", flush=True)
+del sys.ps1
+watch_run(setup_ddp(), "script")
+raise ValueError("on purpose")
+""")
+    result = fork_ranks(1, [path], tmp_path, {"DDP_GUARD": 1})
+    assert (result.returncode, result.stdout) == (1, "lives on\n"), result.text
+    assert result.stderr.count("FAILED: rank 0 of 1") == 1 == own_tracebacks(result.stderr)
+    for folder, reason in (("notebook", "of a cell"), ("script", "on purpose")):
+        status = read_status(tmp_path / folder)
+        assert (status["code"], status["reason"]) == (1, f"ValueError: {reason}")
+
+
+# ---------------------------------------------------------------- working together
+TOGETHER = """
+import pytest
+import torch.distributed as dist
+
+def listening():
+    '''Addresses of the sockets on which this process listens.'''
+    files = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+    own = {os.readlink(file) for file in files if os.path.exists(file)}
+    rows = [line.split() for name in ("tcp", "tcp6")
+            for line in open(f"/proc/self/net/{name}").readlines()[1:]]
+    return {row[1].split(":")[0] for row in rows
+            if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+def environment():   # without what torch sets for its own compiler
+    return {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}
+
+before, threads = environment(), threading.active_count()
+ddp = setup_ddp(seed=5, quiet=True)
+rank, tensor = str(ddp.rank), torch.full((2,), float(ddp.rank))
+assert setup_ddp() is ddp and [ddp.local_world_size, ddp.node_rank] == [3, 0]
+assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == [rank, "3", rank]
+assert os.environ["MASTER_ADDR"] and os.environ["MASTER_PORT"]
+if "OMPI_COMM_WORLD_RANK" not in os.environ:    # its own library listens on all addresses
+    assert listening() == {"0100007F"}, "only 127.0.0.1 may be listened on"
+told = {"from": ddp.rank, "text": "é", "none": [None, 1.5]}
+assert broadcast(told, ddp, src=1) == told | {"from": 1}
+assert broadcast(tensor, ddp, src=2) is tensor and tensor.tolist() == [2.0, 2.0]
+assert all_sum(tensor, ddp).tolist() == [6.0, 6.0] and all_sum([1, ddp.rank], ddp) == [3, 3]
+assert all_mean(ddp.rank, ddp) == 1.0 == all_mean(torch.tensor([float(rank)]), ddp).item()
+model = torch.nn.Linear(4, 3)
+assert broadcast(model.weight.tolist(), ddp) == broadcast(model.weight, ddp).tolist()
+model = wrap_ddp(model, ddp, broadcast_buffers=False)    # torch 2.13 warns of this name
+assert model.gradient_as_bucket_view
+stream = torch.rand(2).tolist()
+with pytest.raises(RuntimeError, match="cannot write"):
+    save_checkpoint(__file__ + "/under/a/file.pt", ddp, epoch=1)
+cleanup_ddp(ddp)
+cleanup_ddp(ddp)
+assert environment() == before and threading.active_count() == threads
+assert not dist.is_initialized()
+with setup_ddp(quiet=True) as ddp:   # once more in the same process
+    assert all_sum(1, ddp) == 3
+with open(f"stream{rank}", "w") as f:
+    f.write(str(stream))
+"""
+
+
+@pytest.mark.parametrize("launcher, env", [
+    slow("openmpi", {}),
+    ("torchrun", {"DDP_GLOO_MAX_RANKS": "2"})])    # objects over the device's backend
+def test_three_ranks_work_together_and_leave_nothing(launcher, env, tmp_path):
+    result = run_ranks(launcher, 3, [script(tmp_path, TOGETHER)], cwd=tmp_path, env=env)
+    assert result.stdout == result.stderr == "", result.text
+    assert (result.returncode, result.leftover) == (0, []), result.text
+    assert len({(tmp_path / f"stream{rank}").read_text() for rank in range(3)}) == 3
+
+
+def test_a_barrier_after_a_second_set_up_names_the_rank_that_does_not_come(tmp_path):
+    with by_hand(tmp_path, """
+with setup_ddp(quiet=True) as ddp:
+    barrier(ddp)
+with setup_ddp(quiet=True) as ddp:    # again, at the same port
+    if ddp.rank == 2:
+        time.sleep(600)
+    barrier(ddp, timeout=4 if ddp.rank == 0 else 60)    # it is rank 0 that knows who is missing
+""", range(3)) as ranks:
+        assert all(code != 0 for code in ranks.codes())
+        assert re.search(r"Ranks? 2 failed to pass monitoredBarrier", ranks.err()), ranks.err()
+        assert own_tracebacks(ranks.err()) == 1, ranks.err()
+
+
+# ---------------------------------------------------------------- finding rank 0
+WHERE = """
+ddp = setup_ddp(init_timeout=float(os.environ.get("LIMIT", 600)))
+where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+print(f"{int(all_sum(1, ddp))} ranks met at {where}", flush=True)
+cleanup_ddp(ddp)
+"""
+
+
+def test_a_node_waits_for_the_others_as_long_as_it_was_told_and_a_pods_variables_do_not_count(
+        tmp_path):
+    words = (f"train_sedd_ddp.py --config configs/sedd_demo.yaml --work_dir {tmp_path / 'w'} "
+             f"--nnodes 2 --node_rank 0 --nproc_per_node 1 --master_addr 127.0.0.1 "
+             f"--master_port {free_port()} --init_timeout 1")
+    pod = clean_environment(env=dict(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1"))
+    with launchers.Running([sys.executable, *words.split()], ROOT, pod) as running:
+        result = running.wait(timeout=60)
+    assert result.returncode == 1 and "starting 1 rank(s) here, on node 0 of 2" in result.text
+    assert "seconds waiting for clients. 1/2 clients joined." in result.text, result.text
+
+
+def test_without_a_port_ranks_compute_the_same_with_a_guard_in_between(tmp_path):
+    path = script(tmp_path, WHERE)
+    words = [["env", f"DDP_RANK={r}", f"DDP_LOCAL_RANK={r}", sys.executable, str(path)]
+             for r in (1, 0)]
+    env = clean_environment(env=dict(DDP_WORLD_SIZE=2, DDP_LOCAL_WORLD_SIZE=2))
+    with launchers.Running(words[0], tmp_path, env, words[1:]) as running:
+        result = running.wait(timeout=600)
+    met = re.findall(r"2 ranks met at (\S+)", result.stdout)
+    assert result.returncode == 0 and len(met) == 2 and len(set(met)) == 1, result.text
+
+
+def test_a_second_run_at_the_same_port_is_refused_and_ends_not_the_first(tmp_path):
+    text, variables = """
+ddp = setup_ddp(init_timeout=float(os.environ.get("LIMIT", 600)), quiet=True)
+barrier(ddp)
+print("met", flush=True)
+while not os.path.exists("end"):
+    time.sleep(0.05)
+cleanup_ddp(ddp)
+""", dict(MASTER_ADDR="127.0.0.5", MASTER_PORT=free_port(), LIMIT=20)
+    with by_hand(tmp_path, text, range(2), **variables) as ranks:
+        ranks.wait_for("met")
+        with by_hand(tmp_path, text, [1], 2, **variables) as late:
+            assert late.codes() != [0]
+            assert "rank 1 of 2 is in this store already" in late.err(), late.err()
+        (tmp_path / "end").touch()
+        assert ranks.codes() == [0, 0], ranks.err()
+
+
+@pytest.mark.parametrize("text, other_rank, env, codes, said", [
+    (WHERE, 1, {"MASTER_PORT": "busy", "LIMIT": 6}, [1, 1], "cannot listen on 127.0.0.1:"),
+    (WHERE, 1, {"MASTER_PORT": 99999, "LIMIT": 6}, [1, 2], "MASTER_PORT=99999 is no port"),
+    (WHERE, 2, {"LIMIT": 4}, [1, 1], "1 of 3 ranks did not appear within 4 s: rank(s) 1."),
+    # 1: of an exception that nobody caught; 2: of a bad request
+    ("setup_ddp(device=['cpu', 'cuda'][int(os.environ['DDP_RANK'])])", 1, {}, [1, 2],
+     "rank 1 on {host}: cuda was asked for"),
+    ("setup_ddp(ranks=4)\n", 1, {}, [1, 2], "--ranks asks for 4 rank(s), but 2 were started")],
+    ids=["busy port", "no port", "missing rank", "impossible device", "number of ranks"])
+def test_a_start_that_cannot_be_is_refused_once(text, other_rank, env, codes, said, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        if env.get("MASTER_PORT") == "busy":
+            env = {**env, "MASTER_PORT": busy.getsockname()[1]}
+        with by_hand(tmp_path, text, [0, other_rank], other_rank + 1, **env) as started:
+            assert started.codes(500) == codes, started.err()
+    assert started.err().count(said.format(host=socket.gethostname())) == 1, started.err()
+    assert own_tracebacks(started.err()) == 1, started.err()
+
+
+def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tmp_path):
+    need("mpich")
+    need("openmpi")
+    words = launchers.command("mpich", 2, [script(tmp_path, WHERE)])
+    words = [python_of("openmpi") if word == sys.executable else word for word in words]
+    with launchers.Running(words, tmp_path, clean_environment("mpich")) as running:
+        result = running.wait(timeout=600)
+    assert result.returncode != 0 and "ranks met" not in result.stdout
+    assert result.stderr.count("built for another MPI") == 1, result.text
+
+
+@pytest.mark.parametrize("launcher, n", [
+    ("python", 1), ("mpich", 2), slow("torchrun", 2), slow("openmpi", 4)])
+def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(launcher, n, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "script.py").write_text(next(block for block in blocks if "setup_ddp" in block))
+    shutil.copy(ROOT / "ddp_setup.py", tmp_path)
+    result = run_ranks(launcher, n, ["script.py"], cwd=tmp_path)
+    assert (result.returncode, result.stderr, result.leftover) == (0, "", []), result.text
+    assert result.stdout.count("epoch 9  loss") == 1, result.text
+    state = torch.load(tmp_path / "out" / "9.pt", weights_only=True)
+    assert (state["epoch"], state["world_size"]) == (9, n)

@@ -1,0 +1,432 @@
+"""Does ddp_setup decide rightly? Pure decisions and one process."""
+import builtins
+import contextlib
+import importlib.metadata
+import itertools
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import types
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+import ddp_setup
+from ddp_setup import (Ddp, State, all_mean, all_sum, autocast, broadcast, choose_device,
+                       choose_dtype, cleanup_ddp, close_run, ddp_sampler, detect_launcher,
+                       load_checkpoint, optimize_with_ipex, print0, save_checkpoint, setup_ddp,
+                       slurm_first_host, stop_reason, stop_wanted, watch_run, wrap_ddp)
+from launchers import await_that, clean_environment, fork_ranks
+from training.folder import read_status
+
+# What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
+TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", GROUP_RANK="1",
+                MASTER_ADDR="n0", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="none")
+OPENMPI = dict(OMPI_COMM_WORLD_RANK="5", OMPI_COMM_WORLD_SIZE="8", OMPI_COMM_WORLD_LOCAL_RANK="1",
+               OMPI_COMM_WORLD_LOCAL_SIZE="4", OMPI_COMM_WORLD_NODE_RANK="1",
+               OMPI_UNIVERSE_SIZE="2", PMIX_RANK="5", PMIX_NAMESPACE="prterun-n0-17@1")
+PALS_AURORA = dict(PALS_RANKID="5", PALS_LOCAL_RANKID="1", PALS_LOCAL_SIZE="4", PALS_NODEID="1",
+                   PMIX_RANK="5", PMI_SIZE="")
+PALS_POLARIS = dict(PALS_RANKID="5", PALS_LOCAL_RANKID="1", PALS_NODEID="1", PMI_RANK="5",
+                    PMI_SIZE="8", PMI_LOCAL_RANK="1", PMI_LOCAL_SIZE="4")
+HYDRA = dict(PMI_RANK="5", PMI_SIZE="8", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="4", PMI_FD="9")
+MVAPICH2 = dict(MV2_COMM_WORLD_RANK="5", MV2_COMM_WORLD_SIZE="8", MV2_COMM_WORLD_LOCAL_RANK="1",
+                MV2_COMM_WORLD_LOCAL_SIZE="4")
+FLUX = dict(FLUX_TASK_RANK="5", FLUX_JOB_SIZE="8", FLUX_TASK_LOCAL_ID="1", FLUX_JOB_NNODES="2")
+JSRUN = dict(JSM_NAMESPACE_RANK="5", JSM_NAMESPACE_SIZE="8", JSM_NAMESPACE_LOCAL_RANK="1")
+BATCH_SHELL = dict(SLURM_JOB_ID="77", SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_LOCALID="0",
+                   SLURM_NODEID="0", SLURM_TASKS_PER_NODE="4(x2)")
+SLURM = dict(BATCH_SHELL, SLURM_STEP_ID="0", SLURM_PROCID="5", SLURM_STEP_NUM_TASKS="8",
+             SLURM_NTASKS="16", SLURM_LOCALID="1", SLURM_NODEID="1",
+             SLURM_STEP_TASKS_PER_NODE="4(x2)")
+
+
+@pytest.mark.parametrize("env, name, mpi", [(*row, None) for row in (
+    (dict(DDP_RANK="5", DDP_WORLD_SIZE="8", DDP_LOCAL_RANK="1"), "DDP_*"), (TORCHRUN, "torchrun"),
+    (OPENMPI, "Open MPI"), (dict(PALS_AURORA, DDP_WORLD_SIZE="8"), "PALS"), (FLUX, "Flux"),
+    (PALS_POLARIS, "PALS"), (HYDRA, "Hydra"), (MVAPICH2, "MVAPICH2"), (JSRUN, "jsrun"),
+    (SLURM, "Slurm"),
+    # nested and doubled sets: the innermost launcher decides
+    ({**SLURM, "SLURM_PROCID": "1", **TORCHRUN}, "torchrun"),
+    ({**BATCH_SHELL, **OPENMPI}, "Open MPI"), ({**SLURM, **PALS_POLARIS}, "PALS"),
+    ({**OPENMPI, "DDP_RANK": "5", "DDP_WORLD_SIZE": "8", "DDP_LOCAL_RANK": "1"}, "DDP_*"),
+    ({**OPENMPI, "RANK": "0", "WORLD_SIZE": "8"}, "Open MPI"))] + [
+    (PALS_AURORA, "PALS", (5, 8))])    # mpi4py gives the size
+def test_every_launcher_is_known_by_its_variables(env, name, mpi):
+    place = detect_launcher(env, mpi)
+    assert name in place.launcher
+    assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
+    assert place.local_world_size in (4, None)
+
+
+def test_a_slurm_step_on_one_node_and_a_single_rank_are_on_one_host():
+    assert detect_launcher(dict(SLURM, SLURM_STEP_NUM_NODES="1")).on_one_host
+    assert not detect_launcher(SLURM).on_one_host
+    one = detect_launcher(dict(FLUX, FLUX_TASK_RANK="0", FLUX_JOB_SIZE="1", FLUX_TASK_LOCAL_ID="0"))
+    assert (one.world_size, one.local_world_size, one.node_rank) == (1, 1, 0)   # it meets nobody
+
+
+@pytest.mark.parametrize("env", [
+    {"RANK": "3", "WORLD_SIZE": "4"}, {"PALS_LOCAL_RANKID": "0"}, {"DDP_WORLD_SIZE": "4"},
+    BATCH_SHELL, dict(SLURM, SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0")])
+def test_what_no_launcher_started_is_one_process(env):
+    place = detect_launcher(env)
+    assert (place.rank, place.world_size, place.local_rank) == (0, 1, 0)
+    hint = "8 tasks, and this is ONE process in its shell. To start all: srun python"
+    assert (hint in " ".join(place.notes)) == (env is BATCH_SHELL)
+
+
+@pytest.mark.parametrize("env, mpi, words", [
+    ({k: v for k, v in OPENMPI.items() if k != "OMPI_COMM_WORLD_SIZE"}, None,
+     ("OMPI_COMM_WORLD_RANK=5", "no set")),
+    ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, None, ("RANK=1", "no set")),
+    ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, None, ("RANK=1", "no set")),
+    (dict(OPENMPI, WORLD_SIZE="4"), None, ("WORLD_SIZE says 4", "OMPI_COMM_WORLD_SIZE says 8")),
+    (dict(HYDRA, DDP_WORLD_SIZE="4"), None, ("DDP_WORLD_SIZE says 4", "PMI_SIZE says 8")),
+    (HYDRA, (0, 1), ("mpi4py says 1", "PMI_SIZE says 8", "built for another MPI")),
+    (PALS_AURORA, None, ("DDP_WORLD_SIZE", "no number of ranks")),
+    ({**OPENMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "", "WORLD_SIZE": "4", "RANK": "0"}, None,
+     ("WORLD_SIZE says 4", "Open MPI says 8")),
+    (dict(HYDRA, PMI_RANK="8"), None, ("rank 8 is outside 0 to 7",)),
+    (dict(HYDRA, PMI_SIZE="eight"), None, ("PMI_SIZE='eight'", "not an integer"))])
+def test_contradictions_are_refused_and_shown(env, mpi, words):
+    with pytest.raises(RuntimeError) as e:
+        detect_launcher(env, mpi)
+    assert all(word in str(e.value) for word in words), str(e.value)
+
+
+def test_first_host_of_a_slurm_list():
+    for text, host in (("n1,n2", "n1"), ("a[003-5,9]-ib,b3", "a003-ib"),
+                       ("r[07-10]n[1-4]", "r07n1"), ("x-1-[12,14-16]", "x-1-12")):
+        assert slurm_first_host(text) == host
+
+
+def test_an_address_alone_means_port_29500_and_a_port_alone_is_this_host():
+    alone = Ddp(world_size=2, local_world_size=2)
+    for env, place in ((dict(MASTER_ADDR="127.0.0.5"), ("127.0.0.5", 29500)),
+                       (dict(MASTER_PORT="7"), ("127.0.0.1", 7)),
+                       (dict(MASTER_ADDR="n0", MASTER_PORT="7"), ("n0", 7))):
+        assert ddp_setup._place_of_rank_0(alone, env)[:2] == place
+
+
+FOUND = dict(cuda=0, xpu=0, nccl=False, gloo=True, xccl=False, ccl=False)
+
+
+@pytest.mark.parametrize("device, backend, local_rank, found, expected", [
+    ("auto", "auto", 2, {}, ("cpu", None, "gloo")),
+    ("auto", "auto", 2, dict(xpu=1, cuda=3, nccl=True), ("cuda", 2, "nccl")),
+    ("auto", "auto", 3, dict(cuda=1, nccl=True), ("cuda", 0, "nccl")),    # one visible per task
+    ("auto", "auto", 11, dict(xpu=12, ccl=True), ("xpu", 11, "ccl")),
+    ("auto", "xpu", 0, dict(xpu=12, xccl=True, ccl=True), ("xpu", 0, "xccl")),
+    ("cpu", "auto", 1, dict(cuda=4, nccl=True), ("cpu", None, "gloo")),
+    ("auto", "gloo", 1, dict(cuda=4, nccl=True), ("cuda", 1, "gloo")),
+    ("auto", "ccl", 1, dict(ccl=True), ("cpu", None, "ccl"))])
+def test_device_and_backend(device, backend, local_rank, found, expected):
+    assert choose_device(device, backend, local_rank, {**FOUND, **found})[:3] == expected
+
+
+@pytest.mark.parametrize("device, backend, found", [
+    ("cuda", "auto", {}), ("auto", "nccl", {}), ("auto", "xpu", {}), ("tpu", "auto", {}),
+    ("cpu", "nccl", dict(cuda=1, nccl=True)), ("xpu", "gloo", dict(xpu=1, xccl=True)),
+    ("xpu", "auto", dict(xpu=1)), ("cpu", "ccl", {}), ("auto", "mpi", {})])
+def test_impossible_requests_are_refused_with_what_is_there(device, backend, found):
+    with pytest.raises(RuntimeError, match="[Aa]vailable|expected one of"):
+        choose_device(device, backend, 0, {**FOUND, **found})
+
+
+def row(**changes):
+    return {"host": "n0", "backend": "gloo", "torch": "2", "device": None, "error": None, **changes}
+
+
+@pytest.mark.parametrize("rows, code, words", [
+    ({0: row(), 1: row()}, 0, ""),
+    ({0: row(), 2: row(host="n1")}, 1, "1 of 3 ranks did not appear.*rank.s. 1.*n0, n1"),
+    ({0: row(error="no"), 1: row(error="no")}, 2, "^no$"),
+    ({0: row(), 1: row(error="no", host="n1")}, 2, "^rank 1 on n1: no$"),
+    ({0: row(device="cuda a"), 1: row(device="cuda a")}, 2, "ranks 0, 1 on n0 share one accel"),
+    ({0: row(device="cuda a"), 1: row(device="cuda a", host="n1")}, 0, ""),
+    ({0: row(), 1: row(backend="nccl")}, 2, "differ in backend: gloo, nccl"),
+    ({0: row(), 1: row(torch="3")}, 2, "differ in torch: 2, 3")])
+def test_ranks_that_do_not_fit_together_are_refused(rows, code, words):
+    problem, found = ddp_setup._problem_of(rows, max(rows) + 1, 300.0)
+    assert found == code and bool(problem) == bool(code) and re.search(words, problem), problem
+
+
+def pretend(monkeypatch, xccl=False, **modules):
+    """A machine with XPUs, for choosing only: `modules` stand for Intel's packages. Returns the
+    list of those imported, in order."""
+    imported, real = [], builtins.__import__
+
+    def pretended(name, *more):
+        if name not in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
+            return real(name, *more)
+        imported.append(name)
+        if name not in modules:
+            raise ImportError(f"no {name} here")
+        return modules[name]
+    monkeypatch.setattr(builtins, "__import__", pretended)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 12)
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: xccl)
+    return imported
+
+
+def test_tiles_of_a_card_that_share_a_uuid_are_told_apart_and_two_ranks_on_one_are_not(monkeypatch):
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: types.SimpleNamespace(uuid=7))
+    names = []
+    for mask, index in (("", 0), ("", 1), ("0.0", 0), ("0.1", 0), ("0.1", 0)):
+        monkeypatch.setenv("ZE_AFFINITY_MASK", mask)
+        names.append(ddp_setup._device_id(torch.device("xpu", index)))
+    assert len(set(names)) == 4 and names[3] == names[4]
+
+
+def test_a_guard_that_does_not_read_holds_up_no_step():
+    ours, guards = socket.socketpair()
+    ours.settimeout(ddp_setup.GUARD_ANSWER)
+    with ours, guards:
+        ddp = Ddp(state=State(guard=ours))
+        ddp.state.watch = ddp_setup.Watch(None, 0.0)
+        ddp_setup.beat(ddp, step=4)
+        ddp_setup.beat(ddp)   # between steps
+        assert guards.recv(1000) == b'{"step": 4}\n' * 2
+        with contextlib.suppress(BlockingIOError):
+            while True:   # until it is full
+                os.write(ours.fileno(), b"x" * 4096)
+        began = time.monotonic()
+        ddp_setup.beat(ddp, step=5)
+        assert time.monotonic() - began < ddp_setup.GUARD_ANSWER / 2
+
+
+def test_where_torch_has_no_xccl_intels_bindings_serve_an_xpu_or_say_why_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    pretend(monkeypatch)
+    with pytest.raises(ddp_setup.SetupError,
+                       match="no backend for xpu.*ImportError: no oneccl_bindings_for_pytorch"):
+        choose_device("xpu", "auto", 0, ddp_setup._found_devices())
+    for xccl, backend, imported in (
+            (True, "xccl", []),
+            (False, "ccl", ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"])):
+        order = pretend(monkeypatch, xccl, oneccl_bindings_for_pytorch="bindings")
+        found = choose_device("auto", "auto", 0, ddp_setup._found_devices())
+        assert (found[0], found[2], order) == ("xpu", backend, imported)
+
+
+@pytest.mark.parametrize("mode, device, xccl, fault, said", [
+    ("auto", "xpu", False, "", "IPEX 0 optimized the model"),
+    ("on", "cpu", False, "", "IPEX 0 optimized the model"),
+    ("auto", "xpu", True, "", ""), ("auto", "cpu", False, "", ""), ("off", "xpu", False, "", ""),
+    ("auto", "xpu", False, "no such\nmodel", "IPEX not used: AssertionError: no such"),
+    ("auto", "xpu", False, "1.2.3+xpu",
+     "IPEX not used: ImportError: intel_extension_for_pytorch 1.2.3+xpu does not fit torch "
+     f"{torch.__version__}")])
+def test_ipex_optimizes_where_asked_or_where_torch_has_no_xccl_or_says_once_why_not(
+        monkeypatch, capsys, mode, device, xccl, fault, said):
+    model, theirs = torch.nn.Linear(2, 2), (torch.nn.Linear(2, 2), "their optimizer")
+
+    def optimize(given, **how):
+        assert not fault, fault
+        # without dtype: weights stay float32; unfused, or a step with a nan would not be skipped
+        assert given is model and how == {"optimizer": "optimizer", "fuse_update_step": False}
+        return theirs
+    imported = pretend(monkeypatch, xccl, intel_extension_for_pytorch=types.SimpleNamespace(
+        optimize=optimize, __version__="0"))
+    if fault.endswith("xpu"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: fault)
+    place = Ddp(device=torch.device(device), state=State(ipex=mode))
+    found = optimize_with_ipex(model, "optimizer", place)
+    assert found == (theirs if "optimized" in said else (model, "optimizer"))
+    assert capsys.readouterr().out.splitlines() == [said] * bool(said)
+    assert bool(imported) == (said != "" and not fault.endswith("xpu"))
+
+
+def samplers(size, data=range(23), **options):
+    return [ddp_sampler(data, Ddp(rank=r, world_size=size, seed=3), **options) for r in range(size)]
+
+
+def test_samplers_deal_every_item_once_in_evaluation_and_in_training_as_one_process_does():
+    def dealt(size, epoch):
+        parts = samplers(size)
+        for part in parts:
+            part.set_epoch(epoch)
+        return [list(part) for part in parts]
+
+    order, = dealt(1, epoch=2)
+    assert sorted(order) == list(range(23)) != order and dealt(1, epoch=3) != [order]
+    for size in (2, 3):
+        assert sorted(itertools.chain(*samplers(size, train=False))) == list(range(23))
+        steps = 23 // size    # as many on each rank
+        assert dealt(size, epoch=2) == [order[r:steps * size:size] for r in range(size)]
+    with pytest.raises(ValueError, match="3 item.*4 ranks"):
+        samplers(4, range(3))
+
+
+def test_precision_is_chosen_with_a_reason_or_refused():
+    cpu = torch.device("cpu")
+    assert choose_dtype(False, cpu)[0] == choose_dtype("float32", cpu)[0] == torch.float32
+    assert choose_dtype("bfloat16", cpu)[0] == torch.bfloat16
+    assert choose_dtype(True, cpu)[0] in (torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match="float8.*expected"):
+        choose_dtype("float8", cpu)
+    with autocast(torch.float32, Ddp()):
+        assert not torch.is_autocast_enabled("cpu")
+    with autocast(torch.bfloat16, Ddp()):
+        assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_a_checkpoint_is_whole_or_the_one_of_before(tmp_path, monkeypatch):
+    path, ddp = str(tmp_path / "a" / "b.pt"), Ddp()
+    save_checkpoint(path, ddp, model={"w": torch.ones(3)}, epoch=4, names=["x", None], rate=0.5)
+    state = torch.load(path, weights_only=True)
+    assert state["epoch"] == 4 and state["world_size"] == 1
+    assert state["versions"]["torch"] == str(torch.__version__)
+    before = (tmp_path / "a" / "b.pt").read_bytes()
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(RuntimeError, match="No space left"):
+        save_checkpoint(path, ddp, model={"w": torch.zeros(3)})
+    monkeypatch.undo()
+    for thing in (object(), np.float64(1.0), len, lambda: None):
+        with pytest.raises(RuntimeError, match="cannot write .*(it holds builtins|numpy|lambda)"):
+            save_checkpoint(path, ddp, deep=[{"thing": thing}])
+    assert (tmp_path / "a" / "b.pt").read_bytes() == before
+    assert os.listdir(tmp_path / "a") == ["b.pt"]
+
+
+def test_one_process_needs_no_launcher_and_leaves_the_environment_as_it_was(monkeypatch, capsys):
+    for name in clean_environment().keys() ^ os.environ.keys():
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    ddp = setup_ddp(seed=0)
+    assert setup_ddp() is ddp
+    assert dict(os.environ) == before, "libraries shall see a plain process"
+    assert isinstance(wrap_ddp(torch.nn.Linear(2, 2), ddp), torch.nn.Linear)
+    with pytest.raises(ValueError, match="weight is on meta; expected cpu"):
+        wrap_ddp(torch.nn.Linear(2, 2, device="meta"), ddp)
+    assert all_sum([1.5, 2], ddp) == [1.5, 2.0] and all_mean(3, ddp) == 3.0
+    assert broadcast({"a": [1, None]}, ddp) == {"a": [1, None]}
+    cleanup_ddp(ddp)
+    cleanup_ddp(ddp)
+    assert dict(os.environ) == before
+    assert "Initialized DDP: 1 rank" in capsys.readouterr().out
+    print0(ddp, "a", "b", sep="-", flush=False)
+    assert capsys.readouterr().out == "a-b\n"
+
+
+# ---------------------------------------------------------------- checkpoints that survive
+def flip_a_bit(path):
+    """Flip one bit in the middle of the largest record of the zip file that torch writes."""
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as z:
+        record = max(z.infolist(), key=lambda record: record.file_size)
+    data[record.header_offset + record.file_size // 2] ^= 16    # headers are short
+    path.write_bytes(data)
+
+
+def test_former_checkpoints_are_kept_and_one_is_whole_under_some_name_at_any_moment(
+        tmp_path, monkeypatch):
+    path, seen, replace = tmp_path / "last.pt", [], os.replace
+
+    def watched(old, new):
+        replace(old, new)
+        seen.append([load_checkpoint(str(p))["step"] for p in sorted(tmp_path.glob("last*.pt"))])
+
+    monkeypatch.setattr(os, "replace", watched)
+    for step in (1, 2, 3, 4):
+        save_checkpoint(str(path), Ddp(), keep_last=3, step=step)
+    assert seen == [[1], [1], [1, 2], [1, 2], [2, 1], [2, 1, 3], [2, 3], [3, 2], [3, 2, 4]]
+    # of last-1.pt, last-2.pt, last.pt, as far as they are there
+    save_checkpoint(str(path), Ddp(), keep_last=10**12, step=5)
+    assert load_checkpoint(str(tmp_path / "last-3.pt"))["step"] == 2
+
+
+def test_a_flipped_bit_that_torch_does_not_see_is_told_and_the_former_is_used(tmp_path, capsys):
+    path, former = tmp_path / "last.pt", tmp_path / "last-1.pt"
+
+    def save(step):
+        save_checkpoint(str(path), ddp, keep_last=2, step=step, weight=torch.zeros(9000))
+    ddp = Ddp()
+    save(1)
+    save(2)
+    flip_a_bit(path)
+    seen_by_torch = torch.load(path, weights_only=True)["weight"]
+    assert seen_by_torch.count_nonzero() == 1, "torch loads it without a word"
+    assert load_checkpoint(str(path), ddp)["step"] == 1 and ddp.state.checkpoint == str(former)
+    said = capsys.readouterr().out
+    assert "last.pt: it is damaged" in said and f"Going back to {former}" in said
+    save_checkpoint(str(tmp_path / "best.pt"), ddp, step=2)
+    save(3)     # the damaged one goes, no other
+    assert [load_checkpoint(str(file))["step"] for file in (former, path)] == [1, 3]
+    flip_a_bit(path)
+    former.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="(?s)last.pt: it is damaged, the checksum of its record "
+                                         ".*data/0.*cannot read the checkpoint .*last-1.pt"):
+        load_checkpoint(str(path), Ddp())
+
+
+def test_what_cannot_be_read_as_a_checkpoint_is_refused_with_its_name(tmp_path):
+    path = tmp_path / "last.pt"
+    save_checkpoint(str(path), Ddp(), weight=torch.arange(100.0))
+    data = path.read_bytes()
+    for n in range(0, len(data), 61):   # cut off there
+        path.write_bytes(data[:n])
+        with pytest.raises(ValueError, match=f"cannot read the checkpoint {path}"):
+            load_checkpoint(str(path))
+    torch.save(print, path)
+    with pytest.raises(ValueError, match="Weights only load failed. Expected a file written by"):
+        load_checkpoint(path)   # without torch's advice to load it all the same
+    for name, reason in (("none.pt", "No such file or directory"), ("", "Is a directory")):
+        with pytest.raises(ValueError, match=f"no checkpoint {tmp_path / name}: {reason}"):
+            load_checkpoint(tmp_path / name)
+
+
+# ---------------------------------------------------------------- stop requests
+def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp_path, monkeypatch):
+    folder = tmp_path / "new"
+    for cause, left, expected in (
+            ("none", 3600, ""), ("deadline", -1, "DDP_DEADLINE is reached"),
+            ("file", 3600, f"{folder}/STOP exists; remove it before the next start")):
+        monkeypatch.setenv("DDP_DEADLINE", str(time.time() + left))
+        if cause == "file":
+            (folder / "STOP").touch()
+        ddp = Ddp()
+        watch_run(ddp, folder, minutes=0)
+        assert read_status(folder) == {"code": None, "reason": "running", "step": None}
+        assert stop_reason(ddp, 3) == expected
+        close_run(ddp, 75, "because")
+        assert read_status(folder) == {"code": 75, "reason": "because", "step": 3}
+    for text in ("soon", "nan", "-60", "3000"):
+        monkeypatch.setenv("DDP_DEADLINE", text)
+        with pytest.raises(RuntimeError, match=f"DDP_DEADLINE='{text}' is not a time"):
+            setup_ddp()
+
+
+def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
+    before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
+    ddp = Ddp()
+    stop_reason(ddp, 0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await_that(lambda: stop_wanted(ddp), 60, lambda: "SIGTERM was not noticed")
+    assert stop_reason(ddp, 1).startswith("SIGTERM on rank 0")
+    close_run(ddp, 75, "")
+    assert (signal.getsignal(signal.SIGTERM), threading.active_count()) == (before, threads)
+
+
+# ---------------------------------------------------------------- --doctor
+@pytest.mark.parametrize("ranks, env, code, said", [
+    (2, {}, 0, (f"torch {torch.__version__}, numpy ", "gloo True", "rank from RANK", "rank 0 of 2",
+                "device cpu", "backend gloo", "MASTER_ADDR: 127.0.0.1 is 127.0.0.1",
+                " WORLD_SIZE=2")),
+    (1, {"MASTER_ADDR": "no-such-host.invalid", "PMI_RANK": "1"}, 1,
+     ("PROBLEM: a launcher seems to have started", "no set of its variables is complete",
+      "PROBLEM: MASTER_ADDR=no-such-host.invalid cannot be resolved"))])
+def test_the_doctor_shows_once_what_was_found_and_what_is_wrong(ranks, env, code, said, tmp_path):
+    done = fork_ranks(ranks, [ddp_setup.__file__, "--doctor"], tmp_path, env)
+    assert (done.returncode, done.stderr) == (code, ""), done.text
+    for words in said:
+        assert done.stdout.count(words) == 1, (words, done.text)

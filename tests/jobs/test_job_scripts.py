@@ -1,0 +1,649 @@
+"""Do the job scripts train, stop in good order, go on from there and end their chains?
+
+jobs/slurm.sh is submitted to a real Slurm of two nodes on this machine. The PBS scripts run on two
+hosts (network namespaces) under a stand-in for the site, whose mpiexec is MPICH with the variables
+of PALS. What is decided after a run is tested without ranks: a stand-in for the launcher leaves
+status.json, a checkpoint and an exit code.
+"""
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import launchers
+from ddp_setup import load_checkpoint
+from launchers import (ROOT, Running, await_that, clean_environment, copy_code, fork_ranks,
+                       host_words, need)
+from training.folder import read_status
+from training_runs import same_run
+
+JOBS = ROOT / "jobs"
+ONE_OF_EACH = pytest.mark.parametrize("script", ["aurora.pbs", "slurm.sh"])    # PBS' are equal
+STEPS = 20
+CONFIG = f"""
+training: {{batch_size: 4, n_iters: {STEPS}, eval_freq: {STEPS}, log_freq: 1, snapshot_freq: 5}}
+optim: {{lr: 3e-3, warmup: 4, ema: 0.9}}
+model: {{hidden_size: 32, n_blocks: 1, n_heads: 2, cond_dim: 16, dropout: 0.1}}
+data: {{max_length: 48, val_fraction: 0.05, demo_proteins: 300}}
+memory: {{mixed_precision: false}}
+monitoring: {{n_samples: 1, sample_steps: 2}}
+"""
+# train_sedd_ddp.py, whose steps take half a second while there is a file `slow`, so that what comes
+# from outside meets a run.
+DRIVER = """
+import os, sys, time
+import train_sedd_ddp
+from training import log as run_log
+progress = run_log.RunLog.progress
+def paced_progress(*values, **more):
+    progress(*values, **more)
+    if os.path.exists("slow"):
+        time.sleep(0.5)
+run_log.RunLog.progress = paced_progress
+if __name__ == "__main__":
+    train_sedd_ddp.cli(sys.argv[1:])
+"""
+# A small share of the median speed counts as slow: the ranks share few cores.
+SETTINGS = {"SCRIPT": "driver.py", "CONFIG": "config.yaml", "RUN_DIR": "runs/mine", "NPROC": "2",
+            "PREFLIGHT": "--preflight --slow 0.01"}
+
+
+# ---------------------------------------------------------------- helpers
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the project's files, with a config and script of few steps; a name with a space."""
+    folder = tmp_path / "a copy"
+    shutil.copytree(JOBS, folder / "jobs")
+    copy_code(folder)
+    (folder / "driver.py").write_text(DRIVER)
+    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "slow").touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """Folder of a run on four ranks to which nothing happened."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "config.yaml").write_text(CONFIG)
+    argv = [ROOT / "train_sedd_ddp.py", "--config", "config.yaml", "--work_dir", "run"]
+    result = fork_ranks(4, argv, folder)
+    assert result.returncode == 0, result.text
+    return folder / "run"
+
+
+def check_finished(run_dir, reference):
+    same_run(reference, run_dir)
+    assert steps_saved(run_dir) == STEPS and read_status(run_dir)["code"] == 0
+
+
+def steps_saved(run_dir):
+    path = run_dir / "checkpoints" / "last.pt"
+    return load_checkpoint(str(path))["step"] if path.exists() else 0
+
+
+def stopped_at(run_dir, reason, after=6):
+    """The step at which a run has stopped in good order, for this reason."""
+    status, saved = read_status(run_dir), steps_saved(run_dir)
+    assert status["code"] == 75 and reason in status["reason"], status
+    assert after < saved == status["step"] < STEPS, status
+    return saved
+
+
+def logs(folder):
+    return "\n".join(f"--- {path.name}\n{path.read_text()}"
+                     for path in sorted([*folder.glob("logs/*"), *folder.glob("slurm-*.out")]))
+
+
+def await_step(folder, step, alive):
+    """Until a log shows `step`; at once an error where the job is not alive any more."""
+    def seen():
+        there = f"step {step}/{STEPS}" in logs(folder)
+        assert there or alive(), f"the job ended before step {step}:\n{logs(folder)}"
+        return there
+    await_that(seen, 400, lambda: f"step {step}\n{logs(folder)}")
+
+
+def bash(folder, *words, **env):
+    """Run `bash WORDS` in `folder` to its end: a Result."""
+    with Running(["bash", *map(str, words)], folder, clean_environment(env=env)) as running:
+        return running.wait(60)
+
+
+# ---------------------------------------------------------------- what stands in them
+def test_scripts_share_the_lines_that_they_say_they_share_and_none_names_an_account():
+    text = {path.name: path.read_text() for path in JOBS.iterdir()}
+    for block, *names in (("job", "aurora.pbs", "polaris.pbs"),
+                          ("environment", "local.sh", "test.sh")):
+        one, other = (re.search(rf"^# >>> {block}.*^# <<< {block}", text[name], re.M | re.S)[0]
+                      for name in names)
+        assert one == other
+    assert not re.search(r"^#(PBS|SBATCH) .*(-A|--account)", "\n".join(text.values()), re.M)
+
+
+@pytest.mark.parametrize("name, ranks, reserved", [
+    # Cores 0 and 52 are the system's; 42 to 47 and 94 to 99 oneCCL's, 48 to 51 Copper's.
+    ("aurora.pbs", 12, {0, 52, *range(42, 52), *range(94, 100)}), ("polaris.pbs", 4, set())])
+def test_every_rank_has_cores_of_its_own(name, ranks, reserved):
+    spans = re.search(r"CPU_BIND:-list:([\d:-]+)\}", (JOBS / name).read_text())[1].split(":")
+    pairs = [map(int, span.split("-")) for span in spans]
+    mine = [core for first, last in pairs for core in range(first, last + 1)]
+    assert len(spans) == ranks and len(set(mine)) == len(mine) and not set(mine) & reserved
+
+
+# ---------------------------------------------------------------- decisions, no ranks
+# In place of mpiexec and srun. A line of `outcomes` per call: what status.json says (-: none), the
+# exit code, and perhaps `old` (no new checkpoint), `cancel` (SIGTERM to the job) or `late` (the
+# same once its time is over).
+FAKE_LAUNCHER = """#!/bin/bash
+echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
+echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
+read -r status code more <<< "$(sed -n "$(wc -l < "$SITE/launched")p" "$SITE/outcomes")"
+[ ! -e "$SITE/next" ] || echo "submitted before the training ended" >> "$SITE/launched"
+while [ $# -gt 0 ]; do
+  case $1 in --work_dir) run=$2 ;; --hostfile) cp "$2" "$SITE/hosts" ;; esac
+  shift
+done
+mkdir -p "$run/checkpoints"
+said="{\\"code\\": $status, \\"reason\\": \\"x\\", \\"step\\": 1}"
+if [ "$status" != - ]; then echo "$said" > "$run/status.json"; fi
+if [ "$more" != old ]; then echo "$RANDOM" > "$run/checkpoints/last.pt"; fi
+if [ "$more" = late ]; then
+  until [ "$(date +%s)" -gt "$((DDP_DEADLINE + 1))" ]; do sleep 0.1; done
+fi
+if [[ $more = cancel || $more = late ]]; then kill -TERM $PPID; fi
+exit "$code"
+"""
+SITE = """
+module() { echo "$*" >> "$SITE/modules"; }
+conda() { :; }
+export PATH=$SITE/bin:$PYTHON_FOLDER:$PATH
+"""
+# As PBS' own: a name without a value is refused.
+QSUB = """
+import json, os, sys
+words, names = sys.argv[1:], sys.argv[sys.argv.index("-v") + 1].split(",")
+with open(os.environ["SITE"] + "/next", "w") as f:
+    json.dump({"words": words, "variables": {name: os.environ[name] for name in names}}, f)
+"""
+ATTRIBUTES = """Job Id: 101.site
+    Account_Name = AnyProject
+    Mail_Points = abe
+    Mail_Users = me@any.site
+    Resource_List.award = something of the site's own
+    Resource_List.filesystems = flare
+    Resource_List.ncpus = 416
+    Resource_List.place = scatter
+    Resource_List.select = 2:sys\n\ttem=any
+    Resource_List.software = one
+    Resource_List.walltime = 02:00:00
+"""
+
+
+class Site:
+    """A stand-in for a PBS site: start() runs a copy of a script from a spool folder, as PBS."""
+
+    def __init__(self, folder, project, hosts):
+        self.folder, self.project, self.attributes = folder, project, ATTRIBUTES
+        for name in ("bin", "home", "spool"):
+            (folder / name).mkdir(parents=True)
+        self.profile("")
+        (folder / "nodes").write_text("".join(f"{host}\n" * 2 for host in hosts))   # mpiprocs=2
+        self.program("qsub", f"#!{sys.executable}{QSUB}")
+        self.program("qstat", '#!/bin/bash\n[ "$1" = -f ] && cat "$SITE/attributes"\n')
+
+    def program(self, name, text):
+        (self.folder / "bin" / name).write_text(text)
+        (self.folder / "bin" / name).chmod(0o755)
+
+    def profile(self, more):
+        (self.folder / "home" / ".bash_profile").write_text(SITE + more)
+
+    def fake_launcher(self, *outcomes):
+        (self.folder / "outcomes").write_text("\n".join(outcomes) + "\n")
+        (self.folder / "launched").write_text("")
+        for name in ("mpiexec", "srun"):
+            self.program(name, FAKE_LAUNCHER)
+
+    def start(self, script, job, on=None, **given):
+        """given: what stands behind qsub -v, with the settings of these tests. on: the host."""
+        given = {"THREADS": 1, "VENV": "none", **SETTINGS, **given}
+        values = ",".join(f"{name}={value}" for name,
+                          value in {"PBS_O_HOME": "/any", **given}.items())
+        lines = ["    Submit_arguments = -A AnyProject -l select=2:system=any,software=one "
+                 f"-v X=1 jobs/{script}", f"    Variable_List = {values},no_such_name=1"]
+        (self.folder / "attributes").write_text(self.attributes + "".join(
+            "\n\t".join(textwrap.wrap(line, 70, drop_whitespace=False)) + "\n" for line in lines))
+        env = clean_environment(env={
+            "SITE": self.folder, "PYTHON_FOLDER": Path(sys.executable).parent,
+            "HOME": self.folder / "home", "PBS_JOBID": job, "PBS_JOBNAME": "sedd",
+            "PBS_QUEUE": "capacity", "PBS_O_QUEUE": "capacity",
+            "PBS_NODEFILE": self.folder / "nodes", "PBS_O_WORKDIR": self.project,
+            "TMPDIR": "/var/tmp/pbs." + job, "OMP_NUM_THREADS": 208, **given})
+        words = ["bash", "-l", str(shutil.copy(self.project / "jobs" / script,
+                                               self.folder / "spool" / f"{job}.SC"))]
+        return Running(host_words(on, words) if on else words, self.folder / "home", env)
+
+    def run(self, script, job="101.site", **given):
+        """To its end, without pre-flight; jobs/slurm.sh too. The exit code; self.printed: more."""
+        if script == "slurm.sh":
+            return self.run_slurm(**given)
+        with self.start(script, job, **{"PREFLIGHT": "", **given}) as running:
+            result = running.wait(60)
+        self.printed = result.text
+        return result.returncode
+
+    def run_slurm(self, arguments=(), END="NONE", **given):
+        (self.folder / "requeued").unlink(missing_ok=True)
+        self.program("squeue", f"#!/bin/bash\necho {END}\n")
+        self.program("scontrol", '#!/bin/bash\necho "$*" >> "$SITE/requeued"\n')
+        copy = shutil.copy(self.project / "jobs" / "slurm.sh", self.folder / "spool" / "script")
+        result = bash(self.folder, copy, *arguments, **{
+            "SITE": self.folder, "SLURM_SUBMIT_DIR": self.project, "SLURM_JOB_ID": "101",
+            "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_NUM_NODES": 2, "VENV": "none", **SETTINGS,
+            "PREFLIGHT": "", **given})
+        self.printed = result.text
+        return result.returncode
+
+    def goes_on(self):
+        """Was a next job submitted, or this one requeued? Forgets it."""
+        requeued, submitted = self.folder / "requeued", self.folder / "next"
+        answer = submitted.exists() or requeued.exists() and requeued.read_text() == "requeue 101\n"
+        submitted.unlink(missing_ok=True)
+        return answer
+
+    def launched(self):
+        return (self.folder / "launched").read_text().splitlines()
+
+
+@pytest.fixture
+def site(tmp_path, project):
+    return Site(tmp_path / "site", project, ("hostA", "hostB"))
+
+
+@ONE_OF_EACH
+def test_what_a_job_does_after_each_end_of_a_run(script, site, project):
+    table = [   # status.json's code and the launcher's -> the job's; does it go on under PBS, Slurm
+        ("75 143", 75, True, True), ("0 143", 0, False, False),
+        # A start that was refused puts the status of the finished run back; one is started again.
+        ("0 2", 2, False, False), ("0 0", 0, False, False), ("70 1", 70, True, True),
+        ("2 143", 2, False, False), ("1 1", 1, True, False), ("null 137", 137, True, False),
+        ("null 0", 1, True, False),
+        # The code of an earlier start, which is still there, does not count.
+        ("- 2", 2, False, False), ("- 0", 0, False, False), ("- 75", 75, True, True),
+        # No new checkpoint, or told to end; in the debug queues a user may have one job.
+        ("75 75 old", 75, False, False), ("75 75 cancel", 75, False, False),
+        ("75 75", 75, False, False, dict(CHAIN="0", REQUEUE="0")),
+        ("75 75", 75, False, False, dict(AGAIN_ON="70")),
+        ("75 75", 75, False, False, dict(AGAIN_ON="")),
+        ("75 75", 75, False, True, dict(PBS_QUEUE="debug-scaling"))]
+    site.fake_launcher(*(outcome for outcome, *_ in table), "75 75")
+    for outcome, code, pbs, slurm, *given in table:
+        found = site.run(script, **dict(*given)), site.goes_on(), outcome, given
+        wanted = code, slurm if script == "slurm.sh" else pbs, outcome, given
+        assert found == wanted, f"{site.printed}{logs(project)}"
+    (project / "runs" / "mine" / "STOP").touch()
+    site.attributes = ""    # the walltime is not known
+    assert site.run(script) == 75 and not site.goes_on(), logs(project)
+    log, = (project / "logs").iterdir()
+    assert log.name == "config-101.log"
+    if script == "aurora.pbs":
+        assert (site.folder / "hosts").read_text() == "hostA\nhostB\n"
+
+
+def test_sigterm_at_the_end_of_the_walltime_does_not_end_the_chain_as_qdel_does(site, project):
+    site.attributes = ATTRIBUTES.replace("02:00:00", "00:00:02")
+    site.fake_launcher("75 75 late")
+    assert site.run("aurora.pbs", SAVE_SECONDS="1") == 75, site.printed + logs(project)
+    assert site.goes_on(), logs(project)
+
+
+def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of_this_one(
+        site, project):
+    site.fake_launcher("75 75")
+    (project / "jobs" / "aurora.pbs").rename(project / "jobs" / "mine.pbs")
+    given = {"ARGS": "training.stop_signals=[SIGTERM,SIGUSR1]\n data.max_length=32", "NPROC": "3",
+             "MY_OWN": "a b", "PREFLIGHT": ""}
+    assert site.run("mine.pbs", **given) == 75, site.printed + logs(project)
+    asked = json.loads((site.folder / "next").read_text())
+    *words, script = asked["words"]
+    for part in ("-W depend=afterany:101.site", "-A AnyProject", "-q capacity",
+                 "-l select=2:system=any", "-N sedd", "-l place=scatter", "-l walltime=02:00:00",
+                 "-l filesystems=flare", "-l software=one", "-m abe", "-M me@any.site"):
+        assert part in " ".join(words), words
+    assert script == "jobs/mine.pbs", "what was submitted, as it is by then"
+    assert "ncpus" not in " ".join(words) and "award" not in " ".join(words), "PBS', the site's"
+    wanted = {"THREADS": "1", "VENV": "none", **SETTINGS, **given}
+    assert asked["variables"] == wanted, "what is not given may be edited"
+    launched, = site.launched()
+    assert launched.endswith("--config config.yaml --work_dir runs/mine "
+                             + given["ARGS"].replace("\n", ""))
+    assert launched.startswith("6 -n 6 ")
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("given, message", [
+    ({"ARGS": "--config=a"}, "holds --config. Give CONFIG="),
+    ({"ARGS": "x=1\t--fresh"}, "holds --fresh."), ({"DRY_RUN": "0"}, "DRY_RUN=0 is not a number"),
+    ({"CONFIG": "no.yaml"}, "CONFIG=no.yaml is not a file in "),
+    ({"SAVE_SECONDS": "10m"}, "SAVE_SECONDS=10m or "),
+    ({"SAVE_SECONDS": "7200", "END": "2000-01-01T00:00:00"}, "is not longer than SAVE_SECONDS")])
+def test_a_job_refuses_before_it_trains(script, given, message, site, project):
+    site.fake_launcher("75 75")
+    assert site.run(script, **given) == 2
+    assert message in site.printed + logs(project)
+    assert site.launched() == [] and not site.goes_on()
+
+
+def test_arguments_of_sbatch_go_to_the_training_script(site, project):
+    site.fake_launcher("0 0")
+    assert site.run_slurm(["--data", "a b"], ARGS="x=1") == 0, logs(project)
+    launched, = site.launched()
+    assert launched.startswith("4 --export=ALL --nodes=2 --ntasks=4 --ntasks-per-node=2 ")
+    assert launched.endswith("--work_dir runs/mine x=1 --data a b")
+    assert site.run_slurm(["--config", "other.yaml"]) == 2 and "holds --config" in site.printed
+
+
+@ONE_OF_EACH
+def test_a_job_that_was_not_submitted_ends_before_it_loads_modules(script, site, project):
+    result = bash(project, "-l", f"jobs/{script}", SITE=site.folder, HOME=site.folder / "home",
+                  PYTHON_FOLDER="")
+    assert result.returncode == 2 and "submit this with " in result.stderr
+    assert not (site.folder / "modules").exists() and not (project / "logs").exists()
+
+
+@pytest.mark.parametrize("script, line, given", [
+    ("aurora.pbs", "mpiexec -n 24 --ppn 12 --hostfile ", {}),
+    ("polaris.pbs", "mpiexec -n 8 --ppn 4 --hostfile ", {}),
+    ("slurm.sh", "srun --export=ALL --nodes=2 --ntasks=8 --ntasks-per-node=4 ", {}),
+    ("torchrun_multinode.sh",
+     "python train_sedd_ddp.py --nnodes 2 --node_rank 0 --nproc_per_node 4 ",
+     {"NNODES": 2, "NODE_RANK": 0, "MASTER_ADDR": "hostA", "NPROC": 4}),
+    ("local.sh", ".venv/bin/python train_sedd_ddp.py --nproc_per_node 2 ", {})])
+def test_a_dry_run_shows_the_launch_line_on_any_machine_and_starts_nothing(script, line, given,
+                                                                           site, project):
+    shutil.copytree(ROOT / "configs", project / "configs")
+    before = sorted(project.rglob("*"))
+    result = bash(project, f"jobs/{script}", DRY_RUN=2, HOME=site.folder / "home",
+                  ARGS="x=[1,2]\n  y=1", **given)
+    shown, = [text for text in result.stdout.splitlines() if text.startswith(line)]
+    assert result.returncode == 0 and " --config configs/sedd_" in shown, result.text
+    assert shlex.split(shown)[-2:] == ["x=[1,2]", "y=1"], "both lines of ARGS"
+    assert sorted(project.rglob("*")) == before
+
+
+def test_a_workstation_gets_a_rank_per_gpu(site, project):
+    shutil.copytree(ROOT / "configs", project / "configs")
+    site.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0: one'\n")
+    path = f"{site.folder / 'bin'}:{os.environ['PATH']}"
+    for visible, ranks in ((None, 1), ("0,3,5", 3), ("", 2), ("-1", 2)):
+        result = bash(project, "jobs/local.sh", DRY_RUN=1, PATH=path, CUDA_VISIBLE_DEVICES=visible)
+        assert f" --nproc_per_node {ranks} " in result.stdout, result.text
+
+
+def test_the_deadline_counts_from_before_modules_and_no_users_file_hides_how_a_job_ends(
+        site, project):
+    site.fake_launcher("75 143", "75 143")
+    (site.folder / "home" / ".bash_logout").write_text("false\n$no_such_variable\n")
+    site.profile("module() { sleep 4; }\n")
+    before = time.time()
+    assert site.run("aurora.pbs", RUN_DIR="runs/mine/", SAVE_SECONDS="900") == 75, logs(project)
+    deadline = int((site.folder / "deadline").read_text())
+    assert before + 7200 - 900 - 1 <= deadline <= time.time() - 4 + 7200 - 900 + 1
+    site.profile("module() { return 1; }\n")
+    assert site.run("aurora.pbs") == 2 and len(site.launched()) == 1
+
+
+@ONE_OF_EACH
+def test_nothing_is_trained_after_a_preflight_that_failed(script, site, project):
+    for ends, code in ((143, 3), (2, 2)):      # 2: its arguments were refused
+        site.fake_launcher(f"- {ends}")
+        assert site.run(script, PREFLIGHT="--preflight --slow 0.1") == code, logs(project)
+        launched, = site.launched()
+        assert "test_aurora_ddp.py --preflight --slow 0.1 --work_dir runs/mine" in launched
+        assert not site.goes_on()
+
+
+# ---------------------------------------------------------------- a real Slurm
+class SlurmJob(contextlib.AbstractContextManager):
+    """jobs/slurm.sh, submitted for two nodes of two tasks; the end of a `with` cancels it."""
+
+    def __init__(self, folder, **variables):
+        self.folder, self.mark = folder, f"{launchers.MARK}={folder}"
+        self.env = clean_environment("srun", {"PYTHON": sys.executable, "VENV": "none", **SETTINGS,
+                                              **variables, launchers.MARK: folder})
+        options = ["--gres=none", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1",
+                   "--time=30"]
+        self.id = self.ask("sbatch", "--parsable", *options, "jobs/slurm.sh")
+
+    def ask(self, *words):
+        done = subprocess.run(words, cwd=self.folder, env=self.env, capture_output=True, text=True,
+                              timeout=60)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout.strip()
+
+    def told(self, name):
+        return re.search(rf"\b{name}=(\S+)", self.ask("scontrol", "show", "job", self.id))[1]
+
+    def alive(self):
+        return self.told("JobState") in ("PENDING", "RUNNING", "CONFIGURING")
+
+    def await_state(self, *states, seconds=300):
+        await_that(lambda: self.told("JobState") in states, seconds,
+                   lambda: f"{states}, but {self.told('JobState')}\n{logs(self.folder)}")
+
+    def pids(self):
+        """Of this job, with Slurm's own, which may yet report the end of an earlier start."""
+        return [pid for pid in launchers.all_pids() if self.mark in launchers.environment_of(pid)
+                or launchers.command_of(pid).startswith(f"slurmstepd: [{self.id}.")]
+
+    def __exit__(self, *exception):
+        if self.alive() or self.pids():
+            self.ask("scancel", self.id)
+        try:
+            await_that(lambda: not self.pids(), 30,
+                       lambda: f"processes {self.pids()} of job {self.id} stay")
+        finally:
+            for pid in self.pids():
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_slurm_jobs_go_on_after_scancel_and_usr1_to_the_weights_of_an_undisturbed_run(
+        slurm, project, reference):
+    run_dir = project / "runs" / "mine"
+    with SlurmJob(project, PREFLIGHT="") as job:
+        await_step(project, 7, job.alive)
+        job.ask("scancel", job.id)
+        job.await_state("CANCELLED", "PENDING", "FAILED", "COMPLETED", seconds=60)
+        assert job.told("JobState") == "CANCELLED" and job.told("Restarts") == "0", logs(project)
+        await_that(lambda: not job.pids(), 60, job.pids)
+    cancelled = stopped_at(run_dir, "SIGTERM")
+
+    with SlurmJob(project) as job:
+        await_step(project, cancelled + 2, job.alive)
+        job.ask("scancel", "--signal=USR1", job.id)    # as --signal=USR1@180: to the tasks alone
+        job.await_state("PENDING")
+        saved = stopped_at(run_dir, "SIGUSR1", cancelled)
+        (project / "slow").unlink()
+        await_that(lambda: not job.pids(), 60, job.pids)
+        # Slurm lets a requeued job wait two minutes.
+        job.ask("scontrol", "update", f"JobId={job.id}", "StartTime=now")
+        job.await_state("COMPLETED", "FAILED", "CANCELLED")
+        assert job.told("JobState") == "COMPLETED" and job.told("Restarts") == "1", logs(project)
+        await_that(lambda: not job.pids(), 60, job.pids)
+    # Three starts, of which two have a pre-flight.
+    for text, times in (("launcher Slurm step: rank from SLURM_PROCID", 5),
+                        (" passed, 0 failed", 2), ("the run stops and saves at", 3)):
+        assert logs(project).count(text) == times, f"{text}\n{logs(project)}"
+    for step in (cancelled, saved):
+        assert f"continuing from step {step}" in " ".join(logs(project).split()), logs(project)
+    check_finished(run_dir, reference)
+
+
+# ---------------------------------------------------------------- two hosts
+# The real MPICH, started as PALS' mpiexec would be, from the job's first host.
+PALS_MPIEXEC = """#!/bin/bash
+words=()
+while [[ $1 == -* ]]; do
+  case $1 in
+    --cpu-bind) echo "$2" >> "$SITE/cpu-bind"; shift 2 ;;
+    --envall) shift ;;
+    *) words+=("-${1##*-}" "$2"); shift 2 ;;
+  esac
+done
+export PALS_APID=apid-$$
+words=("${words[@]/#-hostfile/-f}" "$SITE/bin/as-pals" "$@")
+exec MPIEXEC -launcher rsh -launcher-exec HOST_SHELL "${words[@]}"
+"""
+# What a rank sees under PALS. MPI_Init reads MPICH's variables; HIDE takes them from os.environ.
+AS_PALS = """#!/bin/bash
+export PALS_RANKID=$PMI_RANK PALS_LOCAL_RANKID=$MPI_LOCALRANKID
+export PALS_NODEID=$((PMI_RANK / MPI_LOCALNRANKS)) HIDDEN="MPI_LOCALRANKID MPI_LOCALNRANKS"
+export PALS_LOCAL_SIZE=$MPI_LOCALNRANKS HIDDEN="$HIDDEN PMI_RANK PMI_SIZE"
+PYTHONPATH=$SITE/hide exec "$@"
+"""
+HIDE = """
+import os
+for name in os.environ.get("HIDDEN", "").split():
+    os.environ._data.pop(os.environ.encodekey(name), None)    # not `del`, which would call unsetenv
+"""
+
+
+@pytest.fixture
+def pals_site(site, two_hosts):
+    """A Site whose mpiexec starts ranks on hostA and hostB."""
+    need("mpich-2hosts")
+    mpiexec = PALS_MPIEXEC.replace("MPIEXEC", str(Path(sys.prefix, "bin", "mpiexec")))
+    site.program("mpiexec", mpiexec.replace("HOST_SHELL", str(launchers.HOST_SHELL)))
+    site.program("as-pals", AS_PALS)
+    (site.folder / "hide").mkdir()
+    (site.folder / "hide" / "sitecustomize.py").write_text(HIDE)
+    return site
+
+
+@pytest.mark.slow
+def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undisturbed_run(
+        pals_site, project, reference):
+    site, run_dir = pals_site, project / "runs" / "mine"
+    with site.start("aurora.pbs", "101.site", on="hostA") as job:
+        await_step(project, 7, lambda: job.process.poll() is None)
+        mpiexec, = [pid for pid in job.pids() if launchers.about(pid, "comm").startswith("mpiexec")]
+        for pid in (job.process.pid, mpiexec):    # as PBS does; SIGKILL would follow after 10 s
+            os.kill(pid, signal.SIGTERM)
+        result = job.wait(timeout=60, leftover_grace=5)     # seconds, where the machine is idle
+    text, cancelled = logs(project), stopped_at(run_dir, "SIGTERM")
+    assert result.returncode == 75 and result.leftover == [], result.text + text
+    assert not site.goes_on()
+    for said in ("launcher PALS: rank from PALS_RANKID", "by MPI broadcast"):
+        assert text.count(said) == 2, text      # pre-flight, training
+    assert text.count("4 ranks on 2 host(s), 2 per host") == 1, text
+    assert (site.folder / "cpu-bind").read_text().startswith("list:")
+
+    (project / "driver.py").write_text(DRIVER.replace(     # its first step lasts until the deadline
+        "time.sleep(0.5)", "time.sleep(max(0, float(os.environ['DDP_DEADLINE']) - time.time()))"))
+    with site.start("aurora.pbs", "102.site", on="hostA", SAVE_SECONDS=7200 - 45, DDP_MPI4PY="0",
+                    PREFLIGHT="") as job:
+        result = job.wait(timeout=400)
+    text = (project / "logs" / "config-102.log").read_text()
+    assert result.returncode == 75 and result.leftover == [], text
+    assert f"continuing from step {cancelled}" in " ".join(text.split()), text
+    stopped_at(run_dir, "DDP_DEADLINE", cancelled)
+    assert "found from MASTER_ADDR" in text
+    assert "size from" not in text, "the number of ranks comes from the job script"
+
+    asked = json.loads((site.folder / "next").read_text())
+    assert site.goes_on()
+    (project / "slow").unlink()
+    with site.start(asked["words"][-1].removeprefix("jobs/"), "103.site", on="hostA",
+                    **asked["variables"]) as job:
+        result = job.wait(timeout=400)
+    assert result.returncode == 0 and result.leftover == [], result.text + logs(project)
+    assert not site.goes_on(), "a finished run needs no next job"
+    check_finished(run_dir, reference)
+
+
+MULTINODE = {**SETTINGS, "VENV": "none", "NNODES": 2, "MASTER_ADDR": "10.77.0.1"}
+
+
+def multinode(project, **more):
+    """jobs/torchrun_multinode.sh at once on hostA and hostB: a Running."""
+    env = clean_environment(env={**MULTINODE, "PYTHON": sys.executable, **more})
+    both = [host_words(host, ["env", f"NODE_RANK={rank}", "bash", "jobs/torchrun_multinode.sh"])
+            for rank, host in enumerate(launchers.HOSTS)]
+    return Running(both[0], project, env, both[1:])
+
+
+def test_the_script_for_hosts_without_a_scheduler_refuses_what_it_sets_itself_or_lacks(project):
+    for place, message in (({"NODE_RANK": 1}, "holds --nnodes."),
+                           ({}, "NODE_RANK or MASTER_ADDR is not set")):
+        result = bash(project, "jobs/torchrun_multinode.sh", "--nnodes=3", **MULTINODE, **place)
+        assert result.returncode == 2 and message in result.stderr and result.stdout == ""
+
+
+@pytest.mark.parametrize("name, code, passes", [("SIGTERM", 143, 1), ("SIGINT", 130, 0)])
+def test_nothing_is_trained_after_a_signal_during_the_preflight_by_hand(
+        name, code, passes, site, project):
+    site.program("python", f"""#!/bin/bash
+if [ "$1" = -c ]; then echo 3; exit; fi
+echo $* >> asked
+trap 'exit {passes}' INT TERM
+echo checking
+while :; do sleep 0.1; done
+""")
+    env = {**MULTINODE, "PYTHON": site.folder / "bin" / "python", "NODE_RANK": 1, "NPROC": ""}
+    with Running(["bash", "jobs/torchrun_multinode.sh"], project,
+                 clean_environment(env=env)) as running:
+        running.wait_for("checking", timeout=60)
+        os.killpg(running.process.pid, getattr(signal, name))      # as a terminal does
+        result = running.wait(60)
+    asked, = (project / "asked").read_text().splitlines()
+    assert result.returncode == code and asked.startswith("test_aurora_ddp.py"), result.text
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_commands(
+        two_hosts, project, reference):
+    run_dir = project / "runs" / "mine"
+    with multinode(project) as running:
+        running.wait_for(f"step 7/{STEPS}", timeout=400)
+        running.processes[1].send_signal(signal.SIGTERM)
+        result = running.wait(timeout=100)
+    assert result.returncode == 75 and result.leftover == [], result.text
+    saved = stopped_at(run_dir, "SIGTERM")
+    assert " passed, 0 failed" in result.stdout     # of the pre-flight
+    (project / "slow").unlink()
+    with multinode(project, PREFLIGHT="") as running:
+        result = running.wait(timeout=400)
+    assert result.returncode == 0 and result.leftover == [], result.text
+    assert f"continuing from step {saved}" in " ".join(result.stdout.split())
+    assert "4 rank(s) on 2 host(s)" in result.stdout
+    check_finished(run_dir, reference)
+    written = sorted((project / "logs").glob("config-0-*.log"))
+    assert len(written) == 2 and f"step {STEPS}/{STEPS}" in written[-1].read_text()
+
+
+@pytest.mark.slow
+def test_open_mpi_over_two_hosts(two_hosts, project, reference):
+    need("openmpi")
+    (project / "hosts").write_text("hostA slots=2\nhostB slots=2\n")
+    words = launchers.command(
+        "openmpi", 4, ["driver.py", "--config", "config.yaml", "--work_dir", "runs/mine"],
+        ["--prtemca", "plm_ssh_agent", launchers.HOST_SHELL, "--hostfile", "hosts"])
+    (project / "slow").unlink()
+    with Running(host_words("hostA", words), project, clean_environment("openmpi")) as running:
+        result = running.wait(timeout=400)
+    assert result.returncode == 0 and result.leftover == [], result.text
+    assert "4 rank(s) on 2 host(s)" in result.stdout
+    check_finished(project / "runs" / "mine", reference)

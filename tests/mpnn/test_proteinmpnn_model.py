@@ -1,0 +1,336 @@
+"""ProteinMPNN against the official code's numbers; padding, sampling, dropout and files."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mpnn.model import (ALPHABET, ProteinMPNN, decoding_order, from_checkpoint, load_proteinmpnn,
+                        random_proteinmpnn, to_checkpoint)
+
+X_LETTER = 20
+
+
+def near(found, expected, **tolerance):
+    torch.testing.assert_close(found, expected, check_dtype=False,
+                               **{"rtol": 0, "atol": 0, **tolerance})
+
+
+def of_letters(log_probs, S):
+    return log_probs.gather(-1, S[..., None])[..., 0]
+
+
+# ---- the official code's numbers ----
+
+@pytest.fixture(scope="module")
+def fixture(shared):
+    file = torch.load(shared / "fixtures" / "proteinmpnn.pt", weights_only=True)
+    file["models"] = {key.removeprefix("checkpoint_"): from_checkpoint(value).eval()
+                      for key, value in file.items() if key.startswith("checkpoint_")}
+    return file
+
+
+def each_case(fixture, key):
+    """[(case, inputs, reference model, policy model)] of the cases that have `key`."""
+    models = fixture["models"]
+    cases = [case for case in fixture["cases"].values() if key in case]
+    assert cases
+    return [(case, case["inputs"], models[case["model"]], models[case["model"] + "_policy"])
+            for case in cases]
+
+
+def graph_of(model, inputs):
+    return model.graph(*(inputs[key] for key in ("X", "mask", "residue_idx", "chain_encoding_all")))
+
+
+def scored(inputs):
+    return inputs["mask"] * inputs["chain_M_full"]
+
+
+@torch.no_grad()
+def test_features_and_encoder_agree_with_the_official_code(fixture):
+    for case, inputs, model, _ in each_case(fixture, "features"):
+        features, resolved = case["features"], inputs["mask"].bool()
+        graph = graph_of(model, inputs)
+        near(graph.E_idx[resolved], features["E_idx"][resolved])
+        n_rows, L = features["E_rows"].shape[1], resolved.shape[1]
+        every = next(step for step in (16, 64) if math.ceil(L / step) == n_rows)
+        rows = resolved[:, ::every]
+        near(model.features(graph)[:, ::every][rows], features["E_rows"][rows], atol=1e-4)
+        encoding = model.encode(graph)
+        near(encoding.h_V, case["encoder"]["h_V"], atol=2e-4)
+        near(encoding.h_E[:, ::every][rows], case["encoder"]["h_E_rows"][rows], atol=2e-4)
+
+
+@torch.no_grad()
+def test_log_probs_agree_with_the_official_code(fixture):
+    for case, inputs, *models in each_case(fixture, "dpo"):
+        resolved, expected = inputs["mask"].bool(), case["ref"]
+        order = decoding_order(scored(inputs), inputs["randn"])
+        near(order, inputs["decoding_order"])
+        S = torch.cat([inputs["S"], inputs["S_chosen"], inputs["S_rejected"]])
+        for who, model in zip(("ref", "policy"), models):
+            log_probs = model(graph_of(model, inputs), S, order.expand(3, -1))
+            sums = (of_letters(log_probs, S) * scored(inputs)).sum(-1)
+            for row, what in enumerate(("native", "chosen", "rejected")):
+                near(sums[row:row + 1], expected[f"{who}_{what}_sum_logp"], atol=2e-3)
+                if f"{who}_{what}_log_probs" in expected:
+                    near(log_probs[row][resolved[0]],
+                         expected[f"{who}_{what}_log_probs"][resolved], atol=1e-4)
+        encoding = models[0].encode(graph_of(models[0], inputs))
+        near(models[0].unconditional(encoding)[resolved],
+             expected["ref_unconditional_log_probs"][resolved], atol=1e-4)
+        log_probs = models[0].decode(encoding, S[:1], torch.arange(S.shape[1])[None])
+        sums = (of_letters(log_probs, S[:1]) * scored(inputs)).sum(-1)
+        near(sums, expected["ref_native_sum_logp_arange"], atol=2e-3)
+
+
+# Tolerances of rewards, whole gradient and each of its parameters (relative and in addition).
+EXACT, ROUNDED = (3e-4, 2e-3, 1e-2, 1e-4), (0.05, 0.02, 0.03, 1e-3)
+
+
+@pytest.mark.parametrize("dtype, tolerances", [(torch.float32, EXACT), (torch.bfloat16, ROUNDED)])
+def test_dpo_loss_and_gradients_agree_with_the_official_code(fixture, dtype, tolerances):
+    rewards_atol, rtol, each_rtol, each_atol = tolerances
+    for case, inputs, reference, policy in each_case(fixture, "dpo"):
+        expected, S = case["dpo"], torch.cat([inputs["S_chosen"], inputs["S_rejected"]])
+
+        def sums(model):
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                order = inputs["decoding_order"].expand(2, -1)
+                log_probs = model(graph_of(model, inputs), S, order)
+            return (of_letters(log_probs, S) * scored(inputs)).sum(-1)
+
+        with torch.no_grad():
+            reference_sums = sums(reference)
+        rewards = expected["beta"] * (sums(policy) - reference_sums)
+        near(rewards.detach(), torch.cat([expected["rewards_chosen"],
+                                          expected["rewards_rejected"]]), atol=rewards_atol)
+        loss = -F.logsigmoid(rewards[0] - rewards[1])
+        gradients = torch.autograd.grad(loss, list(policy.parameters()))
+        norms = torch.stack([gradient.double().norm() for gradient in gradients])
+        near(norms.norm(), expected["grad_norm"], rtol=rtol)
+        official = [expected["grad_norms"][name] for name, _ in policy.named_parameters()]
+        near(norms, torch.stack(official), rtol=each_rtol, atol=each_atol)
+
+
+@torch.no_grad()
+def test_greedy_sampling_agrees_with_the_official_code(fixture):
+    for case, inputs, model, _ in each_case(fixture, "greedy"):
+        expected = case["greedy"]
+        designed = inputs["chain_M"] * expected["chain_M_pos"]
+        order = decoding_order(designed * inputs["mask"], expected["randn"])
+        near(order, expected["decoding_order"])
+        encoding = model.encode(graph_of(model, inputs))
+        for temperature in (0, 1e-4):
+            S, _ = model.sample(encoding, inputs["S"], designed, order, temperature,
+                                bias=expected["bias_by_res"])
+            assert "".join(ALPHABET[letter] for letter in S[0]) == expected["seq"]
+        near(model.decode(encoding, S, order), expected["log_probs"], atol=1e-4)
+
+
+# ---- padding ----
+
+def small_model(num_edges=8):
+    """A small model in float64 whose every parameter matters."""
+    model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=16, n_encoder=2, n_decoder=2)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+        model.W_s.weight *= 10                       # letters shall matter to their neighbours
+    return model.double().eval()
+
+
+def protein(lengths, unresolved=(), width=None):
+    """X, mask, residue_idx, chain_id and S of one protein with chains of these lengths.
+
+    Padded to `width`. Of the unresolved residues, those of even number lack O alone, the others all
+    atoms.
+    """
+    generator, L = torch.Generator().manual_seed(0), sum(lengths)
+    step = F.normalize(torch.randn(L, 3, generator=generator, dtype=torch.float64), dim=-1)
+    atoms = 1.5 * torch.randn(L, 4, 3, generator=generator, dtype=torch.float64)
+    X = (3.8 * step).cumsum(0)[:, None] + atoms
+    chain_id = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths))
+    residue_idx = torch.arange(L) + 100 * (chain_id - 1)
+    mask = torch.ones(L)
+    mask[list(unresolved)] = 0
+    for i in unresolved:
+        X[i, 0 if i % 2 else 3:] = math.nan
+    S = torch.randint(20, (L,), generator=generator)
+    S[mask == 0] = X_LETTER
+    tensors = (X, math.nan), (mask, 0), (residue_idx, -100), (chain_id, 0), (S, 7)
+    return [F.pad(x, (0,) * (2 * x.dim() - 1) + ((width or L) - L,), value=padding)[None]
+            for x, padding in tensors]
+
+
+def random_order(L, M=1):
+    generator = torch.Generator().manual_seed(0)
+    return torch.stack([torch.randperm(L, generator=generator) for _ in range(M)])
+
+
+@pytest.mark.parametrize("num_edges", [8, 64])
+def test_padding_changes_neither_scores_nor_gradients(num_edges):
+    model = small_model(num_edges=num_edges)
+    cases = ([30], ()), ([7, 5], (2, 6)), ([9], (1, 2, 3, 5)), ([1], ())
+
+    def score(cases, width, row):
+        *structure, S = [torch.cat(x) for x in zip(*(protein(*case, width=width)
+                                                     for case in cases))]
+        order = torch.stack([       # padding first: a padded residue is earlier than all others
+            torch.cat([torch.arange(sum(lengths), S.shape[1]), random_order(sum(lengths))[0]])
+            for lengths, _ in cases])
+        sums = (of_letters(model(model.graph(*structure), S, order), S) * structure[1]).sum(-1)
+        return [sums[row].detach(), *torch.autograd.grad(sums[row], list(model.parameters()))]
+
+    for row, case in enumerate(cases):
+        alone = score([case], None, 0)
+        for width in (30, 70):
+            for found, expected in zip(score(cases, width, row), alone):
+                near(found, expected, atol=1e-10)
+
+
+# ---- sampling ----
+
+def test_a_letter_is_drawn_given_those_that_were_drawn_before():
+    model, (*structure, S) = small_model(), protein([20], unresolved=(3,))
+    encoding, order = model.encode(model.graph(*structure)), random_order(20, 3)
+    chain_M = (torch.arange(20) % 3 > 0).float()[None]
+    found, probs = model.sample(encoding, S.expand(3, -1), chain_M, order, 0.7)
+    assert len(found.unique(dim=0)) == 3, "each sequence has its own noise"
+    drawn = (chain_M.bool() & encoding.mask)[0]
+    expected = (model.decode(encoding, found, order)[..., :X_LETTER] / 0.7).softmax(-1)
+    near(probs[:, drawn, :X_LETTER], expected[:, drawn], atol=1e-12)
+    assert not probs[:, ~drawn].any() and torch.equal(found[:, ~drawn], S.expand(3, -1)[:, ~drawn])
+
+
+def test_a_tied_group_draws_from_the_weighted_mean_of_its_members_when_the_first_is_due():
+    """Weights multiply logits, not the bias; a negative one designs against its position."""
+    model, (*structure, S) = small_model(num_edges=12), protein([6, 6], unresolved=(9,))
+    encoding = model.encode(model.graph(*structure))
+    T, (i, j, absent), triple = 0.5, (2, 8, 9), [3, 4, 5]       # absent: not one of its members
+    others = [k for k in range(12) if k not in (i, j, *triple)]
+    chain_M = F.one_hot(torch.tensor([i, j, absent, *triple]), 12).sum(0, keepdim=True)
+    bias = torch.zeros(12, 21, dtype=torch.float64)
+    bias[i, 3] = 1
+
+    def logits(before, k):
+        after = [n for n in range(12) if n not in (k, *before)]
+        return model.decode(encoding, S, torch.tensor([[*before, k, *after]]))[0, k, :X_LETTER]
+
+    for before, after in ((others, triple), (others[:3], others[3:] + triple)):
+        order = torch.tensor([[*before, j, *after[:-3], i, *after[-3:]]])
+        for weight in (1, -0.5):
+            weights = torch.ones(12).index_fill(0, torch.tensor([j]), weight)
+            found, probs = model.sample(
+                encoding, S, chain_M, order, T, bias, tied=[[i, j, absent], triple],
+                tied_weights=weights)
+            assert found[0, i] == found[0, j] and torch.equal(found[:, others], S[:, others])
+            scores = logits(before, i) + weight * logits(before, j) + bias[i, :X_LETTER]
+            near(probs[0, [i, j], :X_LETTER], (scores / 2 / T).softmax(-1).expand(2, -1),
+                 atol=1e-12)
+
+
+def test_sampling_refuses_what_cannot_be_drawn():
+    model, (*structure, S) = small_model(), protein([20])
+    encoding, order = model.encode(model.graph(*structure)), random_order(20, 2)
+    ones, half = torch.ones(2, 20), torch.arange(20).expand(2, 20) < 10
+    split = torch.zeros(20, 21)                     # tied, these two allow no common letter
+    split[4, 1:], split[5, :1] = -math.inf, -math.inf
+    for options, message in (
+            (dict(tied=[[1, 2], [2, 3]]), "none of them twice"),
+            (dict(chain_M=half, tied=[[1, 12]]), "mixes drawn"),
+            (dict(temperature=math.nan), "temperature is nan"),
+            (dict(tied=[[4, 5]], bias=split), r"\[0, 4\], \[0, 5\]")):
+        with pytest.raises(ValueError, match=message):
+            model.sample(encoding, S.expand(2, -1), **{"chain_M": ones, "decoding_order": order,
+                                                       **options})
+
+
+# ---- dropout, boundary ----
+
+def test_dropout_acts_in_training_only_and_is_off_unless_asked_for():
+    (*structure, S), order, calls = protein([15]), random_order(15), []
+    for options in ({}, {"dropout": 0.5}):
+        model = random_proteinmpnn(0, hidden_size=16, **options).double()
+        graph = model.graph(*structure)
+        assert torch.equal(model(graph, S, order), model(graph, S, order)) == (not options)
+        assert torch.equal(model.eval()(graph, S, order), model(graph, S, order))
+    for layer in (*model.encoder_layers, *model.decoder_layers):
+        layer.drop.register_forward_hook(lambda *_: calls.append(1))
+    model(graph, S, order)
+    assert len(calls) == 3 * 3 + 3 * 2      # each message, feed-forward and edge update
+
+
+def test_wrong_inputs_are_refused_with_what_was_found():
+    model, (X, mask, residue_idx, chain_id, S) = small_model(), protein([10])
+    X[0, 3, 1, 2] = math.inf
+    with pytest.raises(ValueError, match="not finite"):
+        model.graph(X, mask, residue_idx, chain_id)
+    encoding, order = model.encode(model.graph(*protein([10])[:4])), random_order(10, 3)
+    for order, message in ((order[:2], r"\(3, 10\), \(2, 10\)"), (order * 0, "permutation")):
+        with pytest.raises(ValueError, match=message):
+            model.decode(encoding, S.expand(3, -1), order)
+
+
+# ---- files ----
+
+def test_a_saved_model_loads_back_exactly_and_is_laid_out_as_published(tmp_path):
+    model = random_proteinmpnn(1, num_edges=30, hidden_size=8, n_encoder=1, n_decoder=2,
+                               noise_level=0.1)
+    path = tmp_path / "model.pt"
+    torch.save(to_checkpoint(model, epoch=3), path)
+    file = torch.load(path, weights_only=True)
+    assert (file["num_edges"], file["noise_level"], file["epoch"]) == (30, 0.1, 3)
+    loaded = load_proteinmpnn(path, dropout=0.1)
+    assert (loaded.num_edges, loaded.noise_level, loaded.encoder_layers[0].drop.p) == (30, 0.1, 0.1)
+    weights = model.state_dict()
+    assert all(torch.equal(weights[key], value) and value.requires_grad
+               for key, value in loaded.named_parameters())
+    file["model_state_dict"] = {f"module.{key}": value.bfloat16() for key, value in weights.items()}
+    rounded = from_checkpoint(file).state_dict()
+    assert all(torch.equal(rounded[key], weights[key].bfloat16().float()) for key in weights)
+
+
+def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
+    good = to_checkpoint(random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1))
+    state, ones, path = good["model_state_dict"], torch.ones, tmp_path / "model.pt"
+
+    def weights(changes):
+        changed = {**state, **changes}
+        return {**good, "model_state_dict": {k: v for k, v in changed.items() if v is not None}}
+
+    cases = [(weights(changes), message) for changes, message in (
+        ({"W_v.weight": ones(8, 8)}, "CA-only"),
+        ({"context_encoder_layers.0.norm1.weight": ones(8)}, "LigandMPNN"),
+        ({"W_out.bias": None}, "missing W_out.bias"),
+        ({"W_s.weight": ones(22, 8)}, r"W_s.weight is \(22, 8\), not \(21, 8\)"),
+        ({"W_e.weight": torch.full((8, 8), math.nan)}, "W_e.weight has values that are not finite"),
+        ({"W_e.bias": ones(8).char()}, "dict of floating-point tensors"),
+        ({key: None for key in state if "coder" in key}, r"0 encoder and 0 decoder layers"))]
+    for content, message in [*cases, ({**good, "num_edges": 48.0}, "48.0"),
+                             (state, "expected num_edges"), ([1, 2], "holds a list")]:
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=message) as error:
+            load_proteinmpnn(path)
+        assert str(path) in str(error.value)
+    torch.save(ProteinMPNN(hidden_size=8), path)    # an object of a class: its code is not run
+    for content in (path.read_bytes(), b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_proteinmpnn(path)
+    with pytest.raises(ValueError, match="There is no file .*vanilla_model_weights"):
+        load_proteinmpnn(tmp_path / "v_48_020.pt")
+
+
+def test_random_weights_come_from_their_seed_and_leave_torchs_generator_alone():
+    state = torch.get_rng_state()
+    first, again, other = (random_proteinmpnn(seed, hidden_size=8) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, q) for p, q in zip(first.parameters(), again.parameters()))
+    assert not torch.equal(first.W_out.weight, other.W_out.weight)
+    bound = math.sqrt(6 / (21 + 8))                 # Xavier: every matrix, the embedding table too
+    assert 0.8 * bound < first.W_s.weight.abs().max() <= bound

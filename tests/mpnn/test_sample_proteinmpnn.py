@@ -1,0 +1,448 @@
+"""Does sample_proteinmpnn.py draw and score what it was asked to, and refuse what it cannot do?"""
+
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import sample_proteinmpnn
+from mpnn.model import load_proteinmpnn, random_proteinmpnn, to_checkpoint
+from mpnn.structures import NAMES, PHI_PSI, build_backbone
+from test_structure_data import Atoms
+
+LETTERS = "ACDEFGHIKLMNPQRSTVWY"
+NATIVE = "MKTAYIAKQRQISFVKSHFSRQ"       # 22 residues, numbered from 10 in the files
+
+
+def helices(sequences):
+    """(n, 4, 3) Angstrom of each sequence, 15 Angstrom apart, rounded as in a PDB file."""
+    return [build_backbone(*zip(*[PHI_PSI["helix"]] * len(sequence))).round(3) + [0, 15 * c, 0]
+            for c, sequence in enumerate(sequences)]
+
+
+def write_pdb(path, chains):
+    """A file of helices of these sequences; "-" is a gap."""
+    atoms = Atoms()
+    for (chain, sequence), X in zip(chains.items(), helices(chains.values())):
+        for i, (letter, xyz) in enumerate(zip(sequence, X)):
+            if letter != "-":
+                atoms.add(chain, 10 + i, NAMES[LETTERS.index(letter)], xyz=xyz)
+    path.write_text(atoms.pdb())
+    return path
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """Weights of a small model; what it draws depends much on the place and the letters around.
+
+    One decoder layer, so that a residue does not see in which order others were decoded.
+    """
+    path = tmp_path_factory.mktemp("weights") / "small.pt"
+    model = random_proteinmpnn(3, hidden_size=16, n_encoder=2, n_decoder=1, num_edges=12)
+    with torch.no_grad():
+        model.W_s.weight *= 20
+        model.W_out.weight *= 2
+        model.features.norm_edges.weight *= 4
+    torch.save(to_checkpoint(model), path)
+    return path
+
+
+@pytest.fixture
+def pdb(tmp_path):
+    return write_pdb(tmp_path / "one.pdb", {"A": NATIVE})
+
+
+@pytest.fixture
+def dimer(tmp_path):
+    return write_pdb(tmp_path / "dimer.pdb", {"A": NATIVE, "B": NATIVE})
+
+
+@pytest.fixture
+def sample(weights, capsys):
+    """Function: arguments after the checkpoint -> (standard output, standard error)."""
+    def run(*args, code=0, checkpoint=weights):
+        try:
+            found = sample_proteinmpnn.main([str(checkpoint), *map(str, args)])
+        except SystemExit as end:                                   # argparse
+            found = end.code
+        out, err = capsys.readouterr()
+        assert found == code, err
+        return out, err
+    return run
+
+
+def read(text):
+    """[(dict of the header's numbers, sequence)]."""
+    lines = text.splitlines()
+    assert len(lines) % 2 == 0 and all(line[0] == ">" for line in lines[::2])
+    return [({key: float(value) for key, value in re.findall(r"(\w+)=(-?[\d.]+)", head)}, sequence)
+            for head, sequence in zip(lines[::2], lines[1::2])]
+
+
+def drawn(output):
+    """The drawn sequences of what `sample` returned."""
+    return [sequence for _, sequence in read(output[0])[1:]]
+
+
+def helix_log_probs(weights, chains, order):
+    """(L, 21) of helices with these sequences, such as "ACD/EFG"; X has no coordinates."""
+    model, chains = load_proteinmpnn(weights).eval(), chains.split("/")
+    X, sequence = torch.from_numpy(np.concatenate(helices(chains))).float()[None], "".join(chains)
+    chain_id = torch.tensor([[c for c, chain in enumerate(chains, 1) for _ in chain]])
+    index = torch.arange(len(sequence)) + 100 * (chain_id - 1)
+    mask = torch.tensor([[float(letter != "X") for letter in sequence]])
+    S = torch.tensor([[(LETTERS + "X").index(letter) for letter in sequence]])
+    with torch.no_grad():
+        graph = model.graph(X * mask[..., None, None], mask, index, chain_id)
+        return model(graph, S, torch.tensor([order]))[0]
+
+
+def as_json(tmp_path, settings):
+    (tmp_path / "settings.json").write_text(json.dumps(settings, default=np.ndarray.tolist))
+    return tmp_path / "settings.json"
+
+
+def arrays(folder, kind, name="one"):
+    return dict(np.load(folder / kind / f"{name}.npz"))
+
+
+def test_the_same_seed_gives_the_same_sequences_whatever_the_batch_size_and_number(sample, pdb):
+    args = ("--temperature", 1)
+    one, five = (sample(pdb, *args, "--num", 5, "--batch_size", size) for size in (1, 5))
+    assert one == five and len(set(drawn(one))) == 5
+    assert drawn(sample(pdb, *args, "--num", 2)) == drawn(one)[:2]
+    assert drawn(sample(pdb, *args, "--seed", 1)) != drawn(one)[:1]
+
+
+def test_letters_are_drawn_from_the_softmax_of_the_model(sample, weights, tmp_path):
+    """Two residues that are tied and do not see one another, after all others; one with a negative
+    weight: letters that suit it become unlikely."""
+    pdb = write_pdb(tmp_path / "short.pdb", {"A": "ACD", "B": "EFG"})
+    tied = as_json(tmp_path, {"short": [{"A": [[3], [1.0]], "B": [[2], [-0.5]]}]})
+    found = drawn(sample(pdb, "--chains", "B", "A", "--num", 1500, "--batch_size", 500, "--bias",
+                         "V=3", "--omit", "C", "--temperature", 2, "--orders", 1,
+                         "--mutable_positions", "A12", "B11", "--tied_positions_jsonl", tied))
+    assert {s[0] + s[2:6] for s in found} == {"EG/AC"} and all(s[1] == s[6] for s in found)
+    logits = (helix_log_probs(weights, "ACD/EFG", [0, 1, 3, 5, 2, 4])[2]
+              - 0.5 * helix_log_probs(weights, "ACD/EFG", [0, 1, 3, 5, 4, 2])[4]) / 2
+    logits[LETTERS.index("V")] += 3
+    logits[[LETTERS.index("C"), 20]] = -torch.inf
+    expected = torch.softmax(logits / 2, 0)
+    share = torch.tensor([[s[1] for s in found].count(letter) for letter in LETTERS] + [0])
+    error = (expected * (1 - expected) / len(found)).sqrt()
+    assert ((share / len(found) - expected).abs() <= 4.5 * error + 1e-9).all()
+
+
+def test_fixed_chains_are_context_that_no_sequence_shows(sample, dimer):
+    text = sample(dimer, "--chains", "B", "--num", 1)[0]
+    assert "fixed_chains=['A'], designed_chains=['B']" in text
+    (alone, native), (_, sequence) = read(sample(dimer, "--chains", "B", "--fixed_chains")[0])
+    with_a = read(text)[0][0]
+    assert native == NATIVE and len(sequence) == 22
+    assert alone["score"] == alone["global_score"] != with_a["score"] != with_a["global_score"]
+    assert sample(dimer, "--fixed_chains", "A", "--num", 1)[0] == text
+
+
+def test_tied_chains_of_a_homodimer_are_equal(sample, dimer):
+    args = (dimer, "--num", 3, "--temperature", 2)
+    homomer, notes = sample(*args, "--homomer")
+    halves = [sequence.split("/") for sequence in drawn((homomer, notes))]
+    assert all(a == b for a, b in halves) and len({a for a, _ in halves}) == 3
+    for group in ("A10-A31,B10-B31", "0-21,22-43"):
+        assert sample(*args, "--tied_positions", group)[0] == homomer
+    groups = sample(*args, "--tied_positions", "A12,B20", "A13,B21")
+    for sequence in drawn(groups):
+        a, b = sequence.split("/")
+        assert a != b and (a[2], a[3]) == (b[10], b[11])
+    assert sample(*args, "--tied_positions", "A12,B20 A13,B21") == groups, "quoted as one word"
+
+
+def test_the_score_of_one_designed_residue_is_its_log_probability(sample, weights, tmp_path):
+    """Given all others; gaps do not count."""
+    pdb = write_pdb(tmp_path / "gap.pdb", {"A": "ACD-EFGHI"})
+    head, sequence = read(sample(pdb, "--mutable_positions", "A15", "--temperature", 1)[0])[0]
+    assert sequence == "ACDXEFGHI"
+    log_probs = helix_log_probs(weights, sequence, [0, 1, 2, 3, 4, 6, 7, 8, 5])[5]
+    assert head["score"] == pytest.approx(-log_probs[LETTERS.index("F")].item(), abs=1e-4)
+
+
+def test_recovery_is_counted_on_designed_positions(sample, pdb, tmp_path):
+    fasta = tmp_path / "given.fasta"
+    given = "MKTAY" + "W" * 5 + NATIVE[10:]                # 5 of the 10 first residues differ
+    fasta.write_text(f">given\n{given[:9]}\n{given[9:]}\n")
+    for positions, share in (("A10-A19", 0.5), ("A10-A13", 1), ("A15-A17", 0),
+                             ("A10-A31", 17 / 22)):
+        (head, sequence), = read(sample(pdb, "--mutable_positions", positions,
+                                        "--score_only", fasta)[0])
+        assert (head["seq_recovery"], sequence) == (round(share, 4), given)
+
+
+# ---- several structures and temperatures, settings per structure, files of arrays ----
+
+def test_many_structures_and_temperatures_give_the_designs_of_calls_of_their_own(
+        sample, dimer, pdb, tmp_path):
+    (tmp_path / "notes.txt").write_text("not a structure")
+    args = ("--num", 3, "--batch_size", 2)
+    near = drawn(sample(pdb, "--num", 2, "--temperature", 2, 2.0001))
+    assert len(set(near)) == 4                      # new draws at each temperature
+    text, expected = sample(tmp_path, *args, "--temperature", 0.5, 2)[0], []
+    for path in (dimer, pdb):
+        hot, cold = (sample(path, *args, "--temperature", T)[0] for T in (2, 0.5))
+        expected += [*read(cold), *read(hot)[1:]]
+    assert read(text) == expected
+    heads = [line for line in text.splitlines() if line[0] == ">"]
+    assert [head.startswith(">one, ") for head in heads] == [False] * 7 + [True] * 7
+    sample(dimer, pdb, *args, "--temperature", 0.5, 2, "--out_folder", tmp_path / "new")
+    written = [(tmp_path / "new" / "seqs" / f"{name}.fa").read_text() for name in ("dimer", "one")]
+    assert read("".join(written)) == expected
+
+
+def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp_path):
+    folder = tmp_path / "out"
+    args = (dimer, "--chains", "B", "A", "--fixed_positions", "A12-A20")
+    notes = sample(*args, "--num", 5, "--temperature", 2, "--omit", "C", "--save_scores",
+                   "--save_probs", "1", "--out_folder", folder)[1]
+    assert "--fixed_positions: 9 positions by chain and number in the file" in notes
+    fasta = folder / "seqs" / "dimer.fa"
+    designs, designs_file = read(fasta.read_text())[1:], fasta.read_bytes()
+    sequences = [sequence.replace("/", "") for _, sequence in designs]
+    scores, probs = (arrays(folder, kind, "dimer") for kind in ("scores", "probs"))
+    assert ["".join(probs["alphabet"].item()[i] for i in S) for S in probs["S"]] == sequences
+    assert probs["probs"].shape == (5, 44, 21) and probs["position"][23] == "A11"
+    mask = probs["mask"]
+    assert [str(x) for x in probs["position"][~mask]] == [f"A{i}" for i in range(12, 21)]
+    assert {sequence[24:33] for sequence in sequences} == {NATIVE[2:11]}
+    assert (probs["probs"][:, ~mask] == 0).all() and (probs["probs"][..., [1, 20]] == 0).all()
+    assert probs["probs"][:, mask].sum(-1) == pytest.approx(1, abs=1e-5)
+    of_drawn = np.take_along_axis(probs["probs"], probs["S"][..., None], -1)[..., 0][:, mask]
+    assert of_drawn.min() > 0
+    again = read(sample(*args, "--score_only", fasta, "--batch_size", 2)[0])[1:]
+    assert again == designs and len({head["score"] for head, _ in again}) == 5
+    for key in ("score", "global_score"):
+        assert [head[key] for head, _ in again] == pytest.approx(scores[key], abs=1e-4)
+    sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", folder)
+    scored, later = folder / "scored" / "dimer.fa", arrays(folder, "scored", "dimer")
+    assert later["score"][1:] == pytest.approx(scores["score"], abs=1e-5)
+    assert read(scored.read_text())[1:] == again and fasta.read_bytes() == designs_file
+    others = tmp_path / "others.fasta"
+    old = "score=1.2 my-score=1, score=3, rosetta_score=-250.1"
+    others.write_text(f">score=3 d1 {old}\n{NATIVE}/{NATIVE}\n")
+    note = sample(*args, "--score_only", others, "--out_folder", folder)[1]
+    assert scored.read_text().startswith(">score=3 d1 my-score=1, rosetta_score=-250.1, score=")
+    assert scored.read_text().count("score=") == 5 and " 1 sequence(s), to " in note
+    assert not (folder / "scored" / "dimer.npz").exists(), "these were scores of other sequences"
+
+
+def test_unconditional_and_conditional_probabilities_are_those_of_the_model(
+        sample, weights, tmp_path):
+    pdb, folder = write_pdb(tmp_path / "one.pdb", {"A": "ACD-EFGHI"}), tmp_path / "out"
+    given = tmp_path / "given.fasta"
+    given.write_text(">a\nACDXEFGHI\n>b\nWWWXWWWWW\n")
+    args = ("--fixed_positions", "A10", "--orders", 1, "--out_folder", folder)
+    sample(pdb, *args, "--unconditional_probs", "--conditional_probs", "--score_only", given)
+    alone, others = (arrays(folder, f"{kind}conditional_probs")["log_p"] for kind in ("un", ""))
+    assert np.isnan(alone[[0, 3]]).all() and np.isnan(others[:, [0, 3]]).all()
+    for i in (1, 2, 4, 5, 6, 7, 8):
+        rest = [k for k in range(9) if k != i]
+        for row, sequence in enumerate(("ACDXEFGHI", "WWWXWWWWW")):
+            first = helix_log_probs(weights, sequence, [i, *rest])[i]
+            last = helix_log_probs(weights, sequence, [*rest, i])[i]
+            assert alone[i] == pytest.approx(first.numpy(), abs=1e-4)
+            assert others[row, i] == pytest.approx(last.numpy(), abs=1e-4)
+
+
+def test_settings_by_position_act_at_their_position_only(sample, dimer, tmp_path):
+    args = (dimer, "--chains", "B", "A", "--num", 30, "--temperature", 30, "--omit", "C")
+
+    def letters(option, settings):
+        """Those drawn at each position of chains B and A."""
+        path = as_json(tmp_path, {"dimer": settings, "other": {}})
+        found = drawn(sample(*args, f"--{option}", path))
+        return [set(column) for column in zip(*(s.replace("/", "") for s in found))]
+
+    matrix = np.zeros((22, 21))
+    matrix[4, LETTERS.index("W")] = 1e4
+    columns = letters("bias_by_res_jsonl", {"A": matrix})
+    assert columns.pop(22 + 4) == {"W"} and all(len(letters) > 5 for letters in columns)
+    columns = letters("omit_AA_jsonl", {"A": [[[1, 2], "ADEFGHIKLM"], [[2], "NPQRSTVW"]]})
+    assert columns[23] == {"Y"} and columns[22] <= set("NPQRSTVWY") and len(columns[22]) > 3
+    assert all(letters - set("NPQRSTVWY") for letters in columns[:22] + columns[24:])
+    assert set().union(*columns) == set(LETTERS) - {"C"}
+    same = sample(*args, "--bias_AA_jsonl", as_json(tmp_path, {"E": 40, "K": -3}))[0]
+    assert same == sample(*args, "--bias", "E=40,K=-3")[0]
+
+
+def test_settings_of_a_file_are_those_of_the_options(sample, dimer, tmp_path):
+    args = (dimer, "--num", 2, "--temperature", 2)
+    for option, settings, given in (
+            ("chain_id_jsonl", [["B"], ["A"]], ("--chains", "B")),
+            ("fixed_positions_jsonl", {"A": [1, 3], "B": [22]},
+             ("--fixed_positions", "A10", "A12", "B31")),
+            ("tied_positions_jsonl", [{"A": [3], "B": [11]}, {"A": [[4], [1]], "B": [[12], [1]]}],
+             ("--tied_positions", "A12-A13,B20-B21"))):
+        path = as_json(tmp_path, {"dimer": settings})
+        assert sample(*args, f"--{option}", path)[0] == sample(*args, *given)[0]
+
+
+def test_gaps_and_broken_residues_are_left_out_of_their_groups(sample, tmp_path):
+    """As the published helper ties them: row by row, whatever is resolved there."""
+    gapped = NATIVE[:3] + "-" + NATIVE[4:]
+    dimer = write_pdb(tmp_path / "dimer.pdb", {"A": NATIVE, "B": gapped})
+    args = (dimer, "--num", 2, "--temperature", 2, "--tied_positions_jsonl")
+    groups = [{"A": [i], "B": [i]} for i in range(1, 23)]
+    out = sample(*args, as_json(tmp_path, {"dimer": groups}))
+    for sequence in drawn(out):
+        a, b = sequence.split("/")
+        assert a[:3] + a[4:] == b[:3] + b[4:] and b[3] == "X" != a[3]
+    assert "1 tied positions are gaps or lack atoms" in out[1]
+    assert drawn(sample(*args[:-1], "--homomer")) == drawn(out)
+    # What is left of a group is drawn as if it were in none, whatever its weight was.
+    alone = [{"A": [[4], [-0.5]], "B": [[4], [1.0]]}]
+    assert drawn(sample(*args, as_json(tmp_path, {"dimer": alone}))) == drawn(sample(*args[:-1]))
+
+
+def test_a_pssm_takes_its_share_of_the_probabilities_and_makes_low_odds_rare(sample, pdb, tmp_path):
+    random, allowed = np.random.default_rng(0), [letter not in "CX" for letter in LETTERS + "X"]
+    coef, letters, odds = (random.random(shape) for shape in (22, (22, 21), (22, 21)))
+    letters /= letters.sum(1, keepdims=True)
+    pssm = {"pssm_coef": coef, "pssm_bias": letters, "pssm_log_odds": odds}
+    path = as_json(tmp_path, {"one": {"A": pssm}})
+
+    def drawn_from(*options):
+        sample(pdb, "--mutable_positions", "A15", "--omit", "C", "--temperature", 0.5,
+               "--save_probs", "--out_folder", tmp_path, *options)
+        return arrays(tmp_path, "probs")["probs"][0, 5]
+
+    plain, rare = drawn_from(), ("--pssm_log_odds_flag", 1, "--pssm_threshold", 0.5)
+    for multi, options in ((0.4, ()), (1, ()), (0.4, rare), (0, rare)):
+        mixed = (1 - multi * coef[5]) * plain + multi * coef[5] * letters[5]
+        mixed = mixed * allowed * (np.where(odds[5] > 0.5, 1.001, 0.001) if options else 1)
+        found = drawn_from("--pssm_jsonl", path, "--pssm_multi", multi, *options)
+        assert found == pytest.approx(mixed / mixed.sum(), abs=1e-5)
+
+
+def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample, pdb, tmp_path):
+    sample(pdb, "--mutable_positions", "A20", "--num", 5, "--temperature", 9, "--save_probs",
+           "--out_folder", tmp_path, "--backbone_noise", 0.3)
+    of_one_residue = arrays(tmp_path, "probs")["probs"][:, 10]
+    assert np.ptp(of_one_residue, 0).max() > 1e-3
+    args, out = (pdb, "--temperature", 1, "--num", 5), tmp_path / "noisy.fasta"
+    sample(*args, "--backbone_noise", 0.3, "--batch_size", 4, "--out", out)
+    noisy = out.read_text()
+    assert sample(*args, "--backbone_noise", 0.3, "--batch_size", 1)[0] == noisy
+    assert read(noisy)[0] == read(sample(*args)[0])[0]
+    again = read(sample(pdb, "--score_only", out)[0])
+    assert [head["score"] for head, _ in again] == [head["score"] for head, _ in read(noisy)]
+
+
+PSSM = {"pssm_coef": [1] * 22, "pssm_bias": [[0.5] * 21] * 22, "pssm_log_odds": [[0] * 21] * 22}
+OMIT, TIED = "--omit_AA_jsonl settings.json", "--tied_positions_jsonl settings.json"
+WITH_PSSM = "--pssm_jsonl settings.json --pssm_multi 1"
+BAD = {                                                     # arguments: words of the message
+    "--chains A --fixed_chains A": "chain A is to be designed and to be fixed",
+    "--fixed_positions A12 --mutable_positions A13": "together; expected one of them",
+    "--fixed_positions 0-43": "no position is left to design",
+    "--tied_positions A12": "at least two parts",
+    "--tied_positions A12,,B12": "--tied_positions: found A12,,B12 with parts of [1, 0, 1]",
+    "--tied_positions A12,B12 --fixed_positions A12": "A12 (fixed), B12 (designed)",
+    "--homomer --chains A": "share no residue number",
+    "--bias W=0 W=2": "found W twice",
+    "--temperature warm": "found --temperature warm",
+    "--score_only good.fasta --num 3": "found --num with --score_only",
+    "--score_only none.fasta": "--score_only: there is no file none.fasta",
+    "--score_only short.fasta": "chains of [22, 21] letters; expected [22, 22]",
+    "--score_only lower.fasta": "'m' at A10",
+    "--score_only unknown.fasta": "'X' at A11 (position 1, 0-based)",
+    "--save_probs": "without --out_folder",
+    "--pssm_multi 0.5": "without FILE",
+    OMIT: "expected JSON objects",                          # the file holds a list
+    "--omit_AA_jsonl twice.json": 'key "dimer" given twice',
+}
+BAD_SETTINGS = [                                            # of the structure "dimer"
+    (OMIT, {"Z": []}, 'found chain "Z"; expected one of A B'),
+    (OMIT, {"A": [[[23], "G"]]}, "chain A: found [23]; expected a list of rows from 1 to 22"),
+    (OMIT, {"B": [[[2], LETTERS]]}, "no letter to draw at B11"),
+    ("--bias_by_res_jsonl settings.json", {"A": [[0.0] * 21]}, "numbers of shape (22, 21)"),
+    (TIED, [{"A": [1], "B": [1]}, {"A": [1, 2]}], "in two groups"),
+    (WITH_PSSM, {"A": PSSM}, "pssm_bias at A10 of dimer with a sum of"),
+    (WITH_PSSM, {"A": {**PSSM, "pssm_bias": np.eye(21)[[20] * 22]}}, "no letter to draw")]
+
+
+@pytest.mark.parametrize("text, settings, words", [
+    (OMIT, {"other": {}}, 'found settings for ["other"]; expected dimer among them'),
+    *((text, [], words) for text, words in BAD.items()),
+    *((text, {"dimer": settings}, words) for text, settings, words in BAD_SETTINGS)])
+def test_bad_input_is_one_clear_error_and_leaves_no_file(
+        sample, dimer, tmp_path, monkeypatch, text, settings, words):
+    monkeypatch.chdir(tmp_path)
+    as_json(tmp_path, settings)
+    (tmp_path / "twice.json").write_text('{"dimer": {}}\n{"dimer": {}}\n')
+    for name, letters in {"good": f"{NATIVE}/{NATIVE}", "short": f"{NATIVE}/{NATIVE[1:]}",
+                          "lower": f"m{NATIVE[1:]}/{NATIVE}",
+                          "unknown": f"MX{NATIVE[2:]}/{NATIVE}"}.items():
+        (tmp_path / f"{name}.fasta").write_text(f">a\n{letters}\n")
+    before = sorted(tmp_path.iterdir())
+    out, err = sample(dimer, "--out", tmp_path / "new.fasta", *text.split(), code=2)
+    assert words in err and out == "" and "Traceback" not in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_path):
+    old, bad, shifted = tmp_path / "old.fasta", tmp_path / "bad.pt", tmp_path / "shifted.pdb"
+    old.write_text("as it was")
+    bad.write_bytes(b"not weights")
+    write_pdb(shifted, {"A": "MKTAY", "B": "KTAYM"})
+    (tmp_path / "empty" / "folder.pdb").mkdir(parents=True)
+    (tmp_path / "empty" / "._one.pdb").write_text("of macOS")
+    for structures, more, words in (
+            ([pdb], {"checkpoint": bad}, "bad.pt"), ([old], {}, "old.fasta"),
+            ([tmp_path / "none.pdb"], {}, "none.pdb"),
+            ([pdb, shifted, pdb, shifted], {}, f"found {pdb} and {pdb}, whose designs "),
+            ([pdb, tmp_path / "empty"], {}, "no structure in the folder"),
+            ([pdb, shifted, "--chains", "B"], {}, f"{pdb}: --chains: found B"),
+            ([shifted, "--homomer"], {}, "A10 M, B10 K; expected the same letter")):
+        out, err = sample(*structures, "--out", old, code=2, **more)
+        assert words in err and err.startswith("sample_proteinmpnn.py: error: ") and out == ""
+        assert old.read_text() == "as it was"
+
+
+def test_what_was_made_before_ctrl_c_is_kept(sample, pdb, dimer, tmp_path, monkeypatch):
+    results = [("as sampled\n", {})]
+    def make_results(*_):
+        if not results:
+            raise KeyboardInterrupt
+        return results.pop()
+    monkeypatch.setattr(sample_proteinmpnn, "make_results", make_results)
+    (tmp_path / "a.fa").write_text("old")
+    err = sample(pdb, dimer, "--out", tmp_path / "a.fa", code=130)[1]
+    assert f"1 of 2 structures are in {tmp_path / 'a.fa.partial'}" in err and "interrupted" in err
+    assert (tmp_path / "a.fa.partial").read_text() == "as sampled\n"
+    assert (tmp_path / "a.fa").read_text() == "old"
+
+
+def test_an_input_is_never_written_over(sample, weights, dimer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "given.fasta").write_text(f">a\n{NATIVE}/{NATIVE}\n")
+    (tmp_path / "w.pt").write_bytes(weights.read_bytes())
+    (tmp_path / "link.pdb").symlink_to(dimer)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for out in ("w.pt", "dimer.pdb", str(dimer), "link.pdb", "given.fasta"):
+        err = sample("./dimer.pdb", "--score_only", "given.fasta", "--out", out, code=2,
+                     checkpoint="w.pt")[1]
+        assert f"found {out} to be written, which is the input" in err
+    os.mkfifo("pipe")
+    assert "found pipe to be written, which is no file" in sample(dimer, "--out", "pipe", code=2)[1]
+    os.remove("pipe")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_designs_of_unknown_letters_have_scores_where_there_are_letters_and_no_nan(sample, pdb):
+    pdb.write_text(re.sub("|".join(NAMES), "UNK", pdb.read_text()))
+    text = sample(pdb)[0]
+    (native, letters), (head, _) = read(text)
+    assert "no residue of known letter" in text and letters == "X" * 22
+    assert native.keys() == {"seed"} and "nan" not in text
+    assert head.keys() == {"T", "sample", "score", "global_score"}

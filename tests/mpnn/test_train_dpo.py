@@ -1,0 +1,741 @@
+"""Does train_dpo_ddp.py train the right thing on any number of ranks, stop, go on and refuse?"""
+
+import copy
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+import bench.__main__ as bench_ddp
+import train_dpo_ddp
+from ddp_setup import Ddp, load_checkpoint
+from mpnn.designs import Designs
+from launchers import fork_ranks, need, run_ranks
+from mpnn.model import (ALPHABET, ProteinMPNN, from_checkpoint, load_proteinmpnn,
+                        random_proteinmpnn, to_checkpoint)
+from training.config import load_config
+from training.folder import hash_of, read_status
+from sedd.sequences import decode
+from mpnn.structures import NAMES, Complex, Pair, PairPlan, Structure, demo_pairs, read_pairs
+import test_proteinmpnn_model
+from test_proteinmpnn_model import each_case, graph_of, near
+from test_structure_data import Atoms
+from mpnn.reference import Reference, make_batch, orders_of, pair_scores
+from mpnn.evaluation import Validation
+from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, main, micro_batch_loss,
+                           objective, preference_loss, read_arguments)
+from training.loop import MicroBatchSampler
+from training_runs import (  # noqa: F401 (the fixture one_thread)
+    ROOT, assert_refused, command_lines, driver, equal, gradients, on_ranks, one_thread, rows,
+    same_run, timeless, words)
+
+SCRIPT, DEMO = ROOT / "train_dpo_ddp.py", ROOT / "configs" / "dpo_demo.yaml"
+SMALL = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}
+TINY = {"training.batch_size": 3, "training.accum": 2, "training.n_iters": 12,
+        "training.log_freq": 1, "optim.lr": 3e-3, "optim.warmup": 3,
+        "model.base_model_name": "random", "data.demo_structures": 6, "data.demo_pairs": 5,
+        **{f"model.random.{k}": v for k, v in SMALL.items()}}
+
+
+def tiny(**more):
+    return load_config(Config, None, words(TINY, **more))
+
+
+def run(config, work_dir, **options):
+    return main(config, Ddp(), work_dir, **options)
+
+
+def best_of(work_dir):
+    return torch.load(work_dir / "best_model.pt", weights_only=True)
+
+
+# ---- losses ----
+
+fixture = test_proteinmpnn_model.fixture    # the numbers of the official code
+
+
+def batch_of(inputs, order):
+    """The pair of a fixture, as make_batch lays it out."""
+    weight = inputs["mask"] * inputs["chain_M_full"]
+    return {"S": torch.cat([inputs["S_chosen"], inputs["S_rejected"]]),
+            "order": order.expand(2, -1), "scored": weight, "n_scored": weight.sum(1),
+            "complex_row": torch.zeros(2, dtype=torch.int64),
+            "sequence_rows": torch.tensor([[[0, 1]]])}
+
+
+def scored(model, inputs, batch):
+    return model(graph_of(model, inputs), batch["S"], batch["order"], batch["complex_row"])
+
+
+@torch.no_grad()
+def test_losses_have_the_values_of_the_official_model(fixture):
+    names = {"ipo": "ipo_sum", "ipo_norm": "ipo_mean", "conservative": "conservative_ls0p1",
+             "robust": "robust_ls0p1", "simpo": "simpo_b2_g0p5"}    # of the fixture
+    for case, inputs, *models in each_case(fixture, "dpo"):
+        batch = batch_of(inputs, inputs["decoding_order"])
+        reference, policy = (scored(model, inputs, batch) for model in models)
+        reference = pair_scores(reference, batch, 1)[0]
+        for name in get_args(Loss.__annotations__["name"]):
+            loss = Loss(name=name, beta=2.0 if name == "simpo" else 0.1)
+            values, _ = objective(policy, batch, reference, loss)
+            near(values, case["dpo"]["losses"][names.get(name, name)],
+                 **(dict(rtol=1e-3) if name == "ipo" else dict(atol=3e-4)))
+
+
+def test_loss_and_gradient_in_order_are_those_of_the_original(fixture):
+    # The original adds 1e-20 to probabilities, which some reach at temperature 0.1: undone here, as
+    # ours does not.
+    def floor(log_probs, T):
+        return T * ((log_probs / T).softmax(-1) + 1e-20).log()
+
+    for case, inputs, reference, policy in each_case(fixture, "invfold"):
+        batch = batch_of(inputs, torch.arange(inputs["S"].shape[1])[None])
+        for name, T in (("T0p1", 0.1), ("T1p0", 1.0)):
+            with torch.no_grad():
+                ref = pair_scores(floor(scored(reference, inputs, batch), T), batch, T)[0]
+            value = objective(floor(scored(policy, inputs, batch), T), batch, ref,
+                              Loss(temperature=T))[0].mean()
+            norm = torch.nn.utils.get_total_norm(torch.autograd.grad(value, policy.parameters()))
+            for found, what in ((value.detach(), "loss"), (norm, "grad_norm")):
+                near(found, case["invfold"][f"{what}_{name}"], rtol=2e-3, atol=1e-5)
+
+
+# chosen -10 of a reference's -11, rejected -12 of -11.5, 5 residues: h = 1 + 0.5 = 1.5, beta h =
+# 0.75 at beta 0.5.
+@pytest.mark.parametrize("name, expected", [
+    ("sigmoid", math.log(1 + math.exp(-0.75))), ("hinge", 0.25), ("ipo", 0.25), ("ipo_norm", 0.49),
+    ("robust", (0.8 * math.log(1 + math.exp(-0.75)) - 0.2 * math.log(1 + math.exp(0.75))) / 0.6),
+    ("conservative", 0.8 * math.log(1 + math.exp(-0.75)) + 0.2 * math.log(1 + math.exp(0.75))),
+    ("sigmoid_norm", math.log(1 + math.exp(-0.15))), ("reference_free", math.log(1 + math.exp(-1))),
+    ("simpo", math.log(1 + math.exp(0.1)))])        # 0.5 x 2 / 5 - 0.3 = -0.1
+def test_each_loss_at_a_margin_computed_by_hand(name, expected):
+    values = [torch.tensor([x], dtype=torch.float64) for x in (-10, -12, -11, -11.5, 5)]
+    found = preference_loss(*values, Loss(name=name, beta=0.5, label_smoothing=0.2, gamma=0.3))
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_mean_entropy():
+    p = torch.full((1, 4, 21), 0.1 / 19).double()
+    p[..., 0], p[..., 1] = 0.6, 0.3   # chosen AAAA, rejected CCCC, under any order
+    S = torch.tensor([[0] * 4, [1] * 4])
+    weight = torch.tensor([[1.0, 1, 0, 1]]).double()
+    batch = {"S": S, "scored": weight, "n_scored": weight.sum(1),
+             "sequence_rows": torch.tensor([[[0, 1]]])}
+    entropy = -(0.6 * math.log(0.6) + 0.3 * math.log(0.3) + 0.1 * math.log(0.1 / 19))
+    loss, reference = Loss(sft=2.0, diversity_lambda=0.5), torch.zeros(1, 2).double()
+    value, columns = objective(p.log().repeat(2, 1, 1), batch, reference, loss)
+    sigmoid = math.log(1 + math.exp(-0.1 * 3 * (math.log(0.6) - math.log(0.3))))
+    assert value.item() == pytest.approx(sigmoid - 2 * math.log(0.6) - 0.5 * entropy)
+    assert columns[0, 1].item() == pytest.approx(sigmoid)
+    assert columns[0, 4] == 1 and columns[0, 5].item() == pytest.approx(3 * math.log(0.6))
+
+
+# ---- batches and orders ----
+
+def small_pairs():
+    """Pairs of different lengths and weights; some with fixed positions, unresolved rows, a context
+    chain."""
+    pairs, random, chains = [], np.random.default_rng(0), []
+    for i, pair in enumerate(demo_pairs(seed=3, n_structures=4, pairs_per_structure=4)):
+        mask = pair.chain_M
+        if i % 4 == 0:   # not ideal backbones: there, neighbours lie at equal distances
+            chain = pair.complex.structure.chains["A"]
+            X = chain.X + random.normal(0, 0.3, chain.X.shape).astype(np.float32)
+            chains.append(replace(chain, X=X))
+            complex = Complex(Structure(f"s{i}", {"A": chains[-1]}), ["A"])
+        elif i % 4 == 1:
+            mask = random.random(len(mask)) < 0.5
+        pairs.append(Pair(complex, np.where(mask, pair.chosen, pair.rejected), pair.rejected, mask))
+    one, other, *_ = chains
+    two = Complex(Structure("two", {
+        "A": replace(one, resolved=np.arange(len(one.S)) % 7 != 3),
+        "B": replace(other, X=other.X + np.float32(20))}), ["A"], ["B"])
+    pairs += [Pair(two, pairs[k].chosen, pairs[k].rejected, pairs[k].chain_M) for k in (0, 2, 3)]
+    for i, pair in enumerate(pairs):
+        pair.weight = (1 + i % 3) / 64   # of float32 without rounding
+    return pairs
+
+
+def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
+    pairs = small_pairs()
+    for pair in pairs:
+        n, L = len(pair.chain_M), len(pair.complex)
+        designed = np.zeros(L, bool)
+        designed[:n] = pair.chain_M & pair.complex.mask[:n]
+        for order in orders_of(pair, Loss(n_orders=3), 0, 0).tolist():
+            assert sorted(order) == list(range(L)) and not designed[order[:-designed.sum()]].any()
+        arange = orders_of(pair, Loss(order="arange"), 0, 5)
+        assert arange.tolist() == [np.argsort(designed, kind="stable").tolist()]
+
+    def get(pair=pairs[0], seed=0, epoch=0, **more):
+        return orders_of(pair, Loss(**more), seed, epoch).tolist()
+
+    assert get() == get() and len({str(order) for order in get(n_orders=4)}) == 4
+    assert get() != get(epoch=1) and get() != get(seed=1) and get() != get(pair=pairs[2])
+    assert get(order="fixed") == get(order="fixed", epoch=1) != get(order="fixed", seed=1)
+    assert orders_of(pairs[0], Loss(), 0).tolist() == get(order="fixed")   # in evaluations
+    shared = [get(pair=pair, share_order=True) for pair in pairs[:3]]
+    assert shared[0] == shared[2] != shared[1]   # the second has other designed positions
+
+
+def networks(config, ddp=Ddp()):
+    """(policy, Reference, pairs) of small_pairs; policy and reference have other weights."""
+    pairs, (policy, model) = small_pairs(), (random_proteinmpnn(k, **SMALL) for k in (2, 1))
+    return policy, Reference(model, pairs, config, ddp), pairs
+
+
+@torch.no_grad()
+def alone(model, pair, S, orders, temperature=1.0):
+    """log p(S) of one pair scored by itself, averaged over orders."""
+    total = 0.0
+    for order in orders:
+        log_probs, letters, weight = everywhere(model, pair, S, order)
+        log_probs = torch.log_softmax(log_probs / temperature, -1)
+        total += float((log_probs.gather(-1, letters[:, None])[:, 0] * weight).sum())
+    return total / len(orders)
+
+
+def everywhere(model, pair, S, order):
+    """(log-probabilities (L, 21), letters (L,), weight (L,), 1 = scored) of a sequence S of a pair
+    under an order."""
+    c = pair.complex
+    letters = torch.from_numpy(np.concatenate([S, c.S[len(S):]]).astype(np.int64))
+    X, mask, residue_idx, chain_id = (torch.from_numpy(np.asarray(x))[None] for x in (
+        c.X, c.mask.astype(np.float32), c.residue_idx, c.chain_id))
+    weight = torch.zeros(len(c))
+    weight[:len(S)] = torch.from_numpy(pair.chain_M & c.mask[:len(S)]).float()
+    graph = model.graph(X, mask, residue_idx, chain_id)
+    return model(graph, letters[None], order[None])[0], letters, weight
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss__n_orders": 2, "loss__temperature": 0.5},
+                                      {"loss__order": "arange", "loss__share_order": True}])
+def test_validation_means_are_over_weighted_pairs_with_recovery_and_kl_on_natives(
+        tmp_path, settings):
+    """Of mixed batches, as if each sequence was scored alone."""
+    config = tiny(**settings)
+    policy, reference, pairs = networks(config)
+    v = Validation(pairs, reference, config, objective)
+    v.table, _ = reference.precompute(pairs, "hash", tmp_path)
+    assert sorted(np.concatenate(v.batches)) == list(range(len(pairs)))
+    found = v(policy, Ddp())
+    base, scores = (
+        torch.tensor([[alone(model, p, S, orders_of(p, config.loss, 0), config.loss.temperature)
+                       for S in (p.chosen, p.rejected)] for p in pairs])
+        for model in (reference.model, policy))
+    torch.testing.assert_close(v.table, base, rtol=1e-5, atol=2e-4)
+    rewards = 0.1 * (scores - v.table)
+    margin = rewards[:, 0] - rewards[:, 1]
+    for name, values in {"loss": torch.nn.functional.softplus(-margin), "rewards/margins": margin,
+                         "rewards/accuracies": (margin > 0).float(),
+                         "logps/rejected": scores[:, 1]}.items():
+        mean = np.average(values.tolist(), weights=[pair.weight for pair in pairs])
+        assert found[f"val/{name}"] == pytest.approx(mean, rel=1e-4, abs=1e-4), name
+    sums = torch.zeros(3)   # KL(policy | reference), recovered, residues
+    for p in v.natives:
+        (a, letters, weight), (b, _, _) = (
+            everywhere(m, p, p.chosen, orders_of(p, config.loss, 0)[0])
+            for m in (policy, reference.model))
+        each = (a.exp() * (a - b)).sum(-1), (a.argmax(-1) == letters).float(), torch.ones(len(a))
+        sums += (torch.stack(each) @ weight).detach()
+    kl, recovered = (sums[:2] / sums[2]).tolist()
+    assert found["val/kl"] == pytest.approx(kl, rel=1e-3) and kl > 0.01 and policy.training
+    assert found["val/recovery"] == pytest.approx(recovered) and recovered > 0
+    assert v(copy.deepcopy(reference.model).train(), Ddp())["val/kl"] == pytest.approx(0, abs=1e-6)
+    assert len(v.natives) == len({(p.complex.key, p.chain_M.tobytes()) for p in pairs})
+
+
+def designs_of(ddp, only=None):
+    """(Designs of small_pairs, or of one of them, letters that the policy draws)."""
+    config = tiny(monitoring__n_designs=3, monitoring__design_temperature=0.5)
+    policy, reference, pairs = networks(config, ddp)
+    found = Designs(pairs if only is None else [pairs[only]], reference, config)
+    return found, found.draw(policy, ddp)
+
+
+def test_designs_change_designed_resolved_positions_alone_and_hang_on_their_problem_alone():
+    designs, S = designs_of(Ddp())
+    pairs = small_pairs()
+    for problem, drawn in zip(designs.problems, S, strict=True):
+        number, pair = next((k, p) for k, p in enumerate(pairs)
+                            if p.complex.key == problem.complex.key
+                            and np.array_equal(p.chosen, problem.preferred[0]))
+        n, L, native = problem.complex.n_designed, len(problem.complex), problem.complex.S
+        resolved = problem.complex.mask[:n]
+        for kept, letters in ((~pair.chain_M, pair.chosen), (~resolved, native[:n])):
+            assert (drawn[:, :n][:, kept] == letters[kept]).all()
+        assert (drawn[:, :n][:, pair.chain_M & resolved] != ALPHABET.index("X")).all()
+        assert (drawn[:, n:L] == native[n:]).all()                             # context
+        assert len({row.tobytes() for row in drawn}) == designs.number
+        assert (designs_of(Ddp(), only=number)[1][0] == drawn[:, :L]).all()
+    assert len(designs.problems) == 4 + 4 + 1
+    entries = designs.fasta(S).splitlines()
+    assert len(entries) == 2 * S[..., 0].size
+    assert entries[1] == decode(S[0, 0, :designs.problems[0].complex.n_designed])
+
+
+def test_metrics_of_designs_by_hand_and_a_collapsed_model_is_seen():
+    designs, _ = designs_of(Ddp())
+    designs.base = designs.draw(designs.reference.model, Ddp())
+    base = designs.metrics(designs.base)
+    assert base["val/design_shift"] == 0 and not designs.sign_of_collapse(base)
+    w, drawn = ALPHABET.index("W"), [p.drawn for p in designs.problems]
+    collapsed = random_proteinmpnn(0, **SMALL)
+    collapsed.W_out.bias.data[w] += 100
+    S = designs.draw(collapsed, Ddp())
+    found = designs.metrics(S)
+    native = [(p.complex.S[d] == w).mean() for p, d in zip(designs.problems, drawn)]
+    preferred = [np.mean([(s == w)[d[:len(s)]].mean() for s in p.preferred])
+                 for p, d in zip(designs.problems, drawn)]
+    share = np.mean(np.concatenate([row[k, :len(d)][d] for row, d in zip(designs.base, drawn)
+                                    for k in range(3)]) == w)
+    assert found == pytest.approx({
+        "val/design_recovery": np.mean(native), "val/design_preferred": np.mean(preferred),
+        "val/design_diversity": 0, "val/design_shift": 1 - share})
+    assert "too alike" in designs.sign_of_collapse(found)
+    # one letter of the first design of the first problem: it differs from the two others
+    S[0, 0, np.flatnonzero(drawn[0])[0]] = ALPHABET.index("C")
+    assert designs.metrics(S)["val/design_diversity"] == pytest.approx(
+        2 / 3 / drawn[0].sum() / len(drawn))
+    spread = {**found, "val/design_diversity": 1.0}       # varied, but of other letters
+    assert "the composition of designs has moved" in designs.sign_of_collapse(spread)
+
+
+# ---- one run on any number of ranks ----
+
+def gradients_of(ddp, by_definition=False):
+    """See training.gradients, of micro-batches of different sizes and pairs with weights, in
+    float64. By the definition: the mean over all pairs, each scored by itself."""
+    config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2,
+                  loss__share_order=True)      # a sequence of several pairs is computed once
+    policy, ref, pairs = networks(config, ddp)
+    policy, ref.model = policy.double(), ref.model.double()
+    plan = PairPlan(pairs, 0, 4, config.training.batch_size)
+
+    def loss_of(model, batch):
+        return micro_batch_loss(model, batch, ref, config, ddp, torch.float32)
+
+    def whole(step):
+        total = weights = 0.0
+        for _, _, epoch, indices in (plan.item_of(step, k) for k in range(4)):
+            for i in indices:
+                batch = ref.to_device(make_batch(pairs, [i], config.loss, 0, epoch))
+                log_probs = policy(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
+                loss = objective(log_probs, batch, ref.scores(batch), config.loss)[0].sum()
+                total, weights = total + pairs[i].weight * loss, weights + pairs[i].weight
+        return total / weights
+
+    return gradients(policy, MicroBatchSampler(plan.item_of, 4, ddp, 0, 2), MicroBatchDataset(
+        pairs, config.loss, 0), loss_of, ddp, whole if by_definition else None)
+
+
+def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean_and_the_designs(tmp_path):
+    expected, drawn = gradients_of(Ddp(), by_definition=True), designs_of(Ddp())[1].tolist()
+    for n in (1, 2, 4):
+        found, designs = on_ranks(n, "test_train_dpo", "(gradients_of(ddp), designs_of(ddp)[1]."
+                                  "tolist())", tmp_path)
+        assert designs == drawn
+        for a, b in zip(found, expected, strict=True):
+            for name in b:   # structures are kept in float32
+                torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6 * b[name].norm())
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "mpich"])
+def test_the_same_global_batch_gives_the_same_losses_and_metrics_under_any_launcher(
+        launcher, tmp_path):
+    need(launcher)
+    settings = words({**TINY, "training.n_iters": 8, "training.eval_freq": 3, "model.dropout": 0.1,
+                      "loss.diversity_lambda": 0.1})
+    run(load_config(Config, None, [*settings, "training.accum=4"]), tmp_path / "one")
+    done = run_ranks(launcher, 2, [SCRIPT, "--output_dir", "two", *settings,
+                                   f"training.num_workers={int(launcher == 'torchrun')}"], tmp_path)
+    assert done.returncode == 0 and not done.leftover, done.text
+    assert done.stdout.count("step 8/8") == 1
+    one, other = timeless(tmp_path / "one"), timeless(tmp_path / "two")
+    assert [row["step"] for row in other] == list(range(9))
+    for a, b in zip(one, other):
+        a.pop("epoch", None)
+        assert [b[key] for key in a] == pytest.approx([*a.values()], rel=1e-4, abs=1e-5), a["step"]
+    assert one[-1]["loss"] != pytest.approx(one[1]["loss"], rel=1e-2)   # something could differ
+    ddp = {key: value for key, value in rows(tmp_path / "two")[1].items() if "ddp/" in key}
+    assert ddp["ddp/world_size"] == 2 and ddp["ddp/effective_batch_size"] == 12
+
+
+# ---- stop and go on ----
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    for order in ("random", "fixed"):
+        often = dict(training__eval_freq=4, training__snapshot_freq=4, loss__order=order,
+                     model__dropout=0.1)
+        run(tiny(**often), tmp_path / order)
+        # in the middle of an epoch of 5
+        run(tiny(training__n_iters=4, **often), tmp_path / f"{order} parts")
+        shutil.rmtree(tmp_path / f"{order} parts" / "reference")
+        run(tiny(**often), tmp_path / f"{order} parts")
+        same_run(tmp_path / order, tmp_path / f"{order} parts")
+    seen = {row["step"]: row.get("seen/pairs") for row in rows(tmp_path / "random parts")}
+    pairs = load_checkpoint(str(tmp_path / "random" / "checkpoints" / "last.pt"))["data"]["n"]
+    assert (seen[5], seen[10]) == (pairs, 2 * pairs)   # at the ends of epochs
+    assert rows(tmp_path / "random")[-1]["loss"] != rows(tmp_path / "fixed")[-1]["loss"]
+
+
+def test_a_resume_is_refused_for_other_pairs_or_base_weights_or_spoilt_ones(tmp_path):
+    run(tiny(training__n_iters=2), tmp_path / "w")
+    state = load_checkpoint(str(tmp_path / "w" / "checkpoints" / "last.pt"))
+    spoilt = {**state["model"], "W_out.bias": torch.full((21,), math.nan)}
+    older = {key: value for key, value in state.items() if key != "seen"}
+    for other, text in (
+            ({**state, "base": "0"}, "trained from other base weights"),
+            ({**state, "model": spoilt}, "1 tensors .* infinite numbers, first W_out.bias"),
+            ({**state, "data": {"n": 3, "hash": "0"}},
+             "other pairs, or in another order.*--base_model_name best_model"),
+            (older, "other.pt has no seen; expected a checkpoint")):
+        torch.save(other, tmp_path / "other.pt")
+        with pytest.raises(ValueError, match=text):
+            run(tiny(), tmp_path / "new", resume=tmp_path / "other.pt")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_no_longer_improves_stops_early_and_keeps_the_base_weights(tmp_path, capsys):
+    still = tiny(optim__lr=0, training__n_iters=50, training__eval_freq=2, training__patience=3)
+    for said in ("Finished at step 5 (early stop)", "This run is finished: early stop at step 5"):
+        assert run(still, tmp_path / "w")["step"] == 5   # evaluated at 2, 4, the epoch's end, 5
+        text = capsys.readouterr().out
+        assert said in text and f"weights   {tmp_path / 'w' / 'best_model.pt'}" in text
+        assert "no evaluation was better than the base weights" in text
+    assert all(row["loss"] == pytest.approx(math.log(2), abs=1e-5)
+               for row in rows(tmp_path / "w")[1:])
+    best = best_of(tmp_path / "w")
+    assert best["step"] == 0
+    assert equal(dict(best["model_state_dict"]), dict(random_proteinmpnn(0, **SMALL).state_dict()))
+
+
+def test_without_validation_the_best_model_is_of_a_whole_epoch_whose_mean_loss_is_least(tmp_path):
+    """Its part may be one batch, which is luckier than any epoch."""
+    run(tiny(data__val_fraction=0, training__n_iters=14, training__eval_freq=1), tmp_path / "w")
+    table = [row for row in rows(tmp_path / "w") if "epoch/loss" in row]
+    assert [row["step"] for row in table] == [5, 10]
+    assert best_of(tmp_path / "w")["step"] == min(table, key=lambda row: row["epoch/loss"])["step"]
+    for steps in (1, 5):   # the single batch's loss is no better and no worse
+        run(tiny(data__val_fraction=0, training__n_iters=steps, optim__lr=0), tmp_path / "part")
+        assert best_of(tmp_path / "part")["step"] == steps
+
+
+def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path, capsys):
+    settings, warning = dict(training__n_iters=30, optim__lr=1e-2), "have become less likely"
+    result = run(tiny(**settings), tmp_path / "plain")
+    text = capsys.readouterr().out
+    assert text.count(f"ATTENTION: chosen sequences {warning}") == 1 and "loss.sft" in text
+    held = run(tiny(loss__sft=1, **settings), tmp_path / "sft")
+    assert warning not in capsys.readouterr().out
+    start = rows(tmp_path / "sft")[0]["val/logps/chosen"]
+    assert result["val/logps/chosen"] < start < held["val/logps/chosen"]
+
+
+# On rank 1 in steps 3 and 6 to 8. The first call lays out DDP's buckets.
+NAN_LOSS = """
+real, calls = script.micro_batch_loss, []
+def micro_batch_loss(*arguments):
+    loss, sums, count = real(*arguments)
+    calls.append(1)
+    bad = float("nan") if rank == 1 and len(calls) - 1 in (3, 6, 7, 8) else 1.0
+    return loss * bad, sums * bad, count
+script.micro_batch_loss = micro_batch_loss
+"""
+
+
+def test_a_nan_on_one_rank_is_skipped_by_all_and_too_many_in_a_row_end_the_run(tmp_path):
+    settings = words(TINY, training__snapshot_freq=1, training__accum=1, training__keep_last=9,
+                     training__max_bad_steps=2)
+    result = fork_ranks(2, [driver(tmp_path, "train_dpo_ddp", NAN_LOSS), "--work_dir", "w",
+                            *settings], tmp_path)
+    assert "in 3 steps in a row, on 1 rank(s)" in result.stderr, result.text
+    assert "a lower optim.lr" in result.stderr and "Traceback" not in result.stderr, result.text
+    assert result.returncode == read_status(tmp_path / "w")["code"] == 1, result.text
+    states = map(load_checkpoint, map(str, tmp_path.glob("w/checkpoints/last*.pt")))
+    states = {state["step"]: state for state in states}
+    assert [states[step]["bad_steps"] for step in range(1, 8)] == [
+        [0, 0], [0, 0], [1, 1], [1, 0], [1, 0], [2, 1], [3, 2]] and len(states) == 7
+    for key in ("model", "sums"):
+        assert equal(states[3][key], states[2][key]) and not equal(states[4][key], states[3][key])
+    assert equal(states[3]["optimizer"]["state"], states[2]["optimizer"]["state"])
+    assert all(p.isfinite().all() for p in states[7]["model"].values())
+    assert rows(tmp_path / "w")[3]["loss"] is None
+
+
+def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, capsys, monkeypatch):
+    cache, fixed = tmp_path / "a" / "reference", dict(loss__order="fixed", training__n_iters=3)
+
+    def scores_were(folder, words, **change):
+        run(tiny(**{**fixed, **change}), tmp_path / folder)
+        assert capsys.readouterr().out.count(words) == 2, change   # for training and validation
+
+    scores_were("a", "computed, kept in")
+    before, fixed["data__reference_cache"] = sorted(cache.iterdir()), cache
+    scores_were("b", "read from")
+    for change in (dict(training__seed=1), dict(loss__n_orders=2), dict(loss__temperature=0.5),
+                   dict(loss__order="arange"), dict(data__demo_pairs=4),
+                   dict(model__random__num_edges=9)):
+        scores_were(str(change), "computed, kept in", **change)
+    size = load_checkpoint(str(before[0]))["scores"].shape
+    for i, scores in enumerate((torch.full(size, math.nan), torch.zeros(3, 2), None)):
+        for path in before:
+            torch.save({"scores": scores}, path)
+        scores_were(f"damaged {i}", "could not be used")
+        assert timeless(tmp_path / f"damaged {i}") == timeless(tmp_path / "a")
+    # sums of another build are not those of the policy here
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    scores_were("d", "computed, kept in")
+
+
+def test_a_loss_without_a_reference_trains_without_one(tmp_path, capsys):
+    run(tiny(loss__name="simpo", loss__beta=2), tmp_path / "w")
+    said = capsys.readouterr().out
+    assert "step 0: validation loss" in said and "reference are equal" not in said
+    assert rows(tmp_path / "w")[-1]["val/loss"] < rows(tmp_path / "w")[0]["val/loss"]
+    assert not (tmp_path / "w" / "reference").exists()
+
+
+def test_little_room_changes_nothing_and_mixed_precision_little_and_not_step_0(
+        tmp_path, capsys, monkeypatch):
+    made, graph = [], ProteinMPNN.graph
+    monkeypatch.setattr(ProteinMPNN, "graph", lambda *x: made.append("") or graph(*x))
+    run(tiny(), tmp_path / "a")
+    made.append("little room:")
+    run(tiny(memory__structure_cache_mb=0), tmp_path / "little")
+    assert len(made) > 3 * made.index("little room:"), "graphs are made anew"
+    same_run(tmp_path / "a", tmp_path / "little")
+    run(tiny(memory__mixed_precision="bfloat16"), tmp_path / "b")
+    assert "bfloat16 (asked for" in capsys.readouterr().out
+    a, b = rows(tmp_path / "a"), rows(tmp_path / "b")
+    assert a[0] == b[0] and a[0]["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    evaluated = [[row["val/loss"] for row in table if "val/loss" in row] for table in (a, b)]
+    assert a[5]["loss"] != b[5]["loss"] and evaluated[0] == pytest.approx(evaluated[1], abs=0.05)
+
+
+def test_the_plain_step_of_the_benchmark_has_our_loss_and_gradient(tmp_path):
+    """On a chain with fewer rows than neighbours, a gap and a residue that lacks O: all are seen by
+    all."""
+    bench_ddp.write_demo_pdb(tmp_path / "s.pdb", 30)
+    lines = [line for line in (tmp_path / "s.pdb").read_text().splitlines(keepends=True)
+             if int(line[22:26]) != 9 and (int(line[22:26]) != 17 or line[13] != "O")]
+    (tmp_path / "s.pdb").write_text("".join(lines))
+    steps = bench_ddp.DpoSteps(bench_ddp.made_pairs(tmp_path / "s.pdb"), 2, Ddp())
+    (plain, norm), (ours, our_norm) = (map(float, steps.gradient(kind, 0, [0, 1]))
+                                       for kind in ("plain", "ours"))
+    assert plain == pytest.approx(ours, abs=4e-6) and abs(plain - math.log(2)) > 1e-3
+    assert norm == pytest.approx(our_norm, rel=1e-4)
+    for (name, p), q in zip(steps.models["plain"].named_parameters(),
+                            steps.models["ours"].parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5 * norm, msg=name)
+
+
+# ---- the demo, and real proteins ----
+
+def test_the_demo_learns_its_rule_and_says_what_it_does(tmp_path):
+    result, folder = fork_ranks(2, [SCRIPT, "--config", DEMO], tmp_path), tmp_path / "runs/dpo_demo"
+    assert result.returncode == 0, result.text
+    text = result.stdout
+    for said in ("RANDOM weights from seed 0: for demonstrations and tests only",
+                 "16 pairs x accum 1 x 2 rank(s) = 32 per step",
+                 "step 0: validation loss 0.6931 (policy and", "epoch 5/5: train loss"):
+        assert text.count(said) == 1, said
+    assert re.search(r"^step 10/55  loss \d\S*  pairs/s \d\S*  acc \d.*  ETA 0:\S+$", text, re.M)
+    table = rows(folder)
+    assert table[-1]["val/rewards/accuracies"] > 0.9
+    assert table[-1]["val/loss"] < 0.2 < 0.69 < table[0]["val/loss"]
+    assert table[0]["val/rewards/margins"] == 0 == table[0]["val/kl"]
+    for key in ("loss", "rewards/accuracies", "logps/chosen", "logps/rejected"):
+        assert key in table[-1] and f"val/{key}" in table[-1]
+    chosen, rejected = table[-1]["rewards/chosen"], table[-1]["rewards/rejected"]
+    assert table[-1]["rewards/margins"] == pytest.approx(chosen - rejected)
+    assert {"grad_norm", "lr", "val/recovery", "entropy"} <= table[-1].keys()
+    assert read_status(folder)["code"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data, more", [
+    ("pairs_monomer.json", []), ("pairs_multichain.json", ["loss.order=fixed"])])
+def test_real_pairs_are_learned_into_a_file_like_the_published(shared, tmp_path, data, more):
+    fixture = torch.load(shared / "fixtures" / "proteinmpnn.pt", weights_only=True)
+    published = fixture["checkpoint_official"]
+    torch.save(published, tmp_path / "v_48_020.pt")
+    argv = ["--train_data", shared / "data" / data, "--output_dir", "out", "--base_model_dir",
+            ".", "--lr", "2e-5", "--batch_size", "2", "--num_epochs", "3", "optim.warmup=0",
+            "training.log_freq=1", *more]
+    done = fork_ranks(2, [SCRIPT, *argv], tmp_path, timeout=900)
+    assert done.returncode == 0, done.text
+    base, first, *_, last = rows(tmp_path / "out")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert base["val/rewards/accuracies"] == 0 and last["val/rewards/accuracies"] > 0.9
+    assert last["loss"] < 0.5 and last["val/loss"] < 0.6
+    found = best_of(tmp_path / "out")
+    ours, theirs = (file["model_state_dict"] for file in (found, published))
+    assert {key: (value.shape, value.dtype) for key, value in ours.items()} == {
+        key: (value.shape, torch.float32) for key, value in theirs.items()}
+    # The margin of a pair, from the two files alone.
+    pair = min(read_pairs(shared / "data" / data), key=lambda pair: len(pair.complex))
+    h = [alone(from_checkpoint(file).eval(), pair, S, orders_of(pair, Loss(), 0))
+         for file in (found, published) for S in (pair.chosen, pair.rejected)]
+    assert (h[0] - h[1]) - (h[2] - h[3]) > 1
+
+
+# ---- config and command line ----
+
+def test_options_of_the_original_set_what_they_say():
+    argv = ("--train_data a.json --val_data b.json --output_dir out --batch_size 16 --num_epochs "
+            "7 --learning_rate 1e-4 --beta 0.5 --temperature 0.1 --base_model_name v_48_010 "
+            "--base_model_dir w --backend gloo --no_cuda --weight_decay 0.01 --num_workers 2 "
+            "--max_length 500 --diversity_lambda 0.05 --mutable_positions A12 A15 "
+            "--base_model_config_dir cfg loss.name=hinge").split()
+    args, c = read_arguments(argv)
+    assert c == load_config(Config, None, [
+        "data.train_data=a.json", "data.val_data=b.json", "data.max_length=500",
+        "data.mutable_positions=A12 A15", "training.batch_size=16", "training.num_epochs=7",
+        "training.num_workers=2", "optim.lr=1e-4", "optim.weight_decay=0.01", "loss.name=hinge",
+        "loss.beta=0.5", "loss.temperature=0.1", "loss.diversity_lambda=0.05",
+        "model.base_model_name=v_48_010", "model.base_model_dir=w"])
+    assert args.work_dir == "out" and args.no_cuda and args.backend == "gloo"
+    _, c = read_arguments(["--train_data", "a", "--mutable_ranges", "0-5", "9-12", "optim.lr=1",
+                           "--lr", "3"])
+    assert c.data.mutable_ranges == "0-5 9-12" and c.optim.lr == 3
+    assert (c.loss.beta, c.loss.temperature, c.model.dropout) == (0.1, 1.0, 0.0)
+
+
+def test_the_plan_scales_the_learning_rate_and_needs_no_pairs():
+    args, c = read_arguments("--plan 1,4 training.batch_size=4 optim.lr=3e-7 optim.scale=linear "
+                             "optim.base_global_batch=4 optim.warmup=10".split())
+    assert re.search(r"\n +4 +16 +1.2e-06 +40\n", describe_plan(c, args.plan))
+
+
+def write_pairs(folder, n=None):
+    """Write pairs.json, 6 pairs on 3 structures of all, or n, residues."""
+    entries = []
+    for i, pair in enumerate(demo_pairs(seed=5, n_structures=3, pairs_per_structure=2)):
+        atoms = Atoms()
+        for number, (xyz, letter) in enumerate(zip(pair.complex.X[:n], pair.complex.S), 1):
+            atoms.add("A", number, NAMES[letter], xyz=xyz)
+        (folder / f"s{i // 2}.pdb").write_text(atoms.pdb())
+        entries.append({"pdb_file": f"s{i // 2}.pdb", "preferred_seq": decode(pair.chosen[:n]),
+                        "unpreferred_seq": decode(pair.rejected[:n]), "chain_id": "A"})
+    (folder / "pairs.json").write_text(json.dumps(entries))
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder with pairs.json and base weights."""
+    write_pairs(tmp_path)
+    (tmp_path / "w").mkdir()
+    torch.save(to_checkpoint(random_proteinmpnn(0, noise_level=0.2, **SMALL)),
+               tmp_path / "w" / "v_48_020.pt")
+    return tmp_path
+
+
+def test_runs_from_files_as_the_original_was_called_and_with_positions_on_the_command_line(files):
+    entries = json.loads((files / "pairs.json").read_text())
+    for entry in entries:
+        entry["unpreferred_seq"] = entry["preferred_seq"][:4] + "GGGGG" + entry["preferred_seq"][9:]
+    (files / "few.json").write_text(json.dumps(entries))
+    few = "--train_data few.json --base_model_dir w --num_epochs 1".split()
+    plain, again, by_number, by_index = command_lines("train_dpo_ddp", [
+        ("--train_data pairs.json --base_model_dir w --num_epochs 2 --lr 1e-3 --no_cuda "
+         "--batch_size 2 --output_dir out --base_model_config_dir cfg").split(),
+        ("--train_data few.json --num_epochs 1 --base_model_dir out --base_model_name best_model "
+         "--work_dir again").split(),   # from the weights of a former run
+        [*few, "--output_dir", "a", "--mutable_positions", "A5-A9"],
+        [*few, "--output_dir", "b", "--mutable_ranges", "4-8", "optim.lr=3e-6"]], files)
+    assert plain[0] == 0 and "--base_model_config_dir cfg is ignored" in plain[1], plain
+    for said in ("6 pairs on 3 structures", "4 pairs for training, 2 on 1 structure(s)",
+                 "v_48_020.pt, trained with 0.2 Angstrom of noise"):
+        assert said in plain[1]
+    model = load_proteinmpnn(files / "out" / "latest_model.pt")
+    assert model.noise_level == 0.2 and model.num_edges == 8
+    best = load_proteinmpnn(files / "out" / "best_model.pt")
+    state = load_checkpoint(str(files / "again" / "checkpoints" / "last.pt"))
+    assert again[0] == 0 and state["base"] == hash_of(best.state_dict())
+    assert "5 positions by chain and number in the file: A5-A9" in " ".join(by_number[1].split())
+    assert by_index[0] == 0 and rows(files / "a")[0] == rows(files / "b")[0]
+    first = rows(files / "a")[0]
+    assert -5 * 6 < first["val/logps/chosen"] < -5   # of 5 residues, not of 30
+    assert first["val/logps/chosen_per_residue"] == pytest.approx(first["val/logps/chosen"] / 5)
+
+
+def test_equal_weights_score_peptides_alike_to_the_last_bit(tmp_path):
+    write_pairs(tmp_path, 3)
+    pairs = tmp_path / "pairs.json"
+    run(load_config(Config, None, [
+        f"data.train_data={pairs}", f"data.val_data={pairs}", "model.base_model_name=random",
+        "training.batch_size=4", "training.n_iters=1", "loss.order=fixed"]), tmp_path / "out")
+    assert rows(tmp_path / "out")[0]["val/rewards/accuracies"] == 0
+
+
+def test_a_run_whose_designs_collapse_says_so_once_and_says_where_they_are(files, capsys):
+    collapse = words({"training.num_epochs": 3, "optim.lr": 0.1, "data.val_fraction": 0.4,
+                      "data.train_data": files / "pairs.json", "model.base_model_dir": files / "w"})
+    run(load_config(Config, None, collapse), files / "out")
+    printed, folder = " ".join(capsys.readouterr().out.split()), files / "out" / "designs"
+    assert printed.count("Look at") == printed.count("ATTENTION: the composition of designs") == 1
+    assert f"designs {folder}/step_3.fasta" in printed
+    assert sorted(p.name for p in folder.iterdir()) == [f"step_{k}.fasta" for k in range(4)]
+    run(load_config(Config, None, [*collapse, "training.n_iters=4"]), files / "out")
+    assert "Look at" not in capsys.readouterr().out
+    run(load_config(Config, None, [*collapse, "monitoring.n_designs=0"]), files / "out", fresh=True)
+    assert not folder.exists()
+
+
+def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
+    entries = json.loads((files / "pairs.json").read_text())
+    (files / "short.json").write_text(json.dumps([{**entries[0], "preferred_seq": "ACD"}]))
+    (files / "one.json").write_text(json.dumps(entries[:1]))
+    (files / "c.yaml").write_text("training: {batch_size: 2}\n")
+    base = "--train_data pairs.json --base_model_dir w --output_dir new --num_epochs 1 "
+    assert_refused("train_dpo_ddp", [
+        ("", "data.train_data is not given"),
+        ("""data.train_data="''" """, "data.train_data is empty"),
+        (base + "--mutable_ranges training.accum=2", "data.mutable_ranges is empty"),
+        (base + "--beta 1e-300", "loss.beta is 1e-300; expected 1e-6"),
+        (base + "training.n_iters=4", "--num_epochs 1 with training.n_iters 4"),
+        (base + "loss.label_smoothing=0.2", "loss.name robust or conservative"),
+        (base + "model.random.hidden_size=64", "expected no model.random"),
+        (base + "--train_data short.json --val_data none.json --base_model_name v_48_030",
+         # all at once
+         "item 0", "lengths differ", "none.json does not exist", "no file w/v_48_030.pt",
+         "github.com/dauparas/ProteinMPNN", "--base_model_dir FOLDER"),
+        (base + "--train_data one.json", "none can be held out", "--val_data"),
+        (base + "training.accum=9", "9 micro-batches"),
+        (base + "data.reference_cache=c.yaml/cache", "c.yaml is a file"),
+        (base + "--no_cuda --device cuda", "--no_cuda with --device cuda")], files)
+
+
+def test_two_ranks_refuse_files_that_differ(files):
+    entries = json.loads((files / "pairs.json").read_text())
+    for rank, own in enumerate((entries, entries[::-1])):
+        (files / f"pairs{rank}.json").write_text(json.dumps(own))
+        (files / f"w{rank}").mkdir()
+        torch.save(to_checkpoint(random_proteinmpnn(rank, **SMALL)),
+                   files / f"w{rank}" / "v_48_020.pt")
+    script = driver(files, "train_dpo_ddp", """
+sys.argv += ["--train_data", f"pairs{rank}.json", "--base_model_dir", f"w{rank}"]
+""")
+    before = sorted(files.rglob("*"))
+    done = fork_ranks(2, [script], files)
+    said = r'rank 1 on \S+ has pairs \(hash\) "\w+" \(rank 0: "\w+"\), base weights \(hash\) "'
+    assert done.returncode == 2 and len(re.findall(said, done.stderr)) == 2, done.text
+    assert "Traceback" not in done.text and sorted(files.rglob("*")) == before
+
+
+def test_a_run_without_a_good_step_says_so(tmp_path, monkeypatch):
+    def nan_loss(*arguments):
+        loss, sums, weights = micro_batch_loss(*arguments)
+        return math.nan * loss, math.nan * sums, weights
+
+    monkeypatch.setattr(train_dpo_ddp, "micro_batch_loss", nan_loss)
+    with pytest.raises(RuntimeError, match="all steps had a nan or infinite loss.*optim.lr"):
+        run(tiny(training__n_iters=2, data__val_fraction=0), tmp_path / "w")
+    assert not (tmp_path / "w" / "lock.json").exists()   # where the process goes on

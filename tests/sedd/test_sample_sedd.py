@@ -1,0 +1,346 @@
+"""sample_sedd.py and sedd/report.py: what comes out keeps its promises."""
+
+import math
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from launchers import ROOT, fork_ranks
+from sedd.report import compare, difference, divergence, longest_repeat, low_complexity, measure
+from sample_sedd import (cli, predict_letters, reshape_choice, residue_scores, sample_sequences,
+                         scaffold_templates, score_sequences, variant_scores)
+from sedd_cases import TrueScores
+from sedd.diffusion import make_graph, make_noise
+from sedd.weights import Sedd, export_sedd, load_sedd, model_of
+from sedd.model import EMA, load_official
+from sedd.sequences import AMINO_ACIDS, N_TOKENS, encode
+from training_runs import equal, one_thread  # noqa: F401 (a fixture for all)
+
+SIZES = {"hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "parameterization": "sedd",
+         "dropout": 0.1, "init_logits": 3.0}
+NOISE = {"type": "loglinear", "eps": 1e-3, "sigma_min": 1e-4, "sigma_max": 20.0}
+LENGTHS = {7: 3, 20: 5, 31: 2}   # of the training proteins
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "best.pt")
+
+
+def write_checkpoint(path, graph="absorb", reduction="residue", **more):
+    """A file as train_sedd_ddp.py writes it, of random weights; the averages are others."""
+    torch.manual_seed(0)
+    model = model_of(SIZES, make_graph(graph, N_TOKENS))
+    average = EMA(model.parameters())
+    for tensor in (*model.parameters(), *average.shadow_params):
+        torch.nn.init.normal_(tensor, std=0.2)
+    torch.save({"model": model.state_dict(), "ema": average.state_dict(), "step": 12,
+                "best": {"step": 10, "score": 2.5}, "data": {"n": 10, "hash": "x"},
+                "config": {"model": SIZES, "graph": {"type": graph}, "noise": NOISE,
+                           "data": {"max_length": 40}, "loss": {"reduction": reduction}},
+                "letters": [*range(100, 121)], "lengths": [LENGTHS.get(n, 0) for n in range(32)],
+                **more}, path)
+    return path
+
+
+def refused(capsys, *arguments):
+    """What the command says when it refuses these arguments, in one message with code 2."""
+    with pytest.raises(SystemExit) as end:
+        cli([*map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == "" and err.count("error: ") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("graph, how", [
+    ("absorb", {}), ("absorb", {"predictor": "euler"}),
+    ("absorb", {"temperature": 0.3, "top_p": 0.8}), ("uniform", {})])
+def test_given_letters_stay_and_neither_mask_nor_x_is_drawn(tmp_path, graph, how):
+    sedd = load_sedd(write_checkpoint(tmp_path / "best.pt", graph))
+    templates = ["MKT" + "_" * 20 + "GSHHW", "_" * 31, AMINO_ACIDS, "W_____________W_"] * 3
+    steps = []
+    drawn = sample_sequences(sedd, templates, steps=6, tokens=90, on_step=steps.append, **how)
+    assert set(steps) == {len(steps)}   # each call tells how many there will be
+    for template, sequence in zip(templates, drawn):
+        assert len(sequence) == len(template) and set(sequence) <= set(AMINO_ACIDS)
+        assert all(a in ("_", b) for a, b in zip(template, sequence))
+    assert len(set(drawn[1::4])) == 3   # not thrice the same
+
+
+def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():
+    found = [re.fullmatch("MKT(_{2,4})GSH___W_?", text)[1]
+             for text in scaffold_templates("mkt[2-4]GSH[3]W[0-1]", 60, seed=1)]
+    assert set(found) == {"__", "___", "____"}
+    with pytest.raises(ValueError, match=r"expected letters and lengths in brackets"):
+        scaffold_templates("MKT(4)", 1, 0)
+
+
+def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path):
+    texts, words = {}, {"fasta": ["--number", "9", "--steps", "4"], "tsv": ["--score", "1.fasta"]}
+    for ranks, kind in ((1, "fasta"), (2, "fasta"), (4, "fasta"), (1, "tsv"), (2, "tsv")):
+        out = tmp_path / f"{ranks}.{kind}"
+        done = fork_ranks(ranks, [ROOT / "sample_sedd.py", checkpoint, "--tokens", "60",
+                                  *words[kind], "--out", out], tmp_path)
+        assert done.returncode == 0, done.text
+        assert out.read_text() == texts.setdefault(kind, out.read_text())
+    assert texts["fasta"].count(">") == 9
+
+
+def test_lengths_are_those_of_the_training_proteins_or_as_asked(checkpoint, tmp_path, capsys):
+    for words, expected in (["--number", "40"], {"7", "20", "31"}), (
+            ["--number", "9", "--length", "5-6"], {"5", "6"}):
+        cli([str(checkpoint), "--steps", "1", *words])
+        assert set(re.findall(r"length=(\d+)", capsys.readouterr().out)) == expected
+    bare = write_checkpoint(tmp_path / "bare.pt", lengths=None)
+    assert "does not tell the lengths" in refused(capsys, bare, "--number", "2")
+
+
+def test_temperature_and_top_p_shape_the_letters_and_not_the_speed():
+    torch.manual_seed(0)
+    log_score, mask = torch.randn(2, 5, 22, dtype=torch.float64), 21
+    xt = torch.tensor([[21, 3, 21, 21, 20]] * 2)
+    masked = xt == mask
+    for temperature, top_p in ((2.0, 1.0), (1.0, 0.7), (0.7, 0.4)):
+        shaped = reshape_choice(log_score, xt, mask, temperature, top_p)
+        assert torch.equal(shaped[~masked], log_score[~masked])
+        for old, new in zip(log_score[masked].exp(), shaped[masked].exp()):
+            q = torch.softmax(old[:20].log() / temperature, -1)
+            best = q.argsort(descending=True)
+            best = best[:int((q[best].cumsum(-1) < top_p).sum()) + 1]
+            expected = torch.zeros_like(old)
+            expected[best] = q[best] / q[best].sum() * old[:20].sum()
+            expected[mask] = old[mask]
+            assert torch.allclose(new, expected)
+
+
+LETTERS = np.append(np.arange(20, 0, -1), 7) * 1e6    # of the training data; X has no part
+
+
+def exact_model(p):
+    graph = make_graph("absorb", N_TOKENS)
+    return Sedd(TrueScores(torch.from_numpy(p), graph), graph, make_noise("loglinear"), {},
+                LETTERS, None, 60, {}, ())
+
+
+def test_the_score_of_an_exact_model_is_the_exact_likelihood_within_its_error():
+    p, random = np.arange(1, 21) / 210, np.random.default_rng(0)
+    rows = ["".join(random.choice(list(AMINO_ACIDS), 50, p=p)) for _ in range(60)]
+    exact = np.array([-np.log(p)[encode(row)].sum() for row in rows])
+    scores = score_sequences(exact_model(p), rows, samples=32)
+    unigram = [-np.log(LETTERS[encode(row)] / LETTERS[:20].sum()).sum() for row in rows]
+    assert scores.unigram == pytest.approx(unigram, rel=1e-4) and (scores.residues == 50).all()
+    error = math.hypot(*scores.error)
+    assert error < 0.01 * exact.sum() and abs(scores.bound.sum() - exact.sum()) < 3 * error
+    assert (np.abs(scores.bound - exact) < 2 * scores.error).mean() > 0.8   # each one's, too
+
+
+def test_a_score_does_not_depend_on_the_others_and_long_sequences_are_refused_or_scored_in_parts(
+        checkpoint):
+    sedd, row = load_sedd(checkpoint), "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"
+    with pytest.raises(ValueError, match="56 residues, but the model was trained on at most 40"):
+        score_sequences(sedd, [row])
+    whole = score_sequences(sedd, [row, "MKTAYIAK"], samples=4, window=True)
+    parts = [score_sequences(sedd, [part], samples=4) for part in (row[:28], row[28:], "MKTAYIAK")]
+    one, two, other = (part.bound[0] for part in parts)
+    assert whole.bound == pytest.approx([one + two, other], rel=1e-5)
+    assert whole.error[0] == pytest.approx(math.hypot(*(part.error[0] for part in parts[:2])))
+
+
+def test_each_position_is_scored_given_all_others_and_variants_by_it():
+    p = np.arange(1, 21) / 210
+    sedd, text = exact_model(p), "ACDEXWY"
+    expected = -np.log(np.append(p, math.nan))[encode(text)]
+    assert residue_scores(sedd, text) == pytest.approx(expected, abs=1e-5, nan_ok=True)
+    ratios = variant_scores(sedd, text, [[(0, 19)], [(0, 19), (1, 18)]])
+    assert np.exp(ratios) == pytest.approx([20 / 1, 20 / 1 * 19 / 2], rel=1e-4)
+    uniform = sedd._replace(graph=make_graph("uniform", N_TOKENS))
+    for score in (lambda: residue_scores(uniform, text),
+                  lambda: variant_scores(uniform, text, [[(0, 19)]])):
+        with pytest.raises(ValueError, match="behind a mask, which the uniform graph does not"):
+            score()
+
+
+def test_a_masked_position_sees_the_rest_of_its_sequence(checkpoint):
+    sedd = load_sedd(checkpoint)
+    rows = np.stack([encode("MKTAYIAK"), encode("MKTAYIAW")])
+    rows[:, 2] = sedd.graph.mask_id
+    log_p = predict_letters(sedd, rows)
+    assert np.allclose(np.exp(log_p).sum(-1), 1) and not np.allclose(*log_p)
+    plain = residue_scores(sedd, "MKTAYIAK")[2]
+    assert plain == pytest.approx(-float(log_p[0, AMINO_ACIDS.index("T")]), rel=1e-5)
+    variants = [[(5, 1), (2, 3)], [(0, 4)], [], [(7, 9), (1, 2), (3, 0)]]
+    ratios = variant_scores(sedd, "MKTAYIAK", variants)
+    ordered = [variant_scores(sedd, "MKTAYIAK", [sorted(changes)])[0]
+               for changes in variants if changes]
+    assert ratios == pytest.approx(np.insert(ordered, 2, 0), rel=1e-4)
+    assert variant_scores(sedd, "MKTAYIAK", variants, tokens=16) == pytest.approx(ratios, rel=1e-4)
+    longer = "ACDEFGHIKL" * 6   # beyond the 40 residues: those around each position
+    assert residue_scores(sedd, longer)[30] == pytest.approx(
+        residue_scores(sedd, longer[10:50])[20], rel=1e-5)
+
+
+def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
+    (tmp_path / "p.fasta").write_text(">one first\nMKTAYI\nAKQ*\n>two\nACDXEFG\n")
+    words = [str(checkpoint), "--score", str(tmp_path / "p.fasta")]
+    cli(words)
+    out, err = capsys.readouterr()
+    head, one, two = (line.split("\t") for line in out.splitlines())
+    assert one[:2] == ["one first", "9"] and two[1] == "7"
+    nats, each, errors, unigram = np.array([one[2:], two[2:]], float).T
+    assert each == pytest.approx(nats / [9, 6], abs=1e-4)   # X does not count
+    assert max(map(len, err.splitlines())) <= 80
+    said = re.search(r"15 residues: bound (\S+) nats .*error (\S+)\), perplexity (\S+) ",
+                     " ".join(err.split()))
+    expected = [nats.sum() / 15, math.hypot(*errors) / 15, math.exp(nats.sum() / 15)]
+    assert list(map(float, said.groups())) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    cli([*words, "--samples", "1"])   # from which no error follows
+    assert "nan" not in capsys.readouterr().err
+    cli([*words, "--each_position"])
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 9 + 7
+    with open(tmp_path / "p.fasta", "a") as file:
+        file.write(">three\nMKV-A\n")
+    # `refused` sees no output: all are looked at before the first is scored.
+    assert "three: found '-' at position 4" in refused(capsys, *words, "--each_position")
+
+
+def test_variants_are_ranked_and_those_of_another_sequence_refused(checkpoint, tmp_path, capsys):
+    (tmp_path / "wild.fasta").write_text(">w\nMKTAYIAKQ\n")
+    (tmp_path / "v.txt").write_bytes("\ufeffM1A  # \xfc\n\nk2w, Q9A,\nT3G\n".encode())
+    words = [str(checkpoint), "--score", str(tmp_path / "wild.fasta"), "--mutations"]
+    cli([*words, str(tmp_path / "v.txt")])
+    _, names, scores = zip(*(line.split("\t") for line in capsys.readouterr().out.splitlines()))
+    assert {*names[1:]} == {"M1A", "K2W,Q9A", "T3G"}
+    assert [*scores[1:]] == sorted(scores[1:], key=float, reverse=True)
+    for variant, found in (("A2W", "A2W; the sequence has K there;"), ("M0A", "M0A;"),
+                           ("Q10A", "Q10A;"), ("M1", "M1;")):
+        (tmp_path / "v.txt").write_text(f"M1A\n{variant}\n")
+        assert f"line 2: found {found} expected" in refused(capsys, *words, tmp_path / "v.txt")
+
+
+@pytest.mark.parametrize("graph", ["absorb", "uniform"])
+def test_averages_or_weights_as_saved_are_exported_to_the_last_bit(tmp_path, graph, extras):
+    state = torch.load(write_checkpoint(tmp_path / "best.pt", graph))
+    sedd, last = (load_sedd(tmp_path / "best.pt", ema=ema) for ema in (True, False))
+    assert equal(state["ema"]["shadow_params"], [*sedd.model.parameters()])
+    assert equal(state["model"], last.model.state_dict())
+    pytest.importorskip("safetensors")
+    for name in ("folder", "published.pth"):
+        export_sedd(sedd, tmp_path / name)
+        again, times = load_sedd(tmp_path / name), torch.tensor([0.1, 0.5, 1.0])
+        assert equal(sedd.model.state_dict(), again.model.state_dict())
+        assert (again.config, again.max_length) == (sedd.config, 40)
+        assert (again.letters == range(100, 121)).all() and (again.lengths == sedd.lengths).all()
+        assert torch.equal(again.noise(times)[0], sedd.noise(times)[0])
+        with pytest.raises(FileExistsError):
+            export_sedd(sedd, tmp_path / name)
+    assert load_sedd(tmp_path / "folder").about == sedd.about
+    official = torch.load(tmp_path / "published.pth", weights_only=True)
+    assert load_official(sedd.model, official) == "ema"
+    for name in ("last", "last.pth"):
+        export_sedd(last, tmp_path / name)
+        assert "weights as saved" in load_sedd(tmp_path / name).notes[0]
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert "averages over" in card and ("the mask comes last" in card) == (graph == "absorb")
+    assert "not averaged" in (tmp_path / "last" / "README.md").read_text()
+    write_checkpoint(tmp_path / "by.pt", graph, "sequence", best={"step": 2, "score": 99.0})
+    export_sedd(load_sedd(tmp_path / "by.pt"), tmp_path / "by")
+    assert "99.0000 nats per protein" in (tmp_path / "by" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["--number", "0"], "--number 0; expected at least 1"),
+    (["--length", "9-3"], "found the length 9-3; expected a range like 80-120"),
+    (["--length", "9" * 20], "at most 1,000,000"),
+    (["--score", __file__, "--seed", "1"], "found --seed, which --score does not use"),
+    (["--scaffold", "MKT[4]", "--score", __file__], "not allowed with argument"),
+    (["--score", "nope.fasta"], "there is no file nope.fasta"),
+    (["--score", __file__], "found letters before a header"),
+    (["--window"], "--window without --score"),
+    (["--temperature", "1e-4", "--length", "5"], "expected temperature of 0.001 or more"),
+    (["--out", "no/where.fasta"], "in a folder that is missing"),
+    (["--report", __file__, "--out", "new.fasta"], "found letters before a header"),
+    (["--report", __file__, "--out", "new.png"], "expected --out NAME.fasta"),
+    (["--score", __file__, "--out", __file__], "the result would overwrite"),
+    (["--seed", 2**63], f"--seed {2**63}; expected at most"),
+    (["--mutations", __file__, "--score", __file__, "--each_position"], "not allowed with"),
+    (["--score", __file__, "--each_position", "--samples", "4"], "found --samples with"),
+    (["--export", "e", "--out", "o.fa"], "found --out with --export"),
+    (["--out", "/proc/o.fa"], "/proc/"),
+    (["--scaffold", "MKX[4]"], "found 'X' at place 3"),
+    (["--scaffold", "MK[0]"], "found no length above 0"),
+    (["--scaffold", "[0-3][0-5]"], "found parts that may all be empty")])
+def test_what_cannot_be_done_is_refused_in_one_message_before_anything_is_written(
+        checkpoint, tmp_path, capsys, monkeypatch, words, expected):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(capsys, checkpoint, *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_replaces_neither_a_device_nor_the_model(checkpoint, tmp_path, capsys):
+    (tmp_path / "config.json").touch()      # of an exported folder
+    for model, out in ((checkpoint, checkpoint), (tmp_path, tmp_path / "config.json")):
+        assert "would overwrite" in refused(capsys, model, "--length", 5, "--out", out)
+    os.mkfifo(tmp_path / "pipe")
+    assert "is a folder or a device" in refused(capsys, checkpoint, "--out", tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_what_is_no_model_is_refused(checkpoint, tmp_path, capsys, extras):
+    torch.save({"model": print}, tmp_path / "code.pt")
+    spoilt = torch.load(write_checkpoint(tmp_path / "nan.pt"), weights_only=True)
+    spoilt["ema"]["shadow_params"][3][:] = math.nan
+    torch.save(spoilt, tmp_path / "nan.pt")
+    torch.save({"model": {"a": torch.zeros(1)}}, tmp_path / "other.pt")
+    for name, expected in (("code.pt", "cannot read"), ("other.pt", "holds no SEDD model"),
+                           ("nan.pt", "nan or infinite numbers, first"),
+                           ("absent.pt", "there is no "), ("", "give checkpoints/best.pt")):
+        said = refused(capsys, tmp_path / name)
+        assert expected in said and "weights_only" not in said   # torch advises to do without
+    pytest.importorskip("safetensors")
+    export_sedd(load_sedd(checkpoint), tmp_path / "folder")
+    weights = tmp_path / "folder" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "cannot read" in refused(capsys, tmp_path / "folder")
+
+
+def test_the_report_of_known_sequences():
+    assert low_complexity("A" * 30) == 1 and low_complexity("ACDEFGHIKLMNPQRSTVWY") == 0
+    assert longest_repeat("ACDEFGHIKL") == 0 and longest_repeat("WWWW") == 3
+    assert longest_repeat("MKTAYGMKTAYH") == 5
+    rows = ["MKTAYIAKQRQISFVKSHFSRQ", "GGGGGGAAAAAWWWWWCDEFGH"]
+    shares = measure(rows).residues
+    assert shares.sum() == pytest.approx(1) and divergence(shares, shares) == 0
+    new, identity, by_chance, nearest = compare(
+        [rows[0], "MKTAYIAKQRWWWWWWWWWWWW", "CCCCCCCCC", "CCC"], rows)
+    assert nearest.tolist()[:2] == [0, 0] and nearest[2] == -1 and np.isnan(identity[2])
+    assert new[0] == 0 and identity[0] == 1 and new[2] == 1 and 0.4 < identity[1] < 0.7
+    assert np.isnan(new[3]) and by_chance[0] < 0.7 and np.isnan(by_chance[2])
+    assert difference([rows[0], rows[0]]) == 0 and difference(rows) == 1
+
+
+def test_a_long_protein_is_near_to_its_own_stretches_only():
+    random = np.random.default_rng(0)
+    long, other = ("".join(random.choice(list(AMINO_ACIDS), n)) for n in (5000, 100))
+    copied = long[2000:2040] + "WW" + long[2040:2100]   # with an insertion
+    _, identity, by_chance, nearest = compare([copied, other], [other[:7] + "A" * 99, long])
+    assert nearest[0] == 1 and identity[0] > 0.97
+    assert identity[1] < 0.5 and (by_chance < 0.5).all()   # letters in order, somewhere, are not it
+
+
+def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
+    cli([str(checkpoint), "--number", "3", "--steps", "2", "--length", "20", "--report",
+         str(tmp_path / "ref.fasta"), "--out", str(tmp_path / "t0.5")])
+    assert "distinct sequences" in capsys.readouterr().err
+    assert (tmp_path / "t0.5.png").stat().st_size > 10_000
+    (tmp_path / "ref.fasta").write_text(">a\n*\n")
+    assert "ref.fasta, a: found no residue" in refused(
+        capsys, checkpoint, "--report", tmp_path / "ref.fasta", "--out", tmp_path / "new")
+    assert "found no _; expected" in refused(capsys, checkpoint, "--infill", tmp_path / "t0.5")
+    (tmp_path / "two.fasta").write_text(">a one\nMK__\n>a two\n____\n")
+    assert "several templates are named a" in refused(
+        capsys, checkpoint, "--infill", tmp_path / "two.fasta")

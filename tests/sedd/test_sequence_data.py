@@ -1,0 +1,294 @@
+"""sequence_data: what files may hold, keys, the split, crops, and the demo source."""
+
+import collections
+import functools
+import gzip
+import hashlib
+import itertools
+import math
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from sedd.sequences import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID, DemoSource,
+                            Proteins, apply_max_length, collate, decode, encode, keyed_generator,
+                            keyed_seed, named_sequences, order_words, random_crops, read_sequences,
+                            split_by_hash, unigram_frequencies)
+
+
+def write(tmp_path, content, name="in.fasta"):
+    path = tmp_path / name
+    if isinstance(content, (bytes, str)):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    else:
+        torch.save(content, path)
+    return path
+
+
+def texts(proteins):
+    return [decode(proteins[i]) for i in range(len(proteins))]
+
+
+@pytest.fixture(params=[BLOCK_BYTES, 1, 5, 6, 7, 31])
+def read(request):
+    """read_sequences, also with blocks so small that they end at every place."""
+    return functools.partial(read_sequences, block_bytes=request.param)
+
+
+def refusal(read, path):
+    with pytest.raises(ValueError) as caught:
+        read(path)
+    assert path.name in str(caught.value)
+    return str(caught.value)
+
+
+# ---- keys and alphabet ----
+
+def test_keyed_seeds_are_equal_for_equal_parts_in_every_version_and_differ_otherwise():
+    parts = [(0,), (1,), ("1",), (1, 2), (12,), ("a", 1), ("a1",), (1, "a"), (-1,), (2**70,),
+             ("1, 2",), ("1", "2")]
+    seeds = [keyed_seed(*p) for p in parts]
+    assert len(set(seeds)) == len(parts) and all(0 <= s < 2**63 for s in seeds)
+    assert keyed_seed(np.int64(7), np.uint64(8)) == keyed_seed(7, torch.tensor(8))
+    digest = hashlib.blake2b(b"('crop', 3)", digest_size=8).digest()
+    assert keyed_seed("crop", 3) == int.from_bytes(digest, "little") // 2
+    first, again, other = (torch.rand(3, generator=keyed_generator(k, "noise")) for k in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_the_alphabet_is_the_published_order_and_rare_letters_are_x():
+    assert encode("ACDEFGHIKLMNPQRSTVWY").tolist() == list(range(20))
+    assert encode("XBZUOJ").tolist() == [20] * 6
+    assert decode(encode("MKXV")) == "MKXV" and decode([]) == "" and N_TOKENS == 21
+    for text in ("MKv", "MK-V", "MKé"):             # only a file reader may clean
+        with pytest.raises(ValueError, match="position 3"):
+            encode(text)
+    with pytest.raises(ValueError, match="0 to 20"):
+        decode([0, 21])                             # a mask
+
+
+def test_keys_and_their_order_are_the_same_numbers_in_every_version_wherever_a_protein_stands():
+    rows = ["MKV", "ACDEFGHIKLMNPQRSTVWYX"]
+    keys = Proteins.from_sequences(rows).keys
+    assert keys.tolist() == [7357805257792509725, 9964410311591326365]
+    assert order_words(keys, 0).tolist() == [1443003581826762636, 14662638302584749771]
+    assert Proteins.from_sequences([rows[1], "", rows[0]]).keys[::2].tolist() == keys[::-1].tolist()
+
+
+# ---- reading ----
+
+def test_text_with_one_sequence_per_line_reads_like_fasta(read, tmp_path):
+    for name, pack in [("x.txt", bytes), ("X.SEQ", bytes), ("x.TXT.GZ", gzip.compress)]:
+        proteins, report = read(write(tmp_path, pack(b"MKVLA\r\n\n ACDEFG \nW*\n\n"), name))
+        assert sorted(texts(proteins)) == sorted(["MKVLA", "ACDEFG", "W"])
+        assert str(report) == ("3 proteins, 12 residues, lengths 1 to 6 (median 5); "
+                               "1 stops '*' at the end removed; 1 empty records dropped")
+    assert texts(read(write(tmp_path, ">a\nMK\nV\n", "x.txt"))[0]) == ["MKV"]
+
+
+def test_the_pt_file_of_the_original_project_reads(read, tmp_path):
+    entries = [{"protein_seq": "MKVU", "ligand": "CCO", "vector": torch.ones(3)},
+               {"protein_seq": "ACD*"}, {"protein_seq": ""}]
+    proteins, report = read(write(tmp_path, entries, "DATA.PT"))
+    assert sorted(texts(proteins)) == ["ACD", "MKVX"]
+    assert (report.n_rare, report.n_stops, report.n_empty) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("content, name, says", [
+    ({"protein_seq": ["MK"]}, "in.pt", "holds dict"), ([], "in.pt", "an empty list"),
+    (["MK"], "in.pt", "entry 1: found MK"),
+    ([{"protein_seq": "MK"}, {"seq": "MK"}], "in.pt", "entry 2: found {'seq': 'MK'}"),
+    ([{"protein_seq": "MK"}, {"protein_seq": "MK-V"}], "in.pt", "entry 2, column 3: found b'-'"),
+    ([{"protein_seq": "MK\nV"}], "in.pt", "entry 1, column 3"),
+    ([{"protein_seq": "MK", "run": print}], "in.pt", "cannot be loaded"),       # code
+    (">a\nMKV*\nMK\n>b\nMKV\n", "in.fasta", "line 2, column 4: found b'*', a stop inside"),
+    (">a\nMKV\nLA-V\n", "in.fasta", "line 3, column 3: found b'-', a gap"),
+    (">a\nMKV>b\nMKV\n", "in.fasta", "line 2, column 4: found b'>', so a line end is missing"),
+    ("\r\n>a\r\nMKV\r\nM?V\r\n", "in.fasta", "line 4, column 2: found b'?', not a letter"),
+    ("MKV\n\nP1 MKV\n", "in.txt", "line 3, column 2: found b'1', a digit"),
+    ("MKV\nMKV\tACD\n", "in.txt", "line 2, column 4: found b'\\t', a blank"),
+    ("", "in.fasta.gz", "is empty (0 bytes)"), ("", "in.pt", "is empty"),
+    (">a\nMKV\n", "in.pt", "cannot be loaded"),
+    (gzip.compress(b"\n \n", mtime=0), "x.gz", "only blank lines"),
+    (">a\n>b\nX\n", "in.fasta", "1 empty, 1 of X only"),
+    ("\n\nMK\n>a\nMK\n", "in.fa", "line 3: found b'MK'; expected '>'"),
+    ("<html>not found</html>", "in.fasta.gz", "is not gzip"),
+    (">a\nMKV\n".encode("utf-16"), "in.fasta", "holds a zero byte"),
+    (">a\n" + "ACGTN" * 300, "in.fasta", "nucleotides")])
+def test_what_is_no_protein_is_refused_with_its_line_or_entry(read, tmp_path, content, name, says):
+    assert says in refusal(read, write(tmp_path, content, name))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "or a pipe" in refusal(read, tmp_path / "pipe")
+
+
+def plain_reader(text, min_length):
+    """What read_sequences says, as plainly as possible: {counter: number}, set of sequences."""
+    counts, found = collections.Counter(), set()
+    for record in re.split("\n>", "\n" + re.sub("\r\n?", "\n", text).strip())[1:]:
+        _, _, body = record.partition("\n")
+        counts["n_blanks"] += len(re.findall("[ \t]", body))
+        letters = re.sub("[ \t\n]", "", body)
+        counts["n_stops"] += letters.endswith("*")
+        letters = letters.removesuffix("*")
+        counts["n_lower"] += len(re.findall("[a-z]", letters))
+        counts["n_x"] += letters.upper().count("X")
+        counts["n_rare"] += len(re.findall("[BZUOJ]", letters.upper()))
+        clean = re.sub("[BZUOJ]", "X", letters.upper())
+        reason = ("n_empty" if not clean else "n_all_x" if not clean.strip("X") else
+                  "n_short" if len(clean) < min_length else
+                  "n_duplicates" if clean in found else None)
+        counts[reason] += 1
+        found |= set() if reason else {clean}
+    return counts, found
+
+
+def random_fasta(rng, n):
+    """FASTA with everything that is cleaned, in odd places."""
+
+    def pick(*options):
+        return options[rng.integers(len(options))]
+
+    records = []
+    for _ in range(n):
+        size = pick(0, 1, 2, 7, 8, 9, 15, 16, 17, 40, rng.integers(1, 90))
+        alphabet = pick("ACDEFGHIKLMNPQRSTVWY", "ACDWYX", "X", "acdBZUOJxuGK")
+        letters = "".join(rng.choice(list(alphabet), size)) + pick("", "", "*")
+        width = pick(1, 3, 8, 60, 60)
+        rows = [letters[i:i + width] for i in range(0, len(letters), width)]
+        rows = [pick("", "", "", " ", "\t") + row + pick("", "", "", "\n", " \t", "\n\n ")
+                for row in rows]
+        header = pick(">", ">a", ">ab >c*", "> x 1-2.", ">UniRef50_A0A3BI652J5 Tax=x >", ">\tB>")
+        records.append("\n".join([header, *rows]))
+    before, between = pick("", "\n", "\ufeff", " \n\n"), pick("\n", "\n\n")
+    return before + between.join(records) + pick("", "\n", "\n \n\n")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_files_read_as_by_a_plain_reader_in_blocks_of_all_sizes(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    text = random_fasta(rng, 60)
+    counts, found = plain_reader(text.removeprefix("\ufeff"), 4)
+    for end, pack in [("\n", bytes), ("\r\n", gzip.compress), (      # the last in two members
+            "\r", lambda data: gzip.compress(data[:500]) + gzip.compress(data[500:]))]:
+        path = write(tmp_path, pack(text.replace("\n", end).encode()))
+        for block_bytes in [1, 5, 6, 7, 8, 50, 200, 1000, BLOCK_BYTES]:
+            signs = []                                              # of life
+            proteins, report = read_sequences(path, 4, lambda: signs.append(1), block_bytes)
+            assert sorted(texts(proteins)) == sorted(found)
+            assert all(getattr(report, name) == counts[name] for name in counts if name)
+            assert len(signs) > len(text) / max(block_bytes, 16) / 9
+
+
+# ---- the table, split, crops ----
+
+def test_parts_and_crops_share_the_tokens_and_have_the_keys_of_whole_cleaned_proteins(tmp_path):
+    proteins = Proteins.from_sequences(["MKV", encode("ACDEFG"), "WYW"])
+    part = proteins.subset([2, 1])
+    assert texts(part) == ["WYW", "ACDEFG"] and part.tokens is proteins.tokens
+    assert part.keys.tolist() == proteins.keys[[2, 1]].tolist()
+    cropped = random_crops(part, 5, seed=0, epoch=0)
+    assert texts(cropped)[0] == "WYW" and texts(cropped)[1] in ("ACDEF", "CDEFG")
+    assert cropped.tokens is proteins.tokens and cropped.keys.tolist() == part.keys.tolist()
+    assert apply_max_length(part, 5, "crop") is part
+    assert texts(apply_max_length(part, 3, "drop")) == ["WYW"]
+    with pytest.raises(ValueError, match="all 2 proteins are longer than max_length = 2"):
+        apply_max_length(part, 2, "drop")
+    compact = part.compact()                        # over tokens of its own
+    assert texts(compact) == texts(part) and len(compact.tokens) == 9
+    cleaned, _ = read_sequences(write(tmp_path, ">a\nmk u\nV*\n"))
+    assert cleaned.keys.tolist() == Proteins.from_sequences(["MKXV"]).keys.tolist()
+
+
+def test_the_split_has_the_share_asked_for_and_stays_when_the_file_grows_or_is_reordered():
+    few = DemoSource().sample(4000, seed=1)
+    more = Proteins.from_sequences([few[i] for i in range(3999, -1, -1)] + ["MKV", "ACD"])
+
+    def val_keys(p):
+        return set(p.keys[split_by_hash(p, 0.1)[1]].tolist())
+
+    assert val_keys(few) == val_keys(more) & set(few.keys.tolist())
+    train, val = split_by_hash(few, 0.1)
+    assert sorted([*train, *val]) == list(range(4000))
+    assert abs(len(val) - 400) < 4 * math.sqrt(4000 * 0.1 * 0.9)
+    assert set(val) <= set(split_by_hash(few, 0.2)[1])              # a larger fraction only adds
+
+
+def test_gzip_is_known_by_its_content_and_refused_where_it_is_damaged(tmp_path):
+    packed = gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n")
+    for name, content in (("A.FA.GZ", packed), ("a.fasta", packed), ("b.gz", packed + bytes(99))):
+        path = write(tmp_path, content, name)
+        assert list(named_sequences(path)) == [("a b", "MKVACDE"), ("c", "M")]  # without blanks
+        assert len(read_sequences(path)[0]) == 2
+    checksum_wrong = packed[:-8] + bytes(4) + packed[-4:]
+    for damaged in (packed[:-12], checksum_wrong, packed + b"junk"):
+        path = write(tmp_path, damaged, "A.FA.GZ")
+        for reader in (read_sequences, lambda path: list(named_sequences(path))):
+            assert "is truncated or damaged" in refusal(reader, path)
+
+
+def test_crops_are_uniform_over_all_windows_and_keyed_by_seed_epoch_and_protein_alone():
+    one = Proteins(np.zeros(13, np.uint8), [0], [13], [123])
+    starts = [random_crops(one, 10, 0, epoch).offsets[0] for epoch in range(4000)]
+    counts = np.bincount(starts)
+    assert len(counts) == 4 and abs(counts - 1000).max() < 5 * math.sqrt(750)
+    assert random_crops(one, 13, 1, 5).offsets == 0 == random_crops(one, 20, 1, 5).offsets
+    long = Proteins(np.zeros(0, np.uint8), [0, 0], [10**9, 10**9], [0, 1])
+    varied = [random_crops(long, 10, *key).offsets for key in itertools.product((0, 1), repeat=2)]
+    assert len(np.unique(varied)) == 8
+    proteins = DemoSource().sample(50, seed=3)      # in other places of file and batch
+    cropped = texts(random_crops(proteins, 45, seed=1, epoch=2))
+    assert texts(random_crops(proteins.subset([8, 7]), 45, 1, 2)) == cropped[8:6:-1]
+
+
+def test_collate_pads_with_a_mask():
+    proteins = Proteins.from_sequences(["MKVLA", "ACD", "WX"]).subset([1, 2])
+    x0, mask = collate(proteins)
+    assert x0.dtype == torch.int64 and mask.dtype == torch.bool
+    assert x0.tolist() == [[0, 1, 2], [18, X_ID, X_ID]]
+    assert mask.tolist() == [[True] * 3, [True, True, False]]
+    wide, wide_mask = collate(proteins, width=5)
+    assert wide[:, :3].equal(x0) and (wide[:, 3:] == X_ID).all() and wide_mask.sum() == 5
+
+
+# ---- unigram and demo ----
+
+def test_unigram_frequencies_are_of_the_proteins_of_the_table_without_x_and_never_zero():
+    proteins = Proteins.from_sequences(["AAC", "DDDDX", "YA"])
+    part = Proteins(proteins.tokens, proteins.offsets[[0, 2]] + [1, 0], [2, 2])     # "AC", "YA"
+    counts = part.letter_counts()
+    found = {(AMINO_ACIDS + "X")[i]: count for i, count in enumerate(counts) if count}
+    assert found == {"A": 2, "C": 1, "Y": 1} and proteins.letter_counts()[X_ID] == 1
+    assert unigram_frequencies([18] + [0] * 19 + [1000]) == pytest.approx([19/38] + [1/38] * 19)
+
+
+def test_demo_samples_follow_the_documented_distribution_and_have_its_likelihood():
+    demo = DemoSource(seed=0)
+    triples = np.array(list(itertools.product(range(20), repeat=3)), np.uint8)
+    every = Proteins.from_sequences(triples)
+    assert math.isclose(np.exp(-demo.nll(every)).sum(), 1, rel_tol=1e-9)
+    a, c, d = range(3)
+    assert math.isclose(demo.nll(Proteins.from_sequences(["ACD"]))[0],
+                        -math.log(demo.pair[a, c]) - math.log(demo.transition[a, c, d]))
+    proteins = demo.sample(4000, seed=5)
+    assert (proteins.lengths.min(), proteins.lengths.max()) == (40, 120)
+    assert abs(proteins.lengths.mean() - 80) < 4 * 23.4 / math.sqrt(4000)  # sd of 40..120: 23.4
+    counts, begins = np.zeros((20, 20, 20)), np.zeros((20, 20))
+    for i in range(len(proteins)):
+        x = proteins[i]
+        np.add.at(counts, (x[:-2], x[1:-1], x[2:]), 1)
+        begins[x[0], x[1]] += 1 / 4000
+    assert begins == pytest.approx(demo.pair, abs=0.01)     # standard deviations: up to 0.0027
+    expected = counts.sum(2, keepdims=True) * demo.transition
+    often = expected > 20
+    chi2 = ((counts - expected)[often] ** 2 / expected[often]).sum() / often.sum()
+    assert 0.9 < chi2 < 1.05                                # each term: 1 - p on average
+    letters, triples = demo.pair.sum(0), demo.pair[..., None] * demo.transition
+    assert letters == pytest.approx(np.array(UNIREF50) / sum(UNIREF50), abs=1e-4)
+    assert -(triples * np.log(demo.transition)).sum() == pytest.approx(2.064, abs=5e-4)
+    assert -(letters * np.log(letters)).sum() == pytest.approx(2.889, abs=5e-4)

@@ -1,0 +1,918 @@
+"""Does train_sedd_ddp.py train the right thing on any number of ranks, stop, go on and refuse?
+
+Importing torch takes seconds: ranks are forked, but where the launcher matters."""
+
+import contextlib
+import fcntl
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+import types
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from ddp_setup import Ddp, load_checkpoint, wrap_ddp
+from launchers import fork_ranks, need, run_ranks, slow
+import bench.__main__ as bench_ddp
+import prepare_uniref50
+from sedd import evaluation as sedd_eval
+from sedd import batches as sequence_batches
+import train_dpo_ddp
+import train_sedd_ddp
+from training.config import config_to_dict, dump_yaml, load_config
+from training.folder import (Diverged, RunLock, check_lock, process_start, read_status,
+                             replace_status, write_status)
+from training.log import write_text_atomic
+from sedd_cases import TrueScores
+from sedd.diffusion import make_graph, make_noise, score_entropy_loss
+from sedd.sequences import N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences
+from training.loop import MicroBatchSampler, after_step
+from sedd.evaluation import Validation, sample_proteins
+from sedd.weights import export_sedd, load_sedd
+from train_sedd_ddp import Config, MicroBatchDataset, check_config, cli, main, prepare, train
+
+from training_runs import (  # noqa: F401 (the fixture one_thread)
+    ROOT, assert_refused, driver, equal, gradients, losses, on_ranks, one_thread, rows, same_run,
+    words)
+
+SCRIPT = ROOT / "train_sedd_ddp.py"
+TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,
+        "training.eval_freq": 6, "training.log_freq": 1, "training.snapshot_freq": 6,
+        "optim.lr": 3e-3, "optim.warmup": 4, "optim.ema": 0.9, "model.hidden_size": 32,
+        "model.n_blocks": 2, "model.n_heads": 2, "model.cond_dim": 16, "model.dropout": 0.1,
+        "data.max_length": 50, "data.val_fraction": 0.1, "memory.mixed_precision": "false",
+        "monitoring.n_samples": 2, "monitoring.sample_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def fasta(tmp_path_factory):
+    """240 proteins of 5 to 70 residues, some of them X."""
+    source, cut = DemoSource(seed=0).sample(240, seed=1), np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("data") / "p.fasta"
+    with open(path, "w") as f:
+        for i in range(240):
+            tokens = source[i][:cut.integers(5, 71)].copy()
+            tokens[cut.random(len(tokens)) < 0.03] = X_ID
+            f.write(f">p{i}\n{decode(tokens)}\n")
+    return path
+
+
+def tiny(fasta, **more):
+    return load_config(Config, None, words({**TINY, "data.file": fasta}, **more))
+
+
+def run(config, work_dir, **options):
+    return main(config, Ddp(), work_dir, **options)
+
+
+def refused(says, config, work_dir, **options):
+    with pytest.raises((ValueError, OSError), match=says) as error:
+        run(config, work_dir, **options)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def straight(fasta, tmp_path_factory):
+    """The folder of a finished run of tiny(fasta), to compare with."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    run(tiny(fasta), folder)
+    return folder
+
+
+def by_command(n, config, folder, work_dir, *more, script=SCRIPT, env=None):
+    """Run a config on n ranks by the command line, in `folder`: a Result."""
+    (folder / "c.yaml").write_text(dump_yaml(config))
+    argv = [script, "--config", "c.yaml", "--work_dir", work_dir, *more]
+    return fork_ranks(n, argv, folder, env)
+
+
+def demo_command(fasta, work_dir, *more):
+    """Words that train on `fasta`, by the command line."""
+    return [sys.executable, SCRIPT, "--config", ROOT / "configs" / "sedd_demo.yaml", "--work_dir",
+            work_dir, *words({**TINY, "data.file": fasta}), *more]
+
+
+def state_of(work_dir, name="last.pt"):
+    return load_checkpoint(str(work_dir / "checkpoints" / name))
+
+
+def steps_of(work_dir):
+    return [row["step"] for row in rows(work_dir)]
+
+
+def same_weights(a, b, name="last.pt"):
+    """Assert that checkpoints of two run folders hold the same weights and averages."""
+    one, other = state_of(a, name), state_of(b, name)
+    assert equal([one["model"], one["ema"]], [other["model"], other["ema"]])
+
+
+# ---- one run on any number of ranks ----
+
+def gradients_of(fasta, ddp, dtype, reduction, micro, static, by_definition=False):
+    """See training.gradients. By the definition: the sum over everything, divided by the number of
+    everything."""
+    config = tiny(fasta, training__batch_size=3, training__seed=5, loss__reduction=reduction,
+                  memory__gradient_checkpointing=str(micro == 8))
+    graph, noise = make_graph("absorb", N_TOKENS), make_noise("loglinear")
+    torch.manual_seed(0)
+    model = train_sedd_ddp.make_model(config, graph).to(getattr(torch, dtype))
+    computed, generator = [], torch.Generator().manual_seed(3)
+    model.blocks[0].register_forward_pre_hook(lambda *_: computed.append(1))
+    for p in model.parameters():   # zeros of a fresh model have zero gradients behind them
+        p.data += 0.1 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+    reader = train_sedd_ddp.make_reader(config, read_sequences(fasta)[0], micro, ddp)
+    dataset = MicroBatchDataset(graph, noise, config.data.max_length, micro, config.training.seed)
+
+    def loss_of(model, batch):
+        return train_sedd_ddp.micro_batch_loss(model, batch, graph, config, ddp, torch.float32)
+
+    def whole(step):
+        total = count = 0.0
+        for k in range(micro):
+            b = dataset[reader.item_of(step, k)]
+            torch.manual_seed(b["seed"])
+            sigma, dsigma = (b[name].to(p.dtype) for name in ("sigma", "dsigma"))
+            loss, n = score_entropy_loss(model(b["xt"], sigma, b["mask"]), sigma, dsigma, b["xt"],
+                                         b["x0"], graph, b["mask"] & (b["x0"] != X_ID))
+            total += loss.sum()
+            count += n.sum() if reduction == "residue" else len(n)
+        return total / count
+
+    found = gradients(model, MicroBatchSampler(reader.item_of, micro, ddp, 0, 2), dataset, loss_of,
+                      ddp, whole if by_definition else None, static)
+    again = 2 if micro == 8 else 1   # with checkpointing a block is computed again in backward
+    assert len(computed) == 2 * micro // ddp.world_size * again
+    return found
+
+
+def test_accumulated_gradients_are_those_of_one_backward_over_the_global_batch(fasta, tmp_path):
+    settings = [*itertools.product(("float64", "float32"), ("residue", "sequence"), (4, 8),
+                                   (False, True))]
+    expected = [gradients_of(fasta, Ddp(), *setting, by_definition=True) for setting in settings]
+    call = f"[gradients_of({str(fasta)!r}, ddp, *setting) for setting in {settings}]"
+    for n in (1, 2, 4):
+        found = on_ranks(n, "test_train_sedd", call, tmp_path)
+        for setting, *steps in zip(settings, found, expected, strict=True):
+            for a, b in zip(*steps, strict=True):
+                worst = max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b)
+                assert worst < (1e-10 if "float64" in setting else 1e-5), (n, setting)
+
+
+def test_noise_is_keyed_by_step_and_micro_batch_at_times_that_hit_each_stratum_once(fasta):
+    proteins = read_sequences(fasta)[0].subset(np.arange(16))
+    dataset = MicroBatchDataset(make_graph("absorb", N_TOKENS), make_noise("loglinear"), 50, 4,
+                                seed=1)
+    batches = [[dataset[step, micro, 0, proteins, 60] for micro in range(4)] for step in range(6)]
+    orders = set()
+    for step in batches:
+        sigma = torch.stack([batch["sigma"] for batch in step])
+        times = (1 - (-sigma).exp()) / (1 - 1e-3)    # of log-linear noise
+        shares = (times - 1e-3) / (1 - 1e-3)
+        strata = (shares * 16).floor().long().tolist()
+        assert all(sorted(row) == list(range(16)) for row in strata)
+        assert sorted((shares.flatten() * 64).floor().long().tolist()) == list(range(64))
+        orders.update(map(tuple, strata))
+    assert len(orders) == 24
+    a = batches[0][0]
+    assert equal(a, dataset[0, 0, 0, proteins, 60])
+    for other in batches[1][0], batches[0][1]:
+        assert a["seed"] != other["seed"]
+        noised, others_noised = a["xt"] != a["x0"], other["xt"] != other["x0"]
+        only = noised & ~others_noised, others_noised & ~noised
+        assert (only[0].any(1) & only[1].any(1)).any()    # of one draw, one would hold the other
+    assert (a["xt"][~a["mask"]] == X_ID).all() and not a["full"]    # padding has none
+
+
+@pytest.fixture(scope="module")
+def prepared(fasta, tmp_path_factory):
+    """Folder prepared from `fasta`."""
+    folder = tmp_path_factory.mktemp("prepared") / "folder"
+    prepare_uniref50.main([str(folder), "--fasta", str(fasta), "--val_fraction", "0.1"])
+    return folder
+
+
+@pytest.fixture
+def own_copy(prepared, tmp_path):
+    return shutil.copytree(prepared, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("launcher, n, more", [
+    ("torchrun", 2, ["training.num_workers=1"]), ("forked", 4, ["--stage", "local"]),
+    slow("openmpi", 4, [])])
+def test_ranks_of_any_launcher_train_on_a_prepared_folder_as_one_does_on_the_file(
+        launcher, n, more, fasta, prepared, weights, tmp_path):
+    same = dict(optim__scale="linear", optim__base_global_batch=32,    # of 16 proteins here
+                training__init_from=weights, training__seed=5)
+    run(tiny(fasta, training__accum=4, **same), tmp_path / "one")
+    (tmp_path / "c.yaml").write_text(dump_yaml(tiny(prepared, training__accum=4 // n, **same)))
+    argv = [SCRIPT, "--config", "c.yaml", "--work_dir", "ranks", *more]
+    if launcher == "forked":
+        done = fork_ranks(n, argv, tmp_path)
+    else:
+        need(launcher)
+        done = run_ranks(launcher, n, argv, tmp_path)
+    assert done.returncode == 0 and not done.leftover, done.text
+    assert done.stdout.count("step 12/12") == 1              # rank 0 alone speaks
+    one, ranks = rows(tmp_path / "one"), rows(tmp_path / "ranks")
+    for a, b in zip(one, ranks, strict=True):
+        keys = [k for k in a if k in ("loss", "perplexity", "lr") or k.startswith("val/")]
+        assert [b[k] for k in keys] == pytest.approx([a[k] for k in keys], rel=1e-5), a["step"]
+    # there was something to differ
+    assert "val/loss" in a and a["loss"] != pytest.approx(one[1]["loss"], rel=1e-2)
+    assert {k: v for k, v in ranks[1].items() if k.startswith("ddp/")} == {
+        "ddp/world_size": n, "ddp/effective_batch_size": 16, "ddp/scaled_lr": 1.5e-3,
+        "ddp/scaled_warmup": 2}
+    assert state_of(tmp_path / "one")["init_from"] == state_of(tmp_path / "ranks")["init_from"]
+    assert launcher != "forked" or list((tmp_path / "local").iterdir()) == []
+
+
+# kind: (file, what becomes of its bytes, what the refusal says)
+DAMAGE = {
+    "short": ("train/tokens.bin", lambda data: data[:-1],
+              r"train/tokens.bin has [\d,]+ bytes \(expected"),
+    "version": ("meta.json", lambda data: data.replace(b'"version": 1', b'"version": 2'),
+                "version 2; expected"),
+    "lengths": ("train/lengths.bin", lambda data: os.urandom(len(data)),
+                "lengths.bin of the data is damaged"),
+    "hole": ("train/tokens.bin", lambda data: data[:1000].ljust(len(data), b"\0"),   # half copied
+             "is damaged or was changed under the run: tokens.bin, .* is wrong at or before")}
+
+
+def damage(folder, kind):
+    name, change, says = DAMAGE[kind]
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    return says
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_folder_or_one_of_other_settings_is_refused_before_anything_is_written(
+        kind, own_copy, tmp_path):
+    refused("val_fraction is 0.2, but .* was prepared with 0.1",
+            tiny(own_copy, data__val_fraction=0.2), tmp_path / "w")
+    refused(damage(own_copy, kind), tiny(own_copy), tmp_path / "w")
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_file_changed_under_a_run_is_noticed(own_copy, tmp_path, monkeypatch):
+    monkeypatch.setattr(sequence_batches, "WINDOW_BYTES", 0)
+    monkeypatch.setattr(sequence_batches, "READ_BYTES", 0)
+    monkeypatch.setattr(sequence_batches, "WINDOW_STEPS", 4)
+    ready = prepare(tiny(own_copy), Ddp(), tmp_path / "w")
+    assert ready.plan.windows > 1
+    with pytest.raises(OSError, match=damage(own_copy, "hole")):
+        train(ready, Ddp())
+
+
+def test_a_run_begun_from_fasta_goes_on_from_a_staged_folder_that_stays_as_it_is(
+        fasta, straight, prepared, own_copy, tmp_path):
+    before, stage = sorted(prepared.rglob("*")), tmp_path / "stage"
+    run(tiny(fasta, training__n_iters=7), tmp_path / "w")
+    run(tiny(prepared), tmp_path / "w", stage=prepared.parent)             # beside the original
+    assert sorted(prepared.rglob("*")) == before and [prepared] == list(prepared.parent.iterdir())
+    same_weights(straight, tmp_path / "w")
+    ready = prepare(tiny(prepared), Ddp(), tmp_path / "v", stage=stage)
+    assert list(stage.iterdir()) == []                                     # while it is read
+    assert train(ready, Ddp())["step"] == 12
+    refused(damage(own_copy, "hole"), tiny(own_copy), tmp_path / "x", stage=stage)
+    refused("--stage copies a folder made by", tiny(fasta), tmp_path / "x", stage=stage)
+    assert list(stage.iterdir()) == [] and not (tmp_path / "x").exists()
+
+
+def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
+    bench_ddp.write_prepared(tmp_path / "large", 100_000)
+    config = load_config(Config, ROOT / "configs" / "sedd_uniref50.yaml")
+    found = bench_ddp.in_a_child(bench_ddp.start_a_rank, tmp_path / "large", config, 48, 4)
+    assert found["memory"] < 300 and found["first"] < 5 and found["reach"] < 2, found
+    assert found["read"] < 1.1, found
+
+
+# ---- stop and go on ----
+
+def test_a_resumed_run_equals_an_uninterrupted_one(fasta, straight, tmp_path, monkeypatch):
+    """Also if a process reads from there on, and it is timed. What it has seen is counted here."""
+    spy = mock.Mock(wraps=train_sedd_ddp.micro_batch_loss)
+    monkeypatch.setattr(train_sedd_ddp, "micro_batch_loss", spy)
+    run(tiny(fasta, training__n_iters=6), tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 7, "loss": 0.0}\n{"step": 8, "lo')   # of a run that was killed later
+    run(tiny(fasta, monitoring__timing_every=2, training__num_workers=1), tmp_path)
+    same_weights(straight, tmp_path, "best.pt")
+    same_run(straight, tmp_path)
+    batches = [call.args[1] for call in spy.call_args_list]
+    assert [rows(tmp_path)[-1][f"seen/{name}"] for name in ("residues", "tokens")] == [
+        sum(int((batch["mask"] & (batch["x0"] != X_ID)).sum()) for batch in batches),
+        sum(batch["x0"].numel() for batch in batches)]
+    assert [row["step"] for row in rows(tmp_path) if "time/compute" in row] == [8, 10, 12]
+
+
+def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one(fasta, tmp_path):
+    def go_on(n, steps, **env):
+        config = tiny(fasta, training__accum=3, training__batch_size=2, training__n_iters=steps,
+                      training__eval_freq=100, optim__scale="linear", optim__base_global_batch=8)
+        return by_command(n, config, tmp_path, f"on{n}", env=env)
+
+    result = go_on(4, 5)
+    assert result.returncode == 0, result.text
+    assert state_of(tmp_path / "on4")["machine"].keys() == {"device", "threads", "cpu"}
+    for n in (3, 2, 1, 5):
+        shutil.copytree(tmp_path / "on4", tmp_path / f"on{n}")
+    for n, accum in ((4, 3), (3, 4), (2, 6), (1, 12)):
+        result = go_on(n, 15)
+        assert result.returncode == 0, result.text
+        assert "lr 0.009, warm-up 12 steps, kept" in result.stdout
+        assert n == 4 or f"accum is {accum} and not 3" in result.stdout
+        assert n == 4 or f"saved elsewhere (world_size 4 -> {n})" in result.stdout
+        found, expected = rows(tmp_path / f"on{n}"), rows(tmp_path / "on4")
+        assert [row["loss"] for row in found[5:]] == pytest.approx(
+            [row["loss"] for row in expected[5:]], rel=1e-5)
+        assert [row["lr"] for row in found] == [row["lr"] for row in expected] and len(found) == 15
+    before = sorted(tmp_path.rglob("*"))
+    result = go_on(5, 15, DDP_GUARD=1)
+    assert result.returncode == 2 and "Traceback" not in result.text, result.text
+    said = result.stdout + result.stderr
+    assert said.count("Continue on 1, 2, 3, 4, 6, 12 ranks.") == 1 == said.count("error: "), said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_finished_run_says_so_without_fail_and_may_be_lengthened(fasta, tmp_path, capsys, extras):
+    ready = prepare(tiny(fasta, training__n_iters=3), ddp := Ddp(), tmp_path)
+    (tmp_path / "curves.png").mkdir()   # where no picture can be written
+    train(ready, ddp)
+    first = capsys.readouterr().out
+    assert read_status(tmp_path) == {"code": 0, "reason": "all steps done", "step": 3}
+    if importlib.util.find_spec("matplotlib"):
+        assert first.splitlines()[-1].startswith("ATTENTION: no picture was drawn")
+    replace_status(tmp_path, 1, "out of memory")
+    assert read_status(tmp_path)["code"] == 1
+    run(tiny(fasta, training__n_iters=3), tmp_path)
+    again = capsys.readouterr().out
+    assert "This run is finished: all steps done at step 3" in again and "step 3/3" not in again
+    results = first[first.index("  the same validation"):].partition("ATTENTION: no picture")[0]
+    assert results in again and "no better than the letter frequencies" in again
+    assert "for validation, by which" not in first   # of 24 or so
+    run(tiny(fasta, training__n_iters=5), tmp_path)
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("gain, said", [(-0.1, " no better"), (0.01, " hardly better"), (0.1, "")])
+def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, said):
+    row = {"step": 1, "val/loss": math.log(18) - gain, "val/unigram_perplexity": 18.0}
+    best = {"step": 1, "score": row["val/loss"]}
+    text = "\n".join(sedd_eval.result_lines(row, {"best": best}, Path("run")))
+    assert ("ATTENTION" in text) == bool(said) and said in text
+
+
+def test_a_resume_is_refused_for_another_config_or_other_data(
+        fasta, straight, tmp_path, monkeypatch):
+    run(tiny(fasta, training__n_iters=2), tmp_path / "w")
+    fine_tune = "as a new run: --init_from .*last.pt --work_dir NEW"
+    refused(rf"(?s)config.*optim\.lr: 0\.003 -> 0\.5.*{fine_tune}", tiny(fasta, optim__lr=0.5),
+            tmp_path / "w")
+    fewer = tmp_path / "fewer.fasta"
+    fewer.write_text(fasta.read_text().rpartition(">")[0])
+    refused(f"other proteins.*{fine_tune}", tiny(fewer), tmp_path / "w")
+    with monkeypatch.context() as patch:
+        patch.setattr(sequence_batches, "BUCKET_RATIO", 0.9)   # another version of the project
+        refused("was saved by a run with other batches", tiny(fasta), tmp_path / "w")
+    torch.save({"step": 1}, tmp_path / "other.pt")
+    refused("no model, optimizer", tiny(fasta), tmp_path / "new", resume=tmp_path / "other.pt")
+    assert not (tmp_path / "new").exists() and steps_of(tmp_path / "w") == [1, 2]
+    log, text = tmp_path / "w" / "metrics.jsonl", '{"step": 1}\nnot json\n{"step": 2}\n'
+    log.write_text(text)
+    refused("metrics.jsonl, line 2: found 'not json'", tiny(fasta), tmp_path / "w")
+    assert log.read_text() == text
+    log.write_text(text.replace("not json\n", ""))
+    copy = tmp_path / "copy.fasta"   # the same proteins under another name are the same data
+    shutil.copy(fasta, copy)
+    run(tiny(copy, training__n_iters=3, training__log_freq=2, training__num_workers=1,
+             monitoring__sample_steps=3), tmp_path / "w")
+    assert steps_of(tmp_path / "w") == [1, 2, 3]
+    shutil.rmtree(tmp_path / "w" / "checkpoints")   # as of a run that came to none
+    for resume, advice in ((None, ", or --fresh"), (straight / "checkpoints" / "last.pt", r"\.$")):
+        refused(rf"(?s)config, which came to no checkpoint.*optim\.lr.*another --work_dir{advice}",
+                tiny(fasta, optim__lr=0.5), tmp_path / "w", resume=resume)
+    run(tiny(fasta, training__n_iters=2), tmp_path / "w")
+    assert steps_of(tmp_path / "w") == [1, 2]
+
+
+def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp_path):
+    """It did then what the new key does by default; another value is another config."""
+    run(tiny(fasta, training__n_iters=6), tmp_path / "w")
+    path = tmp_path / "w" / "checkpoints" / "last.pt"
+    state = torch.load(path, weights_only=True)
+    del state["config"]["optim"]["decay"], state["config"]["loss"]
+    del state["seen"], state["init_from"]
+    state["config"]["noise"]["sigma_max"] = 30.0   # without effect, and not yet refused
+    torch.save({**state, "config": {**state["config"], "gone": 3}}, path)
+    refused(r"config:\n    gone: 3 -> \(absent\)\n  Expected", tiny(fasta), tmp_path / "w")
+    torch.save(state, path)
+    refused(r"config:\n    optim\.decay: 'none' -> 'linear'\n  Expected",
+            tiny(fasta, optim__decay="linear"), tmp_path / "w")
+    run(tiny(fasta), tmp_path / "w")
+    same_weights(straight, tmp_path / "w")
+    assert "seen/residues" not in rows(tmp_path / "w")[-1]   # nobody knows
+
+
+def test_a_file_is_continued_in_another_folder_with_the_best_weights(fasta, tmp_path):
+    def to(steps):   # no evaluation after the first one is better
+        return tiny(fasta, training__n_iters=steps, training__min_delta=9.0)
+
+    run(to(12), tmp_path / "a")
+    a, b, c = (tmp_path / name / "checkpoints" for name in "abc")
+    shutil.copy(a / "last.pt", tmp_path / "step12.pt")
+    run(to(14), tmp_path / "b", resume=a / "last.pt")
+    assert (b / "best.pt").read_bytes() == (a / "best.pt").read_bytes()
+    assert steps_of(tmp_path / "b") == [13, 14]
+    run(to(14), tmp_path / "c", resume=tmp_path / "step12.pt")   # beside which is no best.pt
+    assert state_of(tmp_path / "c", "best.pt")["step"] == 14
+    run(to(14), tmp_path / "a")
+    same_weights(tmp_path / "a", tmp_path / "b")
+    refused("holds a run already", to(14), tmp_path / "a", resume=tmp_path / "step12.pt")
+
+
+def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
+    (tmp_path / "w").mkdir()
+    (tmp_path / "link").symlink_to("w")     # such as to a larger disk
+    for k, name in enumerate(("w", "w", "link")):
+        run(tiny(fasta, training__n_iters=2, training__seed=k), tmp_path / name, fresh=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "w", "w.old1", "w.old2"]
+    seeds = [load_config(Config, tmp_path / name / "config.yaml").training.seed
+             for name in ("w.old1", "w.old2", "w")]
+    assert seeds == [0, 1, 2] and steps_of(tmp_path / "w") == [1, 2]
+
+
+def test_the_lock_of_a_live_run_counts_and_a_dead_ones_is_taken_over(fasta, tmp_path):
+    hold = "from training.folder import RunLock; RunLock('w'); print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold], cwd=tmp_path, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT}) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        for options in ({}, {"fresh": True}):
+            refused(f"in use by process {holder.pid} on ", tiny(fasta), tmp_path / "w", **options)
+        assert [p.name for p in tmp_path.rglob("*")] == ["w", "lock.json"]
+        holder.kill()
+    run(tiny(fasta, training__n_iters=1), tmp_path / "w")
+    assert not (tmp_path / "w" / "lock.json").exists()
+
+
+def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp_path, monkeypatch):
+    path, pid = tmp_path / "lock.json", os.getppid()
+    faster = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid),
+              "beat": time.time()}
+    dead = json.dumps({**faster, "start": "another"})   # of a process that is gone
+    path.write_text(dead)
+
+    def look_and_be_overtaken(asked):
+        if asked == pid:
+            path.write_text(json.dumps(faster))
+        return process_start(asked)
+
+    monkeypatch.setattr("training.folder.process_start", look_and_be_overtaken)
+    with pytest.raises(ValueError, match=f"in use by process {pid} on "):
+        RunLock(tmp_path)
+    assert json.loads(path.read_text()) == faster and list(tmp_path.iterdir()) == [path]
+    path.write_text(dead)   # which another start takes away just now: no error
+    monkeypatch.setattr("training.folder.process_start", lambda _: path.unlink(missing_ok=True))
+    RunLock(tmp_path).release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_of_another_host_counts_while_its_heartbeat_goes_on(tmp_path, monkeypatch):
+    def beat(seconds=0):
+        write_text_atomic(tmp_path / "lock.json", json.dumps(
+            {"host": "elsewhere", "pid": 1, "start": 5, "beat": time.time()}))
+
+    monkeypatch.setattr(RunLock, "stale", 2)
+    beat()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", beat)
+        with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
+            RunLock(tmp_path)
+    start = time.monotonic()
+    RunLock(tmp_path).release()
+    assert 1 <= time.monotonic() - start <= 60 and not (tmp_path / "lock.json").exists()
+
+
+def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_path, monkeypatch):
+    # on a file system without hard links, too
+    monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError))
+    monkeypatch.setattr(RunLock, "every", 0.01)
+    lock = RunLock(tmp_path)
+    ready = types.SimpleNamespace(lock=lock, work_dir=tmp_path)
+    check_lock(ready, Ddp())
+    other = json.dumps({"host": "elsewhere", "pid": 7, "start": 5, "beat": time.time()})
+    while not lock.lost:      # a beat under way may still be written after this; then again
+        lock.path.write_text(other)
+    with pytest.raises(RuntimeError, match="taken over by process 7 on elsewhere"):
+        check_lock(ready, Ddp())
+    lock.release()
+    assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
+
+
+# ---- start from weights ----
+
+@pytest.fixture(scope="module")
+def weights(straight, tmp_path_factory):
+    """File of the averaged weights of the best of `straight`, as others publish them."""
+    path = tmp_path_factory.mktemp("weights") / "published.pth"
+    export_sedd(load_sedd(straight / "checkpoints" / "best.pt"), path)
+    state = torch.load(path, weights_only=True)
+    torch.save({key: state[key] for key in ("model", "ema", "step")}, path)
+    return path
+
+
+def test_a_run_begins_with_nothing_but_the_averages_of_a_file(weights, straight, fasta, tmp_path):
+    config = tiny(fasta, training__init_from=weights, training__seed=5, model__dropout=0,
+                  noise__type="geometric", optim__ema=0.5)
+    ready = prepare(config, Ddp(), tmp_path / "w")
+    averages = state_of(straight, "best.pt")["ema"]["shadow_params"]
+    for average, p, own_average in zip(averages, ready.bare.parameters(), ready.ema.shadow_params,
+                                       strict=True):
+        assert torch.equal(average, p) and torch.equal(average, own_average)
+    assert not ready.optimizer.state and ready.progress["step"] == ready.ema.num_updates == 0
+    assert ready.progress["best"] is None and ready.lr == 3e-3 and ready.ema.decay == 0.5
+    written = tmp_path / "w" / "config.yaml"
+    assert load_config(Config, written) == config
+    assert yaml.safe_load(written.read_text()) == config_to_dict(config)   # for other tools
+
+
+def test_the_same_command_goes_on_with_what_it_began(straight, fasta, tmp_path, capsys):
+    """With Muon: interrupted or not, the same to the last bit."""
+    shutil.copy(straight / "checkpoints" / "best.pt", base := tmp_path / "base.pt")
+
+    def begin(steps, path=base):
+        init = {"training__init_from": path} if path else {}
+        return tiny(fasta, training__n_iters=steps, training__eval_freq=2, optim__name="muon",
+                    training__snapshot_freq=2, training__keep_last=3, **init)
+
+    run(begin(6), tmp_path / "whole")
+    assert [state_of(tmp_path / "whole", f"last{k}.pt")["step"] for k in ("-2", "-1", "")] == [
+        2, 4, 6]
+    run(begin(4), tmp_path / "parts")
+    state, other = torch.load(base, weights_only=True), tmp_path / "other.pt"
+    state["ema"]["shadow_params"][0][0, 0] += 1
+    torch.save(state, other)
+    refused(f"began with other weights .* now .* of {other}.*fresh", begin(6, other),
+            tmp_path / "parts")
+    base.write_bytes(b"newer")   # not needed any longer
+    run(begin(6), tmp_path / "parts")
+    same_run(tmp_path / "whole", tmp_path / "parts")
+    capsys.readouterr()
+    run(begin(8, path=None), tmp_path / "parts")
+    assert f"it began with {base} (hash" in " ".join(capsys.readouterr().out.split())
+    state = state_of(tmp_path / "parts")
+    assert state["step"] == 8 and state["init_from"]["path"] == str(base)
+    before = sorted(straight.rglob("*"))
+    refused("began with random weights", tiny(fasta, training__init_from=other), straight)
+    assert sorted(straight.rglob("*")) == before
+
+
+def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_path, monkeypatch):
+    ready = prepare(tiny(fasta, optim__lr=0.03, optim__ema=0.99), Ddp(), tmp_path / "w")
+    result = train(ready, Ddp())
+
+    def again():
+        text = sample_proteins(ready.bare, ready.config, ready.graph, ready.noise,
+                               ready.plan.counts, 12, Ddp(), ready.dtype)
+        return ready.validation.summarise(ready.validation(ready.bare, Ddp(),
+                                                           ready.dtype))["val/loss"], text
+
+    last, (live_bound, live_samples) = tmp_path / "w" / "samples" / "step_12.fasta", again()
+    with ready.ema.applied(ready.bare):
+        assert again() == (result["val/loss"], last.read_text())
+    assert live_bound != result["val/loss"] and live_samples != last.read_text()
+    monkeypatch.setattr(sedd_eval, "SAMPLED_POSITIONS", 1)   # one protein at a time
+    parts = again()[1]
+    assert parts.count(">") == ready.config.monitoring.n_samples > 1
+    assert parts != live_samples     # of the same names and lengths, with other random numbers
+    assert re.sub("[A-Z]", "A", parts) == re.sub("[A-Z]", "A", live_samples)
+
+
+def test_the_learning_rate_is_not_scaled_beyond_the_data_there_is(fasta, tmp_path, capsys):
+    config = tiny(fasta, optim__scale="linear", optim__base_global_batch=2, optim__warmup=0,
+                  training__accum=1, training__batch_size=240, data__val_fraction=0.01)
+    n = prepare(config, Ddp(), tmp_path).plan.proteins
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"lr {3e-3 * n / 2:g}, " in said and f"to the {n} proteins that there are" in said
+    assert f"ATTENTION: only {240 - n} protein(s) for validation" in said
+
+
+def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(fasta, tmp_path):
+    config = tiny(fasta, optim__lr=0, data__val_fraction=0, training__n_iters=50,
+                  training__eval_freq=2, training__patience=2, training__min_delta=10)
+    done = by_command(2, config, tmp_path, "w", env={"DDP_LOG_ALL": "1"})   # both say it
+    assert done.returncode == 0, done.text
+    assert done.stdout.count("Finished at step 6 (early stop)") == 2, done.text
+    table, best = rows(tmp_path / "w"), state_of(tmp_path / "w", "best.pt")["best"]
+    assert best == {"step": 2, "score": (table[0]["loss"] + table[1]["loss"]) / 2}
+    assert not any(k.startswith("val/") for row in table for k in row)
+
+
+def test_a_run_without_validation_or_finite_losses_does_not_count_as_finished(fasta, tmp_path):
+    config = tiny(fasta, data__val_fraction=0, optim__lr=1e30, training__n_iters=8,
+                  training__log_freq=2)    # the first step's loss, which is finite, is not logged
+    with pytest.raises(Diverged, match="step 8: all logged losses are nan or infinite"):
+        run(config, tmp_path / "w")
+    assert not (tmp_path / "w" / "checkpoints" / "best.pt").exists()
+
+
+# ---- what is computed ----
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mixed_precision_trains_near_float32(fasta, straight, tmp_path, dtype):
+    run(tiny(fasta, memory__mixed_precision=dtype), tmp_path)
+    a, b = losses(straight), losses(tmp_path)
+    assert a != b and b == pytest.approx(a, rel=0.02)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_overflow_in_float16_is_skipped_and_no_failure(optimizer, fasta, tmp_path):
+    config = tiny(fasta, memory__mixed_precision="float16", optim__name=optimizer)
+    ready = prepare(config, Ddp(), tmp_path / "w")
+    ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=10**6)
+    assert math.isfinite(train(ready, Ddp())["loss"])
+    first, last = rows(tmp_path / "w")[0], rows(tmp_path / "w")[-1]
+    assert first["grad_norm"] is None and first["loss_scale"] < 2.0**22
+    assert last["grad_norm"] > 0 and last["loss_scale"] >= 1
+
+
+def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
+    for more, code in (["training.n_iters=10000", "training.log_freq=50"], 75), ([], 0):
+        folder = tmp_path / str(code)
+        with subprocess.Popen(demo_command(fasta, folder, *more), stdout=subprocess.PIPE,
+                              text=True) as process:
+            assert any(re.match(r"step (1|50)/", line) for line in process.stdout)
+            process.stdout.close()      # as `| tee` does at Ctrl-C
+            if code == 75:
+                process.send_signal(signal.SIGINT)
+            assert process.wait(120) == code
+        assert read_status(folder)["code"] == code
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_stops(fasta, tmp_path):
+    ours, its = os.openpty()
+    with subprocess.Popen(demo_command(fasta, tmp_path, "training.n_iters=10000"), stdin=its,
+                          stdout=its, stderr=its, start_new_session=True,
+                          preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY)) as process:
+        os.close(its)
+        seen = b""
+        while not re.search(rb"step \d+/", seen):
+            seen += os.read(ours, 1 << 16)
+        os.close(ours)      # as when a connection by ssh is lost
+        assert process.wait(120) == 75
+    assert read_status(tmp_path)["step"] == state_of(tmp_path)["step"] > 0
+
+
+def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_path):
+    config = tiny(fasta, training__log_freq=100, training__eval_freq=100, training__n_iters=100,
+                  training__snapshot_freq=3)
+    ready = prepare(config, Ddp(), tmp_path / "w")
+    ready.optimizer.register_step_post_hook(lambda *_: (
+        ready.progress["step"] == 4 and ready.bare.output_layer.linear.bias.data.fill_(math.nan)))
+    with pytest.raises(RuntimeError, match="step 6: weights are nan.*optim.lr"):
+        train(ready, Ddp())
+    state = state_of(tmp_path / "w")
+    assert state["step"] == 3 and all(p.isfinite().all() for p in state["model"].values())
+
+
+def come_apart(ddp):
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
+    run = types.SimpleNamespace(bare=wrap_ddp(model, ddp), config=Config(), unread=None, n_iters=9,
+                          stop_requests=0.0)
+    run.config.monitoring.check_sync_every = 2
+    fine = contextlib.nullcontext()
+    told = pytest.raises(RuntimeError, match="rank 2 on .* differ from rank 0, first in 1.weight")
+    for step, outcome in ((4, fine), (5, fine), (6, told)):   # at 5 nobody looks
+        run.progress = {"step": step}
+        with outcome:
+            after_step(run, ddp, at_once=True)
+        if ddp.rank == 2:
+            model[1].weight.data[2, 1] += 1e-6
+
+
+def test_weights_that_have_come_apart_are_told_with_rank_and_parameter(tmp_path):
+    on_ranks(3, "test_train_sedd", "come_apart(ddp)", tmp_path)
+
+
+@pytest.mark.parametrize("graph, noise, arguments", [
+    ("absorb", "loglinear", {}), ("absorb", "loglinear", {"eps": 0.2}), ("absorb", "cosine", {}),
+    ("uniform", "loglinear", {}), ("uniform", "geometric", {}),
+    ("uniform", "geometric", {"sigma_max": 1.0})])
+def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, noise, arguments):
+    p, draw = torch.linspace(1, 6, 20).double(), torch.Generator().manual_seed(0)
+    p /= p.sum()
+    proteins = Proteins.from_sequences([
+        torch.multinomial(p, 30 + 2 * (i % 20), True, generator=draw).numpy().astype(np.uint8)
+        for i in range(150)])
+    graph, noise = make_graph(graph, N_TOKENS), make_noise(noise, **arguments)
+    counts, lengths = proteins.letter_counts(), torch.from_numpy(proteins.lengths)
+    letters = torch.stack([torch.bincount(torch.from_numpy(proteins[i]).long(), minlength=20)
+                           for i in range(150)]).double()
+    config = load_config(Config, None, ["training.batch_size=1", "data.max_length=80"])
+
+    def validate(p, counts, samples):
+        """(bounds, what they should be, perplexity of the unigram) with the true scores of p."""
+        exact = -p.log()
+        if not graph.absorb:   # Sampling starts from full noise, the data end at sigma(1): the
+            # bound exceeds the likelihood by the mean of ln p(x1)/limit over x1 given x0.
+            V, stay = graph.vocab_size, torch.exp(-noise(torch.ones((), dtype=torch.float64))[0])
+            now = stay * torch.cat([p, torch.zeros(1)]) + (1 - stay) / V
+            given = stay * torch.eye(V, dtype=torch.float64)[:20] + (1 - stay) / V
+            exact = exact + given @ torch.log(now * V)
+        config.training.eval_samples = samples
+        validation = Validation(proteins, config, graph, noise, counts)
+        bound = validation(TrueScores(p, graph), Ddp(), torch.float32)
+        return bound, letters @ exact, validation.unigram
+
+    own = torch.from_numpy((counts[:20] + 1) / (counts[:20] + 1).sum())
+    bound, exact, unigram = validate(own, counts, samples=1)   # the unigram model: without error
+    assert torch.allclose(bound, exact, rtol=1e-5)
+    assert unigram == pytest.approx(math.exp(-(letters @ own.log()).sum() / lengths.sum()))
+    if "eps" in arguments:   # so many residues are clean at the end: for no model exact
+        return
+    bound, exact, _ = validate(p, np.ones(21, np.int64), samples=60)
+    difference, total = bound - exact, float(exact.sum() / lengths.sum())
+    mean = difference.sum() / lengths.sum()
+    error = float(((difference - mean * lengths) ** 2).sum().sqrt() / lengths.sum())
+    assert error < 0.01 * total   # or the next line says little
+    assert abs(float(mean)) < 3 * error + 0.002 * total
+
+
+LEARN = {"training.batch_size": 32, "training.log_freq": 50, "training.eval_samples": 8,
+         "optim.lr": 5e-3, "optim.warmup": 20, "optim.ema": 0.98, "model.hidden_size": 64,
+         "model.n_blocks": 2, "model.n_heads": 2, "model.cond_dim": 32, "model.dropout": 0,
+         "data.demo_proteins": 6000, "data.val_fraction": 0.03, "data.max_length": 48,
+         "memory.mixed_precision": "false", "monitoring.sample_steps": 4}
+
+
+# Measured after 400 steps, 4 and 8 seeds: sedd 0.15 to 0.17 above, uniform 0.17 to 0.22; after 100
+# a perplexity of 9.69 to 10.5, of a unigram's 17.96 and an exact 8.06.
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("steps, above, more", [
+    (100, 0.37, {}), slow(100, 0.37, {"model__parameterization": "subs"}),
+    slow(400, 0.2, {"training__eval_samples": 16}),
+    slow(400, 0.25, {"training__eval_samples": 16, "graph__type": "uniform"})])
+def test_a_demo_comes_near_the_exact_value_of_its_source_and_not_below(
+        tmp_path, steps, above, more):
+    result = run(load_config(Config, None, words(LEARN, training__n_iters=steps,
+                                                 training__eval_freq=steps, **more)), tmp_path)
+    error = 3 * result["val/standard_error"] + 0.002 * result["val/exact"]
+    assert -error < result["val/loss"] - result["val/exact"] < above
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_real_proteins_are_learned_on_two_ranks(shared, tmp_path):
+    more = ["training.n_iters=300", "training.eval_freq=300", "optim.ema=0.98",
+            "monitoring.sample_steps=16"]
+    done = fork_ranks(2, [SCRIPT, "--config", ROOT / "configs" / "sedd_cpu.yaml", "--data",
+                          shared / "data" / "proteins.fasta.gz", *more], tmp_path, timeout=2900)
+    assert done.returncode == 0, done.text
+    last = rows(tmp_path / "runs" / "sedd_cpu")[-1]
+    assert last["val/perplexity"] < 0.985 * last["val/unigram_perplexity"]
+
+
+# ---- config and bad input ----
+
+def test_every_shipped_config_and_the_keys_of_the_original_are_accepted():
+    for path in (ROOT / "configs").glob("*.yaml"):
+        script = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp}[re.match("[a-z]+", path.name)[0]]
+        script.check_config(load_config(script.Config, path))
+    check_config(load_config(Config, None, [
+        "training.batch_size=16", "training.num_epochs=1", "memory.mixed_precision=True",
+        "memory.gradient_checkpointing=False", "memory.max_memory_per_gpu=0.85",
+        "ddp.find_unused_parameters=False", "ddp.gradient_as_bucket_view=True",
+        "monitoring.log_gradients=true", "monitoring.sample_frequency=5000"]))
+
+
+def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(
+        tmp_path, monkeypatch, capsys):
+    def plan(rank, ranks, config, *overrides):
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(f"DDP_{name}", str(value))
+        cli(["--config", str(ROOT / "configs" / config), "--plan", ranks, *overrides])
+        return capsys.readouterr().out
+
+    of_uniref50 = "1,2,8", "sedd_uniref50.yaml", "training.init_from=not_read.pt"
+    table = [re.split(r"\s{2,}", line.strip())[:4]
+             for line in plan(0, *of_uniref50).splitlines() if re.match(r" +\d", line)]
+    assert table == [["1", "64", "5e-05", "5,000"], ["2", "128", "0.0001", "10,000"],
+                     ["8", "512", "0.0004", "40,000"]]
+    assert plan(1, *of_uniref50) == ""
+    text = plan(0, "4,64", "sedd_demo.yaml", "optim.warmup=300", "data.demo_proteins=3000",
+                "optim.decay=linear", "optim.decay_steps=0.5")
+    assert max(map(len, text.splitlines())) <= 80
+    text = " ".join(text.split())
+    assert "with 4, 64 rank(s) the warm-up lasts to the end (step 600)" in text
+    assert "; linear decay over the last 50% of the steps" in text
+    write_status(tmp_path, 0, "all steps done", 5)   # Ctrl-C in a plan leaves it
+    os.utime(tmp_path / "status.json", (0, 0))   # before this start
+    monkeypatch.setattr(train_sedd_ddp, "describe_plan", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit) as end:
+        plan(0, "1", "sedd_demo.yaml", "--work_dir", str(tmp_path))
+    assert end.value.code == 130 and read_status(tmp_path)["code"] == 0
+
+
+def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fasta, tmp_path):
+    files = {"c.yaml": "training: {}\n", "typo.yaml": "optim: {lrr: 1}\nnoise: 7\n",
+             "one.fasta": ">a\nACDEF\n", "broken.fasta": ">a\nACDEF\n>b\nAC1EF\n",
+             "other.pt": "junk"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    torch.save({**state_of(straight, "best.pt"), "alphabet": "ARNDCQEGHILKMFPSTWYVX"},
+               tmp_path / "letters.pt")
+    (tmp_path / "project" / "src").mkdir(parents=True)
+    (tmp_path / "project" / ".notes.tmp").touch()
+    alone = [("--config typo.yaml optim.lr=fast", "unknown key 'optim.lrr'",   # all at once
+              "section 'noise' is '7'", "'optim.lr=fast': optim.lr: found 'fast'"),
+             ("", "--config"), ("--nnodes 1", "arguments are required: --config"),
+             ("--config none.yaml", "none.yaml cannot be read")]
+    more = [   # words after good ones, what is said about them
+        ("--data data/none", "data/none does not exist", "python prepare_uniref50.py data/none"),
+        ("--datafile broken.fasta", "broken.fasta, line 4, column 3: found b'1'"),
+        ("--data one.fasta", "data.val_fraction", "set data.val_fraction=0"),
+        ("--work_dir c.yaml/run", "c.yaml/run cannot be used", "c.yaml is a file"),
+        ("--work_dir /proc/nope", "--work_dir: the run directory /proc/nope cannot be made"),
+        ("--work_dir ''", "an argument is empty"), ("optim.eps=0", "optim.eps is 0"),
+        (f"training.seed={2**63}", f"training.seed is {2**63}; expected 0 to"),
+        ("--work_dir done optim.ema=1", "optim.ema is 1"), ("noise.eps=0", "noise.eps = 0"),
+        ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1"),
+        ("noise.sigma_max=9", "noise.sigma_max is 9.0; expected it left out, as loglinear"),
+        ("noise.type=geometric noise.eps=0.1", "noise.eps is 0.1"),
+        ("training.accum=0", "training.accum is 0; expected at least 1"),
+        ("training.tokens_per_batch=400", "expected one of the two"),
+        ("training.num_epochs=2", "num_epochs 2; expected one of the two, and null for the other"),
+        ("optim.scale=linear", "optim.base_global_batch None"),
+        ("optim.decay_steps=9", "decay_steps is 9.0 with optim.decay none",
+         "give optim.decay_steps=null"),
+        ("training.stop_signals=[SIGTERM,SIGXCPU]", "stop_signals is ['SIGTERM', 'SIGXCPU']"),
+        ("graph.type=uniform model.parameterization=subs", "Use 'subs' with the absorbing graph"),
+        ("model.n_heads=5", "n_heads = 5", "n_heads one of 1, 2, 4, 8, 16"),
+        ("--plan 1,x", "--plan 1,x"),
+        *((f"--work_dir {folder} --ranks 2", "--ranks asks for 2") for folder in ("asked", "done")),
+        ("--fresh --resume other.pt", "exclude each other"),
+        ("--resume other.pt", "cannot read the checkpoint other.pt"),
+        ("--init_from no.pt", "--init_from: there is no no.pt; expected a checkpoint"),
+        ("--init_from letters.pt model.hidden_size=48 graph.type=uniform", "graph.type is absorb",
+         "model.hidden_size is 32 in the file, and 48 by the config", "TWYVX; expected ACDEF"),
+        *((f"--work_dir project {fresh}", "not a run directory: it holds .notes.tmp, src")
+          for fresh in ("", "--fresh"))]
+    base = shlex.join(["--config", "c.yaml", "--work_dir", "new", *words(
+        {**TINY, "data.file": fasta}, training__n_iters=1)])
+    # an outcome of before must not speak for the start that was refused, but a finished run's stays
+    for folder, code in ("runs/typo", 75), ("new", 75), ("asked", 75), ("done", 0):
+        write_status(tmp_path / folder, code, "before", 7)
+    assert_refused("train_sedd_ddp", alone + [(f"{base} {text}", *said) for text, *said in more],
+                   tmp_path)
+    for folder in ("runs/typo", "new", "asked"):
+        assert read_status(tmp_path / folder)["code"] == 2
+    assert read_status(tmp_path / "done") == {"code": 0, "reason": "before", "step": 7}
+
+
+STOP_WHILE_LOADING = """
+real = script.load_data
+def load_data(*arguments):
+    assert '"code": null' in open("w/status.json").read()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(*arguments)
+script.load_data = load_data
+"""
+STOP_AFTER_THE_END = """
+from training import folder as run_dir
+run_dir.draw_curves = lambda _: [os.kill(os.getpid(), number) for number in (15, 2)]
+"""
+
+
+@pytest.mark.parametrize("what, code, expected", [
+    (STOP_WHILE_LOADING, 75, r"SIGTERM on rank 1"), (STOP_AFTER_THE_END, 0, r"all steps done"),
+    ("sys.argv.append(f'data.file=file{rank}.fasta')", 2,
+     r'rank 1 on \S+ has data \(hash\) "\w+" \(rank 0: "\w+"\)\. ')])
+def test_what_one_rank_meets_before_the_training_ends_all_and_after_it_nothing(
+        what, code, expected, fasta, tmp_path):
+    text = fasta.read_text()
+    (tmp_path / "file0.fasta").write_text(text)
+    (tmp_path / "file1.fasta").write_text(text[:text.rindex(">")])
+    write_status(tmp_path / "w", 75, "stopped")
+    result = by_command(2, tiny(fasta), tmp_path, "w",
+                        script=driver(tmp_path, "train_sedd_ddp", what))
+    status = read_status(tmp_path / "w")
+    assert (result.returncode, status["code"]) == (code, code), result.text
+    assert re.search(expected, status["reason"]) and "Traceback" not in result.stderr, result.text
+    said = re.findall(expected, result.stderr if code == 2 else result.stdout)
+    assert len(said) == (2 if code == 2 else 1), result.text      # each rank, without a guard

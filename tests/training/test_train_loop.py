@@ -1,0 +1,413 @@
+"""train_loop on a toy model; launch options, and how ranks end."""
+
+import contextlib
+import copy
+import math
+import shutil
+import signal
+import socket
+import types
+
+import pytest
+import torch
+from torch.utils import backend_registration
+
+from ddp_setup import Ddp, broadcast
+from launchers import run_ranks, start_ranks
+from training.optimizer import make_optimizer
+from training.config import CommonMonitoring, CommonOptim, CommonTraining, DdpSection
+from training.folder import Former
+from training.command_line import compile_blocks
+from sedd.model import EMA, SEDD
+from training.meter import StepMeter
+from training.loop import (Run, open_batches, read_totals, record_score, scale_for_batch, start_run,
+                           take_step)
+from training_runs import ROOT, losses, on_ranks, take_steps
+
+WIDTH = 3
+
+
+def loss_of(model, batch):
+    """Squared error: (sum, [sum], number of rows)."""
+    loss = (model(batch["x"])[:, 0] - batch["y"]).square().sum()
+    return loss, loss.detach()[None], len(batch["y"])
+
+
+class Rows(torch.utils.data.Dataset):
+    """(step, micro) -> 1 to 4 rows of x, y, drawn by the item; `scale` makes gradients large."""
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def __getitem__(self, item):
+        step, micro = item
+        draw = torch.Generator().manual_seed(100 * step + micro)
+        n = 1 + (step + micro) % 4
+        return {"x": torch.randn(n, WIDTH, generator=draw), "seed": 0,
+                "y": self.scale * torch.randn(n, generator=draw)}
+
+
+class Blocks(torch.nn.Module):
+    """Two matrices in a block, which Muon updates, and others, which AdamW does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.ModuleList([torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))])
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.body[0](x))
+
+
+def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer="sgd", ema=None,
+        decay="none", decay_steps=None, model=None, meter=None, ddp=Ddp(), **training):
+    torch.manual_seed(0)
+    model = model or torch.nn.Linear(WIDTH, 1)
+    optim = CommonOptim(name="muon" if optimizer == "muon" else "adamw", grad_clip=grad_clip,
+                        decay=decay, decay_steps=decay_steps)
+    optim.lr, optim.warmup = lr, warmup
+    config = types.SimpleNamespace(
+        training=CommonTraining(accum=micro_batches, **training), optim=optim,
+        monitoring=CommonMonitoring(check_sync_every=0, timing_every=0), ddp=DdpSection())
+    config.training.n_iters = n_iters
+    run = start_run(Run, config, ddp, Former(None, None), model, lambda *item: item, lr_batch=4,
+                    steps_per_epoch=5, micro_batches=micro_batches, progress={}, seen=(),
+                    make_ema=ema and (lambda p: EMA(p, ema)), dtype=torch.float32, work_dir=None,
+                    fingerprint={}, validation=None, global_batch=4, expected_count=3.0)
+    run.meter = meter or run.meter
+    if optimizer == "sgd":
+        run.optimizer = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
+    return run
+
+
+def steps(run, n, scale=1.0, ddp=Ddp(), loss_of=loss_of):
+    """Take n steps; yields (learning rate, norm of the gradient, how far the weights moved)."""
+    batches = open_batches(run, Rows(scale), loss_of, ddp)
+    for _ in range(n):
+        before = [p.detach().clone() for p in run.bare.parameters()]
+        _, norm = take_step(run, batches, loss_of, ddp)
+        read_totals(run)
+        moved = math.hypot(*(float((p.detach() - q).norm())
+                             for p, q in zip(run.bare.parameters(), before)))
+        yield run.optimizer.param_groups[0]["lr"], float(norm), moved
+
+
+# ---- the step ----
+
+@pytest.mark.parametrize("decay, decay_steps, expected", [
+    ("none", None, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+    ("linear", None, [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
+    ("linear", 0.4, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+    ("linear", 99, [0.5, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),   # all ten
+    ("cosine", 4, [0.5, 1, 1, 1, 1, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])])
+def test_the_learning_rate_falls_to_0_after_the_last_step(decay, decay_steps, expected):
+    """In step k of the decay 1 - k/D of it, or half of 1 + cos(pi k/D), is left."""
+    run = toy(lr=0.8, warmup=2, decay=decay, decay_steps=decay_steps)
+    assert [lr / 0.8 for lr, _, _ in steps(run, 10)] == pytest.approx(expected)
+
+
+def test_clipping_limits_the_change_of_the_weights_and_not_the_norm_that_is_told():
+    """Plain SGD moves the weights by lr x gradient."""
+    for _, norm, moved in steps(toy(lr=0.01, grad_clip=0.25), 3, scale=100):
+        assert norm > 1 and moved == pytest.approx(0.01 * 0.25, rel=1e-4)
+    for _, norm, moved in steps(toy(lr=0.01, grad_clip=0.0), 3, scale=100):
+        assert moved == pytest.approx(0.01 * norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer, first", [("adamw", 3), ("muon", 3), ("muon", 0)])
+def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run(optimizer, first):
+    """first: good steps before it."""
+    def state():
+        moments = run.optimizer.state_dict()
+        return copy.deepcopy([run.bare.state_dict(), moments.get("muon", moments)["state"]])
+
+    run = toy(model=Blocks(), optimizer=optimizer, ema=0.5, max_bad_steps=2, lr=0.01)
+    list(steps(run, first))
+    before = state()
+    averages, updates = [p.clone() for p in run.ema.shadow_params], run.ema.num_updates
+    for bad in (1, 2):
+        _, norm, moved = next(steps(run, 1, scale=math.nan))
+        assert moved == 0 and math.isnan(norm) and run.progress["bad_steps"] == [bad, bad]
+    torch.testing.assert_close(state(), before, rtol=0, atol=0)
+    assert all(map(torch.equal, averages, run.ema.shadow_params)) and run.ema.num_updates == updates
+    next(steps(run, 1))
+    assert run.progress["bad_steps"] == [2, 0] and run.ema.num_updates == updates + 1
+    with pytest.raises(RuntimeError,
+                       match="in 3 steps in a row, on 1 rank.*expected at most 2.*optim.lr"):
+        list(steps(run, 3, scale=math.inf))
+
+
+@contextlib.contextmanager
+def no_cuda_synchronisation():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+STEPS = {
+    "sedd": "training.batch_size=4 training.accum=2 training.n_iters=9 model.hidden_size=32 "
+            "model.n_blocks=2 model.n_heads=2 data.max_length=64 data.demo_proteins=300 "
+            "memory.compile=false monitoring.sample_steps=4",
+    "sedd muon": "optim.name=muon noise.type=cosine model.parameterization=subs "
+                 "memory.gradient_checkpointing=true ",
+    "dpo": "training.batch_size=3 training.accum=2 model.base_model_name=random "
+           "data.demo_structures=6 data.demo_pairs=5 model.random.hidden_size=16 "
+           "model.random.n_encoder=1 model.random.n_decoder=1"}
+STEPS["sedd muon"] += STEPS["sedd"]
+needs_pretended_device = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch takes no device written in Python")
+
+
+@needs_pretended_device
+@pytest.mark.parametrize("name, more", [*((name, "") for name in STEPS),
+                                        ("sedd muon", "memory.mixed_precision=float16")])
+def test_the_host_waits_for_nothing_in_a_step(name, more, tmp_path):
+    """Flags are read a step later, when they have come."""
+    what, settings = name.split()[0], STEPS[name].split() + more.split()
+    on_ranks(1, "pretended_device", f"on_device(take_steps, {what!r}, {settings}, 'run', "
+             "without_waits, ddp=ddp)", tmp_path)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: TEST_CUDA=1 shows it")
+@pytest.mark.parametrize("name", STEPS)
+def test_cuda_waits_for_nothing_in_a_step(name, tmp_path):
+    take_steps(name.split()[0], STEPS[name].split(), tmp_path / "run", no_cuda_synchronisation,
+               Ddp(device=torch.device("cuda:0")))
+
+
+@needs_pretended_device
+@pytest.mark.parametrize("name", STEPS)
+def test_ranks_train_and_go_on_on_devices_as_on_the_cpu(name, tmp_path):
+    """With validation, samples and checkpoints. In bfloat16 they run, and are not compared."""
+    what, settings = name.split()[0], [
+        *STEPS[name].split(), "model.dropout=0", "training.n_iters=4", "training.eval_freq=2",
+        "training.log_freq=1", "optim.warmup=1", "memory.mixed_precision=false"]
+    longer = ["training.n_iters=6"]
+    for folder, more in (("device", []), ("device", longer),
+                         ("bfloat16", ["memory.mixed_precision=true"])):
+        on_ranks(2, "pretended_device", f"on_device(train, {what!r}, {settings + more}, "
+                 f"{folder!r}, ddp=ddp)", tmp_path)
+    on_ranks(2, "training_runs", f"train({what!r}, {settings + longer}, 'cpu', ddp)", tmp_path)
+    on_cpu = losses(tmp_path / "cpu")
+    assert losses(tmp_path / "device") == pytest.approx(on_cpu, rel=1e-4) and 6 in on_cpu
+
+
+def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():
+    """With U S V' the gradient, by lr x 0.2 sqrt(larger side) x U V', but for Newton-Schulz's error
+    (0.7 to 1.2 for 1). AdamW's first step is lr for each weight."""
+    torch.manual_seed(0)
+    model, lr = Blocks(), 0.01
+    optimizer = make_optimizer(model, lr, CommonOptim(name="muon"))
+    before = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        moved = before[name] - p.detach()
+        if name.startswith("body") and p.ndim == 2:
+            U, _, V = torch.linalg.svd(p.grad, full_matrices=False)
+            found = U.T @ moved @ V.T / (lr * 0.2 * max(p.shape)**0.5)
+            assert 0.6 < found.diag().min() and found.diag().max() < 1.3, (name, found)
+            assert (found - found.diag().diag()).abs().max() < 0.05, (name, found)
+        else:
+            torch.testing.assert_close(moved, lr * p.grad.sign(), rtol=1e-3, atol=0)
+
+
+def test_a_run_ends_after_so_many_evaluations_in_a_row_that_are_no_better():
+    run, found = toy(patience=2, min_delta=0.5), []
+    for score in (3.0, 2.8, 2.4, 2.3, 2.2):   # of 2.8, 2.3 and 2.2 none is better by more than 0.5
+        found.append((record_score(run, score, {}, Ddp()), run.progress["finished"]))
+    assert found == [(True, ""), (False, ""), (True, ""), (False, ""), (False, "early stop")]
+
+
+def test_the_learning_rate_is_scaled_with_the_root_of_the_batch_or_up_to_a_cap():
+    assert scale_for_batch(1e-4, 100, "sqrt", 256, 64) == (pytest.approx(2e-4), 200)
+    assert scale_for_batch(1e-4, 100, {"cap": 4}, 512, 64) == (pytest.approx(4e-4), 400)
+
+
+def test_layers_have_the_norms_of_the_mean_gradient_before_clipping_and_of_the_new_weights():
+    """By hand: one backward over all rows. Groups: each numbered block, and what stands alone."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential()
+    model.add_module("blocks", torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH)
+                                                     for _ in range(2))))
+    model.add_module("head", torch.nn.Linear(WIDTH, 1))
+    groups = {"blocks.0": model.blocks[0], "blocks.1": model.blocks[1], "head": model.head}
+    batches = [Rows(100)[0, micro] for micro in range(2)]
+    x, y = (torch.cat([batch[name] for batch in batches]) for name in ("x", "y"))
+    (model(x)[:, 0] - y).square().mean().backward()
+
+    def norms(kind, tensor_of):
+        return {f"{kind}/{name}": math.hypot(*(float(tensor_of(p).norm())
+                                               for p in part.parameters()))
+                for name, part in groups.items()}
+
+    expected = norms("gradients", lambda p: p.grad)
+    model.zero_grad()
+    meter = StepMeter(Ddp(), layers=("gradients", "weights"), log_freq=1, with_histograms=True)
+    for _ in steps(toy(model=model, meter=meter, grad_clip=0.25, lr=0.1), 1, scale=100):
+        found = meter.report()
+    expected |= norms("weights", lambda p: p.detach())
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert sum(meter.histograms["histograms/weights/head"].counts) == WIDTH + 1
+
+
+def measured(ddp):
+    """(weights and norms of a run and of one that is measured, what was measured). Rank 1 computes
+    much, and at a time takes 200 MB more."""
+    def loss_of_uneven_ranks(model, batch):
+        n = 700 if ddp.rank == 1 else 4
+        for _ in range(3):
+            torch.ones(n, n) @ torch.ones(n, n)
+        return loss_of(model, batch)
+
+    torch.ones(50_000_000 if ddp.rank == 1 else 1)
+    found = []
+    for settings in (dict(), dict(timing_every=1, layers=("gradients", "weights"))):
+        run = toy(ddp=ddp, micro_batches=4, optimizer="adamw", lr=0.01,
+                  meter=StepMeter(ddp, **settings))
+        norms = [norm for _, norm, _ in steps(run, 8, ddp=ddp, loss_of=loss_of_uneven_ranks)]
+        found.append([norms, *(p.tolist() for p in run.bare.parameters())])
+    return found, run.meter.report()
+
+
+def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(tmp_path):
+    (plain, timed), values = on_ranks(2, "test_train_loop", "measured(ddp)", tmp_path)
+    assert plain == timed
+    assert values["time/slowest_rank"] == 1 and values["time/slowest_ratio"] > 1.3
+    assert values["time/slowest_host"] == values["memory/most_host"] == socket.gethostname()
+    assert 0.1 < values["memory/peak_gb_most"] - values["memory/peak_gb_least"] < 1
+    # rank 0 waits for about all of the time that rank 1 computes
+    shares = {name: values[f"time/{name}"] for name in ("data", "compute", "exchange", "optimizer")}
+    assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
+    assert shares["exchange"] > 0.15 and shares["compute"] > 0.15, shares
+
+
+def by_muon(ddp):
+    """Weights and momentum after 8 steps, (ranks, n)."""
+    torch.manual_seed(0)   # before Blocks() draws its weights
+    run = toy(ddp=ddp, micro_batches=4, optimizer="muon", lr=0.01, model=Blocks())
+    list(steps(run, 8, ddp=ddp))
+    momentum = [state["momentum_buffer"] for state in run.optimizer.muon.state.values()]
+    mine = torch.cat([p.detach().flatten() for p in (*run.bare.parameters(), *momentum)])
+    return torch.stack([broadcast(mine.clone(), ddp, rank) for rank in range(ddp.world_size)])
+
+
+def test_ranks_that_share_the_work_of_muon_have_the_state_of_one(tmp_path):
+    first, second = on_ranks(2, "test_train_loop", "by_muon(ddp)", tmp_path)
+    assert first.equal(second)
+    torch.testing.assert_close(first, by_muon(Ddp())[0], rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU: none here")
+def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_all_shapes():
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(SEDD(22, 32, 2, 2, dropout=0.0, scale_by_sigma=False))
+        with torch.no_grad():
+            for p in models[-1].parameters():
+                p += 0.05 * torch.randn(p.shape)
+    assert "compiled" in compile_blocks(models[1], True, Ddp())
+    assert models[0].state_dict().keys() == models[1].state_dict().keys()
+    for shape in ((4, 16), (6, 21)):
+        xt, sigma = torch.randint(0, 22, shape), torch.rand(shape[0]) + 0.1
+        for model in models:
+            model.zero_grad()
+            model(xt, sigma).square().sum().backward()
+        torch.testing.assert_close(*([p.grad for p in model.parameters()] for model in models),
+                                   rtol=1e-4, atol=1e-4)
+    # of the first block, which on a CPU computes by token, and of all others
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+# ---- launch ----
+
+# Hands over; then each rank writes what it is, and ends as --end says. Only the first one imports
+# torch.
+RANKS = """
+import argparse, os, signal, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--end")
+if "RANK" not in os.environ:
+    sys.path.insert(0, {root!r})
+    from training.command_line import add_launch_arguments, start_ranks_if_asked
+    add_launch_arguments(parser)
+    start_ranks_if_asked(parser.parse_args(), sys.argv[1:])
+args = parser.parse_args()
+rank, stopped, pressed = int(os.environ["RANK"]), [], []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: stopped.append(1))
+def press(*_):
+    pressed.append(1)
+    os.write(1, b"Ctrl-C %d\\n" % len(pressed))   # whole: print writes it in parts
+signal.signal(signal.SIGINT, press)
+world, local = os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+os.write(1, f"rank {{rank}} of {{world}}, local {{local}}\\n".encode())
+open(f"here{{rank}}", "w").close()   # else one may end the other before it has said what it is
+while not all(os.path.exists(f"here{{r}}") for r in range(int(os.environ["WORLD_SIZE"]))):
+    time.sleep(0.01)
+if args.end == "killed" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if args.end == "interrupted":   # as one that Ctrl-C meets while it imports torch
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+while args.end in ("SIGTERM", "SIGUSR1", "killed", "Ctrl-C") and not stopped and len(pressed) < 2:
+    time.sleep(0.01)
+if args.end.startswith("SIG"):
+    os.write(2, b"the last word\\n")
+sys.exit(75 if stopped else 130 if pressed else int(args.end or 0))
+"""
+
+
+@pytest.mark.parametrize("end, code", [
+    (2, 2), ("SIGTERM", 75), ("SIGUSR1", 75), ("killed", 1), ("interrupted", 130), ("Ctrl-C", 130)])
+def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end, code):
+    (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
+    options = ["--nproc_per_node", "2", "--end", str(end)]
+    with start_ranks("python", 1, ["s.py", *options], tmp_path) as running:
+        running.wait_for("rank 0 of 2, local 0", timeout=300)
+        running.wait_for("rank 1 of 2, local 1", timeout=300)
+        if code == 75:
+            running.process.send_signal(signal.Signals[end])
+        for nth in (1, 2) if end == "Ctrl-C" else ():   # the second one too comes to the ranks
+            running.process.send_signal(signal.SIGINT)
+            running.wait_for(f"Ctrl-C {nth}", timeout=300)
+        result = running.wait(timeout=300)
+    assert result.returncode == code and result.leftover == [], result.text
+    first, *others = result.stderr.splitlines()
+    assert first.startswith("starting 2 rank(s) here"), result.text
+    assert others == ["the last word"] * 2 * (code == 75), result.text
+
+
+FAILS = """
+if __name__ == "__main__":
+    import sys
+    sys.path.insert(0, {root!r})
+    import ddp_guard
+    ddp_guard.supervise()
+import argparse
+from training.command_line import add_launch_arguments, started_ranks
+parser = argparse.ArgumentParser()
+add_launch_arguments(parser)
+with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
+    assert ddp.is_main, "on purpose?"
+"""
+
+
+def test_ranks_that_fail_end_with_one_code_and_the_command_to_give_again(tmp_path):
+    (tmp_path / "s.py").write_text(FAILS.format(root=str(ROOT)))
+    command = ["s.py", "--nproc_per_node", "2", "--device", "cpu"]
+    result = run_ranks("python", 1, command, tmp_path, timeout=300)
+    last_line = result.stderr.splitlines()[-1]
+    assert result.returncode == 1 and last_line.startswith("FAILED: rank 1 of 2"), result.text
+    assert last_line.endswith(": python " + " ".join(command)), result.text
+    if not torch.xpu.is_available():
+        result = run_ranks("python", 1, [*command, "--device", "xpu"], tmp_path, timeout=300)
+        assert result.returncode == 2 and result.leftover == [], result.text
+        assert result.stderr.count("error: xpu was asked for") == 1, result.text

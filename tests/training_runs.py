@@ -1,0 +1,167 @@
+"""What tests of the training scripts share."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+from bench.scale import SCRIPTS, training_of
+from ddp_setup import load_checkpoint, wrap_ddp
+from launchers import ROOT, fork_ranks
+from training.config import load_config
+from training.folder import prepare_and_train
+from training.loop import global_gradient, open_batches, take_step
+
+# Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.
+CLOCK = ("residues_per_second", "pairs_per_second", "data_wait", "time/", "memory/", "device/",
+         "ddp/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums in one order: bit-identical runs are compared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def words(settings, **more):
+    """Overrides for the command line; a keyword training__n_iters=3 sets training.n_iters."""
+    settings = {**settings, **{k.replace("__", "."): v for k, v in more.items()}}
+    return [f"{k}={v}" for k, v in settings.items()]
+
+
+def rows(work_dir):
+    return [json.loads(line)
+            for line in (Path(work_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(work_dir):
+    return {row["step"]: row["loss"] for row in rows(work_dir) if row["step"]}
+
+
+def timeless(work_dir):
+    """Rows of metrics.jsonl without what time and the number of ranks tell."""
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCK)}
+            for row in rows(work_dir)]
+
+
+def same_run(a, b):
+    """Assert that the last checkpoints and metrics of two run folders are alike, to the last bit,
+    and that b has a's published models, designs and samples."""
+    one, other = (load_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (a, b))
+    for key in one.keys() - {"config"}:
+        assert equal(one[key], other[key]), key
+    for path in [*a.glob("*_model.pt"), *a.glob("checkpoints/best.pt")]:
+        one, other = (torch.load(folder / path.relative_to(a), weights_only=True)
+                      for folder in (a, b))
+        weights = "model_state_dict" if "model_state_dict" in one else "model"
+        assert equal(one[weights], other[weights]) and one["step"] == other["step"], path.name
+    for path in [*a.glob("designs/*"), *a.glob("samples/*")]:
+        assert path.read_bytes() == (b / path.relative_to(a)).read_bytes(), path.name
+    assert timeless(a) == timeless(b)
+
+
+def equal(a, b):
+    """Are two nested states alike, to the last bit?"""
+    (leaves, form), (others, other_form) = tree_flatten(a), tree_flatten(b)
+    return form == other_form and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(leaves, others))
+
+
+def command_lines(script, cases, cwd):
+    """Run `python SCRIPT.py ARGUMENTS` (script "bench": `python -m bench ARGUMENTS`) with each list
+    of arguments: [(exit code, stdout, stderr)]."""
+    program = ["-m", "bench"] if script == "bench" else [ROOT / f"{script}.py"]
+    done = [fork_ranks(1, [*program, *case], cwd) for case in cases]
+    return [(result.returncode, result.stdout, result.stderr) for result in done]
+
+
+def assert_refused(script, cases, folder):
+    """Assert that each of (arguments of `python SCRIPT.py` as text, *what is said) ends with code 2
+    and one message, and leaves the folder as it is."""
+    before = sorted(folder.rglob("*"))
+    found = command_lines(script, [shlex.split(text) for text, *_ in cases], folder)
+    for (text, *said), (code, out, err) in zip(cases, found):
+        text = f"{text}\nexit code {code}\n{out}\n{err}"
+        assert code == 2 and err.count("error:") == 1 and "Traceback" not in out + err, text
+        assert all(words in err for words in said), text
+    assert sorted(folder.rglob("*")) == before
+
+
+def driver(folder, module, code):
+    """Write and return driver.py: a module's command line after `code`, which may change it."""
+    (folder / "driver.py").write_text(f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import ddp_guard
+ddp_guard.supervise()
+import {module} as script
+rank = int(os.environ["RANK"])
+{code}
+script.cli()
+""")
+    return folder / "driver.py"
+
+
+def gradients(model, schedule, dataset, loss_of, ddp, whole=None, static=False):
+    """[{parameter: its gradient, "loss": loss}] of two steps of a MicroBatchSampler. whole:
+    function of a step that gives its loss by the definition; that has one backward then."""
+    wrapped, items, found = wrap_ddp(model, ddp, static_graph=static), iter(schedule), []
+    for step in range(2):
+        if whole:
+            loss = whole(step)
+            loss.backward()
+        else:
+            totals, _ = global_gradient(wrapped, [dataset[next(items)] for _ in schedule.mine],
+                                        loss_of, ddp, expected_count=123.0)
+            loss = totals.sums[0] / totals.count
+        found.append({"loss": loss.detach().clone(),
+                      **{name: p.grad.clone() for name, p in model.named_parameters()}})
+        model.zero_grad()
+    return found
+
+
+def on_ranks(n, module, expression, folder):
+    """What `expression`, with the names of a module of tests and `ddp`, gives on rank 0 of n."""
+    (folder / "s.py").write_text(f"""
+import sys
+sys.path[:0] = {[str(ROOT), *map(str, [ROOT / "tests", *ROOT.glob("tests/*/")])]!r}
+import torch
+from ddp_setup import setup_ddp
+from {module} import *
+with setup_ddp("cpu", quiet=True) as ddp:
+    found = {expression}
+    if ddp.is_main:
+        torch.save(found, "out.pt")
+""")
+    done = fork_ranks(n, ["s.py"], folder)
+    assert done.returncode == 0, done.text
+    return torch.load(folder / "out.pt", weights_only=True)
+
+
+def train(what, settings, folder, ddp, loop=None):
+    """Prepare and train as a training script does. loop: function (run, ddp) instead of its own."""
+    script = SCRIPTS[what][0]
+    config = load_config(script.Config, None, settings)
+    prepare_and_train(ddp, lambda: script.prepare(config, ddp, Path(folder)), loop or script.train)
+
+
+def take_steps(what, settings, folder, watched, ddp):
+    """Take steps as a training script does, the last two in the context manager `watched()`."""
+    def steps(run, ddp):
+        dataset, micro_batch_loss = training_of(run, what, ddp)
+        batches = open_batches(run, dataset, micro_batch_loss, ddp)
+        for _ in range(2):   # the optimizer makes its state
+            take_step(run, batches, micro_batch_loss, ddp)
+        mine = iter([next(batches) for _ in range(4)])
+        with watched():
+            for _ in range(2):
+                take_step(run, mine, micro_batch_loss, ddp)
+
+    train(what, settings, folder, ddp, steps)

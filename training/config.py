@@ -1,0 +1,423 @@
+"""Strict configuration: dataclass defaults <- YAML file <- command line; keys of all scripts.
+
+    @dataclass
+    class Optim:
+        lr: float = 3e-4
+        betas: tuple[float, float] = (0.9, 0.999)
+
+    @dataclass
+    class Config:
+        optim: Optim = field(default_factory=Optim)          # a section is a dataclass
+
+    config = load_config(Config, "configs/demo.yaml", ["optim.lr=1e-4"])
+
+Reads one YAML file and writes nothing. Every error is a ValueError that names the file (or the
+command line), the key, what was found and what was expected. YAML itself reads only lists,
+mappings, true, false, yes, no, on, off and null. All else is text, read by the type of the field:
+
+    float    1e-4, 3; not nan, not infinite
+    int      whole numbers, also written 1e6 or 2.0; not 1.5
+    bool     true and false; not 0 and 1
+    str      any text; yes, no, on, off, true, false and null need quotes
+    Literal  one of the texts of the Literal
+    A | B    the first type, in the order of the annotation, that accepts the value
+    tuple[T, U], tuple[T, ...], dict[str, T]
+
+So 010 is 10, and 1:30 is no number (usual YAML 1.1 reads 8 and 90).
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+
+def load_config(cls, path=None, overrides=(), flags=None):
+    """Make a configuration from defaults, a YAML file and the command line.
+
+    Args:
+        cls:       dataclass with a field per key, each with a default; a field that is a dataclass
+            is a section.
+        path:      YAML file; None: defaults only. A key that it lacks keeps its default.
+        overrides: texts "section.key=value", whose values are YAML; the last one for a key wins.
+        flags:     {"section.key": text, or None if not given}, of keys that have an option of their
+            own, such as --data. They win over all; a field of type text takes the text unparsed.
+    Returns: an instance of cls.
+    Raises: ValueError, listing all keys that are unknown or whose value does not fit their type.
+    """
+    raw = {} if path is None else _read_yaml(path)
+    origins = {}                        # dotted key -> where its value came from, for messages
+    for text in overrides:
+        dotted, equals, value = text.partition("=")
+        dotted = dotted.strip()
+        if not equals or not dotted:
+            raise ValueError(f"command line: found {text!r}; expected section.key=value without "
+                             f"blanks around '=', such as {_names(cls)[0]}=...")
+        if dataclasses.is_dataclass(_types(cls).get(dotted)):
+            raise ValueError(f"command line, {text!r}: {dotted!r} is a section; expected one of "
+                             "its keys.")
+        origins[dotted] = f"command line, {text!r}"
+        _put(raw, dotted, _parse(value, origins[dotted]), origins[dotted])
+    for dotted, text in (flags or {}).items():
+        if text is not None:
+            origins[dotted] = f"command line, {f'{dotted}={text}'!r}"
+            value = text if _takes_text(cls, dotted) else _parse(text, origins[dotted])
+            _put(raw, dotted, value, origins[dotted])
+    problems = []
+    config = _make_section(cls, raw, "", str(path or "configuration"), origins, cls, problems)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return config
+
+
+def config_to_dict(config):
+    """Nested dict of plain types (tuples become lists), fit for a checkpoint and for YAML."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def config_items(config, ignore=()):
+    """{"section.key": plain value} of all keys except those to ignore.
+
+    config: a configuration, or what config_to_dict made of one.
+    """
+    nested, items = config if isinstance(config, dict) else config_to_dict(config), {}
+    for section, value in nested.items():
+        keys = value if isinstance(value, dict) else {"": value}        # "": a key of no section
+        items |= {f"{section}.{key}".rstrip("."): item for key, item in keys.items()}
+    return {key: item for key, item in items.items() if key not in ignore}
+
+
+def config_differences(former, config, ignore=()):
+    """List the differences between the configuration of a former run and that of now.
+
+    Args:
+        former: a configuration, or what config_to_dict made of one. A key that it lacks counts as
+            the default: the run was made before this key existed, and did what the default does.
+        config: the configuration now.
+        ignore: dotted keys.
+    Returns: list of "section.key: before -> now"; `now` is (absent) for a key that was removed.
+    """
+    before = config_items(type(config)(), ignore) | config_items(former, ignore)
+    now, differences = config_items(config, ignore), []
+    for key, value in before.items():
+        if key not in now or now[key] != value:
+            after = repr(now[key]) if key in now else "(absent)"
+            differences.append(f"{key}: {value!r} -> {after}")
+    return differences
+
+
+def dump_yaml(config):
+    """The configuration as YAML text that load_config reads back to an equal one."""
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False, default_flow_style=None,
+                          width=100)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ValueErrors."""
+
+    def error(self, message):   # not printed here, where each of the ranks would print it
+        raise ValueError(f"command line: {message}. See --help.")
+
+
+# ---- keys and limits that all training scripts share ----
+
+@dataclass
+class CommonTraining:
+    """The keys of section `training` that mean the same in every script."""
+    accum: int = 1                       # micro-steps per optimizer step
+    num_workers: int = 0                 # processes that prepare batches, per rank
+    log_freq: int = 10                   # steps between rows of metrics.jsonl
+    keep_last: int = 2                   # checkpoints that are kept: last.pt, last-1.pt, ...
+    max_bad_steps: int = 10              # most steps in a row with a nan or infinite loss or
+    #                                      gradient: they are skipped, one more ends the run
+    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")   # the run saves and stops
+    patience: int | None = None          # evaluations without improvement that stop the run early
+    min_delta: float = 0.0               # nats (per residue, per pair) that count as improvement
+    seed: int = 0
+
+
+@dataclass
+class CommonOptim:
+    """Scripts add lr (at base_global_batch) and warmup (linear, in steps); `scale` scales both."""
+    name: Literal["adamw", "muon"] = "adamw"   # see training/optimizer.py
+    scale: Literal["none", "linear", "sqrt"] | dict[str, float] = "none"   # or {cap: 4}
+    base_global_batch: int | None = None  # that lr was chosen for; unit: see --plan
+    decay: Literal["none", "linear", "cosine"] = "none"   # of the learning rate, to 0 at the end
+    # number of last steps that decay; below 1: fraction of n_iters; null: all after the warm-up
+    decay_steps: float | None = None
+    grad_clip: float = 1.0               # global norm; 0 = none
+    betas: tuple[float, float] = (0.9, 0.999)   # of AdamW, as is eps
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass
+class CommonMemory:
+    # true: bfloat16 if the device supports it natively, else float32
+    mixed_precision: bool | Literal["float32", "bfloat16", "float16"] = True
+    max_memory_per_gpu: float | None = None  # fraction of the device's memory, not GB
+
+
+@dataclass
+class CommonMonitoring:
+    watchdog_minutes: float = 30.0       # without progress, until the run is ended; 0 = off
+    tensorboard: bool = False            # curves in RUN_DIR/tensorboard
+    wandb: dict[str, str] | None = None  # {project, name, mode}, each optional: Weights & Biases
+    check_sync_every: int = 1000         # steps between comparisons of the ranks' weights; 0 = off
+    timing_every: int = 50               # steps between timed steps, see meter.py; 0 = never
+    # every log_freq steps, log the norm per layer; TensorBoard and W&B also get histograms
+    log_gradients: bool = False          # of the gradient, before clipping
+    log_weights: bool = False            # of the weights
+
+
+@dataclass
+class DdpSection:
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    broadcast_buffers: bool = False      # the models have none
+    bucket_cap_mb: int | None = None
+
+
+# Smallest allowed values. They do not apply to null, nor to keys that a script does not have.
+LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_epochs=1,
+                          eval_freq=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
+                          keep_last=1, max_bad_steps=0),
+         "optim": dict(lr=0, warmup=0, base_global_batch=1, grad_clip=0, weight_decay=0),
+         "ddp": dict(bucket_cap_mb=1), "monitoring": dict(watchdog_minutes=0, check_sync_every=0,
+                                                   timing_every=0)}
+
+
+def check_values(c, checks, least):
+    """Refuse values that have the right type but make no sense.
+
+    Args:
+        c: the script's config.
+        checks: the script's own pairs (what must be true, error text otherwise).
+        least: the script's own smallest values {section: {key: number}}, in addition to LEAST.
+    Raises: ValueError naming the key.
+    """
+    t, o, share = c.training, c.optim, c.memory.max_memory_per_gpu
+    known = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")   # see Guard.pass_on
+    common = (
+        (0 <= t.seed < 2**63, f"training.seed is {t.seed}; expected 0 to 2**63 - 1"),
+        (share is None or 0 < share <= 1,
+         f"memory.max_memory_per_gpu is {share}; expected a share of the memory, above 0 up to 1"),
+        (o.scale == "none" or o.base_global_batch,
+         f"optim.scale is {o.scale} and optim.base_global_batch {o.base_global_batch}; expected "
+         "the global batch that lr was chosen for"),
+        (not isinstance(o.scale, dict) or (list(o.scale) == ["cap"] and o.scale["cap"] >= 1),
+         f"optim.scale is {o.scale}; expected none, linear, sqrt or {{cap: N}} with N of at least "
+         "1"),
+        (o.decay_steps is None or o.decay != "none" and o.decay_steps > 0,
+         f"optim.decay_steps is {o.decay_steps} with optim.decay {o.decay}; expected more than "
+         "0 (steps, or a share of them below 1), and decay linear or cosine. Without a decay "
+         "give optim.decay_steps=null"),
+        (set(c.monitoring.wandb or ()) <= {"project", "name", "mode"},
+         f"monitoring.wandb has {', '.join(c.monitoring.wandb or ())}; expected some of project, "
+         "name, mode"),
+        (all(0 <= b < 1 for b in o.betas),
+         f"optim.betas is {list(o.betas)}; expected 0 up to below 1"),
+        (0 <= c.model.dropout < 1, f"model.dropout is {c.model.dropout}; expected 0 up to below 1"),
+        (0 <= c.data.val_fraction < 1,
+         f"data.val_fraction is {c.data.val_fraction}; expected 0 up to below 1"),
+        (o.eps > 0, f"optim.eps is {o.eps}; expected more than 0"),
+        (set(t.stop_signals) <= set(known),
+         f"training.stop_signals is {list(t.stop_signals)}; expected some of {', '.join(known)}"))
+    problems = [text for right, text in (*common, *checks) if not right]
+    for section in {**LEAST, **least}:
+        for key, low in (LEAST.get(section, {}) | least.get(section, {})).items():
+            value = getattr(getattr(c, section), key, None)
+            if value is not None and value < low:
+                problems.append(f"{section}.{key} is {value}; expected at least {low}")
+    if problems:
+        raise ValueError("\n".join(f"config: {text}." for text in problems))
+
+
+# ---- YAML ----
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which numbers and dates are text, and each key of a mapping comes once."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen and key.value != "<<":
+                raise yaml.MarkedYAMLError(problem=f"found the key {key.value!r} again; expected "
+                                                   "each key once", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers
+             if tag.rpartition(":")[2] in ("bool", "null", "merge")]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+
+
+def _parse(text, where):
+    """The value of a YAML text. where: the source of the text, for messages."""
+    try:
+        return _Loader(text).get_single_data()   # like yaml.safe_load
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{where}{line}: {getattr(error, 'problem', None) or error}. This is not "
+                         "valid YAML as expected (section:, then indented key: value lines; "
+                         "blanks, no tabs).") from None
+
+
+def _read_yaml(path):
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Expected a YAML configuration. Check "
+                         f"the path (relative to {Path.cwd()}).") from None
+    raw = _parse(text, str(path))
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: found {_show(raw)} at the top level; expected sections, as in "
+                         "'optim: {lr: 1e-4}'.")
+    return raw
+
+
+def _put(raw, dotted, value, where):
+    """Put value at the dotted key into the nested dict raw."""
+    *sections, key = dotted.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+        if not isinstance(raw, dict):
+            raise ValueError(f"{where}: {section!r} is {_show(raw)}, in the YAML file or by "
+                             "another override; expected a section.")
+    raw[key] = value
+
+
+# ---- dataclasses ----
+
+def _types(cls):
+    """{name of a field: its type}; the type of a section is a dataclass."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _names(cls, prefix=""):
+    """Dotted names of all keys, including those in sections."""
+    names = []
+    for name, kind in _types(cls).items():
+        dotted = prefix + name
+        names += _names(kind, dotted + ".") if dataclasses.is_dataclass(kind) else [dotted]
+    return names
+
+
+def _takes_text(cls, dotted):
+    """Is a key of type str, or str | None?"""
+    for name in dotted.split("."):
+        cls = _types(cls)[name]
+    return cls is str or str in typing.get_args(cls)
+
+
+def _unknown(root, cls, key, prefix, where):
+    """Error text for a key that section cls does not have; it suggests the most similar key."""
+    here = list(_types(cls))
+    candidates = {name.rpartition(".")[2]: name for name in _names(root)}
+    candidates |= {name: prefix + name for name in here}
+    near = difflib.get_close_matches(str(key), candidates, 1)
+    advice = f"Did you mean {candidates[near[0]]!r}?" if near else f"Known here: {', '.join(here)}."
+    kind = "key" if prefix else "section or key"
+    return f"{where}: unknown {kind} {prefix + str(key)!r}. {advice}"
+
+
+def _make_section(cls, raw, prefix, path, origins, root, problems):
+    """Instance of the dataclass cls from a dict as YAML gave it.
+
+    prefix: "" or "section.", to put before its keys. path: of the file, for messages; origins: what
+    to say instead for keys from the command line. root: dataclass of the whole configuration.
+    problems: list of error texts, to which this function appends.
+    """
+    kinds, values = _types(cls), {}
+    for key, value in raw.items():
+        dotted = f"{prefix}{key}"
+        where = next((text for name, text in origins.items()
+                      if f"{name}.".startswith(f"{dotted}.")), path)
+        if key not in kinds:
+            problems.append(_unknown(root, cls, key, prefix, where))
+        elif not dataclasses.is_dataclass(kinds[key]):
+            try:
+                values[key] = _convert(value, kinds[key])
+            except ValueError as error:
+                problems.append(f"{where}: {dotted}: {error}")
+        elif isinstance(value, dict):
+            values[key] = _make_section(kinds[key], value, dotted + ".", path, origins, root,
+                                        problems)
+        else:
+            problems.append(f"{where}: section {dotted!r} is {_show(value)}; expected 'key: "
+                            "value' lines under it. For its defaults leave the section out.")
+    return cls(**values)
+
+
+# ---- values ----
+
+def _show(value):
+    return "nothing (null)" if value is None else repr(value)
+
+
+def _name_type(kind):
+    """The name of a type, in words for somebody who edits a YAML file."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_name_type(member) for member in args)
+    if origin is typing.Literal:
+        return f"one of {', '.join(args)}"
+    if origin is tuple:
+        items = [_name_type(item) for item in args if item is not Ellipsis]
+        return f"a list, each {items[0]}" if Ellipsis in args else f"[{', '.join(items)}]"
+    return {float: "a number", int: "a whole number", bool: "true or false", str: "text",
+            dict: "a mapping {key: value}", type(None): "null"}.get(origin or kind, str(kind))
+
+
+def _convert(value, kind):
+    """Convert a value from YAML to the annotated type. Raises: ValueError if it does not fit."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        for member in args:
+            try:
+                return _convert(value, member)
+            except ValueError:
+                continue
+    elif origin is typing.Literal and value in args:
+        return value
+    elif kind in (float, int) and isinstance(value, str):
+        number = _number(value, kind)
+        if number is not None:
+            return number
+    elif kind in (bool, str, type(None)) and type(value) is kind:
+        return value
+    elif origin is tuple and isinstance(value, list):
+        kinds = args[:1] * len(value) if Ellipsis in args else args
+        if len(value) == len(kinds):
+            return tuple(map(_convert, value, kinds))
+    elif origin is dict and isinstance(value, dict):
+        return {_convert(key, args[0]): _convert(item, args[1]) for key, item in value.items()}
+    quotes = " Quote it." if kind is str and isinstance(value, bool) else ""
+    raise ValueError(f"found {_show(value)}; expected {_name_type(kind)}.{quotes}")
+
+
+def _number(text, kind):
+    """Read a text as int or float. None if it is neither, or is nan or infinite."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(number) or (kind is int and not number.is_integer()):
+        return None
+    try:
+        return kind(text)   # int(text) is exact for large numbers, too
+    except ValueError:      # int() does not read 1e6 or 2.0
+        return int(number)

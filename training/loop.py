@@ -1,0 +1,343 @@
+"""The parts common to all training scripts: learning rate, start or resume, step, best score.
+
+train_sedd_ddp.py and train_dpo_ddp.py call these functions, and add their own config, loss, data
+and evaluation. An optimizer step takes a global batch, which consists of micro-batches. Their
+number is fixed at the start of a run. Each rank computes an equal share of them, by gradient
+accumulation, so the gradient is the same for every number of ranks.
+"""
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_setup import (all_sum, broadcast, grad_scaler, gradient_sync, optimize_with_ipex,
+                       stop_reason, stop_wanted, worker_init, wrap_ddp)
+from training.optimizer import make_optimizer
+from training.folder import ADVICE, Diverged, check_in_sync
+from training.meter import StepMeter, make_meter
+
+
+# ---------------------------------------------------------------- learning rate
+def scale_for_batch(lr, warmup, rule, global_batch, base):
+    """Scale the learning rate to a global batch that differs from the one it was chosen for.
+
+    The factor depends on the rule. "linear": global_batch / base (Goyal et al. 2017, arXiv
+    1706.02677). "sqrt", usual for Adam: the square root of that. {"cap": N}: linear, but at most N.
+    "none": 1. The warm-up steps are multiplied by the same factor and rounded. So with "linear", N
+    times the ranks take N times the steps, on N times the data each, to warm up.
+    Returns: (learning rate, warm-up steps).
+    """
+    factor = 1.0 if rule == "none" else global_batch / base
+    if rule == "sqrt":
+        factor = factor**0.5
+    elif isinstance(rule, dict):
+        factor = min(factor, rule["cap"])
+    return lr * factor, round(warmup * factor)
+
+
+def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
+    """Learning rate of the next step, as a fraction of the full rate. step: number of steps done.
+
+    It rises linearly, to 1 in step number `warmup`. decay "linear" or "cosine": it falls towards 0
+    over the last decay_steps of n_iters steps (below 1: that fraction of n_iters; None: all steps
+    after the warm-up)."""
+    rise = min((step + 1) / max(warmup, 1), 1.0)
+    if decay == "none":
+        return rise
+    if decay_steps is None:
+        length = n_iters - warmup
+    elif decay_steps < 1:
+        length = decay_steps * n_iters
+    else:
+        length = min(decay_steps, n_iters)
+    left = min(max((n_iters - step) / max(length, 1), 0.0), 1.0)
+    return rise * {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[decay]
+
+
+# ---------------------------------------------------------------- start or continue
+@dataclass(kw_only=True)
+class Run:
+    """A run, as a script's `prepare` returns it. Scripts add fields of their own."""
+    config: Any
+    work_dir: Path
+    continued_from: str | None   # path of a checkpoint; None: a new run
+    fingerprint: dict          # of the data: {"n", "hash"}
+    bare: Any                  # the model without DDP: for state_dict, evaluation and sampling
+    model: Any                 # the same model, wrapped in DDP: for training steps
+    optimizer: Any
+    scaler: Any
+    ema: Any = None            # exponential moving average of the weights, if the script has one
+    dtype: torch.dtype         # for autocast
+    progress: dict             # what changes, and is saved: step, best, bad_evals, finished, ...
+    sampler: Any               # MicroBatchSampler
+    validation: Any            # None without validation proteins or pairs
+    n_iters: int               # optimizer steps in all
+    steps_per_epoch: int
+    micro_batches: int         # per global batch
+    global_batch: int          # in proteins, tokens or pairs
+    expected_count: float      # residues, proteins or pairs in a global batch, roughly
+    lr: float                  # full rate, scaled, as is warmup (steps)
+    warmup: int
+    meter: StepMeter           # measures time, memory, gradients
+    lock: Any = None           # RunLock on the run folder, on rank 0 only
+    unread: Any = None         # totals of the last step, on their way to the host (to_host);
+    #                            read_totals reads them a step later, so that nothing waits
+    stop_requests: float = 0.0  # how many ranks were asked to stop, as last read
+
+
+def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches,
+              lr_batch, progress, seen, make_ema=None, **fields):
+    """Scale the learning rate, make sampler and optimizer, wrap the model, load the checkpoint.
+
+    Args:
+        kind: the script's class of Run.
+        former: the checkpoint that is continued, see training.folder.Former.
+        bare: the model with its initial weights, on the device. item_of: see MicroBatchSampler.
+        lr_batch: the global batch, or less if the data set is smaller; lr is scaled to this.
+        progress: the script's additions to Run.progress, with initial values.
+        seen: names of the last entries of Totals.sums; their totals over good steps are kept.
+        make_ema: function (parameters) -> moving averages of them. It is called after wrap_ddp,
+            when all ranks have the weights of rank 0.
+        fields: other fields of `kind`.
+    Returns: an instance of `kind`.
+    """
+    t, o, state = config.training, config.optim, former.state
+    progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
+                "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
+                "seen": dict.fromkeys(seen, 0),
+                **progress}
+    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, lr_batch, o.base_global_batch)
+    if state is not None:
+        state = {"seen": {}, **state}   # older checkpoints lack "seen"
+        lr, warmup = state["lr"], state["warmup"]
+        progress = {name: state.get(name, initial) for name, initial in progress.items()}
+        bare.load_state_dict(state["model"])
+    n_iters = t.n_iters or t.num_epochs * steps_per_epoch
+    sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"], n_iters)
+    bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, o, ddp), ddp)
+    run = kind(config=config, continued_from=former.path, bare=bare,
+               model=wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer=optimizer,
+               scaler=grad_scaler(fields["dtype"], ddp),
+               ema=make_ema(bare.parameters()) if make_ema else None, progress=progress,
+               sampler=sampler, n_iters=n_iters, steps_per_epoch=steps_per_epoch,
+               micro_batches=micro_batches, lr=lr, warmup=warmup,
+               meter=make_meter(config, ddp, seen), **fields)
+    for name in ("optimizer", "scaler", "ema"):
+        if state is not None and getattr(run, name) is not None:
+            getattr(run, name).load_state_dict(state[name])
+    return run
+
+
+# ---------------------------------------------------------------- the step
+class MicroBatchSampler(torch.utils.data.Sampler):
+    """The micro-batches that this rank computes, from step `first` to `last`, for a DataLoader.
+
+    item_of: function (step, micro-batch) -> key of the data set, for dataset[key]. A resumed run
+    starts at any step, without going through the steps before it."""
+
+    def __init__(self, item_of, micro_batches, ddp, first, last):
+        self.item_of, self.first, self.last = item_of, first, last
+        accum = micro_batches // ddp.world_size
+        self.mine = range(ddp.rank * accum, (ddp.rank + 1) * accum)
+
+    def __iter__(self):
+        for step in range(self.first, self.last):
+            yield from (self.item_of(step, micro) for micro in self.mine)
+
+
+class Totals(NamedTuple):
+    """Sums over all ranks of one step, float64, on the device."""
+    packed: torch.Tensor     # one tensor, of which the others are views: one all-reduce, one copy
+    sums: torch.Tensor       # (n,) as the script's micro_batch_loss returns them
+    count: torch.Tensor      # residues, proteins or pairs that the mean loss is taken over
+    bad: torch.Tensor        # number of ranks with a nan or infinite loss or gradient
+    bad_loss: torch.Tensor   # number of ranks with a nan or infinite loss
+    stop: torch.Tensor       # number of ranks that were asked to stop
+
+
+N_SCALARS = 4   # number of fields of Totals after `sums`
+
+
+def unpack(packed):
+    """Totals whose fields are views of `packed`, a tensor (n + N_SCALARS,)."""
+    return Totals(packed, packed[:-N_SCALARS], *packed[-N_SCALARS:].unbind())
+
+
+def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, meter=None):
+    """Leave the gradient of the mean loss over the global batch in .grad on every rank.
+
+    The mean is over `count` residues or pairs, which is known only after all micro-batches. So
+    backward runs on (loss sum) / expected_count. Then one small all-reduce gives `count`, and all
+    gradients are multiplied by ranks x expected_count / count (DDP had divided them by ranks). The
+    result does not depend on expected_count, but a value near `count` keeps float16 gradients
+    in range. Nothing here makes the host wait for the device.
+
+    Args:
+        model: the model wrapped in DDP.
+        batches: this rank's micro-batches, each with a "seed" for dropout.
+        loss_of: function (model, batch) -> (loss sum, sums (n,) to add up, count).
+        scaler: a GradScaler, or None. meter: a StepMeter, or None.
+    Returns: (Totals, norm of the gradient). If totals.bad is not 0, all gradients are nan.
+    """
+    own, meter = None, meter or StepMeter(ddp)
+    for k, batch in enumerate(batches):
+        torch.manual_seed(batch["seed"])   # dropout depends on the micro-batch, not the rank
+        with gradient_sync(model, last=k == len(batches) - 1), meter.passes(model):
+            loss, sums, count = loss_of(model, batch)
+            scaled = loss / expected_count
+            if scaler is not None:
+                scaled = scaler.scale(scaled)
+            scaled.backward()
+        if own is None:
+            own = unpack(torch.zeros(len(sums) + N_SCALARS, dtype=torch.float64, device=ddp.device))
+        own.sums.add_(sums.detach())   # this adds to own.packed
+        own.count.add_(count)
+        own.bad_loss.add_(~loss.detach().isfinite())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    own.bad_loss.copy_(own.bad_loss > 0)
+    own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
+    own.stop.fill_(stop_wanted(ddp))
+    meter.lap("optimizer")   # time since the last lap: for norm and flags
+    totals = unpack(all_sum(own.packed, ddp))
+    meter.lap("exchange")
+    count = torch.where(totals.count > 0, totals.count, 1.0)   # avoids 0 / 0
+    factor = ddp.world_size * expected_count / count
+    factor = torch.where(totals.bad > 0, math.nan, factor).to(gradients[0].dtype)
+    torch._foreach_mul_(gradients, factor)
+    return totals, norm * factor
+
+
+def open_batches(run, dataset, loss_of, ddp):
+    """Warm DDP up; return an iterator over this rank's micro-batches, from the next step on.
+
+    After its first backward, DDP regroups the gradients into other buckets. With 3 ranks or more
+    this changes the order in which it sums them, and so the last bits. Every start therefore runs
+    one backward and drops its result: a resumed run then sums like an uninterrupted one."""
+    t = run.config.training
+    batches = iter(torch.utils.data.DataLoader(
+        dataset, sampler=run.sampler, batch_size=None, num_workers=t.num_workers,
+        pin_memory=ddp.device.type != "cpu", generator=torch.Generator(),   # not the global one
+        worker_init_fn=functools.partial(worker_init, signals=t.stop_signals)))
+    run.bare.train()
+    if ddp.world_size > 1:
+        item = run.sampler.item_of(run.progress["step"], run.sampler.mine[0])
+        global_gradient(run.model, [dataset[item]], loss_of, ddp, run.expected_count)
+        run.optimizer.zero_grad(set_to_none=True)
+    run.meter.restart()
+    return batches
+
+
+def take_step(run, batches, loss_of, ddp):
+    """One optimizer step on this rank's next micro-batches. A bad step, with a nan or infinite loss
+    or gradient, counts as a step but leaves weights and their moving averages as they are.
+
+    batches: iterator of open_batches. Returns: (Totals, norm of the gradient before clipping)."""
+    o, progress, optimizer, scaler = run.config.optim, run.progress, run.optimizer, run.scaler
+    mine = run.meter.fetch(batches, len(run.sampler.mine), progress["step"] + 1)
+    for group in optimizer.param_groups:
+        group["lr"] = run.lr * rate_share(progress["step"], run.warmup, run.n_iters, o.decay,
+                                          o.decay_steps)
+    totals, norm = global_gradient(run.model, mine, loss_of, ddp, run.expected_count, scaler,
+                                   run.meter)
+    read_totals(run)   # of the previous step, which the device has finished by now
+    clip, parameters = o.grad_clip or math.inf, list(run.bare.parameters())
+    if scaler.is_enabled():   # scaler.step skips a step with nan gradients by itself
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    else:   # AdamW and Muon skip the step if found_inf is 1; the host need not know it
+        optimizer.found_inf = (totals.bad > 0).float()
+    run.meter.measure_layers("gradients", run.bare)
+    torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    if run.ema is not None:
+        run.ema.update(parameters, skip=totals.bad > 0)
+    run.meter.measure_layers("weights", run.bare)
+    run.meter.finish(totals.sums)
+    progress["step"] += 1
+    run.unread = to_host(totals.packed)
+    return totals, norm
+
+
+def to_host(packed):
+    """Start copying a tensor to the host. Returns (copy, event at its end; None: it is there).
+
+    The event waits for this step only, not for work that is queued after it."""
+    if packed.device.type == "cpu":
+        return packed, None
+    copy = torch.empty_like(packed, device="cpu", pin_memory=True)
+    arrived = getattr(torch, packed.device.type).Event()
+    copy.copy_(packed, non_blocking=True)
+    arrived.record()
+    return copy, arrived
+
+
+def read_totals(run):
+    """Read the totals of the last step, once: add up `seen`, count bad steps, note stop requests.
+
+    Raises: Diverged for more bad steps in a row than training.max_bad_steps."""
+    if run.unread is None:
+        return
+    (packed, arrived), run.unread = run.unread, None
+    if arrived is not None:
+        arrived.synchronize()
+    totals, (bad_steps, in_a_row) = unpack(packed), run.progress["bad_steps"]
+    run.stop_requests = float(totals.stop)
+    if not totals.bad:
+        run.progress["bad_steps"] = [bad_steps, 0]
+        seen = run.progress["seen"]
+        for name, number in zip(seen, totals.sums[-len(seen):].tolist()):
+            seen[name] += int(number)
+        return
+    if run.ema is not None:
+        run.ema.num_updates -= 1   # ema.update has counted this skipped step
+    # In float16 the scaler lowers its scale after each overflow: that is no bad step. But if the
+    # scale is below 1, the gradient itself has overflowed.
+    if totals.bad_loss or not run.scaler.is_enabled() or run.scaler.get_scale() < 1:
+        bad_steps, in_a_row = bad_steps + 1, in_a_row + 1
+        run.progress["bad_steps"] = [bad_steps, in_a_row]
+    max_bad_steps = run.config.training.max_bad_steps
+    if in_a_row > max_bad_steps:
+        raise Diverged(f"step {run.progress['step']}: the loss or its gradient was nan or infinite "
+                       f"in {in_a_row} steps in a row, on "
+                       f"{float(totals.bad_loss or totals.bad):.0f} rank(s) in the last; "
+                       f"expected at most {max_bad_steps}. These steps were skipped. {ADVICE}")
+
+
+def after_step(run, ddp, at_once):
+    """To be called after each step: count bad steps, compare the weights of all ranks every
+    check_sync_every steps, and return why all ranks stop here, or ''. Raises: see read_totals.
+
+    at_once: wait for the flags of this step; else those of the step before are used."""
+    step, every = run.progress["step"], run.config.monitoring.check_sync_every
+    if at_once or ddp.device.type == "cpu":
+        read_totals(run)
+    reason = stop_reason(ddp, step, run.stop_requests)
+    if reason:
+        read_totals(run)
+    if every and (step % every == 0 or step == run.n_iters):
+        check_in_sync(run.bare, ddp)
+    return reason
+
+
+# ---------------------------------------------------------------- the best
+def record_score(run, score, values, ddp):
+    """Note an evaluation's score in run.progress. Returns: is it the best so far? Rank 0 decides.
+
+    After training.patience evaluations without a better score, the run is marked as finished.
+    score: lower is better. values: metrics by name; those named val/... are kept with the best."""
+    progress, t = run.progress, run.config.training
+    best = progress["best"]
+    improved = broadcast(best is None or score < best["score"] - t.min_delta, ddp)
+    progress["bad_evals"] = 0 if improved else progress["bad_evals"] + 1
+    if improved:
+        found = {name: value for name, value in values.items() if name.startswith("val/")}
+        progress["best"] = {"step": progress["step"], "score": score, **found}
+    if t.patience is not None and progress["bad_evals"] >= t.patience:
+        progress["finished"] = "early stop"
+    return improved
