@@ -41,11 +41,12 @@ from training.folder import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check
                              finish_run, hash_of, is_finished, micro_batches_of, open_log,
                              prepare_and_train, save_run, say_finished, start_or_continue,
                              take_folder)
-from training.log import bad_steps_field, step_values
+from training.meter import bad_steps_field, step_values
 from training.command_line import (Script, add_run_arguments, choose_precision, describe_batch,
                                    describe_run, plan_head, plan_table, print_lines, run_script)
 from mpnn.structures import PairPlan, load_pairs, try_all
-from training.loop import N_SCALARS, Run, after_step, open_batches, start_run, take_step
+from training.loop import (N_SCALARS, Run, after_step, clip_gradient, fetch, global_gradient,
+                           open_batches, set_learning_rate, start_run, step_optimizer)
 
 
 # ---------------------------------------------------------------- config
@@ -368,8 +369,13 @@ def train(run, ddp):
     batches = open_batches(run, dataset, loss_of, ddp)
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
-        totals, norm = take_step(run, batches, loss_of, ddp)
+        set_learning_rate(run)
+        micro_batches = fetch(run, batches)
+        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count,
+                                       run.scaler, run.meter)
         run.sums += torch.where(totals.bad > 0, 0.0, totals.packed)
+        norm = clip_gradient(run, norm)
+        step_optimizer(run, totals)   # a bad step changes nothing
         step, last = progress["step"], progress["step"] == run.n_iters
         at_end = last or step % run.steps_per_epoch == 0   # end of the run, or of an epoch
         evaluate_now = at_end or bool(t.eval_freq) and step % t.eval_freq == 0

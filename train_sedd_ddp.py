@@ -37,7 +37,7 @@ from training.config import (CommonMemory, CommonMonitoring, CommonOptim, Common
 from training.folder import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
                              finish_run, is_finished, micro_batches_of, open_log, prepare_and_train,
                              say_finished, start_or_continue, take_folder)
-from training.log import bad_steps_field, step_values
+from training.meter import bad_steps_field, step_values
 from training.command_line import (Script, add_run_arguments, choose_precision, compile_blocks,
                                    describe_batch, describe_run, plan_head, plan_table, print_lines,
                                    run_script)
@@ -49,7 +49,8 @@ from sedd.model import EMA, SEDD, describe_memory
 from sedd.batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
 from sedd.sequences import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
                             random_crops)
-from training.loop import Run, after_step, open_batches, start_run, take_step
+from training.loop import (Run, after_step, clip_gradient, fetch, global_gradient, open_batches,
+                           set_learning_rate, start_run, step_optimizer)
 
 
 # ---------------------------------------------------------------- config
@@ -331,7 +332,13 @@ def train(run, ddp):
     began, values = time.perf_counter(), {}
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
-        totals, norm = take_step(run, batches, loss_of, ddp)
+        set_learning_rate(run)
+        micro_batches = fetch(run, batches)
+        # of the mean loss over the micro-batches of all ranks, and the sums that this needs
+        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count,
+                                       run.scaler, run.meter)
+        norm = clip_gradient(run, norm)
+        step_optimizer(run, totals)   # a bad step changes nothing
         step, last = progress["step"], progress["step"] == run.n_iters
         evaluate_now = last or step % t.eval_freq == 0
         save_now = last or step % t.snapshot_freq == 0

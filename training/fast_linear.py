@@ -14,6 +14,16 @@ from torch import nn
 LARGEST = 2**23     # entries of an input; above, copies cost more memory and time than is gained
 
 
+def use_fast_linear(model):
+    """From now on each nn.Linear in `model`, or `model` itself if it is one, computes by `linear`.
+
+    In place: parameters, their names and hooks stay. Classes derived from nn.Linear are left alone.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+
+
 class Linear(nn.Linear):
     """nn.Linear, computed by `linear`."""
 
@@ -33,12 +43,13 @@ def linear(x, weight, bias=None):
 def onednn_is_faster(n_out, n_in):
     """Whether torch takes MKL for products in float32, the CPU is one that MKL is slow on, and the
     layer is so wide that the copies to oneDNN and back are worth it."""
-    cpu = getattr(torch.cpu, "get_capabilities", dict)()
-    mkl, onednn = torch.backends.mkl.is_available(), torch.backends.mkldnn.is_available()
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    cpu = getattr(torch.cpu, "get_capabilities", dict)()   # older torch has no such function
     # Zen 4, which has no AVX-VNNI, takes as long for both products (measured). Without the copies
     # ProteinMPNN (width 128) is there up to 1.2 times as fast, SEDD (256) is 1 to 3 % slower.
     narrowest = 128 if cpu.get("avx_vnni") else 256
-    return "AMD" in cpu.get("cpu_name", "") and mkl and onednn and min(n_out, n_in) >= narrowest
+    return "AMD" in cpu.get("cpu_name", "") and min(n_out, n_in) >= narrowest
 
 
 def on_cpu(x):

@@ -158,29 +158,6 @@ class RunLog:
             self.file = None
 
 
-def step_values(run, norm, ddp):
-    """{name: value} that every script logs of a step. Can be a collective: see StepMeter.report."""
-    first_row = run.meter.reports == 0   # of this start, which may have another number of ranks
-    values = {"grad_norm": float(norm), "lr": run.optimizer.param_groups[0]["lr"],
-              "epoch": (run.progress["step"] - 1) // run.steps_per_epoch,
-              **{f"seen/{name}": number for name, number in run.progress["seen"].items()},
-              **run.meter.report()}
-    if run.progress["bad_steps"][0]:
-        values["bad_steps"] = run.progress["bad_steps"][0]
-    if run.scaler.is_enabled():
-        values["loss_scale"] = run.scaler.get_scale()
-    if first_row:
-        values.update({"ddp/world_size": ddp.world_size,
-                       "ddp/effective_batch_size": run.global_batch,
-                       "ddp/scaled_lr": run.lr, "ddp/scaled_warmup": run.warmup})
-    return values
-
-
-def bad_steps_field(run):
-    """For RunLog.progress: the number of bad steps, if there were any."""
-    return {"bad steps": run.progress["bad_steps"][0]} if run.progress["bad_steps"][0] else {}
-
-
 class TensorBoard:
     """Curves for `tensorboard --logdir RUN_DIR`. If a resumed run logs rows again, they replace the
     earlier ones."""

@@ -166,6 +166,20 @@ def unpack(packed):
     return Totals(packed, packed[:-N_SCALARS], *packed[-N_SCALARS:].unbind())
 
 
+def set_learning_rate(run):
+    """Give the optimizer the learning rate of the next step, see rate_share."""
+    optim = run.config.optim
+    share = rate_share(run.progress["step"], run.warmup, run.n_iters, optim.decay,
+                       optim.decay_steps)
+    for group in run.optimizer.param_groups:
+        group["lr"] = run.lr * share
+
+
+def fetch(run, batches):
+    """This rank's micro-batches of the next step, a list. batches: see open_batches."""
+    return run.meter.fetch(batches, len(run.sampler.mine), run.progress["step"] + 1)
+
+
 def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, meter=None):
     """Leave the gradient of the mean loss over the global batch in .grad on every rank.
 
@@ -231,36 +245,54 @@ def open_batches(run, dataset, loss_of, ddp):
     return batches
 
 
-def take_step(run, batches, loss_of, ddp):
-    """One optimizer step on this rank's next micro-batches. A bad step, with a nan or infinite loss
-    or gradient, counts as a step but leaves weights and their moving averages as they are.
+def clip_gradient(run, norm):
+    """Scale the gradient down to the norm optim.grad_clip, if its norm is above that.
 
-    batches: iterator of open_batches. Returns: (Totals, norm of the gradient before clipping)."""
-    o, progress, optimizer, scaler = run.config.optim, run.progress, run.optimizer, run.scaler
-    mine = run.meter.fetch(batches, len(run.sampler.mine), progress["step"] + 1)
-    for group in optimizer.param_groups:
-        group["lr"] = run.lr * rate_share(progress["step"], run.warmup, run.n_iters, o.decay,
-                                          o.decay_steps)
-    totals, norm = global_gradient(run.model, mine, loss_of, ddp, run.expected_count, scaler,
-                                   run.meter)
-    read_totals(run)   # of the previous step, which the device has finished by now
-    clip, parameters = o.grad_clip or math.inf, list(run.bare.parameters())
-    if scaler.is_enabled():   # scaler.step skips a step with nan gradients by itself
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    else:   # AdamW and Muon skip the step if found_inf is 1; the host need not know it
-        optimizer.found_inf = (totals.bad > 0).float()
+    norm: of the gradient, as global_gradient returns it.
+    Returns: norm of the gradient before clipping; in float16 without the scale of the loss."""
+    parameters = list(run.bare.parameters())
+    if run.scaler.is_enabled():
+        run.scaler.unscale_(run.optimizer)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
     run.meter.measure_layers("gradients", run.bare)
-    torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    largest = run.config.optim.grad_clip or math.inf
+    torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm, foreach=True)
+    return norm
+
+
+def step_optimizer(run, totals):
+    """Move the weights and their moving averages, and count the step. A bad step, with a nan or
+    infinite loss or gradient, is counted but leaves both as they are.
+
+    totals: of this step, from global_gradient. The host does not wait for them here: it reads those
+    of the step before, which the device has finished by now.
+    Raises: Diverged, see read_totals."""
+    read_totals(run)
+    is_bad = totals.bad > 0   # on the device
+    if not run.scaler.is_enabled():   # else scaler.step skips a step with nan gradients by itself
+        run.optimizer.found_inf = is_bad.float()   # AdamW and Muon skip the step if this is 1
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)
     if run.ema is not None:
-        run.ema.update(parameters, skip=totals.bad > 0)
+        run.ema.update(list(run.bare.parameters()), skip=is_bad)
     run.meter.measure_layers("weights", run.bare)
     run.meter.finish(totals.sums)
-    progress["step"] += 1
+    run.progress["step"] += 1
     run.unread = to_host(totals.packed)
+
+
+def take_step(run, batches, loss_of, ddp):
+    """A step, for benchmarks and tests: the five calls that the loop of a training script makes.
+
+    Returns: (Totals, norm of the gradient before clipping)."""
+    set_learning_rate(run)
+    micro_batches = fetch(run, batches)
+    totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, run.expected_count,
+                                   run.scaler, run.meter)
+    norm = clip_gradient(run, norm)
+    step_optimizer(run, totals)
     return totals, norm
 
 

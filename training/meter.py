@@ -165,6 +165,32 @@ def make_meter(config, ddp, seen):
                      seen)
 
 
+def step_values(run, norm, ddp):
+    """{name: value} that every script logs of a step. Can be a collective: see StepMeter.report."""
+    first_row = run.meter.reports == 0   # of this start, which may have another number of ranks
+    values = {"grad_norm": float(norm), "lr": run.optimizer.param_groups[0]["lr"],
+              "epoch": (run.progress["step"] - 1) // run.steps_per_epoch}
+    for name, number in run.progress["seen"].items():
+        values[f"seen/{name}"] = number
+    values.update(run.meter.report())
+    if run.progress["bad_steps"][0]:
+        values["bad_steps"] = run.progress["bad_steps"][0]
+    if run.scaler.is_enabled():
+        values["loss_scale"] = run.scaler.get_scale()
+    if first_row:
+        values["ddp/world_size"] = ddp.world_size
+        values["ddp/effective_batch_size"] = run.global_batch
+        values["ddp/scaled_lr"] = run.lr
+        values["ddp/scaled_warmup"] = run.warmup
+    return values
+
+
+def bad_steps_field(run):
+    """For RunLog.progress: the number of bad steps, if there were any."""
+    bad_steps, _ = run.progress["bad_steps"]
+    return {"bad steps": bad_steps} if bad_steps else {}
+
+
 def seconds_by_part(laps):
     """{part: seconds} of a timed step; "" is for time that belongs to no part."""
     seconds = dict.fromkeys((*PARTS, ""), 0.0)

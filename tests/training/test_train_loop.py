@@ -22,7 +22,8 @@ from sedd.model import EMA, SEDD
 from training.meter import StepMeter
 from training.loop import (Run, open_batches, read_totals, record_score, scale_for_batch, start_run,
                            take_step)
-from training_runs import ROOT, losses, on_ranks, take_steps
+from bench.scale import SCRIPTS, training_of
+from training_runs import ROOT, losses, on_ranks, take_steps, train
 
 WIDTH = 3
 
@@ -136,6 +137,32 @@ def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run
     with pytest.raises(RuntimeError,
                        match="in 3 steps in a row, on 1 rank.*expected at most 2.*optim.lr"):
         list(steps(run, 3, scale=math.inf))
+
+
+@pytest.mark.parametrize("what", ["sedd", "dpo"])
+def test_a_script_takes_the_step_that_benchmarks_and_other_tests_take(what, tmp_path):
+    """To the last bit, weights and their moving averages."""
+    def take_three(run, ddp):
+        dataset, micro_batch_loss = training_of(run, what, ddp)
+        batches = open_batches(run, dataset, micro_batch_loss, ddp)
+        for _ in range(3):
+            take_step(run, batches, micro_batch_loss, ddp)
+        read_totals(run)
+        found.append(state_of(run))
+
+    def train_three(run, ddp):
+        SCRIPTS[what][0].train(run, ddp)
+        found.append(state_of(run))
+
+    def state_of(run):
+        averages = run.ema.shadow_params if run.ema is not None else []
+        return [p.detach().clone() for p in (*run.bare.parameters(), *averages)]
+
+    found = []
+    settings = [*STEPS[what].split(), "training.n_iters=3", "optim.warmup=2"]
+    train(what, settings, tmp_path / "steps", Ddp(), take_three)
+    train(what, settings, tmp_path / "script", Ddp(), train_three)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 @contextlib.contextmanager
