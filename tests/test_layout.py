@@ -63,7 +63,6 @@ PENDING = {
     "train_dpo_ddp",
     "train_sedd_ddp",
     "training/command_line",
-    "training/config",
     "training/folder",
     "training/log",
     "training/loop",

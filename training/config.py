@@ -56,21 +56,16 @@ def load_config(cls, path=None, overrides=(), flags=None):
     raw = {} if path is None else _read_yaml(path)
     origins = {}                        # dotted key -> where its value came from, for messages
     for text in overrides:
-        dotted, equals, value = text.partition("=")
-        dotted = dotted.strip()
-        if not equals or not dotted:
-            raise ValueError(f"command line: found {text!r}; expected section.key=value without "
-                             f"blanks around '=', such as {_names(cls)[0]}=...")
-        if dataclasses.is_dataclass(_types(cls).get(dotted)):
-            raise ValueError(f"command line, {text!r}: {dotted!r} is a section; expected one of "
-                             "its keys.")
+        dotted, value = _split_override(text, cls)
         origins[dotted] = f"command line, {text!r}"
         _put(raw, dotted, _parse(value, origins[dotted]), origins[dotted])
     for dotted, text in (flags or {}).items():
-        if text is not None:
-            origins[dotted] = f"command line, {f'{dotted}={text}'!r}"
-            value = text if _takes_text(cls, dotted) else _parse(text, origins[dotted])
-            _put(raw, dotted, value, origins[dotted])
+        if text is None:
+            continue
+        given = f"{dotted}={text}"
+        origins[dotted] = f"command line, {given!r}"
+        value = text if _takes_text(cls, dotted) else _parse(text, origins[dotted])
+        _put(raw, dotted, value, origins[dotted])
     problems = []
     config = _make_section(cls, raw, "", str(path or "configuration"), origins, cls, problems)
     if problems:
@@ -78,24 +73,28 @@ def load_config(cls, path=None, overrides=(), flags=None):
     return config
 
 
-def config_to_dict(config):
+def config_to_dict(config) -> dict:
     """Nested dict of plain types (tuples become lists), fit for a checkpoint and for YAML."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def config_items(config, ignore=()):
+def config_items(config, ignore=()) -> dict:
     """{"section.key": plain value} of all keys except those to ignore.
 
     config: a configuration, or what config_to_dict made of one.
     """
-    nested, items = config if isinstance(config, dict) else config_to_dict(config), {}
+    nested = config if isinstance(config, dict) else config_to_dict(config)
+    items = {}
     for section, value in nested.items():
-        keys = value if isinstance(value, dict) else {"": value}        # "": a key of no section
-        items |= {f"{section}.{key}".rstrip("."): item for key, item in keys.items()}
+        if not isinstance(value, dict):     # a key of no section
+            items[section] = value
+            continue
+        for key, item in value.items():
+            items[f"{section}.{key}"] = item
     return {key: item for key, item in items.items() if key not in ignore}
 
 
-def config_differences(former, config, ignore=()):
+def config_differences(former, config, ignore=()) -> list[str]:
     """List the differences between the configuration of a former run and that of now.
 
     Args:
@@ -106,15 +105,17 @@ def config_differences(former, config, ignore=()):
     Returns: list of "section.key: before -> now"; `now` is (absent) for a key that was removed.
     """
     before = config_items(type(config)(), ignore) | config_items(former, ignore)
-    now, differences = config_items(config, ignore), []
+    now = config_items(config, ignore)
+    differences = []
     for key, value in before.items():
-        if key not in now or now[key] != value:
-            after = repr(now[key]) if key in now else "(absent)"
-            differences.append(f"{key}: {value!r} -> {after}")
+        if key not in now:
+            differences.append(f"{key}: {value!r} -> (absent)")
+        elif now[key] != value:
+            differences.append(f"{key}: {value!r} -> {now[key]!r}")
     return differences
 
 
-def dump_yaml(config):
+def dump_yaml(config) -> str:
     """The configuration as YAML text that load_config reads back to an equal one."""
     return yaml.safe_dump(config_to_dict(config), sort_keys=False, default_flow_style=None,
                           width=100)
@@ -192,54 +193,82 @@ LEAST = {"training": dict(batch_size=1, accum=1, num_workers=0, n_iters=1, num_e
                           eval_freq=1, log_freq=1, snapshot_freq=1, patience=1, min_delta=0,
                           keep_last=1, max_bad_steps=0),
          "optim": dict(lr=0, warmup=0, base_global_batch=1, grad_clip=0, weight_decay=0),
-         "ddp": dict(bucket_cap_mb=1), "monitoring": dict(watchdog_minutes=0, check_sync_every=0,
-                                                   timing_every=0)}
+         "ddp": dict(bucket_cap_mb=1),
+         "monitoring": dict(watchdog_minutes=0, check_sync_every=0, timing_every=0)}
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")   # that a guard passes on to its rank
+
+
+def check_common(config) -> list[str]:  # noqa: C901  (one `if` per key, nothing else)
+    """Texts on values that have the right type but make no sense, of the keys of all scripts.
+
+    A script's check_config adds texts on its own keys, then those of check_least, and gives them
+    all to `refuse`."""
+    training = config.training
+    optim = config.optim
+    problems = []
+    if not 0 <= training.seed < 2**63:
+        problems.append(f"training.seed is {training.seed}; expected 0 to 2**63 - 1")
+    share = config.memory.max_memory_per_gpu
+    if share is not None and not 0 < share <= 1:
+        problems.append(f"memory.max_memory_per_gpu is {share}; expected a share of the memory, "
+                        "above 0 up to 1")
+    if optim.scale != "none" and not optim.base_global_batch:
+        problems.append(f"optim.scale is {optim.scale} and optim.base_global_batch "
+                        f"{optim.base_global_batch}; expected the global batch that lr was chosen "
+                        "for")
+    if isinstance(optim.scale, dict) and not (list(optim.scale) == ["cap"]
+                                              and optim.scale["cap"] >= 1):
+        problems.append(f"optim.scale is {optim.scale}; expected none, linear, sqrt or {{cap: N}} "
+                        "with N of at least 1")
+    if optim.decay_steps is not None and (optim.decay == "none" or not optim.decay_steps > 0):
+        problems.append(f"optim.decay_steps is {optim.decay_steps} with optim.decay "
+                        f"{optim.decay}; expected more than 0 (steps, or a share of them below "
+                        "1), and decay linear or cosine. Without a decay give "
+                        "optim.decay_steps=null")
+    wandb = config.monitoring.wandb or {}
+    if not set(wandb) <= {"project", "name", "mode"}:
+        problems.append(f"monitoring.wandb has {', '.join(wandb)}; expected some of project, "
+                        "name, mode")
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        problems.append(f"optim.betas is {list(optim.betas)}; expected 0 up to below 1")
+    if not 0 <= config.model.dropout < 1:
+        problems.append(f"model.dropout is {config.model.dropout}; expected 0 up to below 1")
+    if not 0 <= config.data.val_fraction < 1:
+        problems.append(f"data.val_fraction is {config.data.val_fraction}; expected 0 up to below "
+                        "1")
+    if not optim.eps > 0:
+        problems.append(f"optim.eps is {optim.eps}; expected more than 0")
+    if not set(training.stop_signals) <= set(STOP_SIGNALS):
+        problems.append(f"training.stop_signals is {list(training.stop_signals)}; expected some of "
+                        f"{', '.join(STOP_SIGNALS)}")
+    return problems
+
+
+def check_least(config, least=None) -> list[str]:
+    """Texts on numbers below the smallest that are allowed.
+
+    least: the script's own {section: {key: smallest number}}, in addition to LEAST."""
+    least = least or {}
+    problems = []
+    for section in {**LEAST, **least}:
+        smallest = {**LEAST.get(section, {}), **least.get(section, {})}
+        for key, low in smallest.items():
+            value = getattr(getattr(config, section), key, None)
+            if value is not None and value < low:
+                problems.append(f"{section}.{key} is {value}; expected at least {low}")
+    return problems
+
+
+def refuse(problems) -> None:
+    """Raise ValueError with these texts on a configuration, a line each; return if there is none.
+    """
+    if problems:
+        raise ValueError("\n".join(f"config: {text}." for text in problems))
 
 
 def check_values(c, checks, least):
-    """Refuse values that have the right type but make no sense.
-
-    Args:
-        c: the script's config.
-        checks: the script's own pairs (what must be true, error text otherwise).
-        least: the script's own smallest values {section: {key: number}}, in addition to LEAST.
-    Raises: ValueError naming the key.
-    """
-    t, o, share = c.training, c.optim, c.memory.max_memory_per_gpu
-    known = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")   # see Guard.pass_on
-    common = (
-        (0 <= t.seed < 2**63, f"training.seed is {t.seed}; expected 0 to 2**63 - 1"),
-        (share is None or 0 < share <= 1,
-         f"memory.max_memory_per_gpu is {share}; expected a share of the memory, above 0 up to 1"),
-        (o.scale == "none" or o.base_global_batch,
-         f"optim.scale is {o.scale} and optim.base_global_batch {o.base_global_batch}; expected "
-         "the global batch that lr was chosen for"),
-        (not isinstance(o.scale, dict) or (list(o.scale) == ["cap"] and o.scale["cap"] >= 1),
-         f"optim.scale is {o.scale}; expected none, linear, sqrt or {{cap: N}} with N of at least "
-         "1"),
-        (o.decay_steps is None or o.decay != "none" and o.decay_steps > 0,
-         f"optim.decay_steps is {o.decay_steps} with optim.decay {o.decay}; expected more than "
-         "0 (steps, or a share of them below 1), and decay linear or cosine. Without a decay "
-         "give optim.decay_steps=null"),
-        (set(c.monitoring.wandb or ()) <= {"project", "name", "mode"},
-         f"monitoring.wandb has {', '.join(c.monitoring.wandb or ())}; expected some of project, "
-         "name, mode"),
-        (all(0 <= b < 1 for b in o.betas),
-         f"optim.betas is {list(o.betas)}; expected 0 up to below 1"),
-        (0 <= c.model.dropout < 1, f"model.dropout is {c.model.dropout}; expected 0 up to below 1"),
-        (0 <= c.data.val_fraction < 1,
-         f"data.val_fraction is {c.data.val_fraction}; expected 0 up to below 1"),
-        (o.eps > 0, f"optim.eps is {o.eps}; expected more than 0"),
-        (set(t.stop_signals) <= set(known),
-         f"training.stop_signals is {list(t.stop_signals)}; expected some of {', '.join(known)}"))
-    problems = [text for right, text in (*common, *checks) if not right]
-    for section in {**LEAST, **least}:
-        for key, low in (LEAST.get(section, {}) | least.get(section, {})).items():
-            value = getattr(getattr(c, section), key, None)
-            if value is not None and value < low:
-                problems.append(f"{section}.{key} is {value}; expected at least {low}")
-    if problems:
-        raise ValueError("\n".join(f"config: {text}." for text in problems))
+    """What check_config of a script did until it became a list of `if`s: see check_common."""
+    refuse(check_common(c) + [text for right, text in checks if not right] + check_least(c, least))
 
 
 # ---- YAML ----
@@ -249,7 +278,9 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             if key.value in seen and key.value != "<<":
                 raise yaml.MarkedYAMLError(problem=f"found the key {key.value!r} again; expected "
                                                    "each key once", problem_mark=key.start_mark)
@@ -286,6 +317,19 @@ def _read_yaml(path):
         raise ValueError(f"{path}: found {_show(raw)} at the top level; expected sections, as in "
                          "'optim: {lr: 1e-4}'.")
     return raw
+
+
+def _split_override(text, cls):
+    """(dotted key, text of the value) of "section.key=value". Raises: ValueError."""
+    dotted, equals, value = text.partition("=")
+    dotted = dotted.strip()
+    if not equals or not dotted:
+        raise ValueError(f"command line: found {text!r}; expected section.key=value without "
+                         f"blanks around '=', such as {_names(cls)[0]}=...")
+    if dataclasses.is_dataclass(_types(cls).get(dotted)):
+        raise ValueError(f"command line, {text!r}: {dotted!r} is a section; expected one of its "
+                         "keys.")
+    return dotted, value
 
 
 def _put(raw, dotted, value, where):
@@ -341,11 +385,15 @@ def _make_section(cls, raw, prefix, path, origins, root, problems):
     to say instead for keys from the command line. root: dataclass of the whole configuration.
     problems: list of error texts, to which this function appends.
     """
-    kinds, values = _types(cls), {}
+    kinds = _types(cls)
+    values = {}
     for key, value in raw.items():
         dotted = f"{prefix}{key}"
-        where = next((text for name, text in origins.items()
-                      if f"{name}.".startswith(f"{dotted}.")), path)
+        where = path
+        for name, text in origins.items():
+            if f"{name}.".startswith(f"{dotted}."):    # the key itself, or a key in this section
+                where = text
+                break
         if key not in kinds:
             problems.append(_unknown(root, cls, key, prefix, where))
         elif not dataclasses.is_dataclass(kinds[key]):
@@ -370,7 +418,8 @@ def _show(value):
 
 def _name_type(kind):
     """The name of a type, in words for somebody who edits a YAML file."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    args = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_name_type(member) for member in args)
     if origin is typing.Literal:
@@ -378,13 +427,15 @@ def _name_type(kind):
     if origin is tuple:
         items = [_name_type(item) for item in args if item is not Ellipsis]
         return f"a list, each {items[0]}" if Ellipsis in args else f"[{', '.join(items)}]"
-    return {float: "a number", int: "a whole number", bool: "true or false", str: "text",
-            dict: "a mapping {key: value}", type(None): "null"}.get(origin or kind, str(kind))
+    names = {float: "a number", int: "a whole number", bool: "true or false", str: "text",
+             dict: "a mapping {key: value}", type(None): "null"}
+    return names.get(origin or kind, str(kind))
 
 
-def _convert(value, kind):
+def _convert(value, kind):  # noqa: C901  (one branch per kind of type)
     """Convert a value from YAML to the annotated type. Raises: ValueError if it does not fit."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    args = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         for member in args:
             try:

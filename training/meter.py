@@ -92,7 +92,7 @@ class StepMeter:
         self.lap("exchange")
 
     def finish(self, sums):
-        """End the step. sums: see train_loop.Totals."""
+        """End the step. sums: see loop.Totals."""
         self.count = self.count + sums[-len(self.seen)]   # on the device
         self.lap("optimizer")
         if self.laps is not None:

@@ -1,4 +1,4 @@
-"""train_loop on a toy model; launch options, and how ranks end."""
+"""The loop on a toy model; launch options, and how ranks end."""
 
 import contextlib
 import copy
@@ -303,7 +303,7 @@ def measured(ddp):
 
 
 def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(tmp_path):
-    (plain, timed), values = on_ranks(2, "test_train_loop", "measured(ddp)", tmp_path)
+    (plain, timed), values = on_ranks(2, "test_loop", "measured(ddp)", tmp_path)
     assert plain == timed
     assert values["time/slowest_rank"] == 1 and values["time/slowest_ratio"] > 1.3
     assert values["time/slowest_host"] == values["memory/most_host"] == socket.gethostname()
@@ -325,7 +325,7 @@ def by_muon(ddp):
 
 
 def test_ranks_that_share_the_work_of_muon_have_the_state_of_one(tmp_path):
-    first, second = on_ranks(2, "test_train_loop", "by_muon(ddp)", tmp_path)
+    first, second = on_ranks(2, "test_loop", "by_muon(ddp)", tmp_path)
     assert first.equal(second)
     torch.testing.assert_close(first, by_muon(Ddp())[0], rtol=0, atol=1e-3)
 

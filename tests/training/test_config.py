@@ -1,4 +1,4 @@
-"""run_config: what YAML and the command line may say; all else is refused where it stands."""
+"""Configuration: what YAML and the command line may say; all else is refused where it stands."""
 
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -6,7 +6,8 @@ from typing import Literal, Optional
 
 import pytest
 
-from training.config import load_config
+from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
+                             DdpSection, check_common, check_least, load_config, refuse)
 
 
 @dataclass
@@ -128,3 +129,76 @@ def test_a_bad_override_is_refused_as_typed(tmp_path, override, says):
     message = refusal(tmp_path, "seed: 1", override)
     assert "command line" in message and override in message and says in message
     assert "config.yaml" not in message
+
+
+# ---- checks that all training scripts share ----
+
+@dataclass
+class SomeModel:
+    dropout: float = 0.0
+
+
+@dataclass
+class SomeData:
+    val_fraction: float = 0.1
+
+
+@dataclass
+class ScriptConfig:
+    """As that of a training script."""
+    training: CommonTraining = field(default_factory=CommonTraining)
+    optim: CommonOptim = field(default_factory=CommonOptim)
+    model: SomeModel = field(default_factory=SomeModel)
+    data: SomeData = field(default_factory=SomeData)
+    memory: CommonMemory = field(default_factory=CommonMemory)
+    ddp: DdpSection = field(default_factory=DdpSection)
+    monitoring: CommonMonitoring = field(default_factory=CommonMonitoring)
+
+
+def texts_on(*overrides, least=None):
+    config = load_config(ScriptConfig, None, overrides)
+    return check_common(config) + check_least(config, least)
+
+
+@pytest.mark.parametrize("overrides, found", [
+    (["training.seed=-1"], "training.seed is -1"),
+    (["memory.max_memory_per_gpu=1.5"], "memory.max_memory_per_gpu is 1.5"),
+    (["optim.scale=linear"], "optim.scale is linear"),
+    (["optim.scale={cap: 0.5}", "optim.base_global_batch=8"], "optim.scale is {'cap': 0.5}"),
+    (["optim.scale={top: 2}", "optim.base_global_batch=8"], "optim.scale is {'top': 2.0}"),
+    (["optim.decay_steps=5"], "optim.decay_steps is 5.0 with optim.decay none"),
+    (["optim.decay_steps=0", "optim.decay=linear"], "optim.decay_steps is 0.0"),
+    (["monitoring.wandb={projekt: a}"], "monitoring.wandb has projekt"),
+    (["optim.betas=[0.9, 1]"], "optim.betas is [0.9, 1.0]"),
+    (["optim.eps=0"], "optim.eps is 0.0"),
+    (["model.dropout=1"], "model.dropout is 1.0"),
+    (["data.val_fraction=1"], "data.val_fraction is 1.0"),
+    (["training.stop_signals=[SIGKILL]"], "training.stop_signals is ['SIGKILL']"),
+    (["ddp.bucket_cap_mb=0"], "ddp.bucket_cap_mb is 0"),
+    (["training.keep_last=0"], "training.keep_last is 0")])
+def test_a_value_that_makes_no_sense_is_named(overrides, found):
+    text, = texts_on(*overrides)
+    assert text.startswith(found) and "; expected " in text
+
+
+def test_every_such_value_is_named_at_once():
+    texts = texts_on("optim.eps=0", "model.dropout=1", "training.accum=0")
+    assert [text.partition(" is ")[0] for text in texts] == ["model.dropout", "optim.eps",
+                                                             "training.accum"]
+
+
+def test_defaults_and_null_make_sense():
+    assert texts_on("training.patience=null") == []
+
+
+def test_a_script_adds_limits_to_those_of_all_scripts():
+    least = {"training": {"log_freq": 20}, "model": {"dropout": 0.5}}
+    assert texts_on("training.accum=0", least=least) == [
+        "training.accum is 0; expected at least 1", "training.log_freq is 10; expected at least 20",
+        "model.dropout is 0.0; expected at least 0.5"]
+
+
+def test_texts_are_refused_together():
+    with pytest.raises(ValueError, match="^config: a is 1.\nconfig: b is 2.$"):
+        refuse(["a is 1", "b is 2"])
+    refuse([])

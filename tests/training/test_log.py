@@ -1,4 +1,4 @@
-"""run_log: rows that survive kills and resumes, a screen that stays readable, silence on other
+"""The log: rows that survive kills and resumes, a screen that stays readable, silence on other
 ranks."""
 
 import os
