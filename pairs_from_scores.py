@@ -26,7 +26,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from training.log import write_text_atomic
+from training.files import write_text_atomic
 from sedd.sequences import LETTERS
 from mpnn.structures import LEAST_WEIGHT
 

@@ -72,7 +72,7 @@ import torch
 
 from mpnn.settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
-from training.log import write_whole
+from training.files import write_whole
 from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
 from mpnn.structures import FORMATS, collate_complexes
 

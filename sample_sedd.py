@@ -43,7 +43,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, beat, print0, setup_ddp
 from sedd.report import report, sequences_of
 from training.config import Parser
-from training.log import write_text_atomic
+from training.files import write_text_atomic
 from training.command_line import add_launch_arguments, start_ranks_if_asked
 from sedd.diffusion import sample
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity

@@ -58,7 +58,7 @@ from ddp_setup import (GLOO_MAX_RANKS, abort, broadcast, detect_launcher, load_c
                        optimize_with_ipex, print0, save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
 from training.config import Parser
 from training.command_line import add_launch_arguments, start_ranks_if_asked
-from training.folder import hash_of
+from training.resume import hash_of
 
 FAILED, USAGE = 3, 2        # exit codes
 CODE = ("*.py", "sedd/*.py", "mpnn/*.py", "training/*.py")   # the files that all ranks must share

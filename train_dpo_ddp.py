@@ -37,16 +37,18 @@ from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, m
 from mpnn.reference import Reference, check_cache, load_base, make_batch, make_tables, pair_scores
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              DdpSection, Parser, check_values, load_config)
-from training.folder import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
-                             finish_run, hash_of, is_finished, micro_batches_of, open_log,
-                             prepare_and_train, save_run, say_finished, start_or_continue,
-                             take_folder)
+from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, hash_of,
+                             check_checkpoint, save_run, start_or_continue)
+from training.folder import check_lock, take_folder
+from training.finish import finish_run, prepare_and_train, say_finished
+from training.log import open_log
 from training.meter import bad_steps_field, step_values
 from training.command_line import (Script, add_run_arguments, choose_precision, describe_batch,
                                    describe_run, plan_head, plan_table, print_lines, run_script)
 from mpnn.structures import PairPlan, load_pairs, try_all
-from training.loop import (N_SCALARS, Run, after_step, clip_gradient, fetch, global_gradient,
-                           open_batches, set_learning_rate, start_run, step_optimizer)
+from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradient, fetch,
+                           global_gradient, is_finished, open_batches, set_learning_rate,
+                           start_run, step_optimizer)
 
 
 # ---------------------------------------------------------------- config
@@ -308,7 +310,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     bare = bare.to(ddp.device)
     reference = Reference(copy.deepcopy(bare), data.train, config, ddp)
     anew = f"--base_model_name best_model --base_model_dir {'FORMER' if resume else work_dir}"
-    micro_batches = micro_batches_of(former, config, MAY_CHANGE, NEEDED, bare, "pairs",
+    micro_batches = check_checkpoint(former, config, MAY_CHANGE, NEEDED, bare, "pairs",
                                      data.fingerprint, anew, ddp)
     if former.state is not None and former.state["base"] != base_hash:
         raise ValueError(f"{former.path} was trained from other base weights (hash "

@@ -34,9 +34,11 @@ from ddp_setup import Ddp, autocast, broadcast, stop_reason
 from training.optimizer import state_bytes
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              DdpSection, Parser, check_values, load_config)
-from training.folder import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_alike, check_lock,
-                             finish_run, is_finished, micro_batches_of, open_log, prepare_and_train,
-                             say_finished, start_or_continue, take_folder)
+from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
+                             start_or_continue)
+from training.folder import check_lock, take_folder
+from training.finish import finish_run, prepare_and_train, say_finished
+from training.log import open_log
 from training.meter import bad_steps_field, step_values
 from training.command_line import (Script, add_run_arguments, choose_precision, compile_blocks,
                                    describe_batch, describe_run, plan_head, plan_table, print_lines,
@@ -49,8 +51,8 @@ from sedd.model import EMA, SEDD, describe_memory
 from sedd.batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
 from sedd.sequences import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
                             random_crops)
-from training.loop import (Run, after_step, clip_gradient, fetch, global_gradient, open_batches,
-                           set_learning_rate, start_run, step_optimizer)
+from training.loop import (Run, after_step, check_alike, clip_gradient, fetch, global_gradient,
+                           is_finished, open_batches, set_learning_rate, start_run, step_optimizer)
 
 
 # ---------------------------------------------------------------- config
@@ -266,7 +268,7 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     init_from, lines = start_from_weights(config, former, resume, bare, ddp)
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
-    micro_batches = micro_batches_of(former, config, may_change, NEEDED, bare, "proteins",
+    micro_batches = check_checkpoint(former, config, may_change, NEEDED, bare, "proteins",
                                      data.fingerprint, f"--init_from {former.path}", ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
     plan, batch = reader.plan, micro_batches * (t.batch_size or t.tokens_per_batch)

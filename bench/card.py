@@ -41,8 +41,8 @@ from bench.scale import CONFIGS, SCRIPTS, training_of
 from bench.sedd import PlainSteps, now, write_prepared
 from ddp_setup import BAD_INPUT, choose_dtype
 from training.config import Parser, load_config
-from training.folder import prepare_and_train
-from training.log import write_text_atomic
+from training.finish import prepare_and_train
+from training.files import write_text_atomic
 from training.command_line import compile_blocks, joined_ranks
 from training.meter import peak_memory
 from training.loop import open_batches, take_step

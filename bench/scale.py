@@ -42,8 +42,8 @@ from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, b
                        detect_launcher, wrap_ddp)
 from mpnn.reference import make_tables
 from training.config import Parser, load_config
-from training.folder import prepare_and_train
-from training.log import write_text_atomic
+from training.finish import prepare_and_train
+from training.files import write_text_atomic
 from training.command_line import joined_ranks, numbers_of, run_ranks
 from bench.scale_report import ALIKE, report
 from training.meter import PARTS, StepMeter, peak_memory, seconds_by_part

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from training.log import write_whole
+from training.files import write_whole
 
 FEW_STEPS = 50      # after fewer steps of training, weights are still close to random
 # Only launches that are equal in these are compared in a table.

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast
-from training.folder import prepare_and_train
+from training.finish import prepare_and_train
 from sedd.sequences import FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, X_ID, sequence_keys
 from sedd.evaluation import to_device
 from sedd.weights import noise_of

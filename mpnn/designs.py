@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from ddp_setup import all_sum, beat, seed_for
 from mpnn.reference import stack
 from mpnn.model import ALPHABET, decoding_order, gumbel_noise
-from training.log import write_text_atomic
+from training.files import write_text_atomic
 from sedd.sequences import X_ID, decode
 from mpnn.structures import Complex
 

@@ -11,24 +11,27 @@ ranks, workers or restarts. It is made from counts of lengths; only the reader r
 """
 
 import bisect
+import contextlib
 import functools
 import hashlib
 import json
 import math
 import os
 import shlex
+import shutil
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddp_setup import barrier, beat, print0
-from training.folder import staged
+from ddp_setup import barrier, beat, broadcast, print0
 from sedd.sequences import (REMAKE, DemoSource, PreparedProteins, Proteins, check_prepared,
                             keyed_seed, keys_hash, random_words, read_meta, read_sequences,
                             split_by_hash, stage_prepared)
 
 LARGE_FILE = 200_000_000        # bytes; a larger file should be prepared first
+STAGE_SECONDS = 3 * 3600.0   # limit for the slowest host to copy the data: 20 GB at 2 MB/s
 PREPARED_VAL_FRACTION = 0.001   # default of prepare_uniref50.py
 ROW = 256                       # proteins per row of the table that sum_rows makes
 # Least size of a window (see BatchPlan)
@@ -84,6 +87,42 @@ def load_data(config, ddp, stage=None):
         found = _load_file_or_demo(data, config.training.seed, ddp)
     beat(ddp)
     return found
+
+
+@contextlib.contextmanager
+def staged(folder, stage, copy, ddp):
+    """A copy of a folder on each host, as long as this context lasts; None without `stage`.
+
+    At the end the copy is deleted. Files that a rank still has open stay readable for it, and the
+    system frees their space when the rank ends, however it ends.
+
+    Args:
+        folder: what to copy. stage: folder that each host has; None: nothing is copied.
+        copy: function (folder, target, report), which calls report(bytes done, bytes in all).
+    """
+    if not stage:
+        yield None
+        return
+    name = f"{Path(folder).resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None
+    target = Path(stage) / f"{broadcast(name, ddp)}-{ddp.host or 'here'}"
+    reported = time.monotonic()
+
+    def report(done, total):
+        nonlocal reported
+        beat(ddp)
+        if ddp.is_main and (done == total or time.monotonic() > reported + 10):
+            reported = time.monotonic()
+            print0(ddp, f"copying {folder} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
+
+    if ddp.local_rank == 0:
+        copy(folder, target, report)
+    try:
+        barrier(ddp, timeout=STAGE_SECONDS)
+        yield target
+        barrier(ddp)
+    finally:   # also if reading it has failed
+        if ddp.local_rank == 0:
+            shutil.rmtree(target, ignore_errors=True)
 
 
 def _open_prepared(name, folder):

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from ddp_setup import all_sum, autocast, beat
-from training.folder import ADVICE, Diverged, save_run
-from training.log import write_text_atomic
+from training.resume import save_run
+from training.files import write_text_atomic
 from sedd.diffusion import independent_log_score, sample, score_entropy_loss
 from sedd.batches import eval_batches
 from sedd.sequences import (X_ID, collate, decode, keyed_generator, keyed_seed, random_crops,
                             unigram_frequencies)
-from training.loop import record_score
+from training.loop import ADVICE, Diverged, record_score
 
 TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1], as the weight of the loss, 1/t, diverges at 0
 SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory

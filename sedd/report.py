@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from training.log import write_whole
+from training.files import write_whole
 from sedd.sequences import AMINO_ACIDS, encode, named_sequences
 
 K = 5                   # length of the words (K-mers) that are compared; 3.2 million are possible

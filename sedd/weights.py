@@ -18,8 +18,8 @@ import torch
 
 from ddp_setup import broadcast
 from training.config import config_to_dict
-from training.folder import hash_of
-from training.log import write_text_atomic, write_whole
+from training.resume import hash_of
+from training.files import write_text_atomic, write_whole
 from sedd.diffusion import make_graph, make_noise
 from sedd.model import SEDD, load_official
 from sedd.sequences import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID

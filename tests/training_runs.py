@@ -12,7 +12,7 @@ from bench.scale import SCRIPTS, training_of
 from ddp_setup import load_checkpoint, wrap_ddp
 from launchers import ROOT, fork_ranks
 from training.config import load_config
-from training.folder import prepare_and_train
+from training.finish import prepare_and_train
 from training.loop import global_gradient, open_batches, take_step
 
 # Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.

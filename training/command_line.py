@@ -29,7 +29,9 @@ import torch
 from ddp_setup import (AGAIN, BAD_INPUT, Ddp, abort, choose_dtype, detect_launcher, print0,
                        setup_ddp, watch_run, worker_init)
 from training.config import Parser
-from training.folder import is_finished, machine_differences, read_status, replace_status
+from training.loop import is_finished
+from training.resume import machine_differences
+from training.folder import read_status, replace_status
 from training.loop import scale_for_batch
 
 COLLECTIVE_SECONDS = 6 * 3600.0   # timeout; the watchdog is earlier and names the late rank

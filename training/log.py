@@ -17,16 +17,23 @@ import errno
 import json
 import math
 import os
-import secrets
 import shutil
-import socket
 import sys
-import threading
 import time
-import urllib.request
 from pathlib import Path
 
-TRACKER_SECONDS = 60    # limit for a run to wait for a tracker's server
+from training.config import config_to_dict
+from training.files import write_text_atomic
+from training.trackers import TensorBoard, Wandb
+
+
+def open_log(run, ddp):
+    """Open the RunLog of a run, and drop its rows after the step that the run continues from."""
+    log, m = RunLog(run.work_dir, ddp.is_main, run.n_iters), run.config.monitoring
+    log.truncate(run.progress["step"] if run.continued_from else -1)
+    log.track({**config_to_dict(run.config), "world_size": ddp.world_size}, run.progress["step"],
+              m.tensorboard, m.wandb)
+    return log
 
 
 class RunLog:
@@ -156,106 +163,6 @@ class RunLog:
         if self.file is not None:
             self.file.close()
             self.file = None
-
-
-class TensorBoard:
-    """Curves for `tensorboard --logdir RUN_DIR`. If a resumed run logs rows again, they replace the
-    earlier ones."""
-    name = "TensorBoard"
-
-    def __init__(self, folder, step):
-        from torch.utils.tensorboard import SummaryWriter
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-
-    def log(self, step, row, histograms):
-        for name, value in row.items():
-            if name != "step":
-                add = self.writer.add_text if isinstance(value, str) else self.writer.add_scalar
-                add(name, value, step)
-        for name, h in histograms.items():
-            self.writer.add_histogram_raw(name, h.edges[0], h.edges[-1], sum(h.counts), h.total,
-                                          h.squares, h.edges[1:], h.counts, step)
-        self.writer.flush()
-
-    def close(self):
-        self.writer.close()
-
-
-class Wandb:
-    """A run on Weights & Biases. A resumed start continues it by its id in RUN_DIR/wandb_id.
-
-    settings: {"project", "name", "mode"}, each optional. If neither WANDB_MODE nor `mode` is given
-    and the server cannot be reached, it writes RUN_DIR/wandb for `wandb sync`. Rows that a resumed
-    run logs again appear twice there."""
-    name = "W&B"
-
-    def __init__(self, folder, settings, config):
-        import wandb
-        path = folder / "wandb_id"
-        if not path.exists():
-            write_text_atomic(path, secrets.token_hex(4) + "\n")
-        mode = os.environ.get("WANDB_MODE") or settings.get("mode") or (
-            "online" if _is_reachable("api.wandb.ai") else "offline")
-        limits = {name: TRACKER_SECONDS for name in ("login_timeout", "finish_timeout")
-                  if hasattr(wandb.Settings(), name)}
-        self.run = wandb.init(project=settings.get("project") or "protein-ddp", mode=mode,
-                              name=settings.get("name") or folder.name, dir=str(folder),
-                              id=path.read_text().strip(), resume="allow", config=config,
-                              settings=wandb.Settings(**limits))
-        self.run.define_metric("*", step_metric="step")
-
-    def log(self, step, row, histograms):
-        import wandb
-        self.run.log({**row, **{name: wandb.Histogram(np_histogram=(h.counts, h.edges))
-                                for name, h in histograms.items()}})
-
-    def close(self):
-        self.run.finish()
-
-
-def _is_reachable(host):
-    """Whether there is a proxy, or a connection to `host` opens within 3 seconds."""
-    if "https" in urllib.request.getproxies():
-        return True
-    try:
-        socket.create_connection((host, 443), timeout=3).close()
-        return True
-    except OSError:
-        return False
-
-
-def write_text_atomic(path, text):
-    """Write a text file, see write_whole."""
-    write_whole(path, lambda file: file.write(text.encode()))
-
-
-def write_whole(path, write):
-    """Call write(binary file) so that a kill at any moment leaves the old file, none, or the new.
-
-    Makes the folder if it is missing. Writes under a temporary name, fsync, rename, fsync of the
-    folder. Raises: ValueError for a device, pipe or folder, which the rename would replace.
-    """
-    if Path(path).exists() and not Path(path).is_file():
-        raise ValueError(f"{path} is no file; expected the name of a file.")
-    path = Path(os.path.realpath(path))   # follow links: replace the file, not the link
-    path.parent.mkdir(parents=True, exist_ok=True)
-    writer = f"{os.getpid()}-{threading.get_ident()}"   # a notebook may write it from two threads
-    temporary = path.with_name(f".{path.name}.{writer}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:   # on a full disk it is missing
-            error.filename = str(path)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    with contextlib.suppress(OSError):   # some file systems cannot sync a folder
-        os.fsync(folder)
-    os.close(folder)
 
 
 def print_line(text, write=print):

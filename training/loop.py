@@ -6,6 +6,7 @@ number is fixed at the start of a run. Each rank computes an equal share of them
 accumulation, so the gradient is the same for every number of ranks.
 """
 import functools
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (all_sum, broadcast, grad_scaler, gradient_sync, optimize_with_ipex,
-                       stop_reason, stop_wanted, worker_init, wrap_ddp)
+from ddp_setup import (all_sum, broadcast, first_problem, grad_scaler, gradient_sync, listed,
+                       optimize_with_ipex, stop_reason, stop_wanted, unwrap_ddp, worker_init,
+                       wrap_ddp)
 from training.optimizer import make_optimizer
-from training.folder import ADVICE, Diverged, check_in_sync
 from training.meter import StepMeter, make_meter
+
+
+ADVICE = ("A checkpoint, if there is one, holds the weights from before these steps. Begin a new "
+          "run with a lower optim.lr, a higher optim.warmup, or memory.mixed_precision: false.")
+
+
+class Diverged(RuntimeError):
+    """The loss has become nan or infinite. The same command would end in the same way again."""
+    retry = False   # read by ddp_setup, which then does not advise to give the command again
 
 
 # ---------------------------------------------------------------- learning rate
@@ -88,13 +98,17 @@ class Run:
     stop_requests: float = 0.0  # how many ranks were asked to stop, as last read
 
 
+def is_finished(run):
+    return run.progress["finished"] == "early stop" or run.progress["step"] >= run.n_iters
+
+
 def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches,
               lr_batch, progress, seen, make_ema=None, **fields):
     """Scale the learning rate, make sampler and optimizer, wrap the model, load the checkpoint.
 
     Args:
         kind: the script's class of Run.
-        former: the checkpoint that is continued, see training.folder.Former.
+        former: the checkpoint that is continued, see training.resume.Former.
         bare: the model with its initial weights, on the device. item_of: see MicroBatchSampler.
         lr_batch: the global batch, or less if the data set is smaller; lr is scaled to this.
         progress: the script's additions to Run.progress, with initial values.
@@ -355,6 +369,46 @@ def after_step(run, ddp, at_once):
     if every and (step % every == 0 or step == run.n_iters):
         check_in_sync(run.bare, ddp)
     return reason
+
+
+# ---------------------------------------------------------------- are all ranks alike?
+def check_alike(values, ddp):
+    """Refuse values that differ between ranks, such as settings or the hash of a file.
+
+    values: {what: plain value}. A collective. Raises ValueError on every rank, naming the first
+    rank that differs from rank 0 and what it has."""
+    of_rank_0 = broadcast(values, ddp)
+    other = [f"{what} {json.dumps(own)} (rank 0: {json.dumps(of_rank_0.get(what))})"
+             for what, own in values.items() if of_rank_0.get(what) != own]
+    problem = f"rank {ddp.rank} on {ddp.host} has {listed(other)}" if other else ""
+    problem = first_problem(problem, ddp)
+    if problem:
+        raise ValueError(f"{problem}. Expected the same on all ranks. Is a file that every host "
+                         "has a copy of an old one somewhere, or was another command given there?")
+
+
+def check_in_sync(model, ddp):
+    """Check that all ranks have the same parameters, bit for bit, by a checksum of each parameter.
+
+    Raises: RuntimeError on every rank, naming the ranks that differ and their first parameter."""
+    if ddp.world_size == 1:
+        return
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}   # {bytes: type}
+    names, parameters = zip(*unwrap_ddp(model).named_parameters())
+    bits = [p.detach().contiguous().view(integers[p.element_size()]) for p in parameters]
+    sums = torch.stack([values.sum(dtype=torch.int64) for values in bits])
+    differs = (sums != broadcast(sums.clone(), ddp)).tolist()
+    name = first_problem(names[differs.index(True)] if any(differs) else "", ddp)
+    if not name:
+        return
+    found = all_sum([float(any(differs) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
+    ranks, hosts = [r for r, differ in enumerate(found) if differ], ddp.state.hosts
+    who = f"rank {listed([f'{r} on {hosts[r]}' for r in ranks])} differ from rank 0"
+    if len(ranks) > ddp.world_size / 2 and ddp.world_size > 2:
+        who = f"rank 0 on {hosts[0]} differs from most others"
+    raise RuntimeError(f"the parameters are no longer equal on all ranks: {who}, first in {name}. "
+                       "Expected equal bits. Is a device faulty, or does a rank change weights by "
+                       "itself?")
 
 
 # ---------------------------------------------------------------- the best

@@ -68,9 +68,9 @@ if fault.startswith("early") and mine:
 
 import train_sedd_ddp
 
-from training import folder as run_dir, log as run_log
+from training import log as run_log, resume
 progress, micro_batch_loss = run_log.RunLog.progress, train_sedd_ddp.micro_batch_loss
-save_checkpoint, done = run_dir.save_checkpoint, {{}}
+save_checkpoint, done = resume.save_checkpoint, {{}}
 
 def new_progress(log, step, *values, **more):
     progress(log, step, *values, **more)
@@ -118,7 +118,7 @@ def run_out_of_memory():   # among 64 MB, which the kernel gives to this process
 
 run_log.RunLog.progress = new_progress
 train_sedd_ddp.micro_batch_loss = new_micro_batch_loss
-run_dir.save_checkpoint = new_save_checkpoint
+resume.save_checkpoint = new_save_checkpoint
 if __name__ == "__main__":
     train_sedd_ddp.cli(sys.argv[1:])
 """

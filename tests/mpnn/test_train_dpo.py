@@ -20,7 +20,8 @@ from launchers import fork_ranks, need, run_ranks
 from mpnn.model import (ALPHABET, ProteinMPNN, from_checkpoint, load_proteinmpnn,
                         random_proteinmpnn, to_checkpoint)
 from training.config import load_config
-from training.folder import hash_of, read_status
+from training.resume import hash_of
+from training.folder import read_status
 from sedd.sequences import decode
 from mpnn.structures import NAMES, Complex, Pair, PairPlan, Structure, demo_pairs, read_pairs
 import test_proteinmpnn_model

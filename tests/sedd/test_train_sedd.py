@@ -36,9 +36,10 @@ from sedd import batches as sequence_batches
 import train_dpo_ddp
 import train_sedd_ddp
 from training.config import config_to_dict, dump_yaml, load_config
-from training.folder import (Diverged, RunLock, check_lock, process_start, read_status,
-                             replace_status, write_status)
-from training.log import write_text_atomic
+from training.loop import Diverged
+from training.folder import (RunLock, check_lock, process_start, read_status, replace_status,
+                             write_status)
+from training.files import write_text_atomic
 from sedd_cases import TrueScores
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
 from sedd.sequences import N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences
@@ -894,8 +895,8 @@ def load_data(*arguments):
 script.load_data = load_data
 """
 STOP_AFTER_THE_END = """
-from training import folder as run_dir
-run_dir.draw_curves = lambda _: [os.kill(os.getpid(), number) for number in (15, 2)]
+from training import finish
+finish.draw_curves = lambda _: [os.kill(os.getpid(), number) for number in (15, 2)]
 """
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from training.log import RunLog, write_text_atomic, write_whole
+from training.log import RunLog
+from training.files import write_text_atomic, write_whole
 from training.meter import histogram_of
 from training_runs import rows
 

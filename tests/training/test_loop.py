@@ -16,7 +16,7 @@ from ddp_setup import Ddp, broadcast
 from launchers import run_ranks, start_ranks
 from training.optimizer import make_optimizer
 from training.config import CommonMonitoring, CommonOptim, CommonTraining, DdpSection
-from training.folder import Former
+from training.resume import Former
 from training.command_line import compile_blocks
 from sedd.model import EMA, SEDD
 from training.meter import StepMeter

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from plot_run import SMOOTHED, draw, main, points, rows_of, running_mean
+from training.plot import SMOOTHED, draw, points, rows_of, running_mean
+from plot_run import main
 
 
 def write(folder, *rows):

@@ -1,0 +1,39 @@
+"""Writing a file whole: a kill at any moment leaves the old file, none, or the new one."""
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+
+def write_text_atomic(path, text):
+    """Write a text file, see write_whole."""
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def write_whole(path, write):
+    """Call write(binary file) so that a kill at any moment leaves the old file, none, or the new.
+
+    Makes the folder if it is missing. Writes under a temporary name, fsync, rename, fsync of the
+    folder. Raises: ValueError for a device, pipe or folder, which the rename would replace.
+    """
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(f"{path} is no file; expected the name of a file.")
+    path = Path(os.path.realpath(path))   # follow links: replace the file, not the link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = f"{os.getpid()}-{threading.get_ident()}"   # a notebook may write it from two threads
+    temporary = path.with_name(f".{path.name}.{writer}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:   # on a full disk it is missing
+            error.filename = str(path)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    with contextlib.suppress(OSError):   # some file systems cannot sync a folder
+        os.fsync(folder)
+    os.close(folder)

@@ -1,0 +1,87 @@
+"""The end of a run: its result or how to go on, on the screen, in status.json and as a picture."""
+import functools
+from pathlib import Path
+
+from ddp_setup import AGAIN, close_run, print0
+from training.folder import write_status
+from training.log import print_line, read_rows
+from training.plot import draw, rows_of
+
+
+def finish_run(run, log, ddp, reason, result, seconds, lines):
+    """The end of training: close the log, release the folder, print the result or how to go on.
+
+    reason: why the run stopped before its end. seconds: duration of training. lines: function that
+    returns lines of text on the result of a finished run.
+    Returns: `result`; if the run stopped before its end, with "stopped": reason."""
+    log.close()
+    if run.lock:
+        run.lock.release()
+    write = functools.partial(print0, ddp)
+    if run.progress["finished"]:
+        loss = f", training loss {result['loss']:.4f}" if "loss" in result else ""
+        print_line("\n".join([f"Finished at step {result['step']:,} ({run.progress['finished']}) "
+                              f"after {seconds / 60:.1f} min{loss}", *lines()]), write)
+        close_run(ddp, 0, run.progress["finished"])
+        if ddp.is_main:
+            draw_curves(run.work_dir)
+        return result
+    last, stop = run.work_dir / "checkpoints" / "last.pt", run.work_dir / "STOP"
+    remove = f"Remove {stop}; then the" if stop.exists() else "The"
+    saved = last if last.exists() else run.continued_from or "nothing yet"
+    print_line(f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. Saved: "
+               f"{saved}. {remove} same command continues.", write)
+    close_run(ddp, AGAIN, reason)
+    return {**result, "stopped": reason}
+
+
+def say_finished(run, ddp, lines):
+    """A finished run was started again: print that, and its result.
+
+    lines: function (last row of metrics.jsonl, folder of the run) -> lines of text."""
+    early, step = run.progress["finished"] == "early stop", run.progress["step"]
+    more = "" if early else " To go on, raise training.n_iters or num_epochs."
+    folder = run.work_dir
+    if not (folder / "metrics.jsonl").exists():   # --resume of another folder's checkpoint
+        folder = Path(run.continued_from).absolute().parent.parent
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == step]
+    result, picture = rows[-1] if rows else {"step": step}, folder / "curves.png"
+    text = [f"This run is finished: {'early stop' if early else 'all steps done'} at step "
+            f"{step:,}.{more} To start over, --fresh.", *lines(result, folder)]
+    if picture.exists():
+        text.append(f"  picture   {picture}")
+    print0(ddp, "\n".join(text))
+    close_run(ddp)   # so that cleanup_ddp does not write status.json
+    if ddp.is_main:
+        write_status(run.work_dir, 0, run.progress["finished"], step)
+    return {"step": step}
+
+
+def draw_curves(folder):
+    """Draw curves.png of a run, if matplotlib is installed. An error here does not fail the run."""
+    try:
+        draw({folder.name: rows_of(folder)}, folder / "curves.png")
+    except ImportError:   # matplotlib is optional
+        return
+    except Exception as error:
+        print_line(f"ATTENTION: no picture was drawn: {type(error).__name__}: {error}")
+        return
+    print_line(f"  picture   {folder / 'curves.png'}")
+
+
+def prepare_and_train(ddp, prepare, train):
+    """Prepare and train. Close the watch and the lock even after an error: a notebook goes on.
+
+    prepare: function () -> Run. train: function (run, ddp), whose result is returned."""
+    run = None
+    try:
+        run = prepare()
+        return train(run, ddp)
+    except BaseException as e:
+        code = 130 if isinstance(e, KeyboardInterrupt) else 1
+        close_run(ddp, code, f"{type(e).__name__}: {e}")
+        raise
+    finally:
+        close_run(ddp)
+        if run is not None and run.lock:
+            run.lock.release()

@@ -1,0 +1,246 @@
+"""The checkpoint that a run continues from: finding it, refusing one that does not fit, saving.
+
+    former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
+    micro_batches = check_checkpoint(former, ...)       # ValueError says what does not fit
+    ...
+    save_run(run, log, ddp, "last.pt", keep_last=2)
+
+A run folder holds its checkpoints in checkpoints/: last.pt, the former ones last-1.pt and so on,
+and those of the best weights. A start never writes before all checks have passed.
+"""
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
+from training.config import config_differences, config_items, config_to_dict, load_config
+from training.files import write_whole
+from training.folder import MARKS, RunLock, check_lock, refuse_unwritable
+from training.log import rows_up_to
+from training.loop import ADVICE, Diverged, check_alike, is_finished
+
+# A resumed run may differ in these keys; scripts add to them.
+MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
+                     "training.log_freq", "training.snapshot_freq", "training.keep_last",
+                     "training.max_bad_steps", "training.stop_signals", "training.num_workers",
+                     "monitoring.watchdog_minutes", "monitoring.check_sync_every",
+                     "monitoring.tensorboard", "monitoring.wandb", "monitoring.timing_every",
+                     "monitoring.log_gradients", "monitoring.log_weights", "memory.compile",
+                     "memory.max_memory_per_gpu")
+# What every checkpoint to continue from must hold; scripts add to it.
+ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
+                 "micro_batches", "lr", "warmup", "data")
+
+
+# ---------------------------------------------------------------- what to continue from
+class Former(NamedTuple):
+    """The checkpoint that a start continues from."""
+    path: str | None          # None: a new run
+    state: dict | None        # its content
+
+
+def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host):
+    """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
+
+    may_change: keys that may differ from the checkpoint's config. per_host: keys that may differ
+    between ranks. Returns a Former.
+    """
+    if fresh and resume:
+        raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
+    if fresh and work_dir.name in ("", ".."):
+        raise ValueError(f"--fresh renames the run folder, and --work_dir {work_dir} names none. "
+                         "Give its name, from another folder.")
+    if resume and Path(resume).is_dir():
+        folder = "" if Path(resume).name == "checkpoints" else "checkpoints"
+        raise ValueError(f"--resume {resume} is a folder; expected a checkpoint, such as "
+                         f"{Path(resume) / folder / 'last.pt'}.")
+    check_alike(config_items(config, per_host), ddp)
+    path = find_checkpoint(work_dir, resume, fresh, config, may_change) if ddp.is_main else None
+    path = broadcast(path, ddp)
+    if path is None:
+        return Former(None, None)
+    state = load_checkpoint(path, ddp)
+    return Former(ddp.state.checkpoint, state)   # last-1.pt, where last.pt is damaged
+
+
+def find_checkpoint(run_dir, resume, fresh, config, may_change):
+    """Find the checkpoint that a start continues from. Writes nothing.
+
+    Args:
+        run_dir: Path of the run folder; it need not exist.
+        resume: path of a checkpoint that the user names, or None.
+        fresh: whether the user wants to start over.
+        config: the config now. may_change: keys that may differ from the former run's config.
+    Returns: path of the checkpoint as text, or None for a new run.
+    Raises: ValueError for a folder that is in use, cannot be written, holds another run, or is no
+        run folder."""
+    refuse_unwritable(run_dir)
+    RunLock.refuse_live(run_dir)
+    if (run_dir / "STOP").exists() and not fresh:
+        raise ValueError(f"{run_dir / 'STOP'} exists: this run was asked to stop. Remove the file "
+                         "to continue it.")
+    last = run_dir / "checkpoints" / "last.pt"
+    # If only last-1.pt exists, the run was killed between two renames of save_checkpoint.
+    saved = any(last.with_name(name).exists() for name in ("last.pt", "last-1.pt"))
+    if resume and saved and last.parent.resolve() != Path(resume).resolve().parent:
+        raise ValueError(f"{run_dir} holds a run already, and --resume {resume} is of another. "
+                         "Expected a checkpoint of the same run. Give another --work_dir; or "
+                         "leave --resume out to continue this run.")
+    names = sorted(name for name in (os.listdir(run_dir) if run_dir.exists() else ())
+                   if not name.startswith(".lock.json."))   # left by a killed start
+    if names and not MARKS & set(names):
+        raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(names[:5])}. "
+                         "Expected an empty or new folder, or that of a run. Give another "
+                         "--work_dir.")
+    if "metrics.jsonl" in names and not fresh:
+        rows_up_to(run_dir / "metrics.jsonl", 0)   # refuses a file with broken rows
+    if not fresh and not saved and "config.yaml" in names:
+        former = load_config(type(config), run_dir / "config.yaml")
+        differences = config_differences(former, config, may_change)
+        if differences:
+            lines = "\n    ".join(differences)
+            raise ValueError(f"{run_dir} holds a run with another config, which came to no "
+                             f"checkpoint:\n    {lines}\n  Expected the same config. Give another "
+                             "--work_dir" + (", or --fresh to start over." if not resume else "."))
+    if resume:
+        return str(resume)
+    return str(last) if saved and not fresh else None
+
+
+def check_checkpoint(former, config, may_change, needed, model, things, fingerprint, anew, ddp):
+    """Number of micro-batches in a global batch, which is fixed at the start of a run. Refuses a
+    checkpoint that does not fit this start, or holds nan or infinity.
+
+    Args:
+        former: a Former, whose state must have the keys `needed`.
+        config: the config now. may_change: keys that may differ from the checkpoint's config.
+        model: of the expected shapes.
+        things, fingerprint: the data: a word for messages, such as proteins, and {"n", "hash"}.
+        anew: options that start a new run from this run's weights, for messages.
+    Raises: ValueError."""
+    path, state = former
+    fine_tune = f" To train its weights further, as a new run: {anew} --work_dir NEW."
+    if state is None:
+        return config.training.accum * ddp.world_size
+    absent = [k for k in needed if not isinstance(state, dict) or k not in state]
+    if absent:
+        raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of this "
+                         "training script.")
+    differences = config_differences(state["config"], config, may_change)
+    if differences:
+        lines = "\n    ".join(differences)
+        same_model = not any(line.startswith(("model.", "graph.")) for line in differences)
+        raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected the "
+                         "same. Give another --work_dir, or --fresh to start over."
+                         f"{fine_tune if same_model else ''} (Keys that may "
+                         "differ: MAY_CHANGE in the training script.)")
+    expected, found = ({k: tuple(v.shape) for k, v in weights.items()}
+                       for weights in (model.state_dict(), state["model"]))
+    wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
+    if wrong:
+        raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "
+                         f"{wrong[0]}: {found.get(wrong[0], 'absent')} in the file, "
+                         f"{expected.get(wrong[0], 'absent')} by the config. Give a checkpoint of "
+                         "this model, another --work_dir, or --fresh.")
+    spoilt = [name for name, weight in state["model"].items() if not weight.isfinite().all()]
+    if spoilt:
+        raise ValueError(f"{path}: {len(spoilt)} tensors of the model hold nan or infinite "
+                         f"numbers, first {spoilt[0]}; expected finite weights. Give an older "
+                         "checkpoint (--resume), or --fresh to start over.")
+    if state["data"] != fingerprint:
+        raise ValueError(f"{path} was trained on other {things}, or in another order "
+                         f"({state['data']['n']:,}, hash {state['data']['hash']}; now "
+                         f"{fingerprint['n']:,}, {fingerprint['hash']}). Give the same data, "
+                         f"another --work_dir, or --fresh.{fine_tune}")
+    micro_batches = state["micro_batches"]
+    if micro_batches % ddp.world_size:
+        divisors = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+        raise ValueError(f"{path} has {micro_batches} micro-batches per step, which "
+                         f"{ddp.world_size} ranks cannot share equally. Continue on "
+                         f"{', '.join(map(str, divisors))} ranks.")
+    return micro_batches
+
+
+def hash_of(weights):
+    """Hash of a state_dict, as text."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(weights.items()):
+        numbers = value.detach().cpu().float().contiguous().numpy()
+        digest.update(name.encode() + numbers.tobytes())
+    return digest.hexdigest()
+
+
+def describe_machine(ddp):
+    """What the last bits of a result depend on, apart from the number of ranks: plain values."""
+    kind = ddp.device.type
+    device = kind if kind == "cpu" else getattr(torch, kind).get_device_name(ddp.device)
+    return {"device": device, "threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
+def machine_differences(state, ddp):
+    """Differences from the machine that wrote the checkpoint `state`, if they may change the last
+    bits of results. Text; '' if there are none."""
+    now = {"world_size": ddp.world_size, "torch": str(torch.__version__), **describe_machine(ddp)}
+    then = {"world_size": state.get("world_size"), "torch": state.get("versions", {}).get("torch"),
+            **state.get("machine", {})}
+    return ", ".join(f"{k} {then[k]} -> {now[k]}" for k in now if k in then and then[k] != now[k])
+
+
+def bring_best(run, ddp, name):
+    """If --resume continues a run in another folder, copy that run's best weights (file `name`).
+
+    If there are none, the next evaluation counts as the best so far."""
+    best = run.progress["best"]
+    if is_finished(run) or not best:
+        return
+    if not broadcast(ddp.is_main and copy_best(run.work_dir, name, run.continued_from, best), ddp):
+        run.progress["best"] = None
+        print0(ddp, f"{name} of the run so far was not found: the best is looked for from here on")
+
+
+def copy_best(folder, name, path, best):
+    """Copy file `name` from the run folder of checkpoint `path`, if its step is that of `best`.
+
+    Returns: whether `folder`, which may be the same, has the file now."""
+    target, source = folder / name, Path(path).absolute().parent.parent / name
+    if target.resolve() == source.resolve():
+        return target.exists()
+    try:
+        if not source.is_file() or load_checkpoint(str(source))["step"] != best["step"]:
+            return False
+    except (OSError, ValueError, KeyError, TypeError):   # not a file of save_checkpoint
+        return False
+    with open(source, "rb") as opened:
+        write_whole(target, lambda file: shutil.copyfileobj(opened, file))
+    return True
+
+
+# ---------------------------------------------------------------- saving
+def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):
+    """Write checkpoints/NAME: what every script needs to resume, and `more`. A collective."""
+    before_saving(run, log, ddp)
+    progress = run.progress
+    if run.ema is not None:
+        more["ema"] = run.ema.state_dict()
+    save_checkpoint(str(run.work_dir / "checkpoints" / name), ddp, keep_last, resumes,
+                    model=run.bare.state_dict(), optimizer=run.optimizer.state_dict(),
+                    scaler=run.scaler.state_dict(), config=config_to_dict(run.config),
+                    epoch=progress["step"] // run.steps_per_epoch, micro_batches=run.micro_batches,
+                    lr=run.lr, warmup=run.warmup, data=run.fingerprint,
+                    machine=describe_machine(ddp), **progress, **more)
+
+
+def before_saving(run, log, ddp):
+    """Check what must hold before weights are written: the folder is still ours and, if the last
+    step was bad, the weights are finite."""
+    check_lock(run, ddp)
+    log.sync()   # the rows up to this step must be on disk before the checkpoint is
+    finite = (bool(p.isfinite().all()) for p in run.bare.parameters())
+    if run.progress["bad_steps"][1] and not all(finite):
+        raise Diverged(f"step {run.progress['step']}: weights are nan or infinite; expected "
+                       f"finite numbers. {ADVICE}")

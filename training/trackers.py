@@ -1,0 +1,75 @@
+"""Send the rows of a run to TensorBoard and Weights & Biases, which need not be installed."""
+import os
+import secrets
+import socket
+import urllib.request
+
+from training.files import write_text_atomic
+
+TRACKER_SECONDS = 60    # limit for a run to wait for a tracker's server
+
+
+class TensorBoard:
+    """Curves for `tensorboard --logdir RUN_DIR`. If a resumed run logs rows again, they replace the
+    earlier ones."""
+    name = "TensorBoard"
+
+    def __init__(self, folder, step):
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def log(self, step, row, histograms):
+        for name, value in row.items():
+            if name != "step":
+                add = self.writer.add_text if isinstance(value, str) else self.writer.add_scalar
+                add(name, value, step)
+        for name, h in histograms.items():
+            self.writer.add_histogram_raw(name, h.edges[0], h.edges[-1], sum(h.counts), h.total,
+                                          h.squares, h.edges[1:], h.counts, step)
+        self.writer.flush()
+
+    def close(self):
+        self.writer.close()
+
+
+class Wandb:
+    """A run on Weights & Biases. A resumed start continues it by its id in RUN_DIR/wandb_id.
+
+    settings: {"project", "name", "mode"}, each optional. If neither WANDB_MODE nor `mode` is given
+    and the server cannot be reached, it writes RUN_DIR/wandb for `wandb sync`. Rows that a resumed
+    run logs again appear twice there."""
+    name = "W&B"
+
+    def __init__(self, folder, settings, config):
+        import wandb
+        path = folder / "wandb_id"
+        if not path.exists():
+            write_text_atomic(path, secrets.token_hex(4) + "\n")
+        mode = os.environ.get("WANDB_MODE") or settings.get("mode") or (
+            "online" if _is_reachable("api.wandb.ai") else "offline")
+        limits = {name: TRACKER_SECONDS for name in ("login_timeout", "finish_timeout")
+                  if hasattr(wandb.Settings(), name)}
+        self.run = wandb.init(project=settings.get("project") or "protein-ddp", mode=mode,
+                              name=settings.get("name") or folder.name, dir=str(folder),
+                              id=path.read_text().strip(), resume="allow", config=config,
+                              settings=wandb.Settings(**limits))
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step, row, histograms):
+        import wandb
+        self.run.log({**row, **{name: wandb.Histogram(np_histogram=(h.counts, h.edges))
+                                for name, h in histograms.items()}})
+
+    def close(self):
+        self.run.finish()
+
+
+def _is_reachable(host):
+    """Whether there is a proxy, or a connection to `host` opens within 3 seconds."""
+    if "https" in urllib.request.getproxies():
+        return True
+    try:
+        socket.create_connection((host, 443), timeout=3).close()
+        return True
+    except OSError:
+        return False
