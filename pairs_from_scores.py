@@ -28,7 +28,7 @@ from pathlib import Path
 
 from training.files import write_text_atomic
 from sedd.sequences import LETTERS
-from mpnn.structures import LEAST_WEIGHT
+from mpnn.pairs import LEAST_WEIGHT
 
 COLUMNS = ("pdb", "sequence", "score", "chain")
 MAX_LISTED = 10

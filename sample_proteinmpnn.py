@@ -74,7 +74,8 @@ from mpnn.settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
 from training.files import write_whole
 from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
-from mpnn.structures import FORMATS, collate_complexes
+from mpnn.batches import collate_complexes
+from mpnn.structures import FORMATS
 
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")

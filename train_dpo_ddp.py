@@ -5,7 +5,7 @@
     python train_dpo_ddp.py --nproc_per_node 4 --train_data pairs.json loss.name=ipo
     python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8             # what scaling does
 
-Reads preference pairs and their structures (mpnn/structures.py), published weights, and optionally
+Reads preference pairs and their structures (mpnn/pairs.py), published weights, and optionally
 a YAML config (all keys and defaults are below and in training/config.py). Writes into the run
 folder (--output_dir, default runs/CONFIG_NAME): best_model.pt and latest_model.pt, which other
 ProteinMPNN tools read; metrics.jsonl, config.yaml, status.json; reference/KEY.pt (log-probabilities
@@ -32,23 +32,25 @@ import torch
 import torch.nn.functional as F
 
 from ddp_setup import autocast, beat, print0, seed_for, stop_reason
+from mpnn.batches import PairPlan, make_batch
 from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of,
                              result_lines, save_model)
-from mpnn.reference import Reference, check_cache, load_base, make_batch, make_tables, pair_scores
-from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             DdpSection, Parser, check_values, load_config)
-from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, hash_of,
-                             check_checkpoint, save_run, start_or_continue)
-from training.folder import check_lock, take_folder
-from training.finish import finish_run, prepare_and_train, say_finished
-from training.log import open_log
-from training.meter import bad_steps_field, step_values
+from mpnn.pairs import try_all
+from mpnn.reference import Reference, check_cache, load_base, make_tables, pair_scores
+from mpnn.split import load_pairs
 from training.command_line import (Script, add_run_arguments, choose_precision, describe_batch,
                                    describe_run, plan_head, plan_table, print_lines, run_script)
-from mpnn.structures import PairPlan, load_pairs, try_all
+from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
+                             DdpSection, Parser, check_values, load_config)
+from training.finish import finish_run, prepare_and_train, say_finished
+from training.folder import check_lock, take_folder
+from training.log import open_log
 from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradient, fetch,
                            global_gradient, is_finished, open_batches, set_learning_rate,
                            start_run, step_optimizer)
+from training.meter import bad_steps_field, step_values
+from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
+                             hash_of, save_run, start_or_continue)
 
 
 # ---------------------------------------------------------------- config

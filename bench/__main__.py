@@ -44,8 +44,10 @@ from sedd.diffusion import make_graph, make_noise
 from sedd.model import EMA
 from sedd.batches import BatchReader, sum_rows
 from sedd.sequences import N_TOKENS, PreparedProteins
-from mpnn.structures import (NAMES, PHI_PSI, Complex, Pair, PairPlan, build_backbone, collate,
-                             collate_complexes, describe, read_pairs, read_structure)
+from mpnn.batches import PairPlan, collate, collate_complexes
+from mpnn.demo import PHI_PSI, build_backbone
+from mpnn.pairs import Pair, describe, read_pairs
+from mpnn.structures import NAMES, Complex, read_structure
 from training.command_line import add_launch_arguments, started_ranks
 from training.loop import MicroBatchSampler, global_gradient
 from train_sedd_ddp import (Config, MicroBatchDataset, make_batch_plan, make_model, make_reader,

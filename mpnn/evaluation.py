@@ -9,11 +9,12 @@ import time
 import torch
 
 from ddp_setup import all_sum, beat, save_checkpoint
+from mpnn.batches import eval_batches
 from mpnn.designs import Designs
 from mpnn.model import ALPHABET, to_checkpoint
-from training.resume import before_saving
-from mpnn.structures import Pair, eval_batches
+from mpnn.pairs import Pair
 from training.loop import ADVICE, Diverged, record_score, unpack
+from training.resume import before_saving
 
 # Sums over pairs, from which metrics_of makes means. rewards: beta x (ln p - ln p of the
 # reference), or beta x ln p for losses without a reference.

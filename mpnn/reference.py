@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ddp_setup import (all_sum, beat, broadcast, load_checkpoint, print0, save_checkpoint,
-                       seed_for)
-from mpnn.model import PUBLISHED, decoding_order, load_proteinmpnn, random_proteinmpnn
-from mpnn.structures import collate, collate_complexes, eval_batches
+from ddp_setup import all_sum, beat, broadcast, load_checkpoint, print0, save_checkpoint
+from mpnn.batches import collate_complexes, eval_batches, make_batch, to_device
+from mpnn.model import PUBLISHED, load_proteinmpnn, random_proteinmpnn
 
 WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
 CACHE_FORMAT = 2   # version of the files of scores; part of the hash that names them
@@ -41,56 +40,7 @@ def load_base(config):
     return model, f"{path}, trained with {model.noise_level:g} Angstrom of noise"
 
 
-# ---------------------------------------------------------------- batches and scores
-def orders_of(pair, loss, seed, epoch=None):
-    """(n_orders, L) decoding orders of a pair (arange: (1, L)), fixed residues first. Chosen and
-    rejected sequence, and policy and reference, use the same orders.
-
-    The random seed depends on (seed, pair, epoch); without an epoch, or with loss.order fixed, on
-    (seed, pair). With share_order, complex and designed positions replace the pair in it."""
-    n = len(pair.chain_M)
-    designed = torch.zeros(1, len(pair.complex))
-    designed[0, :n] = torch.from_numpy(pair.chain_M & pair.complex.mask[:n])
-    if loss.order == "arange":
-        places = torch.arange(designed.shape[1], dtype=torch.float64)
-        return decoding_order(designed, places[None])
-    key = (pair.complex.key, pair.chain_M.tobytes()) if loss.share_order else pair.key
-    key = seed_for(seed, "order", key, epoch if loss.order == "random" else None)
-    draw = torch.rand(loss.n_orders, designed.shape[1], dtype=torch.float64,
-                      generator=torch.Generator().manual_seed(key))
-    return decoding_order(designed.expand_as(draw), draw)
-
-
-def make_batch(pairs, indices, loss, seed, epoch=None):
-    """Collate P pairs on U complexes of at most L rows into M distinct (sequence, order) rows.
-
-    Returns a dict of
-        S, order: (M, L) int64, the sequences and the order in which each is decoded.
-        complex_row: (M,) int64, the row's complex, numbered in order of first appearance.
-        sequence_rows: (P, O, 2) int64, row in S of the chosen and the rejected sequence of a pair
-            under each of its O orders.
-        scored: (P, L) float32, 1 = residue is scored. n_scored: (P,) number of scored residues.
-        pair_numbers: (P,) int64, the given indices.
-        pair_weight: (P,) float32, weight of each pair in means over pairs.
-    """
-    batch, rows, sequence_rows = collate(pairs, indices), {}, []
-    L = batch["S"].shape[1]
-    for p, i in enumerate(indices):
-        for order in orders_of(pairs[i], loss, seed, epoch):
-            order = torch.cat([order, torch.arange(len(order), L)])                # padding last
-            for name in ("chosen", "rejected"):
-                row = (int(batch["complex"][p]), batch[name][p], order)
-                key = row[0], row[1].numpy().tobytes(), order.numpy().tobytes()
-                sequence_rows.append(rows.setdefault(key, (len(rows), row))[0])   # equal: one row
-    complex_row, S, order = zip(*(row for _, row in rows.values()))
-    scored = batch["chain_M"] * batch["mask"][batch["complex"]]
-    return {"S": torch.stack(S), "order": torch.stack(order),
-            "complex_row": torch.tensor(complex_row),
-            "sequence_rows": torch.tensor(sequence_rows).view(len(indices), -1, 2),
-            "scored": scored, "n_scored": scored.sum(1), "pair_numbers": torch.as_tensor(indices),
-            "pair_weight": torch.tensor([pairs[i].weight for i in indices], dtype=torch.float32)}
-
-
+# ---------------------------------------------------------------- scores
 def pair_scores(log_probs, batch, temperature):
     """Log-probabilities and entropy of pairs, averaged over their orders.
 
@@ -157,12 +107,12 @@ class Reference:
         """The batch of make_batch on the device, with its complexes and their graph.
 
         pairs: the list that batch["pair_numbers"] indexes; None: the training pairs."""
-        moved = {name: value.to(self.ddp.device, non_blocking=True) if torch.is_tensor(value) else
-                 value for name, value in batch.items()}
-        pairs = self.pairs if pairs is None else pairs
+        if pairs is None:
+            pairs = self.pairs
         complexes = [pairs[i].complex for i in batch["pair_numbers"].tolist()]
         complexes = list({complex.key: complex for complex in complexes}.values())
         graph = stack([self.graph(complex) for complex in complexes])
+        moved = to_device(batch, self.ddp.device)
         return {**moved, "complexes": complexes, "graph": graph}
 
     def run_model(self, model, pairs, indices):

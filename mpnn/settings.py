@@ -21,7 +21,8 @@ import torch
 
 from mpnn.model import Pssm, allowed_letters, mean_in_groups
 from sedd.sequences import AMINO_ACIDS, LETTERS, X_ID, decode, encode
-from mpnn.structures import Complex, parse_positions, quote, read_structure, unique_keys
+from mpnn.pairs import quote, unique_keys
+from mpnn.structures import Complex, parse_positions, read_structure
 
 MAX_BIAS = 1e4          # nats; a larger bias would round away the logits in float32
 PER_STRUCTURE = ("chain_id_jsonl", "fixed_positions_jsonl", "tied_positions_jsonl",

@@ -45,7 +45,6 @@ PENDING = {
     "mpnn/model",
     "mpnn/reference",
     "mpnn/settings",
-    "mpnn/structures",
     "pairs_from_scores",
     "training/plot",
     "training/resume",

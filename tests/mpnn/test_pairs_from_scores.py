@@ -6,8 +6,8 @@ import pytest
 
 from pairs_from_scores import main, make_pairs
 from sedd.sequences import decode
-from mpnn.structures import read_pairs
-from test_structure_data import Atoms
+from mpnn.pairs import read_pairs
+from mpnn_cases import Atoms
 
 TABLE = "pdb,sequence,score,chain\n"
 

@@ -10,8 +10,9 @@ import torch
 
 import sample_proteinmpnn
 from mpnn.model import load_proteinmpnn, random_proteinmpnn, to_checkpoint
-from mpnn.structures import NAMES, PHI_PSI, build_backbone
-from test_structure_data import Atoms
+from mpnn.demo import PHI_PSI, build_backbone
+from mpnn.structures import NAMES
+from mpnn_cases import Atoms
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 NATIVE = "MKTAYIAKQRQISFVKSHFSRQ"       # 22 residues, numbered from 10 in the files

@@ -23,11 +23,14 @@ from training.config import load_config
 from training.resume import hash_of
 from training.folder import read_status
 from sedd.sequences import decode
-from mpnn.structures import NAMES, Complex, Pair, PairPlan, Structure, demo_pairs, read_pairs
+from mpnn.batches import PairPlan, make_batch, orders_of
+from mpnn.demo import demo_pairs
+from mpnn.pairs import Pair, read_pairs
+from mpnn.structures import NAMES, Complex, Structure
 import test_proteinmpnn_model
 from test_proteinmpnn_model import each_case, graph_of, near
-from test_structure_data import Atoms
-from mpnn.reference import Reference, make_batch, orders_of, pair_scores
+from mpnn_cases import Atoms
+from mpnn.reference import Reference, pair_scores
 from mpnn.evaluation import Validation
 from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, main, micro_batch_loss,
                            objective, preference_loss, read_arguments)

@@ -1,0 +1,235 @@
+"""Batches of pairs: which pairs are in which step of an epoch, and their tensors.
+
+    plan = plan_epoch(train, seed=0, epoch=0, micro_batches=4, batch_size=8)
+    for indices in plan[step]:                              # 4 micro-batches on any number of ranks
+        batch = make_batch(train, indices.tolist(), config.loss, seed=0, epoch=0)
+
+All results depend only on the arguments, so that every rank plans the same. No model and no process
+group here.
+
+The plan of 12 pairs on complexes a (short) to d (long), with 2 micro-batches a step:
+
+    pairs, by length, then by complex, then randomly   a2 a1 a4 a3 | b3 b1 b2 c1 | d2 d1 d4 d3
+    cut into pieces of equal size                      [a2 a1] [a4 a3] [b3 b1] [b2 c1] [d2 d1] ...
+    pieces of like length make a step                  {[a4 a3] [a2 a1]} {[b3 b1] [b2 c1]} ...
+    steps in random order                              {[b3 b1] [b2 c1]} {[d4 d3] [d2 d1]} ...
+                                            with 2 ranks: rank 0, rank 1; with 1: both, accumulated
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_setup import seed_for
+from mpnn.model import decoding_order
+from mpnn.seeds import FOR_LENGTHS, FOR_PAIRS, FOR_STEPS, random_words
+
+LENGTH_RATIO = 1.1      # longest / shortest of a class of lengths, within which is shuffled
+
+
+def plan_epoch(pairs: list, seed: int, epoch: int, micro_batches: int, batch_size: int) -> list:
+    """Decide which pairs are in which micro-batch of which step of an epoch.
+
+    The plan depends only on the arguments: every rank makes the same plan and takes its own
+    micro-batches from it.
+
+    Pairs are sorted by length of the complex (in classes of ratio LENGTH_RATIO), then by complex,
+    then randomly. The sorted list is cut into micro-batches of equal numbers of pairs, give or take
+    one: so a micro-batch has few complexes to encode and little padding. A step has micro-batches
+    of similar length, so that ranks have about equal work; steps come in random order. Every pair
+    comes once in an epoch, and no micro-batch is empty. Only with batch_size 1 random pairs, fewer
+    than a global batch, are left out. The number of steps is the same in all epochs.
+
+    Args:
+        pairs:         list of Pair.
+        seed, epoch:   int.
+        micro_batches: micro-batches per global batch = ranks x accumulation.
+        batch_size:    most pairs in a micro-batch.
+    Returns: list of steps, each a list of micro-batches: int64 arrays of indices into pairs.
+    Raises: ValueError for fewer pairs than micro-batches.
+    """
+    n = len(pairs)
+    if n < micro_batches:
+        raise ValueError(f"found {n:,} pairs for {micro_batches:,} micro-batches per step "
+                         "(ranks x accumulation); expected a pair for each. Use fewer ranks or "
+                         "less accumulation, or give more pairs.")
+    n_steps = min(-(-n // (micro_batches * batch_size)), n // micro_batches)
+    n_pieces = n_steps * micro_batches
+    shuffled = np.argsort(random_words(n, FOR_PAIRS, seed, epoch), kind="stable")
+    shuffled = shuffled[:n_pieces * batch_size]
+    lengths = [len(pairs[i].complex) for i in shuffled]
+    bucket = np.floor(np.log(lengths) / math.log(LENGTH_RATIO))
+    _, first, group = np.unique([pairs[i].complex.key for i in shuffled], return_index=True,
+                                return_inverse=True)
+    # By length, then by complex; a stable sort, which keeps the random order within a complex.
+    order = np.lexsort((first[group], bucket))
+    bounds = np.arange(n_pieces + 1) * len(shuffled) // n_pieces
+    pieces = [shuffled[order[start:end]] for start, end in zip(bounds, bounds[1:])]
+    longest = np.maximum.reduceat(bucket[order], bounds[:-1])
+    tie_breakers = random_words(n_pieces, FOR_LENGTHS, seed, epoch)
+    by_length = np.lexsort((tie_breakers, longest)).reshape(n_steps, micro_batches)
+    draws = random_words(n_steps, FOR_STEPS, seed, epoch)
+    steps = by_length[np.argsort(draws, kind="stable")]
+    return [[pieces[k] for k in step] for step in steps]
+
+
+class PairPlan:
+    """Which pairs are in which micro-batch of which step of a run. Arguments: see plan_epoch."""
+
+    def __init__(self, pairs: list, seed: int, micro_batches: int, batch_size: int):
+        self.pairs = pairs
+        self.seed = seed
+        self.micro_batches = micro_batches
+        self.batch_size = batch_size
+        self.epoch = None       # of which self.plan is
+        self.plan = None
+        self.steps_per_epoch = len(self.plan_of(0))
+
+    def plan_of(self, epoch: int) -> list:
+        """The plan of an epoch. The last one asked for is kept."""
+        if epoch != self.epoch:
+            self.plan = plan_epoch(self.pairs, self.seed, epoch, self.micro_batches,
+                                   self.batch_size)
+            self.epoch = epoch
+        return self.plan
+
+    def item_of(self, step: int, micro: int) -> tuple:
+        """(step, micro-batch, epoch, indices into pairs) of a micro-batch."""
+        epoch, at = divmod(step, self.steps_per_epoch)
+        return step, micro, epoch, self.plan_of(epoch)[at][micro].tolist()
+
+
+def eval_batches(pairs: list, batch_size: int) -> list[np.ndarray]:
+    """Batches for evaluation, independent of ranks: rank r of R takes batches r, r + R, and so on.
+
+    Returns: list of int64 index arrays, each pair in exactly one: longest complexes first, pairs of
+        a complex together.
+    """
+    order = sorted(range(len(pairs)),
+                   key=lambda i: (-len(pairs[i].complex), pairs[i].complex.key, i))
+    return [np.array(order[first:first + batch_size], np.int64)
+            for first in range(0, len(order), batch_size)]
+
+
+def orders_of(pair: Any, loss: Any, seed: int, epoch: int | None = None) -> torch.Tensor:
+    """(n_orders, L) decoding orders of a pair (arange: (1, L)), fixed residues first. Chosen and
+    rejected sequence, and policy and reference, use the same orders.
+
+    The random seed depends on (seed, pair, epoch); without an epoch, or with loss.order fixed, on
+    (seed, pair). With share_order, complex and designed positions replace the pair in it."""
+    n = len(pair.chain_M)
+    designed = torch.zeros(1, len(pair.complex))
+    designed[0, :n] = torch.from_numpy(pair.chain_M & pair.complex.mask[:n])
+    if loss.order == "arange":
+        places = torch.arange(designed.shape[1], dtype=torch.float64)
+        return decoding_order(designed, places[None])
+    key = pair.key
+    if loss.share_order:
+        key = (pair.complex.key, pair.chain_M.tobytes())
+    if loss.order == "fixed":
+        epoch = None
+    key = seed_for(seed, "order", key, epoch)
+    draw = torch.rand(loss.n_orders, designed.shape[1], dtype=torch.float64,
+                      generator=torch.Generator().manual_seed(key))
+    return decoding_order(designed.expand_as(draw), draw)
+
+
+def make_batch(pairs: list, indices: list[int], loss: Any, seed: int,
+               epoch: int | None = None) -> dict[str, torch.Tensor]:
+    """Collate P pairs on U complexes of at most L rows into M distinct (sequence, order) rows.
+
+    Returns a dict of
+        S, order: (M, L) int64, the sequences and the order in which each is decoded.
+        complex_row: (M,) int64, the row's complex, numbered in order of first appearance.
+        sequence_rows: (P, O, 2) int64, row in S of the chosen and the rejected sequence of a pair
+            under each of its O orders.
+        scored: (P, L) float32, 1 = residue is scored. n_scored: (P,) number of scored residues.
+        pair_numbers: (P,) int64, the given indices.
+        pair_weight: (P,) float32, weight of each pair in means over pairs.
+    """
+    batch = collate(pairs, indices)
+    found = {}              # contents of a row -> (its number, the row)
+    sequence_rows = []
+    L = batch["S"].shape[1]
+    for p, i in enumerate(indices):
+        for order in orders_of(pairs[i], loss, seed, epoch):
+            order = torch.cat([order, torch.arange(len(order), L)])                # padding last
+            for name in ("chosen", "rejected"):
+                row = (int(batch["complex"][p]), batch[name][p], order)
+                key = (row[0], row[1].numpy().tobytes(), order.numpy().tobytes())
+                number, _ = found.setdefault(key, (len(found), row))    # equal ones: one row
+                sequence_rows.append(number)
+    complex_row, S, order = zip(*(row for _, row in found.values()))
+    scored = batch["chain_M"] * batch["mask"][batch["complex"]]
+    return {"S": torch.stack(S), "order": torch.stack(order),
+            "complex_row": torch.tensor(complex_row),
+            "sequence_rows": torch.tensor(sequence_rows).view(len(indices), -1, 2),
+            "scored": scored, "n_scored": scored.sum(1), "pair_numbers": torch.as_tensor(indices),
+            "pair_weight": torch.tensor([pairs[i].weight for i in indices], dtype=torch.float32)}
+
+
+def to_device(batch: dict, device: torch.device) -> dict:
+    """A batch with its tensors on `device`."""
+    moved = {}
+    for name, value in batch.items():
+        if torch.is_tensor(value):
+            value = value.to(device, non_blocking=True)
+        moved[name] = value
+    return moved
+
+
+def collate_complexes(complexes: list, names: Iterable[str] = (
+        "X", "S", "mask", "residue_idx", "chain_id")) -> dict[str, torch.Tensor]:
+    """Tensors of U complexes, padded to the longest, L rows.
+
+    Args:
+        complexes: list of Complex.
+        names:     of the tensors to make.
+    Returns: dict of
+        X                     (U, L, 4, 3) float32, Angstrom
+        S                     (U, L) int64, native letters
+        mask                  (U, L) float32, 1 = resolved
+        residue_idx, chain_id (U, L) int64
+        Padding is 0, and -100 in residue_idx.
+    """
+    shape = (len(complexes), max(map(len, complexes)))
+    kinds = {"X": ((4, 3), np.float32, 0), "S": ((), np.int64, 0), "mask": ((), np.float32, 0),
+             "residue_idx": ((), np.int64, -100), "chain_id": ((), np.int64, 0)}
+    tensors = {}
+    for name in names:
+        more_axes, dtype, padding = kinds[name]
+        array = np.full((*shape, *more_axes), padding, dtype)
+        for row, complex in enumerate(complexes):
+            array[row, :len(complex)] = getattr(complex, name)
+        tensors[name] = torch.from_numpy(array)
+    return tensors
+
+
+def collate(pairs: list, indices: Iterable[int]) -> dict[str, torch.Tensor]:
+    """Tensors of P pairs and of the U distinct complexes that they are on.
+
+    Coordinates are left out: the graph made from them is cached per complex.
+
+    Args:
+        pairs:   list of Pair.
+        indices: which of them.
+    Returns: dict of S and mask as of collate_complexes, and
+        complex          (P,) int64, row of the pair's complex in S and mask
+        chosen, rejected (P, L) int64, letters of the whole complex
+        chain_M          (P, L) float32, 1 = designed; chain_M x mask[complex] is 1 where scored
+    """
+    batch_pairs = [pairs[i] for i in indices]
+    complexes = {pair.complex.key: pair.complex for pair in batch_pairs}
+    rows = {key: row for row, key in enumerate(complexes)}
+    batch = collate_complexes([*complexes.values()], ("S", "mask"))
+    batch["complex"] = torch.tensor([rows[pair.complex.key] for pair in batch_pairs])
+    batch["chosen"] = batch["S"][batch["complex"]]
+    batch["rejected"] = batch["chosen"].clone()
+    batch["chain_M"] = torch.zeros(batch["chosen"].shape)
+    for i, pair in enumerate(batch_pairs):
+        for name in ("chosen", "rejected", "chain_M"):
+            batch[name][i, :len(pair.chosen)] = torch.from_numpy(getattr(pair, name))
+    return batch

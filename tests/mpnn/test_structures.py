@@ -1,0 +1,125 @@
+"""Rows of PDB and mmCIF files, and positions given as text."""
+import gzip
+
+import gemmi
+import numpy as np
+import pytest
+import torch
+
+from mpnn.batches import collate_complexes
+from mpnn.structures import Complex, parse_positions, read_structure
+from mpnn_cases import Atoms, refusal, write
+from sedd.sequences import decode
+
+
+def read_text(tmp_path, name, text):
+    return read_structure(write(tmp_path, text, name))
+
+
+@pytest.mark.parametrize("name", ["monomer_official", "complex_small", "odd_pdb_small"])
+def test_rows_of_a_file_equal_those_of_the_official_code(shared, tmp_path, name):
+    fixture = torch.load(shared / "fixtures" / "proteinmpnn.pt", weights_only=True)
+    case = fixture["cases"][name]
+    text = case.get("pdb_text") or (shared / "data" / "pdbs" / case["pdb"]).read_text()
+    mmcif = gemmi.read_pdb_string(text).make_mmcif_document().as_string()
+    structures = read_text(tmp_path, "s.pdb", text), read_text(tmp_path, "s.cif", mmcif)
+    assert structures[0].key == structures[1].key
+    for structure in structures:
+        design = case.get("design_chains", case["chain_order"])[::-1]   # in any order
+        complex = Complex(structure, design, case.get("fixed_chains", ()))
+        for key, values in collate_complexes([complex]).items():
+            expected = case["inputs"]["chain_encoding_all" if key == "chain_id" else key]
+            assert torch.equal(values, expected) and values.dtype == expected.dtype
+        assert list(complex.design + complex.fixed) == case["chain_order"]
+        assert complex.n_designed == case["inputs"]["chain_M"].sum()
+
+
+GAPS = (Atoms().add("A", 5, "GLY").add("A", -1, "ALA").add("A", 3, "SER", code="B")
+        .add("A", 3, "THR").add("A", 3, "CYS", code="A").add("B", 1, "TRP")
+        .add("A", 7, "ASP", code="C"))
+ALTERNATIVES = (Atoms().add("A", 1, "SER", altloc="B").add("A", 1, "SER", altloc="A")
+                .add("A", 2, "THR", ["N", "CA"], altloc="A").add("A", 2, "VAL", altloc="B")
+                .add("A", 3, "GLY", ["N"]).add("A", 3, "GLY", model=2).add("A", 4, "TRP", model=2))
+
+
+# Letters, and the record that each row begins with, or those of its four atoms.
+@pytest.mark.parametrize("atoms, letters, expected", [
+    (GAPS, "AXXXTCSXGXD", [4, None, None, None, 12, 16, 8, None, 0, None, 24]),
+    (ALTERNATIVES, "STGW", [0, [8, 9, 12, 13], [14, 16, 17, 18], 19])],
+    ids=["numbers left out, insertions", "the first alternative and model, atom by atom"])
+def test_rows_of_both_formats_hold_the_letters_and_atoms_of_the_file_and_nothing_around_them(
+        tmp_path, atoms, letters, expected):
+    lines = atoms.pdb().splitlines()
+    lines.insert(8, "TER\nEND")
+    odd = b"REMARK \xe9\r\n" + "\r\n".join(lines).encode() + b"\r\nCONECT 1 2"
+    for name, text in (("s.pdb", atoms.pdb()), ("s.cif", atoms.mmcif()), ("t.pdb", odd),
+                       ("u.ent.gz", gzip.compress(atoms.pdb().encode())),
+                       ("v.pdb", "\ufeff" + atoms.pdb())):
+        chain, *others = read_text(tmp_path, name, text).chains.values()
+        assert [decode(other.S) for other in others] == ["W"] * (atoms is GAPS)
+        assert decode(chain.S) == letters and chain.X.dtype == np.float32
+        for x, resolved, row in zip(chain.X[:, :, 0], chain.resolved, expected, strict=True):
+            records = list(range(row, row + 4)) if isinstance(row, int) else row
+            assert (x.astype(int).tolist() if resolved else None) == records
+    if atoms is GAPS:
+        assert chain.numbers == ("-1", None, None, None, "3", "3A", "3B", None, "5", None, "7C")
+        assert not chain.X[~chain.resolved].any()
+
+
+def test_an_unknown_coordinate_of_mmcif_is_a_missing_atom_and_its_error_no_part_of_it(tmp_path):
+    text = Atoms().add("AB-2", 1, "ALA").add("AB-2", 2, "GLY").mmcif()
+    text = text.replace(" 0.125 ", " ? ").replace(" 4.125 ", " 4.125(7) ")
+    chain = read_text(tmp_path, "s.cif", text).chains["AB-2"]
+    assert chain.resolved.tolist() == [False, True] and chain.X[1, 0, 0] == 4.125
+
+
+ONE, ONE_CIF = Atoms().add("A", 1, "ALA").pdb(), Atoms().add("A", 1, "ALA").mmcif()
+
+
+@pytest.mark.parametrize("name, content, says", [
+    ("s.pdb", b"\0\1\2", "no ATOM"), ("s.txt", ONE, ".mmcif"),
+    ("s.pdb", ONE.replace("   0.125", "  0.12.5"), "columns 31 to 54"),
+    ("s.pdb", ONE.replace("A   1 ", "A   x "), "columns 23 to 26"),
+    ("s.pdb", "".join(Atoms().add("A", i, "ALA").pdb() for i in (1, 1)), "residue A 1 comes twice"),
+    ("s.pdb.gz", gzip.compress(ONE.encode(), mtime=0)[:-9], "end-of-stream"),
+    ("s.cif", ONE, "cannot be read"), ("s.cif", "data_x\n_a.b 1\n", "0 data blocks"),
+    ("s.cif", Atoms().add("A", 1, "ALA").add("A", 900_000, "ALA").mmcif(), "100,000 rows"),
+    ("s.cif", Atoms().add("A", "?", "ALA").mmcif(), "auth_seq_id is '?'; expected a number"),
+    ("s.cif", ONE_CIF.replace(" 0.125 ", " foo "), "Cartn_x is 'foo'; expected a number"),
+    ("s.cif", ONE_CIF.replace("group_PDB", "group"), "no group_PDB"),
+    ("s.cif", ONE_CIF.replace("label_alt_id", "alt"), "no label_alt_id"),
+    ("s.cif", ONE_CIF.replace(" 0.125 ", " 1e30 "), "coordinate of 1e+30; expected Angstrom")])
+def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
+        tmp_path, name, content, says):
+    assert says in refusal(write(tmp_path, content, name), read_structure)
+
+
+# ---- positions on a command line ----
+
+def test_positions_are_read_by_chain_and_number_or_by_index_and_say_which(small):
+    structure = read_structure(small / "small.pdb")
+    for text, chains, positions, understood in (
+            ("A5A", "AB", [5], "chain and number"), ("A3-A5A", "AB", [2, 3, 4, 5], "chain"),
+            ("B10 A2", "AB", [1, 7], "chain"), ("B10 A2", "BA", [0, 3], "chain"),
+            ("A1, A2 A6-B10", "AB", [0, 1, 6, 7], "chain"), ("2-4,6", "AB", [2, 3, 4, 6], "0-bas")):
+        found, note = parse_positions(text, structure, list(chains))
+        assert found.tolist() == positions and understood in note
+    for text in ("A4", "C1", "", ", ", "A5-A2", "A1 A1", "A1-A3 A2", "A1 3", "9", "5-2", "-1",
+                  "A1-3", "1.5", "A05", "99999999999"):
+        with pytest.raises(ValueError, match="position"):
+            parse_positions(text, structure, ["A", "B"])
+
+
+def test_a_position_that_two_readings_fit_is_refused_and_a_negative_number_is_none(tmp_path):
+    atoms = Atoms().add("1", 13, "ALA").add("1", 12, "SER").add("1", 2, "CYS").add("11", 2, "GLY")
+    structure = read_text(tmp_path, "s.cif", atoms.add("A", -3, "ALA").mmcif())
+    for text in ("112", "12"):          # chain 1, 12 or chain 11, 2; chain 1, 2 or number 12 from 0
+        with pytest.raises(ValueError, match="ambiguous"):
+            parse_positions(text, structure, ["1", "11"])
+    assert parse_positions("112 113", structure, ["1"])[0].tolist() == [10, 11]
+    assert parse_positions("A-3-A-3", structure, ["A"])[0].tolist() == [0]
+    atoms = Atoms().add("", 1, "ALA").add("A", 12, "GLY")
+    structure = read_text(tmp_path, "s.pdb", atoms.pdb())
+    assert parse_positions("1", structure, list(structure.chains))[0].tolist() == [1]   # from 0
+    with pytest.raises(ValueError, match="-A12 is not there"):
+        parse_positions("-A12", structure, list(structure.chains))
