@@ -70,11 +70,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mpnn.batches import collate_complexes
+from mpnn.fast_cpu import speed_up
 from mpnn.settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
 from training.files import write_whole
 from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
-from mpnn.batches import collate_complexes
 from mpnn.structures import FORMATS
 
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
@@ -461,6 +462,7 @@ def run(args):
               for path in args.score_only or ()
               for i, (head, text) in enumerate(named_sequences(path), 1)] for design in designs]
     model = load_proteinmpnn(args.checkpoint).eval().to(device)
+    speed_up(model)
     texts = []
     try:
         for design, sequences in zip(designs, given):

@@ -44,6 +44,7 @@ from sedd.diffusion import make_graph, make_noise
 from sedd.model import EMA
 from sedd.batches import BatchReader, sum_rows
 from sedd.sequences import N_TOKENS, PreparedProteins
+import mpnn.fast_cpu
 from mpnn.batches import PairPlan, collate, collate_complexes
 from mpnn.demo import PHI_PSI, build_backbone
 from mpnn.pairs import Pair, describe, read_pairs
@@ -256,6 +257,7 @@ class DpoSteps:
         self.config.loss.order = order
         self.dtype = getattr(torch, dtype)
         self.base = random_proteinmpnn(0).eval()
+        mpnn.fast_cpu.speed_up(self.base)
         policy = copy.deepcopy(self.base)
         self.base = self.base.to(ddp.device)
         with torch.no_grad():               # move it: if it equals the reference, losses are log 2

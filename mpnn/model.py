@@ -14,18 +14,19 @@ numbers are computed with less work. Features are made for the K nearest neighbo
 layer on concatenated [centre | edge | neighbour] is the sum of three blocks, of which those of
 centre and neighbour are applied to L residues, not to L x K edges. The last linear layer of a
 message is applied after the sum over neighbours. Padding never changes a score. Float64 (with X in
-float64) and autocast work. Needs torch and training/fast_linear.py.
+float64) and autocast work. Needs torch only. On some CPUs mpnn/fast_cpu.py makes it faster.
 Source: Dauparas et al. 2022, Science 378, 49; published code and weights:
 github.com/dauparas/ProteinMPNN.
 """
+from __future__ import annotations
+
 import os
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-from training.fast_linear import Linear, linear
+from torch import Tensor, nn
 
 ALPHABET = "ACDEFGHIKLMNPQRSTVWYX"      # the index of a letter in S; X = unknown or unresolved
 PUBLISHED = ("Published files (v_48_002, v_48_010, v_48_020, v_48_030, .pt) are in "
@@ -46,21 +47,21 @@ PAIRS = ("CA-CA N-N C-C O-O CB-CB CA-N CA-C CA-O CA-CB N-C N-O N-CB CB-C CB-O O-
 
 class Graph(NamedTuple):
     """The network's input for B structures: the K = min(num_edges, L) nearest neighbours."""
-    E_idx: torch.Tensor         # (B, L, K) int64, nearest first, including the residue itself
-    distance: torch.Tensor      # (B, L, K, 25) Angstrom, in the order of PAIRS
-    offset: torch.Tensor        # (B, L, K) int64, class of residue_idx_i - residue_idx_j and chains
-    mask: torch.Tensor          # (B, L) bool, the residue is resolved
-    resolved: torch.Tensor      # (B, L, K) bool, residue and neighbour are resolved
-    present: torch.Tensor       # (B, L, K) bool, the neighbour is a residue, not padding
+    E_idx: Tensor         # (B, L, K) int64, nearest first, including the residue itself
+    distance: Tensor      # (B, L, K, 25) Angstrom, in the order of PAIRS
+    offset: Tensor        # (B, L, K) int64, class of residue_idx_i - residue_idx_j and chains
+    mask: Tensor          # (B, L) bool, the residue is resolved
+    resolved: Tensor      # (B, L, K) bool, residue and neighbour are resolved
+    present: Tensor       # (B, L, K) bool, the neighbour is a residue, not padding
 
 
 class Encoding(NamedTuple):
     """The encoder's output and what the decoder needs of the graph."""
-    h_V: torch.Tensor           # (B, L, H)
-    h_E: torch.Tensor           # (B, L, K, H)
-    E_idx: torch.Tensor
-    mask: torch.Tensor
-    present: torch.Tensor
+    h_V: Tensor           # (B, L, H)
+    h_E: Tensor           # (B, L, K, H)
+    E_idx: Tensor
+    mask: Tensor
+    present: Tensor
 
 
 class ProteinMPNN(nn.Module):
@@ -72,27 +73,29 @@ class ProteinMPNN(nn.Module):
                  in the file; this class adds no noise to X.
     """
 
-    def __init__(self, num_edges=48, hidden_size=128, n_encoder=3, n_decoder=3, dropout=0.0,
-                 noise_level=0.0):
+    def __init__(self, num_edges: int = 48, hidden_size: int = 128, n_encoder: int = 3,
+                 n_decoder: int = 3, dropout: float = 0.0, noise_level: float = 0.0):
         super().__init__()
-        self.num_edges, self.noise_level = num_edges, noise_level
+        self.num_edges = num_edges
+        self.noise_level = noise_level
         self.features = EdgeFeatures(hidden_size)
-        self.W_e = Linear(hidden_size, hidden_size)
+        self.W_e = nn.Linear(hidden_size, hidden_size)
         self.W_s = nn.Embedding(len(ALPHABET), hidden_size)
         self.encoder_layers = nn.ModuleList(
             EncoderLayer(hidden_size, dropout) for _ in range(n_encoder))
         self.decoder_layers = nn.ModuleList(
             DecoderLayer(hidden_size, dropout) for _ in range(n_decoder))
-        self.W_out = Linear(hidden_size, len(ALPHABET))
+        self.W_out = nn.Linear(hidden_size, len(ALPHABET))
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
 
-    def forward(self, graph, S, decoding_order, structure=None):
+    def forward(self, graph: Graph, S: Tensor, decoding_order: Tensor,
+                structure: Tensor | None = None) -> Tensor:
         """Log-probabilities (M, L, 21) of M sequences on structures of `graph`; see `decode`."""
         return self.decode(self.encode(graph), S, decoding_order, structure)
 
-    def graph(self, X, mask, residue_idx, chain_id):
+    def graph(self, X: Tensor, mask: Tensor, residue_idx: Tensor, chain_id: Tensor) -> Graph:
         """The network's input for B structures. It has no parameters: cache it per structure.
 
         As in the published code, an unresolved residue is not padding: it is a neighbour of others,
@@ -109,7 +112,7 @@ class ProteinMPNN(nn.Module):
         """
         return neighbour_graph(X, mask, residue_idx, chain_id, self.num_edges)
 
-    def encode(self, graph):
+    def encode(self, graph: Graph) -> Encoding:
         """Graph of B structures -> Encoding, to be shared by all sequences on them."""
         h_E = self.W_e(self.features(graph))
         h_V = h_E.new_zeros(*graph.mask.shape, h_E.shape[-1], dtype=self.W_e.weight.dtype)
@@ -117,7 +120,8 @@ class ProteinMPNN(nn.Module):
             h_V, h_E = layer(h_V, h_E, graph)
         return Encoding(h_V, h_E, graph.E_idx, graph.mask, graph.present)
 
-    def decode(self, encoding, S, decoding_order, structure=None):
+    def decode(self, encoding: Encoding, S: Tensor, decoding_order: Tensor,
+               structure: Tensor | None = None) -> Tensor:
         """Log-probabilities of each residue's letter, given the backbone and the letters before it.
 
         Args:
@@ -131,13 +135,16 @@ class ProteinMPNN(nn.Module):
         structure = check_sequences(encoding, S, decoding_order, structure)
         E_idx = of_structures(encoding.E_idx, structure)
         visible = decoded_before(step_of_residue(decoding_order), E_idx)
-        return self.log_probs(self.run_decoder(encoding, self.W_s(S), visible, structure)[0])
+        h_V, _ = self.run_decoder(encoding, self.W_s(S), visible, structure)
+        return self.log_probs(h_V)
 
-    def unconditional(self, encoding):
+    def unconditional(self, encoding: Encoding) -> Tensor:
         """Log-probabilities (B, L, 21) given the backbone alone: no residue sees a letter."""
         structure = torch.arange(len(encoding.mask), device=encoding.mask.device)
-        visible, h_S = torch.zeros_like(encoding.present), torch.zeros_like(encoding.h_V)
-        return self.log_probs(self.run_decoder(encoding, h_S, visible, structure)[0])
+        visible = torch.zeros_like(encoding.present)
+        h_S = torch.zeros_like(encoding.h_V)
+        h_V, _ = self.run_decoder(encoding, h_S, visible, structure)
+        return self.log_probs(h_V)
 
     def run_decoder(self, encoding, h_S, visible, structure):
         """Run all decoder layers on all residues.
@@ -150,10 +157,13 @@ class ProteinMPNN(nn.Module):
             residue's term as a neighbour in the first linear layer: in rows 0 .. L-1 as decoded,
             in rows L .. 2L-1 as not yet decoded.
         """
-        h_encoder, E_idx, mask, present = (
-            of_structures(x, structure) for x in (encoding.h_V, *encoding[2:]))
+        h_encoder = of_structures(encoding.h_V, structure)
+        E_idx = of_structures(encoding.E_idx, structure)
+        mask = of_structures(encoding.mask, structure)
+        present = of_structures(encoding.present, structure)
         index = torch.where(visible, E_idx, E_idx + E_idx.shape[1])
-        h_V, layers = h_encoder, []
+        h_V = h_encoder
+        layers = []
         for layer in self.decoder_layers:
             table = torch.cat([layer.decoded(h_V, h_S), layer.undecoded(h_encoder)], dim=1)
             edges = layer.edges(encoding.h_E)                                       # (B, L, K, H)
@@ -163,10 +173,12 @@ class ProteinMPNN(nn.Module):
         return h_V, layers
 
     def log_probs(self, h_V):
+        """(..., H) -> (..., 21) in nats, float32 or wider."""
         return torch.log_softmax(at_least_float32(self.W_out(h_V)), dim=-1)
 
     @torch.no_grad()
-    def conditional(self, encoding, S, order, positions):
+    def conditional(self, encoding: Encoding, S: Tensor, order: Tensor,
+                    positions: list[int]) -> Tensor:
         """Log-probabilities of residues given the backbone and the letters of all other residues.
 
         Args:
@@ -181,8 +193,12 @@ class ProteinMPNN(nn.Module):
         return log_probs[torch.arange(len(rows)), positions]
 
     @torch.no_grad()
-    def sample(self, encoding, S, chain_M, decoding_order, temperature=0.1, bias=0.0, *,
-               tied=(), tied_weights=1.0, pssm=None, noise=None, structure=None):
+    def sample(  # noqa: PLR0913  (what a draw depends on; the last six are for special cases)
+            self, encoding: Encoding, S: Tensor, chain_M: Tensor, decoding_order: Tensor,
+            temperature: float = 0.1, bias: float | Tensor = 0.0, *, tied: Iterable = (),
+            tied_weights: float | Tensor = 1.0, pssm: Pssm | None = None,
+            noise: Tensor | None = None,
+            structure: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Draw letters where chain_M is 1 and the residue is resolved; others keep those of S.
 
         X is never drawn. Call model.eval() first, or dropout is active.
@@ -207,7 +223,8 @@ class ProteinMPNN(nn.Module):
             positions with no allowed letter.
         """
         structure = check_sequences(encoding, S, decoding_order, structure)
-        (M, L), device = S.shape, S.device
+        M, L = S.shape
+        device = S.device
         if not 0 <= temperature <= MAX_TEMPERATURE:
             raise ValueError(f"temperature is {temperature}; expected 0 to {MAX_TEMPERATURE:g}.")
         chain_M = chain_M.bool().expand(M, L)
@@ -217,7 +234,8 @@ class ProteinMPNN(nn.Module):
         bias = zeros + torch.as_tensor(bias, device=device)
         bias[..., ALPHABET.index("X")] = -torch.inf
         bias = mean_in_groups(bias, groups)
-        pssm = pssm and Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
+        if pssm is not None:
+            pssm = Pssm(*(mean_in_groups(x.to(bias), groups) for x in pssm))
         check_letters_left(bias, pssm, draw)
         step_of, steps, is_member = decoding_steps(decoding_order, groups)
         weights = torch.as_tensor(tied_weights).to(bias).expand(L)[steps]
@@ -227,18 +245,22 @@ class ProteinMPNN(nn.Module):
         noise = (noise * (temperature > 0)).to(bias)
 
         # This pass with the given letters is right up to the first draw; each step then updates it.
-        S, visible = S.clone(), decoded_before(step_of, of_structures(encoding.E_idx, structure))
-        layers = self.run_decoder(encoding, self.W_s(S), visible, structure)[1]
+        S = S.clone()
+        visible = decoded_before(step_of, of_structures(encoding.E_idx, structure))
+        _, layers = self.run_decoder(encoding, self.W_s(S), visible, structure)
         probs = torch.zeros_like(bias)
         row = torch.arange(M, device=device)[:, None]
         drawing = draw[row[..., None], steps].any(dim=(0, 2)).nonzero().flatten().tolist()
-        for t in range(drawing[0], drawing[-1] + 1) if drawing else ():
+        if not drawing:
+            return S, probs
+        for t in range(drawing[0], drawing[-1] + 1):
             at = steps[:, t]                                                        # (M, G)
-            first, drawn = at[:, :1], draw[row, at]
+            first = at[:, :1]
+            drawn = draw[row, at]
             logits, inputs = self.step(encoding, layers, step_of, row, structure[:, None], at)
             logits = (logits * weights[:, t, :, None]).sum(1, keepdim=True)         # (M, 1, 21)
-            log_p = letter_log_probs(logits + bias[row, first], temperature,
-                                     pssm and pssm.at(first))
+            pssm_here = None if pssm is None else pssm.at(first)
+            log_p = letter_log_probs(logits + bias[row, first], temperature, pssm_here)
             letter = (log_p + noise[row, first]).argmax(-1)                         # (M, 1)
             S[row, at] = torch.where(drawn, letter, S[row, at])
             probs[row, at] = torch.where(drawn[..., None], log_p.exp(), 0).to(probs)
@@ -257,10 +279,13 @@ class ProteinMPNN(nn.Module):
             at:        (M, G) int64, the residues of the step.
         Returns: logits (M, G, 21) and, per layer, its h_V (M, G, H).
         """
-        E_idx, present = encoding.E_idx[structure, at], encoding.present[structure, at]
+        E_idx = encoding.E_idx[structure, at]
+        present = encoding.present[structure, at]
+        mask = encoding.mask[structure, at]
         visible = step_of[row[..., None], E_idx] < step_of[row, at][..., None]      # (M, G, K)
         index = torch.where(visible, E_idx, E_idx + step_of.shape[1])
-        h_V, mask, inputs = encoding.h_V[structure, at], encoding.mask[structure, at], []
+        h_V = encoding.h_V[structure, at]
+        inputs = []
         for layer, table, edges in layers:
             inputs.append(h_V)
             h_V = layer(h_V, edges[structure, at], table[row[..., None], index], present, mask)
@@ -275,12 +300,13 @@ class EdgeFeatures(nn.Module):
         self.embeddings = nn.Module()
         self.embeddings.linear = nn.Linear(N_CLASSES, N_POSITIONAL)
         n_features = N_POSITIONAL + N_RBF * len(PAIRS.split())
-        self.edge_embedding = Linear(n_features, hidden_size, bias=False)
+        self.edge_embedding = BlockLinear(n_features, hidden_size, bias=False)
         self.norm_edges = Norm(hidden_size)
 
     def forward(self, graph):
         of_offset, of_distance = self.edge_embedding.weight.tensor_split([N_POSITIONAL], dim=1)
-        E = linear(gaussians(graph.distance).to(of_distance.dtype), of_distance)
+        E = self.edge_embedding.product(gaussians(graph.distance).to(of_distance.dtype),
+                                        of_distance)
         # Positional features (66, 16) of offset classes: a linear layer of one-hot vectors.
         positional = self.embeddings.linear.weight.T + self.embeddings.linear.bias
         # The table is float32: in 16 bits the gradient of an offset class, which is a sum over
@@ -323,8 +349,9 @@ class EncoderLayer(nn.Module):
 
     def hidden(self, first, second, h_V, h_E, E_idx):
         """gelu(second(gelu(first([h_V_i | h_E_ij | h_V_j])))) with two linear layers."""
-        centre, edge, neighbour = weight_blocks(first)
-        x = linear(h_E, edge) + gather_rows(F.linear(h_V, neighbour), E_idx)        # (B, L, K, H)
+        centre, edge, neighbour = first.blocks()
+        x = first.product(h_E, edge)                                                # (B, L, K, H)
+        x = x + gather_rows(F.linear(h_V, neighbour), E_idx)
         x = x.add_(F.linear(h_V, centre, first.bias)[..., None, :])
         return F.gelu(second(F.gelu(x)))
 
@@ -353,7 +380,7 @@ class DecoderLayer(nn.Module):
             present, mask:     (M, L, K) and (M, L) bool.
         Returns: h_V (M, L, H).
         """
-        centre, _, _, _ = weight_blocks(self.W1)
+        centre, _, _, _ = self.W1.blocks()
         x = (edges + neighbours).add_(F.linear(h_V, centre, self.W1.bias)[..., None, :])
         hidden = F.gelu(self.W2(F.gelu(x)))
         h_V = self.norm1(h_V + self.drop(sum_messages(hidden, present, self.W3)))
@@ -361,38 +388,50 @@ class DecoderLayer(nn.Module):
 
     def edges(self, h_E):
         """Term of the edges in the first linear layer."""
-        _, edge, _, _ = weight_blocks(self.W1)
-        return linear(h_E, edge)
+        _, edge, _, _ = self.W1.blocks()
+        return self.W1.product(h_E, edge)
 
     def decoded(self, h_V, h_S):
         """Term of residues as decoded neighbours, in the first linear layer; h_S: their letters."""
-        _, _, letter, neighbour = weight_blocks(self.W1)
+        _, _, letter, neighbour = self.W1.blocks()
         return F.linear(h_S, letter) + F.linear(h_V, neighbour)
 
     def undecoded(self, h_encoder):
         """Term of residues as neighbours that are not yet decoded."""
-        _, _, _, neighbour = weight_blocks(self.W1)
+        _, _, _, neighbour = self.W1.blocks()
         return F.linear(h_encoder, neighbour)
 
 
 class FeedForward(nn.Module):
+    """Two linear layers on each residue."""
+
     def __init__(self, hidden_size):
         super().__init__()
-        self.W_in = Linear(hidden_size, 4 * hidden_size)
-        self.W_out = Linear(4 * hidden_size, hidden_size)
+        self.W_in = nn.Linear(hidden_size, 4 * hidden_size)
+        self.W_out = nn.Linear(4 * hidden_size, hidden_size)
 
     def forward(self, h):
         return self.W_out(F.gelu(self.W_in(h)))
 
 
-def message_layers(n_blocks, hidden_size):
-    sizes = (n_blocks * hidden_size, hidden_size, hidden_size)
-    return [Linear(size, hidden_size) for size in sizes]
+class BlockLinear(nn.Linear):
+    """A linear layer on concatenated inputs that multiplies each input by its block of the weight,
+    so that what belongs to residues is multiplied once per residue, not once per edge."""
+
+    def blocks(self):
+        """The weight, split into one (H, H) block per input of H numbers."""
+        return self.weight.split(self.out_features, dim=1)
+
+    def product(self, x, block):
+        """x (B, L, K, n) of edges, multiplied by a block (H, n) of the weight -> (B, L, K, H).
+        mpnn/fast_cpu.py has another one for some CPUs."""
+        return F.linear(x, block)
 
 
-def weight_blocks(layer):
-    """The weight of a layer on concatenated inputs, split into one (H, H) block per input."""
-    return layer.weight.split(layer.out_features, dim=1)
+def message_layers(n_inputs, hidden_size):
+    """The three linear layers of a message; the first is on n_inputs concatenated inputs."""
+    return (BlockLinear(n_inputs * hidden_size, hidden_size),
+            nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, hidden_size))
 
 
 def sum_messages(hidden, counted, layer):
@@ -427,11 +466,13 @@ def at_least_float32(x):
 def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
     """See ProteinMPNN.graph. Nothing larger than (B, L, L) and (B, L, K, 25) is made."""
     check_structure(X, mask, residue_idx, chain_id)
-    mask, is_residue = mask.bool(), chain_id != 0
+    mask = mask.bool()
+    is_residue = chain_id != 0
     # A missing atom is 0, and does not remove the other atoms of its residue (as published).
     X = torch.where(X.isfinite() & is_residue[..., None, None], X, 0)
     N, CA, C, O = X.unbind(2)
-    b, c = CA - N, C - CA
+    b = CA - N
+    c = C - CA
     CB = -0.58273431 * torch.linalg.cross(b, c) + 0.56802827 * b - 0.54067466 * c + CA
     squared = sum((CA[:, :, None, axis] - CA[:, None, :, axis]).square() for axis in range(3))
     both = mask[:, :, None] & mask[:, None, :]
@@ -453,8 +494,9 @@ def neighbour_graph(X, mask, residue_idx, chain_id, num_edges):
         for i, j in pairs], dim=-1)
     distance[..., 0] = torch.where(resolved, D.gather(-1, E_idx), farthest)
     flat = E_idx.flatten(1)
-    idx_j, chain_j, present = (x.gather(1, flat).view_as(E_idx)
-                               for x in (residue_idx, chain_id, is_residue))
+    idx_j = residue_idx.gather(1, flat).view_as(E_idx)
+    chain_j = chain_id.gather(1, flat).view_as(E_idx)
+    present = is_residue.gather(1, flat).view_as(E_idx)
     offset = (residue_idx[..., None] - idx_j + MAX_OFFSET).clamp(0, 2 * MAX_OFFSET)
     offset = torch.where(chain_id[..., None] == chain_j, offset, N_CLASSES - 1)
     return Graph(E_idx, distance, offset, mask, resolved, present)
@@ -474,8 +516,9 @@ def gaussians(distance):
 
 
 def check_structure(X, mask, residue_idx, chain_id):
+    """ValueError for what ProteinMPNN.graph does not take."""
     others = [tuple(x.shape) for x in (mask, residue_idx, chain_id)]
-    dtypes = residue_idx.dtype, chain_id.dtype
+    dtypes = (residue_idx.dtype, chain_id.dtype)
     if (X.shape[2:] != (4, 3) or any(shape != X.shape[:2] for shape in others)
             or set(dtypes) != {torch.int64}):
         raise ValueError(f"X is {tuple(X.shape)}; mask, residue_idx and chain_id are {others}, the "
@@ -493,7 +536,7 @@ def check_structure(X, mask, residue_idx, chain_id):
 
 # ---- decoding order ----
 
-def decoding_order(designed, keys):
+def decoding_order(designed: Tensor, keys: Tensor) -> Tensor:
     """Order with fixed residues first; fixed and designed residues each sorted by |key|.
 
     The published rule, argsort((designed + 0.0001) |randn|), rarely puts a designed residue before
@@ -523,7 +566,8 @@ def tied_groups(tied, chain_M, draw):
 
     chain_M: (M, L) bool, to be drawn. draw: (M, L) bool, chain_M and the residue is resolved.
     """
-    L, groups = draw.shape[1], [list(group) for group in tied]
+    L = draw.shape[1]
+    groups = [list(group) for group in tied]
     members = [i for group in groups for i in group]
     if len(set(members)) != len(members) or any(not 0 <= i < L for i in members):
         raise ValueError(f"tied = {groups}; expected lists of positions 0 to {L - 1}, none of them "
@@ -549,7 +593,8 @@ def decoding_steps(order, groups):
     """
     tied = {i for group in groups for i in group}
     groups = groups + [[i] for i in range(order.shape[1]) if i not in tied]
-    G, device = max(map(len, groups)), order.device
+    G = max(map(len, groups))
+    device = order.device
     steps = torch.tensor([group + group[:1] * (G - len(group)) for group in groups], device=device)
     is_member = torch.tensor([[g < len(group) for g in range(G)] for group in groups],
                              device=device)
@@ -562,22 +607,22 @@ def decoding_steps(order, groups):
 
 # ---- the letter of a step ----
 
-def gumbel_noise(uniform):
+def gumbel_noise(uniform: Tensor) -> Tensor:
     """float64 uniform in [0, 1) -> float32 Gumbel noise: argmax(log p + noise) is a draw from p."""
     return -(-uniform.clamp(min=TINY).log()).clamp(min=TINY).log().float()
 
 
 class Pssm(NamedTuple):
     """A position-specific scoring matrix for L positions, such as of an alignment."""
-    share: torch.Tensor         # (L, 1) from 0 to 1: weight of `letters` in the mixture
-    letters: torch.Tensor       # (L, 21) probabilities, mixed with the network's
-    factor: torch.Tensor        # (L, 21) multiplies the mixed probabilities
+    share: Tensor         # (L, 1) from 0 to 1: weight of `letters` in the mixture
+    letters: Tensor       # (L, 21) probabilities, mixed with the network's
+    factor: Tensor        # (L, 21) multiplies the mixed probabilities
 
     def at(self, positions):
         return Pssm(*(x[positions] for x in self))
 
 
-def letter_log_probs(scores, temperature, pssm):
+def letter_log_probs(scores: Tensor, temperature: float, pssm: Pssm | None) -> Tensor:
     """Log-probabilities that a letter is drawn from.
 
     p = softmax(scores / temperature). With a PSSM it becomes ((1 - share) p + share letters) x
@@ -613,9 +658,12 @@ def mean_in_groups(x, groups):
 
 def check_sequences(encoding, S, decoding_order, structure):
     """Return structure (M,), or its default if None. ValueError for shapes that do not match."""
-    (B, L), M = encoding.mask.shape, len(S)
-    if structure is None and B in (1, M):
-        structure = torch.arange(M, device=S.device) if B == M else S.new_zeros(M)
+    B, L = encoding.mask.shape
+    M = len(S)
+    if structure is None and B == M:
+        structure = torch.arange(M, device=S.device)
+    elif structure is None and B == 1:
+        structure = S.new_zeros(M)
     found = [None if x is None else tuple(x.shape) for x in (S, decoding_order, structure)]
     if found != [(M, L), (M, L), (M,)] or S.dtype != torch.int64:
         raise ValueError(f"S, decoding_order and structure have shapes {found}; expected ({M}, "
@@ -631,7 +679,9 @@ def check_sequences(encoding, S, decoding_order, structure):
 def allowed_letters(bias, pssm):
     """(..., L, 21) bool, True = this letter can be drawn, by the logits or by the PSSM."""
     allowed = bias > -torch.inf
-    return allowed if pssm is None else allowed & ((pssm.share < 1) | (pssm.letters > 0))
+    if pssm is None:
+        return allowed
+    return allowed & ((pssm.share < 1) | (pssm.letters > 0))
 
 
 def check_letters_left(bias, pssm, draw):
@@ -647,14 +697,14 @@ def check_letters_left(bias, pssm, draw):
 
 # ---- files ----
 
-def random_proteinmpnn(seed, **sizes):
+def random_proteinmpnn(seed: int, **sizes) -> ProteinMPNN:
     """An untrained ProteinMPNN(**sizes) from a seed. The state of torch's generator is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ProteinMPNN(**sizes)
 
 
-def load_proteinmpnn(path, dropout=0.0):
+def load_proteinmpnn(path: str, dropout: float = 0.0) -> ProteinMPNN:
     """Read a file {num_edges, noise_level, model_state_dict, ...}, published or ours.
 
     Returns: the model, on the CPU, in float32 and training mode.
@@ -671,36 +721,17 @@ def load_proteinmpnn(path, dropout=0.0):
     return from_checkpoint(checkpoint, dropout, name=path)
 
 
-def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
+def from_checkpoint(checkpoint: Any, dropout: float = 0.0,
+                    name: str = "the checkpoint") -> ProteinMPNN:
     """ProteinMPNN from {num_edges, noise_level, model_state_dict, ...}; sizes are its tensors'.
 
     Raises: ValueError with `name` for anything else.
     """
-    keys = ("num_edges", "noise_level", "model_state_dict")
-    found = [str(key) for key in checkpoint] if isinstance(checkpoint, dict) else [
-        f"a {type(checkpoint).__name__}"]
-    if not set(keys) <= set(found):
-        raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}, as "
-                         f"best_model.pt of a run does. {PUBLISHED}")
-    num_edges, noise_level, weights = (checkpoint[key] for key in keys)
-    if type(num_edges) is not int or num_edges < 1 or type(noise_level) not in (int, float) or (
-            not isinstance(weights, dict)
-            or not all(torch.is_tensor(x) and x.is_floating_point() for x in weights.values())):
-        raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r} and "
-                         f"model_state_dict, a {type(weights).__name__}; expected an int above 0, "
-                         "Angstrom, and a dict of floating-point tensors.")
-    weights = {key.removeprefix("module."): value for key, value in weights.items()}
-    other = None
-    if any(key.startswith("context_encoder_layers.") for key in weights):
-        other = "a LigandMPNN with ligand context"
-    elif any(key.startswith(("W_v.", "features.node_embedding.")) for key in weights):
-        other = "a CA-only ProteinMPNN"
-    if other:
-        raise ValueError(f"{name} is {other}, another architecture; expected ProteinMPNN for full "
-                         f"backbones, vanilla or soluble. {PUBLISHED}")
+    num_edges, noise_level, weights = checkpoint_fields(checkpoint, name)
+    refuse_other_architectures(weights, name)
     hidden_size = weights["W_e.bias"].numel() if "W_e.bias" in weights else 128
-    n_encoder, n_decoder = (len({key.split(".")[1] for key in weights if key.startswith(part)})
-                            for part in ("encoder_layers.", "decoder_layers."))
+    n_encoder = count_layers(weights, "encoder_layers.")
+    n_decoder = count_layers(weights, "decoder_layers.")
     if 0 in (hidden_size, n_encoder, n_decoder):
         raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size} numbers, "
                          f"and it has {n_encoder} encoder and {n_decoder} decoder layers; expected "
@@ -724,7 +755,45 @@ def from_checkpoint(checkpoint, dropout=0.0, name="the checkpoint"):
     return model
 
 
-def to_checkpoint(model, **extra):
+def checkpoint_fields(checkpoint, name):
+    """(num_edges, noise_level, weights by name) of a checkpoint. ValueError for anything else."""
+    keys = ("num_edges", "noise_level", "model_state_dict")
+    if isinstance(checkpoint, dict):
+        found = [str(key) for key in checkpoint]
+    else:
+        found = [f"a {type(checkpoint).__name__}"]
+    if not set(keys) <= set(found):
+        raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}, as "
+                         f"best_model.pt of a run does. {PUBLISHED}")
+    num_edges, noise_level, weights = (checkpoint[key] for key in keys)
+    is_right = type(num_edges) is int and num_edges >= 1 and type(noise_level) in (int, float)
+    is_right = is_right and isinstance(weights, dict)
+    if not is_right or not all(torch.is_tensor(x) and x.is_floating_point()
+                               for x in weights.values()):
+        raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r} and "
+                         f"model_state_dict, a {type(weights).__name__}; expected an int above 0, "
+                         "Angstrom, and a dict of floating-point tensors.")
+    weights = {key.removeprefix("module."): value for key, value in weights.items()}
+    return num_edges, noise_level, weights
+
+
+def refuse_other_architectures(weights, name):
+    """ValueError for weights of a related network."""
+    if any(key.startswith("context_encoder_layers.") for key in weights):
+        other = "a LigandMPNN with ligand context"
+    elif any(key.startswith(("W_v.", "features.node_embedding.")) for key in weights):
+        other = "a CA-only ProteinMPNN"
+    else:
+        return
+    raise ValueError(f"{name} is {other}, another architecture; expected ProteinMPNN for full "
+                     f"backbones, vanilla or soluble. {PUBLISHED}")
+
+
+def count_layers(weights, prefix):
+    return len({key.split(".")[1] for key in weights if key.startswith(prefix)})
+
+
+def to_checkpoint(model: ProteinMPNN, **extra) -> dict:
     """Checkpoint in the published format, on the CPU. Other tools ignore extra keys, as epoch."""
     weights = {key: value.cpu() for key, value in model.state_dict().items()}
     return {**extra, "num_edges": model.num_edges, "noise_level": model.noise_level,

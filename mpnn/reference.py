@@ -1,47 +1,58 @@
 """The reference model of DPO: base weights, cached encodings of complexes, reference scores.
 
-Also makes batches of pairs (sequences with decoding orders) and scores them. Policy and reference
-are scored by the same code.
+Policy and reference are scored by the same code, on batches of mpnn/batches.py.
 """
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ddp_setup import all_sum, beat, broadcast, load_checkpoint, print0, save_checkpoint
 from mpnn.batches import collate_complexes, eval_batches, make_batch, to_device
-from mpnn.model import PUBLISHED, load_proteinmpnn, random_proteinmpnn
+from mpnn.fast_cpu import speed_up
+from mpnn.model import (PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
+                        random_proteinmpnn)
 
 WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
+GRAPH_INPUT = ("X", "mask", "residue_idx", "chain_id")      # arguments of ProteinMPNN.graph
 CACHE_FORMAT = 2   # version of the files of scores; part of the hash that names them
 
 
 # ---------------------------------------------------------------- base weights
-def load_base(config):
+def load_base(config: Any) -> tuple[ProteinMPNN, str]:
     """(model with the base weights, on the CPU; text that describes them). Raises ValueError."""
-    m, seed = config.model, config.training.seed
-    if m.base_model_name == "random":
-        r = m.random
-        model = random_proteinmpnn(seed, num_edges=r.num_edges, hidden_size=r.hidden_size,
-                                   n_encoder=r.n_encoder, n_decoder=r.n_decoder, dropout=m.dropout)
-        return model, f"RANDOM weights from seed {seed}: for demonstrations and tests only"
-    path, folder = Path(m.base_model_dir), Path(m.base_model_dir).parent
-    if path.is_file():
-        raise ValueError(f"base weights: --base_model_dir {path} is a file; expected "
-                         f"--base_model_dir {folder} --base_model_name {path.stem}.")
-    path = path / f"{m.base_model_name.removesuffix('.pt')}.pt"
+    if config.model.base_model_name == "random":
+        seed = config.training.seed
+        model = random_proteinmpnn(seed, **vars(config.model.random), dropout=config.model.dropout)
+        text = f"RANDOM weights from seed {seed}: for demonstrations and tests only"
+    else:
+        path = path_of_base(config.model)
+        model = load_proteinmpnn(str(path), config.model.dropout)
+        text = f"{path}, trained with {model.noise_level:g} Angstrom of noise"
+    speed_up(model)
+    return model, text
+
+
+def path_of_base(section):
+    """Path of the base weights that a config's section model names. Raises ValueError."""
+    folder = Path(section.base_model_dir)
+    if folder.is_file():
+        raise ValueError(f"base weights: --base_model_dir {folder} is a file; expected "
+                         f"--base_model_dir {folder.parent} --base_model_name {folder.stem}.")
+    path = folder / f"{section.base_model_name.removesuffix('.pt')}.pt"
     if not path.is_file():
         raise ValueError(f"base weights: there is no file {path} (of --base_model_dir and "
                          f"--base_model_name). {PUBLISHED} Fetch that folder and name it: "
                          "--base_model_dir FOLDER --base_model_name v_48_020. --base_model_name "
                          "random trains from random weights, for demonstrations and tests only.")
-    model = load_proteinmpnn(str(path), m.dropout)
-    return model, f"{path}, trained with {model.noise_level:g} Angstrom of noise"
+    return path
 
 
 # ---------------------------------------------------------------- scores
-def pair_scores(log_probs, batch, temperature):
+def pair_scores(log_probs: torch.Tensor, batch: dict,
+                temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropy of pairs, averaged over their orders.
 
     log_probs: (M, L, 21), of the sequences of a batch of make_batch.
@@ -52,25 +63,34 @@ def pair_scores(log_probs, batch, temperature):
         log_probs = torch.log_softmax(log_probs / temperature, dim=-1)
     token = log_probs.gather(-1, batch["S"][..., None])[..., 0]                    # (M, L)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    scored, rows = batch["scored"][:, None], batch["sequence_rows"]       # (P, 1, L), (P, O, 2)
+    rows = batch["sequence_rows"]                                                  # (P, O, 2)
+    scored = batch["scored"][:, None]                                              # (P, 1, L)
     sums = (token[rows] * scored[:, None]).sum(-1).mean(1)
-    return sums, (entropy[rows[..., 0]] * scored).sum(-1).mean(1) / batch["n_scored"]
+    chosen_rows = rows[..., 0]                                                     # (P, O)
+    chosen_entropy = (entropy[chosen_rows] * scored).sum(-1).mean(1)
+    return sums, chosen_entropy / batch["n_scored"]
 
 
 # ---------------------------------------------------------------- the reference
-def stack(parts):
+def stack(parts: list) -> Graph | Encoding:
     """Join Graphs (or Encodings) of one structure each into one, padded with masked rows."""
     if len(parts) == 1:
         return parts[0]
-    size, out = [max(part.E_idx.shape[d] for part in parts) for d in (1, 2)], []
+    L = max(part.E_idx.shape[1] for part in parts)
+    K = max(part.E_idx.shape[2] for part in parts)
+    stacked = {}
     for name in parts[0]._fields:
         values = [getattr(part, name) for part in parts]
-        d = 1 if name in ("mask", "h_V") else 2                         # (L, ...) or (L, K, ...)
-        whole = values[0].new_zeros(len(parts), *size[:d], *values[0].shape[1 + d:])
-        for row, value in zip(whole, values):
-            row[tuple(map(slice, value.shape[1:1 + d]))] = value[0]
-        out.append(whole)
-    return type(parts[0])(*out)
+        if name in ("mask", "h_V"):                             # each (1, L, ...)
+            whole = values[0].new_zeros(len(parts), L, *values[0].shape[2:])
+            for row, value in zip(whole, values):
+                row[:value.shape[1]] = value[0]
+        else:                                                   # each (1, L, K, ...)
+            whole = values[0].new_zeros(len(parts), L, K, *values[0].shape[3:])
+            for row, value in zip(whole, values):
+                row[:value.shape[1], :value.shape[2]] = value[0]
+        stacked[name] = whole
+    return type(parts[0])(**stacked)
 
 
 class Reference:
@@ -80,10 +100,13 @@ class Reference:
     def __init__(self, model, pairs, config, ddp):
         # With requires_grad off, torch rounds differently: equal weights would score unequally.
         self.model = model.eval()
-        self.pairs, self.config, self.ddp = pairs, config, ddp
+        self.pairs = pairs
+        self.config = config
+        self.ddp = ddp
         self.needed = config.loss.name not in WITHOUT_REFERENCE
         self.room = config.memory.structure_cache_mb * 2**20   # bytes left in the cache
-        self.cache, self.table = {}, None
+        self.cache = {}         # (kind, key of a complex) -> what was made, least recent first
+        self.table = None       # scores of all training pairs, if they are the same in all epochs
 
     def cached(self, kind, complex, make):
         """The cached result of make() for this complex. Least recently used ones are dropped."""
@@ -91,17 +114,23 @@ class Reference:
         if found is None:
             found = make()
             self.room -= sum(x.nbytes for x in found)
-        self.cache[kind, complex.key] = found   # the dict is ordered from least to most recent
+        self.cache[kind, complex.key] = found
         while self.room < 0 and len(self.cache) > 1:
-            self.room += sum(x.nbytes for x in self.cache.pop(next(iter(self.cache))))
+            least_recent = next(iter(self.cache))
+            self.room += sum(x.nbytes for x in self.cache.pop(least_recent))
         return found
 
     def graph(self, complex):
+        """The network's input for a complex, on the device."""
         def make():
-            c = collate_complexes([complex])
-            graph = self.model.graph(c["X"], c["mask"], c["residue_idx"], c["chain_id"])
+            graph = self.model.graph(**collate_complexes([complex], GRAPH_INPUT))
             return type(graph)(*(x.to(self.ddp.device, non_blocking=True) for x in graph))
+
         return self.cached("graph", complex, make)
+
+    def encoding(self, complex):
+        """The encoding of a complex by the base weights."""
+        return self.cached("encoding", complex, lambda: self.model.encode(self.graph(complex)))
 
     def to_device(self, batch, pairs=None):
         """The batch of make_batch on the device, with its complexes and their graph.
@@ -125,8 +154,7 @@ class Reference:
     @torch.no_grad()
     def log_probs(self, batch):
         """(M, L, 21) under the base weights, in float32 also if the policy uses bfloat16."""
-        encoding = stack([self.cached("encoding", c, lambda: self.model.encode(self.graph(c)))
-                          for c in batch["complexes"]])
+        encoding = stack([self.encoding(complex) for complex in batch["complexes"]])
         return self.model.decode(encoding, batch["S"], batch["order"], batch["complex_row"])
 
     def scores(self, batch, table=None):
@@ -144,24 +172,29 @@ class Reference:
         `folder`, or else computed and written there. A hash of all inputs is the file's name.
 
         Returns: (scores (n, 2) float32, text that says where they come from)."""
-        path, scores, trouble = Path(folder) / self._file_name(pairs, weights_hash), None, ""
+        path = Path(folder) / self._file_name(pairs, weights_hash)
+        scores = None
+        trouble = ""
         if self.ddp.is_main and path.exists():
             try:
                 scores = read_scores(path, len(pairs))
             except (ValueError, KeyError, TypeError) as e:
                 trouble = f"; {path} could not be used ({str(e).splitlines()[0]})"
         if broadcast(scores is not None, self.ddp):
-            scores = torch.zeros(len(pairs), 2) if scores is None else scores
+            if scores is None:
+                scores = torch.zeros(len(pairs), 2)
             return broadcast(scores, self.ddp).to(self.ddp.device), f"read from {path}"
         scores = self.compute_scores(pairs)
         save_checkpoint(str(path), self.ddp, resumes=False, scores=scores)
         return scores.to(self.ddp.device), f"computed, kept in {path}{trouble}"
 
     def _file_name(self, pairs, weights_hash):
-        t, loss = self.config.training, self.config.loss
-        order = "arange" if loss.order == "arange" else (
-            "fixed", t.seed, loss.n_orders, loss.share_order)
-        content = (CACHE_FORMAT, weights_hash, order, loss.temperature, t.batch_size,
+        loss = self.config.loss
+        training = self.config.training
+        order = ("fixed", training.seed, loss.n_orders, loss.share_order)
+        if loss.order == "arange":
+            order = "arange"
+        content = (CACHE_FORMAT, weights_hash, order, loss.temperature, training.batch_size,
                    self.model.num_edges, self.ddp.device.type,
                    torch.__version__,   # other versions round differently: no log 2 at step 0
                    [pair.key for pair in pairs])
@@ -171,22 +204,23 @@ class Reference:
     def compute_scores(self, pairs):
         """(n, 2) float32, equal for any number of ranks: batches do not depend on the ranks that
         compute them."""
-        ddp, scores = self.ddp, torch.zeros(len(pairs), 2, dtype=torch.float64)
+        scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
         batches = eval_batches(pairs, self.config.training.batch_size)
-        for indices in batches[ddp.rank::ddp.world_size]:
+        for indices in batches[self.ddp.rank::self.ddp.world_size]:
             # Runs encoder and decoder as validation does, for scores equal to the last bit.
             batch, log_probs = self.run_model(self.model, pairs, indices)
             found, _ = pair_scores(log_probs, batch, self.config.loss.temperature)
             scores[indices] = found.double().cpu()
-            beat(ddp)
-        return all_sum(scores, ddp).float()
+            beat(self.ddp)
+        return all_sum(scores, self.ddp).float()
 
 
 def read_scores(path, n):
     """(n, 2) finite float32 scores from a file. Raises ValueError, KeyError or TypeError."""
     scores = load_checkpoint(str(path))["scores"]
-    if not torch.is_tensor(scores) or scores.dtype != torch.float32 or (
-            scores.shape != (n, 2) or not scores.isfinite().all()):
+    is_right = torch.is_tensor(scores) and scores.dtype == torch.float32
+    is_right = is_right and scores.shape == (n, 2) and bool(scores.isfinite().all())
+    if not is_right:
         raise ValueError(f"scores are not {(n, 2)} finite {torch.float32}")
     return scores
 
@@ -196,18 +230,19 @@ def check_cache(config, ddp):
     given = config.data.reference_cache
     folder = Path(given or ".").absolute()
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    if given and ddp.is_main and not usable:
-        raise ValueError(f"data.reference_cache {given} cannot be used: {nearest} "
-                         f"{'is not writable' if nearest.is_dir() else 'is a file'}. Expected a "
-                         "folder that can be written, or made.")
+    is_usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    if given and ddp.is_main and not is_usable:
+        reason = "is not writable" if nearest.is_dir() else "is a file"
+        raise ValueError(f"data.reference_cache {given} cannot be used: {nearest} {reason}. "
+                         "Expected a folder that can be written, or made.")
 
 
 def make_tables(run, ddp):
     """Precompute (or read from the cache) the reference scores that are the same in all epochs."""
-    config, reference, validation = run.config, run.reference, run.validation
-    folder = config.data.reference_cache or run.work_dir / "reference"
-    if config.loss.order != "random" and reference.needed:
+    reference = run.reference
+    validation = run.validation
+    folder = run.config.data.reference_cache or run.work_dir / "reference"
+    if run.config.loss.order != "random" and reference.needed:
         reference.table, source = reference.precompute(run.pairs, run.base, folder)
         print0(ddp, f"reference, training pairs: {source}")
     if validation is not None and reference.needed:

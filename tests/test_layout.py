@@ -42,8 +42,6 @@ PENDING = {
     "ddp_setup",
     "mpnn/designs",
     "mpnn/evaluation",
-    "mpnn/model",
-    "mpnn/reference",
     "mpnn/settings",
     "pairs_from_scores",
     "training/plot",

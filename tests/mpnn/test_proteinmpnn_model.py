@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpnn.model import (ALPHABET, ProteinMPNN, decoding_order, from_checkpoint, load_proteinmpnn,
-                        random_proteinmpnn, to_checkpoint)
+from mpnn.fast_cpu import speed_up
+from mpnn.model import (ALPHABET, BlockLinear, ProteinMPNN, decoding_order, from_checkpoint,
+                        load_proteinmpnn, random_proteinmpnn, to_checkpoint)
+from training import fast_linear
 
 X_LETTER = 20
 
@@ -23,12 +25,21 @@ def of_letters(log_probs, S):
 
 # ---- the official code's numbers ----
 
-@pytest.fixture(scope="module")
-def fixture(shared):
+@pytest.fixture(scope="module", params=["as written", "by oneDNN"])
+def fixture(shared, request):
     file = torch.load(shared / "fixtures" / "proteinmpnn.pt", weights_only=True)
     file["models"] = {key.removeprefix("checkpoint_"): from_checkpoint(value).eval()
                       for key, value in file.items() if key.startswith("checkpoint_")}
-    return file
+    if request.param == "as written":
+        yield file
+        return
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    for model in file["models"].values():
+        speed_up(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_linear, "onednn_is_faster", lambda *_: True)
+        yield file
 
 
 def each_case(fixture, key):
@@ -334,3 +345,18 @@ def test_random_weights_come_from_their_seed_and_leave_torchs_generator_alone():
     assert not torch.equal(first.W_out.weight, other.W_out.weight)
     bound = math.sqrt(6 / (21 + 8))                 # Xavier: every matrix, the embedding table too
     assert 0.8 * bound < first.W_s.weight.abs().max() <= bound
+
+
+def test_a_model_that_was_sped_up_keeps_the_names_and_tensors_of_its_file():
+    model = random_proteinmpnn(0, hidden_size=8)
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    speed_up(model)
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+
+
+def test_every_large_layer_of_a_model_that_was_sped_up_may_take_onednn():
+    model = random_proteinmpnn(0, hidden_size=8)
+    speed_up(model)
+    plain = [name for name, module in model.named_modules()
+             if type(module) in (torch.nn.Linear, BlockLinear)]
+    assert plain == []
