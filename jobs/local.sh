@@ -21,56 +21,8 @@ MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
 MATPLOTLIB=${MATPLOTLIB-matplotlib}   # draws curves.png at the end of a run; empty: no picture
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo   # the ^ form never in GLOO_SOCKET_IFNAME
 
-# >>> environment: the same lines in jobs/local.sh and jobs/test.sh >>>
-fail() { printf '%s: %s\n' "$0" "$*" >&2; exit 2; }
-
-install() {   # install PYTHON [pip arguments]
-  "$1" -m pip install --quiet --no-input --disable-pip-version-check "${@:2}" ||
-    fail "pip could not install ${*:2}
-  Its own message stands above. Without network: set HTTPS_PROXY, or point pip at a mirror
-  (PIP_INDEX_URL) or at a folder of wheels (PIP_FIND_LINKS). Then give the same command again."
-}
-
-make_env() {
-  # The stamp is written last. If its first line differs, .venv is made anew (MPI wheels overwrite
-  # each other, and an environment cannot be moved); if its second differs, pip runs again.
-  local python=${PYTHON:-python3} version kind list    # without PYTHON: the one of .venv
-  if [ -z "${PYTHON:-}" ] && [ -e .venv/stamp ] && .venv/bin/python -c '' 2> /dev/null; then
-    python=$(.venv/bin/python -c 'import os, sys; print(os.path.realpath(sys.executable))')
-  fi
-  version=$("$python" -c 'import sys; v = sys.version_info; print("%d.%d" % v[:2])
-sys.exit(v < (3, 10))') ||
-    fail "cannot run '$python'${version:+, Python $version}. Install Python 3.10 or newer, or
-  name one: PYTHON=python3.11 bash $0"
-  kind="Python $version, ${MPI_WHEEL:-no MPI wheel}, in $PWD"
-  list=$(cksum < requirements.txt)
-  if ! .venv/bin/python -c '' 2> /dev/null || ! grep -qsxF "$kind" .venv/stamp; then
-    echo "making .venv ($kind)"
-    "$python" -m venv --clear .venv ||
-      fail "'$python -m venv' failed, see above. On Debian and Ubuntu: apt-get install
-  python$version-venv. Or name another interpreter: PYTHON=python3.11 bash $0"
-  elif [ "$(cat .venv/stamp)" = "$kind"$'\n'"$list" ]; then
-    return
-  fi
-  rm -f .venv/stamp
-  echo "installing requirements.txt and ${MPI_WHEEL:-no MPI} into .venv (at first minutes)"
-  install .venv/bin/python -r requirements.txt ${MPI_WHEEL:+"$MPI_WHEEL"}
-  printf '%s\n' "$kind" "$list" > .venv/stamp
-}
-
-locked() {   # run a function while no other call works on .venv
-  [ ! -L .venv ] || fail "$PWD/.venv is a link, to an environment not made here. Remove the link."
-  [ ! -e .venv ] || [ -e .venv/stamp ] || [ -e .venv.lock ] ||
-    fail "$PWD/.venv was not made by this script. Move it away, or use it without this script."
-  ( # a subshell, so that the training started later does not hold the lock
-    if command -v flock > /dev/null && ! flock -n 9; then
-      echo "another call is working on .venv; waiting for it"
-      flock 9 || echo "no file locks on this file system: give such calls one after the other"
-    fi
-    "$@"
-  ) 9> .venv.lock
-}
-# <<< environment <<<
+# shellcheck source=jobs/lib/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"    # makes .venv
 
 make_run_env() {
   make_env

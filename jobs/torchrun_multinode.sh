@@ -8,6 +8,7 @@
 #   stop       Ctrl-C or kill of this on one host, or touch RUN_DIR/STOP on node 0: all save and end
 #   continue   remove STOP, give the same commands again
 # The exit code is that of the training, see README.md; 3: the pre-flight failed.
+# The folder jobs/lib/ belongs to this script: copy both.
 set -euo pipefail
 
 # What you may want to edit; each can also be given in front of the command.
@@ -28,17 +29,16 @@ export WANDB_MODE=${WANDB_MODE:-offline}
 # export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker0,lo   # the ^ form never in GLOO_SOCKET_IFNAME
 # unset CCL_PROCESS_LAUNCHER CCL_ATL_TRANSPORT            # Intel GPUs: these need an MPI launcher
 
-fail() { printf 'job script: %s\n' "$*" >&2; exit 2; }
+# shellcheck source=jobs/lib/batch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/batch.sh"   # checks
+note_settings SCRIPT CONFIG ARGS RUN_DIR VENV PYTHON NPROC PREFLIGHT MINUTES MASTER_PORT
 [[ $NNODES && $NODE_RANK && $MASTER_ADDR ]] ||
   fail "NNODES, NODE_RANK or MASTER_ADDR is not set. Expected such as: NNODES=2 NODE_RANK=0
   MASTER_ADDR=192.168.1.100 bash $0"
-[[ -f $SCRIPT && -f $CONFIG ]] || fail "SCRIPT=$SCRIPT or CONFIG=$CONFIG is not a file in $PWD.
-  Start this in the folder that holds them."
+check_files
 own='config|work_dir|output_dir|nnodes|node_rank|nproc_per_node|master_addr|master_port'
-[[ ! " $ARGS $* " =~ [[:space:]](--($own|fresh|resume))[=[:space:]] ]] ||
-  fail "ARGS holds ${BASH_REMATCH[1]}. Give CONFIG=..., RUN_DIR=..., NNODES=... and so on; what no
-  continuation may repeat, --fresh and --resume, once by hand."
-if [ -d "$VENV/bin" ]; then PATH=$(cd "$VENV/bin" && pwd):$PATH; fi
+refuse_options "$own|fresh|resume" "$ARGS" "$@"
+use_venv
 [[ ${DRY_RUN:-} ]] || command -v "$PYTHON" > /dev/null ||
   fail "there is no PYTHON=$PYTHON. Set VENV or PYTHON."
 if [ -z "$NPROC" ]; then
@@ -46,18 +46,24 @@ if [ -z "$NPROC" ]; then
 print(torch.cuda.device_count() or torch.xpu.device_count() or 1)') ||
     fail "PYTHON=$PYTHON cannot import torch. Set VENV, PYTHON or NPROC."
 fi
-[[ $NNODES,$NPROC,$MASTER_PORT,${MINUTES:-1} =~ ^[1-9][0-9]*(,[1-9][0-9]*){3}$ ]] ||
-  fail "NNODES=$NNODES, NPROC=$NPROC, MASTER_PORT=$MASTER_PORT or MINUTES=$MINUTES is not a number,
-  1 or more."
+check_number NNODES 1
+check_number NODE_RANK 0
+check_number NPROC 1
+check_number MASTER_PORT 1
+[ "$NODE_RANK" -lt "$NNODES" ] ||
+  fail "NODE_RANK=$NODE_RANK of NNODES=$NNODES hosts; expected 0 to $((NNODES - 1))."
+[ "$MASTER_PORT" -lt 65535 ] || fail "MASTER_PORT=$MASTER_PORT; expected at most 65534."
 export DDP_WORLD_SIZE=$((NNODES * NPROC))
-if [ -n "$MINUTES" ]; then export DDP_DEADLINE=$(($(date +%s) - SECONDS + MINUTES * 60)); fi
+if [ -n "$MINUTES" ]; then
+  check_number MINUTES 1
+  export DDP_DEADLINE=$(($(date +%s) - SECONDS + MINUTES * 60))
+fi
 cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 
 ranks=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --nproc_per_node "$NPROC"
   --master_addr "$MASTER_ADDR")
-read -r -d '' -a arguments <<< "$ARGS" || :    # also if it has several lines
-arguments+=("$@")
+split_arguments "$@"
 training=("$PYTHON" "$SCRIPT" "${ranks[@]}" --master_port "$MASTER_PORT" --config "$CONFIG"
   --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"})
 if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "${training[@]}"; echo; exit; fi
@@ -66,6 +72,7 @@ log=logs/$(basename "${CONFIG%.*}")-$NODE_RANK-$(date +%Y%m%d-%H%M%S).log
 # Ctrl-C must not kill tee, which still has to write the last lines to the log.
 exec > >(trap '' INT TERM HUP PIPE; exec tee -a "$log") 2>&1
 echo "output: $PWD/$log"
+echo "settings from outside:${given:- none}; all others as in $0"
 if [ -n "$PREFLIGHT" ]; then         # a signal during it ends this script
   stopped=''
   trap 'stopped=130' INT

@@ -114,13 +114,23 @@ def test_local_sh_takes_data_from_where_it_is_called_and_all_else_from_its_own_f
         "--data", here, f"data.file={here}", *words[-4:]], printed
 
 
-@pytest.mark.parametrize("path", [*sorted((ROOT / "jobs").iterdir()), ROOT / ".ci" / "run"],
-                         ids=lambda path: path.name)
-def test_a_script_stops_at_errors_and_shellcheck_has_nothing_to_say(path):
+JOB_SCRIPTS = sorted(path for path in (ROOT / "jobs").iterdir() if path.is_file())
+SHARED_PARTS = sorted((ROOT / "jobs" / "lib").iterdir())
+
+
+@pytest.mark.parametrize("path", [*JOB_SCRIPTS, ROOT / ".ci" / "run"], ids=lambda path: path.name)
+def test_a_script_stops_at_errors(path):
     text = path.read_text()
     assert text.startswith("#!/bin/bash") and re.search(r"^set -[a-z]*e", text, re.MULTILINE)
-    check = ["shellcheck", "--shell=bash"] if shutil.which("shellcheck") else ["bash", "-n"]
-    checked = subprocess.run([*check, path], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("path", [*JOB_SCRIPTS, *SHARED_PARTS, ROOT / ".ci" / "run"],
+                         ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say_about_a_script(path):
+    check = ["shellcheck", "--shell=bash", "--external-sources", "--check-sourced"]
+    if not shutil.which("shellcheck"):
+        check = ["bash", "-n"]
+    checked = subprocess.run([*check, path], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
