@@ -1,4 +1,4 @@
-"""Training speeds on one GPU ("card"), in one table: python -m bench card.
+"""Training speeds on one GPU ("card"), in one table.
 
     python -m bench card --json card.json                 # SEDD of 6, 39, 92 million, and DPO
     python -m bench card --device cpu --models 6m,dpo --steps 2 training.batch_size=4
@@ -37,8 +37,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.scale import CONFIGS, SCRIPTS, training_of
-from bench.sedd import PlainSteps, now, write_prepared
+from bench.common import CONFIGS, SCRIPTS, now, training_of, write_prepared
+from bench.sedd import PlainSteps
 from ddp_setup import BAD_INPUT, choose_dtype
 from training.config import Parser, load_config
 from training.finish import prepare_and_train

@@ -1,4 +1,4 @@
-"""Compares training recipes on the same data; prints a table of validation perplexities.
+"""Validation perplexities of several training recipes on the same data, in a table.
 
     python -m bench learn --data proteins.fasta.gz
     mpirun -n 2 python -m bench learn --data my.fasta --steps 5000 --seeds 0,1,2 --folder runs/learn
@@ -18,13 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.common import CONFIGS, read_options, run_on_ranks
 from ddp_setup import AGAIN, broadcast, print0
 from training.config import load_config
 from training.log import read_rows
-from training.command_line import add_launch_arguments, started_ranks
 from train_sedd_ddp import Config, main as train
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "sedd_cpu.yaml"
 DECAY = ["optim.decay=linear", "optim.decay_steps=0.5"]
 # cosine: draws low noise levels more often, like importance sampling of times
 SUBS_COSINE = ["model.parameterization=subs", "noise.type=cosine"]
@@ -91,7 +90,8 @@ def describe(recipe, curves, baseline):
 def bench_learn(args, ddp):
     """Train all recipes with all seeds, and print each row of the table when it is known. Returns
     whether all runs finished."""
-    folder, found = Path(args.folder), {recipe: {} for recipe in args.recipes}
+    folder = Path(args.folder)
+    found = {recipe: {} for recipe in args.recipes}
     print0(ddp, f"{args.steps:,} steps of {args.config}, validation perplexity over that of the "
                 "letter frequencies\n"
                 f"{'recipe':<26}{'mean':>8}   {'seeds ' + ' '.join(map(str, args.seeds)):<22}steps "
@@ -115,21 +115,18 @@ def main(argv):
     parser = argparse.ArgumentParser(prog="python -m bench learn", allow_abbrev=False,
                                      description=__doc__.split("\n")[0])
     parser.add_argument("--data", help="proteins; default: demo proteins")
-    parser.add_argument("--config", default=CONFIG)
+    parser.add_argument("--config", default=CONFIGS / "sedd_cpu.yaml")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", default=[0, 1], type=numbers, help="default: 0,1")
     parser.add_argument("--recipes", default=list(RECIPES), type=lambda text: text.split(","),
                         help=f"default: {','.join(RECIPES)}")
     parser.add_argument("--folder", default="runs/learn", help="folder that keeps the runs")
     parser.add_argument("overrides", nargs="*", help="keys for all recipes, such as optim.warmup=9")
-    add_launch_arguments(parser)
-    args = parser.parse_intermixed_args(argv)
-    if unknown := [recipe for recipe in args.recipes if recipe not in RECIPES]:
+    args = read_options(parser, argv)
+    unknown = [recipe for recipe in args.recipes if recipe not in RECIPES]
+    if unknown:
         parser.error(f"--recipes: {', '.join(unknown)}; expected some of {', '.join(RECIPES)}")
-    if args.steps < 1:
-        parser.error(f"--steps is {args.steps}; expected at least 1")
-    with started_ranks(args, ["learn", *argv]) as ddp:
-        finished = bench_learn(args, ddp)
+    finished = run_on_ranks("learn", bench_learn, args, argv)
     if not finished:
         sys.exit(AGAIN)
 

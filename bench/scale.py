@@ -1,4 +1,4 @@
-"""How a run scales with the number of ranks, measured and predicted: python -m bench scale.
+"""How a run scales with the number of ranks, measured and predicted.
 
     python -m bench scale --ranks 1,2,4                     # SEDD; starts ranks on this host
     python -m bench scale dpo --ranks 1,2 --variants        # buckets, static graph, compression
@@ -36,21 +36,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-import train_dpo_ddp as dpo
-import train_sedd_ddp as sedd
-from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, broadcast,
-                       detect_launcher, wrap_ddp)
-from mpnn.reference import make_tables
+from bench.common import CONFIGS, SCRIPTS, shared_folder, training_of
+from bench.scale_report import ALIKE, report
+from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, detect_launcher,
+                       wrap_ddp)
 from training.config import Parser, load_config
 from training.finish import prepare_and_train
 from training.files import write_text_atomic
 from training.command_line import joined_ranks, numbers_of, run_ranks
-from bench.scale_report import ALIKE, report
 from training.meter import PARTS, StepMeter, peak_memory, seconds_by_part
 from training.loop import open_batches, global_gradient, take_step
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-SCRIPTS = {"sedd": (sedd, "sedd_cpu.yaml"), "dpo": (dpo, "dpo_demo.yaml")}
 ALL_REDUCES = 9              # timed repeats of each size
 NOISE_MICRO_BATCHES = 8      # micro-batches in the larger batch of measure_noise
 COLLECTIVE_SECONDS = 900.0   # time limit of a collective: all ranks end if one does not come
@@ -92,16 +88,6 @@ def measure(args, config, ddp):
     with shared_folder(".", ddp) as folder, contextlib.redirect_stdout(io.StringIO()):
         return prepare_and_train(ddp, lambda: script.prepare(config, ddp, folder / "run"),
                                  lambda run, ddp: measure_run(run, settings, args, ddp))
-
-
-@contextlib.contextmanager
-def shared_folder(parent, ddp):
-    """Path, on every rank, of a temporary folder in `parent`, which all hosts must share."""
-    with contextlib.ExitStack() as stack:
-        name = ddp.is_main and stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="bench-", dir=parent))
-        yield Path(broadcast(name, ddp))
-        barrier(ddp)     # wait until all ranks have left
 
 
 def measure_run(run, settings, args, ddp):
@@ -148,19 +134,6 @@ def count_messages(size, cap):
     torch's default, the first of 1 MiB and others of 25). size: bytes of the gradients."""
     size /= 2**20
     return 1 + (1 + math.ceil((size - 1) / 25) if cap is None else math.ceil(size / cap))
-
-
-def training_of(run, what, ddp):
-    """(data set of micro-batches, loss function), as the script's `train` makes them."""
-    config, seed = run.config, run.config.training.seed
-    if what == "sedd":
-        dataset = sedd.MicroBatchDataset(run.graph, run.noise, config.data.max_length,
-                                         run.micro_batches, seed)
-        return dataset, lambda model, batch: sedd.micro_batch_loss(
-            model, batch, run.graph, config, ddp, run.dtype)
-    make_tables(run, ddp)
-    return dpo.MicroBatchDataset(run.pairs, config.loss, seed), lambda model, batch: (
-        dpo.micro_batch_loss(model, batch, run.reference, config, ddp, run.dtype))
 
 
 def time_block(run, setting, first, n, dataset, loss_of, ddp):

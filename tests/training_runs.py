@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from bench.scale import SCRIPTS, training_of
+import train_dpo_ddp
+import train_sedd_ddp
 from ddp_setup import load_checkpoint, wrap_ddp
 from launchers import ROOT, fork_ranks
+from mpnn.reference import make_tables
 from training.config import load_config
 from training.finish import prepare_and_train
 from training.loop import global_gradient, open_batches, take_step
+
+SCRIPTS = {"sedd": train_sedd_ddp, "dpo": train_dpo_ddp}
 
 # Beginnings of the names of metrics that differ between equal runs, by time or number of ranks.
 CLOCK = ("residues_per_second", "pairs_per_second", "data_wait", "time/", "memory/", "device/",
@@ -68,10 +72,15 @@ def same_run(a, b):
 
 def equal(a, b):
     """Are two nested states alike, to the last bit?"""
-    (leaves, form), (others, other_form) = tree_flatten(a), tree_flatten(b)
-    return form == other_form and all(
-        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-        for x, y in zip(leaves, others))
+    leaves, form = tree_flatten(a)
+    others, other_form = tree_flatten(b)
+    if form != other_form:
+        return False
+    for x, y in zip(leaves, others):
+        same = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        if not same:
+            return False
+    return True
 
 
 def command_lines(script, cases, cwd):
@@ -112,7 +121,9 @@ script.cli()
 def gradients(model, schedule, dataset, loss_of, ddp, whole=None, static=False):
     """[{parameter: its gradient, "loss": loss}] of two steps of a MicroBatchSampler. whole:
     function of a step that gives its loss by the definition; that has one backward then."""
-    wrapped, items, found = wrap_ddp(model, ddp, static_graph=static), iter(schedule), []
+    wrapped = wrap_ddp(model, ddp, static_graph=static)
+    items = iter(schedule)
+    found = []
     for step in range(2):
         if whole:
             loss = whole(step)
@@ -147,7 +158,7 @@ with setup_ddp("cpu", quiet=True) as ddp:
 
 def train(what, settings, folder, ddp, loop=None):
     """Prepare and train as a training script does. loop: function (run, ddp) instead of its own."""
-    script = SCRIPTS[what][0]
+    script = SCRIPTS[what]
     config = load_config(script.Config, None, settings)
     prepare_and_train(ddp, lambda: script.prepare(config, ddp, Path(folder)), loop or script.train)
 
@@ -155,7 +166,15 @@ def train(what, settings, folder, ddp, loop=None):
 def take_steps(what, settings, folder, watched, ddp):
     """Take steps as a training script does, the last two in the context manager `watched()`."""
     def steps(run, ddp):
-        dataset, micro_batch_loss = training_of(run, what, ddp)
+        dataset = dataset_of(run, what, ddp)
+
+        def micro_batch_loss(model, batch):
+            if what == "sedd":
+                return train_sedd_ddp.micro_batch_loss(model, batch, run.graph, run.config, ddp,
+                                                       run.dtype)
+            return train_dpo_ddp.micro_batch_loss(model, batch, run.reference, run.config, ddp,
+                                                  run.dtype)
+
         batches = open_batches(run, dataset, micro_batch_loss, ddp)
         for _ in range(2):   # the optimizer makes its state
             take_step(run, batches, micro_batch_loss, ddp)
@@ -165,3 +184,13 @@ def take_steps(what, settings, folder, watched, ddp):
                 take_step(run, mine, micro_batch_loss, ddp)
 
     train(what, settings, folder, ddp, steps)
+
+
+def dataset_of(run, what, ddp):
+    """The data set of micro-batches, as the script's `train` makes it."""
+    seed = run.config.training.seed
+    if what == "sedd":
+        return train_sedd_ddp.MicroBatchDataset(run.graph, run.noise, run.config.data.max_length,
+                                                run.micro_batches, seed)
+    make_tables(run, ddp)
+    return train_dpo_ddp.MicroBatchDataset(run.pairs, run.config.loss, seed)

@@ -1,4 +1,4 @@
-"""bench/__main__.py, above all scale and card: what they write, its formulas, its messages."""
+"""bench/scale.py and bench/scale_report.py: what they write, and the formulas."""
 
 import importlib.util
 import json
@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench import card as bench_card
 from bench import scale as bench_scale
 from bench.scale import count_messages, measure_noise
-from ddp_setup import Ddp
-from launchers import fork_ranks
 from bench.scale_report import Link, expected_maximum, fit_link, merge, noise_scale, predict_step
-from training_runs import ROOT, command_lines
+from ddp_setup import Ddp
+from launchers import ROOT, fork_ranks
 
 TINY = ["model.hidden_size=16", "model.n_blocks=1", "model.n_heads=1", "model.cond_dim=8",
         "training.tokens_per_batch=256", "data.max_length=64", "data.demo_proteins=300"]
@@ -99,66 +97,3 @@ def test_messages_are_the_counts_and_ddps_buckets():
     MiB = 2**20
     assert [count_messages(size * MiB, None) for size in (0.5, 10, 26, 27)] == [2, 3, 3, 4]
     assert [count_messages(size * MiB, 4) for size in (0.5, 4, 10)] == [2, 2, 4]
-
-
-def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_path):
-    (tmp_path / "bad.json").write_text("[1]")
-    refused = {
-        ("scale", "--ranks=1,x"): "--ranks 1,x; expected numbers of ranks, such as 1,2,4,8",
-        ("scale", "--ranks=1,2,3"): "2 does not divide 3; expected numbers that do",
-        ("scale", "--json=bad.json"): "bad.json is no file that python -m bench scale wrote",
-        ("scale", "--plot=no/x.png"): "--plot no/x.png: found no such folder",
-        ("scale", "dpo"): "found what to measure without --ranks",
-        ("scale", f"--config={ROOT / 'configs' / 'sedd_demo.yaml'}"):
-            "found what to measure without --ranks",
-        ("card", "--json=bad.json"): "bad.json is no file that python -m bench card wrote",
-        ("sedd", "--backend=nccl"): "--backend nccl does not serve device cpu",
-        ("save", "--nproc=1"): "unrecognized arguments: --nproc=1",   # it started itself for ever
-        ("sedd", "optim.lr=1"): "save alone takes configs",
-        ("sedd", "--data=no.fasta"): "no.fasta does not exist",
-        ("data", "--data=folder"): "found --data with data; expected it with sedd alone",
-        ("card", "--data=no"): "--data no is not a folder"}
-    found = command_lines("bench", [list(words) for words in refused], tmp_path)
-    for (code, out, err), message in zip(found, refused.values()):
-        assert code == 2 and message in err.splitlines()[-1], err
-        assert "Traceback" not in err and "float32" not in out
-
-
-def test_a_bench_removes_its_folder_with_few_proteins_too_and_steps_are_compared_on_one_rank(
-        tmp_path):
-    short = ["--device=cpu", "--repeats=1", "--steps=1"]
-    save = fork_ranks(2, ["-m", "bench", "save", ROOT / "configs" / "sedd_demo.yaml",
-                          *short], tmp_path)
-    data = fork_ranks(1, ["-m", "bench", "data", "--proteins=10", *short], tmp_path)
-    assert save.returncode == data.returncode == 0, save.text + data.text
-    assert "\nsedd_demo " in save.stdout and "2 rank(s)" in save.stdout
-    assert "too few proteins" in data.stdout and "of that from memory" in data.stdout
-    for what in ("dpo", "sedd"):
-        done = fork_ranks(2, ["-m", "bench", what, *short], tmp_path)
-        assert done.returncode == 2 and "found 2 ranks; expected one process" in done.text
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_card_is_measured_model_by_model_against_the_plain_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    short = ["--device=cpu", "--steps=1", "--repeats=2", "--warmup=1", "--matmul=64",
-             "--json=card.json"]
-    bench_card.main([*short, "--models=6m", "--proteins=300", "training.batch_size=2",
-                     "training.accum=2", "training.num_workers=0", "data.max_length=64",
-                     "model.hidden_size=16", "model.n_blocks=2", "model.n_heads=2"])
-    found = json.loads((tmp_path / "card.json").read_text())
-    rows = {row["step"]: row for row in found["rows"]}
-    assert rows.keys() == {"plain", "ours"} and len([*tmp_path.iterdir()]) == 1
-    for row in rows.values():
-        assert row["of_matmul"] == pytest.approx(
-            row["flops_per_second"] / found["matmul_flops_per_second"])
-        assert row["of_plain"] == pytest.approx(row["per_second"] / rows["plain"]["per_second"])
-    # By hand: 2 blocks of 12 x 16^2 weights and an output of 16 x 22; 64 positions a protein.
-    per_position = 6 * (2 * 12 * 16**2 + 16 * 22) + 12 * 2 * 16 * 64
-    ratio = rows["plain"]["flops_per_second"] / rows["plain"]["per_second"]
-    assert 64 * per_position / 64 <= ratio < 64 * per_position / 11    # of 11 to 64 residues
-    assert rows["ours"]["flops_per_second"] / rows["ours"]["per_second"] < ratio   # less padding
-    bench_card.main([*short, "--models=dpo", "training.batch_size=2", "data.demo_structures=3",
-                     "model.random.hidden_size=16", "model.random.num_edges=8"])
-    row, = json.loads((tmp_path / "card.json").read_text())["rows"]
-    assert row["per_second"] > 0 and row["flops_per_second"] == 0 and row["dtype"] == "float32"

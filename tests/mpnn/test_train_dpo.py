@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import bench.__main__ as bench_ddp
 import train_dpo_ddp
 from ddp_setup import Ddp, load_checkpoint
 from mpnn.designs import Designs
@@ -521,23 +520,6 @@ def test_little_room_changes_nothing_and_mixed_precision_little_and_not_step_0(
     assert a[0] == b[0] and a[0]["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
     evaluated = [[row["val/loss"] for row in table if "val/loss" in row] for table in (a, b)]
     assert a[5]["loss"] != b[5]["loss"] and evaluated[0] == pytest.approx(evaluated[1], abs=0.05)
-
-
-def test_the_plain_step_of_the_benchmark_has_our_loss_and_gradient(tmp_path):
-    """On a chain with fewer rows than neighbours, a gap and a residue that lacks O: all are seen by
-    all."""
-    bench_ddp.write_demo_pdb(tmp_path / "s.pdb", 30)
-    lines = [line for line in (tmp_path / "s.pdb").read_text().splitlines(keepends=True)
-             if int(line[22:26]) != 9 and (int(line[22:26]) != 17 or line[13] != "O")]
-    (tmp_path / "s.pdb").write_text("".join(lines))
-    steps = bench_ddp.DpoSteps(bench_ddp.made_pairs(tmp_path / "s.pdb"), 2, Ddp())
-    (plain, norm), (ours, our_norm) = (map(float, steps.gradient(kind, 0, [0, 1]))
-                                       for kind in ("plain", "ours"))
-    assert plain == pytest.approx(ours, abs=4e-6) and abs(plain - math.log(2)) > 1e-3
-    assert norm == pytest.approx(our_norm, rel=1e-4)
-    for (name, p), q in zip(steps.models["plain"].named_parameters(),
-                            steps.models["ours"].parameters()):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5 * norm, msg=name)
 
 
 # ---- the demo, and real proteins ----

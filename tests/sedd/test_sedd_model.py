@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from training import fast_linear
 from sedd import model as sedd_model
-from bench.sedd import plain_log_score, plain_loss
 from sedd_cases import CASES, entries, near, seeded
 from sedd.diffusion import AbsorbingGraph, make_graph, make_noise, score_entropy_loss
 from sedd.model import EMA, SEDD, add_branch, attend, load_official, spread
@@ -72,16 +71,15 @@ def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name
     near(fresh(xt[:2], sigma[:2]), case["log_score_fresh"], rtol=1e-4, atol=1e-4)
 
 
-def backward(model, case, dtype=torch.float32, log_score_of=lambda model, *inputs: model(*inputs),
-             loss_of=score_entropy_loss):
+def backward(model, case, dtype=torch.float32):
     """The log scores and the losses of a model on a case of the fixture; its gradient is made."""
     xt, x0, sigma, dsigma = (case[key] for key in ("xt", "x0", "sigma", "dsigma"))
     everything = torch.ones_like(xt, dtype=torch.bool)
     graph = make_graph("absorb" if model.scale_by_sigma else "uniform",
                        model.vocab_size - model.scale_by_sigma)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        log_score = log_score_of(model, xt, sigma)
-    loss, _ = loss_of(log_score, sigma, dsigma, xt, x0, graph, everything)
+        log_score = model(xt, sigma)
+    loss, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, everything)
     loss.mean().backward()
     return log_score, loss
 
@@ -110,15 +108,6 @@ def test_gradients_agree_with_the_official_code(fixture, graph_name, noise_name,
     near(log_score[scored], case["log_score"][scored], atol=0.02)
     near(loss, case["loss"], rtol=3e-3, atol=1e-3)
     compare_gradients(model, case, *tolerances)
-
-
-@pytest.mark.parametrize("noise_name", ["loglinear", "geometric"])
-def test_the_plain_step_of_the_benchmark_agrees_with_the_official_code(fixture, noise_name):
-    case, model = entries(fixture, "absorb", noise_name), official_model(fixture, "absorb")
-    _, loss = backward(model, case, log_score_of=plain_log_score,
-                       loss_of=lambda *inputs: (plain_loss(*inputs[:5]), None))
-    near(loss, case["loss"], rtol=1e-4, atol=1e-3)
-    compare_gradients(model, case, of_norms=1e-3, of_tensors=1e-4)
 
 
 def test_three_training_steps_agree_with_the_official_code(fixture):

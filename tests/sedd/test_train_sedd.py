@@ -29,7 +29,6 @@ import yaml
 
 from ddp_setup import Ddp, load_checkpoint, wrap_ddp
 from launchers import fork_ranks, need, run_ranks, slow
-import bench.__main__ as bench_ddp
 import prepare_uniref50
 from sedd import evaluation as sedd_eval
 from sedd import batches as sequence_batches
@@ -293,14 +292,6 @@ def test_a_run_begun_from_fasta_goes_on_from_a_staged_folder_that_stays_as_it_is
     refused(damage(own_copy, "hole"), tiny(own_copy), tmp_path / "x", stage=stage)
     refused("--stage copies a folder made by", tiny(fasta), tmp_path / "x", stage=stage)
     assert list(stage.iterdir()) == [] and not (tmp_path / "x").exists()
-
-
-def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
-    bench_ddp.write_prepared(tmp_path / "large", 100_000)
-    config = load_config(Config, ROOT / "configs" / "sedd_uniref50.yaml")
-    found = bench_ddp.in_a_child(bench_ddp.start_a_rank, tmp_path / "large", config, 48, 4)
-    assert found["memory"] < 300 and found["first"] < 5 and found["reach"] < 2, found
-    assert found["read"] < 1.1, found
 
 
 # ---- stop and go on ----
