@@ -64,7 +64,8 @@ class Setting(NamedTuple):
 # ---------------------------------------------------------------- one launch
 def make_settings(args, accum, ddp):
     """The settings of this number of ranks. accum: of the config."""
-    ranks, largest = ddp.world_size, max(args.ranks, default=0)
+    ranks = ddp.world_size
+    largest = max(args.ranks, default=0)
     settings = [Setting("weak", accum)]
     if ranks in args.ranks and ranks < largest:     # for the largest, weak and strong are the same
         settings.append(Setting("strong", accum * largest // ranks))
@@ -82,9 +83,11 @@ def measure(args, config, ddp):
     """Measurements of this number of ranks, as a dict for JSON. All ranks must call it."""
     if ddp.device.type == "cpu":
         torch.set_num_threads(1)
-    settings, script = make_settings(args, config.training.accum, ddp), SCRIPTS[args.what][0]
+    settings = make_settings(args, config.training.accum, ddp)
+    script, _ = SCRIPTS[args.what]
     config.training.accum = max(setting.share for setting in settings)
-    config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
+    config.training.stop_signals = ()
+    config.monitoring.watchdog_minutes = 0
     with shared_folder(".", ddp) as folder, contextlib.redirect_stdout(io.StringIO()):
         return prepare_and_train(ddp, lambda: script.prepare(config, ddp, folder / "run"),
                                  lambda run, ddp: measure_run(run, settings, args, ddp))
@@ -93,7 +96,8 @@ def measure(args, config, ddp):
 def measure_run(run, settings, args, ddp):
     """As measure, for a run from `prepare`. settings: the first one is used for --train."""
     dataset, loss_of = training_of(run, args.what, ddp)
-    mine, order = run.sampler.mine, list(enumerate(settings))
+    mine = run.sampler.mine
+    order = list(enumerate(settings))
     if args.train:
         time_block(run, settings[0], 0, args.train, dataset, loss_of, ddp)
     noise = measure_noise(run, dataset, loss_of, args, ddp) if args.predict else None
@@ -132,8 +136,12 @@ def size_of_micro_batch(run, what):
 def count_messages(size, cap):
     """Number of all-reduces in a step: one for counts, and one per DDP bucket of `cap` MiB (None:
     torch's default, the first of 1 MiB and others of 25). size: bytes of the gradients."""
-    size /= 2**20
-    return 1 + (1 + math.ceil((size - 1) / 25) if cap is None else math.ceil(size / cap))
+    mebibytes = size / 2**20
+    if cap is None:
+        buckets = 1 + math.ceil((mebibytes - 1) / 25)
+    else:
+        buckets = math.ceil(mebibytes / cap)
+    return 1 + buckets
 
 
 def time_block(run, setting, first, n, dataset, loss_of, ddp):
@@ -146,13 +154,20 @@ def time_block(run, setting, first, n, dataset, loss_of, ddp):
     run.optimizer.ddp = place   # Muon divides its work among the ranks in it
     if setting.compressed:
         run.model.register_comm_hook(None, compress)
-    run.sampler.first, run.sampler.last, run.progress["step"] = first, first + n + 1, first
-    run.meter, run.unread = StepMeter(place, timing_every=1, seen=run.meter.seen), None
+    run.sampler.first = first
+    run.sampler.last = first + n + 1
+    run.progress["step"] = first
+    run.meter = StepMeter(place, timing_every=1, seen=run.meter.seen)
+    run.unread = None
     batches = open_batches(run, dataset, loss_of, place)
     barrier(ddp)
     for _ in range(n + 1):
         take_step(run, batches, loss_of, place)
-    return [[*map(seconds_by_part(laps).get, PARTS)] for laps in run.meter.timed[1:]]
+    times = []
+    for laps in run.meter.timed[1:]:
+        seconds = seconds_by_part(laps)
+        times.append([seconds[part] for part in PARTS])
+    return times
 
 
 def compress(group, bucket):
@@ -165,7 +180,8 @@ def make_row(setting, settings, parts, per_micro_batch):
 
     parts: (rank, setting, repeat, step, part) seconds. per_micro_batch: size, in the unit of the
         global batch."""
-    ranks, k = len(parts), settings.index(setting)
+    ranks = len(parts)
+    k = settings.index(setting)
     by_rank = parts[:, k].sum(-1)
     steps = by_rank.mean(0)
     seconds = float(np.median(steps))
@@ -206,18 +222,24 @@ def time_all_reduces(largest, ddp):
 def measure_noise(run, dataset, loss_of, args, ddp):
     """Arguments of bench.scale_report.noise_scale at the current weights: squared gradient norms of
     micro-batches, and of NOISE_MICRO_BATCHES together; means over args.steps groups per rank."""
-    place, groups = replace(ddp, world_size=1), args.steps
-    first = args.train + bool(args.train)    # skip data trained on; time_block takes one step more
+    alone = replace(ddp, world_size=1)
+    groups = args.steps
+    first = args.train
+    if args.train:      # skip data trained on; time_block takes one step more
+        first += 1
     items = iter([run.sampler.item_of(first + step, micro) for micro in run.sampler.mine
                   for step in range(groups * NOISE_MICRO_BATCHES)])
-    small_batches, big_batches = [], []     # (squared norm, 1 / count of the loss) of each
+    small_batches = []      # (squared norm, 1 / count of the loss) of each
+    big_batches = []
     run.bare.train()
     for _ in range(groups):
-        together, count = None, 0.0
+        together = None     # the sum of the gradients times their counts
+        count = 0.0
         for _ in range(NOISE_MICRO_BATCHES):
-            totals, norm = global_gradient(run.bare, [dataset[next(items)]], loss_of, place,
+            totals, norm = global_gradient(run.bare, [dataset[next(items)]], loss_of, alone,
                                            run.expected_count)
-            n, count = float(totals.count), count + float(totals.count)
+            n = float(totals.count)
+            count += n
             small_batches.append((float(norm)**2, 1 / n))
             weighted = [n * p.grad for p in run.bare.parameters() if p.grad is not None]
             together = torch._foreach_add(together, weighted) if together else weighted
@@ -237,17 +259,24 @@ def read_launches(path):
         return []
     try:
         launches = json.loads(Path(path).read_text(encoding="utf-8"))["launches"]
-        for launch in launches:     # check the keys: raises KeyError for a file of something else
-            [launch[key] for key in (*ALIKE, "backend", "ranks", "largest", "noise", "all_reduces")]
-            [row[key] for row in launch["rows"] for key in ("scaling", "variant", "seconds")]
+        for launch in launches:
+            check_launch(launch)
         return [launch for launch in launches if launch["rows"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"--json {path} is no file that python -m bench scale wrote; expected one "
                          "or a new name") from None
 
 
-def read_arguments(argv):
-    """(options, config). Raises: ValueError."""
+def check_launch(launch):
+    """Raises: KeyError or TypeError for what is no launch."""
+    for key in (*ALIKE, "backend", "ranks", "largest", "noise", "all_reduces"):
+        launch[key]
+    for row in launch["rows"]:
+        for key in ("scaling", "variant", "seconds"):
+            row[key]
+
+
+def make_parser():
     parser = Parser(prog="python -m bench scale", description=__doc__.split("\n")[0],
                     allow_abbrev=False, epilog="The top of bench/scale.py says what is measured.")
     add = parser.add_argument
@@ -268,31 +297,20 @@ def read_arguments(argv):
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
     add("--backend", default="auto", choices=("auto", "nccl", "gloo", "ccl", "xccl", "xpu"))
     add("--measure", action="store_true", help="internal: measure without a report")
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+def read_arguments(argv):
+    """(options, config). Raises: ValueError."""
+    args = make_parser().parse_intermixed_args(argv)
     args.says_what = bool(args.words or args.config)
-    args.what = args.words.pop(0) if args.words and "=" not in args.words[0] else "sedd"
+    args.what = "sedd"
+    if args.words and "=" not in args.words[0]:
+        args.what = args.words.pop(0)
     args.overrides = args.words
-    args.ranks, args.predict = (sorted({*numbers_of(name, text)}) if text else [] for name, text in
-                                (("ranks", args.ranks), ("predict", args.predict)))
-    problems = [f"--{name} is {value}; expected more than 0" for name, value in vars(args).items()
-                if name != "train" and type(value) in (int, float) and not value > 0]
-    if args.train < 0:
-        problems.append(f"--train is {args.train}; expected 0 or more")
-    problems += [f"--{name} {path}: found no such folder; expected one that exists"
-                 for name, path in (("json", args.json), ("plot", args.plot))
-                 if path and not Path(path).absolute().parent.is_dir()]
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        problems.append("--plot needs matplotlib: pip install matplotlib")
-    largest = max(args.ranks, default=1)
-    problems += [f"--ranks: {n} does not divide {largest}; expected numbers that do, so that the "
-                 "global batch can stay the same" for n in args.ranks if largest % n]
-    if args.what not in SCRIPTS:
-        problems.append(f"found {args.what!r}; expected sedd, dpo or section.key=value")
-    if (args.latency_us is None) != (args.bandwidth_gbs is None):
-        problems.append("found one of --latency_us and --bandwidth_gbs; expected both or none")
-    if args.latency_us and not args.predict:
-        problems.append("found --latency_us without --predict; expected --predict with numbers of "
-                        "ranks, such as 96,384")
+    args.ranks = sorted_numbers("ranks", args.ranks)
+    args.predict = sorted_numbers("predict", args.predict)
+    problems = find_problems(args)
     if problems:
         raise ValueError(problems[0])
     script, name = SCRIPTS[args.what]
@@ -301,6 +319,49 @@ def read_arguments(argv):
     script.check_config(config)
     args.launches = read_launches(args.json)
     return args, config
+
+
+def sorted_numbers(option, text):
+    """The different numbers of ranks in the text of an option, which may not be given."""
+    if not text:
+        return []
+    return sorted({*numbers_of(option, text)})
+
+
+def find_problems(args):
+    """What is wrong with the options, in the order in which it is said."""
+    problems = []
+    for name, value in vars(args).items():
+        if name != "train" and type(value) in (int, float) and not value > 0:
+            problems.append(f"--{name} is {value}; expected more than 0")
+    if args.train < 0:
+        problems.append(f"--train is {args.train}; expected 0 or more")
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            problems.append(f"--{name} {path}: found no such folder; expected one that exists")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        problems.append("--plot needs matplotlib: pip install matplotlib")
+    problems += find_problems_of_ranks(args)
+    return problems
+
+
+def find_problems_of_ranks(args):
+    """As find_problems, about the numbers of ranks and what is predicted for them."""
+    problems = []
+    largest = max(args.ranks, default=1)
+    for n in args.ranks:
+        if largest % n:
+            problems.append(f"--ranks: {n} does not divide {largest}; expected numbers that do, so "
+                            "that the global batch can stay the same")
+    if args.what not in SCRIPTS:
+        problems.append(f"found {args.what!r}; expected sedd, dpo or section.key=value")
+    if (args.latency_us is None) != (args.bandwidth_gbs is None):
+        problems.append("found one of --latency_us and --bandwidth_gbs; expected both or none")
+    if args.latency_us and not args.predict:
+        problems.append("found --latency_us without --predict; expected --predict with numbers of "
+                        "ranks, such as 96,384")
+    return problems
 
 
 def measure_here(args, config):
@@ -321,10 +382,10 @@ def start_ranks(args, argv):
     """Run this command on this host with each number of ranks; exit if one of them fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = args.json or os.path.join(folder, "scale.json")
-        command = ["-u", "-m", "bench", "scale", *argv,
-                   "--measure", "--json", path]
+        command = ["-u", "-m", "bench", "scale", *argv, "--measure", "--json", path]
         for ranks in args.ranks:
-            if code := run_ranks(command, ranks):
+            code = run_ranks(command, ranks)
+            if code:
                 sys.exit(code)      # the failed rank has printed why
         args.launches = read_launches(path)
 

@@ -82,26 +82,35 @@ def predict_step(alone, ranks, exchange, overlap):
 def merge(launches):
     """{ranks: launch} of the launches like the last one, with medians over repeats. "rows" becomes
     {(scaling, variant): row}; strong scaling keeps only the largest global batch."""
-    launches = [launch for launch in launches
-                if all(launch.get(key) == launches[-1].get(key) for key in ALIKE)]
+    launches = [launch for launch in launches if is_alike(launch, launches[-1])]
     backends = [launch["backend"] for launch in launches if launch["ranks"] > 1]
-    alike, merged = {}, {}
+    groups = {}         # {ranks: launches}
     for launch in launches:
         if launch["ranks"] == 1 or launch["backend"] == backends[-1]:   # one rank has no backend
-            alike.setdefault(launch["ranks"], []).append(launch)
-    largest = max(launch["largest"] for group in alike.values() for launch in group)
-    for ranks, group in sorted(alike.items()):
-        rows = {}
-        for launch in group:
-            for row in launch["rows"]:
-                if row["scaling"] == "weak" or launch["largest"] == largest:
-                    rows.setdefault((row["scaling"], row["variant"]), []).append(row)
-        noises = [launch["noise"] for launch in group if launch["noise"]]
-        merged[ranks] = {**group[-1], "launches": len(group),
-                         "noise": median_of(noises) if noises else None,
-                         "rows": {key: median_of(repeats) for key, repeats in rows.items()},
-                         "all_reduces": sum((launch["all_reduces"] for launch in group), [])}
-    return merged
+            groups.setdefault(launch["ranks"], []).append(launch)
+    largest = max(launch["largest"] for group in groups.values() for launch in group)
+    return {ranks: merge_group(group, largest) for ranks, group in sorted(groups.items())}
+
+
+def is_alike(launch, other):
+    return all(launch.get(key) == other.get(key) for key in ALIKE)
+
+
+def merge_group(group, largest):
+    """One launch from repeats of a number of ranks. largest: number of ranks whose global batch
+    the rows of strong scaling have."""
+    repeats = {}        # {(scaling, variant): rows}
+    all_reduces = []
+    for launch in group:
+        all_reduces += launch["all_reduces"]
+        for row in launch["rows"]:
+            if row["scaling"] == "weak" or launch["largest"] == largest:
+                repeats.setdefault((row["scaling"], row["variant"]), []).append(row)
+    noises = [launch["noise"] for launch in group if launch["noise"]]
+    return {**group[-1], "launches": len(group),
+            "noise": median_of(noises) if noises else None,
+            "rows": {key: median_of(rows) for key, rows in repeats.items()},
+            "all_reduces": all_reduces}
 
 
 def median_of(dicts):
@@ -111,8 +120,10 @@ def median_of(dicts):
         values = [numbers[key] for numbers in dicts if key in numbers]   # older files have more
         if isinstance(first, str):
             medians[key] = first
+        elif isinstance(first, dict):
+            medians[key] = median_of(values)
         else:
-            medians[key] = (median_of if isinstance(first, dict) else statistics.median)(values)
+            medians[key] = statistics.median(values)
     return medians
 
 
@@ -137,12 +148,16 @@ def predict(launches, args):
     """(rows for args.predict, {"scaling ranks": predicted / measured - 1}, text about the link).
 
     Raises: ValueError if the time of an all-reduce is neither measured nor given."""
-    last, given, measured, overlaps = launches[max(launches)], None, None, {}
-    if args.latency_us is not None:
-        given = Link(args.latency_us / 1e6, args.bandwidth_gbs * 1e9)
+    last = launches[max(launches)]
+    measured = None
     if last["ranks"] > 1:
         measured = fit_link(last["ranks"], last["all_reduces"], last["backend"] == "gloo")
-    link = given or measured
+    if args.latency_us is not None:
+        link = Link(args.latency_us / 1e6, args.bandwidth_gbs * 1e9)
+        origin = "given"
+    else:
+        link = measured
+        origin = "fitted"
     if link is None:
         raise ValueError("--predict: only one rank was measured, so the time of an all-reduce is "
                          "not known. Expected --ranks with 2 or more, or --latency_us and "
@@ -151,25 +166,43 @@ def predict(launches, args):
     def exchange(ranks, link):
         return link.seconds(ranks, last["gradient_bytes"], last["messages"])
 
-    points = {(scaling, n): launch["rows"][scaling, ""] for n, launch in launches.items() if n > 1
-              for scaling in ("weak", "strong") if (scaling, "") in launch["rows"]}
+    overlaps, errors = check_prediction(launches, lambda ranks: exchange(ranks, measured))
+    overlap = statistics.median(overlaps.values() or [0.0])
+    least = min(launches)
+    per_rank = launches[least]["rows"]["weak", ""]["batch"] / least
+    rows = []
+    for n in args.predict:
+        seconds = predict_step(find_alone(launches, "weak", n), n, exchange(n, link), overlap)
+        rows.append(dict(scaling="weak", ranks=n, batch=per_rank * n, exchange=exchange(n, link),
+                         seconds=seconds))
+    return add_efficiency(rows, launches), errors, (
+        f"{origin}: {link.latency * 1e6:,.1f} us a hop, "
+        f"{link.bandwidth / 1e9:.3g} GB/s; overlap {overlap:.0%}")
+
+
+def check_prediction(launches, exchange):
+    """What the measured numbers of ranks tell about the prediction.
+
+    Args: exchange: function of the number of ranks that gives X, by the measured link.
+    Returns: ({(scaling, ranks): measured overlap}, {"scaling ranks": predicted / measured - 1},
+        each predicted with the overlap of the other numbers of ranks).
+    """
+    points = {}         # {(scaling, ranks): row}
+    for n, launch in launches.items():
+        for scaling in ("weak", "strong"):
+            if n > 1 and (scaling, "") in launch["rows"]:
+                points[scaling, n] = launch["rows"][scaling, ""]
+    overlaps = {}
     for (scaling, n), row in points.items():
         waited = row["seconds"] - predict_step(find_alone(launches, scaling, n), n, 0.0, 0.0)
-        overlaps[scaling, n] = min(max(1 - waited / exchange(n, measured), 0.0), 1.0)
+        overlaps[scaling, n] = min(max(1 - waited / exchange(n), 0.0), 1.0)
     errors = {}
     for (scaling, n), row in points.items():
         others = [overlap for (_, other), overlap in overlaps.items() if other != n]
-        step = predict_step(find_alone(launches, scaling, n), n, exchange(n, measured),
+        step = predict_step(find_alone(launches, scaling, n), n, exchange(n),
                             statistics.median(others or [0.0]))
         errors[f"{scaling} {n}"] = step / row["seconds"] - 1
-    overlap = statistics.median(overlaps.values() or [0.0])
-    per_rank = launches[min(launches)]["rows"]["weak", ""]["batch"] / min(launches)
-    rows = [dict(scaling="weak", ranks=n, batch=per_rank * n, exchange=exchange(n, link),
-                 seconds=predict_step(find_alone(launches, "weak", n), n, exchange(n, link),
-                                      overlap)) for n in args.predict]
-    return add_efficiency(rows, launches), errors, (
-        f"{'given' if given else 'fitted'}: {link.latency * 1e6:,.1f} us a hop, "
-        f"{link.bandwidth / 1e9:.3g} GB/s; overlap {overlap:.0%}")
+    return overlaps, errors
 
 
 def critical_batch(launches):
@@ -185,15 +218,34 @@ def critical_batch(launches):
 # ---------------------------------------------------------------- report
 def report(launches, args):
     """Print the table and the prediction, draw args.plot. Returns a dict for the JSON file."""
-    last, merged = launches[-1], merge(launches)
-    table = add_efficiency([{"ranks": n, "memory_gb": launch["memory_gb"], **row}
-                            for n, launch in merged.items() for row in launch["rows"].values()],
-                           merged)
+    merged = merge(launches)
+    rows = []
+    for n, launch in merged.items():
+        for row in launch["rows"].values():
+            rows.append({"ranks": n, "memory_gb": launch["memory_gb"], **row})
+    table = add_efficiency(rows, merged)
     table.sort(key=lambda row: (row["scaling"] == "strong", row["variant"], row["ranks"]))
-    unit = last["unit"]
-    if left_out := len(launches) - sum(launch["launches"] for launch in merged.values()):
+    left_out = len(launches) - sum(launch["launches"] for launch in merged.values())
+    if left_out:
         print(f"{left_out} of the file's launches are left out. They differ from the last one in "
               f"one of\n  {', '.join(ALIKE)}, backend")
+    print_table(table, launches[-1])
+    critical = critical_batch(merged)
+    predicted = []
+    errors = {}
+    if args.predict:
+        predicted, errors, text = predict(merged, args)
+        print_prediction(predicted, errors, text, critical, merged)
+    if args.plot:
+        draw(table, predicted, args.plot)
+        print(f"picture: {args.plot}")
+    return dict(launches=launches, table=table, predicted=predicted, errors=errors,
+                critical_batch=critical)
+
+
+def print_table(table, last):
+    """Print the measured rows. last: the launch that says what was measured."""
+    unit = last["unit"]
     print(textwrap.fill(" ".join([f"{last['what']},", last["config"], *last["overrides"]]), 100))
     print(f"{last['parameters'] / 1e6:.2f} million parameters, {last['dtype']}, {last['device']}"
           f"{', one thread a rank' if last['device'] == 'cpu' else ''}; medians\n"
@@ -208,15 +260,6 @@ def report(launches, args):
               f"{row['seconds']:>7.3f}{row['batch'] / row['seconds']:>11,.0f}"
               f"{row['speed_up']:>7.2f}{row['efficiency']:>7.0%}{row['of_alone']:>6.2f}"
               f"{data:>5}{compute:>5}{exchange:>7}{optimizer:>6}{row['memory_gb']:>6.2f}")
-    predicted, errors, critical = [], {}, critical_batch(merged)
-    if args.predict:
-        predicted, errors, text = predict(merged, args)
-        print_prediction(predicted, errors, text, critical, merged)
-    if args.plot:
-        draw(table, predicted, args.plot)
-        print(f"picture: {args.plot}")
-    return dict(launches=launches, table=table, predicted=predicted, errors=errors,
-                critical_batch=critical)
 
 
 def print_prediction(predicted, errors, text, critical, launches):
@@ -230,7 +273,8 @@ def print_prediction(predicted, errors, text, critical, launches):
         print("Muon: ranks share its work if all are on one host, else each does all of it: on "
               "several hosts\na step takes longer than predicted, by at most the optimizer part of "
               "'alone'.")
-    unit, first = launches[least]["unit"], launches[least]["rows"]["weak", ""]
+    unit = launches[least]["unit"]
+    first = launches[least]["rows"]["weak", ""]
     print(f"{'ranks':>6}{'batch ' + unit:>17}{'step s':>10}{'exchange s':>12}{'speed-up':>10}"
           f"{'efficiency':>12}{'progress':>10}")
     for row in predicted:
@@ -265,14 +309,15 @@ def draw(table, predicted, path):
     from matplotlib.figure import Figure
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     speed, share, parts = figure.subplots(1, 3)
-    weak, strong = ([row for row in table if (row["scaling"], row["variant"]) == (scaling, "")]
-                    for scaling in ("weak", "strong"))
+    plain = [row for row in table if row["variant"] == ""]
+    weak = [row for row in plain if row["scaling"] == "weak"]
+    strong = [row for row in plain if row["scaling"] == "strong"]
     for rows, style, label in ((weak, "oC0-", "weak"), (strong, "sC1-", "strong"),
                                (predicted, ".C0--", "weak, predicted")):
-        for axis, key in ((speed, "speed_up"), (share, "efficiency")):
-            if rows:
-                axis.plot([row["ranks"] for row in rows], [row[key] for row in rows], style,
-                          label=label)
+        if rows:
+            ranks = [row["ranks"] for row in rows]
+            speed.plot(ranks, [row["speed_up"] for row in rows], style, label=label)
+            share.plot(ranks, [row["efficiency"] for row in rows], style, label=label)
     ranks = sorted({row["ranks"] for row in [*table, *predicted]})
     speed.loglog(ranks, [n / ranks[0] for n in ranks], ":", base=2, color="grey", label="ideal")
     share.plot([row["ranks"] for row in weak], [row["of_alone"] for row in weak], "^C2:",

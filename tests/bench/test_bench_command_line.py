@@ -36,7 +36,7 @@ def test_what_a_bench_cannot_do_is_refused_in_one_line_before_it_measures(tmp_pa
         ("scale", "--latency_us=1"): "found one of --latency_us and --bandwidth_gbs",
         ("card", "--json=bad.json"): "bad.json is no file that python -m bench card wrote",
         ("card", "--data=no"): "--data no is not a folder",
-        ("card", "--models=7m"): "--models: 7m; expected 6m, 38m, 92m, dpo",
+        ("card", "--models=7m"): "--models: found 7m; expected 6m, 38m, 92m, dpo",
         ("sedd", "--backend=nccl"): "--backend nccl does not serve device cpu",
         ("sedd", "optim.lr=1"): "unrecognized arguments: optim.lr=1",
         ("sedd", "--data=no.fasta"): "no.fasta does not exist",
