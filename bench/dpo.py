@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import mpnn.fast_cpu
 import train_dpo_ddp as dpo
 from bench.common import computes_in_bfloat16, now, read_options, run_on_one_rank, say
 from mpnn.batches import PairPlan, collate, collate_complexes
@@ -143,6 +144,7 @@ class DpoSteps:
         self.config.loss.order = order
         self.dtype = getattr(torch, dtype)
         self.base = random_proteinmpnn(0).eval()
+        mpnn.fast_cpu.speed_up(self.base)
         policy = copy.deepcopy(self.base)
         self.base = self.base.to(ddp.device)
         with torch.no_grad():               # move it: if it equals the reference, losses are log 2
