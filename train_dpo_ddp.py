@@ -50,7 +50,8 @@ from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradien
                            start_run, step_optimizer)
 from training.meter import bad_steps_field, step_values
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
-                             hash_of, save_run, start_or_continue)
+                             check_data, count_micro_batches, hash_of, save_run,
+                             start_or_continue)
 
 
 # ---------------------------------------------------------------- config
@@ -312,8 +313,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
     bare = bare.to(ddp.device)
     reference = Reference(copy.deepcopy(bare), data.train, config, ddp)
     anew = f"--base_model_name best_model --base_model_dir {'FORMER' if resume else work_dir}"
-    micro_batches = check_checkpoint(former, config, MAY_CHANGE, NEEDED, bare, "pairs",
-                                     data.fingerprint, anew, ddp)
+    check_checkpoint(former, NEEDED, config, MAY_CHANGE, bare, anew)
+    check_data(former, "pairs", data.fingerprint, anew)
+    micro_batches = count_micro_batches(former, config, ddp)
     if former.state is not None and former.state["base"] != base_hash:
         raise ValueError(f"{former.path} was trained from other base weights (hash "
                          f"{former.state['base']}; {base}: {base_hash}). Give the same, another "

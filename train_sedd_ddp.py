@@ -35,7 +35,7 @@ from training.optimizer import state_bytes
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              DdpSection, Parser, check_values, load_config)
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
-                             start_or_continue)
+                             check_data, count_micro_batches, start_or_continue)
 from training.folder import check_lock, take_folder
 from training.finish import finish_run, prepare_and_train, say_finished
 from training.log import open_log
@@ -268,8 +268,10 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     init_from, lines = start_from_weights(config, former, resume, bare, ddp)
     data = load_data(config, ddp, stage)
     check_alike({"data (hash)": data.fingerprint["hash"]}, ddp)
-    micro_batches = check_checkpoint(former, config, may_change, NEEDED, bare, "proteins",
-                                     data.fingerprint, f"--init_from {former.path}", ddp)
+    anew = f"--init_from {former.path}"
+    check_checkpoint(former, NEEDED, config, may_change, bare, anew)
+    check_data(former, "proteins", data.fingerprint, anew)
+    micro_batches = count_micro_batches(former, config, ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
     plan, batch = reader.plan, micro_batches * (t.batch_size or t.tokens_per_batch)
     if former.state is not None and former.state["plan"] != plan.identity():

@@ -5,12 +5,12 @@ import threading
 from pathlib import Path
 
 
-def write_text_atomic(path, text):
+def write_text_atomic(path, text) -> None:
     """Write a text file, see write_whole."""
     write_whole(path, lambda file: file.write(text.encode()))
 
 
-def write_whole(path, write):
+def write_whole(path, write) -> None:
     """Call write(binary file) so that a kill at any moment leaves the old file, none, or the new.
 
     Makes the folder if it is missing. Writes under a temporary name, fsync, rename, fsync of the

@@ -8,7 +8,7 @@ from training.log import print_line, read_rows
 from training.plot import draw, rows_of
 
 
-def finish_run(run, log, ddp, reason, result, seconds, lines):
+def finish_run(run, log, ddp, reason, result, seconds, lines) -> dict:
     """The end of training: close the log, release the folder, print the result or how to go on.
 
     reason: why the run stopped before its end. seconds: duration of training. lines: function that
@@ -18,15 +18,18 @@ def finish_run(run, log, ddp, reason, result, seconds, lines):
     if run.lock:
         run.lock.release()
     write = functools.partial(print0, ddp)
-    if run.progress["finished"]:
+    finished = run.progress["finished"]
+    if finished:
         loss = f", training loss {result['loss']:.4f}" if "loss" in result else ""
-        print_line("\n".join([f"Finished at step {result['step']:,} ({run.progress['finished']}) "
-                              f"after {seconds / 60:.1f} min{loss}", *lines()]), write)
-        close_run(ddp, 0, run.progress["finished"])
+        text = [f"Finished at step {result['step']:,} ({finished}) after {seconds / 60:.1f} "
+                f"min{loss}", *lines()]
+        print_line("\n".join(text), write)
+        close_run(ddp, 0, finished)
         if ddp.is_main:
             draw_curves(run.work_dir)
         return result
-    last, stop = run.work_dir / "checkpoints" / "last.pt", run.work_dir / "STOP"
+    last = run.work_dir / "checkpoints" / "last.pt"
+    stop = run.work_dir / "STOP"
     remove = f"Remove {stop}; then the" if stop.exists() else "The"
     saved = last if last.exists() else run.continued_from or "nothing yet"
     print_line(f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. Saved: "
@@ -35,19 +38,23 @@ def finish_run(run, log, ddp, reason, result, seconds, lines):
     return {**result, "stopped": reason}
 
 
-def say_finished(run, ddp, lines):
+def say_finished(run, ddp, lines) -> dict:
     """A finished run was started again: print that, and its result.
 
     lines: function (last row of metrics.jsonl, folder of the run) -> lines of text."""
-    early, step = run.progress["finished"] == "early stop", run.progress["step"]
-    more = "" if early else " To go on, raise training.n_iters or num_epochs."
+    step = run.progress["step"]
+    if run.progress["finished"] == "early stop":
+        how = f"early stop at step {step:,}."
+    else:
+        how = (f"all steps done at step {step:,}. To go on, raise training.n_iters or "
+               "num_epochs.")
     folder = run.work_dir
     if not (folder / "metrics.jsonl").exists():   # --resume of another folder's checkpoint
         folder = Path(run.continued_from).absolute().parent.parent
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == step]
-    result, picture = rows[-1] if rows else {"step": step}, folder / "curves.png"
-    text = [f"This run is finished: {'early stop' if early else 'all steps done'} at step "
-            f"{step:,}.{more} To start over, --fresh.", *lines(result, folder)]
+    result = rows[-1] if rows else {"step": step}
+    text = [f"This run is finished: {how} To start over, --fresh.", *lines(result, folder)]
+    picture = folder / "curves.png"
     if picture.exists():
         text.append(f"  picture   {picture}")
     print0(ddp, "\n".join(text))
@@ -57,7 +64,7 @@ def say_finished(run, ddp, lines):
     return {"step": step}
 
 
-def draw_curves(folder):
+def draw_curves(folder) -> None:
     """Draw curves.png of a run, if matplotlib is installed. An error here does not fail the run."""
     try:
         draw({folder.name: rows_of(folder)}, folder / "curves.png")

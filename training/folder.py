@@ -26,7 +26,7 @@ MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.jso
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 
-def take_folder(run, ddp, fresh, folders):
+def take_folder(run, ddp, fresh, folders) -> None:
     """Lock the run folder, and watch for stop requests and hangs from here on. A finished run's
     folder is left alone. Raises: ValueError if an unfinished run has no step left to do."""
     if is_finished(run):
@@ -50,24 +50,14 @@ def open_run(run_dir, fresh, folders):
     """
     if run_dir.is_symlink():
         run_dir = run_dir.resolve()   # --fresh renames what the link leads to
-    renames = fresh and run_dir.exists() and any(run_dir.iterdir())
+    rename = fresh and run_dir.exists() and any(run_dir.iterdir())
     try:
         lock = RunLock(run_dir)
     except OSError as e:
         raise ValueError(f"--work_dir: the run directory {run_dir} cannot be made or written: "
                          f"{e.strerror}. Give another --work_dir.") from None
-    if renames:   # under the lock, so that only one of two simultaneous starts does it
-        candidates = (run_dir.with_name(f"{run_dir.name}.old{k}") for k in range(1, 10**6))
-        old = next(path for path in candidates if not path.exists())
-        try:
-            run_dir.rename(old)
-        except OSError as e:   # for example, a volume is mounted there
-            lock.release()
-            raise ValueError(f"--fresh cannot rename {run_dir}: {e.strerror}. Give another "
-                             "--work_dir.") from None
-        lock.path = old / "lock.json"
-        lock.release()
-        print(f"--fresh: the former run is now in {old}", flush=True)
+    if rename:   # under the lock, so that only one of two simultaneous starts does it
+        _rename_former(run_dir, lock)
         lock = RunLock(run_dir)
     for folder in (run_dir, *(run_dir / name for name in folders)):
         for unfinished in folder.glob(".*.tmp"):   # of a killed run: the lock shows that none runs
@@ -75,10 +65,38 @@ def open_run(run_dir, fresh, folders):
     return lock
 
 
-def refuse_unwritable(run_dir):
+def _rename_former(run_dir, lock):
+    """Rename a run folder, which `lock` holds, to the first free NAME.oldK; release the lock.
+
+    Raises: ValueError."""
+    number = 1
+    while (old := run_dir.with_name(f"{run_dir.name}.old{number}")).exists():
+        number += 1
+    try:
+        run_dir.rename(old)
+    except OSError as e:   # for example, a volume is mounted there
+        lock.release()
+        raise ValueError(f"--fresh cannot rename {run_dir}: {e.strerror}. Give another "
+                         "--work_dir.") from None
+    lock.path = old / "lock.json"
+    lock.release()
+    print(f"--fresh: the former run is now in {old}", flush=True)
+
+
+def names_in(run_dir) -> list[str]:
+    """Sorted names of what a run folder holds; an empty list if there is no such folder."""
+    if not run_dir.exists():
+        return []
+    names = [path.name for path in run_dir.iterdir()]
+    return sorted(name for name in names
+                  if not name.startswith(".lock.json."))   # left by a killed start
+
+
+def refuse_unwritable(run_dir) -> None:
     """Raise ValueError, naming --work_dir, if the folder cannot be made or written."""
-    folders = (run_dir.absolute(), *run_dir.absolute().parents)
-    nearest = next(folder for folder in folders if folder.exists())
+    nearest = run_dir.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return
     what = "may not be written" if nearest.is_dir() else "is a file"
@@ -86,7 +104,7 @@ def refuse_unwritable(run_dir):
                      "Expected a folder that can be written, or made. Give another --work_dir.")
 
 
-def check_lock(run, ddp):
+def check_lock(run, ddp) -> None:
     """Raise RuntimeError if another run took over the folder while this one was suspended."""
     if run.lock and run.lock.lost:
         close_run(ddp)   # so that this failure is not written to the other run's status.json
@@ -104,7 +122,8 @@ class RunLock:
     host and its process is gone, or if it is of another host and its heartbeat is older than
     `stale` seconds. The next run then takes it over.
     """
-    every, stale = 15, 120   # seconds; 8 heartbeats may fail before another host takes over
+    every = 15      # seconds
+    stale = 120     # seconds; 8 heartbeats may fail before another host takes over
     silent = None   # (folder, heartbeat) of a lock that this process has watched and found dead
 
     def __init__(self, run_dir):
@@ -114,49 +133,21 @@ class RunLock:
         temporary = self.path.with_name(f".lock.json.{os.getpid()}.tmp")
         dead = self.refuse_live(run_dir)
         if dead is not None:
-            with contextlib.suppress(FileNotFoundError):   # another start has removed it
-                self.path.replace(temporary)
-                if temporary.read_text(encoding="utf-8") != dead:   # a new lock: put it back
-                    temporary.replace(self.path)
-                    self.refuse_live(run_dir)
-        job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
+            self._remove_dead(dead, temporary, run_dir)
         self.holder = {"host": socket.gethostname(), "pid": os.getpid(),
-                       "start": process_start(os.getpid()), "job": job}
+                       "start": process_start(os.getpid()), "job": _job_id()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.write_text(self._text(), encoding="utf-8")
-            try:
-                os.link(temporary, self.path)    # atomic: one of two starts gets it
-            except FileExistsError:
-                raise
-            except OSError:                  # there are no hard links
-                with open(self.path, "x", encoding="utf-8") as file:
-                    file.write(self._text())
+            self._create(temporary)
         except FileExistsError:
             raise ValueError(f"{run_dir} was taken by another run at this moment. Expected one run "
                              "per folder. Give another --work_dir.") from None
         finally:
             temporary.unlink(missing_ok=True)
-        self.released, self.lost = threading.Event(), ""
+        self.released = threading.Event()
+        self.lost = ""   # who took over the folder while this process was suspended
         self.thread = threading.Thread(target=self._renew, daemon=True, name="run-lock")
         self.thread.start()
-
-    def _text(self):
-        return json.dumps({**self.holder, "beat": time.time()})
-
-    def _renew(self):
-        while not self.released.wait(self.every):
-            try:
-                try:
-                    lock = json.loads(self.path.read_text(encoding="utf-8"))
-                except (FileNotFoundError, ValueError):   # someone removed or damaged it
-                    lock = self.holder
-                if any(lock.get(key) != value for key, value in self.holder.items()):
-                    self.lost = f"process {lock.get('pid')} on {lock.get('host')}"   # new owner
-                    return
-                write_text_atomic(self.path, self._text())
-            except OSError:   # such as a full disk, which the next checkpoint will report
-                continue
 
     def release(self):
         """Release the folder. Harmless when repeated."""
@@ -166,6 +157,79 @@ class RunLock:
         self.thread.join()          # else a late heartbeat could write the file again
         if not self.lost:
             self.path.unlink(missing_ok=True)
+
+    @classmethod
+    def refuse_live(cls, run_dir, wait=True):
+        """Raise ValueError, naming the holder, if a live run holds this folder.
+
+        wait: for a holder on another host, wait for a new heartbeat; if False, a heartbeat that is
+        not stale is enough. Returns: text of the lock if it is dead or this process', else None.
+        """
+        try:
+            text = (Path(run_dir) / "lock.json").read_text(encoding="utf-8")
+            lock = json.loads(text)
+            host = lock["host"]
+            pid = lock["pid"]
+            age = time.time() - lock["beat"]
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{run_dir}/lock.json cannot be read as a lock; expected JSON with "
+                             "host, pid and beat. Remove it if no run is using this "
+                             "folder.") from None
+        if host != socket.gethostname():
+            lives = cls._lives_elsewhere(run_dir, lock["beat"], age) if wait else age < cls.stale
+        elif pid == os.getpid():
+            return text
+        else:
+            start = process_start(pid)
+            lives = start is not None and start == lock.get("start")
+        if lives:
+            job = f", job {lock['job']}" if lock.get("job") else ""
+            raise ValueError(f"{run_dir} is in use by process {pid} on {host}{job} (last sign of "
+                             f"life {age:.0f} s ago). Expected one run per folder. Wait for it, "
+                             "stop it, or give another --work_dir.")
+        return text
+
+    def _remove_dead(self, dead, temporary, run_dir):
+        """Remove the lock file if its text is still `dead`; another start may be faster."""
+        with contextlib.suppress(FileNotFoundError):   # another start has removed it
+            self.path.replace(temporary)
+            if temporary.read_text(encoding="utf-8") != dead:   # a new lock: put it back
+                temporary.replace(self.path)
+                self.refuse_live(run_dir)
+
+    def _create(self, temporary):
+        """Make the lock file; of two starts one gets it, the other FileExistsError."""
+        temporary.write_text(self._text(), encoding="utf-8")
+        try:
+            os.link(temporary, self.path)    # atomic
+        except FileExistsError:
+            raise
+        except OSError:                      # there are no hard links
+            with open(self.path, "x", encoding="utf-8") as file:
+                file.write(self._text())
+
+    def _text(self):
+        return json.dumps({**self.holder, "beat": time.time()})
+
+    def _renew(self):
+        while not self.released.wait(self.every):
+            try:
+                lock = self._read()
+                if any(lock.get(key) != value for key, value in self.holder.items()):
+                    self.lost = f"process {lock.get('pid')} on {lock.get('host')}"   # new owner
+                    return
+                write_text_atomic(self.path, self._text())
+            except OSError:   # such as a full disk, which the next checkpoint will report
+                continue
+
+    def _read(self):
+        """What the lock file holds; our own where someone has removed or damaged it."""
+        try:
+            return json.loads(self.path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return self.holder
 
     @classmethod
     def _lives_elsewhere(cls, run_dir, beat, age):
@@ -195,36 +259,13 @@ class RunLock:
         cls.silent = str(run_dir), beat
         return False
 
-    @classmethod
-    def refuse_live(cls, run_dir, wait=True):
-        """Raise ValueError, naming the holder, if a live run holds this folder.
 
-        wait: for a holder on another host, wait for a new heartbeat; if False, a heartbeat that is
-        not stale is enough. Returns: text of the lock if it is dead or this process', else None.
-        """
-        try:
-            text = (Path(run_dir) / "lock.json").read_text(encoding="utf-8")
-            lock = json.loads(text)
-            host, pid, age = lock["host"], lock["pid"], time.time() - lock["beat"]
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{run_dir}/lock.json cannot be read as a lock; expected JSON with "
-                             "host, pid and beat. Remove it if no run is using this "
-                             "folder.") from None
-        if host != socket.gethostname():
-            lives = cls._lives_elsewhere(run_dir, lock["beat"], age) if wait else age < cls.stale
-        elif pid == os.getpid():
-            return text
-        else:
-            start = process_start(pid)
-            lives = start is not None and start == lock.get("start")
-        if lives:
-            job = f", job {lock['job']}" if lock.get("job") else ""
-            raise ValueError(f"{run_dir} is in use by process {pid} on {host}{job} (last sign of "
-                             f"life {age:.0f} s ago). Expected one run per folder. Wait for it, "
-                             "stop it, or give another --work_dir.")
-        return text
+def _job_id():
+    """Id of the batch job that this process belongs to, or ""."""
+    for name in JOB_VARIABLES:
+        if name in os.environ:
+            return os.environ[name]
+    return ""
 
 
 def process_start(pid):

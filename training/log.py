@@ -11,7 +11,6 @@ Writes RUN_DIR/metrics.jsonl, one JSON object per row. `track` also sends the ro
 and Weights & Biases. A tracker that fails is reported once and then no longer used.
 """
 
-import contextlib
 import datetime
 import errno
 import json
@@ -27,15 +26,6 @@ from training.files import write_text_atomic
 from training.trackers import TensorBoard, Wandb
 
 
-def open_log(run, ddp):
-    """Open the RunLog of a run, and drop its rows after the step that the run continues from."""
-    log, m = RunLog(run.work_dir, ddp.is_main, run.n_iters), run.config.monitoring
-    log.truncate(run.progress["step"] if run.continued_from else -1)
-    log.track({**config_to_dict(run.config), "world_size": ddp.world_size}, run.progress["step"],
-              m.tensorboard, m.wandb)
-    return log
-
-
 class RunLog:
     """Writes the metrics of a run to its file, to the screen and to trackers.
 
@@ -44,8 +34,11 @@ class RunLog:
 
     def __init__(self, run_dir, is_main, total_steps):
         self.path = Path(run_dir) / "metrics.jsonl"
-        self.is_main, self.total_steps = is_main, total_steps
-        self.file = self.bar = self.began = None   # began: (step, time) of the first progress()
+        self.is_main = is_main
+        self.total_steps = total_steps
+        self.file = None       # metrics.jsonl, open from the first row on
+        self.bar = None
+        self.began = None      # (step, time) of the first progress()
         self.trackers = []
         if is_main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,8 +87,11 @@ class RunLog:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         known = {name: value for name, value in row.items() if value is not None}
-        self.trackers = [tracker for tracker in self.trackers
-                         if self._try(tracker.name, tracker.log, step, known, histograms or {})]
+        working = []
+        for tracker in self.trackers:
+            if self._try(tracker.name, tracker.log, step, known, histograms or {}):
+                working.append(tracker)
+        self.trackers = working
 
     def sync(self):
         """Wait until the rows are on disk. Call it before saving a checkpoint that follows them."""
@@ -121,12 +117,9 @@ class RunLog:
             return
         now = time.monotonic()
         if self.began is None:
-            self.began = step, now
+            self.began = (step, now)
             if sys.stderr.isatty():
-                from tqdm import tqdm
-                columns, lines = shutil.get_terminal_size()    # 80 x 24 if the size is unknown
-                self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
-                                ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
+                self._open_bar(step)
         fields = [f"step {step}/{self.total_steps}"]
         for name, value in numbers.items():   # four digits, with zeros, so that columns line up
             digits = f"{value:,}" if isinstance(value, int) else f"{value:#.4g}".rstrip(".")
@@ -144,12 +137,20 @@ class RunLog:
         else:
             print_line(line)
 
+    def _open_bar(self, step):
+        from tqdm import tqdm
+        columns, lines = shutil.get_terminal_size()    # 80 x 24 if the size is unknown
+        self.bar = tqdm(total=self.total_steps, initial=step, file=sys.stderr, leave=False,
+                        ncols=columns, nrows=lines, bar_format="{desc}  |{bar}|")
+
     def say(self, text):
         """Print a line on stdout without breaking the bar."""
         if not self.is_main:
             return
-        with (self.bar.external_write_mode(sys.stdout) if self.bar is not None else
-              contextlib.nullcontext()):
+        if self.bar is None:
+            print_line(text)
+            return
+        with self.bar.external_write_mode(sys.stdout):
             print_line(text)
 
     def close(self):
@@ -165,7 +166,18 @@ class RunLog:
             self.file = None
 
 
-def print_line(text, write=print):
+def open_log(run, ddp) -> RunLog:
+    """Open the RunLog of a run, and drop its rows after the step that the run continues from."""
+    monitoring = run.config.monitoring
+    step = run.progress["step"]
+    log = RunLog(run.work_dir, ddp.is_main, run.n_iters)
+    log.truncate(step if run.continued_from else -1)
+    log.track({**config_to_dict(run.config), "world_size": ddp.world_size}, step,
+              monitoring.tensorboard, monitoring.wandb)
+    return log
+
+
+def print_line(text, write=print) -> None:
     """Print a line. If the reader of stdout is gone, such as `tee` after Ctrl-C or a terminal, drop
     output: the run must go on and save. write: print, or a function that prints on rank 0 only."""
     try:
@@ -176,7 +188,7 @@ def print_line(text, write=print):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def rows_up_to(path, step):
+def rows_up_to(path, step) -> str:
     """The rows of a metrics.jsonl up to `step`, as text, without an incomplete last row."""
     kept = []
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
@@ -191,7 +203,7 @@ def rows_up_to(path, step):
     return "".join(kept)
 
 
-def read_rows(path):
+def read_rows(path) -> list[dict]:
     """All complete rows of a metrics.jsonl, as dicts; an empty list if there is no such file."""
     if not Path(path).exists():
         return []

@@ -1,5 +1,15 @@
 """The parts common to all training scripts: learning rate, start or resume, step, best score.
 
+    run = start_run(...)                              # at the end of a script's `prepare`
+    batches = open_batches(run, dataset, loss_of, ddp)
+    while ...:                                        # a step
+        set_learning_rate(run)
+        micro_batches = fetch(run, batches)
+        totals, norm = global_gradient(run.model, micro_batches, loss_of, ddp, ...)
+        norm = clip_gradient(run, norm)
+        step_optimizer(run, totals)
+        reason = after_step(run, ddp, at_once)        # to stop here, or ""
+
 train_sedd_ddp.py and train_dpo_ddp.py call these functions, and add their own config, loss, data
 and evaluation. An optimizer step takes a global batch, which consists of micro-batches. Their
 number is fixed at the start of a run. Each rank computes an equal share of them, by gradient
@@ -17,21 +27,12 @@ import torch
 from ddp_setup import (all_sum, broadcast, first_problem, grad_scaler, gradient_sync, listed,
                        optimize_with_ipex, stop_reason, stop_wanted, unwrap_ddp, worker_init,
                        wrap_ddp)
-from training.optimizer import make_optimizer
 from training.meter import StepMeter, make_meter
-
-
-ADVICE = ("A checkpoint, if there is one, holds the weights from before these steps. Begin a new "
-          "run with a lower optim.lr, a higher optim.warmup, or memory.mixed_precision: false.")
-
-
-class Diverged(RuntimeError):
-    """The loss has become nan or infinite. The same command would end in the same way again."""
-    retry = False   # read by ddp_setup, which then does not advise to give the command again
+from training.optimizer import make_optimizer
 
 
 # ---------------------------------------------------------------- learning rate
-def scale_for_batch(lr, warmup, rule, global_batch, base):
+def scale_for_batch(lr, warmup, rule, global_batch, base) -> tuple[float, int]:
     """Scale the learning rate to a global batch that differs from the one it was chosen for.
 
     The factor depends on the rule. "linear": global_batch / base (Goyal et al. 2017, arXiv
@@ -40,15 +41,18 @@ def scale_for_batch(lr, warmup, rule, global_batch, base):
     times the ranks take N times the steps, on N times the data each, to warm up.
     Returns: (learning rate, warm-up steps).
     """
-    factor = 1.0 if rule == "none" else global_batch / base
-    if rule == "sqrt":
-        factor = factor**0.5
-    elif isinstance(rule, dict):
-        factor = min(factor, rule["cap"])
+    if rule == "none":
+        factor = 1.0
+    elif rule == "linear":
+        factor = global_batch / base
+    elif rule == "sqrt":
+        factor = (global_batch / base)**0.5
+    else:
+        factor = min(global_batch / base, rule["cap"])
     return lr * factor, round(warmup * factor)
 
 
-def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
+def rate_share(step, warmup, n_iters, decay="none", decay_steps=None) -> float:
     """Learning rate of the next step, as a fraction of the full rate. step: number of steps done.
 
     It rises linearly, to 1 in step number `warmup`. decay "linear" or "cosine": it falls towards 0
@@ -64,7 +68,9 @@ def rate_share(step, warmup, n_iters, decay="none", decay_steps=None):
     else:
         length = min(decay_steps, n_iters)
     left = min(max((n_iters - step) / max(length, 1), 0.0), 1.0)
-    return rise * {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[decay]
+    if decay == "linear":
+        return rise * left
+    return rise * ((1 - math.cos(math.pi * left)) / 2)   # cosine
 
 
 # ---------------------------------------------------------------- start or continue
@@ -98,12 +104,13 @@ class Run:
     stop_requests: float = 0.0  # how many ranks were asked to stop, as last read
 
 
-def is_finished(run):
+def is_finished(run) -> bool:
+    """Whether a run has done all steps, or has stopped early for good."""
     return run.progress["finished"] == "early stop" or run.progress["step"] >= run.n_iters
 
 
-def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micro_batches,
-              lr_batch, progress, seen, make_ema=None, **fields):
+def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (parts of a run)
+              steps_per_epoch, micro_batches, lr_batch, progress, seen, make_ema=None, **fields):
     """Scale the learning rate, make sampler and optimizer, wrap the model, load the checkpoint.
 
     Args:
@@ -118,34 +125,50 @@ def start_run(kind, config, ddp, former, bare, item_of, *, steps_per_epoch, micr
         fields: other fields of `kind`.
     Returns: an instance of `kind`.
     """
-    t, o, state = config.training, config.optim, former.state
+    training = config.training
+    optim = config.optim
+    state = former.state
     progress = {"step": 0, "best": None, "bad_evals": 0, "finished": "",
                 "bad_steps": [0, 0],   # nan or infinite: in all, and in a row up to now
                 "seen": dict.fromkeys(seen, 0),
                 **progress}
-    lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, lr_batch, o.base_global_batch)
-    if state is not None:
+    if state is None:
+        lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
+                                     optim.base_global_batch)
+    else:
         state = {"seen": {}, **state}   # older checkpoints lack "seen"
-        lr, warmup = state["lr"], state["warmup"]
+        lr = state["lr"]
+        warmup = state["warmup"]
         progress = {name: state.get(name, initial) for name, initial in progress.items()}
         bare.load_state_dict(state["model"])
-    n_iters = t.n_iters or t.num_epochs * steps_per_epoch
+    n_iters = training.n_iters or training.num_epochs * steps_per_epoch
     sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"], n_iters)
-    bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, o, ddp), ddp)
-    run = kind(config=config, continued_from=former.path, bare=bare,
-               model=wrap_ddp(bare, ddp, **vars(config.ddp)), optimizer=optimizer,
-               scaler=grad_scaler(fields["dtype"], ddp),
+    bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, optim, ddp), ddp)
+    model = wrap_ddp(bare, ddp, **vars(config.ddp))
+    run = kind(config=config, continued_from=former.path, bare=bare, model=model,
+               optimizer=optimizer, scaler=grad_scaler(fields["dtype"], ddp),
                ema=make_ema(bare.parameters()) if make_ema else None, progress=progress,
                sampler=sampler, n_iters=n_iters, steps_per_epoch=steps_per_epoch,
                micro_batches=micro_batches, lr=lr, warmup=warmup,
                meter=make_meter(config, ddp, seen), **fields)
-    for name in ("optimizer", "scaler", "ema"):
-        if state is not None and getattr(run, name) is not None:
-            getattr(run, name).load_state_dict(state[name])
+    if state is not None:
+        run.optimizer.load_state_dict(state["optimizer"])
+        run.scaler.load_state_dict(state["scaler"])
+        if run.ema is not None:
+            run.ema.load_state_dict(state["ema"])
     return run
 
 
 # ---------------------------------------------------------------- the step
+ADVICE = ("A checkpoint, if there is one, holds the weights from before these steps. Begin a new "
+          "run with a lower optim.lr, a higher optim.warmup, or memory.mixed_precision: false.")
+
+
+class Diverged(RuntimeError):
+    """The loss has become nan or infinite. The same command would end in the same way again."""
+    retry = False   # read by ddp_setup, which then does not advise to give the command again
+
+
 class MicroBatchSampler(torch.utils.data.Sampler):
     """The micro-batches that this rank computes, from step `first` to `last`, for a DataLoader.
 
@@ -153,13 +176,36 @@ class MicroBatchSampler(torch.utils.data.Sampler):
     starts at any step, without going through the steps before it."""
 
     def __init__(self, item_of, micro_batches, ddp, first, last):
-        self.item_of, self.first, self.last = item_of, first, last
+        self.item_of = item_of
+        self.first = first
+        self.last = last
         accum = micro_batches // ddp.world_size
         self.mine = range(ddp.rank * accum, (ddp.rank + 1) * accum)
 
     def __iter__(self):
         for step in range(self.first, self.last):
-            yield from (self.item_of(step, micro) for micro in self.mine)
+            for micro in self.mine:
+                yield self.item_of(step, micro)
+
+
+def open_batches(run, dataset, loss_of, ddp):
+    """Warm DDP up; return an iterator over this rank's micro-batches, from the next step on.
+
+    After its first backward, DDP regroups the gradients into other buckets. With 3 ranks or more
+    this changes the order in which it sums them, and so the last bits. Every start therefore runs
+    one backward and drops its result: a resumed run then sums like an uninterrupted one."""
+    training = run.config.training
+    batches = iter(torch.utils.data.DataLoader(
+        dataset, sampler=run.sampler, batch_size=None, num_workers=training.num_workers,
+        pin_memory=ddp.device.type != "cpu", generator=torch.Generator(),   # not the global one
+        worker_init_fn=functools.partial(worker_init, signals=training.stop_signals)))
+    run.bare.train()
+    if ddp.world_size > 1:
+        item = run.sampler.item_of(run.progress["step"], run.sampler.mine[0])
+        global_gradient(run.model, [dataset[item]], loss_of, ddp, run.expected_count)
+        run.optimizer.zero_grad(set_to_none=True)
+    run.meter.restart()
+    return batches
 
 
 class Totals(NamedTuple):
@@ -172,15 +218,16 @@ class Totals(NamedTuple):
     stop: torch.Tensor       # number of ranks that were asked to stop
 
 
+
 N_SCALARS = 4   # number of fields of Totals after `sums`
 
 
-def unpack(packed):
+def unpack(packed) -> Totals:
     """Totals whose fields are views of `packed`, a tensor (n + N_SCALARS,)."""
     return Totals(packed, packed[:-N_SCALARS], *packed[-N_SCALARS:].unbind())
 
 
-def set_learning_rate(run):
+def set_learning_rate(run) -> None:
     """Give the optimizer the learning rate of the next step, see rate_share."""
     optim = run.config.optim
     share = rate_share(run.progress["step"], run.warmup, run.n_iters, optim.decay,
@@ -189,12 +236,13 @@ def set_learning_rate(run):
         group["lr"] = run.lr * share
 
 
-def fetch(run, batches):
+def fetch(run, batches) -> list[dict]:
     """This rank's micro-batches of the next step, a list. batches: see open_batches."""
     return run.meter.fetch(batches, len(run.sampler.mine), run.progress["step"] + 1)
 
 
-def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, meter=None):
+def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None,
+                    meter=None) -> tuple[Totals, torch.Tensor]:
     """Leave the gradient of the mean loss over the global batch in .grad on every rank.
 
     The mean is over `count` residues or pairs, which is known only after all micro-batches. So
@@ -210,7 +258,8 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, m
         scaler: a GradScaler, or None. meter: a StepMeter, or None.
     Returns: (Totals, norm of the gradient). If totals.bad is not 0, all gradients are nan.
     """
-    own, meter = None, meter or StepMeter(ddp)
+    meter = meter or StepMeter(ddp)
+    own = None   # Totals of this rank
     for k, batch in enumerate(batches):
         torch.manual_seed(batch["seed"])   # dropout depends on the micro-batch, not the rank
         with gradient_sync(model, last=k == len(batches) - 1), meter.passes(model):
@@ -239,27 +288,7 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None, m
     return totals, norm * factor
 
 
-def open_batches(run, dataset, loss_of, ddp):
-    """Warm DDP up; return an iterator over this rank's micro-batches, from the next step on.
-
-    After its first backward, DDP regroups the gradients into other buckets. With 3 ranks or more
-    this changes the order in which it sums them, and so the last bits. Every start therefore runs
-    one backward and drops its result: a resumed run then sums like an uninterrupted one."""
-    t = run.config.training
-    batches = iter(torch.utils.data.DataLoader(
-        dataset, sampler=run.sampler, batch_size=None, num_workers=t.num_workers,
-        pin_memory=ddp.device.type != "cpu", generator=torch.Generator(),   # not the global one
-        worker_init_fn=functools.partial(worker_init, signals=t.stop_signals)))
-    run.bare.train()
-    if ddp.world_size > 1:
-        item = run.sampler.item_of(run.progress["step"], run.sampler.mine[0])
-        global_gradient(run.model, [dataset[item]], loss_of, ddp, run.expected_count)
-        run.optimizer.zero_grad(set_to_none=True)
-    run.meter.restart()
-    return batches
-
-
-def clip_gradient(run, norm):
+def clip_gradient(run, norm) -> torch.Tensor:
     """Scale the gradient down to the norm optim.grad_clip, if its norm is above that.
 
     norm: of the gradient, as global_gradient returns it.
@@ -275,7 +304,7 @@ def clip_gradient(run, norm):
     return norm
 
 
-def step_optimizer(run, totals):
+def step_optimizer(run, totals) -> None:
     """Move the weights and their moving averages, and count the step. A bad step, with a nan or
     infinite loss or gradient, is counted but leaves both as they are.
 
@@ -297,7 +326,7 @@ def step_optimizer(run, totals):
     run.unread = to_host(totals.packed)
 
 
-def take_step(run, batches, loss_of, ddp):
+def take_step(run, batches, loss_of, ddp) -> tuple[Totals, torch.Tensor]:
     """A step, for benchmarks and tests: the five calls that the loop of a training script makes.
 
     Returns: (Totals, norm of the gradient before clipping)."""
@@ -308,6 +337,57 @@ def take_step(run, batches, loss_of, ddp):
     norm = clip_gradient(run, norm)
     step_optimizer(run, totals)
     return totals, norm
+
+
+def after_step(run, ddp, at_once) -> str:
+    """To be called after each step: count bad steps, compare the weights of all ranks every
+    check_sync_every steps, and return why all ranks stop here, or ''. Raises: see read_totals.
+
+    at_once: wait for the flags of this step; else those of the step before are used."""
+    step = run.progress["step"]
+    if at_once or ddp.device.type == "cpu":
+        read_totals(run)
+    reason = stop_reason(ddp, step, run.stop_requests)
+    if reason:
+        read_totals(run)
+    every = run.config.monitoring.check_sync_every
+    if every and (step % every == 0 or step == run.n_iters):
+        check_in_sync(run.bare, ddp)
+    return reason
+
+
+def read_totals(run) -> None:
+    """Read the totals of the last step, once: add up `seen`, count bad steps, note stop requests.
+
+    Raises: Diverged for more bad steps in a row than training.max_bad_steps."""
+    if run.unread is None:
+        return
+    packed, arrived = run.unread
+    run.unread = None
+    if arrived is not None:
+        arrived.synchronize()
+    totals = unpack(packed)
+    bad_steps, in_a_row = run.progress["bad_steps"]
+    run.stop_requests = float(totals.stop)
+    if not totals.bad:
+        run.progress["bad_steps"] = [bad_steps, 0]
+        seen = run.progress["seen"]
+        for name, number in zip(seen, totals.sums[-len(seen):].tolist()):
+            seen[name] += int(number)
+        return
+    if run.ema is not None:
+        run.ema.num_updates -= 1   # ema.update has counted this skipped step
+    # In float16 the scaler lowers its scale after each overflow: that is no bad step. But if the
+    # scale is below 1, the gradient itself has overflowed.
+    if totals.bad_loss or not run.scaler.is_enabled() or run.scaler.get_scale() < 1:
+        in_a_row += 1
+        run.progress["bad_steps"] = [bad_steps + 1, in_a_row]
+    max_bad_steps = run.config.training.max_bad_steps
+    if in_a_row > max_bad_steps:
+        n_ranks = float(totals.bad_loss or totals.bad)
+        raise Diverged(f"step {run.progress['step']}: the loss or its gradient was nan or infinite "
+                       f"in {in_a_row} steps in a row, on {n_ranks:.0f} rank(s) in the last; "
+                       f"expected at most {max_bad_steps}. These steps were skipped. {ADVICE}")
 
 
 def to_host(packed):
@@ -323,63 +403,17 @@ def to_host(packed):
     return copy, arrived
 
 
-def read_totals(run):
-    """Read the totals of the last step, once: add up `seen`, count bad steps, note stop requests.
-
-    Raises: Diverged for more bad steps in a row than training.max_bad_steps."""
-    if run.unread is None:
-        return
-    (packed, arrived), run.unread = run.unread, None
-    if arrived is not None:
-        arrived.synchronize()
-    totals, (bad_steps, in_a_row) = unpack(packed), run.progress["bad_steps"]
-    run.stop_requests = float(totals.stop)
-    if not totals.bad:
-        run.progress["bad_steps"] = [bad_steps, 0]
-        seen = run.progress["seen"]
-        for name, number in zip(seen, totals.sums[-len(seen):].tolist()):
-            seen[name] += int(number)
-        return
-    if run.ema is not None:
-        run.ema.num_updates -= 1   # ema.update has counted this skipped step
-    # In float16 the scaler lowers its scale after each overflow: that is no bad step. But if the
-    # scale is below 1, the gradient itself has overflowed.
-    if totals.bad_loss or not run.scaler.is_enabled() or run.scaler.get_scale() < 1:
-        bad_steps, in_a_row = bad_steps + 1, in_a_row + 1
-        run.progress["bad_steps"] = [bad_steps, in_a_row]
-    max_bad_steps = run.config.training.max_bad_steps
-    if in_a_row > max_bad_steps:
-        raise Diverged(f"step {run.progress['step']}: the loss or its gradient was nan or infinite "
-                       f"in {in_a_row} steps in a row, on "
-                       f"{float(totals.bad_loss or totals.bad):.0f} rank(s) in the last; "
-                       f"expected at most {max_bad_steps}. These steps were skipped. {ADVICE}")
-
-
-def after_step(run, ddp, at_once):
-    """To be called after each step: count bad steps, compare the weights of all ranks every
-    check_sync_every steps, and return why all ranks stop here, or ''. Raises: see read_totals.
-
-    at_once: wait for the flags of this step; else those of the step before are used."""
-    step, every = run.progress["step"], run.config.monitoring.check_sync_every
-    if at_once or ddp.device.type == "cpu":
-        read_totals(run)
-    reason = stop_reason(ddp, step, run.stop_requests)
-    if reason:
-        read_totals(run)
-    if every and (step % every == 0 or step == run.n_iters):
-        check_in_sync(run.bare, ddp)
-    return reason
-
-
 # ---------------------------------------------------------------- are all ranks alike?
-def check_alike(values, ddp):
+def check_alike(values, ddp) -> None:
     """Refuse values that differ between ranks, such as settings or the hash of a file.
 
     values: {what: plain value}. A collective. Raises ValueError on every rank, naming the first
     rank that differs from rank 0 and what it has."""
     of_rank_0 = broadcast(values, ddp)
-    other = [f"{what} {json.dumps(own)} (rank 0: {json.dumps(of_rank_0.get(what))})"
-             for what, own in values.items() if of_rank_0.get(what) != own]
+    other = []
+    for what, own in values.items():
+        if of_rank_0.get(what) != own:
+            other.append(f"{what} {json.dumps(own)} (rank 0: {json.dumps(of_rank_0.get(what))})")
     problem = f"rank {ddp.rank} on {ddp.host} has {listed(other)}" if other else ""
     problem = first_problem(problem, ddp)
     if problem:
@@ -387,43 +421,50 @@ def check_alike(values, ddp):
                          "has a copy of an old one somewhere, or was another command given there?")
 
 
-def check_in_sync(model, ddp):
+def check_in_sync(model, ddp) -> None:
     """Check that all ranks have the same parameters, bit for bit, by a checksum of each parameter.
 
     Raises: RuntimeError on every rank, naming the ranks that differ and their first parameter."""
     if ddp.world_size == 1:
         return
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}   # {bytes: type}
-    names, parameters = zip(*unwrap_ddp(model).named_parameters())
-    bits = [p.detach().contiguous().view(integers[p.element_size()]) for p in parameters]
-    sums = torch.stack([values.sum(dtype=torch.int64) for values in bits])
-    differs = (sums != broadcast(sums.clone(), ddp)).tolist()
-    name = first_problem(names[differs.index(True)] if any(differs) else "", ddp)
-    if not name:
+    names = []
+    checksums = []
+    for name, parameter in unwrap_ddp(model).named_parameters():
+        bits = parameter.detach().contiguous().view(integers[parameter.element_size()])
+        names.append(name)
+        checksums.append(bits.sum(dtype=torch.int64))
+    own = torch.stack(checksums)
+    differs = (own != broadcast(own.clone(), ddp)).tolist()
+    first = names[differs.index(True)] if any(differs) else ""
+    first = first_problem(first, ddp)
+    if not first:
         return
     found = all_sum([float(any(differs) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
-    ranks, hosts = [r for r, differ in enumerate(found) if differ], ddp.state.hosts
-    who = f"rank {listed([f'{r} on {hosts[r]}' for r in ranks])} differ from rank 0"
-    if len(ranks) > ddp.world_size / 2 and ddp.world_size > 2:
+    hosts = ddp.state.hosts
+    others = [f"{r} on {hosts[r]}" for r, differ in enumerate(found) if differ]
+    who = f"rank {listed(others)} differ from rank 0"
+    if len(others) > ddp.world_size / 2 and ddp.world_size > 2:
         who = f"rank 0 on {hosts[0]} differs from most others"
-    raise RuntimeError(f"the parameters are no longer equal on all ranks: {who}, first in {name}. "
+    raise RuntimeError(f"the parameters are no longer equal on all ranks: {who}, first in {first}. "
                        "Expected equal bits. Is a device faulty, or does a rank change weights by "
                        "itself?")
 
 
 # ---------------------------------------------------------------- the best
-def record_score(run, score, values, ddp):
+def record_score(run, score, values, ddp) -> bool:
     """Note an evaluation's score in run.progress. Returns: is it the best so far? Rank 0 decides.
 
     After training.patience evaluations without a better score, the run is marked as finished.
     score: lower is better. values: metrics by name; those named val/... are kept with the best."""
-    progress, t = run.progress, run.config.training
+    progress = run.progress
+    training = run.config.training
     best = progress["best"]
-    improved = broadcast(best is None or score < best["score"] - t.min_delta, ddp)
+    improved = broadcast(best is None or score < best["score"] - training.min_delta, ddp)
     progress["bad_evals"] = 0 if improved else progress["bad_evals"] + 1
     if improved:
         found = {name: value for name, value in values.items() if name.startswith("val/")}
         progress["best"] = {"step": progress["step"], "score": score, **found}
-    if t.patience is not None and progress["bad_evals"] >= t.patience:
+    if training.patience is not None and progress["bad_evals"] >= training.patience:
         progress["finished"] = "early stop"
     return improved

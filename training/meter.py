@@ -43,22 +43,32 @@ class StepMeter:
 
     def __init__(self, ddp, timing_every=0, log_freq=1, layers=(), with_histograms=False,
                  seen=("items",)):
-        self.ddp, self.timing_every, self.log_freq = ddp, timing_every, log_freq
-        self.seen, self.reports = seen, 0
+        self.ddp = ddp
+        self.timing_every = timing_every
+        self.log_freq = log_freq
         self.layers = layers if ddp.is_main else ()
-        self.with_histograms, self.laps = with_histograms, None
+        self.with_histograms = with_histograms
+        self.seen = seen
+        self.reports = 0
+        self.laps = None    # of the step that is being timed: [(part, time stamp of its end)]
         self.restart()
 
     def restart(self):
         """Start to measure anew, for the next report."""
-        self.since, self.steps, self.waited, self.count = time.perf_counter(), 0, 0.0, 0.0
-        self.timed, self.norms, self.histograms = [], {}, {}
+        self.since = time.perf_counter()
+        self.steps = 0
+        self.waited = 0.0      # seconds for micro-batches
+        self.count = 0.0       # of what `seen` names first
+        self.timed = []        # laps of the timed steps
+        self.norms = {}
+        self.histograms = {}
 
     def fetch(self, batches, number, step):
         """Begin step `step`: the next `number` micro-batches of the iterator `batches`."""
-        self.step, begin = step, time.perf_counter()
+        self.step = step
+        begin = time.perf_counter()
         if self.timing_every and step % self.timing_every == 0:
-            self.laps = [("", self._stamp())]     # (part, time stamp of its end)
+            self.laps = [("", self._stamp())]
         fetched = [next(batches) for _ in range(number)]
         self.waited += time.perf_counter() - begin
         self.lap("data")
@@ -92,12 +102,13 @@ class StepMeter:
         self.lap("exchange")
 
     def finish(self, sums):
-        """End the step. sums: see loop.Totals."""
+        """End the step. sums: see training.loop.Totals."""
         self.count = self.count + sums[-len(self.seen)]   # on the device
         self.lap("optimizer")
         if self.laps is not None:
             self.timed.append(self.laps)
-        self.laps, self.steps = None, self.steps + 1
+        self.laps = None
+        self.steps += 1
 
     def measure_layers(self, kind, model):
         """Norms, perhaps histograms, of the model's `kind` ("gradients", "weights") by layer.
@@ -125,8 +136,12 @@ class StepMeter:
         values = {"time/step": seconds / max(self.steps, 1), "data_wait": self.waited / seconds,
                   f"{self.seen[0]}_per_second": float(self.count) / seconds, **self.norms}
         self.reports += 1
-        if not self.timed:
-            return values
+        if self.timed:
+            values.update(self._compare_ranks())
+        return values
+
+    def _compare_ranks(self):
+        """Metrics that need the timed steps of all ranks, by name. A collective."""
         steps = [seconds_by_part(laps) for laps in self.timed]
         own = [sum(step[part] for step in steps) for part in PARTS]
         table = torch.zeros(self.ddp.world_size, len(PARTS) + 2, dtype=torch.float64)
@@ -134,18 +149,19 @@ class StepMeter:
                                              utilization(self.ddp.device)])
         spent, memory, used = all_sum(table, self.ddp).split([len(PARTS), 1, 1], 1)
         shares = spent.sum(0) / spent.sum()
-        values |= {f"time/{part}": float(share) for part, share in zip(PARTS, shares)}
-        values |= {"memory/peak_gb_least": float(memory.min()),
-                   "memory/peak_gb_most": float(memory.max())}
+        values = {f"time/{part}": float(share) for part, share in zip(PARTS, shares)}
+        values["memory/peak_gb_least"] = float(memory.min())
+        values["memory/peak_gb_most"] = float(memory.max())
         if used.isfinite().any():
             values["device/utilization"] = float(used.nanmean())
         if self.ddp.world_size > 1:
-            working = spent.sum(1) - spent[:, PARTS.index("exchange")]
             hosts = self.ddp.state.hosts
-            slowest, largest = int(working.argmax()), int(memory.argmax())
-            values |= {"time/slowest_rank": slowest, "time/slowest_host": hosts[slowest],
-                       "time/slowest_ratio": float(working.max() / working.mean()),
-                       "memory/most_host": hosts[largest]}
+            working = spent.sum(1) - spent[:, PARTS.index("exchange")]
+            slowest = int(working.argmax())
+            values["time/slowest_rank"] = slowest
+            values["time/slowest_host"] = hosts[slowest]
+            values["time/slowest_ratio"] = float(working.max() / working.mean())
+            values["memory/most_host"] = hosts[int(memory.argmax())]
         return values
 
     def _stamp(self):
@@ -156,16 +172,20 @@ class StepMeter:
         return event
 
 
-def make_meter(config, ddp, seen):
+def make_meter(config, ddp, seen) -> StepMeter:
     """The StepMeter of a run. seen: see StepMeter."""
     monitoring = config.monitoring
-    layers = [kind for kind in ("gradients", "weights") if getattr(monitoring, f"log_{kind}")]
+    layers = []
+    if monitoring.log_gradients:
+        layers.append("gradients")
+    if monitoring.log_weights:
+        layers.append("weights")
     has_tracker = monitoring.tensorboard or monitoring.wandb is not None
     return StepMeter(ddp, monitoring.timing_every, config.training.log_freq, layers, has_tracker,
                      seen)
 
 
-def step_values(run, norm, ddp):
+def step_values(run, norm, ddp) -> dict:
     """{name: value} that every script logs of a step. Can be a collective: see StepMeter.report."""
     first_row = run.meter.reports == 0   # of this start, which may have another number of ranks
     values = {"grad_norm": float(norm), "lr": run.optimizer.param_groups[0]["lr"],
@@ -185,13 +205,13 @@ def step_values(run, norm, ddp):
     return values
 
 
-def bad_steps_field(run):
+def bad_steps_field(run) -> dict:
     """For RunLog.progress: the number of bad steps, if there were any."""
     bad_steps, _ = run.progress["bad_steps"]
     return {"bad steps": bad_steps} if bad_steps else {}
 
 
-def seconds_by_part(laps):
+def seconds_by_part(laps) -> dict[str, float]:
     """{part: seconds} of a timed step; "" is for time that belongs to no part."""
     seconds = dict.fromkeys((*PARTS, ""), 0.0)
     for (_, begin), (part, end) in itertools.pairwise(laps):
@@ -203,7 +223,7 @@ def seconds_by_part(laps):
     return seconds
 
 
-def layer_of(name):
+def layer_of(name) -> str:
     """The layer of a parameter: blocks.0 of blocks.0.norm1.weight, W_out of W_out.bias."""
     first, _, rest = name.partition(".")
     number = rest.partition(".")[0]
@@ -218,18 +238,18 @@ class Histogram(NamedTuple):
     squares: float    # sum of their squares
 
 
-def histogram_of(tensors):
+def histogram_of(tensors) -> Histogram:
     """The Histogram of all numbers in these tensors, which must be finite."""
     flat = torch.cat([tensor.flatten() for tensor in tensors]).float()
-    low, high, total, squares = torch.stack([*flat.aminmax(), flat.sum(),
-                                             flat.square().sum()]).tolist()
+    four = torch.stack([*flat.aminmax(), flat.sum(), flat.square().sum()])   # read at once
+    low, high, total, squares = four.tolist()
     if low == high:     # all numbers are equal, as in weights that start at zero
         high = low + (abs(low) or 1.0)
     edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64)
     return Histogram(torch.histc(flat, BINS, low, high).tolist(), edges.tolist(), total, squares)
 
 
-def peak_memory(device):
+def peak_memory(device) -> float:
     """Peak memory since the start in GB: of tensors on a device, or, for a CPU, of this process."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device) / 1e9
@@ -238,11 +258,13 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def utilization(device):
+def utilization(device) -> float:
     """Share of the recent past in which a CUDA device was busy; nan if that is not known.
 
     It needs the vendor's library (pynvml, amdsmi). On XPUs, asking would delay a step by 0.1 s."""
+    if device.type != "cuda":
+        return math.nan
     try:
-        return torch.cuda.utilization(device) / 100 if device.type == "cuda" else math.nan
+        return torch.cuda.utilization(device) / 100
     except Exception:     # many types: no library, no permission, an old driver
         return math.nan

@@ -11,25 +11,25 @@ Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; the update is tor
 """
 import torch
 
-from training.fast_linear import on_cpu
 from ddp_setup import Ddp, broadcast
+from training.fast_linear import on_cpu
 
 
-def make_optimizer(model, lr, o, ddp=None):
-    """The optimizer that the section `optim` of a config names, over all parameters of `model`.
+def make_optimizer(model, lr, optim, ddp=None):
+    """The optimizer that the config asks for, over all parameters of `model`.
 
-    ddp: the ranks that share Muon's work; None: no others.
+    optim: section of the config. ddp: the ranks that share Muon's work; None: no others.
     Raises: ValueError where this torch has no Muon."""
-    if o.name == "adamw":
-        return _adamw(model.parameters(), lr, o)
+    if optim.name == "adamw":
+        return _adamw(model.parameters(), lr, optim)
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"config: optim.name is muon; torch {torch.__version__} has none. "
                          "Expected torch 2.9 or newer, or optim.name adamw with "
                          "about a quarter of the learning rate.")
-    return MuonAndAdamW(model, lr, o, ddp or Ddp())
+    return MuonAndAdamW(model, lr, optim, ddp or Ddp())
 
 
-def block_matrices(model):
+def block_matrices(model) -> list[torch.nn.Parameter]:
     """The matrices that Muon updates: those of modules in a ModuleList (the blocks of a network).
 
     Embeddings, output layers and what else stands outside the blocks are left to AdamW, as in the
@@ -38,10 +38,15 @@ def block_matrices(model):
     return [p for block in blocks for p in block.parameters() if p.ndim == 2]
 
 
-def state_bytes(model, name):
-    """Bytes of the optimizer's state: two float32 numbers per weight; one where Muon updates."""
-    matrices = block_matrices(model) if name == "muon" else []
-    return 8 * sum(p.numel() for p in model.parameters()) - 4 * sum(p.numel() for p in matrices)
+def state_bytes(model, name) -> int:
+    """Bytes of the optimizer's state: two float32 numbers per weight; one where Muon updates.
+
+    name: optim.name of the config."""
+    n_weights = sum(p.numel() for p in model.parameters())
+    n_by_muon = 0
+    if name == "muon":
+        n_by_muon = sum(p.numel() for p in block_matrices(model))
+    return 8 * n_weights - 4 * n_by_muon
 
 
 class MuonAndAdamW:
@@ -53,15 +58,16 @@ class MuonAndAdamW:
     _step_supports_amp_scaling = True   # a GradScaler sets found_inf, and waits for nothing
     found_inf = None
 
-    def __init__(self, model, lr, o, ddp):
+    def __init__(self, model, lr, optim, ddp):
         matrices = block_matrices(model)
         ids = {id(p) for p in matrices}
-        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=o.weight_decay,
+        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=optim.weight_decay,
                                      adjust_lr_fn="match_rms_adamw")
         for p in matrices:   # made here: `step` copies them before the first update
             self.muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        self.adamw = _adamw([p for p in model.parameters() if id(p) not in ids], lr, o)
-        self.ddp, self.by_size = ddp, sorted(matrices, key=torch.Tensor.numel)
+        self.adamw = _adamw([p for p in model.parameters() if id(p) not in ids], lr, optim)
+        self.ddp = ddp
+        self.by_size = sorted(matrices, key=torch.Tensor.numel)
 
     @property
     def param_groups(self):
@@ -74,13 +80,17 @@ class MuonAndAdamW:
     @torch.no_grad()
     def step(self):
         """Update all parameters; where found_inf is 1.0 they and the state stay as they are."""
-        bad = self.adamw.found_inf = self.found_inf
+        bad = self.found_inf
+        self.adamw.found_inf = bad
         self.adamw.step()
-        if bad is None or on_cpu(bad) and not bad:   # a device would have to be waited for
+        known_to_be_good = bad is None or (on_cpu(bad) and not bad)   # a device is not waited for
+        if known_to_be_good:
             self._update_matrices()
             return
-        # torch's Muon knows no found_inf
-        tensors = [t for p, state in self.muon.state.items() for t in (p, state["momentum_buffer"])]
+        # torch's Muon knows no found_inf: what it changes is put back where the step was bad.
+        tensors = []
+        for p, state in self.muon.state.items():
+            tensors += [p, state["momentum_buffer"]]
         before = [t.clone() for t in tensors]
         self._update_matrices()
         for t, old in zip(tensors, before):
@@ -89,12 +99,13 @@ class MuonAndAdamW:
     def _update_matrices(self):
         """torch's Muon for this rank's share; of the other matrices only the momentum moves here,
         so that each rank has the whole state."""
-        ranks = range(self.ddp.world_size)
-        if len(ranks) == 1 or self.ddp.local_world_size < len(ranks):
+        n_ranks = self.ddp.world_size
+        on_several_hosts = self.ddp.local_world_size < n_ranks
+        if n_ranks == 1 or on_several_hosts:
             self.muon.step()
             return
         [group] = self.muon.param_groups
-        shares = [self.by_size[rank::len(ranks)] for rank in ranks]
+        shares = [self.by_size[rank::n_ranks] for rank in range(n_ranks)]
         gradients = [p.grad for p in group["params"]]
         mine = {id(p) for p in shares[self.ddp.rank]}
         for p in group["params"]:
@@ -105,10 +116,11 @@ class MuonAndAdamW:
         for p, gradient in zip(group["params"], gradients):
             p.grad = gradient
         for rank, share in enumerate(shares):
-            if share:   # in one message
-                flat = broadcast(torch.cat([p.flatten() for p in share]), self.ddp, rank)
-                for p, new in zip(share, flat.split([p.numel() for p in share])):
-                    p.copy_(new.view_as(p))
+            if not share:   # there are more ranks than matrices
+                continue
+            flat = broadcast(torch.cat([p.flatten() for p in share]), self.ddp, rank)
+            for p, new in zip(share, flat.split([p.numel() for p in share])):
+                p.copy_(new.view_as(p))
 
     def state_dict(self):
         return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
@@ -118,6 +130,6 @@ class MuonAndAdamW:
         self.adamw.load_state_dict(state["adamw"])
 
 
-def _adamw(parameters, lr, o):
-    return torch.optim.AdamW(parameters, lr=lr, betas=o.betas, eps=o.eps,
-                             weight_decay=o.weight_decay, fused=True)
+def _adamw(parameters, lr, optim):
+    return torch.optim.AdamW(parameters, lr=lr, betas=optim.betas, eps=optim.eps,
+                             weight_decay=optim.weight_decay, fused=True)

@@ -15,23 +15,53 @@ from training.log import read_rows
 # (title, unit of the vertical axis, {key of metrics.jsonl: line style}). Style "~" is for noisy
 # curves: pale, with a running mean. Style "level..." is for constants: a horizontal line.
 PANELS = (
-    ("loss", "nats (SEDD: per residue)", {"loss": "~", "val/loss": "o-", "val/unigram": "level:",
-                      "val/exact": "level--"}),
+    ("loss", "nats (SEDD: per residue)",
+     {"loss": "~", "val/loss": "o-", "val/unigram": "level:", "val/exact": "level--"}),
     ("rewards", "nats", {"val/rewards/chosen": "-", "val/rewards/rejected": "--"}),
     ("accuracy", "share of pairs", {"rewards/accuracies": "~", "val/rewards/accuracies": "o-"}),
     ("margin of the rewards", "nats", {"rewards/margins": "~", "val/rewards/margins": "o-"}),
     ("recovery of native sequences", "share of residues", {"val/recovery": "o-"}),
     ("KL from the reference", "nats per residue", {"val/kl": "o-"}),
-    ("designs", "share of residues", {"val/design_recovery": "o-", "val/design_diversity": "s--",
-                          "val/design_shift": "^:"}),
+    ("designs", "share of residues",
+     {"val/design_recovery": "o-", "val/design_diversity": "s--", "val/design_shift": "^:"}),
     ("learning rate", "", {"lr": "-"}),
-    ("throughput", "residues or pairs per second", {"residues_per_second": "-",
-                                                    "pairs_per_second": "--"}),
+    ("throughput", "residues or pairs per second",
+     {"residues_per_second": "-", "pairs_per_second": "--"}),
     ("norm of the gradient", "", {"grad_norm": "~"}))
 SMOOTHED = 200    # a curve of more points is drawn as means over neighbouring points
 
 
-def rows_of(folder):
+def draw(runs, path) -> None:
+    """Draw {name: rows} into a PNG at `path`. Each of several runs has its own colour.
+
+    Raises: ValueError if nothing can be drawn, ImportError without matplotlib."""
+    panels = []
+    for title, unit, styles in PANELS:
+        if any(points(rows, key) for rows in runs.values() for key in styles):
+            panels.append((title, unit, styles))
+    if not panels:
+        raise ValueError(f"{', '.join(runs)}: found none of the metrics that are drawn; expected "
+                         "those of docs/metrics.md.")
+    from matplotlib.figure import Figure
+    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
+    lines = math.ceil(len(panels) / columns)
+    for_names = 0.25 * math.ceil(len(runs) / columns)   # inches for the names of the runs
+    figure = Figure(figsize=(5.5 * columns, 3.2 * lines + for_names), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
+    for axis in axes.flat[len(panels):]:
+        axis.set_axis_off()
+    colors = colors_for(len(runs))
+    for (title, unit, styles), axis in zip(panels, axes.flat):
+        _draw_panel(axis, styles, list(runs.values()), colors)
+        axis.set(title=title, xlabel="step", ylabel=unit)
+        if title in ("learning rate", "throughput"):
+            axis.set_ylim(bottom=0)
+    if len(runs) > 1:
+        _name_runs(figure, runs, colors, columns)
+    write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))
+
+
+def rows_of(folder) -> list[dict]:
     """The rows of a run's metrics.jsonl, to which val/unigram is added: nats from the perplexity.
 
     Raises: ValueError if there are none."""
@@ -46,7 +76,7 @@ def rows_of(folder):
     return rows
 
 
-def points(rows, key):
+def points(rows, key) -> list[list[float]]:
     """[[step, value]] of the rows that have `key`; long curves as means over neighbours."""
     known = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     size = len(known) // SMOOTHED + 1
@@ -54,65 +84,61 @@ def points(rows, key):
     return [[sum(values) / len(values) for values in zip(*group)] for group in groups]
 
 
-def running_mean(values):
+def running_mean(values) -> np.ndarray:
     """Means over a twentieth of a curve's points to either side, fewer at its ends."""
     window = np.ones(2 * (len(values) // 20) + 1)
     n_points = np.convolve(np.ones(len(values)), window, "same")
     return np.convolve(values, window, "same") / n_points
 
 
-def draw(runs, path):
-    """Draw {name: rows} into a PNG at `path`. Each of several runs has its own colour.
-
-    Raises: ValueError if nothing can be drawn, ImportError without matplotlib."""
-    panels = [(title, unit, styles) for title, unit, styles in PANELS
-              if any(points(rows, key) for rows in runs.values() for key in styles)]
-    if not panels:
-        raise ValueError(f"{', '.join(runs)}: found none of the metrics that are drawn; expected "
-                         "those of docs/metrics.md.")
+def colors_for(n):
+    """n colours that differ, or a few more."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
     colors = [f"C{number}" for number in range(10)]
-    if len(runs) > len(colors):   # they would repeat
-        colors = colormaps["turbo"](np.linspace(0, 1, len(runs)))
-    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
-    height = math.ceil(len(panels) / columns)
-    legend = 0.25 * math.ceil(len(runs) / columns)   # inches for the names of the runs
-    figure = Figure(figsize=(5.5 * columns, 3.2 * height + legend), layout="constrained")
-    axes = figure.subplots(height, columns, squeeze=False)
-    for axis in axes.flat[len(panels):]:
-        axis.set_axis_off()
-    for (title, unit, styles), axis in zip(panels, axes.flat):
-        named = set()    # keys in the legend, once for all runs
-        for run_number, rows in enumerate(runs.values()):
-            curves = {key: curve for key in styles if (curve := points(rows, key))}
-            for key_number, (key, curve) in enumerate(curves.items()):
-                style, (steps, values) = styles[key], zip(*curve)
-                words = f"{key} (running mean; pale: steps)" if styles[key] == "~" else key
-                label = None if key in named else words
-                named.add(key)
-                color = colors[key_number if len(runs) == 1 else run_number]
-                if style.startswith("level"):
-                    axis.axhline(values[-1], linestyle=style.removeprefix("level"), color=color,
-                                 label=label)
-                elif style == "~":
-                    axis.plot(steps, values, color=color, alpha=0.3)
-                    axis.plot(steps, running_mean(values), color=color, label=label)
-                else:
-                    axis.plot(steps, values, style, color=color, markersize=3, label=label)
-        axis.set(title=title, xlabel="step", ylabel=unit)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
-        if title in ("learning rate", "throughput"):
-            axis.set_ylim(bottom=0)
-        if len(named) > 1:
-            legend = axis.legend(fontsize="small")
-            for handle in legend.legend_handles if len(runs) > 1 else ():
+    if n > len(colors):   # they would repeat
+        colors = colormaps["turbo"](np.linspace(0, 1, n))
+    return colors
+
+
+def _draw_panel(axis, styles, runs, colors):
+    """Draw the curves of one panel. styles: {key: line style}. runs: the rows of each run. A colour
+    is a run's; with a single run, a curve's."""
+    several = len(runs) > 1
+    labels = set()    # keys in the legend, once for all runs
+    for run_number, rows in enumerate(runs):
+        curves = {key: points(rows, key) for key in styles}
+        curves = {key: curve for key, curve in curves.items() if curve}
+        for key_number, (key, curve) in enumerate(curves.items()):
+            color = colors[run_number if several else key_number]
+            _draw_curve(axis, key, styles[key], curve, color, with_label=key not in labels)
+            labels.add(key)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+    if len(labels) > 1:
+        legend = axis.legend(fontsize="small")
+        if several:
+            for handle in legend.legend_handles:
                 handle.set_color("black")
-    if len(runs) > 1:
-        # A label that begins with "_" would be left out; "$" begins mathematics.
-        figure.legend([Line2D([], [], color=color) for color, _ in zip(colors, runs)],
-                      [f" {name}".replace("$", r"\$") for name in runs],
-                      loc="outside upper center", ncols=min(len(runs), columns))
-    write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))
+
+
+def _draw_curve(axis, key, style, curve, color, with_label):
+    steps, values = zip(*curve)
+    label = key if with_label else None
+    if style.startswith("level"):
+        axis.axhline(values[-1], linestyle=style.removeprefix("level"), color=color, label=label)
+    elif style == "~":
+        if with_label:
+            label = f"{key} (running mean; pale: steps)"
+        axis.plot(steps, values, color=color, alpha=0.3)
+        axis.plot(steps, running_mean(values), color=color, label=label)
+    else:
+        axis.plot(steps, values, style, color=color, markersize=3, label=label)
+
+
+def _name_runs(figure, runs, colors, columns):
+    """A legend above all panels: the colour and name of each run."""
+    from matplotlib.lines import Line2D
+    lines = [Line2D([], [], color=color) for color, _ in zip(colors, runs)]
+    # A label that begins with "_" would be left out; "$" begins mathematics.
+    names = [f" {name}".replace("$", r"\$") for name in runs]
+    figure.legend(lines, names, loc="outside upper center", ncols=min(len(runs), columns))

@@ -1,7 +1,9 @@
 """The checkpoint that a run continues from: finding it, refusing one that does not fit, saving.
 
     former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
-    micro_batches = check_checkpoint(former, ...)       # ValueError says what does not fit
+    check_checkpoint(former, NEEDED, config, MAY_CHANGE, model, anew)   # ValueError: what is wrong
+    check_data(former, "proteins", fingerprint, anew)
+    micro_batches = count_micro_batches(former, config, ddp)
     ...
     save_run(run, log, ddp, "last.pt", keep_last=2)
 
@@ -9,7 +11,6 @@ A run folder holds its checkpoints in checkpoints/: last.pt, the former ones las
 and those of the best weights. A start never writes before all checks have passed.
 """
 import hashlib
-import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import torch
 from ddp_setup import broadcast, load_checkpoint, print0, save_checkpoint
 from training.config import config_differences, config_items, config_to_dict, load_config
 from training.files import write_whole
-from training.folder import MARKS, RunLock, check_lock, refuse_unwritable
+from training.folder import MARKS, RunLock, check_lock, names_in, refuse_unwritable
 from training.log import rows_up_to
 from training.loop import ADVICE, Diverged, check_alike, is_finished
 
@@ -43,12 +44,13 @@ class Former(NamedTuple):
     state: dict | None        # its content
 
 
-def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host):
+def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host) -> Former:
     """Decide on rank 0 what to continue from; all ranks read the same checkpoint.
 
-    may_change: keys that may differ from the checkpoint's config. per_host: keys that may differ
-    between ranks. Returns a Former.
-    """
+    Args:
+        work_dir: Path of the run folder. resume, fresh, may_change: see find_checkpoint.
+        per_host: keys that may differ between ranks.
+    Raises: ValueError on every rank, also for a config that is not the same on all."""
     if fresh and resume:
         raise ValueError("--fresh and --resume exclude each other: start over, or continue.")
     if fresh and work_dir.name in ("", ".."):
@@ -59,7 +61,9 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
         raise ValueError(f"--resume {resume} is a folder; expected a checkpoint, such as "
                          f"{Path(resume) / folder / 'last.pt'}.")
     check_alike(config_items(config, per_host), ddp)
-    path = find_checkpoint(work_dir, resume, fresh, config, may_change) if ddp.is_main else None
+    path = None
+    if ddp.is_main:
+        path = find_checkpoint(work_dir, resume, fresh, config, may_change)
     path = broadcast(path, ddp)
     if path is None:
         return Former(None, None)
@@ -67,7 +71,7 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     return Former(ddp.state.checkpoint, state)   # last-1.pt, where last.pt is damaged
 
 
-def find_checkpoint(run_dir, resume, fresh, config, may_change):
+def find_checkpoint(run_dir, resume, fresh, config, may_change) -> str | None:
     """Find the checkpoint that a start continues from. Writes nothing.
 
     Args:
@@ -85,48 +89,51 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change):
                          "to continue it.")
     last = run_dir / "checkpoints" / "last.pt"
     # If only last-1.pt exists, the run was killed between two renames of save_checkpoint.
-    saved = any(last.with_name(name).exists() for name in ("last.pt", "last-1.pt"))
+    saved = last.exists() or last.with_name("last-1.pt").exists()
     if resume and saved and last.parent.resolve() != Path(resume).resolve().parent:
         raise ValueError(f"{run_dir} holds a run already, and --resume {resume} is of another. "
                          "Expected a checkpoint of the same run. Give another --work_dir; or "
                          "leave --resume out to continue this run.")
-    names = sorted(name for name in (os.listdir(run_dir) if run_dir.exists() else ())
-                   if not name.startswith(".lock.json."))   # left by a killed start
+    names = names_in(run_dir)
     if names and not MARKS & set(names):
         raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(names[:5])}. "
                          "Expected an empty or new folder, or that of a run. Give another "
                          "--work_dir.")
     if "metrics.jsonl" in names and not fresh:
         rows_up_to(run_dir / "metrics.jsonl", 0)   # refuses a file with broken rows
-    if not fresh and not saved and "config.yaml" in names:
-        former = load_config(type(config), run_dir / "config.yaml")
-        differences = config_differences(former, config, may_change)
-        if differences:
-            lines = "\n    ".join(differences)
-            raise ValueError(f"{run_dir} holds a run with another config, which came to no "
-                             f"checkpoint:\n    {lines}\n  Expected the same config. Give another "
-                             "--work_dir" + (", or --fresh to start over." if not resume else "."))
+    if "config.yaml" in names and not fresh and not saved:
+        _refuse_other_config(run_dir, resume, config, may_change)
     if resume:
         return str(resume)
     return str(last) if saved and not fresh else None
 
 
-def check_checkpoint(former, config, may_change, needed, model, things, fingerprint, anew, ddp):
-    """Number of micro-batches in a global batch, which is fixed at the start of a run. Refuses a
-    checkpoint that does not fit this start, or holds nan or infinity.
+def _refuse_other_config(run_dir, resume, config, may_change):
+    """Raise ValueError if a run that came to no checkpoint had another config."""
+    former = load_config(type(config), run_dir / "config.yaml")
+    differences = config_differences(former, config, may_change)
+    if differences:
+        lines = "\n    ".join(differences)
+        or_fresh = "." if resume else ", or --fresh to start over."
+        raise ValueError(f"{run_dir} holds a run with another config, which came to no "
+                         f"checkpoint:\n    {lines}\n  Expected the same config. Give another "
+                         f"--work_dir{or_fresh}")
+
+
+def check_checkpoint(former, needed, config, may_change, model, anew) -> None:
+    """Refuse a checkpoint that does not fit the config and the model, or holds nan or infinity.
 
     Args:
-        former: a Former, whose state must have the keys `needed`.
+        former: a Former. Without a state, nothing is checked.
+        needed: keys that the state must have.
         config: the config now. may_change: keys that may differ from the checkpoint's config.
         model: of the expected shapes.
-        things, fingerprint: the data: a word for messages, such as proteins, and {"n", "hash"}.
         anew: options that start a new run from this run's weights, for messages.
     Raises: ValueError."""
     path, state = former
-    fine_tune = f" To train its weights further, as a new run: {anew} --work_dir NEW."
     if state is None:
-        return config.training.accum * ddp.world_size
-    absent = [k for k in needed if not isinstance(state, dict) or k not in state]
+        return
+    absent = [key for key in needed if not isinstance(state, dict) or key not in state]
     if absent:
         raise ValueError(f"{path} has no {', '.join(absent)}; expected a checkpoint of this "
                          "training script.")
@@ -136,10 +143,10 @@ def check_checkpoint(former, config, may_change, needed, model, things, fingerpr
         same_model = not any(line.startswith(("model.", "graph.")) for line in differences)
         raise ValueError(f"{path} was trained with another config:\n    {lines}\n  Expected the "
                          "same. Give another --work_dir, or --fresh to start over."
-                         f"{fine_tune if same_model else ''} (Keys that may "
+                         f"{further_training(anew) if same_model else ''} (Keys that may "
                          "differ: MAY_CHANGE in the training script.)")
-    expected, found = ({k: tuple(v.shape) for k, v in weights.items()}
-                       for weights in (model.state_dict(), state["model"]))
+    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    found = {name: tuple(weight.shape) for name, weight in state["model"].items()}
     wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
     if wrong:
         raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, first "
@@ -151,21 +158,43 @@ def check_checkpoint(former, config, may_change, needed, model, things, fingerpr
         raise ValueError(f"{path}: {len(spoilt)} tensors of the model hold nan or infinite "
                          f"numbers, first {spoilt[0]}; expected finite weights. Give an older "
                          "checkpoint (--resume), or --fresh to start over.")
-    if state["data"] != fingerprint:
+
+
+def check_data(former, things, fingerprint, anew) -> None:
+    """Refuse a checkpoint that was trained on other data.
+
+    former, anew: see check_checkpoint. things: a word for messages, such as proteins. fingerprint:
+    of the data now, {"n", "hash"}. Raises: ValueError."""
+    path, state = former
+    if state is not None and state["data"] != fingerprint:
         raise ValueError(f"{path} was trained on other {things}, or in another order "
                          f"({state['data']['n']:,}, hash {state['data']['hash']}; now "
                          f"{fingerprint['n']:,}, {fingerprint['hash']}). Give the same data, "
-                         f"another --work_dir, or --fresh.{fine_tune}")
+                         f"another --work_dir, or --fresh.{further_training(anew)}")
+
+
+def further_training(anew) -> str:
+    """A sentence to append to an error. anew: see check_checkpoint."""
+    return f" To train its weights further, as a new run: {anew} --work_dir NEW."
+
+
+def count_micro_batches(former, config, ddp) -> int:
+    """Number of micro-batches in a global batch, which is fixed at the start of a run.
+
+    Raises: ValueError if the ranks cannot share those of the checkpoint equally."""
+    path, state = former
+    if state is None:
+        return config.training.accum * ddp.world_size
     micro_batches = state["micro_batches"]
     if micro_batches % ddp.world_size:
-        divisors = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+        divisors = [str(n) for n in range(1, micro_batches + 1) if micro_batches % n == 0]
         raise ValueError(f"{path} has {micro_batches} micro-batches per step, which "
                          f"{ddp.world_size} ranks cannot share equally. Continue on "
-                         f"{', '.join(map(str, divisors))} ranks.")
+                         f"{', '.join(divisors)} ranks.")
     return micro_batches
 
 
-def hash_of(weights):
+def hash_of(weights) -> str:
     """Hash of a state_dict, as text."""
     digest = hashlib.blake2b(digest_size=8)
     for name, value in sorted(weights.items()):
@@ -174,40 +203,47 @@ def hash_of(weights):
     return digest.hexdigest()
 
 
-def describe_machine(ddp):
+def describe_machine(ddp) -> dict:
     """What the last bits of a result depend on, apart from the number of ranks: plain values."""
-    kind = ddp.device.type
-    device = kind if kind == "cpu" else getattr(torch, kind).get_device_name(ddp.device)
+    device = ddp.device.type
+    if device != "cpu":
+        device = getattr(torch, device).get_device_name(ddp.device)
     return {"device": device, "threads": torch.get_num_threads(),
             "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
-def machine_differences(state, ddp):
+def machine_differences(state, ddp) -> str:
     """Differences from the machine that wrote the checkpoint `state`, if they may change the last
     bits of results. Text; '' if there are none."""
     now = {"world_size": ddp.world_size, "torch": str(torch.__version__), **describe_machine(ddp)}
     then = {"world_size": state.get("world_size"), "torch": state.get("versions", {}).get("torch"),
             **state.get("machine", {})}
-    return ", ".join(f"{k} {then[k]} -> {now[k]}" for k in now if k in then and then[k] != now[k])
+    differences = []
+    for name, value in now.items():
+        if name in then and then[name] != value:
+            differences.append(f"{name} {then[name]} -> {value}")
+    return ", ".join(differences)
 
 
-def bring_best(run, ddp, name):
+def bring_best(run, ddp, name) -> None:
     """If --resume continues a run in another folder, copy that run's best weights (file `name`).
 
     If there are none, the next evaluation counts as the best so far."""
     best = run.progress["best"]
     if is_finished(run) or not best:
         return
-    if not broadcast(ddp.is_main and copy_best(run.work_dir, name, run.continued_from, best), ddp):
+    found = ddp.is_main and copy_best(run.work_dir, name, run.continued_from, best)
+    if not broadcast(found, ddp):
         run.progress["best"] = None
         print0(ddp, f"{name} of the run so far was not found: the best is looked for from here on")
 
 
-def copy_best(folder, name, path, best):
+def copy_best(folder, name, path, best) -> bool:
     """Copy file `name` from the run folder of checkpoint `path`, if its step is that of `best`.
 
     Returns: whether `folder`, which may be the same, has the file now."""
-    target, source = folder / name, Path(path).absolute().parent.parent / name
+    target = folder / name
+    source = Path(path).absolute().parent.parent / name
     if target.resolve() == source.resolve():
         return target.exists()
     try:
@@ -221,7 +257,7 @@ def copy_best(folder, name, path, best):
 
 
 # ---------------------------------------------------------------- saving
-def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):
+def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more) -> None:
     """Write checkpoints/NAME: what every script needs to resume, and `more`. A collective."""
     before_saving(run, log, ddp)
     progress = run.progress
@@ -235,12 +271,12 @@ def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more):
                     machine=describe_machine(ddp), **progress, **more)
 
 
-def before_saving(run, log, ddp):
+def before_saving(run, log, ddp) -> None:
     """Check what must hold before weights are written: the folder is still ours and, if the last
     step was bad, the weights are finite."""
     check_lock(run, ddp)
     log.sync()   # the rows up to this step must be on disk before the checkpoint is
-    finite = (bool(p.isfinite().all()) for p in run.bare.parameters())
-    if run.progress["bad_steps"][1] and not all(finite):
+    _, bad_in_a_row = run.progress["bad_steps"]
+    if bad_in_a_row and not all(p.isfinite().all() for p in run.bare.parameters()):
         raise Diverged(f"step {run.progress['step']}: weights are nan or infinite; expected "
                        f"finite numbers. {ADVICE}")

@@ -1,4 +1,10 @@
-"""Send the rows of a run to TensorBoard and Weights & Biases, which need not be installed."""
+"""Send the rows of a run to TensorBoard and Weights & Biases, which need not be installed.
+
+A tracker has a `name`, log(step, row, histograms) and close(). RunLog makes and calls it, and goes
+on without it if it raises anything.
+    row:         {"step": step, name: number or text}, without null.
+    histograms:  {name: training.meter.Histogram}.
+"""
 import os
 import secrets
 import socket
@@ -7,6 +13,7 @@ import urllib.request
 from training.files import write_text_atomic
 
 TRACKER_SECONDS = 60    # limit for a run to wait for a tracker's server
+CONNECT_SECONDS = 3     # a compute node without the internet shall not delay the start
 
 
 class TensorBoard:
@@ -20,12 +27,16 @@ class TensorBoard:
 
     def log(self, step, row, histograms):
         for name, value in row.items():
-            if name != "step":
-                add = self.writer.add_text if isinstance(value, str) else self.writer.add_scalar
-                add(name, value, step)
-        for name, h in histograms.items():
-            self.writer.add_histogram_raw(name, h.edges[0], h.edges[-1], sum(h.counts), h.total,
-                                          h.squares, h.edges[1:], h.counts, step)
+            if name == "step":
+                continue
+            if isinstance(value, str):
+                self.writer.add_text(name, value, step)
+            else:
+                self.writer.add_scalar(name, value, step)
+        for name, found in histograms.items():
+            self.writer.add_histogram_raw(
+                name, found.edges[0], found.edges[-1], sum(found.counts), found.total,
+                found.squares, found.edges[1:], found.counts, step)
         self.writer.flush()
 
     def close(self):
@@ -45,10 +56,13 @@ class Wandb:
         path = folder / "wandb_id"
         if not path.exists():
             write_text_atomic(path, secrets.token_hex(4) + "\n")
-        mode = os.environ.get("WANDB_MODE") or settings.get("mode") or (
-            "online" if _is_reachable("api.wandb.ai") else "offline")
-        limits = {name: TRACKER_SECONDS for name in ("login_timeout", "finish_timeout")
-                  if hasattr(wandb.Settings(), name)}
+        mode = os.environ.get("WANDB_MODE") or settings.get("mode")
+        if not mode:
+            mode = "online" if _is_reachable("api.wandb.ai") else "offline"
+        limits = {}
+        for name in ("login_timeout", "finish_timeout"):
+            if hasattr(wandb.Settings(), name):    # not in every version
+                limits[name] = TRACKER_SECONDS
         self.run = wandb.init(project=settings.get("project") or "protein-ddp", mode=mode,
                               name=settings.get("name") or folder.name, dir=str(folder),
                               id=path.read_text().strip(), resume="allow", config=config,
@@ -57,19 +71,21 @@ class Wandb:
 
     def log(self, step, row, histograms):
         import wandb
-        self.run.log({**row, **{name: wandb.Histogram(np_histogram=(h.counts, h.edges))
-                                for name, h in histograms.items()}})
+        values = dict(row)
+        for name, found in histograms.items():
+            values[name] = wandb.Histogram(np_histogram=(found.counts, found.edges))
+        self.run.log(values)
 
     def close(self):
         self.run.finish()
 
 
 def _is_reachable(host):
-    """Whether there is a proxy, or a connection to `host` opens within 3 seconds."""
+    """Whether there is a proxy, or a connection to `host` opens within CONNECT_SECONDS."""
     if "https" in urllib.request.getproxies():
         return True
     try:
-        socket.create_connection((host, 443), timeout=3).close()
+        socket.create_connection((host, 443), timeout=CONNECT_SECONDS).close()
         return True
     except OSError:
         return False
