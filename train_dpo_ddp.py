@@ -33,7 +33,7 @@ import torch.nn.functional as F
 
 from ddp_setup import autocast, beat, print0, seed_for, stop_reason
 from mpnn.batches import PairPlan, make_batch
-from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of,
+from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of, pack,
                              result_lines, save_model)
 from mpnn.pairs import try_all
 from mpnn.reference import Reference, check_cache, load_base, make_tables, pair_scores
@@ -41,7 +41,7 @@ from mpnn.split import load_pairs
 from training.command_line import (Script, add_run_arguments, choose_precision, describe_batch,
                                    describe_run, plan_head, plan_table, print_lines, run_script)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             DdpSection, Parser, check_values, load_config)
+                             DdpSection, Parser, check_common, check_least, load_config, refuse)
 from training.finish import finish_run, prepare_and_train, say_finished
 from training.folder import check_lock, take_folder
 from training.log import open_log
@@ -166,97 +166,143 @@ PER_HOST = ("data.train_data", "data.val_data", "data.reference_cache", "model.b
 NEEDED = (*ALWAYS_NEEDED, "sums", "seen", "base")   # what a checkpoint must hold
 
 
-def check_config(c, without_data=False):
+def check_config(config: Config, without_data: bool = False) -> None:
     """Check what types cannot: ranges, and keys that exclude each other. Raises ValueError.
 
     without_data: data.train_data may be missing, as --plan needs no pairs."""
-    loss, d, base = c.loss, c.data, c.model.base_model_name
-    given = without_data or d.train_data is not None
     for key in ("train_data", "val_data", "mutable_positions", "mutable_ranges", "reference_cache"):
-        if getattr(d, key) is not None and not getattr(d, key).strip():
+        value = getattr(config.data, key)
+        if value is not None and not value.strip():
             raise ValueError(f"config: data.{key} is empty; expected a value. If you do not need "
                              "this key, leave it out.")
-    check_values(c, checks=(
-        (1e-6 <= loss.beta <= 1e6, f"loss.beta is {loss.beta}; expected 1e-6 to 1e6"),
-        (1e-3 <= loss.temperature <= 1e3,
-         f"loss.temperature is {loss.temperature}; expected 0.001 to 1,000"),
-        (0 <= loss.label_smoothing < 0.5,
-         f"loss.label_smoothing is {loss.label_smoothing}; expected 0 up to below 0.5"),
-        *((loss.name in users or getattr(loss, key) in (0, getattr(Loss, key)),
-           f"loss.{key} is {getattr(loss, key)}, but loss.name {loss.name} does not use it; "
-           f"expected it left out, or loss.name {' or '.join(users)}")
-          for key, users in (("label_smoothing", ("robust", "conservative")),
-                             ("gamma", ("simpo",)))),
-        (loss.order != "arange" or loss.n_orders == 1,
-         f"loss.n_orders is {loss.n_orders}, but loss.order arange is a single order; expected "
-         "1"),
-        (c.monitoring.n_designs != 1, "monitoring.n_designs is 1; expected 0, or 2 and more"),
-        (0 <= c.monitoring.design_temperature <= 1e3, "monitoring.design_temperature is "
-         f"{c.monitoring.design_temperature}; expected 0 to 1,000"),
-        (base == "random" or c.model.random == RandomSizes(),
-         f"model.random gives sizes, but model.base_model_name is {base}, a file with its own "
-         "sizes; expected no model.random in the config, or base_model_name random"),
-        (given or base == "random",
-         "data.train_data is not given; expected a file of preference pairs (--train_data). Demo "
-         "pairs are made for random weights only (configs/dpo_demo.yaml)"),
-        (given or not (d.val_data or d.max_length or d.mutable_positions or d.mutable_ranges),
-         "data.val_data, max_length, mutable_positions and mutable_ranges need pairs from a file, "
-         "but data.train_data is not given; expected --train_data"),
-        (d.mutable_positions is None or d.mutable_ranges is None,
-         "data.mutable_positions and data.mutable_ranges are given together; expected one of "
-         "them"),
-        *((value >= 1, f"model.random.{key} is {value}; expected at least 1")
-          for key, value in vars(c.model.random).items())),
-        least={"loss": dict(gamma=0, sft=0, diversity_lambda=0, n_orders=1),
-               "data": dict(max_length=1, demo_structures=1, demo_pairs=1),
-               "memory": dict(structure_cache_mb=0), "monitoring": dict(fall=0, n_designs=0)})
+    problems = check_common(config)
+    problems += check_loss(config.loss)
+    n_designs = config.monitoring.n_designs
+    temperature = config.monitoring.design_temperature
+    if n_designs == 1:
+        problems.append("monitoring.n_designs is 1; expected 0, or 2 and more")
+    if not 0 <= temperature <= 1e3:
+        problems.append(f"monitoring.design_temperature is {temperature}; expected 0 to 1,000")
+    problems += check_sources(config, without_data)
+    for key, value in vars(config.model.random).items():
+        if value < 1:
+            problems.append(f"model.random.{key} is {value}; expected at least 1")
+    problems += check_least(config, {
+        "loss": {"gamma": 0, "sft": 0, "diversity_lambda": 0, "n_orders": 1},
+        "data": {"max_length": 1, "demo_structures": 1, "demo_pairs": 1},
+        "memory": {"structure_cache_mb": 0},
+        "monitoring": {"fall": 0, "n_designs": 0}})
+    refuse(problems)
+
+
+def check_loss(loss):
+    """Texts on values of the section loss."""
+    problems = []
+    if not 1e-6 <= loss.beta <= 1e6:
+        problems.append(f"loss.beta is {loss.beta}; expected 1e-6 to 1e6")
+    if not 1e-3 <= loss.temperature <= 1e3:
+        problems.append(f"loss.temperature is {loss.temperature}; expected 0.001 to 1,000")
+    if not 0 <= loss.label_smoothing < 0.5:
+        problems.append(f"loss.label_smoothing is {loss.label_smoothing}; expected 0 up to below "
+                        "0.5")
+    if loss.name not in ("robust", "conservative"):
+        if loss.label_smoothing not in (0, Loss.label_smoothing):
+            problems.append(f"loss.label_smoothing is {loss.label_smoothing}, but loss.name "
+                            f"{loss.name} does not use it; expected it left out, or loss.name "
+                            "robust or conservative")
+    if loss.name != "simpo":
+        if loss.gamma not in (0, Loss.gamma):
+            problems.append(f"loss.gamma is {loss.gamma}, but loss.name {loss.name} does not use "
+                            "it; expected it left out, or loss.name simpo")
+    if loss.order == "arange" and loss.n_orders != 1:
+        problems.append(f"loss.n_orders is {loss.n_orders}, but loss.order arange is a single "
+                        "order; expected 1")
+    return problems
+
+
+def check_sources(config, without_data):
+    """Texts on where base weights and pairs come from."""
+    data = config.data
+    base = config.model.base_model_name
+    has_data = without_data or data.train_data is not None
+    problems = []
+    if base != "random" and config.model.random != RandomSizes():
+        problems.append(f"model.random gives sizes, but model.base_model_name is {base}, a file "
+                        "with its own sizes; expected no model.random in the config, or "
+                        "base_model_name random")
+    if not has_data and base != "random":
+        problems.append("data.train_data is not given; expected a file of preference pairs "
+                        "(--train_data). Demo pairs are made for random weights only "
+                        "(configs/dpo_demo.yaml)")
+    for_files = (data.val_data, data.max_length, data.mutable_positions, data.mutable_ranges)
+    if not has_data and any(for_files):
+        problems.append("data.val_data, max_length, mutable_positions and mutable_ranges need "
+                        "pairs from a file, but data.train_data is not given; expected "
+                        "--train_data")
+    if data.mutable_positions is not None and data.mutable_ranges is not None:
+        problems.append("data.mutable_positions and data.mutable_ranges are given together; "
+                        "expected one of them")
+    return problems
 
 
 # ---------------------------------------------------------------- loss
-def preference_loss(chosen, rejected, ref_chosen, ref_rejected, n, loss):
+def preference_loss(  # noqa: PLR0913  (four log-probabilities are what a preference is made of)
+        chosen: torch.Tensor, rejected: torch.Tensor, ref_chosen: torch.Tensor,
+        ref_rejected: torch.Tensor, n: torch.Tensor, loss: Loss) -> torch.Tensor:
     """Loss of each pair, (P,).
 
     Args:
         chosen, rejected, ref_chosen, ref_rejected: (P,) log-probabilities under policy and
-            reference, summed over the scored residues.
+            reference, summed over the scored residues, in nats.
         n: (P,) number of these residues. loss: the config's Loss section.
-    Sources: sigmoid, Rafailov et al. 2023, arXiv 2305.18290; ipo, Azar et al. 2023, arXiv
-    2310.12036; hinge, Zhao et al. 2023, arXiv 2305.10425; robust, Chowdhury et al. 2024, arXiv
-    2403.00409; simpo, Meng et al. 2024, arXiv 2405.14734.
     """
-    beta, flipped = loss.beta, loss.label_smoothing
+    beta = loss.beta
+    flipped = loss.label_smoothing      # assumed fraction of pairs whose sequences are swapped
     h = (chosen - ref_chosen) - (rejected - ref_rejected)
-    right, wrong = -F.logsigmoid(beta * h), -F.logsigmoid(-beta * h)
-    return {"sigmoid": lambda: right,
-            "hinge": lambda: torch.relu(1 - beta * h),
-            "ipo": lambda: (h - 1 / (2 * beta)).square(),
-            "ipo_norm": lambda: (h / n - 1 / (2 * beta)).square(),
-            "robust": lambda: ((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped),
-            "conservative": lambda: (1 - flipped) * right + flipped * wrong,
-            "sigmoid_norm": lambda: -F.logsigmoid(beta * h / n),
-            "reference_free": lambda: -F.logsigmoid(beta * (chosen - rejected)),
-            "simpo": lambda: -F.logsigmoid(beta * (chosen - rejected) / n - loss.gamma)
-            }[loss.name]()
+    right = -F.logsigmoid(beta * h)     # the loss of a pair as given, and as swapped
+    wrong = -F.logsigmoid(-beta * h)
+    if loss.name == "sigmoid":          # Rafailov et al. 2023, arXiv 2305.18290
+        return right
+    if loss.name == "hinge":            # Zhao et al. 2023, arXiv 2305.10425
+        return torch.relu(1 - beta * h)
+    if loss.name == "ipo":              # Azar et al. 2023, arXiv 2310.12036
+        return (h - 1 / (2 * beta)).square()
+    if loss.name == "ipo_norm":         # the same for means over residues
+        return (h / n - 1 / (2 * beta)).square()
+    if loss.name == "robust":           # Chowdhury et al. 2024, arXiv 2403.00409
+        return ((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)
+    if loss.name == "conservative":     # Mitchell 2023, ericmitchell.ai/cdpo.pdf
+        return (1 - flipped) * right + flipped * wrong
+    if loss.name == "sigmoid_norm":     # sigmoid, for means over residues
+        return -F.logsigmoid(beta * h / n)
+    if loss.name == "reference_free":   # sigmoid, with a reference of equal probabilities
+        return -F.logsigmoid(beta * (chosen - rejected))
+    if loss.name == "simpo":            # Meng et al. 2024, arXiv 2405.14734
+        return -F.logsigmoid(beta * (chosen - rejected) / n - loss.gamma)
+    raise ValueError(f"loss.name is {loss.name}; expected one of those of Loss")
 
 
-def objective(log_probs, batch, reference, loss):
-    """The loss to minimise of each pair (P,), and the metrics evaluation.SUMS, detached (P, 9).
+def objective(log_probs: torch.Tensor, batch: dict, reference: torch.Tensor,
+              loss: Loss) -> tuple[torch.Tensor, dict]:
+    """The loss to minimise of each pair (P,), and metrics {name: (P,)}, of evaluation.SUMS.
 
     log_probs: (M, L, 21) of the policy. reference: (P, 2) log-probabilities of the chosen and the
     rejected sequence under the reference, summed over residues."""
     scores, entropy = pair_scores(log_probs, batch, loss.temperature)
-    (chosen, rejected), n = scores.unbind(1), batch["n_scored"]
-    total = preference = preference_loss(chosen, rejected, *reference.unbind(1), n, loss)
+    chosen, rejected = scores.unbind(1)
+    ref_chosen, ref_rejected = reference.unbind(1)
+    n = batch["n_scored"]
+    preference = preference_loss(chosen, rejected, ref_chosen, ref_rejected, n, loss)
+    total = preference
     if loss.sft:
         total = total - loss.sft * chosen / n
     if loss.diversity_lambda:
         total = total - loss.diversity_lambda * entropy
     better, worse = (loss.beta * (scores - reference)).unbind(1)
-    columns = {"loss": total, "preference_loss": preference, "rewards/chosen": better,
-               "rewards/rejected": worse, "rewards/accuracies": better > worse,
-               "logps/chosen": chosen, "logps/rejected": rejected, "entropy": entropy,
-               "residues": n}
-    return total, torch.stack([columns[name].detach().double() for name in SUMS], 1)
+    return total, {"loss": total, "preference_loss": preference, "rewards/chosen": better,
+                   "rewards/rejected": worse, "rewards/accuracies": better > worse,
+                   "logps/chosen": chosen, "logps/rejected": rejected, "entropy": entropy,
+                   "residues": n}
 
 
 def micro_batch_loss(model, batch, reference, config, ddp, dtype):
@@ -267,10 +313,12 @@ def micro_batch_loss(model, batch, reference, config, ddp, dtype):
     ref = reference.scores(batch, reference.table)   # outside autocast: in float32
     with autocast(dtype, ddp):
         log_probs = model(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
-    loss, columns = objective(log_probs, batch, ref, config.loss)
-    weight, residues = batch["pair_weight"], columns[:, SUMS.index("residues")].sum()
-    seen = torch.stack([residues.new_full((), len(loss)), residues])
-    sums = torch.cat([(weight[:, None] * columns).sum(0), seen])
+    loss, metrics = objective(log_probs, batch, ref, config.loss)
+    weight = batch["pair_weight"]
+    weighted = (weight[:, None] * pack(metrics)).sum(0)
+    residues = metrics["residues"].double().sum()
+    pairs = residues.new_full((), len(loss))
+    sums = torch.cat([weighted, torch.stack([pairs, residues])])
     return (weight * loss).sum(), sums, weight.double().sum()
 
 
@@ -280,12 +328,15 @@ class MicroBatchDataset(torch.utils.data.Dataset):
     Decoding orders are drawn on the CPU, so that they do not depend on device or workers."""
 
     def __init__(self, pairs, loss, seed):
-        self.pairs, self.loss, self.seed = pairs, loss, seed
+        self.pairs = pairs
+        self.loss = loss
+        self.seed = seed
 
     def __getitem__(self, item):
         step, micro, epoch, indices = item
-        return {**make_batch(self.pairs, indices, self.loss, self.seed, epoch),
-                "seed": seed_for(self.seed, "dropout", step, micro)}
+        batch = make_batch(self.pairs, indices, self.loss, self.seed, epoch)
+        batch["seed"] = seed_for(self.seed, "dropout", step, micro)
+        return batch
 
 
 # ---------------------------------------------------------------- prepare
@@ -302,11 +353,14 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
 
     Raises ValueError or OSError for input that cannot be used. Nothing is written before all ranks
     have passed all checks."""
-    t, work_dir = config.training, Path(work_dir)
+    work_dir = Path(work_dir)
+    training = config.training
     check_config(config)
     former = start_or_continue(config, ddp, work_dir, resume, fresh, MAY_CHANGE, PER_HOST)
-    data, (bare, base), _ = try_all(lambda: load_pairs(config.data, t.seed, lambda: beat(ddp)),
-                                    lambda: load_base(config), lambda: check_cache(config, ddp))
+    data, (bare, base), _ = try_all(        # their problems in one message
+        lambda: load_pairs(config.data, training.seed, lambda: beat(ddp)),
+        lambda: load_base(config),
+        lambda: check_cache(config, ddp))
     base_hash = hash_of(bare.state_dict())
     dtype, precision = choose_precision(config, ddp)
     check_alike({"pairs (hash)": data.fingerprint["hash"], "base weights (hash)": base_hash}, ddp)
@@ -320,12 +374,16 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         raise ValueError(f"{former.path} was trained from other base weights (hash "
                          f"{former.state['base']}; {base}: {base_hash}). Give the same, another "
                          "--work_dir, or --fresh.")
-    plan = PairPlan(data.train, t.seed, micro_batches, t.batch_size)
-    batch = micro_batches * t.batch_size
+    plan = PairPlan(data.train, training.seed, micro_batches, training.batch_size)
+    batch = micro_batches * training.batch_size
     lr_batch = min(batch, len(data.train))   # a small file does not fill the global batch
-    validation = data.val and Validation(data.val, reference, config, objective)
-    sums = former.state["sums"] if former.state else [0.0] * (len(SUMS) + len(SEEN) + N_SCALARS)
-    sums = torch.tensor(sums, dtype=torch.float64, device=ddp.device)
+    total_weight = sum(pair.weight for pair in data.train)
+    validation = None
+    if data.val:
+        validation = Validation(data.val, reference, config, objective)
+    sums = torch.zeros(len(SUMS) + len(SEEN) + N_SCALARS, dtype=torch.float64)
+    if former.state is not None:
+        sums = torch.tensor(former.state["sums"], dtype=torch.float64)
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
         micro_batches=micro_batches, lr_batch=lr_batch,
@@ -333,8 +391,9 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
                   "fallen": False,      # has warned that chosen sequences become less likely
                   "collapsed": False},  # has warned that designs become too alike
         seen=SEEN, global_batch=batch, work_dir=work_dir, fingerprint=data.fingerprint, dtype=dtype,
-        validation=validation, pairs=data.train, base=base_hash, reference=reference, sums=sums,
-        expected_count=batch * sum(pair.weight for pair in data.train) / len(data.train))
+        validation=validation, pairs=data.train, base=base_hash, reference=reference,
+        sums=sums.to(ddp.device),
+        expected_count=batch * total_weight / len(data.train))
     lines = describe_data(run, data, base, precision, ddp)
     print_lines(ddp, lines + describe_run(run, former.state, "pairs", lr_batch, ddp))
     take_folder(run, ddp, fresh, ("checkpoints", "reference", "designs"))
@@ -344,34 +403,42 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
 
 def describe_data(run, data, base, precision, ddp):
     """Lines to print about model, data, loss and batch."""
-    c, bare = run.config.loss, run.bare
-    n_parameters = sum(p.numel() for p in bare.parameters())
-    terms = f" + {c.sft:g} SFT" if c.sft else ""
-    terms += f" - {c.diversity_lambda:g} entropy" if c.diversity_lambda else ""
-    return [f"model: ProteinMPNN, {n_parameters / 1e6:.2f} million parameters, {bare.num_edges} "
-            "neighbours", f"  from {base}", f"  {precision}; the reference is scored in float32",
+    loss = run.config.loss
+    n_parameters = sum(p.numel() for p in run.bare.parameters())
+    terms = ""
+    if loss.sft:
+        terms += f" + {loss.sft:g} SFT"
+    if loss.diversity_lambda:
+        terms += f" - {loss.diversity_lambda:g} entropy"
+    return [f"model: ProteinMPNN, {n_parameters / 1e6:.2f} million parameters, "
+            f"{run.bare.num_edges} neighbours",
+            f"  from {base}",
+            f"  {precision}; the reference is scored in float32",
             *data.description,
-            f"loss: {c.name}, beta {c.beta:g}, temperature {c.temperature:g}, {c.order} order x "
-            f"{c.n_orders}{terms}",
+            f"loss: {loss.name}, beta {loss.beta:g}, temperature {loss.temperature:g}, "
+            f"{loss.order} order x {loss.n_orders}{terms}",
             describe_batch(run, f"up to {run.config.training.batch_size:,} pairs", ddp)]
 
 
 # ---------------------------------------------------------------- train
-def train(run, ddp):
+def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the order of time)
     """Train from where `prepare` left off. Returns the step and the last metrics."""
-    config, progress, t = run.config, run.progress, run.config.training
+    config = run.config
+    training = config.training
+    progress = run.progress
     if is_finished(run):
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
     progress["finished"] = ""   # n_iters may have been raised
     log = open_log(run, ddp)
     make_tables(run, ddp)
-    began = epoch_began = time.perf_counter()
+    began = time.perf_counter()
+    epoch_began = began
     values = evaluate_start(run, log, ddp)
 
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, run.reference, config, ddp, run.dtype)
 
-    dataset = MicroBatchDataset(run.pairs, config.loss, t.seed)
+    dataset = MicroBatchDataset(run.pairs, config.loss, training.seed)
     batches = open_batches(run, dataset, loss_of, ddp)
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
@@ -382,11 +449,13 @@ def train(run, ddp):
         run.sums += torch.where(totals.bad > 0, 0.0, totals.packed)
         norm = clip_gradient(run, norm)
         step_optimizer(run, totals)   # a bad step changes nothing
-        step, last = progress["step"], progress["step"] == run.n_iters
-        at_end = last or step % run.steps_per_epoch == 0   # end of the run, or of an epoch
-        evaluate_now = at_end or bool(t.eval_freq) and step % t.eval_freq == 0
-        save_now = at_end or bool(t.snapshot_freq) and step % t.snapshot_freq == 0
-        report = evaluate_now or step % t.log_freq == 0
+        step = progress["step"]
+        is_last = step == run.n_iters
+        is_whole_epoch = step % run.steps_per_epoch == 0
+        at_end = is_last or is_whole_epoch
+        evaluate_now = at_end or is_due(step, training.eval_freq)
+        save_now = at_end or is_due(step, training.snapshot_freq)
+        report = evaluate_now or is_due(step, training.log_freq)
         reason = after_step(run, ddp, at_once=report or save_now)
         if step == 1 and run.validation is None:   # this loss was computed before the first update
             loss = metrics_of(totals.sums, totals.count)["loss"]
@@ -397,16 +466,17 @@ def train(run, ddp):
             evaluate(run, log, values, epoch_began, ddp)
         if at_end:
             epoch_began = time.perf_counter()
-        if last and not progress["finished"]:
+        if is_last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
             check_lock(run, ddp)
             log.metrics(step, values, run.meter.histograms)
-        if step % run.steps_per_epoch == 0:
+        if is_whole_epoch:
             run.sums.zero_()
         if progress["finished"] or save_now or reason:
             save_model(run, log, ddp, "latest_model.pt")
-            save_run(run, log, ddp, "last.pt", t.keep_last, base=run.base, sums=run.sums.tolist())
+            save_run(run, log, ddp, "last.pt", training.keep_last, base=run.base,
+                     sums=run.sums.tolist())
         if report:   # do not count evaluation and saving as time of training
             run.meter.restart()
     result = {"step": progress["step"], **values}
@@ -414,9 +484,15 @@ def train(run, ddp):
                       lambda: result_lines(result, progress, run.work_dir))
 
 
+def is_due(step, every):
+    """Whether something is done after this step. every: number of steps, or None: never."""
+    return every is not None and step % every == 0
+
+
 def report_step(run, log, totals, norm, ddp):
     """Show loss, accuracy and rate of a step; returns its metrics by name."""
-    values = {**metrics_of(totals.sums, totals.count), **step_values(run, norm, ddp)}
+    values = metrics_of(totals.sums, totals.count)
+    values.update(step_values(run, norm, ddp))
     log.progress(run.progress["step"], loss=values["loss"],
                  **{"pairs/s": values["pairs_per_second"]}, acc=values["rewards/accuracies"],
                  margin=values["rewards/margins"], **bad_steps_field(run))

@@ -11,26 +11,29 @@ configs/dpo_demo.yaml, 4 % of that whole run).
 """
 import itertools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from ddp_setup import all_sum, beat, seed_for
-from mpnn.reference import stack
+from ddp_setup import Ddp, all_sum, beat, seed_for
 from mpnn.model import ALPHABET, decoding_order, gumbel_noise
-from training.files import write_text_atomic
-from sedd.sequences import X_ID, decode
+from mpnn.reference import Reference, stack
 from mpnn.structures import Complex
+from sedd.sequences import X_ID, decode
+from training.files import write_text_atomic
+from training.loop import eval_mode
 
 MOST_PROBLEMS = 16       # problems with the lowest key, a hash: the cost is limited for any data
 MOST_IN_BATCH = 16       # sequences that are drawn in one batch
 # Signs of a collapse: diversity below this fraction of the base designs'; shift above this value.
-LEAST_DIVERSITY, MOST_SHIFT = 0.5, 0.3
+LEAST_DIVERSITY = 0.5
+MOST_SHIFT = 0.3
 
 
 class Problem(NamedTuple):
+    """What is designed in a complex."""
     complex: Complex
     drawn: np.ndarray     # (L,) bool, designed and resolved
     letters: np.ndarray   # (L,) uint8, of positions not drawn: from the pair, in context native
@@ -38,11 +41,12 @@ class Problem(NamedTuple):
     key: int
 
 
-def design_problems(pairs):
+def design_problems(pairs: list) -> list[Problem]:
     """List of the distinct Problems of pairs, sorted by key."""
     found = {}
     for pair in pairs:
-        n, letters = len(pair.chain_M), pair.complex.S.copy()
+        n = len(pair.chain_M)
+        letters = pair.complex.S.copy()
         drawn = np.zeros(len(letters), bool)
         drawn[:n] = pair.chain_M & pair.complex.mask[:n]
         letters[:n] = np.where(pair.chain_M, letters[:n], pair.chosen)
@@ -55,9 +59,10 @@ def design_problems(pairs):
 class Designs:
     """Draws monitoring.n_designs sequences for each of at most MOST_PROBLEMS design problems."""
 
-    def __init__(self, pairs, reference, config):
+    def __init__(self, pairs: list, reference: Reference, config: Any):
         self.problems = design_problems(pairs)[:MOST_PROBLEMS]
-        self.reference, self.seed = reference, config.training.seed
+        self.reference = reference
+        self.seed = config.training.seed
         self.number = config.monitoring.n_designs
         self.temperature = config.monitoring.design_temperature
         by_length = sorted(range(len(self.problems)),
@@ -68,7 +73,7 @@ class Designs:
         self.batches = [designs[i:i + size] for i in range(0, len(designs), size)]
         self.base = None      # designs of the base weights, see draw
 
-    def __call__(self, model, step, folder, ddp):
+    def __call__(self, model: torch.nn.Module, step: int, folder: Path, ddp: Ddp) -> dict:
         """Draw, write FOLDER/designs/step_N.fasta on rank 0, and return metrics by name.
 
         model: without DDP; set to eval mode and back. At step 0 it has the base weights, whose
@@ -87,20 +92,27 @@ class Designs:
         Each design is computed on one rank, in a batch that does not depend on the ranks."""
         longest = max(len(problem.complex) for problem in self.problems)
         S = torch.zeros(len(self.problems), self.number, longest, dtype=torch.float64)
-        was_training, _ = model.training, model.eval()
-        for batch in self.batches[ddp.rank::ddp.world_size]:
-            indices, numbers = map(list, zip(*batch))
-            rows, L = list(dict.fromkeys(indices)), len(self.problems[indices[0]].complex)
-            graph = stack([self.reference.graph(self.problems[i].complex) for i in rows])
-            inputs = zip(*(self.inputs(self.problems[i], number, L) for i, number in batch))
-            letters, drawn, order, noise = (torch.stack(x).to(ddp.device) for x in inputs)
-            structure = torch.tensor([rows.index(i) for i in indices], device=ddp.device)
-            found, _ = model.sample(model.encode(graph), letters, drawn, order, self.temperature,
-                                    noise=noise, structure=structure)
-            S[indices, numbers, :L] = found.double().cpu()
-            beat(ddp)
-        model.train(was_training)
+        with eval_mode(model):
+            for batch in self.batches[ddp.rank::ddp.world_size]:
+                indices, numbers = map(list, zip(*batch))
+                letters = self.draw_batch(model, batch, ddp)
+                S[indices, numbers, :letters.shape[1]] = letters.double().cpu()
+                beat(ddp)
         return all_sum(S, ddp).numpy().astype(np.uint8)
+
+    def draw_batch(self, model, batch, ddp):
+        """Letters (M, L) of designs [(number of the problem, number of its design)]. The first is
+        of the longest complex, with L residues."""
+        indices = [index for index, _ in batch]
+        rows = list(dict.fromkeys(indices))         # distinct problems
+        L = len(self.problems[indices[0]].complex)
+        graph = stack([self.reference.graph(self.problems[i].complex) for i in rows])
+        inputs = zip(*(self.inputs(self.problems[i], number, L) for i, number in batch))
+        letters, drawn, order, noise = (torch.stack(x).to(ddp.device) for x in inputs)
+        structure = torch.tensor([rows.index(i) for i in indices], device=ddp.device)
+        found, _ = model.sample(model.encode(graph), letters, drawn, order, self.temperature,
+                                noise=noise, structure=structure)
+        return found
 
     def inputs(self, problem, number, length):
         """Inputs to draw one design, padded to `length` rows: letters, drawn (1 = draw here),
@@ -108,7 +120,8 @@ class Designs:
         n = len(problem.drawn)
         generator = torch.Generator().manual_seed(
             seed_for(self.seed, "design", problem.key, number))
-        letters, drawn = (torch.from_numpy(x).long() for x in (problem.letters, problem.drawn))
+        letters = torch.from_numpy(problem.letters).long()
+        drawn = torch.from_numpy(problem.drawn).long()
         draws = torch.rand(1, n, dtype=torch.float64, generator=generator)
         order = torch.cat([decoding_order(drawn[None], draws)[0], torch.arange(n, length)])
         uniform = torch.rand(n, len(ALPHABET), dtype=torch.float64, generator=generator)
@@ -129,7 +142,9 @@ class Designs:
         pairs. val/design_diversity: fraction in which two designs of a problem differ.
         val/design_shift: total variation distance between the letter frequencies of all designs
         and those of the base weights' designs."""
-        recovery, preferred, diversity = [], [], []
+        recovery = []
+        preferred = []
+        diversity = []
         for problem, letters in self.drawn_letters(S):
             native = problem.complex.S[problem.drawn]
             known = native != X_ID
@@ -140,13 +155,18 @@ class Designs:
             differ = (letters[:, None] != letters).mean(-1).sum()   # over ordered pairs of designs
             diversity.append(differ / (self.number * (self.number - 1)))
         shift = abs(self.frequencies(S) - self.frequencies(self.base)).sum() / 2
-        means = {"recovery": recovery, "preferred": preferred, "diversity": diversity,
-                 "shift": [shift]}
-        return {f"val/design_{name}": float(np.mean(x)) for name, x in means.items() if x}
+        values = {}
+        if recovery:
+            values["val/design_recovery"] = float(np.mean(recovery))
+        values["val/design_preferred"] = float(np.mean(preferred))
+        values["val/design_diversity"] = float(np.mean(diversity))
+        values["val/design_shift"] = float(shift)
+        return values
 
     def sign_of_collapse(self, values):
         """Sentence about the sign of a collapse in `values` (from metrics); "" if there is none."""
-        now, shift = values["val/design_diversity"], values["val/design_shift"]
+        now = values["val/design_diversity"]
+        shift = values["val/design_shift"]
         base = self.metrics(self.base)["val/design_diversity"]
         if now < LEAST_DIVERSITY * base:
             return ("designs of one structure have become too alike: two of them differ in "

@@ -5,31 +5,50 @@ All results are the same for any number of ranks.
 import math
 import textwrap
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ddp_setup import all_sum, beat, save_checkpoint
+from ddp_setup import Ddp, all_sum, beat, save_checkpoint
 from mpnn.batches import eval_batches
 from mpnn.designs import Designs
 from mpnn.model import ALPHABET, to_checkpoint
 from mpnn.pairs import Pair
-from training.loop import ADVICE, Diverged, record_score, unpack
+from mpnn.reference import Reference
+from training.loop import ADVICE, Diverged, eval_mode, record_score, unpack
 from training.resume import before_saving
 
-# Sums over pairs, from which metrics_of makes means. rewards: beta x (ln p - ln p of the
-# reference), or beta x ln p for losses without a reference.
+# Metrics of a pair, in the order in which `pack` lays them side by side. rewards: beta x (ln p -
+# ln p of the reference), or beta x ln p for losses without a reference. Also the order of sums in
+# checkpoints.
 SUMS = ("loss", "preference_loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
         "logps/chosen", "logps/rejected", "entropy", "residues")
 SEEN = ("pairs", "residues")   # counts of what a run has trained on so far
 
 
-def metrics_of(sums, pairs, prefix=""):
-    """Means over pairs, by name. pairs: their number, or the sum of their weights."""
-    values = {prefix + name: float(x) / (float(pairs) or math.nan) for name, x in zip(SUMS, sums)}
-    values.pop(f"{prefix}residues")
-    chosen, rejected = (values[f"{prefix}rewards/{side}"] for side in ("chosen", "rejected"))
-    values[f"{prefix}rewards/margins"] = chosen - rejected
-    return values
+def pack(metrics: dict) -> torch.Tensor:
+    """Metrics {name: (P,)} of pairs -> (P, len(SUMS)) float64, so that one sum over ranks will do.
+    `unpack_sums` gives the names back."""
+    return torch.stack([metrics[name].detach().double() for name in SUMS], 1)
+
+
+def unpack_sums(packed: torch.Tensor) -> dict:
+    """Sums over pairs of what `pack` made, (len(SUMS), ...) or longer -> {name: sum}."""
+    return dict(zip(SUMS, packed))
+
+
+def metrics_of(packed: torch.Tensor, pairs: float | torch.Tensor, prefix: str = "") -> dict:
+    """Means over pairs, by name.
+
+    packed: sums over pairs, as unpack_sums takes them. pairs: their number, or the sum of their
+    weights."""
+    sums = unpack_sums(packed)
+    del sums["residues"]
+    pairs = float(pairs) or math.nan
+    means = {name: float(x) / pairs for name, x in sums.items()}
+    means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return {prefix + name: value for name, value in means.items()}
 
 
 class Validation:
@@ -41,54 +60,79 @@ class Validation:
     letters decoded before, and of the KL divergence of policy from reference, in nats. Each pair is
     computed on one rank and gathered, so the number of ranks does not matter.
     designs: a Designs of the same pairs, or None if monitoring.n_designs is 0.
+    table: reference scores of the pairs, (n, 2), or None: computed at each call.
     """
 
-    def __init__(self, pairs, reference, config, objective):
+    def __init__(self, pairs: list, reference: Reference, config: Any, objective: Callable):
         """objective: function (log-probabilities, batch, reference scores, section Loss) -> (loss
-        of each pair, columns of SUMS), as in training."""
-        self.pairs, self.reference, self.config, self.table = pairs, reference, config, None
+        of each pair, metrics {name: (P,)} of SUMS), as in training."""
+        self.pairs = pairs
+        self.reference = reference
+        self.config = config
         self.objective = objective
-        self.designs = Designs(pairs, reference, config) if config.monitoring.n_designs else None
+        self.table = None
+        self.designs = None
+        if config.monitoring.n_designs:
+            self.designs = Designs(pairs, reference, config)
         self.weights = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
-        natives, size, unknown = {}, config.training.batch_size, ALPHABET.index("X")
-        for pair in pairs:
-            native = pair.complex.S[:len(pair.chain_M)]
-            designed = pair.chain_M & (native != unknown)
-            if (designed & pair.complex.mask[:len(designed)]).any():
-                key = pair.complex.key, designed.tobytes()
-                natives.setdefault(key, Pair(pair.complex, native, native, designed))
-        self.natives = list(natives.values())
-        self.batches, self.native_batches = (eval_batches(p, size) for p in (pairs, self.natives))
+        self.natives = native_pairs(pairs)
+        self.batches = eval_batches(pairs, config.training.batch_size)
+        self.native_batches = eval_batches(self.natives, config.training.batch_size)
 
     @torch.no_grad()
-    def __call__(self, model, ddp):
+    def __call__(self, model: torch.nn.Module, ddp: Ddp) -> dict:
         """Metrics by name. model: without DDP; set to eval mode and back."""
-        was_training, _ = model.training, model.eval()
-        values = torch.zeros(len(self.pairs), len(SUMS), dtype=torch.float64)
-        natives = torch.zeros(len(self.natives), 3, dtype=torch.float64)   # recovered, KL, residues
+        with eval_mode(model):
+            packed = self.sums_over_pairs(model, ddp)
+            right, kl, residues = self.sums_over_natives(model, ddp)
+        sums = unpack_sums(packed)
+        values = metrics_of(packed, self.weights.sum(), "val/")
+        values["val/logps/chosen_per_residue"] = float(sums["logps/chosen"] / sums["residues"])
+        values["val/recovery"] = right / max(residues, 1)
+        values["val/kl"] = max(kl / max(residues, 1), 0.0)   # rounding can make it negative
+        return values
+
+    def sums_over_pairs(self, model, ddp):
+        """Packed sums of weight x metrics over the pairs of all ranks."""
+        packed = torch.zeros(len(self.pairs), len(SUMS), dtype=torch.float64)
         for indices in self.batches[ddp.rank::ddp.world_size]:
             batch, log_probs = self.reference.run_model(model, self.pairs, indices)
             reference_scores = self.reference.scores(batch, self.table)
-            columns = self.objective(log_probs, batch, reference_scores, self.config.loss)[1]
-            values[indices] = columns.cpu()
+            _, metrics = self.objective(log_probs, batch, reference_scores, self.config.loss)
+            packed[indices] = pack(metrics).cpu()
             beat(ddp)
+        return (self.weights[:, None] * all_sum(packed, ddp)).sum(0)
+
+    def sums_over_natives(self, model, ddp):
+        """Sums over the residues of native sequences of all ranks: letters that are the policy's
+        most likely, KL divergence in nats, number of residues."""
+        found = torch.zeros(len(self.natives), 3, dtype=torch.float64)
         for indices in self.native_batches[ddp.rank::ddp.world_size]:
             batch, log_probs = self.reference.run_model(model, self.natives, indices)
             right = (log_probs.argmax(-1) == batch["S"]).float()
             difference = log_probs - self.reference.log_probs(batch)
             kl = (log_probs.exp() * difference).sum(-1)
-            rows = batch["sequence_rows"][..., 0]
-            sums = [(each[rows].mean(1) * batch["scored"]).sum(-1) for each in (right, kl)]
-            natives[indices] = torch.stack([*sums, batch["n_scored"]], 1).double().cpu()
+            rows = batch["sequence_rows"][..., 0]               # native is chosen and rejected
+            sum_right = (right[rows].mean(1) * batch["scored"]).sum(-1)
+            sum_kl = (kl[rows].mean(1) * batch["scored"]).sum(-1)
+            columns = torch.stack([sum_right, sum_kl, batch["n_scored"]], 1)
+            found[indices] = columns.double().cpu()
             beat(ddp)
-        model.train(was_training)
-        sums = (self.weights[:, None] * all_sum(values, ddp)).sum(0)
-        recovered, kl, residues = all_sum(natives, ddp).sum(0).tolist()
-        per_residue = sums[SUMS.index("logps/chosen")] / sums[SUMS.index("residues")]
-        return {**metrics_of(sums, self.weights.sum(), "val/"),
-                "val/logps/chosen_per_residue": float(per_residue),
-                "val/recovery": recovered / max(residues, 1),
-                "val/kl": max(kl / max(residues, 1), 0.0)}   # rounding can make it negative
+        return all_sum(found, ddp).sum(0).tolist()
+
+
+def native_pairs(pairs):
+    """Pairs of the native sequence with itself, one for each complex and set of designed positions
+    with a known native letter."""
+    unknown = ALPHABET.index("X")
+    found = {}
+    for pair in pairs:
+        native = pair.complex.S[:len(pair.chain_M)]
+        designed = pair.chain_M & (native != unknown)
+        if (designed & pair.complex.mask[:len(designed)]).any():
+            key = (pair.complex.key, designed.tobytes())
+            found.setdefault(key, Pair(pair.complex, native, native, designed))
+    return list(found.values())
 
 
 def evaluate_start(run, log, ddp):
@@ -97,17 +141,18 @@ def evaluate_start(run, log, ddp):
     Without validation pairs it returns {}, and sets progress["start"], the log-probability from
     which a fall is measured in training: with a reference and without dropout it is 0, as rewards
     start there; else it is set later, to the mean of the first epoch."""
-    progress, validation = run.progress, run.validation
+    progress = run.progress
     if progress["start"] is not None:
         return {}
-    if validation is None:
+    if run.validation is None:
         if run.reference.needed and not run.config.model.dropout:
             progress["start"] = 0.0
         return {}
     values = validate(run, log, ddp)
     log.metrics(0, values)
-    found = (f"loss {values['val/loss']:.4f} (policy and reference are equal)"
-             if run.reference.needed else short_result(values))
+    found = short_result(values)
+    if run.reference.needed:
+        found = f"loss {values['val/loss']:.4f} (policy and reference are equal)"
     log.say(f"step 0: validation {found}, recovery {values['val/recovery']:.3f}")
     keep_best(run, log, values, values["val/loss"], ddp)
     return values
@@ -115,9 +160,11 @@ def evaluate_start(run, log, ddp):
 
 def evaluate(run, log, values, epoch_began, ddp):
     """Validate, add metrics to `values`, keep the best model. epoch_began: a perf_counter time."""
-    step, per_epoch, epoch = run.progress["step"], run.steps_per_epoch, unpack(run.sums)
-    last, whole_epoch = step == run.n_iters, step % per_epoch == 0
-    at_end = last or whole_epoch
+    step = run.progress["step"]
+    per_epoch = run.steps_per_epoch
+    is_whole_epoch = step % per_epoch == 0
+    at_end = is_whole_epoch or step == run.n_iters
+    epoch = unpack(run.sums)
     trained = metrics_of(epoch.sums, epoch.count)
     text = f"train {short_result(trained, '')}"
     if run.validation is not None:
@@ -127,23 +174,35 @@ def evaluate(run, log, values, epoch_began, ddp):
         if not at_end:
             log.say(f"step {step:,}: validation {short_result(found)}")
     elif float(epoch.count) and at_end:
-        sums = dict(zip(SUMS, epoch.sums.tolist()))
+        sums = unpack_sums(epoch.sums.tolist())
         warn_of_fall(run, log, sums["rewards/chosen"] / sums["residues"] / run.config.loss.beta)
     if at_end:
         log.say(f"epoch {-(-step // per_epoch)}/{-(-run.n_iters // per_epoch)}: {text}, "
                 f"{time.perf_counter() - epoch_began:.0f} s")
-    if whole_epoch:
-        values.update({f"epoch/{k}": trained[k] for k in ("loss", "rewards/accuracies")})
+    if is_whole_epoch:
+        values["epoch/loss"] = trained["loss"]
+        values["epoch/rewards/accuracies"] = trained["rewards/accuracies"]
     if run.validation is not None:
-        return keep_best(run, log, values, values["val/loss"], ddp)
-    # Without validation, the training loss of whole epochs decides which model is best. The loss
-    # of a part of an epoch, which may be a single batch, counts only until an epoch is complete.
-    best = run.progress["best"]
-    if whole_epoch and best and best["step"] % per_epoch:
-        best = run.progress["best"] = None
-    if float(epoch.count) and (whole_epoch or last and not best):
-        keep_best(run, log, values, trained["loss"], ddp)
-    elif last and not best:
+        keep_best(run, log, values, values["val/loss"], ddp)
+    else:
+        keep_best_of_training(run, log, values, ddp)
+
+
+def keep_best_of_training(run, log, values, ddp):
+    """Without validation, the training loss of whole epochs decides which model is best. The loss
+    of a part of an epoch, which may be a single batch, counts only until an epoch is complete."""
+    progress = run.progress
+    step = progress["step"]
+    is_whole_epoch = step % run.steps_per_epoch == 0
+    is_last = step == run.n_iters
+    if is_whole_epoch and progress["best"] and progress["best"]["step"] % run.steps_per_epoch:
+        progress["best"] = None     # the loss of a part
+    has_none = is_last and not progress["best"]
+    epoch = unpack(run.sums)
+    if float(epoch.count) and (is_whole_epoch or has_none):
+        loss = metrics_of(epoch.sums, epoch.count)["loss"]
+        keep_best(run, log, values, loss, ddp)
+    elif has_none:
         raise Diverged(f"step {step}: all steps had a nan or infinite loss or gradient; "
                        f"expected finite numbers. {ADVICE}")
 
@@ -153,8 +212,8 @@ def validate(run, log, ddp):
     values = run.validation(run.bare, ddp)
     warn_of_fall(run, log, values["val/logps/chosen_per_residue"])
     if run.validation.designs is not None:
-        step, folder = run.progress["step"], run.work_dir
-        values.update(run.validation.designs(run.bare, step, folder, ddp))
+        step = run.progress["step"]
+        values.update(run.validation.designs(run.bare, step, run.work_dir, ddp))
         warn_of_collapse(run, log, values)
     return values
 
@@ -180,13 +239,12 @@ def warn_of_fall(run, log, now):
     if progress["start"] is None:
         progress["start"] = now
     fall = progress["start"] - now
-    if progress["fallen"] or not fall > run.config.monitoring.fall:   # `not >` is true for nan too
-        return
-    progress["fallen"] = True
-    say_attention(log, f"chosen sequences have become less likely, by {fall:.3f} nats per residue "
-                       "since the start. DPO can increase the margin this way, if rejected ones "
-                       "fall faster. If designs suffer: set loss.sft (such as 1), raise loss.beta, "
-                       "lower optim.lr, or stop earlier.")
+    if fall > run.config.monitoring.fall and not progress["fallen"]:
+        progress["fallen"] = True
+        say_attention(log, f"chosen sequences have become less likely, by {fall:.3f} nats per "
+                           "residue since the start. DPO can increase the margin this way, if "
+                           "rejected ones fall faster. If designs suffer: set loss.sft (such as "
+                           "1), raise loss.beta, lower optim.lr, or stop earlier.")
 
 
 def say_attention(log, text):
@@ -217,15 +275,20 @@ def short_result(values, prefix="val/"):
 
 def result_lines(result, progress, folder):
     """Lines printed at the end of a run: a table of validation metrics, warnings, paths."""
-    best, lines = progress["best"], []
+    best = progress["best"]
+    lines = []
     columns = {"val/loss": 4, "val/rewards/accuracies": 3, "val/rewards/margins": 3,
                "val/recovery": 3, "val/kl": 4}   # metric: decimals
     if "val/loss" in result:
         lines.append("  validation       loss   accuracy     margin   recovery         KL")
         for name, row in (("best", best), ("latest", result)):
-            numbers = (f"{row[k]:.{decimals}f}" if abs(row[k]) < 1e5 else f"{row[k]:.2e}"
-                       for k, decimals in columns.items())
-            lines.append(f"  {name:<10}" + "".join(f" {text:>10}" for text in numbers))
+            line = f"  {name:<10}"
+            for key, decimals in columns.items():
+                number = f"{row[key]:.{decimals}f}"
+                if not abs(row[key]) < 1e5:
+                    number = f"{row[key]:.2e}"
+                line += f" {number:>10}"
+            lines.append(line)
     if best["step"] == 0:
         lines.append("  ATTENTION: no evaluation was better than the base weights: "
                      "best_model.pt holds these")
@@ -233,5 +296,7 @@ def result_lines(result, progress, folder):
         lines.append(f"  designs   {folder / 'designs'}/step_{result['step']}.fasta")
     if progress["collapsed"]:
         lines.append("  ATTENTION: designs have lost variety: look at them before you use weights")
-    return [*lines, f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
-                    "latest_model.pt", f"  metrics   {folder / 'metrics.jsonl'}"]
+    lines.append(f"  weights   {folder / 'best_model.pt'} (step {best['step']:,}) and "
+                 "latest_model.pt")
+    lines.append(f"  metrics   {folder / 'metrics.jsonl'}")
+    return lines

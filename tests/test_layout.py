@@ -35,8 +35,6 @@ PENDING = {
     "bench/card",
     "ddp_guard",
     "ddp_setup",
-    "mpnn/designs",
-    "mpnn/evaluation",
     "mpnn/settings",
     "pairs_from_scores",
     "prepare_uniref50",
@@ -51,7 +49,6 @@ PENDING = {
     "sedd/weights",
     "test_aurora_ddp",
     "test_dtype",
-    "train_dpo_ddp",
     "train_sedd_ddp",
     "training/command_line",
 }

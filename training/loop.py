@@ -15,6 +15,7 @@ and evaluation. An optimizer step takes a global batch, which consists of micro-
 number is fixed at the start of a run. Each rank computes an equal share of them, by gradient
 accumulation, so the gradient is the same for every number of ranks.
 """
+import contextlib
 import functools
 import json
 import math
@@ -468,3 +469,14 @@ def record_score(run, score, values, ddp) -> bool:
     if training.patience is not None and progress["bad_evals"] >= training.patience:
         progress["finished"] = "early stop"
     return improved
+
+
+@contextlib.contextmanager
+def eval_mode(model):
+    """Put the model into eval mode (no dropout) for a `with` block, and then back."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -132,11 +132,12 @@ def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_
              "sequence_rows": torch.tensor([[[0, 1]]])}
     entropy = -(0.6 * math.log(0.6) + 0.3 * math.log(0.3) + 0.1 * math.log(0.1 / 19))
     loss, reference = Loss(sft=2.0, diversity_lambda=0.5), torch.zeros(1, 2).double()
-    value, columns = objective(p.log().repeat(2, 1, 1), batch, reference, loss)
+    value, metrics = objective(p.log().repeat(2, 1, 1), batch, reference, loss)
     sigmoid = math.log(1 + math.exp(-0.1 * 3 * (math.log(0.6) - math.log(0.3))))
     assert value.item() == pytest.approx(sigmoid - 2 * math.log(0.6) - 0.5 * entropy)
-    assert columns[0, 1].item() == pytest.approx(sigmoid)
-    assert columns[0, 4] == 1 and columns[0, 5].item() == pytest.approx(3 * math.log(0.6))
+    assert metrics["preference_loss"].item() == pytest.approx(sigmoid)
+    assert metrics["rewards/accuracies"].item() == 1
+    assert metrics["logps/chosen"].item() == pytest.approx(3 * math.log(0.6))
 
 
 # ---- batches and orders ----
