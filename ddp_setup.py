@@ -15,33 +15,13 @@ CPU, CUDA and Intel XPU:
     cleanup_ddp(ddp)
 
 Or `with setup_ddp(seed=0) as ddp:`. With `if stop_reason(ddp, step): save and leave` at each step,
-a run also stops in good order on a signal, before the walltime, or on a STOP file.
+a run also stops in good order on a signal, before the walltime, or on a stop file.
 
-    place       Ddp, detect_launcher, choose_device, setup_ddp (raises SetupError), cleanup_ddp
-    training    wrap_ddp, unwrap_ddp, gradient_sync, ddp_sampler, seed_for, worker_init,
-                optimize_with_ipex
-    ranks       barrier, broadcast, all_sum, all_mean, print0
-    precision   choose_dtype, autocast, grad_scaler
-    stopping    watch_run, stop_wanted, stop_reason, beat, close_run, abort
-    files       save_checkpoint, load_checkpoint
-
-The file is long as each wait has an end, and each refusal says what to do. To follow a start, read
-_setup, _join and _meet. `python ddp_setup.py --doctor` prints what it finds here and would choose.
-
-When a rank fails, it has the launcher end the others, see _end_others. A timer ends a hang. With
-ddp_guard.py as parent of each rank a killed rank ends the run too; the last line names the rank.
-
-Environment read: the launcher variables of LAUNCHERS, and
-  MASTER_ADDR, MASTER_PORT  where rank 0 listens; MASTER_ADDR alone means port 29500
-  DDP_WORLD_SIZE            the expected number of ranks (Aurora's launcher sets no size)
-  DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE   with DDP_WORLD_SIZE, override every launcher
-  DDP_MPI4PY=0              never import mpi4py
-  DDP_GLOO_MAX_RANKS        with more ranks than this (256), objects, flags and barriers avoid gloo
-  DDP_LOG_ALL=1             print0 prints on every rank, with its number
-  DDP_DEADLINE              epoch seconds at which stop_reason says stop
-  DDP_GUARD_FD              set by ddp_guard.py, for its own child (DDP_GUARD=0: no guard)
-Environment set until cleanup_ddp, if there are several ranks: RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, for other libraries; GLOO_SOCKET_IFNAME, if unset.
+What a script calls comes first, in the order in which it calls it. How that works follows:
+launchers, devices, rendezvous, one fails - all end, stop requests, checkpoint files, the doctor,
+Intel's extension.
+`python ddp_setup.py --doctor` prints what is found here and would be chosen, and `--doctor --help`
+all environment variables that are read and set.
 """
 import atexit
 import contextlib
@@ -59,30 +39,292 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
+import textwrap
 import time
 import traceback
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
+# ---------------------------------------------------------------- what a script calls
+@dataclass(frozen=True)
+class Ddp:
+    """This process' place in the run. What changes during a run stands in `state`."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0                 # number within its host
+    local_world_size: int | None = 1    # ranks on its host; None: not known before they meet
+    node_rank: int | None = 0           # number of its host; None: not known before they meet
+    device: torch.device = torch.device("cpu")
+    backend: str = "none"
+    launcher: str = "plain process"
+    seed: int = 0
+    host: str = ""
+    notes: tuple[str, ...] = ()         # what was found and chosen, with reasons
+    control: Any = field(default=None, repr=False, compare=False)   # gloo group, see _route
+    timeout: float | None = None        # of a collective, in seconds; None: torch's own
+    state: "State" = field(default_factory=lambda: State(), repr=False, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def on_one_host(self) -> bool:
+        return self.local_world_size == self.world_size
+
+    def __enter__(self) -> "Ddp":
+        return self
+
+    def __exit__(self, kind, error, tb) -> None:
+        _leave_context(self, error)
+
+
+def setup_ddp(device: str = "auto", backend: str = "auto", seed: int = 0,    # noqa: PLR0913
+              ranks: int | None = None, timeout: float | None = None,    # (a script's options)
+              init_timeout: float = 300.0, quiet: bool = False, ipex: str = "auto") -> Ddp:
+    """Find this process' rank and device, join the other ranks, and return a Ddp. If called again
+    in the same process, return the same Ddp.
+
+    Args:
+        device: auto, cpu, cuda or xpu. backend: auto, nccl, gloo, xccl, ccl or xpu.
+        seed: gives all ranks equal initial weights; wrap_ddp then seeds each rank differently.
+        ranks: refuse any other number of ranks.
+        timeout: seconds a collective may take; None: torch's own limit.
+        init_timeout: seconds to wait for all ranks to appear.
+        quiet: do not print what was found. ipex: auto, on or off, see optimize_with_ipex.
+    Raises: SetupError (a RuntimeError) with what was found and what to do, naming missing ranks.
+        An error of all ranks is raised on one, or one per host; others exit with its `code`.
+    """
+    if setup_ddp.current is None:
+        setup_ddp.current = _setup_or_exit(device, backend, seed, ranks, timeout, init_timeout,
+                                           ipex)
+        if not quiet:
+            _print_notes(setup_ddp.current)
+    return setup_ddp.current
+
+
+def wrap_ddp(model: torch.nn.Module, ddp: Ddp, **options) -> torch.nn.Module:
+    """Wrap a model, already on ddp.device, in DistributedDataParallel if there are several ranks.
+
+    Afterwards torch, random and numpy are seeded by (seed, "rank", rank): initial weights are equal
+    on all ranks, but dropout and augmentation differ.
+
+    options: of DistributedDataParallel; gradient_as_bucket_view is on by default.
+    Raises: ValueError for a model on another device."""
+    for name, parameter in model.named_parameters():
+        if parameter.device != ddp.device:
+            raise ValueError(f"parameter {name} is on {parameter.device}; expected {ddp.device}. "
+                             f"Call model.to(ddp.device) before wrap_ddp (and before the optimizer "
+                             f"is made).")
+    if ddp.world_size > 1:
+        model = DistributedDataParallel(model, **_options_for_torch(options, ddp))
+    _seed_all(seed_for(ddp.seed, "rank", ddp.rank))
+    return model
+
+
+def unwrap_ddp(model: torch.nn.Module) -> torch.nn.Module:
+    """The bare model: for state_dict, evaluation and sampling. The forward of a wrapped model may
+    broadcast buffers, so a rank that calls it alone can hang."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def ddp_sampler(dataset, ddp: Ddp, train: bool = True,
+                shuffle: bool = True) -> DistributedSampler | range:
+    """A sampler for any dataset with a length: each item goes to one rank.
+
+    train=True: torch's DistributedSampler, in an order of (ddp.seed, epoch); call its set_epoch.
+    The epoch is cut to equal steps per rank. train=False: all items, in order, whatever `shuffle`.
+    Some ranks may then have one item more, so a loop over them must not contain collectives.
+    Raises: ValueError for fewer items than ranks."""
+    if len(dataset) < ddp.world_size:
+        raise ValueError(f"{len(dataset)} item(s) for {ddp.world_size} ranks; expected at least "
+                         f"one each. Use fewer ranks or more data.")
+    if not train:
+        return range(ddp.rank, len(dataset), ddp.world_size)
+    return DistributedSampler(dataset, ddp.world_size, ddp.rank, shuffle, ddp.seed, drop_last=True)
+
+
+def gradient_sync(model: torch.nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Context for one micro-step of gradient accumulation: only the `last` one averages gradients
+    over ranks.
+
+    With static_graph, DDP records the graph in its first backward, which must not be under no_sync.
+    So all micro-steps of the first step average gradients, which does not change the result."""
+    if not isinstance(model, DistributedDataParallel):
+        return contextlib.nullcontext()
+    if model.static_graph and not getattr(model, "static_graph_recorded", False):
+        model.static_graph_recorded = last
+        return contextlib.nullcontext()
+    return contextlib.nullcontext() if last else model.no_sync()
+
+
+def print0(ddp: Ddp, *values, **options) -> None:
+    """print on rank 0; on every rank, with its number, where DDP_LOG_ALL=1."""
+    options = {"flush": True, **options}
+    if os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1:
+        print(f"[rank {ddp.rank}]", *values, **options)
+    elif ddp.is_main:
+        print(*values, **options)
+
+
+def barrier(ddp: Ddp, timeout: float | None = None) -> None:
+    """Wait for all ranks.
+
+    timeout: seconds; default: that of setup_ddp, or half an hour.
+    Raises: RuntimeError with the ranks that did not come (above GLOO_MAX_RANKS: without names)."""
+    limit = timedelta(seconds=timeout or ddp.timeout or PATIENCE)
+    if ddp.world_size > 1 and ddp.control is not None:
+        dist.monitored_barrier(ddp.control, limit, wait_all_ranks=True)
+    elif ddp.world_size > 1:
+        dist.barrier(async_op=True).wait(limit)
+
+
+def broadcast(value: Any, ddp: Ddp, src: int = 0) -> Any:
+    """`value` of rank `src`, on every rank.
+
+    value: a tensor (same shape and dtype everywhere) is filled in place and returned; anything else
+        must be plain (None, bool, number, text, lists and dicts with text keys) and travels as
+        JSON, so a tuple comes back as a list.
+    """
+    if not isinstance(value, torch.Tensor):
+        return _broadcast_json(value, ddp, src)
+    if ddp.world_size > 1:
+        group, device = _route(ddp, value.device)
+        moved = value.to(device)
+        dist.broadcast(moved, src, group=group)
+        value.detach().copy_(moved)   # it may be a parameter
+    return value
+
+
+def all_sum(value: Any, ddp: Ddp) -> Any:
+    """Sum over ranks: of a tensor (into a new one), or of a number or list of numbers (float64)."""
+    if not isinstance(value, torch.Tensor):
+        return all_sum(torch.tensor(value, dtype=torch.float64), ddp).tolist()
+    if ddp.world_size == 1:
+        return value.clone()
+    group, device = _route(ddp, value.device)
+    total = value.to(device, copy=True)
+    dist.all_reduce(total, group=group)
+    return total.to(value.device)
+
+
+def all_mean(value: Any, ddp: Ddp) -> Any:
+    """Mean over ranks, like all_sum. Correct only if every rank has the same share of the data."""
+    if not isinstance(value, torch.Tensor):
+        return all_mean(torch.tensor(value, dtype=torch.float64), ddp).tolist()
+    return all_sum(value, ddp) / ddp.world_size
+
+
+def autocast(dtype: torch.dtype, ddp: Ddp) -> contextlib.AbstractContextManager:
+    """torch.autocast for ddp.device; float32 (and float64) mean none. See choose_dtype."""
+    if dtype in (torch.float32, torch.float64):
+        return contextlib.nullcontext()
+    return torch.autocast(ddp.device.type, dtype=dtype)
+
+
+def grad_scaler(dtype: torch.dtype, ddp: Ddp) -> torch.amp.GradScaler:
+    """A GradScaler that scales for float16 and passes everything through otherwise."""
+    return torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
+
+
+def stop_reason(ddp: Ddp, step: int, wanted: float | None = None, stop_file: str = "") -> str:
+    """Why all ranks shall now save and leave, the same on each, or "" to go on.
+
+    To be called at each step boundary, on all ranks: it is a sign of progress too. A run is asked
+    to stop by SIGTERM, SIGUSR1 or Ctrl-C to any rank, at the time DDP_DEADLINE, or by a file. The
+    first call begins to watch for these, and for 20 minutes without progress: see start_watch.
+
+    Args:
+        wanted: the sum of stop_wanted over ranks, where the caller has it from an all-reduce of
+            its own (perhaps of the step before); None: summed here, by a small one per call.
+        stop_file: for the first call: path, such as out/STOP. If it exists, the run stops."""
+    if ddp.state.watch is None:
+        start_watch(ddp, stop_file)
+    note_progress(ddp, step)
+    if wanted is None:
+        wanted = all_sum(stop_wanted(ddp), ddp)
+    if not wanted:
+        return ""
+    ddp.state.watch.requested = first_problem(ddp.state.watch.requested, ddp)
+    return ddp.state.watch.requested
+
+
+def save_checkpoint(path: str | os.PathLike, ddp: Ddp, keep_last: int = 1, resumes: bool = True,
+                    **state) -> None:
+    """Write `state` to `path`, from rank 0: temporary name, fsync, rename. A collective.
+
+    Args:
+        state: tensors and plain types, nested. `world_size` and `versions` are added.
+        keep_last: how many to keep, this one included; the former ones as path-1, path-2, ...
+        resumes: the next start continues from this file, so error messages shall name it.
+    Raises: RuntimeError, on all ranks, for a value that is not of a plain type, or if the file
+        cannot be written; the former file is then untouched.
+    """
+    path = os.fspath(path)
+    note_progress(ddp)
+    problem = _try_to_write_checkpoint(path, ddp, keep_last, state) if ddp.is_main else ""
+    problem = broadcast(problem, ddp)
+    note_progress(ddp)
+    if problem:
+        raise RuntimeError(problem)
+    if resumes:
+        _note_checkpoint(ddp, path, state)
+
+
+def load_checkpoint(path: str | os.PathLike, ddp: Ddp | None = None) -> Any:
+    """Read what save_checkpoint wrote; tensors come on the CPU.
+
+    With ddp, a collective: rank 0 reads the file, goes back to the former one if it is damaged,
+    saying so, and sends the bytes to the others.
+    Raises: ValueError, on all ranks, for a file that is missing, damaged (each record has a
+        checksum), or holds more than tensors and plain types.
+    """
+    if ddp is None:
+        return _read_checkpoint(path).state
+    return _load_on_all_ranks(path, ddp)
+
+
+def cleanup_ddp(ddp: Ddp) -> None:
+    """Leave in good order: wait for the others, destroy the groups, finalise MPI, put the
+    environment back. Harmless when called twice.
+
+    It waits for half an hour, or the limit of start_watch, and then names the missing ranks. With a
+    guard, Python must end, or set up again, within two minutes after this."""
+    if ddp.state.clean:
+        return
+    ddp.state.clean = True
+    atexit.unregister(_at_exit)
+    try:
+        _await_others_at_the_end(ddp)
+        _destroy_groups(ddp)
+    finally:   # whatever happens, the caller may go on
+        _forget(ddp)
+
+
+# ---------------------------------------------------------------- codes, limits, state
 __all__ = [
     "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum", "autocast",
-    "barrier", "beat", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "close_run",
-    "ddp_sampler", "detect_launcher", "grad_scaler", "gradient_sync", "load_checkpoint",
-    "optimize_with_ipex", "print0", "save_checkpoint", "seed_for", "setup_ddp", "stop_reason",
-    "stop_wanted", "unwrap_ddp", "watch_run", "worker_init", "wrap_ddp"]
+    "barrier", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "ddp_sampler",
+    "detect_launcher", "grad_scaler", "gradient_sync", "load_checkpoint", "optimize_with_ipex",
+    "print0", "save_checkpoint", "seed_for", "setup_ddp", "stop_reason", "stop_wanted",
+    "unwrap_ddp", "worker_init", "wrap_ddp"]
 
+AGAIN = 75         # exit codes, beside 0 finished and 1 failed: stopped on request, work is left
+HANG = 70          # no progress
+BAD_INPUT = 2      # a person must change something
+INTERRUPTED = 130  # Ctrl-C
 # Gloo connects each rank to every other by 2 sockets, and many sites allow only 1,024 open files.
 # Above this number of ranks, objects, flags and barriers use the device's own backend.
 GLOO_MAX_RANKS = 256
-AGAIN, HANG, BAD_INPUT, INTERRUPTED = 75, 70, 2, 130   # exit codes, beside 0 finished and 1 failed
 # Time limits and pauses, in seconds.
 CONNECT = 5.0           # for one attempt to connect to rank 0
 ANSWER_MARGIN = 20.0    # the other ranks wait this much longer for rank 0 than it waits for them
@@ -98,81 +340,60 @@ DESTROY = 60.0          # for torch and MPI to close their connections
 SAME_CTRL_C = 0.2       # between two SIGINTs of one Ctrl-C, from launcher and guard
 
 
-# ---------------------------------------------------------------- this process' place
+class SetupError(RuntimeError):
+    """Setting up failed. prints: whether this rank shows it; an error of all ranks is shown by one.
+    code: the exit code; 2 if a person must change something, 1 if a new start may succeed."""
+
+    def __init__(self, text: str, *, prints: bool = True, code: int = BAD_INPUT):
+        super().__init__(text)
+        self.prints = prints
+        self.code = code
+
+
+class Record:
+    """What a project notes about its runs; this one notes nothing.
+
+    To add something, set ddp.state.record to a child of this class. The training scripts of this
+    repository do it in training/watch.py, for status.json and the stacks of all ranks."""
+    stacks = None   # open file for stack traces of a rank that makes no progress; None: stderr
+
+    def note(self, code: int, reason: str) -> None:
+        """The run ends with this exit code: all ranks have come to cleanup_ddp, or this one has
+        failed. With a guard, a failure is the guard's to note."""
+
+    def advice(self, retry: bool) -> str:
+        """Text for the end of the line FAILED. retry: can the same command continue the run?"""
+        return ""
+
+    def close(self) -> None:
+        """The watch over stop requests and progress has ended."""
+
+
 @dataclass
 class State:
     """The part of a Ddp that changes during a run."""
     pid: int = field(default_factory=os.getpid)       # of the rank, not of its forked children
     hosts: list = field(default_factory=list)         # host name of each rank
-    store: object = None                              # torch's store, which rank 0 serves
-    mpi: object = None                                # COMM_WORLD of mpi4py
+    store: Any = None                                 # torch's store, which rank 0 serves
+    mpi: Any = None                                   # COMM_WORLD of mpi4py
     ipex: str = "auto"                                # see optimize_with_ipex
-    environment: dict = field(default_factory=dict)   # variables before _join set them
-    guard: object = None                              # socket to ddp_guard.py
-    watch: object = None                              # see watch_run
+    environment: dict = field(default_factory=dict)   # variables before _set_environment
+    guard: socket.socket | None = None                # to ddp_guard.py
+    watch: "Watch | None" = None                      # see start_watch
+    record: Record = field(default_factory=Record)
     patience: float = PATIENCE                        # seconds to wait for others in cleanup_ddp
     checkpoint: str = ""                              # path of the one to resume from
     damaged: str = ""                                 # checkpoint that could not be loaded
     clean: bool = False                               # cleanup_ddp was called
 
 
-@dataclass(frozen=True)
-class Ddp:
-    """This process' place in the run.
-
-    local_world_size: None until the ranks have met, if the launcher does not set it.
-    node_rank: number of the host, in the order of ranks; None until the ranks have met.
-    control: the gloo group for objects, flags and barriers (None: see _route)."""
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int | None = 1
-    node_rank: int | None = 0
-    device: torch.device = torch.device("cpu")
-    backend: str = "none"
-    launcher: str = "plain process"
-    seed: int = 0
-    host: str = ""
-    notes: tuple = ()
-    control: object = field(default=None, repr=False, compare=False)
-    timeout: float | None = None   # of a collective, in seconds; None: torch's own
-    state: State = field(default_factory=State, repr=False, compare=False)
-
-    @property
-    def is_main(self):
-        return self.rank == 0
-
-    @property
-    def on_one_host(self):
-        return self.local_world_size == self.world_size
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, tb):
-        if error is None or isinstance(error, SystemExit) and error.code in (None, 0):
-            cleanup_ddp(self)
-        elif _alone_in_a_notebook(self):   # there is no other rank to end, and the kernel goes on
-            close_run(self, 1, f"{kind.__name__}: {error}")
-        else:
-            _abort_with(self, error)
-
-
-def _alone_in_a_notebook(ddp):
-    """A single interactive process: neither an exception nor a long pause may end it."""
-    return ddp.world_size == 1 and hasattr(sys, "ps1")
-
-
-class SetupError(RuntimeError):
-    """Setting up failed. prints: whether this rank shows it; an error of all ranks is shown by one.
-    code: the exit code; 2 if a person must change something, 1 if a new start may succeed."""
-
-    def __init__(self, text, *, prints=True, code=2):
-        super().__init__(text)
-        self.prints, self.code = prints, code
-
-
 # ---------------------------------------------------------------- launchers
+#   mpirun, srun, torchrun, ...
+#      |  starts N processes, and tells each its place by variables of its own
+#      v
+#   environment  --  the first complete row of LAUNCHERS  -->  rank, size, local rank
+#                    further complete rows: outer launchers, printed and not used
+#                    rows that are not complete, numbers that differ: refused
 @dataclass(frozen=True)
 class Launcher:
     """The environment variables by which a launcher tells a process its place. Where a field lists
@@ -215,38 +436,56 @@ PLACE = ("rank", "size", "local_rank", "local_size")   # fields of a Launcher th
 
 def _int(env, name):
     text = env.get(name, "").strip()
-    if text and not re.fullmatch(r"-?\d+", text):
+    if not text:
+        return None
+    if not re.fullmatch(r"-?\d+", text):
         raise SetupError(f"{name}={text!r} is not an integer. Expected the number that the "
                          f"launcher sets; unset it if it was exported by hand.")
-    return int(text) if text else None
+    return int(text)
+
+
+def _first_set(env, names):
+    """The first of several names, separated by blanks, that is set; or ""."""
+    for name in names.split():
+        if env.get(name, "").strip():
+            return name
+    return ""
 
 
 def _rows_set_in(env):
     """LAUNCHERS, where each field of PLACE names only the variable that is set, or ""."""
-    def first_set(names):
-        return next((name for name in names.split() if env.get(name, "").strip()), "")
-    rows = [replace(row, **{part: first_set(getattr(row, part)) for part in PLACE})
-            for row in LAUNCHERS.values()]
-    # The shells of sbatch (no step) and salloc (a step of one task) have Slurm's variables too.
-    return [row for row in rows if row.name != "Slurm step"
-            or env.get("SLURM_STEP_ID") and _int(env, row.size) != 1]
+    rows = []
+    for row in LAUNCHERS.values():
+        row = replace(row, **{part: _first_set(env, getattr(row, part)) for part in PLACE})
+        # The shells of sbatch (no step) and salloc (a step of one task) have Slurm's variables too.
+        if row.name == "Slurm step":
+            if not env.get("SLURM_STEP_ID") or _int(env, row.size) == 1:
+                continue
+        rows.append(row)
+    return rows
+
+
+def _is_complete(row, env):
+    has_size = row.size or row.size_optional
+    has_needed = not row.needs or env.get(row.needs, "").strip()
+    return bool(row.rank and row.local_rank and has_size and has_needed)
 
 
 def _complete_rows(env):
-    return [row for row in _rows_set_in(env)
-            if row.rank and row.local_rank and (row.size or row.size_optional)
-            and (not row.needs or env.get(row.needs, "").strip())]
+    return [row for row in _rows_set_in(env) if _is_complete(row, env)]
 
 
 def _seen(env):
     """The launchers' variables that are set, for messages."""
-    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"}.union(
-        *(getattr(row, part).split() for row in LAUNCHERS.values() for part in PLACE))
+    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"}
+    for row in LAUNCHERS.values():
+        for part in PLACE:
+            names.update(getattr(row, part).split())
     shown = " ".join(f"{name}={env[name]}" for name in sorted(names) if env.get(name, "").strip())
     return f"Seen: {shown or 'none'}"
 
 
-def detect_launcher(env, mpi=None):
+def detect_launcher(env: dict, mpi: tuple[int, int] | None = None) -> Ddp:
     """Which rank is this process? A pure function of the environment.
 
     The first complete row of LAUNCHERS wins. Complete rows after it are noted as outer launchers.
@@ -261,63 +500,94 @@ def detect_launcher(env, mpi=None):
     complete = _complete_rows(env)
     if not complete:
         return _plain_process(env)
-    row, *outer = complete
-    rank, size, local_rank, local_size = (_int(env, getattr(row, part)) for part in PLACE)
-    # By source. All that are not None must agree.
-    ranks = {row.rank: rank, "mpi4py": mpi and mpi[0]}
-    sizes = {"DDP_WORLD_SIZE": _int(env, "DDP_WORLD_SIZE"),
-             "WORLD_SIZE": _int(env, "WORLD_SIZE") if row.mpi else None,
-             row.size: size, "mpi4py": mpi and mpi[1]}
-    if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
-        for other in outer:
-            if other.mpi:
-                ranks[other.name], sizes[other.name] = _int(env, other.rank), _int(env, other.size)
-    is_first = local_rank == 0   # only the first rank of a host prints what all its ranks see
-    for what, claims, prints in (("number of ranks", sizes, is_first), ("rank", ranks, True)):
-        numbers = {source: number for source, number in claims.items() if number is not None}
-        if len(set(numbers.values())) > 1:
-            said = ", ".join(f"{source} says {number}" for source, number in numbers.items())
-            raise SetupError(
-                f"{row.name}: {said}. Expected the same {what}. Unset what is left over from "
-                f"another launcher. If mpi4py differs, it was probably built for another MPI: "
-                f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints=prints)
-    size = next((number for number in sizes.values() if number is not None), None)
-    if size == 1 or row.name == "Slurm step" and _int(env, "SLURM_STEP_NUM_NODES") == 1:
-        local_size = size   # one host; Slurm sets no plain number for this
+    row = complete[0]
+    outer = complete[1:]
+    rank = _int(env, row.rank)
+    local_rank = _int(env, row.local_rank)
+    local_size = _int(env, row.local_size)
+    size = _agreed_size(row, outer, env, mpi)
     if size is None:
         raise SetupError(
             f"{row.name} started rank {rank} but sets no number of ranks. Expected DDP_WORLD_SIZE: "
             f"export it next to the mpiexec call (nodes x ranks per node), or install mpi4py. "
-            f"{_seen(env)}", prints=is_first)
-    for what, value, limit in (("rank", rank, size),
-                               ("local rank", local_rank, local_size or size)):
-        if not 0 <= value < limit:
-            raise SetupError(f"{row.name}: {what} {value} is outside 0 to {limit - 1}. "
-                             f"{_seen(env)}")
-    sources = ", ".join(f"{what} from {name}" for what, name in (
-        ("rank", row.rank), ("size", row.size), ("local rank", row.local_rank)) if name)
+            f"{_seen(env)}", prints=local_rank == 0)
+    slurm_on_one_node = row.name == "Slurm step" and _int(env, "SLURM_STEP_NUM_NODES") == 1
+    if size == 1 or slurm_on_one_node:
+        local_size = size   # one host; Slurm sets no plain number for this
+    _refuse_outside(row, "rank", rank, size, env)
+    _refuse_outside(row, "local rank", local_rank, local_size or size, env)
+    sources = [f"rank from {row.rank}"]
+    if row.size:
+        sources.append(f"size from {row.size}")
+    sources.append(f"local rank from {row.local_rank}")
+    notes = [f"launcher {row.name}: {', '.join(sources)}"]
+    for other in outer:
+        notes.append(f"outer launcher {other.name} says rank {env[other.rank]} of "
+                     f"{env.get(other.size)}: not used")
     node_rank = 0 if size == 1 else None   # of several ranks: known when they meet
-    return Ddp(rank, size, local_rank, local_size, node_rank, launcher=row.name, notes=(
-        f"launcher {row.name}: {sources}",
-        *(f"outer launcher {other.name} says rank {env[other.rank]} of {env.get(other.size)}: "
-          f"not used" for other in outer)))
+    return Ddp(rank, size, local_rank, local_size, node_rank, launcher=row.name,
+               notes=tuple(notes))
+
+
+def _agreed_size(row, outer, env, mpi):
+    """The number of ranks, or None if nothing tells it. Raises: SetupError if two differ on it, or
+    on this process' rank."""
+    sizes = {"DDP_WORLD_SIZE": _int(env, "DDP_WORLD_SIZE")}
+    if row.mpi:
+        sizes["WORLD_SIZE"] = _int(env, "WORLD_SIZE")
+    sizes[row.size] = _int(env, row.size)
+    ranks = {row.rank: _int(env, row.rank)}
+    if mpi is not None:
+        ranks["mpi4py"] = mpi[0]
+        sizes["mpi4py"] = mpi[1]
+    if row.name == "torchrun" and not env.get("TORCHELASTIC_RUN_ID"):   # exported by hand
+        for other in outer:
+            if other.mpi:
+                ranks[other.name] = _int(env, other.rank)
+                sizes[other.name] = _int(env, other.size)
+    is_first = _int(env, row.local_rank) == 0   # of its host: it prints what all ranks there see
+    sizes = {source: size for source, size in sizes.items() if size is not None}
+    ranks = {source: rank for source, rank in ranks.items() if rank is not None}
+    _refuse_contradiction(row, "number of ranks", sizes, env, prints=is_first)
+    _refuse_contradiction(row, "rank", ranks, env, prints=True)
+    return next(iter(sizes.values()), None)
+
+
+def _refuse_contradiction(row, what, claims, env, prints):
+    """claims: {who says it: number}."""
+    if len(set(claims.values())) > 1:
+        said = ", ".join(f"{source} says {number}" for source, number in claims.items())
+        raise SetupError(
+            f"{row.name}: {said}. Expected the same {what}. Unset what is left over from "
+            f"another launcher. If mpi4py differs, it was probably built for another MPI: "
+            f"reinstall it, or set DDP_MPI4PY=0. {_seen(env)}", prints=prints)
+
+
+def _refuse_outside(row, what, value, limit, env):
+    if not 0 <= value < limit:
+        raise SetupError(f"{row.name}: {what} {value} is outside 0 to {limit - 1}. {_seen(env)}")
 
 
 def _plain_process(env):
     """Place of a process that no launcher has started. Refuses incomplete launcher variables."""
     harmless = {"", "RANK", "WORLD_SIZE", "DDP_WORLD_SIZE"}   # setup_ddp checks the last one
-    stray = {getattr(row, part): part for row in _rows_set_in(env) for part in PLACE
-             if getattr(row, part) not in harmless}
-    like_torchrun = "LOCAL_RANK" in stray or env.get("RANK") and env.get("MASTER_ADDR")
-    if (stray and list(stray.values()) != ["local_rank"]   # alone: exported by hand
-            or like_torchrun and (_int(env, "WORLD_SIZE") or 1) > 1):
+    stray = {}   # {variable: the field of a Launcher that names it}
+    for row in _rows_set_in(env):
+        for part in PLACE:
+            if getattr(row, part) not in harmless:
+                stray[getattr(row, part)] = part
+    half_a_launcher = bool(stray) and list(stray.values()) != ["local_rank"]   # alone: by hand
+    like_torchrun = "LOCAL_RANK" in stray or bool(env.get("RANK") and env.get("MASTER_ADDR"))
+    half_a_torchrun = like_torchrun and (_int(env, "WORLD_SIZE") or 1) > 1
+    if half_a_launcher or half_a_torchrun:
         raise SetupError(
             f"a launcher seems to have started this process, but no set of its variables is "
             f"complete. {_seen(env)}. Expected for example RANK, WORLD_SIZE, LOCAL_RANK and "
             f"MASTER_ADDR, or PMI_RANK, PMI_SIZE and MPI_LOCALRANKID. Unset what was exported by "
             f"hand, or set DDP_RANK, DDP_WORLD_SIZE and DDP_LOCAL_RANK.")
     notes = ["launcher none: one process"]
-    if ignored := [name for name in (*stray, "RANK", "WORLD_SIZE") if env.get(name, "").strip()]:
+    ignored = [name for name in (*stray, "RANK", "WORLD_SIZE") if env.get(name, "").strip()]
+    if ignored:
         notes.append(f"{', '.join(ignored)} ignored as left over: a launcher sets more variables")
     if env.get("SLURM_JOB_ID") and (_int(env, "SLURM_NTASKS") or 1) > 1:
         notes.append(f"ATTENTION: Slurm job {env['SLURM_JOB_ID']} has {env['SLURM_NTASKS']} tasks, "
@@ -326,13 +596,20 @@ def _plain_process(env):
     return Ddp(notes=tuple(notes))
 
 
-# ---------------------------------------------------------------- device and backend
+# ---------------------------------------------------------------- devices, backends, precision
+#   --device, --backend  \
+#                         choose_device  -->  cuda:1 with nccl, xpu:3 with xccl, cpu with gloo
+#   _found_devices       /                    or a refusal that lists what is there
+#
+#   rank with local rank r  -->  device r modulo the number of visible ones: a launcher may let a
+#                                rank see all devices of its host, some, or only its own one
 KINDS = ("cuda", "xpu", "cpu")   # device types, the best first
 # The device types that each backend serves, the best backend first.
 BACKENDS = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "xccl": ("xpu",), "ccl": ("xpu", "cpu")}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def choose_device(device, backend, local_rank, found, ranks=2):
+def choose_device(device: str, backend: str, local_rank: int, found: dict, ranks: int = 2) -> tuple:
     """Choose device type, index and backend. A pure function.
 
     Args:
@@ -344,35 +621,52 @@ def choose_device(device, backend, local_rank, found, ranks=2):
     Returns: (type, index or None, backend, reason).
     Raises: SetupError if what was asked for is not available; it lists what is.
     """
-    def refuse(what):
-        have = ["cpu", *(name if value is True else f"{value} {name}"
-                         for name, value in found.items() if value and name != "trouble")]
-        raise SetupError(f"{what}. Available here: {', '.join(have)}. Choose --device auto and "
-                         f"--backend auto, or among these.")
-
-    for name, value, known in (("device", device, ("auto", *KINDS)),
-                               ("backend", backend, ("auto", "xpu", *BACKENDS))):
-        if value not in known:
-            raise SetupError(f"--{name} {value} is not known; expected one of {', '.join(known)}")
-    asked, visible = f"--device {device}, --backend {backend}", {**found, "cpu": 1}
+    _refuse_unknown("device", device, ("auto", *KINDS))
+    _refuse_unknown("backend", backend, ("auto", "xpu", *BACKENDS))
+    asked = f"--device {device}, --backend {backend}"
+    visible = {**found, "cpu": 1}
     # With gloo an XPU is found too, and then refused: not silently replaced by the CPU.
     kinds = {**BACKENDS, "auto": KINDS, "gloo": KINDS, "xpu": ("xpu",)}[backend]
-    kind = device if device != "auto" else next(filter(visible.get, kinds), kinds[0])
+    kind = device
+    if device == "auto":
+        kind = _first_available(kinds, visible) or kinds[0]
     if not visible[kind]:
-        refuse(f"{kind} was asked for ({asked}), but no such device is visible")
+        raise _not_here(f"{kind} was asked for ({asked}), but no such device is visible", found)
     usable = [name for name, served in BACKENDS.items()
               if kind in served and backend in (name, "auto", "xpu")]
     if kind not in kinds or not usable:
-        refuse(f"--backend {backend} does not serve device {kind}")
-    chosen = next(filter(found.get, usable), None)
+        raise _not_here(f"--backend {backend} does not serve device {kind}", found)
+    chosen = _first_available(usable, found)
     if chosen is None and (ranks > 1 or backend != "auto"):
         trouble = f" ({found['trouble']})" if "ccl" in usable and "trouble" in found else ""
-        refuse(f"no backend for {kind}: expected {' or '.join(usable)}, which this torch "
-               f"lacks{trouble}")
-    # The remainder, since a launcher may let a rank see all devices, some, or only its own one.
-    index = None if kind == "cpu" else local_rank % found[kind]
-    where = "cpu" if index is None else f"{kind}:{index} of {found[kind]}"
-    return kind, index, chosen, f"device {where}; backend {chosen} ({asked})"
+        raise _not_here(f"no backend for {kind}: expected {' or '.join(usable)}, which this torch "
+                        f"lacks{trouble}", found)
+    if kind == "cpu":
+        return kind, None, chosen, f"device cpu; backend {chosen} ({asked})"
+    index = local_rank % found[kind]
+    return (kind, index, chosen,
+            f"device {kind}:{index} of {found[kind]}; backend {chosen} ({asked})")
+
+
+def _refuse_unknown(name, value, known):
+    if value not in known:
+        raise SetupError(f"--{name} {value} is not known; expected one of {', '.join(known)}")
+
+
+def _first_available(names, available):
+    return next((name for name in names if available.get(name)), None)
+
+
+def _not_here(what, found):
+    """A SetupError that lists what is available."""
+    have = ["cpu"]
+    for name, value in found.items():
+        if value is True:
+            have.append(name)
+        elif value and name != "trouble":
+            have.append(f"{value} {name}")
+    return SetupError(f"{what}. Available here: {', '.join(have)}. Choose --device auto and "
+                      f"--backend auto, or among these.")
 
 
 def _found_devices(need_ccl=False, ipex="auto"):
@@ -412,8 +706,46 @@ def _device_id(device):
     return f"{device} of {mask}={os.environ.get(mask, '')} {uuid or ''}"   # tiles may share a uuid
 
 
-# ---------------------------------------------------------------- set-up
-def seed_for(*parts):
+def _native_bfloat16(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    if device.type == "xpu":
+        return True
+    with contextlib.suppress(OSError):
+        words = Path("/proc/cpuinfo").read_text().split()
+        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+    return False
+
+
+def choose_dtype(request: bool | str | None, device: torch.device) -> tuple[torch.dtype, str]:
+    """(dtype, reason) for a config's `mixed_precision`.
+
+    request: False or None, True (bfloat16 where the device computes in it, float32 elsewhere), or a
+        name of DTYPES.
+    Raises: ValueError for an unknown name, RuntimeError for a dtype that the device lacks."""
+    native = _native_bfloat16(device)
+    if request in (False, None):
+        return torch.float32, "mixed precision off"
+    if request is True and native:
+        return torch.bfloat16, f"{device.type} computes in bfloat16"
+    if request is True:
+        return torch.float32, f"{device.type} has no native bfloat16"
+    if request not in DTYPES:
+        raise ValueError(f"mixed_precision is {request!r}; expected true, false or one of "
+                         f"{', '.join(DTYPES)}")
+    if request == "bfloat16" and not native:
+        if device.type != "cpu":
+            raise RuntimeError(f"{device} has no bfloat16. Expected a newer device; use "
+                               f"mixed_precision: float16 or false.")
+        return torch.bfloat16, "asked for; emulated on this CPU, slow"
+    return DTYPES[request], "asked for"
+
+
+# ---------------------------------------------------------------- set-up of one rank
+#   environment --> detect_launcher --> rank, size        _start_mpi: only where MPI must help
+#   devices     --> _bind_device    --> device, backend
+#   other ranks --> _join           --> hosts, process groups
+def seed_for(*parts) -> int:
     """Integer in [0, 2**63) from plain values: equal parts give equal seeds, everywhere."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -426,36 +758,16 @@ def _seed_all(seed):
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def setup_ddp(device="auto", backend="auto", seed=0, ranks=None, timeout=None, init_timeout=300.0,
-              quiet=False, ipex="auto"):
-    """Find this process' rank and device, join the other ranks, and return a Ddp. If called again
-    in the same process, return the same Ddp.
-
-    Args:
-        device, backend: see choose_device.
-        seed: gives all ranks equal initial weights; wrap_ddp then seeds each rank differently.
-        ranks: refuse any other number of ranks.
-        timeout: seconds a collective may take; None: torch's own limit.
-        init_timeout: seconds to wait for all ranks to appear.
-        ipex: auto | on | off, see optimize_with_ipex.
-    Raises: SetupError (a RuntimeError) with what was found and what to do, naming missing ranks.
-        An error of all ranks is raised on one, or one per host; others exit with its `code`.
-    """
-    if setup_ddp.current is not None:
-        return setup_ddp.current
-    try:
-        ddp = setup_ddp.current = _setup(dict(os.environ), device, backend, seed, ranks, timeout,
-                                         init_timeout, ipex)
-    except SetupError as e:
-        if not e.prints:
-            time.sleep(PRINTER_FIRST)
-            sys.stdout.flush()
-            os._exit(e.code)
-        raise
-    if not quiet:
-        print0(ddp, f"Initialized DDP: {ddp.world_size} rank(s) on "
-                    f"{len(set(ddp.state.hosts)) or 1} host(s)", *ddp.notes, sep="\n  ")
-    return ddp
+def _options_for_torch(options, ddp):
+    """Options of wrap_ddp -> options of DistributedDataParallel."""
+    options = {"gradient_as_bucket_view": True, **options}
+    known = inspect.signature(DistributedDataParallel).parameters
+    if "broadcast_buffers" in options and "forward_sync_buffers" in known:
+        # torch 2.13 renames the option, and warns of the old name
+        options["forward_sync_buffers"] = options.pop("broadcast_buffers")
+    if ddp.device.type == "cuda":
+        options["device_ids"] = [ddp.device.index]
+    return options
 
 
 setup_ddp.current = None   # one process has one Ddp at a time, as torch has one process group
@@ -463,42 +775,74 @@ setup_ddp.count = 0        # of set-ups in this process
 setup_ddp.meeting = None   # what _open_store returned: a later set-up uses that store again
 
 
-def _setup(env, device, backend, seed, ranks, timeout, init_timeout, ipex):
+def _setup_or_exit(*request):
+    """_setup. If it fails, the rank that prints raises SetupError; the others exit later."""
+    try:
+        return _setup(*request)
+    except SetupError as error:
+        if error.prints:
+            raise
+        time.sleep(PRINTER_FIRST)
+        sys.stdout.flush()
+        os._exit(error.code)
+
+
+def _print_notes(ddp):
+    hosts = len(set(ddp.state.hosts)) or 1
+    print0(ddp, f"Initialized DDP: {ddp.world_size} rank(s) on {hosts} host(s)", *ddp.notes,
+           sep="\n  ")
+
+
+def _setup(device, backend, seed, ranks, timeout, init_timeout, ipex):
+    """The Ddp of setup_ddp, whose arguments these are."""
+    env = dict(os.environ)
     _deadline(env)   # refuses a wrong DDP_DEADLINE before anything is started
     if ipex not in ("auto", "on", "off"):
         raise SetupError(f"ipex is {ipex!r}; expected auto, on or off")
     if not init_timeout > 0:
         raise SetupError(f"init_timeout is {init_timeout}; expected seconds, more than 0")
     mpi = _start_mpi(env, init_timeout)
-    ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
-    for name, wanted in (("--ranks", ranks), ("DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))):
-        if wanted is not None and wanted != ddp.world_size:
-            raise SetupError(f"{name} asks for {wanted} rank(s), but {ddp.world_size} were "
-                             f"started. {'; '.join(ddp.notes)}. Start {wanted} (mpirun -n, "
-                             f"srun -n, torchrun --nproc_per_node) or change {name}.",
-                             prints=ddp.rank == 0)
-    error, reason, target = None, "", torch.device("cpu")
+    ddp = detect_launcher(env, _place_in(mpi))
+    _refuse_other_size(ddp, "--ranks", ranks)
+    _refuse_other_size(ddp, "DDP_WORLD_SIZE", _int(env, "DDP_WORLD_SIZE"))
+    ddp = replace(ddp, seed=seed, host=socket.gethostname(), timeout=timeout,
+                  state=State(mpi=mpi, ipex=ipex))
+    error = None
     try:
-        kind, index, backend, reason = choose_device(
-            device, backend, ddp.local_rank, _found_devices(backend == "ccl", ipex),
-            ddp.world_size)
-        if index is not None:
-            target = torch.device(kind, index)
-            getattr(torch, kind).set_device(index)   # the group binds to the current device
+        ddp = _bind_device(ddp, device, backend)
     except RuntimeError as e:
         if ddp.world_size == 1:
             raise
         error = str(e)   # perhaps of this rank alone: rank 0 prints it, see _meet
-    ddp = replace(ddp, device=target, backend=backend if ddp.world_size > 1 else "none", seed=seed,
-                  host=socket.gethostname(), notes=(*ddp.notes, reason), timeout=timeout,
-                  state=State(mpi=mpi, ipex=ipex, guard=_open_guard()))
+    ddp.state.guard = _open_guard()
     if ddp.world_size > 1:
         ddp = _join(ddp, env, init_timeout, error)
     else:
-        _tell_guard(ddp, join=dict(rank=0, size=1, launcher=ddp.launcher, hub=None))
+        tell_guard(ddp, join={"rank": 0, "size": 1, "launcher": ddp.launcher, "hub": None})
     atexit.register(_at_exit, ddp)
     _seed_all(seed)
     return ddp
+
+
+def _refuse_other_size(ddp, name, wanted):
+    if wanted is not None and wanted != ddp.world_size:
+        raise SetupError(f"{name} asks for {wanted} rank(s), but {ddp.world_size} were "
+                         f"started. {'; '.join(ddp.notes)}. Start {wanted} (mpirun -n, "
+                         f"srun -n, torchrun --nproc_per_node) or change {name}.",
+                         prints=ddp.rank == 0)
+
+
+def _bind_device(ddp, device, backend):
+    """A Ddp with its device and backend, as choose_device chooses them."""
+    found = _found_devices(backend == "ccl", ddp.state.ipex)
+    kind, index, chosen, reason = choose_device(device, backend, ddp.local_rank, found,
+                                                ddp.world_size)
+    target = torch.device("cpu")
+    if index is not None:
+        target = torch.device(kind, index)
+        getattr(torch, kind).set_device(index)   # the group binds to the current device
+    return replace(ddp, device=target, backend=chosen if ddp.world_size > 1 else "none",
+                   notes=(*ddp.notes, reason))
 
 
 def _start_mpi(env, limit):
@@ -519,6 +863,11 @@ def _start_mpi(env, limit):
     except (ImportError, RuntimeError):   # RuntimeError: mpi4py found no MPI library
         return None
     return None if MPI.Is_finalized() else MPI.COMM_WORLD
+
+
+def _place_in(mpi):
+    """(rank, size) in COMM_WORLD, or None without MPI."""
+    return None if mpi is None else (mpi.Get_rank(), mpi.Get_size())
 
 
 def _end_mpi(mpi):
@@ -546,12 +895,29 @@ def _set_timer(seconds, file):
         faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
 
+
 # ---------------------------------------------------------------- rendezvous: addresses
-def slurm_first_host(nodelist):
+#   all ranks compute the same address, or rank 0 tells it by MPI:
+#
+#   MASTER_ADDR is set            that host, MASTER_PORT or 29500
+#   mpi4py works                  rank 0's own address, by MPI broadcast; the kernel picks the port
+#   all ranks are on one host     127.0.0.1      \  MASTER_PORT, or a port computed from what
+#   Slurm                         its first host /  identifies this launch
+class Address(NamedTuple):
+    """Where rank 0's store is, or will be."""
+    host: str
+    port: int     # 0: rank 0 takes a free one
+    source: str   # how it was found, for messages
+
+
+DEFAULT_PORT = 29500
+
+
+def slurm_first_host(nodelist: str) -> str:
     """First host of a Slurm node list: 'a[003-5,9]-ib,b3' -> 'a003-ib'. Slurm's scontrol would tell
     it, but containers often lack that."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodelist)[0]   # up to a comma outside brackets
-    return re.sub(r"\[([^\]]*)\]", lambda m: re.split("[-,]", m[1])[0], first)
+    return re.sub(r"\[([^\]]*)\]", lambda ranges: re.split("[-,]", ranges[1])[0], first)
 
 
 def _resolve(name):
@@ -564,13 +930,24 @@ def _resolve(name):
 def _own_address():
     """The address under which other hosts reach this one."""
     host = socket.gethostname()
-    short, names = host.split(".")[0], [host]
+    short = host.split(".")[0]
+    names = [host]
     if re.fullmatch(r"x\d+c\d+s\d+b\d+n\d+", short) and ".hsn." not in host:   # HPE EX: its fabric
-        names = [f"{short}.hsn.cm.{m}.alcf.anl.gov" for m in ("aurora", "polaris")] + names
+        names = [f"{short}.hsn.cm.aurora.alcf.anl.gov", f"{short}.hsn.cm.polaris.alcf.anl.gov",
+                 host]
     for ip in map(_resolve, names):
         if ip and not ip.startswith("127."):   # Debian maps a host's own name to 127.0.1.1
             return ip
     return _route_to("192.0.2.1") or "127.0.0.1"   # any outside address: the default route
+
+
+def _seen_from_outside(ddp, host):
+    """`host`, or this host's address, if other hosts cannot use what the name means here."""
+    if ddp.on_one_host:
+        return host
+    address = _resolve(host)
+    is_loopback = address.startswith("127.") and address != host
+    return _own_address() if is_loopback else host   # Debian maps a host's own name to 127.0.1.1
 
 
 def _route_to(host):
@@ -601,134 +978,210 @@ def _launch_name(env, ddp):
     return "-".join(env[name] for name in LAUNCHERS[ddp.launcher].launch.split() if env.get(name))
 
 
+def process_fields(pid: int | str) -> list[str]:
+    """Fields of /proc/PID/stat from the third on, the state: see man proc_pid_stat. Raises: OSError
+    if the process is gone, or there is no /proc."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(")")[2].split()   # the second one, the name, may hold blanks
+
+
+def parent_of(pid: int) -> int:
+    """Process id of the parent. Raises: see process_fields."""
+    return int(process_fields(pid)[1])
+
+
 def _launcher_process(ddp):
     """Process id of this host's launcher, with its namespace, as containers may have equal ids. It
     is the first ancestor without the rank's variable, which a guard or shell around a rank has."""
-    pid, rank_variable = os.getppid(), f"{LAUNCHERS[ddp.launcher].rank}=".encode()
-    with contextlib.suppress(OSError):   # no /proc: the parent is the best guess
+    pid = os.getppid()
+    rank_variable = f"{LAUNCHERS[ddp.launcher].rank}=".encode()
+    try:
         while rank_variable in Path(f"/proc/{pid}/environ").read_bytes():
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = parent_of(pid)
         return f"{pid} {os.readlink('/proc/self/ns/pid')}"
-    return str(pid)
+    except OSError:   # no /proc: the parent is the best guess
+        return str(pid)
 
 
-def _place_of_rank_0(ddp, env):
-    """(host, port or 0, their source) of rank 0's store, as far as this rank can tell alone."""
-    host, port = env.get("MASTER_ADDR", ""), _int(env, "MASTER_PORT") or 0
+def _port_asked_for(ddp, env):
+    """MASTER_PORT, or 0."""
+    port = _int(env, "MASTER_PORT") or 0
     if not 0 <= port < 1 << 16:   # 10000 + a job's number may be too large
         raise SetupError(f"MASTER_PORT={port} is no port; expected 1024 to 65535. Leave it unset "
                          f"to have one found.", prints=ddp.local_rank == 0)
-    source = f"from {'MASTER_ADDR' if host else 'MASTER_PORT'}" if host or port else ""
-    if host:
-        port = port or 29500
-    elif ddp.on_one_host:
+    return port
+
+
+def _computed_port(ddp, env):
+    """A port that all ranks of this launch compute alike, below the kernel's ephemeral ports."""
+    launch = _launch_name(env, ddp)
+    if not launch and ddp.on_one_host:
+        launch = _launcher_process(ddp)
+    return 10000 + seed_for(f"{ddp.launcher} {launch} {ddp.world_size}") % 20000
+
+
+def _place_of_rank_0(ddp, env):
+    """The Address of rank 0's store, as far as this rank can tell alone."""
+    port = _port_asked_for(ddp, env)
+    by_mpi = ddp.state.mpi is not None
+    if env.get("MASTER_ADDR"):
+        source = "from MASTER_ADDR by MPI broadcast" if by_mpi else "from MASTER_ADDR"
+        return Address(_seen_from_outside(ddp, env["MASTER_ADDR"]), port or DEFAULT_PORT, source)
+    if by_mpi:
+        host = "127.0.0.1" if ddp.on_one_host else _own_address()
+        source = "from MASTER_PORT by MPI broadcast" if port else "by MPI broadcast"
+        return Address(host, port, source)
+    host = ""
+    if ddp.on_one_host:
         host = "127.0.0.1"
     elif ddp.launcher == "Slurm step":
-        host = slurm_first_host(env.get("SLURM_STEP_NODELIST", ""))
-        host = host if _resolve(host) else ""   # in a cloud, node names may not resolve
-    if not ddp.on_one_host and host != _resolve(host) and _resolve(host).startswith("127."):
-        host = _own_address()   # Debian maps a host's own name to 127.0.1.1
-    if ddp.state.mpi is not None:
-        return host or _own_address(), port, f"{source} by MPI broadcast".strip()
+        first = slurm_first_host(env.get("SLURM_STEP_NODELIST", ""))
+        if _resolve(first):   # in a cloud, node names may not resolve
+            host = _seen_from_outside(ddp, first)
     if not host:
         raise SetupError(
             f"{ddp.launcher} started ranks that may be on several hosts, and nothing tells them "
             f"where rank 0 is: mpi4py is not usable and MASTER_ADDR is unset. Install mpi4py for "
             f"this MPI, or export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to "
             f"all ranks.", prints=ddp.rank == 0)
-    if not port:   # all ranks compute the same one, below the kernel's ephemeral ports
-        launch = _launch_name(env, ddp) or ddp.on_one_host and _launcher_process(ddp)
-        launch = f"{ddp.launcher} {launch} {ddp.world_size}"
-        port, source = 10000 + seed_for(launch) % 20000, "by the launcher's id"
-    return host, port, source
+    if port:
+        return Address(host, port, "from MASTER_PORT")
+    return Address(host, _computed_port(ddp, env), "by the launcher's id")
 
 
 # ---------------------------------------------------------------- rendezvous: store, table, groups
+#   rank 1, 2, ...                 rank 0's store (TCP; torchrun: the store of its agent)   rank 0
+#      |  connect, came/R += 1        |                                                       |
+#      |  here/R = host, device,   -->|--> waits for all here/R, compares them: who is missing,|
+#      |           backend, error     |    which two share a device, whose torch differs     <-|
+#      |  <-- table: hosts, address --|<-- table: hosts and address of the hub, or the problem |
+#      |      of the hub, or problem  |                                                       |
+#      v                              v                                                       v
+#   all: tell the own guard where the hub is; make the process groups
+class Meeting(NamedTuple):
+    """A connection to rank 0's store."""
+    store: Any
+    address: Address
+
+
 def _join(ddp, env, init_timeout, error):
     """Meet all ranks in the store, check that they fit together, make the process groups.
 
     error: what this rank has to report instead of joining, or None."""
     agent = ddp.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     meeting = setup_ddp.meeting or _open_store(ddp, env, agent, init_timeout)
-    store, host, port, how = meeting
+    host, port, source = meeting.address
     # Torchrun's agent keeps its store over restarts, and a script may set up twice. A prefix per
     # attempt hides the keys of earlier attempts.
     setup_ddp.count += 1
     attempt = f"{env.get('TORCHELASTIC_RESTART_COUNT')}/{setup_ddp.count}"
-    store = dist.PrefixStore(f"ddp/{_launch_name(env, ddp)}/{attempt}", store)
-    # Under torchrun MASTER_ADDR is the agent's host, which rank 0 may not share.
-    hub_host = "127.0.0.1" if ddp.on_one_host else _own_address() if agent else host
+    store = dist.PrefixStore(f"ddp/{_launch_name(env, ddp)}/{attempt}", meeting.store)
+    if ddp.on_one_host:
+        hub_host = "127.0.0.1"
+    elif agent:   # MASTER_ADDR is the agent's host, which rank 0 may not share
+        hub_host = _own_address()
+    else:
+        hub_host = host
     table = _meet(ddp, store, error, init_timeout, hub_host)
-    hosts = ddp.state.hosts = table["hosts"]
-    ddp.state.store, setup_ddp.meeting = store, meeting
+    hosts = table["hosts"]
+    ddp.state.hosts = hosts
+    ddp.state.store = store
+    setup_ddp.meeting = meeting
     if table["hub"]:
-        _tell_guard(ddp, join=dict(rank=ddp.rank, size=ddp.world_size, launcher=ddp.launcher,
-                                   hub=table["hub"]))
+        tell_guard(ddp, join={"rank": ddp.rank, "size": ddp.world_size,
+                              "launcher": ddp.launcher, "hub": table["hub"]})
     else:   # the guards are not connected: abort has the launcher end the others
         ddp.state.guard = None
-    variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": ddp.rank,
+    local_world_size = ddp.local_world_size or hosts.count(ddp.host)
+    _set_environment(ddp, meeting.address, local_world_size)
+    control = _make_groups(ddp, env, init_timeout)
+    return replace(ddp, local_world_size=local_world_size, control=control,
+                   node_rank=list(dict.fromkeys(hosts)).index(ddp.host),
+                   notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {source}"))
+
+
+def _set_environment(ddp, address, local_world_size):
+    """Set the variables that torch and other libraries read. cleanup_ddp puts them back."""
+    variables = {"MASTER_ADDR": address.host, "MASTER_PORT": address.port, "RANK": ddp.rank,
                  "WORLD_SIZE": ddp.world_size, "LOCAL_RANK": ddp.local_rank,
-                 "LOCAL_WORLD_SIZE": ddp.local_world_size or hosts.count(ddp.host)}
-    interface = _interface_of("127.0.0.1" if ddp.on_one_host else _route_to(host))
+                 "LOCAL_WORLD_SIZE": local_world_size}
+    # Gloo's own choice may be an interface that other hosts cannot reach.
+    interface = _interface_of("127.0.0.1" if ddp.on_one_host else _route_to(address.host))
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         variables["GLOO_SOCKET_IFNAME"] = interface
-    ddp.state.environment = {name: os.environ.get(name) for name in variables}
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    for name, value in variables.items():
+        ddp.state.environment[name] = os.environ.get(name)
+        os.environ[name] = str(value)
+
+
+def _make_groups(ddp, env, init_timeout):
+    """Make torch's process groups. Returns the one for objects, flags and barriers, see _route."""
     limit = None if ddp.timeout is None else timedelta(seconds=ddp.timeout)
     bind = {"device_id": ddp.device} if ddp.backend == "nccl" else {}
-    control = None
+    most_ranks = _int(env, "DDP_GLOO_MAX_RANKS")
+    if most_ranks is None:
+        most_ranks = GLOO_MAX_RANKS
     with _time_limit(init_timeout):   # some backends wait without a limit
-        dist.init_process_group(ddp.backend, store=store, rank=ddp.rank, timeout=limit,
+        dist.init_process_group(ddp.backend, store=ddp.state.store, rank=ddp.rank, timeout=limit,
                                 world_size=ddp.world_size, **bind)
-        most_ranks = _int(env, "DDP_GLOO_MAX_RANKS")
-        if ddp.world_size <= (GLOO_MAX_RANKS if most_ranks is None else most_ranks):
-            control = (dist.group.WORLD if ddp.backend == "gloo" else
-                       dist.new_group(backend="gloo", timeout=limit))
-    return replace(ddp, local_world_size=variables["LOCAL_WORLD_SIZE"], control=control,
-                   node_rank=list(dict.fromkeys(hosts)).index(ddp.host),
-                   notes=(*ddp.notes, f"rank 0 at {host}:{port}, found {how}"))
+        if ddp.world_size > most_ranks:
+            return None
+        if ddp.backend == "gloo":
+            return dist.group.WORLD
+        return dist.new_group(backend="gloo", timeout=limit)
 
 
 def _open_store(ddp, env, agent, limit):
-    """Connect to rank 0's TCPStore. Returns (store, host, port, how it was found).
+    """Connect to rank 0's TCPStore. Returns a Meeting.
+
     Rank 0 opens its socket first. With mpi4py it then broadcasts the address, or its error."""
-    host, port, how = _place_of_rank_0(ddp, env)
-    listener, problem = None, ""
+    address = _place_of_rank_0(ddp, env)
+    listener = None
+    problem = ""
     if ddp.is_main and not agent:
-        try:   # on this address only; for port 0 the kernel chooses a free port
-            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listener = socket.create_server(address[:2], family=family, backlog=4096)
-            port = listener.getsockname()[1]
+        try:
+            listener = _listen(address)
+            address = address._replace(port=listener.getsockname()[1])
         except OSError as e:
             problem = (
-                f"rank 0 on {ddp.host} cannot listen on {host}:{port}: {e.strerror}. Expected "
-                f"MASTER_ADDR to be an address of rank 0's host and MASTER_PORT to be free there. "
-                f"Leave both unset to have them found, or choose another port.")
+                f"rank 0 on {ddp.host} cannot listen on {address.host}:{address.port}: "
+                f"{e.strerror}. Expected MASTER_ADDR to be an address of rank 0's host and "
+                f"MASTER_PORT to be free there. Leave both unset to have them found, or choose "
+                f"another port.")
     if ddp.state.mpi is not None:
-        host, port, problem = ddp.state.mpi.bcast((host, port, problem), root=0)
+        host, port, problem = ddp.state.mpi.bcast((address.host, address.port, problem), root=0)
+        address = Address(host, port, address.source)
     if problem:
         raise SetupError(problem, prints=ddp.is_main)
     if listener is None:
-        _await_listener(ddp, host, port, limit)
+        _await_listener(ddp, address, limit)
     with _time_limit(limit):   # torch would wait forever for another program there
-        store = dist.TCPStore(host, port, None, listener is not None,
+        store = dist.TCPStore(address.host, address.port, None, listener is not None,
                               timedelta(seconds=limit), wait_for_workers=False,
                               master_listen_fd=listener.detach() if listener else None)
-    return store, host, port, how
+    return Meeting(store, address)
 
 
-def _await_listener(ddp, host, port, limit):
+def _listen(address):
+    """A socket that listens on this address only; for port 0 the kernel chooses a free port."""
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    family, _, _, _, place = found[0]
+    return socket.create_server(place[:2], family=family, backlog=4096)
+
+
+def _await_listener(ddp, address, limit):
     """Wait until rank 0 listens. TCPStore would fail with a long C++ stack trace instead."""
     deadline = time.monotonic() + limit
     while True:
         try:
-            return socket.create_connection((host, port), CONNECT).close()
+            return socket.create_connection((address.host, address.port), CONNECT).close()
         except OSError as e:
             if time.monotonic() > deadline:
                 raise SetupError(
-                    f"rank 0 cannot be reached at {host}:{port} within {limit:.0f} s ({e}). "
-                    f"Expected it to listen there. Did it start? Is MASTER_ADDR right? Try `ping "
-                    f"{host}` from {ddp.host}.", prints=_speaks_for_host(ddp), code=1) from None
+                    f"rank 0 cannot be reached at {address.host}:{address.port} within "
+                    f"{limit:.0f} s ({e}). Expected it to listen there. Did it start? Is "
+                    f"MASTER_ADDR right? Try `ping {address.host}` from {ddp.host}.",
+                    prints=_speaks_for_host(ddp), code=1) from None
             time.sleep(0.05)
 
 
@@ -740,52 +1193,68 @@ def _speaks_for_host(ddp):
 def _meet(ddp, store, error, limit, hub_host):
     """Report to rank 0 and return its answer, a dict: "hosts" of all ranks, and "hub", the address
     of rank 0's guard (None: guards are not connected). SetupError: the ranks do not match."""
-    size = ddp.world_size
     report = {"host": ddp.host, "backend": ddp.backend, "torch": torch.__version__, "error": error,
               "guarded": ddp.state.guard is not None,
               "device": None if error else _device_id(ddp.device)}
-    duplicate = SetupError(f"rank {ddp.rank} of {size} is in this store already. Was it started "
-                           f"twice, or do two runs use one MASTER_PORT? Choose another for one of "
-                           f"them.", prints=_speaks_for_host(ddp))
     if store.add(f"came/{ddp.rank}", 1) > 1:   # before reading a table, which is another run's
-        raise duplicate
+        raise _second_in_store(ddp)
     store.set(f"here/{ddp.rank}", json.dumps(report))
-    if not ddp.is_main:   # rank 0 gives up earlier and says why: this wait fails only if it is gone
-        try:
-            store.wait(["table"], timedelta(seconds=limit + ANSWER_MARGIN))
-        except RuntimeError:
-            raise SetupError("rank 0 ended while the ranks were meeting. Expected it to stay; look "
-                             "for its own message.", prints=_speaks_for_host(ddp), code=1) from None
-        table = json.loads(store.get("table"))
-        if table["problem"]:
-            store.set(f"read/{ddp.rank}", "")
-            raise SetupError(table["problem"], prints=False, code=table["code"])
-        if len(table["hosts"]) != size:
-            raise duplicate
-        return table
-    keys = [f"here/{rank}" for rank in range(size)]
+    if ddp.is_main:
+        return _answer_all(ddp, store, limit, hub_host)
+    try:   # rank 0 gives up earlier and says why: this wait fails only if it is gone
+        store.wait(["table"], timedelta(seconds=limit + ANSWER_MARGIN))
+    except RuntimeError:
+        raise SetupError("rank 0 ended while the ranks were meeting. Expected it to stay; look "
+                         "for its own message.", prints=_speaks_for_host(ddp), code=1) from None
+    table = json.loads(store.get("table"))
+    if table["problem"]:
+        store.set(f"read/{ddp.rank}", "")
+        raise SetupError(table["problem"], prints=False, code=table["code"])
+    if len(table["hosts"]) != ddp.world_size:
+        raise _second_in_store(ddp)
+    return table
+
+
+def _second_in_store(ddp):
+    return SetupError(f"rank {ddp.rank} of {ddp.world_size} is in this store already. Was it "
+                      f"started twice, or do two runs use one MASTER_PORT? Choose another for one "
+                      f"of them.", prints=_speaks_for_host(ddp))
+
+
+def _answer_all(ddp, store, limit, hub_host):
+    """On rank 0: wait for the reports of all ranks, judge them, and write the table for all."""
+    keys = [f"here/{rank}" for rank in range(ddp.world_size)]
     with contextlib.suppress(RuntimeError):   # a timeout: _problem_of names the missing ranks
         store.wait(keys, timedelta(seconds=limit))
-    reports = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)
-               if store.check([key])}
-    problem, code = _problem_of(reports, size, limit)
-    table = dict(problem=problem, code=code, hub=None,
-                 hosts=[report["host"] for report in reports.values()])
+    reports = {}
+    for rank, key in enumerate(keys):
+        if store.check([key]):
+            reports[rank] = json.loads(store.get(key))
+    problem, code = _problem_of(reports, ddp.world_size, limit)
     guarded = [report["guarded"] for report in reports.values()]
+    hub = None
     if any(guarded) and not all(guarded):
         print0(ddp, "ATTENTION: not every rank has a guard, so no rank is guarded")
     elif all(guarded) and not problem:
-        _tell_guard(ddp, serve=hub_host)
-        with contextlib.suppress(OSError, ValueError), ddp.state.guard.makefile() as answer:
-            table["hub"] = json.loads(answer.readline())["address"]
-        if not table["hub"]:
+        hub = _start_hub(ddp, hub_host)
+        if not hub:
             print0(ddp, "ATTENTION: the guards cannot be joined, so no rank is guarded")
+    table = {"problem": problem, "code": code, "hub": hub,
+             "hosts": [report["host"] for report in reports.values()]}
     store.set("table", json.dumps(table))
     if problem:   # the store ends with rank 0: the others must read the table first
         with contextlib.suppress(RuntimeError):
             store.wait([f"read/{rank}" for rank in reports if rank], timedelta(seconds=TABLE_READ))
         raise SetupError(problem, code=code)
     return table
+
+
+def _start_hub(ddp, host):
+    """Have rank 0's guard listen for the other guards. Returns the address, or None."""
+    tell_guard(ddp, serve=host)
+    with contextlib.suppress(OSError, ValueError), ddp.state.guard.makefile() as answer:
+        return json.loads(answer.readline())["address"]
+    return None
 
 
 def _problem_of(reports, size, limit):
@@ -824,6 +1293,11 @@ def listed(items):
 
 
 # ---------------------------------------------------------------- one fails, all end
+#   a rank fails:   abort  --with a guard-->   guard of this rank --> hub --> all guards kill
+#                     |                        their ranks (ddp_guard.py: the rank's parent)
+#                     '--without-->  prints FAILED, then MPI_Abort, scancel or a signal to itself:
+#                                    the launcher ends the other ranks
+#   Python ends without cleanup_ddp (_at_exit), an exception leaves `with ddp`: the same
 def _open_guard():
     """The socket to ddp_guard.py, if that is this process' parent, else None."""
     descriptor, _, parent = os.environ.get("DDP_GUARD_FD", "").partition(":")
@@ -834,56 +1308,89 @@ def _open_guard():
     return guard
 
 
-def _tell_guard(ddp, wait=True, **message):
-    """Send a line to the guard, if there is one. wait=False: drop it if the guard does not read."""
-    if ddp.state.guard is not None:
-        line = json.dumps(message).encode() + b"\n"
-        with contextlib.suppress(OSError):
-            if wait:
-                ddp.state.guard.sendall(line)
-            else:   # socket.send would wait up to its timeout, os.write does not wait
-                os.write(ddp.state.guard.fileno(), line)
+def tell_guard(ddp: Ddp, wait: bool = True, **message) -> None:
+    """Send a line to the guard, if there is one. wait=False: drop it if the guard does not read.
+
+    message: see the docstring of ddp_guard.py."""
+    if ddp.state.guard is None:
+        return
+    line = json.dumps(message).encode() + b"\n"
+    with contextlib.suppress(OSError):
+        if wait:
+            ddp.state.guard.sendall(line)
+        else:   # socket.send would wait up to its timeout, os.write does not wait
+            os.write(ddp.state.guard.fileno(), line)
 
 
-def abort(ddp, text, code=1, cause="", secondary=False, retry=True):
+def _alone_in_a_notebook(ddp):
+    """A single interactive process: neither an exception nor a long pause may end it."""
+    return ddp.world_size == 1 and hasattr(sys, "ps1")
+
+
+def _leave_context(ddp, error):
+    """The end of `with ddp`. error: the exception that leaves it, or None."""
+    in_good_order = error is None
+    if isinstance(error, SystemExit):
+        in_good_order = error.code in (None, 0)
+    if in_good_order:
+        cleanup_ddp(ddp)
+    elif _alone_in_a_notebook(ddp):   # there is no other rank to end, and the kernel goes on
+        ddp.state.record.note(1, f"{type(error).__name__}: {error}")
+        end_watch(ddp)
+    else:
+        _abort_with(ddp, error)
+
+
+def abort(ddp: Ddp, text: str, code: int = 1, cause: str = "", secondary: bool = False,
+          retry: bool = True) -> None:
     """Print `text` once, with the rank, and end every rank; in a notebook, raise SystemExit.
 
     Args:
         code: exit code of every rank, as far as the launcher passes it on.
-        cause: one line for status.json and the last line; default: the first line of the text.
+        cause: one line for the record and the last line; default: the first line of the text.
         secondary: this failure is only the consequence of another rank's failure.
         retry: can the same command, given again, continue the run?"""
-    cause, code = cause or text.partition("\n")[0], code % 256 or 1
+    cause = cause or text.partition("\n")[0]
+    code = code % 256 or 1
     if _alone_in_a_notebook(ddp):
         print(text, file=sys.stderr)
-        close_run(ddp, code, cause)
+        ddp.state.record.note(code, cause)
+        end_watch(ddp)
         raise SystemExit(code)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     if ddp.state.guard is not None:
-        _tell_guard(ddp, failed=dict(code=code, cause=cause, text=text, secondary=secondary,
-                                     retry=retry))
+        tell_guard(ddp, failed={"code": code, "cause": cause, "text": text,
+                                "secondary": secondary, "retry": retry})
         with contextlib.suppress(OSError):
             ddp.state.guard.recv(1)   # until the guard kills this process
         os._exit(code)
-    for number in ddp.state.watch.handlers if ddp.state.watch else ():
-        signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
+    if ddp.state.watch is not None:
+        for number in ddp.state.watch.handlers:
+            signal.signal(number, signal.SIG_DFL)   # the launcher's SIGTERM must end this rank
     if secondary or not ddp.is_main:   # let the rank at fault, or rank 0, print first
         time.sleep(CULPRIT_FIRST)
-    _write_status(ddp, code, cause)
-    place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
-    lines = [f"\n[{place}] {text}"] if text.strip() not in ("", cause) or code == BAD_INPUT else []
-    if code != BAD_INPUT:   # with it, nothing has run yet
-        last = ddp.state.checkpoint
-        saved = f"Last checkpoint: {last}" if last else "No checkpoint yet"
-        again = "To go on, give the same command again" if retry else "Mend the cause first"
-        full_stop = "" if cause[-1:] in ".?" else "."
-        lines.append(f"FAILED: {place}: {cause}{full_stop} {saved}. {again}.")
+    ddp.state.record.note(code, cause)
     with contextlib.suppress(OSError, ValueError):
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print(_failure_message(ddp, text, code, cause, retry), file=sys.stderr, flush=True)
     if ddp.world_size > 1:
         _end_others(ddp, code)
     os._exit(code)
+
+
+def _failure_message(ddp, text, code, cause, retry):
+    """What abort prints without a guard: the text, then one line with rank and cause."""
+    place = f"rank {ddp.rank} of {ddp.world_size} on {ddp.host}"
+    if code == BAD_INPUT:   # nothing has run yet
+        return f"\n[{place}] {text}"
+    end = "" if cause[-1:] in ".?" else "."
+    line = f"FAILED: {place}: {cause}{end}"
+    if ddp.state.checkpoint:
+        line += f" Last checkpoint: {ddp.state.checkpoint}."
+    line = f"{line} {ddp.state.record.advice(retry)}".rstrip()
+    if text.strip() in ("", cause):   # the text has nothing to add
+        return line
+    return f"\n[{place}] {text}\n{line}"
 
 
 def _end_others(ddp, code):
@@ -929,41 +1436,47 @@ def _at_exit(ddp):
         abort(ddp, "ended without cleanup_ddp. Call it at the end, or use `with setup_ddp()`.")
 
 
-def cleanup_ddp(ddp):
-    """Leave in good order: wait for the others, destroy the groups, finalise MPI, put the
-    environment back. Harmless when called twice.
-
-    It waits for half an hour, or the limit of watch_run, and then names the missing ranks. With a
-    guard, Python must end, or set up again, within two minutes after this."""
-    if ddp.state.clean:
-        return
-    ddp.state.clean = True
-    atexit.unregister(_at_exit)
-    watch, patience = ddp.state.watch, ddp.state.patience
+# ---------------------------------------------------------------- the end in good order
+def _await_others_at_the_end(ddp):
+    """The barrier of cleanup_ddp; ends all ranks if some do not come. Then nothing can fail any
+    more: note the end of the run."""
+    patience = ddp.state.patience
+    tell_guard(ddp, bye=patience)
     try:
-        _tell_guard(ddp, bye=patience)
-        try:
-            with _time_limit(patience + 2 * GUARD_MARGIN):   # xccl ignores the barrier's limit
-                barrier(ddp, patience + GUARD_MARGIN)
-        except RuntimeError as e:
-            abort(ddp, f"not all of {ddp.world_size} ranks came to cleanup_ddp within "
-                       f"{patience:.0f} s: {_in_one_line(e)}", HANG, secondary=True)
-        if watch is not None:   # the script did not call close_run
-            close_run(ddp, AGAIN if watch.requested else 0, watch.requested or "left in good order")
-        with _time_limit(DESTROY):
-            if ddp.world_size > 1:
-                _await_gloo_threads()
-                dist.destroy_process_group()
-            _end_mpi(ddp.state.mpi)
-    finally:   # whatever happens, the caller may go on
-        _tell_guard(ddp, left=True)
-        if ddp.state.guard is not None:
-            ddp.state.guard.close()
-        ddp.state.guard = ddp.state.mpi = setup_ddp.current = None
-        for name, value in ddp.state.environment.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        with _time_limit(patience + 2 * GUARD_MARGIN):   # xccl ignores the barrier's limit
+            barrier(ddp, patience + GUARD_MARGIN)
+    except RuntimeError as e:
+        abort(ddp, f"not all of {ddp.world_size} ranks came to cleanup_ddp within "
+                   f"{patience:.0f} s: {_in_one_line(e)}", HANG, secondary=True)
+    if ddp.state.watch is not None:
+        requested = ddp.state.watch.requested
+        if requested:
+            ddp.state.record.note(AGAIN, requested)
+        else:
+            ddp.state.record.note(0, "left in good order")
+        end_watch(ddp)
+
+
+def _destroy_groups(ddp):
+    with _time_limit(DESTROY):
+        if ddp.world_size > 1:
+            _await_gloo_threads()
+            dist.destroy_process_group()
+        _end_mpi(ddp.state.mpi)
+
+
+def _forget(ddp):
+    """Close the connections, and put back the environment."""
+    tell_guard(ddp, left=True)
+    if ddp.state.guard is not None:
+        ddp.state.guard.close()
+    ddp.state.guard = None
+    ddp.state.mpi = None
+    setup_ddp.current = None
+    for name, value in ddp.state.environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _await_gloo_threads():
@@ -977,60 +1490,63 @@ def _await_gloo_threads():
                 return
 
 
-# ---------------------------------------------------------------- stop requests, progress, outcome
+# ---------------------------------------------------------------- stop requests, progress
+#   signal to any rank                        \
+#   DDP_DEADLINE, stop file: seen by rank 0   --  watch.requested  --  stop_wanted: 1.0 or 0.0
+#                                                                          |  summed over ranks
+#                     all ranks stop after the same step  <--  stop_reason <'
+#
+#   stop_reason, save, load  -->  note_progress  -->  guard: ends the run if no rank makes progress
+#                                                -->  no guard: a timer in each rank
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
 @dataclass
 class Watch:
-    """See watch_run."""
-    run_dir: str | None
-    limit: float               # seconds
-    step: int | None = None
+    """See start_watch."""
+    limit: float               # seconds without progress; 0: no limit
+    stop_file: str             # path; "": none
+    step: int | None = None    # number of steps done
     requested: str = ""        # why this rank was asked to stop
     interrupted: float = 0.0   # time of the first Ctrl-C
-    stacks: object = None      # open file for stack traces
     handlers: dict = field(default_factory=dict)   # {signal: handler to restore}
 
 
-def watch_run(ddp, run_dir=None, minutes=20.0, signals=STOP_SIGNALS):
+def start_watch(ddp: Ddp, stop_file: str = "", minutes: float = 20.0,
+                signals: Iterable[str] = STOP_SIGNALS) -> None:
     """Watch for stop requests and hangs from here on. stop_reason calls this if nobody has.
 
-    Signals, the time DDP_DEADLINE and a file RUN_DIR/STOP only ask for a stop: stop_reason tells
-    all ranks at the same step. A second Ctrl-C ends the run at once, with exit code 130.
+    Signals, the time DDP_DEADLINE and the stop file only ask for a stop: stop_reason tells all
+    ranks at the same step. A second Ctrl-C ends the run at once, with exit code 130.
 
-    Each call of stop_reason or beat counts as progress. With guards, the run is ended when no rank
-    makes progress: the late ranks are named, and the exit code is 70. Without guards, each rank
-    without progress ends by itself with exit code 1, even if it only waits for another rank.
+    Each call of stop_reason counts as progress, as does a save. With guards, the run is ended when
+    no rank makes progress: the late ranks are named, and the exit code is 70. Without guards, each
+    rank without progress ends by itself with exit code 1, even if it only waits for another rank.
 
-    Args:
-        run_dir: for rank 0's status.json {code (null: the run is on), reason, step}, and for the
-            stacks, stacks/rank_R.txt; None: no status, and stacks below the temporary folder.
-        minutes: limit without progress; 0: none. signals: names of those that ask for a stop."""
+    minutes: limit without progress; 0: none. signals: names of those that ask for a stop."""
     requested = ddp.state.watch.requested if ddp.state.watch else ""   # by an earlier watch
-    close_run(ddp)
-    run_dir, notebook = run_dir and os.path.abspath(run_dir), _alone_in_a_notebook(ddp)
-    limit = 0.0 if notebook else minutes * 60
-    watch = ddp.state.watch = Watch(run_dir, limit, requested=requested)
-    with contextlib.suppress(ValueError):   # only the main thread may set handlers
-        for name in signals if not notebook else ():
-            if number := getattr(signal, name, None):
-                watch.handlers[number] = signal.signal(
-                    number, lambda number, _: _request_stop(ddp, watch, number))
+    end_watch(ddp)
+    notebook = _alone_in_a_notebook(ddp)
+    watch = Watch(limit=0.0 if notebook else minutes * 60, requested=requested,
+                  stop_file=os.path.abspath(stop_file) if stop_file else "")
+    ddp.state.watch = watch
+    if not notebook:
+        _set_handlers(ddp, watch, signals)
     if watch.limit:
         ddp.state.patience = watch.limit
-        with contextlib.suppress(OSError):   # without a file the stacks go to stderr
-            folder = (os.path.join(run_dir, "stacks") if run_dir else
-                      tempfile.mkdtemp(prefix="ddp-stacks-"))
-            os.makedirs(folder, exist_ok=True)
-            watch.stacks = open(os.path.join(folder, f"rank_{ddp.rank}.txt"), "a")
-    if watch.limit and ddp.state.guard is not None:   # which asks for stacks by SIGQUIT
-        with contextlib.suppress(ValueError, AttributeError, OSError, RuntimeError):   # no stderr
-            faulthandler.register(signal.SIGQUIT, watch.stacks or sys.__stderr__)
-    _tell_guard(ddp, watch=dict(limit=watch.limit, run_dir=run_dir,
-                                stacks=watch.stacks and watch.stacks.name))
-    beat(ddp)
-    _write_status(ddp, None, "running")
+    tell_guard(ddp, watch={"limit": watch.limit})
+    note_progress(ddp)
+
+
+def _set_handlers(ddp, watch, signals):
+    def handle(number, _):
+        _request_stop(ddp, watch, number)
+
+    with contextlib.suppress(ValueError):   # only the main thread may set handlers
+        for name in signals:
+            number = getattr(signal, name, None)   # None: not on this system
+            if number is not None:
+                watch.handlers[number] = signal.signal(number, handle)
 
 
 def _request_stop(ddp, watch, number):
@@ -1044,88 +1560,60 @@ def _request_stop(ddp, watch, number):
         if watch.interrupted and time.monotonic() - watch.interrupted > SAME_CTRL_C:
             raise KeyboardInterrupt
         watch.interrupted = watch.interrupted or time.monotonic()
-    if not watch.requested:
-        watch.requested = f"{name} on rank {ddp.rank} ({ddp.host})"
-        when = "before its first step" if watch.step is None else "after this step and saves"
-        again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
-        if ddp.is_main:   # by os.write: the signal may have interrupted a print
-            with contextlib.suppress(OSError):
-                os.write(2, f"\n{name}: the run stops {when}{again}\n".encode())
+    if watch.requested:
+        return
+    watch.requested = f"{name} on rank {ddp.rank} ({ddp.host})"
+    when = "before its first step" if watch.step is None else "after this step and saves"
+    again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
+    if ddp.is_main:   # by os.write: the signal may have interrupted a print
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{name}: the run stops {when}{again}\n".encode())
 
 
-def stop_wanted(ddp):
+def stop_wanted(ddp: Ddp) -> float:
     """1.0 if this rank has been asked to stop, else 0.0: to be summed over ranks, for stop_reason.
-    Rank 0 looks for the deadline and the STOP file."""
+    Rank 0 looks for the deadline and the stop file."""
     watch = ddp.state.watch
     if watch is None:
         return 0.0
     if ddp.is_main and not watch.requested:
         if time.time() >= _deadline(os.environ):
             watch.requested = "DDP_DEADLINE is reached"
-        elif watch.run_dir and os.path.exists(path := os.path.join(watch.run_dir, "STOP")):
-            watch.requested = f"{path} exists; remove it before the next start"
+        elif watch.stop_file and os.path.exists(watch.stop_file):
+            watch.requested = f"{watch.stop_file} exists; remove it before the next start"
     return float(bool(watch.requested))
 
 
-def stop_reason(ddp, step, wanted=None):
-    """Why all ranks shall now save and leave, the same on each, or "" to go on.
-
-    To be called at each step boundary, on all ranks; it is a sign of progress too.
-    wanted: the sum of stop_wanted over ranks, where the caller has it from an all-reduce of its own
-        (perhaps of the step before); None: summed here, by a small all-reduce per call."""
-    if ddp.state.watch is None:
-        watch_run(ddp)
-    beat(ddp, step)
-    if wanted is None:
-        wanted = all_sum(stop_wanted(ddp), ddp)
-    if not wanted:
-        return ""
-    ddp.state.watch.requested = first_problem(ddp.state.watch.requested, ddp)
-    return ddp.state.watch.requested
-
-
-def beat(ddp, step=None):
-    """A sign of progress between step boundaries: during evaluation, sampling, saving."""
+def note_progress(ddp: Ddp, step: int | None = None) -> None:
+    """A sign of progress: the limit of start_watch begins anew. step: number of steps done; None:
+    as before, as between two steps."""
     watch = ddp.state.watch
     if watch is None:
         return
     if step is not None:
         watch.step = step
     if ddp.state.guard is not None:
-        _tell_guard(ddp, wait=False, step=watch.step)
+        tell_guard(ddp, wait=False, step=watch.step)
     elif watch.limit:
-        _set_timer(watch.limit, watch.stacks or sys.__stderr__)
+        _set_timer(watch.limit, ddp.state.record.stacks or sys.__stderr__)
 
 
-def close_run(ddp, code=None, reason=""):
-    """End the watch and write code and reason to status.json. All ranks must then reach cleanup_ddp
-    within the limit of the watch.
-
-    code: 0 finished, 75 (AGAIN) start me again, 1 failed, 2 bad input, 130 interrupted; None: only
-        end the watch, and leave status.json as it is."""
-    if code is not None:
-        _write_status(ddp, code, reason)
-    watch, ddp.state.watch = ddp.state.watch, None
+def end_watch(ddp: Ddp) -> None:
+    """End the watch. All ranks must then reach cleanup_ddp within its limit."""
+    watch = ddp.state.watch
+    ddp.state.watch = None
     if watch is None:
         return
     for number, handler in watch.handlers.items():
         signal.signal(number, handler)
     if watch.limit:
         faulthandler.cancel_dump_traceback_later()
-        _tell_guard(ddp, watch=dict(limit=0.0, run_dir=watch.run_dir, stacks=None))
-        if ddp.state.guard is not None:
-            faulthandler.unregister(signal.SIGQUIT)
-            with contextlib.suppress(ValueError):   # not the main thread
-                signal.signal(signal.SIGQUIT, signal.SIG_IGN)   # a late request of the guard
-    if watch.stacks is not None:
-        watch.stacks.close()
-        with contextlib.suppress(OSError):
-            if os.path.getsize(watch.stacks.name) == 0:
-                os.unlink(watch.stacks.name)
-                os.rmdir(os.path.dirname(watch.stacks.name))
+    ddp.state.record.close()
+    if watch.limit:
+        tell_guard(ddp, watch={"limit": 0.0})
 
 
-def worker_init(worker_id=0, signals=STOP_SIGNALS):
+def worker_init(worker_id: int = 0, signals: Iterable[str] = STOP_SIGNALS) -> None:
     """worker_init_fn for a DataLoader. A stop signal to all processes must not end the workers:
     without them the main process would raise an error instead of saving."""
     for name in signals:
@@ -1134,100 +1622,19 @@ def worker_init(worker_id=0, signals=STOP_SIGNALS):
 
 
 def _deadline(env):
-    """Epoch seconds, or infinity."""
+    """DDP_DEADLINE in epoch seconds, or infinity."""
     text = env.get("DDP_DEADLINE", "").strip()
     with contextlib.suppress(ValueError):
-        if (deadline := float(text or "inf")) > 1e9:   # 1e9 is in 2001; false for nan
+        deadline = float(text or "inf")
+        if deadline > 1e9:   # 1e9 is in 2001; false for nan
             return deadline
     raise SetupError(f"DDP_DEADLINE={text!r} is not a time in epoch seconds. Expected for example "
                      f"$(( $(date +%s) + 3000 )).")
 
 
-def _write_status(ddp, code, reason):
-    """Write status.json: on rank 0, and on any rank that fails without a guard."""
-    watch = ddp.state.watch
-    if watch is None or watch.run_dir is None or not ddp.is_main and code in (None, 0, AGAIN):
-        return
-    with contextlib.suppress(OSError):   # perhaps a full disk is the failure itself
-        os.makedirs(watch.run_dir, exist_ok=True)
-        with open(os.path.join(watch.run_dir, f".status.json.{os.getpid()}.tmp"), "w") as f:
-            f.write(json.dumps({"code": code, "reason": reason, "step": watch.step}) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(f.name, os.path.join(watch.run_dir, "status.json"))
-
-
-# ---------------------------------------------------------------- wrap, shard
-def wrap_ddp(model, ddp, **options):
-    """Wrap a model, already on ddp.device, in DistributedDataParallel if there are several ranks.
-
-    Afterwards torch, random and numpy are seeded by (seed, "rank", rank): initial weights are equal
-    on all ranks, but dropout and augmentation differ.
-
-    options: of DistributedDataParallel; gradient_as_bucket_view is on by default.
-    Raises: ValueError for a model on another device."""
-    for name, p in model.named_parameters():
-        if p.device != ddp.device:
-            raise ValueError(f"parameter {name} is on {p.device}; expected {ddp.device}. Call "
-                             f"model.to(ddp.device) before wrap_ddp (and before the optimizer is "
-                             f"made).")
-    if ddp.world_size > 1:
-        known = inspect.signature(DistributedDataParallel).parameters
-        if "broadcast_buffers" in options and "forward_sync_buffers" in known:
-            # torch 2.13 renames the option, and warns of the old name
-            options["forward_sync_buffers"] = options.pop("broadcast_buffers")
-        if ddp.device.type == "cuda":
-            options["device_ids"] = [ddp.device.index]
-        options.setdefault("gradient_as_bucket_view", True)
-        model = DistributedDataParallel(model, **options)
-    _seed_all(seed_for(ddp.seed, "rank", ddp.rank))
-    return model
-
-
-def unwrap_ddp(model):
-    """The bare model: for state_dict, evaluation and sampling. The forward of a wrapped model may
-    broadcast buffers, so a rank that calls it alone can hang."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def gradient_sync(model, last):
-    """Context for one micro-step of gradient accumulation: only the `last` one averages gradients
-    over ranks.
-
-    With static_graph, DDP records the graph in its first backward, which must not be under no_sync.
-    So all micro-steps of the first step average gradients, which does not change the result."""
-    if not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
-    if model.static_graph and not getattr(model, "static_graph_recorded", False):
-        model.static_graph_recorded = last
-        return contextlib.nullcontext()
-    return contextlib.nullcontext() if last else model.no_sync()
-
-
-def ddp_sampler(dataset, ddp, train=True, shuffle=True):
-    """A sampler for any dataset with a length: each item goes to one rank.
-
-    train=True: torch's DistributedSampler, in an order of (ddp.seed, epoch); call its set_epoch.
-    The epoch is cut to equal steps per rank. train=False: all items, in order, whatever `shuffle`.
-    Some ranks may then have one item more, so a loop over them must not contain collectives.
-    Raises: ValueError for fewer items than ranks."""
-    if len(dataset) < ddp.world_size:
-        raise ValueError(f"{len(dataset)} item(s) for {ddp.world_size} ranks; expected at least "
-                         f"one each. Use fewer ranks or more data.")
-    if not train:
-        return range(ddp.rank, len(dataset), ddp.world_size)
-    return DistributedSampler(dataset, ddp.world_size, ddp.rank, shuffle, ddp.seed, drop_last=True)
-
-
-# ---------------------------------------------------------------- agree, reduce
-def print0(ddp, *values, **options):
-    """print on rank 0; on every rank, with its number, where DDP_LOG_ALL=1."""
-    log_all = os.environ.get("DDP_LOG_ALL") == "1" and ddp.world_size > 1
-    if log_all or ddp.is_main:
-        prefix = [f"[rank {ddp.rank}]"] if log_all else []
-        print(*prefix, *values, **{"flush": True, **options})
-
-
+# ---------------------------------------------------------------- what ranks tell each other
+#   tensor on the CPU, JSON, barrier  -->  gloo group `control` (None above GLOO_MAX_RANKS)
+#   tensor on a device                -->  backend of the device: nccl, xccl, ccl, gloo
 def _route(ddp, device):
     """(process group, device) to communicate a tensor on `device`: small tensors, which are on the
     CPU, use gloo; others, and all above GLOO_MAX_RANKS ranks, use the backend of ddp.device."""
@@ -1236,150 +1643,64 @@ def _route(ddp, device):
     return dist.group.WORLD, ddp.device
 
 
-def barrier(ddp, timeout=None):
-    """Wait for all ranks.
-
-    timeout: seconds; default: that of setup_ddp, or half an hour.
-    Raises: RuntimeError with the ranks that did not come (above GLOO_MAX_RANKS: without names)."""
-    limit = timedelta(seconds=timeout or ddp.timeout or PATIENCE)
-    if ddp.world_size > 1 and ddp.control is not None:
-        dist.monitored_barrier(ddp.control, limit, wait_all_ranks=True)
-    elif ddp.world_size > 1:
-        dist.barrier(async_op=True).wait(limit)
-
-
-def broadcast(value, ddp, src=0):
-    """`value` of rank `src`, on every rank.
-
-    value: a tensor (same shape and dtype everywhere) is filled in place and returned; anything else
-        must be plain (None, bool, number, text, lists and dicts with text keys) and travels as
-        JSON, so a tuple comes back as a list.
-    """
-    if isinstance(value, torch.Tensor):
-        if ddp.world_size > 1:
-            group, device = _route(ddp, value.device)
-            moved = value.to(device)
-            dist.broadcast(moved, src, group=group)
-            value.detach().copy_(moved)   # it may be a parameter
-        return value
-    data = bytearray(json.dumps(value).encode() if ddp.rank == src else b"")
-    if ddp.world_size > 1:
-        size = broadcast(torch.tensor([len(data)]), ddp, src)
-        data = bytearray(int(size)) if ddp.rank != src else data
-        data = bytes(broadcast(torch.frombuffer(data, dtype=torch.uint8), ddp, src).tolist())
-    return json.loads(data)
-
-
-def all_sum(value, ddp):
-    """Sum over ranks: of a tensor (into a new one), or of a number or list of numbers (float64)."""
-    if not isinstance(value, torch.Tensor):
-        return all_sum(torch.tensor(value, dtype=torch.float64), ddp).tolist()
+def _broadcast_json(value, ddp, src):
+    """broadcast of a plain value: its length as JSON, then its bytes."""
     if ddp.world_size == 1:
-        return value.clone()
-    group, device = _route(ddp, value.device)
-    total = value.to(device, copy=True)
-    dist.all_reduce(total, group=group)
-    return total.to(value.device)
+        return json.loads(json.dumps(value))
+    data = bytearray(json.dumps(value).encode() if ddp.rank == src else b"")
+    size = int(broadcast(torch.tensor([len(data)]), ddp, src))
+    if ddp.rank != src:
+        data = bytearray(size)
+    sent = broadcast(torch.frombuffer(data, dtype=torch.uint8), ddp, src)
+    return json.loads(bytes(sent.tolist()))
 
 
-def all_mean(value, ddp):
-    """Mean over ranks, like all_sum. Correct only if every rank has the same share of the data."""
-    if not isinstance(value, torch.Tensor):
-        return all_mean(torch.tensor(value, dtype=torch.float64), ddp).tolist()
-    return all_sum(value, ddp) / ddp.world_size
-
-
-def first_problem(problem, ddp):
+def first_problem(problem: str, ddp: Ddp) -> str:
     """The text of the first rank whose text is not empty, on every rank; "" if all are empty."""
-    found = all_sum([float(bool(problem) and r == ddp.rank) for r in range(ddp.world_size)], ddp)
-    return broadcast(problem, ddp, found.index(1.0)) if any(found) else ""
+    has_problem = [0.0] * ddp.world_size
+    has_problem[ddp.rank] = float(bool(problem))
+    has_problem = all_sum(has_problem, ddp)
+    if not any(has_problem):
+        return ""
+    return broadcast(problem, ddp, src=has_problem.index(1.0))
 
 
-# ---------------------------------------------------------------- precision
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def _native_bfloat16(device):
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] >= 8
-    if device.type == "xpu":
-        return True
-    with contextlib.suppress(OSError):
-        words = Path("/proc/cpuinfo").read_text().split()
-        return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
-    return False
-
-
-def choose_dtype(request, device):
-    """(dtype, reason) for a config's `mixed_precision`.
-
-    request: False or None, True (bfloat16 where the device computes in it, float32 elsewhere), or a
-        name of DTYPES.
-    Raises: ValueError for an unknown name, RuntimeError for a dtype that the device lacks."""
-    native = _native_bfloat16(device)
-    if request in (False, None):
-        return torch.float32, "mixed precision off"
-    if request is True and native:
-        return torch.bfloat16, f"{device.type} computes in bfloat16"
-    if request is True:
-        return torch.float32, f"{device.type} has no native bfloat16"
-    if request not in DTYPES:
-        raise ValueError(f"mixed_precision is {request!r}; expected true, false or one of "
-                         f"{', '.join(DTYPES)}")
-    if request == "bfloat16" and not native:
-        if device.type != "cpu":
-            raise RuntimeError(f"{device} has no bfloat16. Expected a newer device; use "
-                               f"mixed_precision: float16 or false.")
-        return torch.bfloat16, "asked for; emulated on this CPU, slow"
-    return DTYPES[request], "asked for"
-
-
-def autocast(dtype, ddp):
-    """torch.autocast for ddp.device; float32 (and float64) mean none."""
-    if dtype in (torch.float32, torch.float64):
-        return contextlib.nullcontext()
-    return torch.autocast(ddp.device.type, dtype=dtype)
-
-
-def grad_scaler(dtype, ddp):
-    """A GradScaler that scales for float16 and passes everything through otherwise."""
-    return torch.amp.GradScaler(ddp.device.type, enabled=dtype == torch.float16)
-
-
-# ---------------------------------------------------------------- checkpoints
-def kept_checkpoint(path, k):
+# ---------------------------------------------------------------- checkpoint files
+#   save:  state --> .last.pt.tmp, fsync --> rotate: last.pt -> last-1.pt --> rename to last.pt
+#   load:  rank 0 reads last.pt; damaged: last-1.pt, ... --> its bytes to all ranks
+def kept_checkpoint(path: str | os.PathLike, k: int) -> str | os.PathLike:
     """Name of the k-th former checkpoint: last.pt -> last-1.pt."""
     base, end = os.path.splitext(path)
     return f"{base}-{k}{end}" if k else path
 
 
-def save_checkpoint(path, ddp, keep_last=1, resumes=True, **state):
-    """Write `state` to `path`, from rank 0: temporary name, fsync, rename. A collective.
+def rotate(path: str, keep_last: int) -> None:
+    """Rename former checkpoints, last.pt to last-1.pt and so on, to make room for a new last.pt.
 
-    Args:
-        state: tensors and plain types, nested. `world_size` and `versions` are added.
-        keep_last: how many to keep, this one included; the former ones as path-1, path-2, ...
-        resumes: the next start continues from this file, so error messages shall name it.
-    Raises: RuntimeError, on all ranks, for a value that is not of a plain type, or if the file
-        cannot be written; the former file is then untouched.
-    """
-    path, problem = os.fspath(path), ""
-    beat(ddp)
+    keep_last: how many there shall be, the new one included. Each file is whole under some name at
+    any moment: a kill between two renames leaves a gap, which the next call fills."""
+    # There is room at the first name that no file has. What is older than a gap stays.
+    oldest = 0
+    while oldest < keep_last - 1 and os.path.exists(kept_checkpoint(path, oldest)):
+        oldest += 1
+    # All names are taken: the oldest file is replaced. keep_last 1: nothing is renamed, as the new
+    # file replaces last.pt itself.
+    for k in range(oldest, 0, -1):
+        os.replace(kept_checkpoint(path, k - 1), kept_checkpoint(path, k))
+
+
+def _try_to_write_checkpoint(path, ddp, keep_last, state):
+    """Write on rank 0. Returns what is wrong, or ""."""
+    state.update(world_size=ddp.world_size, versions={
+        "torch": str(torch.__version__), "python": sys.version.split()[0]})
     try:
-        if ddp.is_main:
-            state.update(world_size=ddp.world_size, versions={
-                "torch": str(torch.__version__), "python": sys.version.split()[0]})
-            _write_checkpoint(path, ddp, keep_last, state)
+        _write_checkpoint(path, ddp, keep_last, state)
     except Exception as e:   # perhaps what torch.save cannot write, or torch.load would refuse
         problem = f"cannot write {path}: {_in_one_line(e)}. The former checkpoint is untouched."
         if isinstance(e, (OSError, RuntimeError)):   # torch reports a full disk as RuntimeError
             problem += " Is the disk full or the folder read-only?"
-    problem = broadcast(problem, ddp)
-    beat(ddp)
-    if problem:
-        raise RuntimeError(problem)
-    if resumes:
-        _note_checkpoint(ddp, path, state)
+        return problem
+    return ""
 
 
 def _write_checkpoint(path, ddp, keep_last, state):
@@ -1391,15 +1712,14 @@ def _write_checkpoint(path, ddp, keep_last, state):
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
-        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(temporary):
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
+        if unsafe:
             raise TypeError(f"it holds {', '.join(unsafe)}; expected tensors and plain types "
                             f"(float(x), x.tolist()), which torch.load(weights_only=True) reads")
-        if ddp.state.damaged == os.path.realpath(path):   # replace it; move no good ones
-            ddp.state.damaged, keep_last = "", 1
-        free = next((k for k in range(keep_last - 1)
-                     if not os.path.exists(kept_checkpoint(path, k))), keep_last - 1)
-        for k in range(free, 0, -1):   # each is whole under some name, if killed
-            os.replace(kept_checkpoint(path, k - 1), kept_checkpoint(path, k))
+        if ddp.state.damaged == os.path.realpath(path):   # replace it, and keep the good ones
+            ddp.state.damaged = ""
+        else:
+            rotate(path, keep_last)
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
@@ -1410,50 +1730,70 @@ def _write_checkpoint(path, ddp, keep_last, state):
         os.close(handle)
 
 
-def load_checkpoint(path, ddp=None):
-    """Read what save_checkpoint wrote; tensors come on the CPU.
+class Checkpoint(NamedTuple):
+    """A file that _read_checkpoint has read."""
+    path: str | os.PathLike
+    data: bytes    # of the file
+    state: Any     # what save_checkpoint was given
 
-    With ddp, a collective: rank 0 reads the file, goes back to the former one if it is damaged,
-    saying so, and sends the bytes to the others.
-    Raises: ValueError, on all ranks, for a file that is missing, damaged (each record has a
-        checksum), or holds more than tensors and plain types.
-    """
-    if ddp is None:
-        return _read_checkpoint(path)[1]
-    data, troubles, used = b"", [], path
+
+MOST_KEPT = 100            # former checkpoints that are tried when the newest is damaged
+PART_BYTES = 64 * 2**20    # of a checkpoint, sent to other ranks between two signs of progress
+
+
+def _read_newest(path):
+    """(the newest Checkpoint that can be read, or None; texts on the files that cannot)."""
+    files = [kept_checkpoint(path, k) for k in range(MOST_KEPT)]
+    files = [file for file in files if os.path.exists(file)]
+    troubles = []
+    for file in files or [path]:
+        try:
+            return _read_checkpoint(file), troubles
+        except ValueError as e:
+            troubles.append(str(e))
+    return None, troubles
+
+
+def _load_on_all_ranks(path, ddp):
+    """See load_checkpoint."""
+    found = None
+    message = None
     if ddp.is_main:
-        files = list(filter(os.path.exists, (kept_checkpoint(path, k) for k in range(100))))
-        for used in files or [path]:
-            try:
-                data, state = _read_checkpoint(used)
-                break
-            except ValueError as e:
-                troubles.append(str(e))
-    used, troubles, size = broadcast([os.fspath(used), troubles, len(data)], ddp)
-    if not size:
+        found, troubles = _read_newest(path)
+        message = [os.fspath(found.path) if found else "", troubles,
+                   len(found.data) if found else 0]
+    used, troubles, size = broadcast(message, ddp)
+    if not used:
         raise ValueError("\n".join(troubles))
     if troubles:
-        print0(ddp, "\n".join(f"ATTENTION: {t}" for t in troubles) + f"\n  Going back to {used}.")
+        lines = [f"ATTENTION: {trouble}" for trouble in troubles]
+        print0(ddp, "\n".join([*lines, f"  Going back to {used}."]))
         ddp.state.damaged = os.path.realpath(path)
     if ddp.world_size > 1:
-        copy = bytearray(data if ddp.is_main else size)
-        for part in torch.frombuffer(copy, dtype=torch.uint8).split(1 << 26):   # 64 MiB
-            beat(ddp)
-            broadcast(part, ddp)
-        if not ddp.is_main:
-            state = torch.load(io.BytesIO(copy), map_location="cpu", weights_only=True)
+        data = _broadcast_bytes(found.data if found else None, size, ddp)
+    state = found.state if found else torch.load(io.BytesIO(data), map_location="cpu",
+                                                 weights_only=True)
     _note_checkpoint(ddp, used, state if isinstance(state, dict) else {})
     return state
+
+
+def _broadcast_bytes(data, size, ddp):
+    """Bytes of rank 0 on every rank. data: None on other ranks. size: how many there are."""
+    copy = bytearray(data if ddp.is_main else size)
+    for part in torch.frombuffer(copy, dtype=torch.uint8).split(PART_BYTES):
+        note_progress(ddp)
+        broadcast(part, ddp)
+    return copy
 
 
 def _note_checkpoint(ddp, path, state):
     """Remember the checkpoint: the last line of a failure names it."""
     ddp.state.checkpoint = path
-    _tell_guard(ddp, checkpoint=path + (f" (step {state['step']})" if "step" in state else ""))
+    tell_guard(ddp, checkpoint=path + (f" (step {state['step']})" if "step" in state else ""))
 
 
 def _read_checkpoint(path):
-    """(the file's bytes, what they hold)."""
+    """The Checkpoint in a file. Raises: ValueError if it cannot be read."""
     try:
         data = Path(path).read_bytes()
     except OSError as e:
@@ -1462,7 +1802,8 @@ def _read_checkpoint(path):
     try:
         damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()   # torch.load checks no checksums
         if damaged is None:
-            return data, torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return Checkpoint(path, data, state)
         reason = f"it is damaged, the checksum of its record {damaged} is wrong"
     except MemoryError:   # the file may be good: an older one must not take its place
         raise
@@ -1470,6 +1811,78 @@ def _read_checkpoint(path):
         reason = _in_one_line(e).partition(". ")[0]
     raise ValueError(f"cannot read the checkpoint {path}: {reason}. Expected a file written by "
                      f"save_checkpoint. Use another one, or start afresh.")
+
+
+# ---------------------------------------------------------------- python ddp_setup.py --doctor
+ENVIRONMENT = """\
+Environment that is read: the variables by which launchers tell a process its place, such as
+  {launchers}
+MASTER_ADDR, MASTER_PORT   where rank 0 listens; MASTER_ADDR alone means port 29500
+DDP_WORLD_SIZE             the expected number of ranks (Aurora's launcher sets no size)
+DDP_RANK, DDP_LOCAL_RANK, DDP_LOCAL_WORLD_SIZE
+                           with DDP_WORLD_SIZE, override every launcher
+DDP_MPI4PY=0               never import mpi4py
+DDP_GLOO_MAX_RANKS         with more ranks than this (256), objects, flags, barriers avoid gloo
+DDP_LOG_ALL=1              print0 prints on every rank, with its number
+DDP_DEADLINE               epoch seconds at which stop_reason says stop
+DDP_GUARD_FD               set by ddp_guard.py, for its own child (DDP_GUARD=0: no guard)
+
+Environment that is set until cleanup_ddp, if there are several ranks: RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, for other libraries, and
+GLOO_SOCKET_IFNAME, if it is unset."""
+
+
+def doctor(env: dict) -> int:
+    """Print what this file finds here and would choose. Returns 1 if there is a PROBLEM, else 0."""
+    found = _found_devices()
+    mpi = None
+    rows = []
+    try:
+        mpi = _start_mpi(env, DESTROY)
+        ddp = detect_launcher(env, _place_in(mpi))
+        if ddp.rank:
+            return 0
+        agrees = ", mpi4py agrees" if mpi else ""
+        chosen = choose_device("auto", "auto", ddp.local_rank, found, ddp.world_size)
+        rows += [*ddp.notes, f"rank 0 of {ddp.world_size}{agrees}", chosen[3]]
+    except SetupError as e:
+        rows.append(f"PROBLEM: {e}")
+    finally:
+        _end_mpi(mpi)
+    master = env.get("MASTER_ADDR")
+    if master and _resolve(master):
+        rows.append(f"MASTER_ADDR: {master} is {_resolve(master)}")
+    elif master:
+        rows.append(f"PROBLEM: MASTER_ADDR={master} cannot be resolved here. Expected a host name "
+                    f"or address.")
+    own = _own_address()
+    print(f"versions: {', '.join(_versions())}")
+    print("found: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+    print("\n".join(rows))
+    print(f"this host: {socket.gethostname()}, {own} on interface {_interface_of(own)}")
+    print(_seen(env))
+    for name in sorted(env):
+        if name.startswith("DDP_"):
+            print(f"{name}={env[name]}")
+    return int(any(row.startswith("PROBLEM") for row in rows))
+
+
+def _versions():
+    versions = [f"Python {sys.version.split()[0]}", f"torch {torch.__version__}"]
+    for name in ("numpy", "mpi4py", "intel-extension-for-pytorch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    return versions
+
+
+def _main(arguments):
+    if arguments == ["--doctor", "--help"]:
+        variables = " ".join(row.rank for row in LAUNCHERS.values())
+        print(ENVIRONMENT.format(launchers="\n  ".join(textwrap.wrap(variables, 90))))
+        return 0
+    if arguments == ["--doctor"]:
+        return doctor(dict(os.environ))
+    return f"usage: python {sys.argv[0]} --doctor [--help]"
 
 
 # ---------------------------------------------------------------- Intel's extension (legacy stacks)
@@ -1508,38 +1921,5 @@ def optimize_with_ipex(model, optimizer, ddp):
     return (model, optimizer) if problem else result
 
 
-# ---------------------------------------------------------------- python ddp_setup.py --doctor
-def doctor(env):
-    """Print what this file finds here and would choose. Returns 1 if there is a PROBLEM, else 0."""
-    found, mpi, rows = _found_devices(), None, []
-    try:
-        mpi = _start_mpi(env, DESTROY)
-        ddp = detect_launcher(env, mpi and (mpi.Get_rank(), mpi.Get_size()))
-        if ddp.rank:
-            return 0
-        rows += [*ddp.notes, f"rank 0 of {ddp.world_size}" + (", mpi4py agrees" if mpi else ""),
-                 choose_device("auto", "auto", ddp.local_rank, found, ddp.world_size)[3]]
-    except SetupError as e:
-        rows.append(f"PROBLEM: {e}")
-    finally:
-        _end_mpi(mpi)
-    if master := env.get("MASTER_ADDR"):
-        rows.append(f"MASTER_ADDR: {master} is {_resolve(master)}" if _resolve(master) else
-                    f"PROBLEM: MASTER_ADDR={master} cannot be resolved here. Expected a host name "
-                    f"or address.")
-    versions = [f"Python {sys.version.split()[0]}", f"torch {torch.__version__}"]
-    for name in ("numpy", "mpi4py", "intel-extension-for-pytorch"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-    own = _own_address()
-    print(f"versions: {', '.join(versions)}",
-          "found: " + ", ".join(f"{name} {value}" for name, value in found.items()), *rows,
-          f"this host: {socket.gethostname()}, {own} on interface {_interface_of(own)}", _seen(env),
-          *(f"{name}={env[name]}" for name in sorted(env) if name.startswith("DDP_")), sep="\n")
-    return int(any(row.startswith("PROBLEM") for row in rows))
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--doctor"]:
-        sys.exit(f"usage: python {sys.argv[0]} --doctor")
-    sys.exit(doctor(dict(os.environ)))
+    sys.exit(_main(sys.argv[1:]))

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, beat, print0, setup_ddp
+from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, print0, setup_ddp
 from sedd.report import report, sequences_of
 from training.config import Parser
 from training.files import write_text_atomic
@@ -51,6 +51,7 @@ from sedd.weights import export_sedd, load_sedd
 from sedd.batches import eval_batches
 from sedd.sequences import (AMINO_ACIDS, X_ID, Proteins, decode, encode, keyed_generator,
                             keyed_seed, named_sequences)
+from training.watch import beat
 
 FREE = "_"              # marks a position of a template that is to be sampled
 BLOCK = 2000            # sequences that are scored together; results are written block by block

@@ -31,7 +31,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from ddp_setup import autocast, beat, print0, seed_for, stop_reason
+from ddp_setup import autocast, print0, seed_for, stop_reason
 from mpnn.batches import PairPlan, make_batch
 from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, metrics_of, pack,
                              result_lines, save_model)
@@ -52,6 +52,7 @@ from training.meter import bad_steps_field, step_values
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
                              check_data, count_micro_batches, hash_of, save_run,
                              start_or_continue)
+from training.watch import beat
 
 
 # ---------------------------------------------------------------- config

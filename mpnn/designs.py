@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from ddp_setup import Ddp, all_sum, beat, seed_for
+from ddp_setup import Ddp, all_sum, seed_for
 from mpnn.model import ALPHABET, decoding_order, gumbel_noise
 from mpnn.reference import Reference, stack
 from mpnn.structures import Complex
 from sedd.sequences import X_ID, decode
 from training.files import write_text_atomic
 from training.loop import eval_mode
+from training.watch import beat
 
 MOST_PROBLEMS = 16       # problems with the lowest key, a hash: the cost is limited for any data
 MOST_IN_BATCH = 16       # sequences that are drawn in one batch

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddp_setup import Ddp, all_sum, beat, save_checkpoint
+from ddp_setup import Ddp, all_sum, save_checkpoint
 from mpnn.batches import eval_batches
 from mpnn.designs import Designs
 from mpnn.model import ALPHABET, to_checkpoint
@@ -18,6 +18,7 @@ from mpnn.pairs import Pair
 from mpnn.reference import Reference
 from training.loop import ADVICE, Diverged, eval_mode, record_score, unpack
 from training.resume import before_saving
+from training.watch import beat
 
 # Metrics of a pair, in the order in which `pack` lays them side by side. rewards: beta x (ln p -
 # ln p of the reference), or beta x ln p for losses without a reference. Also the order of sums in

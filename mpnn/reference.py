@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ddp_setup import all_sum, beat, broadcast, load_checkpoint, print0, save_checkpoint
+from ddp_setup import all_sum, broadcast, load_checkpoint, print0, save_checkpoint
 from mpnn.batches import collate_complexes, eval_batches, make_batch, to_device
 from mpnn.fast_cpu import speed_up
 from mpnn.model import (PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
                         random_proteinmpnn)
+from training.watch import beat
 
 WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
 GRAPH_INPUT = ("X", "mask", "residue_idx", "chain_id")      # arguments of ProteinMPNN.graph

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddp_setup import barrier, beat, broadcast, print0
+from ddp_setup import barrier, broadcast, print0
 from sedd.sequences import (REMAKE, DemoSource, PreparedProteins, Proteins, check_prepared,
                             keyed_seed, keys_hash, random_words, read_meta, read_sequences,
                             split_by_hash, stage_prepared)
+from training.watch import beat
 
 LARGE_FILE = 200_000_000        # bytes; a larger file should be prepared first
 STAGE_SECONDS = 3 * 3600.0   # limit for the slowest host to copy the data: 20 GB at 2 MB/s

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from ddp_setup import all_sum, autocast, beat
+from ddp_setup import all_sum, autocast
 from training.resume import save_run
 from training.files import write_text_atomic
 from sedd.diffusion import independent_log_score, sample, score_entropy_loss
@@ -16,6 +16,7 @@ from sedd.batches import eval_batches
 from sedd.sequences import (X_ID, collate, decode, keyed_generator, keyed_seed, random_crops,
                             unigram_frequencies)
 from training.loop import ADVICE, Diverged, record_score
+from training.watch import beat
 
 TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1], as the weight of the loss, 1/t, diverges at 0
 SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory

@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_setup import (AGAIN, BAD_INPUT, Ddp, abort, choose_dtype, detect_launcher, print0,
-                       setup_ddp, watch_run, worker_init)
+                       setup_ddp, worker_init)
 from training.config import Parser
 from training.loop import is_finished
 from training.resume import machine_differences
-from training.folder import read_status, replace_status
+from training.folder import replace_status
 from training.loop import scale_for_batch
+from training.watch import read_status, watch_run
 
 COLLECTIVE_SECONDS = 6 * 3600.0   # timeout; the watchdog is earlier and names the late rank
 SAVING_SECONDS = 600   # for the ranks to save and exit after a signal to the launcher

@@ -2,10 +2,10 @@
 import functools
 from pathlib import Path
 
-from ddp_setup import AGAIN, close_run, print0
-from training.folder import write_status
+from ddp_setup import AGAIN, print0
 from training.log import print_line, read_rows
 from training.plot import draw, rows_of
+from training.watch import close_run, write_status
 
 
 def finish_run(run, log, ddp, reason, result, seconds, lines) -> dict:

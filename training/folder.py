@@ -16,10 +16,11 @@ import threading
 import time
 from pathlib import Path
 
-from ddp_setup import BAD_INPUT, barrier, close_run, watch_run
+from ddp_setup import BAD_INPUT, barrier, process_fields
 from training.config import dump_yaml
 from training.files import write_text_atomic
 from training.loop import is_finished
+from training.watch import close_run, read_status, watch_run, write_status
 
 # A folder with none of these names in it is not taken for a run folder.
 MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
@@ -273,8 +274,7 @@ def process_start(pid):
 
     Process ids are reused; id and start time together identify a process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-        fields = text.rpartition(")")[2].split()   # from field 3, the state
+        fields = process_fields(pid)
         return None if fields[0] in "ZX" else int(fields[19])   # Z: zombie, X: dead
     except OSError:
         if os.path.isdir("/proc/self"):
@@ -289,23 +289,6 @@ def process_start(pid):
 
 
 # ---------------------------------------------------------------- status.json
-def write_status(run_dir, code, reason, step=None):
-    """Write status.json for a start that did not train. While a run trains, ddp_setup does it."""
-    text = json.dumps({"code": code, "reason": reason, "step": step}) + "\n"
-    write_text_atomic(Path(run_dir) / "status.json", text)
-
-
-def read_status(run_dir):
-    """status.json as a dict, or {} if it is missing or cannot be read. run_dir: may be None."""
-    if run_dir is None:
-        return {}
-    try:
-        status = json.loads((Path(run_dir) / "status.json").read_text(encoding="utf-8"))
-        return status if isinstance(status, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
 def replace_status(run_dir, code, reason, since=math.inf, finished=None):
     """Replace the status.json of an earlier start by the outcome of this start.
 

@@ -14,7 +14,7 @@ import torch
 import launchers
 from launchers import (ROOT, ForkedRanks, clean_environment, fork_ranks, free_port, need,
                        own_tracebacks, python_of, run_ranks, seconds_until, slow, start_ranks)
-from training.folder import read_status
+from training.watch import read_status
 
 HEAD = f"""import json, os, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
@@ -23,6 +23,7 @@ ddp_guard.EXIT = float(os.environ.get("EXIT", ddp_guard.EXIT))
 ddp_guard.supervise()
 import torch
 from ddp_setup import *
+from training.watch import close_run, read_status, watch_run
 """
 GONE = 15.0    # seconds in which every process must be gone after a failure; 5 are wanted
 
@@ -73,7 +74,7 @@ def test_without_a_guard_or_mpi4py_too_a_rank_that_fails_or_leaves_early_ends_al
     assert seconds < GONE and result.leftover == [] and result.returncode != 0, result.text
     last = [line for line in result.stderr.splitlines() if line.startswith("FAILED: ")]
     cause = "ValueError: on purpose" if ending == RAISE else "ended without cleanup_ddp"
-    assert last and re.match(rf"FAILED: rank 1 of 3 on \S+: {cause}\. ", last[0]), result.text
+    assert last and re.match(rf"FAILED: rank 1 of 3 on \S+: {cause}\.( |$)", last[0]), result.text
     assert ending == LEAVE or "Traceback" in result.stderr, result.text
 
 

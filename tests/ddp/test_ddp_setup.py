@@ -18,11 +18,11 @@ import torch
 
 import ddp_setup
 from ddp_setup import (Ddp, State, all_mean, all_sum, autocast, broadcast, choose_device,
-                       choose_dtype, cleanup_ddp, close_run, ddp_sampler, detect_launcher,
-                       load_checkpoint, optimize_with_ipex, print0, save_checkpoint, setup_ddp,
-                       slurm_first_host, stop_reason, stop_wanted, watch_run, wrap_ddp)
+                       choose_dtype, cleanup_ddp, ddp_sampler, detect_launcher, load_checkpoint,
+                       optimize_with_ipex, print0, save_checkpoint, setup_ddp, slurm_first_host,
+                       stop_reason, stop_wanted, wrap_ddp)
 from launchers import await_that, clean_environment, fork_ranks
-from training.folder import read_status
+from training.watch import close_run, read_status, watch_run
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
 TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", GROUP_RANK="1",
@@ -189,15 +189,15 @@ def test_a_guard_that_does_not_read_holds_up_no_step():
     ours.settimeout(ddp_setup.GUARD_ANSWER)
     with ours, guards:
         ddp = Ddp(state=State(guard=ours))
-        ddp.state.watch = ddp_setup.Watch(None, 0.0)
-        ddp_setup.beat(ddp, step=4)
-        ddp_setup.beat(ddp)   # between steps
+        ddp.state.watch = ddp_setup.Watch(limit=0.0, stop_file="")
+        ddp_setup.note_progress(ddp, step=4)
+        ddp_setup.note_progress(ddp)   # between steps
         assert guards.recv(1000) == b'{"step": 4}\n' * 2
         with contextlib.suppress(BlockingIOError):
             while True:   # until it is full
                 os.write(ours.fileno(), b"x" * 4096)
         began = time.monotonic()
-        ddp_setup.beat(ddp, step=5)
+        ddp_setup.note_progress(ddp, step=5)
         assert time.monotonic() - began < ddp_setup.GUARD_ANSWER / 2
 
 

@@ -21,7 +21,7 @@ import pytest
 from ddp_setup import load_checkpoint
 from launchers import (ROOT, about, clean_environment, fork_ranks, need, own_tracebacks,
                        run_ranks, seconds_until, slow, start_ranks)
-from training.folder import read_status
+from training.watch import read_status
 from training_runs import equal, same_run
 
 GONE = 15.0         # seconds in which every process must be gone after a failure; 5 are wanted

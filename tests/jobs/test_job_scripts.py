@@ -24,7 +24,7 @@ import launchers
 from ddp_setup import load_checkpoint
 from launchers import (ROOT, Running, await_that, clean_environment, copy_code, fork_ranks,
                        host_words, need)
-from training.folder import read_status
+from training.watch import read_status
 from training_runs import same_run
 
 JOBS = ROOT / "jobs"

@@ -20,7 +20,6 @@ from mpnn.model import (ALPHABET, ProteinMPNN, from_checkpoint, load_proteinmpnn
                         random_proteinmpnn, to_checkpoint)
 from training.config import load_config
 from training.resume import hash_of
-from training.folder import read_status
 from sedd.sequences import decode
 from mpnn.batches import PairPlan, make_batch, orders_of
 from mpnn.demo import demo_pairs
@@ -34,6 +33,7 @@ from mpnn.evaluation import Validation
 from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, main, micro_batch_loss,
                            objective, preference_loss, read_arguments)
 from training.loop import MicroBatchSampler
+from training.watch import read_status
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, command_lines, driver, equal, gradients, on_ranks, one_thread, rows,
     same_run, timeless, words)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from ddp_guard import EXIT  # noqa: E402
 from ddp_setup import load_checkpoint  # noqa: E402
 from launchers import run_ranks, seconds_until, start_ranks  # noqa: E402
-from training.folder import read_status  # noqa: E402
+from training.watch import read_status
 from training_runs import same_run  # noqa: E402
 
 STEPS, WATCHDOG, INIT = 300, 8.0, 20.0     # optimizer steps of a run; seconds

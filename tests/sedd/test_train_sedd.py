@@ -36,8 +36,7 @@ import train_dpo_ddp
 import train_sedd_ddp
 from training.config import config_to_dict, dump_yaml, load_config
 from training.loop import Diverged
-from training.folder import (RunLock, check_lock, process_start, read_status, replace_status,
-                             write_status)
+from training.folder import RunLock, check_lock, process_start, replace_status
 from training.files import write_text_atomic
 from sedd_cases import TrueScores
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
@@ -45,6 +44,7 @@ from sedd.sequences import N_TOKENS, X_ID, DemoSource, Proteins, decode, read_se
 from training.loop import MicroBatchSampler, after_step
 from sedd.evaluation import Validation, sample_proteins
 from sedd.weights import export_sedd, load_sedd
+from training.watch import read_status, write_status
 from train_sedd_ddp import Config, MicroBatchDataset, check_config, cli, main, prepare, train
 
 from training_runs import (  # noqa: F401 (the fixture one_thread)
