@@ -425,7 +425,7 @@ def save_and_load(row, ddp, args, answer):
                 shutil.rmtree(folder, ignore_errors=True)
         # Forget the deleted checkpoint: otherwise a failure would advise to resume from it.
         ddp.state.checkpoint = ""
-        ddp_setup._tell_guard(ddp, checkpoint="")
+        ddp_setup.tell_guard(ddp, checkpoint="")
     row["problems"] = []
     for key in saved:
         try:
