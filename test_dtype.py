@@ -31,6 +31,7 @@ from mpnn.model import ProteinMPNN
 from training.config import Parser
 from training.command_line import add_launch_arguments, started_ranks
 from sedd.diffusion import AbsorbingGraph, make_noise, sample, score_entropy_loss
+from sedd.fast_cpu import speed_up
 from sedd.model import SEDD
 
 FAILED = 3                  # exit code
@@ -81,6 +82,7 @@ def random_sedd(width, blocks, B, L):
     # eval mode: in training, log scores of known residues are computed on devices but not on CPUs.
     model = SEDD(GRAPH.vocab_size, width, blocks, 4, dropout=0.0, forbidden=(X_ID,),
                  init_logits=1.0).eval()
+    speed_up(model)
     for parameter in model.parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)

@@ -46,6 +46,7 @@ from training.command_line import (Script, add_run_arguments, choose_precision, 
 from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
                              to_device, write_samples)
+from sedd.fast_cpu import speed_up
 from sedd.weights import noise_of, start_from_weights, unused_noise_keys
 from sedd.model import EMA, SEDD, describe_memory
 from sedd.batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
@@ -237,8 +238,10 @@ def make_reader(config, proteins, micro_batches, ddp):
 
 # ---------------------------------------------------------------- prepare
 def make_model(config, graph):
-    return SEDD(graph.vocab_size, **vars(config.model), scale_by_sigma=graph.absorb,
-                forbidden=(X_ID,), gradient_checkpointing=config.memory.gradient_checkpointing)
+    model = SEDD(graph.vocab_size, **vars(config.model), scale_by_sigma=graph.absorb,
+                 forbidden=(X_ID,), gradient_checkpointing=config.memory.gradient_checkpointing)
+    speed_up(model)   # on a CPU
+    return model
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,8 @@
 Rotary positions, adaLN-zero conditioning on sigma (not t), scaled dot-product attention. Parameter
 names and initial values are those of the published SEDD code, so that its checkpoints load. There
 are no buffers, so DDP has nothing to broadcast, and a cast to bfloat16 does not round the rotary
-tables. Needs torch and training/fast_linear.py; reads and writes nothing.
+tables. Needs torch alone; reads and writes nothing. sedd/fast_cpu.py computes the same faster on a
+CPU.
 Source: Lou, Meng, Ermon 2024, arXiv 2310.16834; adaLN-zero: Peebles, Xie 2023, arXiv 2212.09748.
 """
 import contextlib
@@ -20,17 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from training.fast_linear import Linear, linear, on_cpu
-
-# The list of positions that enter the loss is padded, with position 0, to a multiple of this, as
-# oneDNN compiles kernels for every new length: a tenth of a small model's step (measured).
-NEEDED_MULTIPLE = 64
-
-# Attention in bfloat16 on a CPU; without these it takes 1.2 to 1.8 times as long (measured).
-SCORES = 2**19          # attention scores computed at a time: 1 MB, which stays in the cache
-KEYS_MULTIPLE = 32      # the number of keys is padded to a multiple of this, as suits the kernels,
-KEYS_LONG = 192         # but only if it exceeds this: below, the padding costs more than it saves
 
 
 class SEDD(nn.Module):
@@ -57,15 +47,15 @@ class SEDD(nn.Module):
     Raises ValueError for sizes or settings that do not fit together.
     """
 
-    def __init__(self, vocab_size, hidden_size, n_blocks, n_heads, cond_dim=128, dropout=0.1,
-                 scale_by_sigma=True, parameterization="sedd", gradient_checkpointing=False,
+    def __init__(self, vocab_size, hidden_size, n_blocks, n_heads,   # noqa: PLR0913  (settings)
+                 cond_dim=128, dropout=0.1, scale_by_sigma=True, parameterization="sedd", gradient_checkpointing=False,
                  forbidden=(), init_logits=0.0):
         super().__init__()
         if hidden_size % (2 * n_heads):
-            fit = [n for n in range(1, hidden_size // 2 + 1) if hidden_size % (2 * n) == 0]
+            fit = [str(n) for n in range(1, hidden_size // 2 + 1) if hidden_size % (2 * n) == 0]
             raise ValueError(f"n_heads = {n_heads}, hidden_size = {hidden_size}; expected heads of "
                              f"an even width hidden_size / n_heads, as rotary positions turn "
-                             f"pairs: n_heads one of {', '.join(map(str, fit)) or 'none'}.")
+                             f"pairs: n_heads one of {', '.join(fit) or 'none'}.")
         if parameterization not in ("sedd", "subs"):
             raise ValueError(f"parameterization {parameterization!r}; expected 'sedd' or 'subs'.")
         if parameterization == "subs" and not scale_by_sigma:
@@ -73,9 +63,12 @@ class SEDD(nn.Module):
                              "(scale_by_sigma=False); expected 'sedd' there. Use 'subs' with the "
                              "absorbing graph.")
         self.vocab_size = vocab_size
-        self.n_heads, self.head_dim = n_heads, hidden_size // n_heads
-        self.scale_by_sigma, self.parameterization = scale_by_sigma, parameterization
-        self.gradient_checkpointing, self.forbidden = gradient_checkpointing, tuple(forbidden)
+        self.n_heads = n_heads
+        self.head_dim = hidden_size // n_heads
+        self.scale_by_sigma = scale_by_sigma
+        self.parameterization = parameterization
+        self.gradient_checkpointing = gradient_checkpointing
+        self.forbidden = tuple(forbidden)
         # In the published order, in which checkpoints list the averages (EMA) of the parameters.
         self.vocab_embed = TokenTable(vocab_size, hidden_size)
         self.sigma_map = SigmaEmbedding(cond_dim)
@@ -93,8 +86,7 @@ class SEDD(nn.Module):
         sigma: (B,) floating point, total noise > 0 in nats; NOT the time t.
         mask:  (B, L) bool, True = residue, or None where nothing is padding (faster).
         Returns log_score (B, L, V): float32 whatever autocast or the parameters' dtype, float64 for
-        a float64 model; 0 at each position's own token. Values at padding are meaningless. So are
-        values at unmasked residues in training with the absorbing graph: its loss ignores them.
+        a float64 model; 0 at each position's own token. Values at padding are meaningless.
         Raises ValueError for other shapes or dtypes.
         """
         check_inputs(xt, sigma, mask)
@@ -103,28 +95,24 @@ class SEDD(nn.Module):
         # Autocast to bfloat16 would make neighbouring noise levels equal. This costs no time.
         with torch.autocast(xt.device.type, enabled=False):
             c = F.silu(self.sigma_map(sigma))                                   # (B, cond_dim)
-        h = self.vocab_embed(xt)                                                # (B, L, H)
         rotary = rotary_tables(xt.shape[1], self.head_dim, xt.device, exact)
         attended = None if mask is None else mask[:, None, None, :]             # (B, 1, 1, L)
-        needed = None   # positions computed after the last attention: all, or those of the loss
-        if self.training and self.scale_by_sigma and on_cpu(xt):    # nonzero stalls a GPU
-            rows = (xt.flatten() == self.vocab_size - 1).nonzero()[:, 0]
-            padded = F.pad(rows, (0, -len(rows) % NEEDED_MULTIPLE))
-            needed = padded, padded // xt.shape[1]
-        tokens = (xt, self.vocab_embed.embedding) if on_cpu(xt) else None
-        for i, block in enumerate(self.blocks, 1):
-            inputs = (h, c, rotary, attended, needed if i == len(self.blocks) else None,
-                      tokens if i == 1 else None)
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                h = checkpoint(block, *inputs, use_reentrant=False)
-            else:
-                h = block(*inputs)
         # To `exact` before log_score adds an offset, which bfloat16 would round.
-        logits = self.output_layer(h, c, needed).to(exact)
-        if needed is not None:
-            everywhere = logits.new_zeros(xt.numel(), self.vocab_size)
-            logits = everywhere.index_copy(0, rows, logits[:len(rows), 0]).view(*xt.shape, -1)
+        logits = self.logits(xt, c, rotary, attended).to(exact)
         return self.log_score(logits, xt, sigma)
+
+    def logits(self, xt, c, rotary, attended):
+        """Logits (B, L, V) of the head. c: (B, cond_dim), the noise level; the rest as in Block."""
+        h = self.vocab_embed(xt)                                                # (B, L, H)
+        for block in self.blocks:
+            h = self.run_block(block, h, c, rotary, attended)
+        return self.output_layer(h, c)
+
+    def run_block(self, block, *inputs):
+        """block(*inputs), of which gradient_checkpointing keeps only the inputs for backward."""
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, *inputs, use_reentrant=False)
+        return block(*inputs)
 
     def log_score(self, logits, xt, sigma):
         """Log scores (B, L, V) from the logits (B, L, V) of the head."""
@@ -174,76 +162,38 @@ class SigmaEmbedding(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each scaled, shifted and gated by the noise level: h (B, L, H) -> same.
 
-    needed: (rows of h.flatten(0, 1), the protein of each), both (n,) int64: what follows attention
-            is computed at these positions only, and h is returned as (n, 1, H). None: at all.
-    tokens: for the first block, whose h is the embedding of xt: (xt (B, L), embedding (V, H)).
-            Queries, keys and values are then computed once per token and protein, not per position.
+    forward takes h; c (B, cond_dim), the noise level; rotary, see rotary_tables; attended
+    (B, 1, 1, L) bool, True = residue, or None where nothing is padding.
     """
 
     def __init__(self, hidden_size, n_heads, cond_dim, dropout):
         super().__init__()
-        self.n_heads, self.dropout = n_heads, dropout
+        self.n_heads = n_heads
+        self.dropout = dropout
         self.norm1 = Norm(hidden_size)
-        self.attn_qkv = Linear(hidden_size, 3 * hidden_size, bias=False)
-        self.attn_out = Linear(hidden_size, hidden_size, bias=False)
+        self.attn_qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.attn_out = nn.Linear(hidden_size, hidden_size, bias=False)
         self.norm2 = Norm(hidden_size)
-        self.mlp = nn.Sequential(Linear(hidden_size, 4 * hidden_size),
-                                 GELU(),
-                                 Linear(4 * hidden_size, hidden_size))
+        self.mlp = nn.Sequential(nn.Linear(hidden_size, 4 * hidden_size),
+                                 nn.GELU(approximate="tanh"),
+                                 nn.Linear(4 * hidden_size, hidden_size))
         self.adaLN_modulation = zero_linear(cond_dim, 6 * hidden_size)
 
-    def forward(self, h, c, rotary, attended, needed, tokens):
+    def forward(self, h, c, rotary, attended):
         modulation = self.adaLN_modulation(c)[:, None]                          # (B, 1, 6 H)
-        shift, scale = modulation.chunk(6, dim=-1)[:2]                          # each (B, 1, H)
-        x = h if tokens is None else tokens[1][None]                            # (1, V, H)
-        qkv = self.queries_keys_values(modulated(self.norm1(x), shift, scale))
-        if tokens is not None:      # look up rows by a product: its gradient is exact and fast
-            qkv = F.one_hot(tokens[0], x.shape[1]).to(qkv.dtype) @ qkv          # (B, L, 3 H)
-        branch = self.attention(qkv, rotary, attended)
-        if needed is not None:
-            rows, proteins = needed
-            h, branch, modulation = take(h, rows), take(branch, rows), spread(modulation, proteins)
-        gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)[2:]
-        p = self.dropout if self.training else 0.0
-        h = add_branch(h, self.attn_out(branch), gate1, p)
-        return add_branch(h, self.mlp(modulated(self.norm2(h), shift2, scale2)), gate2, p)
-
-    def queries_keys_values(self, x):
-        """x (B, L, H) -> (B, L, 3 H). On a CPU the rows of attn_qkv's weight are reordered first:
-        entries i and i + e/2 of each query and key (e entries) become neighbours, for rotate_pairs.
-        """
-        if not on_cpu(x):
-            return self.attn_qkv(x)
-        H = x.shape[-1]
-        rows = torch.arange(3 * H)
-        pairs = rows[:2 * H].view(-1, 2, H // self.n_heads // 2).mT.flatten()
-        # The gradient of F.embedding is faster than that of weight[rows].
-        return linear(x, F.embedding(torch.cat([pairs, rows[2 * H:]]), self.attn_qkv.weight))
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)
+        x = modulated(self.norm1(h), shift1, scale1)
+        branch = self.attn_out(self.attention(self.attn_qkv(x), rotary, attended))
+        h = h + gate1 * F.dropout(branch, self.dropout, self.training)
+        branch = self.mlp(modulated(self.norm2(h), shift2, scale2))
+        return h + gate2 * F.dropout(branch, self.dropout, self.training)
 
     def attention(self, qkv, rotary, attended):
-        B, L, H = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-
-        def by_head(x):
-            return x.view(B, L, self.n_heads, -1).transpose(1, 2)               # (B, heads, L, e)
-
-        q, k, v = qkv.chunk(3, dim=-1)
-        if on_cpu(qkv):
-            factor = torch.complex(*rotary).repeat(1, self.n_heads)             # (L, H / 2)
-            q, k = rotate_pairs(q, factor * (H / self.n_heads)**-0.5), rotate_pairs(k, factor)
-            out = attend(by_head(q), by_head(k), by_head(v), attended)
-        else:
-            q, k = rotate(by_head(q), rotary), rotate(by_head(k), rotary)
-            out = F.scaled_dot_product_attention(q, k, by_head(v), attn_mask=attended)
-        return out.transpose(1, 2).reshape(B, L, H)
-
-
-class GELU(nn.Module):
-    """GELU by its tanh approximation, as published. In bfloat16 on a CPU exactly (erf), in a third
-    of the time (measured). They differ by at most 5e-4, less than rounding to bfloat16 changes."""
-
-    def forward(self, x):
-        by_erf = on_cpu(x) and x.dtype == torch.bfloat16
-        return F.gelu(x, approximate="none" if by_erf else "tanh")
+        """Softmax attention over all residues of a protein: qkv (B, L, 3 H) -> (B, L, H)."""
+        q, k, v = (split_heads(x, self.n_heads) for x in qkv.chunk(3, dim=-1))
+        q = rotate(q, rotary)
+        k = rotate(k, rotary)
+        return join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=attended))
 
 
 class Head(nn.Module):
@@ -255,11 +205,8 @@ class Head(nn.Module):
         self.linear = zero_linear(hidden_size, vocab_size)
         self.adaLN_modulation = zero_linear(cond_dim, 2 * hidden_size)
 
-    def forward(self, h, c, needed):
-        modulation = self.adaLN_modulation(c)[:, None]
-        if needed is not None:
-            modulation = spread(modulation, needed[1])
-        shift, scale = modulation.chunk(2, dim=-1)
+    def forward(self, h, c):
+        shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=-1)       # each (B, 1, H)
         return self.linear(modulated(self.norm_final(h), shift, scale))
 
 
@@ -268,16 +215,14 @@ def modulated(x, shift, scale):
     return torch.addcmul(shift, x.to(scale.dtype), 1 + scale)
 
 
-def take(x, rows):
-    """Rows (n,) of x (B, L, C) as n sequences of one position, (n, 1, C)."""
-    return F.embedding(rows, x.flatten(0, 1))[:, None]      # its gradient is faster than x[rows]'s
+def split_heads(x, n_heads):
+    """(B, L, H) -> (B, heads, L, e), with e = H / heads."""
+    return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
 
 
-def spread(modulation, proteins):
-    """modulation (B, 1, C), of each protein -> (n, 1, C), of each position. In float32 at least, as
-    the gradient is a sum over hundreds of positions of a protein: too many for bfloat16."""
-    exact = modulation.to(at_least_float32(modulation.dtype))
-    return take(exact, proteins).to(modulation.dtype)
+def join_heads(x):
+    """(B, heads, L, e) -> (B, L, H)."""
+    return x.transpose(1, 2).flatten(2)
 
 
 class Norm(nn.Module):
@@ -316,83 +261,6 @@ def rotate(x, rotary):
     cos, sin = (table.to(x.dtype) for table in rotary)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
-
-
-def rotate_pairs(x, factor):
-    """The same as rotate, in half of the time on a CPU. The entries of a pair are neighbours in x
-    (B, L, H): a complex number, which is multiplied by factor (L, H / 2). Returns (B, L, H)."""
-    pairs = torch.view_as_complex(x.to(factor.real.dtype).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * factor).flatten(-2).to(x.dtype)
-
-
-def attend(q, k, v, attended):
-    """Softmax attention on a CPU: q, already scaled, k, v (B, heads, L, e), attended (B, 1, 1, L)
-    bool or None -> as q."""
-    # In bfloat16 torch's kernel takes 1.4 to 8 times as long as AttentionInParts, which keeps all
-    # attention weights in memory for backward: too much for long proteins.
-    if q.dtype != torch.bfloat16 or q.shape[2] > 512:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=attended, scale=1.0)
-    B, heads, L, _ = q.shape
-    padding = -L % KEYS_MULTIPLE if L > KEYS_LONG else 0
-    if padding:
-        all_of_them = torch.ones(B, 1, 1, L, dtype=torch.bool)
-        attended = F.pad(all_of_them if attended is None else attended, (0, padding))
-        k, v = (F.pad(x, (0, 0, 0, padding)) for x in (k, v))
-    if attended is not None:    # hide keys: queries get a 1, keys a 0 or -max
-        hidden = torch.where(attended, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
-        q = F.pad(q, (0, 1), value=1.0)
-        k = torch.cat([k, hidden.mT.expand(-1, heads, -1, -1)], dim=-1)
-    out = AttentionInParts.apply(*(x.flatten(0, 1).contiguous() for x in (q, k, v)))
-    return out.view(B, heads, L, -1)
-
-
-class AttentionInParts(torch.autograd.Function):
-    """softmax(q k^T) v for q (n, L, e), k (n, K, e), v (n, K, f). Computes a few of the n heads at
-    a time, forward and backward: their scores fit into the cache. Halves the time (measured)."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        out, weights = q.new_empty(*q.shape[:2], v.shape[2]), []
-        ctx.n = max(1, SCORES // (q.shape[1] * k.shape[1]))
-        for q_, k_, v_, out_ in in_parts(ctx.n, q, k, v, out):
-            weight = torch.bmm(q_, k_.mT).softmax(-1)
-            torch.bmm(weight, v_, out=out_)
-            if any(ctx.needs_input_grad):
-                weights.append(weight)
-        ctx.save_for_backward(q, k, v, *weights)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        q, k, v, *weights = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in (q, k, v)]
-        parts = in_parts(ctx.n, q, k, v, grad.contiguous(), *grads)
-        for weight, (q_, k_, v_, grad_, grad_q, grad_k, grad_v) in zip(weights, parts):
-            torch.bmm(weight.mT, grad_, out=grad_v)
-            grad_scores = torch.ops.aten._softmax_backward_data(
-                torch.bmm(grad_, v_.mT), weight, -1, weight.dtype)
-            torch.bmm(grad_scores, k_, out=grad_q)
-            torch.bmm(grad_scores.mT, q_, out=grad_k)
-        return tuple(grads)
-
-
-def in_parts(n, *tensors):
-    """Split all tensors into parts of n rows; yields a tuple of views for each part."""
-    return zip(*(x.split(n) for x in tensors))
-
-
-def add_branch(h, branch, gate, p):
-    """h + gate x dropout(branch): each entry of branch is dropped with probability p."""
-    if not on_cpu(h) or not p:
-        return h + gate * F.dropout(branch, p, p > 0)
-    # Dropout with 16 random bits per entry, four entries per 64-bit number: an eighth of the time.
-    # p is rounded to a multiple of 2^-16; the scale of the entries that stay uses the rounded p.
-    dropped = round(p * 2**16)
-    bits = torch.empty(-(-branch.numel() // 4), dtype=torch.int64).random_(-2**63, None)
-    bits = bits.view(torch.int16)[:branch.numel()].view(branch.shape)
-    stays = torch.ge(bits, dropped - 2**15, out=torch.empty_like(branch))       # 0.0 or 1.0
-    return h + gate / (1 - dropped / 2**16) * (branch * stays)
 
 
 def at_least_float32(dtype):
@@ -464,7 +332,8 @@ class EMA:
     def __init__(self, parameters, decay=0.9999):
         if not 0 <= decay < 1:
             raise ValueError(f"decay = {decay}; expected 0 <= decay < 1.")
-        self.decay, self.num_updates = decay, 0
+        self.decay = decay
+        self.num_updates = 0
         self.shadow_params = [p.detach().to(at_least_float32(p.dtype), copy=True)
                               for p in parameters if p.requires_grad]
 
@@ -479,7 +348,7 @@ class EMA:
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         live = [p.to(average.dtype) for p, average in zip(live, self.shadow_params)]
-        if skip is not None and not on_cpu(skip):   # lerp takes no weight on a device
+        if skip is not None and skip.device.type != "cpu":   # lerp takes no weight on a device
             move = torch._foreach_sub(live, self.shadow_params)
             torch._foreach_mul_(move, torch.where(skip, 0.0, 1 - decay))
             torch._foreach_add_(self.shadow_params, move)
@@ -508,7 +377,8 @@ class EMA:
         """Take over a state_dict(). Raises ValueError if its tensors are not of this model."""
         averages = self._matched(list(state["shadow_params"]), "state")
         torch._foreach_copy_(self.shadow_params, averages)
-        self.decay, self.num_updates = state["decay"], state["num_updates"]
+        self.decay = state["decay"]
+        self.num_updates = state["num_updates"]
 
     def _matched(self, tensors, what):
         found = [tuple(tensor.shape) for tensor in tensors]
@@ -532,7 +402,8 @@ def describe_memory(model, positions, in_float32, optimizer_bytes):
     in_float32: whether the blocks compute in float32, not 16 bits. optimizer_bytes: of its state.
     """
     n = sum(p.numel() for p in model.parameters())
-    per_block, blocks = SAVED_BYTES["float32" if in_float32 else "16 bits"], len(model.blocks)
+    per_block = SAVED_BYTES["float32" if in_float32 else "16 bits"]
+    blocks = len(model.blocks)
     if model.gradient_checkpointing:
         blocks = 1 + 4 / per_block * blocks   # one in full; of each its float32 input (4 bytes)
     activations = positions * model.n_heads * model.head_dim * blocks * per_block

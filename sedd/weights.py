@@ -21,6 +21,7 @@ from training.config import config_to_dict
 from training.resume import hash_of
 from training.files import write_text_atomic, write_whole
 from sedd.diffusion import make_graph, make_noise
+from sedd.fast_cpu import speed_up
 from sedd.model import SEDD, load_official
 from sedd.sequences import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
 
@@ -126,8 +127,10 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
 def model_of(sizes, graph):
     """A fresh SEDD of a config's section `model`, as a dict, without dropout."""
     names = ("hidden_size", "n_blocks", "n_heads", "cond_dim", "parameterization")
-    return SEDD(graph.vocab_size, **{name: sizes[name] for name in names}, dropout=0.0,
-                scale_by_sigma=graph.absorb, forbidden=(X_ID,))
+    model = SEDD(graph.vocab_size, **{name: sizes[name] for name in names}, dropout=0.0,
+                 scale_by_sigma=graph.absorb, forbidden=(X_ID,))
+    speed_up(model)   # on a CPU
+    return model
 
 
 NOISE_KEYS = {"loglinear": ("eps",), "cosine": ("eps",), "geometric": ("sigma_min", "sigma_max")}

@@ -43,7 +43,6 @@ PENDING = {
     "sedd/batches",
     "sedd/diffusion",
     "sedd/evaluation",
-    "sedd/model",
     "sedd/report",
     "sedd/sequences",
     "sedd/weights",
