@@ -55,9 +55,9 @@ from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 import numpy as np
 from tqdm import tqdm
 
-from sedd.sequences import (FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, Block, Proteins,
-                            ReadReport, check_prepared, order_words, read_blocks, read_meta,
-                            refuse_nothing_left, span_indices, word_spans)
+from sedd.prepared import FORMAT, PARTS, SETS, VERSION, check_prepared, read_meta
+from sedd.sequences import (LETTERS, N_TOKENS, Block, Proteins, ReadReport, order_words,
+                            read_blocks, refuse_nothing_left, span_indices, word_spans)
 
 # The current release: some 13 GB, about 60 million proteins.
 UNIREF50_URL = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"

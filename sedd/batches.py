@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ddp_setup import barrier, broadcast, print0
-from sedd.sequences import (REMAKE, DemoSource, PreparedProteins, Proteins, check_prepared,
-                            keyed_seed, keys_hash, random_words, read_meta, read_sequences,
-                            split_by_hash, stage_prepared)
+from sedd.demo import DemoSource
+from sedd.prepared import (REMAKE, PreparedProteins, check_prepared, keys_hash, read_meta,
+                           stage_prepared)
+from sedd.sequences import Proteins, keyed_seed, random_words, read_sequences, split_by_hash
 from training.watch import beat
 
 LARGE_FILE = 200_000_000        # bytes; a larger file should be prepared first

@@ -48,8 +48,8 @@ class SEDD(nn.Module):
     """
 
     def __init__(self, vocab_size, hidden_size, n_blocks, n_heads,   # noqa: PLR0913  (settings)
-                 cond_dim=128, dropout=0.1, scale_by_sigma=True, parameterization="sedd", gradient_checkpointing=False,
-                 forbidden=(), init_logits=0.0):
+                 cond_dim=128, dropout=0.1, scale_by_sigma=True, parameterization="sedd",
+                 gradient_checkpointing=False, forbidden=(), init_logits=0.0):
         super().__init__()
         if hidden_size % (2 * n_heads):
             fit = [str(n) for n in range(1, hidden_size // 2 + 1) if hidden_size % (2 * n) == 0]

@@ -1,4 +1,4 @@
-"""Protein sequences: alphabet, files, prepared folders, split, crops, a demo source.
+"""Protein sequences: alphabet, files, split, crops, batches as tensors.
 
     proteins, report = read_sequences("proteins.fasta.gz")      # print(report): read and cleaned
     train, val = split_by_hash(proteins, 0.05)                  # index arrays
@@ -6,10 +6,10 @@
     crops = random_crops(train.subset([3, 1, 4]), 512, seed=0, epoch=0)
     x0, mask = collate(crops)
 
-Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), .pt files that
-hold a list of dicts with `protein_seq`, and folders made by prepare_uniref50.py. Writes nothing but
-the copy that stage_prepared makes. read_blocks reads all sequence files: it cleans some thousand
-proteins at a time, so that a file of any size needs only a few MB of memory.
+Reads FASTA (.gz or not), text with one sequence per line (.txt or .seq, .gz or not), and .pt files
+that hold a list of dicts with `protein_seq`. Writes nothing. read_blocks reads all sequence files:
+it cleans some thousand proteins at a time, so that a file of any size needs only a few MB of
+memory. Folders made by prepare_uniref50.py are read by sedd/prepared.py.
 
 Each random choice has its own seed, made of integers and a word (`keyed_seed`). No choice depends
 on how many random numbers other code has drawn. So the data of a training step depends on the seed,
@@ -21,11 +21,8 @@ import gzip
 import hashlib
 import io
 import itertools
-import json
 import operator
-import os
 import re
-import shutil
 import zlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -739,159 +736,6 @@ def collate(proteins, width=0):
     return torch.from_numpy(x0), torch.from_numpy(mask)
 
 
-# ---- prepared folders ----
-
-FORMAT, VERSION = "prepared proteins", 1
-SETS = ("train", "val")
-PARTS = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin": np.dtype("<u8")}
-REMAKE = "Remove it, then copy or prepare it again."
-
-
-def read_meta(folder):
-    """The dict in meta.json of a folder made by prepare_uniref50.py, which describes the format.
-
-    Raises FileNotFoundError where it is missing, and ValueError for another format or version.
-    """
-    path = Path(folder) / "meta.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; expected a folder made by "
-                                f"prepare_uniref50.py. If {folder} holds sequence files: python "
-                                f"prepare_uniref50.py NEW_FOLDER --fasta FILES. If it is a copy, "
-                                f"copy it again.")
-    try:
-        meta = json.loads(path.read_text())
-        found = meta["format"], meta["version"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} cannot be read; expected the JSON of prepare_uniref50.py. "
-                         f"{REMAKE}") from None
-    if found != (FORMAT, VERSION):
-        raise ValueError(f"{path} is of format {found[0]!r}, version {found[1]}; expected "
-                         f"{FORMAT!r}, version {VERSION}. Prepare the data again with this "
-                         f"prepare_uniref50.py.")
-    return meta
-
-
-def check_prepared(folder, val_fraction=None, min_length=None):
-    """Refuse a prepared folder that is not whole, or was prepared with other settings than these.
-
-    Only names and sizes are looked at: the content is checked by its keys when it is read.
-    Raises ValueError naming what differs.
-    """
-    meta, differs = read_meta(folder), []
-    for name, part in itertools.product(SETS, PARTS):
-        path, expected = Path(folder) / name / part, meta["sets"][name]["files"][part]["bytes"]
-        if not path.exists():
-            differs.append(f"{name}/{part} is missing")
-        elif path.stat().st_size != expected:
-            differs.append(f"{name}/{part} has {path.stat().st_size:,} bytes (expected "
-                           f"{expected:,})")
-    if differs:
-        raise ValueError(f"{folder} is not whole: {'; '.join(differs)}. Is it half copied? "
-                         f"{REMAKE}")
-    for key, value in (("val_fraction", val_fraction), ("min_length", min_length)):
-        if value is not None and meta[key] != value:
-            raise ValueError(f"data.{key} is {value}, but {folder} was prepared with {meta[key]}; "
-                             f"expected the same. Set data.{key}={meta[key]}, or prepare again "
-                             f"with --{key} {value}.")
-
-
-def keys_hash(keys):
-    """Hash of a set of proteins and their order, as text: blake2b (8 bytes) of the keys."""
-    return hashlib.blake2b(keys.astype("<u8").tobytes(), digest_size=8).hexdigest()
-
-
-class PreparedProteins:
-    """One set of a prepared folder, read in pieces. For BatchReader it works as Proteins does.
-
-    len(): number of proteins. length_counts() and letter_counts(): see Proteins.
-    bytes_read: how many bytes were read so far.
-    """
-
-    def __init__(self, folder, name="train"):
-        self.folder, self.name = Path(folder), name
-        self.meta = read_meta(folder)["sets"][name]
-        self.bytes_read = 0
-        # Kept open: the files of a staged copy are deleted once all ranks have opened them.
-        self.files = {part: open(self.folder / name / part, "rb", buffering=0) for part in PARTS}
-
-    def __len__(self):
-        return self.meta["proteins"]
-
-    def length_counts(self):
-        return tuple(np.array(self.meta["length_histogram"], np.int64).reshape(-1, 2).T)
-
-    def letter_counts(self):
-        return np.array(self.meta["letter_counts"], np.int64)
-
-    def lengths_of(self, first, last):
-        """Residues of proteins first to last - 1: (last - first,) int64."""
-        return self._read("lengths.bin", first, last).astype(np.int64)
-
-    def read(self, first, last, token):
-        """Proteins first to last - 1, of which the first begins at residue `token` of the set.
-
-        Raises OSError where a file ends too early, or tokens and keys do not agree.
-        """
-        lengths = self.lengths_of(first, last)
-        tokens = self._read("tokens.bin", token, token + int(lengths.sum()))
-        proteins = Proteins(tokens, np.cumsum(lengths) - lengths, lengths)  # computes keys
-        bad = np.flatnonzero(proteins.keys != self._read("keys.bin", first, last))
-        if len(bad):
-            raise OSError(f"{self.folder / self.name} is damaged or was changed under the run: "
-                          f"tokens.bin, lengths.bin or keys.bin is wrong at or before protein "
-                          f"{first + bad[0]:,}; expected what prepare_uniref50.py wrote. {REMAKE}")
-        return proteins
-
-    def read_all(self):
-        """The whole set as Proteins in memory."""
-        return self.read(0, len(self), 0)
-
-    def _read(self, part, first, last):
-        """Items first to last - 1 of a file."""
-        dtype = PARTS[part]
-        data = np.empty(last - first, dtype)
-        place, left = first * dtype.itemsize, data.view(np.uint8)
-        # Not seek and read: DataLoader workers share one position in the file; preadv ignores it.
-        while len(left) and (n_bytes := os.preadv(self.files[part].fileno(), [left], place)):
-            place, left = place + n_bytes, left[n_bytes:]
-        if len(left):
-            raise OSError(f"{self.folder / self.name / part} ends {len(left):,} bytes too early; "
-                          f"expected the size that it had when it was checked. {REMAKE}")
-        self.bytes_read += data.nbytes
-        return data
-
-
-def stage_prepared(folder, target, report):
-    """Copy a prepared folder to `target`, which must not exist.
-
-    report(bytes done, bytes in all) is called now and then. If it fails, the copy is removed.
-    Raises ValueError where there is no room, OSError where the disk fails. The content is checked
-    when it is read.
-    """
-    folder, target, meta = Path(folder), Path(target), read_meta(folder)
-    sizes = {f"{name}/{part}": meta["sets"][name]["files"][part]["bytes"]
-             for name in SETS for part in PARTS}
-    total, done = sum(sizes.values()), 0
-    target.mkdir(parents=True)
-    try:
-        free = shutil.disk_usage(target).free
-        if free < total * 1.01:
-            raise ValueError(f"{target.parent} has {free / 1e9:,.1f} GB free; expected "
-                             f"{total / 1e9:,.1f} GB for a copy of {folder}. Name another folder, "
-                             f"or train without --stage.")
-        for name in sizes:
-            (target / name).parent.mkdir(exist_ok=True)
-            with open(folder / name, "rb") as source, open(target / name, "wb") as copy:
-                while piece := source.read(16 << 20):
-                    copy.write(piece)
-                    done += len(piece)
-                    report(done, total)
-        shutil.copy(folder / "meta.json", target / "meta.json")
-    except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
-        raise
-
-
 # ---- unigram: what a model that knows only letter frequencies would reach ----
 
 def unigram_frequencies(letter_counts):
@@ -901,87 +745,3 @@ def unigram_frequencies(letter_counts):
     """
     seen = np.asarray(letter_counts, np.float64)[:X_ID] + 1
     return seen / seen.sum()
-
-
-# ---- demo source ----
-
-class DemoSource:
-    """A second-order Markov source of known likelihood with UniRef50's letter frequencies.
-
-    P(c | a, b), for residue c after a, b, is proportional to
-        exp(bias[c] + 2 same[b, c] + same[a, c] + u1[b, c] + 0.7 u2[a, c]),
-    where same is 1 if both residues are of one class (which favour helix, strand or turn) and else
-    0, and u1, u2 are uniform in [-1, 1], drawn once from the seed. Two motifs override this: after
-    "GK" comes S or T with probability 0.9 (the end of a P-loop), and two places after another N
-    comes S or T with probability 0.6 (the glycosylation site N-x-[ST]). bias is fitted so that the
-    stationary letter frequencies are UniRef50's. The first two residues have the stationary
-    distribution of pairs, so a window has the law of a protein of its length; lengths are uniform
-    over 40 to 120. There is no other state: the likelihood of a protein given its length is the
-    product of these probabilities.
-    With seed 0: 2.064 nats per residue in a long chain, 2.08 in its proteins, whose first two
-    residues cost more; 2.889 by letter frequencies alone.
-
-    transition: (20, 20, 20) float64, P(c | a, b).
-    pair: (20, 20) float64, P(a, b) of two consecutive residues.
-    """
-    shortest, longest = 40, 120
-    classes = ("AEHKLMQR", "CFITVWY", "DGNPS")  # runs of a class are what a network learns first
-
-    def __init__(self, seed=0):
-        draw = _draws("demo source", seed)
-        u1, u2 = 2 * draw((20, 20)) - 1, 2 * draw((20, 20)) - 1
-        member = np.array([[c in group for c in AMINO_ACIDS] for group in self.classes], float)
-        same = member.T @ member
-        wanted = np.array(UNIREF50) / sum(UNIREF50)
-        bias, self.pair = np.log(wanted), np.outer(wanted, wanted)
-        for _ in range(2000):                   # until bias and pair no longer change
-            logits = bias + (2 * same + u1)[None] + (same + 0.7 * u2)[:, None]
-            self.transition = self._transition(logits)
-            self.pair = np.einsum("ab,abc->bc", self.pair, self.transition)
-            bias = bias + 0.1 * np.log(wanted / self.pair.sum(0))
-
-    @staticmethod
-    def _transition(logits):
-        p = np.exp(logits)
-        p /= p.sum(2, keepdims=True)
-        g, k, n = (AMINO_ACIDS.index(c) for c in "GKN")
-        is_motif = np.array([c in "ST" for c in AMINO_ACIDS])
-        for context, share in ((np.s_[n:n + 1, :], 0.6), (np.s_[g:g + 1, k:k + 1], 0.9)):
-            block = p[context]                                  # a view
-            motif = block[..., is_motif].sum(-1, keepdims=True)
-            block *= np.where(is_motif, share / motif, (1 - share) / (1 - motif))
-        return p
-
-    def sample(self, n, seed):
-        """n proteins drawn with this seed -> Proteins."""
-        draw = _draws("demo sample", seed)
-        spread = self.longest - self.shortest + 1
-        lengths = self.shortest + (draw(n) * spread).astype(np.int64)
-        tokens = np.empty((n, self.longest), np.uint8)
-        first = np.searchsorted(np.cumsum(self.pair)[:399], draw(n))
-        tokens[:, 0], tokens[:, 1] = first // 20, first % 20
-        edges = np.cumsum(self.transition, axis=2)[:, :, :19]
-        for i in range(2, self.longest):
-            context = tokens[:, i - 2], tokens[:, i - 1]
-            tokens[:, i] = (edges[context] < draw(n)[:, None]).sum(1)
-        return Proteins(tokens.ravel(), np.arange(n) * self.longest, lengths)
-
-    def nll(self, proteins):
-        """Exact negative log-likelihood of each protein given its length, nats: (n,) float64.
-
-        Raises ValueError for X and for fewer than 2 residues, which this source never makes.
-        """
-        log_pair, log_transition = np.log(self.pair), np.log(self.transition)
-        nll = np.empty(len(proteins))
-        for i in range(len(proteins)):
-            x = proteins[i]
-            if len(x) < 2 or x.max() >= X_ID:
-                raise ValueError(f"protein {i} is {decode(x)[:30]!r}; expected at least 2 residues "
-                                 f"and no X: the demo source makes no other.")
-            inner = log_transition[x[:-2], x[1:-1], x[2:]].sum()
-            nll[i] = -log_pair[x[0], x[1]] - inner
-        return nll
-
-
-def _draws(*key):
-    return np.random.Generator(np.random.PCG64(keyed_seed(*key))).random

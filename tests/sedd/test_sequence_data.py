@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from sedd.sequences import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID, DemoSource,
+from sedd.demo import DemoSource
+from sedd.sequences import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID,
                             Proteins, apply_max_length, collate, decode, encode, keyed_generator,
                             keyed_seed, named_sequences, order_words, random_crops, read_sequences,
                             split_by_hash, unigram_frequencies)

@@ -40,7 +40,8 @@ from training.folder import RunLock, check_lock, process_start, replace_status
 from training.files import write_text_atomic
 from sedd_cases import TrueScores
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
-from sedd.sequences import N_TOKENS, X_ID, DemoSource, Proteins, decode, read_sequences
+from sedd.demo import DemoSource
+from sedd.sequences import N_TOKENS, X_ID, Proteins, decode, read_sequences
 from training.loop import MicroBatchSampler, after_step
 from sedd.evaluation import Validation, sample_proteins
 from sedd.weights import export_sedd, load_sedd

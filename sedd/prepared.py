@@ -1,0 +1,169 @@
+"""Prepared folders, which prepare_uniref50.py makes: check them, read them in pieces, copy them.
+
+    check_prepared("data/uniref50", val_fraction=0.001)     # whole, and made with these settings
+    train = PreparedProteins("data/uniref50")               # nothing is read yet
+    proteins = train.read(first, last, token)               # proteins first to last - 1
+    stage_prepared("data/uniref50", "/local/copy", report)
+
+prepare_uniref50.py describes the files. Writes nothing but the copy that stage_prepared makes.
+"""
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from sedd.sequences import Proteins
+
+FORMAT, VERSION = "prepared proteins", 1
+SETS = ("train", "val")
+PARTS = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin": np.dtype("<u8")}
+REMAKE = "Remove it, then copy or prepare it again."
+
+
+def read_meta(folder):
+    """The dict in meta.json of a folder made by prepare_uniref50.py, which describes the format.
+
+    Raises FileNotFoundError where it is missing, and ValueError for another format or version.
+    """
+    path = Path(folder) / "meta.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; expected a folder made by "
+                                f"prepare_uniref50.py. If {folder} holds sequence files: python "
+                                f"prepare_uniref50.py NEW_FOLDER --fasta FILES. If it is a copy, "
+                                f"copy it again.")
+    try:
+        meta = json.loads(path.read_text())
+        found = meta["format"], meta["version"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} cannot be read; expected the JSON of prepare_uniref50.py. "
+                         f"{REMAKE}") from None
+    if found != (FORMAT, VERSION):
+        raise ValueError(f"{path} is of format {found[0]!r}, version {found[1]}; expected "
+                         f"{FORMAT!r}, version {VERSION}. Prepare the data again with this "
+                         f"prepare_uniref50.py.")
+    return meta
+
+
+def check_prepared(folder, val_fraction=None, min_length=None):
+    """Refuse a prepared folder that is not whole, or was prepared with other settings than these.
+
+    Only names and sizes are looked at: the content is checked by its keys when it is read.
+    Raises ValueError naming what differs.
+    """
+    meta, differs = read_meta(folder), []
+    for name, part in itertools.product(SETS, PARTS):
+        path, expected = Path(folder) / name / part, meta["sets"][name]["files"][part]["bytes"]
+        if not path.exists():
+            differs.append(f"{name}/{part} is missing")
+        elif path.stat().st_size != expected:
+            differs.append(f"{name}/{part} has {path.stat().st_size:,} bytes (expected "
+                           f"{expected:,})")
+    if differs:
+        raise ValueError(f"{folder} is not whole: {'; '.join(differs)}. Is it half copied? "
+                         f"{REMAKE}")
+    for key, value in (("val_fraction", val_fraction), ("min_length", min_length)):
+        if value is not None and meta[key] != value:
+            raise ValueError(f"data.{key} is {value}, but {folder} was prepared with {meta[key]}; "
+                             f"expected the same. Set data.{key}={meta[key]}, or prepare again "
+                             f"with --{key} {value}.")
+
+
+def keys_hash(keys):
+    """Hash of a set of proteins and their order, as text: blake2b (8 bytes) of the keys."""
+    return hashlib.blake2b(keys.astype("<u8").tobytes(), digest_size=8).hexdigest()
+
+
+class PreparedProteins:
+    """One set of a prepared folder, read in pieces. For BatchReader it works as Proteins does.
+
+    len(): number of proteins. length_counts() and letter_counts(): see Proteins.
+    bytes_read: how many bytes were read so far.
+    """
+
+    def __init__(self, folder, name="train"):
+        self.folder, self.name = Path(folder), name
+        self.meta = read_meta(folder)["sets"][name]
+        self.bytes_read = 0
+        # Kept open: the files of a staged copy are deleted once all ranks have opened them.
+        self.files = {part: open(self.folder / name / part, "rb", buffering=0) for part in PARTS}
+
+    def __len__(self):
+        return self.meta["proteins"]
+
+    def length_counts(self):
+        return tuple(np.array(self.meta["length_histogram"], np.int64).reshape(-1, 2).T)
+
+    def letter_counts(self):
+        return np.array(self.meta["letter_counts"], np.int64)
+
+    def lengths_of(self, first, last):
+        """Residues of proteins first to last - 1: (last - first,) int64."""
+        return self._read("lengths.bin", first, last).astype(np.int64)
+
+    def read(self, first, last, token):
+        """Proteins first to last - 1, of which the first begins at residue `token` of the set.
+
+        Raises OSError where a file ends too early, or tokens and keys do not agree.
+        """
+        lengths = self.lengths_of(first, last)
+        tokens = self._read("tokens.bin", token, token + int(lengths.sum()))
+        proteins = Proteins(tokens, np.cumsum(lengths) - lengths, lengths)  # computes keys
+        bad = np.flatnonzero(proteins.keys != self._read("keys.bin", first, last))
+        if len(bad):
+            raise OSError(f"{self.folder / self.name} is damaged or was changed under the run: "
+                          f"tokens.bin, lengths.bin or keys.bin is wrong at or before protein "
+                          f"{first + bad[0]:,}; expected what prepare_uniref50.py wrote. {REMAKE}")
+        return proteins
+
+    def read_all(self):
+        """The whole set as Proteins in memory."""
+        return self.read(0, len(self), 0)
+
+    def _read(self, part, first, last):
+        """Items first to last - 1 of a file."""
+        dtype = PARTS[part]
+        data = np.empty(last - first, dtype)
+        place, left = first * dtype.itemsize, data.view(np.uint8)
+        # Not seek and read: DataLoader workers share one position in the file; preadv ignores it.
+        while len(left) and (n_bytes := os.preadv(self.files[part].fileno(), [left], place)):
+            place, left = place + n_bytes, left[n_bytes:]
+        if len(left):
+            raise OSError(f"{self.folder / self.name / part} ends {len(left):,} bytes too early; "
+                          f"expected the size that it had when it was checked. {REMAKE}")
+        self.bytes_read += data.nbytes
+        return data
+
+
+def stage_prepared(folder, target, report):
+    """Copy a prepared folder to `target`, which must not exist.
+
+    report(bytes done, bytes in all) is called now and then. If it fails, the copy is removed.
+    Raises ValueError where there is no room, OSError where the disk fails. The content is checked
+    when it is read.
+    """
+    folder, target, meta = Path(folder), Path(target), read_meta(folder)
+    sizes = {f"{name}/{part}": meta["sets"][name]["files"][part]["bytes"]
+             for name in SETS for part in PARTS}
+    total, done = sum(sizes.values()), 0
+    target.mkdir(parents=True)
+    try:
+        free = shutil.disk_usage(target).free
+        if free < total * 1.01:
+            raise ValueError(f"{target.parent} has {free / 1e9:,.1f} GB free; expected "
+                             f"{total / 1e9:,.1f} GB for a copy of {folder}. Name another folder, "
+                             f"or train without --stage.")
+        for name in sizes:
+            (target / name).parent.mkdir(exist_ok=True)
+            with open(folder / name, "rb") as source, open(target / name, "wb") as copy:
+                while piece := source.read(16 << 20):
+                    copy.write(piece)
+                    done += len(piece)
+                    report(done, total)
+        shutil.copy(folder / "meta.json", target / "meta.json")
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
