@@ -45,11 +45,12 @@ from training.command_line import (Script, add_run_arguments, choose_precision, 
                                    run_script)
 from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
-                             to_device, write_samples)
+                             write_samples)
 from sedd.fast_cpu import speed_up
 from sedd.weights import noise_of, start_from_weights, unused_noise_keys
 from sedd.model import EMA, SEDD, describe_memory
-from sedd.batches import BatchPlan, BatchReader, count_rows, load_data, missing_data, sum_rows
+from sedd.batches import BatchPlan, BatchReader, count_rows, sum_rows, to_device
+from sedd.data import load_data, missing_data
 from sedd.sequences import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
                             random_crops)
 from training.loop import (Run, after_step, check_alike, clip_gradient, fetch, global_gradient,

@@ -1,40 +1,28 @@
-"""Loads the proteins of a run and decides which batch of training or evaluation has which of them.
+"""Decides which batch of training or evaluation has which proteins, and reads it.
 
-    train, val, *_ = load_data(config, ddp)              # a file, a prepared folder, or a demo
     plan = BatchPlan(train.length_counts(), 512, micro_batches=4, tokens=8192)
     reader = BatchReader(plan, train, sum_rows(train, plan))
     proteins, width = reader.micro_batch(step, lane)     # one of 4 lanes, on any number of ranks
     for indices in eval_batches(val.lengths, tokens=8192): ...
+    batch = to_device(batch, device, torch.float32)
 
 A plan depends on the lengths of the proteins, the size of the global batch and a seed; never on
 ranks, workers or restarts. It is made from counts of lengths; only the reader reads proteins.
 """
 
 import bisect
-import contextlib
 import functools
 import hashlib
 import json
 import math
-import os
-import shlex
-import shutil
-import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from ddp_setup import barrier, broadcast, print0
-from sedd.demo import DemoSource
-from sedd.prepared import (REMAKE, PreparedProteins, check_prepared, keys_hash, read_meta,
-                           stage_prepared)
-from sedd.sequences import Proteins, keyed_seed, random_words, read_sequences, split_by_hash
-from training.watch import beat
+from sedd.prepared import REMAKE
+from sedd.sequences import Proteins, keyed_seed, random_words
 
-LARGE_FILE = 200_000_000        # bytes; a larger file should be prepared first
-STAGE_SECONDS = 3 * 3600.0   # limit for the slowest host to copy the data: 20 GB at 2 MB/s
-PREPARED_VAL_FRACTION = 0.001   # default of prepare_uniref50.py
 ROW = 256                       # proteins per row of the table that sum_rows makes
 # Least size of a window (see BatchPlan)
 WINDOW_BYTES = 64 << 20         # residues in all lanes together
@@ -52,156 +40,7 @@ MEAN_WITHIN = 0.02              # relative error of the mean batch_size or token
 MEAN_AT_MOST = 0.10             # the same, if micro-batches are well filled only then
 
 
-# ---- the proteins of a run ----
-
-class TrainingData(NamedTuple):
-    train: Any                  # Proteins or PreparedProteins
-    val: Any                    # Proteins, or None
-    source: Any                 # the DemoSource of demo proteins, which knows their likelihood
-    fingerprint: dict           # {"n", "hash"}; must be the same when a run is resumed
-    description: str
-
-
-def load_data(config, ddp, stage=None):
-    """The proteins for training and validation. Collective.
-
-    Args:
-        config: its section data has file (a file or a prepared folder; None: demo proteins),
-            val_fraction, min_length, demo_proteins.
-        stage:  folder on each host into which a prepared folder is copied.
-    Returns: TrainingData.
-    Raises: ValueError or OSError for data that cannot be used.
-    """
-    data = config.data
-    if missing := missing_data(data):
-        raise FileNotFoundError(missing)
-    prepared = data.file and os.path.isdir(data.file)
-    if prepared:
-        if ddp.is_main:
-            check_prepared(data.file, data.val_fraction, data.min_length)
-        barrier(ddp)   # the others wait, so that only rank 0 reports an error
-        with staged(data.file, stage, stage_prepared, ddp) as copy:
-            found = _open_prepared(data.file, copy or data.file)
-    elif stage:
-        raise ValueError("--stage copies a folder made by prepare_uniref50.py; data.file is "
-                         f"{data.file}.")
-    else:
-        found = _load_file_or_demo(data, config.training.seed, ddp)
-    beat(ddp)
-    return found
-
-
-@contextlib.contextmanager
-def staged(folder, stage, copy, ddp):
-    """A copy of a folder on each host, as long as this context lasts; None without `stage`.
-
-    At the end the copy is deleted. Files that a rank still has open stay readable for it, and the
-    system frees their space when the rank ends, however it ends.
-
-    Args:
-        folder: what to copy. stage: folder that each host has; None: nothing is copied.
-        copy: function (folder, target, report), which calls report(bytes done, bytes in all).
-    """
-    if not stage:
-        yield None
-        return
-    name = f"{Path(folder).resolve().name}-{os.urandom(4).hex()}" if ddp.is_main else None
-    target = Path(stage) / f"{broadcast(name, ddp)}-{ddp.host or 'here'}"
-    reported = time.monotonic()
-
-    def report(done, total):
-        nonlocal reported
-        beat(ddp)
-        if ddp.is_main and (done == total or time.monotonic() > reported + 10):
-            reported = time.monotonic()
-            print0(ddp, f"copying {folder} to {stage}: {done / 1e9:,.3f} of {total / 1e9:,.3f} GB")
-
-    if ddp.local_rank == 0:
-        copy(folder, target, report)
-    try:
-        barrier(ddp, timeout=STAGE_SECONDS)
-        yield target
-        barrier(ddp)
-    finally:   # also if reading it has failed
-        if ddp.local_rank == 0:
-            shutil.rmtree(target, ignore_errors=True)
-
-
-def _open_prepared(name, folder):
-    """TrainingData of a prepared folder: `name` in the config, `folder` where it is read."""
-    val = PreparedProteins(folder, "val").read_all()
-    meta, train = read_meta(folder), PreparedProteins(folder)
-    made_of = meta.get("release") or ", ".join(map(str, meta.get("source", ())))
-    hashes = [meta["sets"][part]["keys_hash"] for part in ("train", "val")]
-    return _training_data(train, val, hashes,
-                          f"{name}: {len(train) + len(val):,} proteins, prepared from {made_of}")
-
-
-def _load_file_or_demo(data, seed, ddp):
-    source = None
-    if data.file is None:
-        source = DemoSource(seed=0)
-        proteins = source.sample(data.demo_proteins, seed=seed)
-        description = f"{len(proteins):,} demo proteins of a second-order Markov source"
-    else:
-        proteins, report = _read_file(data, ddp)
-        description = f"{data.file}: {report}"
-    train, val = _split(proteins, data.val_fraction)
-    return _training_data(train, val, [keys_hash(part.keys) for part in (train, val)], description,
-                          source)
-
-
-def _training_data(train, val, hashes, description, source=None):
-    fingerprint = {"n": len(train), "hash": "".join(hashes)}
-    return TrainingData(train, val if len(val) else None, source, fingerprint, description)
-
-
-def _read_file(data, ddp):
-    """(Proteins, report) of a file. For a large one it prints how to prepare it first."""
-    size = os.path.getsize(data.file)
-    if size > LARGE_FILE:
-        print0(ddp, f"NOTE: every rank reads {data.file} ({size / 1e9:.1f} GB) and keeps some 0.4 "
-                    "GB per million proteins. A prepared folder loads in seconds, into 0.1 GB:\n  "
-                    f"{_prepare_command(data, 'FOLDER')} --fasta {shlex.quote(data.file)}   then "
-                    "--data FOLDER")
-    return read_sequences(data.file, data.min_length, lambda: beat(ddp))
-
-
-def _split(proteins, val_fraction):
-    """(training, validation) proteins."""
-    if not val_fraction:
-        return proteins, proteins.subset([])
-    try:
-        return tuple(map(proteins.subset, split_by_hash(proteins, val_fraction)))
-    except ValueError as e:
-        raise ValueError(f"data.{e} Or set data.val_fraction=0 to train without validation.") from e
-
-
-def missing_data(data):
-    """A message, in one line, if data.file does not exist; '' if it does."""
-    if not data.file or os.path.exists(data.file):
-        return ""
-    path = Path(data.file)
-    problem = f"data.file {path} does not exist (relative to {Path.cwd()})."
-    if os.path.exists(f"{path}.partial"):
-        return f"{problem} Preparing it was not finished: run the same command of " \
-               "prepare_uniref50.py again."
-    if path.suffix:
-        return f"{problem} Check the path."
-    return f"{problem} Check the path. To download and prepare UniRef50 (13 GB): " \
-           f"{_prepare_command(data, path)}; from your own files: the same with --fasta FILE."
-
-
-def _prepare_command(data, folder):
-    """The command that prepares data with the settings of this config section."""
-    options = ""
-    if data.val_fraction != PREPARED_VAL_FRACTION:
-        options += f" --val_fraction {data.val_fraction}"
-    options += f" --min_length {data.min_length}" if data.min_length != 1 else ""
-    return f"python prepare_uniref50.py {shlex.quote(str(folder))}{options}"
-
-
-# ---- the plan of training ----
+# ---- training ----
 
 class Shapes(NamedTuple):
     """A shape of micro-batch for each bucket, of nearly equal work; other fields: see BatchPlan."""
@@ -227,6 +66,22 @@ class BatchPlan:
     The proteins of a unit are sorted into buckets of nearly equal length, shuffled within each
     bucket, and cut, longest first, into micro-batches of equal work. Each step of the window takes
     one micro-batch from every lane: long proteins from some, short ones from others.
+
+    With micro_batches = 2, windows = 2, window_steps = 4, in one epoch:
+
+        the set, in its order    d d|a a a a a a|b b b b b b|c c c c c c|d d d d
+                                    4 units of equal work; the cuts are shifted by a random
+                                    distance, so a unit may go round the end, as d does
+
+                        window 0                      window 1
+                        step  0   1   2   3           step  4   5   6   7
+        lane 0  unit c       c2  c0  c3  c1   unit b       b1  b3  b0  b2
+        lane 1  unit a       a0  a2  a1  a3   unit d       d3  d1  d2  d0
+                              |
+                              the global batch of step 0: c2 and a0, by one rank or by two
+
+        unit c, longest first    ======== ========|===== ===== =====|== == == == == ==|= = = = ...
+        in micro-batches         c0                c1                c2                c3
 
     Args:
         length_counts: (lengths, counts), int64, of the proteins, see Proteins.length_counts.
@@ -254,8 +109,9 @@ class BatchPlan:
         one global batch.
     """
 
-    def __init__(self, length_counts, max_length, micro_batches, batch_size=None, tokens=None,
-                 long="crop", hidden_size=768, seed=0):
+    def __init__(self, length_counts, max_length,   # noqa: PLR0913  (what a plan depends on)
+                 micro_batches, batch_size=None, tokens=None, long="crop", hidden_size=768,
+                 seed=0):
         budgets = [budget for budget in (tokens, batch_size) if budget is not None]
         if len(budgets) != 1 or budgets[0] < 1 or micro_batches < 1:
             raise ValueError(f"found tokens = {tokens}, batch_size = {batch_size}, micro_batches = "
@@ -263,9 +119,13 @@ class BatchPlan:
                              f"least 1 of each.")
         self.counted_in = "proteins" if tokens is None else "tokens"
         self.key = "batch_size" if tokens is None else "tokens_per_batch"
-        self.seed, self.micro_batches = seed, micro_batches
-        self.max_length, self.long = max_length, long
-        self._count_lengths(*(np.asarray(x, np.int64) for x in length_counts), hidden_size)
+        self.seed = seed
+        self.micro_batches = micro_batches
+        self.max_length = max_length
+        self.long = long
+        in_file, counts = length_counts
+        self._count_lengths(np.asarray(in_file, np.int64), np.asarray(counts, np.int64),
+                            hidden_size)
         self._choose_shapes(budgets[0])
         self.available = self.residues if tokens else self.proteins
 
@@ -315,23 +175,32 @@ class BatchPlan:
                              f"longest protein alone, of {longest:,} residues; expected at least "
                              f"{self.least:,}. Raise training.{self.key}, or lower "
                              f"data.max_length.")
-        self.work, self.tops, self.sizes, self.expected, self.mean, self.filled = self._best(asked)
+        best = self._best_shapes(asked)
+        self.work = best.work
+        self.tops = best.tops
+        self.sizes = best.sizes
+        self.expected = best.expected
+        self.mean = best.mean
+        self.filled = best.filled
         self.bucket_of = np.searchsorted(-self.tops, -np.arange(longest + 1), side="right") - 1
 
-    def _best(self, asked):
+    def _best_shapes(self, asked):
         """The Shapes with the fullest micro-batches among those whose mean size is near `asked`. If
         even these are not well filled: the nearest that are, at most MEAN_AT_MOST away."""
         work = self.least_work
         for _ in range(20):                             # approach the work whose mean is `asked`
             work = max(int(work * asked / self._shapes(work).mean), self.least_work)
-        nearby = (max(int(work * share), self.least_work) for share in np.linspace(0.85, 1.15, 61))
-        tried = [self._shapes(work) for work in nearby]
+        tried = []
+        for share in np.linspace(0.85, 1.15, 61):
+            tried.append(self._shapes(max(int(work * share), self.least_work)))
 
         def error(shapes):
             return abs(shapes.mean / asked - 1)
 
         near = [shapes for shapes in tried if error(shapes) <= MEAN_WITHIN]
-        best = max(near or [min(tried, key=error)], key=lambda shapes: shapes.filled)
+        if not near:
+            near = [min(tried, key=error)]
+        best = max(near, key=lambda shapes: shapes.filled)
         if best.filled >= WELL_FILLED:
             return best
         full = [shapes for shapes in tried
@@ -346,7 +215,8 @@ class BatchPlan:
         good = np.flatnonzero(number * work_of >= EQUAL_WORK * work)
         tops = np.array(_bucket_tops(longest, good.tolist()))
         members = -np.diff(np.cumsum(self.counts)[tops], append=0)      # proteins of each bucket
-        tops, members = tops[members > 0], members[members > 0]
+        tops = tops[members > 0]
+        members = members[members > 0]
         sizes = np.maximum(number[tops], 1)
         expected = (members / sizes).sum()
         mean = self.proteins / expected
@@ -356,7 +226,8 @@ class BatchPlan:
         return Shapes(work, tops, sizes, expected, mean, filled)
 
     def _refuse_too_few(self, asked):
-        fills, advice = int(self.expected), ""
+        fills = int(self.expected)
+        advice = ""
         if fills:
             advice = f"at most {fills:,} micro-batches per step (ranks x training.accum), "
         raise ValueError(f"{self.proteins:,} proteins fill {fills:,} micro-batches of {asked:,} "
@@ -384,33 +255,42 @@ class BatchPlan:
     def warning(self):
         """Lines that warn: few steps per epoch; most proteins cropped; micro-batches that are far
         from full, with sizes that would be full."""
-        small = self.steps_per_epoch < FEW_STEPS and self.left_out > 0.005
-        lines = [f"  only {self.steps_per_epoch} step(s) per epoch: these numbers are rough, "
-                 "batches may be smaller"] if small else []
+        lines = []
+        if self.steps_per_epoch < FEW_STEPS and self.left_out > 0.005:
+            lines.append(f"  only {self.steps_per_epoch} step(s) per epoch: these numbers are "
+                         "rough, batches may be smaller")
         if self.long == "crop" and self.n_long > self.proteins / 2:
             lines.append(f"ATTENTION: {self.n_long / self.proteins:.0%} of the proteins are longer "
                          f"than data.max_length, {self.max_length:,}: the model sees parts of them")
-        if self.filled >= WELL_FILLED or self.micro_batches == 1:
-            return lines
+        if self.filled < WELL_FILLED and self.micro_batches > 1:
+            name = f"training.{self.key}"
+            sizes = self._sizes_well_filled()
+            better = f"{name}={' or '.join(sizes)}" if sizes else f"a larger {name}"
+            lines.append("  proteins of some lengths do not fill a micro-batch: a step takes up to "
+                         f"{1 / self.filled - 1:.0%}")
+            lines.append(f"  longer. Better: {better}")
+        return lines
+
+    def _sizes_well_filled(self):
+        """Up to two mean sizes, as text, with which micro-batches are well filled."""
         least = self.least
         if self.counted_in == "tokens":
             least = max(least, self.max_length)     # a config must allow for this length
-        good, n_fit = [], int(self.sizes[0])    # n_fit: how many of the longest proteins fit
+        good = []
+        n_fit = int(self.sizes[0])                  # how many of the longest proteins fit
         for n in range(n_fit, n_fit + 8):
             asked = max(round(self._shapes(n * self.least_work).mean), least)
-            found = self._best(asked)
+            found = self._best_shapes(asked)
             if (found.filled >= WELL_FILLED and found.expected >= self.micro_batches
                     and abs(found.mean / asked - 1) <= MEAN_WITHIN):
                 good.append(str(asked))
-        name = f"training.{self.key}"
-        better = f"{name}={' or '.join(good[:2])}" if good else f"a larger {name}"
-        return [*lines, "  proteins of some lengths do not fill a micro-batch: a step takes up to "
-                f"{1 / self.filled - 1:.0%}", f"  longer. Better: {better}"]
+        return good[:2]
 
     def place(self, step):
         """Where a step of the run is: (epoch, window in the epoch, step in the window)."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
-        return (epoch, *divmod(step_of_epoch, self.window_steps))
+        window, step_of_window = divmod(step_of_epoch, self.window_steps)
+        return epoch, window, step_of_window
 
     def turn(self, step, lane):
         """Index of the micro-batch that a lane gives to a step, in its unit's list (see cut)."""
@@ -423,11 +303,13 @@ class BatchPlan:
         """(begin, end) of the unit of a lane. A place in the set is given as the total work of the
         proteins before it. If end is beyond work_in_set, the unit continues at the set's beginning.
         """
-        units, total = self.windows * self.micro_batches, self.work_in_set
+        units = self.windows * self.micro_batches
+        total = self.work_in_set
         order = _shuffled(units, "units", self.seed, epoch)
         unit = int(order[window * self.micro_batches + lane])
         shift = keyed_seed("shift", self.seed, epoch) % total
-        begin, end = unit * total // units, (unit + 1) * total // units
+        begin = unit * total // units
+        end = (unit + 1) * total // units
         first = (begin + shift) % total
         return first, first + end - begin
 
@@ -450,13 +332,7 @@ class BatchPlan:
             shuffled = _shuffled(len(batches), "left out", self.seed, *key)
             return [batches[k] for k in np.sort(shuffled[:self.window_steps])]
         while len(batches) < self.window_steps:
-            sizes = [len(indices) for indices, _ in batches]
-            if max(sizes, default=0) < 2:       # the unit has fewer proteins than steps
-                batches.append((np.zeros(0, np.int64), 1))
-                continue
-            largest = sizes.index(max(sizes))
-            indices, width = batches[largest]
-            batches[largest:largest + 1] = [(indices[::2], width), (indices[1::2], width)]
+            _halve_largest(batches)
         return batches
 
 
@@ -472,7 +348,8 @@ def sum_rows(proteins, plan):
     Reads all lengths once. Returns (2, rows + 1) int64.
     Raises OSError where these are not the lengths that the plan was made for.
     """
-    n, at_a_time = len(proteins), ROW << 12
+    n = len(proteins)
+    at_a_time = ROW << 12
     sums = np.zeros((2, count_rows(n)), np.int64)
     for first in range(0, n, at_a_time):
         lengths = proteins.lengths_of(first, min(first + at_a_time, n))
@@ -489,6 +366,14 @@ def sum_rows(proteins, plan):
     return sums
 
 
+class Unit(NamedTuple):
+    """What a lane gives to the steps of a window."""
+    epoch: int
+    window: int
+    proteins: Proteins
+    batches: list               # of (indices of proteins, width to pad to), see BatchPlan.cut
+
+
 class BatchReader:
     """Reads the micro-batches of a BatchPlan. Keeps one unit of each requested lane in memory.
 
@@ -497,8 +382,10 @@ class BatchReader:
     """
 
     def __init__(self, plan, proteins, rows):
-        self.plan, self.proteins, self.rows = plan, proteins, rows
-        self.units = {}                         # lane: ((epoch, window), proteins, micro-batches)
+        self.plan = plan
+        self.proteins = proteins
+        self.rows = rows
+        self.units = {}                         # lane: Unit
 
     def micro_batch(self, step, lane):
         """(Proteins, width) that a lane gives to a step of the run; width: the length to pad to.
@@ -506,18 +393,22 @@ class BatchReader:
         A lane that has no protein left, in a very small set, gives one X, which does not count.
         """
         epoch, window, _ = self.plan.place(step)
-        if lane not in self.units or self.units[lane][0] != (epoch, window):
+        unit = self.units.get(lane)
+        if unit is None or (unit.epoch, unit.window) != (epoch, window):
+            unit = None
             self.units.pop(lane, None)      # first, so that memory never holds both units
-            self.units[lane] = (epoch, window), *self._read_unit(epoch, window, lane)
-        _, proteins, batches = self.units[lane]
-        indices, width = batches[self.plan.turn(step, lane)]
+            unit = self._read_unit(epoch, window, lane)
+            self.units[lane] = unit
+        indices, width = unit.batches[self.plan.turn(step, lane)]
         if not len(indices):
             return Proteins.from_sequences(["X"]), 1
-        return proteins.subset(indices).compact(), width
+        return unit.proteins.subset(indices).compact(), width
 
     def item_of(self, step, lane):
         """(step, lane, epoch, proteins, width): an item for MicroBatchDataset."""
-        return step, lane, self.plan.place(step)[0], *self.micro_batch(step, lane)
+        epoch, _, _ = self.plan.place(step)
+        proteins, width = self.micro_batch(step, lane)
+        return step, lane, epoch, proteins, width
 
     def _read_unit(self, epoch, window, lane):
         total = self.plan.work_in_set
@@ -525,10 +416,12 @@ class BatchReader:
         spans = [(first, last)] if last <= total else [(first, total), (0, last - total)]
         parts = []
         for start, stop in spans:       # in work, see plan.unit
-            (begin, residue), (end, _) = self._locate(start), self._locate(stop)
+            begin, residue = self._locate(start)
+            end, _ = self._locate(stop)
             parts.append(self.proteins.read(begin, end, residue))
         proteins = Proteins.join(parts)
-        return proteins, self.plan.cut(proteins.lengths, epoch, window, lane)
+        batches = self.plan.cut(proteins.lengths, epoch, window, lane)
+        return Unit(epoch, window, proteins, batches)
 
     def _locate(self, work):
         """(index, first residue) of the first protein that has at least this work before it."""
@@ -541,6 +434,8 @@ class BatchReader:
         return row * ROW + place, int(self.rows[1, row] + lengths[:place].sum())
 
 
+# ---- evaluation, and any batch ----
+
 def eval_batches(lengths, tokens):
     """Batches for evaluation, each protein in exactly one, longest first.
 
@@ -550,7 +445,8 @@ def eval_batches(lengths, tokens):
     Raises ValueError for an empty set and for a protein longer than the budget.
     """
     lengths = np.asarray(lengths, np.int64)
-    shortest, longest = (lengths.min(), lengths.max()) if len(lengths) else (0, 0)
+    shortest = lengths.min() if len(lengths) else 0
+    longest = lengths.max() if len(lengths) else 0
     if shortest < 1 or tokens < longest:
         raise ValueError(f"found {len(lengths):,} proteins, lengths {shortest:,} to {longest:,}, "
                          f"and a budget of {tokens:,} tokens; expected some proteins of at least "
@@ -559,6 +455,22 @@ def eval_batches(lengths, tokens):
     distinct, counts = np.unique(-lengths, return_counts=True)
     return np.split(order, _piece_starts(counts, (tokens // -distinct).tolist())[1:])
 
+
+def to_device(batch, device, dtype):
+    """A batch, a dict, on the device.
+
+    Its noise levels, sigma and dsigma, get the model's dtype, but float32 at least.
+    """
+    moved = {}
+    for name, value in batch.items():
+        moved[name] = value.to(device, non_blocking=True) if torch.is_tensor(value) else value
+    exact = torch.promote_types(dtype, torch.float32)
+    moved["sigma"] = moved["sigma"].to(exact)
+    moved["dsigma"] = moved["dsigma"].to(exact)
+    return moved
+
+
+# ---- helpers ----
 
 @functools.lru_cache(maxsize=4)     # all steps of a window use the same order
 def _shuffled(n, *key):
@@ -593,9 +505,22 @@ def _piece_starts(counts, sizes):
     counts: items of each bucket. sizes: items of a piece that starts in that bucket. If the bucket
     has fewer left, the piece continues into the next bucket. The last piece has what is left.
     """
-    starts, position = [np.zeros(0, np.int64)], 0
+    starts = [np.zeros(0, np.int64)]
+    position = 0
     for end, size in zip(np.cumsum(counts).tolist(), sizes):
         if position < end:
             starts.append(np.arange(position, end, size))
             position = int(starts[-1][-1]) + size
     return np.concatenate(starts)
+
+
+def _halve_largest(batches):
+    """Halve the largest of a unit's micro-batches, see BatchPlan.cut, or append an empty one if all
+    have less than 2 proteins. Changes the list."""
+    sizes = [len(indices) for indices, _ in batches]
+    if max(sizes, default=0) < 2:       # the unit has fewer proteins than steps
+        batches.append((np.zeros(0, np.int64), 1))
+        return
+    largest = sizes.index(max(sizes))
+    indices, width = batches[largest]
+    batches[largest:largest + 1] = [(indices[::2], width), (indices[1::2], width)]

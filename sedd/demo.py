@@ -28,16 +28,19 @@ class DemoSource:
     transition: (20, 20, 20) float64, P(c | a, b).
     pair: (20, 20) float64, P(a, b) of two consecutive residues.
     """
-    shortest, longest = 40, 120
+    shortest = 40
+    longest = 120
     classes = ("AEHKLMQR", "CFITVWY", "DGNPS")  # runs of a class are what a network learns first
 
     def __init__(self, seed=0):
         draw = _draws("demo source", seed)
-        u1, u2 = 2 * draw((20, 20)) - 1, 2 * draw((20, 20)) - 1
+        u1 = 2 * draw((20, 20)) - 1
+        u2 = 2 * draw((20, 20)) - 1
         member = np.array([[c in group for c in AMINO_ACIDS] for group in self.classes], float)
         same = member.T @ member
         wanted = np.array(UNIREF50) / sum(UNIREF50)
-        bias, self.pair = np.log(wanted), np.outer(wanted, wanted)
+        bias = np.log(wanted)
+        self.pair = np.outer(wanted, wanted)
         for _ in range(2000):                   # until bias and pair no longer change
             logits = bias + (2 * same + u1)[None] + (same + 0.7 * u2)[:, None]
             self.transition = self._transition(logits)
@@ -50,7 +53,9 @@ class DemoSource:
         p /= p.sum(2, keepdims=True)
         g, k, n = (AMINO_ACIDS.index(c) for c in "GKN")
         is_motif = np.array([c in "ST" for c in AMINO_ACIDS])
-        for context, share in ((np.s_[n:n + 1, :], 0.6), (np.s_[g:g + 1, k:k + 1], 0.9)):
+        after_n = np.s_[n:n + 1, :]
+        after_gk = np.s_[g:g + 1, k:k + 1]
+        for context, share in ((after_n, 0.6), (after_gk, 0.9)):
             block = p[context]                                  # a view
             motif = block[..., is_motif].sum(-1, keepdims=True)
             block *= np.where(is_motif, share / motif, (1 - share) / (1 - motif))
@@ -63,10 +68,11 @@ class DemoSource:
         lengths = self.shortest + (draw(n) * spread).astype(np.int64)
         tokens = np.empty((n, self.longest), np.uint8)
         first = np.searchsorted(np.cumsum(self.pair)[:399], draw(n))
-        tokens[:, 0], tokens[:, 1] = first // 20, first % 20
+        tokens[:, 0] = first // 20
+        tokens[:, 1] = first % 20
         edges = np.cumsum(self.transition, axis=2)[:, :, :19]
         for i in range(2, self.longest):
-            context = tokens[:, i - 2], tokens[:, i - 1]
+            context = (tokens[:, i - 2], tokens[:, i - 1])
             tokens[:, i] = (edges[context] < draw(n)[:, None]).sum(1)
         return Proteins(tokens.ravel(), np.arange(n) * self.longest, lengths)
 
@@ -75,7 +81,8 @@ class DemoSource:
 
         Raises ValueError for X and for fewer than 2 residues, which this source never makes.
         """
-        log_pair, log_transition = np.log(self.pair), np.log(self.transition)
+        log_pair = np.log(self.pair)
+        log_transition = np.log(self.transition)
         nll = np.empty(len(proteins))
         for i in range(len(proteins)):
             x = proteins[i]

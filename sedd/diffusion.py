@@ -39,7 +39,8 @@ class GeometricNoise:
         if not 0 < sigma_min < sigma_max <= 88:
             raise ValueError(f"sigma_min = {sigma_min}, sigma_max = {sigma_max}; expected 0 < min "
                              f"< max <= 88: e^sigma of more is infinite in float32.")
-        self.sigma_min, self.sigma_max = sigma_min, sigma_max
+        self.sigma_min = sigma_min
+        self.sigma_max = sigma_max
 
     def __call__(self, t):
         sigma = self.sigma_min ** (1 - t) * self.sigma_max ** t
@@ -109,7 +110,9 @@ class AbsorbingGraph(Graph):
     absorb = True
 
     def __init__(self, n_tokens):
-        self.n_tokens, self.vocab_size, self.mask_id = n_tokens, n_tokens + 1, n_tokens
+        self.n_tokens = n_tokens
+        self.vocab_size = n_tokens + 1
+        self.mask_id = n_tokens
 
     def corrupt(self, x0, sigma, generator=None):
         return x0.masked_fill(_noised(x0, sigma, generator), self.mask_id)
@@ -156,7 +159,8 @@ class AbsorbingGraph(Graph):
 
 class UniformGraph(Graph):
     """Each of the n_tokens tokens turns into any other at rate 1/V. V = n_tokens; no mask."""
-    absorb, mask_id = False, None
+    absorb = False
+    mask_id = None
 
     def __init__(self, n_tokens):
         self.n_tokens = self.vocab_size = n_tokens
@@ -185,8 +189,10 @@ class UniformGraph(Graph):
         # With E = e^sigma - 1 and rho = E/(E + V), exact at small sigma: q = rho if xt = x0; else
         # q = 1/rho = 1 + V/E at y = x0 and 1 elsewhere.
         log_score, sigma = _checked_scores(self, log_score, sigma, xt, x0)
-        V, E = self.vocab_size, torch.expm1(sigma)
-        rho, log_rho = E / (E + V), -torch.log1p(V / E)
+        V = self.vocab_size
+        E = torch.expm1(sigma)
+        rho = E / (E + V)
+        log_rho = -torch.log1p(V / E)
         own = log_score.gather(-1, xt[..., None])[..., 0]
         target = log_score.gather(-1, x0[..., None])[..., 0]
         mean_score = (log_score.exp().sum(-1) - own.exp()) / V
@@ -201,8 +207,10 @@ class UniformGraph(Graph):
         return tokens.to(device)
 
     def prior_kl(self, sigma1):
-        V, stay = self.vocab_size, math.exp(-float(sigma1))
-        own, other = (V - 1) * stay, -stay      # V p - 1: for the token of x0, for each other one
+        V = self.vocab_size
+        stay = math.exp(-float(sigma1))
+        own = (V - 1) * stay    # V p - 1 for the token of x0
+        other = -stay           # and for each other one
         kl_others = (V - 1) * (1 + other) * math.log1p(other)
         return ((1 + own) * math.log1p(own) + kl_others) / V
 
@@ -257,8 +265,9 @@ def score_entropy_loss(log_score, sigma, dsigma, xt, x0, graph, weight):
 # ---- sampling ----
 
 @torch.no_grad()
-def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", fixed=None, forbidden=(),
-           mask=None, generator=None, device=None, eps=1e-5, on_step=None):
+def sample(log_score_fn, graph, noise, shape, steps,   # noqa: PLR0913  (most have a default)
+           predictor="analytic", fixed=None, forbidden=(), mask=None, generator=None, device=None,
+           eps=1e-5, on_step=None):
     """Draw tokens by running the noise backwards from t = 1 to 0.
 
     log_score_fn: (xt (B, L) int64, sigma (B,) float32) -> log_score (B, L, V). It is given sigma,
@@ -285,7 +294,8 @@ def sample(log_score_fn, graph, noise, shape, steps, predictor="analytic", fixed
     if steps < 1:
         raise ValueError(f"steps = {steps}; expected at least 1.")
     device = torch.device("cpu" if device is None else device)
-    B, V = shape[0], graph.vocab_size
+    B = shape[0]
+    V = graph.vocab_size
     held, held_tokens = _held_positions(graph, tuple(shape), fixed, mask, forbidden, device)
     returned = torch.tensor([y < graph.n_tokens and y not in forbidden for y in range(V)],
                             device=device)

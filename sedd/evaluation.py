@@ -12,24 +12,16 @@ from ddp_setup import all_sum, autocast
 from training.resume import save_run
 from training.files import write_text_atomic
 from sedd.diffusion import independent_log_score, sample, score_entropy_loss
-from sedd.batches import eval_batches
+from sedd.batches import eval_batches, to_device
 from sedd.sequences import (X_ID, collate, decode, keyed_generator, keyed_seed, random_crops,
                             unigram_frequencies)
-from training.loop import ADVICE, Diverged, record_score
+from training.loop import ADVICE, Diverged, eval_mode, record_score
 from training.watch import beat
 
 TIME_EPS = 1e-3       # t is drawn from [TIME_EPS, 1], as the weight of the loss, 1/t, diverges at 0
 SAMPLED_POSITIONS = 2**14   # positions of proteins that are sampled together, to limit memory
 EVAL_PROTEINS = 16    # proteins of max_length in an evaluation batch, without tokens_per_batch
 LITTLE = 0.02         # nats per residue; a model that gains less on the unigram hardly learned
-
-
-def to_device(batch, device, dtype):
-    """The batch on the device; noise levels in the model's dtype, but in float32 at least."""
-    moved = {name: value.to(device, non_blocking=True) if torch.is_tensor(value) else value
-             for name, value in batch.items()}
-    exact = torch.promote_types(dtype, torch.float32)
-    return {**moved, "sigma": moved["sigma"].to(exact), "dsigma": moved["dsigma"].to(exact)}
 
 
 class BoundEstimator:
@@ -50,8 +42,11 @@ class BoundEstimator:
 
         start: (n,) in [0, 1): noise level k of a protein is at the time (start + k) / samples.
         tokens: budget of a batch, padding included."""
-        self.proteins, self.graph, self.noise = proteins, graph, noise
-        self.start, self.samples = start, samples
+        self.proteins = proteins
+        self.graph = graph
+        self.noise = noise
+        self.start = start
+        self.samples = samples
         self.batches = eval_batches(proteins.lengths, proteins.lengths.max(initial=tokens))
         rows = [proteins[i] for i in range(len(proteins))]
         self.counts = np.array([(row != X_ID).sum() for row in rows])
@@ -79,28 +74,42 @@ class BoundEstimator:
         model: without its DDP wrapper; put into eval mode and back. Each protein is computed on one
         rank. All ranks get the same result, whatever their number."""
         gains = torch.zeros(len(self.proteins), self.samples, dtype=torch.float64)
-        was_training, _ = model.training, model.eval()
-        for indices in self.batches[ddp.rank::ddp.world_size]:
-            x0, mask = collate(self.proteins.subset(indices))
-            weight = mask & (x0 != X_ID)
-            for k in range(self.samples):
-                t = (torch.from_numpy(self.start[indices]) + k) / self.samples
-                sigma, dsigma = self.noise(TIME_EPS + (1 - TIME_EPS) * t)
-                xt = self._corrupt(x0, sigma, indices, k)
-                batch = to_device(dict(xt=xt, x0=x0, mask=mask, weight=weight, sigma=sigma,
-                                       dsigma=dsigma), ddp.device, next(model.parameters()).dtype)
-                with autocast(dtype, ddp):
-                    log_score = model(batch["xt"], batch["sigma"],
-                                      None if bool(mask.all()) else batch["mask"])
-                loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"],
-                                             batch["xt"], batch["x0"], self.graph, batch["weight"])
-                beat(ddp)
-                log_score = independent_log_score(self.frequencies, sigma, xt, self.graph)
-                unigram, _ = score_entropy_loss(log_score, sigma, dsigma, xt, x0, self.graph,
-                                                weight)
-                gains[indices, k] = (unigram - loss.double().cpu()) * (1 - TIME_EPS)
-        model.train(was_training)
+        with eval_mode(model):
+            for indices in self.batches[ddp.rank::ddp.world_size]:
+                x0, mask = collate(self.proteins.subset(indices))
+                for k in range(self.samples):
+                    batch = self._noised(x0, mask, indices, k)
+                    loss = self._loss(model, batch, ddp, dtype)
+                    beat(ddp)
+                    unigram = self._unigram_loss(batch)
+                    gains[indices, k] = (unigram - loss.double().cpu()) * (1 - TIME_EPS)
         return all_sum(gains, ddp)
+
+    def _noised(self, x0, mask, indices, k):
+        """The proteins x0, mask (B, L) with the noise of sample k: a batch of tensors by name."""
+        t = (torch.from_numpy(self.start[indices]) + k) / self.samples
+        sigma, dsigma = self.noise(TIME_EPS + (1 - TIME_EPS) * t)
+        xt = self._corrupt(x0, sigma, indices, k)
+        return {"x0": x0, "xt": xt, "mask": mask, "weight": mask & (x0 != X_ID), "sigma": sigma,
+                "dsigma": dsigma}
+
+    def _loss(self, model, batch, ddp, dtype):
+        """(B,) loss of the model on a batch, in nats, on the device."""
+        no_padding = bool(batch["mask"].all())
+        batch = to_device(batch, ddp.device, next(model.parameters()).dtype)
+        with autocast(dtype, ddp):
+            log_score = model(batch["xt"], batch["sigma"], None if no_padding else batch["mask"])
+        loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"], batch["xt"],
+                                     batch["x0"], self.graph, batch["weight"])
+        return loss
+
+    def _unigram_loss(self, batch):
+        """(B,) loss of the unigram model on a batch, in nats, float64 on the CPU."""
+        log_score = independent_log_score(self.frequencies, batch["sigma"], batch["xt"],
+                                          self.graph)
+        loss, _ = score_entropy_loss(log_score, batch["sigma"], batch["dsigma"], batch["xt"],
+                                     batch["x0"], self.graph, batch["weight"])
+        return loss
 
     def _corrupt(self, x0, sigma, indices, k):
         """x0 (B, L) with the noise of sample k, seeded for each protein by its key."""
@@ -122,15 +131,17 @@ class Validation(BoundEstimator):
     def __init__(self, proteins, config, graph, noise, letter_counts, source=None):
         """letter_counts: of the training proteins. source: the DemoSource of demo proteins, which
         knows their exact likelihood."""
-        d, t = config.data, config.training
+        max_length = config.data.max_length
         # The same crops in every run, so that runs can be compared.
-        proteins = random_crops(proteins, d.max_length, seed="validation", epoch=0)
+        proteins = random_crops(proteins, max_length, seed="validation", epoch=0)
         # Each protein gets its own n-th of [0, 1], in an order seeded by the keys.
-        n, draws = len(proteins), [keyed_seed("validation time", int(k)) for k in proteins.keys]
+        n = len(proteins)
+        draws = [keyed_seed("validation time", int(key)) for key in proteins.keys]
         start = np.empty(n)
         start[np.argsort(draws, kind="stable")] = (np.arange(n) + 0.5) / n
-        super().__init__(proteins, graph, noise, letter_counts, start, t.eval_samples,
-                         t.tokens_per_batch or EVAL_PROTEINS * d.max_length)
+        super().__init__(proteins, graph, noise, letter_counts, start,
+                         config.training.eval_samples,
+                         config.training.tokens_per_batch or EVAL_PROTEINS * max_length)
         self.unigram = math.exp(self.unigram_nll.sum() / self.counts.sum())
         # (n,) exact -ln p in nats, of the crops that are evaluated
         self.exact = None if source is None else source.nll(self.proteins)
@@ -161,7 +172,9 @@ def evaluate(run, log, values, ddp):
 
     Without validation proteins, the score is the mean training loss of the logged steps since the
     last evaluation; if no loss was finite, there is no score."""
-    step, validation, (total, number) = run.progress["step"], run.validation, run.progress["recent"]
+    step = run.progress["step"]
+    validation = run.validation
+    total, number = run.progress["recent"]
     if validation is not None:
         with run.ema.applied(run.bare):
             bound = validation(run.bare, ddp, run.dtype)
@@ -206,16 +219,16 @@ def draw_lengths(counts, number, generator):
     return np.searchsorted(ends, drawn, "right")
 
 
-def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
+def sample_proteins(model, config, graph, noise,   # noqa: PLR0913  (the fields of a run)
+                    counts, step, ddp, dtype):
     """FASTA text of monitoring.n_samples sampled proteins, seeded by (seed, step).
 
     counts: (longest + 1,) number of training proteins of each length, from which lengths are drawn.
     """
-    m = config.monitoring
+    monitoring = config.monitoring
     generator = keyed_generator(config.training.seed, "sample", step)
-    lengths = draw_lengths(counts, m.n_samples, generator)
+    lengths = draw_lengths(counts, monitoring.n_samples, generator)
     masks = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None]).to(ddp.device)
-    was_training, _ = model.training, model.eval()
 
     def draw(mask):
         padding_mask = None if bool(mask.all()) else mask
@@ -224,13 +237,13 @@ def sample_proteins(model, config, graph, noise, counts, step, ddp, dtype):
             beat(ddp)
             return model(xt, sigma, padding_mask)
 
-        return sample(log_score, graph, noise, tuple(mask.shape), m.sample_steps,
-                      predictor=m.predictor, forbidden=(X_ID,), mask=mask, generator=generator,
-                      device=ddp.device)
+        return sample(log_score, graph, noise, tuple(mask.shape), monitoring.sample_steps,
+                      predictor=monitoring.predictor, forbidden=(X_ID,), mask=mask,
+                      generator=generator, device=ddp.device)
 
-    with torch.no_grad(), autocast(dtype, ddp):
-        out = [draw(mask) for mask in masks.split(max(1, SAMPLED_POSITIONS // masks.shape[1]))]
-    model.train(was_training)
+    at_a_time = max(1, SAMPLED_POSITIONS // masks.shape[1])
+    with eval_mode(model), torch.no_grad(), autocast(dtype, ddp):
+        out = [draw(mask) for mask in masks.split(at_a_time)]
     rows = torch.cat(out).cpu().numpy()
     return "".join(f">step_{step}_{i} length={n}\n{decode(row[:n])}\n"
                    for i, (row, n) in enumerate(zip(rows, lengths.tolist())))
@@ -255,7 +268,10 @@ def perplexity(nats):
 
 def result_lines(result, progress, folder):
     """Lines for the end of a run: a table of bounds, warnings, and where the files are."""
-    lines, bound, best, checkpoints = [], "", progress["best"], folder / "checkpoints"
+    best = progress["best"]
+    checkpoints = folder / "checkpoints"
+    lines = []
+    bound = ""
     if "val/loss" in result:
         unigram = math.log(result["val/unigram_perplexity"])
         rows = [("learned bound (EMA)", result["val/loss"]), ("unigram", unigram)]

@@ -18,7 +18,8 @@ import numpy as np
 
 from sedd.sequences import Proteins
 
-FORMAT, VERSION = "prepared proteins", 1
+FORMAT = "prepared proteins"
+VERSION = 1
 SETS = ("train", "val")
 PARTS = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin": np.dtype("<u8")}
 REMAKE = "Remove it, then copy or prepare it again."
@@ -37,7 +38,7 @@ def read_meta(folder):
                                 f"copy it again.")
     try:
         meta = json.loads(path.read_text())
-        found = meta["format"], meta["version"]
+        found = (meta["format"], meta["version"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} cannot be read; expected the JSON of prepare_uniref50.py. "
                          f"{REMAKE}") from None
@@ -54,9 +55,11 @@ def check_prepared(folder, val_fraction=None, min_length=None):
     Only names and sizes are looked at: the content is checked by its keys when it is read.
     Raises ValueError naming what differs.
     """
-    meta, differs = read_meta(folder), []
+    meta = read_meta(folder)
+    differs = []
     for name, part in itertools.product(SETS, PARTS):
-        path, expected = Path(folder) / name / part, meta["sets"][name]["files"][part]["bytes"]
+        path = Path(folder) / name / part
+        expected = meta["sets"][name]["files"][part]["bytes"]
         if not path.exists():
             differs.append(f"{name}/{part} is missing")
         elif path.stat().st_size != expected:
@@ -85,7 +88,8 @@ class PreparedProteins:
     """
 
     def __init__(self, folder, name="train"):
-        self.folder, self.name = Path(folder), name
+        self.folder = Path(folder)
+        self.name = name
         self.meta = read_meta(folder)["sets"][name]
         self.bytes_read = 0
         # Kept open: the files of a staged copy are deleted once all ranks have opened them.
@@ -127,10 +131,15 @@ class PreparedProteins:
         """Items first to last - 1 of a file."""
         dtype = PARTS[part]
         data = np.empty(last - first, dtype)
-        place, left = first * dtype.itemsize, data.view(np.uint8)
+        place = first * dtype.itemsize
+        left = data.view(np.uint8)
         # Not seek and read: DataLoader workers share one position in the file; preadv ignores it.
-        while len(left) and (n_bytes := os.preadv(self.files[part].fileno(), [left], place)):
-            place, left = place + n_bytes, left[n_bytes:]
+        while len(left):
+            n_bytes = os.preadv(self.files[part].fileno(), [left], place)
+            if n_bytes == 0:
+                break
+            place += n_bytes
+            left = left[n_bytes:]
         if len(left):
             raise OSError(f"{self.folder / self.name / part} ends {len(left):,} bytes too early; "
                           f"expected the size that it had when it was checked. {REMAKE}")
@@ -145,10 +154,12 @@ def stage_prepared(folder, target, report):
     Raises ValueError where there is no room, OSError where the disk fails. The content is checked
     when it is read.
     """
-    folder, target, meta = Path(folder), Path(target), read_meta(folder)
-    sizes = {f"{name}/{part}": meta["sets"][name]["files"][part]["bytes"]
-             for name in SETS for part in PARTS}
-    total, done = sum(sizes.values()), 0
+    folder = Path(folder)
+    target = Path(target)
+    meta = read_meta(folder)
+    names = [f"{name}/{part}" for name in SETS for part in PARTS]
+    total = sum(meta["sets"][name]["files"][part]["bytes"] for name in SETS for part in PARTS)
+    done = 0
     target.mkdir(parents=True)
     try:
         free = shutil.disk_usage(target).free
@@ -156,7 +167,7 @@ def stage_prepared(folder, target, report):
             raise ValueError(f"{target.parent} has {free / 1e9:,.1f} GB free; expected "
                              f"{total / 1e9:,.1f} GB for a copy of {folder}. Name another folder, "
                              f"or train without --stage.")
-        for name in sizes:
+        for name in names:
             (target / name).parent.mkdir(exist_ok=True)
             with open(folder / name, "rb") as source, open(target / name, "wb") as copy:
                 while piece := source.read(16 << 20):

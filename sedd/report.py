@@ -1,6 +1,6 @@
 """Compare protein sequences, such as samples of a model, with a reference: a table and a picture.
 
-    python sedd/report.py samples.fasta reference.fasta --picture report.png
+    python -m sedd.report samples.fasta reference.fasta --picture report.png
 
 Reads two FASTA files (.gz or not), without gaps. Prints a table; draws the picture if matplotlib is
 installed. They show the composition of the sequences, their repeats, and how similar each is to its
@@ -32,7 +32,8 @@ from training.files import write_whole
 from sedd.sequences import AMINO_ACIDS, encode, named_sequences
 
 K = 5                   # length of the words (K-mers) that are compared; 3.2 million are possible
-WINDOW, LEAST_BITS = 12, 2.2    # low complexity: residues of a window; its entropy is below this
+WINDOW = 12             # low complexity: residues of a window,
+LEAST_BITS = 2.2        # whose letters have an entropy below this
 BAND = 16               # diagonals (place in reference - place in sample) that are counted together
 MOST_PAIRS = 500        # samples, the first ones, that are compared in all pairs
 
@@ -67,7 +68,8 @@ def sequences_of(path):
 
 def measure(sequences):
     """Figures of a list of str. Letters other than the 20 are left out of the shares."""
-    singles, doubles = Counter(), Counter()
+    singles = Counter()
+    doubles = Counter()
     for text in sequences:
         singles.update(text)
         doubles.update(map("".join, zip(text, text[1:])))
@@ -92,11 +94,17 @@ def low_complexity(text):
 
 def longest_repeat(text):
     """Residues of the longest stretch that occurs at two places, which may overlap."""
-    low, high = 0, max(len(text) - 1, 0)   # bisection: if a stretch repeats, shorter ones do too
+    # Bisection: if a stretch repeats, shorter ones do too.
+    low = 0
+    high = max(len(text) - 1, 0)
     while low < high:
         size = (low + high + 1) // 2
         words = [text[i:i + size] for i in range(len(text) - size + 1)]
-        low, high = (size, high) if len(set(words)) < len(words) else (low, size - 1)
+        repeats = len(set(words)) < len(words)
+        if repeats:
+            low = size
+        else:
+            high = size - 1
     return low
 
 
@@ -120,10 +128,13 @@ def compare(samples, reference):
         for i, word in enumerate(words_of(text)):
             if word in holders:
                 holders[word].append((place, i))
-    random, rows = np.random.default_rng(0), []
+    random = np.random.default_rng(0)
+    rows = []
     for text in samples:
         words = words_of(text)
-        new = sum(not holders[word] for word in set(words)) / len(set(words)) if words else math.nan
+        new = math.nan
+        if words:
+            new = sum(not holders[word] for word in set(words)) / len(set(words))
         bands = Counter((place, (i - j) // BAND) for j, word in enumerate(words)
                         for place, i in holders[word])
         if not bands:
@@ -169,7 +180,8 @@ def report(samples, reference, picture=None):
     """Text of the table. Also draws `picture` (path of a PNG) if matplotlib is installed.
 
     samples, reference: lists of str, neither of them empty."""
-    ours, theirs = measure(samples), measure(reference)
+    ours = measure(samples)
+    theirs = measure(reference)
     novelty = compare(samples, reference)
     new = novelty.new[~np.isnan(novelty.new)]
     rows = [("sequences", f"{len(samples):,}", f"{len(reference):,}"),

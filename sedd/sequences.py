@@ -43,7 +43,9 @@ UNIREF50 = (.086, .014, .055, .061, .039, .069, .022, .055, .051, .096,
 
 # Marks while a file is read, never tokens: a wrong character, a '*', and padding, which makes the
 # length of a protein a multiple of 8. _clean writes padding as "\r": its text has no other "\r".
-BAD, STOP, PAD = 253, 254, 255
+BAD = 253
+STOP = 254
+PAD = 255
 
 BLOCK_BYTES = 1 << 20           # text cleaned at a time: many proteins, but fits into a cache
 AT_A_TIME = 4096                # proteins that are copied at a time, to save memory
@@ -86,7 +88,8 @@ def sequence_keys(tokens, offsets, lengths):
     keys = np.empty(len(lengths), np.uint64)
     for first in range(0, len(lengths), AT_A_TIME):
         part = slice(first, first + AT_A_TIME)
-        begins, sizes = offsets[part], lengths[part]
+        begins = offsets[part]
+        sizes = lengths[part]
         starts, counts = word_spans(sizes)
         padded = np.full(8 * counts.sum(), PAD, np.uint8)
         padded[span_indices(8 * starts, sizes)] = tokens[span_indices(begins, sizes)]
@@ -173,7 +176,8 @@ def named_sequences(path):
 
     Raises ValueError where the file is no FASTA, naming the line, or holds none.
     """
-    header, parts = None, []
+    header = None
+    parts = []
     try:
         with open(path, "rb") as file:
             lines = io.TextIOWrapper(_unpacked(path, file), "utf-8-sig", "replace")
@@ -181,7 +185,8 @@ def named_sequences(path):
                 if line.startswith(">"):
                     if header is not None:
                         yield header, "".join(parts)
-                    header, parts = line[1:].replace("\t", " ").strip(), []
+                    header = line[1:].replace("\t", " ").strip()
+                    parts = []
                 elif line and header is None:
                     raise ValueError(f"{path} line {number}: found letters before a header; "
                                      "expected FASTA, with > first.")
@@ -348,13 +353,17 @@ def read_sequences(path, min_length=1, alive=lambda: None, block_bytes=BLOCK_BYT
     column?), nucleotides, binary files, other encodings, a truncated or damaged .gz, an empty file,
     a directory.
     """
-    report, tokens, lengths, keys = ReadReport(), bytearray(), [], []
+    report = ReadReport()
+    tokens = bytearray()
+    lengths = []
+    keys = []
     for block in read_blocks(path, report, min_length, block_bytes):
         tokens += block.tokens()
         lengths.append(block.lengths)
         keys.append(block.keys)
         alive()
-    lengths, keys = np.concatenate(lengths), np.concatenate(keys)
+    lengths = np.concatenate(lengths)
+    keys = np.concatenate(keys)
     if not len(lengths):
         refuse_nothing_left(path, report, min_length)
     tokens = np.frombuffer(tokens, np.uint8)
@@ -362,8 +371,10 @@ def read_sequences(path, min_length=1, alive=lambda: None, block_bytes=BLOCK_BYT
     order = proteins.unique_order(ORDER_SEED)
     report.n_duplicates = len(proteins) - len(order)
     proteins = proteins.subset(order)
-    report.n_proteins, report.n_residues = len(proteins), int(proteins.lengths.sum())
-    report.shortest, report.longest = int(proteins.lengths.min()), int(proteins.lengths.max())
+    report.n_proteins = len(proteins)
+    report.n_residues = int(proteins.lengths.sum())
+    report.shortest = int(proteins.lengths.min())
+    report.longest = int(proteins.lengths.max())
     report.median = int(np.median(proteins.lengths))
     alive()
     return proteins, report
@@ -378,7 +389,9 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_recor
     Cleans and refuses as read_sequences says. Needs memory for some 10 blocks, or one long record.
     """
     name = getattr(source, "name", source)
-    n_records, n_letters, nucleotides_only = 0, 0, True
+    n_records = 0
+    n_letters = 0
+    nucleotides_only = True
     with contextlib.closing(_texts(source, name, block_bytes)) as texts:
         for kind, number, text in texts:
             fasta = _as_fasta(kind, text)
@@ -387,7 +400,9 @@ def read_blocks(source, report, min_length=1, block_bytes=BLOCK_BYTES, max_recor
             data, starts, lengths = _find_records(fasta)
             if max_records is not None and len(lengths) >= max_records - n_records:
                 n = max_records - n_records
-                data, starts, lengths = data[:starts[n] + 8], starts[:n + 1], lengths[:n]
+                data = data[:starts[n] + 8]
+                starts = starts[:n + 1]
+                lengths = lengths[:n]
             n_letters += int(lengths.sum())
             nucleotides_only = (nucleotides_only and
                                 not data.translate(None, b"ACGTUNacgtun* \t\n\0"))
@@ -428,7 +443,8 @@ def _find_records(text):
     # numbers[i] = k: header i begins after line end number k - 1 and ends at line end number k.
     numbers = np.flatnonzero(letters[line_ends[:-1] + 1] == ord(">")) + 1
     numbers = np.append(0, numbers)
-    starts, ends = np.append(0, line_ends[numbers[1:] - 1] + 1), line_ends[numbers]
+    starts = np.append(0, line_ends[numbers[1:] - 1] + 1)
+    ends = line_ends[numbers]
     if (ends - starts)[1:].min() < 8:                           # _clean needs 8 bytes of each
         return _find_records(text.replace(b"\n>", b"\n" + HEADER[:-1]))
     # Headers and sequences take turns: the bytes of a header are multiplied by 0, others by 1.
@@ -446,7 +462,9 @@ def _clean(data, starts, lengths, min_length, report):
         record = np.searchsorted(starts, blanks) - 1
         lengths = lengths - np.bincount(record, minlength=len(lengths))
     n_lower = np.count_nonzero(letters >= ord("a"))
-    n_x = np.count_nonzero(letters == ord("X")) + (data.count(b"x") if n_lower else 0)
+    n_x = np.count_nonzero(letters == ord("X"))
+    if n_lower:
+        n_x += data.count(b"x")
     # Write the padding of each protein, 0 to 7 times "\r", over the first 8 bytes of the next
     # header. Translation makes it PAD and removes zeros, line ends and blanks: words remain.
     places = np.arange(8)
@@ -471,13 +489,15 @@ def _clean(data, starts, lengths, min_length, report):
         report.n_all_x += int(all_x.sum())
         report.n_short += int(short.sum())
         _, counts = word_spans(lengths)
-        words, lengths = words[np.repeat(~dropped, counts)], lengths[~dropped]
+        words = words[np.repeat(~dropped, counts)]
+        lengths = lengths[~dropped]
     return Block(words, lengths, _keys_of_words(words, lengths))
 
 
 def _remove_final_stops(tokens, lengths, report):
     """Turn a STOP at the end of a protein into PAD, in place -> (words, lengths) without them."""
-    letters, (starts, _) = np.frombuffer(tokens, np.uint8), word_spans(lengths)
+    letters = np.frombuffer(tokens, np.uint8)
+    starts, _ = word_spans(lengths)
     last = 8 * starts + lengths - 1                     # place of the last letter of each
     stopped = (lengths > 0) & (letters[last] == STOP)
     report.n_stops += int(stopped.sum())
@@ -499,13 +519,15 @@ def _all_x(words, lengths):
 
 def _texts(source, name, block_bytes):
     if Path(name).suffix.lower() == ".pt":
-        sequences, step = _read_pt(_existing_file(source)), max(1, block_bytes >> 9)
+        sequences = _read_pt(_existing_file(source))
+        step = max(1, block_bytes >> 9)
         for first in range(0, len(sequences), step):
             yield "entry", first + 1, b"\n".join(sequences[first:first + step])
         return
     raw = source if hasattr(source, "read") else open(_existing_file(source), "rb", buffering=0)
     with io.BufferedReader(raw, 1 << 18) as file:           # long reads suit a shared disk
-        unpacked, size = _unpacked(name, file), max(block_bytes, 16)  # errors quote 16
+        unpacked = _unpacked(name, file)
+        size = max(block_bytes, 16)                         # errors quote 16 bytes
         yield from _texts_of_chunks(name, iter(lambda: unpacked.read(size), b""), block_bytes)
 
 
@@ -559,13 +581,17 @@ def _plain_text(name, chunks):
 
 def _texts_of_chunks(name, chunks, block_bytes):
     """Join a file's chunks into texts of whole records, each of block_bytes or somewhat more."""
-    line, pieces, size, kind = 1, [], 0, None
+    line = 1
+    pieces = []
+    size = 0
+    kind = None
     try:
         for chunk in _plain_text(name, chunks):
             if kind is None:
                 kind = _kind_of_text(name, chunk)
                 if kind == "fasta":
-                    line, chunk = 1 + chunk.count(b"\n", 0, chunk.find(b">")), chunk.lstrip()
+                    line = 1 + chunk.count(b"\n", 0, chunk.find(b">"))
+                    chunk = chunk.lstrip()
             pieces.append(chunk)
             size += len(chunk)
             record_end = b"\n>" if kind == "fasta" else b"\n"
@@ -575,7 +601,8 @@ def _texts_of_chunks(name, chunks, block_bytes):
                 text = b"".join(pieces)
                 yield kind, line, text
                 line += int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))) + 1
-                pieces, size = [chunk[cut + 1:]], len(chunk) - cut - 1
+                pieces = [chunk[cut + 1:]]
+                size = len(chunk) - cut - 1
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{name} is truncated or damaged ({error}); expected a whole gzip file. "
                          f"Download or copy it again.") from None
@@ -662,12 +689,15 @@ def _refuse_wrong_sequence(name, kind, number, sequence):
     wrong = re.search(WRONG[kind], sequence)
     if not wrong:
         return
-    before, found = sequence[:wrong.start()], wrong.group()[:1]
+    before = sequence[:wrong.start()]
+    found = wrong.group()[:1]
     unit = "entry" if kind == "entry" else "line"
     number += before.count(b"\n")           # none in an entry, where a line end is itself wrong
     column = len(before) - before.rfind(b"\n")
-    other = "not a letter of a protein sequence. Check that the file is what its name says"
-    reason = next((why for characters, why in CHARACTERS_AND_REASONS if found in characters), other)
+    reason = "not a letter of a protein sequence. Check that the file is what its name says"
+    for characters, why in CHARACTERS_AND_REASONS:
+        if found in characters:
+            reason = why
     raise ValueError(f"{name}, {unit} {number}, column {column}: found {found!r}, {reason}. "
                      f"Expected the letters {LETTERS} and {RARE}, and at most one '*' at the end.")
 
@@ -686,7 +716,8 @@ def split_by_hash(proteins, val_fraction):
         raise ValueError(f"found val_fraction = {val_fraction}; expected more than 0 and less than "
                          f"1, such as 0.05.")
     is_val = proteins.keys < np.uint64(int(val_fraction * 2.0**64))
-    train, val = np.flatnonzero(~is_val), np.flatnonzero(is_val)
+    train = np.flatnonzero(~is_val)
+    val = np.flatnonzero(is_val)
     if not len(train) or not len(val):
         raise ValueError(f"val_fraction = {val_fraction} puts {len(train):,} proteins in training "
                          f"and {len(val):,} in validation; expected some in each. Give more "

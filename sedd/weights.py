@@ -69,32 +69,73 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
     Raises: ValueError, naming all that does not fit, or OSError.
     """
     path = Path(path)
+    state, saved = read_weights(path)
+    try:
+        config = {name: saved["config"][name] for name in ("model", "graph", "noise")}
+        graph = make_graph(config["graph"]["type"], N_TOKENS)
+        noise = noise_of(config["noise"])
+        model = model_of(config["model"], graph)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path} has a config that cannot be used ({e}); expected one of "
+                         "train_sedd_ddp.py or of --export.") from None
+    used = fill(model, path, state, ema, differences(saved, config, expected))
+    about = about_weights(saved, used)
+    averaged = about.get("averaged", used == "ema")
+    notes = [f"{path}: SEDD, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million "
+             f"parameters, {config['graph']['type']} graph, {config['noise']['type']} noise, "
+             f"{'averaged weights' if averaged else 'weights as saved'}",
+             *saved.get("notes", ())]
+    letters = saved.get("letters")
+    if letters is None:
+        notes.append("the file has no letter frequencies of its training data: to score sequences, "
+                     "those of UniRef50 are used instead")
+        letters = np.append(np.round(np.array(UNIREF50) * 1e6), 0)
+    lengths = saved.get("lengths")
+    if lengths is not None:
+        lengths = np.asarray(lengths, np.int64)
+    return Sedd(model=model.eval().to(device), graph=graph, noise=noise, config=config,
+                letters=np.asarray(letters, np.int64), lengths=lengths,
+                max_length=saved["config"].get("data", {}).get("max_length") or saved["max_length"],
+                about=about, notes=tuple(notes))
+
+
+def read_weights(path):
+    """(what load_official takes, the settings) of a file or folder, both dicts."""
     if not path.exists():
         raise ValueError(f"there is no {path}; expected a checkpoint of train_sedd_ddp.py, an "
                          "exported folder, or a file in the published layout.")
     if path.is_dir():
-        state, saved = read_export(path)
-    else:
-        state = read_file(path)
-        saved = state if "config" in state else published_config(path, state)
-    try:
-        config = {name: saved["config"][name] for name in ("model", "graph", "noise")}
-        graph = make_graph(config["graph"]["type"], N_TOKENS)
-        noise, model = noise_of(config["noise"]), model_of(config["model"], graph)
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{path} has a config that cannot be used ({e}); expected one of "
-                         "train_sedd_ddp.py or of --export.") from None
+        return read_export(path)
+    state = read_file(path)
+    if "config" in state:
+        return state, state
+    return state, published_config(path, state)
+
+
+def differences(saved, config, expected):
+    """Texts on what of a file's settings does not fit the alphabet and the expected config."""
     problems = []
-    for section, key in WEIGHTS_DEPEND_ON if expected else ():
-        found, wanted = config[section][key], expected[section][key]
-        if found != wanted:
-            problems.append(f"{section}.{key} is {found} in the file, and {wanted} by the config")
+    if expected:
+        for section, key in WEIGHTS_DEPEND_ON:
+            found = config[section][key]
+            wanted = expected[section][key]
+            if found != wanted:
+                problems.append(f"{section}.{key} is {found} in the file, and {wanted} by the "
+                                "config")
     if saved.get("alphabet", LETTERS) != LETTERS:
         problems.append(f"the alphabet is {saved['alphabet']}; expected {LETTERS}")
+    return problems
+
+
+def fill(model, path, state, ema, problems):
+    """Load the weights of a file into the model. Returns which: "ema" or "model".
+
+    Raises: ValueError with the problems known so far, and those of the weights."""
+    used = None
     try:
         used = load_official(model, state, use_ema=ema)
     except ValueError as e:
-        problems.append(str(e))
+        problems = [*problems, str(e)]
     if problems:
         listed = "\n    ".join(problems)
         raise ValueError(f"the weights of {path} cannot be used here:\n    {listed}\n  Expected "
@@ -103,25 +144,18 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
     if not_finite:
         raise ValueError(f"{path}: {len(not_finite)} tensors hold nan or infinite numbers, first "
                          f"{not_finite[0]}; expected finite weights. Use an older checkpoint.")
-    letters, lengths = (saved.get(key) for key in ("letters", "lengths"))
+    return used
+
+
+def about_weights(saved, used):
+    """The Sedd.about of a file's settings. used: which weights were taken, "ema" or "model"."""
+    if "about" in saved:    # an export
+        return saved["about"]
     about = {key: saved[key] for key in ("step", "best", "data") if key in saved}
-    if about:   # from a checkpoint; an export has its own `about`
-        about |= {"averaged": used == "ema",
-                  "reduction": saved["config"].get("loss", {}).get("reduction")}
-    about = saved.get("about", about)
-    averaged = about.get("averaged", used == "ema")
-    notes = [f"{path}: SEDD, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million "
-             f"parameters, {config['graph']['type']} graph, {config['noise']['type']} noise, "
-             f"{'averaged weights' if averaged else 'weights as saved'}",
-             *saved.get("notes", ())]
-    if letters is None:
-        notes.append("the file has no letter frequencies of its training data: to score sequences, "
-                     "those of UniRef50 are used instead")
-        letters = np.append(np.round(np.array(UNIREF50) * 1e6), 0)
-    length = saved["config"].get("data", {}).get("max_length") or saved["max_length"]
-    return Sedd(model.eval().to(device), graph, noise, config, np.asarray(letters, np.int64),
-                None if lengths is None else np.asarray(lengths, np.int64), length,
-                about, tuple(notes))
+    if about:               # a checkpoint; the published layout has none of these
+        about["averaged"] = used == "ema"
+        about["reduction"] = saved["config"].get("loss", {}).get("reduction")
+    return about
 
 
 def model_of(sizes, graph):
@@ -192,10 +226,14 @@ def published_config(path, state):
              "n_heads": hidden // (2 * len(frequencies)),
              "cond_dim": len(weights["sigma_map.mlp.0.bias"])}
     graph = "absorb" if vocab > N_TOKENS else "uniform"
-    noise = {"type": "loglinear", "eps": 1e-3} if graph == "absorb" else {
-        "type": "geometric", "sigma_min": 1e-4, "sigma_max": 20.0}
-    alphabet = LETTERS if vocab in (N_TOKENS, N_TOKENS + 1) else (   # load_sedd refuses others
-        f"one of {vocab} tokens, not of {N_TOKENS} (uniform graph) or {N_TOKENS + 1} (with a mask)")
+    if graph == "absorb":
+        noise = {"type": "loglinear", "eps": 1e-3}
+    else:
+        noise = {"type": "geometric", "sigma_min": 1e-4, "sigma_max": 20.0}
+    alphabet = LETTERS
+    if vocab not in (N_TOKENS, N_TOKENS + 1):   # load_sedd refuses this
+        alphabet = (f"one of {vocab} tokens, not of {N_TOKENS} (uniform graph) or {N_TOKENS + 1} "
+                    "(with a mask)")
     return {"config": {"model": model, "graph": {"type": graph}, "noise": noise},
             "max_length": PUBLISHED_LENGTH, "alphabet": alphabet,
             "notes": [f"the file names no alphabet and no noise: assumed are {LETTERS} and "
@@ -244,7 +282,9 @@ def start_from_weights(config, former, resume, model, ddp):
         these weights for the user).
     Raises: ValueError or OSError.
     """
-    path, record, lines = config.training.init_from, None, []
+    path = config.training.init_from
+    record = None
+    lines = []
     if isinstance(former.state, dict):
         record = former.state.get("init_from")   # checkpoints of earlier versions have none
     if record:
@@ -261,14 +301,7 @@ def start_from_weights(config, former, resume, model, ddp):
                          f"--init_from {path}. {LEAVE_OUT}")
     if record and record["path"] == path:   # even if the file has changed since
         return record, lines
-    sedd = found = None
-    if ddp.is_main:
-        try:
-            sedd = load_sedd(path, expected=None if record else config_to_dict(config))
-        except ValueError as e:
-            raise ValueError(f"--init_from: {e}") from None
-        found = {"path": path, "hash": hash_of(sedd.model.state_dict())}
-    found = broadcast(found, ddp)
+    sedd, found = read_start(path, ddp, expected=None if record else config_to_dict(config))
     if record:
         if found["hash"] != record["hash"]:
             raise ValueError(f"{former.path} is of a run that began with other weights (hash "
@@ -279,6 +312,20 @@ def start_from_weights(config, former, resume, model, ddp):
         model.load_state_dict(sedd.model.state_dict())
         lines = [f"weights: {sedd.notes[0]}, hash {found['hash']}", *sedd.notes[1:]]
     return found, lines
+
+
+def read_start(path, ddp, expected):
+    """(Sedd of a file on rank 0, None elsewhere; its {"path", "hash"}). expected: see load_sedd.
+    Collective."""
+    sedd = None
+    found = None
+    if ddp.is_main:
+        try:
+            sedd = load_sedd(path, expected=expected)
+        except ValueError as e:
+            raise ValueError(f"--init_from: {e}") from None
+        found = {"path": path, "hash": hash_of(sedd.model.state_dict())}
+    return sedd, broadcast(found, ddp)
 
 
 # ---------------------------------------------------------------- save
@@ -320,7 +367,8 @@ def export_sedd(sedd, target):
 
 def model_card(sedd):
     """The README.md of an exported model: what it is and how well it does."""
-    model, best = sedd.config["model"], sedd.about.get("best") or {}
+    model = sedd.config["model"]
+    best = sedd.about.get("best") or {}
     shares = sedd.letters[:X_ID] / max(sedd.letters[:X_ID].sum(), 1)
     # Without validation proteins, the best weights are those with the lowest training loss.
     kind = "validation bound" if "val/loss" in best else "training loss"

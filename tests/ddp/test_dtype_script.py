@@ -7,7 +7,8 @@ import test_dtype as script
 from ddp_setup import Ddp
 from launchers import ROOT, fork_ranks
 from training.config import load_config
-from sedd.evaluation import sample_proteins, to_device
+from sedd.batches import to_device
+from sedd.evaluation import sample_proteins
 from test_dtype import NetworkErrors as Errors
 from test_dtype import Row
 from train_sedd_ddp import Config
@@ -96,7 +97,8 @@ def test_a_claim_that_fails_on_one_rank_fails_on_all_and_is_printed_once(tmp_pat
 def test_on_the_way_to_the_device_tokens_stay_integers_and_noise_levels_exact():
     batch = dict(x0=torch.tensor([[19]]), sigma=torch.rand(1).double(), dsigma=torch.rand(1))
     for dtype in script.DTYPES:
-        moved, exact = to_device(batch, "cpu", dtype), torch.promote_types(dtype, torch.float32)
+        moved = to_device(batch, "cpu", dtype)
+        exact = torch.promote_types(dtype, torch.float32)
         assert [x.dtype for x in moved.values()] == [torch.int64, exact, exact]
 
 
