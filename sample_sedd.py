@@ -62,8 +62,9 @@ LONGEST = 10**6         # most residues of a free stretch
 
 # ---------------------------------------------------------------- sample
 @torch.no_grad()
-def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperature=1.0, top_p=1.0,
-                     seed=0, tokens=16384, dtype=torch.float32, ddp=None, on_step=None):
+def sample_sequences(sedd, templates, steps=128,   # noqa: PLR0913  (all have a default)
+                     predictor="analytic", temperature=1.0, top_p=1.0, seed=0, tokens=16384,
+                     dtype=torch.float32, ddp=None, on_step=None):
     """Sample a sequence for each template. Collective if ddp is given.
 
     Args:
@@ -109,15 +110,20 @@ def sample_sequences(sedd, templates, steps=128, predictor="analytic", temperatu
         def log_score(xt, sigma, mask=mask):
             beat(ddp)
             scores = sedd.model(xt, sigma, mask)
-            return reshape_choice(scores, xt, sedd.graph.mask_id, temperature,
-                                  top_p) if shaped else scores
+            if shaped:
+                return reshape_choice(scores, xt, sedd.graph.mask_id, temperature, top_p)
+            return scores
+
+        def count_step(step, xt):
+            if on_step is not None:
+                on_step(own_draws)
 
         with autocast(dtype, ddp):
             drawn = sample(log_score, sedd.graph, sedd.noise, tuple(given.shape), steps,
                            predictor=predictor, fixed=(given.clamp(min=0), given >= 0),
                            forbidden=(X_ID,), mask=real, device=ddp.device,
                            generator=keyed_generator(seed, "sample", number),
-                           on_step=on_step and (lambda step, xt: on_step(own_draws)))
+                           on_step=count_step)
         out[torch.from_numpy(indices), :width] = drawn.cpu()
     out = all_sum(out, ddp).numpy()
     return [decode(row[:n]) for row, n in zip(out, lengths)]
@@ -156,13 +162,18 @@ def scaffold_templates(scaffold, number, seed):
     free = any(int(high or low or 0) for low, high, *_ in parts)
     never_empty = any(letters or int(low or 0) for low, _, letters, _ in parts)
     if wrong or not free or not never_empty:
-        found = "no length above 0" if not free else "parts that may all be empty"
-        found = repr(wrong[0]) if wrong else found
+        if wrong:
+            found = repr(wrong[0])
+        elif not free:
+            found = "no length above 0"
+        else:
+            found = "parts that may all be empty"
         raise ValueError(f"--scaffold {scaffold!r}: found {found}; expected letters and lengths in "
                          "brackets, such as MKT[40]GSHHW[12-20].")
     templates = []
     for k in range(number):
-        generator, text = keyed_generator(seed, "scaffold", k), ""
+        generator = keyed_generator(seed, "scaffold", k)
+        text = ""
         for low, high, letters, _ in parts:
             text += letters.upper() if letters else FREE * draw_number(low, high, generator)
         templates.append(text)
@@ -171,7 +182,8 @@ def scaffold_templates(scaffold, number, seed):
 
 def draw_number(low, high, generator):
     """A random integer from low to high, both included. They are texts; "" for high means low."""
-    low, high = int(low), int(high or low)
+    high = int(high or low)
+    low = int(low)
     if not low <= high <= LONGEST:
         raise ValueError(f"found the length {low}-{high}; expected a range like 80-120, at most "
                          f"{LONGEST:,}.")
@@ -221,25 +233,28 @@ def score_sequences(sedd, sequences, samples=8, window=False, tokens=16384, dtyp
     Returns: Scores. Raises: ValueError.
     """
     ddp = ddp or Ddp(device=next(sedd.model.parameters()).device)
-    parts, owner = [], []
+    parts = []
+    owner = []
     for i, sequence in enumerate(sequences):
         pieces = windows(encode(sequence), sedd.max_length, window)
         parts += pieces
         owner += [i] * len(pieces)
-    n, owner = len(sequences), np.array(owner, np.int64)
+    owner = np.array(owner, np.int64)
     proteins = Proteins.from_sequences(parts)
     start = np.array([keyed_seed("score", int(key)) / 2**63 for key in proteins.keys])
     estimator = BoundEstimator(proteins, sedd.graph, sedd.noise, sedd.letters, start, samples,
                                tokens)
     gains = estimator.gains(sedd.model, ddp, dtype).numpy()     # (parts, samples)
-    spread = gains.var(1, ddof=1) / samples if samples > 1 else np.full(len(parts), math.nan)
+    spread = np.full(len(parts), math.nan)
+    if samples > 1:
+        spread = gains.var(1, ddof=1) / samples
 
     def total(values):
-        return np.bincount(owner, values, n)
+        return np.bincount(owner, values, len(sequences))
 
-    return Scores(total(estimator.counts).astype(np.int64),
-                  total(estimator.baseline.numpy() - gains.mean(1)), np.sqrt(total(spread)),
-                  total(estimator.unigram_nll))
+    return Scores(residues=total(estimator.counts).astype(np.int64),
+                  bound=total(estimator.baseline.numpy() - gains.mean(1)),
+                  error=np.sqrt(total(spread)), unigram=total(estimator.unigram_nll))
 
 
 def windows(row, longest, allowed):
@@ -292,7 +307,8 @@ def residue_scores(sedd, sequence, **how):
     Each position is masked in turn. If the sequence is longer than the model was trained on, only
     the residues around the position are given. how: see predict_letters."""
     row = encode(sequence)
-    places, width = np.arange(len(row)), min(len(row), sedd.max_length)
+    places = np.arange(len(row))
+    width = min(len(row), sedd.max_length)
     starts = (places - width // 2).clip(0, len(row) - width)
     rows = row[starts[:, None] + np.arange(width)]
     rows[places, places - starts] = mask_of(sedd)
@@ -314,7 +330,8 @@ def variant_scores(sedd, sequence, variants, **how):
     numbers, places, tokens = np.array(mutations).T
     rows = np.tile(row, (len(variants), 1))
     rows[numbers, places] = mask_of(sedd)
-    log_p, each_mask = predict_letters(sedd, rows, **how), np.arange(len(mutations))
+    log_p = predict_letters(sedd, rows, **how)
+    each_mask = np.arange(len(mutations))
     ratios = log_p[each_mask, tokens] - log_p[each_mask, row[places]]
     return np.bincount(numbers, ratios, len(variants))
 
@@ -333,7 +350,9 @@ def read_variants(path, sequence):
             place = int(parts[2]) - 1 if parts else len(sequence)
             letter = sequence[place:place + 1]   # none before the first or after the last
             if not parts or letter != parts[1]:
-                reason = f"; the sequence has {letter} there" if letter else ""
+                reason = ""
+                if letter:
+                    reason = f"; the sequence has {letter} there"
                 raise ValueError(f"{path}, line {number}: found {word}{reason}; expected such as "
                                  f"A12V: a letter of the sequence, its place from 1 to "
                                  f"{len(sequence)}, the new letter.")
@@ -399,14 +418,32 @@ def read_arguments(argv):
     """The options. Raises ValueError for those that do not fit together."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    task = "score" if args.score else "export" if args.export else "drawing"
+    task = task_of(args)
     for other, names in ONLY_FOR.items():
         useless = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
-        if other != task and useless:
-            found = f"found {', '.join(useless)}"
-            raise ValueError(f"{found} without --score; expected both." if task == "drawing" else
-                             f"{found}, which --{task} does not use; leave it out, or choose "
-                             "another task.")
+        if other == task or not useless:
+            continue
+        found = f"found {', '.join(useless)}"
+        if task == "drawing":
+            raise ValueError(f"{found} without --score; expected both.")
+        raise ValueError(f"{found}, which --{task} does not use; leave it out, or choose another "
+                         "task.")
+    check_arguments(args, parser)
+    start_ranks_if_asked(args, argv)
+    return args
+
+
+def task_of(args):
+    """The task that the options ask for: "score", "export" or "drawing"."""
+    if args.score:
+        return "score"
+    if args.export:
+        return "export"
+    return "drawing"
+
+
+def check_arguments(args, parser):
+    """Refuse values, and options of one task that exclude each other. Raises ValueError."""
     if args.samples != parser.get_default("samples") and (args.each_position or args.mutations):
         raise ValueError("found --samples with --each_position or --mutations, which draw no noise "
                          "levels; expected one of them.")
@@ -421,8 +458,6 @@ def read_arguments(argv):
             raise ValueError(f"found --{name} {value}; expected at least 1.")
     if abs(args.seed) >= 2**63:
         raise ValueError(f"found --seed {args.seed}; expected at most {2**63 - 1}.")
-    start_ranks_if_asked(args, argv)
-    return args
 
 
 def picture_of(args):
@@ -437,7 +472,8 @@ def picture_of(args):
 def check_files(args):
     """Refuse files that cannot be read or written. Raises ValueError."""
     read = [path for path in (args.infill, args.score, args.mutations, args.report) if path]
-    checkpoint, out = Path(args.checkpoint), args.out
+    checkpoint = Path(args.checkpoint)
+    out = args.out
     for path in read:
         if not path.is_file():
             raise ValueError(f"there is no file {path}.")
@@ -445,8 +481,11 @@ def check_files(args):
         for written in (out, picture_of(args)):
             if written and written.exists() and path.exists() and written.samefile(path):
                 raise ValueError(f"the result would overwrite {path}; expected another --out.")
+    if out is None:
+        return
     # A device, such as /dev/null, would be replaced by a file.
-    if out and (out.exists() and not out.is_file() or not out.absolute().parent.is_dir()):
+    no_file = out.exists() and not out.is_file()
+    if no_file or not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out} is a folder or a device, or in a folder that is missing; "
                          "expected the name of a file in a folder that exists.")
 
@@ -468,10 +507,16 @@ def run(args, ddp):
             checked_letters(name, text, sedd, args)
     how = {"tokens": args.tokens, "ddp": ddp,
            "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
-    work = (rank_variants if args.mutations else score_positions if args.each_position else
-            score_file if args.score else draw_file)
+    samples = None
     with open_output(args.out, ddp) as write:
-        samples = work(sedd, args, how, write)
+        if args.mutations:
+            rank_variants(sedd, args, how, write)
+        elif args.each_position:
+            score_positions(sedd, args, how, write)
+        elif args.score:
+            score_file(sedd, args, how, write)
+        else:
+            samples = draw_file(sedd, args, how, write)
     if args.out:
         print0(ddp, f"written: {args.out}", file=sys.stderr)
     return samples if ddp.is_main else None
@@ -495,25 +540,16 @@ def open_output(path, ddp):
 
 def draw_file(sedd, args, how, write):
     """Write samples as FASTA; returns the sequences."""
-    number, ddp = args.number or 1, how["ddp"]
+    number = args.number or 1
+    ddp = how["ddp"]
     if args.infill:
-        named = [(name, text.upper()) for name, text in named_sequences(args.infill)]
-        for name, text in named:
-            template_tokens(text, f"{args.infill}, {name:.40}")
-            if FREE not in text:
-                raise ValueError(f"{args.infill}, {name:.40}: found no {FREE}; expected one for "
-                                 "each letter to be sampled.")
-        templates = [text for _, text in named for _ in range(number)]
-        words = [(name.split() or ["template"])[0] for name, _ in named]
-        if len(set(words)) < len(words):
-            raise ValueError(f"{args.infill}: several templates are named "
-                             f"{max(words, key=words.count)}; expected different first words.")
-        names = [f"{word}_{k}" for word in words for k in range(1, number + 1)]
+        names, templates = read_templates(args.infill, number)
     else:
-        templates = (scaffold_templates(args.scaffold, number, args.seed)
-                     if args.scaffold is not None else
-                     free_templates(sedd, args.length, number, args.seed))
         names = [f"sample_{k}" for k in range(1, number + 1)]
+        if args.scaffold is not None:
+            templates = scaffold_templates(args.scaffold, number, args.seed)
+        else:
+            templates = free_templates(sedd, args.length, number, args.seed)
     longest = max(map(len, templates))
     if longest > sedd.max_length:
         print0(ddp, f"ATTENTION: {longest} residues are asked for; the model was trained on at "
@@ -528,6 +564,22 @@ def draw_file(sedd, args, how, write):
     for name, sequence in zip(names, sequences):
         write(f">{name} length={len(sequence)}\n{sequence}\n")
     return sequences
+
+
+def read_templates(path, number):
+    """(names, templates) of a FASTA file of templates, `number` times each. Raises ValueError."""
+    named = [(name, text.upper()) for name, text in named_sequences(path)]
+    for name, text in named:
+        template_tokens(text, f"{path}, {name:.40}")
+        if FREE not in text:
+            raise ValueError(f"{path}, {name:.40}: found no {FREE}; expected one for each letter "
+                             "to be sampled.")
+    words = [(name.split() or ["template"])[0] for name, _ in named]
+    if len(set(words)) < len(words):
+        raise ValueError(f"{path}: several templates are named {max(words, key=words.count)}; "
+                         "expected different first words.")
+    names = [f"{word}_{k}" for word in words for k in range(1, number + 1)]
+    return names, [text for _, text in named for _ in range(number)]
 
 
 @contextlib.contextmanager
@@ -559,11 +611,15 @@ def score_file(sedd, args, how, write):
     n, bound, variance, unigram = totals
     if not n:
         raise ValueError(f"{args.score} has no known residue, only X.")
-    mean, error = bound / n, math.sqrt(variance) / n
-    low, high = (perplexity(mean + side * INTERVAL * error) for side in (-1, 1))
-    spread, interval = f" (standard error {error:.4f})", f" (95 %: {low} to {high})"
+    mean = bound / n
+    error = math.sqrt(variance) / n
     if math.isnan(error):
-        spread, interval = "", " (--samples 1: its error is not known)"
+        spread = ""
+        interval = " (--samples 1: its error is not known)"
+    else:
+        spread = f" (standard error {error:.4f})"
+        interval = (f" (95 %: {perplexity(mean - INTERVAL * error)} to "
+                    f"{perplexity(mean + INTERVAL * error)})")
     text = (f"{n:,.0f} residues: bound {mean:.4f} nats per residue{spread}, perplexity "
             f"{perplexity(mean)}{interval}; unigram {unigram / n:.4f}, {perplexity(unigram / n)}")
     print0(how["ddp"], textwrap.fill(text, 80, subsequent_indent="  "), file=sys.stderr)
@@ -609,23 +665,21 @@ def cli(argv=None):
     try:
         args = read_arguments(argv)
         check_files(args)
-        reference = sequences_of(args.report) if args.report else []
+        reference = []
+        if args.report:
+            reference = sequences_of(args.report)
         ddp = setup_ddp(args.device, args.backend, args.seed, args.ranks, quiet=True,
                         timeout=PATIENCE, init_timeout=args.init_timeout, ipex=args.ipex)
     except (ValueError, RuntimeError, OSError) as e:
         refuse(e)
-    samples, problem, interrupted = None, None, False
+    samples = None
+    problem = None
+    interrupted = False
     with ddp:
         try:
             samples = run(args, ddp)
-        except BrokenPipeError:   # the reader of the output has ended, as in `| head`
-            if ddp.world_size > 1:
-                abort(ddp, "nobody reads the output any longer")
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        except (ValueError, OSError) as e:
-            problem = e
-            if ddp.world_size > 1:
-                abort(ddp, f"sample_sedd.py: error: {e}", BAD_INPUT, secondary=not ddp.is_main)
+        except (ValueError, OSError) as e:   # BrokenPipeError is an OSError
+            problem = end_of(ddp, e)
         except KeyboardInterrupt:
             if ddp.world_size > 1:
                 raise   # this ends the other ranks
@@ -640,6 +694,18 @@ def cli(argv=None):
             print(report(samples, reference, picture_of(args)), file=sys.stderr)
         except (ValueError, OSError) as e:
             refuse(e)
+
+
+def end_of(ddp, error):
+    """What is left to be told of an error, on one rank: itself, or None. On many, end them all."""
+    if isinstance(error, BrokenPipeError):   # the reader of the output has ended, as in `| head`
+        if ddp.world_size > 1:
+            abort(ddp, "nobody reads the output any longer")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return None
+    if ddp.world_size > 1:
+        abort(ddp, f"sample_sedd.py: error: {error}", BAD_INPUT, secondary=not ddp.is_main)
+    return error
 
 
 def refuse(error):
