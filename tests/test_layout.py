@@ -39,7 +39,6 @@ PENDING = {
     "pairs_from_scores",
     "prepare_uniref50",
     "sample_proteinmpnn",
-    "sample_sedd",
     "test_aurora_ddp",
     "test_dtype",
     "train_sedd_ddp",
