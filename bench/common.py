@@ -13,7 +13,8 @@ import train_dpo_ddp as dpo
 import train_sedd_ddp as sedd
 from ddp_setup import barrier, broadcast, choose_dtype
 from mpnn.reference import make_tables
-from sedd.sequences import FORMAT, LETTERS, N_TOKENS, PARTS, SETS, VERSION, X_ID, sequence_keys
+from sedd.prepared import FORMAT, PARTS, SETS, VERSION
+from sedd.sequences import LETTERS, N_TOKENS, X_ID, sequence_keys
 from training.command_line import add_launch_arguments, started_ranks
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

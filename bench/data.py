@@ -21,7 +21,8 @@ from bench.common import (CONFIGS, add_folder, check_folder, measure_the_cpu_by_
 from ddp_setup import all_sum, barrier, print0, wrap_ddp
 from sedd.batches import BatchReader, sum_rows
 from sedd.diffusion import make_graph, make_noise
-from sedd.sequences import N_TOKENS, PreparedProteins
+from sedd.prepared import PreparedProteins
+from sedd.sequences import N_TOKENS
 from training.config import load_config
 from training.loop import MicroBatchSampler, global_gradient
 from train_sedd_ddp import (Config, MicroBatchDataset, make_batch_plan, make_model, make_reader,

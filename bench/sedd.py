@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from bench.common import (computes_in_bfloat16, made_lengths, now, read_options, run_on_one_rank,
                           say, write_made_fasta)
 from ddp_setup import autocast
-from sedd.evaluation import to_device
+from sedd.batches import to_device
 from sedd.sequences import X_ID
 from sedd.weights import noise_of
 from training.finish import prepare_and_train
