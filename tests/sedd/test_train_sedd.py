@@ -2,23 +2,18 @@
 
 Importing torch takes seconds: ranks are forked, but where the launcher matters."""
 
-import contextlib
 import fcntl
 import importlib.util
 import itertools
-import json
 import math
 import os
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import termios
-import time
-import types
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +22,7 @@ import pytest
 import torch
 import yaml
 
-from ddp_setup import Ddp, load_checkpoint, wrap_ddp
+from ddp_setup import Ddp, load_checkpoint
 from launchers import fork_ranks, need, run_ranks, slow
 import prepare_uniref50
 from sedd import evaluation as sedd_eval
@@ -36,13 +31,12 @@ import train_dpo_ddp
 import train_sedd_ddp
 from training.config import config_to_dict, dump_yaml, load_config
 from training.loop import Diverged
-from training.folder import RunLock, check_lock, process_start, replace_status
-from training.files import write_text_atomic
+from training.folder import replace_status
 from sedd_cases import TrueScores
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
 from sedd.demo import DemoSource
 from sedd.sequences import N_TOKENS, X_ID, Proteins, decode, read_sequences
-from training.loop import MicroBatchSampler, after_step
+from training.loop import MicroBatchSampler
 from sedd.evaluation import Validation, sample_proteins
 from sedd.weights import export_sedd, load_sedd
 from training.watch import read_status, write_status
@@ -463,60 +457,6 @@ def test_the_lock_of_a_live_run_counts_and_a_dead_ones_is_taken_over(fasta, tmp_
     assert not (tmp_path / "w" / "lock.json").exists()
 
 
-def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp_path, monkeypatch):
-    path, pid = tmp_path / "lock.json", os.getppid()
-    faster = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid),
-              "beat": time.time()}
-    dead = json.dumps({**faster, "start": "another"})   # of a process that is gone
-    path.write_text(dead)
-
-    def look_and_be_overtaken(asked):
-        if asked == pid:
-            path.write_text(json.dumps(faster))
-        return process_start(asked)
-
-    monkeypatch.setattr("training.folder.process_start", look_and_be_overtaken)
-    with pytest.raises(ValueError, match=f"in use by process {pid} on "):
-        RunLock(tmp_path)
-    assert json.loads(path.read_text()) == faster and list(tmp_path.iterdir()) == [path]
-    path.write_text(dead)   # which another start takes away just now: no error
-    monkeypatch.setattr("training.folder.process_start", lambda _: path.unlink(missing_ok=True))
-    RunLock(tmp_path).release()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_lock_of_another_host_counts_while_its_heartbeat_goes_on(tmp_path, monkeypatch):
-    def beat(seconds=0):
-        write_text_atomic(tmp_path / "lock.json", json.dumps(
-            {"host": "elsewhere", "pid": 1, "start": 5, "beat": time.time()}))
-
-    monkeypatch.setattr(RunLock, "stale", 2)
-    beat()
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "sleep", beat)
-        with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
-            RunLock(tmp_path)
-    start = time.monotonic()
-    RunLock(tmp_path).release()
-    assert 1 <= time.monotonic() - start <= 60 and not (tmp_path / "lock.json").exists()
-
-
-def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_path, monkeypatch):
-    # on a file system without hard links, too
-    monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError))
-    monkeypatch.setattr(RunLock, "every", 0.01)
-    lock = RunLock(tmp_path)
-    ready = types.SimpleNamespace(lock=lock, work_dir=tmp_path)
-    check_lock(ready, Ddp())
-    other = json.dumps({"host": "elsewhere", "pid": 7, "start": 5, "beat": time.time()})
-    while not lock.lost:      # a beat under way may still be written after this; then again
-        lock.path.write_text(other)
-    with pytest.raises(RuntimeError, match="taken over by process 7 on elsewhere"):
-        check_lock(ready, Ddp())
-    lock.release()
-    assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
-
-
 # ---- start from weights ----
 
 @pytest.fixture(scope="module")
@@ -681,25 +621,6 @@ def test_a_run_that_breaks_down_stops_with_the_checkpoints_of_before(fasta, tmp_
         train(ready, Ddp())
     state = state_of(tmp_path / "w")
     assert state["step"] == 3 and all(p.isfinite().all() for p in state["model"].values())
-
-
-def come_apart(ddp):
-    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
-    run = types.SimpleNamespace(bare=wrap_ddp(model, ddp), config=Config(), unread=None, n_iters=9,
-                          stop_requests=0.0)
-    run.config.monitoring.check_sync_every = 2
-    fine = contextlib.nullcontext()
-    told = pytest.raises(RuntimeError, match="rank 2 on .* differ from rank 0, first in 1.weight")
-    for step, outcome in ((4, fine), (5, fine), (6, told)):   # at 5 nobody looks
-        run.progress = {"step": step}
-        with outcome:
-            after_step(run, ddp, at_once=True)
-        if ddp.rank == 2:
-            model[1].weight.data[2, 1] += 1e-6
-
-
-def test_weights_that_have_come_apart_are_told_with_rank_and_parameter(tmp_path):
-    on_ranks(3, "test_train_sedd", "come_apart(ddp)", tmp_path)
 
 
 @pytest.mark.parametrize("graph, noise, arguments", [

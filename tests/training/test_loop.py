@@ -1,97 +1,26 @@
-"""The loop on a toy model; launch options, and how ranks end."""
+"""The loop, on a toy model and in the scripts; how ranks end."""
 
 import contextlib
 import copy
 import math
 import shutil
 import signal
-import socket
 import types
 
 import pytest
 import torch
 from torch.utils import backend_registration
 
-from ddp_setup import Ddp, broadcast
+from ddp_setup import Ddp, wrap_ddp
 from launchers import run_ranks, start_ranks
-from training.optimizer import make_optimizer
-from training.config import CommonMonitoring, CommonOptim, CommonTraining, DdpSection
-from training.resume import Former
+from toy_run import Blocks, steps, toy
+from training.config import CommonMonitoring
 from training.command_line import compile_blocks
-from sedd.model import EMA, SEDD
-from training.meter import StepMeter
-from training.loop import (Run, open_batches, read_totals, record_score, scale_for_batch, start_run,
+from sedd.model import SEDD
+from training.loop import (after_step, open_batches, read_totals, record_score, scale_for_batch,
                            take_step)
 from bench.scale import SCRIPTS, training_of
 from training_runs import ROOT, losses, on_ranks, take_steps, train
-
-WIDTH = 3
-
-
-def loss_of(model, batch):
-    """Squared error: (sum, [sum], number of rows)."""
-    loss = (model(batch["x"])[:, 0] - batch["y"]).square().sum()
-    return loss, loss.detach()[None], len(batch["y"])
-
-
-class Rows(torch.utils.data.Dataset):
-    """(step, micro) -> 1 to 4 rows of x, y, drawn by the item; `scale` makes gradients large."""
-
-    def __init__(self, scale=1.0):
-        self.scale = scale
-
-    def __getitem__(self, item):
-        step, micro = item
-        draw = torch.Generator().manual_seed(100 * step + micro)
-        n = 1 + (step + micro) % 4
-        return {"x": torch.randn(n, WIDTH, generator=draw), "seed": 0,
-                "y": self.scale * torch.randn(n, generator=draw)}
-
-
-class Blocks(torch.nn.Module):
-    """Two matrices in a block, which Muon updates, and others, which AdamW does."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = torch.nn.ModuleList([torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))])
-        self.head = torch.nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.head(self.body[0](x))
-
-
-def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer="sgd", ema=None,
-        decay="none", decay_steps=None, model=None, meter=None, ddp=Ddp(), **training):
-    torch.manual_seed(0)
-    model = model or torch.nn.Linear(WIDTH, 1)
-    optim = CommonOptim(name="muon" if optimizer == "muon" else "adamw", grad_clip=grad_clip,
-                        decay=decay, decay_steps=decay_steps)
-    optim.lr, optim.warmup = lr, warmup
-    config = types.SimpleNamespace(
-        training=CommonTraining(accum=micro_batches, **training), optim=optim,
-        monitoring=CommonMonitoring(check_sync_every=0, timing_every=0), ddp=DdpSection())
-    config.training.n_iters = n_iters
-    run = start_run(Run, config, ddp, Former(None, None), model, lambda *item: item, lr_batch=4,
-                    steps_per_epoch=5, micro_batches=micro_batches, progress={}, seen=(),
-                    make_ema=ema and (lambda p: EMA(p, ema)), dtype=torch.float32, work_dir=None,
-                    fingerprint={}, validation=None, global_batch=4, expected_count=3.0)
-    run.meter = meter or run.meter
-    if optimizer == "sgd":
-        run.optimizer = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
-    return run
-
-
-def steps(run, n, scale=1.0, ddp=Ddp(), loss_of=loss_of):
-    """Take n steps; yields (learning rate, norm of the gradient, how far the weights moved)."""
-    batches = open_batches(run, Rows(scale), loss_of, ddp)
-    for _ in range(n):
-        before = [p.detach().clone() for p in run.bare.parameters()]
-        _, norm = take_step(run, batches, loss_of, ddp)
-        read_totals(run)
-        moved = math.hypot(*(float((p.detach() - q).norm())
-                             for p, q in zip(run.bare.parameters(), before)))
-        yield run.optimizer.param_groups[0]["lr"], float(norm), moved
 
 
 # ---- the step ----
@@ -223,27 +152,6 @@ def test_ranks_train_and_go_on_on_devices_as_on_the_cpu(name, tmp_path):
     assert losses(tmp_path / "device") == pytest.approx(on_cpu, rel=1e-4) and 6 in on_cpu
 
 
-def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():
-    """With U S V' the gradient, by lr x 0.2 sqrt(larger side) x U V', but for Newton-Schulz's error
-    (0.7 to 1.2 for 1). AdamW's first step is lr for each weight."""
-    torch.manual_seed(0)
-    model, lr = Blocks(), 0.01
-    optimizer = make_optimizer(model, lr, CommonOptim(name="muon"))
-    before = copy.deepcopy(model.state_dict())
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    for name, p in model.named_parameters():
-        moved = before[name] - p.detach()
-        if name.startswith("body") and p.ndim == 2:
-            U, _, V = torch.linalg.svd(p.grad, full_matrices=False)
-            found = U.T @ moved @ V.T / (lr * 0.2 * max(p.shape)**0.5)
-            assert 0.6 < found.diag().min() and found.diag().max() < 1.3, (name, found)
-            assert (found - found.diag().diag()).abs().max() < 0.05, (name, found)
-        else:
-            torch.testing.assert_close(moved, lr * p.grad.sign(), rtol=1e-3, atol=0)
-
-
 def test_a_run_ends_after_so_many_evaluations_in_a_row_that_are_no_better():
     run, found = toy(patience=2, min_delta=0.5), []
     for score in (3.0, 2.8, 2.4, 2.3, 2.2):   # of 2.8, 2.3 and 2.2 none is better by more than 0.5
@@ -254,80 +162,6 @@ def test_a_run_ends_after_so_many_evaluations_in_a_row_that_are_no_better():
 def test_the_learning_rate_is_scaled_with_the_root_of_the_batch_or_up_to_a_cap():
     assert scale_for_batch(1e-4, 100, "sqrt", 256, 64) == (pytest.approx(2e-4), 200)
     assert scale_for_batch(1e-4, 100, {"cap": 4}, 512, 64) == (pytest.approx(4e-4), 400)
-
-
-def test_layers_have_the_norms_of_the_mean_gradient_before_clipping_and_of_the_new_weights():
-    """By hand: one backward over all rows. Groups: each numbered block, and what stands alone."""
-    torch.manual_seed(1)
-    model = torch.nn.Sequential()
-    model.add_module("blocks", torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH)
-                                                     for _ in range(2))))
-    model.add_module("head", torch.nn.Linear(WIDTH, 1))
-    groups = {"blocks.0": model.blocks[0], "blocks.1": model.blocks[1], "head": model.head}
-    batches = [Rows(100)[0, micro] for micro in range(2)]
-    x, y = (torch.cat([batch[name] for batch in batches]) for name in ("x", "y"))
-    (model(x)[:, 0] - y).square().mean().backward()
-
-    def norms(kind, tensor_of):
-        return {f"{kind}/{name}": math.hypot(*(float(tensor_of(p).norm())
-                                               for p in part.parameters()))
-                for name, part in groups.items()}
-
-    expected = norms("gradients", lambda p: p.grad)
-    model.zero_grad()
-    meter = StepMeter(Ddp(), layers=("gradients", "weights"), log_freq=1, with_histograms=True)
-    for _ in steps(toy(model=model, meter=meter, grad_clip=0.25, lr=0.1), 1, scale=100):
-        found = meter.report()
-    expected |= norms("weights", lambda p: p.detach())
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    assert sum(meter.histograms["histograms/weights/head"].counts) == WIDTH + 1
-
-
-def measured(ddp):
-    """(weights and norms of a run and of one that is measured, what was measured). Rank 1 computes
-    much, and at a time takes 200 MB more."""
-    def loss_of_uneven_ranks(model, batch):
-        n = 700 if ddp.rank == 1 else 4
-        for _ in range(3):
-            torch.ones(n, n) @ torch.ones(n, n)
-        return loss_of(model, batch)
-
-    torch.ones(50_000_000 if ddp.rank == 1 else 1)
-    found = []
-    for settings in (dict(), dict(timing_every=1, layers=("gradients", "weights"))):
-        run = toy(ddp=ddp, micro_batches=4, optimizer="adamw", lr=0.01,
-                  meter=StepMeter(ddp, **settings))
-        norms = [norm for _, norm, _ in steps(run, 8, ddp=ddp, loss_of=loss_of_uneven_ranks)]
-        found.append([norms, *(p.tolist() for p in run.bare.parameters())])
-    return found, run.meter.report()
-
-
-def test_the_slow_rank_and_the_large_one_are_named_and_measuring_changes_no_bit(tmp_path):
-    (plain, timed), values = on_ranks(2, "test_loop", "measured(ddp)", tmp_path)
-    assert plain == timed
-    assert values["time/slowest_rank"] == 1 and values["time/slowest_ratio"] > 1.3
-    assert values["time/slowest_host"] == values["memory/most_host"] == socket.gethostname()
-    assert 0.1 < values["memory/peak_gb_most"] - values["memory/peak_gb_least"] < 1
-    # rank 0 waits for about all of the time that rank 1 computes
-    shares = {name: values[f"time/{name}"] for name in ("data", "compute", "exchange", "optimizer")}
-    assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
-    assert shares["exchange"] > 0.15 and shares["compute"] > 0.15, shares
-
-
-def by_muon(ddp):
-    """Weights and momentum after 8 steps, (ranks, n)."""
-    torch.manual_seed(0)   # before Blocks() draws its weights
-    run = toy(ddp=ddp, micro_batches=4, optimizer="muon", lr=0.01, model=Blocks())
-    list(steps(run, 8, ddp=ddp))
-    momentum = [state["momentum_buffer"] for state in run.optimizer.muon.state.values()]
-    mine = torch.cat([p.detach().flatten() for p in (*run.bare.parameters(), *momentum)])
-    return torch.stack([broadcast(mine.clone(), ddp, rank) for rank in range(ddp.world_size)])
-
-
-def test_ranks_that_share_the_work_of_muon_have_the_state_of_one(tmp_path):
-    first, second = on_ranks(2, "test_loop", "by_muon(ddp)", tmp_path)
-    assert first.equal(second)
-    torch.testing.assert_close(first, by_muon(Ddp())[0], rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -351,6 +185,25 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
                                    rtol=1e-4, atol=1e-4)
     # of the first block, which on a CPU computes by token, and of all others
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def come_apart(ddp):
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
+    run = types.SimpleNamespace(bare=wrap_ddp(model, ddp), config=types.SimpleNamespace(
+        monitoring=CommonMonitoring(check_sync_every=2)), unread=None, n_iters=9,
+                          stop_requests=0.0)
+    fine = contextlib.nullcontext()
+    told = pytest.raises(RuntimeError, match="rank 2 on .* differ from rank 0, first in 1.weight")
+    for step, outcome in ((4, fine), (5, fine), (6, told)):   # at 5 nobody looks
+        run.progress = {"step": step}
+        with outcome:
+            after_step(run, ddp, at_once=True)
+        if ddp.rank == 2:
+            model[1].weight.data[2, 1] += 1e-6
+
+
+def test_weights_that_have_come_apart_are_told_with_rank_and_parameter(tmp_path):
+    on_ranks(3, "test_loop", "come_apart(ddp)", tmp_path)
 
 
 # ---- launch ----

@@ -1,0 +1,80 @@
+"""A run of training/loop.py on a toy model, without files."""
+
+import math
+import types
+
+import torch
+
+from ddp_setup import Ddp
+from sedd.model import EMA
+from training.config import CommonMonitoring, CommonOptim, CommonTraining, DdpSection
+from training.loop import Run, open_batches, read_totals, start_run, take_step
+from training.resume import Former
+
+WIDTH = 3
+
+
+def loss_of(model, batch):
+    """Squared error: (sum, [sum], number of rows)."""
+    loss = (model(batch["x"])[:, 0] - batch["y"]).square().sum()
+    return loss, loss.detach()[None], len(batch["y"])
+
+
+class Rows(torch.utils.data.Dataset):
+    """(step, micro) -> 1 to 4 rows of x, y, drawn by the item; `scale` makes gradients large."""
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def __getitem__(self, item):
+        step, micro = item
+        draw = torch.Generator().manual_seed(100 * step + micro)
+        n = 1 + (step + micro) % 4
+        return {"x": torch.randn(n, WIDTH, generator=draw), "seed": 0,
+                "y": self.scale * torch.randn(n, generator=draw)}
+
+
+class Blocks(torch.nn.Module):
+    """Two matrices in a block, which Muon updates, and others, which AdamW does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.ModuleList([torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))])
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.body[0](x))
+
+
+def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer="sgd", ema=None,
+        decay="none", decay_steps=None, model=None, meter=None, ddp=Ddp(), **training):
+    torch.manual_seed(0)
+    model = model or torch.nn.Linear(WIDTH, 1)
+    optim = CommonOptim(name="muon" if optimizer == "muon" else "adamw", grad_clip=grad_clip,
+                        decay=decay, decay_steps=decay_steps)
+    optim.lr, optim.warmup = lr, warmup
+    config = types.SimpleNamespace(
+        training=CommonTraining(accum=micro_batches, **training), optim=optim,
+        monitoring=CommonMonitoring(check_sync_every=0, timing_every=0), ddp=DdpSection())
+    config.training.n_iters = n_iters
+    run = start_run(Run, config, ddp, Former(None, None), model, lambda *item: item, lr_batch=4,
+                    steps_per_epoch=5, micro_batches=micro_batches, progress={}, seen=(),
+                    make_ema=ema and (lambda p: EMA(p, ema)), dtype=torch.float32, work_dir=None,
+                    fingerprint={}, validation=None, global_batch=4, expected_count=3.0)
+    run.meter = meter or run.meter
+    if optimizer == "sgd":
+        run.optimizer = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
+    return run
+
+
+def steps(run, n, scale=1.0, ddp=Ddp(), loss_of=loss_of):
+    """Take n steps; yields (learning rate, norm of the gradient, how far the weights moved)."""
+    batches = open_batches(run, Rows(scale), loss_of, ddp)
+    for _ in range(n):
+        before = [p.detach().clone() for p in run.bare.parameters()]
+        _, norm = take_step(run, batches, loss_of, ddp)
+        read_totals(run)
+        moved = math.hypot(*(float((p.detach() - q).norm())
+                             for p, q in zip(run.bare.parameters(), before)))
+        yield run.optimizer.param_groups[0]["lr"], float(norm), moved

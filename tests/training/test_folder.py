@@ -1,0 +1,70 @@
+"""The run folder: whose it is, by its lock."""
+
+import json
+import os
+import socket
+import time
+import types
+from unittest import mock
+
+import pytest
+
+from ddp_setup import Ddp
+from training.files import write_text_atomic
+from training.folder import RunLock, check_lock, process_start
+
+
+def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp_path, monkeypatch):
+    path, pid = tmp_path / "lock.json", os.getppid()
+    faster = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid),
+              "beat": time.time()}
+    dead = json.dumps({**faster, "start": "another"})   # of a process that is gone
+    path.write_text(dead)
+
+    def look_and_be_overtaken(asked):
+        if asked == pid:
+            path.write_text(json.dumps(faster))
+        return process_start(asked)
+
+    monkeypatch.setattr("training.folder.process_start", look_and_be_overtaken)
+    with pytest.raises(ValueError, match=f"in use by process {pid} on "):
+        RunLock(tmp_path)
+    assert json.loads(path.read_text()) == faster and list(tmp_path.iterdir()) == [path]
+    path.write_text(dead)   # which another start takes away just now: no error
+    monkeypatch.setattr("training.folder.process_start", lambda _: path.unlink(missing_ok=True))
+    RunLock(tmp_path).release()
+    assert not list(tmp_path.iterdir())
+
+
+
+def test_a_lock_of_another_host_counts_while_its_heartbeat_goes_on(tmp_path, monkeypatch):
+    def beat(seconds=0):
+        write_text_atomic(tmp_path / "lock.json", json.dumps(
+            {"host": "elsewhere", "pid": 1, "start": 5, "beat": time.time()}))
+
+    monkeypatch.setattr(RunLock, "stale", 2)
+    beat()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", beat)
+        with pytest.raises(ValueError, match="in use by process 1 on elsewhere"):
+            RunLock(tmp_path)
+    start = time.monotonic()
+    RunLock(tmp_path).release()
+    assert 1 <= time.monotonic() - start <= 60 and not (tmp_path / "lock.json").exists()
+
+
+
+def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_path, monkeypatch):
+    # on a file system without hard links, too
+    monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError))
+    monkeypatch.setattr(RunLock, "every", 0.01)
+    lock = RunLock(tmp_path)
+    ready = types.SimpleNamespace(lock=lock, work_dir=tmp_path)
+    check_lock(ready, Ddp())
+    other = json.dumps({"host": "elsewhere", "pid": 7, "start": 5, "beat": time.time()})
+    while not lock.lost:      # a beat under way may still be written after this; then again
+        lock.path.write_text(other)
+    with pytest.raises(RuntimeError, match="taken over by process 7 on elsewhere"):
+        check_lock(ready, Ddp())
+    lock.release()
+    assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]

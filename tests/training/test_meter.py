@@ -1,0 +1,88 @@
+"""What is measured in a step: norms by layer, times, the slow rank."""
+
+import math
+import socket
+
+import pytest
+import torch
+
+from ddp_setup import Ddp
+from toy_run import WIDTH, Rows, loss_of, steps, toy
+from training.meter import StepMeter
+from training_runs import on_ranks, one_thread  # noqa: F401 (a fixture for all)
+
+
+def test_layers_have_the_norms_of_the_mean_gradient_before_clipping_and_of_the_new_weights():
+    """By hand: one backward over all rows. Groups: each numbered block, and what stands alone."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential()
+    model.add_module("blocks", torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH)
+                                                     for _ in range(2))))
+    model.add_module("head", torch.nn.Linear(WIDTH, 1))
+    groups = {"blocks.0": model.blocks[0], "blocks.1": model.blocks[1], "head": model.head}
+    batches = [Rows(100)[0, micro] for micro in range(2)]
+    x, y = (torch.cat([batch[name] for batch in batches]) for name in ("x", "y"))
+    (model(x)[:, 0] - y).square().mean().backward()
+
+    def norms(kind, tensor_of):
+        return {f"{kind}/{name}": math.hypot(*(float(tensor_of(p).norm())
+                                               for p in part.parameters()))
+                for name, part in groups.items()}
+
+    expected = norms("gradients", lambda p: p.grad)
+    model.zero_grad()
+    meter = StepMeter(Ddp(), layers=("gradients", "weights"), log_freq=1, with_histograms=True)
+    for _ in steps(toy(model=model, meter=meter, grad_clip=0.25, lr=0.1), 1, scale=100):
+        found = meter.report()
+    expected |= norms("weights", lambda p: p.detach())
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert sum(meter.histograms["histograms/weights/head"].counts) == WIDTH + 1
+
+
+def measured(ddp):
+    """[weights and norms of a run, those of one that is measured, what was measured]. Rank 1
+    computes much, and at a time takes 200 MB more."""
+    def loss_of_uneven_ranks(model, batch):
+        n = 700 if ddp.rank == 1 else 4
+        for _ in range(3):
+            torch.ones(n, n) @ torch.ones(n, n)
+        return loss_of(model, batch)
+
+    torch.ones(50_000_000 if ddp.rank == 1 else 1)
+    found = []
+    for settings in (dict(), dict(timing_every=1, layers=("gradients", "weights"))):
+        run = toy(ddp=ddp, micro_batches=4, optimizer="adamw", lr=0.01,
+                  meter=StepMeter(ddp, **settings))
+        norms = [norm for _, norm, _ in steps(run, 8, ddp=ddp, loss_of=loss_of_uneven_ranks)]
+        found.append([norms, *(p.tolist() for p in run.bare.parameters())])
+    return [*found, run.meter.report()]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return on_ranks(2, "test_meter", "measured(ddp)", tmp_path_factory.mktemp("two"))
+
+
+def test_measuring_changes_no_bit(two_ranks):
+    plain, timed, _ = two_ranks
+    assert plain == timed
+
+
+def test_the_slow_rank_is_named(two_ranks):
+    values = two_ranks[-1]
+    assert values["time/slowest_rank"] == 1 and values["time/slowest_ratio"] > 1.3
+    assert values["time/slowest_host"] == socket.gethostname()
+
+
+def test_the_rank_with_the_most_memory_is_named(two_ranks):
+    values = two_ranks[-1]
+    assert values["memory/most_host"] == socket.gethostname()
+    assert 0.1 < values["memory/peak_gb_most"] - values["memory/peak_gb_least"] < 1
+
+
+def test_a_rank_waits_in_the_exchange_for_a_slow_one(two_ranks):
+    """Rank 0 for about all of the time that rank 1 computes."""
+    values = two_ranks[-1]
+    shares = {name: values[f"time/{name}"] for name in ("data", "compute", "exchange", "optimizer")}
+    assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
+    assert shares["exchange"] > 0.15 and shares["compute"] > 0.15, shares

@@ -1,0 +1,48 @@
+"""Muon: its update, and how ranks share its work."""
+
+import copy
+
+import torch
+
+from ddp_setup import Ddp, broadcast
+from toy_run import Blocks, steps, toy
+from training.config import CommonOptim
+from training.optimizer import make_optimizer
+from training_runs import on_ranks, one_thread  # noqa: F401 (a fixture for all)
+
+
+def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():
+    """With U S V' the gradient, by lr x 0.2 sqrt(larger side) x U V', but for Newton-Schulz's error
+    (0.7 to 1.2 for 1). AdamW's first step is lr for each weight."""
+    torch.manual_seed(0)
+    model, lr = Blocks(), 0.01
+    optimizer = make_optimizer(model, lr, CommonOptim(name="muon"))
+    before = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        moved = before[name] - p.detach()
+        if name.startswith("body") and p.ndim == 2:
+            U, _, V = torch.linalg.svd(p.grad, full_matrices=False)
+            found = U.T @ moved @ V.T / (lr * 0.2 * max(p.shape)**0.5)
+            assert 0.6 < found.diag().min() and found.diag().max() < 1.3, (name, found)
+            assert (found - found.diag().diag()).abs().max() < 0.05, (name, found)
+        else:
+            torch.testing.assert_close(moved, lr * p.grad.sign(), rtol=1e-3, atol=0)
+
+
+def by_muon(ddp):
+    """Weights and momentum after 8 steps, (ranks, n)."""
+    torch.manual_seed(0)   # before Blocks() draws its weights
+    run = toy(ddp=ddp, micro_batches=4, optimizer="muon", lr=0.01, model=Blocks())
+    list(steps(run, 8, ddp=ddp))
+    momentum = [state["momentum_buffer"] for state in run.optimizer.muon.state.values()]
+    mine = torch.cat([p.detach().flatten() for p in (*run.bare.parameters(), *momentum)])
+    return torch.stack([broadcast(mine.clone(), ddp, rank) for rank in range(ddp.world_size)])
+
+
+def test_ranks_that_share_the_work_of_muon_have_the_state_of_one(tmp_path):
+    first, second = on_ranks(2, "test_optimizer", "by_muon(ddp)", tmp_path)
+    assert first.equal(second)
+    torch.testing.assert_close(first, by_muon(Ddp())[0], rtol=0, atol=1e-3)
