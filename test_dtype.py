@@ -35,17 +35,25 @@ from sedd.fast_cpu import speed_up
 from sedd.model import SEDD
 
 FAILED = 3                  # exit code
-FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = DTYPES = (torch.float64, torch.float32, torch.bfloat16,
-                                                torch.float16)
+FLOAT64 = torch.float64
+FLOAT32 = torch.float32
+BFLOAT16 = torch.bfloat16
+FLOAT16 = torch.float16
+DTYPES = (FLOAT64, FLOAT32, BFLOAT16, FLOAT16)
 # Largest relative error, in units of the dtype's eps (its spacing at 1); 64 eps of float32, in
 # which sums are computed, are added. Seen were 0.5 eps in a product and 1.4 in a network, which
 # rounds dozens of times. Overflow, lost gradients, TF32, or bfloat16 instead of float16 (7 eps)
 # exceed it.
-PRODUCT_EPS, NETWORK_EPS = 1, 4
+PRODUCT_EPS = 1
+NETWORK_EPS = 4
+MOST_TRIES = 20             # steps in which the gradient scaler finds a scale
+FROM_ROUNDING = 0.1         # error of a network that rounded weights alone do not make
 FASTER = 1.1                # least speed-up for which a lower precision is recommended
 WIDTH = 80                  # columns of a terminal
 DRAW_STEPS = 6              # denoising steps of a sample
-GRAPH, NOISE, X_ID = AbsorbingGraph(21), make_noise("loglinear", eps=1e-3), 20
+X_ID = 20                   # the token of an unknown residue, below which the known ones are
+GRAPH = AbsorbingGraph(21)
+NOISE = make_noise("loglinear", eps=1e-3)
 
 
 def short_name(dtype):
@@ -106,8 +114,10 @@ def random_proteinmpnn(width, edges, M, L):
     model = ProteinMPNN(num_edges=edges, hidden_size=width)
     mpnn.fast_cpu.speed_up(model)
     walk = 3.8 * F.normalize(torch.randn(1, L, 3), dim=-1).cumsum(1)
-    X, ones = walk[:, :, None] + torch.randn(1, L, 4, 3), torch.ones(1, L, dtype=torch.int64)
-    S, order = torch.randint(0, X_ID, (M, L)), torch.rand(M, L).argsort(-1)
+    X = walk[:, :, None] + torch.randn(1, L, 4, 3)
+    ones = torch.ones(1, L, dtype=torch.int64)
+    S = torch.randint(0, X_ID, (M, L))
+    order = torch.rand(M, L).argsort(-1)
     return model, (X, ones, torch.arange(L)[None], ones, S, order)
 
 
@@ -155,8 +165,9 @@ def make_small(name, ddp, dtype=FLOAT32):
 def output_and_gradient(name, dtype, ddp):
     """(output, gradient as one vector, both float64 on the CPU; steps until it was finite)."""
     model, batch = make_small(name, ddp, dtype)
-    scaler, optimizer = grad_scaler(dtype, ddp), torch.optim.SGD(model.parameters(), lr=0.0)
-    for tries in range(1, 21):
+    scaler = grad_scaler(dtype, ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for tries in range(1, MOST_TRIES + 1):
         optimizer.zero_grad()
         output, loss = NETWORKS[name].step(model, batch, dtype, ddp)
         scaler.scale(loss).backward()
@@ -185,7 +196,9 @@ def best_times(calls, ddp, limit):
         if ddp.device.type != "cpu":
             getattr(torch, ddp.device.type).synchronize()
 
-    best, rounds, end = dict.fromkeys(calls, math.inf), 0, time.monotonic() + limit * len(calls)
+    best = dict.fromkeys(calls, math.inf)
+    rounds = 0
+    end = time.monotonic() + limit * len(calls)
     while rounds < 3 or time.monotonic() < end:
         for key, call in calls.items():
             wait()
@@ -200,17 +213,20 @@ def best_times(calls, ddp, limit):
 
 def random_factors(ddp):
     """Two square matrices in float64 on the CPU, the same on every rank."""
-    n, generator = 384 if ddp.device.type == "cpu" else 2048, torch.Generator().manual_seed(0)
+    n = 384 if ddp.device.type == "cpu" else 2048
+    generator = torch.Generator().manual_seed(0)
     return [torch.randn(n, n, dtype=FLOAT64, generator=generator) for _ in range(2)]
 
 
 def measure_errors(ddp):
     """Make the table: {dtype: Row}, without seconds."""
-    rows, (a, b) = {}, random_factors(ddp)
+    rows = {}
+    a, b = random_factors(ddp)
     cpu = Ddp()                                     # settings of one process on the CPU
     expected = {name: output_and_gradient(name, FLOAT64, cpu) for name in NETWORKS}
     for dtype in DTYPES:
-        row = rows[dtype] = Row()
+        row = Row()
+        rows[dtype] = row
         try:
             product = a.to(ddp.device, dtype) @ b.to(ddp.device, dtype)
             row.matmul = distance(product.cpu().double(), a @ b)
@@ -228,8 +244,10 @@ def measure_speeds(rows, ddp, limit):
     dtypes = [dtype for dtype in DTYPES if rows[dtype].error is None]
     for what in ("matmul", *NETWORKS):
         try:
-            calls = (matmul_calls(dtypes, ddp) if what == "matmul" else
-                     training_calls(what, dtypes, ddp))
+            if what == "matmul":
+                calls = matmul_calls(dtypes, ddp)
+            else:
+                calls = training_calls(what, dtypes, ddp)
             for dtype, seconds in best_times(calls, ddp, limit).items():
                 rows[dtype].seconds[what] = seconds
         except RuntimeError as error:               # such as out of memory: no speed in the table
@@ -260,7 +278,8 @@ def training_calls(name, dtypes, ddp):
 
 def speed(rows, dtype, what):
     """Speed-up over float32, or None if one of the two was not measured."""
-    seconds, in_float32 = (rows[key].seconds.get(what) for key in (dtype, FLOAT32))
+    seconds = rows[dtype].seconds.get(what)
+    in_float32 = rows[FLOAT32].seconds.get(what)
     return in_float32 / seconds if seconds and in_float32 else None
 
 
@@ -269,12 +288,15 @@ def table(rows):
     lines = ["            matmul     SEDD, error     MPNN, error speed, x float32",
              "dtype        error  output gradient output gradient matmul SEDD MPNN"]
     for dtype, row in rows.items():
-        figures = row.error
-        if not figures:
+        if row.error:
+            figures = row.error
+        else:
             errors = "  ".join(f"{found.output:6.0e}  {found.gradient:6.0e}"
                                for found in row.networks.values())
-            gains = [speed(rows, dtype, what) for what in ("matmul", *NETWORKS)]
-            gains = "".join(f"{gain:5.1f}" if gain else "    -" for gain in gains)
+            gains = ""
+            for what in ("matmul", *NETWORKS):
+                gain = speed(rows, dtype, what)
+                gains += f"{gain:5.1f}" if gain else "    -"
             figures = f"  {row.matmul:6.0e}  {errors}  {gains}"
         lines.append(f"{short_name(dtype):9} {figures}"[:WIDTH])
     return lines
@@ -294,15 +316,20 @@ def all_within(ddp, rows, units, errors_of):
 
     errors_of: function from a Row to its relative errors.
     """
-    holds, parts, needed = True, [], (FLOAT32, choose_dtype(True, ddp.device)[0])
+    of_training, _ = choose_dtype(True, ddp.device)
+    holds = True
+    parts = []
     for dtype, row in rows.items():
         if row.error is not None:
             parts.append(f"no {short_name(dtype)}: {row.error}")
-            holds = holds and dtype not in needed
+            if dtype in (FLOAT32, of_training):
+                holds = False
         else:
-            errors, most = errors_of(row), allowed(dtype, units)
+            errors = errors_of(row)
+            most = allowed(dtype, units)
             parts.append(f"{short_name(dtype)} {max(errors):.1g} of {most:.1g}")
-            holds = holds and all(error <= most for error in errors)
+            if not all(error <= most for error in errors):      # or nan
+                holds = False
     return holds, ", ".join(parts)
 
 
@@ -328,9 +355,11 @@ def tokens_stay_integers(ddp, rows):
     Samples are int64 too. Models refuse tokens in real dtypes: bfloat16 has no odd numbers above
     256.
     """
-    seen, taken = set(), set()     # dtypes that reach embeddings; models that accept real tokens
-    cases = [(FLOAT32, FLOAT32)] + [(weights, half) for half in half_dtypes(rows)
-                                    for weights in (FLOAT32, half)]
+    seen = set()        # dtypes that reach embeddings
+    taken = set()       # models that accept real tokens
+    cases = [(FLOAT32, FLOAT32)]        # (dtype of weights, of autocast)
+    for half in half_dtypes(rows):
+        cases += [(FLOAT32, half), (half, half)]
     for name, network in NETWORKS.items():
         for weights, compute in cases:
             model, batch = make_small(name, ddp)
@@ -338,15 +367,19 @@ def tokens_stay_integers(ddp, rows):
             lookup.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
             with torch.no_grad():
                 network.step(model.to(weights), batch, compute, ddp)
+                real = [x if x.is_floating_point() else x.to(compute) for x in batch]
                 with contextlib.suppress(ValueError):
-                    real = [x if x.is_floating_point() else x.to(compute) for x in batch]
                     network.step(model, real, compute, ddp)
                     taken.add(name)
-    zeros = functools.partial(torch.zeros, device=ddp.device)
-    seen.add(draw(ddp, lambda xt, sigma: zeros(*xt.shape, GRAPH.vocab_size)).dtype)
+
+    def no_preference(xt, sigma):
+        return torch.zeros(*xt.shape, GRAPH.vocab_size, device=ddp.device)
+
+    seen.add(draw(ddp, no_preference).dtype)
+    dtypes = ", ".join(sorted(map(str, seen)))
+    others = f"{', '.join(taken)} took real tokens" if taken else "others are refused"
     return seen == {torch.int64} and not taken, (
-        f"{', '.join(sorted(map(str, seen)))} in {len(cases)} kinds of each model and in samples; "
-        + (f"{', '.join(taken)} took real tokens" if taken else "others are refused"))
+        f"{dtypes} in {len(cases)} kinds of each model and in samples; {others}")
 
 
 def dtypes_of_weights_and_inputs_may_differ(ddp, rows):
@@ -365,8 +398,7 @@ def dtypes_of_weights_and_inputs_may_differ(ddp, rows):
                     errors.append(distance(network.step(model, batch, compute, ddp)[0], exact))
     if not errors:
         return None, "no low precision here"
-    # Errors come from rounded weights. An error of 0.1 is too large for rounding.
-    return all(error < 0.1 for error in errors), (
+    return all(error < FROM_ROUNDING for error in errors), (
         f"models with weights in low precision are within {max(errors):.1g}")
 
 
@@ -398,13 +430,14 @@ def generation_passes_sigma(ddp, rows):
     with torch.no_grad():
         draw(ddp, log_score)
         masked = torch.full_like(xt, GRAPH.mask_id)
-        at_low, at_high = (
-            model(masked, torch.full((len(xt),), sigma, device=ddp.device))
-            [..., :X_ID].log_softmax(-1) for sigma in (0.1, 3.0))
+        at_low = model(masked, torch.full((len(xt),), 0.1, device=ddp.device))
+        at_high = model(masked, torch.full((len(xt),), 3.0, device=ddp.device))
+    low = at_low[..., :X_ID].log_softmax(-1)
+    high = at_high[..., :X_ID].log_softmax(-1)
+    change = (low - high).abs().mean().item()
     expected = NOISE(torch.linspace(1, 1e-5, DRAW_STEPS + 1, dtype=FLOAT64))[0]
     right = len(sigmas) == DRAW_STEPS + 1 and torch.allclose(
         torch.stack(sigmas), expected[:, None].expand(-1, 2), rtol=1e-5)
-    change = (at_low - at_high).abs().mean().item()
     return right and change > 1e-3, (
         f"{len(sigmas)} calls, sigma {sigmas[0][0]:.3g} to {sigmas[-1][0]:.1g}"
         f"{'' if right else ', not sigma(t)'}; from 0.1 to 3 SEDD's ln p changes by {change:.2g}")
@@ -427,7 +460,9 @@ def recommend(rows):
     """
     reasons = []
     for dtype in (BFLOAT16, FLOAT16):
-        row, gain, name = rows[dtype], speed(rows, dtype, "SEDD"), short_name(dtype)
+        row = rows[dtype]
+        gain = speed(rows, dtype, "SEDD")
+        name = short_name(dtype)
         most = allowed(dtype, NETWORK_EPS)
         if row.error is not None:
             reasons.append(f"{name} does not work")
@@ -449,23 +484,18 @@ def report(ddp, limit):
 
     Returns: names of the claims that failed on any rank.
     """
-    rows, failed = measure_errors(ddp), []
+    rows = measure_errors(ddp)
     measure_speeds(rows, ddp, limit)
-    device_name = "cpu" if ddp.device.type == "cpu" else (
-        getattr(torch, ddp.device.type).get_device_name(ddp.device))
+    device_name = "cpu"
+    if ddp.device.type != "cpu":
+        device_name = getattr(torch, ddp.device.type).get_device_name(ddp.device)
     print0(ddp, f"torch {torch.__version__} on {device_name}, {torch.get_num_threads()} thread(s); "
                 f"speeds with SEDD of width {size_for_speed('SEDD', ddp)[0]}")
     print0(ddp, "\n".join(table(rows)))
+    failed = []
     for name, claim in CLAIMS.items():
-        try:
-            holds, figure = claim(ddp, rows)
-        except Exception as error:      # any error fails this claim; check the others too
-            holds, figure = False, f"{type(error).__name__}: {first_line(error)}"
-        failures = [float(holds is False and rank == ddp.rank) for rank in range(ddp.world_size)]
-        ranks = [rank for rank, n in enumerate(all_sum(failures, ddp)) if n]
-        if ranks:
-            figure = broadcast(figure, ddp, ranks[0])
-            holds, figure = False, f"on rank {', '.join(map(str, ranks))}: {figure}"
+        holds, figure = check_on_all_ranks(claim, ddp, rows)
+        if holds is False:
             failed.append(name)
         print0(ddp, textwrap.fill(f"{STATUS[holds]}  {name:<12} {figure}", WIDTH,
                                   subsequent_indent=" " * 19, break_on_hyphens=False))
@@ -475,6 +505,21 @@ def report(ddp, limit):
     print0(ddp, textwrap.fill(summary, WIDTH))
     print0(ddp, f"recommended: memory.mixed_precision: {short_name(dtype)}")
     return failed
+
+
+def check_on_all_ranks(claim, ddp, rows):
+    """What a claim returns, on rank 0; if it fails on any rank, False and the first one's text."""
+    try:
+        holds, figure = claim(ddp, rows)
+    except Exception as error:      # any error fails this claim; check the others too
+        holds = False
+        figure = f"{type(error).__name__}: {first_line(error)}"
+    failures = [float(holds is False and rank == ddp.rank) for rank in range(ddp.world_size)]
+    ranks = [rank for rank, n in enumerate(all_sum(failures, ddp)) if n]
+    if not ranks:
+        return holds, figure
+    figure = broadcast(figure, ddp, ranks[0])
+    return False, f"on rank {', '.join(map(str, ranks))}: {figure}"
 
 
 def make_parser():

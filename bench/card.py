@@ -37,7 +37,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.common import CONFIGS, SCRIPTS, now, training_of, write_prepared
+from bench.common import CONFIGS, SCRIPTS, now, say, training_of, write_prepared
 from bench.sedd import PlainSteps
 from ddp_setup import BAD_INPUT, choose_dtype
 from training.config import Parser, load_config
@@ -59,10 +59,13 @@ MODELS = {   # name: (script, config, overrides)
 
 def flops_per_position(model, length):
     """FLOP of a SEDD's forward and backward pass per position of a sequence of this length."""
-    matrices = [p for block in model.blocks for name, p in block.named_parameters()
-                if p.ndim == 2 and "adaLN" not in name] + [model.output_layer.linear.weight]
+    weights = model.output_layer.linear.weight.numel()
+    for block in model.blocks:
+        for name, parameter in block.named_parameters():
+            if parameter.ndim == 2 and "adaLN" not in name:
+                weights += parameter.numel()
     width = model.n_heads * model.head_dim
-    return 6 * sum(p.numel() for p in matrices) + 12 * len(model.blocks) * width * length
+    return 6 * weights + 12 * len(model.blocks) * width * length
 
 
 def time_steps(take, args, ddp):
@@ -93,7 +96,8 @@ def measure_matmul(n, dtype, args, ddp):
 def time_ours(run, what, args, ddp):
     """(seconds of each repeat, columns of a row) of our step."""
     dataset, loss_of = training_of(run, what, ddp)
-    run.sampler.first = run.progress["step"] = 0
+    run.progress["step"] = 0
+    run.sampler.first = 0
     run.sampler.last = args.warmup + args.steps * args.repeats
     batches = open_batches(run, dataset, loss_of, ddp)
 
@@ -104,6 +108,21 @@ def time_ours(run, what, args, ddp):
 
     times, memory = time_steps(take, args, ddp)
     return times, dict(waits=run.meter.report()["data_wait"], peak_gb=memory)
+
+
+def time_plain(run, args, ddp):
+    """(seconds of each repeat, residues and FLOP of each, columns of a row) of SEDD's plain step,
+    with as many proteins as ours has on average."""
+    plan = run.plan
+    length = plan.max_length
+    n = plan.mean if plan.counted_in == "proteins" else plan.mean / length
+    n = max(round(n), 1)
+    plain = PlainSteps(copy.deepcopy(run.bare), run.config, length, ddp, n)
+    times, memory = time_steps(lambda step: plain.step(run.dtype), args, ddp)
+    residues = plan.residues / plan.proteins
+    flops = length * flops_per_position(run.bare, length)
+    work = np.tile((residues, flops), (args.repeats, 1)) * args.steps * n
+    return times, work, dict(waits=0.0, peak_gb=memory)
 
 
 def work_of_steps(run, what, args):
@@ -126,14 +145,7 @@ def work_of_steps(run, what, args):
 def rows_of(run, what, args, ddp):
     """Yield (name, seconds per repeat, (residues or pairs, FLOP) per repeat, other columns)."""
     if what == "sedd":
-        plan, length = run.plan, run.plan.max_length
-        n = round(plan.mean / (1 if plan.counted_in == "proteins" else length)) or 1
-        plain = PlainSteps(copy.deepcopy(run.bare), run.config, length, ddp, n)
-        times, memory = time_steps(lambda step: plain.step(run.dtype), args, ddp)
-        protein = plan.residues / plan.proteins, length * flops_per_position(run.bare, length)
-        work = np.tile(protein, (args.repeats, 1)) * args.steps * n
-        yield "plain", times, work, dict(waits=0.0, peak_gb=memory)
-        del plain
+        yield "plain", *time_plain(run, args, ddp)
     work = work_of_steps(run, what, args)
     times, columns = time_ours(run, what, args, ddp)
     yield "ours", times, work, columns
@@ -157,33 +169,43 @@ def measure_model(name, args, folder, matmul, ddp):
     """Print and return the rows of a model, as dicts."""
     what, *_ = MODELS[name]
     config = config_of(name, args)
-    config.training.stop_signals, config.monitoring.watchdog_minutes = (), 0
+    config.training.stop_signals = ()
+    config.monitoring.watchdog_minutes = 0
     if what == "sedd":
-        config.data.file, config.memory.compile = str(args.data), False
+        config.data.file = str(args.data)
+        config.memory.compile = False
+    script, _ = SCRIPTS[what]
 
     def prepare():
         with contextlib.redirect_stdout(io.StringIO()):
-            return SCRIPTS[what][0].prepare(config, ddp, folder)
+            return script.prepare(config, ddp, folder)
 
     def measure(run, ddp):
-        rows, n = [], sum(p.numel() for p in run.bare.parameters())
+        n = sum(p.numel() for p in run.bare.parameters())
+        rows = []
         for step, times, work, columns in rows_of(run, what, args, ddp):
             rate, flops = np.median(np.asarray(work) / np.asarray(times)[:, None], 0).tolist()
-            row = dict(model=name, parameters=n, dtype=str(run.dtype)[6:], step=step,
+            row = dict(model=name, parameters=n, dtype=dtype_name(run.dtype), step=step,
                        per_second=rate, flops_per_second=flops, **columns)
-            if what == "sedd":
-                plain = rows[0] if rows else row
-                row |= dict(of_matmul=flops / matmul, of_plain=rate / plain["per_second"])
             rows.append(row)
+            if what == "sedd":
+                row["of_matmul"] = flops / matmul
+                row["of_plain"] = rate / rows[0]["per_second"]
             print(describe_row(row), flush=True)
         return rows
 
+    say(f"{name}: measuring")
     return prepare_and_train(ddp, prepare, measure)
+
+
+def dtype_name(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
 def describe_row(row):
     """A line of the table."""
-    flops, of_plain = " " * 19, "  (pairs/s)"
+    flops = " " * 19
+    of_plain = "  (pairs/s)"
     if row["model"] != "dpo":
         flops = f"{row['flops_per_second'] / 1e12:>9.2f}{row['of_matmul']:>10.1%}"
         of_plain = f"{row['of_plain']:>9.2f}x"
@@ -192,8 +214,7 @@ def describe_row(row):
             f"{row['peak_gb']:>9.2f}{of_plain}")
 
 
-def read_arguments(argv):
-    """Options. Raises: ValueError."""
+def make_parser():
     parser = Parser(prog="python -m bench card", description=__doc__.split("\n")[0],
                     allow_abbrev=False)
     add = parser.add_argument
@@ -208,7 +229,12 @@ def read_arguments(argv):
     add("--compile", action="store_true", help="compiled rows on devices other than CUDA, too")
     add("--json", type=Path, help="file to write the rows to")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+def read_arguments(argv):
+    """Options. Raises: ValueError."""
+    args = make_parser().parse_intermixed_args(argv)
     args.models = args.models.split(",")
     for name, value in vars(args).items():
         if type(value) is int and value < 1:
@@ -217,17 +243,24 @@ def read_arguments(argv):
         raise ValueError(f"--data {args.data} is not a folder; expected one that "
                          "prepare_uniref50.py made")
     if args.json:
-        if not args.json.absolute().parent.is_dir():
-            raise ValueError(f"--json {args.json}: found no such folder; expected one that exists")
-        if args.json.exists() and not (args.json.is_file() and '"matmul_rows"' in
-                                       args.json.read_text("utf-8", "replace")):
-            raise ValueError(f"--json {args.json} is no file that python -m bench card wrote; "
-                             "expected one or a new name")
-    if unknown := {*args.models} - {*MODELS}:
+        check_json(args.json)
+    unknown = [name for name in args.models if name not in MODELS]
+    if unknown:
         raise ValueError(f"--models: found {', '.join(unknown)}; expected {', '.join(MODELS)}")
     for name in args.models:   # check all now, not after an hour of measuring the first ones
         config_of(name, args)
     return args
+
+
+def check_json(path):
+    """Raises: ValueError if the file can't be written, or is somebody else's."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--json {path}: found no such folder; expected one that exists")
+    if not path.exists():
+        return
+    if not path.is_file() or '"matmul_rows"' not in path.read_text("utf-8", "replace"):
+        raise ValueError(f"--json {path} is no file that python -m bench card wrote; "
+                         "expected one or a new name")
 
 
 def measure_card(args, ddp):
@@ -237,21 +270,23 @@ def measure_card(args, ddp):
     dtype, _ = choose_dtype(True, ddp.device)
     if ddp.device.type == "cpu":
         torch.set_num_threads(1)
-        name, n = "one CPU thread", args.matmul or 1024
+        name = "one CPU thread"
+        n = args.matmul or 1024
     else:
-        name, n = getattr(torch, ddp.device.type).get_device_name(ddp.device), args.matmul or 8192
+        name = getattr(torch, ddp.device.type).get_device_name(ddp.device)
+        n = args.matmul or 8192
     matmul = measure_matmul(n, dtype, args, ddp)
     print(f"{name}, torch {torch.__version__}: {matmul / 1e12:.2f} TFLOP/s in products of "
-          f"{n:,} x {n:,} matrices in {str(dtype)[6:]}\n{'model':<6}{'parameters':>10}  "
+          f"{n:,} x {n:,} matrices in {dtype_name(dtype)}\n{'model':<6}{'parameters':>10}  "
           f"{'dtype':<9}{'step':<9}{'residues/s':>12}{'TFLOP/s':>9}{'of matmul':>10}{'waits':>7}"
           f"{'peak GB':>9}{'of plain':>10}", flush=True)
+    found = dict(device=name, torch=torch.__version__, dtype=dtype_name(dtype), matmul_rows=n,
+                 matmul_flops_per_second=matmul, rows=[])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         if args.data is None and args.models != ["dpo"]:
             args.data = Path(folder, "prepared")
             write_prepared(args.data, args.proteins)
             args.overrides.append("data.val_fraction=0")
-        found = dict(device=name, torch=torch.__version__, dtype=str(dtype)[6:], matmul_rows=n,
-                     matmul_flops_per_second=matmul, rows=[])
         for model in args.models:
             found["rows"] += measure_model(model, args, Path(folder, model), matmul, ddp)
             if args.json:   # after each model, as the next may run out of memory

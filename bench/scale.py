@@ -118,7 +118,7 @@ def measure_run(run, settings, args, ddp):
     size = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     return dict(
         what=args.what, config=Path(args.config).name, overrides=args.overrides,
-        device=ddp.device.type, backend=ddp.backend, dtype=str(run.dtype)[6:],
+        device=ddp.device.type, backend=ddp.backend, dtype=str(run.dtype).removeprefix("torch."),
         optimizer=run.config.optim.name, ranks=ddp.world_size,
         unit=run.plan.counted_in if args.what == "sedd" else "pairs",
         largest=max(args.ranks, default=ddp.world_size), train=args.train,

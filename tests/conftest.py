@@ -81,7 +81,7 @@ def brought_up(scripts, lock, **env):
     """Between SCRIPTS_up.sh and SCRIPTS_down.sh, while no other run of the tests on this machine
     holds `lock`: what they make can exist once."""
     def run(end):
-        return subprocess.run(["bash", f"{scripts}_{end}.sh"], timeout=120, text=True,
+        return subprocess.run(["bash", f"{scripts}_{end}.sh"], timeout=600, text=True,
                               env=launchers.clean_environment(env=env), stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -130,7 +130,7 @@ def two_hosts(shared):
             for here, there in (("hostA", "hostB"), ("hostB", "hostA")):
                 ask = f"(: < /dev/tcp/{launchers.HOSTS[there]}/9) 2>&1 | grep -q refused"
                 command = shlex.join(["bash", "-c", f"until {ask}; do :; done"])
-                subprocess.run([launchers.HOST_SHELL, here, command], check=True, timeout=60)
+                subprocess.run([launchers.HOST_SHELL, here, command], check=True, timeout=300)
 
     with brought_up(shared / "cluster" / "netns", "two-hosts-of-tests"):
         launchers.HOST_SHELL = shared / "cluster" / "nsrsh.sh"

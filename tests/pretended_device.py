@@ -103,22 +103,19 @@ def compute(operation, args, kwargs):
     if here and there and operation not in COPIES:
         raise RuntimeError(f"{operation} of {here[0].shape} on the device and {there[0].shape}, "
                            f"which is not")
-    if here and (operation in READS or operation in INDEXING and any(
-            index is not None and index.dtype == torch.bool for index in args[1])):
+    if here and reads_values(operation, args):
         note_wait()
-    if operation in COPIES and not kwargs.get("non_blocking", len(args) > 2 and args[2]):
-        sides = {isinstance(x, OnDevice) for x in tensors}
-        if kwargs.get("device"):
-            sides.add(torch.device(kwargs["device"]).type == NAME)
-        if len(sides) > 1:
-            note_wait()
+    if operation in COPIES and copies_between(tensors, args, kwargs):
+        note_wait()
     if operation in (aten.is_pinned.default, aten._pin_memory.default):
         return operation == aten.is_pinned.default or args[0]
     device = torch.device(kwargs.get("device") or (NAME if here else "cpu"))
     if device.type == NAME and kwargs.get("generator") is not None:
         raise RuntimeError(f"{operation} on the device by a generator that is not there")
-    kwargs = {**kwargs, **({"device": torch.device("cpu")} if kwargs.get("device") else {})}
+    kwargs = dict(kwargs)
     kwargs.pop("pin_memory", None)
+    if kwargs.get("device"):
+        kwargs["device"] = torch.device("cpu")
     given = {id(bare(x)): x for x in tensors}
 
     def wrapped(x):
@@ -127,6 +124,25 @@ def compute(operation, args, kwargs):
         return OnDevice(x) if device.type == NAME else x
 
     return tree_map(wrapped, operation(*tree_map(bare, args), **tree_map(bare, kwargs)))
+
+
+def reads_values(operation, args):
+    """Whether the host has to know values of the device's tensors for this operation."""
+    if operation in READS:
+        return True
+    if operation not in INDEXING:
+        return False
+    return any(index is not None and index.dtype == torch.bool for index in args[1])
+
+
+def copies_between(tensors, args, kwargs):
+    """Whether a copy goes from or to the device, and the host waits for it."""
+    if kwargs.get("non_blocking", len(args) > 2 and args[2]):
+        return False
+    sides = {isinstance(x, OnDevice) for x in tensors}
+    if kwargs.get("device"):
+        sides.add(torch.device(kwargs["device"]).type == NAME)
+    return len(sides) > 1
 
 
 def bare(x):

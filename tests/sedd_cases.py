@@ -54,7 +54,8 @@ class TrueScores(torch.nn.Module):
 
     def __init__(self, p, graph):
         super().__init__()
-        self.graph, self.anything = graph, torch.nn.Parameter(torch.zeros(1))
+        self.graph = graph
+        self.anything = torch.nn.Parameter(torch.zeros(1))
         # neither X nor the mask in clean data
         self.p = torch.cat([p, torch.full((graph.vocab_size - 20,), 1e-30)])
 

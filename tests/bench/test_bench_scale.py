@@ -31,7 +31,8 @@ def test_launches_add_up_to_a_table_a_prediction_and_a_picture(tmp_path, extras,
     rows = {(row["scaling"], row["variant"], row["ranks"]): row for row in found["table"]}
     assert {("weak", name, 2) for name in ("alone", "bucket 1 MB", "static graph", "bfloat16")} | {
         ("strong", "", 2)} < rows.keys()
-    weak, first = rows["weak", "", 2], rows["weak", "", 1]
+    weak = rows["weak", "", 2]
+    first = rows["weak", "", 1]
     assert weak["batch"] == 2 * first["batch"] == pytest.approx(512, rel=0.1)
     assert first["speed_up"] == 1
     assert weak["speed_up"] == pytest.approx(2 * first["seconds"] / weak["seconds"])
@@ -59,7 +60,10 @@ def test_launches_add_up_to_a_table_a_prediction_and_a_picture(tmp_path, extras,
 def test_a_step_is_predicted_as_a_ring_passes_it_on_and_the_slowest_rank_ends_it():
     """Every rank passes a part of size / N to the next, N - 1 times to sum and as often to share;
     a step lasts as long as the slowest rank's own work."""
-    random, size, latency, bandwidth = np.random.default_rng(0), 1e6, 2e-4, 1e8
+    random = np.random.default_rng(0)
+    size = 1e6
+    latency = 2e-4
+    bandwidth = 1e8
     for ranks in (2, 6):
         clock = 2 * (ranks - 1) * (latency + size / ranks / bandwidth)
         link = Link(latency, bandwidth, ring=True)
@@ -79,7 +83,9 @@ def test_a_step_is_predicted_as_a_ring_passes_it_on_and_the_slowest_rank_ends_it
 def test_the_noise_scale_is_that_of_gaussian_gradients():
     """The gradient of w x is x: of a mean g, |g|^2 = 4, and a variance of 5 per coordinate. The
     global batch counts every example twice, as the unit of a batch may be another one."""
-    random, g, sizes = torch.Generator().manual_seed(1), torch.full((50,), 2 / 50**0.5), (4, 10, 16)
+    random = torch.Generator().manual_seed(1)
+    g = torch.full((50,), 2 / 50**0.5)
+    sizes = (4, 10, 16)
     batches = [{"seed": 0, "x": g + 5**0.5 * torch.randn(sizes[k % 3], 50, generator=random)}
                for k in range(320)]
     model = torch.nn.Linear(50, 1, bias=False)

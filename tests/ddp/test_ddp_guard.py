@@ -98,7 +98,7 @@ def run(text, folder, *words, before=("-m", "ddp_guard"), env=None, **options):
     (folder / "script.py").write_text(text)
     return subprocess.run([sys.executable, *before, folder / "script.py", *words], text=True,
                           env=clean_environment(env={"PYTHONPATH": ROOT, **(env or {})}),
-                          timeout=60, **{"stdout": PIPE, "stderr": PIPE, **options})
+                          timeout=600, **{"stdout": PIPE, "stderr": PIPE, **options})
 
 
 def test_a_place_is_the_innermost_frames_of_the_main_thread_outside_libraries(tmp_path):

@@ -19,7 +19,8 @@ NAN = float("nan")
 def rows(seconds=(1, 1, 1, 1), **changes):
     """A table in which all is well. seconds: of a step, per dtype. changes: by dtype, the error of
     its row, or the errors of networks."""
-    table, exact = {}, dict.fromkeys(("SEDD", "ProteinMPNN"), Errors(0.0, 0.0))
+    exact = dict.fromkeys(("SEDD", "ProteinMPNN"), Errors(0.0, 0.0))
+    table = {}
     for dtype, time in zip(script.DTYPES, seconds):
         networks = {**exact, **changes.get(script.short_name(dtype), {})}
         table[dtype] = Row(networks.pop("error", None), 0.0, networks,
@@ -103,7 +104,8 @@ def test_on_the_way_to_the_device_tokens_stay_integers_and_noise_levels_exact():
 
 
 def test_generation_in_training_gives_the_network_sigma_and_not_t():
-    config, sigmas = config_with("monitoring.sample_steps=3"), []
+    config = config_with("monitoring.sample_steps=3")
+    sigmas = []
     model, _ = script.make("SEDD", (16, 1, 2, 8), "cpu")
     model.register_forward_pre_hook(lambda _, args: sigmas.append(args[1][0].item()))
     sample_proteins(model, config, script.GRAPH, script.NOISE, np.array([9, 12]), 0, Ddp(),

@@ -621,7 +621,7 @@ def test_as_process_1_of_a_container_too_a_rank_is_ended(name, tmp_path, table):
     chain = Chain("python", tmp_path, None, table)
     done = subprocess.run(
         [*apart, sys.executable, *chain.words, WATCHED], cwd=tmp_path, text=True,
-        capture_output=True, timeout=120, env=clean_environment(env=chain.environment(fault.fault)))
+        capture_output=True, timeout=600, env=clean_environment(env=chain.environment(fault.fault)))
     row.exit, row.status = str(done.returncode), str(read_status(chain.run_dir).get("code"))
     table.append(row)
     assert (row.exit, row.status) == (str(fault.code),) * 2, done.stdout + done.stderr

@@ -244,7 +244,7 @@ class Site:
         if script == "slurm.sh":
             return self.run_slurm(**given)
         with self.start(script, job, **{"PREFLIGHT": "", **given}) as running:
-            result = running.wait(60)
+            result = running.wait(600)
         self.printed = result.text
         return result.returncode
 
@@ -434,7 +434,7 @@ class SlurmJob(contextlib.AbstractContextManager):
 
     def ask(self, *words):
         done = subprocess.run(words, cwd=self.folder, env=self.env, capture_output=True, text=True,
-                              timeout=60)
+                              timeout=600)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
 
@@ -547,7 +547,7 @@ def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undistu
         mpiexec, = [pid for pid in job.pids() if launchers.about(pid, "comm").startswith("mpiexec")]
         for pid in (job.process.pid, mpiexec):    # as PBS does; SIGKILL would follow after 10 s
             os.kill(pid, signal.SIGTERM)
-        result = job.wait(timeout=60, leftover_grace=5)     # seconds, where the machine is idle
+        result = job.wait(timeout=300, leftover_grace=5)     # seconds, where the machine is idle
     text, cancelled = logs(project), stopped_at(run_dir, "SIGTERM")
     assert result.returncode == 75 and result.leftover == [], result.text + text
     assert not site.goes_on()
@@ -610,9 +610,9 @@ while :; do sleep 0.1; done
     env = {**MULTINODE, "PYTHON": site.folder / "bin" / "python", "NODE_RANK": 1, "NPROC": ""}
     with Running(["bash", "jobs/torchrun_multinode.sh"], project,
                  clean_environment(env=env)) as running:
-        running.wait_for("checking", timeout=60)
+        running.wait_for("checking", timeout=600)
         os.killpg(running.process.pid, getattr(signal, name))      # as a terminal does
-        result = running.wait(60)
+        result = running.wait(600)
     asked, = (project / "asked").read_text().splitlines()
     assert result.returncode == code and asked.startswith("test_aurora_ddp.py"), result.text
 
@@ -624,7 +624,7 @@ def test_torchrun_on_two_hosts_stops_at_a_signal_to_one_and_goes_on_by_the_same_
     with multinode(project) as running:
         running.wait_for(f"step 7/{STEPS}", timeout=400)
         running.processes[1].send_signal(signal.SIGTERM)
-        result = running.wait(timeout=100)
+        result = running.wait(timeout=400)
     assert result.returncode == 75 and result.leftover == [], result.text
     saved = stopped_at(run_dir, "SIGTERM")
     assert " passed, 0 failed" in result.stdout     # of the pre-flight

@@ -50,7 +50,7 @@ def test_a_lock_of_another_host_counts_while_its_heartbeat_goes_on(tmp_path, mon
             RunLock(tmp_path)
     start = time.monotonic()
     RunLock(tmp_path).release()
-    assert 1 <= time.monotonic() - start <= 60 and not (tmp_path / "lock.json").exists()
+    assert 1 <= time.monotonic() - start <= 300 and not (tmp_path / "lock.json").exists()
 
 
 
