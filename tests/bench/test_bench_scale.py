@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,14 +21,21 @@ TINY = ["model.hidden_size=16", "model.n_blocks=1", "model.n_heads=1", "model.co
         "training.tokens_per_batch=256", "data.max_length=64", "data.demo_proteins=300"]
 
 
-def test_launches_add_up_to_a_table_a_prediction_and_a_picture(tmp_path, extras, monkeypatch):
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """(folder, contents of its scale.json) after two launches, of two ranks and of one."""
+    folder = tmp_path_factory.mktemp("scale")
     words = ["-m", "bench", "scale", "--steps=2", "--repeats=1", "--predict=2,8",
              "--json=scale.json", "--device=cpu", *TINY]
-    for done in (fork_ranks(2, [*words, "--ranks=1,2", "--variants"], tmp_path),
-                 fork_ranks(1, [*words, "--ranks=1"], tmp_path, {"PYTHONPATH": ROOT})):
+    for done in (fork_ranks(2, [*words, "--ranks=1,2", "--variants"], folder),
+                 fork_ranks(1, [*words, "--ranks=1"], folder, {"PYTHONPATH": ROOT})):
         assert done.returncode == 0 and max(map(len, done.stdout.splitlines())) <= 100, done.text
-    assert [path.name for path in tmp_path.iterdir()] == ["scale.json"]
-    found = json.loads((tmp_path / "scale.json").read_text())
+    assert [path.name for path in folder.iterdir()] == ["scale.json"]
+    return folder, json.loads((folder / "scale.json").read_text())
+
+
+def test_launches_add_up_to_a_table(measured):
+    _, found = measured
     assert [launch["ranks"] for launch in found["launches"]] == [2, 1]
     rows = {(row["scaling"], row["variant"], row["ranks"]): row for row in found["table"]}
     assert {("weak", name, 2) for name in ("alone", "bucket 1 MB", "static graph", "bfloat16")} | {
@@ -39,22 +48,47 @@ def test_launches_add_up_to_a_table_a_prediction_and_a_picture(tmp_path, extras,
     assert weak["efficiency"] == pytest.approx(weak["speed_up"] / 2)
     for row in rows.values():
         assert sum(row["parts"].values()) == pytest.approx(row["seconds"])
-    assert [row["batch"] for row in found["predicted"]] == [weak["batch"], 4 * weak["batch"]]
+
+
+def test_launches_predict_other_numbers_of_ranks_and_check_themselves(measured):
+    _, found = measured
+    weak, = [row["batch"] for row in found["table"]
+             if (row["scaling"], row["variant"], row["ranks"]) == ("weak", "", 2)]
+    assert [row["batch"] for row in found["predicted"]] == [weak, 4 * weak]
     assert found["errors"].keys() == {"weak 2", "strong 2"}
+
+
+def test_launches_of_another_backend_are_not_merged(measured):
+    _, found = measured
     two, one = found["launches"]
     assert merge([{**two, "backend": "nccl"}, two, one])[2]["launches"] == 1
+
+
+def test_a_report_of_the_file_alone_draws_its_table(measured, extras, tmp_path, monkeypatch):
+    if not importlib.util.find_spec("matplotlib"):
+        pytest.skip("needs matplotlib, which jobs/test.sh installs")
+    folder, found = measured
+    shutil.copy(folder / "scale.json", tmp_path)
     monkeypatch.chdir(tmp_path)
-    if importlib.util.find_spec("matplotlib"):
-        bench_scale.main(["--json=scale.json", "--plot=scale.png"])
-        assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
-        assert json.loads((tmp_path / "scale.json").read_text())["table"] == found["table"]
-    # while this was measured, another job has damaged the file
-    monkeypatch.setattr(bench_scale, "measure", lambda *_: (tmp_path / "bad.json").write_text("[")
-                        and one)
+    bench_scale.main(["--json=scale.json", "--plot=scale.png"])
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "scale.json").read_text())["table"] == found["table"]
+
+
+def test_a_file_that_another_job_damaged_meanwhile_is_left_and_another_written(
+        measured, tmp_path, monkeypatch):
+    launch = measured[1]["launches"][1]
+    monkeypatch.chdir(tmp_path)
+
+    def damage(*_):
+        Path("bad.json").write_text("[")
+        return launch
+
+    monkeypatch.setattr(bench_scale, "measure", damage)
     args = SimpleNamespace(device="cpu", backend="auto", json="bad.json")
     bench_scale.measure_here(args, None)
-    assert bench_scale.read_launches(args.json) == [one]
-    assert (tmp_path / "bad.json").read_text() == "["
+    assert bench_scale.read_launches(args.json) == [launch]
+    assert Path("bad.json").read_text() == "["
 
 
 def test_a_step_is_predicted_as_a_ring_passes_it_on_and_the_slowest_rank_ends_it():

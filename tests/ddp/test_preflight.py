@@ -72,24 +72,44 @@ def assert_found(result, tmp_path, **expected):
     assert "Traceback" not in result.text, result.text
 
 
-@pytest.mark.parametrize("launcher", [None, slow("mpich")])
-def test_two_healthy_ranks_pass_leave_nothing_and_the_bandwidth_is_a_table(tmp_path, launcher):
-    (tmp_path / "bad_hosts").write_text("of-a-former-run\n")
-    result = check(tmp_path, "--claims", "--bandwidth", "--max_mib", "4", "--work_dir", "runs",
-                   launcher=launcher, env=GUARDED)
-    assert result.returncode == 0 and result.leftover == [] and result.stderr == "", result.text
+@pytest.fixture(scope="module", params=[None, slow("mpich")])
+def healthy(request, tmp_path_factory):
+    """(folder, Result) of all checks on two ranks."""
+    folder = tmp_path_factory.mktemp("healthy")
+    (folder / "bad_hosts").write_text("of-a-former-run\n")
+    return folder, check(folder, "--claims", "--bandwidth", "--max_mib", "4", "--work_dir", "runs",
+                         launcher=request.param, env=GUARDED)
+
+
+def test_two_healthy_ranks_pass(healthy):
+    _, result = healthy
+    assert result.returncode == 0 and result.stderr == "", result.text
     assert {name: status for name, (status, _) in lines_of(result).items()} == {
         **dict.fromkeys(CHECKS, "PASS"), "ipex": "SKIP"}, result.text
+    assert "suspect" not in result.stdout
+
+
+def test_two_healthy_ranks_leave_nothing_but_an_empty_list_of_suspects(healthy):
+    folder, result = healthy
+    assert result.leftover == []
+    assert [p.name for p in folder.iterdir()] == ["bad_hosts"]    # the run folder is as it was
+    assert (folder / "bad_hosts").read_text() == ""
+
+
+def test_where_the_ranks_run_is_a_table(healthy):
+    _, result = healthy
     assert re.search(rf"^ +1  {re.escape(HOST)} +1  cpu ", result.stdout, re.M), result.text
-    assert "suspect" not in result.stdout and (tmp_path / "bad_hosts").read_text() == ""
-    assert [p.name for p in tmp_path.iterdir()] == ["bad_hosts"]    # the run folder is as it was
+    assert max(map(len, result.stdout.partition("PASS")[2].splitlines())) <= 80, result.text
+
+
+def test_the_bandwidth_is_a_table_of_sizes(healthy):
+    _, result = healthy
     rows = re.findall(r"^ +(\d+) (KiB|MiB) +([\d.]+) +([\d.]+)\b", result.stdout, re.M)
     sizes = [int(size) * {"KiB": 2**10, "MiB": 2**20}[unit] for size, unit, _, _ in rows]
     assert sizes == [2**10 * 4**k for k in range(7)], result.text
     for size, (_, _, time, rate) in zip(sizes, rows):   # each of two ranks sends the size once
         expected = size / (float(time) * 1e-6) / 1e9
         assert float(rate) == pytest.approx(expected, rel=1e-2, abs=6e-5), result.text
-    assert max(map(len, result.stdout.partition("PASS")[2].splitlines())) <= 80, result.text
 
 
 def test_one_rank_skips_what_needs_two_and_says_why(tmp_path):
