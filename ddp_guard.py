@@ -12,7 +12,8 @@ prints `FAILED: rank R of N on HOST: ...`, and all guards kill their ranks and e
 Messages are lines of JSON. Rank to guard, over DDP_GUARD_FD ("file descriptor:guard's process id"):
   {"serve": host}         rank 0: listen for the other guards; answer: {"address": hub}
   {"join": {"rank", "size", "launcher", "hub"}}    hub: that address, passed on by rank 0
-  {"watch": {"limit", "run_dir", "stacks"}}    seconds (0: none), folder, file for the stacks
+  {"watch": {"limit", "run_dir", "stacks"}}    seconds (0: none), folder, file for the stacks; a key
+          that is absent stays as it was: ddp_setup.py tells the limit, training/watch.py the others
   {"step": number or null}, {"checkpoint": text}   progress; what a next start continues from
   {"failed": {"code", "cause", "text", "secondary", "retry"}}    see ddp_setup.abort
   {"bye": seconds}, {"left": true}    cleanup_ddp begins (limit for the others), and is over
@@ -143,7 +144,7 @@ def describe_hang(ranks):
     groups = {}
     for rank in ranks:
         stopped = bool(rank.stacks and not rank.place)
-        place = "stopped: no answer" if stopped else f"in {rank.place or 'code outside watch_run'}"
+        place = "stopped: no answer" if stopped else f"in {rank.place or 'an unknown place'}"
         groups.setdefault((not stopped, rank.step or 0, place), []).append(rank)
     order = sorted(reversed(groups), key=lambda group: (*group[:2], len(groups[group])))
     stories = [f"rank {names(groups[group])}, last step {group[1]}, {group[2]}" for group in order]

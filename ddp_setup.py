@@ -315,8 +315,8 @@ __all__ = [
     "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum", "autocast",
     "barrier", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "ddp_sampler",
     "detect_launcher", "grad_scaler", "gradient_sync", "load_checkpoint", "optimize_with_ipex",
-    "print0", "save_checkpoint", "seed_for", "setup_ddp", "stop_reason", "stop_wanted",
-    "unwrap_ddp", "worker_init", "wrap_ddp"]
+    "note_progress", "print0", "save_checkpoint", "seed_for", "setup_ddp", "start_watch",
+    "stop_reason", "stop_wanted", "unwrap_ddp", "worker_init", "wrap_ddp"]
 
 AGAIN = 75         # exit codes, beside 0 finished and 1 failed: stopped on request, work is left
 HANG = 70          # no progress

@@ -2,11 +2,13 @@
 
 Ranks started "by hand", without a launcher, show what ddp_guard does by itself.
 """
+import os
 import re
 import shutil
 import signal
 import socket
 import sys
+import time
 
 import pytest
 import torch
@@ -406,12 +408,117 @@ def test_an_mpirun_of_another_mpi_is_refused_instead_of_many_runs_of_one_rank(tm
     assert result.stderr.count("built for another MPI") == 1, result.text
 
 
+# ---------------------------------------------------------------- the file without the others
+def script_beside_the_one_file(folder, text):
+    """A script in a folder that holds nothing else of the project but ddp_setup.py."""
+    shutil.copy(ROOT / "ddp_setup.py", folder)
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def two_ranks(path, folder, **env):
+    """ForkedRanks without a guard."""
+    env = {"DDP_WORLD_SIZE": 2, "DDP_LOCAL_WORLD_SIZE": 2, "MASTER_PORT": free_port(),
+           "DDP_GUARD": 0, **env}
+    return ForkedRanks([path], folder, {rank: dict(env, DDP_RANK=rank, DDP_LOCAL_RANK=rank)
+                                        for rank in range(2)})
+
+
+STOPPING = """
+import sys, time
+from ddp_setup import setup_ddp, stop_reason, cleanup_ddp
+ddp = setup_ddp(quiet=True)
+step = 0
+reason = ""
+while not reason:
+    step += 1
+    reason = stop_reason(ddp, step, stop_file="out/STOP")
+    if step == 2:
+        print("training", flush=True)
+    time.sleep(0.02)
+print(f"stopped after step {step}: {reason}")
+cleanup_ddp(ddp)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("request_, reason", [
+    ("SIGTERM", r"SIGTERM on rank 1 \(\S+\)"), ("SIGUSR1", r"SIGUSR1 on rank 1 \(\S+\)"),
+    ("SIGINT", r"SIGINT on rank 1 \(\S+\)"),
+    ("file", r"\S+/out/STOP exists; remove it before the next start"),
+    ("deadline", "DDP_DEADLINE is reached")])
+def test_the_file_alone_has_all_ranks_stop_after_the_same_step_on(request_, reason, tmp_path):
+    env = {"DDP_DEADLINE": time.time() + 8} if request_ == "deadline" else {}
+    path = script_beside_the_one_file(tmp_path, STOPPING)
+    (tmp_path / "out").mkdir()
+    with two_ranks(path, tmp_path, **env) as ranks:
+        ranks.wait_for("training")
+        if request_ == "file":
+            (tmp_path / "out" / "STOP").touch()
+        elif request_ != "deadline":
+            os.kill(ranks.pids[1], getattr(signal, request_))
+        assert ranks.codes() == [75, 75], ranks.err()
+        assert ranks.out(0) == ranks.out(1)
+        assert re.search(rf"stopped after step \d+: {reason}\n", ranks.out(0)), ranks.out(0)
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
+        "ddp_setup.py", "script.py", "out"}
+
+
+def test_the_file_alone_ends_a_run_at_once_on_the_second_ctrl_c(tmp_path):
+    path = script_beside_the_one_file(tmp_path, """
+import time
+from ddp_setup import setup_ddp, stop_reason
+with setup_ddp(quiet=True) as ddp:
+    stop_reason(ddp, 0)
+    print("training", flush=True)
+    time.sleep(600)
+""")
+    with ForkedRanks([path], tmp_path, {0: {"DDP_GUARD": 0}}) as ranks:
+        ranks.wait_for("training")
+        os.kill(ranks.pids[0], signal.SIGINT)
+        launchers.await_that(lambda: "Ctrl-C once more" in ranks.err(), 60, ranks.err)
+        time.sleep(0.5)     # SIGINTs in quick succession are one Ctrl-C
+        os.kill(ranks.pids[0], signal.SIGINT)
+        assert ranks.codes() == [130], ranks.err()
+        assert "FAILED: rank 0 of 1 on " in ranks.err() and own_tracebacks(ranks.err()) == 0
+
+
+@pytest.mark.parametrize("launcher", ["mpich", slow("torchrun"), slow("openmpi")])
+def test_the_file_alone_ends_the_other_rank_when_one_fails(launcher, tmp_path):
+    script_beside_the_one_file(tmp_path, """
+import time
+from ddp_setup import barrier, setup_ddp
+with setup_ddp(quiet=True) as ddp:
+    barrier(ddp)
+    if ddp.rank == 1:
+        raise ValueError("on purpose")
+    time.sleep(600)
+""")
+    result = run_ranks(launcher, 2, ["script.py"], cwd=tmp_path)
+    assert result.returncode != 0 and result.leftover == [], result.text
+    assert re.search(r"^FAILED: rank 1 of 2 on \S+: ValueError: on purpose\.$", result.stderr,
+                     re.MULTILINE), result.text
+
+
+def test_the_file_alone_ends_a_rank_that_makes_no_progress_and_shows_where_it_is(tmp_path):
+    path = script_beside_the_one_file(tmp_path, """
+import time
+from ddp_setup import setup_ddp, start_watch
+start_watch(setup_ddp(quiet=True), minutes=1 / 60)
+def stuck():
+    time.sleep(600)
+stuck()
+""")
+    result = fork_ranks(1, [path], tmp_path)
+    assert result.returncode == 1 and "in stuck" in result.stderr, result.text
+
+
 @pytest.mark.parametrize("launcher, n", [
     ("python", 1), ("mpich", 2), slow("torchrun", 2), slow("openmpi", 4)])
 def test_the_script_of_the_readme_runs_as_it_stands_beside_the_one_file(launcher, n, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (tmp_path / "script.py").write_text(next(block for block in blocks if "setup_ddp" in block))
-    shutil.copy(ROOT / "ddp_setup.py", tmp_path)
+    script_beside_the_one_file(tmp_path, next(block for block in blocks if "setup_ddp" in block))
     result = run_ranks(launcher, n, ["script.py"], cwd=tmp_path)
     assert (result.returncode, result.stderr, result.leftover) == (0, "", []), result.text
     assert result.stdout.count("epoch 9  loss") == 1, result.text

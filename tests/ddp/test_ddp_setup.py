@@ -11,6 +11,7 @@ import threading
 import time
 import types
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -418,6 +419,18 @@ def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
 
 
 # ---------------------------------------------------------------- --doctor
+def test_the_doctor_lists_all_variables_that_are_read(capsys):
+    assert ddp_setup._main(["--doctor", "--help"]) == 0
+    said = capsys.readouterr().out
+    code = Path(ddp_setup.__file__).read_text()
+    for name in {*re.findall(r'env(?:iron)?\.get\("(\w+)"', code), "RANK", "PMI_RANK"}:
+        assert name in said or name.startswith(("SLURM_", "TORCHELASTIC_")), name
+
+
+def test_without_an_option_the_file_tells_its_usage(capsys):
+    assert "--doctor [--help]" in ddp_setup._main([])
+
+
 @pytest.mark.parametrize("ranks, env, code, said", [
     (2, {}, 0, (f"torch {torch.__version__}, numpy ", "gloo True", "rank from RANK", "rank 0 of 2",
                 "device cpu", "backend gloo", "MASTER_ADDR: 127.0.0.1 is 127.0.0.1",
