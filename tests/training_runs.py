@@ -163,18 +163,23 @@ def train(what, settings, folder, ddp, loop=None):
     prepare_and_train(ddp, lambda: script.prepare(config, ddp, Path(folder)), loop or script.train)
 
 
+def loss_of(run, what, ddp):
+    """Function (model, batch) of the loss, as a training script makes it."""
+    def micro_batch_loss(model, batch):
+        if what == "sedd":
+            return train_sedd_ddp.micro_batch_loss(model, batch, run.graph, run.config, ddp,
+                                                   run.dtype)
+        return train_dpo_ddp.micro_batch_loss(model, batch, run.reference, run.config, ddp,
+                                              run.dtype)
+
+    return micro_batch_loss
+
+
 def take_steps(what, settings, folder, watched, ddp):
     """Take steps as a training script does, the last two in the context manager `watched()`."""
     def steps(run, ddp):
         dataset = dataset_of(run, what, ddp)
-
-        def micro_batch_loss(model, batch):
-            if what == "sedd":
-                return train_sedd_ddp.micro_batch_loss(model, batch, run.graph, run.config, ddp,
-                                                       run.dtype)
-            return train_dpo_ddp.micro_batch_loss(model, batch, run.reference, run.config, ddp,
-                                                  run.dtype)
-
+        micro_batch_loss = loss_of(run, what, ddp)
         batches = open_batches(run, dataset, micro_batch_loss, ddp)
         for _ in range(2):   # the optimizer makes its state
             take_step(run, batches, micro_batch_loss, ddp)

@@ -31,7 +31,10 @@ def finish_run(run, log, ddp, reason, result, seconds, lines) -> dict:
     last = run.work_dir / "checkpoints" / "last.pt"
     stop = run.work_dir / "STOP"
     remove = f"Remove {stop}; then the" if stop.exists() else "The"
-    saved = last if last.exists() else run.continued_from or "nothing yet"
+    if last.exists():
+        saved = last
+    else:
+        saved = run.continued_from or "nothing yet"
     print_line(f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. Saved: "
                f"{saved}. {remove} same command continues.", write)
     close_run(ddp, AGAIN, reason)

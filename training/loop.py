@@ -146,11 +146,11 @@ def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (pa
     sampler = MicroBatchSampler(item_of, micro_batches, ddp, progress["step"], n_iters)
     bare, optimizer = optimize_with_ipex(bare, make_optimizer(bare, lr, optim, ddp), ddp)
     model = wrap_ddp(bare, ddp, **vars(config.ddp))
+    ema = make_ema(bare.parameters()) if make_ema else None
     run = kind(config=config, continued_from=former.path, bare=bare, model=model,
-               optimizer=optimizer, scaler=grad_scaler(fields["dtype"], ddp),
-               ema=make_ema(bare.parameters()) if make_ema else None, progress=progress,
-               sampler=sampler, n_iters=n_iters, steps_per_epoch=steps_per_epoch,
-               micro_batches=micro_batches, lr=lr, warmup=warmup,
+               optimizer=optimizer, scaler=grad_scaler(fields["dtype"], ddp), ema=ema,
+               progress=progress, sampler=sampler, n_iters=n_iters,
+               steps_per_epoch=steps_per_epoch, micro_batches=micro_batches, lr=lr, warmup=warmup,
                meter=make_meter(config, ddp, seen), **fields)
     if state is not None:
         run.optimizer.load_state_dict(state["optimizer"])

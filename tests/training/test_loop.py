@@ -19,8 +19,8 @@ from training.command_line import compile_blocks
 from sedd.model import SEDD
 from training.loop import (after_step, open_batches, read_totals, record_score, scale_for_batch,
                            take_step)
-from bench.scale import SCRIPTS, training_of
-from training_runs import ROOT, losses, on_ranks, take_steps, train
+from training_runs import (SCRIPTS, ROOT, dataset_of, loss_of, losses, on_ranks, take_steps,
+                           train)
 
 
 # ---- the step ----
@@ -46,7 +46,7 @@ def test_clipping_limits_the_change_of_the_weights_and_not_the_norm_that_is_told
 
 
 @pytest.mark.parametrize("optimizer, first", [("adamw", 3), ("muon", 3), ("muon", 0)])
-def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run(optimizer, first):
+def test_a_bad_step_is_counted_and_changes_nothing_else(optimizer, first):
     """first: good steps before it."""
     def state():
         moments = run.optimizer.state_dict()
@@ -55,7 +55,8 @@ def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run
     run = toy(model=Blocks(), optimizer=optimizer, ema=0.5, max_bad_steps=2, lr=0.01)
     list(steps(run, first))
     before = state()
-    averages, updates = [p.clone() for p in run.ema.shadow_params], run.ema.num_updates
+    averages = [p.clone() for p in run.ema.shadow_params]
+    updates = run.ema.num_updates
     for bad in (1, 2):
         _, norm, moved = next(steps(run, 1, scale=math.nan))
         assert moved == 0 and math.isnan(norm) and run.progress["bad_steps"] == [bad, bad]
@@ -63,24 +64,31 @@ def test_a_bad_step_changes_nothing_is_counted_and_too_many_in_a_row_end_the_run
     assert all(map(torch.equal, averages, run.ema.shadow_params)) and run.ema.num_updates == updates
     next(steps(run, 1))
     assert run.progress["bad_steps"] == [2, 0] and run.ema.num_updates == updates + 1
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run():
+    run = toy(optimizer="adamw", max_bad_steps=2)
+    for scale in (math.nan, math.inf, 1.0):   # the good one begins the row anew
+        next(steps(run, 1, scale=scale))
     with pytest.raises(RuntimeError,
                        match="in 3 steps in a row, on 1 rank.*expected at most 2.*optim.lr"):
         list(steps(run, 3, scale=math.inf))
+    assert run.progress["bad_steps"] == [5, 3]
 
 
 @pytest.mark.parametrize("what", ["sedd", "dpo"])
 def test_a_script_takes_the_step_that_benchmarks_and_other_tests_take(what, tmp_path):
     """To the last bit, weights and their moving averages."""
     def take_three(run, ddp):
-        dataset, micro_batch_loss = training_of(run, what, ddp)
-        batches = open_batches(run, dataset, micro_batch_loss, ddp)
+        micro_batch_loss = loss_of(run, what, ddp)
+        batches = open_batches(run, dataset_of(run, what, ddp), micro_batch_loss, ddp)
         for _ in range(3):
             take_step(run, batches, micro_batch_loss, ddp)
         read_totals(run)
         found.append(state_of(run))
 
     def train_three(run, ddp):
-        SCRIPTS[what][0].train(run, ddp)
+        SCRIPTS[what].train(run, ddp)
         found.append(state_of(run))
 
     def state_of(run):

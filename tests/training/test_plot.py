@@ -16,30 +16,44 @@ def write(folder, *rows):
     return folder
 
 
-def test_long_curves_are_means_and_short_ones_as_they_are(tmp_path):
+def test_a_long_curve_is_drawn_as_means_over_neighbours():
     rows = [{"step": k, "loss": float(k % 2)} for k in range(10 * SMOOTHED)] + [{"step": 9e9}]
     curve = points(rows, "loss")
     assert len(curve) <= SMOOTHED and curve[0][0] == pytest.approx(5, abs=1)
     assert all(0.3 < value < 0.7 for _, value in curve)
-    assert points(rows[:5], "loss") == [[k, k % 2] for k in range(5)] and not points(rows, "lr")
+
+
+def test_a_short_curve_is_drawn_as_it_is():
+    rows = [{"step": k, "loss": float(k % 2)} for k in range(5)]
+    assert points(rows, "loss") == [[k, k % 2] for k in range(5)] and not points(rows, "lr")
+
+
+def test_a_running_mean_takes_as_many_points_on_either_side():
     values = np.random.default_rng(0).normal(size=47)
     expected = [values[max(i - 2, 0):i + 3].mean() for i in range(47)]
-    assert np.allclose(running_mean(values), expected)      # as many points on either side
+    assert np.allclose(running_mean(values), expected)
+
+
+def test_what_letter_frequencies_give_is_drawn_in_nats(tmp_path):
     folder = write(tmp_path / "run", {"step": 1, "val/unigram_perplexity": 18.0, "loss": None})
     assert rows_of(folder)[0]["val/unigram"] == math.log(18.0)
 
 
-def test_what_is_no_run_is_refused_and_a_log_not_written_over(tmp_path, capsys):
-    for rows, words in (([], "is missing or empty"), ([{"step": 1, "mine": 2.0}], "found none of")):
-        assert main([str(write(tmp_path / words, *rows))]) == 2
-        assert words in capsys.readouterr().err
+@pytest.mark.parametrize("rows, words", [([], "is missing or empty"),
+                                         ([{"step": 1, "mine": 2.0}], "found none of")])
+def test_what_is_no_run_is_refused(rows, words, tmp_path, capsys):
+    assert main([str(write(tmp_path / "run", *rows))]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_log_is_not_written_over(tmp_path, capsys):
     log = write(tmp_path / "good", {"step": 1, "loss": 2.0}) / "metrics.jsonl"
     assert main([str(log.parent), "--out", str(log)]) == 2
     assert "ends in .png" in capsys.readouterr().err and log.read_text().startswith("{")
 
 
-def test_runs_are_drawn_into_one_picture(tmp_path, capsys, monkeypatch, extras):
-    figure_of_matplotlib = pytest.importorskip("matplotlib.figure").Figure
+def test_runs_are_drawn_into_one_picture(tmp_path, capsys, extras):
+    pytest.importorskip("matplotlib")
     sedd = write(tmp_path / "a", *({"step": k, "loss": 3 - k / 9, "lr": 0.1, "val/exact": 2.1}
                                    for k in range(9)))
     dpo = write(tmp_path / "b$x^$", {"step": 1, "loss": 0.6, "val/kl": 0.1})
@@ -47,6 +61,10 @@ def test_runs_are_drawn_into_one_picture(tmp_path, capsys, monkeypatch, extras):
     assert main([str(sedd), str(dpo), "--out", str(tmp_path / "both.png")]) == 0
     for path in (sedd / "curves.png", tmp_path / "both.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_each_of_many_runs_has_its_own_colour(tmp_path, monkeypatch, extras):
+    figure_of_matplotlib = pytest.importorskip("matplotlib.figure").Figure
     drawn = []
     monkeypatch.setattr(figure_of_matplotlib, "savefig", lambda self, *_, **__: drawn.append(self))
     draw({str(k): [{"step": 1, "loss": 1.0}] for k in range(12)}, tmp_path / "12.png")

@@ -1,0 +1,134 @@
+"""The checkpoint that a run continues from: what is refused, and what is told. More, with real
+runs: test_train_sedd.py, test_train_dpo.py."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ddp_setup import Ddp
+from training.config import CommonTraining, config_to_dict
+from training.resume import (Former, check_checkpoint, check_data, copy_best, count_micro_batches,
+                             find_checkpoint, hash_of, machine_differences)
+
+
+@dataclasses.dataclass
+class Model:
+    width: int = 2
+
+
+@dataclasses.dataclass
+class Config:
+    training: CommonTraining = dataclasses.field(default_factory=CommonTraining)
+    model: Model = dataclasses.field(default_factory=Model)
+
+
+def saved(**changes):
+    state = {"model": torch.nn.Linear(2, 2).state_dict(), "config": config_to_dict(Config()),
+             "data": {"n": 5, "hash": "a"}, "micro_batches": 6}
+    return Former("last.pt", {**state, **changes})
+
+
+def refusal(former, config=Config()):
+    with pytest.raises(ValueError) as caught:
+        check_checkpoint(former, ("model", "config"), config, ("training.log_freq",),
+                         torch.nn.Linear(2, 2), "--init_from last.pt")
+    return str(caught.value)
+
+
+def test_a_checkpoint_that_fits_is_accepted():
+    config = Config(training=CommonTraining(log_freq=3))    # a key that may change
+    check_checkpoint(saved(), ("model", "config"), config, ("training.log_freq",),
+                     torch.nn.Linear(2, 2), "")
+
+
+def test_a_new_run_is_accepted():
+    check_checkpoint(Former(None, None), ("model",), Config(), (), torch.nn.Linear(2, 2), "")
+    check_data(Former(None, None), "pairs", {"n": 5, "hash": "a"}, "")
+
+
+def test_a_file_without_what_a_checkpoint_holds_is_refused():
+    assert "last.pt has no config" in refusal(Former("last.pt", {"model": {}}))
+
+
+def test_another_config_is_refused_with_what_differs_and_how_to_train_further():
+    text = refusal(saved(), Config(training=CommonTraining(seed=7)))
+    assert "training.seed: 0 -> 7" in text and "as a new run: --init_from last.pt" in text
+
+
+def test_no_further_training_is_offered_for_another_network():
+    text = refusal(saved(), Config(model=Model(width=3)))
+    assert "model.width: 2 -> 3" in text and "as a new run" not in text
+
+
+def test_weights_of_other_shapes_are_refused():
+    text = refusal(saved(model=torch.nn.Linear(2, 3).state_dict()))
+    assert "2 tensors differ, first weight: (3, 2) in the file, (2, 2) by the config" in text
+
+
+def test_weights_that_are_not_finite_are_refused():
+    spoilt = {"weight": torch.ones(2, 2), "bias": torch.tensor([0.0, torch.nan])}
+    assert "1 tensors of the model hold nan or infinite" in refusal(saved(model=spoilt))
+
+
+def test_other_data_are_refused():
+    with pytest.raises(ValueError, match="other pairs, or in another order .5, hash a; now 6, b"):
+        check_data(saved(), "pairs", {"n": 6, "hash": "b"}, "--init_from last.pt")
+
+
+def test_a_new_run_takes_accum_micro_batches_per_rank():
+    config = Config(training=CommonTraining(accum=3))
+    assert count_micro_batches(Former(None, None), config, Ddp(world_size=4)) == 12
+
+
+def test_a_continued_run_keeps_its_micro_batches():
+    assert count_micro_batches(saved(), Config(), Ddp(world_size=3)) == 6
+
+
+def test_ranks_that_cannot_share_them_are_refused_with_the_numbers_that_can():
+    with pytest.raises(ValueError, match="Continue on 1, 2, 3, 6 ranks"):
+        count_micro_batches(saved(), Config(), Ddp(world_size=4))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ValueError, match="is not a run directory: it holds notes.txt"):
+        find_checkpoint(tmp_path, None, False, Config(), ())
+
+
+def test_the_checkpoint_before_is_enough(tmp_path):
+    """A run that was killed between two renames has no last.pt."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last-1.pt").touch()
+    found = find_checkpoint(tmp_path, None, False, Config(), ())
+    assert found == str(tmp_path / "checkpoints" / "last.pt")
+    assert find_checkpoint(tmp_path, None, True, Config(), ()) is None
+
+
+def test_no_run_starts_while_it_is_asked_to_stop(tmp_path):
+    (tmp_path / "STOP").touch()
+    with pytest.raises(ValueError, match="was asked to stop"):
+        find_checkpoint(tmp_path, None, False, Config(), ())
+
+
+def test_another_machine_is_told_by_what_may_change_the_last_bits():
+    state = {"world_size": 4, "versions": {"torch": str(torch.__version__)},
+             "machine": {"device": "another"}}
+    assert machine_differences(state, Ddp()) == "world_size 4 -> 1, device another -> cpu"
+
+
+def test_the_best_weights_of_another_step_are_not_taken(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    torch.save({"step": 3}, tmp_path / "old" / "best.pt")
+    path = tmp_path / "old" / "checkpoints" / "last.pt"
+    assert not copy_best(tmp_path / "new", "best.pt", path, {"step": 4})
+    assert copy_best(tmp_path / "new", "best.pt", path, {"step": 3})
+    assert torch.load(tmp_path / "new" / "best.pt", weights_only=True) == {"step": 3}
+
+
+def test_the_hash_of_weights_depends_on_names_and_numbers_and_not_on_their_order():
+    a = {"x": torch.ones(2), "y": torch.zeros(2)}
+    assert hash_of(a) == hash_of({"y": torch.zeros(2), "x": torch.ones(2)})
+    assert hash_of(a) != hash_of({"x": torch.zeros(2), "y": torch.zeros(2)})
+    assert hash_of(a) != hash_of({"z": torch.ones(2), "y": torch.zeros(2)})
