@@ -33,7 +33,7 @@ import torch
 from ddp_setup import Ddp, autocast, broadcast, stop_reason
 from training.optimizer import state_bytes
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
-                             DdpSection, Parser, check_values, load_config)
+                             DdpSection, Parser, check_common, check_least, load_config, refuse)
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
                              check_data, count_micro_batches, start_or_continue)
 from training.folder import check_lock, take_folder
@@ -152,27 +152,34 @@ PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 
 
-def check_config(c):
+def check_config(config):
     """Raise ValueError, naming the key, for bad values that SEDD and make_noise do not check."""
-    t = c.training
-    check_values(c, checks=(
-        ((t.batch_size is None) != (t.tokens_per_batch is None),
-         f"training.batch_size is {t.batch_size} and training.tokens_per_batch "
-         f"{t.tokens_per_batch}; expected one of the two, and null for the other"),
-        ((t.n_iters is None) != (t.num_epochs is None),
-         f"training.n_iters is {t.n_iters} and training.num_epochs {t.num_epochs}; expected one of "
-         "the two, and null for the other"),
-        (c.optim.ema < 1, f"optim.ema is {c.optim.ema}; expected 0 up to below 1"),
-        *((getattr(c.noise, key) == getattr(Noise, key),
-           f"noise.{key} is {getattr(c.noise, key)}; expected it left out, as {c.noise.type} noise "
-           "has none") for key in unused_noise_keys(c.noise)),
-        (t.tokens_per_batch is None or t.tokens_per_batch >= c.data.max_length,
-         f"training.tokens_per_batch is {t.tokens_per_batch}, data.max_length {c.data.max_length}; "
-         "expected a budget that holds the longest protein")),
-        least={"training": dict(tokens_per_batch=1, eval_samples=1), "optim": dict(ema=0),
-               "model": dict(hidden_size=1, n_blocks=1, n_heads=1, cond_dim=1, init_logits=0),
-               "data": dict(max_length=1, min_length=1, demo_proteins=1),
-               "monitoring": dict(sample_frequency=0, n_samples=1, sample_steps=1)})
+    training = config.training
+    problems = check_common(config)
+    if (training.batch_size is None) == (training.tokens_per_batch is None):
+        problems.append(f"training.batch_size is {training.batch_size} and "
+                        f"training.tokens_per_batch {training.tokens_per_batch}; expected one of "
+                        "the two, and null for the other")
+    if (training.n_iters is None) == (training.num_epochs is None):
+        problems.append(f"training.n_iters is {training.n_iters} and training.num_epochs "
+                        f"{training.num_epochs}; expected one of the two, and null for the other")
+    if not config.optim.ema < 1:
+        problems.append(f"optim.ema is {config.optim.ema}; expected 0 up to below 1")
+    for key in unused_noise_keys(config.noise):
+        value = getattr(config.noise, key)
+        if value != getattr(Noise, key):
+            problems.append(f"noise.{key} is {value}; expected it left out, as "
+                            f"{config.noise.type} noise has none")
+    tokens = training.tokens_per_batch
+    if tokens is not None and tokens < config.data.max_length:
+        problems.append(f"training.tokens_per_batch is {tokens}, data.max_length "
+                        f"{config.data.max_length}; expected a budget that holds the longest "
+                        "protein")
+    refuse(problems + check_least(config, least={
+        "training": dict(tokens_per_batch=1, eval_samples=1), "optim": dict(ema=0),
+        "model": dict(hidden_size=1, n_blocks=1, n_heads=1, cond_dim=1, init_logits=0),
+        "data": dict(max_length=1, min_length=1, demo_proteins=1),
+        "monitoring": dict(sample_frequency=0, n_samples=1, sample_steps=1)}))
 
 
 # ---------------------------------------------------------------- loss
@@ -204,8 +211,11 @@ class MicroBatchDataset(torch.utils.data.Dataset):
     """
 
     def __init__(self, graph, noise, max_length, micro_batches, seed):
-        self.graph, self.noise, self.max_length = graph, noise, max_length
-        self.micro_batches, self.seed = micro_batches, seed
+        self.graph = graph
+        self.noise = noise
+        self.max_length = max_length
+        self.micro_batches = micro_batches
+        self.seed = seed
 
     def __getitem__(self, item):
         step, micro, epoch, proteins, width = item
@@ -223,22 +233,26 @@ class MicroBatchDataset(torch.utils.data.Dataset):
 
 
 def make_batch_plan(config, length_counts, micro_batches):
-    t, d = config.training, config.data
-    return BatchPlan(length_counts, d.max_length, micro_batches, t.batch_size, t.tokens_per_batch,
-                     d.long, config.model.hidden_size, t.seed)
+    """The BatchPlan of this config. length_counts: see Proteins.length_counts."""
+    return BatchPlan(length_counts, config.data.max_length, micro_batches,
+                     config.training.batch_size, config.training.tokens_per_batch,
+                     config.data.long, config.model.hidden_size, config.training.seed)
 
 
 def make_reader(config, proteins, micro_batches, ddp):
     """The BatchReader of this config. Collective: rank 0 reads all lengths and sends the sums."""
     plan = make_batch_plan(config, proteins.length_counts(), micro_batches)
     check_alike({"batches (hash)": plan.identity()}, ddp)
-    rows = (torch.from_numpy(sum_rows(proteins, plan)) if ddp.is_main else
-            torch.zeros(2, count_rows(len(proteins)), dtype=torch.int64))
+    if ddp.is_main:
+        rows = torch.from_numpy(sum_rows(proteins, plan))
+    else:
+        rows = torch.zeros(2, count_rows(len(proteins)), dtype=torch.int64)
     return BatchReader(plan, proteins, broadcast(rows, ddp).numpy())
 
 
 # ---------------------------------------------------------------- prepare
 def make_model(config, graph):
+    """A SEDD of random weights, drawn from torch's generator."""
     model = SEDD(graph.vocab_size, **vars(config.model), scale_by_sigma=graph.absorb,
                  forbidden=(X_ID,), gradient_checkpointing=config.memory.gradient_checkpointing)
     speed_up(model)   # on a CPU
@@ -259,14 +273,15 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
 
     Raises ValueError or OSError for input that cannot be used. In that case nothing was written:
     the run folder is touched last, when all checks have passed on every rank."""
-    t, o, d, work_dir = config.training, config.optim, config.data, Path(work_dir)
+    work_dir = Path(work_dir)
     check_config(config)
     # Earlier versions accepted keys of other noise types, so a resumed run may have them.
     may_change = (*MAY_CHANGE, *(f"noise.{key}" for key in unused_noise_keys(config.noise)))
     former = start_or_continue(config, ddp, work_dir, resume, fresh, may_change, PER_HOST)
-    graph, noise = make_graph(config.graph.type, N_TOKENS), noise_of(vars(config.noise))
+    graph = make_graph(config.graph.type, N_TOKENS)
+    noise = noise_of(vars(config.noise))
     dtype, precision = choose_precision(config, ddp)
-    torch.manual_seed(t.seed)   # the same initial weights on every rank
+    torch.manual_seed(config.training.seed)   # the same initial weights on every rank
     bare = make_model(config, graph).to(ddp.device)
     compiled = compile_blocks(bare, config.memory.compile, ddp)
     init_from, lines = start_from_weights(config, former, resume, bare, ddp)
@@ -277,25 +292,34 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
     check_data(former, "proteins", data.fingerprint, anew)
     micro_batches = count_micro_batches(former, config, ddp)
     reader = make_reader(config, data.train, micro_batches, ddp)
-    plan, batch = reader.plan, micro_batches * (t.batch_size or t.tokens_per_batch)
+    plan = reader.plan
+    per_micro_batch = config.training.batch_size or config.training.tokens_per_batch
+    batch = micro_batches * per_micro_batch
     if former.state is not None and former.state["plan"] != plan.identity():
         raise ValueError(f"{former.path} was saved by a run with other batches (hash "
                          f"{former.state['plan']}, now {plan.identity()}); expected the same. "
                          "Continue with the version of this project that saved it, or --fresh.")
-    validation, lr_batch = None, min(batch, plan.available)   # few proteins: less than a batch
+    lr_batch = min(batch, plan.available)   # few proteins: less than a batch
     letters = data.train.letter_counts()
+    validation = None
     if data.val is not None:
-        val = apply_max_length(data.val, d.max_length, d.long)
+        val = apply_max_length(data.val, config.data.max_length, config.data.long)
         validation = Validation(val, config, graph, noise, letters, data.source)
-    by_residue = config.loss.reduction == "residue" and not t.tokens_per_batch
+    expected_count = float(batch)   # of what the loss is the mean over
+    if config.loss.reduction == "residue" and config.training.batch_size:
+        expected_count *= plan.residues / plan.proteins
+
+    def make_ema(parameters):
+        return EMA(parameters, config.optim.ema)
+
     run = start_run(
         SeddRun, config, ddp, former, bare, reader.item_of, steps_per_epoch=plan.steps_per_epoch,
-        micro_batches=micro_batches, lr_batch=lr_batch, make_ema=lambda p: EMA(p, o.ema),
+        micro_batches=micro_batches, lr_batch=lr_batch, make_ema=make_ema,
         progress={"recent": [0.0, 0.0]},   # logged losses since the last evaluation: sum, number
         seen=("residues", "tokens"), global_batch=batch, work_dir=work_dir,
         fingerprint=data.fingerprint, dtype=dtype, validation=validation, letters=letters,
         graph=graph, noise=noise, plan=plan, init_from=init_from,
-        expected_count=batch * (plan.residues / plan.proteins if by_residue else 1.0))
+        expected_count=expected_count)
     if not is_finished(run):
         reader.item_of(run.progress["step"], run.sampler.mine[0])   # raises if data is damaged
     lines += describe_data(run, data, precision + compiled, ddp)
@@ -307,37 +331,47 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False, stage=None):
 
 def describe_data(run, data, precision, ddp):
     """Lines that describe model, data and batch."""
-    config, plan = run.config, run.plan
+    config = run.config
     n_parameters = sum(p.numel() for p in run.bare.parameters())
-    n_val = 0 if data.val is None else len(data.val)
-    val = f"; {n_val:,} for validation" if n_val else ""
-    few = [f"ATTENTION: only {n_val} protein(s) for validation, by which best.pt is chosen: raise "
-           "data.val_fraction"] if 0 < n_val < 10 else []
     keys = ", ".join(f"{key} {value:g}" for key, value in vars(run.noise).items())
-    return [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} graph, "
-            f"{config.noise.type} noise ({keys}), {config.model.parameterization}",
-            f"  {precision}", f"data: {data.description}", f"  {plan.describe()}{val}",
-            describe_batch(run, f"about {plan.asked:,} {plan.counted_in}", ddp),
-            *([*few, *plan.warning()] if not run.continued_from else [])]
+    proteins = run.plan.describe()
+    n_val = 0 if data.val is None else len(data.val)
+    if n_val:
+        proteins += f"; {n_val:,} for validation"
+    lines = [f"model: SEDD, {n_parameters / 1e6:.2f} million parameters, {config.graph.type} "
+             f"graph, {config.noise.type} noise ({keys}), {config.model.parameterization}",
+             f"  {precision}",
+             f"data: {data.description}",
+             f"  {proteins}",
+             describe_batch(run, f"about {run.plan.asked:,} {run.plan.counted_in}", ddp)]
+    if run.continued_from:
+        return lines
+    if 0 < n_val < 10:
+        lines.append(f"ATTENTION: only {n_val} protein(s) for validation, by which best.pt is "
+                     "chosen: raise data.val_fraction")
+    return lines + run.plan.warning()
 
 
 # ---------------------------------------------------------------- train
-def train(run, ddp):
+def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the order of time)
     """Train from where `prepare` left off. Returns the step and the last metrics."""
-    config, progress, t, m = run.config, run.progress, run.config.training, run.config.monitoring
+    config = run.config
+    training = config.training
+    progress = run.progress
     if is_finished(run):
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
     progress["finished"] = ""   # a finished run continues if n_iters was raised
     log = open_log(run, ddp)
+    evaluate_start(run, log, ddp)
 
     def loss_of(model, batch):
         return micro_batch_loss(model, batch, run.graph, config, ddp, run.dtype)
 
     dataset = MicroBatchDataset(run.graph, run.noise, config.data.max_length, run.micro_batches,
-                                t.seed)
-    evaluate_start(run, log, ddp)
+                                training.seed)
     batches = open_batches(run, dataset, loss_of, ddp)
-    began, values = time.perf_counter(), {}
+    began = time.perf_counter()
+    values = {}
     reason = stop_reason(ddp, progress["step"])
     while not progress["finished"] and not reason:
         set_learning_rate(run)
@@ -347,24 +381,26 @@ def train(run, ddp):
                                        run.scaler, run.meter)
         norm = clip_gradient(run, norm)
         step_optimizer(run, totals)   # a bad step changes nothing
-        step, last = progress["step"], progress["step"] == run.n_iters
-        evaluate_now = last or step % t.eval_freq == 0
-        save_now = last or step % t.snapshot_freq == 0
-        report = evaluate_now or step % t.log_freq == 0
+        step = progress["step"]
+        is_last = step == run.n_iters
+        evaluate_now = is_last or step % training.eval_freq == 0
+        save_now = is_last or step % training.snapshot_freq == 0
+        report = evaluate_now or step % training.log_freq == 0
         reason = after_step(run, ddp, at_once=report or save_now)
         if report:
             values = report_step(run, log, totals, norm, ddp)
         if evaluate_now:
             evaluate(run, log, values, ddp)   # adds val/...; may set "finished"
-        if last and not progress["finished"]:
+        if is_last and not progress["finished"]:
             progress["finished"] = "all steps done"
         if report:
             check_lock(run, ddp)
             log.metrics(step, values, run.meter.histograms)
-        if progress["finished"] or (m.sample_frequency and step % m.sample_frequency == 0):
+        sample_every = config.monitoring.sample_frequency   # 0: only at the end
+        if progress["finished"] or (sample_every and step % sample_every == 0):
             write_samples(run, ddp)
         if progress["finished"] or save_now or reason:   # only after the samples are written
-            save(run, log, ddp, "last.pt", t.keep_last)
+            save(run, log, ddp, "last.pt", training.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()
     result = {"step": progress["step"], **values}
@@ -391,38 +427,49 @@ def report_step(run, log, totals, norm, ddp):
 def describe_plan(config, ranks):
     """Text: a table with a row for each number of ranks (such as "1,2,4,8"), then the memory. Uses
     no device. Raises ValueError where training would, except for missing or damaged data."""
-    t, d, lengths, plans = config.training, config.data, None, []
-    unit = "proteins" if t.batch_size else "tokens"
+    per_rank = config.training.batch_size or config.training.tokens_per_batch
+    unit = "proteins" if config.training.batch_size else "tokens"
     numbers, head = plan_head(config.optim, ranks, unit)
     noise_of(vars(config.noise))   # raises for values that training would refuse
-    if missing := missing_data(d):
+    lengths = None
+    missing = missing_data(config.data)
+    if missing:
         lines = [head, f"steps per epoch are not known: {missing}"]
     else:
         data = load_data(config, Ddp())
-        lengths, lines = data.train.length_counts(), [f"data: {data.description}", head]
+        lengths = data.train.length_counts()
+        lines = [f"data: {data.description}", head]
+    plan = None   # of the most ranks so far
 
     def outcome(n, batch):
+        nonlocal plan
         if lengths is None:
             return batch, f" {'?':>12} {'?':>8}"
-        plans.append(make_batch_plan(config, lengths, n * t.accum))
-        steps = plans[-1].steps_per_epoch
-        return (min(batch, plans[-1].available),
-                f" {steps:>12,} {t.num_epochs or t.n_iters / steps:>8,.2f}")
+        plan = make_batch_plan(config, lengths, n * config.training.accum)
+        steps = plan.steps_per_epoch
+        epochs = config.training.num_epochs or config.training.n_iters / steps
+        return min(batch, plan.available), f" {steps:>12,} {epochs:>8,.2f}"
 
-    table, problems = plan_table(config, numbers, t.batch_size or t.tokens_per_batch,
-                                 f"{f'batch ({unit})':>17}", f" {'steps/epoch':>12} {'epochs':>8}",
-                                 outcome)
-    if problems and not plans:
+    table, problems = plan_table(config, numbers, per_rank, f"{f'batch ({unit})':>17}",
+                                 f" {'steps/epoch':>12} {'epochs':>8}", outcome)
+    if problems and plan is None:
         raise ValueError("\n".join(problems))
-    tokens = (int((plans[-1].sizes * plans[-1].tops).max()) if plans else
-              t.tokens_per_batch or t.batch_size * d.max_length)
-    for plan in plans[-1:]:   # that of the most ranks
-        problems += [f"data of an epoch: {plan.describe()}", *plan.warning()]
+    positions = config.training.tokens_per_batch   # of the largest micro-batch
+    if config.training.batch_size:
+        positions = config.training.batch_size * config.data.max_length
+    if plan is not None:
+        positions = int((plan.sizes * plan.tops).max())
+        problems.append(f"data of an epoch: {plan.describe()}")
+        problems += plan.warning()
+    return "\n".join([*lines, *table, *problems, *plan_memory(config, positions)])
+
+
+def plan_memory(config, positions):
+    """Lines on the memory of a rank. positions: of the largest micro-batch, padding included."""
     with torch.device("meta"):
         model = make_model(config, make_graph(config.graph.type, N_TOKENS))
-    memory = describe_memory(model, tokens, config.memory.mixed_precision in (False, "float32"),
-                             state_bytes(model, config.optim.name))
-    return "\n".join([*lines, *table, *problems, *memory])
+    in_float32 = config.memory.mixed_precision in (False, "float32")
+    return describe_memory(model, positions, in_float32, state_bytes(model, config.optim.name))
 
 
 # ---------------------------------------------------------------- main

@@ -38,7 +38,6 @@ PENDING = {
     "pairs_from_scores",
     "prepare_uniref50",
     "sample_proteinmpnn",
-    "train_sedd_ddp",
     "training/command_line",
 }
 
