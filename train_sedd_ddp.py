@@ -355,9 +355,9 @@ def describe_data(run, data, precision, ddp):
 # ---------------------------------------------------------------- train
 def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the order of time)
     """Train from where `prepare` left off. Returns the step and the last metrics."""
+    progress = run.progress
     config = run.config
     training = config.training
-    progress = run.progress
     if is_finished(run):
         return say_finished(run, ddp, lambda row, folder: result_lines(row, progress, folder))
     progress["finished"] = ""   # a finished run continues if n_iters was raised
