@@ -118,11 +118,13 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
     settings = {"seed": seed, "val_fraction": val_fraction, "min_length": min_length,
                 "max_sequences": max_sequences}
     if fasta:
-        inputs, release = [input_of_file(file) for file in fasta], None
-        names, sizes, digests = zip(*sorted((file.name, entry.size, digest_of(file))
-                                            for file, entry in zip(fasta, inputs)))
-        settings |= {"source": list(names), "source_bytes": list(sizes),
-                     "source_digest": list(digests)}
+        release = None
+        inputs = [input_of_file(file) for file in fasta]
+        described = sorted((file.name, entry.size, digest_of(file))
+                           for file, entry in zip(fasta, inputs))
+        settings["source"] = [name for name, _, _ in described]
+        settings["source_bytes"] = [size for _, size, _ in described]
+        settings["source_digest"] = [digest for _, _, digest in described]
     else:
         settings["source"] = [safe_url(url)]
     folder = Path(os.path.abspath(folder))
@@ -200,9 +202,14 @@ def download_input(url, folder, max_sequences):
 
 def expected_bytes(inputs, max_sequences):
     """Estimate, rather too high, of the size in bytes of a prepared folder of these inputs."""
-    n_bytes = sum(math.inf if entry.size is None else
-                  entry.size * (UNPACKED_SHARE if entry.name.endswith(".gz") else 1)
-                  for entry in inputs)
+    n_bytes = 0
+    for entry in inputs:
+        if entry.size is None:
+            n_bytes = math.inf
+        elif entry.name.endswith(".gz"):
+            n_bytes += entry.size * UNPACKED_SHARE
+        else:
+            n_bytes += entry.size
     return int(min(n_bytes, (max_sequences or math.inf) * BYTES_PER_PROTEIN))
 
 
@@ -211,14 +218,17 @@ def check_disk(folder, n_bytes, n_download=0):
 
     Buckets and result together need the space of the proteins once: a bucket is removed when read.
     """
-    n_work, free = 2 * BUCKET_BYTES, shutil.disk_usage(folder).free
+    n_work = 2 * BUCKET_BYTES
+    free = shutil.disk_usage(folder).free
     need = n_download + n_bytes + n_work
+
+    def in_gb(n):
+        return f"{n / 1e9:,.3f} GB"
+
     if free < need:
-        free, need, n_download, n_bytes, n_work = (
-            f"{n / 1e9:,.3f} GB" for n in (free, need, n_download, n_bytes, n_work))
-        raise ValueError(f"{folder} has {free} free; expected about {need} ({n_download} to "
-                         f"download, {n_bytes} of proteins, {n_work} to work in). Make room, or "
-                         f"take another disk.")
+        raise ValueError(f"{folder} has {in_gb(free)} free; expected about {in_gb(need)} "
+                         f"({in_gb(n_download)} to download, {in_gb(n_bytes)} of proteins, "
+                         f"{in_gb(n_work)} to work in). Make room, or take another disk.")
 
 
 # ---- pass 1: clean the proteins, and deal them out to buckets ----
@@ -226,14 +236,17 @@ def check_disk(folder, n_bytes, n_download=0):
 def deal(inputs, folder, bits, report, settings):
     """Deal the proteins out to 2**bits buckets. Returns the number of proteins read."""
     folder.mkdir()
-    blocks, size, n_read = [], 0, 0
+    blocks = []
+    size = 0
+    n_read = 0
     for block in all_blocks(inputs, report, settings):
         blocks.append(block)
         size += block.words.nbytes + 12 * len(block.lengths)        # 4 per length, 8 per key
         n_read += len(block.lengths)
         if size >= FLUSH_BYTES:
             append(folder, concatenate(blocks), settings["seed"], bits)
-            blocks, size = [], 0
+            blocks = []
+            size = 0
     append(folder, concatenate(blocks), settings["seed"], bits)
     if not n_read:
         names = ", ".join(entry.name for entry in inputs)
@@ -243,10 +256,13 @@ def deal(inputs, folder, bits, report, settings):
 
 def all_blocks(inputs, report, settings):
     """Yield the blocks of all inputs, up to max_sequences records, with a progress bar."""
-    wanted, n_read = settings["max_sequences"], 0
+    wanted = settings["max_sequences"]
+    n_read = 0
     with progress_bar("1/2 reading", wanted, " sequences") as bar:
         for entry in inputs:
-            left = wanted - n_read - report.n_dropped if wanted else None
+            left = None
+            if wanted:
+                left = wanted - n_read - report.n_dropped
             if left == 0:
                 break
             with entry.open() as source:
@@ -341,7 +357,8 @@ class SetWriter:
             file.close()
 
     def write(self, block):
-        lengths, keys = block.lengths.astype("<u4").tobytes(), block.keys.astype("<u8").tobytes()
+        lengths = block.lengths.astype("<u4").tobytes()
+        keys = block.keys.astype("<u8").tobytes()
         for name, data in zip(PARTS, (block.tokens(), lengths, keys)):
             self.files[name].write(data)
             self.hashes[name].update(data)
@@ -411,14 +428,17 @@ def finish_report(report, sets, n_read, settings):
     """Fill in the totals, known only at the end. Raises ValueError if one of the sets is empty."""
     n_train, n_val = (sets[name]["proteins"] for name in SETS)
     n = n_train + n_val
-    report.n_proteins, report.n_duplicates = n, n_read - n
+    report.n_proteins = n
+    report.n_duplicates = n_read - n
     report.n_residues = sum(entry["residues"] for entry in sets.values())
     histogram = sorted(row for entry in sets.values() for row in entry["length_histogram"])
     lengths, counts = np.array(histogram).T
     middle = np.searchsorted(np.cumsum(counts), [(n - 1) // 2, n // 2], "right")
     report.median = int(lengths[middle].mean())
-    report.shortest, report.longest = int(lengths[0]), int(lengths[-1])
-    if not n_train or settings["val_fraction"] and not n_val:
+    report.shortest = int(lengths[0])
+    report.longest = int(lengths[-1])
+    val_is_missing = settings["val_fraction"] > 0 and not n_val
+    if not n_train or val_is_missing:
         raise ValueError(f"val_fraction = {settings['val_fraction']} puts {n_train:,} proteins in "
                          f"training and {n_val:,} in validation; expected some in each. Give more "
                          f"proteins, or another --val_fraction (0: no validation).")
@@ -496,7 +516,8 @@ def look_up(url):
     Raises ValueError for a url that is not http or https, OSError where the server does not answer.
     """
     check_url(url)
-    listing, name = Source(urljoin(url, METALINK)), unquote(urlsplit(url).path.rpartition("/")[2])
+    listing = Source(urljoin(url, METALINK))
+    name = unquote(urlsplit(url).path.rpartition("/")[2])
 
     def read_listing():
         with open_url(listing) as file:
@@ -504,11 +525,13 @@ def look_up(url):
     try:
         root = xml.etree.ElementTree.fromstring(retry(read_listing))
         entries = [entry for entry in root.iterfind(".//{*}file") if entry.get("name") == name]
-        md5 = entries[0].findtext(".//{*}hash[@type='md5']") if entries else None
-        if not re.fullmatch("[0-9a-fA-F]{32}", md5 or ""):
+        md5 = ""
+        if entries:
+            md5 = entries[0].findtext(".//{*}hash[@type='md5']", "")
+        if not re.fullmatch("[0-9a-fA-F]{32}", md5):
             raise ValueError(f"{METALINK} has no MD5 of {name}")
-        size, release = entries[0].findtext("{*}size"), root.findtext("{*}version")
-        return Source(url, int(size), md5.lower(), release)
+        size = int(entries[0].findtext("{*}size"))
+        return Source(url, size, md5.lower(), release=root.findtext("{*}version"))
     except (ValueError, RuntimeError, TypeError, xml.etree.ElementTree.ParseError) as error:
         say(f"{safe_url(url)}: MD5 and release are not known and not checked ({error}).")
         return Source(url)
@@ -527,10 +550,12 @@ def download(source, path):
         partial.clear(f"it is of another file ({', '.join(partial.differences)} differ)")
     retry(lambda: receive(source, partial), lambda: partial.size)
     synchronise(partial.part)
-    if source.md5 and (found := md5_of(partial.part)) != source.md5:
-        partial.part.unlink()
-        raise RuntimeError(f"{safe_url(source.url)}: found MD5 {found}, expected {source.md5}. "
-                           f"The data is removed; run the same command again, or name a mirror.")
+    if source.md5:
+        found = md5_of(partial.part)
+        if found != source.md5:
+            partial.part.unlink()
+            raise RuntimeError(f"{safe_url(source.url)}: found MD5 {found}, expected {source.md5}. "
+                               "The data is removed; run the same command again, or name a mirror.")
     os.replace(partial.part, path)
 
 
@@ -546,7 +571,8 @@ class PartialFile:
     """
 
     def __init__(self, source, path):
-        self.path, self.part = path, Path(f"{path}.part")
+        self.path = path
+        self.part = Path(f"{path}.part")
         self.note_path = Path(f"{path}.part.json")
         query = hashlib.blake2b(urlsplit(source.url).query.encode(), digest_size=8).hexdigest()
         self.wanted = {**source._asdict(), "url": safe_url(source.url), "query_digest": query}
@@ -588,8 +614,7 @@ def receive(source, partial):
         if file.status == 200:
             partial.clear("the server sends the file from its beginning")
             partial.begin(file.total, file.version)
-        elif (file.start, file.total) != (start, note["size"]) or (
-                file.version not in (None, note["version"])):
+        elif not continues(file, start, note):
             partial.clear(f"{file.name} is another file now, or does not continue it")
             raise Dropped(f"{file.name}: the answer is not the rest of the file")
         with open(partial.part, "ab") as target, progress_bar(
@@ -597,6 +622,12 @@ def receive(source, partial):
             while data := file.read(CHUNK):
                 target.write(data)
                 bar.update(len(data))
+
+
+def continues(file, start, note):
+    """Whether an HttpFile is the rest, from byte `start` on, of the file that the note is on."""
+    same_version = file.version in (None, note["version"])
+    return same_version and file.start == start and file.total == note["size"]
 
 
 class HttpFile(io.RawIOBase):
@@ -609,8 +640,12 @@ class HttpFile(io.RawIOBase):
 
     def __init__(self, answer, url, start, total):
         super().__init__()
-        self.answer, self.name, self.status = answer, url, answer.status
-        self.start, self.total, self.n_read = start, total, 0
+        self.answer = answer
+        self.name = url
+        self.status = answer.status
+        self.start = start
+        self.total = total
+        self.n_read = 0
         etag = answer.headers["ETag"] or "W/"           # a weak ETag does not vouch for each byte
         self.version = answer.headers["Last-Modified"] if etag.startswith("W/") else etag
 
@@ -653,7 +688,8 @@ def open_url(source, start=0, version=None):
     or not known.
     """
     check_url(source.url)
-    url, headers = safe_url(source.url), {"User-Agent": "protein-ddp"}
+    url = safe_url(source.url)
+    headers = {"User-Agent": "protein-ddp"}
     if start:
         headers |= {"Range": f"bytes={start}-", "If-Range": version}
     try:
@@ -673,7 +709,9 @@ def open_url(source, start=0, version=None):
         raise Dropped(f"{url}: no answer ({reason!r})") from cause
     if start and answer.status == 206:
         span = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers["Content-Range"] or "")
-        return HttpFile(answer, url, *(map(int, span.groups()) if span else (-1, -1)))
+        if not span:
+            return HttpFile(answer, url, -1, -1)    # which continues nothing
+        return HttpFile(answer, url, int(span[1]), int(span[2]))
     if answer.status != 200:
         raise ValueError(f"{url}: found the answer {answer.status}, expected 200 with the file")
     total = source.size if answer.length is None else answer.length
