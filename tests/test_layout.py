@@ -36,7 +36,6 @@ PENDING = {
     "ddp_setup",
     "mpnn/settings",
     "pairs_from_scores",
-    "prepare_uniref50",
     "sample_proteinmpnn",
     "training/command_line",
 }

@@ -1,4 +1,4 @@
-"""prepare_uniref50: does the download survive, or refuse in words, what servers and networks do?
+"""Does the download survive, or refuse in words, what servers and networks do?
 
 A real HTTP server on this machine plays each fault: `web.faults` has one for each request, such as
 answer("error", 404) for Answer.error(404).
@@ -18,7 +18,8 @@ from operator import methodcaller as answer
 import pytest
 
 import prepare_uniref50
-from prepare_uniref50 import Source, download, look_up, open_url
+from sedd import download as downloading
+from sedd.download import Source, download, look_up, open_url
 
 FILE, LISTING = "/u/uniref50.fasta.gz", "/u/RELEASE.metalink"
 DATA, OTHER = (gzip.compress(random.Random(k).randbytes(300_000), mtime=0) for k in (0, 1))
@@ -84,7 +85,7 @@ def web(tmp_path, monkeypatch):
     """The server, what it was asked for (first byte, If-Range), and where its file goes here."""
     monkeypatch.setenv("no_proxy", "*")
     for name, value in {"BACKOFF": 0, "TIMEOUT": 20, "TRIES": 4}.items():
-        monkeypatch.setattr(prepare_uniref50, name, value)
+        monkeypatch.setattr(downloading, name, value)
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     web.daemon_threads, web.go_on = True, threading.Event()
     web.files, web.faults, web.asked = {FILE: DATA}, [], []
@@ -203,7 +204,7 @@ def test_a_server_that_stalls_or_always_drops_ends_in_words(web, monkeypatch):
     assert len(web.asked) == 4
     web.part.unlink()
     web.asked.clear()
-    monkeypatch.setattr(prepare_uniref50, "TIMEOUT", 0.5)
+    monkeypatch.setattr(downloading, "TIMEOUT", 0.5)
     web.faults = [answer("stall_after", 100_000), answer("stall_after", 0)]
     get(web)
     assert web.asked[1:] == [(100_000, '"one"')] * 2
