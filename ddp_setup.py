@@ -102,11 +102,9 @@ def setup_ddp(device: str = "auto", backend: str = "auto", seed: int = 0,    # n
         init_timeout: seconds to wait for all ranks to appear.
         quiet: do not print what was found. ipex: auto, on or off, see optimize_with_ipex.
     Raises: SetupError (a RuntimeError) with what was found and what to do, naming missing ranks.
-        An error of all ranks is raised on one, or one per host; others exit with its `code`.
-    """
+        An error of all ranks is raised on one, or one per host; others exit with its `code`."""
     if setup_ddp.current is None:
-        setup_ddp.current = _setup_or_exit(device, backend, seed, ranks, timeout, init_timeout,
-                                           ipex)
+        setup_ddp.current = _set_up(device, backend, seed, ranks, timeout, init_timeout, ipex)
         if not quiet:
             _print_notes(setup_ddp.current)
     return setup_ddp.current
@@ -193,8 +191,7 @@ def broadcast(value: Any, ddp: Ddp, src: int = 0) -> Any:
 
     value: a tensor (same shape and dtype everywhere) is filled in place and returned; anything else
         must be plain (None, bool, number, text, lists and dicts with text keys) and travels as
-        JSON, so a tuple comes back as a list.
-    """
+        JSON, so a tuple comes back as a list."""
     if not isinstance(value, torch.Tensor):
         return _broadcast_json(value, ddp, src)
     if ddp.world_size > 1:
@@ -267,8 +264,7 @@ def save_checkpoint(path: str | os.PathLike, ddp: Ddp, keep_last: int = 1, resum
         keep_last: how many to keep, this one included; the former ones as path-1, path-2, ...
         resumes: the next start continues from this file, so error messages shall name it.
     Raises: RuntimeError, on all ranks, for a value that is not of a plain type, or if the file
-        cannot be written; the former file is then untouched.
-    """
+        cannot be written; the former file is then untouched."""
     path = os.fspath(path)
     note_progress(ddp)
     problem = _try_to_write_checkpoint(path, ddp, keep_last, state) if ddp.is_main else ""
@@ -286,8 +282,7 @@ def load_checkpoint(path: str | os.PathLike, ddp: Ddp | None = None) -> Any:
     With ddp, a collective: rank 0 reads the file, goes back to the former one if it is damaged,
     saying so, and sends the bytes to the others.
     Raises: ValueError, on all ranks, for a file that is missing, damaged (each record has a
-        checksum), or holds more than tensors and plain types.
-    """
+        checksum), or holds more than tensors and plain types."""
     if ddp is None:
         return _read_checkpoint(path).state
     return _load_on_all_ranks(path, ddp)
@@ -692,7 +687,8 @@ def _has_xccl():
 
 
 def _in_one_line(error):
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _device_id(device):
@@ -742,7 +738,7 @@ def choose_dtype(request: bool | str | None, device: torch.device) -> tuple[torc
 
 
 # ---------------------------------------------------------------- set-up of one rank
-#   environment --> detect_launcher --> rank, size        _start_mpi: only where MPI must help
+#   environment --> detect_launcher --> rank, size      (_start_mpi: only where MPI must help)
 #   devices     --> _bind_device    --> device, backend
 #   other ranks --> _join           --> hosts, process groups
 def seed_for(*parts) -> int:
@@ -775,10 +771,10 @@ setup_ddp.count = 0        # of set-ups in this process
 setup_ddp.meeting = None   # what _open_store returned: a later set-up uses that store again
 
 
-def _setup_or_exit(*request):
-    """_setup. If it fails, the rank that prints raises SetupError; the others exit later."""
+def _set_up(*request):
+    """Find the place and join. If it fails, a rank that prints raises; the others exit later."""
     try:
-        return _setup(*request)
+        return _find_place_and_join(*request)
     except SetupError as error:
         if error.prints:
             raise
@@ -793,7 +789,7 @@ def _print_notes(ddp):
            sep="\n  ")
 
 
-def _setup(device, backend, seed, ranks, timeout, init_timeout, ipex):
+def _find_place_and_join(device, backend, seed, ranks, timeout, init_timeout, ipex):
     """The Ddp of setup_ddp, whose arguments these are."""
     env = dict(os.environ)
     _deadline(env)   # refuses a wrong DDP_DEADLINE before anything is started
@@ -1410,17 +1406,23 @@ def _abort_with(ddp, error, printed=False):
     """End all ranks because of an exception in this one. printed: Python has shown it already."""
     if isinstance(error, KeyboardInterrupt):
         abort(ddp, "interrupted (Ctrl-C)", INTERRUPTED)
+    if isinstance(error, SystemExit) and isinstance(error.code, str):
+        abort(ddp, error.code)
     if isinstance(error, SystemExit):
-        text = error.code if isinstance(error.code, str) else f"left with exit code {error.code}"
-        abort(ddp, text, error.code if isinstance(error.code, int) else 1)
+        abort(ddp, f"left with exit code {error.code}",
+              error.code if isinstance(error.code, int) else 1)
     expected = not getattr(error, "retry", True)   # retry = False: no bug, so no traceback
     out_of_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
     # A lost connection is most likely the consequence of a failure elsewhere.
     lost = isinstance(error, RuntimeError) and re.search(
         "connection|socket|timed out|communicator|successfully reached monitoredBarrier",
         str(error), re.I)
-    text = str(error) if expected else "".join(traceback.format_exception(error)).rstrip()
-    cause = str(error).split("\n")[0] if expected else _in_one_line(error)
+    if expected:
+        text = str(error)
+        cause = text.partition("\n")[0]
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        cause = _in_one_line(error)
     abort(ddp, "" if printed else text, cause=cause, secondary=bool(lost),
           retry=not out_of_memory and not expected)
 
@@ -1898,7 +1900,8 @@ def _import_ipex():
     return intel_extension_for_pytorch
 
 
-def optimize_with_ipex(model, optimizer, ddp):
+def optimize_with_ipex(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+                       ddp: Ddp) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """(model, optimizer) as ipex.optimize returns them, or as given if IPEX is not wanted or does
     not work. Call it on all ranks, after making the optimizer and before wrap_ddp.
 
@@ -1907,7 +1910,9 @@ def optimize_with_ipex(model, optimizer, ddp):
     all go on without it, and rank 0 prints why. The weights keep names, shapes and float32.
     """
     mode = ddp.state.ipex
-    if mode == "off" or mode == "auto" and (ddp.device.type != "xpu" or _has_xccl()):
+    if mode == "auto":
+        mode = "on" if ddp.device.type == "xpu" and not _has_xccl() else "off"
+    if mode == "off":
         return model, optimizer
     problem = ""
     try:   # no fused step: it ignores found_inf, by which our optimizers skip bad steps
@@ -1916,9 +1921,11 @@ def optimize_with_ipex(model, optimizer, ddp):
     except (Exception, SystemExit) as e:   # a library that is missing, a CPU that is too old, ...
         problem = _in_one_line(e)
     problem = first_problem(problem, ddp)
-    print0(ddp, f"IPEX not used: {problem}" if problem else
-           f"IPEX {ipex.__version__} optimized the model")
-    return (model, optimizer) if problem else result
+    if problem:
+        print0(ddp, f"IPEX not used: {problem}")
+        return model, optimizer
+    print0(ddp, f"IPEX {ipex.__version__} optimized the model")
+    return result
 
 
 if __name__ == "__main__":
