@@ -19,11 +19,10 @@ import torch
 
 import ddp_setup
 from ddp_setup import (Ddp, State, all_mean, all_sum, autocast, broadcast, choose_device,
-                       choose_dtype, cleanup_ddp, ddp_sampler, detect_launcher, load_checkpoint,
-                       optimize_with_ipex, print0, save_checkpoint, setup_ddp, slurm_first_host,
-                       stop_reason, stop_wanted, wrap_ddp)
+                       choose_dtype, cleanup_ddp, ddp_sampler, detect_launcher, end_watch,
+                       load_checkpoint, optimize_with_ipex, print0, save_checkpoint, setup_ddp,
+                       slurm_first_host, start_watch, stop_reason, stop_wanted, wrap_ddp)
 from launchers import await_that, clean_environment, fork_ranks
-from training.watch import close_run, read_status, watch_run
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
 TORCHRUN = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", GROUP_RANK="1",
@@ -387,34 +386,56 @@ def test_what_cannot_be_read_as_a_checkpoint_is_refused_with_its_name(tmp_path):
 
 
 # ---------------------------------------------------------------- stop requests
-def test_a_deadline_or_a_stop_file_asks_for_a_stop_and_no_reason_means_go_on(tmp_path, monkeypatch):
-    folder = tmp_path / "new"
-    for cause, left, expected in (
-            ("none", 3600, ""), ("deadline", -1, "DDP_DEADLINE is reached"),
-            ("file", 3600, f"{folder}/STOP exists; remove it before the next start")):
-        monkeypatch.setenv("DDP_DEADLINE", str(time.time() + left))
-        if cause == "file":
-            (folder / "STOP").touch()
-        ddp = Ddp()
-        watch_run(ddp, folder, minutes=0)
-        assert read_status(folder) == {"code": None, "reason": "running", "step": None}
-        assert stop_reason(ddp, 3) == expected
-        close_run(ddp, 75, "because")
-        assert read_status(folder) == {"code": 75, "reason": "because", "step": 3}
-    for text in ("soon", "nan", "-60", "3000"):
-        monkeypatch.setenv("DDP_DEADLINE", text)
-        with pytest.raises(RuntimeError, match=f"DDP_DEADLINE='{text}' is not a time"):
-            setup_ddp()
+def test_without_a_request_there_is_no_reason_to_stop(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_DEADLINE", str(time.time() + 3600))
+    ddp = Ddp()
+    assert stop_reason(ddp, 3, stop_file=str(tmp_path / "STOP")) == ""
+    end_watch(ddp)
+
+
+def test_a_deadline_that_has_passed_asks_for_a_stop(monkeypatch):
+    monkeypatch.setenv("DDP_DEADLINE", str(time.time() - 1))
+    ddp = Ddp()
+    assert stop_reason(ddp, 3) == "DDP_DEADLINE is reached"
+    end_watch(ddp)
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "-60", "3000"])
+def test_a_deadline_that_is_no_time_is_refused_before_the_ranks_meet(text, monkeypatch):
+    monkeypatch.setenv("DDP_DEADLINE", text)
+    with pytest.raises(RuntimeError, match=f"DDP_DEADLINE='{text}' is not a time"):
+        setup_ddp()
+
+
+def test_a_stop_file_is_looked_for_where_it_was_named_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ddp = Ddp()
+    assert stop_reason(ddp, 3, stop_file="STOP") == ""
+    (tmp_path / "STOP").touch()
+    monkeypatch.chdir("/")
+    expected = f"{tmp_path}/STOP exists; remove it before the next start"
+    assert stop_reason(ddp, 4, stop_file="STOP") == expected
+    end_watch(ddp)
+
+
+def test_a_new_watch_knows_of_a_request_to_the_one_before():
+    ddp = Ddp()
+    start_watch(ddp)
+    ddp.state.watch.requested = "SIGTERM"
+    start_watch(ddp)
+    assert stop_wanted(ddp) == 1.0
+    end_watch(ddp)
 
 
 def test_a_watch_leaves_the_handlers_as_they_were_and_no_thread():
-    before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
+    before = signal.getsignal(signal.SIGTERM)
+    threads = threading.active_count()
     ddp = Ddp()
     stop_reason(ddp, 0)
     os.kill(os.getpid(), signal.SIGTERM)
     await_that(lambda: stop_wanted(ddp), 60, lambda: "SIGTERM was not noticed")
     assert stop_reason(ddp, 1).startswith("SIGTERM on rank 0")
-    close_run(ddp, 75, "")
+    end_watch(ddp)
     assert (signal.getsignal(signal.SIGTERM), threading.active_count()) == (before, threads)
 
 
