@@ -1,6 +1,7 @@
 """Does ddp_setup decide rightly? Pure decisions and one process."""
 import builtins
 import contextlib
+import dataclasses
 import importlib.metadata
 import itertools
 import os
@@ -64,9 +65,12 @@ def test_every_launcher_is_known_by_its_variables(env, name, mpi):
     assert place.local_world_size in (4, None)
 
 
-def test_a_slurm_step_on_one_node_and_a_single_rank_are_on_one_host():
+def test_a_slurm_step_is_on_one_host_if_it_says_that_it_has_one_node():
     assert detect_launcher(dict(SLURM, SLURM_STEP_NUM_NODES="1")).on_one_host
     assert not detect_launcher(SLURM).on_one_host
+
+
+def test_a_single_rank_of_a_launcher_is_on_one_host():
     one = detect_launcher(dict(FLUX, FLUX_TASK_RANK="0", FLUX_JOB_SIZE="1", FLUX_TASK_LOCAL_ID="0"))
     assert (one.world_size, one.local_world_size, one.node_rank) == (1, 1, 0)   # it meets nobody
 
@@ -106,12 +110,49 @@ def test_first_host_of_a_slurm_list():
         assert slurm_first_host(text) == host
 
 
-def test_an_address_alone_means_port_29500_and_a_port_alone_is_this_host():
+def test_ranks_on_one_host_ask_no_name_service(monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: pytest.fail(f"asked for {name}"))
     alone = Ddp(world_size=2, local_world_size=2)
-    for env, place in ((dict(MASTER_ADDR="127.0.0.5"), ("127.0.0.5", 29500)),
-                       (dict(MASTER_PORT="7"), ("127.0.0.1", 7)),
-                       (dict(MASTER_ADDR="n0", MASTER_PORT="7"), ("n0", 7))):
-        assert ddp_setup._place_of_rank_0(alone, env)[:2] == place
+    for env in ({"MASTER_ADDR": "n0"}, {}):
+        ddp_setup._place_of_rank_0(dataclasses.replace(alone, launcher="torchrun"), env)
+
+
+PLACES = {"n0": "10.0.0.1", "self": "127.0.1.1", socket.gethostname(): "10.0.0.9"}
+MPI = object()
+
+
+@pytest.mark.parametrize("launcher, per_host, mpi, env, place", [
+    ("torchrun", 2, None, dict(MASTER_ADDR="127.0.0.5"), ("127.0.0.5", 29500, "from MASTER_ADDR")),
+    ("torchrun", 2, None, dict(MASTER_PORT="7"), ("127.0.0.1", 7, "from MASTER_PORT")),
+    ("torchrun", 2, None, dict(MASTER_ADDR="n0", MASTER_PORT="7"), ("n0", 7, "from MASTER_ADDR")),
+    # a name that means 127.0.1.1 here, as on Debian, is of no use to other hosts
+    ("torchrun", 1, None, dict(MASTER_ADDR="self"), ("10.0.0.9", 29500, "from MASTER_ADDR")),
+    ("Slurm step", None, None, dict(SLURM_STEP_NODELIST="n[0-3]", MASTER_PORT="7"),
+     ("n0", 7, "from MASTER_PORT")),
+    ("Open MPI", 2, MPI, {}, ("127.0.0.1", 0, "by MPI broadcast")),
+    ("Open MPI", None, MPI, {}, ("10.0.0.9", 0, "by MPI broadcast")),
+    ("Open MPI", None, MPI, dict(MASTER_PORT="7"),
+     ("10.0.0.9", 7, "from MASTER_PORT by MPI broadcast")),
+    ("Open MPI", None, MPI, dict(MASTER_ADDR="n0"),
+     ("n0", 29500, "from MASTER_ADDR by MPI broadcast"))])
+def test_the_place_of_rank_0(launcher, per_host, mpi, env, place, monkeypatch):
+    monkeypatch.setattr(ddp_setup, "_resolve", lambda name: PLACES.get(name, ""))
+    ddp = Ddp(world_size=2, local_world_size=per_host, launcher=launcher, state=State(mpi=mpi))
+    assert ddp_setup._place_of_rank_0(ddp, env) == place
+
+
+def test_ranks_of_one_launch_compute_the_same_port_and_those_of_another_launch_another():
+    def port(**env):
+        ddp = Ddp(world_size=2, local_world_size=2, launcher="Slurm step")
+        return ddp_setup._place_of_rank_0(ddp, env).port
+    assert port(SLURM_JOB_ID="1", SLURM_STEP_ID="0") == port(SLURM_JOB_ID="1", SLURM_STEP_ID="0")
+    assert port(SLURM_JOB_ID="1", SLURM_STEP_ID="0") != port(SLURM_JOB_ID="1", SLURM_STEP_ID="1")
+
+
+def test_ranks_on_several_hosts_that_nobody_tells_where_rank_0_is_are_refused():
+    ddp = Ddp(world_size=2, local_world_size=None, launcher="Open MPI")
+    with pytest.raises(ddp_setup.SetupError, match="nothing tells them where rank 0 is"):
+        ddp_setup._place_of_rank_0(ddp, {})
 
 
 FOUND = dict(cuda=0, xpu=0, nccl=False, gloo=True, xccl=False, ccl=False)
@@ -201,18 +242,22 @@ def test_a_guard_that_does_not_read_holds_up_no_step():
         assert time.monotonic() - began < ddp_setup.GUARD_ANSWER / 2
 
 
-def test_where_torch_has_no_xccl_intels_bindings_serve_an_xpu_or_say_why_not(monkeypatch):
+def test_an_xpu_that_nothing_serves_is_refused_with_the_error_of_intels_bindings(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     pretend(monkeypatch)
     with pytest.raises(ddp_setup.SetupError,
                        match="no backend for xpu.*ImportError: no oneccl_bindings_for_pytorch"):
         choose_device("xpu", "auto", 0, ddp_setup._found_devices())
-    for xccl, backend, imported in (
-            (True, "xccl", []),
-            (False, "ccl", ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"])):
-        order = pretend(monkeypatch, xccl, oneccl_bindings_for_pytorch="bindings")
-        found = choose_device("auto", "auto", 0, ddp_setup._found_devices())
-        assert (found[0], found[2], order) == ("xpu", backend, imported)
+
+
+@pytest.mark.parametrize("xccl, backend, imported", [
+    (True, "xccl", []),
+    (False, "ccl", ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"])])
+def test_intels_bindings_serve_an_xpu_where_torch_has_no_xccl(xccl, backend, imported, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    order = pretend(monkeypatch, xccl, oneccl_bindings_for_pytorch="bindings")
+    found = choose_device("auto", "auto", 0, ddp_setup._found_devices())
+    assert (found[0], found[2], order) == ("xpu", backend, imported)
 
 
 @pytest.mark.parametrize("mode, device, xccl, fault, said", [
@@ -247,74 +292,139 @@ def samplers(size, data=range(23), **options):
     return [ddp_sampler(data, Ddp(rank=r, world_size=size, seed=3), **options) for r in range(size)]
 
 
-def test_samplers_deal_every_item_once_in_evaluation_and_in_training_as_one_process_does():
-    def dealt(size, epoch):
-        parts = samplers(size)
-        for part in parts:
-            part.set_epoch(epoch)
-        return [list(part) for part in parts]
+def dealt(size, epoch):
+    """What the samplers of `size` ranks deal in training."""
+    parts = samplers(size)
+    for part in parts:
+        part.set_epoch(epoch)
+    return [list(part) for part in parts]
 
+
+def test_in_training_one_process_deals_every_item_once_in_an_order_of_the_epoch():
     order, = dealt(1, epoch=2)
-    assert sorted(order) == list(range(23)) != order and dealt(1, epoch=3) != [order]
-    for size in (2, 3):
-        assert sorted(itertools.chain(*samplers(size, train=False))) == list(range(23))
-        steps = 23 // size    # as many on each rank
-        assert dealt(size, epoch=2) == [order[r:steps * size:size] for r in range(size)]
+    assert sorted(order) == list(range(23)) != order
+    assert dealt(1, epoch=3) != [order]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_in_training_ranks_deal_in_turn_what_one_process_does_with_as_many_steps_each(size):
+    order, = dealt(1, epoch=2)
+    steps = 23 // size
+    assert dealt(size, epoch=2) == [order[rank:steps * size:size] for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_in_evaluation_every_item_is_dealt_once(size):
+    assert sorted(itertools.chain(*samplers(size, train=False))) == list(range(23))
+
+
+def test_fewer_items_than_ranks_are_refused():
     with pytest.raises(ValueError, match="3 item.*4 ranks"):
         samplers(4, range(3))
 
 
-def test_precision_is_chosen_with_a_reason_or_refused():
-    cpu = torch.device("cpu")
-    assert choose_dtype(False, cpu)[0] == choose_dtype("float32", cpu)[0] == torch.float32
-    assert choose_dtype("bfloat16", cpu)[0] == torch.bfloat16
-    assert choose_dtype(True, cpu)[0] in (torch.bfloat16, torch.float32)
+@pytest.mark.parametrize("request_, dtypes", [
+    (False, {torch.float32}), ("float32", {torch.float32}), ("bfloat16", {torch.bfloat16}),
+    (True, {torch.bfloat16, torch.float32})])    # as the CPU can
+def test_a_cpu_computes_in_the_precision_asked_for(request_, dtypes):
+    assert choose_dtype(request_, torch.device("cpu"))[0] in dtypes
+
+
+def test_an_unknown_precision_is_refused():
     with pytest.raises(ValueError, match="float8.*expected"):
-        choose_dtype("float8", cpu)
-    with autocast(torch.float32, Ddp()):
-        assert not torch.is_autocast_enabled("cpu")
+        choose_dtype("float8", torch.device("cpu"))
+
+
+def test_autocast_computes_in_bfloat16():
     with autocast(torch.bfloat16, Ddp()):
         assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype == torch.bfloat16
 
 
-def test_a_checkpoint_is_whole_or_the_one_of_before(tmp_path, monkeypatch):
-    path, ddp = str(tmp_path / "a" / "b.pt"), Ddp()
-    save_checkpoint(path, ddp, model={"w": torch.ones(3)}, epoch=4, names=["x", None], rate=0.5)
+def test_autocast_of_float32_is_none():
+    with autocast(torch.float32, Ddp()):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_checkpoint_holds_what_was_given_and_of_what_it_was_made(tmp_path):
+    path = tmp_path / "a" / "b.pt"
+    save_checkpoint(path, Ddp(), model={"w": torch.ones(3)}, epoch=4, names=["x", None], rate=0.5)
     state = torch.load(path, weights_only=True)
-    assert state["epoch"] == 4 and state["world_size"] == 1
+    assert state["model"]["w"].tolist() == [1.0] * 3 and state["names"] == ["x", None]
+    assert (state["epoch"], state["rate"], state["world_size"]) == (4, 0.5, 1)
     assert state["versions"]["torch"] == str(torch.__version__)
-    before = (tmp_path / "a" / "b.pt").read_bytes()
+    assert os.listdir(tmp_path / "a") == ["b.pt"]
+
+
+def test_a_save_to_a_full_disk_leaves_the_checkpoint_of_before_and_nothing_else(
+        tmp_path, monkeypatch):
+    path = tmp_path / "b.pt"
+    save_checkpoint(path, Ddp(), model={"w": torch.ones(3)})
+    before = path.read_bytes()
 
     def full_disk(*_):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(RuntimeError, match="No space left"):
-        save_checkpoint(path, ddp, model={"w": torch.zeros(3)})
-    monkeypatch.undo()
-    for thing in (object(), np.float64(1.0), len, lambda: None):
-        with pytest.raises(RuntimeError, match="cannot write .*(it holds builtins|numpy|lambda)"):
-            save_checkpoint(path, ddp, deep=[{"thing": thing}])
-    assert (tmp_path / "a" / "b.pt").read_bytes() == before
-    assert os.listdir(tmp_path / "a") == ["b.pt"]
+        save_checkpoint(path, Ddp(), model={"w": torch.zeros(3)})
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["b.pt"]
 
 
-def test_one_process_needs_no_launcher_and_leaves_the_environment_as_it_was(monkeypatch, capsys):
+@pytest.mark.parametrize("thing", [object(), np.float64(1.0), len, lambda: None],
+                         ids=["object", "numpy", "function", "lambda"])
+def test_a_value_that_torch_would_not_load_again_is_not_saved(thing, tmp_path):
+    with pytest.raises(RuntimeError, match="cannot write .*(it holds builtins|numpy|lambda)"):
+        save_checkpoint(tmp_path / "b.pt", Ddp(), deep=[{"thing": thing}])
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def plain_process(monkeypatch):
+    """The Ddp of a process that no launcher started."""
+    for name in clean_environment().keys() ^ os.environ.keys():
+        monkeypatch.delenv(name, raising=False)
+    ddp = setup_ddp(seed=0)
+    yield ddp
+    cleanup_ddp(ddp)
+
+
+def test_one_process_needs_no_launcher(plain_process, capsys):
+    assert (plain_process.rank, plain_process.world_size, plain_process.backend) == (0, 1, "none")
+
+
+def test_a_second_set_up_gives_the_same_place(plain_process):
+    assert setup_ddp() is plain_process
+
+
+def test_one_process_leaves_the_environment_as_it_was(monkeypatch, capsys):
+    """Libraries shall see a plain process."""
     for name in clean_environment().keys() ^ os.environ.keys():
         monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
     ddp = setup_ddp(seed=0)
-    assert setup_ddp() is ddp
-    assert dict(os.environ) == before, "libraries shall see a plain process"
-    assert isinstance(wrap_ddp(torch.nn.Linear(2, 2), ddp), torch.nn.Linear)
-    with pytest.raises(ValueError, match="weight is on meta; expected cpu"):
-        wrap_ddp(torch.nn.Linear(2, 2, device="meta"), ddp)
-    assert all_sum([1.5, 2], ddp) == [1.5, 2.0] and all_mean(3, ddp) == 3.0
-    assert broadcast({"a": [1, None]}, ddp) == {"a": [1, None]}
+    assert dict(os.environ) == before
     cleanup_ddp(ddp)
-    cleanup_ddp(ddp)
+    cleanup_ddp(ddp)    # harmless
     assert dict(os.environ) == before
     assert "Initialized DDP: 1 rank" in capsys.readouterr().out
-    print0(ddp, "a", "b", sep="-", flush=False)
+
+
+def test_one_process_wraps_no_model(plain_process):
+    assert isinstance(wrap_ddp(torch.nn.Linear(2, 2), plain_process), torch.nn.Linear)
+
+
+def test_a_model_on_another_device_is_refused(plain_process):
+    with pytest.raises(ValueError, match="weight is on meta; expected cpu"):
+        wrap_ddp(torch.nn.Linear(2, 2, device="meta"), plain_process)
+
+
+def test_one_process_agrees_with_itself():
+    assert all_sum([1.5, 2], Ddp()) == [1.5, 2.0]
+    assert all_mean(3, Ddp()) == 3.0
+    assert broadcast({"a": [1, None]}, Ddp()) == {"a": [1, None]}
+
+
+def test_print0_takes_the_options_of_print(capsys):
+    print0(Ddp(), "a", "b", sep="-", flush=False)
     assert capsys.readouterr().out == "a-b\n"
 
 
@@ -345,44 +455,66 @@ def test_former_checkpoints_are_kept_and_one_is_whole_under_some_name_at_any_mom
     assert load_checkpoint(str(tmp_path / "last-3.pt"))["step"] == 2
 
 
-def test_a_flipped_bit_that_torch_does_not_see_is_told_and_the_former_is_used(tmp_path, capsys):
-    path, former = tmp_path / "last.pt", tmp_path / "last-1.pt"
+def two_checkpoints_of_which_the_newer_is_damaged(folder):
+    """(a function that saves a step, the newer, the former). A bit is flipped, so that torch loads
+    it without a word."""
+    path = folder / "last.pt"
 
-    def save(step):
-        save_checkpoint(str(path), ddp, keep_last=2, step=step, weight=torch.zeros(9000))
-    ddp = Ddp()
-    save(1)
-    save(2)
+    def save(step, ddp):
+        save_checkpoint(path, ddp, keep_last=2, step=step, weight=torch.zeros(9000))
+    save(1, Ddp())
+    save(2, Ddp())
     flip_a_bit(path)
-    seen_by_torch = torch.load(path, weights_only=True)["weight"]
-    assert seen_by_torch.count_nonzero() == 1, "torch loads it without a word"
-    assert load_checkpoint(str(path), ddp)["step"] == 1 and ddp.state.checkpoint == str(former)
+    assert torch.load(path, weights_only=True)["weight"].count_nonzero() == 1
+    return save, path, folder / "last-1.pt"
+
+
+def test_a_flipped_bit_is_told_and_the_former_checkpoint_is_used(tmp_path, capsys):
+    _, path, former = two_checkpoints_of_which_the_newer_is_damaged(tmp_path)
+    ddp = Ddp()
+    assert load_checkpoint(path, ddp)["step"] == 1 and ddp.state.checkpoint == str(former)
     said = capsys.readouterr().out
     assert "last.pt: it is damaged" in said and f"Going back to {former}" in said
-    save_checkpoint(str(tmp_path / "best.pt"), ddp, step=2)
-    save(3)     # the damaged one goes, no other
-    assert [load_checkpoint(str(file))["step"] for file in (former, path)] == [1, 3]
-    flip_a_bit(path)
+
+
+def test_the_next_save_replaces_a_damaged_checkpoint_and_no_other(tmp_path):
+    save, path, former = two_checkpoints_of_which_the_newer_is_damaged(tmp_path)
+    ddp = Ddp()
+    load_checkpoint(path, ddp)
+    save_checkpoint(tmp_path / "best.pt", ddp, step=2)
+    save(3, ddp)
+    assert [load_checkpoint(file)["step"] for file in (former, path)] == [1, 3]
+
+
+def test_where_no_checkpoint_is_whole_each_is_named_with_what_is_wrong(tmp_path):
+    _, path, former = two_checkpoints_of_which_the_newer_is_damaged(tmp_path)
     former.write_bytes(b"nonsense")
     with pytest.raises(ValueError, match="(?s)last.pt: it is damaged, the checksum of its record "
                                          ".*data/0.*cannot read the checkpoint .*last-1.pt"):
-        load_checkpoint(str(path), Ddp())
+        load_checkpoint(path, Ddp())
 
 
-def test_what_cannot_be_read_as_a_checkpoint_is_refused_with_its_name(tmp_path):
+def test_a_checkpoint_that_is_cut_off_is_refused_with_its_name(tmp_path):
     path = tmp_path / "last.pt"
-    save_checkpoint(str(path), Ddp(), weight=torch.arange(100.0))
+    save_checkpoint(path, Ddp(), weight=torch.arange(100.0))
     data = path.read_bytes()
-    for n in range(0, len(data), 61):   # cut off there
-        path.write_bytes(data[:n])
+    for length in range(0, len(data), 61):
+        path.write_bytes(data[:length])
         with pytest.raises(ValueError, match=f"cannot read the checkpoint {path}"):
-            load_checkpoint(str(path))
-    torch.save(print, path)
+            load_checkpoint(path)
+
+
+def test_a_file_with_code_is_refused_without_torchs_advice_to_load_it_all_the_same(tmp_path):
+    torch.save(print, tmp_path / "last.pt")
     with pytest.raises(ValueError, match="Weights only load failed. Expected a file written by"):
-        load_checkpoint(path)   # without torch's advice to load it all the same
-    for name, reason in (("none.pt", "No such file or directory"), ("", "Is a directory")):
-        with pytest.raises(ValueError, match=f"no checkpoint {tmp_path / name}: {reason}"):
-            load_checkpoint(tmp_path / name)
+        load_checkpoint(tmp_path / "last.pt")
+
+
+@pytest.mark.parametrize("name, reason", [
+    ("none.pt", "No such file or directory"), ("", "Is a directory")])
+def test_what_is_no_file_is_refused_with_its_name(name, reason, tmp_path):
+    with pytest.raises(ValueError, match=f"no checkpoint {tmp_path / name}: {reason}"):
+        load_checkpoint(tmp_path / name)
 
 
 # ---------------------------------------------------------------- stop requests
