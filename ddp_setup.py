@@ -19,7 +19,7 @@ a run also stops in good order on a signal, before the walltime, or on a stop fi
 
 What a script calls comes first, in the order in which it calls it. How that works follows:
 launchers, devices, rendezvous, one fails - all end, stop requests, checkpoint files, the doctor,
-Intel's extension.
+odd machines.
 `python ddp_setup.py --doctor` prints what is found here and would be chosen, and `--doctor --help`
 all environment variables that are read and set.
 """
@@ -896,7 +896,8 @@ def _set_timer(seconds, file):
 #   all ranks compute the same address, or rank 0 tells it by MPI:
 #
 #   MASTER_ADDR is set            that host, MASTER_PORT or 29500
-#   mpi4py works                  rank 0's own address, by MPI broadcast; the kernel picks the port
+#   mpi4py works                  rank 0's own address (one host: 127.0.0.1) and MASTER_PORT, or a
+#                                 port that the kernel chooses, by MPI broadcast
 #   all ranks are on one host     127.0.0.1      \  MASTER_PORT, or a port computed from what
 #   Slurm                         its first host /  identifies this launch
 class Address(NamedTuple):
@@ -1046,14 +1047,16 @@ def _place_of_rank_0(ddp, env):
 
 
 # ---------------------------------------------------------------- rendezvous: store, table, groups
-#   rank 1, 2, ...                 rank 0's store (TCP; torchrun: the store of its agent)   rank 0
-#      |  connect, came/R += 1        |                                                       |
-#      |  here/R = host, device,   -->|--> waits for all here/R, compares them: who is missing,|
-#      |           backend, error     |    which two share a device, whose torch differs     <-|
-#      |  <-- table: hosts, address --|<-- table: hosts and address of the hub, or the problem |
-#      |      of the hub, or problem  |                                                       |
-#      v                              v                                                       v
-#   all: tell the own guard where the hub is; make the process groups
+#   ranks 1, 2, ...                      rank 0's store                    rank 0
+#                                        (torchrun: its agent's)
+#   came/R += 1    ------------------->
+#   here/R: host, device, backend, --->  all here/R  ------------------->  who is missing? who
+#           torch version, error                                           shares a device? ...
+#                  <-------------------  table  <------------------------  hosts, address of the
+#                                                                          hub; or the problem
+#   read/R, of a problem  ------------>  all read/R  ------------------->  ends, and the store too
+#
+#   then each rank tells its guard where the hub is, and makes the process groups
 class Meeting(NamedTuple):
     """A connection to rank 0's store."""
     store: Any
@@ -1289,11 +1292,12 @@ def listed(items):
 
 
 # ---------------------------------------------------------------- one fails, all end
-#   a rank fails:   abort  --with a guard-->   guard of this rank --> hub --> all guards kill
-#                     |                        their ranks (ddp_guard.py: the rank's parent)
-#                     '--without-->  prints FAILED, then MPI_Abort, scancel or a signal to itself:
-#                                    the launcher ends the other ranks
-#   Python ends without cleanup_ddp (_at_exit), an exception leaves `with ddp`: the same
+#   a rank fails, in any of these ways          with a guard (ddp_guard.py, the rank's parent):
+#     an exception leaves `with ddp`      \        rank --failed--> guard --> hub --> all guards,
+#     Python ends without cleanup_ddp      abort   which kill their ranks; the hub prints FAILED
+#     the script calls abort              /      without: the rank prints FAILED and has the
+#                                                launcher end the others: MPI_Abort, scancel, or
+#                                                its own end by a signal or exit code
 def _open_guard():
     """The socket to ddp_guard.py, if that is this process' parent, else None."""
     descriptor, _, parent = os.environ.get("DDP_GUARD_FD", "").partition(":")
@@ -1493,13 +1497,12 @@ def _await_gloo_threads():
 
 
 # ---------------------------------------------------------------- stop requests, progress
-#   signal to any rank                        \
-#   DDP_DEADLINE, stop file: seen by rank 0   --  watch.requested  --  stop_wanted: 1.0 or 0.0
-#                                                                          |  summed over ranks
-#                     all ranks stop after the same step  <--  stop_reason <'
+#   signal to any rank           \                                summed over ranks
+#   DDP_DEADLINE (rank 0 looks)   watch.requested --> stop_wanted ------------------> stop_reason:
+#   stop file (rank 0 looks)     /                    1.0 or 0.0                      all stop
 #
-#   stop_reason, save, load  -->  note_progress  -->  guard: ends the run if no rank makes progress
-#                                                -->  no guard: a timer in each rank
+#   stop_reason, save, load --> note_progress --> with a guard: it ends the run if no rank of all
+#                                                 makes progress; without: a timer in each rank
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
@@ -1887,7 +1890,10 @@ def _main(arguments):
     return f"usage: python {sys.argv[0]} --doctor [--help]"
 
 
-# ---------------------------------------------------------------- Intel's extension (legacy stacks)
+# ---------------------------------------------------------------- odd machines: Intel's extension
+#   XPU, torch from 2.8 on, with xccl   nothing of Intel's is imported
+#   XPU, older torch                    IPEX, then oneCCL's bindings, which register backend ccl
+#   ipex="on", any device               IPEX optimizes the model; if not on every rank, on none
 def _import_ipex():
     """Import intel_extension_for_pytorch. Raises: whatever the import raises, even SystemExit."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
