@@ -4,12 +4,19 @@ import itertools
 import pytest
 import torch
 
-from sedd.diffusion import make_noise
-from sedd.model import SEDD
+from sedd.diffusion import make_graph, make_noise
+from sedd.model import EMA, SEDD
+from sedd.sequences import N_TOKENS
+from sedd.weights import model_of
 
 BOTH_GRAPHS = pytest.mark.parametrize("graph_name", ["absorb", "uniform"])
 CASES = pytest.mark.parametrize("graph_name, noise_name", list(itertools.product(
     ["absorb", "uniform"], ["loglinear", "geometric"])))
+
+SIZES = {"hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "parameterization": "sedd",
+         "dropout": 0.1, "init_logits": 3.0}
+NOISE = {"type": "loglinear", "eps": 1e-3, "sigma_min": 1e-4, "sigma_max": 20.0}
+LENGTHS = {7: 3, 20: 5, 31: 2}   # of the training proteins
 
 
 def entries(fixture, *names):
@@ -67,3 +74,19 @@ class TrueScores(torch.nn.Module):
         now = stay * self.p + (1 - stay) * limit                           # p(xt) at this noise
         ratio = now / now.expand(*xt.shape, -1).gather(-1, xt[..., None])
         return ratio.clamp(min=1e-30).log().scatter(-1, xt[..., None], 0.0).float()
+
+
+def write_checkpoint(path, graph="absorb", reduction="residue", **more):
+    """A file as train_sedd_ddp.py writes it, of random weights; the averages are others."""
+    torch.manual_seed(0)
+    model = model_of(SIZES, make_graph(graph, N_TOKENS))
+    average = EMA(model.parameters())
+    for tensor in (*model.parameters(), *average.shadow_params):
+        torch.nn.init.normal_(tensor, std=0.2)
+    torch.save({"model": model.state_dict(), "ema": average.state_dict(), "step": 12,
+                "best": {"step": 10, "score": 2.5}, "data": {"n": 10, "hash": "x"},
+                "config": {"model": SIZES, "graph": {"type": graph}, "noise": NOISE,
+                           "data": {"max_length": 40}, "loss": {"reduction": reduction}},
+                "letters": [*range(100, 121)], "lengths": [LENGTHS.get(n, 0) for n in range(32)],
+                **more}, path)
+    return path

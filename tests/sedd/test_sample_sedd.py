@@ -1,4 +1,4 @@
-"""sample_sedd.py and sedd/report.py: what comes out keeps its promises."""
+"""sample_sedd.py: what comes out keeps its promises."""
 
 import math
 import os
@@ -9,41 +9,17 @@ import pytest
 import torch
 
 from launchers import ROOT, fork_ranks
-from sedd.report import compare, difference, divergence, longest_repeat, low_complexity, measure
 from sample_sedd import (cli, predict_letters, reshape_choice, residue_scores, sample_sequences,
                          scaffold_templates, score_sequences, variant_scores)
-from sedd_cases import TrueScores
+from sedd_cases import TrueScores, write_checkpoint
 from sedd.diffusion import make_graph, make_noise
-from sedd.weights import Sedd, export_sedd, load_sedd, model_of
-from sedd.model import EMA, load_official
+from sedd.weights import Sedd, export_sedd, load_sedd
 from sedd.sequences import AMINO_ACIDS, N_TOKENS, encode
-from training_runs import equal, one_thread  # noqa: F401 (a fixture for all)
-
-SIZES = {"hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "parameterization": "sedd",
-         "dropout": 0.1, "init_logits": 3.0}
-NOISE = {"type": "loglinear", "eps": 1e-3, "sigma_min": 1e-4, "sigma_max": 20.0}
-LENGTHS = {7: 3, 20: 5, 31: 2}   # of the training proteins
-
+from training_runs import one_thread  # noqa: F401 (a fixture for all)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("model") / "best.pt")
-
-
-def write_checkpoint(path, graph="absorb", reduction="residue", **more):
-    """A file as train_sedd_ddp.py writes it, of random weights; the averages are others."""
-    torch.manual_seed(0)
-    model = model_of(SIZES, make_graph(graph, N_TOKENS))
-    average = EMA(model.parameters())
-    for tensor in (*model.parameters(), *average.shadow_params):
-        torch.nn.init.normal_(tensor, std=0.2)
-    torch.save({"model": model.state_dict(), "ema": average.state_dict(), "step": 12,
-                "best": {"step": 10, "score": 2.5}, "data": {"n": 10, "hash": "x"},
-                "config": {"model": SIZES, "graph": {"type": graph}, "noise": NOISE,
-                           "data": {"max_length": 40}, "loss": {"reduction": reduction}},
-                "letters": [*range(100, 121)], "lengths": [LENGTHS.get(n, 0) for n in range(32)],
-                **more}, path)
-    return path
 
 
 def refused(capsys, *arguments):
@@ -220,36 +196,6 @@ def test_variants_are_ranked_and_those_of_another_sequence_refused(checkpoint, t
         assert f"line 2: found {found} expected" in refused(capsys, *words, tmp_path / "v.txt")
 
 
-@pytest.mark.parametrize("graph", ["absorb", "uniform"])
-def test_averages_or_weights_as_saved_are_exported_to_the_last_bit(tmp_path, graph, extras):
-    state = torch.load(write_checkpoint(tmp_path / "best.pt", graph))
-    sedd, last = (load_sedd(tmp_path / "best.pt", ema=ema) for ema in (True, False))
-    assert equal(state["ema"]["shadow_params"], [*sedd.model.parameters()])
-    assert equal(state["model"], last.model.state_dict())
-    pytest.importorskip("safetensors")
-    for name in ("folder", "published.pth"):
-        export_sedd(sedd, tmp_path / name)
-        again, times = load_sedd(tmp_path / name), torch.tensor([0.1, 0.5, 1.0])
-        assert equal(sedd.model.state_dict(), again.model.state_dict())
-        assert (again.config, again.max_length) == (sedd.config, 40)
-        assert (again.letters == range(100, 121)).all() and (again.lengths == sedd.lengths).all()
-        assert torch.equal(again.noise(times)[0], sedd.noise(times)[0])
-        with pytest.raises(FileExistsError):
-            export_sedd(sedd, tmp_path / name)
-    assert load_sedd(tmp_path / "folder").about == sedd.about
-    official = torch.load(tmp_path / "published.pth", weights_only=True)
-    assert load_official(sedd.model, official) == "ema"
-    for name in ("last", "last.pth"):
-        export_sedd(last, tmp_path / name)
-        assert "weights as saved" in load_sedd(tmp_path / name).notes[0]
-    card = (tmp_path / "folder" / "README.md").read_text()
-    assert "averages over" in card and ("the mask comes last" in card) == (graph == "absorb")
-    assert "not averaged" in (tmp_path / "last" / "README.md").read_text()
-    write_checkpoint(tmp_path / "by.pt", graph, "sequence", best={"step": 2, "score": 99.0})
-    export_sedd(load_sedd(tmp_path / "by.pt"), tmp_path / "by")
-    assert "99.0000 nats per protein" in (tmp_path / "by" / "README.md").read_text()
-
-
 @pytest.mark.parametrize("words, expected", [
     (["--number", "0"], "--number 0; expected at least 1"),
     (["--length", "9-3"], "found the length 9-3; expected a range like 80-120"),
@@ -304,30 +250,6 @@ def test_what_is_no_model_is_refused(checkpoint, tmp_path, capsys, extras):
     weights = tmp_path / "folder" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "cannot read" in refused(capsys, tmp_path / "folder")
-
-
-def test_the_report_of_known_sequences():
-    assert low_complexity("A" * 30) == 1 and low_complexity("ACDEFGHIKLMNPQRSTVWY") == 0
-    assert longest_repeat("ACDEFGHIKL") == 0 and longest_repeat("WWWW") == 3
-    assert longest_repeat("MKTAYGMKTAYH") == 5
-    rows = ["MKTAYIAKQRQISFVKSHFSRQ", "GGGGGGAAAAAWWWWWCDEFGH"]
-    shares = measure(rows).residues
-    assert shares.sum() == pytest.approx(1) and divergence(shares, shares) == 0
-    new, identity, by_chance, nearest = compare(
-        [rows[0], "MKTAYIAKQRWWWWWWWWWWWW", "CCCCCCCCC", "CCC"], rows)
-    assert nearest.tolist()[:2] == [0, 0] and nearest[2] == -1 and np.isnan(identity[2])
-    assert new[0] == 0 and identity[0] == 1 and new[2] == 1 and 0.4 < identity[1] < 0.7
-    assert np.isnan(new[3]) and by_chance[0] < 0.7 and np.isnan(by_chance[2])
-    assert difference([rows[0], rows[0]]) == 0 and difference(rows) == 1
-
-
-def test_a_long_protein_is_near_to_its_own_stretches_only():
-    random = np.random.default_rng(0)
-    long, other = ("".join(random.choice(list(AMINO_ACIDS), n)) for n in (5000, 100))
-    copied = long[2000:2040] + "WW" + long[2040:2100]   # with an insertion
-    _, identity, by_chance, nearest = compare([copied, other], [other[:7] + "A" * 99, long])
-    assert nearest[0] == 1 and identity[0] > 0.97
-    assert identity[1] < 0.5 and (by_chance < 0.5).all()   # letters in order, somewhere, are not it
 
 
 def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):

@@ -1,4 +1,4 @@
-"""sequence_data: what files may hold, keys, the split, crops, and the demo source."""
+"""Protein sequences: what files may hold, keys, the split, crops."""
 
 import collections
 import functools
@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from sedd.demo import DemoSource
-from sedd.sequences import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, UNIREF50, X_ID,
-                            Proteins, apply_max_length, collate, decode, encode, keyed_generator,
-                            keyed_seed, named_sequences, order_words, random_crops, read_sequences,
-                            split_by_hash, unigram_frequencies)
+from sedd.sequences import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, X_ID, Proteins, apply_max_length,
+                            collate, decode, encode, keyed_generator, keyed_seed, named_sequences,
+                            order_words, random_crops, read_sequences, split_by_hash,
+                            unigram_frequencies)
 
 
 def write(tmp_path, content, name="in.fasta"):
@@ -48,11 +48,14 @@ def refusal(read, path):
 
 # ---- keys and alphabet ----
 
-def test_keyed_seeds_are_equal_for_equal_parts_in_every_version_and_differ_otherwise():
+def test_keyed_seeds_differ_for_different_parts():
     parts = [(0,), (1,), ("1",), (1, 2), (12,), ("a", 1), ("a1",), (1, "a"), (-1,), (2**70,),
              ("1, 2",), ("1", "2")]
     seeds = [keyed_seed(*p) for p in parts]
     assert len(set(seeds)) == len(parts) and all(0 <= s < 2**63 for s in seeds)
+
+
+def test_keyed_seeds_of_equal_parts_are_equal_in_every_version():
     assert keyed_seed(np.int64(7), np.uint64(8)) == keyed_seed(7, torch.tensor(8))
     digest = hashlib.blake2b(b"('crop', 3)", digest_size=8).digest()
     assert keyed_seed("crop", 3) == int.from_bytes(digest, "little") // 2
@@ -60,9 +63,15 @@ def test_keyed_seeds_are_equal_for_equal_parts_in_every_version_and_differ_other
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_the_alphabet_is_the_published_order_and_rare_letters_are_x():
+def test_the_alphabet_is_in_the_published_order():
     assert encode("ACDEFGHIKLMNPQRSTVWY").tolist() == list(range(20))
+
+
+def test_rare_letters_are_x():
     assert encode("XBZUOJ").tolist() == [20] * 6
+
+
+def test_encode_and_decode_refuse_what_has_no_token_or_letter():
     assert decode(encode("MKXV")) == "MKXV" and decode([]) == "" and N_TOKENS == 21
     for text in ("MKv", "MK-V", "MKé"):             # only a file reader may clean
         with pytest.raises(ValueError, match="position 3"):
@@ -196,17 +205,21 @@ def test_parts_and_crops_share_the_tokens_and_have_the_keys_of_whole_cleaned_pro
     cropped = random_crops(part, 5, seed=0, epoch=0)
     assert texts(cropped)[0] == "WYW" and texts(cropped)[1] in ("ACDEF", "CDEFG")
     assert cropped.tokens is proteins.tokens and cropped.keys.tolist() == part.keys.tolist()
-    assert apply_max_length(part, 5, "crop") is part
-    assert texts(apply_max_length(part, 3, "drop")) == ["WYW"]
-    with pytest.raises(ValueError, match="all 2 proteins are longer than max_length = 2"):
-        apply_max_length(part, 2, "drop")
     compact = part.compact()                        # over tokens of its own
     assert texts(compact) == texts(part) and len(compact.tokens) == 9
     cleaned, _ = read_sequences(write(tmp_path, ">a\nmk u\nV*\n"))
     assert cleaned.keys.tolist() == Proteins.from_sequences(["MKXV"]).keys.tolist()
 
 
-def test_the_split_has_the_share_asked_for_and_stays_when_the_file_grows_or_is_reordered():
+def test_long_proteins_are_left_out_if_they_are_to_be_dropped():
+    part = Proteins.from_sequences(["WYW", "ACDEFG"])
+    assert apply_max_length(part, 5, "crop") is part
+    assert texts(apply_max_length(part, 3, "drop")) == ["WYW"]
+    with pytest.raises(ValueError, match="all 2 proteins are longer than max_length = 2"):
+        apply_max_length(part, 2, "drop")
+
+
+def test_the_split_stays_when_the_file_grows_or_is_reordered():
     few = DemoSource().sample(4000, seed=1)
     more = Proteins.from_sequences([few[i] for i in range(3999, -1, -1)] + ["MKV", "ACD"])
 
@@ -214,31 +227,44 @@ def test_the_split_has_the_share_asked_for_and_stays_when_the_file_grows_or_is_r
         return set(p.keys[split_by_hash(p, 0.1)[1]].tolist())
 
     assert val_keys(few) == val_keys(more) & set(few.keys.tolist())
+
+
+def test_the_split_has_the_share_asked_for():
+    few = DemoSource().sample(4000, seed=1)
     train, val = split_by_hash(few, 0.1)
     assert sorted([*train, *val]) == list(range(4000))
     assert abs(len(val) - 400) < 4 * math.sqrt(4000 * 0.1 * 0.9)
     assert set(val) <= set(split_by_hash(few, 0.2)[1])              # a larger fraction only adds
 
 
-def test_gzip_is_known_by_its_content_and_refused_where_it_is_damaged(tmp_path):
-    packed = gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n")
-    for name, content in (("A.FA.GZ", packed), ("a.fasta", packed), ("b.gz", packed + bytes(99))):
+PACKED = gzip.compress(b">a b\nMKV AC\n D\tE\n\n>c\nM\n")
+
+
+def test_gzip_is_known_by_its_content(tmp_path):
+    for name, content in (
+            ("A.FA.GZ", PACKED), ("a.fasta", PACKED), ("b.gz", PACKED + bytes(99))):
         path = write(tmp_path, content, name)
         assert list(named_sequences(path)) == [("a b", "MKVACDE"), ("c", "M")]  # without blanks
         assert len(read_sequences(path)[0]) == 2
-    checksum_wrong = packed[:-8] + bytes(4) + packed[-4:]
-    for damaged in (packed[:-12], checksum_wrong, packed + b"junk"):
+
+
+def test_gzip_that_is_damaged_is_refused(tmp_path):
+    checksum_wrong = PACKED[:-8] + bytes(4) + PACKED[-4:]
+    for damaged in (PACKED[:-12], checksum_wrong, PACKED + b"junk"):
         path = write(tmp_path, damaged, "A.FA.GZ")
         for reader in (read_sequences, lambda path: list(named_sequences(path))):
             assert "is truncated or damaged" in refusal(reader, path)
 
 
-def test_crops_are_uniform_over_all_windows_and_keyed_by_seed_epoch_and_protein_alone():
+def test_crops_are_uniform_over_all_windows():
     one = Proteins(np.zeros(13, np.uint8), [0], [13], [123])
     starts = [random_crops(one, 10, 0, epoch).offsets[0] for epoch in range(4000)]
     counts = np.bincount(starts)
     assert len(counts) == 4 and abs(counts - 1000).max() < 5 * math.sqrt(750)
     assert random_crops(one, 13, 1, 5).offsets == 0 == random_crops(one, 20, 1, 5).offsets
+
+
+def test_crops_are_keyed_by_seed_epoch_and_protein_alone():
     long = Proteins(np.zeros(0, np.uint8), [0, 0], [10**9, 10**9], [0, 1])
     varied = [random_crops(long, 10, *key).offsets for key in itertools.product((0, 1), repeat=2)]
     assert len(np.unique(varied)) == 8
@@ -257,7 +283,7 @@ def test_collate_pads_with_a_mask():
     assert wide[:, :3].equal(x0) and (wide[:, 3:] == X_ID).all() and wide_mask.sum() == 5
 
 
-# ---- unigram and demo ----
+# ---- unigram ----
 
 def test_unigram_frequencies_are_of_the_proteins_of_the_table_without_x_and_never_zero():
     proteins = Proteins.from_sequences(["AAC", "DDDDX", "YA"])
@@ -266,30 +292,3 @@ def test_unigram_frequencies_are_of_the_proteins_of_the_table_without_x_and_neve
     found = {(AMINO_ACIDS + "X")[i]: count for i, count in enumerate(counts) if count}
     assert found == {"A": 2, "C": 1, "Y": 1} and proteins.letter_counts()[X_ID] == 1
     assert unigram_frequencies([18] + [0] * 19 + [1000]) == pytest.approx([19/38] + [1/38] * 19)
-
-
-def test_demo_samples_follow_the_documented_distribution_and_have_its_likelihood():
-    demo = DemoSource(seed=0)
-    triples = np.array(list(itertools.product(range(20), repeat=3)), np.uint8)
-    every = Proteins.from_sequences(triples)
-    assert math.isclose(np.exp(-demo.nll(every)).sum(), 1, rel_tol=1e-9)
-    a, c, d = range(3)
-    assert math.isclose(demo.nll(Proteins.from_sequences(["ACD"]))[0],
-                        -math.log(demo.pair[a, c]) - math.log(demo.transition[a, c, d]))
-    proteins = demo.sample(4000, seed=5)
-    assert (proteins.lengths.min(), proteins.lengths.max()) == (40, 120)
-    assert abs(proteins.lengths.mean() - 80) < 4 * 23.4 / math.sqrt(4000)  # sd of 40..120: 23.4
-    counts, begins = np.zeros((20, 20, 20)), np.zeros((20, 20))
-    for i in range(len(proteins)):
-        x = proteins[i]
-        np.add.at(counts, (x[:-2], x[1:-1], x[2:]), 1)
-        begins[x[0], x[1]] += 1 / 4000
-    assert begins == pytest.approx(demo.pair, abs=0.01)     # standard deviations: up to 0.0027
-    expected = counts.sum(2, keepdims=True) * demo.transition
-    often = expected > 20
-    chi2 = ((counts - expected)[often] ** 2 / expected[often]).sum() / often.sum()
-    assert 0.9 < chi2 < 1.05                                # each term: 1 - p on average
-    letters, triples = demo.pair.sum(0), demo.pair[..., None] * demo.transition
-    assert letters == pytest.approx(np.array(UNIREF50) / sum(UNIREF50), abs=1e-4)
-    assert -(triples * np.log(demo.transition)).sum() == pytest.approx(2.064, abs=5e-4)
-    assert -(letters * np.log(letters)).sum() == pytest.approx(2.889, abs=5e-4)

@@ -1,4 +1,4 @@
-"""sequence_batches: the plan of training and its reader, batches for evaluation."""
+"""The batch plan of training and its reader, batches for evaluation."""
 
 import itertools
 import re
@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from sedd import batches as sequence_batches
+from sedd import batches as module
 from sedd.batches import BatchPlan, BatchReader, eval_batches, sum_rows
 from sedd.sequences import Proteins, read_sequences
 
@@ -60,7 +60,7 @@ def test_an_epoch_takes_no_protein_twice_and_leaves_out_few(
         budget, micro_batches, in_windows, monkeypatch):
     if in_windows:
         for name, least in {"WINDOW_BYTES": 0, "READ_BYTES": 0, "WINDOW_STEPS": 20}.items():
-            monkeypatch.setattr(sequence_batches, name, least)
+            monkeypatch.setattr(module, name, least)
     reader = plan_of(random_lengths(3001), 2000, micro_batches, **budget)
     windows = reader.plan.windows
     assert (windows > 3) == in_windows and reader.plan.window_steps >= 20
@@ -113,6 +113,9 @@ def test_where_some_lengths_do_not_fill_a_batch_the_warning_names_numbers_that_d
         plan = plan_of(lengths, **{unit: number}).plan
         assert plan.warning() == [] and "on average" not in plan.describe()
     assert "may be smaller" in plan_of(lengths[:60], **{unit: asked}).plan.warning()[0]
+
+
+def test_the_warning_tells_that_most_proteins_are_cropped():
     assert plan_of([50] * 16, 100, 2, batch_size=1).plan.warning() == []   # all full
     cropped, = plan_of([50] * 16, 40, 2, batch_size=1).plan.warning()
     assert "100% of the proteins are longer than data.max_length, 40" in cropped
@@ -158,9 +161,12 @@ def test_long_proteins_are_left_out_of_the_plan_if_they_are_to_be_dropped():
     assert lengths[seen].max() <= 300 and len(seen) > 0.97 * reader.plan.proteins
 
 
-def test_too_small_a_budget_and_too_few_proteins_are_refused_and_few_fill_every_lane_and_step():
+def test_a_budget_below_the_longest_protein_is_refused():
     with pytest.raises(ValueError, match="tokens_per_batch 800 is less work .* of 900 residues"):
         plan_of([20] * 500 + [900], 1000, 1, tokens=800)
+
+
+def test_too_few_proteins_are_refused():
     lengths = random_lengths(100)
     says = ("100 proteins fill 6 micro-batches of 16 proteins; one global batch needs 8. Give at "
             "most 6 micro-batches .* a smaller training.batch_size, or more proteins")
@@ -170,6 +176,9 @@ def test_too_small_a_budget_and_too_few_proteins_are_refused_and_few_fill_every_
     assert plan_of(lengths, 2000, 8, batch_size=11).plan.steps_per_epoch == 1
     with pytest.raises(ValueError, match="needs 4. Give a smaller training.batch_size, or more"):
         plan_of([5, 6, 7], 50, 4, batch_size=4)
+
+
+def test_few_proteins_fill_every_lane_and_step():
     for lengths, micro_batches, size, n_steps in (([5, 6, 7, 9], 2, 2, 1), ([30] * 60, 1, 1, 60)):
         steps = steps_of(plan_of(lengths, 50, micro_batches, batch_size=size))
         assert len(steps) == n_steps and all(len(step) == micro_batches for step in steps)

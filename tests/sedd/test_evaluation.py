@@ -1,0 +1,67 @@
+"""Validation of SEDD against exact likelihoods; what the end of a run says."""
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_setup import Ddp
+from sedd.diffusion import make_graph, make_noise
+from sedd.evaluation import Validation, result_lines
+from sedd.sequences import N_TOKENS, Proteins
+from sedd_cases import TrueScores
+from train_sedd_ddp import Config
+from training.config import load_config
+
+
+@pytest.mark.parametrize("graph, noise, arguments", [
+    ("absorb", "loglinear", {}), ("absorb", "loglinear", {"eps": 0.2}), ("absorb", "cosine", {}),
+    ("uniform", "loglinear", {}), ("uniform", "geometric", {}),
+    ("uniform", "geometric", {"sigma_max": 1.0})])
+def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, noise, arguments):
+    p, draw = torch.linspace(1, 6, 20).double(), torch.Generator().manual_seed(0)
+    p /= p.sum()
+    proteins = Proteins.from_sequences([
+        torch.multinomial(p, 30 + 2 * (i % 20), True, generator=draw).numpy().astype(np.uint8)
+        for i in range(150)])
+    graph, noise = make_graph(graph, N_TOKENS), make_noise(noise, **arguments)
+    counts, lengths = proteins.letter_counts(), torch.from_numpy(proteins.lengths)
+    letters = torch.stack([torch.bincount(torch.from_numpy(proteins[i]).long(), minlength=20)
+                           for i in range(150)]).double()
+    config = load_config(Config, None, ["training.batch_size=1", "data.max_length=80"])
+
+    def validate(p, counts, samples):
+        """(bounds, what they should be, perplexity of the unigram) with the true scores of p."""
+        exact = -p.log()
+        if not graph.absorb:   # Sampling starts from full noise, the data end at sigma(1): the
+            # bound exceeds the likelihood by the mean of ln p(x1)/limit over x1 given x0.
+            V, stay = graph.vocab_size, torch.exp(-noise(torch.ones((), dtype=torch.float64))[0])
+            now = stay * torch.cat([p, torch.zeros(1)]) + (1 - stay) / V
+            given = stay * torch.eye(V, dtype=torch.float64)[:20] + (1 - stay) / V
+            exact = exact + given @ torch.log(now * V)
+        config.training.eval_samples = samples
+        validation = Validation(proteins, config, graph, noise, counts)
+        bound = validation(TrueScores(p, graph), Ddp(), torch.float32)
+        return bound, letters @ exact, validation.unigram
+
+    own = torch.from_numpy((counts[:20] + 1) / (counts[:20] + 1).sum())
+    bound, exact, unigram = validate(own, counts, samples=1)   # the unigram model: without error
+    assert torch.allclose(bound, exact, rtol=1e-5)
+    assert unigram == pytest.approx(math.exp(-(letters @ own.log()).sum() / lengths.sum()))
+    if "eps" in arguments:   # so many residues are clean at the end: for no model exact
+        return
+    bound, exact, _ = validate(p, np.ones(21, np.int64), samples=60)
+    difference, total = bound - exact, float(exact.sum() / lengths.sum())
+    mean = difference.sum() / lengths.sum()
+    error = float(((difference - mean * lengths) ** 2).sum().sqrt() / lengths.sum())
+    assert error < 0.01 * total   # or the next line says little
+    assert abs(float(mean)) < 3 * error + 0.002 * total
+
+
+@pytest.mark.parametrize("gain, said", [(-0.1, " no better"), (0.01, " hardly better"), (0.1, "")])
+def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, said):
+    row = {"step": 1, "val/loss": math.log(18) - gain, "val/unigram_perplexity": 18.0}
+    best = {"step": 1, "score": row["val/loss"]}
+    text = "\n".join(result_lines(row, {"best": best}, Path("run")))
+    assert ("ATTENTION" in text) == bool(said) and said in text
