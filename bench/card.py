@@ -1,6 +1,7 @@
 """Training speeds on one GPU ("card"), in one table.
 
     python -m bench card --json card.json                 # SEDD of 6, 39, 92 million, and DPO
+    python -m bench card --all out --fasta my.fasta --pairs my.json     # and tests, runs, samples
     python -m bench card --device cpu --models 6m,dpo --steps 2 training.batch_size=4
 
 Trains configs/sedd_uniref50.yaml (92m), sedd_uniref50_38m.yaml (38m), the first with the network of
@@ -37,6 +38,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.card_all import check_world, run_all
 from bench.common import CONFIGS, SCRIPTS, now, say, training_of, write_prepared
 from bench.sedd import PlainSteps
 from ddp_setup import BAD_INPUT, choose_dtype
@@ -47,6 +49,7 @@ from training.command_line import compile_blocks, joined_ranks
 from training.meter import peak_memory
 from training.loop import open_batches, take_step
 
+FAILED = 3   # exit code: a part of --all failed
 MODELS = {   # name: (script, config, overrides)
     "6m": ("sedd", "sedd_uniref50.yaml", ["model.hidden_size=256", "model.n_blocks=6",
                                           "model.n_heads=8"]),
@@ -229,6 +232,12 @@ def make_parser():
     add("--compile", action="store_true", help="compiled rows on devices other than CUDA, too")
     add("--json", type=Path, help="file to write the rows to")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
+    group = parser.add_argument_group("everything in one call, see bench/card_all.py").add_argument
+    group("--all", type=Path, metavar="FOLDER", help="a new folder for report, logs and runs")
+    group("--fasta", type=Path, help="proteins for train_sedd_ddp.py; default: demo data")
+    group("--pairs", type=Path, help="pairs for train_dpo_ddp.py; default: demo data")
+    group("--minutes", type=float, default=9.0, help="default 9")
+    group("--world", action="store_true", help="internal: only check a world of one rank")
     return parser
 
 
@@ -244,12 +253,27 @@ def read_arguments(argv):
                          "prepare_uniref50.py made")
     if args.json:
         check_json(args.json)
+    check_all(args)
     unknown = [name for name in args.models if name not in MODELS]
     if unknown:
         raise ValueError(f"--models: found {', '.join(unknown)}; expected {', '.join(MODELS)}")
     for name in args.models:   # check all now, not after an hour of measuring the first ones
         config_of(name, args)
     return args
+
+
+def check_all(args):
+    """Raises: ValueError if what --all needs is not there."""
+    for name in ("fasta", "pairs"):
+        path = getattr(args, name)
+        if path and not args.all:
+            raise ValueError(f"found --{name} without --all FOLDER; expected both")
+        if path and not path.is_file():
+            raise ValueError(f"--{name} {path} does not exist")
+    if args.all and args.all.exists():
+        raise ValueError(f"--all {args.all} exists; expected a new folder")
+    if not args.minutes > 0:
+        raise ValueError(f"--minutes is {args.minutes}; expected more than 0")
 
 
 def check_json(path):
@@ -299,5 +323,13 @@ def main(argv):
     except ValueError as error:
         print(f"python -m bench card: error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+    if args.device == "auto" and (args.all or args.world):
+        device = torch.accelerator.current_accelerator(check_available=True)
+        args.device = device.type if device else "cpu"
+    if args.world:
+        check_world(args.device)
+        return
+    if args.all:
+        sys.exit(0 if run_all(args) else FAILED)
     with joined_ranks(args.device) as ddp:
         measure_card(args, ddp)
