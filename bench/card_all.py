@@ -88,8 +88,8 @@ def parts_for(args):
         Part("preflight", command(preflight), 90),
         Part("dtypes", command([ROOT / "test_dtype.py", device]), 60),
         Part("table", command(table), 240),
-        Part("sedd", resumed_run(sedd, folder, "sedd"), 120),
-        Part("dpo", resumed_run(dpo, folder, "dpo"), 90),
+        Part("sedd", resumed_run([*sedd, "--work_dir"], folder, "sedd"), 120),
+        Part("dpo", resumed_run([*dpo, "--output_dir"], folder, "dpo"), 90),
         Part("sample_sedd", sample_sedd(folder, device), 60),
         Part("sample_mpnn", sample_proteinmpnn(folder, device), 60),
         Part("tests", device_tests(args.device), 120)]
@@ -171,13 +171,15 @@ def end_group(process):
 
 
 def resumed_run(argv, folder, name):
-    """Train to the end; train again, kill -9 after the first checkpoint, and go on; compare."""
+    """Train to the end; train again, kill -9 after the first checkpoint, and go on; compare.
+
+    argv: ends with the option for the run folder."""
     def run(log, limit):
         end = time.monotonic() + limit
         straight = folder / name
         killed = folder / f"{name}-killed"
-        run_python([*argv, f"--output_dir={straight}"], log, end - time.monotonic())
-        again = [*argv, f"--output_dir={killed}"]
+        run_python([*argv, straight], log, end - time.monotonic())
+        again = [*argv, killed]
         process = start_python(again, log)
         try:
             await_checkpoint(killed, process, end)

@@ -12,6 +12,10 @@ TINY = ["--config", ROOT / "configs" / "sedd_demo.yaml", "--device=cpu", "traini
         "model.n_blocks=1", "model.n_heads=1", "monitoring.n_samples=1"]
 
 
+def trained(folder):
+    return resumed_run([ROOT / "train_sedd_ddp.py", *TINY, "--work_dir"], folder, "sedd")
+
+
 def outcomes(folder):
     """{part: (outcome, found)} of the report"""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]]
@@ -36,7 +40,7 @@ def test_no_part_begins_after_the_time_of_all(tmp_path):
 
 
 def test_a_run_that_was_killed_and_continued_has_the_weights_of_the_undisturbed_one(tmp_path):
-    part = Part("sedd", resumed_run([ROOT / "train_sedd_ddp.py", *TINY], tmp_path, "sedd"), 600)
+    part = Part("sedd", trained(tmp_path), 600)
     assert run_parts([part], tmp_path, 600), (tmp_path / "sedd.log").read_text()
     outcome, found = outcomes(tmp_path)["sedd"]
     assert outcome == "PASS" and "continued: weights differ by 0.0e+00" in found
@@ -44,7 +48,7 @@ def test_a_run_that_was_killed_and_continued_has_the_weights_of_the_undisturbed_
 
 def test_other_weights_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(card_all, "weights_differ", lambda run, other: float("nan"))
-    part = Part("sedd", resumed_run([ROOT / "train_sedd_ddp.py", *TINY], tmp_path, "sedd"), 600)
+    part = Part("sedd", trained(tmp_path), 600)
     assert not run_parts([part], tmp_path, 600)
     assert outcomes(tmp_path)["sedd"][0] == "FAIL"
 
