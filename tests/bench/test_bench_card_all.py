@@ -1,6 +1,10 @@
 """bench/card_all.py: parts one after the other, in the time there is, and what is said of them."""
+import pytest
+import torch
+
 from bench import card_all
 from bench.card_all import Part, command, resumed_run, run_parts
+from ddp_setup import Ddp, save_checkpoint
 from launchers import ROOT
 
 PASS = Part("good", command(["-c", "print('all is well')"]), 300)
@@ -46,11 +50,13 @@ def test_a_run_that_was_killed_and_continued_has_the_weights_of_the_undisturbed_
     assert outcome == "PASS" and "continued: weights differ by 0.0e+00" in found
 
 
-def test_other_weights_fail(tmp_path, monkeypatch):
-    monkeypatch.setattr(card_all, "weights_differ", lambda run, other: float("nan"))
-    part = Part("sedd", trained(tmp_path), 600)
-    assert not run_parts([part], tmp_path, 600)
-    assert outcomes(tmp_path)["sedd"][0] == "FAIL"
+def test_weights_differ_by_the_relative_norm_of_their_difference(tmp_path):
+    for name, weights in (("a", {"w": [3.0, 0.0], "b": [4.0]}),
+                          ("b", {"w": [3.0, 0.3], "b": [4.4]})):
+        state = {key: torch.tensor(values) for key, values in weights.items()}
+        save_checkpoint(str(tmp_path / name / "checkpoints" / "last.pt"), Ddp(), model=state)
+    found = card_all.weights_differ(tmp_path / "a", tmp_path / "b")
+    assert found == pytest.approx(0.5 / 5.0)
 
 
 def test_a_world_of_one_rank_has_the_gradient_of_a_step_without_a_group(capsys):
