@@ -98,8 +98,10 @@ class RunRecord(Record):
         return f"{saved}{again}."
 
     def close(self):
+        """Forget the run folder, and close the file of the stacks; an empty one is removed."""
         stacks = self.stacks
         self.stacks = None
+        self.run_dir = None
         if stacks is None:
             return
         tell_guard(self.ddp, watch={"stacks": None})

@@ -127,6 +127,20 @@ for step in range(8):
         assert "script.py" in (tmp_path / "out" / "stacks" / f"rank_{r}.txt").read_text(), r
 
 
+def test_where_a_script_writes_no_stacks_a_hang_is_of_the_rank_at_the_lowest_step(tmp_path):
+    with by_hand(tmp_path, """
+ddp = setup_ddp(quiet=True)
+start_watch(ddp, minutes=3 / 60)
+for step in range(8):
+    stop_reason(ddp, step)
+    if step == 5 and ddp.rank == 1:
+        time.sleep(600)
+""", range(3)) as ranks:
+        assert ranks.codes() == [70] * 3, ranks.err()
+        assert re.search(r"FAILED: rank 1 of 3 on \S+: no progress for 3 s\. Late: rank 1 on \S+, "
+                         r"last step 5", ranks.err()), ranks.err()
+
+
 @pytest.mark.parametrize("when, codes, says", [
     # a full disk under the log, and a library with a hook of its own
     ("os.dup2(os.open('/dev/full', os.O_WRONLY), 2); before = lambda: 1 / 0", [1, 1],

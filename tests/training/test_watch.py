@@ -28,7 +28,9 @@ def test_after_the_end_of_the_watch_nothing_is_noted_any_more(tmp_path):
     ddp = Ddp()
     watch_run(ddp, tmp_path, minutes=0)
     close_run(ddp, 0, "done")
+    stop_reason(ddp, 1)     # begins a watch without a run folder
     ddp.state.record.note(1, "too late")
+    end_watch(ddp)
     assert read_status(tmp_path)["reason"] == "done"
 
 
