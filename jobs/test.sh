@@ -4,7 +4,7 @@
 #   bash jobs/test.sh --slow                      only the slow ones
 #   bash jobs/test.sh tests/test_layout.py -x     arguments of pytest; paths from the root
 # Two tests run at a time; TEST_PROCESSES=0: one, in this process, as debuggers need it.
-# The exit code is pytest's (5: no test matched).
+# DRY_RUN=1 shows what would be started. The exit code is pytest's (5: no test matched).
 set -euo pipefail
 
 # pytest 8: with 9.2, pytest-xdist 3.8 ignores the groups that tests/conftest.py gives it.
@@ -51,7 +51,13 @@ make_test_env() {
 
 unset CDPATH
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+command=(.venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadgroup "$@")
+if [ -n "${DRY_RUN:-}" ]; then
+  printf '%q ' "${command[@]}"
+  echo
+  exit
+fi
 locked make_test_env "$@"
 
 export OMP_NUM_THREADS=1       # many small processes on few cores; also makes sums repeatable
-exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadgroup "$@"
+exec "${command[@]}"

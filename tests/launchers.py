@@ -277,6 +277,29 @@ def start_ranks(launcher, n, argv, cwd, env=None, flags=()):
     return Running(words, cwd, clean_environment(launcher, env), more)
 
 
+@contextlib.contextmanager
+def started(words, **how):
+    """subprocess.Popen(words, **how) for a `with`, whose end kills what is left of its session.
+
+    A Popen's own `with` would wait for ever for a run that a failed test leaves behind. SIGHUP is
+    not ignored there, as it would be where these tests run under nohup."""
+    prepare = how.pop("preexec_fn", lambda: None)
+
+    def heed_sighup():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        prepare()
+    process = subprocess.Popen(words, start_new_session=True, preexec_fn=heed_sighup, **how)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream:
+                stream.close()
+
+
 class Running(contextlib.AbstractContextManager):
     """A started launcher: `process` is its Popen, `stdout()` and `stderr()` what was printed yet.
 

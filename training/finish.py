@@ -32,11 +32,15 @@ def finish_run(run, log, ddp, reason, result, seconds, lines) -> dict:
     stop = run.work_dir / "STOP"
     remove = f"Remove {stop}; then the" if stop.exists() else "The"
     if last.exists():
-        saved = last
+        checkpoint = last
     else:
-        saved = run.continued_from or "nothing yet"
-    print_line(f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. Saved: "
-               f"{saved}. {remove} same command continues.", write)
+        checkpoint = run.continued_from or "nothing yet"
+    if run.progress["step"] > run.sampler.first:
+        saved = f"Saved: {checkpoint}."
+    else:
+        saved = f"This start did no step and wrote nothing. Saved before: {checkpoint}."
+    print_line(f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. {saved} "
+               f"{remove} same command continues.", write)
     close_run(ddp, AGAIN, reason)
     return {**result, "stopped": reason}
 

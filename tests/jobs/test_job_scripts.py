@@ -203,6 +203,7 @@ class Site:
         for name in ("bin", "home", "spool"):
             (folder / name).mkdir(parents=True)
         self.profile("")
+        self.submitted = "-A AnyProject -l select=2:system=any,software=one -v X=1 jobs/{script}"
         (folder / "nodes").write_text("".join(f"{host}\n" * 2 for host in hosts))   # mpiprocs=2
         self.program("qsub", f"#!{sys.executable}{QSUB}")
         self.program("qstat", '#!/bin/bash\n[ "$1" = -f ] && cat "$SITE/attributes"\n')
@@ -225,8 +226,8 @@ class Site:
         given = {"THREADS": 1, "VENV": "none", **SETTINGS, **given}
         values = ",".join(f"{name}={value}" for name,
                           value in {"PBS_O_HOME": "/any", **given}.items())
-        lines = ["    Submit_arguments = -A AnyProject -l select=2:system=any,software=one "
-                 f"-v X=1 jobs/{script}", f"    Variable_List = {values},no_such_name=1"]
+        lines = [f"    Submit_arguments = {self.submitted.format(script=script)}",
+                 f"    Variable_List = {values},no_such_name=1"]
         (self.folder / "attributes").write_text(self.attributes + "".join(
             "\n\t".join(textwrap.wrap(line, 70, drop_whitespace=False)) + "\n" for line in lines))
         env = clean_environment(env={
@@ -388,6 +389,29 @@ def test_a_dry_run_shows_the_launch_line_on_any_machine_and_starts_nothing(scrip
     assert sorted(project.rglob("*")) == before
 
 
+def test_a_dry_run_shows_the_cores_that_a_slurm_job_will_have(project):
+    shutil.copytree(ROOT / "configs", project / "configs")
+    result = bash(project, "jobs/slurm.sh", DRY_RUN=1, OMP_NUM_THREADS="")
+    assert " --cpus-per-task=8 " in result.stdout and "OMP_NUM_THREADS=8\n" in result.stdout
+
+
+def test_a_dry_run_of_the_tests_shows_their_command_and_installs_nothing(project):
+    before = sorted(project.rglob("*"))
+    result = bash(project, "jobs/test.sh", "tests/test_layout.py", DRY_RUN=1)
+    assert result.returncode == 0 and result.stdout.startswith(".venv/bin/python -m pytest ")
+    assert sorted(project.rglob("*")) == before
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"NODE_RANK": 2}, "NODE_RANK=2 of NNODES=2 hosts"),
+    ({"MASTER_PORT": 99999}, "MASTER_PORT=99999; expected at most 65534"),
+    ({"NPROC": "x"}, "NPROC=x is not a number")])
+def test_a_dry_run_for_hosts_without_a_scheduler_refuses_what_the_run_would(given, message, project):
+    settings = {**MULTINODE, "NODE_RANK": 0, "DRY_RUN": 1, **given}
+    result = bash(project, "jobs/torchrun_multinode.sh", **settings)
+    assert result.returncode == 2 and message in result.stderr and result.stdout == ""
+
+
 def test_a_workstation_gets_a_rank_per_gpu(site, project):
     shutil.copytree(ROOT / "configs", project / "configs")
     site.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0: one'\n")
@@ -408,6 +432,116 @@ def test_the_deadline_counts_from_before_modules_and_no_users_file_hides_how_a_j
     assert before + 7200 - 900 - 1 <= deadline <= time.time() - 4 + 7200 - 900 + 1
     site.profile("module() { return 1; }\n")
     assert site.run("aurora.pbs") == 2 and len(site.launched()) == 1
+
+
+def test_a_save_that_crosses_slurms_time_limit_is_not_taken_for_scancel(site, project):
+    site.fake_launcher("75 75 late")
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 5))
+    assert site.run_slurm(END=end, SAVE_SECONDS="1") == 75, site.printed + logs(project)
+    assert site.goes_on(), logs(project)
+
+
+def test_of_an_array_the_task_is_requeued(site, project):
+    site.fake_launcher("75 75")
+    assert site.run_slurm(SLURM_ARRAY_JOB_ID=101, SLURM_ARRAY_TASK_ID=3) == 75, logs(project)
+    assert (site.folder / "requeued").read_text() == "requeue 101_3\n"
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("outcome, given, why", [
+    ("0 0", {}, "the training is finished"), ("75 75 cancel", {}, "the job was cancelled"),
+    ("75 75 old", {}, "wrote no new checkpoint"), ("2 2", {}, "the run ended with 2, and AGAIN_ON"),
+    ("75 75", {"CHAIN": "0", "REQUEUE": "0"}, " is 0")])
+def test_a_job_says_why_it_does_not_go_on(script, outcome, given, why, site, project):
+    site.fake_launcher(outcome)
+    site.run(script, **given)
+    assert re.search(f"(no next job|not requeued): .*{why}", logs(project)), logs(project)
+
+
+@ONE_OF_EACH
+def test_a_job_says_which_settings_came_from_outside(script, site, project):
+    site.fake_launcher("0 0")
+    assert site.run(script, ARGS="x=1 y=2") == 0, logs(project)
+    line = re.search("settings from outside: (.*); all others", logs(project))[1]
+    found = dict(word.split("=", 1) for word in shlex.split(line))
+    assert found["ARGS"] == "x=1 y=2" and found["CONFIG"] == "config.yaml"
+    assert "SAVE_SECONDS" not in found and "AGAIN_ON" not in found
+
+
+@pytest.mark.parametrize("script", ["aurora.pbs", "polaris.pbs", "slurm.sh"])
+def test_every_setting_at_the_top_of_a_job_is_among_those_that_it_can_name(script):
+    shared = "" if script == "slurm.sh" else (JOBS / "lib" / "pbs.sh").read_text()
+    text = (JOBS / script).read_text()
+    named = re.search(r"note_settings ((?:[A-Z0-9_]+|\\?\s)+)", text + shared)[1].split()
+    settings = re.findall(r"^([A-Z0-9_]+)=\$\{\1", text.partition("submit this with")[0], re.M)
+    assert set(settings) <= set(named)
+
+
+@pytest.mark.parametrize("submitted, given, message", [
+    ("-v CONFIG=a.yaml -v ARGS=b jobs/aurora.pbs", {}, "-v was given twice"),
+    ("-A AnyProject", {}, "not by 'qsub < FILE'"), ("", {}, "not by 'qsub < FILE'"),
+    ("-A AnyProject my jobs/aurora.pbs", {}, "'my jobs/aurora.pbs' of the script has a blank"),
+    ("-J 0-3 jobs/aurora.pbs", {"PBS_ARRAY_INDEX": 2}, "a job array (-J)")])
+def test_what_no_next_job_could_be_made_from_is_refused_at_the_start(submitted, given, message,
+                                                                     site, project):
+    site.fake_launcher("75 75")
+    site.submitted = submitted
+    shutil.copytree(project / "jobs", project / "my jobs")
+    assert site.run("aurora.pbs", **given) == 2
+    assert message in logs(project) and site.launched() == []
+    if "twice" not in message:      # one job alone needs no path
+        assert site.run("aurora.pbs", CHAIN=0, **given) == 75, logs(project)
+
+
+def test_in_an_interactive_job_the_deadline_counts_from_the_start_of_the_job(site, project):
+    site.fake_launcher("75 75")
+    began = int(time.time()) - 3600
+    site.attributes += f"    stime = {time.ctime(began)}\n"
+    site.submitted = "-I -l select=1"
+    given = {"PBS_ENVIRONMENT": "PBS_INTERACTIVE", "SAVE_SECONDS": "900"}
+    assert site.run("aurora.pbs", **given) == 75, logs(project)
+    assert int((site.folder / "deadline").read_text()) == began + 7200 - 900
+    assert not site.goes_on() and "the job PBS_INTERACTIVE" in logs(project)
+
+
+def test_a_start_of_the_job_that_cannot_be_is_not_believed(site, project):
+    site.fake_launcher("75 75")
+    site.attributes += f"    stime = {time.ctime(time.time() - 7300)}\n"    # it would be over
+    assert site.run("aurora.pbs", SAVE_SECONDS="900") == 75, logs(project)
+    assert int((site.folder / "deadline").read_text()) > time.time() + 6000
+
+
+def test_the_next_job_keeps_the_options_of_qsub_and_names_those_it_loses(site, project):
+    site.fake_launcher("75 75")
+    site.submitted = ("-A AnyProject -W umask=022,sandbox=PRIVATE -p 5 -o out -r n -h "
+                      "-v X=1 jobs/{script}")
+    site.attributes += ("    Priority = 5\n    Rerunable = False\n    umask = 22\n"
+                        "    Output_Path = host:/any/out\n    Join_Path = oe\n")
+    assert site.run("aurora.pbs") == 75, logs(project)
+    words = " ".join(json.loads((site.folder / "next").read_text())["words"])
+    for option in ("-W umask=22", "-p 5", "-o host:/any/out", "-r n"):
+        assert option in words
+    assert "-j" not in words, "what stands in the script may be edited"
+    assert "the next job is submitted without -W sandbox=PRIVATE -h" in logs(project)
+
+
+def test_a_job_says_that_only_its_owner_can_read_what_it_writes(site, project):
+    site.fake_launcher("0 0", "0 0")
+    site.profile("umask 0077\n")
+    assert site.run("aurora.pbs") == 0 and "umask 0077: nobody else" in logs(project)
+
+
+def test_a_signal_of_slurm_during_the_preflight_is_no_failure_of_the_machine(site, project):
+    site.fake_launcher("- 138")
+    assert site.run_slurm(PREFLIGHT="--preflight") == 75, logs(project)
+    assert len(site.launched()) == 1 and not site.goes_on()
+
+
+@ONE_OF_EACH
+def test_nothing_is_trained_after_a_job_was_cancelled_during_the_preflight(script, site, project):
+    site.fake_launcher("- 0 cancel")
+    assert site.run(script, PREFLIGHT="--preflight") == 143, logs(project)
+    assert len(site.launched()) == 1 and not site.goes_on()
 
 
 @ONE_OF_EACH

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launchers import ROOT, clean_environment, need, start_ranks
+from launchers import ROOT, clean_environment, need, start_ranks, started
 
 SCRIPT = """
 import os, sys
@@ -37,27 +37,29 @@ def copy(tmp_path):
 
 
 def start_local_sh(folder, *arguments, **variables):
-    """Start jobs/local.sh of `folder` from elsewhere, with mpirun of our own environment."""
+    """A `with` of jobs/local.sh of `folder`, called from elsewhere, with mpirun of our own
+    environment: its Popen."""
     settings = {"PYTHON": sys._base_executable, "SCRIPT": "script.py", "CONFIG": "config.yaml",
                 "LAUNCHER": "mpirun", "MPI_WHEEL": "", "MATPLOTLIB": ""}
     env = clean_environment("mpich") | settings | variables
     words = ["bash", f"{folder.name}/jobs/local.sh", *arguments]
-    return subprocess.Popen(words, cwd=folder.parent, env=env, text=True, stdin=subprocess.DEVNULL,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return started(words, cwd=folder.parent, env=env, text=True, stdin=subprocess.DEVNULL,
+                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def local_sh(folder, *arguments, **variables):
     """The same to its end: (exit code, everything printed)."""
-    process = start_local_sh(folder, *arguments, **variables)
-    printed, _ = process.communicate(timeout=800)
+    with start_local_sh(folder, *arguments, **variables) as process:
+        printed, _ = process.communicate(timeout=800)
     return process.returncode, printed
 
 
 def test_local_sh_makes_its_environment_once_and_ends_with_the_scripts_code_and_last_line(copy):
     need("mpich")
-    both = [start_local_sh(copy, "3", "--data", f"{name} b") for name in "ac"]
-    printed = [process.communicate(timeout=800)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], printed
+    with (start_local_sh(copy, "3", "--data", "a b") as first,
+          start_local_sh(copy, "3", "--data", "c b") as second):
+        printed = [process.communicate(timeout=800)[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], printed
     for name, text in zip("ac", printed):
         assert text.count(f"arguments ['--config', 'config.yaml', '--data', '{name} b']") == 3
     assert "".join(printed).count("making .venv") == "".join(printed).count("installing") == 1

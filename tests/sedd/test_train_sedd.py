@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from ddp_setup import Ddp, load_checkpoint
-from launchers import fork_ranks, need, run_ranks, slow
+from launchers import fork_ranks, need, run_ranks, slow, started
 import prepare_uniref50
 from sedd import evaluation as sedd_eval
 from sedd import batches as sequence_batches
@@ -436,13 +436,12 @@ def test_fresh_renames_the_former_run_and_starts_over(fasta, tmp_path):
 
 def test_the_lock_of_a_live_run_counts_and_a_dead_ones_is_taken_over(fasta, tmp_path):
     hold = "from training.folder import RunLock; RunLock('w'); print('held', flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", hold], cwd=tmp_path, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT}) as holder:
+    with started([sys.executable, "-c", hold], cwd=tmp_path, stdin=subprocess.PIPE,
+                 stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT}) as holder:
         assert holder.stdout.readline() == b"held\n"
         for options in ({}, {"fresh": True}):
             refused(f"in use by process {holder.pid} on ", tiny(fasta), tmp_path / "w", **options)
         assert [p.name for p in tmp_path.rglob("*")] == ["w", "lock.json"]
-        holder.kill()
     run(tiny(fasta, training__n_iters=1), tmp_path / "w")
     assert not (tmp_path / "w" / "lock.json").exists()
 
@@ -577,8 +576,8 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(optimizer, fasta, tmp_
 def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
     for more, code in (["training.n_iters=10000", "training.log_freq=50"], 75), ([], 0):
         folder = tmp_path / str(code)
-        with subprocess.Popen(demo_command(fasta, folder, *more), stdout=subprocess.PIPE,
-                              text=True) as process:
+        with started(demo_command(fasta, folder, *more), stdout=subprocess.PIPE,
+                     text=True) as process:
             assert any(re.match(r"step (1|50)/", line) for line in process.stdout)
             process.stdout.close()      # as `| tee` does at Ctrl-C
             if code == 75:
@@ -589,9 +588,8 @@ def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
 
 def test_a_run_whose_terminal_is_closed_saves_and_stops(fasta, tmp_path):
     ours, its = os.openpty()
-    with subprocess.Popen(demo_command(fasta, tmp_path, "training.n_iters=10000"), stdin=its,
-                          stdout=its, stderr=its, start_new_session=True,
-                          preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY)) as process:
+    with started(demo_command(fasta, tmp_path, "training.n_iters=10000"), stdin=its, stdout=its,
+                 stderr=its, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY)) as process:
         os.close(its)
         seen = b""
         while not re.search(rb"step \d+/", seen):
