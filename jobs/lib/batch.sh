@@ -23,7 +23,7 @@ check_files() {
   fi
 }
 
-check_number() {   # check_number NAME LEAST: the variable NAME holds a whole number of LEAST or more
+check_number() {   # check_number NAME LEAST: the variable NAME holds a number, LEAST or more
   local value=${!1}
   if ! [[ $value =~ ^(0|[1-9][0-9]{0,8})$ ]] || [ "$value" -lt "$2" ]; then
     fail "$1=$value is not a number of $2 or more."

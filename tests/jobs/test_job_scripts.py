@@ -406,7 +406,7 @@ def test_a_dry_run_of_the_tests_shows_their_command_and_installs_nothing(project
     ({"NODE_RANK": 2}, "NODE_RANK=2 of NNODES=2 hosts"),
     ({"MASTER_PORT": 99999}, "MASTER_PORT=99999; expected at most 65534"),
     ({"NPROC": "x"}, "NPROC=x is not a number")])
-def test_a_dry_run_for_hosts_without_a_scheduler_refuses_what_the_run_would(given, message, project):
+def test_a_dry_run_without_a_scheduler_refuses_what_the_run_would(given, message, project):
     settings = {**MULTINODE, "NODE_RANK": 0, "DRY_RUN": 1, **given}
     result = bash(project, "jobs/torchrun_multinode.sh", **settings)
     assert result.returncode == 2 and message in result.stderr and result.stdout == ""

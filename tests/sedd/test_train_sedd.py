@@ -586,6 +586,15 @@ def test_a_run_whose_output_nobody_reads_any_longer_goes_on(fasta, tmp_path):
         assert read_status(folder)["code"] == code
 
 
+def test_a_start_in_which_no_step_fits_does_not_say_that_it_saved(fasta, tmp_path):
+    late = subprocess.run(demo_command(fasta, tmp_path), capture_output=True, text=True,
+                          env={**os.environ, "DDP_DEADLINE": "1000000001"})
+    said = " ".join(late.stdout.split())
+    assert late.returncode == 75, late.stderr
+    assert "This start did no step and wrote nothing. Saved before: nothing yet." in said
+    assert not (tmp_path / "checkpoints" / "last.pt").exists()
+
+
 def test_a_run_whose_terminal_is_closed_saves_and_stops(fasta, tmp_path):
     ours, its = os.openpty()
     with started(demo_command(fasta, tmp_path, "training.n_iters=10000"), stdin=its, stdout=its,
