@@ -26,16 +26,16 @@ import statistics
 import sys
 from pathlib import Path
 
-from training.files import write_text_atomic
-from sedd.sequences import LETTERS
 from mpnn.pairs import LEAST_WEIGHT
+from sedd.sequences import LETTERS
+from training.files import write_text_atomic
 
 COLUMNS = ("pdb", "sequence", "score", "chain")
 MAX_LISTED = 10
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
 
 
-def read_designs(path):
+def read_designs(path: Path) -> dict:
     """{(path of the structure, chain, context chains): {sequence: [scores]}} of a table.
 
     Raises: ValueError that lists the problems by line."""
@@ -75,7 +75,8 @@ def read_rows(path):
         raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
     times = collections.Counter(rows.fieldnames)
     wrong = [name for name in COLUMNS if times[name] != 1]
-    wrong += ["context"] if times["context"] > 1 else []
+    if times["context"] > 1:
+        wrong.append("context")
     if wrong:
         raise ValueError(f"{path} has no column {', '.join(wrong)}, or two; expected each of "
                          f"{', '.join(COLUMNS)} once in line 1, separated by commas or tabs.")
@@ -89,7 +90,8 @@ def parse_row(row, folder):
     if None in row.values() or None in row:
         raise ValueError("found more or fewer cells than columns")
     cells = {column: text.strip() for column, text in row.items()}
-    sequence, chain = cells["sequence"].upper().replace("-", "X"), cells["chain"]
+    sequence = cells["sequence"].upper().replace("-", "X")
+    chain = cells["chain"]
     context = cells.get("context", "").replace(",", " ").split()
     chains = [chain, *context]
     wrong = sorted(set(sequence) - set(LETTERS))
@@ -115,21 +117,72 @@ def parse_row(row, folder):
     return (structure, chain, tuple(sorted(context))), sequence, score
 
 
-def make_pairs(scores, margin, most, lower_is_better=False):
+def make_pairs(scores: dict, margin: float, most: int | None,
+               lower_is_better: bool = False) -> list[tuple]:
     """[(better sequence, worse sequence, difference of scores)] of one chain of a structure.
 
     scores: {sequence: [scores]}. margin: least difference. most: most pairs, or None for all."""
     sign = -1 if lower_is_better else 1
     ranked = sorted(((sign * statistics.fmean(values), sequence)
                      for sequence, values in scores.items()), reverse=True)
-    pairs = [(chosen, rejected, better - worse)
-             for (better, chosen), (worse, rejected)
-             in zip(ranked[:len(ranked) // 2], reversed(ranked))
-             if better > worse and better - worse >= margin * (1 - 1e-9)]   # allows for rounding
+    least = margin * (1 - 1e-9)         # allows for rounding
+    pairs = []
+    for (better, chosen), (worse, rejected) in zip(ranked[:len(ranked) // 2], reversed(ranked)):
+        if better > worse and better - worse >= least:
+            pairs.append((chosen, rejected, better - worse))
     return pairs[:most]
 
 
-def main(argv):
+def make_entries(designs, args):
+    """Entries of the file of pairs, and {structure: number of its pairs}. ValueError for none."""
+    entries = []
+    differences = []
+    counts = collections.Counter()
+    for (structure, chain, context), scores in designs.items():
+        chains = {"chain_id": chain}
+        if context:
+            chains = {"design_chains": [chain], "fixed_chains": list(context)}
+        relative = os.path.relpath(structure, args.pairs.parent.resolve())
+        room = None
+        if args.per_structure is not None:
+            room = args.per_structure - counts[structure]
+        found = make_pairs(scores, args.margin, room, args.lower_is_better)
+        counts[structure] += len(found)
+        for chosen, rejected, difference in found:
+            entries.append({"pdb_file": relative, **chains, "preferred_seq": chosen,
+                            "unpreferred_seq": rejected})
+            differences.append(difference)
+    if not entries:
+        by = ""
+        advice = ""
+        if args.margin:
+            by = f" by {args.margin:g} or more"
+            advice = " Lower --margin."
+        raise ValueError(f"{args.table}: no two sequences of a structure differ in their scores"
+                         f"{by}; expected at least one such pair.{advice}")
+    if args.weights:
+        mean = statistics.fmean(differences)
+        for entry, difference in zip(entries, differences):
+            entry["weight"] = max(float(f"{difference / mean:.6g}"), LEAST_WEIGHT)
+    return entries, counts
+
+
+def check_options(args):
+    """ValueError for numbers that make no sense."""
+    if not args.margin >= 0 or (args.per_structure is not None and args.per_structure < 1):
+        raise ValueError(f"found --margin {args.margin}, --per_structure "
+                         f"{args.per_structure}; expected at least 0, and at least 1.")
+
+
+def check_output(args, designs):
+    """ValueError for a file to write that is also read."""
+    for path in (args.table, *(structure for structure, *_ in designs)):
+        if args.pairs.exists() and args.pairs.samefile(path):
+            raise ValueError(f"{args.pairs} is the table or a structure that it names; "
+                             "expected another file to write.")
+
+
+def make_parser():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("table", type=Path, help="CSV file")
@@ -138,41 +191,30 @@ def main(argv):
     add("--per_structure", type=int, help="most pairs of a structure (default: all)")
     add("--lower_is_better", action="store_true", help="such as for energies")
     add("--weights", action="store_true", help="weigh pairs by their difference of scores")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv):
+    args = make_parser().parse_args(argv)
     try:
-        if not args.margin >= 0 or args.per_structure is not None and args.per_structure < 1:
-            raise ValueError(f"found --margin {args.margin}, --per_structure "
-                             f"{args.per_structure}; expected at least 0, and at least 1.")
-        entries, differences, counts = [], [], collections.Counter()
+        check_options(args)
         designs = read_designs(args.table)
-        for path in (args.table, *(structure for structure, *_ in designs)):
-            if args.pairs.exists() and args.pairs.samefile(path):
-                raise ValueError(f"{args.pairs} is the table or a structure that it names; "
-                                 "expected another file to write.")
-        for (structure, chain, context), scores in designs.items():
-            chains = ({"design_chains": [chain], "fixed_chains": list(context)} if context else
-                      {"chain_id": chain})
-            relative = os.path.relpath(structure, args.pairs.parent.resolve())
-            room = args.per_structure and args.per_structure - counts[structure]
-            found = make_pairs(scores, args.margin, room, args.lower_is_better)
-            counts[structure] += len(found)
-            entries += [{"pdb_file": relative, **chains, "preferred_seq": chosen,
-                         "unpreferred_seq": rejected} for chosen, rejected, _ in found]
-            differences += [difference for _, _, difference in found]
-        if not entries:
-            by = f" by {args.margin:g} or more" if args.margin else ""
-            raise ValueError(f"{args.table}: no two sequences of a structure differ in their scores"
-                             f"{by}; expected at least one such pair.{by and ' Lower --margin.'}")
-        if args.weights:
-            mean = statistics.fmean(differences)
-            for entry, difference in zip(entries, differences):
-                entry["weight"] = max(float(f"{difference / mean:.6g}"), LEAST_WEIGHT)
-        text = ("\n".join(map(json.dumps, entries)) if args.pairs.suffix.lower() == ".jsonl" else
-                json.dumps(entries, indent=1))
+        check_output(args, designs)
+        entries, counts = make_entries(designs, args)
+        if args.pairs.suffix.lower() == ".jsonl":
+            text = "\n".join(json.dumps(entry) for entry in entries)
+        else:
+            text = json.dumps(entries, indent=1)
         write_text_atomic(args.pairs, text + "\n")
     except (ValueError, OSError) as error:
         print(f"pairs_from_scores.py: error: {error}", file=sys.stderr)
         return 2
+    say_result(args, designs, entries, counts)
+    return 0
+
+
+def say_result(args, designs, entries, counts):
+    """Print what was written: pairs per structure, weights, totals."""
     for structure, n in counts.items():
         print(f"{n:>6}  {os.path.relpath(structure)}")
     if args.weights:
@@ -180,10 +222,10 @@ def main(argv):
         print(f"weights {min(weights):g} to {max(weights):g}, median "
               f"{statistics.median(weights):g}")
     print(f"preferred: the {'lower' if args.lower_is_better else 'higher'} score")
-    n_sequences, n_used = sum(map(len, designs.values())), sum(map(bool, counts.values()))
+    n_sequences = sum(len(scores) for scores in designs.values())
+    n_used = sum(n > 0 for n in counts.values())
     print(f"{len(entries):,} pairs on {n_used:,} of {len(counts):,} structure(s), from "
           f"{n_sequences:,} sequences, written to {args.pairs}")
-    return 0
 
 
 if __name__ == "__main__":

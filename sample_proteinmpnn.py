@@ -61,22 +61,24 @@ The random numbers of a sequence depend only on seed, structure name, temperatur
 the sequence, not on --num or --batch_size (but rounding may decide between equally likely letters).
 """
 import argparse
+import itertools
 import math
 import os
 import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from mpnn.batches import collate_complexes
 from mpnn.fast_cpu import speed_up
-from mpnn.settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
-from training.files import write_whole
-from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
+from mpnn.settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
 from mpnn.structures import FORMATS
+from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
+from training.files import write_whole
 
 MAX_NOISE = 10.0        # Angstrom; published models were trained with 0.02 to 0.3
 SAVED = ("save_scores", "save_probs", "unconditional_probs", "conditional_probs")
@@ -170,14 +172,16 @@ def parse_arguments(argv):
     for names in ONE_OF:
         if len(given(names)) > 1:
             raise ValueError(f"found {' and '.join(given(names))} together; expected one of them.")
-    not_drawing, for_drawing = given(NOT_DRAWING), given(ONLY_DRAWING)
+    not_drawing = given(NOT_DRAWING)
+    for_drawing = given(ONLY_DRAWING)
     if not_drawing and for_drawing:
         raise ValueError(f"found {' '.join(for_drawing)} with {not_drawing[0]}, which draws "
                          "nothing; expected one of the two.")
     if given(SAVED) and args.out_folder is None:
         raise ValueError(f"found {' '.join(given(SAVED))} without --out_folder; expected both.")
     args.drawing = not not_drawing
-    args.num = 1 if args.num is None else args.num
+    if args.num is None:
+        args.num = 1
     for name in ("num", "batch_size", "orders"):
         if getattr(args, name) < 1:
             raise ValueError(f"found --{name} {getattr(args, name)}; expected at least 1.")
@@ -190,12 +194,13 @@ def parse_arguments(argv):
 
 
 def temperatures(texts):
+    """Numbers of --temperature."""
     try:
         found = [float(text) for text in " ".join(texts).replace(",", " ").split()]
     except ValueError:
         found = []
-    if not found or len({*found}) < len(found) or not all(
-            0 <= T <= MAX_TEMPERATURE for T in found):
+    are_in_range = all(0 <= T <= MAX_TEMPERATURE for T in found)
+    if not found or len(set(found)) < len(found) or not are_in_range:
         raise ValueError(f"found --temperature {' '.join(texts)}; expected numbers from 0 to "
                          f"{MAX_TEMPERATURE:g}, such as 0.1, each once.")
     return found
@@ -219,15 +224,10 @@ def structure_files(args):
     """Paths of all structures, also those in folders. ValueError for none, or two of one name."""
     paths = []
     for path in args.structures:
-        files = [path]
         if os.path.isdir(path):
-            files = sorted(str(file) for file in Path(path).iterdir()
-                           if file.name.lower().removesuffix(".gz").endswith(FORMATS)
-                           and not file.name.startswith("._") and not file.is_dir())
-            if not files:
-                raise ValueError(f"found no structure in the folder {path}; expected files with "
-                                 f"names in {' '.join(FORMATS)}, perhaps with .gz.")
-        paths += files
+            paths += files_in(path)
+        else:
+            paths.append(path)
     by_name = {}
     for path in paths:
         by_name.setdefault(name_of(path), []).append(path)
@@ -238,26 +238,33 @@ def structure_files(args):
     return paths
 
 
+def files_in(folder):
+    """Sorted paths of the structures in a folder. ValueError for none."""
+    files = []
+    for file in Path(folder).iterdir():
+        is_structure = file.name.lower().removesuffix(".gz").endswith(FORMATS)
+        if is_structure and not file.name.startswith("._") and not file.is_dir():
+            files.append(str(file))
+    if not files:
+        raise ValueError(f"found no structure in the folder {folder}; expected files with "
+                         f"names in {' '.join(FORMATS)}, perhaps with .gz.")
+    return sorted(files)
+
+
 def output_files(args, paths):
     """{structure name: {kind: path}} of the files to write; {} for standard output.
 
     Raises: ValueError for a file that cannot be written, or that is an input.
     """
-    target = args.out_folder or args.out
-    if target is None:
+    if args.out_folder is None and args.out is None:
         return {}
-    if not target.parent.is_dir() or target.exists() and target.is_dir() != bool(args.out_folder):
-        raise ValueError(f"found {target}; expected the name of a file with --out, of a folder "
-                         "with --out_folder, in a folder that exists.")
-    if args.out_folder:
-        kinds = ["seqs", *(name.removeprefix("save_") for name in SAVED if getattr(args, name))]
-        # If nothing is drawn, do not overwrite earlier designs in the same folder.
-        scored = () if args.drawing else ("seqs", "scores")
-        files = {name: {kind: target / ("scored" if kind in scored else kind)
-                        / f"{name}.{'fa' if kind == 'seqs' else 'npz'}" for kind in kinds}
-                 for name in map(name_of, paths)}
-    else:
-        files = {name_of(path): {"seqs": target} for path in paths}
+    files = {}
+    for path in paths:
+        name = name_of(path)
+        files[name] = {"seqs": args.out}
+        if args.out_folder is not None:
+            files[name] = files_in_out_folder(args, name)
+    check_target(args)
     settings = [getattr(args, name) for name in (*PER_STRUCTURE, "bias_AA_jsonl")]
     inputs = [args.checkpoint, *paths, *(args.score_only or ()), *filter(None, settings)]
     outputs = {path for kinds in files.values() for path in kinds.values() if path.exists()}
@@ -272,20 +279,47 @@ def output_files(args, paths):
     return files
 
 
+def check_target(args):
+    """ValueError for --out that cannot be a file, or --out_folder that cannot be a folder."""
+    target = args.out_folder or args.out
+    is_of_wrong_kind = target.exists() and target.is_dir() != (args.out_folder is not None)
+    if not target.parent.is_dir() or is_of_wrong_kind:
+        raise ValueError(f"found {target}; expected the name of a file with --out, of a folder "
+                         "with --out_folder, in a folder that exists.")
+
+
+def files_in_out_folder(args, name):
+    """{kind: path} of the files of one structure in --out_folder."""
+    files = {"seqs": args.out_folder / "seqs" / f"{name}.fa"}
+    for option in SAVED:
+        if getattr(args, option):
+            kind = option.removeprefix("save_")
+            files[kind] = args.out_folder / kind / f"{name}.npz"
+    if not args.drawing:    # do not overwrite earlier designs in the same folder
+        files["seqs"] = args.out_folder / "scored" / f"{name}.fa"
+        if "scores" in files:
+            files["scores"] = args.out_folder / "scored" / f"{name}.npz"
+    return files
+
+
 def choose_device(name):
-    found = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()] + ["cpu"]
-    if name not in ("auto", *found):
+    """The device of --device; auto: the first that torch finds. ValueError for one it lacks."""
+    found = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()]
+    found.append("cpu")
+    if name == "auto":
+        return torch.device(found[0])
+    if name not in found:
         raise ValueError(f"--device {name}: torch {torch.__version__} finds no such device; it "
                          f"finds {' '.join(found)}.")
-    return torch.device(found[0] if name == "auto" else name)
+    return torch.device(name)
 
 
 # ---- sequences, scores, probabilities ----
 
 def random_order(design, *key):
     """(1, L) random decoding order, seeded by the key, fixed residues first."""
-    L, generator = len(design.drawn), keyed_generator(*key)
-    randn = torch.randn(1, L, dtype=torch.float64, generator=generator)
+    randn = torch.randn(1, len(design.drawn), dtype=torch.float64,
+                        generator=keyed_generator(*key))
     return decoding_order(torch.from_numpy(design.drawn)[None].long(), randn)
 
 
@@ -300,8 +334,10 @@ def with_noise(tensors, keys, angstrom):
     X = tensors["X"]
     noise = torch.cat([torch.randn(X.shape, dtype=torch.float64,
                                    generator=keyed_generator(*key, "backbone")) for key in keys])
-    tensors = {name: x.expand(len(keys), *x.shape[1:]) for name, x in tensors.items()}
-    return {**tensors, "X": X + (angstrom * noise).float() * (X != 0).any(-1, keepdim=True)}
+    is_present = (X != 0).any(-1, keepdim=True)
+    noisy = {name: x.expand(len(keys), *x.shape[1:]) for name, x in tensors.items()}
+    noisy["X"] = X + (angstrom * noise).float() * is_present
+    return noisy
 
 
 def draw(model, encoding, design, temperature, keys):
@@ -310,7 +346,9 @@ def draw(model, encoding, design, temperature, keys):
     encoding: of the structure, or of one noisy copy for each key.
     Returns: S (M, L) int64, and the probabilities that letters were drawn from, (M, L, 21).
     """
-    device, (L, V) = encoding.mask.device, (len(design.drawn), len(LETTERS))
+    device = encoding.mask.device
+    L = len(design.drawn)
+    V = len(LETTERS)
     orders = torch.cat([random_order(design, *key, "order") for key in keys])
     uniform = torch.stack([torch.rand(L, V, dtype=torch.float64,
                                       generator=keyed_generator(*key, "letters")) for key in keys])
@@ -328,7 +366,8 @@ def score(model, encoding, design, args, S):
 
     X, an unknown residue, is not scored.
     """
-    device, total = encoding.mask.device, 0.0
+    device = encoding.mask.device
+    total = 0.0
     known = (S != X_ID) & torch.from_numpy(design.complex.mask)
     drawn = torch.from_numpy(design.drawn)
     weights = torch.stack([known & drawn, known], dim=1).double()                   # (M, 2, L)
@@ -343,12 +382,15 @@ def score(model, encoding, design, args, S):
 def recovery(design, S):
     """Fraction of designed, resolved residues with the native letter, where that is known."""
     counted = design.drawn & (design.complex.S != X_ID)
-    return (S[counted] == design.complex.S[counted]).mean() if counted.any() else math.nan
+    if not counted.any():
+        return math.nan
+    return (S[counted] == design.complex.S[counted]).mean()
 
 
 def conditional_log_probs(model, encoding, design, args, S):
     """(L, 21) log of each residue's mean probability over orders, given all others of S (L,)."""
-    device, rows = encoding.mask.device, np.flatnonzero(design.drawn).tolist()
+    device = encoding.mask.device
+    rows = np.flatnonzero(design.drawn).tolist()
     probs = torch.zeros(len(S), len(LETTERS), dtype=torch.float64)
     for k in range(args.orders):
         order = random_order(design, args.seed, "score", k).to(device)
@@ -359,33 +401,54 @@ def conditional_log_probs(model, encoding, design, args, S):
     return probs.log()
 
 
-def make_batches(model, encoding, tensors, design, args, given):
-    """Yield (headers, S (M, L), probabilities or None) of sequences to be scored together.
+class Scored(NamedTuple):
+    """M sequences that are scored together."""
+    heads: list                 # of (text, text): the scores are written between them
+    S: torch.Tensor             # (M, L) int64
+    probs: torch.Tensor | None  # (M, L, 21) that letters were drawn from
 
-    A header is two texts: the scores are written between them.
-    """
-    size, device = args.batch_size, encoding.mask.device
-    name = f"{design.name}, " if args.many_in_one else ""
-    for first in range(0, len(given), size):
-        heads, S = zip(*given[first:first + size])
+
+def given_batches(design, args, given):
+    """Yield Scored of the sequences given with --score_only, [(header, S (L,))]."""
+    for first in range(0, len(given), args.batch_size):
+        heads, S = zip(*given[first:first + args.batch_size])
         old_scores = r",? +(score|global_score|seq_recovery)=[^,\s]*"   # of an earlier call
-        yield ([(name + re.sub(old_scores, "", head), "") for head in heads],
-               torch.from_numpy(np.stack(S).astype(np.int64)), None)
-    if given:
-        return
-    yield ([(design.name, f", fixed_chains={list(design.complex.fixed)}, "
-                          f"designed_chains={design.chains}, "
-                          f"model_name={Path(args.checkpoint).stem}, seed={args.seed}")],
-           torch.from_numpy(design.complex.S.astype(np.int64))[None], None)
-    for temperature in args.temperature if args.drawing else ():
-        for first in range(1, args.num + 1, size):
-            numbers = range(first, min(first + size, args.num + 1))
+        heads = [(title(design, args) + re.sub(old_scores, "", head), "") for head in heads]
+        yield Scored(heads, torch.from_numpy(np.stack(S).astype(np.int64)), None)
+
+
+def native_batch(design, args):
+    """Scored of the native sequence."""
+    about = (f", fixed_chains={list(design.complex.fixed)}, designed_chains={design.chains}, "
+             f"model_name={Path(args.checkpoint).stem}, seed={args.seed}")
+    S = torch.from_numpy(design.complex.S.astype(np.int64))[None]
+    return Scored([(design.name, about)], S, None)
+
+
+def drawn_batches(model, encoding, tensors, design, args):
+    """Yield Scored of the sequences that are drawn."""
+    for temperature in args.temperature:
+        for first in range(1, args.num + 1, args.batch_size):
+            numbers = range(first, min(first + args.batch_size, args.num + 1))
             keys = [(args.seed, design.name, repr(temperature), k) for k in numbers]
             seen = encoding
             if args.backbone_noise:
-                seen = encode(model, with_noise(tensors, keys, args.backbone_noise), device)
-            yield ([(f"{name}T={temperature:g}, sample={k}", "") for k in numbers],
-                   *draw(model, seen, design, temperature, keys))
+                noisy = with_noise(tensors, keys, args.backbone_noise)
+                seen = encode(model, noisy, encoding.mask.device)
+            heads = [(f"{title(design, args)}T={temperature:g}, sample={k}", "") for k in numbers]
+            yield Scored(heads, *draw(model, seen, design, temperature, keys))
+
+
+def title(design, args):
+    """What a header begins with if one FASTA has several structures."""
+    return f"{design.name}, " if args.many_in_one else ""
+
+
+def header(begin, end, figures):
+    """Header of a sequence. figures: {name: number}; those that are nan are left out."""
+    texts = [f"{name}={value:.4f}" for name, value in figures.items() if not math.isnan(value)]
+    text = ", ".join(texts) or "no residue of known letter"
+    return f">{begin}, {text}{end}"
 
 
 def make_results(model, design, args, given, device):
@@ -395,20 +458,38 @@ def make_results(model, design, args, given, device):
     """
     tensors = collate_complexes([design.complex], ("X", "mask", "residue_idx", "chain_id"))
     encoding = encode(model, tensors, device)
-    lines, saved, log_p = [], [], []
-    for heads, S, probs in make_batches(model, encoding, tensors, design, args, given):
-        scores = score(model, encoding, design, args, S)
-        for (begin, end), row, (mean, whole) in zip(heads, S.numpy(), scores.tolist()):
+    batches = [given_batches(design, args, given)]
+    if not given:
+        batches = [[native_batch(design, args)]]
+        if args.drawing:
+            batches.append(drawn_batches(model, encoding, tensors, design, args))
+    lines = []
+    saved = []          # what the .npz files hold: (Scored, scores)
+    log_p = []          # conditional log-probabilities of each sequence
+    for batch in itertools.chain(*batches):
+        scores = score(model, encoding, design, args, batch.S)
+        for (begin, end), row, (mean, whole) in zip(batch.heads, batch.S.numpy(), scores.tolist()):
             figures = {"score": mean, "global_score": whole, "seq_recovery": recovery(design, row)}
-            text = ", ".join(f"{key}={value:.4f}" for key, value in figures.items()
-                             if not math.isnan(value)) or "no residue of known letter"
-            lines += [f">{begin}, {text}{end}", design.text(row)]
+            lines += [header(begin, end, figures), design.text(row)]
         if args.conditional_probs:
-            log_p += [conditional_log_probs(model, encoding, design, args, row) for row in S]
-        if probs is not None or not args.drawing:           # the native sequence is not drawn
-            saved.append(([begin + end for begin, end in heads], S, scores, probs))
-    heads, S, scores, probs = zip(*saved)
+            log_p += [conditional_log_probs(model, encoding, design, args, row) for row in batch.S]
+        if batch.probs is not None or not args.drawing:     # the native sequence is not drawn
+            saved.append((batch, scores))
+    arrays = make_arrays(model, encoding, design, args, saved, log_p)
+    return "\n".join(lines) + "\n", arrays
+
+
+def make_arrays(model, encoding, design, args, saved, log_p):
+    """{kind: {name: array}} for the .npz files of one structure.
+
+    saved: [(Scored, scores (M, 2))]. log_p: of each sequence (L, 21), with --conditional_probs."""
     mask = design.drawn[design.rows]
+    S = torch.cat([batch.S for batch, _ in saved])
+    about = {"S": S[:, design.rows].numpy(),
+             "header": np.array([begin + end for batch, _ in saved for begin, end in batch.heads]),
+             "mask": mask,
+             "position": np.array(design.labels),
+             "alphabet": np.array(LETTERS)}
 
     def joined(x):
         """(..., L, 21) by row of the complex -> in the user's order; nan where not designed."""
@@ -416,16 +497,17 @@ def make_results(model, design, args, given, device):
 
     arrays = {}
     if args.save_scores:
-        arrays["scores"] = dict(zip(("score", "global_score"), torch.cat(scores).T.numpy()))
+        means, global_means = torch.cat([scores for _, scores in saved]).T.numpy()
+        arrays["scores"] = {"score": means, "global_score": global_means, **about}
     if args.save_probs:
-        arrays["probs"] = {"probs": torch.cat(probs)[:, design.rows].numpy()}
+        probs = torch.cat([batch.probs for batch, _ in saved])
+        arrays["probs"] = {"probs": probs[:, design.rows].numpy(), **about}
     if args.unconditional_probs:
-        arrays["unconditional_probs"] = {"log_p": joined(model.unconditional(encoding)[0].cpu())}
+        found = joined(model.unconditional(encoding)[0].cpu())
+        arrays["unconditional_probs"] = {"log_p": found, **about}
     if args.conditional_probs:
-        arrays["conditional_probs"] = {"log_p": joined(torch.stack(log_p))}
-    about = {"S": torch.cat(S)[:, design.rows].numpy(), "header": np.array(sum(heads, [])),
-             "mask": mask, "position": np.array(design.labels), "alphabet": np.array(LETTERS)}
-    return "\n".join(lines) + "\n", {kind: {**x, **about} for kind, x in arrays.items()}
+        arrays["conditional_probs"] = {"log_p": joined(torch.stack(log_p)), **about}
+    return arrays
 
 
 # ---- command ----
@@ -434,18 +516,31 @@ def read_designs(paths, args):
     """The Design of each path. With several paths, a ValueError names its path."""
     tables = {option: read_json(getattr(args, option))
               for option in PER_STRUCTURE if getattr(args, option)}
-    bias, designs = letter_bias(args), []
+    bias = letter_bias(args)
+    designs = []
     for path in paths:
         try:
             designs.append(Design(path, args, bias, tables))
         except ValueError as error:
-            raise ValueError(f"{path}: {error}" if len(paths) > 1 else error) from None
+            if len(paths) == 1:
+                raise
+            raise ValueError(f"{path}: {error}") from None
     for option, table in tables.items():
         others = sorted(set(table) - {design.name for design in designs})
         if others:
             designs[0].notes.append(f"--{option}: has settings for {', '.join(others)}, which are "
                                     "not among the given structures")
     return designs
+
+
+def read_given(args, design):
+    """[(header, S (L,))] of the sequences of --score_only, as of one structure."""
+    given = []
+    for path in args.score_only or ():
+        for number, (head, text) in enumerate(named_sequences(path), 1):
+            name = f"{path}, sequence {number} ({head:.40})"
+            given.append((head, design.ids(text, name)))
+    return given
 
 
 @torch.no_grad()
@@ -455,12 +550,11 @@ def run(args):
     for path in args.score_only or ():
         if not os.path.isfile(path):
             raise ValueError(f"--score_only: there is no file {path}.")
-    files, device = output_files(args, paths), choose_device(args.device)
+    files = output_files(args, paths)
+    device = choose_device(args.device)
     args.many_in_one = len(paths) > 1 and args.out_folder is None
     designs = read_designs(paths, args)
-    given = [[(head, design.ids(text, f"{path}, sequence {i} ({head:.40})"))
-              for path in args.score_only or ()
-              for i, (head, text) in enumerate(named_sequences(path), 1)] for design in designs]
+    given = [read_given(args, design) for design in designs]
     model = load_proteinmpnn(args.checkpoint).eval().to(device)
     speed_up(model)
     texts = []
@@ -468,20 +562,12 @@ def run(args):
         for design, sequences in zip(designs, given):
             text, arrays = make_results(model, design, args, sequences, device)
             targets = files.get(design.name, {})
-            native = "" if sequences else ", the first of them the native one"
-            where = targets.get("seqs", args.out or "standard output")
-            print(*design.notes, f"{device}: {args.checkpoint}, {len(text.splitlines()) // 2} "
-                  f"sequence(s){native}, to {where}", sep="\n", file=sys.stderr)
+            tell(args, design, len(text.splitlines()) // 2, targets, sequences, device)
             texts.append(text)
             if not files:
                 sys.stdout.write(text)
             if args.out_folder:
-                # Remove arrays of an earlier call, which do not belong to these sequences.
-                for kind in ("scores", "probs") if args.drawing else ("scored",):
-                    (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)
-                for kind, values in arrays.items():
-                    write_whole(targets[kind], lambda file, values=values: np.savez(file, **values))
-                write_whole(targets["seqs"], lambda file, text=text: file.write(text.encode()))
+                write_files(args, design, text, arrays, targets)
     finally:   # after Ctrl-C or out of memory: keep finished structures, and an old --out file
         if args.out and texts:
             done = len(texts) == len(designs)
@@ -489,6 +575,26 @@ def run(args):
             write_whole(path, lambda file: file.write("".join(texts).encode()))
             if not done:
                 print(f"{len(texts)} of {len(designs)} structures are in {path}", file=sys.stderr)
+
+
+def tell(args, design, n_sequences, targets, given, device):
+    """Print how the input of a structure was understood, and where its sequences are."""
+    native = "" if given else ", the first of them the native one"
+    where = targets.get("seqs", "standard output")
+    for note in design.notes:
+        print(note, file=sys.stderr)
+    print(f"{device}: {args.checkpoint}, {n_sequences} sequence(s){native}, to {where}",
+          file=sys.stderr)
+
+
+def write_files(args, design, text, arrays, targets):
+    """Write the files of a structure in --out_folder."""
+    # Remove arrays of an earlier call, which do not belong to these sequences.
+    for kind in ("scores", "probs") if args.drawing else ("scored",):
+        (args.out_folder / kind / f"{design.name}.npz").unlink(missing_ok=True)
+    for kind, values in arrays.items():
+        write_whole(targets[kind], lambda file, values=values: np.savez(file, **values))
+    write_whole(targets["seqs"], lambda file: file.write(text.encode()))
 
 
 def main(argv):
@@ -499,10 +605,13 @@ def main(argv):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, RuntimeError) as error:
-        memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-        if isinstance(error, RuntimeError) and not memory:
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        out_of_memory = out_of_memory or "allocate memory" in str(error)
+        if isinstance(error, RuntimeError) and not out_of_memory:
             raise
-        advice = " Give a smaller --batch_size, or --device cpu." if memory else ""
+        advice = ""
+        if out_of_memory:
+            advice = " Give a smaller --batch_size, or --device cpu."
         print(f"sample_proteinmpnn.py: error: {error}{advice}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

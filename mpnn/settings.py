@@ -11,6 +11,7 @@ rows occur: "joined", the designed chains in the user's order, and that of Compl
 then fixed ones, sorted by name. A missing chain, position or letter is a ValueError. Settings for
 other structures, and for chains that are not designed, are ignored, with a note.
 """
+import argparse
 import json
 import math
 import re
@@ -20,9 +21,9 @@ import numpy as np
 import torch
 
 from mpnn.model import Pssm, allowed_letters, mean_in_groups
-from sedd.sequences import AMINO_ACIDS, LETTERS, X_ID, decode, encode
 from mpnn.pairs import quote, unique_keys
 from mpnn.structures import Complex, parse_positions, read_structure
+from sedd.sequences import AMINO_ACIDS, LETTERS, X_ID, decode, encode
 
 MAX_BIAS = 1e4          # nats; a larger bias would round away the logits in float32
 PER_STRUCTURE = ("chain_id_jsonl", "fixed_positions_jsonl", "tied_positions_jsonl",
@@ -48,20 +49,25 @@ class Design:
     notes:    lines on how the input was understood.
     """
 
-    def __init__(self, path, args, bias, tables):
+    def __init__(self, path: str, args: argparse.Namespace, bias: np.ndarray, tables: dict):
         """args: of sample_proteinmpnn.py. bias: (21,) per letter. tables: {option: parsed JSON}."""
         structure = read_structure(path)
-        self.name, self.structure, self.tables, self.notes = name_of(path), structure, tables, []
+        self.name = name_of(path)
+        self.structure = structure
+        self.tables = tables
+        self.notes = []
         self.chains, fixed = choose_chains(args, structure, self.entry("chain_id_jsonl"))
         self.complex = Complex(structure, self.chains, fixed)
         self.rows = self.complex.rows(self.chains)
-        self.labels, self.spans = [], {}
+        self.labels = []
+        self.spans = {}
         for name in self.chains:
             chain = structure.chains[name]
             self.spans[name] = range(len(self.labels), len(self.labels) + len(chain.S))
             self.labels += [f"{name}{number}" if number else f"a gap in {name}"
                             for number in chain.numbers]
-        self.native, self.resolved = self.complex.S[self.rows], self.complex.mask[self.rows]
+        self.native = self.complex.S[self.rows]
+        self.resolved = self.complex.mask[self.rows]
         self.notes.append(
             f"{structure.name}: designed chains {' '.join(self.chains)}, {len(self.rows)} rows, "
             f"{self.resolved.sum()} resolved; fixed chains {' '.join(fixed) or '(none)'}")
@@ -73,7 +79,9 @@ class Design:
         self.drawn[self.rows] = self.mutable & self.resolved
         self.tie(args)
         self.bias = self.of_complex(self.bias_by_row(bias))
-        self.pssm = self.read_pssm(args) if "pssm_jsonl" in tables else None
+        self.pssm = None
+        if "pssm_jsonl" in tables:
+            self.pssm = self.read_pssm(args)
         self.check_letters_left()
 
     # ---- positions ----
@@ -104,13 +112,16 @@ class Design:
         if args.homomer:
             positions = self.equal_numbers()
         groups = [dict.fromkeys(group, 1.0) for group in positions]     # joined position -> weight
-        entry = self.entry("tied_positions_jsonl") or []
-        groups += map(self.weighted_group, entry if isinstance(entry, list) else [entry])
+        entries = self.entry("tied_positions_jsonl") or []
+        if not isinstance(entries, list):
+            entries = [entries]
+        groups += [self.weighted_group(entry) for entry in entries]
         members = [i for group in groups for i in group]
         if len(set(members)) < len(members):
             raise ValueError(f"{self.name}: found tied positions in two groups; expected each "
                              "position in one.")
-        self.tied, self.tied_weights = [], np.ones(len(self.complex), np.float32)
+        self.tied = []
+        self.tied_weights = np.ones(len(self.complex), np.float32)
         for group in groups:
             if len({self.mutable[i] for i in group}) == 2:      # both True and False
                 kinds = ", ".join(f"{self.labels[i]} ({'designed' if self.mutable[i] else 'fixed'})"
@@ -130,21 +141,30 @@ class Design:
         """{joined position: weight} from a file's group {chain: rows, or [rows, weights]}."""
         group = {}
         for span, value, where in self.by_chain("tied_positions_jsonl", entry, self.spans):
-            weighted = isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)
-            positions = joined_positions(value[0] if weighted else value, span, where)
-            group |= dict.fromkeys(positions, 1.0)
-            if weighted:
-                group |= zip(positions, numbers(value[1], (len(positions),), where))
+            has_weights = isinstance(value, list) and len(value) == 2 and isinstance(value[0], list)
+            if has_weights:
+                positions = joined_positions(value[0], span, where)
+                weights = numbers(value[1], (len(positions),), where)
+            else:
+                positions = joined_positions(value, span, where)
+                weights = [1.0] * len(positions)
+            group.update(zip(positions, weights))
         return group
 
     def given_groups(self, texts):
         """Groups from texts such as A1-A9,B1-B9: the k-th positions of all parts form a group."""
-        texts, groups = " ".join(texts).split(), []         # blanks separate, also inside quotes
+        texts = " ".join(texts).split()                     # blanks separate, also inside quotes
         if texts:
             self.positions("tied_positions", texts)         # checks: none twice, all of one kind
+        groups = []
         for text in texts:
-            parts = [parse_positions(part, self.structure, self.chains)[0].tolist() if part else []
-                     for part in text.strip(",").split(",")]
+            parts = []
+            for part in text.strip(",").split(","):
+                positions = []
+                if part:
+                    found, _ = parse_positions(part, self.structure, self.chains)
+                    positions = found.tolist()
+                parts.append(positions)
             lengths = [len(part) for part in parts]
             if len(parts) < 2 or len(set(lengths)) > 1:
                 raise ValueError(f"--tied_positions: found {text} with parts of {lengths} "
@@ -182,47 +202,58 @@ class Design:
         """(n_designed, 21) nats by joined position: (21,) for all, plus the settings of files."""
         bias = np.tile(bias, (len(self.rows), 1))
         for span, value, where in self.settings("bias_by_res_jsonl"):
-            shape = len(span), len(LETTERS)
+            shape = (len(span), len(LETTERS))
             bias[span] += numbers(value, shape, where, -MAX_BIAS, MAX_BIAS)
         for span, items, where in self.settings("omit_AA_jsonl"):
-            for item in items if isinstance(items, list) else [items]:
-                if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], str) or (
-                        set(item[1]) - set(LETTERS)):
+            if not isinstance(items, list):
+                items = [items]
+            for item in items:
+                is_pair = isinstance(item, list) and len(item) == 2 and isinstance(item[1], str)
+                if not is_pair or set(item[1]) - set(LETTERS):
                     raise ValueError(f'{where}: found {quote(item)}; expected [[rows], "letters"] '
                                      f"with letters of {LETTERS}.")
-                letters = [LETTERS.index(letter) for letter in item[1]]
-                bias[np.ix_(joined_positions(item[0], span, where), letters)] = -math.inf
+                rows, letters = item
+                columns = [LETTERS.index(letter) for letter in letters]
+                bias[np.ix_(joined_positions(rows, span, where), columns)] = -math.inf
         return bias
 
     def read_pssm(self, args):
         """Pssm by row of the complex; it has no effect on rows that the file does not mention."""
-        coef, shape = np.zeros(len(self.rows)), (len(self.rows), len(LETTERS))
-        letters, log_odds, factor = np.zeros(shape), np.full(shape, np.inf), np.ones(shape)
+        coef = np.zeros(len(self.rows))
+        shape = (len(self.rows), len(LETTERS))
+        letters = np.zeros(shape)
+        log_odds = np.full(shape, np.inf)
+        factor = np.ones(shape)
         for span, value, where in self.settings("pssm_jsonl"):
-            if not isinstance(value, dict) or set(value) != {*PSSM_KEYS}:
+            if not isinstance(value, dict) or set(value) != set(PSSM_KEYS):
                 raise ValueError(f"{where}: found {quote(value)}; expected the keys "
                                  f"{', '.join(PSSM_KEYS)}.")
-            shape = len(span), len(LETTERS)
-            coef[span] = numbers(value["pssm_coef"], shape[:1], f"{where}, pssm_coef", 0, 1)
+            shape = (len(span), len(LETTERS))
+            coef[span] = numbers(value["pssm_coef"], (len(span),), f"{where}, pssm_coef", 0, 1)
             letters[span] = numbers(value["pssm_bias"], shape, f"{where}, pssm_bias", 0, 1)
             log_odds[span] = numbers(value["pssm_log_odds"], shape, f"{where}, pssm_log_odds")
-        for i in np.flatnonzero((coef > 0) & (np.abs(letters.sum(1) - 1) > 0.01)):
+        wrong = np.flatnonzero((coef > 0) & (np.abs(letters.sum(1) - 1) > 0.01))
+        if len(wrong):
+            i = wrong[0]
             raise ValueError(f"--pssm_jsonl: found pssm_bias at {self.labels[i]} of {self.name} "
                              f"with a sum of {letters[i].sum():g}; expected probabilities, a sum "
                              "of 1, where pssm_coef is above 0.")
         if args.pssm_log_odds_flag:
             factor = UNLIKELY + (log_odds > args.pssm_threshold)
         share = args.pssm_multi * coef[:, None]
-        return Pssm(*map(self.of_complex, (share, letters, factor)))
+        return Pssm(self.of_complex(share), self.of_complex(letters), self.of_complex(factor))
 
     def check_letters_left(self):
         """Refuse positions at which no letter could be drawn."""
         bias = mean_in_groups(self.bias, self.tied)
-        pssm = self.pssm and Pssm(*(mean_in_groups(x, self.tied) for x in self.pssm))
+        pssm = None
+        if self.pssm is not None:
+            pssm = Pssm(*(mean_in_groups(x, self.tied) for x in self.pssm))
         is_stuck = self.drawn & ~allowed_letters(bias, pssm).any(1).numpy()
-        for i in np.flatnonzero(is_stuck[self.rows]):
+        stuck = np.flatnonzero(is_stuck[self.rows])
+        if len(stuck):
             raise ValueError(f"{self.name}: bias, omitted letters and PSSM leave no letter to draw "
-                             f"at {self.labels[i]}. Omit fewer there.")
+                             f"at {self.labels[stuck[0]]}. Omit fewer there.")
 
     def of_complex(self, joined):
         """Joined (n_designed, k) -> (L, k) float32 by row of the complex, 0 for fixed chains."""
@@ -275,14 +306,15 @@ class Design:
         """Letters of the designed chains, joined by / -> ids (L,) of the complex. Unresolved rows
         get the structure's letters. name: of the sequence, for the ValueError."""
         parts = text.replace("-", "X").split("/")
-        found, expected = list(map(len, parts)), list(map(len, self.spans.values()))
+        found = [len(part) for part in parts]
+        expected = [len(span) for span in self.spans.values()]
         if found != expected:
             raise ValueError(f"{name}: found chains of {found} letters; expected {expected}, of "
                              f"chains {' '.join(self.chains)}, gap rows counted, with / between "
                              "chains.")
         for i, letter in enumerate("".join(parts)):
             needs_name = self.resolved[i] and self.native[i] != X_ID
-            if letter not in LETTERS or letter == "X" and needs_name:
+            if letter not in LETTERS or (letter == "X" and needs_name):
                 raise ValueError(f"{name}: found {letter!r} at {self.labels[i]} (position {i}, "
                                  f"0-based); expected one of {AMINO_ACIDS}, or X where no residue "
                                  "is resolved.")
@@ -291,7 +323,8 @@ class Design:
         return S
 
 
-def name_of(path):
+def name_of(path: str) -> str:
+    """Name of a structure: its file's name without folder and suffix."""
     return Path(re.sub(r"\.gz$", "", str(path), flags=re.I)).stem
 
 
@@ -300,21 +333,22 @@ def choose_chains(args, structure, entry):
 
     entry: [designed, fixed] of a file, or None.
     """
-    designed, option = args.chains, "--chains"
-    fixed, fixed_option = args.fixed_chains, "--fixed_chains"
+    designed = args.chains
+    fixed = args.fixed_chains
+    option = "--chains"
+    fixed_option = "--fixed_chains"
     if entry:
-        if not isinstance(entry, list) or len(entry) != 2 or not entry[0] or not all(
-                isinstance(names, list) and all(isinstance(name, str) for name in names)
-                for names in entry):
-            raise ValueError(f"--chain_id_jsonl: {structure.name}: found {quote(entry)}; expected "
-                             "[[designed chains], [fixed chains]].")
+        check_chain_lists(entry, structure)
         designed, fixed = entry
-        option = fixed_option = "--chain_id_jsonl"
+        option = "--chain_id_jsonl"
+        fixed_option = "--chain_id_jsonl"
     usable = sorted(name for name, chain in structure.chains.items() if chain.resolved.any())
     if fixed is not None:
         fixed = chain_names(fixed, structure, fixed_option)
-    designed = (chain_names(designed, structure, option) if designed else
-                [name for name in usable if name not in (fixed or ())])
+    if designed:
+        designed = chain_names(designed, structure, option)
+    else:
+        designed = [name for name in usable if name not in (fixed or ())]
     unusable = [name for name in designed if name not in usable]
     if unusable or not designed:
         raise ValueError(f"{structure.name}: found {' '.join(unusable) or 'no chain'} to design; "
@@ -322,30 +356,47 @@ def choose_chains(args, structure, entry):
                          f"not fixed. There are: {' '.join(usable) or '(none)'}.")
     if fixed is None:
         fixed = [name for name in usable if name not in designed]
-    both = sorted({*designed} & {*fixed})
+    both = sorted(set(designed) & set(fixed))
     if both:
         raise ValueError(f"{option}: chain {' '.join(both)} is to be designed and to be fixed; "
                          "expected one of the two.")
     return designed, fixed
 
 
+def check_chain_lists(entry, structure):
+    """ValueError unless a file's entry is [[designed chains], [fixed chains]]."""
+    is_right = isinstance(entry, list) and len(entry) == 2 and bool(entry[0])
+    for names in entry if is_right else ():
+        is_right = is_right and isinstance(names, list)
+        is_right = is_right and all(isinstance(name, str) for name in names)
+    if not is_right:
+        raise ValueError(f"--chain_id_jsonl: {structure.name}: found {quote(entry)}; expected "
+                         "[[designed chains], [fixed chains]].")
+
+
 def chain_names(texts, structure, option):
+    """Names of chains given to an option. ValueError for absent and repeated ones, and for none."""
     names = re.findall(r"[^,\s]+", " ".join(texts))
     absent = [name for name in names if name not in structure.chains]
-    if absent or len(set(names)) < len(names) or not names and texts:
+    has_twice = len(set(names)) < len(names)
+    has_blanks_only = bool(texts) and not names
+    if absent or has_twice or has_blanks_only:
         raise ValueError(f"{option}: found {' '.join(names) or 'no name'}; expected chains of "
                          f"{structure.name}, each once, which has "
                          f"{' '.join(map(repr, structure.chains))}.")
     return names
 
 
-def letter_bias(args):
+def letter_bias(args: argparse.Namespace) -> np.ndarray:
     """(21,) nats from --bias or its file, -inf for omitted letters and X."""
-    option, texts = "--bias", args.bias or ()
+    option = "--bias"
+    texts = args.bias or ()
     if args.bias_AA_jsonl:
-        option, table = "--bias_AA_jsonl", read_json(args.bias_AA_jsonl)
+        option = "--bias_AA_jsonl"
+        table = read_json(args.bias_AA_jsonl)
         texts = [f"{letter}={value}" for letter, value in table.items()]
-    bias, seen = np.zeros(len(LETTERS)), set()
+    bias = np.zeros(len(LETTERS))
+    seen = set()
     for text in re.findall(r"[^,\s]+", " ".join(texts)):
         letter, _, value = text.partition("=")
         try:
@@ -366,13 +417,16 @@ def letter_bias(args):
     return bias
 
 
-def read_json(path):
+def read_json(path: str) -> dict:
     """One dict of all JSON objects in a file, which may have several, such as one per line.
 
     Raises: ValueError for anything else and for keys that come twice; OSError.
     """
-    text, items, end = Path(path).read_text(encoding="utf-8-sig", errors="replace"), [], 0
-    decoder, non_blank = json.JSONDecoder(object_pairs_hook=unique_keys), re.compile(r"\S")
+    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+    non_blank = re.compile(r"\S")
+    items = []
+    end = 0
     try:
         while start := non_blank.search(text, end):
             value, end = decoder.raw_decode(text, start.start())
@@ -388,8 +442,8 @@ def read_json(path):
 def joined_positions(rows, span, where):
     """Joined positions of rows of a chain, counted from 1. span: joined positions of the chain."""
     n = len(span)
-    if not isinstance(rows, list) or not all(type(i) is int and 1 <= i <= n for i in rows) or (
-            len(set(rows)) < len(rows)):
+    is_right = isinstance(rows, list) and all(type(i) is int and 1 <= i <= n for i in rows)
+    if not is_right or len(set(rows)) < len(rows):
         raise ValueError(f"{where}: found {quote(rows)}; expected a list of rows from 1 to {n}, "
                          "gaps counted, none twice.")
     return [span[i - 1] for i in rows]
@@ -401,8 +455,8 @@ def numbers(value, shape, where, low=-math.inf, high=math.inf):
         array = np.array(value, np.float64)
     except (ValueError, TypeError):
         array = np.empty(0)
-    if array.shape != shape or not np.isfinite(array).all() or (
-            (array < low) | (array > high)).any():
+    is_right = array.shape == shape and bool(np.isfinite(array).all())
+    if not is_right or ((array < low) | (array > high)).any():
         raise ValueError(f"{where}: found {quote(value)}; expected numbers of shape {shape} from "
                          f"{low:g} to {high:g}.")
     return array

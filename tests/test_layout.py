@@ -34,9 +34,6 @@ OPTIONAL = {"mpi4py", "intel_extension_for_pytorch", "oneccl_bindings_for_pytorc
 PENDING = {
     "ddp_guard",
     "ddp_setup",
-    "mpnn/settings",
-    "pairs_from_scores",
-    "sample_proteinmpnn",
     "training/command_line",
 }
 

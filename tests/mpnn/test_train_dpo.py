@@ -506,18 +506,28 @@ def test_a_loss_without_a_reference_trains_without_one(tmp_path, capsys):
     assert not (tmp_path / "w" / "reference").exists()
 
 
-def test_little_room_changes_nothing_and_mixed_precision_little_and_not_step_0(
-        tmp_path, capsys, monkeypatch):
-    made, graph = [], ProteinMPNN.graph
-    monkeypatch.setattr(ProteinMPNN, "graph", lambda *x: made.append("") or graph(*x))
+def test_little_room_for_graphs_makes_them_anew_and_changes_nothing(tmp_path, monkeypatch):
+    made = []
+    graph = ProteinMPNN.graph
+
+    def counted_graph(*values, **named):
+        made.append("graph")
+        return graph(*values, **named)
+
+    monkeypatch.setattr(ProteinMPNN, "graph", counted_graph)
     run(tiny(), tmp_path / "a")
-    made.append("little room:")
+    n_with_room = len(made)
     run(tiny(memory__structure_cache_mb=0), tmp_path / "little")
-    assert len(made) > 3 * made.index("little room:"), "graphs are made anew"
+    assert len(made) > 3 * n_with_room, "graphs are made anew"
     same_run(tmp_path / "a", tmp_path / "little")
+
+
+def test_mixed_precision_changes_the_steps_little_and_not_step_0(tmp_path, capsys):
+    run(tiny(), tmp_path / "a")
     run(tiny(memory__mixed_precision="bfloat16"), tmp_path / "b")
     assert "bfloat16 (asked for" in capsys.readouterr().out
-    a, b = rows(tmp_path / "a"), rows(tmp_path / "b")
+    a = rows(tmp_path / "a")
+    b = rows(tmp_path / "b")
     assert a[0] == b[0] and a[0]["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
     evaluated = [[row["val/loss"] for row in table if "val/loss" in row] for table in (a, b)]
     assert a[5]["loss"] != b[5]["loss"] and evaluated[0] == pytest.approx(evaluated[1], abs=0.05)
