@@ -47,13 +47,16 @@ class Blocks(torch.nn.Module):
         return self.head(self.body[0](x))
 
 
-def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0, grad_clip=0.0, optimizer="sgd", ema=None,
-        decay="none", decay_steps=None, model=None, meter=None, ddp=Ddp(), **training):
+def toy(n_iters=10, micro_batches=2, lr=0.5, warmup=0,  # noqa: PLR0913  (settings, by keyword)
+        grad_clip=0.0, optimizer="sgd", ema=None, decay="none", decay_steps=None, model=None,
+        meter=None, ddp=Ddp(), **training):
+    """A run with the toy model, or `model`. optimizer: sgd, adamw or muon; ema: decay."""
     torch.manual_seed(0)
     model = model or torch.nn.Linear(WIDTH, 1)
     optim = CommonOptim(name="muon" if optimizer == "muon" else "adamw", grad_clip=grad_clip,
                         decay=decay, decay_steps=decay_steps)
-    optim.lr, optim.warmup = lr, warmup
+    optim.lr = lr
+    optim.warmup = warmup
     config = types.SimpleNamespace(
         training=CommonTraining(accum=micro_batches, **training), optim=optim,
         monitoring=CommonMonitoring(check_sync_every=0, timing_every=0), ddp=DdpSection())
