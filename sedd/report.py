@@ -75,10 +75,10 @@ def measure(sequences):
         doubles.update(map("".join, zip(text, text[1:])))
     residues = np.array([singles[a] + 1.0 for a in AMINO_ACIDS])
     pairs = np.array([[doubles[a + b] + 1.0 for b in AMINO_ACIDS] for a in AMINO_ACIDS])
-    return Figures(residues / residues.sum(), pairs / pairs.sum(),
-                   np.array([len(text) for text in sequences]),
-                   np.array([low_complexity(text) for text in sequences]),
-                   np.array([longest_repeat(text) for text in sequences]))
+    return Figures(residues=residues / residues.sum(), dipeptides=pairs / pairs.sum(),
+                   lengths=np.array([len(text) for text in sequences]),
+                   simple=np.array([low_complexity(text) for text in sequences]),
+                   repeats=np.array([longest_repeat(text) for text in sequences]))
 
 
 def low_complexity(text):
@@ -145,7 +145,8 @@ def compare(samples, reference):
         stretch = reference[place][max(first, 0):first + len(text) + 3 * BAND]
         shuffled = "".join(random.permutation(list(text)))
         rows.append((new, identity(text, stretch), identity(shuffled, stretch), place))
-    return Novelty(*map(np.array, zip(*rows)))
+    new, identities, by_chance, nearest = (np.array(column) for column in zip(*rows))
+    return Novelty(new, identities, by_chance, nearest)
 
 
 def identity(one, other):
@@ -184,20 +185,25 @@ def report(samples, reference, picture=None):
     theirs = measure(reference)
     novelty = compare(samples, reference)
     new = novelty.new[~np.isnan(novelty.new)]
-    rows = [("sequences", f"{len(samples):,}", f"{len(reference):,}"),
-            ("distinct sequences", f"{len(set(samples)):,}", f"{len(set(reference)):,}"),
-            ("length: least, median, most", *(span(f.lengths, "{:,.0f}") for f in (ours, theirs))),
-            ("low complexity: mean share", *(f"{f.simple.mean():.3f}" for f in (ours, theirs))),
-            ("longest repeat: least, median, most",
-             *(span(f.repeats, "{:.0f}") for f in (ours, theirs))),
-            ("residue frequencies: KL, nats", f"{divergence(ours.residues, theirs.residues):.4f}",
-             ""),
-            ("dipeptides: KL, nats", f"{divergence(ours.dipeptides, theirs.dipeptides):.4f}", ""),
-            ("new 5-mers: mean share", f"{new.mean():.3f}" if len(new) else "none", ""),
-            ("identity with nearest: least, median, most", span(novelty.identity, "{:.2f}"), ""),
-            ("    by chance", span(novelty.by_chance, "{:.2f}"), ""),
-            ("samples that share no 5-mer", f"{(new == 1).sum():,}", ""),
-            ("difference among samples: mean", f"{difference(samples):.3f}", "")]
+    rows = []
+
+    def row(name, mine, other=""):
+        rows.append((name, mine, other))
+
+    row("sequences", f"{len(samples):,}", f"{len(reference):,}")
+    row("distinct sequences", f"{len(set(samples)):,}", f"{len(set(reference)):,}")
+    row("length: least, median, most", span(ours.lengths, "{:,.0f}"),
+        span(theirs.lengths, "{:,.0f}"))
+    row("low complexity: mean share", f"{ours.simple.mean():.3f}", f"{theirs.simple.mean():.3f}")
+    row("longest repeat: least, median, most", span(ours.repeats, "{:.0f}"),
+        span(theirs.repeats, "{:.0f}"))
+    row("residue frequencies: KL, nats", f"{divergence(ours.residues, theirs.residues):.4f}")
+    row("dipeptides: KL, nats", f"{divergence(ours.dipeptides, theirs.dipeptides):.4f}")
+    row("new 5-mers: mean share", f"{new.mean():.3f}" if len(new) else "none")
+    row("identity with nearest: least, median, most", span(novelty.identity, "{:.2f}"))
+    row("    by chance", span(novelty.by_chance, "{:.2f}"))
+    row("samples that share no 5-mer", f"{(new == 1).sum():,}")
+    row("difference among samples: mean", f"{difference(samples):.3f}")
     lines = [f"{'':<47}{'samples':>15}  {'reference':>15}"]
     lines += [f"{name:<47}{mine:>15}  {other:>15}".rstrip() for name, mine, other in rows]
     if picture is not None:

@@ -102,7 +102,8 @@ def exact_model(p):
 
 
 def test_the_score_of_an_exact_model_is_the_exact_likelihood_within_its_error():
-    p, random = np.arange(1, 21) / 210, np.random.default_rng(0)
+    p = np.arange(1, 21) / 210
+    random = np.random.default_rng(0)
     rows = ["".join(random.choice(list(AMINO_ACIDS), 50, p=p)) for _ in range(60)]
     exact = np.array([-np.log(p)[encode(row)].sum() for row in rows])
     scores = score_sequences(exact_model(p), rows, samples=32)
@@ -113,30 +114,50 @@ def test_the_score_of_an_exact_model_is_the_exact_likelihood_within_its_error():
     assert (np.abs(scores.bound - exact) < 2 * scores.error).mean() > 0.8   # each one's, too
 
 
-def test_a_score_does_not_depend_on_the_others_and_long_sequences_are_refused_or_scored_in_parts(
-        checkpoint):
-    sedd, row = load_sedd(checkpoint), "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"
+LONG = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"     # 56 residues
+
+
+def test_a_score_does_not_depend_on_the_others(checkpoint):
+    sedd = load_sedd(checkpoint)
+    alone = score_sequences(sedd, ["MKTAYIAK"], samples=4)
+    together = score_sequences(sedd, [LONG[:28], "MKTAYIAK"], samples=4)
+    assert together.bound[1] == pytest.approx(alone.bound[0], rel=1e-5)
+    assert together.error[1] == pytest.approx(alone.error[0])
+
+
+def test_a_sequence_longer_than_in_training_is_refused(checkpoint):
     with pytest.raises(ValueError, match="56 residues, but the model was trained on at most 40"):
-        score_sequences(sedd, [row])
-    whole = score_sequences(sedd, [row, "MKTAYIAK"], samples=4, window=True)
-    parts = [score_sequences(sedd, [part], samples=4) for part in (row[:28], row[28:], "MKTAYIAK")]
-    one, two, other = (part.bound[0] for part in parts)
-    assert whole.bound == pytest.approx([one + two, other], rel=1e-5)
-    assert whole.error[0] == pytest.approx(math.hypot(*(part.error[0] for part in parts[:2])))
+        score_sequences(load_sedd(checkpoint), [LONG])
 
 
-def test_each_position_is_scored_given_all_others_and_variants_by_it():
-    p = np.arange(1, 21) / 210
-    sedd, text = exact_model(p), "ACDEXWY"
-    expected = -np.log(np.append(p, math.nan))[encode(text)]
-    assert residue_scores(sedd, text) == pytest.approx(expected, abs=1e-5, nan_ok=True)
-    ratios = variant_scores(sedd, text, [[(0, 19)], [(0, 19), (1, 18)]])
+def test_a_longer_sequence_is_scored_in_parts_if_asked(checkpoint):
+    sedd = load_sedd(checkpoint)
+    whole = score_sequences(sedd, [LONG], samples=4, window=True)
+    parts = [score_sequences(sedd, [part], samples=4) for part in (LONG[:28], LONG[28:])]
+    assert whole.bound[0] == pytest.approx(sum(part.bound[0] for part in parts), rel=1e-5)
+    assert whole.error[0] == pytest.approx(math.hypot(*(part.error[0] for part in parts)))
+
+
+P = np.arange(1, 21) / 210     # of independent letters
+
+
+def test_each_position_is_scored_given_all_others():
+    expected = -np.log(np.append(P, math.nan))[encode("ACDEXWY")]
+    found = residue_scores(exact_model(P), "ACDEXWY")
+    assert found == pytest.approx(expected, abs=1e-5, nan_ok=True)
+
+
+def test_a_variant_is_scored_by_the_ratio_of_its_letters():
+    ratios = variant_scores(exact_model(P), "ACDEXWY", [[(0, 19)], [(0, 19), (1, 18)]])
     assert np.exp(ratios) == pytest.approx([20 / 1, 20 / 1 * 19 / 2], rel=1e-4)
-    uniform = sedd._replace(graph=make_graph("uniform", N_TOKENS))
-    for score in (lambda: residue_scores(uniform, text),
-                  lambda: variant_scores(uniform, text, [[(0, 19)]])):
-        with pytest.raises(ValueError, match="behind a mask, which the uniform graph does not"):
-            score()
+
+
+def test_without_a_mask_no_position_or_variant_is_scored():
+    uniform = exact_model(P)._replace(graph=make_graph("uniform", N_TOKENS))
+    with pytest.raises(ValueError, match="behind a mask, which the uniform graph does not"):
+        residue_scores(uniform, "ACDEXWY")
+    with pytest.raises(ValueError, match="behind a mask, which the uniform graph does not"):
+        variant_scores(uniform, "ACDEXWY", [[(0, 19)]])
 
 
 def test_a_masked_position_sees_the_rest_of_its_sequence(checkpoint):
@@ -182,18 +203,27 @@ def test_the_commands_print_tables(checkpoint, tmp_path, capsys):
     assert "three: found '-' at position 4" in refused(capsys, *words, "--each_position")
 
 
-def test_variants_are_ranked_and_those_of_another_sequence_refused(checkpoint, tmp_path, capsys):
+@pytest.fixture
+def rank(checkpoint, tmp_path):
+    """Arguments that rank the variants of v.txt."""
     (tmp_path / "wild.fasta").write_text(">w\nMKTAYIAKQ\n")
+    return [str(checkpoint), "--score", str(tmp_path / "wild.fasta"), "--mutations",
+            str(tmp_path / "v.txt")]
+
+
+def test_variants_are_ranked(rank, tmp_path, capsys):
     (tmp_path / "v.txt").write_bytes("\ufeffM1A  # \xfc\n\nk2w, Q9A,\nT3G\n".encode())
-    words = [str(checkpoint), "--score", str(tmp_path / "wild.fasta"), "--mutations"]
-    cli([*words, str(tmp_path / "v.txt")])
+    cli(rank)
     _, names, scores = zip(*(line.split("\t") for line in capsys.readouterr().out.splitlines()))
     assert {*names[1:]} == {"M1A", "K2W,Q9A", "T3G"}
     assert [*scores[1:]] == sorted(scores[1:], key=float, reverse=True)
-    for variant, found in (("A2W", "A2W; the sequence has K there;"), ("M0A", "M0A;"),
-                           ("Q10A", "Q10A;"), ("M1", "M1;")):
-        (tmp_path / "v.txt").write_text(f"M1A\n{variant}\n")
-        assert f"line 2: found {found} expected" in refused(capsys, *words, tmp_path / "v.txt")
+
+
+@pytest.mark.parametrize("variant, found", [
+    ("A2W", "A2W; the sequence has K there;"), ("M0A", "M0A;"), ("Q10A", "Q10A;"), ("M1", "M1;")])
+def test_a_variant_of_another_sequence_is_refused(rank, tmp_path, capsys, variant, found):
+    (tmp_path / "v.txt").write_text(f"M1A\n{variant}\n")
+    assert f"line 2: found {found} expected" in refused(capsys, *rank)
 
 
 @pytest.mark.parametrize("words, expected", [
@@ -259,10 +289,21 @@ def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
          str(tmp_path / "ref.fasta"), "--out", str(tmp_path / "t0.5")])
     assert "distinct sequences" in capsys.readouterr().err
     assert (tmp_path / "t0.5.png").stat().st_size > 10_000
+
+
+def test_a_reference_without_residues_is_refused(checkpoint, tmp_path, capsys):
     (tmp_path / "ref.fasta").write_text(">a\n*\n")
     assert "ref.fasta, a: found no residue" in refused(
         capsys, checkpoint, "--report", tmp_path / "ref.fasta", "--out", tmp_path / "new")
-    assert "found no _; expected" in refused(capsys, checkpoint, "--infill", tmp_path / "t0.5")
+
+
+def test_a_template_without_a_free_place_is_refused(checkpoint, tmp_path, capsys):
+    path = tmp_path / "full.fasta"
+    path.write_text(">a\nMKTA\n")
+    assert "found no _; expected" in refused(capsys, checkpoint, "--infill", path)
+
+
+def test_templates_of_one_name_are_refused(checkpoint, tmp_path, capsys):
     (tmp_path / "two.fasta").write_text(">a one\nMK__\n>a two\n____\n")
     assert "several templates are named a" in refused(
         capsys, checkpoint, "--infill", tmp_path / "two.fasta")
