@@ -24,22 +24,40 @@ def test_every_pair_comes_once_an_epoch_in_micro_batches_of_equal_size(n_micro, 
     assert all(len(step) == n_micro for step in plan)
 
 
-def test_the_plan_follows_from_seed_and_epoch_and_gives_ranks_equal_work_with_little_padding():
-    plans = [plan_epoch(MIXED, seed, epoch, 4, 4)
-             for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
-    pieces = [[tuple(piece) for piece in sum(plan, [])] for plan in plans]
-    assert pieces[0] == pieces[1] and len({str(piece) for piece in pieces}) == 3
-    company = [{frozenset(piece) for piece in of_plan} for of_plan in pieces]
-    assert len(company[0] & company[2]) < len(company[0]) / 4
+def pieces_of(seed=0, epoch=0):
+    """The micro-batches of a plan of MIXED, as tuples."""
+    return [tuple(piece) for piece in sum(plan_epoch(MIXED, seed, epoch, 4, 4), [])]
+
+
+def test_the_plan_follows_from_seed_with_epoch():
+    first = pieces_of()
+    assert pieces_of() == first
+    assert len({str(first), str(pieces_of(epoch=1)), str(pieces_of(seed=1))}) == 3
+
+
+def test_pairs_are_in_other_company_in_another_epoch():
+    company = [{frozenset(piece) for piece in pieces_of(epoch=epoch)} for epoch in range(2)]
+    assert len(company[0] & company[1]) < len(company[0]) / 4
+
+
+def test_other_pairs_are_left_out_in_another_epoch():
     taken = [set(np.concatenate(sum(plan_epoch(MIXED, 0, epoch, 100, 1), [])))
              for epoch in range(2)]
-    assert taken[0] != taken[1]         # nor does it leave the same pairs out
+    assert taken[0] != taken[1]
+
+
+def test_ranks_get_equal_work_with_little_padding():
     lengths = np.array([len(pair.complex) for pair in MIXED])
-    work = np.array([[lengths[piece].max() * len(piece) for piece in step] for step in plans[0]])
+    plan = plan_epoch(MIXED, 0, 0, 4, 4)
+    work = np.array([[lengths[piece].max() * len(piece) for piece in step] for step in plan])
     assert lengths.sum() / work.sum() > 0.95
     assert work.mean() / work.max(1).mean() > 0.85
-    encoded = sum(len(keys(MIXED[i] for i in piece)) for piece in pieces[0])
-    assert encoded <= len(keys(MIXED)) + len(pieces[0])     # structures stay together
+
+
+def test_pairs_of_a_structure_stay_together_in_a_plan():
+    pieces = pieces_of()
+    encoded = sum(len(keys(MIXED[i] for i in piece)) for piece in pieces)
+    assert encoded <= len(keys(MIXED)) + len(pieces)
 
 
 def test_a_batch_of_complexes_is_padded_to_the_longest(small):

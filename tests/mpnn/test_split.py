@@ -77,15 +77,27 @@ def test_pairs_that_share_the_sequence_of_one_chain_are_on_one_side_of_the_split
     assert len(val) == 8 and not sequences(train, 30) & sequences(val, 30)
 
 
-def test_a_weight_of_1_is_that_of_a_pair_without_and_another_makes_other_data(small):
-    def loaded(*weights):
-        entries = [changed(preferred_seq=f"MKXXV{letter}A", weight=weight)
-                   for letter, weight in zip("LVC", weights)]
-        return load_pairs(section(write(small, entries), 0), seed=0)
+def loaded(small, *weights):
+    """Three pairs with these weights."""
+    entries = [changed(preferred_seq=f"MKXXV{letter}A", weight=weight)
+               for letter, weight in zip("LVC", weights)]
+    return load_pairs(section(write(small, entries), 0), seed=0)
 
-    plain, ones, twos = loaded(*[ABSENT] * 3), loaded(1, 1.0, 1), loaded(2, ABSENT, 0.5)
-    assert plain.fingerprint == ones.fingerprint != twos.fingerprint
+
+def test_a_weight_of_1_is_that_of_a_pair_without_a_weight(small):
+    plain = loaded(small, *[ABSENT] * 3)
+    assert plain.fingerprint == loaded(small, 1, 1.0, 1).fingerprint
+
+
+def test_other_weights_make_other_data_of_which_a_start_tells(small):
+    twos = loaded(small, 2, ABSENT, 0.5)
+    assert twos.fingerprint != loaded(small, *[ABSENT] * 3).fingerprint
     assert [pair.weight for pair in twos.train] == [2, 1, 0.5]
-    # what is kept of a pair for later runs, its orders and reference scores, stays
-    assert [pair.key for pair in twos.train] == [pair.key for pair in plain.train]
     assert "2 with a weight other than 1; weights 0.5 to 2" in twos.description[0]
+
+
+def test_what_is_kept_of_a_pair_for_later_runs_does_not_depend_on_its_weight(small):
+    """Its orders, its reference scores."""
+    plain = loaded(small, *[ABSENT] * 3)
+    twos = loaded(small, 2, ABSENT, 0.5)
+    assert [pair.key for pair in twos.train] == [pair.key for pair in plain.train]

@@ -96,28 +96,40 @@ def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
 
 # ---- positions on a command line ----
 
-def test_positions_are_read_by_chain_and_number_or_by_index_and_say_which(small):
+@pytest.mark.parametrize("text, chains, positions, understood", [
+    ("A5A", "AB", [5], "chain and number"), ("A3-A5A", "AB", [2, 3, 4, 5], "chain"),
+    ("B10 A2", "AB", [1, 7], "chain"), ("B10 A2", "BA", [0, 3], "chain"),
+    ("A1, A2 A6-B10", "AB", [0, 1, 6, 7], "chain"), ("2-4,6", "AB", [2, 3, 4, 6], "0-bas")])
+def test_positions_are_read_by_number_or_by_index_with_a_note_that_says_which(
+        small, text, chains, positions, understood):
     structure = read_structure(small / "small.pdb")
-    for text, chains, positions, understood in (
-            ("A5A", "AB", [5], "chain and number"), ("A3-A5A", "AB", [2, 3, 4, 5], "chain"),
-            ("B10 A2", "AB", [1, 7], "chain"), ("B10 A2", "BA", [0, 3], "chain"),
-            ("A1, A2 A6-B10", "AB", [0, 1, 6, 7], "chain"), ("2-4,6", "AB", [2, 3, 4, 6], "0-bas")):
-        found, note = parse_positions(text, structure, list(chains))
-        assert found.tolist() == positions and understood in note
-    for text in ("A4", "C1", "", ", ", "A5-A2", "A1 A1", "A1-A3 A2", "A1 3", "9", "5-2", "-1",
-                  "A1-3", "1.5", "A05", "99999999999"):
-        with pytest.raises(ValueError, match="position"):
-            parse_positions(text, structure, ["A", "B"])
+    found, note = parse_positions(text, structure, list(chains))
+    assert found.tolist() == positions and understood in note
 
 
-def test_a_position_that_two_readings_fit_is_refused_and_a_negative_number_is_none(tmp_path):
+@pytest.mark.parametrize("text", [
+    "A4", "C1", "", ", ", "A5-A2", "A1 A1", "A1-A3 A2", "A1 3", "9", "5-2", "-1", "A1-3", "1.5",
+    "A05", "99999999999"])
+def test_positions_that_are_not_there_or_of_two_kinds_are_refused(small, text):
+    with pytest.raises(ValueError, match="position"):
+        parse_positions(text, read_structure(small / "small.pdb"), ["A", "B"])
+
+
+def test_a_position_that_two_readings_fit_is_refused(tmp_path):
     atoms = Atoms().add("1", 13, "ALA").add("1", 12, "SER").add("1", 2, "CYS").add("11", 2, "GLY")
     structure = read_text(tmp_path, "s.cif", atoms.add("A", -3, "ALA").mmcif())
     for text in ("112", "12"):          # chain 1, 12 or chain 11, 2; chain 1, 2 or number 12 from 0
         with pytest.raises(ValueError, match="ambiguous"):
             parse_positions(text, structure, ["1", "11"])
     assert parse_positions("112 113", structure, ["1"])[0].tolist() == [10, 11]
+
+
+def test_the_sign_of_a_number_is_no_range(tmp_path):
+    structure = read_text(tmp_path, "s.cif", Atoms().add("A", -3, "ALA").mmcif())
     assert parse_positions("A-3-A-3", structure, ["A"])[0].tolist() == [0]
+
+
+def test_a_chain_without_a_name_has_positions_from_0_alone(tmp_path):
     atoms = Atoms().add("", 1, "ALA").add("A", 12, "GLY")
     structure = read_text(tmp_path, "s.pdb", atoms.pdb())
     assert parse_positions("1", structure, list(structure.chains))[0].tolist() == [1]   # from 0
