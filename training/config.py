@@ -266,11 +266,6 @@ def refuse(problems) -> None:
         raise ValueError("\n".join(f"config: {text}." for text in problems))
 
 
-def check_values(c, checks, least):
-    """What check_config of a script did until it became a list of `if`s: see check_common."""
-    refuse(check_common(c) + [text for right, text in checks if not right] + check_least(c, least))
-
-
 # ---- YAML ----
 
 class _Loader(yaml.SafeLoader):
