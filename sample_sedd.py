@@ -44,7 +44,8 @@ from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, print0, setup_dd
 from sedd.report import report, sequences_of
 from training.config import Parser
 from training.files import write_text_atomic
-from training.command_line import add_launch_arguments, start_ranks_if_asked
+from training.command_line import add_launch_arguments
+from training.launch import start_ranks_if_asked
 from sedd.diffusion import sample
 from sedd.evaluation import BoundEstimator, draw_lengths, perplexity
 from sedd.weights import export_sedd, load_sedd

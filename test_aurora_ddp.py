@@ -58,7 +58,8 @@ import ddp_setup
 from ddp_setup import (GLOO_MAX_RANKS, abort, broadcast, detect_launcher, load_checkpoint,
                        optimize_with_ipex, print0, save_checkpoint, setup_ddp, unwrap_ddp, wrap_ddp)
 from training.config import Parser
-from training.command_line import add_launch_arguments, start_ranks_if_asked
+from training.command_line import add_launch_arguments
+from training.launch import start_ranks_if_asked
 from training.resume import hash_of
 
 FAILED = 3                  # exit code: a check failed

@@ -38,17 +38,19 @@ from mpnn.evaluation import (SEEN, SUMS, Validation, evaluate, evaluate_start, m
 from mpnn.pairs import try_all
 from mpnn.reference import Reference, check_cache, load_base, make_tables, pair_scores
 from mpnn.split import load_pairs
-from training.command_line import (Script, add_run_arguments, choose_precision, describe_batch,
-                                   describe_run, plan_head, plan_table, print_lines, run_script)
+from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
+                                   read_command)
 from training.config import (CommonMemory, CommonMonitoring, CommonOptim, CommonTraining,
                              DdpSection, Parser, check_common, check_least, load_config, refuse)
-from training.finish import finish_run, prepare_and_train, say_finished
+from training.finish import finish_run, say_finished
 from training.folder import check_lock, take_folder
 from training.log import open_log
 from training.loop import (N_SCALARS, Run, after_step, check_alike, clip_gradient, fetch,
                            global_gradient, is_finished, open_batches, set_learning_rate,
                            start_run, step_optimizer)
 from training.meter import bad_steps_field, step_values
+from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
+from training.precision import choose_precision
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
                              check_data, count_micro_batches, hash_of, save_run,
                              start_or_continue)
@@ -510,11 +512,6 @@ def describe_plan(config, ranks):
 
 
 # ---------------------------------------------------------------- main
-def main(config, ddp, work_dir, resume=None, fresh=False):
-    """Prepare and train. For tests and notebooks, which have called setup_ddp themselves."""
-    return prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir, resume, fresh), train)
-
-
 FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs",
          "num_workers": "training.num_workers", "learning_rate": "optim.lr",
          "weight_decay": "optim.weight_decay", "beta": "loss.beta",
@@ -523,51 +520,57 @@ FLAGS = {"batch_size": "training.batch_size", "num_epochs": "training.num_epochs
          "val_data": "data.val_data", "base_model_name": "model.base_model_name",
          "base_model_dir": "model.base_model_dir", "mutable_positions": "data.mutable_positions",
          "mutable_ranges": "data.mutable_ranges"}
+SEVERAL_WORDS = ("mutable_positions", "mutable_ranges")   # flags with one or more words
 
 
-def make_parser():
+def read_arguments(argv):
+    """(options, config) of a command line. Raises ValueError."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
                     epilog="Examples and all config keys: train_dpo_ddp.py, training/config.py.")
     parser.add_argument("--config", help="YAML file; without it the defaults, in runs/dpo")
     for flag, key in FLAGS.items():
-        several = {"nargs": "+"} if flag.startswith("mutable") else {}
-        names = [f"--{flag}", *(["--lr"] if flag == "learning_rate" else [])]
+        names = [f"--{flag}"]
+        if flag == "learning_rate":
+            names.append("--lr")
+        several = {"nargs": "+"} if flag in SEVERAL_WORDS else {}
         parser.add_argument(*names, help=f"sets {key}", **several)
     parser.add_argument("--no_cuda", action="store_true", help="the same as --device cpu")
     parser.add_argument("--base_model_config_dir",
                         help="ignored: the sizes of the model are read from the weights")
     add_run_arguments(parser, "--output_dir", "--work_dir")
-    return parser
-
-
-def read_arguments(argv):
-    """(options, config). Raises ValueError for bad values and options that exclude each other."""
-    args = make_parser().parse_intermixed_args(argv)
-    for name in ("mutable_positions", "mutable_ranges"):   # nargs="+" also took section.key=value
-        if (given := getattr(args, name)) is not None:
-            args.overrides += [word for word in given if "=" in word]
-            setattr(args, name, " ".join(word for word in given if "=" not in word))
-    given = {key: getattr(args, flag) for flag, key in FLAGS.items()}
-    config = load_config(Config, args.config, args.overrides, given)
-    if args.num_epochs is not None and config.training.n_iters is not None:
-        raise ValueError(f"command line: --num_epochs {args.num_epochs} with training.n_iters "
+    options = parser.parse_intermixed_args(argv)
+    for name in SEVERAL_WORDS:
+        words = getattr(options, name)
+        if words is not None:   # it also took section.key=value
+            options.overrides += [word for word in words if "=" in word]
+            setattr(options, name, " ".join(word for word in words if "=" not in word))
+    given = {key: getattr(options, flag) for flag, key in FLAGS.items()}
+    config = load_config(Config, options.config, options.overrides, given)
+    if options.num_epochs is not None and config.training.n_iters is not None:
+        raise ValueError(f"command line: --num_epochs {options.num_epochs} with training.n_iters "
                          f"{config.training.n_iters}; expected one of the two "
                          "(training.n_iters=null removes it).")
-    check_config(config, without_data=args.plan is not None)
-    return args, config
+    check_config(config, without_data=options.plan is not None)
+    return options, config
 
 
-def prepare_from(config, ddp, work_dir, args):
-    if args.base_model_config_dir:
-        print0(ddp, f"--base_model_config_dir {args.base_model_config_dir} is ignored: the sizes "
-                    "of the model are read from the weights")
-    return prepare(config, ddp, work_dir, args.resume, args.fresh)
-
-
-def cli(argv=None):
-    script = Script(make_parser, read_arguments, describe_plan, prepare_from, train, name="dpo")
-    run_script(script, argv)
+def main(argv=None):
+    """The command line. Exits with a code other than 0 if the run did not finish."""
+    # It starts the ranks, if its options ask for it.
+    command = read_command(argv, read_arguments, default_name="dpo")
+    if command.plan is not None:
+        print_plan(command, describe_plan)
+        return
+    with ranks_meet(command) as ddp:
+        with preparing(command, ddp):   # an error in arguments or data is printed by one rank
+            options = command.options
+            if options.base_model_config_dir:
+                print0(ddp, f"--base_model_config_dir {options.base_model_config_dir} is ignored: "
+                            "the sizes of the model are read from the weights")
+            run = prepare(command.config, ddp, command.work_dir, options.resume, options.fresh)
+        result = train(run, ddp)
+    exit_with(result)
 
 
 if __name__ == "__main__":
-    cli()
+    main()

@@ -37,12 +37,13 @@ from training.config import (CommonMemory, CommonMonitoring, CommonOptim, Common
 from training.resume import (ALWAYS_NEEDED, MAY_ALWAYS_CHANGE, bring_best, check_checkpoint,
                              check_data, count_micro_batches, start_or_continue)
 from training.folder import check_lock, take_folder
-from training.finish import finish_run, prepare_and_train, say_finished
+from training.finish import finish_run, say_finished
 from training.log import open_log
 from training.meter import bad_steps_field, step_values
-from training.command_line import (Script, add_run_arguments, choose_precision, compile_blocks,
-                                   describe_batch, describe_run, plan_head, plan_table, print_lines,
-                                   run_script)
+from training.command_line import (add_run_arguments, exit_with, preparing, print_plan, ranks_meet,
+                                   read_command)
+from training.plan import describe_batch, describe_run, plan_head, plan_table, print_lines
+from training.precision import choose_precision, compile_blocks
 from sedd.diffusion import make_graph, score_entropy_loss, stratified_times
 from sedd.evaluation import (TIME_EPS, Validation, evaluate, evaluate_start, result_lines, save,
                              write_samples)
@@ -473,13 +474,8 @@ def plan_memory(config, positions):
 
 
 # ---------------------------------------------------------------- main
-def main(config, ddp, work_dir, resume=None, fresh=False, stage=None):
-    """Prepare and train, for tests and notebooks that have called setup_ddp."""
-    return prepare_and_train(
-        ddp, lambda: prepare(config, ddp, work_dir, resume, fresh, stage), train)
-
-
-def make_parser():
+def read_arguments(argv):
+    """(options, config) of a command line. Raises ValueError."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
                     epilog="Examples: top of this file. Keys: Config there, training/config.py.")
     parser.add_argument("--config", required=True, help="YAML file")
@@ -490,25 +486,27 @@ def make_parser():
     parser.add_argument("--init_from", metavar="FILE", help="initial weights: a checkpoint, "
                         "export or published file (sets training.init_from)")
     add_run_arguments(parser, "--work_dir")
-    return parser
-
-
-def read_arguments(argv):
-    """(options, config). Raises ValueError."""
-    args = make_parser().parse_intermixed_args(argv)
-    config = load_config(Config, args.config, args.overrides, {
-        "data.file": args.data or None, "training.init_from": args.init_from})
+    options = parser.parse_intermixed_args(argv)
+    config = load_config(Config, options.config, options.overrides, {
+        "data.file": options.data or None, "training.init_from": options.init_from})
     check_config(config)
-    return args, config
+    return options, config
 
 
-def prepare_from(config, ddp, work_dir, args):
-    return prepare(config, ddp, work_dir, args.resume, args.fresh, args.stage)
-
-
-def cli(argv=None):
-    run_script(Script(make_parser, read_arguments, describe_plan, prepare_from, train), argv)
+def main(argv=None):
+    """The command line. Exits with a code other than 0 if the run did not finish."""
+    command = read_command(argv, read_arguments)   # starts the ranks, if its options ask for it
+    if command.plan is not None:
+        print_plan(command, describe_plan)
+        return
+    with ranks_meet(command) as ddp:
+        with preparing(command, ddp):   # an error in arguments or data is printed by one rank
+            options = command.options
+            run = prepare(command.config, ddp, command.work_dir, options.resume, options.fresh,
+                          options.stage)
+        result = train(run, ddp)
+    exit_with(result)
 
 
 if __name__ == "__main__":
-    cli()
+    main()

@@ -45,7 +45,8 @@ from ddp_setup import BAD_INPUT, choose_dtype
 from training.config import Parser, load_config
 from training.finish import prepare_and_train
 from training.files import write_text_atomic
-from training.command_line import compile_blocks, joined_ranks
+from training.command_line import joined_ranks
+from training.precision import compile_blocks
 from training.meter import peak_memory
 from training.loop import open_batches, take_step
 

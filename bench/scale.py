@@ -43,7 +43,9 @@ from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, d
 from training.config import Parser, load_config
 from training.finish import prepare_and_train
 from training.files import write_text_atomic
-from training.command_line import joined_ranks, numbers_of, run_ranks
+from training.command_line import joined_ranks
+from training.launch import run_ranks
+from training.plan import numbers_of
 from training.meter import PARTS, StepMeter, peak_memory, seconds_by_part
 from training.loop import open_batches, global_gradient, take_step
 

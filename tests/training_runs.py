@@ -113,7 +113,7 @@ ddp_guard.supervise()
 import {module} as script
 rank = int(os.environ["RANK"])
 {code}
-script.cli()
+script.main()
 """)
     return folder / "driver.py"
 

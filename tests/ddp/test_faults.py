@@ -120,7 +120,7 @@ run_log.RunLog.progress = new_progress
 train_sedd_ddp.micro_batch_loss = new_micro_batch_loss
 resume.save_checkpoint = new_save_checkpoint
 if __name__ == "__main__":
-    train_sedd_ddp.cli(sys.argv[1:])
+    train_sedd_ddp.main(sys.argv[1:])
 """
 
 # Of each launcher: the name for launchers.py, ranks, words for the launcher, environment.

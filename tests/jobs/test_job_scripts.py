@@ -51,7 +51,7 @@ def paced_progress(*values, **more):
         time.sleep(0.5)
 run_log.RunLog.progress = paced_progress
 if __name__ == "__main__":
-    train_sedd_ddp.cli(sys.argv[1:])
+    train_sedd_ddp.main(sys.argv[1:])
 """
 # A small share of the median speed counts as slow: the ranks share few cores.
 SETTINGS = {"SCRIPT": "driver.py", "CONFIG": "config.yaml", "RUN_DIR": "runs/mine", "NPROC": "2",

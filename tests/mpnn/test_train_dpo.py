@@ -19,6 +19,7 @@ from launchers import fork_ranks, need, run_ranks
 from mpnn.model import (ALPHABET, ProteinMPNN, from_checkpoint, load_proteinmpnn,
                         random_proteinmpnn, to_checkpoint)
 from training.config import load_config
+from training.finish import prepare_and_train
 from training.resume import hash_of
 from sedd.sequences import decode
 from mpnn.batches import PairPlan, make_batch, orders_of
@@ -30,8 +31,8 @@ from test_proteinmpnn_model import each_case, graph_of, near
 from mpnn_cases import Atoms
 from mpnn.reference import Reference, pair_scores
 from mpnn.evaluation import Validation
-from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, main, micro_batch_loss,
-                           objective, preference_loss, read_arguments)
+from train_dpo_ddp import (Config, Loss, MicroBatchDataset, describe_plan, micro_batch_loss,
+                           objective, preference_loss, prepare, read_arguments, train)
 from training.loop import MicroBatchSampler
 from training.watch import read_status
 from training_runs import (  # noqa: F401 (the fixture one_thread)
@@ -51,7 +52,8 @@ def tiny(**more):
 
 
 def run(config, work_dir, **options):
-    return main(config, Ddp(), work_dir, **options)
+    ddp = Ddp()
+    return prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir, **options), train)
 
 
 def best_of(work_dir):

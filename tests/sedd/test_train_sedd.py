@@ -30,6 +30,7 @@ import train_dpo_ddp
 import train_sedd_ddp
 from training.config import config_to_dict, dump_yaml, load_config
 from training.loop import Diverged
+from training.finish import prepare_and_train
 from training.folder import replace_status
 from sedd.diffusion import make_graph, make_noise, score_entropy_loss
 from sedd.demo import DemoSource
@@ -38,7 +39,7 @@ from training.loop import MicroBatchSampler
 from sedd.evaluation import sample_proteins
 from sedd.weights import export_sedd, load_sedd
 from training.watch import read_status, write_status
-from train_sedd_ddp import Config, MicroBatchDataset, check_config, cli, main, prepare, train
+from train_sedd_ddp import Config, MicroBatchDataset, check_config, main, prepare, train
 
 from training_runs import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, driver, equal, gradients, losses, on_ranks, one_thread, rows, same_run,
@@ -71,7 +72,8 @@ def tiny(fasta, **more):
 
 
 def run(config, work_dir, **options):
-    return main(config, Ddp(), work_dir, **options)
+    ddp = Ddp()
+    return prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir, **options), train)
 
 
 def refused(says, config, work_dir, **options):
@@ -672,7 +674,7 @@ def test_the_plan_is_the_table_of_the_original_and_printed_by_one_rank(
     def plan(rank, ranks, config, *overrides):
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
             monkeypatch.setenv(f"DDP_{name}", str(value))
-        cli(["--config", str(ROOT / "configs" / config), "--plan", ranks, *overrides])
+        main(["--config", str(ROOT / "configs" / config), "--plan", ranks, *overrides])
         return capsys.readouterr().out
 
     of_uniref50 = "1,2,8", "sedd_uniref50.yaml", "training.init_from=not_read.pt"

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import math
 import shutil
-import signal
 import types
 
 import pytest
@@ -12,14 +11,13 @@ import torch
 from torch.utils import backend_registration
 
 from ddp_setup import Ddp, wrap_ddp
-from launchers import run_ranks, start_ranks
 from toy_run import Blocks, steps, toy
 from training.config import CommonMonitoring
-from training.command_line import compile_blocks
+from training.precision import compile_blocks
 from sedd.model import SEDD
 from training.loop import (after_step, open_batches, read_totals, record_score, scale_for_batch,
                            take_step)
-from training_runs import (SCRIPTS, ROOT, dataset_of, loss_of, losses, on_ranks, take_steps,
+from training_runs import (SCRIPTS, dataset_of, loss_of, losses, on_ranks, take_steps,
                            train)
 
 
@@ -212,90 +210,3 @@ def come_apart(ddp):
 
 def test_weights_that_have_come_apart_are_told_with_rank_and_parameter(tmp_path):
     on_ranks(3, "test_loop", "come_apart(ddp)", tmp_path)
-
-
-# ---- launch ----
-
-# Hands over; then each rank writes what it is, and ends as --end says. Only the first one imports
-# torch.
-RANKS = """
-import argparse, os, signal, sys, time
-parser = argparse.ArgumentParser()
-parser.add_argument("--end")
-if "RANK" not in os.environ:
-    sys.path.insert(0, {root!r})
-    from training.command_line import add_launch_arguments, start_ranks_if_asked
-    add_launch_arguments(parser)
-    start_ranks_if_asked(parser.parse_args(), sys.argv[1:])
-args = parser.parse_args()
-rank, stopped, pressed = int(os.environ["RANK"]), [], []
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda *_: stopped.append(1))
-def press(*_):
-    pressed.append(1)
-    os.write(1, b"Ctrl-C %d\\n" % len(pressed))   # whole: print writes it in parts
-signal.signal(signal.SIGINT, press)
-world, local = os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
-os.write(1, f"rank {{rank}} of {{world}}, local {{local}}\\n".encode())
-open(f"here{{rank}}", "w").close()   # else one may end the other before it has said what it is
-while not all(os.path.exists(f"here{{r}}") for r in range(int(os.environ["WORLD_SIZE"]))):
-    time.sleep(0.01)
-if args.end == "killed" and rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-if args.end == "interrupted":   # as one that Ctrl-C meets while it imports torch
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-while args.end in ("SIGTERM", "SIGUSR1", "killed", "Ctrl-C") and not stopped and len(pressed) < 2:
-    time.sleep(0.01)
-if args.end.startswith("SIG"):
-    os.write(2, b"the last word\\n")
-sys.exit(75 if stopped else 130 if pressed else int(args.end or 0))
-"""
-
-
-@pytest.mark.parametrize("end, code", [
-    (2, 2), ("SIGTERM", 75), ("SIGUSR1", 75), ("killed", 1), ("interrupted", 130), ("Ctrl-C", 130)])
-def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end, code):
-    (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
-    options = ["--nproc_per_node", "2", "--end", str(end)]
-    with start_ranks("python", 1, ["s.py", *options], tmp_path) as running:
-        running.wait_for("rank 0 of 2, local 0", timeout=300)
-        running.wait_for("rank 1 of 2, local 1", timeout=300)
-        if code == 75:
-            running.process.send_signal(signal.Signals[end])
-        for nth in (1, 2) if end == "Ctrl-C" else ():   # the second one too comes to the ranks
-            running.process.send_signal(signal.SIGINT)
-            running.wait_for(f"Ctrl-C {nth}", timeout=300)
-        result = running.wait(timeout=300)
-    assert result.returncode == code and result.leftover == [], result.text
-    first, *others = result.stderr.splitlines()
-    assert first.startswith("starting 2 rank(s) here"), result.text
-    assert others == ["the last word"] * 2 * (code == 75), result.text
-
-
-FAILS = """
-if __name__ == "__main__":
-    import sys
-    sys.path.insert(0, {root!r})
-    import ddp_guard
-    ddp_guard.supervise()
-import argparse
-from training.command_line import add_launch_arguments, started_ranks
-parser = argparse.ArgumentParser()
-add_launch_arguments(parser)
-with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
-    assert ddp.is_main, "on purpose?"
-"""
-
-
-def test_ranks_that_fail_end_with_one_code_and_the_command_to_give_again(tmp_path):
-    (tmp_path / "s.py").write_text(FAILS.format(root=str(ROOT)))
-    command = ["s.py", "--nproc_per_node", "2", "--device", "cpu"]
-    result = run_ranks("python", 1, command, tmp_path, timeout=300)
-    last_line = result.stderr.splitlines()[-1]
-    assert result.returncode == 1 and last_line.startswith("FAILED: rank 1 of 2"), result.text
-    assert last_line.endswith(": python " + " ".join(command)), result.text
-    if not torch.xpu.is_available():
-        result = run_ranks("python", 1, [*command, "--device", "xpu"], tmp_path, timeout=300)
-        assert result.returncode == 2 and result.leftover == [], result.text
-        assert result.stderr.count("error: xpu was asked for") == 1, result.text
