@@ -559,8 +559,7 @@ def main(argv=None):
     # It starts the ranks, if its options ask for it.
     command = read_command(argv, read_arguments, default_name="dpo")
     if command.plan is not None:
-        print_plan(command, describe_plan)
-        return
+        return print_plan(command, describe_plan)
     with ranks_meet(command) as ddp:
         with preparing(command, ddp):   # an error in arguments or data is printed by one rank
             options = command.options

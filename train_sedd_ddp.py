@@ -497,8 +497,7 @@ def main(argv=None):
     """The command line. Exits with a code other than 0 if the run did not finish."""
     command = read_command(argv, read_arguments)   # starts the ranks, if its options ask for it
     if command.plan is not None:
-        print_plan(command, describe_plan)
-        return
+        return print_plan(command, describe_plan)
     with ranks_meet(command) as ddp:
         with preparing(command, ddp):   # an error in arguments or data is printed by one rank
             options = command.options
