@@ -34,7 +34,9 @@ OPTIONAL = {"mpi4py", "intel_extension_for_pytorch", "oneccl_bindings_for_pytorc
 PENDING = {
     "ddp_guard",
     "ddp_setup",
-    "training/command_line",
+    "training/launch",
+    "training/plan",
+    "training/precision",
 }
 
 
