@@ -578,6 +578,10 @@ class SlurmJob(contextlib.AbstractContextManager):
     def alive(self):
         return self.told("JobState") in ("PENDING", "RUNNING", "CONFIGURING")
 
+    def nodes(self):
+        """The states of all nodes."""
+        return set(self.ask("sinfo", "--noheader", "--Node", "--format=%T").split())
+
     def await_state(self, *states, seconds=300):
         await_that(lambda: self.told("JobState") in states, seconds,
                    lambda: f"{states}, but {self.told('JobState')}\n{logs(self.folder)}")
@@ -616,8 +620,10 @@ def test_slurm_jobs_go_on_after_scancel_and_usr1_to_the_weights_of_an_undisturbe
         job.await_state("PENDING")
         saved = stopped_at(run_dir, "SIGUSR1", cancelled)
         (project / "slow").unlink()
-        await_that(lambda: not job.pids(), 60, job.pids)
-        # Slurm lets a requeued job wait two minutes.
+        # Slurm lets a requeued job wait two minutes. Started at once, while Slurm was still busy with
+        # the end of the first start, it was sometimes FAILED without a line of output.
+        await_that(lambda: not job.pids() and job.nodes() == {"idle"}, 60, job.nodes)
+        time.sleep(2)
         job.ask("scontrol", "update", f"JobId={job.id}", "StartTime=now")
         job.await_state("COMPLETED", "FAILED", "CANCELLED")
         assert job.told("JobState") == "COMPLETED" and job.told("Restarts") == "1", logs(project)
