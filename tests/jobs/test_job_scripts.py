@@ -620,8 +620,8 @@ def test_slurm_jobs_go_on_after_scancel_and_usr1_to_the_weights_of_an_undisturbe
         job.await_state("PENDING")
         saved = stopped_at(run_dir, "SIGUSR1", cancelled)
         (project / "slow").unlink()
-        # Slurm lets a requeued job wait two minutes. Started at once, while Slurm was still busy with
-        # the end of the first start, it was sometimes FAILED without a line of output.
+        # Slurm lets a requeued job wait two minutes. Started at once, while Slurm was still busy
+        # with the end of the first start, it was sometimes FAILED without a line of output.
         await_that(lambda: not job.pids() and job.nodes() == {"idle"}, 60, job.nodes)
         time.sleep(2)
         job.ask("scontrol", "update", f"JobId={job.id}", "StartTime=now")
