@@ -34,7 +34,6 @@ OPTIONAL = {"mpi4py", "intel_extension_for_pytorch", "oneccl_bindings_for_pytorc
 PENDING = {
     "ddp_guard",
     "ddp_setup",
-    "training/launch",
     "training/plan",
     "training/precision",
 }

@@ -2,26 +2,47 @@
 
     start_ranks_if_asked(options, argv)    # in a script: exits with the ranks' code
     code = run_ranks(["train.py"], 4)      # run `python train.py` on 4 ranks here
+
+Each rank gets its place in the DDP_* variables, the first row of ddp_setup.LAUNCHERS:
+
+    this process ── starts, passes signals on to ──> (guard ──>) rank 0, rank 1, ...
+    rank 1, ...  ── MASTER_ADDR, MASTER_PORT ──────> rank 0
+
+With guards (ddp_guard.py) these end all ranks when one fails. Without them this process does.
 """
 import argparse
 import contextlib
-import logging
+import ctypes
 import os
 import shlex
 import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from ddp_setup import AGAIN, detect_launcher
+from ddp_setup import AGAIN, DEFAULT_PORT, detect_launcher
 
-SAVING_SECONDS = 600   # for the ranks to save and exit after a signal to the launcher
-EXIT_SECONDS = 30      # for a node whose ranks have finished to wait for other nodes
+POLL = 0.1             # seconds between two looks at the ranks
+SAVING_SECONDS = 600   # for the ranks to save and exit after a signal to this process
+FAILED_SECONDS = 60    # for the others to end when a rank has failed: they cannot save any more
 # These options start ranks; they are not passed on to them.
 LAUNCHER_OPTIONS = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")
+# What another launcher, or a pod, may have left in the environment.
+OTHER_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def start_ranks_if_asked(args, argv):
+class Place(NamedTuple):
+    """Where rank 0 listens."""
+    host: str
+    port: int
+
+
+def start_ranks_if_asked(args: argparse.Namespace, argv: list[str]) -> None:
     """If --nnodes or --nproc_per_node is given, run this script on as many ranks, with the other
     arguments of `argv`, and exit with their code. Returns only if neither is given.
 
@@ -30,41 +51,51 @@ def start_ranks_if_asked(args, argv):
              if getattr(args, name) is not None}
     if not given:
         return
-    left_over = set() if "LOCAL_RANK" in os.environ else {"RANK", "WORLD_SIZE"}   # pods set these
-    place = detect_launcher({name: os.environ[name] for name in {*os.environ} - left_over})
-    if place.world_size > 1:
-        raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
-                         f"started {place.world_size} already. Leave one of the two out.")
-    nnodes, rank = given.get("nnodes", 1), given.get("node_rank", 0)
-    complete = ({"node_rank", "master_addr"} <= given.keys() if nnodes > 1 else
-                bool({"nnodes", "nproc_per_node"} & given.keys()))
-    if not complete or not 0 <= rank < nnodes or given.get("nproc_per_node", 1) < 1:
-        found = " ".join(f"--{name} {value}" for name, value in given.items())
-        raise ValueError(f"found {found}; expected --nproc_per_node M, or --nnodes N --node_rank R "
-                         "--master_addr HOST [--master_port P] [--nproc_per_node M] with R from 0 "
-                         "to N - 1 and M of at least 1.")
+    check_launcher_options(given)
+    n_nodes = given.get("nnodes", 1)
+    node_rank = given.get("node_rank", 0)
     devices = 0 if args.device == "cpu" else torch.accelerator.device_count()
     per_node = args.nproc_per_node or devices or 1
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in LAUNCHER_OPTIONS:
         parser.add_argument(f"--{name}")
     rest = parser.parse_known_args(argv)[1]
-    command = ["-u", *this_program(), *rest]
-    # The command that the guard's last line gives to continue: `command` starts only one rank.
+    # The command that the last line of a failure gives to continue: that of a rank starts only one.
     os.environ["DDP_COMMAND"] = shlex.join(["python", *sys.orig_argv[1:]])
-    print(f"starting {per_node} rank(s) here, on node {rank} of {nnodes}, with torch's launcher",
-          file=sys.stderr, flush=True)
-    place_of_node_0 = None
-    if nnodes > 1 or args.master_addr or args.master_port:
-        place_of_node_0 = args.master_addr or "127.0.0.1", args.master_port or 29500
-    code = run_ranks(command, per_node, nnodes, rank, place_of_node_0, args.init_timeout)
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)   # at Python's own exit a thread of torch's store may abort the process
+    print(f"starting {per_node} rank(s) here, on node {node_rank} of {n_nodes}", file=sys.stderr,
+          flush=True)
+    rank_0 = None
+    if n_nodes > 1 or args.master_addr or args.master_port:
+        rank_0 = Place(args.master_addr or "127.0.0.1", args.master_port or DEFAULT_PORT)
+    sys.exit(run_ranks(["-u", *this_program(), *rest], per_node, n_nodes, node_rank, rank_0))
 
 
-def this_program():
+def check_launcher_options(given: dict) -> None:
+    """Refuse options that do not fit together, or ranks that a launcher has started already.
+
+    given: {name: value} of those LAUNCHER_OPTIONS that were given. Raises: ValueError."""
+    environment = dict(os.environ)
+    if "LOCAL_RANK" not in environment:   # pods set the other two, for a launcher that comes later
+        environment.pop("RANK", None)
+        environment.pop("WORLD_SIZE", None)
+    place = detect_launcher(environment)
+    if place.world_size > 1:
+        raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
+                         f"started {place.world_size} already. Leave one of the two out.")
+    n_nodes = given.get("nnodes", 1)
+    if n_nodes > 1:
+        complete = {"node_rank", "master_addr"} <= given.keys()
+    else:
+        complete = "nnodes" in given or "nproc_per_node" in given
+    node_exists = 0 <= given.get("node_rank", 0) < n_nodes
+    if not complete or not node_exists or given.get("nproc_per_node", 1) < 1:
+        found = " ".join(f"--{name} {value}" for name, value in given.items())
+        raise ValueError(f"found {found}; expected --nproc_per_node M, or --nnodes N --node_rank R "
+                         "--master_addr HOST [--master_port P] [--nproc_per_node M] with R from 0 "
+                         "to N - 1 and M of at least 1.")
+
+
+def this_program() -> list[str]:
     """The arguments of Python that name the program which runs: a script, or -m and a package."""
     spec = sys.modules["__main__"].__spec__
     if spec is None:
@@ -72,56 +103,149 @@ def this_program():
     return ["-m", spec.name.removesuffix(".__main__")]
 
 
-def run_ranks(command, per_node, nnodes=1, node_rank=0, place_of_node_0=None, limit=300.0):
-    """Run the ranks of this node under torch's agent, without its reports; returns their exit code.
+def run_ranks(command: list[str], per_node: int, n_nodes: int = 1, node_rank: int = 0,
+              rank_0: Place | None = None) -> int:
+    """Run the ranks of this node to their end; returns their exit code.
 
-    command: arguments for the Python interpreter. place_of_node_0: (host, a free port there); None:
-    all ranks are on this node, and torch finds a port. limit: seconds to wait for the other nodes.
-    Signals are passed on to the ranks, which then have SAVING_SECONDS to save."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-    logging.disable()   # torch's error tables would hide our last line
-    os.environ.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
-    host, port = place_of_node_0 or ("localhost", 0)
-    rendezvous = RendezvousParameters(
-        "static" if place_of_node_0 else "c10d", f"{host}:{port}",
-        f"{os.getpid()}" if nnodes == 1 else "by hand", nnodes, nnodes, rank=node_rank,
-        timeout=limit)
-    fixed = {"master_addr": host, "master_port": port} if place_of_node_0 else {}
-    spec = WorkerSpec("rank", per_node, registry.get_rendezvous_handler(rendezvous),
-                      entrypoint=sys.executable, args=tuple(command), max_restarts=0,
-                      monitor_interval=0.1, **fixed)
+    Signals are passed on to the ranks. When a rank fails, the others are ended.
 
-    class Agent(LocalElasticAgent):
-        def _start_workers(self, group):
-            started = super()._start_workers(group)   # it sets handlers that end the ranks
-            for number in (signal.SIGINT, signal.SIGUSR1):
-                signal.signal(number, self._pass_on)
-            return started
+    Args:
+        command: arguments for the Python interpreter.
+        per_node: number of ranks here, the same on every node. node_rank: number of this node.
+        rank_0: None: all ranks are on this node, and a free port is found."""
+    environment = {name: value for name, value in os.environ.items() if name not in OTHER_PLACES}
+    environment.setdefault("OMP_NUM_THREADS", "1")   # as torchrun does
+    environment["DDP_WORLD_SIZE"] = str(n_nodes * per_node)
+    environment["DDP_LOCAL_WORLD_SIZE"] = str(per_node)
+    with contextlib.ExitStack() as stack:
+        if rank_0 is None:
+            rank_0 = stack.enter_context(reserved_place())
+        environment["MASTER_ADDR"] = rank_0.host
+        environment["MASTER_PORT"] = str(rank_0.port)
+        ranks = Ranks()
+        stack.enter_context(ranks.signals_passed_on())
+        for local_rank in range(per_node):
+            place = {"DDP_RANK": str(node_rank * per_node + local_rank),
+                     "DDP_LOCAL_RANK": str(local_rank)}
+            ranks.start(command, {**environment, **place})
+        return exit_code_of(ranks.wait())
 
-        def _pass_on(self, number, _):
-            for handler in self._pcontext.subprocess_handlers.values():
-                handler.proc.send_signal(number)
 
-    agent = Agent(spec, DefaultLogsSpecs(), exit_barrier_timeout=EXIT_SECONDS)
-    agent._shutdown_timeout = SAVING_SECONDS   # torch 2.8 ignores this and waits 30 s
+@contextlib.contextmanager
+def reserved_place() -> Iterator[Place]:
+    """A free port of the loopback address, which no other program gets meanwhile.
+
+    On Linux the port stays bound, without listening, so that the kernel gives it to nobody who
+    asks for any free port, while rank 0, which asks for this one, may bind it too and listen."""
+    holder = socket.socket(socket.AF_INET)
+    host = "127.0.0.1"
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        codes = [failure.exitcode for failure in agent.run().failures.values()]
-    except SignalException:
-        handlers = agent._pcontext.subprocess_handlers if agent._pcontext else {}
-        codes = [handler.proc.returncode for handler in handlers.values()] or [130]
-    except KeyboardInterrupt:   # before the ranks were started
+        holder.bind((host, 0))
+    except OSError:   # a host without IPv4
+        holder.close()
+        host = "::1"
+        holder = socket.socket(socket.AF_INET6)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+    with holder:
+        port = holder.getsockname()[1]
+        if not sys.platform.startswith("linux"):   # elsewhere rank 0 could not bind it
+            holder.close()
+        yield Place(host, port)
+
+
+class Ranks:
+    """The started ranks. `ending`: when they are killed if they have not ended by themselves."""
+
+    def __init__(self):
+        self.processes = []
+        self.codes = []         # exit codes, in the order in which the ranks ended
+        self.ending = None      # time.monotonic(); None: no limit
+        self.pending = []       # signals that came before all ranks were started
+
+    def start(self, command: list[str], environment: dict) -> None:
+        """Start one rank, in a session of its own: a terminal's Ctrl-C comes through pass_on."""
+        self.processes.append(subprocess.Popen(
+            [sys.executable, *command], env=environment, start_new_session=True,
+            preexec_fn=die_with_parent, close_fds=False))
+
+    @contextlib.contextmanager
+    def signals_passed_on(self):
+        """In this block, signals to this process go to the ranks."""
+        before = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2,
+                       signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:   # as SIGHUP under nohup
+                before[number] = signal.signal(number, self.pass_on)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def pass_on(self, number: int, _frame) -> None:
+        """Handler: send a signal to all ranks; that of a closed terminal as a SIGTERM."""
+        if number == signal.SIGHUP:
+            number = signal.SIGTERM
+        if number in (signal.SIGINT, signal.SIGTERM):
+            self.end_within(SAVING_SECONDS)
+        self.pending.append(number)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the ranks that have not ended."""
+        for process in self.processes:
+            process.send_signal(number)   # nothing to one that has ended
+
+    def end_within(self, seconds: float) -> None:
+        if self.ending is None:
+            self.ending = time.monotonic() + seconds
+
+    def wait(self) -> list[int]:
+        """Wait for all ranks; returns their exit codes, in the order in which they ended."""
+        running = list(self.processes)
+        while running:
+            while self.pending:
+                self.send(self.pending.pop(0))
+            ended = [process for process in running if process.poll() is not None]
+            for process in ended:
+                running.remove(process)
+                self.codes.append(process.returncode)
+            if any(has_failed(process.returncode) for process in ended):
+                self.send(signal.SIGTERM)
+                self.end_within(FAILED_SECONDS)
+            if self.ending is not None and time.monotonic() > self.ending:
+                self.send(signal.SIGKILL)
+            if running and not ended:
+                time.sleep(POLL)
+        return self.codes
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent is killed (Linux only)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)    # PR_SET_PDEATHSIG
+
+
+def has_failed(code: int) -> bool:
+    """Whether this exit code is a failure.
+
+    The others get SIGTERM when a rank fails: they exit with AGAIN, or SIGTERM ends them as they
+    exit. Neither is a failure. Other signals are."""
+    ended_by_us = (-signal.SIGTERM, 128 + signal.SIGTERM)   # the second one: as a guard reports it
+    return code not in (0, AGAIN, *ended_by_us)
+
+
+def exit_code_of(codes: list[int]) -> int:
+    """The exit code for ranks that ended with `codes`, in this order."""
+    failed = [code for code in codes if has_failed(code)]
+    for code in failed:
+        if code > 0:
+            return code
+    if -signal.SIGINT in failed:   # by Ctrl-C, before the ranks had met
         return 130
-    except (RuntimeError, OSError, ValueError) as e:
-        print(f"error: torch's launcher: {e}", file=sys.stderr)
-        return 1
-    # When a rank ends, torch's agent sends SIGTERM to the others: they exit with AGAIN, or SIGTERM
-    # ends them as they exit. Neither is a failure. Other signals are: they have other codes.
-    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)   # the second one: as a guard reports it
-    failed = [code for code in codes if code not in (0, AGAIN, *ended)]
     if failed:
-        interrupted = -signal.SIGINT in failed   # by Ctrl-C, before the ranks had met
-        return next((code for code in failed if code > 0), 130 if interrupted else 1)
-    return AGAIN if AGAIN in codes else int(any(codes))
+        return 1
+    if AGAIN in codes:
+        return AGAIN
+    return int(any(codes))

@@ -13,24 +13,24 @@ RANKS = """
 import argparse, os, signal, sys, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--end")
-if "RANK" not in os.environ:
+if "DDP_RANK" not in os.environ:
     sys.path.insert(0, {root!r})
     from training.command_line import add_launch_arguments
     from training.launch import start_ranks_if_asked
     add_launch_arguments(parser)
     start_ranks_if_asked(parser.parse_args(), sys.argv[1:])
 args = parser.parse_args()
-rank, stopped, pressed = int(os.environ["RANK"]), [], []
+rank, stopped, pressed = int(os.environ["DDP_RANK"]), [], []
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda *_: stopped.append(1))
 def press(*_):
     pressed.append(1)
     os.write(1, b"Ctrl-C %d\\n" % len(pressed))   # whole: print writes it in parts
 signal.signal(signal.SIGINT, press)
-world, local = os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+world, local = os.environ["DDP_WORLD_SIZE"], os.environ["DDP_LOCAL_RANK"]
 os.write(1, f"rank {{rank}} of {{world}}, local {{local}}\\n".encode())
 open(f"here{{rank}}", "w").close()   # else one may end the other before it has said what it is
-while not all(os.path.exists(f"here{{r}}") for r in range(int(os.environ["WORLD_SIZE"]))):
+while not all(os.path.exists(f"here{{r}}") for r in range(int(os.environ["DDP_WORLD_SIZE"]))):
     time.sleep(0.01)
 if args.end == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -47,7 +47,7 @@ sys.exit(75 if stopped else 130 if pressed else int(args.end or 0))
 
 @pytest.mark.parametrize("end, code", [
     (2, 2), ("SIGTERM", 75), ("SIGUSR1", 75), ("killed", 1), ("interrupted", 130), ("Ctrl-C", 130)])
-def test_ranks_of_torchs_launcher_end_with_their_own_code_and_word(tmp_path, end, code):
+def test_ranks_started_here_end_with_their_own_code_and_word(tmp_path, end, code):
     (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
     options = ["--nproc_per_node", "2", "--end", str(end)]
     with start_ranks("python", 1, ["s.py", *options], tmp_path) as running:
