@@ -52,7 +52,7 @@ _DROPPED_PREFIXES = (
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR",
             "MASTER_PORT", "PYTHONPATH")
 # Where a rank's number stands in its environment, innermost launcher first.
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_RANK_VARIABLES = ("DDP_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def own_tracebacks(text):
@@ -126,6 +126,8 @@ def command(launcher, n, argv, flags=()):
     run = [python_of(launcher), *map(str, argv)]
     if launcher == "python":
         return run
+    if launcher == "ours":     # training/launch.py: the script starts its ranks
+        return [*run, "--nproc_per_node", str(n)]
     if launcher == "srun":
         nodes = min(n, 2)
         return ["srun", *flags, f"--nodes={nodes}", f"--ntasks={n}",

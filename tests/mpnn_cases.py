@@ -15,7 +15,7 @@ class Atoms(list):
     """
 
     def add(self, chain, number, name, atoms=BACKBONE, code="", het=False, altloc="", model=1,
-            xyz=None):
+            xyz=None):   # noqa: PLR0913  (the columns of a record)
         for k, atom in enumerate(atoms):
             x = len(self) + 0.125
             self.append((chain, number, name, atom, code, het, altloc, model,

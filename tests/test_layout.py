@@ -33,9 +33,6 @@ OPTIONAL = {"mpi4py", "intel_extension_for_pytorch", "oneccl_bindings_for_pytorc
 # Files whose statements do not yet hold one thought each, see squeezed_lines.
 PENDING = {
     "ddp_guard",
-    "ddp_setup",
-    "training/plan",
-    "training/precision",
 }
 
 

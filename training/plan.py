@@ -14,12 +14,15 @@ def numbers_of(option, text):
     return [int(number) for number in text.split(",")]
 
 
-def plan_head(o, ranks, unit):
+def plan_head(optim, ranks: str, unit: str) -> tuple[list[int], str]:
     """(numbers of ranks from text such as "1,2,4,8", line on the scaling) for --plan."""
-    base = f" at a global batch of {o.base_global_batch:,} {unit}" if o.base_global_batch else ""
-    return numbers_of("plan", ranks), (
-        f"optim.scale {scale_name(o.scale)}: from lr {o.lr:g} and warm-up {o.warmup:,}{base}"
-        f"{decay_name(o)}")
+    numbers = numbers_of("plan", ranks)
+    base = ""
+    if optim.base_global_batch:
+        base = f" at a global batch of {optim.base_global_batch:,} {unit}"
+    line = (f"optim.scale {scale_name(optim.scale)}: from lr {optim.lr:g} and warm-up "
+            f"{optim.warmup:,}{base}{decay_name(optim)}")
+    return numbers, line
 
 
 def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batch: (batch, "")):
@@ -32,24 +35,28 @@ def plan_table(config, numbers, per_rank, title, more="", outcome=lambda n, batc
         outcome: function (ranks, global batch) -> (the global batch that there is data for, text
             of further columns). Raises ValueError where training would be refused.
     Returns: (lines, lines on what would be refused)."""
-    o, steps, problems, late = config.optim, config.training.n_iters, [], []
+    optim = config.optim
+    n_iters = config.training.n_iters
+    problems = []
+    late = []   # numbers of ranks, as text
     rows = [f"{'ranks':>6} {title} {'learning rate':>14} {'warm-up steps':>14}{more}"]
     for n in numbers:
         batch = n * config.training.accum * per_rank
         row = f"{n:>6} {batch:>{len(title)},}"
         try:
             lr_batch, columns = outcome(n, batch)
-        except ValueError as e:
-            problems.append(f"refused with {n} rank(s): {e}")
+        except ValueError as error:
+            problems.append(f"refused with {n} rank(s): {error}")
             rows.append(f"{row} {'refused, see below':>14}")
             continue
-        lr, warmup = scale_for_batch(o.lr, o.warmup, o.scale, lr_batch, o.base_global_batch)
+        lr, warmup = scale_for_batch(optim.lr, optim.warmup, optim.scale, lr_batch,
+                                     optim.base_global_batch)
         rows.append(f"{row} {lr:>14.4g} {warmup:>14,}{columns}")
-        if steps and warmup >= steps:
+        if n_iters and warmup >= n_iters:
             late.append(str(n))
     if late:
         rows.append(f"ATTENTION: with {', '.join(late)} rank(s) the warm-up lasts to the end (step "
-                    f"{steps:,})")
+                    f"{n_iters:,})")
     return rows, problems
 
 
@@ -60,46 +67,67 @@ def describe_batch(run, per_rank, ddp):
             f"{run.n_iters:,} steps in all")
 
 
-def describe_run(run, state, unit, lr_batch, ddp):
-    """Lines on how this start trains. lr_batch: the global batch that lr was scaled to."""
-    o, accum, lines = run.config.optim, run.micro_batches // ddp.world_size, []
+def describe_run(run, state, unit: str, lr_batch: int, ddp) -> list[str]:
+    """Lines on how this start trains.
+
+    state: content of the checkpoint that it continues; None: a new run.
+    unit: of the batch, such as proteins. lr_batch: the global batch that lr was scaled to."""
+    lines = []
+    accum = run.micro_batches // ddp.world_size
     if accum != run.config.training.accum:
         lines.append(f"  accum is {accum} and not {run.config.training.accum}: it follows the "
                      "number of ranks, so that the global batch stays")
-    fewer = f", to the {lr_batch:,} {unit} that there are" if lr_batch < run.global_batch else ""
-    if state is not None:
-        how = "kept from the checkpoint"
-    elif o.scale == "none":
-        how = "as given (scale none)"
-    elif lr_batch == run.global_batch == o.base_global_batch:
-        how = "as given (the batch is the base)"
-    else:
-        how = (f"scaled from {o.lr:g} and {o.warmup:,} at {o.base_global_batch:,} {unit} "
-               f"({scale_name(o.scale)}){fewer}")
-    name = "Muon for the blocks' matrices, AdamW for the rest, " if o.name == "muon" else ""
-    lines.append(f"optim: {name}lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}{decay_name(o)}")
+    lines.append(describe_rate(run, state, unit, lr_batch))
     if state is None and run.warmup >= run.n_iters:
         lines.append(f"ATTENTION: the warm-up ({run.warmup:,} steps) lasts to the end "
                      f"({run.n_iters:,} steps) or longer: lower optim.warmup or train longer")
     former = run.continued_from
-    lines.append(f"results: {run.work_dir}, " + (
-        "a new run" if not former else f"finished ({former})" if is_finished(run) else
-        f"continuing from step {run.progress['step']:,} of {former}"))
-    elsewhere = machine_differences(state, ddp) if state is not None else ""
-    if elsewhere:
-        lines.append(f"  saved elsewhere ({elsewhere}): the run continues, but its losses may "
-                     "differ in the last digits")
+    if not former:
+        how = "a new run"
+    elif is_finished(run):
+        how = f"finished ({former})"
+    else:
+        how = f"continuing from step {run.progress['step']:,} of {former}"
+    lines.append(f"results: {run.work_dir}, {how}")
+    if state is not None:
+        elsewhere = machine_differences(state, ddp)
+        if elsewhere:
+            lines.append(f"  saved elsewhere ({elsewhere}): the run continues, but its losses may "
+                         "differ in the last digits")
     return lines
 
 
-def decay_name(o):
+def describe_rate(run, state, unit, lr_batch):
+    """Line on the learning rate, and where it comes from; for arguments see describe_run."""
+    optim = run.config.optim
+    if state is not None:
+        how = "kept from the checkpoint"
+    elif optim.scale == "none":
+        how = "as given (scale none)"
+    elif lr_batch == run.global_batch == optim.base_global_batch:
+        how = "as given (the batch is the base)"
+    else:
+        how = (f"scaled from {optim.lr:g} and {optim.warmup:,} at {optim.base_global_batch:,} "
+               f"{unit} ({scale_name(optim.scale)})")
+        if lr_batch < run.global_batch:
+            how += f", to the {lr_batch:,} {unit} that there are"
+    name = "Muon for the blocks' matrices, AdamW for the rest, " if optim.name == "muon" else ""
+    return (f"optim: {name}lr {run.lr:g}, warm-up {run.warmup:,} steps, {how}"
+            f"{decay_name(optim)}")
+
+
+def decay_name(optim) -> str:
     """Text on the decay of the learning rate, to append to a line; "" for none."""
-    if o.decay == "none":
+    if optim.decay == "none":
         return ""
-    length = o.decay_steps or 0
-    over = (f"the last {length:.0%} of the steps" if 0 < length < 1 else
-            f"the last {length:,.0f} steps" if length else "all steps after the warm-up")
-    return f"; {o.decay} decay over {over}"
+    length = optim.decay_steps or 0
+    if length == 0:
+        over = "all steps after the warm-up"
+    elif length < 1:
+        over = f"the last {length:.0%} of the steps"
+    else:
+        over = f"the last {length:,.0f} steps"
+    return f"; {optim.decay} decay over {over}"
 
 
 def scale_name(rule):
