@@ -14,8 +14,8 @@ class Atoms(list):
     Where no coordinates are given they are counted up, so that each record is told from others.
     """
 
-    def add(self, chain, number, name, atoms=BACKBONE, code="", het=False, altloc="", model=1,
-            xyz=None):   # noqa: PLR0913  (the columns of a record)
+    def add(self, chain, number, name, atoms=BACKBONE, code="", het=False,    # noqa: PLR0913
+            altloc="", model=1, xyz=None):   # the columns of a record
         for k, atom in enumerate(atoms):
             x = len(self) + 0.125
             self.append((chain, number, name, atom, code, het, altloc, model,
