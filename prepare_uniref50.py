@@ -57,6 +57,9 @@ FLUSH_BYTES = 64 << 20          # proteins kept in memory before they are append
 BUCKET_BYTES = 48 << 20         # approximate size of a bucket; determines the number of buckets
 PART_WORDS = 1 << 17            # about how many words of 8 residues are copied at a time
 UNPACKED_SHARE = 1.7            # most bytes of a folder per byte of .gz; UniRef50: 1.4
+VAL_FRACTIONS = (0.001, 0.01, 0.05)   # from which the default of --val_fraction is chosen, and
+VAL_PROTEINS = 100              # how many proteins it should hold out at least
+FEW_VAL_PROTEINS = 10           # fewer tell hardly which weights are best
 BYTES_PER_PROTEIN = 400         # most bytes of a folder per protein, on average; UniRef50: 300
 
 
@@ -86,7 +89,8 @@ def parse(argv):
     source.add_argument("--url", default=UNIREF50_URL, help="a mirror (default: %(default)s)")
     source.add_argument("--fasta", type=Path, nargs="+", metavar="FILE", help="FASTA, text or .pt")
     parser.add_argument("--max_sequences", type=int, metavar="N", help="only the first N records")
-    parser.add_argument("--val_fraction", type=float, default=0.001, help="default %(default)s")
+    parser.add_argument("--val_fraction", type=float, help="share of the proteins for validation; "
+                        "default 0.001, of fewer than 100,000 proteins 0.01 or 0.05")
     parser.add_argument("--min_length", type=int, default=1, help="residues; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the order; default %(default)s")
     return parser.parse_args(argv)
@@ -97,12 +101,14 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
 
     folder: Path to create. fasta: Paths of files of proteins, or None to download the url.
     max_sequences: only this many records of the sources, or None. min_length: residues.
-    val_fraction: share of the proteins in val, by their keys. seed: of the random order.
+    val_fraction: share of the proteins in val, by their keys; None: see choose_val_fraction.
+    seed: of the random order.
     Raises ValueError for wrong settings or data, RuntimeError if another process works on the
     folder or the server sends something wrong, OSError for disk and network.
     """
     n_wanted = 1 if max_sequences is None else max_sequences
-    if not 0 <= val_fraction < 1 or min_length < 1 or n_wanted < 1:
+    share = 0 if val_fraction is None else val_fraction
+    if not 0 <= share < 1 or min_length < 1 or n_wanted < 1:
         raise ValueError(f"found val_fraction = {val_fraction}, min_length = {min_length}, "
                          f"max_sequences = {max_sequences}; expected 0 <= val_fraction < 1, and at "
                          f"least 1 of the others.")
@@ -133,6 +139,8 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
         bits = max(0, math.ceil(math.log2(max(1, n_bytes) / BUCKET_BYTES)))     # 2**bits buckets
         try:
             n_read = deal(inputs, partial / "buckets", bits, report, settings)
+            if val_fraction is None:
+                settings["val_fraction"] = choose_val_fraction(n_read)
             sets = collect(partial / "buckets", partial / "result", settings)
             finish_report(report, sets, n_read, settings)
         except (ValueError, FileNotFoundError):     # repeating the command would not help
@@ -143,6 +151,14 @@ def prepare(folder, url, fasta, max_sequences, val_fraction, min_length, seed):
         publish(partial / "result", meta, folder)
         shutil.rmtree(partial)
     print_summary(folder, meta, report)
+
+
+def choose_val_fraction(n_proteins):
+    """The least of VAL_FRACTIONS that holds out VAL_PROTEINS of these, or the largest."""
+    for fraction in VAL_FRACTIONS:
+        if fraction * n_proteins >= VAL_PROTEINS:
+            return fraction
+    return VAL_FRACTIONS[-1]
 
 
 # ---- sources ----
@@ -406,8 +422,11 @@ def is_finished(folder, settings):
     except (OSError, ValueError):
         raise ValueError(f"{folder} exists, and is no prepared folder of version {VERSION}; "
                          f"expected nothing of this name. Name another folder.") from None
-    differences = [f"{key} is {meta.get(key)!r} there and {value!r} here"
-                   for key, value in settings.items() if meta.get(key) != value]
+    differences = []
+    for key, value in settings.items():
+        chosen_here = key == "val_fraction" and value is None
+        if meta.get(key) != value and not chosen_here:
+            differences.append(f"{key} is {meta.get(key)!r} there and {value!r} here")
     if differences:
         raise ValueError(f"{folder} was made with other settings: {'; '.join(differences)}. Name "
                          f"another folder, or remove it.")
@@ -450,12 +469,28 @@ def print_summary(folder, meta, report):
         size = sum(file["bytes"] for file in entry["files"].values())
         print(f"{name}: {entry['proteins']:,} proteins, {entry['residues']:,} residues, "
               f"{size / 1e6:,.1f} MB")
+    warn_of_few_val_proteins(meta)
     release = f" (release {meta['release']})" if meta["release"] else ""
     config = "uniref50" if meta["sets"]["train"]["proteins"] > 1_000_000 else "cpu"
     print(f"{folder} is ready{release}. Next:\n"
           f"  python train_sedd_ddp.py --config configs/sedd_{config}.yaml "
           f"--data {shlex.quote(os.path.relpath(folder))} \\\n"
           f"    data.val_fraction={meta['val_fraction']} data.min_length={meta['min_length']}")
+
+
+def warn_of_few_val_proteins(meta):
+    """Say on stderr if hardly any proteins are held out, and how to hold out more."""
+    n_val = meta["sets"]["val"]["proteins"]
+    n = n_val + meta["sets"]["train"]["proteins"]
+    if not 0 < n_val < FEW_VAL_PROTEINS:
+        return
+    better = choose_val_fraction(n)
+    if better > meta["val_fraction"]:
+        advice = f"prepare another folder, with --val_fraction {better}"
+    else:
+        advice = "give more proteins, or a larger --val_fraction"
+    say(f"ATTENTION: only {n_val} of {n:,} proteins are for validation, by which training chooses "
+        f"best.pt: {advice}.")
 
 
 if __name__ == "__main__":

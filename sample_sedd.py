@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, print0, setup_ddp
+from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, print0, setup_ddp
 from sedd.report import report, sequences_of
 from training.config import Parser
 from training.files import write_text_atomic
@@ -491,8 +491,8 @@ def check_files(args):
                          "expected the name of a file in a folder that exists.")
 
 
-def run(args, ddp):
-    """Do what the options say. Returns the samples, on rank 0, or None.
+def run(args, ddp, reference):
+    """Do what the options say. reference: the sequences of --report, or an empty list.
 
     Raises: ValueError or OSError."""
     sedd = load_sedd(args.checkpoint, not args.no_ema, ddp.device)
@@ -502,25 +502,39 @@ def run(args, ddp):
         if ddp.is_main:
             export_sedd(sedd, args.export)
         print0(ddp, f"exported to {args.export}", file=sys.stderr)
-        return None
+        return
     if args.score:   # before the first is scored
         for name, text in named_sequences(args.score):
             checked_letters(name, text, sedd, args)
     how = {"tokens": args.tokens, "ddp": ddp,
            "dtype": torch.bfloat16 if args.bfloat16 else torch.float32}
-    samples = None
     with open_output(args.out, ddp) as write:
-        if args.mutations:
-            rank_variants(sedd, args, how, write)
-        elif args.each_position:
-            score_positions(sedd, args, how, write)
-        elif args.score:
-            score_file(sedd, args, how, write)
-        else:
-            samples = draw_file(sedd, args, how, write)
+        samples = score_or_draw(sedd, args, how, write)
     if args.out:
         print0(ddp, f"written: {args.out}", file=sys.stderr)
-    return samples if ddp.is_main else None
+    if samples and reference:
+        show_report(samples, reference, args, ddp)
+
+
+def score_or_draw(sedd, args, how, write):
+    """Write what the options ask for. Returns the samples, if some were drawn, or None."""
+    if args.mutations:
+        rank_variants(sedd, args, how, write)
+    elif args.each_position:
+        score_positions(sedd, args, how, write)
+    elif args.score:
+        score_file(sedd, args, how, write)
+    else:
+        return draw_file(sedd, args, how, write)
+    return None
+
+
+def show_report(samples, reference, args, ddp):
+    """Print the report on rank 0, while the other ranks wait: once ranks have left (cleanup_ddp),
+    guards end what takes longer than two minutes."""
+    if ddp.is_main:
+        print(report(samples, reference, picture_of(args)), file=sys.stderr)
+    barrier(ddp, timeout=PATIENCE)
 
 
 @contextlib.contextmanager
@@ -673,12 +687,11 @@ def cli(argv=None):
                         timeout=PATIENCE, init_timeout=args.init_timeout, ipex=args.ipex)
     except (ValueError, RuntimeError, OSError) as e:
         refuse(e)
-    samples = None
     problem = None
     interrupted = False
     with ddp:
         try:
-            samples = run(args, ddp)
+            run(args, ddp, reference)
         except (ValueError, OSError) as e:   # BrokenPipeError is an OSError
             problem = end_of(ddp, e)
         except KeyboardInterrupt:
@@ -690,11 +703,6 @@ def cli(argv=None):
         sys.exit(130)
     if problem:
         refuse(problem)
-    if samples and reference:   # the other ranks have ended by now
-        try:
-            print(report(samples, reference, picture_of(args)), file=sys.stderr)
-        except (ValueError, OSError) as e:
-            refuse(e)
 
 
 def end_of(ddp, error):

@@ -51,7 +51,7 @@ from sedd.fast_cpu import speed_up
 from sedd.weights import noise_of, start_from_weights, unused_noise_keys
 from sedd.model import EMA, SEDD, describe_memory
 from sedd.batches import BatchPlan, BatchReader, count_rows, sum_rows, to_device
-from sedd.data import load_data, missing_data
+from sedd.data import NO_DATA, load_data, missing_data, names_no_data
 from sedd.sequences import (N_TOKENS, X_ID, apply_max_length, collate, keyed_generator, keyed_seed,
                             random_crops)
 from training.loop import (Run, after_step, check_alike, clip_gradient, fetch, global_gradient,
@@ -109,12 +109,12 @@ class GraphSection:
 
 @dataclass
 class Data:
-    file: str | None = None              # sequence file or prepared folder; null: demo proteins
+    file: str | None = None              # sequence file or prepared folder
     max_length: int = 512
     long: Literal["crop", "drop"] = "crop"   # what happens to longer proteins
     min_length: int = 1
     val_fraction: float = 0.05           # share for validation, by hash of the sequence; 0: none
-    demo_proteins: int = 20000           # number; their exact likelihood is known
+    demo_proteins: int | None = None     # without a file: so many of a source with exact likelihood
 
 
 @dataclass
@@ -148,7 +148,8 @@ class Config:
 # Keys that may change when a run resumes. The number of ranks may change too: accum is adapted.
 # Paths of data and initial weights may change, but a hash of the content must stay the same.
 MAY_CHANGE = (*MAY_ALWAYS_CHANGE, "monitoring.sample_frequency", "monitoring.n_samples",
-              "monitoring.sample_steps", "monitoring.predictor", "data.file", "training.init_from")
+              "monitoring.sample_steps", "monitoring.predictor", "data.file", "data.demo_proteins",
+              "training.init_from")
 PER_HOST = ("data.file", "training.num_workers", "memory.max_memory_per_gpu")   # may differ by host
 NEEDED = (*ALWAYS_NEEDED, "ema", "plan")    # what a checkpoint must hold
 
@@ -490,6 +491,8 @@ def read_arguments(argv):
     config = load_config(Config, options.config, options.overrides, {
         "data.file": options.data or None, "training.init_from": options.init_from})
     check_config(config)
+    if options.plan is None and names_no_data(config.data):   # a plan can do without
+        raise ValueError(NO_DATA)
     return options, config
 
 

@@ -13,6 +13,7 @@ import train_dpo_ddp as dpo
 import train_sedd_ddp as sedd
 from ddp_setup import barrier, broadcast, choose_dtype
 from mpnn.reference import make_tables
+from sedd.data import names_no_data
 from sedd.prepared import FORMAT, PARTS, SETS, VERSION
 from sedd.sequences import LETTERS, N_TOKENS, X_ID, sequence_keys
 from training.command_line import add_launch_arguments, started_ranks
@@ -20,6 +21,7 @@ from training.command_line import add_launch_arguments, started_ranks
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SCRIPTS = {"sedd": (sedd, "sedd_cpu.yaml"), "dpo": (dpo, "dpo_demo.yaml")}
 LONGEST = 45_000            # residues in a random protein, at most
+DEMO_PROTEINS = 20_000      # for a config that names no data
 PROTEINS_AT_ONCE = 250_000  # that are made in memory before they are written
 
 
@@ -69,6 +71,12 @@ def run_on_one_rank(name, bench, args, argv):
 def measure_the_cpu_by_default(args):
     if args.device == "auto":
         args.device = "cpu"
+
+
+def use_demo_proteins(config):
+    """Let a config of SEDD that names no data have demo proteins."""
+    if names_no_data(config.data):
+        config.data.demo_proteins = DEMO_PROTEINS
 
 
 # ---- measuring ----

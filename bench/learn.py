@@ -18,11 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import CONFIGS, read_options, run_on_ranks
+from bench.common import CONFIGS, read_options, run_on_ranks, use_demo_proteins
 from ddp_setup import AGAIN, broadcast, print0
 from training.config import load_config
 from training.log import read_rows
-from train_sedd_ddp import Config, main as train
+from training.finish import prepare_and_train
+from train_sedd_ddp import Config, prepare, train
 
 DECAY = ["optim.decay=linear", "optim.decay_steps=0.5"]
 # cosine: draws low noise levels more often, like importance sampling of times
@@ -47,11 +48,13 @@ def train_recipe(folder, recipe, seed, args, ddp):
                  f"training.n_iters={args.steps}", f"training.eval_freq={max(args.steps // 5, 1)}",
                  "monitoring.n_samples=1", "monitoring.sample_steps=1"]
     config = load_config(Config, args.config, overrides, {"data.file": args.data})
+    use_demo_proteins(config)
     if not config.data.val_fraction:
         raise ValueError("data.val_fraction is 0; expected proteins to validate with.")
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            if "stopped" in train(config, ddp, work_dir):
+            result = prepare_and_train(ddp, lambda: prepare(config, ddp, work_dir), train)
+            if "stopped" in result:
                 return []
     except ValueError as e:
         if "--work_dir" not in str(e):   # the message advises an option that this script lacks

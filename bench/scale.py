@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from bench.common import CONFIGS, SCRIPTS, shared_folder, training_of
+from bench.common import CONFIGS, SCRIPTS, shared_folder, training_of, use_demo_proteins
 from bench.scale_report import ALIKE, report
 from ddp_setup import (BAD_INPUT, Ddp, SetupError, all_mean, all_sum, barrier, detect_launcher,
                        wrap_ddp)
@@ -318,6 +318,8 @@ def read_arguments(argv):
     script, name = SCRIPTS[args.what]
     args.config = args.config or str(CONFIGS / name)
     config = load_config(script.Config, args.config, args.overrides)
+    if args.what == "sedd":
+        use_demo_proteins(config)
     script.check_config(config)
     args.launches = read_launches(args.json)
     return args, config

@@ -18,7 +18,9 @@ from training.watch import beat
 
 LARGE_FILE = 200_000_000        # bytes; a larger file should be prepared first
 STAGE_SECONDS = 3 * 3600.0   # limit for the slowest host to copy the data: 20 GB at 2 MB/s
-PREPARED_VAL_FRACTION = 0.001   # default of prepare_uniref50.py
+NO_DATA = ("no proteins are given; expected --data FILE (sequences, or a prepared folder); for a "
+           "demo: --config configs/sedd_demo.yaml, or data.demo_proteins=20000.")
+
 
 
 class TrainingData(NamedTuple):
@@ -33,8 +35,8 @@ def load_data(config, ddp, stage=None):
     """The proteins for training and validation. Collective.
 
     Args:
-        config: its section data has file (a file or a prepared folder; None: demo proteins),
-            val_fraction, min_length, demo_proteins.
+        config: its section data has file (a file or a prepared folder), demo_proteins (how many,
+            where there is no file), val_fraction, min_length.
         stage:  folder on each host into which a prepared folder is copied.
     Returns: TrainingData.
     Raises: ValueError or OSError for data that cannot be used.
@@ -107,7 +109,7 @@ def _open_prepared(name, folder):
 
 def _load_file_or_demo(data, seed, ddp):
     source = None
-    if data.file is None:
+    if not data.file:
         source = DemoSource(seed=0)
         proteins = source.sample(data.demo_proteins, seed=seed)
         description = f"{len(proteins):,} demo proteins of a second-order Markov source"
@@ -147,8 +149,15 @@ def _split(proteins, val_fraction):
     return proteins.subset(train), proteins.subset(val)
 
 
+def names_no_data(data):
+    """Whether a config's section data names neither a file nor a number of demo proteins."""
+    return not data.file and data.demo_proteins is None
+
+
 def missing_data(data):
-    """A message, in one line, if data.file does not exist; '' if it does."""
+    """A message, in one line, if there are no proteins to train on; '' if there are."""
+    if names_no_data(data):
+        return NO_DATA
     if not data.file or os.path.exists(data.file):
         return ""
     path = Path(data.file)
@@ -164,9 +173,7 @@ def missing_data(data):
 
 def _prepare_command(data, folder):
     """The command that prepares data with the settings of this config section."""
-    options = ""
-    if data.val_fraction != PREPARED_VAL_FRACTION:
-        options += f" --val_fraction {data.val_fraction}"
+    options = f" --val_fraction {data.val_fraction}"
     if data.min_length != 1:
         options += f" --min_length {data.min_length}"
     return f"python prepare_uniref50.py {shlex.quote(str(folder))}{options}"

@@ -113,6 +113,33 @@ def test_the_order_is_that_of_the_seed_whatever_the_records_files_and_pieces(
         assert (np.diff(order_words(keys, 1).astype(float)) > 0).all()
 
 
+@pytest.mark.parametrize("n, fraction", [(50, 0.05), (2300, 0.05), (12_000, 0.01)])
+def test_of_fewer_proteins_a_larger_share_is_held_out_by_default(
+        out, tmp_path, capsys, n, fraction):
+    rng = np.random.default_rng(0)
+    file = write_fasta(tmp_path / "p.fasta", [decode(rng.integers(0, 20, 30)) for _ in range(n)])
+    assert prepare_uniref50.main([str(out), "--fasta", str(file)]) == 0
+    meta = json.loads((out / "meta.json").read_text())
+    assert meta["val_fraction"] == fraction
+    assert meta["sets"]["val"]["proteins"] > 0.7 * n * fraction
+    assert f"data.val_fraction={fraction}" in capsys.readouterr().out
+    assert prepare_uniref50.main([str(out), "--fasta", str(file)]) == 0   # finished already
+
+
+def test_uniref50_keeps_its_thousandth_for_validation():
+    assert prepare_uniref50.choose_val_fraction(60_000_000) == 0.001
+
+
+def test_a_few_proteins_for_validation_come_with_a_warning_and_a_better_share(
+        out, tmp_path, capsys):
+    file = write_fasta(tmp_path / "p.fasta", random_proteins(2300))
+    assert prepare(out, file, val_fraction=0.001) == 0
+    warning = capsys.readouterr().err
+    n_val = json.loads((out / "meta.json").read_text())["sets"]["val"]["proteins"]
+    assert f"ATTENTION: only {n_val} of 2,300 proteins" in warning
+    assert "--val_fraction 0.05" in warning
+
+
 @pytest.mark.parametrize("wanted", [7, 40, 41, 51, 1000])
 def test_max_sequences_takes_the_first_records_of_all_files(tmp_path, out, wanted):
     proteins = random_proteins(60)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from launchers import ROOT, fork_ranks
+import sample_sedd
 from sample_sedd import (cli, predict_letters, reshape_choice, residue_scores, sample_sequences,
                          scaffold_templates, score_sequences, variant_scores)
 from sedd_cases import TrueScores, write_checkpoint
@@ -289,6 +290,28 @@ def test_samples_come_with_a_report(checkpoint, tmp_path, capsys, extras):
          str(tmp_path / "ref.fasta"), "--out", str(tmp_path / "t0.5")])
     assert "distinct sequences" in capsys.readouterr().err
     assert (tmp_path / "t0.5.png").stat().st_size > 10_000
+
+
+def test_the_report_is_made_before_the_ranks_leave(checkpoint, tmp_path, monkeypatch, capsys):
+    """After that a guard ends the process within two minutes, and the report would be lost."""
+    ranks = []
+    had_left = []
+    (tmp_path / "ref.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
+    set_up = sample_sedd.setup_ddp
+
+    def set_up_and_note(*arguments, **more):
+        ranks.append(set_up(*arguments, **more))
+        return ranks[-1]
+
+    def report(samples, reference, picture):
+        had_left.append(ranks[-1].state.clean)
+        return "a report"
+
+    monkeypatch.setattr(sample_sedd, "setup_ddp", set_up_and_note)
+    monkeypatch.setattr(sample_sedd, "report", report)
+    cli([str(checkpoint), "--steps", "1", "--length", "9", "--report", str(tmp_path / "ref.fasta"),
+         "--out", str(tmp_path / "new.fasta")])
+    assert had_left == [False] and "a report" in capsys.readouterr().err
 
 
 def test_a_reference_without_residues_is_refused(checkpoint, tmp_path, capsys):

@@ -390,6 +390,32 @@ def test_a_resume_is_refused_for_another_config_or_other_data(
     assert steps_of(tmp_path / "w") == [1, 2]
 
 
+def test_a_config_that_names_no_proteins_is_refused_before_anything_is_written(tmp_path):
+    done = fork_ranks(1, [SCRIPT, "--config", ROOT / "configs" / "sedd_cpu.yaml", "--work_dir",
+                          "w", "training.n_iters=1"], tmp_path)
+    assert done.returncode == 2 and "expected --data FILE" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_needs_no_proteins(capsys):
+    train_sedd_ddp.main(["--config", str(ROOT / "configs" / "sedd_cpu.yaml"), "--plan", "1,2"])
+    assert "steps per epoch are not known" in capsys.readouterr().out
+
+
+def test_runs_of_versions_that_always_named_a_number_of_demo_proteins_go_on(fasta, tmp_path):
+    """demo_proteins was 20000 by default then, and a run without a file took these."""
+    demo = {**LEARN, "data.demo_proteins": 60, "training.n_iters": 1, "data.val_fraction": 0.2}
+    for name, settings in (("file", {**TINY, "data.file": fasta}), ("demo", demo)):
+        config = load_config(Config, None, words(settings, training__n_iters=1))
+        run(config, tmp_path / name)
+        path = tmp_path / name / "checkpoints" / "last.pt"
+        state = torch.load(path, weights_only=True)
+        state["config"]["data"]["demo_proteins"] = config.data.demo_proteins or 20000
+        torch.save(state, path)
+        config.training.n_iters = 2
+        assert run(config, tmp_path / name)["step"] == 2
+
+
 def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp_path):
     """It did then what the new key does by default; another value is another config."""
     run(tiny(fasta, training__n_iters=6), tmp_path / "w")
