@@ -308,10 +308,10 @@ def cleanup_ddp(ddp: Ddp) -> None:
 # ---------------------------------------------------------------- codes, limits, state
 __all__ = [
     "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum", "autocast",
-    "barrier", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "ddp_sampler",
-    "detect_launcher", "grad_scaler", "gradient_sync", "load_checkpoint", "optimize_with_ipex",
-    "note_progress", "print0", "save_checkpoint", "seed_for", "setup_ddp", "start_watch",
-    "stop_reason", "stop_wanted", "unwrap_ddp", "worker_init", "wrap_ddp"]
+    "barrier", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "cores_given",
+    "ddp_sampler", "detect_launcher", "grad_scaler", "gradient_sync", "load_checkpoint",
+    "note_progress", "optimize_with_ipex", "print0", "save_checkpoint", "seed_for", "setup_ddp",
+    "start_watch", "stop_reason", "stop_wanted", "unwrap_ddp", "worker_init", "wrap_ddp"]
 
 AGAIN = 75         # exit codes, beside 0 finished and 1 failed: stopped on request, work is left
 HANG = 70          # no progress
@@ -1300,12 +1300,20 @@ def listed(items):
 #                                                its own end by a signal or exit code
 def _open_guard():
     """The socket to ddp_guard.py, if that is this process' parent, else None."""
+    descriptor = _guard_descriptor()
+    if descriptor is None:
+        return None
+    guard = socket.socket(fileno=os.dup(descriptor))
+    guard.settimeout(GUARD_ANSWER)
+    return guard
+
+
+def _guard_descriptor():
+    """File descriptor of the socket to ddp_guard.py, if that is this process' parent, else None."""
     descriptor, _, parent = os.environ.get("DDP_GUARD_FD", "").partition(":")
     if not parent or int(parent) != os.getppid():
         return None
-    guard = socket.socket(fileno=os.dup(int(descriptor)))
-    guard.settimeout(GUARD_ANSWER)
-    return guard
+    return int(descriptor)
 
 
 def tell_guard(ddp: Ddp, wait: bool = True, **message) -> None:
@@ -1618,9 +1626,24 @@ def end_watch(ddp: Ddp) -> None:
         tell_guard(ddp, watch={"limit": 0.0})
 
 
-def worker_init(worker_id: int = 0, signals: Iterable[str] = STOP_SIGNALS) -> None:
+def cores_given() -> set[int] | None:
+    """The cores that this process was started on; None: not known.
+
+    With OMP_PROC_BIND, importing torch binds this process to one of them, and what it starts then
+    inherits that one core. The guard, its parent, does not import torch, and has all of them."""
+    if hasattr(os, "sched_getaffinity") and _guard_descriptor() is not None:
+        return os.sched_getaffinity(os.getppid())
+    return None
+
+
+def worker_init(worker_id: int = 0, signals: Iterable[str] = STOP_SIGNALS,
+                cores: set[int] | None = None) -> None:
     """worker_init_fn for a DataLoader. A stop signal to all processes must not end the workers:
-    without them the main process would raise an error instead of saving."""
+    without them the main process would raise an error instead of saving.
+
+    cores: what the workers may run on, see cores_given; None: what they inherit."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
     for name in signals:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_setup import AGAIN, DEFAULT_PORT, detect_launcher
+from ddp_setup import AGAIN, DEFAULT_PORT, cores_given, detect_launcher
 
 POLL = 0.1             # seconds between two looks at the ranks
 SAVING_SECONDS = 600   # for the ranks to save and exit after a signal to this process
-FAILED_SECONDS = 60    # for the others to end when a rank has failed: they cannot save any more
+FAILED_SECONDS = 20    # for the others to end when a rank has failed: they cannot save any more
 # These options start ranks; they are not passed on to them.
 LAUNCHER_OPTIONS = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")
 # What another launcher, or a pod, may have left in the environment.
@@ -162,13 +162,22 @@ class Ranks:
         self.processes = []
         self.codes = []         # exit codes, in the order in which the ranks ended
         self.ending = None      # time.monotonic(); None: no limit
-        self.pending = []       # signals that came before all ranks were started
+        self.pending = []       # signals that came since the last look at the ranks
+        self.cores = cores_given()
 
     def start(self, command: list[str], environment: dict) -> None:
         """Start one rank, in a session of its own: a terminal's Ctrl-C comes through pass_on."""
         self.processes.append(subprocess.Popen(
             [sys.executable, *command], env=environment, start_new_session=True,
-            preexec_fn=die_with_parent, close_fds=False))
+            preexec_fn=self.become_rank, close_fds=False))
+
+    def become_rank(self) -> None:
+        """In the started process, before it runs Python: give back the cores that OpenMP took, and
+        have the kernel send SIGTERM when this launcher is killed (Linux only)."""
+        if self.cores is not None:
+            os.sched_setaffinity(0, self.cores)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)    # PR_SET_PDEATHSIG
 
     @contextlib.contextmanager
     def signals_passed_on(self):
@@ -219,12 +228,6 @@ class Ranks:
             if running and not ended:
                 time.sleep(POLL)
         return self.codes
-
-
-def die_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent is killed (Linux only)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)    # PR_SET_PDEATHSIG
 
 
 def has_failed(code: int) -> bool:

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_setup import (all_sum, broadcast, first_problem, grad_scaler, gradient_sync, listed,
-                       optimize_with_ipex, stop_reason, stop_wanted, unwrap_ddp, worker_init,
-                       wrap_ddp)
+from ddp_setup import (all_sum, broadcast, cores_given, first_problem, grad_scaler, gradient_sync,
+                       listed, optimize_with_ipex, stop_reason, stop_wanted, unwrap_ddp,
+                       worker_init, wrap_ddp)
 from training.meter import StepMeter, make_meter
 from training.optimizer import make_optimizer
 
@@ -199,7 +199,8 @@ def open_batches(run, dataset, loss_of, ddp):
     batches = iter(torch.utils.data.DataLoader(
         dataset, sampler=run.sampler, batch_size=None, num_workers=training.num_workers,
         pin_memory=ddp.device.type != "cpu", generator=torch.Generator(),   # not the global one
-        worker_init_fn=functools.partial(worker_init, signals=training.stop_signals)))
+        worker_init_fn=functools.partial(worker_init, signals=training.stop_signals,
+                                         cores=cores_given())))
     run.bare.train()
     if ddp.world_size > 1:
         item = run.sampler.item_of(run.progress["step"], run.sampler.mine[0])

@@ -1,5 +1,6 @@
 """Ranks that a script starts here: do they have their place, and end as they should?"""
 
+import os
 import signal
 
 import pytest
@@ -91,3 +92,37 @@ def test_ranks_that_fail_end_with_one_code_and_the_command_to_give_again(tmp_pat
         result = run_ranks("python", 1, [*command, "--device", "xpu"], tmp_path, timeout=300)
         assert result.returncode == 2 and result.leftover == [], result.text
         assert result.stderr.count("error: xpu was asked for") == 1, result.text
+
+
+AFFINITY = """
+if __name__ == "__main__":
+    import sys
+    sys.path.insert(0, {root!r})
+    import ddp_guard
+    ddp_guard.supervise()
+import argparse, functools, os
+import torch
+from ddp_setup import cores_given, worker_init
+from training.command_line import add_launch_arguments, started_ranks
+class Cores(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, i):
+        return len(os.sched_getaffinity(0))
+parser = argparse.ArgumentParser()
+add_launch_arguments(parser)
+with started_ranks(parser.parse_args(), sys.argv[1:]) as ddp:
+    loader = torch.utils.data.DataLoader(
+        Cores(), num_workers=1, worker_init_fn=functools.partial(worker_init, cores=cores_given()))
+    print("guard", len(os.sched_getaffinity(os.getppid())), "worker", int(next(iter(loader))))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
+                    reason="needs two cores, and a system that binds processes to cores")
+def test_threads_bound_to_cores_do_not_put_all_ranks_and_workers_on_one(tmp_path):
+    (tmp_path / "s.py").write_text(AFFINITY.format(root=str(ROOT)))
+    result = run_ranks("python", 1, ["s.py", "--nproc_per_node", "2", "--device", "cpu"], tmp_path,
+                       env={"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}, timeout=300)
+    cores = len(os.sched_getaffinity(0))
+    assert result.stdout.count(f"guard {cores} worker {cores}") == 2, result.text
