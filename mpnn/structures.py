@@ -27,6 +27,7 @@ BACKBONE = ("N", "CA", "C", "O")
 FORMATS = (".pdb", ".ent", ".cif", ".mmcif")
 MAX_ANGSTROM = 100_000      # largest coordinate
 MAX_ROWS = 100_000          # in a chain: no protein is as long, so more means wrong residue numbers
+MAX_MIB = 64                # of text: 800,000 atoms in a PDB file; reading takes ten times as much
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +99,9 @@ def read_structure(path: str | Path) -> Structure:
     Only ATOM records are read, and HETATM records of MSE (selenomethionine), as M. A residue whose
     name is not one of the 20 is X and keeps its coordinates. Of several atoms of one name, or
     several residue names, at a residue number (alternative locations, models) the first counts.
-    Nucleic acids become X rows without coordinates. mmCIF is read by author names and numbers.
+    Nucleic acids become X rows without coordinates. mmCIF is read by author names and numbers, from
+    _atom_site alone. What would be lost is refused: two residues of one number, two chains of one
+    name. A number in columns 23 to 27 of a PDB file, such as 10000, is read.
     Source: parse_PDB_biounits of github.com/dauparas/ProteinMPNN.
 
     Args:
@@ -114,9 +117,7 @@ def read_structure(path: str | Path) -> Structure:
         raise ValueError(f"{path} is not a file with a name in {' '.join(FORMATS)} or one of these "
                          "with .gz")
     try:
-        text = path.read_bytes()
-        if text[:2] == b"\x1f\x8b":
-            text = gzip.decompress(text)
+        text = _read_text(path)
         text = text.removeprefix(b"\xef\xbb\xbf")   # the byte order mark of UTF-8
         models = _parse_pdb(text) if suffix in (".pdb", ".ent") else _parse_mmcif(text)
         return Structure(str(path), _make_chains(models))
@@ -179,30 +180,94 @@ def parse_positions(text: str, structure: Structure,
 
 # ---- the two formats ----
 
+def _read_text(path):
+    """Bytes of a file, unpacked if it is of gzip. ValueError for more than MAX_MIB."""
+    limit = MAX_MIB * 2**20
+    with open(path, "rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        if is_packed:
+            file = gzip.GzipFile(fileobj=file)
+        text = file.read(limit + 1)
+    if len(text) > limit:
+        unpacked = ", unpacked" if is_packed else ""
+        raise ValueError(f"it is larger than {MAX_MIB} MiB{unpacked}; expected a smaller structure,"
+                         " such as the chains that are needed")
+    return text
+
+
 def _parse_pdb(text):
-    # Keep only the records that the official parser reads. gemmi would also stop at END.
-    lines = re.findall(rb"^(?:ATOM|HETATM.{11}MSE)[^\r\n]*", text, re.MULTILINE)
-    for line in lines:      # gemmi would read a malformed number as 0
-        try:
-            int(line[22:26])
-            for start in (30, 38, 46):
-                float(line[start:start + 8])
-        except ValueError:
-            raise ValueError(f"found {line.decode('latin-1')[:54]!r}; expected a residue number in "
-                             "columns 23 to 26 and coordinates in columns 31 to 54") from None
-    # Two chains with the same name, or without one, would be merged, and the second be lost. Look
-    # in the first model only, without column 17: models and alternative locations repeat residues.
-    first_model = re.split(rb"^ENDMDL", text, flags=re.MULTILINE)[0]
-    seen = set()
-    for place in re.findall(rb"^ATOM.{8} CA  .{4}(.{6})", first_model, re.MULTILINE):
-        if place in seen:
-            residue = " ".join(place.decode("latin-1").split())
-            raise ValueError(f"residue {residue} comes twice; expected a different name for each "
-                             "chain in column 22, which keeps chains apart")
-        seen.add(place)
+    models = []
+    for model in re.split(rb"^ENDMDL", text, flags=re.MULTILINE):
+        # Keep only the records that the official parser reads. gemmi would also stop at END.
+        lines = re.findall(rb"^(?:ATOM|HETATM.{11}MSE)[^\r\n]*", model, re.MULTILINE)
+        for line in lines:
+            _check_numbers(line)
+        _check_places(lines)
+        models += map(_for_gemmi, lines)
+    return gemmi.read_pdb_string(b"\n".join(models) + b"\n")
+
+
+def _check_numbers(line):
+    """ValueError for a PDB record with a malformed number, which gemmi would read as 0."""
+    try:
+        int(line[22:26])
+        for start in (30, 38, 46):
+            float(line[start:start + 8])
+    except ValueError:
+        raise ValueError(f"found {line.decode('latin-1')[:54]!r}; expected a residue number in "
+                         "columns 23 to 26 and coordinates in columns 31 to 54") from None
+    # Five digits are a number above 9999. Other digits in column 27 would be read as an insertion
+    # code, and the number ten times too small.
+    if re.search(rb"\d", line[26:28]) and not re.fullmatch(rb"\d{5}\D", line[22:28]):
+        raise ValueError(f"found {line.decode('latin-1')[:54]!r}, a residue number that ends "
+                         "right of column 26; expected columns 23 to 26, or five digits in columns "
+                         "23 to 27")
+
+
+def _check_places(lines):
+    """ValueError if two residues of a model, the records `lines`, have one chain and number.
+
+    Two chains of one name, or without one, would be merged, and the second be lost. Atoms with
+    different letters in column 17 are alternative locations, which may share a place.
+    """
+    seen = set()                # backbone atoms: (name, alternative, place)
+    residue = None              # of the record before
+    for line in lines:
+        begins_residue = line[17:27] != residue
+        if begins_residue:
+            residue = line[17:27]
+            names_here = set()  # in this run of records of one residue
+        name = line[12:16].strip().decode("latin-1")
+        if name not in BACKBONE:
+            continue
+        atom = (name, line[16:17], line[21:27])
+        label = " ".join(line[21:27].decode("latin-1").split())
+        if atom[:2] in names_here:
+            raise ValueError(f"atom {name} of residue {label} comes twice; expected a different "
+                             "number for each residue, a different letter in column 17 for each "
+                             "alternative location, and each other atom once")
+        if atom in seen:
+            raise ValueError(f"residue {label} comes twice; expected a different name for each "
+                             "chain in column 22, which keeps chains apart, and a different number "
+                             "or insertion code for each residue")
+        seen.add(atom)
+        names_here.add(atom[:2])
+
+
+def _for_gemmi(line):
+    """A PDB record as gemmi reads it right."""
+    number = line[22:27]
+    if re.fullmatch(rb"\d{5}", number) and number >= b"10000":
+        # gemmi knows numbers from 10000 in hybrid-36: A000, A001, ...
+        rest = int(number) - 10_000 + 10 * 36**3
+        digits = b""
+        for _ in range(4):
+            rest, digit = divmod(rest, 36)
+            digits = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"[digit:digit + 1] + digits
+        line = line[:22] + digits + b" " + line[27:]
     # gemmi would read a letter in column 21 as part of the chain's name.
-    lines = [line[:20] + b" " + line[21:] for line in lines]
-    return gemmi.read_pdb_string(b"\n".join(lines) + b"\n")
+    return line[:20] + b" " + line[21:]
 
 
 def _parse_mmcif(text):
@@ -211,20 +276,122 @@ def _parse_mmcif(text):
     if len(blocks) != 1:
         raise ValueError(f"{len(blocks)} data blocks have atoms (_atom_site); expected one")
     # The checks below are for what gemmi accepts silently: without group_PDB every row is an ATOM,
-    # without auth_seq_id the label numbers are used, and a malformed number counts as unknown.
+    # and a malformed number counts as unknown.
     if not blocks[0].find_values("_atom_site.group_PDB"):
         raise ValueError("_atom_site has no group_PDB; expected ATOM and HETATM there, which tell "
                          "protein from water")
-    for key in ("id", "type_symbol", "label_alt_id", "label_asym_id", "Cartn_y", "Cartn_z"):
+    for key in ("id", "type_symbol", "label_atom_id", "label_alt_id", "label_comp_id",
+                "label_asym_id", "Cartn_y", "Cartn_z"):
         if not blocks[0].find_values(f"_atom_site.{key}"):   # gemmi would read no atoms at all
             raise ValueError(f"_atom_site has no {key}; expected this column")
+    table = blocks[0].find_mmcif_category("_atom_site.")
+    keys = [tag.removeprefix("_atom_site.") for tag in table.tags]
+    columns = {key: list(table.column(k)) for k, key in enumerate(keys)}
+    # Other tables are not needed, and may hold what gemmi refuses. Ligands need no numbers.
+    groups = map(gemmi.cif.as_string, columns["group_PDB"])
+    names = map(gemmi.cif.as_string, columns["label_comp_id"])
+    kept = [row for row, (group, name) in enumerate(zip(groups, names))
+            if group[:1] not in ("H", "h") or name == "MSE"]
+    columns = {key: [values[row] for row in kept] for key, values in columns.items()}
+    _check_values(columns)
+    _check_identities(columns)
+    block = gemmi.cif.Block("atoms")
+    loop = block.init_loop("_atom_site.", keys)
+    loop.set_all_values(list(columns.values()))
+    return gemmi.make_structure_from_block(block)
+
+
+def _check_values(columns):
+    """ValueError for a malformed number. columns: {key of _atom_site: list of values}."""
     number = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?(\(\d+\))?|[?.]"  # (7) in 1.25(7) is an error
-    patterns = {"Cartn_x": number, "Cartn_y": number, "Cartn_z": number, "auth_seq_id": r"-?\d+"}
+    # gemmi uses the label numbers of a file that has no others.
+    number_key = "auth_seq_id" if "auth_seq_id" in columns else "label_seq_id"
+    patterns = {"Cartn_x": number, "Cartn_y": number, "Cartn_z": number, number_key: r"-?\d+"}
     for key, pattern in patterns.items():
-        for value in blocks[0].find_values(f"_atom_site.{key}"):
+        if key not in columns:
+            raise ValueError("_atom_site has no auth_seq_id; expected residue numbers there")
+        for value in columns[key]:
             if not re.fullmatch(pattern, value):
                 raise ValueError(f"_atom_site.{key} is {value!a}; expected a number")
-    return gemmi.make_structure_from_block(blocks[0])
+
+
+def _check_identities(columns):
+    """ValueError if two residues have one author number, or two chains one author name.
+
+    They would be merged, and the second be lost. The label ids, where there are any, tell them
+    apart. Rows of one residue in several models, and alternative locations, are no second residue.
+    """
+    n_rows = len(columns["id"])
+
+    def column(*keys):
+        """Texts of the first of these columns that is there; "" where unknown."""
+        for key in keys:
+            if key in columns:
+                return [gemmi.cif.as_string(value) for value in columns[key]]
+        return [""] * n_rows
+
+    chains = column("auth_asym_id", "label_asym_id")
+    places = list(zip(chains, column("auth_seq_id", "label_seq_id"), column("pdbx_PDB_ins_code")))
+    label_chains = column("label_asym_id")
+    names = column("label_comp_id")
+    variants = list(zip(places, column("pdbx_PDB_model_num"), column("label_alt_id")))
+    label_numbers = column("label_seq_id")
+    _check_label_ids(places, label_chains, label_numbers, names)
+    _check_label_chains(chains, label_chains, label_numbers)
+    _check_variants(variants, names, column("label_atom_id"))
+
+
+def _check_label_ids(places, label_chains, label_numbers, names):
+    """ValueError if a place (chain, number, insertion code) has two label ids."""
+    first_ids = {}
+    for place, *label_id in zip(places, label_chains, label_numbers, names):
+        chain, number, name = label_id
+        if not number:
+            continue
+        first_chain, first_number, first_name = first_ids.setdefault(place, label_id)
+        if (chain, number) != (first_chain, first_number):
+            raise ValueError(f"{_residue(place)} comes twice by author number: {first_name} (label "
+                             f"{first_chain} {first_number}) and {name} (label {chain} {number}); "
+                             "expected a different auth_asym_id for each chain, and a different "
+                             "auth_seq_id or pdbx_PDB_ins_code for each residue")
+
+
+def _check_label_chains(chains, label_chains, label_numbers):
+    """ValueError if a chain has two label chains that both count from the same number.
+
+    A chain with gaps may be written as several label chains, through which its numbers run on.
+    """
+    first_labels = {}
+    for chain, label_chain, number in zip(chains, label_chains, label_numbers):
+        first = first_labels.setdefault((chain, number), label_chain)
+        if number and label_chain != first:
+            raise ValueError(f"author chain {chain or '(blank)'} holds two chains, label {first} "
+                             f"and {label_chain}, which both have a residue {number}; expected a "
+                             "different auth_asym_id for each chain")
+
+
+def _check_variants(variants, names, atoms):
+    """ValueError for two residue names or two equal atoms in (place, model, alternative)."""
+    first_names = {}
+    seen = set()
+    for variant, name, atom in zip(variants, names, atoms):
+        first = first_names.setdefault(variant, name)
+        if name != first:
+            raise ValueError(f"{_residue(variant[0])} comes twice, {first} and {name}; expected a "
+                             "different auth_seq_id or pdbx_PDB_ins_code for each residue, and a "
+                             "different label_alt_id for each alternative")
+        if atom in BACKBONE:
+            if (variant, atom) in seen:
+                raise ValueError(f"atom {atom} of {_residue(variant[0])} comes twice; expected a "
+                                 "different number for each residue, a different label_alt_id for "
+                                 "each alternative, and each other atom once")
+            seen.add((variant, atom))
+
+
+def _residue(place):
+    """Words for a place (chain, number, insertion code)."""
+    chain, number, code = place
+    return f"residue {chain or '(blank)'} {number}{code}"
 
 
 def _make_chains(models):

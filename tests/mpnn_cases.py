@@ -36,8 +36,11 @@ class Atoms(list):
         keys = ("group_PDB id type_symbol label_atom_id label_alt_id label_comp_id label_asym_id "
                 "label_entity_id label_seq_id pdbx_PDB_ins_code Cartn_x Cartn_y Cartn_z occupancy "
                 "B_iso_or_equiv auth_seq_id auth_asym_id pdbx_PDB_model_num").split()
+        residues = list(dict.fromkeys((chain, number, code)
+                                      for chain, number, _, _, code, *_ in self))
         lines = [f"{'HETATM' if het else 'ATOM'} {i + 1} {atom[0]} {atom} {altloc or '.'} {name} "
-                 f"L{chain} 1 {i + 500} {code or '?'} {' '.join(f'{value:.3f}' for value in xyz)} "
+                 f"L{chain} 1 {residues.index((chain, number, code)) + 500} {code or '?'} "
+                 f"{' '.join(f'{value:.3f}' for value in xyz)} "
                  f"1.0 10.0 {number} {chain} {model}"
                  for i, (chain, number, name, atom, code, het, altloc, model, xyz)
                  in enumerate(self)]

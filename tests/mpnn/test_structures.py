@@ -1,5 +1,6 @@
 """Rows of PDB and mmCIF files, and positions given as text."""
 import gzip
+import re
 
 import gemmi
 import numpy as np
@@ -92,6 +93,118 @@ ONE, ONE_CIF = Atoms().add("A", 1, "ALA").pdb(), Atoms().add("A", 1, "ALA").mmci
 def test_a_structure_file_that_cannot_be_read_is_refused_with_the_reason(
         tmp_path, name, content, says):
     assert says in refusal(write(tmp_path, content, name), read_structure)
+
+
+# ---- residues that would be lost ----
+
+CHAIN = Atoms().add("A", 104, "ALA").add("A", 105, "ARG").add("A", 106, "ILE").mmcif()
+OTHER = Atoms().add("B", 104, "LYS").add("B", 105, "LEU").add("B", 106, "VAL").mmcif()
+FAR = Atoms().add("B", 201, "LYS").add("B", 202, "LEU").mmcif()
+
+
+def both(one, other, author="A"):
+    """One mmCIF text with the atoms of two, all under one author chain."""
+    rows = [re.sub(r"^((?:\S+ ){16})\S+", rf"\g<1>{author}", line)
+            for line in (one + other).splitlines() if line.startswith(("ATOM", "HETATM"))]
+    head = one[:one.index("ATOM ")]
+    return head + "\n".join(rows) + "\n"
+
+
+def without(text, *keys):
+    """mmCIF text without these columns of _atom_site."""
+    block = gemmi.cif.read_string(text).sole_block()
+    loop = block.find_loop("_atom_site.id").get_loop()
+    for key in keys:
+        loop.remove_column(f"_atom_site.{key}")
+    return block.as_string()
+
+
+@pytest.mark.parametrize("text, says", [
+    (CHAIN.replace(" 106 A ", " 105 A "), "residue A 105 comes twice by author number: ARG "
+     "(label LA 501) and ILE (label LA 502)"),
+    (both(CHAIN, OTHER), "residue A 104 comes twice by author number: ALA (label LA 500) and LYS "
+     "(label LB 500)"),
+    (both(CHAIN, OTHER, "?"), "residue (blank) 104 comes twice"),
+    (both(CHAIN, FAR), "author chain A holds two chains, label LA and LB"),
+    (re.sub(r" 50\d \?", " . ?", CHAIN.replace(" 106 A ", " 105 A ")),
+     "residue A 105 comes twice, ARG and ILE"),
+    (re.sub(r" 50\d \?", " . ?", CHAIN.replace(" 106 A ", " 105 A ").replace("ILE", "ARG")),
+     "atom N of residue A 105 comes twice"),
+    (without(CHAIN, "pdbx_PDB_ins_code").replace(" 106 A ", " 105 A "), "residue A 105 comes"),
+    (both(CHAIN.replace("A 1\n", "A 2\n"), CHAIN.replace(" 106 A ", " 105 A ")),
+     "residue A 105 comes twice"),
+], ids=["one number", "two chains", "blank chain", "two chains apart", "no label numbers",
+        "no label numbers, one name", "no insertion codes", "in the second model"])
+def test_residues_of_mmcif_that_would_be_lost_are_refused(tmp_path, text, says):
+    assert says in refusal(write(tmp_path, text, "s.cif"), read_structure)
+
+
+@pytest.mark.parametrize("text, letters", [
+    (without(CHAIN, "pdbx_PDB_ins_code", "pdbx_PDB_model_num"), "ARI"),
+    (without(both(CHAIN, OTHER), "auth_asym_id"), "ARI"),
+    (both(CHAIN, CHAIN.replace("A 1\n", "A 2\n")), "ARI"),
+    (CHAIN.replace("502 ? ", "502 A ").replace(" 106 A ", " 105 A "), "ARI"),
+    (both(CHAIN, FAR.replace(" 500 ", " 600 ").replace(" 501 ", " 601 ")), "ARI" + 94 * "X" + "KL"),
+], ids=["no codes or models", "no author chains", "two models", "an insertion code",
+        "label chains that count on"])
+def test_residues_of_mmcif_that_are_told_apart_are_all_read(tmp_path, text, letters):
+    chain = next(iter(read_text(tmp_path, "s.cif", text).chains.values()))
+    assert decode(chain.S) == letters and chain.resolved.sum() == len(letters.replace("X", ""))
+
+
+def test_tables_beside_the_atoms_are_not_read(shared):
+    """A table of SIFTS that gemmi refuses."""
+    for name in ("sifts_ok.cif", "sifts_mm.cif"):
+        chains = read_structure(shared / "cases" / "structures" / name).chains
+        assert {key: decode(chain.S) for key, chain in chains.items()} == {"A": "AGSK"}
+
+
+@pytest.mark.parametrize("change", [(" 105 A 1", " . A 1"), (" 4.125 ", " foo ")])
+def test_a_ligand_needs_no_numbers(tmp_path, change):
+    ligand = Atoms().add("A", 104, "ALA").add("A", 105, "HEM", het=True).mmcif()
+    structure = read_text(tmp_path, "s.cif", ligand.replace(*change))
+    assert decode(structure.chains["A"].S) == "A"
+
+
+@pytest.mark.parametrize("change", [(" 105 A 1", " . A 1"), (" 4.125 ", " foo ")])
+def test_selenomethionine_needs_numbers(tmp_path, change):
+    text = Atoms().add("A", 104, "ALA").add("A", 105, "MSE", het=True).mmcif()
+    assert decode(read_text(tmp_path, "s.cif", text).chains["A"].S) == "AM"
+    assert "expected a number" in refusal(write(tmp_path, text.replace(*change), "s.cif"),
+                                          read_structure)
+
+
+def test_residue_numbers_of_five_digits_are_read_from_columns_23_to_27(shared):
+    chain = read_structure(shared / "cases" / "structures" / "over9999.pdb").chains["A"]
+    assert chain.numbers == tuple(str(number) for number in range(9985, 10015))
+    assert chain.resolved.all()
+
+
+@pytest.mark.parametrize("columns", ["  10 0", "-1000", " 1000", "1000A0", "100000"])
+def test_another_digit_right_of_column_26_is_refused(tmp_path, columns):
+    """It would be read as an insertion code, and the number ten times too small."""
+    text = re.sub(r"A   1 {2}", "A" + columns.ljust(6), Atoms().add("A", 1, "ALA").pdb())
+    assert "columns 23 to 26" in refusal(write(tmp_path, text, "s.pdb"), read_structure)
+
+
+def test_an_atom_that_comes_twice_is_named(tmp_path):
+    line = Atoms().add("A", 1, "ALA").pdb().splitlines()[1]
+    text = Atoms().add("A", 1, "ALA").add("A", 2, "GLY").pdb().replace(line, f"{line}\n{line}")
+    assert ("atom CA of residue A 1 comes twice; expected a different number for each residue"
+            in refusal(write(tmp_path, text, "s.pdb"), read_structure))
+    assert "name for each chain" in refusal(
+        write(tmp_path, 2 * Atoms().add("A", 1, "ALA").add("A", 2, "GLY").pdb(), "t.pdb"),
+        read_structure)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "packed"])
+def test_a_file_larger_than_any_structure_is_refused_before_it_is_unpacked(
+        tmp_path, monkeypatch, pack):
+    monkeypatch.setattr("mpnn.structures.MAX_MIB", 1)
+    line = Atoms().add("A", 1, "ALA").pdb().splitlines()[0] + "\n"
+    path = write(tmp_path, pack((line * 14_000).encode()), "s.pdb")
+    said = refusal(path, read_structure)
+    assert "larger than 1 MiB" in said and "\n" not in said
 
 
 # ---- positions on a command line ----
