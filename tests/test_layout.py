@@ -124,6 +124,23 @@ def test_a_folder_of_modules_says_in_one_docstring_what_it_is():
         assert ast.get_docstring(tree) and len(tree.body) == 1
 
 
+def test_the_table_of_what_to_edit_has_every_module_of_the_folders():
+    table = (ROOT / "docs" / "changing.md").read_text().partition("## The table")[2]
+    modules = {f"{path.parent.name}/{path.name}" for path in code_files()
+               if path.parent.name in ("sedd", "mpnn", "training") and path.stem != "__init__"}
+    assert modules - set(re.findall(r"`([\w/]+\.py)`", table)) == set()
+
+
+def test_the_table_of_what_to_edit_names_files_that_exist():
+    table = (ROOT / "docs" / "changing.md").read_text().partition("## The table")[2]
+    rows = re.findall(r"^\|.*\|(.*)\|(.*)\|$", table.partition("## The learning-rate")[0], re.M)
+    edited = {name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row[0])}
+    checks = {name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row[1])}
+    tests = {name for name in checks if (ROOT / "tests" / name).exists()}
+    assert edited and tests
+    assert [name for name in edited | checks - tests if not (ROOT / name).exists()] == []
+
+
 def test_no_import_comes_back_to_the_file_it_started_from():
     """Of those at the top of files."""
     imports = {}
