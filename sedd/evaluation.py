@@ -206,7 +206,7 @@ def evaluate_start(run, log, ddp):
 
 
 def save(run, log, ddp, name, keep_last=1, resumes=True):
-    """Write checkpoints/NAME, see training.folder.save_run."""
+    """Write checkpoints/NAME, see training.resume.save_run."""
     save_run(run, log, ddp, name, keep_last, resumes, plan=run.plan.identity(),
              letters=run.letters.tolist(), lengths=run.plan.counts.tolist(),
              init_from=run.init_from)

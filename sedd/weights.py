@@ -275,7 +275,7 @@ def start_from_weights(config, former, resume, model, ddp):
     Collective. Rank 0 reads the file; wrap_ddp later sends its weights to the other ranks.
 
     Args:
-        former: the run to continue, a training.folder.Former.
+        former: the run to continue, a training.resume.Former.
         resume: the checkpoint of --resume, or None.
         model: the run's SEDD, on the device; changed on rank 0 only, and in a new run only.
     Returns: ({"path", "hash"} of the run's initial weights, None if they were random; lines on

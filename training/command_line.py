@@ -140,7 +140,10 @@ def preparing(command, ddp):
             minutes = max(minutes, command.launch.init_timeout / 60)
         # Ctrl-C ends the run at once until the steps begin.
         signals = [name for name in command.config.training.stop_signals if name != "SIGINT"]
-        worker_init(signals=signals)   # ignored when close_run has ended the watch
+        # Before the watch, which restores these handlers when it ends: a stop signal that comes
+        # after the end of the run is ignored, as by a DataLoader's worker.
+        worker_init(signals=signals)
+        # This watch is for loading; take_folder begins the one for the steps.
         watch_run(ddp, watched, minutes, signals)
         yield
     except (ValueError, OSError) as error:
@@ -150,7 +153,7 @@ def preparing(command, ddp):
             replace_status(command.work_dir, BAD_INPUT, str(error), finished=finished)
         # Rank 0 corrects status.json first: the failure of another rank, secondary, waits for it.
         abort(ddp, f"error: {error}", code=BAD_INPUT, secondary=not ddp.is_main)
-    # close_run restores this handler: Ctrl-C after the end does not change the outcome
+    # The watch restores this handler too: Ctrl-C after the end does not change the outcome.
     ddp.state.watch.handlers[signal.SIGINT] = signal.SIG_IGN
 
 
@@ -212,8 +215,8 @@ def add_launch_arguments(parser):
         help="Intel's extension for PyTorch; auto: on an XPU whose torch has no xccl")
     add("--ranks", type=int, help="refuse any other number of ranks")
     add("--init_timeout", type=float, default=300.0, help="seconds to wait for all ranks")
-    add("--nproc_per_node", type=int, help="start this many ranks on this node, with torch's "
-                                           "launcher (with --nnodes: default 1 per accelerator)")
+    add("--nproc_per_node", type=int, help="start this many ranks on this node (with "
+                                           "--nnodes: default 1 per accelerator)")
     add("--nnodes", type=int, help="number of nodes; give this command on each")
     add("--node_rank", type=int, help="number of this node, 0 to nnodes - 1")
     add("--master_addr", help="host of node 0")

@@ -8,7 +8,8 @@ Each rank gets its place in the DDP_* variables, the first row of ddp_setup.LAUN
     this process ── starts, passes signals on to ──> (guard ──>) rank 0, rank 1, ...
     rank 1, ...  ── MASTER_ADDR, MASTER_PORT ──────> rank 0
 
-With guards (ddp_guard.py) these end all ranks when one fails. Without them this process does.
+When a rank fails, its guard (ddp_guard.py) ends all ranks. This process ends those that are left
+or, where there are no guards, all others.
 """
 import argparse
 import contextlib

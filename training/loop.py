@@ -71,7 +71,9 @@ def rate_share(step, warmup, n_iters, decay="none", decay_steps=None) -> float:
     left = min(max((n_iters - step) / max(length, 1), 0.0), 1.0)
     if decay == "linear":
         return rise * left
-    return rise * ((1 - math.cos(math.pi * left)) / 2)   # cosine
+    if decay == "cosine":
+        return rise * ((1 - math.cos(math.pi * left)) / 2)
+    raise ValueError(f"decay is {decay!r}; expected none, linear or cosine.")
 
 
 # ---------------------------------------------------------------- start or continue
@@ -173,8 +175,9 @@ class Diverged(RuntimeError):
 class MicroBatchSampler(torch.utils.data.Sampler):
     """The micro-batches that this rank computes, from step `first` to `last`, for a DataLoader.
 
-    item_of: function (step, micro-batch) -> key of the data set, for dataset[key]. A resumed run
-    starts at any step, without going through the steps before it."""
+    item_of: function (step, micro-batch) -> key of the data set, for dataset[key]. With SEDD the
+    key holds the proteins: they are read here, in the main process, and workers add the noise.
+    A resumed run starts at any step, without going through the steps before it."""
 
     def __init__(self, item_of, micro_batches, ddp, first, last):
         self.item_of = item_of
@@ -316,7 +319,8 @@ def step_optimizer(run, totals) -> None:
     read_totals(run)
     is_bad = totals.bad > 0   # on the device
     if not run.scaler.is_enabled():   # else scaler.step skips a step with nan gradients by itself
-        run.optimizer.found_inf = is_bad.float()   # AdamW and Muon skip the step if this is 1
+        # torch's fused AdamW and our Muon read this attribute, and skip the step if it is 1.
+        run.optimizer.found_inf = is_bad.float()
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
@@ -329,7 +333,8 @@ def step_optimizer(run, totals) -> None:
 
 
 def take_step(run, batches, loss_of, ddp) -> tuple[Totals, torch.Tensor]:
-    """A step, for benchmarks and tests: the five calls that the loop of a training script makes.
+    """A step, for benchmarks and tests: the five calls that a training script writes out, as they
+    are what its reader looks for.
 
     Returns: (Totals, norm of the gradient before clipping)."""
     set_learning_rate(run)
