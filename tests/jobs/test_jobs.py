@@ -229,10 +229,26 @@ def test_a_command_that_is_shown_is_understood_by_the_script_it_names(given, wor
         module.read_arguments(argv)
         return
 
+    assert_understood(module.main, argv, monkeypatch)
+
+
+BENCHMARKS = [pytest.param(words, id=" ".join(words)[:60]) for _, words in commands(shell_blocks())
+              if "-m bench " in " ".join(words)]
+
+
+@pytest.mark.parametrize("words", BENCHMARKS)
+def test_a_benchmark_that_is_shown_is_understood(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    module = importlib.import_module("bench.__main__")
+    assert_understood(module.main, words[words.index("bench") + 1:], monkeypatch)
+
+
+def assert_understood(main, argv, monkeypatch):
+    """`main` takes these arguments; nothing after that is run."""
     for name in ("parse_args", "parse_intermixed_args"):
         def parse_and_leave(*arguments, parse=getattr(argparse.ArgumentParser, name)):
             parse(*arguments)
             raise Understood
         monkeypatch.setattr(argparse.ArgumentParser, name, parse_and_leave)
     with pytest.raises(Understood):
-        module.main(argv)
+        main(argv)
