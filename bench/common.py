@@ -1,5 +1,6 @@
 """What several benchmarks share: their data, clock, command line and words on the progress."""
 import contextlib
+import hashlib
 import json
 import sys
 import tempfile
@@ -153,6 +154,8 @@ def write_prepared(folder, n):
     """Write a prepared folder of n random proteins with the lengths of UniRef50. folder: Path."""
     random = np.random.default_rng(0)
     histogram = np.zeros(LONGEST + 1, np.int64)
+    letters = np.zeros(N_TOKENS, np.int64)
+    hashes = {name: hashlib.blake2b(digest_size=8) for name in SETS}   # of the keys
     for name in SETS:
         (folder / name).mkdir(parents=True)
         for part in PARTS:
@@ -164,17 +167,20 @@ def write_prepared(folder, n):
         for (part, dtype), values in zip(PARTS.items(), (tokens, lengths, keys)):
             with open(folder / "train" / part, "ab") as file:
                 values.astype(dtype).tofile(file)
+        letters += np.bincount(tokens, minlength=N_TOKENS)
+        hashes["train"].update(keys.astype("<u8").tobytes())
         histogram += np.bincount(lengths, minlength=len(histogram))
     sets = {}
     for name in SETS:
         files = {part: {"bytes": (folder / name / part).stat().st_size} for part in PARTS}
         sets[name] = {"proteins": 0, "residues": 0, "length_histogram": [],
-                      "letter_counts": [0] * N_TOKENS, "keys_hash": "", "files": files}
+                      "letter_counts": [0] * N_TOKENS, "keys_hash": hashes[name].hexdigest(),
+                      "files": files}
     lengths = np.flatnonzero(histogram)
     sets["train"].update(
         proteins=n, residues=int((histogram[lengths] * lengths).sum()),
         length_histogram=np.stack([lengths, histogram[lengths]], 1).tolist(),
-        letter_counts=[1] * N_TOKENS)
+        letter_counts=letters.tolist())
     (folder / "meta.json").write_text(json.dumps({
         "format": FORMAT, "version": VERSION, "release": "made", "source": [],
         "val_fraction": 0.0, "min_length": 1, "sets": sets}))

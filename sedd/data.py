@@ -47,7 +47,7 @@ def load_data(config, ddp, stage=None):
     prepared = data.file and os.path.isdir(data.file)
     if prepared:
         if ddp.is_main:
-            check_prepared(data.file, data.val_fraction, data.min_length)
+            check_prepared(data.file, data.val_fraction, data.min_length, lambda: beat(ddp))
         barrier(ddp)   # the others wait, so that only rank 0 reports an error
         with staged(data.file, stage, stage_prepared, ddp) as copy:
             found = _open_prepared(data.file, copy or data.file)

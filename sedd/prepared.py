@@ -16,12 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from sedd.sequences import Proteins
+from sedd.sequences import N_TOKENS, Proteins
 
 FORMAT = "prepared proteins"
 VERSION = 1
 SETS = ("train", "val")
 PARTS = {"tokens.bin": np.dtype("u1"), "lengths.bin": np.dtype("<u4"), "keys.bin": np.dtype("<u8")}
+MOST_META_BYTES = 64 << 20      # of meta.json; UniRef50's has less than a MiB
+LETTERS_READ = 64 << 20         # residues, the first of a set, whose letters are counted
+LETTERS_DIFFER = 0.005          # most by which the share of a letter among them is another one
+READ_BYTES = 16 << 20           # read at a time
 REMAKE = "Remove it, then copy or prepare it again."
 
 
@@ -36,23 +40,107 @@ def read_meta(folder):
                                 f"prepare_uniref50.py. If {folder} holds sequence files: python "
                                 f"prepare_uniref50.py NEW_FOLDER --fasta FILES. If it is a copy, "
                                 f"copy it again.")
+    size = path.stat().st_size
+    if size > MOST_META_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes; expected the JSON of prepare_uniref50.py, at "
+                         f"most {MOST_META_BYTES:,}. {REMAKE}")
     try:
         meta = json.loads(path.read_text())
         found = (meta["format"], meta["version"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path} cannot be read; expected the JSON of prepare_uniref50.py. "
                          f"{REMAKE}") from None
     if found != (FORMAT, VERSION):
-        raise ValueError(f"{path} is of format {found[0]!r}, version {found[1]}; expected "
-                         f"{FORMAT!r}, version {VERSION}. Prepare the data again with this "
-                         f"prepare_uniref50.py.")
+        raise ValueError(f"{path} is of format {found[0]!r:.40}, version {found[1]!r:.40}; "
+                         f"expected {FORMAT!r}, version {VERSION}. Prepare the data again with "
+                         "this prepare_uniref50.py.")
+    problems = problems_of_settings(meta)
+    sets = meta.get("sets")
+    for name in SETS:
+        entry = sets.get(name) if isinstance(sets, dict) else None
+        problems += [f"sets.{name}{text}" for text in problems_of_set(entry)]
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}; expected what prepare_uniref50.py wrote. "
+                         f"{REMAKE}")
     return meta
 
 
-def check_prepared(folder, val_fraction=None, min_length=None):
+def problems_of_settings(meta):
+    """Texts on what is wrong with the settings in a meta.json."""
+    problems = []
+    fraction = meta.get("val_fraction")
+    if type(fraction) not in (int, float) or not 0 <= fraction < 1:
+        problems.append(f"val_fraction is {fraction!r:.40}")
+    if not is_count(meta.get("min_length")):
+        problems.append(f"min_length is {meta.get('min_length')!r:.40}")
+    if not isinstance(meta.get("release"), (str, type(None))):
+        problems.append(f"release is {meta['release']!r:.40}")
+    source = meta.get("source", [])
+    if not isinstance(source, list) or not all(isinstance(name, str) for name in source):
+        problems.append(f"source is {source!r:.40}")
+    return problems
+
+
+def problems_of_set(entry):
+    """Texts on what is wrong with a set's entry in a meta.json, or does not agree with the rest."""
+    if not isinstance(entry, dict):
+        return [" is missing"]
+    problems = [f".{key} is {entry.get(key)!r:.40}" for key in ("proteins", "residues")
+                if not is_count(entry.get(key))]
+    letters = entry.get("letter_counts")
+    if not is_list_of_counts(letters, N_TOKENS):
+        problems.append(f".letter_counts is {letters!r:.40}")
+    histogram = entry.get("length_histogram")
+    if not isinstance(histogram, list) or not all(is_list_of_counts(row, 2) for row in histogram):
+        problems.append(f".length_histogram is {histogram!r:.40}")
+    if not isinstance(entry.get("keys_hash"), str):
+        problems.append(f".keys_hash is {entry.get('keys_hash')!r:.40}")
+    sizes = {}
+    for part in PARTS:
+        files = entry.get("files")
+        file = files.get(part) if isinstance(files, dict) else None
+        sizes[part] = file.get("bytes") if isinstance(file, dict) else None
+        if not is_count(sizes[part]):
+            problems.append(f".files: bytes of {part} is {sizes[part]!r:.40}")
+    return problems or disagreements(entry, sizes)
+
+
+def disagreements(entry, sizes):
+    """Texts on numbers of a set that do not agree. entry: of the right types. sizes: {file: bytes}.
+    """
+    proteins = entry["proteins"]
+    residues = entry["residues"]
+    lengths = [length for length, _ in entry["length_histogram"]]
+    problems = []
+    if lengths != sorted(set(lengths)) or 0 in lengths:
+        problems.append(".length_histogram: lengths are not 1 or more, in ascending order")
+    for name, value in (
+            ("length_histogram", sum(length * n for length, n in entry["length_histogram"])),
+            ("letter_counts", sum(entry["letter_counts"])), ("tokens.bin", sizes["tokens.bin"])):
+        if value != residues:
+            problems.append(f".residues is {residues}, but {value} by {name}")
+    for name, value in (("length_histogram", sum(n for _, n in entry["length_histogram"])),
+                        ("lengths.bin", sizes["lengths.bin"] / 4),
+                        ("keys.bin", sizes["keys.bin"] / 8)):
+        if value != proteins:
+            problems.append(f".proteins is {proteins}, but {value:.12g} by {name}")
+    return problems
+
+
+def is_count(value):
+    """Whether a value from JSON is a whole number from 0, which an int64 holds."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_list_of_counts(value, n):
+    return isinstance(value, list) and len(value) == n and all(map(is_count, value))
+
+
+def check_prepared(folder, val_fraction=None, min_length=None, alive=lambda: None):
     """Refuse a prepared folder that is not whole, or was prepared with other settings than these.
 
-    Only names and sizes are looked at: the content is checked by its keys when it is read.
+    Names, sizes, keys and some of the letters are looked at: the rest of the content is checked by
+    its keys when it is read. alive: called now and then, to show that it goes on.
     Raises ValueError naming what differs.
     """
     meta = read_meta(folder)
@@ -73,6 +161,39 @@ def check_prepared(folder, val_fraction=None, min_length=None):
             raise ValueError(f"data.{key} is {value}, but {folder} was prepared with {meta[key]}; "
                              f"expected the same. Set data.{key}={meta[key]}, or prepare again "
                              f"with --{key} {value}.")
+    for name in SETS:
+        check_content(Path(folder) / name, meta["sets"][name], alive)
+
+
+def check_content(folder, entry, alive):
+    """Compare a set's keys, and its first letters, with its entry in meta.json. Raises ValueError.
+
+    A key of 8 bytes a protein is read: of UniRef50 0.5 GB, some seconds."""
+    digest = hashlib.blake2b(digest_size=8)
+    with open(folder / "keys.bin", "rb") as file:
+        while piece := file.read(READ_BYTES):
+            digest.update(piece)
+            alive()
+    differs = None
+    if digest.hexdigest() != entry["keys_hash"]:
+        differs = "keys.bin has another hash than keys_hash"
+    # The proteins are in random order, so the first ones have the letters of all, nearly.
+    first = np.fromfile(folder / "tokens.bin", np.uint8, LETTERS_READ)
+    found = np.bincount(first, minlength=N_TOKENS)
+    expected = np.array(entry["letter_counts"])
+    exact = len(first) == entry["residues"]
+    if len(found) > N_TOKENS:   # signs that are no letters
+        alike = False
+    elif exact:
+        alike = (found == expected).all()
+    else:
+        shares = np.abs(found / len(first) - expected / entry["residues"])
+        alike = (found <= expected).all() and shares.max() <= LETTERS_DIFFER
+    if not alike:
+        differs = "tokens.bin holds other letters than letter_counts"
+    if differs:
+        raise ValueError(f"{folder} is damaged or was changed: {differs} in meta.json; expected "
+                         f"what prepare_uniref50.py wrote. {REMAKE}")
 
 
 def keys_hash(keys):

@@ -246,7 +246,7 @@ DAMAGE = {
     "lengths": ("train/lengths.bin", lambda data: os.urandom(len(data)),
                 "lengths.bin of the data is damaged"),
     "hole": ("train/tokens.bin", lambda data: data[:1000].ljust(len(data), b"\0"),   # half copied
-             "is damaged or was changed under the run: tokens.bin, .* is wrong at or before")}
+             "is damaged or was changed.*: tokens.bin")}
 
 
 def damage(folder, kind):

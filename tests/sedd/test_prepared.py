@@ -1,0 +1,78 @@
+"""sedd/prepared.py: a meta.json that does not describe its folder is refused in a sentence."""
+import json
+
+import numpy as np
+import pytest
+
+import prepare_uniref50
+from sedd.prepared import check_prepared
+from sedd.sequences import decode
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    proteins = [decode(rng.integers(0, 20, size)) for size in rng.integers(20, 60, 60)]
+    file = tmp_path / "p.fasta"
+    file.write_text("".join(f">p\n{protein}\n" for protein in proteins))
+    folder = tmp_path / "prepared"
+    assert prepare_uniref50.main([str(folder), "--fasta", str(file), "--val_fraction=0.2"]) == 0
+    return folder
+
+
+def refusal(folder):
+    with pytest.raises(ValueError) as error:
+        check_prepared(folder)
+    return str(error.value)
+
+
+DELETED = object()
+WRONG = {   # key of the training set -> values that are not those of the folder
+    "letter_counts": [[1] * 21, [5], "x", {}, None, [-1] * 21, [10**30] * 21, [1.5] * 21, DELETED],
+    "keys_hash": ["0" * 16, "", 5, None, DELETED],
+    "residues": [1, 0, -5, "12", 1e18, 10**18, True, None, DELETED],
+    "proteins": [1, 0, -5, "12", 1e18, 10**18, [], DELETED],
+    "length_histogram": [[[1, 10**12]], [[10**12, 1]], [[0, 0]], [[1]], [["a", 1]], {}, 7, None, [],
+                         DELETED],
+    "files": [{}, [], None, {"tokens.bin": 5}, {"tokens.bin": {"bytes": "x"}}, DELETED]}
+
+
+@pytest.mark.parametrize("key, value", [(key, value) for key in WRONG for value in WRONG[key]])
+def test_a_wrong_field_of_a_set_is_named(folder, key, value):
+    path = folder / "meta.json"
+    meta = json.loads(path.read_text())
+    if value is DELETED:
+        del meta["sets"]["train"][key]
+    else:
+        meta["sets"]["train"][key] = value
+    path.write_text(json.dumps(meta))
+    assert key in refusal(folder)
+
+
+def test_letter_counts_in_another_order_are_noticed(folder):
+    path = folder / "meta.json"
+    meta = json.loads(path.read_text())
+    meta["sets"]["train"]["letter_counts"].reverse()   # the sum is right
+    path.write_text(json.dumps(meta))
+    assert "letter_counts" in refusal(folder)
+
+
+@pytest.mark.parametrize("key, value", [
+    ("val_fraction", "0.1"), ("val_fraction", float("nan")), ("val_fraction", 7),
+    ("min_length", 1.5), ("min_length", None), ("release", []), ("source", 3), ("source", [3]),
+    ("sets", []), ("sets", {}), ("sets", None), ("version", [1]), ("format", None)])
+def test_a_wrong_field_of_the_folder_is_named(folder, key, value):
+    path = folder / "meta.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    assert key in refusal(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "", "[]", "7", "null", '{"format": 1', "{}",
+                                  "1" * 10_000])
+def test_what_is_no_json_of_ours_is_refused(folder, text):
+    (folder / "meta.json").write_text(text)
+    assert "meta.json cannot be read" in refusal(folder)
+
+
+def test_a_whole_folder_is_accepted(folder):
+    check_prepared(folder, 0.2, 1)
