@@ -291,6 +291,14 @@ def load_official(model, state, use_ema=True):
     Raises ValueError naming what is missing, unexpected or of another shape; the model is then
     unchanged.
     """
+    weights, used = fitting_weights(model, state, use_ema)
+    model.load_state_dict(weights)
+    return used
+
+
+def fitting_weights(model, state, use_ema=True):
+    """(state dict for model.load_state_dict, "ema" or "model"): see load_official. The model may be
+    without storage, on the device "meta"."""
     weights = state["model"] if isinstance(state.get("model"), dict) else state
     weights = {name.removeprefix("module."): value for name, value in weights.items()}
     # The published code stores the rotary frequencies: the only trace of the number of heads.
@@ -317,8 +325,7 @@ def load_official(model, state, use_ema=True):
         raise ValueError(f"The weights do not fit this model ({len(problems)} differences): "
                          f"{'; '.join(problems[:8])}. Build SEDD with the sizes of the "
                          f"checkpoint.")
-    model.load_state_dict(weights)
-    return "ema" if use_ema else "model"
+    return weights, "ema" if use_ema else "model"
 
 
 class EMA:

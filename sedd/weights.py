@@ -19,13 +19,15 @@ import torch
 from ddp_setup import broadcast
 from training.config import config_to_dict
 from training.resume import hash_of
-from training.files import write_text_atomic, write_whole
+from training.files import check_unpacked_size, write_text_atomic, write_whole
 from sedd.diffusion import make_graph, make_noise
 from sedd.fast_cpu import speed_up
-from sedd.model import SEDD, load_official
+from sedd.model import SEDD, fitting_weights, load_official
+from sedd.saved import NOISE_KEYS, check_settings, check_tensors
 from sedd.sequences import AMINO_ACIDS, LETTERS, N_TOKENS, UNIREF50, X_ID
 
 FORMAT = "sedd-protein-1"   # of an exported folder
+MOST_CONFIG_BYTES = 64 << 20   # of an exported folder's config.json; it has some KB
 PUBLISHED_LENGTH = 1024     # tokens per sequence in training of the published models
 LEAVE_OUT = ("To continue that run, leave --init_from out; to begin with these weights, give "
              "another --work_dir, or --fresh.")
@@ -70,15 +72,11 @@ def load_sedd(path, ema=True, device="cpu", expected=None):
     """
     path = Path(path)
     state, saved = read_weights(path)
-    try:
-        config = {name: saved["config"][name] for name in ("model", "graph", "noise")}
-        graph = make_graph(config["graph"]["type"], N_TOKENS)
-        noise = noise_of(config["noise"])
-        model = model_of(config["model"], graph)
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{path} has a config that cannot be used ({e}); expected one of "
-                         "train_sedd_ddp.py or of --export.") from None
-    used = fill(model, path, state, ema, differences(saved, config, expected))
+    check_settings(path, saved, state)
+    config = {name: saved["config"][name] for name in ("model", "graph", "noise")}
+    graph = make_graph(config["graph"]["type"], N_TOKENS)
+    noise = noise_of(config["noise"])
+    model, used = fill(path, state, config, graph, ema, differences(saved, config, expected))
     about = about_weights(saved, used)
     averaged = about.get("averaged", used == "ema")
     notes = [f"{path}: SEDD, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million "
@@ -107,6 +105,7 @@ def read_weights(path):
     if path.is_dir():
         return read_export(path)
     state = read_file(path)
+    check_tensors(path, state)
     if "config" in state:
         return state, state
     return state, published_config(path, state)
@@ -127,24 +126,27 @@ def differences(saved, config, expected):
     return problems
 
 
-def fill(model, path, state, ema, problems):
-    """Load the weights of a file into the model. Returns which: "ema" or "model".
+def fill(path, state, config, graph, ema, problems):  # noqa: PLR0913  (all that the model is of)
+    """(model with the weights of a file, which of them: "ema" or "model").
 
-    Raises: ValueError with the problems known so far, and those of the weights."""
-    used = None
+    Raises: ValueError with the problems known so far, and those of the weights. Their shapes are
+    compared before the model takes memory."""
     try:
-        used = load_official(model, state, use_ema=ema)
+        with torch.device("meta"):
+            fitting_weights(model_of(config["model"], graph), state, ema)
     except ValueError as e:
         problems = [*problems, str(e)]
     if problems:
         listed = "\n    ".join(problems)
         raise ValueError(f"the weights of {path} cannot be used here:\n    {listed}\n  Expected "
                          "the same. Give other weights, or set these keys as in the file.")
+    model = model_of(config["model"], graph)
+    used = load_official(model, state, use_ema=ema)
     not_finite = [name for name, p in model.named_parameters() if not p.isfinite().all()]
     if not_finite:
         raise ValueError(f"{path}: {len(not_finite)} tensors hold nan or infinite numbers, first "
                          f"{not_finite[0]}; expected finite weights. Use an older checkpoint.")
-    return used
+    return model, used
 
 
 def about_weights(saved, used):
@@ -165,9 +167,6 @@ def model_of(sizes, graph):
                  scale_by_sigma=graph.absorb, forbidden=(X_ID,))
     speed_up(model)   # on a CPU
     return model
-
-
-NOISE_KEYS = {"loglinear": ("eps",), "cosine": ("eps",), "geometric": ("sigma_min", "sigma_max")}
 
 
 def unused_noise_keys(section):
@@ -202,6 +201,7 @@ def read_tensors(path, load):
 
 def read_file(path):
     """The dict in a file of torch.save. Raises ValueError or OSError."""
+    check_unpacked_size(path)
     state = read_tensors(path, lambda file: torch.load(file, map_location="cpu", weights_only=True))
     weights = state.get("model", state) if isinstance(state, dict) else {}
     embedding = "vocab_embed.embedding"
@@ -216,15 +216,20 @@ def published_config(path, state):
     """Settings of a file in the published layout, found from the shapes of its weights."""
     weights = {name.removeprefix("module."): value
                for name, value in state.get("model", state).items()}
-    vocab, hidden = weights["vocab_embed.embedding"].shape
+    embedding = weights["vocab_embed.embedding"]
+    bias = weights.get("sigma_map.mlp.0.bias")
+    if embedding.dim() != 2 or bias is None or bias.dim() != 1:
+        raise ValueError(f"{path} has a vocab_embed.embedding of shape {tuple(embedding.shape)} "
+                         "and no vector sigma_map.mlp.0.bias; expected a matrix, and a vector.")
+    vocab, hidden = embedding.shape
     frequencies = weights.get("rotary_emb.inv_freq")
-    if frequencies is None:
+    if frequencies is None or frequencies.dim() != 1 or not len(frequencies):
         raise ValueError(f"{path} has no rotary_emb.inv_freq, which alone tells the number of "
                          "heads. Expected a file that the published code saved, or --export FILE.")
     blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     model = {"hidden_size": hidden, "n_blocks": len(blocks), "parameterization": "sedd",
              "n_heads": hidden // (2 * len(frequencies)),
-             "cond_dim": len(weights["sigma_map.mlp.0.bias"])}
+             "cond_dim": len(bias)}
     graph = "absorb" if vocab > N_TOKENS else "uniform"
     if graph == "absorb":
         noise = {"type": "loglinear", "eps": 1e-3}
@@ -243,11 +248,14 @@ def published_config(path, state):
 def read_export(folder):
     """(weights, settings) of a folder that export_sedd made."""
     try:
+        size = (folder / "config.json").stat().st_size
+        if size > MOST_CONFIG_BYTES:
+            raise ValueError(f"it has {size:,} bytes, more than {MOST_CONFIG_BYTES:,}")
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no config.json. Expected a folder made by --export; "
                          "for a run folder, give checkpoints/best.pt in it.") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{folder / 'config.json'} is no JSON ({e}). Expected a folder made by "
                          "--export.") from None
     found = settings.get("format") if isinstance(settings, dict) else None
@@ -255,7 +263,10 @@ def read_export(folder):
         raise ValueError(f"{folder / 'config.json'} has the format {found!r}; expected {FORMAT!r}, "
                          "as --export writes it.")
     load = need_safetensors().load_file
-    return read_tensors(folder / "model.safetensors", load), settings
+    path = folder / "model.safetensors"
+    state = read_tensors(path, load)
+    check_tensors(path, state)
+    return state, settings
 
 
 def need_safetensors():

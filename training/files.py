@@ -2,6 +2,7 @@
 import contextlib
 import os
 import threading
+import zipfile
 from pathlib import Path
 
 
@@ -37,3 +38,18 @@ def write_whole(path, write) -> None:
     with contextlib.suppress(OSError):   # some file systems cannot sync a folder
         os.fsync(folder)
     os.close(folder)
+
+
+def check_unpacked_size(path) -> None:
+    """Refuse a file of torch.save whose parts unpack to more than its own bytes: torch packs none.
+
+    A file that is no zip passes. Raises: ValueError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(part.file_size for part in archive.infolist())
+    except (zipfile.BadZipFile, OSError, NotImplementedError):   # what reads it says what is wrong
+        return
+    size = os.path.getsize(path)
+    if unpacked > size:
+        raise ValueError(f"{path} has {size:,} bytes and unpacks to {unpacked:,}; expected a file "
+                         "of torch.save, which packs nothing.")

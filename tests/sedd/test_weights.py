@@ -1,4 +1,6 @@
 """Files of SEDD's weights: what is exported is what was loaded."""
+import zipfile
+
 import pytest
 import torch
 
@@ -36,3 +38,66 @@ def test_averages_or_weights_as_saved_are_exported_to_the_last_bit(tmp_path, gra
     write_checkpoint(tmp_path / "by.pt", graph, "sequence", best={"step": 2, "score": 99.0})
     export_sedd(load_sedd(tmp_path / "by.pt"), tmp_path / "by")
     assert "99.0000 nats per protein" in (tmp_path / "by" / "README.md").read_text()
+
+
+# ---- files that lie ----
+
+DELETED = object()
+
+
+def changed(state, keys, value):
+    """A copy of nested dicts with another value, or none, under these keys."""
+    first, *rest = keys.split("/")
+    new = dict(state)
+    if rest:
+        new[first] = changed(new[first], "/".join(rest), value)
+    elif value is DELETED:
+        del new[first]
+    else:
+        new[first] = value
+    return new
+
+
+@pytest.mark.parametrize("key, value", [
+    ("config/model/hidden_size", 10**6), ("config/model/hidden_size", "32"),
+    ("config/model/n_blocks", 10**5), ("config/model/n_heads", 0), ("config/model/n_heads", 1.5),
+    ("config/model/cond_dim", 10**9), ("config/model/cond_dim", DELETED),
+    ("config/model/parameterization", [1]), ("config/model", [1]), ("config/model", DELETED),
+    ("config", [1]), ("config", {}), ("config", None), ("config/graph/type", []),
+    ("config/graph", "absorb"), ("config/noise/type", {}), ("config/noise/eps", float("nan")),
+    ("config/noise/eps", "x"), ("config/noise", DELETED), ("config/data/max_length", -3),
+    ("config/data/max_length", "x"), ("config/data", [1]), ("letters", [-1] * 21),
+    ("letters", [1] * 20), ("letters", "x"), ("letters", 7), ("lengths", []), ("lengths", [0, 0]),
+    ("lengths", [5]), ("lengths", [0, -1, 3]), ("lengths", "x"), ("lengths", [10**30]),
+    ("step", "x"), ("step", -5), ("step", 10**18), ("best", [1]), ("best", {"step": "x"}),
+    ("data", 5), ("alphabet", 5), ("notes", 7), ("ema/shadow_params", "x"),
+    ("ema/shadow_params", [1]), ("model/output_layer.linear.weight", "x"),
+    ("model/output_layer.linear.weight", torch.zeros(1).expand(10**6, 10**6)),
+    ("model/vocab_embed.embedding", torch.zeros(1).expand(22, 10**9)),
+    ("model", [1]), ("about", 3)])
+def test_a_checkpoint_with_a_value_that_cannot_be_is_refused_by_its_name(tmp_path, key, value):
+    path = write_checkpoint(tmp_path / "best.pt")
+    torch.save(changed(torch.load(path), key, value), path)
+    with pytest.raises(ValueError, match="best.pt"):
+        load_sedd(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "null"])
+def test_an_exported_folder_whose_config_is_none_is_refused(tmp_path, text, extras):
+    pytest.importorskip("safetensors")
+    export_sedd(load_sedd(write_checkpoint(tmp_path / "best.pt")), tmp_path / "folder")
+    (tmp_path / "folder" / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json"):
+        load_sedd(tmp_path / "folder")
+
+
+def test_a_packed_file_that_unpacks_to_more_than_its_bytes_is_refused(tmp_path):
+    path = write_checkpoint(tmp_path / "best.pt")
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+        archive.writestr("archive/data/x", bytes(10_000_000))
+    with pytest.raises(ValueError, match="unpacks to"):
+        load_sedd(path)
