@@ -155,11 +155,21 @@ def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (pa
                steps_per_epoch=steps_per_epoch, micro_batches=micro_batches, lr=lr, warmup=warmup,
                meter=make_meter(config, ddp, seen), **fields)
     if state is not None:
+        load_optimizer(run, state)
+    return run
+
+
+def load_optimizer(run, state):
+    """Continue with optimizer, scaler and averages of a checkpoint. Raises: ValueError."""
+    try:
         run.optimizer.load_state_dict(state["optimizer"])
         run.scaler.load_state_dict(state["scaler"])
         if run.ema is not None:
             run.ema.load_state_dict(state["ema"])
-    return run
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{run.continued_from}: its optimizer, scaler or averages do not fit this "
+                         f"model ({type(error).__name__}: {error}); expected what this training "
+                         "script saves. Give an older checkpoint (--resume), or --fresh.") from None
 
 
 # ---------------------------------------------------------------- the step

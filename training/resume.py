@@ -11,6 +11,7 @@ A run folder holds its checkpoints in checkpoints/: last.pt, the former ones las
 and those of the best weights. A start never writes before all checks have passed.
 """
 import hashlib
+import math
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,7 @@ MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_f
                      "monitoring.tensorboard", "monitoring.wandb", "monitoring.timing_every",
                      "monitoring.log_gradients", "monitoring.log_weights", "memory.compile",
                      "memory.max_memory_per_gpu")
+MOST_STEPS = 10**12     # a thousand a second for 30 years
 # What every checkpoint to continue from must hold; scripts add to it.
 ALWAYS_NEEDED = ("model", "optimizer", "scaler", "step", "best", "bad_steps", "config",
                  "micro_batches", "lr", "warmup", "data")
@@ -68,7 +70,102 @@ def start_or_continue(config, ddp, work_dir, resume, fresh, may_change, per_host
     if path is None:
         return Former(None, None)
     state = load_checkpoint(path, ddp)
+    check_fields(ddp.state.checkpoint, state)
     return Former(ddp.state.checkpoint, state)   # last-1.pt, where last.pt is damaged
+
+
+def check_fields(path, state) -> None:
+    """Refuse the content of a checkpoint in which a field is of the wrong type, or a number that
+    cannot be. Fields that are missing are named by check_checkpoint. Raises: ValueError."""
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds {type(state).__name__}; expected a checkpoint of this "
+                         "training script.")
+    problems = []
+    for name, is_right in FIELDS.items():
+        if name in state and not is_right(state[name]):
+            problems.append(f"{name} is {state[name]!r:.60}")
+    if problems:
+        raise ValueError(f"{path} has values that cannot be: {'; '.join(problems)}; expected what "
+                         "this training script saves. Give an older checkpoint (--resume), or "
+                         "--fresh to start over.")
+
+
+def is_step(value):
+    return type(value) is int and 0 <= value <= MOST_STEPS
+
+
+def is_positive(value):
+    return type(value) is int and 0 < value <= MOST_STEPS
+
+
+def is_number(value):
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def is_best(value):
+    return value is None or isinstance(value, dict) and (not value or is_step(value.get("step")))
+
+
+def are_weights(value):
+    """Whether a value is a state_dict of ordinary tensors."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(weight, torch.Tensor)
+        and weight.layout == torch.strided for name, weight in value.items())
+
+
+def are_sections(value):
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def is_fingerprint(value):
+    return isinstance(value, dict) and is_step(value.get("n")) and isinstance(
+        value.get("hash"), str)
+
+
+def are_averages(value):
+    return (isinstance(value, dict) and isinstance(value.get("shadow_params"), list)
+            and are_weights(dict(zip(map(str, range(len(value["shadow_params"]))),
+                                     value["shadow_params"])))
+            and is_number(value.get("decay")) and is_step(value.get("num_updates")))
+
+
+def is_start(value):
+    """Whether a value tells the initial weights of a run: None, or {"path", "hash"}."""
+    return value is None or isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("path", "hash"))
+
+
+def are_two_counts(value):
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_step, value))
+
+
+def are_numbers(value):
+    """Whether a value is a dict or a list of finite numbers."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and all(
+        type(number) in (int, float) and math.isfinite(number) for number in value)
+
+
+def are_two_numbers(value):
+    return isinstance(value, (list, tuple)) and len(value) == 2 and are_numbers(value)
+
+
+def is_text(value):
+    return isinstance(value, str)
+
+
+def is_dict(value):
+    return isinstance(value, dict)
+
+
+# A field of a checkpoint -> whether a value can be one.
+FIELDS = {"model": are_weights, "optimizer": is_dict, "scaler": is_dict, "step": is_step,
+          "best": is_best, "bad_steps": are_two_counts, "bad_evals": is_step,
+          "config": are_sections, "micro_batches": is_positive, "lr": is_number,
+          "warmup": is_number, "data": is_fingerprint, "machine": is_dict, "versions": is_dict,
+          "ema": are_averages, "init_from": is_start, "seen": are_numbers,
+          "recent": are_two_numbers, "finished": is_text}
 
 
 def find_checkpoint(run_dir, resume, fresh, config, may_change) -> str | None:

@@ -416,6 +416,22 @@ def test_runs_of_versions_that_always_named_a_number_of_demo_proteins_go_on(fast
         assert run(config, tmp_path / name)["step"] == 2
 
 
+@pytest.mark.parametrize("key, value", [
+    ("step", "x"), ("step", -5), ("step", 10**18), ("step", 1e18), ("step", True), ("model", [1]),
+    ("model", {"a": 1}), ("optimizer", {}), ("optimizer", [1]), ("scaler", 7), ("best", [1]),
+    ("best", {"step": "x"}), ("bad_steps", 0), ("bad_steps", [1]), ("config", [1]), ("config", 1),
+    ("micro_batches", 0), ("micro_batches", "x"), ("lr", "x"), ("lr", math.nan), ("warmup", None),
+    ("data", [1]), ("data", {"n": "x"}), ("ema", {}), ("ema", {"shadow_params": [1]}),
+    ("init_from", 3), ("init_from", {}), ("seen", [1]), ("recent", 1), ("machine", 3),
+    ("versions", "x"), ("plan", [1])])
+def test_a_checkpoint_with_a_value_that_cannot_be_is_not_continued(
+        straight, fasta, tmp_path, key, value):
+    torch.save({**state_of(straight), key: value}, tmp_path / "bad.pt")
+    refused("bad.pt", tiny(fasta, training__n_iters=20), tmp_path / "w",
+            resume=tmp_path / "bad.pt")
+    assert not (tmp_path / "w").exists()
+
+
 def test_a_run_goes_on_though_a_later_version_has_more_keys(fasta, straight, tmp_path):
     """It did then what the new key does by default; another value is another config."""
     run(tiny(fasta, training__n_iters=6), tmp_path / "w")
