@@ -31,6 +31,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from training.files import check_unpacked_size
+
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 X_ID = 20                       # unknown residue: an ordinary input, never a target, never sampled
 N_TOKENS = 21
@@ -48,6 +50,7 @@ STOP = 254
 PAD = 255
 
 BLOCK_BYTES = 1 << 20           # text cleaned at a time: many proteins, but fits into a cache
+LONGEST_RECORD = 16 << 20       # characters, header included; the longest known protein has 45,000
 AT_A_TIME = 4096                # proteins that are copied at a time, to save memory
 ORDER_SEED = 0                  # of the order in which read_sequences gives the proteins of a file
 HEADER = b">" + b" " * 8 + b"\n"        # a header of 8 bytes and more, which _clean needs
@@ -181,7 +184,12 @@ def named_sequences(path):
     try:
         with open(path, "rb") as file:
             lines = io.TextIOWrapper(_unpacked(path, file), "utf-8-sig", "replace")
-            for number, line in enumerate(map(str.strip, lines), 1):
+            size = 0   # of this record
+            pieces = iter(lambda: lines.readline(LONGEST_RECORD + 1), "")
+            for number, line in enumerate(map(str.strip, pieces), 1):
+                size = len(line) if line.startswith(">") else size + len(line)
+                if size > LONGEST_RECORD:
+                    refuse_long_record(path, number)
                 if line.startswith(">"):
                     if header is not None:
                         yield header, "".join(parts)
@@ -198,6 +206,12 @@ def named_sequences(path):
     if header is None:
         raise ValueError(f"{path} holds no sequence; expected FASTA.")
     yield header, "".join(parts)
+
+
+def refuse_long_record(name, line):
+    """Raise ValueError for a record that no protein is. line: number of a line in it."""
+    raise ValueError(f"{name}, line {line}: a record of more than {LONGEST_RECORD:,} characters; "
+                     "expected proteins. Is it another file, or are line ends missing?")
 
 
 class Proteins:
@@ -570,6 +584,9 @@ def _plain_text(name, chunks):
         chunk = rest + chunk
         text = chunk.rstrip()
         rest = chunk[len(text):]
+        if len(rest) > LONGEST_RECORD:
+            raise ValueError(f"{name} holds more than {LONGEST_RECORD:,} blanks and line ends in "
+                             "a row; expected proteins.")
         if b"\0" in text:
             raise ValueError(f"{name} holds a zero byte, so it is binary (packed? UTF-16?) or "
                              f"damaged; expected text, ASCII or UTF-8, or gzip.")
@@ -603,6 +620,8 @@ def _texts_of_chunks(name, chunks, block_bytes):
                 line += int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))) + 1
                 pieces = [chunk[cut + 1:]]
                 size = len(chunk) - cut - 1
+            elif size > LONGEST_RECORD + block_bytes:
+                refuse_long_record(name, line)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{name} is truncated or damaged ({error}); expected a whole gzip file. "
                          f"Download or copy it again.") from None
@@ -637,6 +656,7 @@ def _as_fasta(kind, text):
 
 def _read_pt(path):
     """The sequences of a .pt file, as bytes that hold no line end and no zero."""
+    check_unpacked_size(path)
     try:
         entries = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                      # unpickling junk raises nearly any type

@@ -139,12 +139,12 @@ def are_two_counts(value):
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_step, value))
 
 
-def are_numbers(value):
-    """Whether a value is a dict or a list of finite numbers."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, (list, tuple)) and all(
-        type(number) in (int, float) and math.isfinite(number) for number in value)
+def are_numbers(values):
+    return all(type(number) in (int, float) and math.isfinite(number) for number in values)
+
+
+def are_totals(value):
+    return isinstance(value, dict) and are_numbers(value.values())
 
 
 def are_two_numbers(value):
@@ -164,7 +164,7 @@ FIELDS = {"model": are_weights, "optimizer": is_dict, "scaler": is_dict, "step":
           "best": is_best, "bad_steps": are_two_counts, "bad_evals": is_step,
           "config": are_sections, "micro_batches": is_positive, "lr": is_number,
           "warmup": is_number, "data": is_fingerprint, "machine": is_dict, "versions": is_dict,
-          "ema": are_averages, "init_from": is_start, "seen": are_numbers,
+          "ema": are_averages, "init_from": is_start, "seen": are_totals,
           "recent": are_two_numbers, "finished": is_text}
 
 

@@ -8,11 +8,13 @@ import itertools
 import math
 import os
 import re
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 
+from sedd import sequences
 from sedd.demo import DemoSource
 from sedd.sequences import (AMINO_ACIDS, BLOCK_BYTES, N_TOKENS, X_ID, Proteins, apply_max_length,
                             collate, decode, encode, keyed_generator, keyed_seed, named_sequences,
@@ -292,3 +294,30 @@ def test_unigram_frequencies_are_of_the_proteins_of_the_table_without_x_and_neve
     found = {(AMINO_ACIDS + "X")[i]: count for i, count in enumerate(counts) if count}
     assert found == {"A": 2, "C": 1, "Y": 1} and proteins.letter_counts()[X_ID] == 1
     assert unigram_frequencies([18] + [0] * 19 + [1000]) == pytest.approx([19/38] + [1/38] * 19)
+
+
+# ---- small files that unpack to very much ----
+
+LONG = sequences.LONGEST_RECORD + 3 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("reader", [read_sequences, lambda path: list(named_sequences(path))],
+                         ids=["read_sequences", "named_sequences"])
+@pytest.mark.parametrize("content", [
+    ">a\n" + "A" * LONG, ">" + "a" * LONG, ">a\n" + "ACDE\n" * (LONG // 4)],
+    ids=["line", "header", "lines"])
+def test_a_packed_record_longer_than_any_protein_is_refused(tmp_path, reader, content):
+    path = write(tmp_path, gzip.compress(content.encode(), 1), "bomb.fasta.gz")
+    assert "a record of more than" in refusal(reader, path)
+
+
+def test_packed_blanks_without_end_are_refused(tmp_path):
+    path = write(tmp_path, gzip.compress(b">a\nACD" + b"\n" * LONG, 1), "bomb.fasta.gz")
+    assert "blanks and line ends" in refusal(read_sequences, path)
+
+
+def test_a_packed_pt_file_that_unpacks_to_more_than_its_bytes_is_refused(tmp_path):
+    path = tmp_path / "p.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(10_000_000))
+    assert "unpacks to" in refusal(read_sequences, path)
