@@ -441,7 +441,7 @@ def describe_plan(config, ranks):
         data = load_data(config, Ddp())
         lengths = data.train.length_counts()
         lines = [f"data: {data.description}", head]
-    plan = None   # of the most ranks so far
+    plan = None   # of the last number of ranks
 
     def outcome(n, batch):
         nonlocal plan

@@ -72,6 +72,8 @@ def read_command(argv, read_arguments, default_name=""):
         command.options, command.config = read_arguments(argv)
         if command.plan is None:
             start_ranks_if_asked(command.launch, argv)
+    except KeyboardInterrupt as error:
+        exit_before_start(command, error)
     except (ValueError, RuntimeError) as error:
         command.problem = ValueError(error)
     if command.plan is None:   # a plan starts no run: an earlier status.json stays
@@ -90,9 +92,9 @@ def print_plan(command, describe_plan):
         if command.problem:
             raise command.problem
         text = describe_plan(command.config, command.plan)
+        print_lines(Ddp(), text.splitlines())
     except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:
         exit_before_start(command, error)
-    print_lines(Ddp(), text.splitlines())
 
 
 @contextlib.contextmanager

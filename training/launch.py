@@ -84,6 +84,12 @@ def check_launcher_options(given: dict) -> None:
         raise ValueError(f"--nnodes and --nproc_per_node start ranks, but {place.launcher} has "
                          f"started {place.world_size} already. Leave one of the two out.")
     n_nodes = given.get("nnodes", 1)
+    wanted = os.environ.get("DDP_WORLD_SIZE", "").strip()
+    if wanted and "nproc_per_node" in given and wanted != str(n_nodes * given["nproc_per_node"]):
+        raise ValueError(f"DDP_WORLD_SIZE asks for {wanted} rank(s), but --nnodes {n_nodes} and "
+                         f"--nproc_per_node {given['nproc_per_node']} start "
+                         f"{n_nodes * given['nproc_per_node']}. Expected the same; unset it, or "
+                         "change one of them.")
     if n_nodes > 1:
         complete = {"node_rank", "master_addr"} <= given.keys()
     else:
@@ -125,10 +131,16 @@ def run_ranks(command: list[str], per_node: int, n_nodes: int = 1, node_rank: in
         environment["MASTER_PORT"] = str(rank_0.port)
         ranks = Ranks()
         stack.enter_context(ranks.signals_passed_on())
-        for local_rank in range(per_node):
-            place = {"DDP_RANK": str(node_rank * per_node + local_rank),
-                     "DDP_LOCAL_RANK": str(local_rank)}
-            ranks.start(command, {**environment, **place})
+        try:
+            for local_rank in range(per_node):
+                place = {"DDP_RANK": str(node_rank * per_node + local_rank),
+                         "DDP_LOCAL_RANK": str(local_rank)}
+                ranks.start(command, {**environment, **place})
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            print(f"error: rank {place['DDP_RANK']} cannot be started: {error}", file=sys.stderr)
+            ranks.send(signal.SIGKILL)
+            ranks.wait()
+            return 1
         return exit_code_of(ranks.wait())
 
 
@@ -170,7 +182,7 @@ class Ranks:
         """Start one rank, in a session of its own: a terminal's Ctrl-C comes through pass_on."""
         self.processes.append(subprocess.Popen(
             [sys.executable, *command], env=environment, start_new_session=True,
-            preexec_fn=self.become_rank, close_fds=False))
+            preexec_fn=self.become_rank))
 
     def become_rank(self) -> None:
         """In the started process, before it runs Python: give back the cores that OpenMP took, and
@@ -184,9 +196,11 @@ class Ranks:
     def signals_passed_on(self):
         """In this block, signals to this process go to the ranks."""
         before = {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2,
-                       signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:   # as SIGHUP under nohup
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1,
+                       signal.SIGUSR2, signal.SIGHUP):
+            under_nohup = (number == signal.SIGHUP
+                           and signal.getsignal(number) is signal.SIG_IGN)
+            if not under_nohup:
                 before[number] = signal.signal(number, self.pass_on)
         try:
             yield
@@ -195,8 +209,9 @@ class Ranks:
                 signal.signal(number, handler)
 
     def pass_on(self, number: int, _frame) -> None:
-        """Handler: send a signal to all ranks; that of a closed terminal as a SIGTERM."""
-        if number == signal.SIGHUP:
+        """Handler: send a signal to all ranks; that of a closed terminal, and SIGQUIT, by which a
+        guard asks its rank for stacks, as a SIGTERM."""
+        if number in (signal.SIGHUP, signal.SIGQUIT):
             number = signal.SIGTERM
         if number in (signal.SIGINT, signal.SIGTERM):
             self.end_within(SAVING_SECONDS)

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
 
 import pytest
 import torch
 
-from launchers import ROOT, run_ranks, start_ranks
+from launchers import ROOT, Running, clean_environment, command, run_ranks, start_ranks
+from training import launch
 
 # Hands over; then each rank writes what it is, and ends as --end says. Only the first one imports
 # torch.
@@ -64,6 +66,42 @@ def test_ranks_started_here_end_with_their_own_code_and_word(tmp_path, end, code
     first, *others = result.stderr.splitlines()
     assert first.startswith("starting 2 rank(s) here"), result.text
     assert others == ["the last word"] * 2 * (code == 75), result.text
+
+
+def test_ctrl_c_reaches_the_ranks_of_a_launcher_that_a_script_started_in_the_background(tmp_path):
+    """Shells start `command &` with SIGINT ignored."""
+    (tmp_path / "s.py").write_text(RANKS.format(root=str(ROOT)))
+    words = command("python", 1, ["s.py", "--nproc_per_node", "2", "--end", "Ctrl-C"])
+    words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
+    with Running(words, tmp_path, clean_environment()) as running:
+        for rank in (0, 1):
+            running.wait_for(f"rank {rank} of 2, local {rank}", timeout=300)
+        for nth in (1, 2):
+            running.process.send_signal(signal.SIGINT)
+            running.wait_for(f"Ctrl-C {nth}", timeout=300)
+        assert running.wait(timeout=300).returncode == 130
+
+
+def test_a_rank_that_cannot_be_started_ends_the_others_with_one_line(monkeypatch, capfd):
+    started = []
+    real = subprocess.Popen
+
+    def refuse_the_second(*arguments, **options):
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(real(*arguments, **options))
+        return started[0]
+
+    monkeypatch.setattr(launch.subprocess, "Popen", refuse_the_second)
+    assert launch.run_ranks(["-c", "import time; time.sleep(600)"], 2) == 1
+    assert started[0].returncode == -signal.SIGKILL
+    assert capfd.readouterr().err == "error: rank 1 cannot be started: no more processes\n"
+
+
+def test_a_number_of_ranks_that_differs_from_the_environments_is_refused(monkeypatch):
+    monkeypatch.setenv("DDP_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"DDP_WORLD_SIZE asks for 3 .* start 2\."):
+        launch.check_launcher_options({"nproc_per_node": 2})
 
 
 FAILS = """
