@@ -30,11 +30,6 @@ REQUIRED = {"torch", "numpy", "yaml", "tqdm", "gemmi"}
 OPTIONAL = {"mpi4py", "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "wandb",
             "tensorboard", "matplotlib", "safetensors", "pytest"}
 
-# Files whose statements do not yet hold one thought each, see squeezed_lines.
-PENDING = {
-    "ddp_guard",
-}
-
 
 def imported_names(source):
     """Modules that a Python source imports: (at its top, inside functions), with their dots. The
@@ -229,9 +224,6 @@ def squeezed_lines(source):
 
 @pytest.mark.parametrize("path", code_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_statement_is_one_thought(path):
-    name = str(path.relative_to(ROOT).with_suffix(""))
-    if name in PENDING:
-        pytest.skip("not yet plain")
     assert squeezed_lines(path.read_text()) == []
 
 

@@ -1,7 +1,10 @@
 """Does the guard decide rightly when a run must end, and whom to name?"""
 import contextlib
+import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from subprocess import PIPE
@@ -9,7 +12,7 @@ from subprocess import PIPE
 import pytest
 
 import ddp_guard
-from ddp_guard import Rank, decide
+from ddp_guard import Rank, decide, decide_about_hub
 from launchers import ROOT, clean_environment
 
 
@@ -25,12 +28,24 @@ def fail(rank, now, cause, secondary=False):
     rank.last_progress, rank.failure = now, rank.blame(1, cause, secondary=secondary)
 
 
-def test_a_failure_is_the_cause_at_once_and_a_lost_connection_waits_for_the_failure_behind_it():
+def test_a_failure_is_the_cause_at_once():
+    ranks = ranks_heard(5.0, (1, 0.0), (1, 0.0))
+    fail(ranks[1], 5.0, "on purpose")
+    verdict = decide(ranks, 5.0)
+    assert (verdict["rank"], verdict["code"], verdict["cause"]) == (1, 1, "on purpose")
+
+
+def test_a_lost_connection_is_the_cause_after_a_while():
     ranks = ranks_heard(5.0, (1, 0.0), (1, 0.0), (1, 0.0))
     fail(ranks[0], 5.0, "connection closed", secondary=True)
     assert decide(ranks, 5.0) is None and decide(ranks, 5.5) is None
     verdict = decide(ranks, 7.0)
     assert (verdict["rank"], verdict["code"], verdict["cause"]) == (0, 1, "connection closed")
+
+
+def test_a_failure_behind_a_lost_connection_is_the_cause():
+    ranks = ranks_heard(5.0, (1, 0.0), (1, 0.0), (1, 0.0))
+    fail(ranks[0], 5.0, "connection closed", secondary=True)
     fail(ranks[1], 5.6, "on purpose")
     assert [decide(ranks, now)["rank"] for now in (5.6, 7.0)] == [1, 1]
 
@@ -67,17 +82,103 @@ def test_a_guard_without_a_sign_is_named_with_its_host():
     assert (verdict["rank"], verdict["host"], verdict["code"]) == (1, "n1", 70)
 
 
-def test_who_does_not_come_to_the_clean_up_or_to_its_end_after_it_is_named():
+def test_who_does_not_come_to_the_clean_up_is_named():
     ranks = ranks_heard(5.0, (9, 0.0), (9, 4.0), (9, 0.0))
     ranks[1].bye = 5.0
     assert decide(ranks, 5.5) is None
     verdict = decide(ranks, 6.5)
     assert verdict["cause"] == "rank 0 on n0, 2 on n2 did not come to cleanup_ddp within 5 s"
+
+
+def ranks_in_cleanup():
+    """Ranks that came to cleanup_ddp, for 60 s, and the time until which they may stay there."""
     latest = 5.0 + 60.0 + ddp_guard.EXIT
+    ranks = ranks_heard(latest, (9, 0.0), (9, 0.0), (9, 0.0))
     for rank in ranks:
-        rank.bye, rank.last_sign, rank.last_progress = 60.0, latest, 5.0
-    ranks[0].ended = ranks[2].ended = True
-    assert decide(ranks, latest - 0.5) is None and decide(ranks, latest + 0.5)["rank"] == 1
+        rank.bye = 60.0
+        rank.last_progress = 5.0
+    return ranks, latest
+
+
+def test_who_does_not_end_after_the_clean_up_is_named():
+    ranks, latest = ranks_in_cleanup()
+    ranks[0].ended = True
+    ranks[2].ended = True
+    assert decide(ranks, latest - 0.5) is None
+    assert decide(ranks, latest + 0.5)["rank"] == 1
+
+
+def test_the_hub_is_not_judged_by_others_for_what_its_rank_does_at_the_end():
+    ranks, latest = ranks_in_cleanup()
+    assert decide_about_hub(ranks[0], latest + 0.5) is None
+
+
+def test_the_hub_is_judged_by_others_when_it_is_silent():
+    ranks, latest = ranks_in_cleanup()
+    verdict = decide_about_hub(ranks[0], latest + ddp_guard.SILENCE + 0.5)
+    assert (verdict["rank"], verdict["code"]) == (0, 70)
+
+
+def test_the_verdict_of_the_hub_is_that_of_the_others():
+    ranks = ranks_heard(5.0, (1, 0.0), (1, 0.0))
+    ranks[0].failure = ranks[1].blame(3, "on purpose")
+    assert decide_about_hub(ranks[0], 5.0) == ranks[0].failure
+
+
+# ---------------------------------------------------------------- messages
+SIGN = {"idle": 0.5, "step": 7, "limit": 60.0, "stacks": "file", "place": "f (a.py:1)", "bye": 30,
+        "left": True, "ended": True,
+        "failure": {"rank": 2, "host": "n2", "code": 3, "cause": "c", "text": "t",
+                    "secondary": True, "retry": False}}
+
+
+def state(rank):
+    """All that is known of a rank, but when it was heard of."""
+    return {name: value for name, value in vars(rank).items() if name != "last_sign"}
+
+
+def test_the_hub_knows_what_the_sign_of_a_guard_says():
+    rank = Rank(1, "n1", 0.0)
+    rank.read_sign(SIGN, 10.0)
+    assert (rank.last_sign, rank.last_progress) == (10.0, 9.5)
+    assert {name: getattr(rank, name) for name in SIGN if name != "idle"} == {
+        name: value for name, value in SIGN.items() if name != "idle"}
+
+
+def test_a_sign_that_is_written_and_read_is_the_same():
+    rank = Rank(1, "n1", 0.0)
+    rank.read_sign(SIGN, 10.0)
+    copy = Rank(1, "n1", 0.0)
+    copy.read_sign(json.loads(json.dumps({"idle": 0.5, **rank.write_sign()})), 10.0)
+    assert state(copy) == state(rank)
+
+
+@pytest.mark.parametrize("message", [
+    {"idle": "0"}, {"step": "7"}, {"step": True}, {"step": 7.5}, {"limit": None}, {"limit": "5"},
+    {"stacks": 5}, {"place": ["a"]}, {"bye": "60"}, {"bye": True}, {"left": 1}, {"ended": "no"},
+    {"failure": "why"}, {"checkpoint": {}}, {"number": 5}, {"host": "elsewhere"},
+    {"process": 1, "last_sign": 0, "last_progress": 0, "read_sign": None, "__class__": "Guard"}])
+def test_an_unknown_field_or_a_wrong_type_in_a_sign_changes_nothing(message):
+    rank = Rank(1, "n1", 0.0)
+    rank.read_sign(SIGN, 10.0)
+    before = state(rank)
+    rank.read_sign(message, 11.0)
+    assert state(rank) == before
+
+
+def test_a_wrong_type_or_an_unknown_field_of_the_watch_changes_nothing():
+    rank = Rank(0, "n0", 0.0)
+    rank.read_watch({"limit": 60, "run_dir": "out", "stacks": "file"})
+    before = dict(vars(rank))
+    rank.read_watch({"limit": "0.1", "run_dir": 5, "stacks": True, "number": 3})
+    assert vars(rank) == before
+
+
+@pytest.mark.parametrize("failure", [
+    {"rank": "2", "host": "n2", "code": 3, "cause": "c"}, {"rank": 2, "code": 3, "cause": "c"},
+    {"rank": 2, "host": "n2", "code": "3", "cause": "c"}, {"rank": 2, "host": "n2", "code": 3}])
+def test_a_failure_of_wrong_fields_is_none(failure):
+    assert ddp_guard.read_verdict(failure) is None
 
 
 STACKS = """
@@ -107,10 +208,14 @@ def test_a_place_is_the_innermost_frames_of_the_main_thread_outside_libraries(tm
     assert ddp_guard.place_of(stacks) == "step (script.py:5) < main (script.py:8)"
 
 
-def test_any_script_can_be_guarded_and_keeps_its_arguments_output_and_exit_code(tmp_path):
+def ignore_ended_children():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def test_any_script_can_be_guarded_with_its_arguments_output_and_exit_code(tmp_path):
     text = "import sys\nprint(sys.argv[1:], sys.flags.optimize, sys.stdin.read())\nsys.exit(7)\n"
     done = run(text, tmp_path, "a", "--b", before=("-u", "-O", "-m", "ddp_guard"), input="text",
-               preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+               preexec_fn=ignore_ended_children)
     assert (done.returncode, done.stdout, done.stderr) == (7, "['a', '--b'] 1 text\n", "")
 
 
@@ -168,6 +273,47 @@ guard.sendall(b'{"bye": 60}\\n{"left": true}\\n')
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("lines", [
+    [b"no JSON", b"[1, 2]", b"[" * 100_000, b"\xff\xfe", b"x" * ((1 << 24) + 10)],
+    [b'{"process": null, "number": 5, "host": 7, "limit": 0.1, "guards": {}, "me": 1, "size": 9}'],
+    [b'{"step": "x", "bye": true, "left": 1, "checkpoint": 2, "serve": 3, "failed": "no"}',
+     b'{"watch": [], "join": {"rank": "5", "size": 2, "launcher": "l", "hub": null}}',
+     b'{"watch": {"limit": "0.1", "run_dir": 5, "stacks": 7, "number": 3, "process": null}}',
+     b'{"join": {"rank": 1, "size": 2, "launcher": "l", "hub": ["127.0.0.1", "80", 1]}}',
+     b'{"failed": {"code": "1", "cause": null}}']],
+    ids=["no message", "attributes of the guard", "wrong types"])
+def test_a_line_that_the_guard_does_not_know_changes_nothing(lines, tmp_path):
+    """The guard knows afterwards what it knew before: number, size, host, and no goodbye."""
+    (tmp_path / "lines").write_bytes(b"".join(line + b"\n" for line in lines))
+    done = run(HUB + """
+guard.sendall(open("lines", "rb").read() + b'{"serve": "127.0.0.1"}\\n')
+guard.makefile().readline()    # it has heard all
+sys.exit(3)
+""", tmp_path, cwd=tmp_path)
+    told = re.findall("^FAILED: rank 0 of 2 on (.*): left with exit code 3", done.stderr, re.M)
+    assert (done.returncode, told) == (3, [socket.gethostname()]), done.stderr
+    assert "Traceback" not in done.stderr and "goes on without it" not in done.stderr
+
+
+def test_a_guard_hears_its_rank_after_a_line_that_is_no_message(tmp_path):
+    done = run(HUB + """
+guard.sendall(b'no JSON\\n[1]\\n' + b'x' * ((1 << 24) + 10) + b'\\n')
+guard.sendall(b'{"bye": 60}\\n{"left": true}\\n')
+""", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_sign_without_number_or_host_is_a_stranger(tmp_path):
+    done = run(HUB + """
+for fields in {"number": "1", "host": "n1"}, {"number": 1}, {"host": "n1"}:
+    stranger = socket.create_connection((host, port))
+    stranger.sendall(json.dumps({"token": token, **fields}).encode() + b"\\n")
+    assert stranger.recv(1) == b"", "the guard closes the connection"
+guard.sendall(b'{"bye": 60}\\n{"left": true}\\n')
+""", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 PEER = HUB + """
 peer = socket.create_connection((host, port))
 bye = json.loads(sys.argv[1])
@@ -218,25 +364,37 @@ time.sleep(60)
     assert done.returncode == 70 and done.stderr.count("FAILED: rank 0 of 1") == 1, done.stderr
 
 
-def test_a_failure_of_many_words_is_told_and_its_long_cause_stays_in_the_last_line(tmp_path):
+def abort_with(text, cause, folder):
+    """Run a rank that calls abort with a text (a Python expression) and a cause."""
+    return run("from ddp_setup import abort, setup_ddp\n"
+               f"abort(setup_ddp(quiet=True), {text}, cause={cause!r})\n", folder)
+
+
+def test_a_failure_of_many_words_is_told_in_all_of_them(tmp_path):
+    done = abort_with("'word ' * 100_000 + '.'", "many words", tmp_path)
+    assert done.stderr.count("word ") == 100_000
+    assert done.returncode == 1 and "FAILED: rank 0 of 1" in done.stderr
+
+
+def test_a_long_cause_stays_whole_in_the_last_line(tmp_path):
     cause = "x" * 330 + " Lower optim.lr"
-    text = ("from ddp_setup import abort, setup_ddp\n"
-            f"abort(setup_ddp(quiet=True), 'word ' * 100_000 + '.', cause={cause!r})\n")
-    done = run(text, tmp_path)
-    assert done.returncode == 1 and done.stderr.count("word ") == 100_000
-    assert "FAILED: rank 0 of 1" in done.stderr and f": {cause}. No checkpoint yet" in done.stderr
+    done = abort_with("'see below'", cause, tmp_path)
+    assert f": {cause}. No checkpoint yet" in done.stderr
 
 
 @pytest.mark.parametrize("end, code", [("print('to the end')", 0),
                                        ("os.kill(os.getpid(), signal.SIGRTMIN)", -signal.SIGRTMIN)])
 def test_a_defect_of_the_guard_does_not_end_the_run(end, code, tmp_path):
     with open(tmp_path / "stderr", "w") as stderr:
-        done = run(SOCKET + f"""
-guard.sendall(b'{{"join": {{"rank": 0, "size": 1, "launcher": "l", "hub": null}}}}\\n'
-              b'{{"watch": {{"limit": "no number", "run_dir": null, "stacks": null}}}}\\n')
+        done = run(f"""
+import ddp_guard, os, signal, time
+def defective(ranks, now):
+    raise ValueError("a defect")
+ddp_guard.decide = defective
+ddp_guard.supervise()
 while "goes on without it" not in open("stderr").read():
     time.sleep(0.01)
 {end}
-""", tmp_path, cwd=tmp_path, stderr=stderr)
+""", tmp_path, before=(), cwd=tmp_path, stderr=stderr)
     assert (done.returncode, done.stdout) == (code, "to the end\n" * (code == 0))
     assert "FAILED" not in (tmp_path / "stderr").read_text()

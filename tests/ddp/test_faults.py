@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from ddp_setup import load_checkpoint
-from launchers import (ROOT, about, clean_environment, fork_ranks, need, own_tracebacks,
-                       run_ranks, seconds_until, slow, start_ranks)
+from launchers import (about, clean_environment, fork_ranks, need, own_tracebacks, run_ranks,
+                       seconds_until, slow, start_ranks)
 from training.watch import read_status
 from training_runs import equal, same_run
 
@@ -32,6 +32,7 @@ WATCHDOG = 6.0      # seconds without progress after which a run is ended, where
 WATCHED = f"monitoring.watchdog_minutes={WATCHDOG / 60}"
 STEPS, SAVE_EVERY = 60, 2
 FAILED = r"^FAILED: rank (\d+)(?: of \d+)? on \S+: (.*)$"
+DRIVER = Path(__file__).resolve().parent / "fault_driver.py"    # the training script, with a fault
 CONFIG = f"""
 training:
   {{batch_size: 4, n_iters: {STEPS}, eval_freq: {STEPS // 2}, log_freq: 1,
@@ -41,86 +42,6 @@ model: {{hidden_size: 32, n_blocks: 2, n_heads: 2, cond_dim: 16, dropout: 0.1}}
 data: {{max_length: 48, val_fraction: 0.05, demo_proteins: 300}}
 memory: {{mixed_precision: false}}
 monitoring: {{n_samples: 2, sample_steps: 2}}
-"""
-
-# Runs train_sedd_ddp.py with one thing going wrong: FAULT, Python text that every rank runs in step
-# FAULT_STEP, or slow, early, early kill, fill. `mine`: on rank FAULT_RANK. FAULT_FILE appears then.
-DRIVER = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-if __name__ == "__main__":
-    import ddp_guard
-    ddp_guard.supervise()
-import os, re, shutil, signal, subprocess, time
-fault, fault_step = os.environ.get("FAULT", ""), int(os.environ.get("FAULT_STEP", -1))
-names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-rank = next((os.environ[name] for name in names if name in os.environ), "0")
-mine = rank == os.environ.get("FAULT_RANK")
-
-def now():
-    open(os.environ["FAULT_FILE"], "w").close()
-
-if fault.startswith("early") and mine:
-    now()
-    if fault == "early kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise RuntimeError("on purpose")
-
-import train_sedd_ddp
-
-from training import log as run_log, resume
-progress, micro_batch_loss = run_log.RunLog.progress, train_sedd_ddp.micro_batch_loss
-save_checkpoint, done = resume.save_checkpoint, {{}}
-
-def new_progress(log, step, *values, **more):
-    progress(log, step, *values, **more)
-    done["step"] = step
-    if fault == "slow" and step >= fault_step - 1:   # for what comes from outside, between steps
-        if mine and step == fault_step - 1:
-            now()
-        time.sleep(float(os.environ.get("PACE", 0.3)))
-
-def new_micro_batch_loss(*values):
-    result = micro_batch_loss(*values)
-    if fault not in ("slow", "fill") and done.get("step") == fault_step - 1:
-        if mine:
-            now()
-        exec(fault)
-    return result
-
-def new_save_checkpoint(path, ddp, *values, **state):
-    if mine and fault == "fill" and state["step"] >= fault_step:
-        now()
-        fill(os.path.dirname(path))
-    save_checkpoint(path, ddp, *values, **state)
-    if os.environ.get("KEEP_ALL") and ddp.is_main and os.path.basename(path) == "last.pt":
-        shutil.copy(path, f"{{os.environ['KEEP_ALL']}}/step_{{state['step']}}.pt")
-
-def wait():
-    while True:
-        time.sleep(0.01)
-        print(".", end="", flush=True)
-
-def fill(folder):
-    try:
-        with open(os.path.join(folder, "..", "filler"), "wb", buffering=0) as f:
-            while f.write(bytes(1 << 12)):
-                pass
-    except OSError:
-        return
-
-def run_out_of_memory():   # among 64 MB, which the kernel gives to this process alone
-    with open(os.path.join(os.environ["MEMORY_GROUP"], "cgroup.procs"), "w") as f:
-        f.write(str(os.getpid()))
-    taken = []
-    while True:
-        taken.append(b"x" * (1 << 20))
-
-run_log.RunLog.progress = new_progress
-train_sedd_ddp.micro_batch_loss = new_micro_batch_loss
-resume.save_checkpoint = new_save_checkpoint
-if __name__ == "__main__":
-    train_sedd_ddp.main(sys.argv[1:])
 """
 
 # Of each launcher: the name for launchers.py, ranks, words for the launcher, environment.
@@ -138,8 +59,10 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """fault, rank: see DRIVER (rank -1: the last one). code: in status.json. says: pattern of the
-    cause. act: what the test does to the run when the fault file has appeared."""
+    """What goes wrong, and what is expected then.
+
+    fault, rank: see fault_driver.py (rank -1: the last one). code: in status.json. says: pattern of
+    the cause. act: what the test does to the run when the fault file has appeared."""
     fault: str
     rank: int
     code: int | None
@@ -272,10 +195,9 @@ def undisturbed(tmp_path_factory):
 
 
 def prepare(folder):
-    """Write driver and config into `folder`; returns the words to start the run there."""
-    (folder / "driver.py").write_text(DRIVER)
+    """Write the config into `folder`; returns the words to start the run there."""
     (folder / "config.yaml").write_text(CONFIG)
-    return ["driver.py", "--config", "config.yaml", "--work_dir", "run"]
+    return [DRIVER, "--config", "config.yaml", "--work_dir", "run"]
 
 
 def check_checkpoint(run_dir, reference):
