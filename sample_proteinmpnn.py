@@ -91,6 +91,21 @@ ONE_OF = (("tied_positions", "homomer", "tied_positions_jsonl"), ("chains", "cha
           ("fixed_chains", "chain_id_jsonl"), ("bias", "bias_AA_jsonl"), ("out", "out_folder"),
           ("fixed_positions", "mutable_positions", "fixed_positions_jsonl"))
 
+# Options of the published command that have another form here: what to give instead.
+PUBLISHED_OPTIONS = {
+    "--pdb_path": "the structure itself, after the weights",
+    "--jsonl_path": "the PDB or mmCIF files themselves, or their folder, after the weights",
+    "--path_to_model_weights": "the file of weights as the first argument",
+    "--model_name": "the file of weights as the first argument, such as v_48_020.pt",
+    "--use_soluble_model": "a file of soluble_model_weights as the first argument",
+    "--ca_only": "weights for full backbones; CA-only models are not supported",
+    "--path_to_fasta": "--score_only FASTA",
+    "--conditional_probs_only_backbone": "--unconditional_probs",
+    "--pssm_bias_flag": "--pssm_multi above 0, which uses the PSSM's bias; 0 does not",
+    "--max_length": "nothing: there is no longest sequence",
+    "--suppress_print": "nothing, or 2> /dev/null: notes go to standard error",
+}
+
 
 # ---- options ----
 
@@ -164,6 +179,7 @@ def make_parser():
 
 def parse_arguments(argv):
     """Options, with defaults for drawing. ValueError for errors that argparse does not find."""
+    refuse_published_options(argv)
     args = make_parser().parse_args(argv)
 
     def given(names):
@@ -191,6 +207,23 @@ def parse_arguments(argv):
                          f"to {MAX_NOISE:g}, such as 0.1.")
     check_pssm_options(args)
     return args
+
+
+def refuse_published_options(argv):
+    """ValueError that names what to give here for options that only the published command has."""
+    problems = []
+    for option in dict.fromkeys(word.partition("=")[0] for word in argv):
+        if option in PUBLISHED_OPTIONS:
+            problems.append(f"found {option}, which is the published command's; here give "
+                            f"{PUBLISHED_OPTIONS[option]}")
+    for option, value in zip(argv, [*argv[1:], ""]):
+        is_flag = option == "--score_only" and value in ("0", "1") and not os.path.exists(value)
+        if is_flag or option in ("--score_only=0", "--score_only=1"):
+            problems.append("found --score_only as a flag, as in the published command; here give "
+                            "--score_only FASTA, or leave it out: the native sequence is always "
+                            "scored first")
+    if problems:
+        raise ValueError("; ".join(problems) + ".")
 
 
 def temperatures(texts):

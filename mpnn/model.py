@@ -21,6 +21,7 @@ github.com/dauparas/ProteinMPNN.
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ MESSAGE_SCALE = 30              # constant divisor of each sum over neighbours, 
 MAX_TEMPERATURE = 1e6           # all letters equally likely; far above, float32 would overflow
 N_CLASSES = 66                  # classes 0 .. 64: residue offsets -32 .. 32; 65: another chain
 MAX_OFFSET = 32
+MAX_LAYERS = 100                # of the encoder, and of the decoder; published: 3
+MAX_NOISE = 1000.0              # Angstrom of noise in training; published: at most 0.3
 N_POSITIONAL = 16               # features per offset class
 N_RBF = 16                      # Gaussians per distance
 TINY = 1e-300                   # replaces 0 before a logarithm
@@ -712,6 +715,9 @@ def load_proteinmpnn(path: str, dropout: float = 0.0) -> ProteinMPNN:
     """
     if not os.path.isfile(path):
         raise ValueError(f"There is no file {path}; expected ProteinMPNN weights. {PUBLISHED}")
+    if str(path).endswith((".pkl", ".pickle")) and not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is a pickle file, as the weights of ColabDesign are, which are "
+                         f"for JAX; expected a file of PyTorch. {PUBLISHED}")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:          # a damaged file can make torch.load raise anything
@@ -736,23 +742,57 @@ def from_checkpoint(checkpoint: Any, dropout: float = 0.0,
         raise ValueError(f"{name} is not a ProteinMPNN: its W_e.bias has {hidden_size} numbers, "
                          f"and it has {n_encoder} encoder and {n_decoder} decoder layers; expected "
                          f"at least 1 of each. {PUBLISHED}")
+    if max(n_encoder, n_decoder) > MAX_LAYERS:
+        raise ValueError(f"{name} has {n_encoder} encoder and {n_decoder} decoder layers; expected "
+                         f"at most {MAX_LAYERS} of each. {PUBLISHED}")
+    shapes = parameter_shapes(hidden_size, n_encoder, n_decoder)
+    problems = compare_weights(weights, shapes)
+    if problems:
+        raise ValueError(f"{name} is not a ProteinMPNN of {n_encoder} + {n_decoder} layers "
+                         f"({len(problems)} differences): {'; '.join(problems[:8])}. {PUBLISHED}")
     # Not on device "meta": its first use imports a compiler, which takes more than a second.
     model = random_proteinmpnn(0, num_edges=num_edges, hidden_size=hidden_size,
                                n_encoder=n_encoder, n_decoder=n_decoder, dropout=dropout,
                                noise_level=noise_level)
-    shapes = {key: value.shape for key, value in model.state_dict().items()}
-    problems = [f"missing {key}" for key in shapes if key not in weights]
-    problems += [f"unexpected {key}" for key in weights if key not in shapes]
-    problems += [f"{key} is {tuple(weights[key].shape)}, not {tuple(shape)}"
-                 for key, shape in shapes.items()
-                 if key in weights and weights[key].shape != shape]
-    problems += [f"{key} has values that are not finite"
-                 for key in weights if not weights[key].isfinite().all()]
-    if problems:
-        raise ValueError(f"{name} is not a ProteinMPNN of {n_encoder} + {n_decoder} layers "
-                         f"({len(problems)} differences): {'; '.join(problems[:8])}. {PUBLISHED}")
     model.load_state_dict(weights)
     return model
+
+
+def parameter_shapes(hidden_size, n_encoder, n_decoder):
+    """{name: shape} of the network's parameters. No network of this size is built."""
+    # Each size is hidden_size times a number plus another: two small networks tell both.
+    one, two = (random_proteinmpnn(0, hidden_size=size, n_encoder=1, n_decoder=1).state_dict()
+                for size in (1, 2))
+    shapes = {}
+    for key, value in one.items():
+        shape = tuple(at_1 + (at_2 - at_1) * (hidden_size - 1)
+                      for at_1, at_2 in zip(value.shape, two[key].shape))
+        kind, _, rest = key.partition(".0.")
+        n_layers = {"encoder_layers": n_encoder, "decoder_layers": n_decoder}.get(kind)
+        if n_layers is None:
+            shapes[key] = shape
+        else:
+            shapes.update({f"{kind}.{layer}.{rest}": shape for layer in range(n_layers)})
+    return shapes
+
+
+def compare_weights(weights, shapes):
+    """List of texts: what is wrong with weights by name, which should have these shapes."""
+    problems = [f"missing {key}" for key in shapes if key not in weights]
+    problems += [f"unexpected {key}" for key in weights if key not in shapes]
+    problems += [f"{key} is {tuple(weights[key].shape)}, not {shape}"
+                 for key, shape in shapes.items()
+                 if key in weights and tuple(weights[key].shape) != shape]
+    if problems:
+        return problems
+    # A tensor can repeat the few numbers that a file holds, so as to be of any size.
+    stored = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+              for value in weights.values()}
+    n_bytes = sum(value.numel() * value.element_size() for value in weights.values())
+    if n_bytes > sum(stored.values()):
+        return [f"its tensors have {n_bytes:,} bytes, of which {sum(stored.values()):,} are stored"]
+    return [f"{key} has values that are not finite"
+            for key, value in weights.items() if not value.isfinite().all()]
 
 
 def checkpoint_fields(checkpoint, name):
@@ -766,15 +806,22 @@ def checkpoint_fields(checkpoint, name):
         raise ValueError(f"{name} holds {', '.join(found[:8])}; expected {', '.join(keys)}, as "
                          f"best_model.pt of a run does. {PUBLISHED}")
     num_edges, noise_level, weights = (checkpoint[key] for key in keys)
-    is_right = type(num_edges) is int and num_edges >= 1 and type(noise_level) in (int, float)
-    is_right = is_right and isinstance(weights, dict)
-    if not is_right or not all(torch.is_tensor(x) and x.is_floating_point()
-                               for x in weights.values()):
+    is_right = type(num_edges) is int and num_edges >= 1
+    is_right = is_right and type(noise_level) in (int, float) and 0 <= noise_level <= MAX_NOISE
+    is_right = is_right and isinstance(weights, dict) and all(map(is_weight, weights.items()))
+    if not is_right:
         raise ValueError(f"{name} has num_edges {num_edges!r}, noise_level {noise_level!r} and "
                          f"model_state_dict, a {type(weights).__name__}; expected an int above 0, "
-                         "Angstrom, and a dict of floating-point tensors.")
+                         "Angstrom, and a dict of dense floating-point tensors by name.")
     weights = {key.removeprefix("module."): value for key, value in weights.items()}
     return num_edges, noise_level, weights
+
+
+def is_weight(item):
+    """Is this (key, value) of a dict a name with a dense tensor of floating-point numbers?"""
+    name, value = item
+    return (isinstance(name, str) and torch.is_tensor(value) and value.is_floating_point()
+            and value.layout == torch.strided and not value.is_meta)
 
 
 def refuse_other_architectures(weights, name):
@@ -782,7 +829,11 @@ def refuse_other_architectures(weights, name):
     if any(key.startswith("context_encoder_layers.") for key in weights):
         other = "a LigandMPNN with ligand context"
     elif any(key.startswith(("W_v.", "features.node_embedding.")) for key in weights):
-        other = "a CA-only ProteinMPNN"
+        # Both have these. Models of full backbones have as many features of an edge as ours.
+        n_features = N_POSITIONAL + N_RBF * len(PAIRS.split())
+        embedding = weights.get("features.edge_embedding.weight")
+        is_full = embedding is not None and embedding.shape[-1:] == (n_features,)
+        other = "a membrane-label ProteinMPNN" if is_full else "a CA-only ProteinMPNN"
     else:
         return
     raise ValueError(f"{name} is {other}, another architecture; expected ProteinMPNN for full "

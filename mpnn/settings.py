@@ -155,6 +155,7 @@ class Design:
         """Groups from texts such as A1-A9,B1-B9: the k-th positions of all parts form a group."""
         texts = " ".join(texts).split()                     # blanks separate, also inside quotes
         if texts:
+            self.refuse_fixed_chains(texts)
             self.positions("tied_positions", texts)         # checks: none twice, all of one kind
         groups = []
         for text in texts:
@@ -172,6 +173,19 @@ class Design:
                                  "A1,B1 or A1-A9,B1-B9.")
             groups += [list(group) for group in zip(*parts)]
         return groups
+
+    def refuse_fixed_chains(self, texts):
+        """ValueError for tied positions that are those of a chain that is not designed."""
+        for word in re.findall(r"[^,\s]+", " ".join(texts)):
+            if re.fullmatch(r"[\d-]+", word):       # rows from 0
+                continue
+            for name in sorted(set(self.structure.chains) - set(self.chains)):
+                numbers = [number for number in self.structure.chains[name].numbers if number]
+                is_there = any(word.split("-")[0] == f"{name}{number}" for number in numbers)
+                if is_there and name.strip():
+                    raise ValueError(f"--tied_positions: {word} is in chain {name}, which is not "
+                                     f"designed; expected positions of {' '.join(self.chains)}. "
+                                     "Name all tied chains with --chains.")
 
     def equal_numbers(self):
         """Groups of joined positions with the same residue number, for --homomer."""

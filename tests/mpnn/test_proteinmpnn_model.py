@@ -1,6 +1,7 @@
 """ProteinMPNN against the official code's numbers; padding, sampling, dropout and files."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -315,12 +316,14 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
         return {**good, "model_state_dict": {k: v for k, v in changed.items() if v is not None}}
 
     cases = [(weights(changes), message) for changes, message in (
-        ({"W_v.weight": ones(8, 8)}, "CA-only"),
+        ({"W_v.weight": ones(8, 8), "features.edge_embedding.weight": ones(8, 167)}, "CA-only"),
+        ({"W_v.weight": ones(8, 8), "features.node_embedding.weight": ones(8, 3)},
+         "a membrane-label ProteinMPNN"),
         ({"context_encoder_layers.0.norm1.weight": ones(8)}, "LigandMPNN"),
         ({"W_out.bias": None}, "missing W_out.bias"),
         ({"W_s.weight": ones(22, 8)}, r"W_s.weight is \(22, 8\), not \(21, 8\)"),
         ({"W_e.weight": torch.full((8, 8), math.nan)}, "W_e.weight has values that are not finite"),
-        ({"W_e.bias": ones(8).char()}, "dict of floating-point tensors"),
+        ({"W_e.bias": ones(8).char()}, "dict of dense floating-point tensors"),
         ({key: None for key in state if "coder" in key}, r"0 encoder and 0 decoder layers"))]
     for content, message in [*cases, ({**good, "num_edges": 48.0}, "48.0"),
                              (state, "expected num_edges"), ([1, 2], "holds a list")]:
@@ -335,6 +338,32 @@ def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
             load_proteinmpnn(path)
     with pytest.raises(ValueError, match="There is no file .*vanilla_model_weights"):
         load_proteinmpnn(tmp_path / "v_48_020.pt")
+
+
+def test_a_pickle_of_another_program_is_refused_as_such(tmp_path):
+    (tmp_path / "v_48_020.pkl").write_bytes(pickle.dumps({"num_edges": 48, "model_state_dict": {}}))
+    with pytest.raises(ValueError, match="ColabDesign.* JAX; expected a file of PyTorch"):
+        load_proteinmpnn(tmp_path / "v_48_020.pkl")
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({f"encoder_layers.{i}.norm1.weight": torch.ones(8) for i in range(3000)}, "3000 encoder"),
+    ({f"decoder_layers.{i}.norm1.weight": torch.ones(8) for i in range(90)}, "differences"),
+    ({"W_e.bias": torch.ones(1).expand(10**9)}, "differences"),
+    ({"W_e.weight": torch.ones(1).expand(8, 8)}, "bytes, of which .* are stored"),
+    ({"W_e.bias": torch.ones(8).to_sparse()}, "dense"),
+    ({5: torch.ones(8)}, "by name")],
+    ids=["many layers", "missing layers", "a wide one", "repeated numbers", "sparse", "no name"])
+def test_weights_that_lie_are_refused_before_a_network_is_built(monkeypatch, changes, message):
+    good = to_checkpoint(random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1))
+
+    def build(seed, **sizes):
+        assert max(sizes.values()) <= 2
+        return random_proteinmpnn(seed, **sizes)
+
+    monkeypatch.setattr("mpnn.model.random_proteinmpnn", build)
+    with pytest.raises(ValueError, match=message):
+        from_checkpoint({**good, "model_state_dict": {**good["model_state_dict"], **changes}})
 
 
 def test_random_weights_come_from_their_seed_and_leave_torchs_generator_alone():

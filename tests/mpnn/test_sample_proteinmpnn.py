@@ -349,6 +349,7 @@ BAD = {                                                     # arguments: words o
     "--tied_positions A12": "at least two parts",
     "--tied_positions A12,,B12": "--tied_positions: found A12,,B12 with parts of [1, 0, 1]",
     "--tied_positions A12,B12 --fixed_positions A12": "A12 (fixed), B12 (designed)",
+    "--tied_positions A12,B12 --chains A": "B12 is in chain B, which is not designed",
     "--homomer --chains A": "share no residue number",
     "--bias W=0 W=2": "found W twice",
     "--temperature warm": "found --temperature warm",
@@ -389,6 +390,20 @@ def test_bad_input_is_one_clear_error_and_leaves_no_file(
     out, err = sample(dimer, "--out", tmp_path / "new.fasta", *text.split(), code=2)
     assert words in err and out == "" and "Traceback" not in err
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("option, ours", [
+    ("--pssm_bias_flag 1", "--pssm_multi"), ("--jsonl_path a.jsonl", "PDB or mmCIF files"),
+    ("--pdb_path a.pdb", "the structure itself"), ("--path_to_fasta a.fa", "--score_only FASTA"),
+    ("--model_name v_48_020", "the first argument"), ("--ca_only", "full backbones"),
+    ("--path_to_model_weights=w/", "the first argument"), ("--max_length 9", "no longest"),
+    ("--use_soluble_model", "soluble_model_weights"), ("--suppress_print 1", "standard error"),
+    ("--conditional_probs_only_backbone 1", "--unconditional_probs"),
+    ("--score_only 1", "--score_only FASTA"), ("--score_only=0", "--score_only FASTA")])
+def test_an_option_of_the_published_command_alone_is_answered_with_ours(sample, pdb, option, ours):
+    out, err = sample(pdb, *option.split(), code=2)
+    assert err.startswith(f"sample_proteinmpnn.py: error: found {re.split('[ =]', option)[0]}")
+    assert ours in err and err.count("\n") == 1 and out == ""
 
 
 def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_path):
