@@ -360,7 +360,7 @@ def test_a_node_waits_for_the_others_as_long_as_it_was_told_and_a_pods_variables
     with launchers.Running([sys.executable, *words.split()], ROOT, pod) as running:
         result = running.wait(timeout=600)
     assert result.returncode == 1 and "starting 1 rank(s) here, on node 0 of 2" in result.text
-    assert "seconds waiting for clients. 1/2 clients joined." in result.text, result.text
+    assert "1 of 2 ranks did not appear within 1 s: rank(s) 1." in result.text, result.text
 
 
 def test_without_a_port_ranks_compute_the_same_with_a_guard_in_between(tmp_path):
