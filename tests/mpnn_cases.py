@@ -83,7 +83,8 @@ def changed(**changes):
 def made(length, n_pairs, number=0, chosen=None):
     """Pairs with different random sequences on one structure of this length."""
     rng = np.random.default_rng([length, number])
-    X, everywhere = rng.normal(size=(length, 4, 3)).astype(np.float32), np.ones(length, bool)
+    X = rng.normal(size=(length, 4, 3)).astype(np.float32)
+    everywhere = np.ones(length, bool)
     chain = Chain(np.zeros(length, np.uint8), X, everywhere, tuple(map(str, range(length))))
     complex = Complex(Structure(f"s{number}", {"A": chain}), ["A"])
     return [Pair(complex, one if chosen is None else chosen, other, everywhere)

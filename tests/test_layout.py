@@ -222,7 +222,8 @@ def squeezed_lines(source):
     return found
 
 
-@pytest.mark.parametrize("path", code_files(), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*code_files(), *sorted(ROOT.glob("tests/**/*.py"))],
+                         ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_statement_is_one_thought(path):
     assert squeezed_lines(path.read_text()) == []
 

@@ -20,12 +20,16 @@ def ranks_heard(now, *rows, limit=10.0):
     """Ranks of which guards gave a sign at time `now`; a row: step, seconds without progress."""
     ranks = [Rank(number, f"n{number}", now) for number in range(len(rows))]
     for rank, (step, idle) in zip(ranks, rows):
-        rank.step, rank.last_progress, rank.limit, rank.stacks = step, now - idle, limit, "file"
+        rank.step = step
+        rank.last_progress = now - idle
+        rank.limit = limit
+        rank.stacks = "file"
     return ranks
 
 
 def fail(rank, now, cause, secondary=False):
-    rank.last_progress, rank.failure = now, rank.blame(1, cause, secondary=secondary)
+    rank.last_progress = now
+    rank.failure = rank.blame(1, cause, secondary=secondary)
 
 
 def test_a_failure_is_the_cause_at_once():

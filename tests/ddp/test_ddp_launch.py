@@ -39,7 +39,8 @@ def script(folder, text):
 def by_hand(folder, text, ranks, size=None, **env):
     """ForkedRanks of a script, with a guard each, and a port, which they cannot compute: a forked
     guard does not show the variables by which ranks tell a guard from their launcher."""
-    size, env = size or len(ranks), {"MASTER_PORT": free_port(), **env}
+    size = size or len(ranks)
+    env = {"MASTER_PORT": free_port(), **env}
     return ForkedRanks([script(folder, text)], folder, {r: dict(
         DDP_RANK=r, DDP_WORLD_SIZE=size, DDP_LOCAL_RANK=r, DDP_LOCAL_WORLD_SIZE=size, **env)
         for r in ranks})
@@ -56,8 +57,10 @@ if ddp.rank == 2 and ddp.state.guard is None:
     all_sum(1.0, ddp)    # waits for rank 1; others are outside any collective
 time.sleep(60)
 """
-RAISE, LEAVE = "raise ValueError('on purpose.')", "sys.exit()"
-NO_GUARD, NO_MPI4PY = {"DDP_GUARD": "0"}, {"DDP_MPI4PY": "0"}
+RAISE = "raise ValueError('on purpose.')"
+LEAVE = "sys.exit()"
+NO_GUARD = {"DDP_GUARD": "0"}
+NO_MPI4PY = {"DDP_MPI4PY": "0"}
 
 
 @pytest.mark.parametrize("launcher, ending, env", [
@@ -118,7 +121,8 @@ for step in range(8):
     if step == 5:
         stuck()
 """, range(3)) as ranks:
-        codes, text = ranks.codes(), ranks.err()
+        codes = ranks.codes()
+        text = ranks.err()
     assert codes == [70] * 3 and text.count("FAILED: ") == 1, text
     assert re.search(r"FAILED: rank 1 of 3 .*no progress for 3 s.*stuck \(script.py:", text), text
     status = read_status(tmp_path / "out")
@@ -170,7 +174,8 @@ cleanup_ddp(ddp)
 after()
 """, range(2), EXIT=2) as ranks:
         assert ranks.codes(100) == codes, ranks.err()
-        host, failed = socket.gethostname(), ranks.err().count("FAILED: ")
+        host = socket.gethostname()
+        failed = ranks.err().count("FAILED: ")
         assert not says or f"FAILED: rank 1 of 2 on {host}: {says.format(host=host)}" in ranks.err()
         assert failed == bool(says) and read_status(tmp_path / "out")["code"] == codes[0]
 
@@ -375,14 +380,15 @@ def test_without_a_port_ranks_compute_the_same_with_a_guard_in_between(tmp_path)
 
 
 def test_a_second_run_at_the_same_port_is_refused_and_ends_not_the_first(tmp_path):
-    text, variables = """
+    text = """
 ddp = setup_ddp(init_timeout=float(os.environ.get("LIMIT", 600)), quiet=True)
 barrier(ddp)
 print("met", flush=True)
 while not os.path.exists("end"):
     time.sleep(0.05)
 cleanup_ddp(ddp)
-""", dict(MASTER_ADDR="127.0.0.5", MASTER_PORT=free_port(), LIMIT=20)
+"""
+    variables = dict(MASTER_ADDR="127.0.0.5", MASTER_PORT=free_port(), LIMIT=20)
     with by_hand(tmp_path, text, range(2), **variables) as ranks:
         ranks.wait_for("met")
         with by_hand(tmp_path, text, [1], 2, **variables) as late:

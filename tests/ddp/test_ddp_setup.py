@@ -201,7 +201,8 @@ def test_ranks_that_do_not_fit_together_are_refused(rows, code, words):
 def pretend(monkeypatch, xccl=False, **modules):
     """A machine with XPUs, for choosing only: `modules` stand for Intel's packages. Returns the
     list of those imported, in order."""
-    imported, real = [], builtins.__import__
+    imported = []
+    real = builtins.__import__
 
     def pretended(name, *more):
         if name not in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
@@ -270,7 +271,8 @@ def test_intels_bindings_serve_an_xpu_where_torch_has_no_xccl(xccl, backend, imp
      f"{torch.__version__}")])
 def test_ipex_optimizes_where_asked_or_where_torch_has_no_xccl_or_says_once_why_not(
         monkeypatch, capsys, mode, device, xccl, fault, said):
-    model, theirs = torch.nn.Linear(2, 2), (torch.nn.Linear(2, 2), "their optimizer")
+    model = torch.nn.Linear(2, 2)
+    theirs = (torch.nn.Linear(2, 2), "their optimizer")
 
     def optimize(given, **how):
         assert not fault, fault
@@ -440,7 +442,9 @@ def flip_a_bit(path):
 
 def test_former_checkpoints_are_kept_and_one_is_whole_under_some_name_at_any_moment(
         tmp_path, monkeypatch):
-    path, seen, replace = tmp_path / "last.pt", [], os.replace
+    path = tmp_path / "last.pt"
+    seen = []
+    replace = os.replace
 
     def watched(old, new):
         replace(old, new)

@@ -30,7 +30,8 @@ SILENCE = 13.0      # seconds after which a guard that gives no sign is taken fo
 INIT = 8            # seconds that ranks wait for one that failed before it came to them
 WATCHDOG = 6.0      # seconds without progress after which a run is ended, where rows wait for it
 WATCHED = f"monitoring.watchdog_minutes={WATCHDOG / 60}"
-STEPS, SAVE_EVERY = 60, 2
+STEPS = 60
+SAVE_EVERY = 2
 FAILED = r"^FAILED: rank (\d+)(?: of \d+)? on \S+: (.*)$"
 DRIVER = Path(__file__).resolve().parent / "fault_driver.py"    # the training script, with a fault
 CONFIG = f"""
@@ -88,7 +89,8 @@ def to_all(number, running, folder):
 
 
 def to_guard(rank, number, running, folder, with_rank=False):
-    guard, pid = running.guard_pids()[rank], running.rank_pids()[rank]
+    guard = running.guard_pids()[rank]
+    pid = running.rank_pids()[rank]
     for each in (guard, pid) if with_rank else (guard,):
         os.kill(each, number)
 
@@ -102,9 +104,14 @@ def scancel(flags, running, folder):
 
 
 WORKERS = ("training.num_workers=2",)
-DIED, HANGS, RAISE = "died without a word", "no progress for 6 s", "raise ValueError('on purpose')"
+DIED = "died without a word"
+HANGS = "no progress for 6 s"
+RAISE = "raise ValueError('on purpose')"
 LOCK = "mine and sum(range(10**15))"    # a call in C keeps the GIL for days, and sees no signal
-TERM, USR1, KILL, STOP = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL, signal.SIGSTOP
+TERM = signal.SIGTERM
+USR1 = signal.SIGUSR1
+KILL = signal.SIGKILL
+STOP = signal.SIGSTOP
 FAULTS = {
     "exception in forward": Fault(f"if mine: {RAISE}", 1, 1, "ValueError: on purpose"),
     "exception, others busy": Fault(f"mine or time.sleep(600); {RAISE}", 0, 1,
@@ -213,8 +220,10 @@ def check_checkpoint(run_dir, reference):
 def await_end(row, running, run_dir, limit=45.0):
     """Wait until all processes are gone, and note it in `row`; returns Result and status.json."""
     row.gone = seconds_until(lambda: not running.pids(), limit)
-    result, status = running.wait(timeout=5, leftover_grace=0), read_status(run_dir)
-    row.exit, row.status = str(result.returncode), str(status.get("code"))
+    result = running.wait(timeout=5, leftover_grace=0)
+    status = read_status(run_dir)
+    row.exit = str(result.returncode)
+    row.status = str(status.get("code"))
     print(f"{row}, {status}\n{result.text}")
     return result, status
 
@@ -228,10 +237,15 @@ class Chain:
     """One run in one folder, hit by one fault after the other."""
 
     def __init__(self, label, folder, reference, table):
-        self.label, self.folder, self.reference, self.table = label, folder, reference, table
+        self.label = label
+        self.folder = folder
+        self.reference = reference
+        self.table = table
         self.launcher, self.n, self.flags, self.env = LAUNCHERS[label]
-        self.run_dir, self.flag = folder / "run", folder.parent / f"{folder.name}.fault"
-        self.words, self.step = prepare(folder), 0
+        self.run_dir = folder / "run"
+        self.flag = folder.parent / f"{folder.name}.fault"
+        self.words = prepare(folder)
+        self.step = 0
         self.rows = []   # whose continuing is yet to be seen
 
     def start(self, *more, **env):
@@ -282,7 +296,8 @@ class Chain:
 
     def hit(self, name, fault, **env):
         """Continue the run, have the fault happen, and check what it leaves."""
-        rank, step = fault.rank % self.n, self.fault_step()
+        rank = fault.rank % self.n
+        step = self.fault_step()
         if name == "DDP_DEADLINE":
             env.update(DDP_DEADLINE=time.time() + 10, PACE=1)
         limit = WATCHDOG if fault.watchdog else 0.0
@@ -383,7 +398,8 @@ def chains(tmp_path_factory, undisturbed, table):
 @pytest.fixture
 def memory_group():
     """Folder of a group of processes that may have 64 MB: the kernel ends one that wants more."""
-    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    old = Path("/sys/fs/cgroup/memory")
+    new = Path("/sys/fs/cgroup")
     group = (old if old.is_dir() else new) / f"ddp-test-{os.getpid()}"
     try:
         group.mkdir()
@@ -429,7 +445,8 @@ def pull_the_cable(chain, cable):
             cable(False)
             row.gone = seconds_until(lambda: not running.rank_pids(), WATCHDOG + 60.0)
             near = seconds_until(lambda: running.process.poll() is not None, 20.0)
-            row.exit, far = str(running.process.poll()), running.pids()
+            row.exit = str(running.process.poll())
+            far = running.pids()
             text = (f"ranks gone after {row.gone:.1f} s, near launcher {near:.1f} s later; left "
                     f"{far}\n{running.stdout()}\n{running.stderr()}")
     finally:
@@ -530,7 +547,8 @@ def test_a_run_that_was_suspended_for_longer_than_the_limit_trains_on(
         result, status = await_end(row, running, chain.run_dir, 300.0)
     assert result.returncode == status["code"] == 0, result.text
     same_run(chain.reference / "run", chain.run_dir)
-    row.gone, row.continued = 0.0, "yes"
+    row.gone = 0.0
+    row.continued = "yes"
 
 
 @pytest.mark.slow
@@ -539,12 +557,14 @@ def test_as_process_1_of_a_container_too_a_rank_is_ended(name, tmp_path, table):
     apart = ["unshare", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*apart, "true"], capture_output=True).returncode:
         pytest.skip("unshare --pid needs root and the right to make namespaces")
-    fault, row = FAULTS[name], Row("python, process 1", name)
+    fault = FAULTS[name]
+    row = Row("python, process 1", name)
     chain = Chain("python", tmp_path, None, table)
     done = subprocess.run(
         [*apart, sys.executable, *chain.words, WATCHED], cwd=tmp_path, text=True,
         capture_output=True, timeout=600, env=clean_environment(env=chain.environment(fault.fault)))
-    row.exit, row.status = str(done.returncode), str(read_status(chain.run_dir).get("code"))
+    row.exit = str(done.returncode)
+    row.status = str(read_status(chain.run_dir).get("code"))
     table.append(row)
     assert (row.exit, row.status) == (str(fault.code),) * 2, done.stdout + done.stderr
     assert len(re.findall(FAILED, done.stderr, re.M)) == 1, done.stderr

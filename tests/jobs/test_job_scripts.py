@@ -94,7 +94,8 @@ def steps_saved(run_dir):
 
 def stopped_at(run_dir, reason, after=6):
     """The step at which a run has stopped in good order, for this reason."""
-    status, saved = read_status(run_dir), steps_saved(run_dir)
+    status = read_status(run_dir)
+    saved = steps_saved(run_dir)
     assert status["code"] == 75 and reason in status["reason"], status
     assert after < saved == status["step"] < STEPS, status
     return saved
@@ -199,7 +200,9 @@ class Site:
     """A stand-in for a PBS site: start() runs a copy of a script from a spool folder, as PBS."""
 
     def __init__(self, folder, project, hosts):
-        self.folder, self.project, self.attributes = folder, project, ATTRIBUTES
+        self.folder = folder
+        self.project = project
+        self.attributes = ATTRIBUTES
         for name in ("bin", "home", "spool"):
             (folder / name).mkdir(parents=True)
         self.profile("")
@@ -264,7 +267,8 @@ class Site:
 
     def goes_on(self):
         """Was a next job submitted, or this one requeued? Forgets it."""
-        requeued, submitted = self.folder / "requeued", self.folder / "next"
+        requeued = self.folder / "requeued"
+        submitted = self.folder / "next"
         answer = submitted.exists() or requeued.exists() and requeued.read_text() == "requeue 101\n"
         submitted.unlink(missing_ok=True)
         return answer
@@ -559,7 +563,8 @@ class SlurmJob(contextlib.AbstractContextManager):
     """jobs/slurm.sh, submitted for two nodes of two tasks; the end of a `with` cancels it."""
 
     def __init__(self, folder, **variables):
-        self.folder, self.mark = folder, f"{launchers.MARK}={folder}"
+        self.folder = folder
+        self.mark = f"{launchers.MARK}={folder}"
         self.env = clean_environment("srun", {"PYTHON": sys.executable, "VENV": "none", **SETTINGS,
                                               **variables, launchers.MARK: folder})
         options = ["--gres=none", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1",
@@ -681,14 +686,16 @@ def pals_site(site, two_hosts):
 @pytest.mark.slow
 def test_pbs_jobs_go_on_after_qdel_and_by_the_clock_to_the_weights_of_an_undisturbed_run(
         pals_site, project, reference):
-    site, run_dir = pals_site, project / "runs" / "mine"
+    site = pals_site
+    run_dir = project / "runs" / "mine"
     with site.start("aurora.pbs", "101.site", on="hostA") as job:
         await_step(project, 7, lambda: job.process.poll() is None)
         mpiexec, = [pid for pid in job.pids() if launchers.about(pid, "comm").startswith("mpiexec")]
         for pid in (job.process.pid, mpiexec):    # as PBS does; SIGKILL would follow after 10 s
             os.kill(pid, signal.SIGTERM)
         result = job.wait(timeout=300, leftover_grace=5)     # seconds, where the machine is idle
-    text, cancelled = logs(project), stopped_at(run_dir, "SIGTERM")
+    text = logs(project)
+    cancelled = stopped_at(run_dir, "SIGTERM")
     assert result.returncode == 75 and result.leftover == [], result.text + text
     assert not site.goes_on()
     for said in ("launcher PALS: rank from PALS_RANKID", "by MPI broadcast"):

@@ -209,7 +209,8 @@ COMMANDS = [pytest.param(given, words, id=" ".join(words)[:60]) for given,
 def test_a_command_that_is_shown_is_understood_by_the_script_it_names(given, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     place = next(k for k, word in enumerate(words) if OURS.fullmatch(word))
-    script, argv = words[place], [word for word in words[place + 1:] if word != "..."]
+    script = words[place]
+    argv = [word for word in words[place + 1:] if word != "..."]
     text = (ROOT / script).read_text()
     if script.startswith("jobs/"):
         known = set(re.findall(r"^(?:export )?(\w+)=\$\{\1", text, re.MULTILINE))
@@ -220,8 +221,9 @@ def test_a_command_that_is_shown_is_understood_by_the_script_it_names(given, wor
                     or re.search(rf"^{name}=\$\{{{name}:-(.*)\}}", text, re.MULTILINE)[1]
                     for name in ("SCRIPT", "CONFIG")}
         argv = argv[1:] if argv and argv[0].isdigit() else argv
-        script, argv = settings["SCRIPT"], ["--config", settings["CONFIG"],
-                                            *given.get("ARGS", "").split(), *argv]
+        script = settings["SCRIPT"]
+        argv = ["--config", settings["CONFIG"],
+                *given.get("ARGS", "").split(), *argv]
     module = importlib.import_module(Path(script).stem)
     if "--help" in argv or script == "ddp_setup.py":
         return

@@ -15,9 +15,11 @@ MIXED = [pair for i in range(60) for pair in made(40 + 5 * (7 * i % 60), 1 + i %
 @pytest.mark.parametrize("n_micro, batch_size", [
     (1, 8), (12, 2), (3, 50), (len(MIXED), 1), (100, 2), (100, 1)])
 def test_every_pair_comes_once_an_epoch_in_micro_batches_of_equal_size(n_micro, batch_size):
-    plan, n = plan_epoch(MIXED, 0, 0, n_micro, batch_size), len(MIXED)
+    plan = plan_epoch(MIXED, 0, 0, n_micro, batch_size)
+    n = len(MIXED)
     pieces = sum(plan, [])
-    sizes, indices = [len(piece) for piece in pieces], np.concatenate(pieces)
+    sizes = [len(piece) for piece in pieces]
+    indices = np.concatenate(pieces)
     assert len(np.unique(indices)) == len(indices)
     assert len(indices) == (n if batch_size > 1 else n // n_micro * n_micro)
     assert 1 <= min(sizes) and max(sizes) <= batch_size and max(sizes) - min(sizes) <= 1

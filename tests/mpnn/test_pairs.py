@@ -86,7 +86,8 @@ def test_unresolved_rows_keep_the_letters_of_the_structure_and_unnamed_ones_may_
 
 def test_positions_for_all_pairs_hold_by_the_numbers_of_each_file_where_a_pair_has_none(small):
     own = changed(chain_id="B", preferred_seq="GW", unpreferred_seq="FW", mutable_positions=[0])
-    path, notes = write(small, [GOOD, changed(mutable_ranges=[[1, 5]]), own]), []
+    path = write(small, [GOOD, changed(mutable_ranges=[[1, 5]]), own])
+    notes = []
     pairs = read_pairs(path, mutable="A2 A5A", notes=notes)        # B, with its own, has none
     assert notes == ["2 positions by chain and number in the file: A2 A5A"]
     designed = [np.flatnonzero(pair.chain_M).tolist() for pair in pairs]

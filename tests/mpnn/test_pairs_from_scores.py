@@ -34,7 +34,8 @@ def test_the_pairs_are_those_that_training_reads(tmp_path, capsys):
     (tmp_path / "scratch" / "mine").mkdir(parents=True)
     (tmp_path / "out").symlink_to(tmp_path / "scratch" / "mine")     # whose ".." is scratch
     (tmp_path / "scratch" / "s.pdb").write_text(Atoms().add("A", 1, "ALA").add("A", 2, "GLY").pdb())
-    table, target = tmp_path / "in" / "designs.csv", tmp_path / "out" / "pairs.json"
+    table = tmp_path / "in" / "designs.csv"
+    target = tmp_path / "out" / "pairs.json"
     rows = [f"../out/../s.pdb,A{letter},{score},A\n" for score, letter in enumerate("CDEF")]
     table.write_text(TABLE + "".join(rows))
     for options, weights in (([], (1, 1)), (["--weights"], (1.5, 0.5))):    # differences of 3 and 1

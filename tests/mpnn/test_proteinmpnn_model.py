@@ -63,10 +63,12 @@ def scored(inputs):
 @torch.no_grad()
 def test_features_and_encoder_agree_with_the_official_code(fixture):
     for case, inputs, model, _ in each_case(fixture, "features"):
-        features, resolved = case["features"], inputs["mask"].bool()
+        features = case["features"]
+        resolved = inputs["mask"].bool()
         graph = graph_of(model, inputs)
         near(graph.E_idx[resolved], features["E_idx"][resolved])
-        n_rows, L = features["E_rows"].shape[1], resolved.shape[1]
+        n_rows = features["E_rows"].shape[1]
+        L = resolved.shape[1]
         every = next(step for step in (16, 64) if math.ceil(L / step) == n_rows)
         rows = resolved[:, ::every]
         near(model.features(graph)[:, ::every][rows], features["E_rows"][rows], atol=1e-4)
@@ -78,7 +80,8 @@ def test_features_and_encoder_agree_with_the_official_code(fixture):
 @torch.no_grad()
 def test_log_probs_agree_with_the_official_code(fixture):
     for case, inputs, *models in each_case(fixture, "dpo"):
-        resolved, expected = inputs["mask"].bool(), case["ref"]
+        resolved = inputs["mask"].bool()
+        expected = case["ref"]
         order = decoding_order(scored(inputs), inputs["randn"])
         near(order, inputs["decoding_order"])
         S = torch.cat([inputs["S"], inputs["S_chosen"], inputs["S_rejected"]])
@@ -99,14 +102,16 @@ def test_log_probs_agree_with_the_official_code(fixture):
 
 
 # Tolerances of rewards, whole gradient and each of its parameters (relative and in addition).
-EXACT, ROUNDED = (3e-4, 2e-3, 1e-2, 1e-4), (0.05, 0.02, 0.03, 1e-3)
+EXACT = (3e-4, 2e-3, 1e-2, 1e-4)
+ROUNDED = (0.05, 0.02, 0.03, 1e-3)
 
 
 @pytest.mark.parametrize("dtype, tolerances", [(torch.float32, EXACT), (torch.bfloat16, ROUNDED)])
 def test_dpo_loss_and_gradients_agree_with_the_official_code(fixture, dtype, tolerances):
     rewards_atol, rtol, each_rtol, each_atol = tolerances
     for case, inputs, reference, policy in each_case(fixture, "dpo"):
-        expected, S = case["dpo"], torch.cat([inputs["S_chosen"], inputs["S_rejected"]])
+        expected = case["dpo"]
+        S = torch.cat([inputs["S_chosen"], inputs["S_rejected"]])
 
         def sums(model):
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -162,7 +167,8 @@ def protein(lengths, unresolved=(), width=None):
     Padded to `width`. Of the unresolved residues, those of even number lack O alone, the others all
     atoms.
     """
-    generator, L = torch.Generator().manual_seed(0), sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    L = sum(lengths)
     step = F.normalize(torch.randn(L, 3, generator=generator, dtype=torch.float64), dim=-1)
     atoms = 1.5 * torch.randn(L, 4, 3, generator=generator, dtype=torch.float64)
     X = (3.8 * step).cumsum(0)[:, None] + atoms
@@ -208,8 +214,10 @@ def test_padding_changes_neither_scores_nor_gradients(num_edges):
 # ---- sampling ----
 
 def test_a_letter_is_drawn_given_those_that_were_drawn_before():
-    model, (*structure, S) = small_model(), protein([20], unresolved=(3,))
-    encoding, order = model.encode(model.graph(*structure)), random_order(20, 3)
+    model = small_model()
+    (*structure, S) = protein([20], unresolved=(3,))
+    encoding = model.encode(model.graph(*structure))
+    order = random_order(20, 3)
     chain_M = (torch.arange(20) % 3 > 0).float()[None]
     found, probs = model.sample(encoding, S.expand(3, -1), chain_M, order, 0.7)
     assert len(found.unique(dim=0)) == 3, "each sequence has its own noise"
@@ -221,9 +229,14 @@ def test_a_letter_is_drawn_given_those_that_were_drawn_before():
 
 def test_a_tied_group_draws_from_the_weighted_mean_of_its_members_when_the_first_is_due():
     """Weights multiply logits, not the bias; a negative one designs against its position."""
-    model, (*structure, S) = small_model(num_edges=12), protein([6, 6], unresolved=(9,))
+    model = small_model(num_edges=12)
+    (*structure, S) = protein([6, 6], unresolved=(9,))
     encoding = model.encode(model.graph(*structure))
-    T, (i, j, absent), triple = 0.5, (2, 8, 9), [3, 4, 5]       # absent: not one of its members
+    T = 0.5       # absent: not one of its members
+    i = 2
+    j = 8
+    absent = 9
+    triple = [3, 4, 5]
     others = [k for k in range(12) if k not in (i, j, *triple)]
     chain_M = F.one_hot(torch.tensor([i, j, absent, *triple]), 12).sum(0, keepdim=True)
     bias = torch.zeros(12, 21, dtype=torch.float64)
@@ -247,11 +260,15 @@ def test_a_tied_group_draws_from_the_weighted_mean_of_its_members_when_the_first
 
 
 def test_sampling_refuses_what_cannot_be_drawn():
-    model, (*structure, S) = small_model(), protein([20])
-    encoding, order = model.encode(model.graph(*structure)), random_order(20, 2)
-    ones, half = torch.ones(2, 20), torch.arange(20).expand(2, 20) < 10
+    model = small_model()
+    (*structure, S) = protein([20])
+    encoding = model.encode(model.graph(*structure))
+    order = random_order(20, 2)
+    ones = torch.ones(2, 20)
+    half = torch.arange(20).expand(2, 20) < 10
     split = torch.zeros(20, 21)                     # tied, these two allow no common letter
-    split[4, 1:], split[5, :1] = -math.inf, -math.inf
+    split[4, 1:] = -math.inf
+    split[5, :1] = -math.inf
     for options, message in (
             (dict(tied=[[1, 2], [2, 3]]), "none of them twice"),
             (dict(chain_M=half, tied=[[1, 12]]), "mixes drawn"),
@@ -265,7 +282,9 @@ def test_sampling_refuses_what_cannot_be_drawn():
 # ---- dropout, boundary ----
 
 def test_dropout_acts_in_training_only_and_is_off_unless_asked_for():
-    (*structure, S), order, calls = protein([15]), random_order(15), []
+    (*structure, S) = protein([15])
+    order = random_order(15)
+    calls = []
     for options in ({}, {"dropout": 0.5}):
         model = random_proteinmpnn(0, hidden_size=16, **options).double()
         graph = model.graph(*structure)
@@ -278,11 +297,13 @@ def test_dropout_acts_in_training_only_and_is_off_unless_asked_for():
 
 
 def test_wrong_inputs_are_refused_with_what_was_found():
-    model, (X, mask, residue_idx, chain_id, S) = small_model(), protein([10])
+    model = small_model()
+    (X, mask, residue_idx, chain_id, S) = protein([10])
     X[0, 3, 1, 2] = math.inf
     with pytest.raises(ValueError, match="not finite"):
         model.graph(X, mask, residue_idx, chain_id)
-    encoding, order = model.encode(model.graph(*protein([10])[:4])), random_order(10, 3)
+    encoding = model.encode(model.graph(*protein([10])[:4]))
+    order = random_order(10, 3)
     for order, message in ((order[:2], r"\(3, 10\), \(2, 10\)"), (order * 0, "permutation")):
         with pytest.raises(ValueError, match=message):
             model.decode(encoding, S.expand(3, -1), order)
@@ -309,7 +330,9 @@ def test_a_saved_model_loads_back_exactly_and_is_laid_out_as_published(tmp_path)
 
 def test_files_of_something_else_are_refused_with_what_was_found(tmp_path):
     good = to_checkpoint(random_proteinmpnn(0, hidden_size=8, n_encoder=1, n_decoder=1))
-    state, ones, path = good["model_state_dict"], torch.ones, tmp_path / "model.pt"
+    state = good["model_state_dict"]
+    ones = torch.ones
+    path = tmp_path / "model.pt"
 
     def weights(changes):
         changed = {**state, **changes}

@@ -90,8 +90,10 @@ def drawn(output):
 
 def helix_log_probs(weights, chains, order):
     """(L, 21) of helices with these sequences, such as "ACD/EFG"; X has no coordinates."""
-    model, chains = load_proteinmpnn(weights).eval(), chains.split("/")
-    X, sequence = torch.from_numpy(np.concatenate(helices(chains))).float()[None], "".join(chains)
+    model = load_proteinmpnn(weights).eval()
+    chains = chains.split("/")
+    X = torch.from_numpy(np.concatenate(helices(chains))).float()[None]
+    sequence = "".join(chains)
     chain_id = torch.tensor([[c for c, chain in enumerate(chains, 1) for _ in chain]])
     index = torch.arange(len(sequence)) + 100 * (chain_id - 1)
     mask = torch.tensor([[float(letter != "X") for letter in sequence]])
@@ -189,7 +191,8 @@ def test_many_structures_and_temperatures_give_the_designs_of_calls_of_their_own
     args = ("--num", 3, "--batch_size", 2)
     near = drawn(sample(pdb, "--num", 2, "--temperature", 2, 2.0001))
     assert len(set(near)) == 4                      # new draws at each temperature
-    text, expected = sample(tmp_path, *args, "--temperature", 0.5, 2)[0], []
+    text = sample(tmp_path, *args, "--temperature", 0.5, 2)[0]
+    expected = []
     for path in (dimer, pdb):
         hot, cold = (sample(path, *args, "--temperature", T)[0] for T in (2, 0.5))
         expected += [*read(cold), *read(hot)[1:]]
@@ -208,7 +211,8 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
                    "--save_probs", "1", "--out_folder", folder)[1]
     assert "--fixed_positions: 9 positions by chain and number in the file" in notes
     fasta = folder / "seqs" / "dimer.fa"
-    designs, designs_file = read(fasta.read_text())[1:], fasta.read_bytes()
+    designs = read(fasta.read_text())[1:]
+    designs_file = fasta.read_bytes()
     sequences = [sequence.replace("/", "") for _, sequence in designs]
     scores, probs = (arrays(folder, kind, "dimer") for kind in ("scores", "probs"))
     assert ["".join(probs["alphabet"].item()[i] for i in S) for S in probs["S"]] == sequences
@@ -225,7 +229,8 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
     for key in ("score", "global_score"):
         assert [head[key] for head, _ in again] == pytest.approx(scores[key], abs=1e-4)
     sample(*args, "--score_only", fasta, "--save_scores", "--out_folder", folder)
-    scored, later = folder / "scored" / "dimer.fa", arrays(folder, "scored", "dimer")
+    scored = folder / "scored" / "dimer.fa"
+    later = arrays(folder, "scored", "dimer")
     assert later["score"][1:] == pytest.approx(scores["score"], abs=1e-5)
     assert read(scored.read_text())[1:] == again and fasta.read_bytes() == designs_file
     others = tmp_path / "others.fasta"
@@ -239,7 +244,8 @@ def test_saved_scores_and_probabilities_belong_to_the_designs(sample, dimer, tmp
 
 def test_unconditional_and_conditional_probabilities_are_those_of_the_model(
         sample, weights, tmp_path):
-    pdb, folder = write_pdb(tmp_path / "one.pdb", {"A": "ACD-EFGHI"}), tmp_path / "out"
+    pdb = write_pdb(tmp_path / "one.pdb", {"A": "ACD-EFGHI"})
+    folder = tmp_path / "out"
     given = tmp_path / "given.fasta"
     given.write_text(">a\nACDXEFGHI\n>b\nWWWXWWWWW\n")
     args = ("--fixed_positions", "A10", "--orders", 1, "--out_folder", folder)
@@ -306,7 +312,8 @@ def test_gaps_and_broken_residues_are_left_out_of_their_groups(sample, tmp_path)
 
 
 def test_a_pssm_takes_its_share_of_the_probabilities_and_makes_low_odds_rare(sample, pdb, tmp_path):
-    random, allowed = np.random.default_rng(0), [letter not in "CX" for letter in LETTERS + "X"]
+    random = np.random.default_rng(0)
+    allowed = [letter not in "CX" for letter in LETTERS + "X"]
     coef, letters, odds = (random.random(shape) for shape in (22, (22, 21), (22, 21)))
     letters /= letters.sum(1, keepdims=True)
     pssm = {"pssm_coef": coef, "pssm_bias": letters, "pssm_log_odds": odds}
@@ -317,7 +324,8 @@ def test_a_pssm_takes_its_share_of_the_probabilities_and_makes_low_odds_rare(sam
                "--save_probs", "--out_folder", tmp_path, *options)
         return arrays(tmp_path, "probs")["probs"][0, 5]
 
-    plain, rare = drawn_from(), ("--pssm_log_odds_flag", 1, "--pssm_threshold", 0.5)
+    plain = drawn_from()
+    rare = ("--pssm_log_odds_flag", 1, "--pssm_threshold", 0.5)
     for multi, options in ((0.4, ()), (1, ()), (0.4, rare), (0, rare)):
         mixed = (1 - multi * coef[5]) * plain + multi * coef[5] * letters[5]
         mixed = mixed * allowed * (np.where(odds[5] > 0.5, 1.001, 0.001) if options else 1)
@@ -330,7 +338,8 @@ def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample,
            "--out_folder", tmp_path, "--backbone_noise", 0.3)
     of_one_residue = arrays(tmp_path, "probs")["probs"][:, 10]
     assert np.ptp(of_one_residue, 0).max() > 1e-3
-    args, out = (pdb, "--temperature", 1, "--num", 5), tmp_path / "noisy.fasta"
+    args = (pdb, "--temperature", 1, "--num", 5)
+    out = tmp_path / "noisy.fasta"
     sample(*args, "--backbone_noise", 0.3, "--batch_size", 4, "--out", out)
     noisy = out.read_text()
     assert sample(*args, "--backbone_noise", 0.3, "--batch_size", 1)[0] == noisy
@@ -340,7 +349,8 @@ def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample,
 
 
 PSSM = {"pssm_coef": [1] * 22, "pssm_bias": [[0.5] * 21] * 22, "pssm_log_odds": [[0] * 21] * 22}
-OMIT, TIED = "--omit_AA_jsonl settings.json", "--tied_positions_jsonl settings.json"
+OMIT = "--omit_AA_jsonl settings.json"
+TIED = "--tied_positions_jsonl settings.json"
 WITH_PSSM = "--pssm_jsonl settings.json --pssm_multi 1"
 BAD = {                                                     # arguments: words of the message
     "--chains A --fixed_chains A": "chain A is to be designed and to be fixed",
@@ -407,7 +417,9 @@ def test_an_option_of_the_published_command_alone_is_answered_with_ours(sample, 
 
 
 def test_bad_files_are_refused_by_name_and_an_old_result_stays(sample, pdb, tmp_path):
-    old, bad, shifted = tmp_path / "old.fasta", tmp_path / "bad.pt", tmp_path / "shifted.pdb"
+    old = tmp_path / "old.fasta"
+    bad = tmp_path / "bad.pt"
+    shifted = tmp_path / "shifted.pdb"
     old.write_text("as it was")
     bad.write_bytes(b"not weights")
     write_pdb(shifted, {"A": "MKTAY", "B": "KTAYM"})

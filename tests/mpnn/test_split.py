@@ -44,7 +44,8 @@ def test_a_start_tells_of_an_odd_split_of_shared_structures_and_of_chains_left_o
         return len(data.val), *(line for line in data.description if line.startswith("ATTENTION"))
 
     n_val, split, partial = start(None)
-    (_, repeated, _), (_, _) = start(path), start(other)
+    (_, repeated, _) = start(path)
+    (_, _) = start(other)
     assert f"{n_val} of 28 pairs" in split and "--val_data" in split
     assert re.search(r"2 structures are in training and validation, first \S*3HTN.pdb", repeated)
     assert "leave other protein chains" in partial and "fixed_chains" in partial
@@ -65,10 +66,13 @@ def test_a_single_structure_is_split_by_sequence_with_a_warning_or_refused():
 
 
 def test_pairs_that_share_the_sequence_of_one_chain_are_on_one_side_of_the_split():
-    chain, rng = made(30, 1)[0].complex.structure.chains["A"], np.random.default_rng(1)
+    chain = made(30, 1)[0].complex.structure.chains["A"]
+    rng = np.random.default_rng(1)
     structure = Structure("two", {"A": chain, "B": chain})
-    one, two = Complex(structure, ["A"], ["B"]), Complex(structure, ["A", "B"])
-    pairs, constant = [], rng.integers(0, 20, 30).astype(np.uint8)
+    one = Complex(structure, ["A"], ["B"])
+    two = Complex(structure, ["A", "B"])
+    pairs = []
+    constant = rng.integers(0, 20, 30).astype(np.uint8)
     for _ in range(20):         # designs of A alone, and of A with a B that is alike in all
         first, second, third = rng.integers(0, 20, (3, 30)).astype(np.uint8)
         pairs.append(Pair(one, first, second, np.ones(30, bool)))

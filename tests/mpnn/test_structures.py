@@ -74,7 +74,8 @@ def test_an_unknown_coordinate_of_mmcif_is_a_missing_atom_and_its_error_no_part_
     assert chain.resolved.tolist() == [False, True] and chain.X[1, 0, 0] == 4.125
 
 
-ONE, ONE_CIF = Atoms().add("A", 1, "ALA").pdb(), Atoms().add("A", 1, "ALA").mmcif()
+ONE = Atoms().add("A", 1, "ALA").pdb()
+ONE_CIF = Atoms().add("A", 1, "ALA").mmcif()
 
 
 @pytest.mark.parametrize("name, content, says", [

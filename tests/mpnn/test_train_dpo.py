@@ -39,7 +39,8 @@ from training_runs import (  # noqa: F401 (the fixture one_thread)
     ROOT, assert_refused, command_lines, driver, equal, gradients, on_ranks, one_thread, rows,
     same_run, timeless, words)
 
-SCRIPT, DEMO = ROOT / "train_dpo_ddp.py", ROOT / "configs" / "dpo_demo.yaml"
+SCRIPT = ROOT / "train_dpo_ddp.py"
+DEMO = ROOT / "configs" / "dpo_demo.yaml"
 SMALL = {"hidden_size": 16, "n_encoder": 1, "n_decoder": 1, "num_edges": 8}
 TINY = {"training.batch_size": 3, "training.accum": 2, "training.n_iters": 12,
         "training.log_freq": 1, "optim.lr": 3e-3, "optim.warmup": 3,
@@ -127,13 +128,15 @@ def test_each_loss_at_a_margin_computed_by_hand(name, expected):
 
 def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_mean_entropy():
     p = torch.full((1, 4, 21), 0.1 / 19).double()
-    p[..., 0], p[..., 1] = 0.6, 0.3   # chosen AAAA, rejected CCCC, under any order
+    p[..., 0] = 0.6   # chosen AAAA, rejected CCCC, under any order
+    p[..., 1] = 0.3
     S = torch.tensor([[0] * 4, [1] * 4])
     weight = torch.tensor([[1.0, 1, 0, 1]]).double()
     batch = {"S": S, "scored": weight, "n_scored": weight.sum(1),
              "sequence_rows": torch.tensor([[[0, 1]]])}
     entropy = -(0.6 * math.log(0.6) + 0.3 * math.log(0.3) + 0.1 * math.log(0.1 / 19))
-    loss, reference = Loss(sft=2.0, diversity_lambda=0.5), torch.zeros(1, 2).double()
+    loss = Loss(sft=2.0, diversity_lambda=0.5)
+    reference = torch.zeros(1, 2).double()
     value, metrics = objective(p.log().repeat(2, 1, 1), batch, reference, loss)
     sigmoid = math.log(1 + math.exp(-0.1 * 3 * (math.log(0.6) - math.log(0.3))))
     assert value.item() == pytest.approx(sigmoid - 2 * math.log(0.6) - 0.5 * entropy)
@@ -147,7 +150,9 @@ def test_sft_adds_the_mean_negative_log_probability_and_diversity_takes_off_the_
 def small_pairs():
     """Pairs of different lengths and weights; some with fixed positions, unresolved rows, a context
     chain."""
-    pairs, random, chains = [], np.random.default_rng(0), []
+    pairs = []
+    random = np.random.default_rng(0)
+    chains = []
     for i, pair in enumerate(demo_pairs(seed=3, n_structures=4, pairs_per_structure=4)):
         mask = pair.chain_M
         if i % 4 == 0:   # not ideal backbones: there, neighbours lie at equal distances
@@ -171,7 +176,8 @@ def small_pairs():
 def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
     pairs = small_pairs()
     for pair in pairs:
-        n, L = len(pair.chain_M), len(pair.complex)
+        n = len(pair.chain_M)
+        L = len(pair.complex)
         designed = np.zeros(L, bool)
         designed[:n] = pair.chain_M & pair.complex.mask[:n]
         for order in orders_of(pair, Loss(n_orders=3), 0, 0).tolist():
@@ -192,7 +198,8 @@ def test_orders_put_fixed_residues_first_and_are_keyed_by_seed_pair_and_epoch():
 
 def networks(config, ddp=Ddp()):
     """(policy, Reference, pairs) of small_pairs; policy and reference have other weights."""
-    pairs, (policy, model) = small_pairs(), (random_proteinmpnn(k, **SMALL) for k in (2, 1))
+    pairs = small_pairs()
+    (policy, model) = (random_proteinmpnn(k, **SMALL) for k in (2, 1))
     return policy, Reference(model, pairs, config, ddp), pairs
 
 
@@ -272,7 +279,9 @@ def test_designs_change_designed_resolved_positions_alone_and_hang_on_their_prob
         number, pair = next((k, p) for k, p in enumerate(pairs)
                             if p.complex.key == problem.complex.key
                             and np.array_equal(p.chosen, problem.preferred[0]))
-        n, L, native = problem.complex.n_designed, len(problem.complex), problem.complex.S
+        n = problem.complex.n_designed
+        L = len(problem.complex)
+        native = problem.complex.S
         resolved = problem.complex.mask[:n]
         for kept, letters in ((~pair.chain_M, pair.chosen), (~resolved, native[:n])):
             assert (drawn[:, :n][:, kept] == letters[kept]).all()
@@ -291,7 +300,8 @@ def test_metrics_of_designs_by_hand_and_a_collapsed_model_is_seen():
     designs.base = designs.draw(designs.reference.model, Ddp())
     base = designs.metrics(designs.base)
     assert base["val/design_shift"] == 0 and not designs.sign_of_collapse(base)
-    w, drawn = ALPHABET.index("W"), [p.drawn for p in designs.problems]
+    w = ALPHABET.index("W")
+    drawn = [p.drawn for p in designs.problems]
     collapsed = random_proteinmpnn(0, **SMALL)
     collapsed.W_out.bias.data[w] += 100
     S = designs.draw(collapsed, Ddp())
@@ -321,7 +331,8 @@ def gradients_of(ddp, by_definition=False):
     config = tiny(loss__sft=0.3, loss__diversity_lambda=0.2, loss__n_orders=2,
                   loss__share_order=True)      # a sequence of several pairs is computed once
     policy, ref, pairs = networks(config, ddp)
-    policy, ref.model = policy.double(), ref.model.double()
+    policy = policy.double()
+    ref.model = ref.model.double()
     plan = PairPlan(pairs, 0, 4, config.training.batch_size)
 
     def loss_of(model, batch):
@@ -334,7 +345,8 @@ def gradients_of(ddp, by_definition=False):
                 batch = ref.to_device(make_batch(pairs, [i], config.loss, 0, epoch))
                 log_probs = policy(batch["graph"], batch["S"], batch["order"], batch["complex_row"])
                 loss = objective(log_probs, batch, ref.scores(batch), config.loss)[0].sum()
-                total, weights = total + pairs[i].weight * loss, weights + pairs[i].weight
+                total = total + pairs[i].weight * loss
+                weights = weights + pairs[i].weight
         return total / weights
 
     return gradients(policy, MicroBatchSampler(plan.item_of, 4, ddp, 0, 2), MicroBatchDataset(
@@ -342,7 +354,8 @@ def gradients_of(ddp, by_definition=False):
 
 
 def test_any_number_of_ranks_makes_the_gradient_of_the_weighted_mean_and_the_designs(tmp_path):
-    expected, drawn = gradients_of(Ddp(), by_definition=True), designs_of(Ddp())[1].tolist()
+    expected = gradients_of(Ddp(), by_definition=True)
+    drawn = designs_of(Ddp())[1].tolist()
     for n in (1, 2, 4):
         found, designs = on_ranks(n, "test_train_dpo", "(gradients_of(ddp), designs_of(ddp)[1]."
                                   "tolist())", tmp_path)
@@ -363,7 +376,8 @@ def test_the_same_global_batch_gives_the_same_losses_and_metrics_under_any_launc
                                    f"training.num_workers={int(launcher == 'torchrun')}"], tmp_path)
     assert done.returncode == 0 and not done.leftover, done.text
     assert done.stdout.count("step 8/8") == 1
-    one, other = timeless(tmp_path / "one"), timeless(tmp_path / "two")
+    one = timeless(tmp_path / "one")
+    other = timeless(tmp_path / "two")
     assert [row["step"] for row in other] == list(range(9))
     for a, b in zip(one, other):
         a.pop("epoch", None)
@@ -434,7 +448,8 @@ def test_without_validation_the_best_model_is_of_a_whole_epoch_whose_mean_loss_i
 
 
 def test_falling_chosen_sequences_are_warned_of_once_and_sft_holds_them(tmp_path, capsys):
-    settings, warning = dict(training__n_iters=30, optim__lr=1e-2), "have become less likely"
+    settings = dict(training__n_iters=30, optim__lr=1e-2)
+    warning = "have become less likely"
     result = run(tiny(**settings), tmp_path / "plain")
     text = capsys.readouterr().out
     assert text.count(f"ATTENTION: chosen sequences {warning}") == 1 and "loss.sft" in text
@@ -476,14 +491,16 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_too_many_in_a_row_end_the_run(t
 
 
 def test_scores_under_the_reference_are_kept_for_orders_that_stay(tmp_path, capsys, monkeypatch):
-    cache, fixed = tmp_path / "a" / "reference", dict(loss__order="fixed", training__n_iters=3)
+    cache = tmp_path / "a" / "reference"
+    fixed = dict(loss__order="fixed", training__n_iters=3)
 
     def scores_were(folder, words, **change):
         run(tiny(**{**fixed, **change}), tmp_path / folder)
         assert capsys.readouterr().out.count(words) == 2, change   # for training and validation
 
     scores_were("a", "computed, kept in")
-    before, fixed["data__reference_cache"] = sorted(cache.iterdir()), cache
+    before = sorted(cache.iterdir())
+    fixed["data__reference_cache"] = cache
     scores_were("b", "read from")
     for change in (dict(training__seed=1), dict(loss__n_orders=2), dict(loss__temperature=0.5),
                    dict(loss__order="arange"), dict(data__demo_pairs=4),
@@ -538,7 +555,8 @@ def test_mixed_precision_changes_the_steps_little_and_not_step_0(tmp_path, capsy
 # ---- the demo, and real proteins ----
 
 def test_the_demo_learns_its_rule_and_says_what_it_does(tmp_path):
-    result, folder = fork_ranks(2, [SCRIPT, "--config", DEMO], tmp_path), tmp_path / "runs/dpo_demo"
+    result = fork_ranks(2, [SCRIPT, "--config", DEMO], tmp_path)
+    folder = tmp_path / "runs/dpo_demo"
     assert result.returncode == 0, result.text
     text = result.stdout
     for said in ("RANDOM weights from seed 0: for demonstrations and tests only",
@@ -552,7 +570,8 @@ def test_the_demo_learns_its_rule_and_says_what_it_does(tmp_path):
     assert table[0]["val/rewards/margins"] == 0 == table[0]["val/kl"]
     for key in ("loss", "rewards/accuracies", "logps/chosen", "logps/rejected"):
         assert key in table[-1] and f"val/{key}" in table[-1]
-    chosen, rejected = table[-1]["rewards/chosen"], table[-1]["rewards/rejected"]
+    chosen = table[-1]["rewards/chosen"]
+    rejected = table[-1]["rewards/rejected"]
     assert table[-1]["rewards/margins"] == pytest.approx(chosen - rejected)
     assert {"grad_norm", "lr", "val/recovery", "entropy"} <= table[-1].keys()
     assert read_status(folder)["code"] == 0
@@ -678,7 +697,8 @@ def test_a_run_whose_designs_collapse_says_so_once_and_says_where_they_are(files
     collapse = words({"training.num_epochs": 3, "optim.lr": 0.1, "data.val_fraction": 0.4,
                       "data.train_data": files / "pairs.json", "model.base_model_dir": files / "w"})
     run(load_config(Config, None, collapse), files / "out")
-    printed, folder = " ".join(capsys.readouterr().out.split()), files / "out" / "designs"
+    printed = " ".join(capsys.readouterr().out.split())
+    folder = files / "out" / "designs"
     assert printed.count("Look at") == printed.count("ATTENTION: the composition of designs") == 1
     assert f"designs {folder}/step_3.fasta" in printed
     assert sorted(p.name for p in folder.iterdir()) == [f"step_{k}.fasta" for k in range(4)]

@@ -27,7 +27,9 @@ from launchers import run_ranks, seconds_until, start_ranks  # noqa: E402
 from training.watch import read_status
 from training_runs import same_run  # noqa: E402
 
-STEPS, WATCHDOG, INIT = 300, 8.0, 20.0     # optimizer steps of a run; seconds
+STEPS = 300     # optimizer steps of a run; seconds
+WATCHDOG = 8.0
+INIT = 20.0
 GONE = 15.0   # seconds in which all must be gone after SIGKILL or SIGTERM
 CONFIG = f"""
 training: {{batch_size: 8, accum: 2, n_iters: {STEPS}, eval_freq: 50, log_freq: 5,
@@ -49,7 +51,9 @@ def words(folder):
 def hit(launcher, folder, draw):
     """One start in `folder` and one kill -> (signal, None if the run ended before it; seconds until
     all were gone; Result, None if it hung)."""
-    kind, rank, lively = draw.choice(SIGNALS), draw.randrange(2), draw.random() < 0.7
+    kind = draw.choice(SIGNALS)
+    rank = draw.randrange(2)
+    lively = draw.random() < 0.7
     with start_ranks(launcher, 2, words(folder.parent), folder) as running:
         # 30 % at any moment after the ranks appeared, others from the first step on
         seconds_until(lambda: running.process.poll() is not None or
@@ -57,7 +61,8 @@ def hit(launcher, folder, draw):
                       120)
         time.sleep(draw.uniform(0, 2.0 if lively else 6.0))
         try:
-            guard, pid = running.guard_pids()[rank], running.rank_pids()[rank]
+            guard = running.guard_pids()[rank]
+            pid = running.rank_pids()[rank]
             if pid == guard:    # its rank has ended: nobody ends a guard that is stopped then
                 raise ProcessLookupError
             os.kill(pid, kind)
@@ -72,7 +77,9 @@ def hit(launcher, folder, draw):
 
 
 def soak(launcher, kills, seed, folder):
-    draw, tally, problems = random.Random(f"{launcher} {seed}"), collections.Counter(), []
+    draw = random.Random(f"{launcher} {seed}")
+    tally = collections.Counter()
+    problems = []
     (folder / "config.yaml").write_text(CONFIG)
     (folder / "undisturbed").mkdir()
     result = run_ranks(launcher, 2, words(folder), folder / "undisturbed")
@@ -84,10 +91,13 @@ def soak(launcher, kills, seed, folder):
         kind, seconds, result = (
             hit(launcher, current, draw) if done < kills else
             (None, 0.0, run_ranks(launcher, 2, words(folder), current)))
-        name, code = kind.name if kind else "not hit", result.returncode if result else "hang"
-        done, longest = done + bool(kind), max(longest, seconds)
+        name = kind.name if kind else "not hit"
+        code = result.returncode if result else "hang"
+        done = done + bool(kind)
+        longest = max(longest, seconds)
         tally[name] += 1
-        status, step = read_status(current / "run"), "damaged"
+        status = read_status(current / "run")
+        step = "damaged"
         try:
             step = {path.name: load_checkpoint(str(path))["step"] for path in current.glob(
                 "run/checkpoints/[!.]*.pt")}.get("last.pt", 0)   # ValueError: one is damaged

@@ -36,7 +36,8 @@ def plan_of(proteins, max_length=512, micro_batches=4, **settings):
 
 def steps_of(reader, epoch=0):
     """The micro-batches of each step of an epoch: lists of (keys, cropped lengths, width)."""
-    plan, out = reader.plan, []
+    plan = reader.plan
+    out = []
     for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
         batches = [reader.micro_batch(step, lane) for lane in range(plan.micro_batches)]
         out.append([(p.keys, p.lengths.clip(max=plan.max_length), width) for p, width in batches])

@@ -71,8 +71,11 @@ def test_rates_and_transitions_agree_with_the_official_code(fixture, graph_name,
 @CASES
 def test_reverse_steps_agree_with_the_official_code(fixture, graph_name, noise_name):
     graph, _, case = official(fixture, graph_name, noise_name)
-    xt, score, expected = case["xt"], case["log_score"].exp(), case["reverse_rate"]
-    error, size = (graph.reverse_rate(xt, score) - expected).abs(), expected.abs()
+    xt = case["xt"]
+    score = case["log_score"].exp()
+    expected = case["reverse_rate"]
+    error = (graph.reverse_rate(xt, score) - expected).abs()
+    size = expected.abs()
     assert (error <= 1e-4 * size + 1e-5 * size.amax(-1, keepdim=True)).all()
     clean = graph.staggered_score(score, case["sigma"])
     denoise = clean * graph.transp_transition(xt, case["sigma"])
@@ -84,7 +87,10 @@ def test_reverse_steps_agree_with_the_official_code(fixture, graph_name, noise_n
 @CASES
 def test_score_entropy_and_loss_agree_with_the_official_code(fixture, graph_name, noise_name):
     graph, noise, case = official(fixture, graph_name, noise_name)
-    xt, x0, sigma, dsigma = case["xt"], case["x0"], case["sigma"], case["dsigma"]
+    xt = case["xt"]
+    x0 = case["x0"]
+    sigma = case["sigma"]
+    dsigma = case["dsigma"]
     everywhere = torch.ones_like(xt, dtype=torch.bool)
     entropy = graph.score_entropy(case["log_score"], sigma, xt, x0)
     loss, _ = score_entropy_loss(case["log_score"], sigma, dsigma, xt, x0, graph, everywhere)
@@ -104,7 +110,8 @@ def test_score_entropy_and_loss_agree_with_the_official_code(fixture, graph_name
 
 @BOTH_GRAPHS
 def test_score_entropy_stays_finite_in_float32_from_tiny_to_full_noise(graph_name):
-    graph, sigma = make_graph(graph_name, 21), torch.tensor([1e-6, 1e-4, 1.0, 20.0])
+    graph = make_graph(graph_name, 21)
+    sigma = torch.tensor([1e-6, 1e-4, 1.0, 20.0])
     x0 = torch.randint(20, (4, 50), generator=seeded())
     xt = graph.sample_limit((4, 50), seeded())
     log_score = torch.zeros(4, 50, graph.vocab_size, requires_grad=True)
@@ -140,8 +147,10 @@ def test_what_does_not_count_reaches_neither_loss_nor_gradient(graph_name):
 
 def test_bfloat16_scores_are_summed_in_float32():
     graph = AbsorbingGraph(20)
-    xt, x0 = torch.full((1, 8), 20), torch.zeros(1, 8, dtype=torch.int64)
-    log_score, one = torch.zeros(1, 8, 21, dtype=torch.bfloat16), torch.ones(1)
+    xt = torch.full((1, 8), 20)
+    x0 = torch.zeros(1, 8, dtype=torch.int64)
+    log_score = torch.zeros(1, 8, 21, dtype=torch.bfloat16)
+    one = torch.ones(1)
     loss, _ = score_entropy_loss(log_score, one, one, xt, x0, graph, xt == 20)
     r = 1 / math.expm1(1)
     near(loss, torch.tensor([8 * (20 + r * (math.log(r) - 1))]), rtol=1e-6)
@@ -149,9 +158,12 @@ def test_bfloat16_scores_are_summed_in_float32():
 
 @BOTH_GRAPHS
 def test_corruption_draws_from_the_transition(graph_name):
-    graph, n, sigma = make_graph(graph_name, 21), 50_000, torch.tensor([0.01, 0.5, 3.0])
+    graph = make_graph(graph_name, 21)
+    n = 50_000
+    sigma = torch.tensor([0.01, 0.5, 3.0])
     x0 = torch.full((3, n), 7)
-    xt, p = graph.corrupt(x0, sigma, seeded()), graph.transition(x0[:, :1], sigma)[:, 0]
+    xt = graph.corrupt(x0, sigma, seeded())
+    p = graph.transition(x0[:, :1], sigma)[:, 0]
     share = torch.stack([row.bincount(minlength=graph.vocab_size) for row in xt]) / n
     assert ((share - p).abs() <= 4.5 * (p * (1 - p) / n).sqrt() + 1e-6).all()
 
@@ -162,7 +174,8 @@ class Table:
     """p0 over two residues of n tokens; exact log scores by enumeration, in float64."""
 
     def __init__(self, graph, seed=0):
-        n, self.graph = graph.n_tokens, graph
+        n = graph.n_tokens
+        self.graph = graph
         logits = 2 * torch.randn(n * n, generator=seeded(seed), dtype=torch.float64)
         self.p0 = logits.softmax(0).view(n, n)
 
@@ -185,9 +198,12 @@ def test_the_loss_of_the_exact_score_integrates_to_the_entropy_of_the_data(graph
     # The bound is tight for the exact score in the mean over x0. Sum over all xt, x0, quadrature
     # over t; left out are t < eps and, in the absorbing graph, the exp(-sigma(1)) unmasked at the
     # end: below 0.5 %.
-    graph, noise = make_graph(graph_name, 3), make_noise(noise_name)
-    table, eps = Table(graph), 1e-5
-    tokens, clean = torch.arange(graph.vocab_size), torch.arange(3)
+    graph = make_graph(graph_name, 3)
+    noise = make_noise(noise_name)
+    table = Table(graph)
+    eps = 1e-5
+    tokens = torch.arange(graph.vocab_size)
+    clean = torch.arange(3)
     xt, x0 = torch.cartesian_prod(tokens, tokens, clean, clean).split(2, dim=1)     # each (S, 2)
     everywhere = torch.ones_like(xt, dtype=torch.bool)
     nodes = torch.linspace(math.log(eps), 0, 401, dtype=torch.float64)      # ln t: steep near t = 0
@@ -208,7 +224,9 @@ def test_the_loss_of_the_exact_score_integrates_to_the_entropy_of_the_data(graph
 @BOTH_GRAPHS
 @pytest.mark.parametrize("steps, eps", [(1, 1e-5), (5, 1e-5), (2, 0.5)])
 def test_analytic_sampling_of_one_residue_is_exact(graph_name, steps, eps):
-    graph, noise, B = make_graph(graph_name, 6), make_noise("loglinear", eps=1e-6), 40_000
+    graph = make_graph(graph_name, 6)
+    noise = make_noise("loglinear", eps=1e-6)
+    B = 40_000
     p0 = torch.tensor([0.4, 0.3, 0.2, 0.09, 0.01, 0.0], dtype=torch.float64)
     possible = p0.clamp(min=1e-12)
 
@@ -223,7 +241,8 @@ def test_analytic_sampling_of_one_residue_is_exact(graph_name, steps, eps):
 @BOTH_GRAPHS
 @PREDICTORS
 def test_sampling_with_the_exact_score_gives_the_joint_distribution(graph_name, predictor):
-    graph, B = make_graph(graph_name, 3), 20_000
+    graph = make_graph(graph_name, 3)
+    B = 20_000
     table = Table(graph)
     x = sample(table, graph, make_noise("loglinear"), (B, 2), 200, predictor, generator=seeded())
     found = (x[:, 0] * 3 + x[:, 1]).bincount(minlength=9) / B
@@ -235,7 +254,8 @@ def test_sampling_with_the_exact_score_gives_the_joint_distribution(graph_name, 
 @PREDICTORS
 @pytest.mark.parametrize("steps", [1, 4, 16])
 def test_neither_the_mask_nor_a_forbidden_token_is_ever_returned(graph_name, predictor, steps):
-    graph, noise = make_graph(graph_name, 21), make_noise("geometric")
+    graph = make_graph(graph_name, 21)
+    noise = make_noise("geometric")
     even = torch.zeros(20, 30, graph.vocab_size)
     log_scores = {"even": even, "no score at all": even - math.inf, "overflow": even + 300,
                   "all on X": even - 50 + 100 * (torch.arange(graph.vocab_size) == 20)}
@@ -252,7 +272,8 @@ def test_neither_the_mask_nor_a_forbidden_token_is_ever_returned(graph_name, pre
 def test_infilling_keeps_the_fixed_residues_in_every_step(graph_name, predictor):
     graph = make_graph(graph_name, 21)
     tokens = torch.randint(21, (8, 20), generator=seeded(1))
-    where, steps = torch.rand(8, 20, generator=seeded(2)) < 0.4, []
+    where = torch.rand(8, 20, generator=seeded(2)) < 0.4
+    steps = []
 
     def model(xt, sigma):
         assert torch.equal(xt[where], tokens[where])
@@ -265,7 +286,8 @@ def test_infilling_keeps_the_fixed_residues_in_every_step(graph_name, predictor)
 
 
 def test_what_cannot_be_made_or_sampled_is_refused():
-    graph, noise = AbsorbingGraph(4), make_noise("loglinear")
+    graph = AbsorbingGraph(4)
+    noise = make_noise("loglinear")
     even = torch.zeros(2, 3, 5)
     masked = (torch.full((2, 3), 4), torch.ones(2, 3, dtype=torch.bool))
     for match, kwargs in (("steps", dict(steps=0)), ("forbidden", dict(forbidden=(0, 1, 2, 3))),

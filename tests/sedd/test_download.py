@@ -21,9 +21,11 @@ import prepare_uniref50
 from sedd import download as downloading
 from sedd.download import Source, download, look_up, open_url
 
-FILE, LISTING = "/u/uniref50.fasta.gz", "/u/RELEASE.metalink"
+FILE = "/u/uniref50.fasta.gz"
+LISTING = "/u/RELEASE.metalink"
 DATA, OTHER = (gzip.compress(random.Random(k).randbytes(300_000), mtime=0) for k in (0, 1))
-MD5, HALF = hashlib.md5(DATA).hexdigest(), len(DATA) // 2
+MD5 = hashlib.md5(DATA).hexdigest()
+HALF = len(DATA) // 2
 
 
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -31,7 +33,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        web, span = self.server, self.headers["Range"] or "bytes=0-"
+        web = self.server
+        span = self.headers["Range"] or "bytes=0-"
         self.start = int(span.removeprefix("bytes=").removesuffix("-"))
         self.data = web.files.get(self.path.partition("?")[0])
         web.asked.append((self.start, self.headers["If-Range"]))
@@ -87,8 +90,11 @@ def web(tmp_path, monkeypatch):
     for name, value in {"BACKOFF": 0, "TIMEOUT": 20, "TRIES": 4}.items():
         monkeypatch.setattr(downloading, name, value)
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    web.daemon_threads, web.go_on = True, threading.Event()
-    web.files, web.faults, web.asked = {FILE: DATA}, [], []
+    web.daemon_threads = True
+    web.go_on = threading.Event()
+    web.files = {FILE: DATA}
+    web.faults = []
+    web.asked = []
     web.validators = {"ETag": '"one"', "Last-Modified": formatdate(1e9, usegmt=True)}
     web.root = f"http://127.0.0.1:{web.server_address[1]}"
     web.url = web.root + FILE
@@ -144,7 +150,8 @@ def test_the_same_call_after_the_end_asks_for_nothing_but_another_source_is_down
         get(web, size=len(DATA), md5=MD5)
         assert web.asked == [(0, None)] and not web.part.exists()
     other = hashlib.md5(OTHER).hexdigest()
-    web.files[FILE], web.faults = OTHER, [answer("error", 404)]
+    web.files[FILE] = OTHER
+    web.faults = [answer("error", 404)]
     refusal(ValueError, web, md5=other)
     assert web.path.read_bytes() == DATA            # until another begins to arrive
     half_arrives(web, md5=other)
@@ -232,7 +239,8 @@ def test_another_file_after_a_resume_is_never_mixed_with_the_old(
     assert "thrown away" in capsys.readouterr().err
 
 
-RESUMED, ANEW = (HALF, '"one"'), (0, None)
+RESUMED = (HALF, '"one"')
+ANEW = (0, None)
 
 
 @pytest.mark.parametrize("change, known, asked", [

@@ -20,13 +20,16 @@ from training.config import load_config
     ("uniform", "loglinear", {}), ("uniform", "geometric", {}),
     ("uniform", "geometric", {"sigma_max": 1.0})])
 def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, noise, arguments):
-    p, draw = torch.linspace(1, 6, 20).double(), torch.Generator().manual_seed(0)
+    p = torch.linspace(1, 6, 20).double()
+    draw = torch.Generator().manual_seed(0)
     p /= p.sum()
     proteins = Proteins.from_sequences([
         torch.multinomial(p, 30 + 2 * (i % 20), True, generator=draw).numpy().astype(np.uint8)
         for i in range(150)])
-    graph, noise = make_graph(graph, N_TOKENS), make_noise(noise, **arguments)
-    counts, lengths = proteins.letter_counts(), torch.from_numpy(proteins.lengths)
+    graph = make_graph(graph, N_TOKENS)
+    noise = make_noise(noise, **arguments)
+    counts = proteins.letter_counts()
+    lengths = torch.from_numpy(proteins.lengths)
     letters = torch.stack([torch.bincount(torch.from_numpy(proteins[i]).long(), minlength=20)
                            for i in range(150)]).double()
     config = load_config(Config, None, ["training.batch_size=1", "data.max_length=80"])
@@ -36,7 +39,8 @@ def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, no
         exact = -p.log()
         if not graph.absorb:   # Sampling starts from full noise, the data end at sigma(1): the
             # bound exceeds the likelihood by the mean of ln p(x1)/limit over x1 given x0.
-            V, stay = graph.vocab_size, torch.exp(-noise(torch.ones((), dtype=torch.float64))[0])
+            V = graph.vocab_size
+            stay = torch.exp(-noise(torch.ones((), dtype=torch.float64))[0])
             now = stay * torch.cat([p, torch.zeros(1)]) + (1 - stay) / V
             given = stay * torch.eye(V, dtype=torch.float64)[:20] + (1 - stay) / V
             exact = exact + given @ torch.log(now * V)
@@ -52,7 +56,8 @@ def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, no
     if "eps" in arguments:   # so many residues are clean at the end: for no model exact
         return
     bound, exact, _ = validate(p, np.ones(21, np.int64), samples=60)
-    difference, total = bound - exact, float(exact.sum() / lengths.sum())
+    difference = bound - exact
+    total = float(exact.sum() / lengths.sum())
     mean = difference.sum() / lengths.sum()
     error = float(((difference - mean * lengths) ** 2).sum().sqrt() / lengths.sum())
     assert error < 0.01 * total   # or the next line says little

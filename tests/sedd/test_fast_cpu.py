@@ -55,9 +55,13 @@ def test_what_is_recomputed_for_backward_has_the_same_gradient():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout_drops_each_entry_alike_and_keeps_the_mean(p, dtype):
-    B, L, H = 8, 127, 129                   # no multiple of 4
+    B = 8                   # no multiple of 4
+    L = 127
+    H = 129
     torch.manual_seed(0)
-    h, branch, gate = torch.zeros(B, L, H), torch.ones(B, L, H, dtype=dtype), torch.ones(B, 1, 1)
+    h = torch.zeros(B, L, H)
+    branch = torch.ones(B, L, H, dtype=dtype)
+    gate = torch.ones(B, 1, 1)
     found = [add_branch(h, branch, gate, p) for _ in range(2)]
     dropped = [(x == 0).double() for x in found]
     for x, zeros in zip(found, dropped):

@@ -75,7 +75,9 @@ def test_the_folder_holds_what_read_sequences_reads(tmp_path, out, shared):
     proteins, report = read_sequences(file)
     meta = json.loads((out / "meta.json").read_text())
     for name, indices in zip(("train", "val"), split_by_hash(proteins, 0.05)):
-        expected, entry, files = proteins.subset(indices), meta["sets"][name], contents(out / name)
+        expected = proteins.subset(indices)
+        entry = meta["sets"][name]
+        files = contents(out / name)
         assert sequences(out, name) == [decode(expected[i]) for i in range(len(expected))]
         assert files["keys.bin"] == expected.keys.astype("<u8").tobytes()
         assert (entry["proteins"], entry["residues"]) == (len(expected), expected.lengths.sum())
@@ -88,7 +90,8 @@ def test_the_folder_holds_what_read_sequences_reads(tmp_path, out, shared):
 
 def test_the_order_is_that_of_the_seed_whatever_the_records_files_and_pieces(
         tmp_path, monkeypatch, capsys):
-    proteins, found = random_proteins(600), []
+    proteins = random_proteins(600)
+    found = []
     whole = write_fasta(tmp_path / "whole.fasta", proteins)
     parts = [write_fasta(tmp_path / "a.fa.gz", proteins[200:]),      # 100 duplicates
              write_fasta(tmp_path / "b.fasta", proteins[299::-1])]
@@ -249,7 +252,9 @@ def killed_at(moment, *arguments):
 def test_a_kill_at_any_step_leaves_no_folder_or_a_whole_one(tmp_path, out):
     file = write_fasta(tmp_path / "in.fasta", random_proteins(10))
     killed_at(None, tmp_path / "whole", file)
-    code, n_kills, n_whole = None, 0, 0
+    code = None
+    n_kills = 0
+    n_whole = 0
     while code != 0:                                            # on what the kill before has left
         code = killed_at(n_kills + 1, out, file)
         assert code in (0, -signal.SIGKILL)

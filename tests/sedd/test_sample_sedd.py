@@ -56,7 +56,8 @@ def test_a_scaffold_keeps_letters_and_draws_each_length_in_its_range():
 
 
 def test_any_number_of_ranks_draws_and_scores_the_same(checkpoint, tmp_path):
-    texts, words = {}, {"fasta": ["--number", "9", "--steps", "4"], "tsv": ["--score", "1.fasta"]}
+    texts = {}
+    words = {"fasta": ["--number", "9", "--steps", "4"], "tsv": ["--score", "1.fasta"]}
     for ranks, kind in ((1, "fasta"), (2, "fasta"), (4, "fasta"), (1, "tsv"), (2, "tsv")):
         out = tmp_path / f"{ranks}.{kind}"
         done = fork_ranks(ranks, [ROOT / "sample_sedd.py", checkpoint, "--tokens", "60",
@@ -77,7 +78,8 @@ def test_lengths_are_those_of_the_training_proteins_or_as_asked(checkpoint, tmp_
 
 def test_temperature_and_top_p_shape_the_letters_and_not_the_speed():
     torch.manual_seed(0)
-    log_score, mask = torch.randn(2, 5, 22, dtype=torch.float64), 21
+    log_score = torch.randn(2, 5, 22, dtype=torch.float64)
+    mask = 21
     xt = torch.tensor([[21, 3, 21, 21, 20]] * 2)
     masked = xt == mask
     for temperature, top_p in ((2.0, 1.0), (1.0, 0.7), (0.7, 0.4)):

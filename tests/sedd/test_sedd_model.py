@@ -37,7 +37,8 @@ def official_model(fixture, graph_name, loaded=True, fast=False, **kwargs):
 @pytest.mark.parametrize("fast", [False, True])     # the plain network, and that of fast_cpu.py
 def test_log_scores_agree_with_the_official_code(fixture, graph_name, noise_name, fast):
     case = entries(fixture, graph_name, noise_name)
-    xt, sigma = case["xt"], case["sigma"]
+    xt = case["xt"]
+    sigma = case["sigma"]
     model = official_model(fixture, graph_name, fast=fast)
     assert [name for name, _ in model.named_parameters()] == fixture["param_names"].split("\n")
     log_score = model(xt, sigma)

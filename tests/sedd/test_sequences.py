@@ -141,7 +141,8 @@ def test_a_pipe_is_refused_and_not_waited_for(read, tmp_path):
 
 def plain_reader(text, min_length):
     """What read_sequences says, as plainly as possible: {counter: number}, set of sequences."""
-    counts, found = collections.Counter(), set()
+    counts = collections.Counter()
+    found = set()
     for record in re.split("\n>", "\n" + re.sub("\r\n?", "\n", text).strip())[1:]:
         _, _, body = record.partition("\n")
         counts["n_blanks"] += len(re.findall("[ \t]", body))
@@ -177,7 +178,8 @@ def random_fasta(rng, n):
                 for row in rows]
         header = pick(">", ">a", ">ab >c*", "> x 1-2.", ">UniRef50_A0A3BI652J5 Tax=x >", ">\tB>")
         records.append("\n".join([header, *rows]))
-    before, between = pick("", "\n", "\ufeff", " \n\n"), pick("\n", "\n\n")
+    before = pick("", "\n", "\ufeff", " \n\n")
+    between = pick("\n", "\n\n")
     return before + between.join(records) + pick("", "\n", "\n \n\n")
 
 

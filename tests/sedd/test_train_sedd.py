@@ -57,7 +57,8 @@ TINY = {"training.batch_size": 4, "training.accum": 2, "training.n_iters": 12,
 @pytest.fixture(scope="module")
 def fasta(tmp_path_factory):
     """240 proteins of 5 to 70 residues, some of them X."""
-    source, cut = DemoSource(seed=0).sample(240, seed=1), np.random.default_rng(0)
+    source = DemoSource(seed=0).sample(240, seed=1)
+    cut = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("data") / "p.fasta"
     with open(path, "w") as f:
         for i in range(240):
@@ -113,7 +114,8 @@ def steps_of(work_dir):
 
 def same_weights(a, b, name="last.pt"):
     """Assert that checkpoints of two run folders hold the same weights and averages."""
-    one, other = state_of(a, name), state_of(b, name)
+    one = state_of(a, name)
+    other = state_of(b, name)
     assert equal([one["model"], one["ema"]], [other["model"], other["ema"]])
 
 
@@ -124,10 +126,12 @@ def gradients_of(fasta, ddp, dtype, reduction, micro, static, by_definition=Fals
     everything."""
     config = tiny(fasta, training__batch_size=3, training__seed=5, loss__reduction=reduction,
                   memory__gradient_checkpointing=str(micro == 8))
-    graph, noise = make_graph("absorb", N_TOKENS), make_noise("loglinear")
+    graph = make_graph("absorb", N_TOKENS)
+    noise = make_noise("loglinear")
     torch.manual_seed(0)
     model = train_sedd_ddp.make_model(config, graph).to(getattr(torch, dtype))
-    computed, generator = [], torch.Generator().manual_seed(3)
+    computed = []
+    generator = torch.Generator().manual_seed(3)
     model.blocks[0].register_forward_pre_hook(lambda *_: computed.append(1))
     for p in model.parameters():   # zeros of a fresh model have zero gradients behind them
         p.data += 0.1 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
@@ -188,7 +192,8 @@ def test_noise_is_keyed_by_step_and_micro_batch_at_times_that_hit_each_stratum_o
     assert equal(a, dataset[0, 0, 0, proteins, 60])
     for other in batches[1][0], batches[0][1]:
         assert a["seed"] != other["seed"]
-        noised, others_noised = a["xt"] != a["x0"], other["xt"] != other["x0"]
+        noised = a["xt"] != a["x0"]
+        others_noised = other["xt"] != other["x0"]
         only = noised & ~others_noised, others_noised & ~noised
         assert (only[0].any(1) & only[1].any(1)).any()    # of one draw, one would hold the other
     assert (a["xt"][~a["mask"]] == X_ID).all() and not a["full"]    # padding has none
@@ -224,7 +229,8 @@ def test_ranks_of_any_launcher_train_on_a_prepared_folder_as_one_does_on_the_fil
         done = run_ranks(launcher, n, argv, tmp_path)
     assert done.returncode == 0 and not done.leftover, done.text
     assert done.stdout.count("step 12/12") == 1              # rank 0 alone speaks
-    one, ranks = rows(tmp_path / "one"), rows(tmp_path / "ranks")
+    one = rows(tmp_path / "one")
+    ranks = rows(tmp_path / "ranks")
     for a, b in zip(one, ranks, strict=True):
         keys = [k for k in a if k in ("loss", "perplexity", "lr") or k.startswith("val/")]
         assert [b[k] for k in keys] == pytest.approx([a[k] for k in keys], rel=1e-5), a["step"]
@@ -276,7 +282,8 @@ def test_a_file_changed_under_a_run_is_noticed(own_copy, tmp_path, monkeypatch):
 
 def test_a_run_begun_from_fasta_goes_on_from_a_staged_folder_that_stays_as_it_is(
         fasta, straight, prepared, own_copy, tmp_path):
-    before, stage = sorted(prepared.rglob("*")), tmp_path / "stage"
+    before = sorted(prepared.rglob("*"))
+    stage = tmp_path / "stage"
     run(tiny(fasta, training__n_iters=7), tmp_path / "w")
     run(tiny(prepared), tmp_path / "w", stage=prepared.parent)             # beside the original
     assert sorted(prepared.rglob("*")) == before and [prepared] == list(prepared.parent.iterdir())
@@ -325,7 +332,8 @@ def test_a_run_saved_on_four_ranks_goes_on_alike_on_three_two_and_one(fasta, tmp
         assert "lr 0.009, warm-up 12 steps, kept" in result.stdout
         assert n == 4 or f"accum is {accum} and not 3" in result.stdout
         assert n == 4 or f"saved elsewhere (world_size 4 -> {n})" in result.stdout
-        found, expected = rows(tmp_path / f"on{n}"), rows(tmp_path / "on4")
+        found = rows(tmp_path / f"on{n}")
+        expected = rows(tmp_path / "on4")
         assert [row["loss"] for row in found[5:]] == pytest.approx(
             [row["loss"] for row in expected[5:]], rel=1e-5)
         assert [row["lr"] for row in found] == [row["lr"] for row in expected] and len(found) == 15
@@ -372,7 +380,8 @@ def test_a_resume_is_refused_for_another_config_or_other_data(
     torch.save({"step": 1}, tmp_path / "other.pt")
     refused("no model, optimizer", tiny(fasta), tmp_path / "new", resume=tmp_path / "other.pt")
     assert not (tmp_path / "new").exists() and steps_of(tmp_path / "w") == [1, 2]
-    log, text = tmp_path / "w" / "metrics.jsonl", '{"step": 1}\nnot json\n{"step": 2}\n'
+    log = tmp_path / "w" / "metrics.jsonl"
+    text = '{"step": 1}\nnot json\n{"step": 2}\n'
     log.write_text(text)
     refused("metrics.jsonl, line 2: found 'not json'", tiny(fasta), tmp_path / "w")
     assert log.read_text() == text
@@ -530,7 +539,8 @@ def test_the_same_command_goes_on_with_what_it_began(straight, fasta, tmp_path, 
     assert [state_of(tmp_path / "whole", f"last{k}.pt")["step"] for k in ("-2", "-1", "")] == [
         2, 4, 6]
     run(begin(4), tmp_path / "parts")
-    state, other = torch.load(base, weights_only=True), tmp_path / "other.pt"
+    state = torch.load(base, weights_only=True)
+    other = tmp_path / "other.pt"
     state["ema"]["shadow_params"][0][0, 0] += 1
     torch.save(state, other)
     refused(f"began with other weights .* now .* of {other}.*fresh", begin(6, other),
@@ -558,7 +568,8 @@ def test_validation_and_samples_are_those_of_the_averaged_weights(fasta, tmp_pat
         return ready.validation.summarise(ready.validation(ready.bare, Ddp(),
                                                            ready.dtype))["val/loss"], text
 
-    last, (live_bound, live_samples) = tmp_path / "w" / "samples" / "step_12.fasta", again()
+    last = tmp_path / "w" / "samples" / "step_12.fasta"
+    (live_bound, live_samples) = again()
     with ready.ema.applied(ready.bare):
         assert again() == (result["val/loss"], last.read_text())
     assert live_bound != result["val/loss"] and live_samples != last.read_text()
@@ -584,7 +595,8 @@ def test_two_ranks_without_validation_stop_early_together_on_the_training_loss(f
     done = by_command(2, config, tmp_path, "w", env={"DDP_LOG_ALL": "1"})   # both say it
     assert done.returncode == 0, done.text
     assert done.stdout.count("Finished at step 6 (early stop)") == 2, done.text
-    table, best = rows(tmp_path / "w"), state_of(tmp_path / "w", "best.pt")["best"]
+    table = rows(tmp_path / "w")
+    best = state_of(tmp_path / "w", "best.pt")["best"]
     assert best == {"step": 2, "score": (table[0]["loss"] + table[1]["loss"]) / 2}
     assert not any(k.startswith("val/") for row in table for k in row)
 
@@ -602,7 +614,8 @@ def test_a_run_without_validation_or_finite_losses_does_not_count_as_finished(fa
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_mixed_precision_trains_near_float32(fasta, straight, tmp_path, dtype):
     run(tiny(fasta, memory__mixed_precision=dtype), tmp_path)
-    a, b = losses(straight), losses(tmp_path)
+    a = losses(straight)
+    b = losses(tmp_path)
     assert a != b and b == pytest.approx(a, rel=0.02)
 
 
@@ -612,7 +625,8 @@ def test_an_overflow_in_float16_is_skipped_and_no_failure(optimizer, fasta, tmp_
     ready = prepare(config, Ddp(), tmp_path / "w")
     ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=10**6)
     assert math.isfinite(train(ready, Ddp())["loss"])
-    first, last = rows(tmp_path / "w")[0], rows(tmp_path / "w")[-1]
+    first = rows(tmp_path / "w")[0]
+    last = rows(tmp_path / "w")[-1]
     assert first["grad_norm"] is None and first["loss_scale"] < 2.0**22
     assert last["grad_norm"] > 0 and last["loss_scale"] >= 1
 

@@ -19,7 +19,8 @@ def test_averages_or_weights_as_saved_are_exported_to_the_last_bit(tmp_path, gra
     pytest.importorskip("safetensors")
     for name in ("folder", "published.pth"):
         export_sedd(sedd, tmp_path / name)
-        again, times = load_sedd(tmp_path / name), torch.tensor([0.1, 0.5, 1.0])
+        again = load_sedd(tmp_path / name)
+        times = torch.tensor([0.1, 0.5, 1.0])
         assert equal(sedd.model.state_dict(), again.model.state_dict())
         assert (again.config, again.max_length) == (sedd.config, 40)
         assert (again.letters == range(100, 121)).all() and (again.lengths == sedd.lengths).all()

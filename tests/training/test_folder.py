@@ -15,7 +15,8 @@ from training.folder import RunLock, check_lock, process_start
 
 
 def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp_path, monkeypatch):
-    path, pid = tmp_path / "lock.json", os.getppid()
+    path = tmp_path / "lock.json"
+    pid = os.getppid()
     faster = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid),
               "beat": time.time()}
     dead = json.dumps({**faster, "start": "another"})   # of a process that is gone

@@ -129,7 +129,8 @@ needs_pretended_device = pytest.mark.skipif(
                                         ("sedd muon", "memory.mixed_precision=float16")])
 def test_the_host_waits_for_nothing_in_a_step(name, more, tmp_path):
     """Flags are read a step later, when they have come."""
-    what, settings = name.split()[0], STEPS[name].split() + more.split()
+    what = name.split()[0]
+    settings = STEPS[name].split() + more.split()
     on_ranks(1, "pretended_device", f"on_device(take_steps, {what!r}, {settings}, 'run', "
              "without_waits, ddp=ddp)", tmp_path)
 
@@ -145,9 +146,10 @@ def test_cuda_waits_for_nothing_in_a_step(name, tmp_path):
 @pytest.mark.parametrize("name", STEPS)
 def test_ranks_train_and_go_on_on_devices_as_on_the_cpu(name, tmp_path):
     """With validation, samples and checkpoints. In bfloat16 they run, and are not compared."""
-    what, settings = name.split()[0], [
-        *STEPS[name].split(), "model.dropout=0", "training.n_iters=4", "training.eval_freq=2",
-        "training.log_freq=1", "optim.warmup=1", "memory.mixed_precision=false"]
+    what = name.split()[0]
+    settings = [
+*STEPS[name].split(), "model.dropout=0", "training.n_iters=4", "training.eval_freq=2",
+"training.log_freq=1", "optim.warmup=1", "memory.mixed_precision=false"]
     longer = ["training.n_iters=6"]
     for folder, more in (("device", []), ("device", longer),
                          ("bfloat16", ["memory.mixed_precision=true"])):
@@ -159,7 +161,8 @@ def test_ranks_train_and_go_on_on_devices_as_on_the_cpu(name, tmp_path):
 
 
 def test_a_run_ends_after_so_many_evaluations_in_a_row_that_are_no_better():
-    run, found = toy(patience=2, min_delta=0.5), []
+    run = toy(patience=2, min_delta=0.5)
+    found = []
     for score in (3.0, 2.8, 2.4, 2.3, 2.2):   # of 2.8, 2.3 and 2.2 none is better by more than 0.5
         found.append((record_score(run, score, {}, Ddp()), run.progress["finished"]))
     assert found == [(True, ""), (False, ""), (True, ""), (False, ""), (False, "early stop")]
@@ -183,7 +186,8 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
     assert "compiled" in compile_blocks(models[1], True, Ddp())
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
     for shape in ((4, 16), (6, 21)):
-        xt, sigma = torch.randint(0, 22, shape), torch.rand(shape[0]) + 0.1
+        xt = torch.randint(0, 22, shape)
+        sigma = torch.rand(shape[0]) + 0.1
         for model in models:
             model.zero_grad()
             model(xt, sigma).square().sum().backward()

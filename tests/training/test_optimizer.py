@@ -15,7 +15,8 @@ def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_t
     """With U S V' the gradient, by lr x 0.2 sqrt(larger side) x U V', but for Newton-Schulz's error
     (0.7 to 1.2 for 1). AdamW's first step is lr for each weight."""
     torch.manual_seed(0)
-    model, lr = Blocks(), 0.01
+    model = Blocks()
+    lr = 0.01
     optimizer = make_optimizer(model, lr, CommonOptim(name="muon"))
     before = copy.deepcopy(model.state_dict())
     for p in model.parameters():
