@@ -47,7 +47,7 @@ monitoring: {{n_samples: 2, sample_steps: 2}}
 
 # Of each launcher: the name for launchers.py, ranks, words for the launcher, environment.
 LAUNCHERS = {
-    "python": ("python", 1, [], {}),
+    "python": ("python", 1, [], {}), "ours": ("ours", 2, [], {}),
     "torchrun": ("torchrun", 2, [], {}), "openmpi": ("openmpi", 2, [], {}),
     "mpich": ("mpich", 2, [], {}), "intel": ("intel", 2, [], {}),
     "srun": ("srun", 2, ["--kill-on-bad-exit=0"], {}),
@@ -149,7 +149,10 @@ QUICK = {"torchrun": ("exception in forward",), "mpich": ("SIGUSR1",)}
 FULL = tuple(name for name in FAULTS if not re.search("scancel|srun|USR1 to", name))
 FIVE = ("exception, others busy", "exit code 1", "kill -9 of rank 0", "SIGSTOP", "guard killed")
 HOSTS = ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "cable pulled")
-SLOW = {"torchrun": (*(name for name in FULL if name != "SIGUSR1"), "SIGUSR1 to the agent"),
+# Of our own launcher those by which it could differ from others.
+OURS = ("exception, others busy", "kill -9 of rank 0", "guard killed", "guard and rank stopped",
+        "SIGTERM", "SIGUSR1")
+SLOW = {"ours": OURS, "torchrun": (*(name for name in FULL if name != "SIGUSR1"), "SIGUSR1 to the agent"),
         "mpich": FULL,
         "openmpi": (*FIVE, "SIGTERM", "SIGUSR1 to all, 2 workers"), "intel": (*FIVE, "SIGTERM"),
         "srun": (*FIVE, "scancel -s TERM", "SIGTERM to srun"),
@@ -308,8 +311,12 @@ class Chain:
             result, status = await_end(row, running, self.run_dir, limit + 75.0)
         (self.run_dir / "STOP").unlink(missing_ok=True)
 
-        most = SILENCE + 5.0 if fault.guard else 10.0 if fault.watchdog else GONE
-        if fault.guard and fault.watchdog and self.launcher == "torchrun":
+        most = GONE
+        if fault.guard:
+            most = SILENCE + 5.0
+        elif fault.watchdog:
+            most = 10.0
+        if fault.guard and fault.watchdog and self.launcher in ("torchrun", "ours"):
             most += AGENT
         assert row.gone - limit < most, result.text
         assert result.returncode != 0

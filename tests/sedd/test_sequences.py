@@ -153,11 +153,18 @@ def plain_reader(text, min_length):
         counts["n_x"] += letters.upper().count("X")
         counts["n_rare"] += len(re.findall("[BZUOJ]", letters.upper()))
         clean = re.sub("[BZUOJ]", "X", letters.upper())
-        reason = ("n_empty" if not clean else "n_all_x" if not clean.strip("X") else
-                  "n_short" if len(clean) < min_length else
-                  "n_duplicates" if clean in found else None)
+        reason = None
+        if not clean:
+            reason = "n_empty"
+        elif not clean.strip("X"):
+            reason = "n_all_x"
+        elif len(clean) < min_length:
+            reason = "n_short"
+        elif clean in found:
+            reason = "n_duplicates"
+        else:
+            found.add(clean)
         counts[reason] += 1
-        found |= set() if reason else {clean}
     return counts, found
 
 
