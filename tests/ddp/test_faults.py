@@ -152,7 +152,8 @@ HOSTS = ("exception, others busy", "kill -9 of rank 0", "SIGSTOP", "cable pulled
 # Of our own launcher those by which it could differ from others.
 OURS = ("exception, others busy", "kill -9 of rank 0", "guard killed", "guard and rank stopped",
         "SIGTERM", "SIGUSR1")
-SLOW = {"ours": OURS, "torchrun": (*(name for name in FULL if name != "SIGUSR1"), "SIGUSR1 to the agent"),
+SLOW = {"ours": OURS,
+        "torchrun": (*(name for name in FULL if name != "SIGUSR1"), "SIGUSR1 to the agent"),
         "mpich": FULL,
         "openmpi": (*FIVE, "SIGTERM", "SIGUSR1 to all, 2 workers"), "intel": (*FIVE, "SIGTERM"),
         "srun": (*FIVE, "scancel -s TERM", "SIGTERM to srun"),
@@ -311,14 +312,7 @@ class Chain:
             result, status = await_end(row, running, self.run_dir, limit + 75.0)
         (self.run_dir / "STOP").unlink(missing_ok=True)
 
-        most = GONE
-        if fault.guard:
-            most = SILENCE + 5.0
-        elif fault.watchdog:
-            most = 10.0
-        if fault.guard and fault.watchdog and self.launcher in ("torchrun", "ours"):
-            most += AGENT
-        assert row.gone - limit < most, result.text
+        assert row.gone - limit < self.most_seconds(fault), result.text
         assert result.returncode != 0
         if self.launcher.startswith("mpich") and status.get("code") is not None:
             assert result.returncode == status["code"], result.text
@@ -341,6 +335,13 @@ class Chain:
                 stacks = self.run_dir / "stacks" / f"rank_{other}.txt"
                 assert "most recent call first" in stacks.read_text()
         self.step = saved
+
+    def most_seconds(self, fault):
+        """Seconds after its limit in which every process of the run must be gone."""
+        if not fault.guard:
+            return 10.0 if fault.watchdog else GONE
+        killed_by_launcher = fault.watchdog and self.launcher in ("torchrun", "ours")
+        return SILENCE + 5.0 + (AGENT if killed_by_launcher else 0.0)
 
     def check_failed(self, fault, result, status, rank):
         last_lines = re.findall(FAILED, result.stderr, re.M)
