@@ -174,7 +174,7 @@ class RunLock:
             age = time.time() - lock["beat"]
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{run_dir}/lock.json cannot be read as a lock; expected JSON with "
                              "host, pid and beat. Remove it if no run is using this "
                              "folder.") from None
@@ -228,9 +228,10 @@ class RunLock:
     def _read(self):
         """What the lock file holds; our own where someone has removed or damaged it."""
         try:
-            return json.loads(self.path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+            lock = json.loads(self.path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError, RecursionError):
             return self.holder
+        return lock if isinstance(lock, dict) else self.holder
 
     @classmethod
     def _lives_elsewhere(cls, run_dir, beat, age):
@@ -255,7 +256,7 @@ class RunLock:
                     return True
             except FileNotFoundError:   # that run has ended
                 return False
-            except (ValueError, KeyError, TypeError):   # it is being written
+            except (ValueError, KeyError, TypeError, RecursionError):   # it is being written
                 continue
         cls.silent = str(run_dir), beat
         return False

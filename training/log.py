@@ -195,7 +195,7 @@ def rows_up_to(path, step) -> str:
     for number, line in enumerate(lines[:-1], 1):   # the last: empty or incomplete
         try:
             wanted = json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{path}, line {number}: found {line[:60]!r}; expected a JSON object "
                              f"with 'step'. Repair or remove the line.") from None
         if wanted:

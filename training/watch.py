@@ -131,6 +131,6 @@ def read_status(run_dir: str | os.PathLike | None) -> dict:
         return {}
     try:
         status = json.loads((Path(run_dir) / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return status if isinstance(status, dict) else {}

@@ -11,6 +11,8 @@ import pytest
 
 from ddp_setup import Ddp
 from training.files import write_text_atomic
+from training.log import read_rows
+from training.watch import read_status
 from training.folder import RunLock, check_lock, process_start
 
 
@@ -69,3 +71,21 @@ def test_a_run_that_was_taken_over_while_it_stood_still_writes_nothing_more(tmp_
         check_lock(ready, Ddp())
     lock.release()
     assert lock.path.read_text() == other and [p.name for p in tmp_path.iterdir()] == ["lock.json"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100000, "[1]", "3"])
+def test_a_lock_of_another_kind_is_refused(text, tmp_path):
+    (tmp_path / "lock.json").write_text(text)
+    with pytest.raises(ValueError, match="cannot be read as a lock"):
+        RunLock.refuse_live(tmp_path)
+
+
+def test_a_status_that_cannot_be_read_counts_as_none(tmp_path):
+    (tmp_path / "status.json").write_text("[" * 100000)
+    assert read_status(tmp_path) == {}
+
+
+def test_a_row_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("[" * 100000 + "\n")
+    with pytest.raises(ValueError, match="metrics.jsonl, line 1"):
+        read_rows(tmp_path / "metrics.jsonl")
