@@ -14,6 +14,7 @@ from ddp_setup import Ddp, wrap_ddp
 from toy_run import Blocks, steps, toy
 from training.config import CommonMonitoring
 from training.precision import compile_blocks
+from sedd.fast_cpu import speed_up
 from sedd.model import SEDD
 from training.loop import (after_step, open_batches, read_totals, record_score, scale_for_batch,
                            take_step)
@@ -183,6 +184,7 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
         with torch.no_grad():
             for p in models[-1].parameters():
                 p += 0.05 * torch.randn(p.shape)
+        speed_up(models[-1])     # as in the training script
     assert "compiled" in compile_blocks(models[1], True, Ddp())
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
     for shape in ((4, 16), (6, 21)):
