@@ -1,12 +1,12 @@
 """Draw sequences for backbones with ProteinMPNN, score given ones, or write probabilities.
 
-    python sample_proteinmpnn.py v_48_020.pt 5L33.pdb --num 8 --out designs.fasta
+    python sample_proteinmpnn.py v_48_020 5L33.pdb --num 8 --out designs.fasta
     python sample_proteinmpnn.py best_model.pt complex.cif --chains A --temperature 0.1 0.2 \\
         --mutable_positions A10-A20 A25
-    python sample_proteinmpnn.py v_48_020.pt dimer.pdb --chains A B --homomer --omit C --bias E=0.5
-    python sample_proteinmpnn.py v_48_020.pt backbones/ --out_folder designs --save_probs
-    python sample_proteinmpnn.py v_48_020.pt 5L33.pdb --score_only designs.fasta
-    python sample_proteinmpnn.py v_48_020.pt 5L33.pdb --out_folder out --conditional_probs
+    python sample_proteinmpnn.py v_48_020 dimer.pdb --chains A B --homomer --omit C --bias E=0.5
+    python sample_proteinmpnn.py v_48_020 backbones/ --out_folder designs --save_probs
+    python sample_proteinmpnn.py v_48_020 5L33.pdb --score_only designs.fasta
+    python sample_proteinmpnn.py v_48_020 5L33.pdb --out_folder out --conditional_probs
 
 Reads weights in the published format and structures (.pdb, .ent, .cif, .mmcif, also with .gz):
 files, or folders of such files. A structure's name is its file's name without folder and suffix.
@@ -75,6 +75,7 @@ import torch
 from mpnn.batches import collate_complexes
 from mpnn.fast_cpu import speed_up
 from mpnn.model import MAX_TEMPERATURE, decoding_order, gumbel_noise, load_proteinmpnn
+from mpnn.published import find_weights
 from mpnn.settings import PER_STRUCTURE, Design, letter_bias, name_of, read_json
 from mpnn.structures import FORMATS
 from sedd.sequences import LETTERS, X_ID, keyed_generator, named_sequences
@@ -96,8 +97,9 @@ PUBLISHED_OPTIONS = {
     "--pdb_path": "the structure itself, after the weights",
     "--jsonl_path": "the PDB or mmCIF files themselves, or their folder, after the weights",
     "--path_to_model_weights": "the file of weights as the first argument",
-    "--model_name": "the file of weights as the first argument, such as v_48_020.pt",
-    "--use_soluble_model": "a file of soluble_model_weights as the first argument",
+    "--model_name": "the weights as the first argument, such as v_48_020",
+    "--use_soluble_model": "soluble/v_48_020, or a file of soluble_model_weights, as the first "
+                           "argument",
     "--ca_only": "weights for full backbones; CA-only models are not supported",
     "--path_to_fasta": "--score_only FASTA",
     "--conditional_probs_only_backbone": "--unconditional_probs",
@@ -120,7 +122,8 @@ def make_parser():
         add(*names, nargs="?", const=1, type=int, choices=(0, 1), metavar="1", help=help)
 
     add = parser.add_argument
-    add("checkpoint", help="weights: published, or of train_dpo_ddp.py (best_model.pt)")
+    add("checkpoint", help="weights: a published name (v_48_020, soluble/v_48_010, ca/v_48_020) "
+        "or a file, such as best_model.pt of train_dpo_ddp.py")
     add("structures", nargs="+", metavar="structure", help="PDB or mmCIF files, or folders of them")
     add = parser.add_argument_group("what is designed").add_argument
     add("--chains", "--pdb_path_chains", nargs="+", metavar="CHAIN",
@@ -580,6 +583,7 @@ def read_given(args, design):
 def run(args):
     """Read everything, then write structure by structure. Raises ValueError or OSError."""
     paths = structure_files(args)
+    args.checkpoint = str(find_weights(args.checkpoint))
     for path in args.score_only or ():
         if not os.path.isfile(path):
             raise ValueError(f"--score_only: there is no file {path}.")

@@ -1,7 +1,7 @@
 """Fine-tune ProteinMPNN by DPO (direct preference optimisation) on structures and preference pairs.
 
     python train_dpo_ddp.py --config configs/dpo_demo.yaml                       # needs no file
-    mpirun -n 4 python train_dpo_ddp.py --train_data pairs.json --base_model_dir WEIGHTS
+    mpirun -n 4 python train_dpo_ddp.py --train_data pairs.json --base_model_name v_48_020
     python train_dpo_ddp.py --nproc_per_node 4 --train_data pairs.json loss.name=ipo
     python train_dpo_ddp.py --config configs/dpo.yaml --plan 1,2,4,8             # what scaling does
 
@@ -88,7 +88,8 @@ class RandomSizes:
 
 @dataclass
 class Model:
-    base_model_name: str = "v_48_020"    # file BASE_MODEL_DIR/NAME.pt; "random": untrained weights
+    base_model_name: str = "v_48_020"    # file BASE_MODEL_DIR/NAME.pt, or a published name, see
+    #                                      mpnn/published.py; "random": untrained weights
     base_model_dir: str = "vanilla_model_weights"
     dropout: float = 0.0                 # above 0 it adds noise to each log-probability that is
     #                                      larger than the margin of chosen over rejected

