@@ -3,6 +3,7 @@ See pytest.ini too."""
 
 import contextlib
 import fcntl
+import functools
 import os
 import shlex
 import shutil
@@ -59,6 +60,29 @@ def shared():
     if not folder.is_dir():
         pytest.skip(f"no reference material at {folder}")
     return folder
+
+
+@pytest.fixture
+def disk_calls(monkeypatch):
+    """What this process asks of the disk during the test, in order: ("fsync", bytes in the file),
+    ("fsync", path of a folder), ("rename", the new path)."""
+    calls = []
+    fsync = os.fsync
+    rename = {name: getattr(os, name) for name in ("replace", "rename")}
+
+    def noted_fsync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(("fsync", path if path.is_dir() else path.read_bytes()))
+        fsync(descriptor)
+
+    def noted_rename(name, old, new):
+        calls.append(("rename", Path(new)))
+        rename[name](old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    for name in rename:
+        monkeypatch.setattr(os, name, functools.partial(noted_rename, name))
+    return calls
 
 
 MATPLOTLIB = {}   # its modules, while a test runs that is to be as on a machine without it

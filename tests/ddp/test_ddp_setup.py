@@ -371,6 +371,17 @@ def test_a_save_to_a_full_disk_leaves_the_checkpoint_of_before_and_nothing_else(
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["b.pt"]
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, disk_calls):
+    path = tmp_path / "b.pt"
+    save_checkpoint(path, Ddp(), step=3)
+    assert disk_calls[:2] == [("fsync", path.read_bytes()), ("rename", path)]
+
+
+def test_a_checkpoint_has_its_name_on_the_disk_when_the_call_returns(tmp_path, disk_calls):
+    save_checkpoint(tmp_path / "b.pt", Ddp(), step=3)
+    assert disk_calls[-1] == ("fsync", tmp_path)
+
+
 @pytest.mark.parametrize("thing", [object(), np.float64(1.0), len, lambda: None],
                          ids=["object", "numpy", "function", "lambda"])
 def test_a_value_that_torch_would_not_load_again_is_not_saved(thing, tmp_path):

@@ -316,6 +316,7 @@ def test_a_pssm_takes_its_share_of_the_probabilities_and_makes_low_odds_rare(sam
     allowed = [letter not in "CX" for letter in LETTERS + "X"]
     coef, letters, odds = (random.random(shape) for shape in (22, (22, 21), (22, 21)))
     letters /= letters.sum(1, keepdims=True)
+    odds[5, :9] = 0.5   # the threshold: not above it
     pssm = {"pssm_coef": coef, "pssm_bias": letters, "pssm_log_odds": odds}
     path = as_json(tmp_path, {"one": {"A": pssm}})
 
@@ -346,6 +347,14 @@ def test_backbone_noise_is_new_for_each_sequence_and_leaves_scores_alone(sample,
     assert read(noisy)[0] == read(sample(*args)[0])[0]
     again = read(sample(pdb, "--score_only", out)[0])
     assert [head["score"] for head, _ in again] == [head["score"] for head, _ in read(noisy)]
+
+
+def test_backbone_noise_moves_the_atoms_that_are_there_alone():
+    X = torch.ones(1, 2, 4, 3)
+    X[0, 1, 2:] = 0   # two atoms are missing
+    noisy = sample_proteinmpnn.with_noise({"X": X}, [(1,), (2,)], 0.3)["X"]
+    moved = (noisy != X).all(-1)
+    assert torch.equal(moved, (X != 0).all(-1).expand(2, -1, -1))
 
 
 PSSM = {"pssm_coef": [1] * 22, "pssm_bias": [[0.5] * 21] * 22, "pssm_log_odds": [[0] * 21] * 22}

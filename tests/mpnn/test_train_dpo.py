@@ -227,6 +227,12 @@ def everywhere(model, pair, S, order):
     return model(graph, letters[None], order[None])[0], letters, weight
 
 
+def test_dropout_is_seeded_by_step_and_micro_batch_anew():
+    dataset = MicroBatchDataset(demo_pairs(0, 1, 1), Loss(), seed=0)
+    seeds = {dataset[step, micro, 0, [0]]["seed"] for step in range(2) for micro in range(2)}
+    assert len(seeds) == 4
+
+
 @pytest.mark.parametrize("settings", [{}, {"loss__n_orders": 2, "loss__temperature": 0.5},
                                       {"loss__order": "arange", "loss__share_order": True}])
 def test_validation_means_are_over_weighted_pairs_with_recovery_and_kl_on_natives(

@@ -91,6 +91,13 @@ def test_batches_of_real_proteins_have_the_size_asked_for_and_hardly_pad_or_wait
     assert np.median(waits) < 0.03 and np.percentile(waits, 90) < 0.06
 
 
+@BUDGETS
+def test_each_step_has_long_proteins_in_some_lanes_beside_short_ones_in_others(budget):
+    steps = steps_of(plan_of(random_lengths(2000), **budget))
+    widths = np.array([[width for _, _, width in step] for step in steps])
+    assert (widths.max(1) / widths.min(1)).min() > 1.5
+
+
 @pytest.mark.parametrize("unit, asked", [("tokens", 1950), ("batch_size", 4)])
 def test_a_batch_that_most_lengths_would_not_fill_is_a_little_larger_or_smaller(unit, asked):
     reader = plan_of(random_lengths(3001), **{unit: asked})

@@ -64,6 +64,40 @@ def test_with_true_scores_the_validation_value_is_the_exact_likelihood(graph, no
     assert abs(float(mean)) < 3 * error + 0.002 * total
 
 
+P = torch.linspace(1, 2, 20).double() / 30      # probabilities of letters, not much unlike
+
+
+def validate_drawn_proteins(model, samples):
+    """(bound of each of 40 proteins drawn by P, their exact -ln p): letters count as equally
+    frequent in training."""
+    draw = torch.Generator().manual_seed(0)
+    letters = torch.multinomial(P, 40 * 50, True, generator=draw).view(40, 50)
+    proteins = Proteins.from_sequences(list(letters.numpy().astype(np.uint8)))
+    config = load_config(Config, None, ["training.batch_size=1", "data.max_length=50",
+                                        f"training.eval_samples={samples}"])
+    validation = Validation(proteins, config, make_graph("absorb", N_TOKENS),
+                            make_noise("loglinear"), np.ones(21, np.int64))
+    return validation(model, Ddp(), torch.float32), -P.log()[letters].sum(1)
+
+
+def test_one_noise_level_gives_the_bound_of_each_protein_of_a_model_near_the_letter_frequencies():
+    """How many residues the noise happens to change, which one level hardly tells, cancels."""
+    bound, exact = validate_drawn_proteins(TrueScores(P, make_graph("absorb", N_TOKENS)), 1)
+    assert float(((bound - exact) / exact).abs().max()) < 0.1
+
+
+def test_each_noise_level_of_a_protein_has_noise_of_its_own():
+    class Recorder(TrueScores):
+        def forward(self, xt, sigma, mask=None):
+            noised.append(xt == self.graph.mask_id)
+            return super().forward(xt, sigma, mask)
+
+    noised = []
+    validate_drawn_proteins(Recorder(P, make_graph("absorb", N_TOKENS)), 3)
+    less, more = noised[:2]   # of the same proteins, as noise levels follow one another
+    assert less.sum() < more.sum() and (less & ~more).any()   # of one draw, more would hold less
+
+
 @pytest.mark.parametrize("gain, said", [(-0.1, " no better"), (0.01, " hardly better"), (0.1, "")])
 def test_the_end_says_whether_more_than_letter_frequencies_was_learned(gain, said):
     row = {"step": 1, "val/loss": math.log(18) - gain, "val/unigram_perplexity": 18.0}

@@ -1,16 +1,19 @@
 """sedd/prepared.py: a meta.json that does not describe its folder is refused in a sentence."""
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
 
 import prepare_uniref50
-from sedd.prepared import check_prepared
+from sedd.prepared import PARTS, SETS, check_prepared
 from sedd.sequences import decode
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("prepared")
     rng = np.random.default_rng(0)
     proteins = [decode(rng.integers(0, 20, size)) for size in rng.integers(20, 60, 60)]
     file = tmp_path / "p.fasta"
@@ -18,6 +21,11 @@ def folder(tmp_path):
     folder = tmp_path / "prepared"
     assert prepare_uniref50.main([str(folder), "--fasta", str(file), "--val_fraction=0.2"]) == 0
     return folder
+
+
+@pytest.fixture
+def folder(made_once, tmp_path):
+    return shutil.copytree(made_once, tmp_path / "prepared")
 
 
 def refusal(folder):
@@ -76,3 +84,11 @@ def test_what_is_no_json_of_ours_is_refused(folder, text):
 
 def test_a_whole_folder_is_accepted(folder):
     check_prepared(folder, 0.2, 1)
+
+
+@pytest.mark.parametrize("name", [f"{name}/{part}" for name in SETS for part in PARTS])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_file_of_another_size_is_named(folder, name, more):
+    size = (folder / name).stat().st_size
+    os.truncate(folder / name, size + more)
+    assert f"{name} has {size + more:,} bytes" in refusal(folder)

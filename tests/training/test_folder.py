@@ -39,6 +39,13 @@ def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_is_dead_if_its_process_number_is_of_a_later_process_now(tmp_path):
+    pid = os.getppid()
+    (tmp_path / "lock.json").write_text(json.dumps(
+        {"host": socket.gethostname(), "pid": pid, "start": process_start(pid) - 1,
+         "beat": time.time()}))
+    RunLock(tmp_path).release()
+
 
 def test_a_lock_of_another_host_counts_while_its_heartbeat_goes_on(tmp_path, monkeypatch):
     def beat(seconds=0):

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 from ddp_setup import Ddp, broadcast
@@ -31,6 +32,19 @@ def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_t
             assert (found - found.diag().diag()).abs().max() < 0.05, (name, found)
         else:
             torch.testing.assert_close(moved, lr * p.grad.sign(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_without_a_gradient_weights_decay_by_their_share_of_the_learning_rate(name):
+    torch.manual_seed(0)
+    model = Blocks()
+    before = copy.deepcopy(list(model.parameters()))
+    optimizer = make_optimizer(model, 0.1, CommonOptim(name=name, weight_decay=0.5))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for p, old in zip(model.parameters(), before):
+        torch.testing.assert_close(p, old * (1 - 0.1 * 0.5))
 
 
 def by_muon(ddp):

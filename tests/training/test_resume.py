@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from ddp_setup import Ddp
+from toy_run import toy
 from training.config import CommonTraining, config_to_dict
+from training.log import RunLog
 from training.resume import (Former, check_checkpoint, check_data, copy_best, count_micro_batches,
-                             find_checkpoint, hash_of, machine_differences)
+                             find_checkpoint, hash_of, machine_differences, save_run)
 
 
 @dataclasses.dataclass
@@ -117,13 +119,22 @@ def test_another_machine_is_told_by_what_may_change_the_last_bits():
     assert machine_differences(state, Ddp()) == "world_size 4 -> 1, device another -> cpu"
 
 
-def test_the_best_weights_of_another_step_are_not_taken(tmp_path):
-    for name in ("old", "new"):
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
+@pytest.fixture
+def best_of_step_3(tmp_path):
+    """Path of the last checkpoint of a run whose best.pt is of step 3."""
+    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
     torch.save({"step": 3}, tmp_path / "old" / "best.pt")
-    path = tmp_path / "old" / "checkpoints" / "last.pt"
-    assert not copy_best(tmp_path / "new", "best.pt", path, {"step": 4})
-    assert copy_best(tmp_path / "new", "best.pt", path, {"step": 3})
+    return tmp_path / "old" / "checkpoints" / "last.pt"
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_the_best_weights_of_another_step_are_not_taken(step, best_of_step_3, tmp_path):
+    assert not copy_best(tmp_path / "new", "best.pt", best_of_step_3, {"step": step})
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_best_weights_of_the_step_are_taken(best_of_step_3, tmp_path):
+    assert copy_best(tmp_path / "new", "best.pt", best_of_step_3, {"step": 3})
     assert torch.load(tmp_path / "new" / "best.pt", weights_only=True) == {"step": 3}
 
 
@@ -132,3 +143,14 @@ def test_the_hash_of_weights_depends_on_names_and_numbers_and_not_on_their_order
     assert hash_of(a) == hash_of({"y": torch.zeros(2), "x": torch.ones(2)})
     assert hash_of(a) != hash_of({"x": torch.zeros(2), "y": torch.zeros(2)})
     assert hash_of(a) != hash_of({"z": torch.ones(2), "y": torch.zeros(2)})
+
+
+def test_the_rows_up_to_a_checkpoint_are_on_the_disk_before_it(tmp_path, disk_calls):
+    run = toy()
+    run.config = Config()
+    run.work_dir = tmp_path
+    log = RunLog(tmp_path, True, 9)
+    log.metrics(1, {"loss": 2.0})
+    save_run(run, log, Ddp(), "last.pt")
+    log.close()
+    assert disk_calls[0] == ("fsync", (tmp_path / "metrics.jsonl").read_bytes())
