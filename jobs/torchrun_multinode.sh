@@ -21,7 +21,7 @@ CONFIG=${CONFIG:-configs/sedd_uniref50.yaml}
 ARGS=${ARGS:-}                       # more arguments of the training script, separated by blanks
 RUN_DIR=${RUN_DIR:-runs/$(basename "${CONFIG%.*}")}
 VENV=${VENV:-.venv}                  # used if it exists
-PYTHON=${PYTHON:-python}
+PYTHON=${PYTHON:-python}             # also several words, for a container: docs/machines.md
 NPROC=${NPROC:-}                     # ranks per host, the same on all. Empty: one per GPU, or one
 PREFLIGHT=${PREFLIGHT---preflight}   # or "--preflight --bandwidth"; empty: none
 MINUTES=${MINUTES:-}                 # save and stop after so many minutes. Empty: no limit
@@ -39,10 +39,11 @@ check_files
 own='config|work_dir|output_dir|nnodes|node_rank|nproc_per_node|master_addr|master_port'
 refuse_options "$own|fresh|resume" "$ARGS" "$@"
 use_venv
-[[ ${DRY_RUN:-} ]] || command -v "$PYTHON" > /dev/null ||
+split_python
+[[ ${DRY_RUN:-} ]] || command -v "${python[0]}" > /dev/null ||
   fail "there is no PYTHON=$PYTHON. Set VENV or PYTHON."
 if [ -z "$NPROC" ]; then
-  NPROC=$("$PYTHON" -c 'import torch
+  NPROC=$("${python[@]}" -c 'import torch
 print(torch.cuda.device_count() or torch.xpu.device_count() or 1)') ||
     fail "PYTHON=$PYTHON cannot import torch. Set VENV, PYTHON or NPROC."
 fi
@@ -64,7 +65,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))
 ranks=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --nproc_per_node "$NPROC"
   --master_addr "$MASTER_ADDR")
 split_arguments "$@"
-training=("$PYTHON" "$SCRIPT" "${ranks[@]}" --master_port "$MASTER_PORT" --config "$CONFIG"
+training=("${python[@]}" "$SCRIPT" "${ranks[@]}" --master_port "$MASTER_PORT" --config "$CONFIG"
   --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"})
 if [ -n "${DRY_RUN:-}" ]; then printf '%q ' "${training[@]}"; echo; exit; fi
 mkdir -p logs "$(dirname "$RUN_DIR")"
@@ -78,7 +79,7 @@ if [ -n "$PREFLIGHT" ]; then         # a signal during it ends this script
   trap 'stopped=130' INT
   trap 'stopped=143' TERM HUP
   # shellcheck disable=SC2086
-  "$PYTHON" test_aurora_ddp.py "${ranks[@]}" --master_port $((MASTER_PORT + 1)) $PREFLIGHT ||
+  "${python[@]}" test_aurora_ddp.py "${ranks[@]}" --master_port $((MASTER_PORT + 1)) $PREFLIGHT ||
     exit "${stopped:-$(($? == 2 ? 2 : 3))}"
   [ -z "$stopped" ] || exit "$stopped"
   trap - INT TERM HUP

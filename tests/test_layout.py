@@ -161,7 +161,7 @@ def requirements(name):
 def test_torch_is_pinned_and_what_the_design_imports_at_a_top_is_required_and_nothing_optional():
     required = requirements("requirements.txt")
     assert required["torch"] == "==2.13.0"
-    assert required.keys() == REQUIRED - {"yaml"} | {"pyyaml", "mpi4py"}
+    assert required.keys() == REQUIRED - {"yaml"} | {"pyyaml", "mpi4py", "safetensors"}
     for optional in ("wandb", "tensorboard", "matplotlib"):
         assert re.search(rf"^#\s+{optional}\s+\w", (ROOT / "requirements.txt").read_text(), re.M)
 

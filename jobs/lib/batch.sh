@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154,SC2120    # read here what the job scripts set, such as `launch`, `ends`
-# What the job scripts share whatever the batch system: aurora.pbs, polaris.pbs, slurm.sh, and, of
-# the checks, torchrun_multinode.sh. They source this file from the folder they were submitted in.
-# It reads their settings (SCRIPT, CONFIG, ARGS, ...) and two arrays that they set: `launch` starts
-# one process per rank, `training` is what each of these runs.
+# What the job scripts share whatever the batch system. jobs/lib/pbs.sh and jobs/lib/slurm.sh source
+# this file, and for its checks torchrun_multinode.sh. It reads their settings (SCRIPT, CONFIG, ARGS,
+# ...), `job_number`, and two arrays: `launch` starts one process per rank, `training` is what each
+# of these runs.
 
 finish() {   # finish CODE: end the job script
   # A login shell now runs the user's ~/.bash_logout, which may fail under these options.
@@ -39,13 +39,16 @@ refuse_options() {   # refuse_options NAMES WORD...: none of the options NAMES (
   fi
 }
 
-note_settings() {   # note_settings NAME...: sets `given`, those that came from the environment
-  # A script's own default is not exported. So call this before a script exports one of them.
+note_settings() {   # note_settings NAME...: sets `given` and `given_names`, of those settings that
+  # came from the environment. A script's own default is not exported. So call this before a script
+  # exports one of them.
   local name
   given=''
+  given_names=''
   for name in "$@"; do
     if [[ $(declare -p "$name" 2> /dev/null) == "declare -x"* ]]; then
       given+=" $name=$(printf '%q' "${!name}")"
+      given_names+=" $name"
     fi
   done
 }
@@ -53,6 +56,14 @@ note_settings() {   # note_settings NAME...: sets `given`, those that came from 
 split_arguments() {   # split_arguments WORD...: sets `arguments`, the words of ARGS and then these
   read -r -d '' -a arguments <<< "$ARGS" || :    # fails at the end of the text: ARGS may have lines
   arguments+=("$@")
+}
+
+split_python() {   # sets `python`, the words of PYTHON, such as: shifter --image=IMAGE python
+  python=("$PYTHON")
+  if ! command -v "$PYTHON" > /dev/null; then    # not one path, which may hold blanks
+    read -r -a python <<< "$PYTHON"
+  fi
+  if [ "${#python[@]}" = 0 ]; then fail "PYTHON=$PYTHON holds no word."; fi
 }
 
 use_venv() {
@@ -68,8 +79,7 @@ show_launch() {   # show_launch NAMES: for DRY_RUN, the launch line and variable
   env | grep -E "^($1)_" | sort
 }
 
-open_log() {   # open_log ID: from here on, everything printed goes to logs/CONFIG-ID.log
-  local log
+open_log() {   # open_log ID: from here on, everything printed goes to `log`, logs/CONFIG-ID.log
   log=logs/$(basename "${CONFIG%.*}")-$1.log
   mkdir -p logs "$(dirname "$RUN_DIR")"
   echo "output: $PWD/$log"
@@ -85,24 +95,27 @@ watch_for_sigterm() {   # sets `cancelled` when SIGTERM comes before `ends`, a U
 }
 
 run_preflight() {   # check the machine, unless PREFLIGHT is empty; end the job if that fails
-  local checks code=0
+  local checks code=0 before
   read -r -a checks <<< "$PREFLIGHT"
   if [ "${#checks[@]}" = 0 ]; then
     return
   fi
+  before=$(wc -l < "$log")
   "${launch[@]}" test_aurora_ddp.py "${checks[@]}" --work_dir "$RUN_DIR" || code=$?
   if [ -n "$cancelled" ]; then
     echo "cancelled during the pre-flight: nothing was trained"
     finish 143
   fi
   case $code in
-    0) ;;
+    0) return ;;
     2) finish 2 ;;     # its arguments were refused
     138 | 140)         # 128 + SIGUSR1 or SIGUSR2, by which Slurm tells that the time is nearly over
       echo "stopped by signal $((code - 128)) during the pre-flight: nothing was trained"
       finish 75 ;;
-    *) finish 3 ;;
   esac
+  # Its last line, if single hosts are to blame: `suspect hosts: n1,n2`
+  after_bad_preflight "$(tail -n "+$((before + 1))" "$log" | sed -n 's/^suspect hosts: //p')"
+  finish 3
 }
 
 written() {   # written FILE: print what changes with each write of it
@@ -136,6 +149,12 @@ run_training() {   # sets `code`, the job's exit code; `outcome`, how the run en
   echo "$(date) ended: exit code $code ($outcome); cancelled: ${cancelled:-no}"
 }
 
+count_jobs() {   # count_jobs NUMBER: sets `job_number`, which this job has among those of its chain
+  job_number=$1
+  check_number job_number 1
+  echo "this is job $job_number of at most $MAX_JOBS"
+}
+
 why_no_next_start() {   # print why the run is not to be continued; nothing if it is
   if [ -n "$cancelled" ]; then
     echo "the job was cancelled"
@@ -147,5 +166,13 @@ why_no_next_start() {   # print why the run is not to be continued; nothing if i
     echo "the run ended with $outcome, and AGAIN_ON is '$AGAIN_ON'"
   elif [ -z "$saved" ]; then
     echo "this start wrote no new checkpoint"
+  else
+    why_no_more_jobs
+  fi
+}
+
+why_no_more_jobs() {   # print that the chain has as many jobs as it may have; nothing if it has not
+  if [ "$job_number" -ge "$MAX_JOBS" ]; then
+    echo "this was job $job_number, and MAX_JOBS is $MAX_JOBS. The same command starts a new chain"
   fi
 }

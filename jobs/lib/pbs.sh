@@ -1,24 +1,30 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154,SC2120    # read here what the job scripts set, such as `launch`
-# What jobs/aurora.pbs and jobs/polaris.pbs share: hosts, deadline, the next job of a chain. They
-# source this file from the folder they were submitted in, and call prepare_job, then run_job.
+# What jobs/aurora.pbs, jobs/polaris.pbs and jobs/pbs.sh share: hosts, deadline, the next job of a
+# chain. They source this file from the folder they were submitted in, call prepare_job, set
+# `launch`, and call run_job.
 # A job's attributes, as `qstat -f` prints them, are in `job`, one a line.
 source jobs/lib/batch.sh
+A_YEAR=8760:00:00    # in place of a walltime that is not known
 
-prepare_job() {   # sets `hosts`, the file of host names, `training`, and the ranks' environment
+prepare_job() {   # sets `hosts`, the file of host names, `python`, `training`, the ranks' environment
   note_settings SCRIPT CONFIG ARGS RUN_DIR VENV PYTHON NPROC CPU_BIND THREADS NCCL_PLUGIN_DIR \
-    DDP_MPI4PY PREFLIGHT SAVE_SECONDS CHAIN AGAIN_ON
-  check_files
-  check_number NPROC 1
-  check_number SAVE_SECONDS 0
-  if [ -n "${DRY_RUN:-}" ]; then check_number DRY_RUN 1; fi
-  refuse_options 'config|work_dir|output_dir|fresh|resume' "$ARGS"
+    DDP_MPI4PY PREFLIGHT SAVE_SECONDS WALLTIME CHAIN MAX_JOBS AGAIN_ON NEXT_QSUB
+  check_settings
+  if [ -z "${DRY_RUN:-}" ]; then
+    open_log "${PBS_JOBID%%.*}"
+    count_jobs "${CHAIN_JOB:-1}"
+    read_attributes
+    check_submission
+    set_deadline
+  fi
 
   # PBS sets a TMPDIR too long for sockets of multiprocessing, and OMP_NUM_THREADS for a whole node.
   export TMPDIR=/tmp
   export OMP_NUM_THREADS=$THREADS
   export WANDB_MODE=${WANDB_MODE:-offline}
   use_venv
+  split_python
 
   hosts=$(mktemp)
   trap 'rm -f "$hosts"' EXIT
@@ -37,6 +43,26 @@ prepare_job() {   # sets `hosts`, the file of host names, `training`, and the ra
   training=("$SCRIPT" --config "$CONFIG" --work_dir "$RUN_DIR" ${arguments[@]+"${arguments[@]}"})
 }
 
+check_settings() {
+  check_files
+  check_number NPROC 1
+  check_number SAVE_SECONDS 0
+  check_number MAX_JOBS 1
+  if [ -n "${DRY_RUN:-}" ]; then check_number DRY_RUN 1; fi
+  refuse_options 'config|work_dir|output_dir|fresh|resume' "$ARGS"
+  if ! [[ $WALLTIME =~ ^([0-9]+:){0,2}[0-9]+$|^$ ]]; then
+    fail "WALLTIME=$WALLTIME is not a time such as 12:00:00."
+  fi
+  local bound=${CPU_BIND:-} spans
+  if [[ $bound == list:* ]]; then
+    IFS=: read -r -a spans <<< "${bound#list:}"
+    if [ "${#spans[@]}" != "$NPROC" ]; then
+      fail "NPROC=$NPROC, but CPU_BIND=$bound
+  has the cores of ${#spans[@]} ranks. Give CPU_BIND too, a list for $NPROC or none."
+    fi
+  fi
+}
+
 list_hosts() {   # print each host of the job once; with DRY_RUN, so many made-up ones
   if [ -n "${DRY_RUN:-}" ]; then
     seq -f host%g "$DRY_RUN"
@@ -45,15 +71,28 @@ list_hosts() {   # print each host of the job once; with DRY_RUN, so many made-u
   fi
 }
 
-run_job() {   # the job, from its log to the next job
+list_slots() {   # sets `slots`, a file in which each host stands NPROC times, one after the other
+  slots=$hosts.slots
+  trap 'rm -f "$hosts" "$slots"' EXIT
+  awk -v times="$NPROC" '{ for (k = 0; k < times; k++) print }' "$hosts" > "$slots"
+}
+
+list_environment() {   # list_environment NAMES: sets `environment`, NAME=VALUE of the variables that
+  # begin so, and of those in which programs and libraries are looked for
+  local name
+  environment=()
+  for name in $(compgen -e); do
+    if [[ $name =~ ^((PATH|LD_LIBRARY_PATH|PYTHONPATH|TMPDIR)$|($1)_) ]]; then
+      environment+=("$name=${!name}")
+    fi
+  done
+}
+
+run_job() {   # the job, from the pre-flight to the next job
   if [ -n "${DRY_RUN:-}" ]; then
     show_launch 'CCL|DDP|FI|NCCL|OMP|ONEAPI|ZE'
     finish 0
   fi
-  open_log "${PBS_JOBID%%.*}"
-  read_attributes
-  check_submission
-  set_deadline
   echo "job $PBS_JOBID on $(paste -sd ' ' "$hosts") stops and saves at $(date -d "@$DDP_DEADLINE")"
   if [[ $(umask) == *77 ]]; then
     echo "umask $(umask): nobody else can read what this job writes; change it by -W umask=022"
@@ -68,11 +107,15 @@ run_job() {   # the job, from its log to the next job
 read_attributes() {   # sets `job`, and `submitted`: the words that stood behind qsub
   # The server may be busy: it is asked twice.
   if ! job=$(qstat -f "$PBS_JOBID") && sleep 10 && ! job=$(qstat -f "$PBS_JOBID"); then
-    echo "qstat does not know this job: no deadline, no next job"
     job=''
   fi
   job=${job//$'\n\t'/}     # join the lines that qstat has wrapped
   submitted=$(attribute Submit_arguments)
+  if [ -z "$job" ]; then
+    submitted=$NEXT_QSUB
+    echo "qstat does not know this job: the deadline comes from WALLTIME (${WALLTIME:-unset: none}),"
+    echo "the next job from NEXT_QSUB (${NEXT_QSUB:-unset: none})"
+  fi
 }
 
 attribute() {   # attribute NAME: print its value; nothing if the job has none
@@ -86,7 +129,7 @@ attribute() {   # attribute NAME: print its value; nothing if the job has none
 }
 
 may_submit() {   # could a next job follow at all? In the debug queues a user may have one job
-  [[ $CHAIN == 1 && -n $job && ${PBS_QUEUE:-} != *debug* &&
+  [[ $CHAIN == 1 && -n $job$NEXT_QSUB && ${PBS_QUEUE:-} != *debug* &&
     ${PBS_ENVIRONMENT:-} != PBS_INTERACTIVE ]]
 }
 
@@ -94,6 +137,9 @@ check_submission() {   # refuse at the start what would be found out at the end,
   if [[ " $submitted" =~ \ -v.*\ -v ]]; then
     fail "-v was given twice, and PBS knows the last one only. Write all in one:
   -v CONFIG=...,ARGS=\"...\""
+  fi
+  if [[ -z $job && " $submitted" =~ \ -v ]]; then
+    fail "NEXT_QSUB holds -v. The next job gets the settings of this one without it."
   fi
   if ! may_submit; then
     return
@@ -117,33 +163,37 @@ check_submission() {   # refuse at the start what would be found out at the end,
 }
 
 set_deadline() {   # sets DDP_DEADLINE, when the run saves and stops, and `ends`, the job's end
-  local walltime began told hours minutes seconds
+  local seconds began told
   began=$(($(date +%s) - SECONDS))         # SECONDS have passed since this script's start
-  walltime=$(attribute Resource_List.walltime)
-  if [ -n "$walltime" ]; then
-    IFS=: read -r hours minutes seconds <<< "$walltime"
-    walltime=$((10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds))
-  else
-    walltime=31536000                      # unknown: a year
-  fi
+  told=$(attribute Resource_List.walltime)
+  told=${told:-$WALLTIME}
+  seconds=$(seconds_of "${told:-$A_YEAR}")
   # An interactive job began before its user started this script. A time at which the job would
   # already be over is not believed.
   told=$(attribute stime)
   if [ -n "$told" ] && told=$(date -d "$told" +%s) &&
-    [ "$told" -lt "$began" ] && [ $((told + walltime)) -gt "$(date +%s)" ]; then
+    [ "$told" -lt "$began" ] && [ $((told + seconds)) -gt "$(date +%s)" ]; then
     began=$told
   fi
-  ends=$((began + walltime))
+  ends=$((began + seconds))
   export DDP_DEADLINE=$((ends - SAVE_SECONDS))
-  if [ "$walltime" -le "$SAVE_SECONDS" ]; then
+  if [ "$seconds" -le "$SAVE_SECONDS" ]; then
     fail "the walltime is not longer than SAVE_SECONDS."
   fi
 }
 
+seconds_of() {   # seconds_of TIME: print the seconds of 12:00:00, 30:00 or 90
+  local part total=0
+  for part in ${1//:/ }; do
+    total=$((total * 60 + 10#$part))
+  done
+  echo "$total"
+}
+
 submit_next_job() {   # if steps are left and this start got further
   local why
-  if [ -z "$job" ]; then
-    why="qstat did not know this job"
+  if [ -z "$job$NEXT_QSUB" ]; then
+    why="qstat did not know this job, and there is no NEXT_QSUB"
   elif ! may_submit; then
     why="CHAIN is $CHAIN, the queue ${PBS_QUEUE:-unknown}, the job ${PBS_ENVIRONMENT:-PBS_BATCH}"
   else
@@ -153,13 +203,40 @@ submit_next_job() {   # if steps are left and this start got further
     echo "no next job: $why"
     return
   fi
-  local options=(-N "$PBS_JOBNAME" -q "$PBS_O_QUEUE" -W "depend=afterany:$PBS_JOBID")
+  local options=(-W "depend=afterany:$PBS_JOBID")
   local variables
-  add_options
-  add_resources
+  if [ -n "$job" ]; then
+    options+=(-N "$PBS_JOBNAME" -q "$PBS_O_QUEUE")
+    add_options
+    add_resources
+    options+=("${submitted##* }")
+  else
+    local words
+    read -r -a words <<< "$NEXT_QSUB"
+    options+=("${words[@]}")
+  fi
+  export CHAIN_JOB=$((job_number + 1))
   list_variables
-  qsub "${options[@]}" ${variables:+-v "$variables"} "${submitted##* }" ||
-    echo "not submitted: give the same qsub again"
+  qsub -v "$variables" "${options[@]}" || echo "not submitted: give the same qsub again"
+}
+
+after_bad_preflight() {   # after_bad_preflight SUSPECTS: say how to have the other hosts alone
+  local host chunk others=''
+  if [ -z "$1" ]; then
+    return
+  fi
+  chunk=$(attribute Resource_List.select)
+  chunk=${chunk#"${chunk%%:*}"}                  # without its number
+  if [[ $chunk == *+* ]]; then chunk=''; fi      # several kinds of chunks: the user knows which
+  while read -r host; do
+    host=${host%%.*}
+    if [[ ",$1," != *",$host"[,.]* ]]; then
+      others+=" 1$chunk:host=$host"
+    fi
+  done < "$hosts"
+  others=${others# }
+  echo "PBS cannot leave out a host, and no next job follows. To have the others alone:"
+  echo "  -l select=${others// /+}"
 }
 
 add_options() {   # add to `options` those of this job
@@ -226,11 +303,17 @@ add_resources() {   # add to `options` the resources of this job
   done <<< "$job"
 }
 
-list_variables() {   # sets `variables`, the names that stood behind qsub -v
+list_variables() {   # sets `variables`, the names that stood behind qsub -v, and CHAIN_JOB
   # By name only: qsub takes the value, which may hold commas and blanks, from the environment.
   local list=",${job#*Variable_List = }" name
-  variables=''
+  if [ -z "$job" ]; then
+    list="${given_names// /,}="
+    list=${list//,/=,}
+  fi
+  variables=CHAIN_JOB
   for name in $(compgen -e); do
-    if [[ $name != PBS_* && $list == *",$name="* ]]; then variables+="${variables:+,}$name"; fi
+    if [[ $name != PBS_* && $name != CHAIN_JOB && $list == *",$name="* ]]; then
+      variables+=",$name"
+    fi
   done
 }

@@ -29,6 +29,7 @@ from training_runs import same_run
 
 JOBS = ROOT / "jobs"
 ONE_OF_EACH = pytest.mark.parametrize("script", ["aurora.pbs", "slurm.sh"])    # PBS' are equal
+PBS_SCRIPTS = ["aurora.pbs", "polaris.pbs", "pbs.sh"]
 STEPS = 20
 CONFIG = f"""
 training: {{batch_size: 4, n_iters: {STEPS}, eval_freq: {STEPS}, log_freq: 1, snapshot_freq: 5}}
@@ -55,7 +56,7 @@ if __name__ == "__main__":
 """
 # A small share of the median speed counts as slow: the ranks share few cores.
 SETTINGS = {"SCRIPT": "driver.py", "CONFIG": "config.yaml", "RUN_DIR": "runs/mine", "NPROC": "2",
-            "PREFLIGHT": "--preflight --slow 0.01"}
+            "CPU_BIND": "list:0:1", "PREFLIGHT": "--preflight --slow 0.01"}
 
 
 # ---------------------------------------------------------------- helpers
@@ -149,11 +150,12 @@ def test_every_rank_has_cores_of_its_own(name, ranks, reserved):
 
 # ---------------------------------------------------------------- decisions, no ranks
 # In place of mpiexec and srun. A line of `outcomes` per call: what status.json says (-: none), the
-# exit code, and perhaps `old` (no new checkpoint), `cancel` (SIGTERM to the job) or `late` (the
-# same once its time is over).
+# exit code, and perhaps `old` (no new checkpoint), `cancel` (SIGTERM to the job), `late` (the same
+# once its time is over) or `suspect` (of a pre-flight, which names hostA).
 FAKE_LAUNCHER = """#!/bin/bash
 echo "$DDP_WORLD_SIZE $*" >> "$SITE/launched"
 echo "${DDP_DEADLINE:-}" > "$SITE/deadline"
+env > "$SITE/environment"
 read -r status code more <<< "$(sed -n "$(wc -l < "$SITE/launched")p" "$SITE/outcomes")"
 [ ! -e "$SITE/next" ] || echo "submitted before the training ended" >> "$SITE/launched"
 while [ $# -gt 0 ]; do
@@ -163,6 +165,7 @@ done
 mkdir -p "$run/checkpoints"
 said="{\\"code\\": $status, \\"reason\\": \\"x\\", \\"step\\": 1}"
 if [ "$status" != - ]; then echo "$said" > "$run/status.json"; fi
+if [ "$more" = suspect ]; then echo "suspect hosts: hostA"; fi
 if [ "$more" != old ]; then echo "$RANDOM" > "$run/checkpoints/last.pt"; fi
 if [ "$more" = late ]; then
   until [ "$(date +%s)" -gt "$((DDP_DEADLINE + 1))" ]; do sleep 0.1; done
@@ -221,7 +224,7 @@ class Site:
     def fake_launcher(self, *outcomes):
         (self.folder / "outcomes").write_text("\n".join(outcomes) + "\n")
         (self.folder / "launched").write_text("")
-        for name in ("mpiexec", "srun"):
+        for name in ("mpiexec", "mpirun", "srun"):
             self.program(name, FAKE_LAUNCHER)
 
     def start(self, script, job, on=None, **given):
@@ -254,7 +257,7 @@ class Site:
 
     def run_slurm(self, arguments=(), END="NONE", **given):
         (self.folder / "requeued").unlink(missing_ok=True)
-        self.program("squeue", f"#!/bin/bash\necho {END}\n")
+        self.program("squeue", f"#!/bin/bash\ncase $* in *%x*) echo n9 ;; *) echo {END} ;; esac\n")
         self.program("scontrol", '#!/bin/bash\necho "$*" >> "$SITE/requeued"\n')
         copy = shutil.copy(self.project / "jobs" / "slurm.sh", self.folder / "spool" / "script")
         result = bash(self.folder, copy, *arguments, **{
@@ -272,6 +275,11 @@ class Site:
         answer = submitted.exists() or requeued.exists() and requeued.read_text() == "requeue 101\n"
         submitted.unlink(missing_ok=True)
         return answer
+
+    def environment(self):
+        """The variables that the launcher was last started with."""
+        lines = (self.folder / "environment").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
 
     def launched(self):
         return (self.folder / "launched").read_text().splitlines()
@@ -324,7 +332,7 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
     site.fake_launcher("75 75")
     (project / "jobs" / "aurora.pbs").rename(project / "jobs" / "mine.pbs")
     given = {"ARGS": "training.stop_signals=[SIGTERM,SIGUSR1]\n data.max_length=32", "NPROC": "3",
-             "MY_OWN": "a b", "PREFLIGHT": ""}
+             "CPU_BIND": "none", "MY_OWN": "a b", "PREFLIGHT": ""}
     assert site.run("mine.pbs", **given) == 75, site.printed + logs(project)
     asked = json.loads((site.folder / "next").read_text())
     *words, script = asked["words"]
@@ -334,7 +342,7 @@ def test_the_next_job_comes_from_the_projects_file_with_options_and_variables_of
         assert part in " ".join(words), words
     assert script == "jobs/mine.pbs", "what was submitted, as it is by then"
     assert "ncpus" not in " ".join(words) and "award" not in " ".join(words), "PBS', the site's"
-    wanted = {"THREADS": "1", "VENV": "none", **SETTINGS, **given}
+    wanted = {"THREADS": "1", "VENV": "none", "CHAIN_JOB": "2", **SETTINGS, **given}
     assert asked["variables"] == wanted, "what is not given may be edited"
     launched, = site.launched()
     assert launched.endswith("--config config.yaml --work_dir runs/mine "
@@ -376,6 +384,7 @@ def test_a_job_that_was_not_submitted_ends_before_it_loads_modules(script, site,
 @pytest.mark.parametrize("script, line, given", [
     ("aurora.pbs", "mpiexec -n 24 --ppn 12 --hostfile ", {}),
     ("polaris.pbs", "mpiexec -n 8 --ppn 4 --hostfile ", {}),
+    ("pbs.sh", "mpirun -n 8 --hostfile ", {}),
     ("slurm.sh", "srun --export=ALL --nodes=2 --ntasks=8 --ntasks-per-node=4 ", {}),
     ("torchrun_multinode.sh",
      "python train_sedd_ddp.py --nnodes 2 --node_rank 0 --nproc_per_node 4 ",
@@ -472,11 +481,11 @@ def test_a_job_says_which_settings_came_from_outside(script, site, project):
     assert "SAVE_SECONDS" not in found and "AGAIN_ON" not in found
 
 
-@pytest.mark.parametrize("script", ["aurora.pbs", "polaris.pbs", "slurm.sh"])
+@pytest.mark.parametrize("script", [*PBS_SCRIPTS, "slurm.sh"])
 def test_every_setting_at_the_top_of_a_job_is_among_those_that_it_can_name(script):
-    shared = "" if script == "slurm.sh" else (JOBS / "lib" / "pbs.sh").read_text()
+    shared = (JOBS / "lib" / ("slurm.sh" if script == "slurm.sh" else "pbs.sh")).read_text()
     text = (JOBS / script).read_text()
-    named = re.search(r"note_settings ((?:[A-Z0-9_]+|\\?\s)+)", text + shared)[1].split()
+    named = re.search(r"note_settings ((?:[A-Z0-9_]+|\\?\s)+)", shared)[1].split()
     settings = re.findall(r"^([A-Z0-9_]+)=\$\{\1", text.partition("submit this with")[0], re.M)
     assert set(settings) <= set(named)
 
@@ -527,6 +536,141 @@ def test_the_next_job_keeps_the_options_of_qsub_and_names_those_it_loses(site, p
         assert option in words
     assert "-j" not in words, "what stands in the script may be edited"
     assert "the next job is submitted without -W sandbox=PRIVATE -h" in logs(project)
+
+
+@pytest.mark.parametrize("walltime, seconds", [("02:00:00", 7200), ("90:00", 5400), ("4000", 4000)])
+def test_where_qstat_does_not_answer_the_deadline_comes_from_walltime(walltime, seconds, site,
+                                                                       project):
+    site.fake_launcher("75 75")
+    site.program("qstat", "#!/bin/bash\n")
+    before = time.time()
+    assert site.run("aurora.pbs", WALLTIME=walltime) == 75, logs(project)
+    deadline = int((site.folder / "deadline").read_text())
+    assert before + seconds - 600 - 1 <= deadline <= time.time() + seconds - 600
+    assert not site.goes_on() and "there is no NEXT_QSUB" in logs(project)
+
+
+def test_the_walltime_that_qstat_tells_counts_more_than_the_setting(site, project):
+    site.fake_launcher("75 75")
+    assert site.run("aurora.pbs", WALLTIME="1:00:00") == 75, logs(project)
+    assert int((site.folder / "deadline").read_text()) > time.time() + 6000
+
+
+def test_where_qstat_does_not_answer_the_next_job_comes_from_next_qsub(site, project):
+    site.fake_launcher("75 75")
+    site.program("qstat", "#!/bin/bash\n")
+    words = "-A AnyProject -l select=2 -W umask=022 jobs/aurora.pbs"
+    assert site.run("aurora.pbs", WALLTIME="1:00:00", NEXT_QSUB=words) == 75, logs(project)
+    asked = json.loads((site.folder / "next").read_text())
+    assert " ".join(asked["words"][2:]) == f"-W depend=afterany:101.site {words}"
+    kept = {"WALLTIME": "1:00:00", "NEXT_QSUB": words, "CHAIN_JOB": "2", "CONFIG": "config.yaml"}
+    assert kept.items() <= asked["variables"].items()
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"WALLTIME": "1 day"}, "WALLTIME=1 day is not a time such as 12:00:00"),
+    ({"NEXT_QSUB": "-v X=1 jobs/aurora.pbs"}, "NEXT_QSUB holds -v"),
+    ({"NEXT_QSUB": "-A AnyProject"}, "not by 'qsub < FILE'")])
+def test_settings_for_a_mute_qstat_are_checked_at_the_start(given, message, site, project):
+    site.fake_launcher("75 75")
+    site.program("qstat", "#!/bin/bash\n")
+    assert site.run("aurora.pbs", **given) == 2
+    assert message in site.printed + logs(project) and site.launched() == []
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("number, goes_on", [(2, True), (3, False)])
+def test_a_chain_ends_after_max_jobs(script, number, goes_on, site, project):
+    site.fake_launcher("75 75")
+    given = {"CHAIN_JOB": number, "SLURM_RESTART_COUNT": number - 1, "MAX_JOBS": 3}
+    assert site.run(script, **given) == 75, logs(project)
+    assert site.goes_on() == goes_on, logs(project)
+    assert ("MAX_JOBS is 3" in logs(project)) != goes_on
+
+
+def test_the_next_job_knows_its_number_in_the_chain(site, project):
+    site.fake_launcher("75 75")
+    assert site.run("aurora.pbs", CHAIN_JOB=7) == 75, logs(project)
+    assert json.loads((site.folder / "next").read_text())["variables"]["CHAIN_JOB"] == "8"
+
+
+@pytest.mark.parametrize("exclude, requests", [
+    ("1", "requeue 101\nupdate JobId=101 ExcNodeList=n9,hostA\n"), ("0", "")])
+def test_a_host_that_the_preflight_suspects_is_left_out_of_the_next_start(exclude, requests, site,
+                                                                          project):
+    site.fake_launcher("- 3 suspect")
+    assert site.run_slurm(PREFLIGHT="--preflight", EXCLUDE=exclude) == 3, logs(project)
+    requeued = site.folder / "requeued"
+    assert (requeued.read_text() if requeued.exists() else "") == requests, logs(project)
+
+
+@pytest.mark.parametrize("outcome, given, why", [
+    ("- 3", {}, "suspects no single host"),
+    ("- 3 suspect", {"MAX_JOBS": 1}, "MAX_JOBS is 1"),
+    ("- 3 suspect", {"REQUEUE": "0"}, "REQUEUE is 0")])
+def test_a_job_says_why_no_host_is_left_out(outcome, given, why, site, project):
+    site.fake_launcher(outcome)
+    assert site.run_slurm(PREFLIGHT="--preflight", EXCLUDE="1", **given) == 3, logs(project)
+    assert not site.goes_on() and why in logs(project)
+
+
+def test_a_pbs_job_says_how_to_have_the_hosts_alone_that_are_not_suspected(site, project):
+    site.fake_launcher("- 3 suspect")
+    assert site.run("aurora.pbs", PREFLIGHT="--preflight") == 3, logs(project)
+    assert "\n  -l select=1:system=any:host=hostB\n" in logs(project)
+
+
+def test_the_plugin_of_polaris_for_nccl_has_its_libraries(site, project, tmp_path):
+    site.fake_launcher("0 0")
+    assert site.run("polaris.pbs", NCCL_PLUGIN_DIR=tmp_path, LD_LIBRARY_PATH="/any") == 0
+    found = site.environment()
+    assert found["LD_LIBRARY_PATH"] == f"/soft/libraries/hwloc/lib:{tmp_path}:/any"
+    assert found["NCCL_NET"] == "AWS Libfabric" and "plain sockets" not in logs(project)
+
+
+def test_a_job_on_polaris_without_the_plugin_says_that_sockets_are_used(site, project):
+    site.fake_launcher("0 0")
+    assert site.run("polaris.pbs", NCCL_PLUGIN_DIR="/no/such") == 0, logs(project)
+    assert "NCCL uses plain sockets: there is no folder NCCL_PLUGIN_DIR=/no/such" in logs(project)
+    assert "NCCL_NET" not in site.environment()
+
+
+def test_a_job_of_any_pbs_site_gives_its_ranks_slots_and_variables(site, project):
+    site.fake_launcher("75 75")
+    assert site.run("pbs.sh", CPU_BIND=None, WANDB_MODE="online") == 75, logs(project)
+    assert (site.folder / "hosts").read_text() == "hostA\nhostA\nhostB\nhostB\n"
+    launched, = site.launched()
+    words = dict(word.split("=", 1) for word in launched.split() if "=" in word)
+    deadline = (site.folder / "deadline").read_text().strip()
+    wanted = {"DDP_WORLD_SIZE": "4", "DDP_DEADLINE": deadline, "MASTER_ADDR": "hostA",
+              "MASTER_PORT": "20101", "OMP_NUM_THREADS": "1", "WANDB_MODE": "online"}
+    assert wanted.items() <= words.items() and site.goes_on(), launched
+
+
+@pytest.mark.parametrize("script", [*PBS_SCRIPTS, "slurm.sh", "torchrun_multinode.sh"])
+@pytest.mark.parametrize("given, words", [
+    ("shifter --image=any/one:1 python", ["shifter", "--image=any/one:1", "python"]),
+    ("{folder}/my python", ["{folder}/my python"])])      # one path, with a blank
+def test_python_may_be_several_words(script, given, words, site, project):
+    shutil.copytree(ROOT / "configs", project / "configs")
+    site.program("my python", "")
+    folder = str(site.folder / "bin")
+    result = bash(project, f"jobs/{script}", DRY_RUN=1, PYTHON=given.format(folder=folder),
+                  NNODES=1, NODE_RANK=0, MASTER_ADDR="hostA", NPROC=None if "pbs" in script else 1)
+    shown, = [line for line in result.stdout.splitlines() if "train_sedd_ddp.py" in line]
+    shown = shlex.split(shown)
+    shown = [word for word in shown[:shown.index("train_sedd_ddp.py")] if word != "-u"]
+    assert shown[-len(words):] == [word.format(folder=folder) for word in words], result.text
+
+
+@pytest.mark.parametrize("script, given", [("aurora.pbs", {"NPROC": "6"}),
+                                           ("polaris.pbs", {"CPU_BIND": "list:0:1"})])
+def test_a_list_of_cores_for_another_number_of_ranks_is_refused(script, given, project):
+    shutil.copytree(ROOT / "configs", project / "configs")
+    result = bash(project, f"jobs/{script}", DRY_RUN=1, **given)
+    assert result.returncode == 2 and "but CPU_BIND=list:" in result.stderr, result.text
+    assert bash(project, f"jobs/{script}", DRY_RUN=1, **{**given, "CPU_BIND": "none"}
+                ).returncode == 0
 
 
 def test_a_job_says_that_only_its_owner_can_read_what_it_writes(site, project):
