@@ -17,8 +17,6 @@ lists up to ten bad lines, and exit code 2; then nothing is written.
 """
 import argparse
 import collections
-import csv
-import io
 import json
 import math
 import os
@@ -27,11 +25,11 @@ import sys
 from pathlib import Path
 
 from mpnn.pairs import LEAST_WEIGHT
+from mpnn.tables import check_cells, read_rows, refuse_lines
 from sedd.sequences import LETTERS
 from training.files import write_text_atomic
 
 COLUMNS = ("pdb", "sequence", "score", "chain")
-MAX_LISTED = 10
 LARGEST_SCORE = 1e100   # so that sums of differences stay finite
 
 
@@ -41,7 +39,7 @@ def read_designs(path: Path) -> dict:
     Raises: ValueError that lists the problems by line."""
     designs = collections.defaultdict(lambda: collections.defaultdict(list))
     problems = []
-    for line, row in read_rows(path):
+    for line, row in read_rows(path, COLUMNS, ("context",)):
         try:
             place, sequence, score = parse_row(row, path.parent)
             scores = designs[place]
@@ -52,44 +50,17 @@ def read_designs(path: Path) -> dict:
             scores[sequence].append(score)
         except ValueError as error:
             problems.append(f"line {line}: {error}")
-    if problems:
-        lines = [f"{path}: {len(problems)} lines cannot be used:", *problems[:MAX_LISTED]]
-        if len(problems) > MAX_LISTED:
-            lines.append(f"and {len(problems) - MAX_LISTED} more")
-        raise ValueError("\n  ".join(lines))
+    refuse_lines(path, problems)
     if not designs:
         raise ValueError(f"{path} holds no design; expected lines below the header.")
     return designs
-
-
-def read_rows(path):
-    """[(line number, {column: text})] of the rows of a table. Raises: ValueError."""
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}; expected a table in CSV.")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-        dialect = "excel-tab" if "\t" in text.partition("\n")[0] else "excel"
-        rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect, skipinitialspace=True)
-        found = [(rows.line_num, row) for row in rows]
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.") from None
-    times = collections.Counter(rows.fieldnames)
-    wrong = [name for name in COLUMNS if times[name] != 1]
-    if times["context"] > 1:
-        wrong.append("context")
-    if wrong:
-        raise ValueError(f"{path} has no column {', '.join(wrong)}, or two; expected each of "
-                         f"{', '.join(COLUMNS)} once in line 1, separated by commas or tabs.")
-    return found
 
 
 def parse_row(row, folder):
     """((path of the structure, chain, context chains), sequence, score) of a row of a table.
 
     folder: paths in the table are relative to it. Raises: ValueError with what is wrong."""
-    if None in row.values() or None in row:
-        raise ValueError("found more or fewer cells than columns")
-    cells = {column: text.strip() for column, text in row.items()}
+    cells = check_cells(row)
     sequence = cells["sequence"].upper().replace("-", "X")
     chain = cells["chain"]
     context = cells.get("context", "").replace(",", " ").split()

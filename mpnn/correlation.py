@@ -1,0 +1,128 @@
+"""Rank correlation of scores and measured values, over all and per protein, with intervals.
+
+    report = correlate(scores, measured, proteins)          # print("\\n".join(report.lines()))
+
+An interval is the middle 95 % of bootstrap draws. In one over several proteins whole proteins are
+drawn, because mutations of one protein are alike; in that of one protein, its mutations.
+"""
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+N_DRAWS = 1000
+MOST_NUMBERS = 2_000_000    # of a table (draws, mutations): 16 MB, and some copies
+LEAST = 10              # mutations of a protein for a correlation of its own
+
+
+class Estimate(NamedTuple):
+    """A correlation, nan if scores or values are all equal, with its interval."""
+    value: float
+    low: float
+    high: float
+    n: int              # mutations, or proteins of a mean
+
+    def __str__(self):
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+class Report(NamedTuple):
+    """Spearman's correlations."""
+    overall: Estimate               # of all mutations together
+    mean: Estimate | None           # of those of proteins; None if no protein has LEAST mutations
+    proteins: dict[str, Estimate]   # of each protein with at least LEAST mutations
+    n_proteins: int
+
+    def lines(self) -> list[str]:
+        """The report as lines of text."""
+        lines = [f"Spearman {self.overall}: {self.overall.n:,} mutations of {self.n_proteins:,} "
+                 "protein(s)"]
+        if self.mean is not None:
+            lines.append(f"Spearman {self.mean}: mean of {self.mean.n:,} protein(s) with {LEAST} "
+                         "mutations or more")
+        for name, estimate in self.proteins.items():
+            lines.append(f"  {estimate}: {name}, {estimate.n} mutations")
+        return lines
+
+
+def correlate(scores: Sequence[float], measured: Sequence[float], proteins: Sequence[str],
+              seed: int = 0) -> Report:
+    """Spearman's rank correlation, over all mutations and per protein.
+
+    Args:
+        scores, measured: (n,) finite numbers.
+        proteins:         (n,) the name of each mutation's protein.
+        seed:             of the bootstrap.
+    Raises: ValueError for fewer than 3 mutations.
+    """
+    scores = np.asarray(scores, np.float64)
+    measured = np.asarray(measured, np.float64)
+    if len(scores) < 3:
+        raise ValueError(f"found {len(scores)} mutations with a measured value; expected at least "
+                         "3 to correlate.")
+    names, protein = np.unique(np.asarray(proteins, dtype=object).astype(str), return_inverse=True)
+    random = np.random.Generator(np.random.PCG64(seed % 2**64))
+    of_each = {}
+    for number, name in enumerate(names):
+        here = protein == number
+        if here.sum() >= LEAST:
+            draws = random.multinomial(here.sum(), np.full(here.sum(), 1 / here.sum()), N_DRAWS)
+            own = np.arange(here.sum())
+            of_each[str(name)] = estimate(scores[here], measured[here], draws, own)
+    # How often each protein is drawn. With one protein, its mutations are drawn instead.
+    unit = protein if len(names) > 1 else np.arange(len(scores))
+    n_units = unit.max() + 1
+    draws = random.multinomial(n_units, np.full(n_units, 1 / n_units), N_DRAWS)
+    overall = estimate(scores, measured, draws, unit)
+    values = np.array([found.value for found in of_each.values() if np.isfinite(found.value)])
+    mean = None
+    if len(values):
+        means = random.choice(values, (N_DRAWS, len(values))).mean(1)
+        mean = Estimate(float(values.mean()), *interval(means), len(values))
+    return Report(overall, mean, of_each, len(names))
+
+
+def estimate(x, y, draws, unit):
+    """Estimate of Spearman's correlation of x and y (n,).
+
+    draws: (D, U) how often each unit is drawn. unit: (n,) number of the unit of each value."""
+    value, = spearman(x, y, np.ones((1, len(x))))
+    size = max(MOST_NUMBERS // len(x), 1)
+    parts = [spearman(x, y, draws[first:first + size][:, unit])
+             for first in range(0, len(draws), size)]
+    return Estimate(float(value), *interval(np.concatenate(parts)), len(x))
+
+
+def interval(values):
+    """(low, high) of the middle 95 % of the values that are finite."""
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return np.nan, np.nan
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def spearman(x: np.ndarray, y: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Spearman's rank correlation of x and y, each value taken so many times.
+
+    Args:
+        x, y:  (n,) numbers.
+        times: (D, n) whole numbers; a row of ones takes each value once.
+    Returns: (D,), nan where all x or all y that are taken are equal.
+    """
+    total = times.sum(1, keepdims=True)
+    a = average_ranks(x, times) - (total + 1) / 2           # less the mean of all ranks
+    b = average_ranks(y, times) - (total + 1) / 2
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (times * a * b).sum(1) / np.sqrt((times * a * a).sum(1) * (times * b * b).sum(1))
+
+
+def average_ranks(x, times):
+    """(D, n) rank of each value from 1, equal values at the mean of their ranks; see spearman."""
+    order = np.argsort(x, kind="stable")
+    is_first = np.append(True, np.diff(x[order]) > 0)       # of those equal to it
+    counts = np.add.reduceat(times[:, order], np.flatnonzero(is_first), axis=1)
+    ranks = np.cumsum(counts, axis=1) - (counts - 1) / 2
+    back = np.empty(len(x), np.int64)
+    back[order] = np.cumsum(is_first) - 1
+    return ranks[:, back]

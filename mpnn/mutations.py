@@ -1,0 +1,264 @@
+"""Lists and tables of mutations: read, checked, placed on the structures that they name.
+
+    table = read_mutations("s2648.csv", measured="ddg")
+    proteins, skipped = place_all(table)            # a Protein for each structure and chain
+
+A list has one variant per line, such as A12V or A12V:G45D; text after # is left out. A table (CSV,
+commas or tabs) has a column `mutation` with such variants, and perhaps pdb_file (path, relative to
+the folder of the table), chain (which is mutated), context (names of other chains, such as "B C",
+that the model shall see), and any others. A12V: the wild type's letter, the residue's number in the
+file, with its insertion code if it has one (A12BV), the mutant's letter. All mutations of a variant
+are in one chain. Writes nothing. No model here.
+"""
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from mpnn.structures import Chain, Complex, Structure, read_structure
+from mpnn.tables import check_cells, read_rows, read_text, refuse_lines
+from sedd.sequences import AMINO_ACIDS, LETTERS
+
+OPTIONAL = ("pdb_file", "chain", "context")
+SCORE = "score"         # the column that is added to a table
+LARGEST = 1e100         # measured value, so that sums of squares stay finite
+
+
+class Mutation(NamedTuple):
+    """One residue and its new letter."""
+    wild_type: str      # letter
+    number: str         # in the file, with insertion code
+    mutant: str         # letter
+
+    def __str__(self):
+        return f"{self.wild_type}{self.number}{self.mutant}"
+
+
+class Variant(NamedTuple):
+    """A line of a list or table."""
+    line: int                           # from 1
+    cells: dict[str, str]               # {column: text}; of a list: {"mutation": text}
+    mutations: tuple[Mutation, ...]
+    measured: float                     # nan: none
+
+
+class MutationTable(NamedTuple):
+    """A list or table of variants."""
+    path: Path
+    variants: list[Variant]
+
+    @property
+    def names_structures(self) -> bool:
+        return "pdb_file" in self.variants[0].cells
+
+
+class Protein(NamedTuple):
+    """A structure with the variants of one of its chains."""
+    name: str                   # path as in the table or on the command line
+    structure: Structure
+    complex: Complex            # the mutated chain first, then its context
+    variants: list[Variant]
+    changes: list[list[tuple[int, int]]]    # of each variant: (row of the complex, letter 0 to 19)
+
+    @property
+    def chain(self) -> str:
+        return self.complex.design[0]
+
+
+def read_mutations(path: str | Path, measured: str | None = None) -> MutationTable:
+    """Read a list or table of variants.
+
+    Args:
+        measured: column of measured values. An empty cell there is no value.
+    Raises: ValueError that lists the problems by line.
+    """
+    path = Path(path)
+    variants = []
+    problems = []
+    for line, row in rows_of(path, measured):
+        try:
+            cells = check_cells(row)
+            value = read_value(cells[measured], measured) if measured else math.nan
+            variants.append(Variant(line, cells, read_variant(cells["mutation"]), value))
+            check_structure_file(path, cells)
+        except ValueError as error:
+            problems.append(f"line {line}: {error}")
+    refuse_lines(path, problems)
+    if not variants:
+        raise ValueError(f"{path} holds no variant; expected one per line, such as A12V or "
+                         "A12V:G45D.")
+    return MutationTable(path, variants)
+
+
+def place_all(table: MutationTable, structure: str | Path | None = None, chain: str | None = None,
+              fixed: list[str] | None = None, see_all: bool = True) -> tuple[list[Protein], list]:
+    """Group the variants by structure, chain and context, and find their residues.
+
+    Args:
+        structure: path, for a table that names none.
+        chain:     name, for lines that give none. Optional for structures of one protein chain.
+        fixed:     names of the context chains, for lines that give none.
+        see_all:   if neither says which: take all other protein chains as context, or none.
+    Returns: proteins in the order of the table; texts that name the variants that do not fit their
+        structure, which are left out.
+    Raises: ValueError for structures that cannot be read, absent chains, and if none is left.
+    """
+    groups = {}
+    for variant in table.variants:
+        cells = variant.cells
+        path = Path(structure) if structure else table.path.parent / cells["pdb_file"]
+        name = cells.get("chain") or chain
+        context = fixed
+        if cells.get("context"):
+            context = cells["context"].replace(",", " ").split()
+        if context is None and not see_all:
+            context = []
+        key = (path, name, None if context is None else tuple(context))
+        groups.setdefault(key, []).append(variant)
+    structures = {}
+    proteins = []
+    skipped = []
+    problems = []
+    for (path, name, context), variants in groups.items():
+        try:
+            if path not in structures:
+                structures[path] = read_structure(path)
+            complex = choose_complex(structures[path], name, context)
+        except (ValueError, OSError) as error:
+            problems.append(f"line {variants[0].line}: {error}")
+            continue
+        shown = variants[0].cells.get("pdb_file", str(path))
+        protein = Protein(shown, structures[path], complex, [], [])
+        place(protein, variants, skipped)
+        if protein.variants:
+            proteins.append(protein)
+    refuse_lines(table.path, problems)
+    if not proteins:
+        raise ValueError(f"{table.path}: no variant fits its structure. Found {skipped[0]}.")
+    return proteins, skipped
+
+
+def find_residues(mutations: tuple[Mutation, ...], chain: Chain) -> list[tuple[int, int]]:
+    """[(row of the chain, letter 0 to 19)] of mutations. ValueError for those that do not fit."""
+    changes = []
+    for mutation in mutations:
+        if mutation.number not in chain.numbers:
+            digits = mutation.number.rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+            near = [number for number in chain.numbers if number and number[:-1] == digits]
+            hint = f" (there is {', '.join(near)})" if near else ""
+            raise ValueError(f"there is no residue {mutation.number}{hint}")
+        row = chain.numbers.index(mutation.number)
+        found = LETTERS[chain.S[row]]
+        if found != mutation.wild_type:
+            raise ValueError(f"residue {mutation.number} is {found}")
+        if not chain.resolved[row]:
+            raise ValueError(f"residue {mutation.number} lacks atoms of the backbone")
+        changes.append((row, LETTERS.index(mutation.mutant)))
+    return changes
+
+
+# ---- lines ----
+
+def rows_of(path, measured):
+    """[(line number, {column: text})] of a table, or of a list as a table with one column."""
+    text = read_text(path)
+    columns = [cell.strip() for cell in re.split("[,\t]", text.lstrip().partition("\n")[0])]
+    if "mutation" in columns:
+        if SCORE in columns:
+            raise ValueError(f"{path} has a column {SCORE}, which is the name of the result; "
+                             "expected another name for it.")
+        required = ["mutation"]
+        if measured:
+            required.append(measured)
+        return read_rows(path, required, OPTIONAL)
+    if measured:
+        raise ValueError(f"{path} is a list; expected a table with the columns mutation and "
+                         f"{measured} in line 1.")
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].strip()
+        if words:
+            rows.append((number, {"mutation": words}))
+    return rows
+
+
+def read_variant(text):
+    """Tuple of Mutation. Raises: ValueError."""
+    mutations = []
+    for word in re.findall(r"[^\s:,;+/]+", text):
+        parts = re.fullmatch(rf"([{AMINO_ACIDS}])(-?\d+[A-Za-z]?)([{AMINO_ACIDS}])", word)
+        if not parts:
+            raise ValueError(f"found {word!a}; expected such as A12V: the wild type's letter, the "
+                             "residue's number in the file, the mutant's letter. (A table has the "
+                             "column mutation, named in line 1)")
+        mutation = Mutation(*parts.groups())
+        if mutation.wild_type == mutation.mutant:
+            raise ValueError(f"found {word}, which changes nothing")
+        mutations.append(mutation)
+    numbers = [mutation.number for mutation in mutations]
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(f"found {text or 'no mutation'}; expected one or more, each of another "
+                         "residue, such as A12V:G45D")
+    return tuple(mutations)
+
+
+def read_value(text, column):
+    """A measured value; nan for an empty cell. Raises: ValueError."""
+    if not text:
+        return math.nan
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not abs(value) < LARGEST:        # `not <` is true for nan too
+        raise ValueError(f"found {text!a} as {column}; expected a number, or nothing")
+    return value
+
+
+def check_structure_file(path, cells):
+    """ValueError for a line of a table that names a file which is not there."""
+    if "pdb_file" in cells and not (path.parent / cells["pdb_file"]).is_file():
+        raise ValueError(f"there is no file {cells['pdb_file'] or '(empty cell)'}")
+
+
+# ---- structures ----
+
+def choose_complex(structure, name, context):
+    """Complex of the chain to mutate and its context. ValueError for absent chains.
+
+    name:    of the chain; None: there is only one of a protein.
+    context: names of the other chains that the model shall see; None: all of proteins.
+    """
+    usable = [key for key, chain in structure.chains.items() if chain.resolved.any()]
+    if name is None and len(usable) != 1:
+        raise ValueError(f"{structure.name} has the protein chains {' '.join(usable) or '(none)'}; "
+                         "expected one, or a column chain, or --chains, which says which is "
+                         "mutated")
+    name = usable[0] if name is None else name
+    if context is None:
+        context = [key for key in usable if key != name]
+    for key in (name, *context):
+        if key not in usable:
+            raise ValueError(f"found chain {key}; expected a protein chain of {structure.name}, "
+                             f"which has {' '.join(usable) or '(none)'}")
+    if name in context or len(set(context)) < len(context):
+        raise ValueError(f"found the chains {' '.join((name, *context))}; expected each once, the "
+                         "mutated one first")
+    return Complex(structure, [name], context)
+
+
+def place(protein, variants, skipped):
+    """Add the variants that fit to the protein; texts about the others to `skipped`."""
+    chain = protein.structure.chains[protein.chain]
+    for variant in variants:
+        try:
+            changes = find_residues(variant.mutations, chain)
+        except ValueError as error:
+            text = ":".join(map(str, variant.mutations))
+            skipped.append(f"line {variant.line}: {text}: in chain {protein.chain} of "
+                           f"{protein.name} {error}")
+            continue
+        protein.variants.append(variant)
+        protein.changes.append(changes)

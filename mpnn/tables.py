@@ -1,0 +1,68 @@
+"""Tables that people write: CSV with commas or tabs, each line checked, all problems listed.
+
+    rows = read_rows("designs.csv", required=("pdb", "score"), optional=("context",))
+    refuse_lines(path, problems)            # ["line 3: found ..."]: raises, unless there are none
+"""
+import collections
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+MAX_LISTED = 10
+
+
+def read_rows(path: Path, required: Sequence[str],
+              optional: Sequence[str] = ()) -> list[tuple[int, dict]]:
+    """[(line number, {column: text})] of the rows of a table.
+
+    Args:
+        required: columns that must be there, once.
+        optional: columns that may be there, once.
+    Raises: ValueError. A row with more or fewer cells than columns passes: see check_cells.
+    """
+    text = read_text(path)
+    try:
+        dialect = "excel-tab" if "\t" in text.partition("\n")[0] else "excel"
+        rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect, skipinitialspace=True)
+        found = [(rows.line_num, row) for row in rows]
+    except csv.Error as error:
+        raise no_table(path, error) from None
+    times = collections.Counter(rows.fieldnames)
+    wrong = [name for name in required if times[name] != 1]
+    wrong += [name for name in optional if times[name] > 1]
+    if wrong:
+        raise ValueError(f"{path} has no column {', '.join(wrong)}, or two; expected each of "
+                         f"{', '.join(required)} once in line 1, separated by commas or tabs.")
+    return found
+
+
+def read_text(path: Path) -> str:
+    """The text of a table. Raises: ValueError for no file, and for one that is not UTF-8."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; expected a table in CSV.")
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise no_table(path, error) from None
+
+
+def no_table(path, error):
+    return ValueError(f"{path} is no table: {error}; expected CSV in UTF-8.")
+
+
+def check_cells(row: dict) -> dict:
+    """A row {column: text} without blanks around texts. ValueError unless a cell per column."""
+    if None in row.values() or None in row:
+        raise ValueError("found more or fewer cells than columns")
+    return {column: text.strip() for column, text in row.items()}
+
+
+def refuse_lines(path: Path, problems: list[str]) -> None:
+    """Raise a ValueError that lists the problems of a table by line, if there are any."""
+    if not problems:
+        return
+    lines = [f"{path}: {len(problems)} lines cannot be used:", *problems[:MAX_LISTED]]
+    if len(problems) > MAX_LISTED:
+        lines.append(f"and {len(problems) - MAX_LISTED} more")
+    raise ValueError("\n  ".join(lines))

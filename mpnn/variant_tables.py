@@ -1,0 +1,115 @@
+"""Scores of the variants of many proteins: computed with a progress bar, written as a table.
+
+    proteins, skipped = place_all(read_mutations("s2648.csv", measured="ddg"))
+    scores = score_proteins(model, proteins, Scoring(n_orders=4), correction=model)
+    text = table_text(proteins, scores)                     # CSV
+    report = correlate_proteins(proteins, scores, lower_is_better=True)
+
+Writes nothing but the progress bar, to standard error, if that is a terminal.
+"""
+import csv
+import io
+import math
+import shutil
+import sys
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from mpnn.correlation import Report, correlate
+from mpnn.model import ProteinMPNN
+from mpnn.mutations import SCORE, Mutation, Protein, Variant
+from mpnn.settings import Design
+from mpnn.variants import score_alone, score_variants, work_of
+from sedd.sequences import AMINO_ACIDS, LETTERS
+
+PATIENCE = 10.0         # seconds of silence, after which there is a progress bar
+
+
+class Scoring(NamedTuple):
+    """How variants are scored; see score_variants."""
+    n_orders: int = 4
+    seed: int = 0
+    batch_size: int = 8
+
+
+def score_proteins(model: ProteinMPNN, proteins: list[Protein], scoring: Scoring,
+                   correction: ProteinMPNN | None = None) -> list[np.ndarray]:
+    """The scores (n,) of the variants of each protein, float64, in nats; see mpnn/variants.py.
+
+    Args:
+        model:      in eval mode, on its device.
+        correction: model whose score of the residue alone is subtracted, or None.
+    """
+    scores = []
+    total = sum(work_of(protein.changes, scoring.n_orders) for protein in proteins)
+    columns, lines = shutil.get_terminal_size()     # 80 x 24 if the terminal says 0 x 0
+    with tqdm(total=total, unit=" residues", delay=PATIENCE, disable=not sys.stderr.isatty(),
+              leave=False, file=sys.stderr, ncols=columns, nrows=lines) as bar:
+        for protein in proteins:
+            found = score_variants(model, protein.complex, protein.changes, *scoring,
+                                   done=bar.update)
+            if correction is not None:
+                found -= score_alone(correction, protein.complex, protein.changes)
+            scores.append(found)
+    return scores
+
+
+def all_single_mutations(design: Design, name: str) -> Protein:
+    """The 19 other letters at each designed, resolved position whose letter is known.
+
+    name: of the structure, as it shall stand in the table."""
+    variants = []
+    changes = []
+    for chain, span in design.spans.items():
+        for position, number in zip(span, design.structure.chains[chain].numbers):
+            row = int(design.rows[position])
+            wild_type = LETTERS[design.complex.S[row]]
+            if not design.drawn[row] or wild_type not in AMINO_ACIDS:
+                continue
+            for mutant in AMINO_ACIDS.replace(wild_type, ""):
+                mutation = Mutation(wild_type, number, mutant)
+                cells = {"pdb_file": name, "chain": chain, "mutation": str(mutation)}
+                variants.append(Variant(0, cells, (mutation,), math.nan))
+                changes.append([(row, LETTERS.index(mutant))])
+    return Protein(name, design.structure, design.complex, variants, changes)
+
+
+def table_text(proteins: list[Protein], scores: list[np.ndarray]) -> str:
+    """CSV of the variants, protein by protein: their own columns and their score.
+
+    A list of mutations has no columns of its own: pdb_file and chain are added."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = list(proteins[0].variants[0].cells)
+    added = [name for name in ("pdb_file", "chain") if name not in columns]
+    writer.writerow([*added, *columns, SCORE])
+    for protein, of_protein in zip(proteins, scores):
+        own = {"pdb_file": protein.name, "chain": protein.chain}
+        for variant, score in zip(protein.variants, of_protein):
+            writer.writerow([*(own[name] for name in added), *variant.cells.values(),
+                             f"{score:.5f}"])
+    return text.getvalue()
+
+
+def correlate_proteins(proteins: list[Protein], scores: list[np.ndarray],
+                       lower_is_better: bool = False, seed: int = 0) -> Report:
+    """Correlation of scores with the variants' measured values, where there are any.
+
+    Args:
+        lower_is_better: such as for ddG, positive = destabilising: the sign of the measured values
+            is turned.
+        seed:            of the bootstrap.
+    Raises: ValueError for fewer than 3 measured values.
+    """
+    sign = -1 if lower_is_better else 1
+    names = []
+    measured = []
+    for protein in proteins:
+        for variant in protein.variants:
+            names.append(f"{protein.name} {protein.chain}")
+            measured.append(sign * variant.measured)
+    is_measured = np.isfinite(measured)
+    return correlate(np.concatenate(scores)[is_measured], np.array(measured)[is_measured],
+                     np.array(names)[is_measured], seed)

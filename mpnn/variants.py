@@ -1,0 +1,247 @@
+"""Scores of variants: log-probability of the mutant's letters less that of the wild type's.
+
+    scores = score_variants(model, complex, [[(7, 18)], [(7, 18), (30, 2)]], n_orders=4)
+    scores = scores - score_alone(base_model, complex, variants)    # unfolded-state correction
+    log_p = log_probs_decoded_last(model, encoding, S, order, positions)        # (P, 21)
+
+A mutated residue is decoded last, so that it sees the letters of all others. What depends on the
+place of residue i in the decoding order is little, and only this is computed anew for each i:
+
+    others decoded before i    in any case do not see i: as in the pass of the whole order
+    others decoded after i     those with i as a neighbour see its letter no more. In the second
+                               layer also those that see one of these, and so on
+    i itself                   sees all its neighbours
+
+Of what has changed, only that counts which reaches i: in the last layer i alone, in the layer
+before it the neighbours of i, and so on. With three layers and 48 neighbours that is about 50
+residues for each i, instead of three times all.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpnn.batches import collate_complexes
+from mpnn.model import Encoding, ProteinMPNN, decoded_before, decoding_order, step_of_residue
+from mpnn.structures import Complex
+from sedd.sequences import keyed_generator
+
+AT_ONCE = 8         # residues: with their neighbours' neighbours they fit into a processor's cache
+
+
+@torch.no_grad()
+def log_probs_decoded_last(model: ProteinMPNN, encoding: Encoding, S: Tensor, order: Tensor,
+                           positions: list[int]) -> Tensor:
+    """Log-probabilities of residues given the backbone and the letters of all other residues.
+
+    The same numbers as `model.conditional`, which runs the decoder on all residues for each of
+    them. Call model.eval() first, or dropout is active.
+
+    Args:
+        encoding:  of one structure, without padding.
+        S:         (1, L) int64 letters.
+        order:     (1, L) int64, in which the others are decoded; the residue itself comes last.
+        positions: P residues, from 0.
+    Returns: (P, 21) in nats.
+    """
+    base = OneOrder(model, encoding, S, order)
+    chunks = torch.tensor(positions, dtype=torch.int64, device=S.device).split(AT_ONCE)
+    return torch.cat([base.log_probs_of_last(chunk) for chunk in chunks])
+
+
+@torch.no_grad()
+def score_variants(  # noqa: PLR0913  (two of these only say how fast, and how far)
+        model: ProteinMPNN, complex: Complex, variants: list[list[tuple[int, int]]],
+        n_orders: int = 4, seed: int = 0, batch_size: int = 8,
+        done: Callable[[int], object] = lambda n: None) -> np.ndarray:
+    """ln p(mutant) - ln p(wild type) of the mutated residues, given all others.
+
+    The mutated residues are decoded last. If there are several, they follow one another along the
+    complex in the first, third, ... order, and in reverse in the others; each sees the letters of
+    those before it, of the mutant for the mutant, of the wild type for the wild type.
+
+    Args:
+        complex:    with the wild type's letters.
+        variants:   each a list of (row of the complex, letter 0 to 20), of different rows that are
+                    resolved.
+        n_orders:   random decoding orders of the other residues, over which the mean is taken.
+        seed:       of the orders, which are the same for all variants.
+        batch_size: variants of several mutations per pass.
+        done:       called with the number of variants and residues that were computed since.
+    Returns: (n,) float64 in nats; below 0: the model prefers the wild type.
+    """
+    device = next(model.parameters()).device
+    encoding = encode_complex(model, complex)
+    S = torch.from_numpy(complex.S.astype(np.int64))[None].to(device)
+    several = by_rows(variants)
+    rows = sorted({row for variant in variants if len(variant) == 1 for row, _ in variant})
+    place = {row: k for k, row in enumerate(rows)}
+    scores = np.zeros(len(variants))
+    for number in range(n_orders):
+        order = variant_order(len(complex), seed, number).to(device)
+        if rows:
+            log_p = log_probs_decoded_last(model, encoding, S, order, rows).double().cpu().numpy()
+            done(len(rows))
+        for k, variant in enumerate(variants):
+            if len(variant) == 1:
+                (row, letter), = variant
+                scores[k] += log_p[place[row], letter] - log_p[place[row], complex.S[row]]
+        for mutated, members in several.items():
+            last = mutated if number % 2 == 0 else mutated[::-1]
+            letters = [dict(variants[k]) for k in members]
+            letters.insert(0, {row: int(complex.S[row]) for row in mutated})    # the wild type
+            log_p = []
+            for first in range(0, len(letters), batch_size):
+                chunk = letters[first:first + batch_size]
+                log_p.append(joint_log_prob(model, encoding, S, order, last, chunk))
+            log_p = np.concatenate(log_p)
+            scores[members] += log_p[1:] - log_p[0]
+            done(len(members))
+    return scores / n_orders
+
+
+@torch.no_grad()
+def score_alone(model: ProteinMPNN, complex: Complex,
+                variants: list[list[tuple[int, int]]]) -> np.ndarray:
+    """ln p(mutant) - ln p(wild type) of each mutated residue alone, added up: (n,) float64, nats.
+
+    "Alone" is a structure of one residue, with its own four backbone atoms: what the model knows of
+    the letters without a fold. Less this, a score is corrected for the unfolded state.
+    Arguments: see score_variants.
+    Source: ProteinMPNN-ddG, bioRxiv 2024.06.15.599145.
+    """
+    rows = sorted({row for variant in variants for row, _ in variant})
+    place = {row: k for k, row in enumerate(rows)}
+    one_each = torch.ones(len(rows), 1, dtype=torch.int64)
+    graph = model.graph(torch.from_numpy(complex.X[rows, None]), one_each, one_each, one_each)
+    encoding = model.encode(on_device_of(model, graph))
+    log_p = model.unconditional(encoding)[:, 0].double().cpu().numpy()
+    scores = np.zeros(len(variants))
+    for k, variant in enumerate(variants):
+        for row, letter in variant:
+            scores[k] += log_p[place[row], letter] - log_p[place[row], complex.S[row]]
+    return scores
+
+
+def work_of(variants: list[list[tuple[int, int]]], n_orders: int) -> int:
+    """What `done` of score_variants adds up to."""
+    rows = {variant[0][0] for variant in variants if len(variant) == 1}
+    return n_orders * (len(rows) + sum(len(variant) > 1 for variant in variants))
+
+
+def variant_order(n_residues: int, seed: int, number: int) -> Tensor:
+    """(1, L) int64: a random decoding order of all residues, the same for all structures of L."""
+    draw = torch.randn(1, n_residues, dtype=torch.float64,
+                       generator=keyed_generator(seed, "score", number))
+    return decoding_order(torch.ones_like(draw), draw)
+
+
+def encode_complex(model, complex):
+    """The model's encoding of one complex."""
+    tensors = collate_complexes([complex], ("X", "mask", "residue_idx", "chain_id"))
+    return model.encode(on_device_of(model, model.graph(**tensors)))
+
+
+def on_device_of(model, graph):
+    device = next(model.parameters()).device
+    return type(graph)(*(x.to(device) for x in graph))
+
+
+# ---- several mutations ----
+
+def by_rows(variants):
+    """{sorted mutated rows: numbers of the variants that have them} for several mutations."""
+    found = {}
+    for k, variant in enumerate(variants):
+        if len(variant) > 1:
+            rows = tuple(sorted(row for row, _ in variant))
+            found.setdefault(rows, []).append(k)
+    return found
+
+
+def joint_log_prob(  # noqa: PLR0913  (what the number depends on)
+        model, encoding, S, order, last, letters):
+    """ln p (n,) float64 of letters at the rows `last`, which are decoded last, in this order.
+
+    letters: n dicts {row: letter}, whose keys are `last`."""
+    is_last = torch.isin(order[0], torch.tensor(last, device=order.device))
+    order = torch.cat([order[0, ~is_last], order.new_tensor(last)])
+    S = S.repeat(len(letters), 1)
+    for k, of_row in enumerate(letters):
+        for row, letter in of_row.items():
+            S[k, row] = letter
+    log_p = model.decode(encoding, S, order.expand(len(S), -1))[:, list(last)]
+    of_letters = log_p.gather(-1, S[:, list(last), None])[..., 0]
+    return of_letters.double().sum(1).cpu().numpy()
+
+
+# ---- one pass for many residues ----
+
+class OneOrder:
+    """The decoder's pass in one order, from which that with a residue moved to the end is made."""
+
+    def __init__(self, model, encoding, S, order):
+        self.model = model
+        self.E_idx = encoding.E_idx[0]                                              # (L, K)
+        self.present = encoding.present[0]
+        self.mask = encoding.mask[0]
+        self.visible = decoded_before(step_of_residue(order), encoding.E_idx)[0]    # (L, K)
+        self.h_S = model.W_s(S[0])
+        self.layers = []            # (layer, its h_V (L, H), table (2L, H), edges (L, K, H))
+        index = torch.where(self.visible, self.E_idx, self.E_idx + len(self.E_idx))
+        undecoded = encoding.h_V[0]
+        h_V = undecoded
+        for layer in model.decoder_layers:
+            table = torch.cat([layer.decoded(h_V, self.h_S), layer.undecoded(undecoded)])
+            edges = layer.edges(encoding.h_E)[0]
+            self.layers.append((layer, h_V, table, edges))
+            h_V = layer(h_V, edges, table[index], self.present, self.mask)
+
+    def log_probs_of_last(self, moved):
+        """Log-probabilities (P, 21) of residues moved (P,), each moved to the end of the order."""
+        L = len(self.E_idx)
+        # For each moved residue, the row of the table that a decoded residue has: at first its own.
+        own_rows = torch.arange(L, device=moved.device).repeat(len(moved), 1)       # (P, L)
+        row_of = own_rows
+        new = self.h_S[:0]          # h_V of the residues computed anew in the layer before: none
+        letters = self.h_S[:0]      # theirs
+        for (layer, h_V, table, edges), (p, i) in zip(self.layers, self.rows_to_compute(moved)):
+            table = torch.cat([table, layer.decoded(new, letters)])
+            h_V = torch.cat([h_V, torch.zeros_like(h_V), new])          # rows as in the table
+            E_idx = self.E_idx[i]                                                   # (n, K)
+            end = moved[p, None]
+            visible = (self.visible[i] | (i[:, None] == end)) & (E_idx != end)
+            index = torch.where(visible, row_of[p[:, None], E_idx], E_idx + L)
+            new = layer(h_V[row_of[p, i]], edges[i], table[index], self.present[i], self.mask[i])
+            letters = self.h_S[i]
+            row_of = own_rows.clone()
+            row_of[p, i] = 2 * L + torch.arange(len(i), device=moved.device)
+        return self.model.log_probs(new)
+
+    def rows_to_compute(self, moved):
+        """For each layer (number of the moved residue (n,), residue (n,)), of those that differ
+        from the base pass and reach the moved residue, and of the moved residue itself."""
+        number = torch.arange(len(moved), device=moved.device)
+        wanted = torch.zeros(len(moved), len(self.E_idx), dtype=torch.bool, device=moved.device)
+        wanted[number, moved] = True
+        rows = [wanted.nonzero(as_tuple=True)]          # of the last layer
+        for changed in self.changed(moved)[-2::-1]:
+            p, i = rows[0]
+            wanted[p[:, None], self.E_idx[i]] = True    # of the layer before: their neighbours
+            wanted &= changed
+            wanted[number, moved] = True
+            rows.insert(0, wanted.nonzero(as_tuple=True))
+        return rows
+
+    def changed(self, moved):
+        """For each layer (P, L) bool: is the residue's output another when `moved` comes last?"""
+        sees_moved = (self.E_idx == moved[:, None, None]) & self.visible            # (P, L, K)
+        first = sees_moved.any(-1)
+        changed = [first]
+        for _ in self.layers[1:]:
+            sees_changed = (changed[-1][:, self.E_idx] & self.visible).any(-1)
+            changed.append(first | sees_changed)
+        return changed

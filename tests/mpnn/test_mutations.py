@@ -1,0 +1,116 @@
+"""mpnn/mutations.py: lists and tables of mutations, and where their residues are."""
+
+import math
+
+import pytest
+
+from mpnn.mutations import place_all, read_mutations
+from mpnn_cases import refusal, write
+
+TABLE = "pdb_file,chain,mutation,ddg\n"
+
+
+def texts(variant):
+    return [str(mutation) for mutation in variant.mutations]
+
+
+def test_a_list_has_a_variant_per_line(tmp_path):
+    path = write(tmp_path, "# mine\nM1A\n\nK2R:V5A # two\nL5AG, M1C\n", "list.txt")
+    table = read_mutations(path)
+    assert [texts(variant) for variant in table.variants] == [["M1A"], ["K2R", "V5A"],
+                                                              ["L5AG", "M1C"]]
+    assert [variant.line for variant in table.variants] == [2, 4, 5]
+    assert not table.names_structures
+
+
+@pytest.mark.parametrize("comma", [",", "\t"])
+def test_a_table_keeps_its_other_columns(small, comma):
+    path = write(small, (TABLE + "small.pdb, A ,M1A,1.5\nsmall.pdb,A,K2R,\n").replace(",", comma),
+                 "table.csv")
+    first, second = read_mutations(path, measured="ddg").variants
+    assert first.cells == {"pdb_file": "small.pdb", "chain": "A", "mutation": "M1A", "ddg": "1.5"}
+    assert first.measured == 1.5 and math.isnan(second.measured)
+
+
+def test_residues_are_found_by_their_number_in_the_file(small):
+    path = write(small, "M1A:L5AW\nV5W\n", "list.txt")
+    (protein,), skipped = place_all(read_mutations(path), small / "small.pdb", chain="A")
+    assert protein.changes == [[(0, 0), (5, 18)], [(4, 18)]] and skipped == []
+    assert protein.chain == "A" and protein.complex.fixed == ("B",)
+
+
+def test_a_variant_that_does_not_fit_is_left_out_with_its_reason(small):
+    path = write(small, TABLE + "".join(f"small.pdb,A,{mutation},1\n" for mutation in
+                                        ("M1A", "A2R", "G4A", "A6G", "K2R:L5A", "L6BA")), "t.csv")
+    (protein,), skipped = place_all(read_mutations(path))
+    assert [texts(variant) for variant in protein.variants] == [["M1A"]]
+    assert skipped == [
+        "line 3: A2R: in chain A of small.pdb residue 2 is K",
+        "line 4: G4A: in chain A of small.pdb there is no residue 4",
+        "line 5: A6G: in chain A of small.pdb residue 6 lacks atoms of the backbone",
+        "line 6: K2R:L5A: in chain A of small.pdb residue 5 is V",
+        "line 7: L6BA: in chain A of small.pdb there is no residue 6B"]
+
+
+def test_of_a_number_that_has_insertion_codes_only_they_are_named(small):
+    (small / "small.pdb").write_text((small / "small.pdb").read_text().replace("   5 ", "   7 "))
+    path = write(small, "M1A\nV5W\n", "list.txt")
+    _, (reason,) = place_all(read_mutations(path), small / "small.pdb", chain="A")
+    assert reason.endswith("there is no residue 5 (there is 5A)")
+
+
+@pytest.mark.parametrize("cells, fixed, see_all, expected", [
+    ("A,", None, True, ("B",)), ("A,", None, False, ()), ("A,", [], True, ()),
+    ("A,B", None, False, ("B",)), ("A,B", [], True, ("B",))])
+def test_context_is_that_of_the_line_then_the_option_then_all_or_none(
+        cells, fixed, see_all, expected, small):
+    path = write(small, f"pdb_file,mutation,chain,context\nsmall.pdb,M1A,{cells}\n", "t.csv")
+    (protein,), _ = place_all(read_mutations(path), fixed=fixed, see_all=see_all)
+    assert protein.complex.fixed == expected
+
+
+@pytest.mark.parametrize("row, said", [
+    ("small.pdb,A,M1,1", "found 'M1'; expected such as A12V"),
+    ("small.pdb,A,M1X,1", "found 'M1X'; expected such as A12V"),
+    ("small.pdb,A,m1a,1", "found 'm1a'; expected such as A12V"),
+    ("small.pdb,A,M1M,1", "found M1M, which changes nothing"),
+    ("small.pdb,A,M1A:M1C,1", "each of another residue"),
+    ("small.pdb,A,,1", "found no mutation"),
+    ("small.pdb,A,M1A,high", "found 'high' as ddg"),
+    ("small.pdb,A,M1A,nan", "found 'nan' as ddg"),
+    ("no.pdb,A,M1A,1", "there is no file no.pdb"),
+    (",A,M1A,1", "there is no file (empty cell)"),
+    ("small.pdb,A,M1A", "found more or fewer cells than columns")])
+def test_a_wrong_line_is_named(row, said, small):
+    path = write(small, f"{TABLE}{row}\n", "t.csv")
+    message = refusal(path, read_mutations, measured="ddg")
+    assert "1 lines cannot be used:\n  line 2: " in message and said in message
+
+
+@pytest.mark.parametrize("text, said", [
+    ("", "holds no variant"), (TABLE, "holds no variant"),
+    ("pdb_file,mut\nx.pdb,A1V\n", "A table has the column mutation"),
+    ("mutation,mutation\nA1V,A1V\n", "has no column mutation, or two"),
+    ("mutation,score\nA1V,2\n", "has a column score"),
+    (b"mutation\n\xff\n", "is no table")])
+def test_a_wrong_file_is_refused(text, said, tmp_path):
+    assert said in refusal(write(tmp_path, text, "t.csv"), read_mutations)
+
+
+@pytest.mark.parametrize("text, said", [
+    ("M1A\n", "is a list; expected a table"), (TABLE.replace("ddg", "x"), "no column ddg, or two")])
+def test_measured_values_need_their_column(text, said, tmp_path):
+    assert said in refusal(write(tmp_path, text, "t.csv"), read_mutations, measured="ddg")
+
+
+@pytest.mark.parametrize("row, said", [
+    ("small.pdb,Z,M1A,", "found chain Z; expected a protein chain of"),
+    ("small.pdb,D,M1A,", "found chain D; expected a protein chain of"),
+    ("small.pdb,,M1A,", "has the protein chains A B; expected one"),
+    ("small.pdb,A,M1A,A", "found the chains A A; expected each once"),
+    ("small.pdb,A,M9A,", "no variant fits its structure. Found line 2: M9A"),
+    ("list.txt,A,M1A,", "is not a file with a name in")])
+def test_what_a_structure_lacks_is_named(row, said, small):
+    write(small, "M1A\n", "list.txt")
+    path = write(small, f"pdb_file,chain,mutation,context\n{row}\n", "t.csv")
+    assert said in refusal(read_mutations(path).path, lambda path: place_all(read_mutations(path)))
