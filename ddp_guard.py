@@ -67,6 +67,8 @@ RANKS_PER_LOOK = 500    # and one check later for so many ranks: the hub takes 1
 LONGEST_LINE = 1 << 24  # bytes of a message; a stranger's endless line must not fill the memory
 LONGEST_CAUSE = 400     # characters of a cause in the last line
 MOST_NAMES = 20         # ranks that a message names
+# Of a death by signal. SIGBUS: a page of shared memory, such as MPI's own, found no room.
+LIKELY_CAUSES = {signal.SIGKILL: ": out of memory?", signal.SIGBUS: ": is /dev/shm full?"}
 UNTRIED = {"PALS_RANKID": "PALS", "FLUX_TASK_RANK": "Flux", "JSM_NAMESPACE_RANK": "jsrun",
            "MV2_COMM_WORLD_RANK": "MVAPICH2"}
 
@@ -481,7 +483,7 @@ class Guard:
             return
         cause = f"left with exit code {code} without cleanup_ddp"
         if code < 0:
-            hint = ": out of memory?" if code == -signal.SIGKILL else ""
+            hint = LIKELY_CAUSES.get(-code, "")
             cause = f"died without a word ({signal.Signals(-code).name}{hint})"
         on_request = code in (-signal.SIGINT, -signal.SIGTERM)
         if self.joined:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ddp_setup import (all_sum, broadcast, cores_given, first_problem, grad_scaler, gradient_sync,
@@ -209,11 +210,14 @@ def open_batches(run, dataset, loss_of, ddp):
     this changes the order in which it sums them, and so the last bits. Every start therefore runs
     one backward and drops its result: a resumed run then sums like an uninterrupted one."""
     training = run.config.training
-    batches = iter(torch.utils.data.DataLoader(
-        dataset, sampler=run.sampler, batch_size=None, num_workers=training.num_workers,
-        pin_memory=ddp.device.type != "cpu", generator=torch.Generator(),   # not the global one
-        worker_init_fn=functools.partial(worker_init, signals=training.stop_signals,
-                                         cores=cores_given())))
+    to_pinned = ddp.device.type != "cpu"
+    options = dict(sampler=run.sampler, batch_size=None, generator=torch.Generator())   # not global
+    if training.num_workers == 0:
+        batches = iter(torch.utils.data.DataLoader(dataset, pin_memory=to_pinned, **options))
+    else:
+        options["worker_init_fn"] = functools.partial(
+            worker_init, signals=training.stop_signals, cores=cores_given())
+        batches = batches_of_workers(dataset, training.num_workers, to_pinned, options)
     run.bare.train()
     if ddp.world_size > 1:
         item = run.sampler.item_of(run.progress["step"], run.sampler.mine[0])
@@ -221,6 +225,52 @@ def open_batches(run, dataset, loss_of, ddp):
         run.optimizer.zero_grad(set_to_none=True)
     run.meter.restart()
     return batches
+
+
+def batches_of_workers(dataset, num_workers, to_pinned, options):
+    """Iterator over batches that worker processes make, as a DataLoader gives them.
+
+    They travel as numpy arrays, through a pipe. Tensors would travel through /dev/shm, which is
+    small in many containers: where it is full a worker prints an error and lives on, and its rank
+    waits for ever.
+
+    Args:
+        to_pinned: whether tensors come in pinned memory. options: further ones of the DataLoader.
+    Raises: RuntimeError if the workers cannot be started."""
+    loader = torch.utils.data.DataLoader(dataset, num_workers=num_workers, collate_fn=to_arrays,
+                                         **options)
+    try:
+        received = iter(loader)
+    except OSError as error:   # locks between processes are small files in /dev/shm
+        raise CannotStartWorkers(
+            f"training.num_workers is {num_workers}, and these processes cannot be started "
+            f"({error.strerror}). Expected some room in /dev/shm, and a limit on processes and "
+            "open files that leaves room for them (df /dev/shm, ulimit -a). Make room, or give "
+            "training.num_workers=0.") from None
+    return map(functools.partial(to_tensors, to_pinned=to_pinned), received)
+
+
+class CannotStartWorkers(RuntimeError):
+    """The machine has no room for the worker processes that the config asks for."""
+    retry = False   # read by ddp_setup: the same command would end in the same way again
+
+
+def to_arrays(batch) -> dict:
+    """A batch with a numpy array in place of each tensor, for the way through a pipe."""
+    return {name: value.numpy() if torch.is_tensor(value) else value
+            for name, value in batch.items()}
+
+
+def to_tensors(batch, to_pinned) -> dict:
+    """A batch of to_arrays with its tensors. to_pinned: whether they come in pinned memory."""
+    tensors = {}
+    for name, value in batch.items():
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+            if to_pinned:
+                value = value.pin_memory()
+        tensors[name] = value
+    return tensors
 
 
 class Totals(NamedTuple):

@@ -264,6 +264,13 @@ def test_a_guard_that_cannot_print_ends_all_the_same(joined, code, tmp_path):
     assert done.returncode == code
 
 
+@pytest.mark.parametrize("number, hint", [(signal.SIGKILL, "SIGKILL: out of memory?"),
+                                          (signal.SIGBUS, "SIGBUS: is /dev/shm full?")])
+def test_the_last_line_names_the_likely_cause_of_a_death_by_signal(number, hint, tmp_path):
+    done = run(f"{HUB}\nos.kill(os.getpid(), {int(number)})\n", tmp_path)
+    assert f"died without a word ({hint})" in done.stderr
+
+
 def test_strangers_at_the_port_of_the_hub_are_turned_away(tmp_path):
     done = run(HUB + """
 strangers = [socket.create_connection((host, port)) for _ in range(5)]

@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import math
+import os
 import shutil
+import subprocess
+import sys
 import types
 
 import pytest
@@ -11,7 +14,8 @@ import torch
 from torch.utils import backend_registration
 
 from ddp_setup import Ddp, wrap_ddp
-from toy_run import Blocks, steps, toy
+from launchers import ROOT
+from toy_run import Blocks, Rows, loss_of as loss_of_toy, steps, toy
 from training.config import CommonMonitoring
 from training.precision import compile_blocks
 from sedd.fast_cpu import speed_up
@@ -99,6 +103,36 @@ def test_a_script_takes_the_step_that_benchmarks_and_other_tests_take(what, tmp_
     train(what, settings, tmp_path / "steps", Ddp(), take_three)
     train(what, settings, tmp_path / "script", Ddp(), train_three)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_the_batches_of_a_worker_need_no_shared_memory():
+    """In many containers /dev/shm has no room for them."""
+    run = toy(n_iters=1, num_workers=1)
+    batches = open_batches(run, Rows(), loss_of_toy, Ddp())
+    for batch, (step, micro) in zip(batches, [(0, 0), (0, 1)], strict=True):
+        assert not batch["x"].is_shared()
+        torch.testing.assert_close(batch, Rows()[step, micro], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="root mounts a small /dev/shm")
+@pytest.mark.parametrize("size, code, said", [
+    ("64k", 0, "all steps done"),   # enough for the locks between processes
+    ("4k", 1, "num_workers is 2, and these processes cannot be started (No space left on device)")])
+def test_a_run_with_workers_needs_no_more_of_dev_shm_than_locks(size, code, said, tmp_path):
+    mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec \"$0\" \"$@\""
+    if subprocess.run(["unshare", "-m", "bash", "-c", mount, "true"]).returncode:
+        pytest.skip("this machine allows no mount of its own")
+    settings = [*STEPS["sedd"].split(), "training.batch_size=64", "training.n_iters=2",
+                "training.num_workers=2", "data.max_length=512", "monitoring.n_samples=1"]
+    config = ["--config", ROOT / "configs" / "sedd_demo.yaml", "--work_dir", tmp_path / "w"]
+    command = [sys.executable, ROOT / "train_sedd_ddp.py", *config, *settings]
+    done = subprocess.run(["unshare", "-m", "bash", "-c", mount, *command], timeout=120,
+                          capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    assert done.returncode == code, text
+    assert said in text
+    assert "Traceback" not in text
 
 
 @contextlib.contextmanager
