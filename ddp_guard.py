@@ -681,10 +681,17 @@ class Guard:
         return f"\n{paragraph}FAILED: {place}: {cause}{stop} {saved}. {advice}\n"
 
     def how_to_go_on(self):
+        """What the same command does: it goes on only where there is a checkpoint."""
         command = shlex.join(["python", *sys.orig_argv[1:]])
         command = os.environ.get("DDP_COMMAND", command)
-        return ("To go on, give the same command again "
-                f"({self.launcher}, {self.size} rank(s)): {command}")
+        where = f"({self.launcher}, {self.size} rank(s))"
+        if not self.me.checkpoint:
+            return f"The same command starts from the beginning {where}: {command}"
+        without = find_start_options(command)
+        if without:    # it would start over, or from another checkpoint
+            return (f"To go on, give the same command again without {' and '.join(without)} "
+                    f"{where}: {command}")
+        return f"To go on, give the same command again {where}: {command}"
 
     def write_status(self, verdict):
         """Write status.json in place of the rank, which cannot any more.
@@ -713,6 +720,12 @@ def begin(action, *values):
 def say(text):
     """Print an error; give up if nobody reads stderr."""
     begin(sys.stderr.write, text).join(PRINTING)
+
+
+def find_start_options(command):
+    """Options in a command which say where to start from: of these, --fresh and --resume."""
+    names = [word.partition("=")[0] for word in command.split()]
+    return [name for name in ("--fresh", "--resume") if name in names]
 
 
 def messages(connection):

@@ -25,6 +25,7 @@ all environment variables that are read and set.
 """
 import atexit
 import contextlib
+import errno
 import faulthandler
 import hashlib
 import importlib.metadata
@@ -264,14 +265,17 @@ def save_checkpoint(path: str | os.PathLike, ddp: Ddp, keep_last: int = 1, resum
         keep_last: how many to keep, this one included; the former ones as path-1, path-2, ...
         resumes: the next start continues from this file, so error messages shall name it.
     Raises: RuntimeError, on all ranks, for a value that is not of a plain type, or if the file
-        cannot be written; the former file is then untouched."""
+        cannot be written (CannotSave: no room, no permission); the former file is then untouched.
+    """
     path = os.fspath(path)
     note_progress(ddp)
-    problem = _try_to_write_checkpoint(path, ddp, keep_last, state) if ddp.is_main else ""
+    problem = None
+    if ddp.is_main:
+        problem = _try_to_write_checkpoint(path, ddp, keep_last, state)
     problem = broadcast(problem, ddp)
     note_progress(ddp)
-    if problem:
-        raise RuntimeError(problem)
+    if problem is not None:
+        raise CannotSave(problem["text"]) if problem["of_disk"] else RuntimeError(problem["text"])
     if resumes:
         _note_checkpoint(ddp, path, state)
 
@@ -307,11 +311,12 @@ def cleanup_ddp(ddp: Ddp) -> None:
 
 # ---------------------------------------------------------------- codes, limits, state
 __all__ = [
-    "AGAIN", "BAD_INPUT", "Ddp", "SetupError", "abort", "all_mean", "all_sum", "autocast",
-    "barrier", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp", "cores_given",
-    "ddp_sampler", "detect_launcher", "grad_scaler", "gradient_sync", "load_checkpoint",
-    "note_progress", "optimize_with_ipex", "print0", "save_checkpoint", "seed_for", "setup_ddp",
-    "start_watch", "stop_reason", "stop_wanted", "unwrap_ddp", "worker_init", "wrap_ddp"]
+    "AGAIN", "BAD_INPUT", "CannotSave", "Ddp", "SetupError", "abort", "all_mean", "all_sum",
+    "autocast", "barrier", "broadcast", "choose_device", "choose_dtype", "cleanup_ddp",
+    "cores_given", "ddp_sampler", "detect_launcher", "disk_trouble", "grad_scaler",
+    "gradient_sync", "load_checkpoint", "note_progress", "optimize_with_ipex", "print0",
+    "save_checkpoint", "seed_for", "setup_ddp", "start_watch", "stop_reason", "stop_wanted",
+    "unwrap_ddp", "worker_init", "wrap_ddp"]
 
 AGAIN = 75         # exit codes, beside 0 finished and 1 failed: stopped on request, work is left
 HANG = 70          # no progress
@@ -1717,18 +1722,65 @@ def rotate(path: str, keep_last: int) -> None:
         os.replace(kept_checkpoint(path, k - 1), kept_checkpoint(path, k))
 
 
+class CannotSave(RuntimeError):
+    """A checkpoint cannot be written, for a reason that a person must mend."""
+    retry = False
+
+
+# Errors of a file system that a person must mend.
+DISK_TROUBLES = {errno.ENOSPC: "no space is left", errno.EDQUOT: "the quota is used up",
+                 errno.EROFS: "the file system is read-only",
+                 errno.EACCES: "this user may not write there",
+                 errno.EPERM: "this user may not write there"}
+
+
+def disk_trouble(error: BaseException, path: str | os.PathLike, needed: int = 0) -> str:
+    """Why a file cannot be written and what to do; "" if the error is of another kind.
+
+    Args:
+        error: perhaps torch's, which hides the system's: "unexpected pos" on a full disk.
+        path: of the file. needed: its size in bytes, roughly; 0: not known."""
+    while error is not None and getattr(error, "errno", None) not in DISK_TROUBLES:
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return ""
+    folder = os.path.dirname(os.path.abspath(path))
+    trouble = f"cannot write {os.fspath(path)}: {DISK_TROUBLES[error.errno]} ({error.strerror})"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return f"{trouble}. Expected a folder that can be written. Mend that, or give another one."
+    sizes = []
+    if needed:
+        sizes.append(f"the file needs about {needed / 1e6:,.1f} MB")
+    if error.errno == errno.ENOSPC:   # a quota may be less than what the disk has
+        with contextlib.suppress(OSError):
+            free = os.statvfs(folder)
+            sizes.append(f"{free.f_bavail * free.f_frsize / 1e6:,.1f} MB are free there")
+    found = f": {', '.join(sizes)}" if sizes else ""
+    return f"{trouble}{found}. Make room in {folder}, or give another folder."
+
+
 def _try_to_write_checkpoint(path, ddp, keep_last, state):
-    """Write on rank 0. Returns what is wrong, or ""."""
+    """Write on rank 0. Returns None, or what is wrong: {"text", "of_disk"}."""
     state.update(world_size=ddp.world_size, versions={
         "torch": str(torch.__version__), "python": sys.version.split()[0]})
     try:
         _write_checkpoint(path, ddp, keep_last, state)
     except Exception as e:   # perhaps what torch.save cannot write, or torch.load would refuse
-        problem = f"cannot write {path}: {_in_one_line(e)}. The former checkpoint is untouched."
-        if isinstance(e, (OSError, RuntimeError)):   # torch reports a full disk as RuntimeError
-            problem += " Is the disk full or the folder read-only?"
-        return problem
-    return ""
+        trouble = disk_trouble(e, path, _bytes_of_tensors(state))
+        text = trouble or f"cannot write {path}: {_in_one_line(e)}."
+        return {"text": f"{text} The former checkpoint is untouched.", "of_disk": bool(trouble)}
+    return None
+
+
+def _bytes_of_tensors(state):
+    """Bytes of all tensors in a nested state."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    if isinstance(state, dict):
+        state = state.values()
+    elif not isinstance(state, (list, tuple)):
+        return 0
+    return sum(map(_bytes_of_tensors, state))
 
 
 def _write_checkpoint(path, ddp, keep_last, state):

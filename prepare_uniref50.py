@@ -76,7 +76,8 @@ def main(argv=None):
         return 130
     except (ValueError, RuntimeError, OSError) as error:
         is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        advice = "; disk or quota is full. Make room and run the same command again"
+        advice = (f"; disk or quota of {args.folder} is full. Make room and run the same command "
+                  "again")
         print(f"error: {error}{advice if is_full else ''}", file=sys.stderr)
         return 2
 

@@ -43,7 +43,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ddp_setup import BAD_INPUT, Ddp, abort, all_sum, autocast, barrier, print0, setup_ddp
 from sedd.report import report, sequences_of
 from training.config import Parser
-from training.files import write_text_atomic
+from training.files import write_text_atomic, writing
 from training.command_line import add_launch_arguments
 from training.launch import start_ranks_if_asked
 from sedd.diffusion import sample
@@ -547,7 +547,7 @@ def open_output(path, ddp):
         yield sys.stdout.write
         sys.stdout.flush()
     else:
-        with tempfile.NamedTemporaryFile(dir=path.absolute().parent):
+        with writing(path), tempfile.NamedTemporaryFile(dir=path.absolute().parent):
             pass   # raises now, not after the work, if the folder cannot be written
         yield texts.append
         write_text_atomic(path, "".join(texts))

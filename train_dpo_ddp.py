@@ -387,6 +387,10 @@ def prepare(config, ddp, work_dir, resume=None, fresh=False):
         validation = Validation(data.val, reference, config, objective)
     sums = torch.zeros(len(SUMS) + len(SEEN) + N_SCALARS, dtype=torch.float64)
     if former.state is not None:
+        if len(former.state["sums"]) != len(sums):
+            raise ValueError(f"{former.path} has {len(former.state['sums'])} sums of its epoch; "
+                             f"expected {len(sums)}. Give an older checkpoint (--resume), or "
+                             "--fresh to start over.")
         sums = torch.tensor(former.state["sums"], dtype=torch.float64)
     run = start_run(
         DpoRun, config, ddp, former, bare, plan.item_of, steps_per_epoch=plan.steps_per_epoch,
@@ -477,7 +481,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
             log.metrics(step, values, run.meter.histograms)
         if is_whole_epoch:
             run.sums.zero_()
-        if progress["finished"] or save_now or reason:
+        if progress["finished"] or save_now or run.save_due or reason:
             save_model(run, log, ddp, "latest_model.pt")
             save_run(run, log, ddp, "last.pt", training.keep_last, base=run.base,
                      sums=run.sums.tolist())

@@ -401,7 +401,7 @@ def train(run, ddp):  # noqa: C901  (the loop of a run on one screen, in the ord
         sample_every = config.monitoring.sample_frequency   # 0: only at the end
         if progress["finished"] or (sample_every and step % sample_every == 0):
             write_samples(run, ddp)
-        if progress["finished"] or save_now or reason:   # only after the samples are written
+        if progress["finished"] or save_now or run.save_due or reason:   # after the samples
             save(run, log, ddp, "last.pt", training.keep_last)
         if report:   # evaluation, saving and sampling are not counted as training
             run.meter.restart()

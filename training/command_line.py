@@ -10,9 +10,9 @@
             result = train(run, ddp)
         exit_with(result)
 
-An error before training is printed once, replaces an earlier status.json in the run folder, and
-ends all ranks with exit code 2. Other codes: 0 finished, 75 stopped with work left, 1 an error or
-ranks that did not appear, 70 no progress, 130 Ctrl-C.
+An error before training is printed once and ends all ranks with exit code 2. It replaces the
+status.json in the run folder, unless that tells the outcome of steps. Other codes: 0 finished, 75
+stopped with work left, 1 an error or ranks that did not appear, 70 no progress, 130 Ctrl-C.
 """
 import argparse
 import contextlib
@@ -151,8 +151,7 @@ def preparing(command, ddp):
     except (ValueError, OSError) as error:
         watch_run(ddp, None, minutes=0, signals=())
         if ddp.is_main:
-            finished = former if former.get("code") == 0 else None
-            replace_status(command.work_dir, BAD_INPUT, str(error), finished=finished)
+            replace_status(command.work_dir, BAD_INPUT, str(error), former=former)
         # Rank 0 corrects status.json first: the failure of another rank, secondary, waits for it.
         abort(ddp, f"error: {error}", code=BAD_INPUT, secondary=not ddp.is_main)
     # The watch restores this handler too: Ctrl-C after the end does not change the outcome.

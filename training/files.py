@@ -5,6 +5,8 @@ import threading
 import zipfile
 from pathlib import Path
 
+from ddp_setup import disk_trouble
+
 
 def write_text_atomic(path, text) -> None:
     """Write a text file, see write_whole."""
@@ -15,29 +17,60 @@ def write_whole(path, write) -> None:
     """Call write(binary file) so that a kill at any moment leaves the old file, none, or the new.
 
     Makes the folder if it is missing. Writes under a temporary name, fsync, rename, fsync of the
-    folder. Raises: ValueError for a device, pipe or folder, which the rename would replace.
-    """
-    if Path(path).exists() and not Path(path).is_file():
+    folder. A link of this name is replaced, and what it leads to stays as it is: it may be a file
+    of another run. Links in place of folders are followed.
+    Raises: ValueError for a device, pipe or folder, which the rename would replace; CannotWrite
+        where there is no room or no permission; OSError."""
+    if is_no_file(path):
         raise ValueError(f"{path} is no file; expected the name of a file.")
-    path = Path(os.path.realpath(path))   # follow links: replace the file, not the link
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(path)
     writer = f"{os.getpid()}-{threading.get_ident()}"   # a notebook may write it from two threads
     temporary = path.with_name(f".{path.name}.{writer}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:   # on a full disk it is missing
-            error.filename = str(path)
-        raise
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     folder = os.open(path.parent, os.O_RDONLY)
     with contextlib.suppress(OSError):   # some file systems cannot sync a folder
         os.fsync(folder)
     os.close(folder)
+
+
+def is_no_file(path) -> bool:
+    """Whether a path leads to something else than a file, or is another name for an open one, such
+    as the links /dev/stdout and /dev/fd/1."""
+    if Path(path).exists() and not Path(path).is_file():
+        return True
+    folder = os.path.realpath(Path(path).parent)
+    return folder == "/dev" or folder.startswith("/proc/")
+
+
+class CannotWrite(OSError):
+    """A file cannot be written, for a reason that a person must mend."""
+    retry = False   # read by ddp_setup: the same command would end in the same way again
+
+
+@contextlib.contextmanager
+def writing(path):
+    """In this block an error for want of room or permission becomes a CannotWrite that says so.
+
+    path: of the file that is written, or the folder."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:   # RuntimeError: torch.save on a full disk
+        text = disk_trouble(error, path)
+        if text:
+            raise CannotWrite(text) from None
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def check_unpacked_size(path) -> None:

@@ -1,5 +1,6 @@
 """The end of a run: its result or how to go on, on the screen, in status.json and as a picture."""
 import functools
+import sys
 from pathlib import Path
 
 from ddp_setup import AGAIN, print0
@@ -31,6 +32,9 @@ def finish_run(run, log, ddp, reason, result, seconds, lines) -> dict:
     last = run.work_dir / "checkpoints" / "last.pt"
     stop = run.work_dir / "STOP"
     remove = f"Remove {stop}; then the" if stop.exists() else "The"
+    options = [word.partition("=")[0] for word in sys.argv]
+    start_options = [name for name in ("--fresh", "--resume") if name in options]
+    without = f" without {' and '.join(start_options)}" if start_options and last.exists() else ""
     if last.exists():
         checkpoint = last
     else:
@@ -40,7 +44,7 @@ def finish_run(run, log, ddp, reason, result, seconds, lines) -> dict:
     else:
         saved = f"This start did no step and wrote nothing. Saved before: {checkpoint}."
     print_line(f"Stopped at step {run.progress['step']:,} of {run.n_iters:,}: {reason}. {saved} "
-               f"{remove} same command continues.", write)
+               f"{remove} same command{without} continues.", write)
     close_run(ddp, AGAIN, reason)
     return {**result, "stopped": reason}
 

@@ -20,7 +20,7 @@ from ddp_setup import BAD_INPUT, barrier, process_fields
 from training.config import dump_yaml
 from training.files import write_text_atomic
 from training.loop import is_finished
-from training.watch import close_run, read_status, watch_run, write_status
+from training.watch import close_run, read_status, save_every, watch_run, write_status
 
 # A folder with none of these names in it is not taken for a run folder.
 MARKS = {"lock.json", "metrics.jsonl", "checkpoints", "config.yaml", "status.json"}
@@ -42,6 +42,7 @@ def take_folder(run, ddp, fresh, folders) -> None:
     barrier(ddp)   # now the folder exists for all ranks
     watch_run(ddp, run.work_dir, run.config.monitoring.watchdog_minutes,
               run.config.training.stop_signals)
+    save_every(ddp, run.config.training.snapshot_minutes)
 
 
 def open_run(run_dir, fresh, folders):
@@ -135,6 +136,8 @@ class RunLock:
         dead = self.refuse_live(run_dir)
         if dead is not None:
             self._remove_dead(dead, temporary, run_dir)
+        elif self.path.is_symlink():   # it leads to nothing
+            self.path.unlink(missing_ok=True)
         self.holder = {"host": socket.gethostname(), "pid": os.getpid(),
                        "start": process_start(os.getpid()), "job": _job_id()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,6 +205,7 @@ class RunLock:
 
     def _create(self, temporary):
         """Make the lock file; of two starts one gets it, the other FileExistsError."""
+        temporary.unlink(missing_ok=True)    # perhaps a link, which would be written through
         temporary.write_text(self._text(), encoding="utf-8")
         try:
             os.link(temporary, self.path)    # atomic
@@ -290,17 +294,17 @@ def process_start(pid):
 
 
 # ---------------------------------------------------------------- status.json
-def replace_status(run_dir, code, reason, since=math.inf, finished=None):
+def replace_status(run_dir, code, reason, since=math.inf, former=None):
     """Replace the status.json of an earlier start by the outcome of this start.
 
-    If this start was refused (code BAD_INPUT) and the run had finished (code 0), that outcome is
-    kept or put back: a mistyped command does not undo a finished run.
+    If this start was refused (code BAD_INPUT) and an earlier one had taken steps, its outcome is
+    kept or put back: a mistyped command does not change what became of the run.
     Returns: whether the file was written. It is not if there is none, or while a run is alive.
 
     Args:
         run_dir: None if the command did not name a run folder.
         since: epoch seconds; a file written after that is kept.
-        finished: status.json of a finished run as this start found it, to be put back.
+        former: status.json as this start found it, where it has been replaced since.
     """
     if run_dir is None:
         return False
@@ -308,11 +312,17 @@ def replace_status(run_dir, code, reason, since=math.inf, finished=None):
         RunLock.refuse_live(run_dir, wait=False)   # this process is failing: do not wait
         if (Path(run_dir) / "status.json").stat().st_mtime >= since:
             return False
-        finished = finished or read_status(run_dir)
-        if code == BAD_INPUT and finished.get("code") == 0:
-            write_status(run_dir, 0, finished.get("reason"), finished.get("step"))
+        former = former or read_status(run_dir)
+        if code == BAD_INPUT and tells_an_outcome(former):
+            write_status(run_dir, former["code"], former.get("reason"), former.get("step"))
         else:
             write_status(run_dir, code, reason)
         return True
     except (ValueError, OSError):
         return False
+
+
+def tells_an_outcome(status) -> bool:
+    """Whether a status.json tells how a run ended that had taken steps, or had none to take."""
+    code = status.get("code")
+    return code == 0 or type(code) is int and status.get("step") is not None

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from training.config import config_to_dict
-from training.files import write_text_atomic
+from training.files import write_text_atomic, writing
 from training.trackers import TensorBoard, Wandb
 
 
@@ -82,10 +82,11 @@ class RunLog:
             if not isinstance(value, (int, str)):
                 value = float(value)
             row[name] = value if isinstance(value, str) or math.isfinite(value) else None
-        if self.file is None:
-            self.file = open(self.path, "a", encoding="utf-8")
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        with writing(self.path):
+            if self.file is None:
+                self.file = open(self.path, "a", encoding="utf-8")
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
         known = {name: value for name, value in row.items() if value is not None}
         working = []
         for tracker in self.trackers:
@@ -96,17 +97,23 @@ class RunLog:
     def sync(self):
         """Wait until the rows are on disk. Call it before saving a checkpoint that follows them."""
         if self.file is not None:
-            os.fsync(self.file.fileno())
+            with writing(self.path):
+                os.fsync(self.file.fileno())
 
     def truncate(self, step):
         """Drop the rows after `step`, and a last row that a killed run left incomplete. Call it
         before the first row is written.
 
-        The file is replaced atomically, so a kill leaves the old or the new one. Raises ValueError
-        for any other broken row.
+        The file is replaced atomically, so a kill leaves the old or the new one. A link is replaced
+        by a file: rows are appended to what has this name. Raises ValueError for any other broken
+        row.
         """
-        if self.is_main and self.path.exists():
+        if not self.is_main:
+            return
+        if self.path.exists():
             write_text_atomic(self.path, rows_up_to(self.path, step))
+        elif self.path.is_symlink():   # it leads to nothing
+            self.path.unlink()
 
     def progress(self, step, rate=None, **numbers):
         """Show the progress: as a bar on stderr if that is a terminal, else as a line on stdout.

@@ -30,7 +30,8 @@ from ddp_setup import (all_sum, broadcast, cores_given, first_problem, grad_scal
                        listed, optimize_with_ipex, stop_reason, stop_wanted, unwrap_ddp,
                        worker_init, wrap_ddp)
 from training.meter import StepMeter, make_meter
-from training.optimizer import make_optimizer
+from training.optimizer import load_state, make_optimizer
+from training.watch import save_wanted
 
 
 # ---------------------------------------------------------------- learning rate
@@ -105,7 +106,8 @@ class Run:
     lock: Any = None           # RunLock on the run folder, on rank 0 only
     unread: Any = None         # totals of the last step, on their way to the host (to_host);
     #                            read_totals reads them a step later, so that nothing waits
-    stop_requests: float = 0.0  # how many ranks were asked to stop, as last read
+    requests: float = 0.0      # how many ranks ask to stop or to save, as last read
+    save_due: bool = False     # whether to save after this step, see after_step
 
 
 def is_finished(run) -> bool:
@@ -163,7 +165,7 @@ def start_run(kind, config, ddp, former, bare, item_of, *,  # noqa: PLR0913  (pa
 def load_optimizer(run, state):
     """Continue with optimizer, scaler and averages of a checkpoint. Raises: ValueError."""
     try:
-        run.optimizer.load_state_dict(state["optimizer"])
+        load_state(run.optimizer, state["optimizer"])
         run.scaler.load_state_dict(state["scaler"])
         if run.ema is not None:
             run.ema.load_state_dict(state["ema"])
@@ -280,7 +282,7 @@ class Totals(NamedTuple):
     count: torch.Tensor      # residues, proteins or pairs that the mean loss is taken over
     bad: torch.Tensor        # number of ranks with a nan or infinite loss or gradient
     bad_loss: torch.Tensor   # number of ranks with a nan or infinite loss
-    stop: torch.Tensor       # number of ranks that were asked to stop
+    requests: torch.Tensor   # number of ranks that ask all to stop or to save
 
 
 
@@ -342,7 +344,7 @@ def global_gradient(model, batches, loss_of, ddp, expected_count, scaler=None,
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     own.bad_loss.copy_(own.bad_loss > 0)
     own.bad.copy_((own.bad_loss > 0) | ~norm.isfinite())
-    own.stop.fill_(stop_wanted(ddp))
+    own.requests.fill_(stop_wanted(ddp) or save_wanted(ddp))
     meter.lap("optimizer")   # time since the last lap: for norm and flags
     totals = unpack(all_sum(own.packed, ddp))
     meter.lap("exchange")
@@ -410,13 +412,19 @@ def after_step(run, ddp, at_once) -> str:
     """To be called after each step: count bad steps, compare the weights of all ranks every
     check_sync_every steps, and return why all ranks stop here, or ''. Raises: see read_totals.
 
+    run.save_due: whether all ranks shall save after this step, as training.snapshot_minutes have
+        passed on rank 0. Such a request travels like one to stop. If there are requests, the ranks
+        exchange the reasons for a stop; if none has any, the request was to save.
     at_once: wait for the flags of this step; else those of the step before are used."""
     step = run.progress["step"]
     if at_once or ddp.device.type == "cpu":
         read_totals(run)
-    reason = stop_reason(ddp, step, run.stop_requests)
-    if reason:
-        read_totals(run)
+    reason = stop_reason(ddp, step, run.requests)
+    run.save_due = run.requests > 0 and not reason
+    if reason or run.save_due:
+        read_totals(run)   # a checkpoint counts the bad steps up to this one
+    if run.save_due:
+        run.requests = 0.0   # those of this step too, by the save that follows
     every = run.config.monitoring.check_sync_every
     if every and (step % every == 0 or step == run.n_iters):
         check_in_sync(run.bare, ddp)
@@ -424,7 +432,7 @@ def after_step(run, ddp, at_once) -> str:
 
 
 def read_totals(run) -> None:
-    """Read the totals of the last step, once: add up `seen`, count bad steps, note stop requests.
+    """Read the totals of the last step, once: add up `seen`, count bad steps, note requests.
 
     Raises: Diverged for more bad steps in a row than training.max_bad_steps."""
     if run.unread is None:
@@ -435,7 +443,7 @@ def read_totals(run) -> None:
         arrived.synchronize()
     totals = unpack(packed)
     bad_steps, in_a_row = run.progress["bad_steps"]
-    run.stop_requests = float(totals.stop)
+    run.requests = float(totals.requests)
     if not totals.bad:
         run.progress["bad_steps"] = [bad_steps, 0]
         seen = run.progress["seen"]

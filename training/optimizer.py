@@ -9,6 +9,8 @@ so that no direction is learned much faster than others. It takes the same learn
 as its updates are scaled to the size of AdamW's (0.2 sqrt(larger side), arXiv 2502.16982).
 Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; the update is torch.optim.Muon's.
 """
+import math
+
 import torch
 
 from ddp_setup import Ddp, broadcast
@@ -126,8 +128,59 @@ class MuonAndAdamW:
         return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, state):
-        self.muon.load_state_dict(state["muon"])
-        self.adamw.load_state_dict(state["adamw"])
+        load_state(self.muon, state["muon"])
+        load_state(self.adamw, state["adamw"])
+
+
+# What torch's optimizers keep for a parameter, in tensors of its shape.
+KEPT = {"AdamW": ("exp_avg", "exp_avg_sq"), "Muon": ("momentum_buffer",)}
+
+
+def load_state(optimizer, state) -> None:
+    """load_state_dict of an optimizer. Those of torch take what they are given; this refuses what
+    their next step could not use.
+
+    Raises: ValueError, or what load_state_dict raises."""
+    if isinstance(optimizer, MuonAndAdamW):
+        optimizer.load_state_dict(state)
+        return
+    own_groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for own, group in zip(own_groups, optimizer.param_groups):
+        for name, value in own.items():
+            if name != "params" and not is_alike(group.get(name), value):
+                raise ValueError(f"{name} is {group.get(name)!r:.60}; expected such as {value!r}")
+        for parameter in group["params"]:
+            if parameter in optimizer.state:   # a run of bad steps has none yet
+                check_kept(KEPT.get(type(optimizer).__name__, ()), optimizer.state[parameter],
+                           parameter)
+
+
+def is_alike(found, expected):
+    """Whether an option of an optimizer is a number, or some, where one of that kind is expected.
+    Others, such as texts and switches, depend on the machine and on torch."""
+    if isinstance(expected, tuple):
+        return isinstance(found, (tuple, list)) and len(found) == len(expected) and all(
+            map(is_alike, found, expected))
+    if type(expected) in (int, float):
+        return type(found) in (int, float) and math.isfinite(found)
+    return True
+
+
+def check_kept(names, kept, parameter):
+    """Raise ValueError unless `kept`, by an optimizer for a parameter, has all names, with tensors
+    of its shape."""
+    for name in names:
+        value = kept.get(name)
+        found = tuple(value.shape) if isinstance(value, torch.Tensor) else f"{value!r:.60}"
+        if found != tuple(parameter.shape):
+            raise ValueError(f"{name} is {found} for a parameter of {tuple(parameter.shape)}; "
+                             "expected a tensor of its shape")
+    steps = kept.get("step", 0.0)
+    if isinstance(steps, torch.Tensor):
+        steps = steps.item()   # raises for more than one number
+    if type(steps) not in (int, float) or not math.isfinite(steps):
+        raise ValueError(f"step is {steps!r:.60}; expected a number of steps")
 
 
 def _adamw(parameters, lr, optim):

@@ -24,11 +24,13 @@ from training.files import write_whole
 from training.folder import MARKS, RunLock, check_lock, names_in, refuse_unwritable
 from training.log import rows_up_to
 from training.loop import ADVICE, Diverged, check_alike, is_finished
+from training.watch import note_saved
 
 # A resumed run may differ in these keys; scripts add to them.
 MAY_ALWAYS_CHANGE = ("training.n_iters", "training.num_epochs", "training.eval_freq",
-                     "training.log_freq", "training.snapshot_freq", "training.keep_last",
-                     "training.max_bad_steps", "training.stop_signals", "training.num_workers",
+                     "training.log_freq", "training.snapshot_freq", "training.snapshot_minutes",
+                     "training.keep_last", "training.max_bad_steps", "training.stop_signals",
+                     "training.num_workers",
                      "monitoring.watchdog_minutes", "monitoring.check_sync_every",
                      "monitoring.tensorboard", "monitoring.wandb", "monitoring.timing_every",
                      "monitoring.log_gradients", "monitoring.log_weights", "memory.compile",
@@ -151,6 +153,19 @@ def are_two_numbers(value):
     return isinstance(value, (list, tuple)) and len(value) == 2 and are_numbers(value)
 
 
+def is_list_of_numbers(value):
+    return isinstance(value, (list, tuple)) and are_numbers(value)
+
+
+def is_log_probability(value):
+    """Whether a value is one, or None: not known yet."""
+    return value is None or are_numbers([value])
+
+
+def is_bool(value):
+    return type(value) is bool
+
+
 def is_text(value):
     return isinstance(value, str)
 
@@ -160,12 +175,14 @@ def is_dict(value):
 
 
 # A field of a checkpoint -> whether a value can be one.
-FIELDS = {"model": are_weights, "optimizer": is_dict, "scaler": is_dict, "step": is_step,
+FIELDS = {"model": are_weights, "optimizer": is_dict, "scaler": are_totals, "step": is_step,
           "best": is_best, "bad_steps": are_two_counts, "bad_evals": is_step,
           "config": are_sections, "micro_batches": is_positive, "lr": is_number,
           "warmup": is_number, "data": is_fingerprint, "machine": is_dict, "versions": is_dict,
           "ema": are_averages, "init_from": is_start, "seen": are_totals,
-          "recent": are_two_numbers, "finished": is_text}
+          "recent": are_two_numbers, "finished": is_text, "world_size": is_positive,
+          "epoch": is_step, "plan": is_text, "base": is_text, "sums": is_list_of_numbers,
+          "start": is_log_probability, "fallen": is_bool, "collapsed": is_bool}
 
 
 def find_checkpoint(run_dir, resume, fresh, config, may_change) -> str | None:
@@ -196,7 +213,7 @@ def find_checkpoint(run_dir, resume, fresh, config, may_change) -> str | None:
         raise ValueError(f"{run_dir} is not a run directory: it holds {', '.join(names[:5])}. "
                          "Expected an empty or new folder, or that of a run. Give another "
                          "--work_dir.")
-    if "metrics.jsonl" in names and not fresh:
+    if (run_dir / "metrics.jsonl").exists() and not fresh:
         rows_up_to(run_dir / "metrics.jsonl", 0)   # refuses a file with broken rows
     if "config.yaml" in names and not fresh and not saved:
         _refuse_other_config(run_dir, resume, config, may_change)
@@ -366,6 +383,7 @@ def save_run(run, log, ddp, name, keep_last=1, resumes=True, **more) -> None:
                     epoch=progress["step"] // run.steps_per_epoch, micro_batches=run.micro_batches,
                     lr=run.lr, warmup=run.warmup, data=run.fingerprint,
                     machine=describe_machine(ddp), **progress, **more)
+    note_saved(ddp)
 
 
 def before_saving(run, log, ddp) -> None:

@@ -2,6 +2,7 @@
 
     watch_run(ddp, "runs/my", minutes=30)     # status.json: running; a file STOP asks for a stop
     beat(ddp)                                 # a sign of progress between two steps
+    save_every(ddp, minutes=15)               # checkpoints by time: save_wanted asks for them
     close_run(ddp, 0, "all steps done")       # status.json: finished
 
 A run folder's status.json holds {"code", "reason", "step"}. code: null while the run is on, else 0
@@ -20,6 +21,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -53,6 +55,26 @@ def beat(ddp: Ddp) -> None:
     note_progress(ddp)
 
 
+def save_every(ddp: Ddp, minutes: float) -> None:
+    """Have save_wanted ask for a checkpoint when so many minutes have passed since the last one, or
+    since this call. 0: never."""
+    ddp.state.record.save_period = minutes * 60
+    note_saved(ddp)
+
+
+def note_saved(ddp: Ddp) -> None:
+    """A checkpoint has been written: the time until save_wanted asks for one begins anew."""
+    ddp.state.record.saved_at = time.monotonic()
+
+
+def save_wanted(ddp: Ddp) -> bool:
+    """Whether rank 0 asks all ranks for a checkpoint, see save_every; False on other ranks."""
+    period = getattr(ddp.state.record, "save_period", 0.0)   # 0: a Record of ddp_setup
+    if not ddp.is_main or not period:
+        return False
+    return time.monotonic() - ddp.state.record.saved_at >= period
+
+
 def close_run(ddp: Ddp, code: int | None = None, reason: str = "") -> None:
     """End the watch and write code and reason to status.json. All ranks must then reach cleanup_ddp
     within the limit of the watch.
@@ -69,6 +91,8 @@ class RunRecord(Record):
     def __init__(self, ddp: Ddp, run_dir: str | None):
         self.ddp = ddp
         self.run_dir = run_dir
+        self.save_period = 0.0   # seconds, see save_every
+        self.saved_at = 0.0      # of the clock time.monotonic
 
     def open_stacks(self):
         """Open the file for stack traces. A guard asks for them by SIGQUIT: faulthandler answers
@@ -79,7 +103,10 @@ class RunRecord(Record):
             else:
                 folder = tempfile.mkdtemp(prefix="ddp-stacks-")
             os.makedirs(folder, exist_ok=True)
-            self.stacks = open(os.path.join(folder, f"rank_{self.ddp.rank}.txt"), "a")
+            path = os.path.join(folder, f"rank_{self.ddp.rank}.txt")
+            if os.path.islink(path):   # its file is not ours to append to
+                os.unlink(path)
+            self.stacks = open(path, "a")
         if self.stacks is not None and self.ddp.state.guard is not None:
             faulthandler.register(signal.SIGQUIT, self.stacks)
 
@@ -93,9 +120,15 @@ class RunRecord(Record):
             write_status(self.run_dir, code, reason, self.ddp.state.watch.step)
 
     def advice(self, retry):
-        saved = "" if self.ddp.state.checkpoint else "No checkpoint yet. "
-        again = "To go on, give the same command again" if retry else "Mend the cause first"
-        return f"{saved}{again}."
+        if not retry:
+            advice = "Mend the cause first."
+        elif self.ddp.state.checkpoint:
+            advice = "To go on, give the same command again."
+        else:
+            advice = "The same command starts from the beginning."
+        if self.ddp.state.checkpoint:   # ddp_setup names it
+            return advice
+        return f"No checkpoint yet. {advice}"
 
     def close(self):
         """Forget the run folder, and close the file of the stacks; an empty one is removed."""

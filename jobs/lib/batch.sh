@@ -125,17 +125,17 @@ written() {   # written FILE: print what changes with each write of it
 run_training() {   # sets `code`, the job's exit code; `outcome`, how the run ended; `saved`, yes
   # if it wrote a checkpoint
   local status=$RUN_DIR/status.json last=$RUN_DIR/checkpoints/last.pt
-  local status_before last_before finished
+  local status_before last_before outcome_before
   status_before=$(written "$status")
   last_before=$(written "$last")
-  finished=$(grep -s '^{"code": 0,' "$status") || :    # a refused start writes this line back
+  outcome_before=$(grep -s '^{"code": [0-9]' "$status") || :   # a refused start writes it back
 
   code=0
   "${launch[@]}" "${training[@]}" || code=$?
 
   outcome=$code
   # status.json says more than the launcher's code, if it is of this start.
-  if [ "$(written "$status")" != "$status_before" ] && [ "$(cat "$status")" != "$finished" ]; then
+  if [ "$(written "$status")" != "$status_before" ] && [ "$(cat "$status")" != "$outcome_before" ]; then
     if [[ $(cat "$status") =~ ^\{\"code\":\ *([0-9]+), ]]; then
       code=${BASH_REMATCH[1]}
       outcome=$code

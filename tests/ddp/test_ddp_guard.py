@@ -387,6 +387,18 @@ def test_a_failure_of_many_words_is_told_in_all_of_them(tmp_path):
     assert done.returncode == 1 and "FAILED: rank 0 of 1" in done.stderr
 
 
+@pytest.mark.parametrize("checkpoint, option, advice", [
+    (False, "--device", "The same command starts from the beginning (l, 2 rank(s)): python"),
+    (True, "--device", "To go on, give the same command again (l, 2 rank(s)): python"),
+    (True, "--fresh", "To go on, give the same command again without --fresh (l"),
+    (True, "--resume=a.pt", "To go on, give the same command again without --resume (l")])
+def test_the_same_command_goes_on_only_where_there_is_a_checkpoint(
+        checkpoint, option, advice, tmp_path):
+    saved = "guard.sendall(b'{\"checkpoint\": \"last.pt\"}\\n')\n" if checkpoint else ""
+    done = run(f"{HUB}\n{saved}sys.exit(3)\n", tmp_path, option)
+    assert advice in done.stderr
+
+
 def test_a_long_cause_stays_whole_in_the_last_line(tmp_path):
     cause = "x" * 330 + " Lower optim.lr"
     done = abort_with("'see below'", cause, tmp_path)

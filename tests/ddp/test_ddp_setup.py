@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import ddp_setup
-from ddp_setup import (Ddp, State, all_mean, all_sum, autocast, broadcast, choose_device,
-                       choose_dtype, cleanup_ddp, ddp_sampler, detect_launcher, end_watch,
-                       load_checkpoint, optimize_with_ipex, print0, save_checkpoint, setup_ddp,
-                       slurm_first_host, start_watch, stop_reason, stop_wanted, wrap_ddp)
+from ddp_setup import (CannotSave, Ddp, State, all_mean, all_sum, autocast, broadcast,
+                       choose_device, choose_dtype, cleanup_ddp, ddp_sampler, detect_launcher,
+                       end_watch, load_checkpoint, optimize_with_ipex, print0, save_checkpoint,
+                       setup_ddp, slurm_first_host, start_watch, stop_reason, stop_wanted, wrap_ddp)
 from launchers import await_that, clean_environment, fork_ranks
 
 # What each launcher sets for rank 5 of 8, 4 per host, as documented or measured.
@@ -369,6 +369,12 @@ def test_a_save_to_a_full_disk_leaves_the_checkpoint_of_before_and_nothing_else(
     with pytest.raises(RuntimeError, match="No space left"):
         save_checkpoint(path, Ddp(), model={"w": torch.zeros(3)})
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["b.pt"]
+
+
+def test_a_full_disk_is_told_with_the_room_that_a_checkpoint_needs(tmp_path):
+    (tmp_path / ".b.pt.tmp").symlink_to("/dev/full")
+    with pytest.raises(CannotSave, match="no space is left .*needs about 4.0 MB, .* MB are free"):
+        save_checkpoint(tmp_path / "b.pt", Ddp(), state=[{"w": torch.zeros(1_000_000)}])
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, disk_calls):

@@ -799,14 +799,14 @@ def test_bad_input_is_refused_with_one_message_and_leaves_nothing(straight, fast
           for fresh in ("", "--fresh"))]
     base = shlex.join(["--config", "c.yaml", "--work_dir", "new", *words(
         {**TINY, "data.file": fasta}, training__n_iters=1)])
-    # an outcome of before must not speak for the start that was refused, but a finished run's stays
-    for folder, code in ("runs/typo", 75), ("new", 75), ("asked", 75), ("done", 0):
-        write_status(tmp_path / folder, code, "before", 7)
+    # an outcome of steps stays; that of another start must not speak for the one that was refused
+    for folder, step in ("runs/typo", None), ("new", None), ("asked", None), ("done", 7):
+        write_status(tmp_path / folder, 75, "before", step)
     assert_refused("train_sedd_ddp", alone + [(f"{base} {text}", *said) for text, *said in more],
                    tmp_path)
     for folder in ("runs/typo", "new", "asked"):
         assert read_status(tmp_path / folder)["code"] == 2
-    assert read_status(tmp_path / "done") == {"code": 0, "reason": "before", "step": 7}
+    assert read_status(tmp_path / "done") == {"code": 75, "reason": "before", "step": 7}
 
 
 STOP_WHILE_LOADING = """

@@ -1,11 +1,13 @@
 """Files are written whole or not at all."""
 
+import errno
 import os
 from unittest import mock
 
 import pytest
+import torch
 
-from training.files import write_text_atomic, write_whole
+from training.files import CannotWrite, is_no_file, write_text_atomic, write_whole, writing
 
 
 def test_text_replaces_a_file_whole_or_not_at_all_and_leaves_nothing_else(tmp_path):
@@ -13,15 +15,59 @@ def test_text_replaces_a_file_whole_or_not_at_all_and_leaves_nothing_else(tmp_pa
     write_text_atomic(target, "older")
     write_text_atomic(target, "old\n")
     for error in OSError(28, "No space left on device"), KeyboardInterrupt("by a person"):
-        with pytest.raises(type(error), match="No space left on device: .*step_10.fasta|a person"):
+        with pytest.raises(type(error), match="step_10.fasta: no space is left|a person"):
             write_whole(target, mock.Mock(side_effect=error))
     assert target.read_bytes() == b"old\n" and list(target.parent.iterdir()) == [target]
 
 
-def test_a_link_stays_and_the_file_it_leads_to_is_replaced(tmp_path):
-    (tmp_path / "link").symlink_to("file")
+@pytest.mark.parametrize("leads_to", ["file", "nothing"])
+def test_a_link_is_replaced_by_a_file(leads_to, tmp_path):
+    (tmp_path / "file").write_text("of another run")
+    (tmp_path / "link").symlink_to(leads_to)
     write_text_atomic(tmp_path / "link", "new")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
+    assert not (tmp_path / "link").is_symlink()
+    assert (tmp_path / "link").read_text() == "new"
+    assert (tmp_path / "file").read_text() == "of another run"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_folder_may_be_a_link(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    write_text_atomic(tmp_path / "link" / "file", "new")
+    assert (tmp_path / "folder" / "file").read_text() == "new"
+
+
+def test_another_name_of_an_open_file_is_no_file(tmp_path):
+    with open(tmp_path / "open", "w") as file:
+        assert is_no_file(f"/dev/fd/{file.fileno()}")
+        assert not is_no_file(tmp_path / "open")
+
+
+@pytest.mark.parametrize("number, said", [
+    (errno.ENOSPC, "no space is left .* MB are free there. Make room in"),
+    (errno.EDQUOT, "the quota is used up .* Make room in"),
+    (errno.EROFS, "the file system is read-only .* Mend that, or give another"),
+    (errno.EACCES, "this user may not write there .* Mend that, or give another")])
+def test_want_of_room_or_permission_is_told_with_what_to_do(number, said, tmp_path):
+    with pytest.raises(CannotWrite, match=f"cannot write .*file: {said}") as caught:
+        with writing(tmp_path / "file"):
+            raise OSError(number, os.strerror(number))
+    assert caught.value.retry is False
+
+
+def test_torch_on_a_full_disk_is_understood(tmp_path):
+    """It tells of an "unexpected pos", as the system's error ends its own work."""
+    with open("/dev/full", "wb") as full, pytest.raises(CannotWrite, match="no space is left"):
+        with writing(tmp_path / "file"):
+            torch.save({"w": torch.zeros(100_000)}, full)
+
+
+def test_another_error_is_left_as_it_is(tmp_path):
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        with writing(tmp_path / "file"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    assert not isinstance(caught.value, CannotWrite)
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path):

@@ -12,8 +12,8 @@ import pytest
 from ddp_setup import Ddp
 from training.files import write_text_atomic
 from training.log import read_rows
-from training.watch import read_status
-from training.folder import RunLock, check_lock, process_start
+from training.watch import read_status, write_status
+from training.folder import RunLock, check_lock, process_start, replace_status
 
 
 def test_of_two_starts_that_find_a_dead_lock_the_faster_one_keeps_the_folder(tmp_path, monkeypatch):
@@ -90,6 +90,32 @@ def test_a_lock_of_another_kind_is_refused(text, tmp_path):
 def test_a_status_that_cannot_be_read_counts_as_none(tmp_path):
     (tmp_path / "status.json").write_text("[" * 100000)
     assert read_status(tmp_path) == {}
+
+
+@pytest.mark.parametrize("text", [None, '{"host": "%s", "pid": 4194304, "start": 5, "beat": 0}'])
+def test_a_lock_is_not_written_to_what_a_link_leads_to(text, tmp_path):
+    """text: of a lock whose process is gone; None: the link leads to nothing."""
+    if text is not None:
+        text = text % socket.gethostname()
+        (tmp_path / "other").write_text(text)
+    (tmp_path / "lock.json").symlink_to("other")
+    lock = RunLock(tmp_path)
+    assert not (tmp_path / "lock.json").is_symlink()
+    lock.release()
+    if text is not None:
+        assert (tmp_path / "other").read_text() == text
+    assert not (tmp_path / "lock.json").exists()
+
+
+@pytest.mark.parametrize("code, step, stays", [
+    (75, 7, True), (1, 7, True), (0, 7, True), (0, None, True), (75, None, False),
+    (2, None, False), (None, None, False)])
+def test_a_refused_start_leaves_the_outcome_of_steps(code, step, stays, tmp_path):
+    write_status(tmp_path, code, "before", step)
+    former = read_status(tmp_path)
+    replace_status(tmp_path, None, "starting")
+    replace_status(tmp_path, 2, "no such file", former=former)
+    assert (read_status(tmp_path) == former) == stays
 
 
 def test_a_row_that_cannot_be_read_is_named(tmp_path):

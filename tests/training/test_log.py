@@ -1,8 +1,12 @@
 """The log: rows that survive kills and resumes, a screen that stays readable, silence on other
 ranks."""
 
+import contextlib
 import sys
 
+import pytest
+
+from training.files import CannotWrite
 from training.log import RunLog
 
 
@@ -12,6 +16,29 @@ def test_a_row_is_in_the_file_as_soon_as_metrics_returns_with_null_for_nan_and_i
     text = (tmp_path / "new" / "run" / "metrics.jsonl").read_text()
     assert text == '{"step": 3, "loss": null, "ppl": null, "val/nll": 2.5}\n'
     log.close()
+
+
+@pytest.mark.parametrize("rows", ["", None])
+def test_rows_are_not_appended_to_what_a_link_leads_to(rows, tmp_path):
+    if rows is not None:
+        (tmp_path / "other").write_text(rows)
+    (tmp_path / "metrics.jsonl").symlink_to("other")
+    log = RunLog(tmp_path, True, 9)
+    log.truncate(0)
+    log.metrics(1, {"loss": 1.0})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
+    assert not (tmp_path / "metrics.jsonl").is_symlink()
+    assert not (tmp_path / "other").exists() or (tmp_path / "other").read_text() == rows
+
+
+def test_a_row_for_which_there_is_no_room_ends_the_run_in_a_sentence(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = RunLog(tmp_path, True, 9)
+    with pytest.raises(CannotWrite, match="metrics.jsonl: no space is left"):
+        log.metrics(1, {"loss": 1.0})
+    with contextlib.suppress(OSError):   # the row is still in the buffer
+        log.file.close()
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):

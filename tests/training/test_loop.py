@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
-from ddp_setup import Ddp, wrap_ddp
+from ddp_setup import Ddp, all_sum, load_checkpoint, wrap_ddp
 from launchers import ROOT
 from toy_run import Blocks, Rows, loss_of as loss_of_toy, steps, toy
 from training.config import CommonMonitoring
 from training.precision import compile_blocks
+from training.watch import close_run, save_every, watch_run
 from sedd.fast_cpu import speed_up
 from sedd.model import SEDD
 from training.loop import (after_step, open_batches, read_totals, record_score, scale_for_batch,
@@ -233,11 +234,37 @@ def test_compiled_blocks_compute_the_same_under_the_same_names_by_one_code_for_a
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.parametrize("what", ["sedd", "dpo"])
+def test_a_checkpoint_is_written_when_the_minutes_have_passed(what, tmp_path):
+    settings = [*STEPS[what].split(), "training.n_iters=3", "training.snapshot_freq=100",
+                "training.snapshot_minutes=1e-9", "training.keep_last=9"]
+    train(what, settings, tmp_path, Ddp())
+    kept = [load_checkpoint(tmp_path / "checkpoints" / name)["step"]
+            for name in ("last.pt", "last-1.pt", "last-2.pt")]
+    assert kept == [3, 2, 1]
+
+
+def save_by_the_clock_of_rank_0(ddp):
+    watch_run(ddp, minutes=0)
+    save_every(ddp, minutes=1e-9 if ddp.is_main else 1e9)
+    run = toy(n_iters=3, ddp=ddp)
+    batches = open_batches(run, Rows(), loss_of_toy, ddp)
+    for _ in range(3):
+        take_step(run, batches, loss_of_toy, ddp)
+        assert after_step(run, ddp, at_once=False) == ""
+        assert all_sum(float(run.save_due), ddp) == ddp.world_size
+    close_run(ddp)
+
+
+def test_all_ranks_save_after_the_same_step_by_the_clock_of_rank_0(tmp_path):
+    on_ranks(2, "test_loop", "save_by_the_clock_of_rank_0(ddp)", tmp_path)
+
+
 def come_apart(ddp):
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(2)))
     run = types.SimpleNamespace(bare=wrap_ddp(model, ddp), config=types.SimpleNamespace(
         monitoring=CommonMonitoring(check_sync_every=2)), unread=None, n_iters=9,
-                          stop_requests=0.0)
+                          requests=0.0)
     fine = contextlib.nullcontext()
     told = pytest.raises(RuntimeError, match="rank 2 on .* differ from rank 0, first in 1.weight")
     for step, outcome in ((4, fine), (5, fine), (6, told)):   # at 5 nobody looks

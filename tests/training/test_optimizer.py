@@ -8,7 +8,7 @@ import torch
 from ddp_setup import Ddp, broadcast
 from toy_run import Blocks, steps, toy
 from training.config import CommonOptim
-from training.optimizer import make_optimizer
+from training.optimizer import load_state, make_optimizer
 from training_runs import on_ranks, one_thread  # noqa: F401 (a fixture for all)
 
 
@@ -61,3 +61,46 @@ def test_ranks_that_share_the_work_of_muon_have_the_state_of_one(tmp_path):
     first, second = on_ranks(2, "test_optimizer", "by_muon(ddp)", tmp_path)
     assert first.equal(second)
     torch.testing.assert_close(first, by_muon(Ddp())[0], rtol=0, atol=1e-3)
+
+
+def state_after_a_step(name):
+    """(optimizer, its state)"""
+    model = Blocks()
+    optimizer = make_optimizer(model, 0.1, CommonOptim(name=name))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer, copy.deepcopy(optimizer.state_dict())
+
+
+def moments(state, name):
+    """What a state keeps for the first parameter."""
+    return state.get(name, state)["state"][0]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_state_of_an_optimizer_is_taken_back(name):
+    optimizer, state = state_after_a_step(name)
+    load_state(optimizer, state)
+    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name, key, value, said", [
+    ("adamw", "exp_avg", torch.zeros(3), "exp_avg is .3,. for a parameter of .8, 3."),
+    ("adamw", "exp_avg_sq", "x", "exp_avg_sq is 'x' for a parameter of"),
+    ("adamw", "exp_avg", None, "exp_avg is None"), ("adamw", "step", "x", "step is 'x'"),
+    ("muon", "momentum_buffer", torch.zeros(8, 4), "momentum_buffer is .8, 4.")])
+def test_moments_that_do_not_fit_are_refused_before_a_step(name, key, value, said):
+    optimizer, state = state_after_a_step(name)
+    moments(state, name)[key] = value
+    with pytest.raises(ValueError, match=said):
+        load_state(optimizer, state)
+
+
+@pytest.mark.parametrize("key, value", [("betas", 0.9), ("betas", (0.9, "x")), ("eps", None),
+                                        ("weight_decay", float("nan"))])
+def test_options_of_another_kind_are_refused(key, value):
+    optimizer, state = state_after_a_step("adamw")
+    state["param_groups"][0][key] = value
+    with pytest.raises(ValueError, match=f"{key} is "):
+        load_state(optimizer, state)

@@ -10,8 +10,9 @@ from ddp_setup import Ddp
 from toy_run import toy
 from training.config import CommonTraining, config_to_dict
 from training.log import RunLog
-from training.resume import (Former, check_checkpoint, check_data, copy_best, count_micro_batches,
-                             find_checkpoint, hash_of, machine_differences, save_run)
+from training.resume import (Former, check_checkpoint, check_data, check_fields, copy_best,
+                             count_micro_batches, find_checkpoint, hash_of, machine_differences,
+                             save_run)
 
 
 @dataclasses.dataclass
@@ -42,6 +43,21 @@ def test_a_checkpoint_that_fits_is_accepted():
     config = Config(training=CommonTraining(log_freq=3))    # a key that may change
     check_checkpoint(saved(), ("model", "config"), config, ("training.log_freq",),
                      torch.nn.Linear(2, 2), "")
+
+
+@pytest.mark.parametrize("name, value", [
+    ("world_size", "x"), ("world_size", 0), ("epoch", -1), ("scaler", {"scale": "x"}),
+    ("sums", 3.0), ("sums", ["x"]), ("sums", [float("nan")]), ("start", "x"), ("fallen", "x"),
+    ("collapsed", 1), ("plan", 3), ("base", None)])
+def test_a_field_that_cannot_be_is_named(name, value):
+    with pytest.raises(ValueError, match=f"last.pt has values that cannot be: {name} is "):
+        check_fields("last.pt", {**saved().state, name: value})
+
+
+def test_fields_that_can_be_are_accepted():
+    check_fields("last.pt", {**saved().state, "world_size": 2, "sums": [1.0, -2.0], "start": None,
+                             "fallen": False, "collapsed": True, "scaler": {}})
+    check_fields("last.pt", {**saved().state, "start": -2.5, "scaler": {"scale": 65536.0}})
 
 
 def test_a_new_run_is_accepted():

@@ -78,11 +78,20 @@ def test_advice_says_whether_the_same_command_can_go_on_and_from_what(tmp_path):
     ddp = Ddp()
     watch_run(ddp, tmp_path, minutes=0)
     advice = ddp.state.record.advice
-    assert advice(True) == "No checkpoint yet. To go on, give the same command again."
+    assert advice(True) == "No checkpoint yet. The same command starts from the beginning."
     assert advice(False) == "No checkpoint yet. Mend the cause first."
     save_checkpoint(tmp_path / "last.pt", ddp, step=1)
     assert advice(True) == "To go on, give the same command again."     # ddp_setup names the file
     close_run(ddp)
+
+
+def test_stacks_are_not_appended_to_what_a_link_leads_to(tmp_path):
+    (tmp_path / "stacks").mkdir()
+    link = tmp_path / "stacks" / "rank_0.txt"
+    link.symlink_to(tmp_path / "other")
+    watch_run(Ddp(), tmp_path, minutes=1)
+    assert link.is_file()
+    assert not (tmp_path / "other").exists()
 
 
 def test_stacks_that_nobody_wrote_leave_no_file(tmp_path):
