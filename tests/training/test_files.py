@@ -58,8 +58,8 @@ def test_want_of_room_or_permission_is_told_with_what_to_do(number, said, tmp_pa
 
 def test_torch_on_a_full_disk_is_understood(tmp_path):
     """It tells of an "unexpected pos", as the system's error ends its own work."""
-    with open("/dev/full", "wb") as full, pytest.raises(CannotWrite, match="no space is left"):
-        with writing(tmp_path / "file"):
+    with open("/dev/full", "wb", buffering=0) as full:
+        with pytest.raises(CannotWrite, match="no space is left"), writing(tmp_path / "file"):
             torch.save({"w": torch.zeros(100_000)}, full)
 
 
