@@ -32,9 +32,10 @@ def finish_run(run, log, ddp, reason, result, seconds, lines) -> dict:
     last = run.work_dir / "checkpoints" / "last.pt"
     stop = run.work_dir / "STOP"
     remove = f"Remove {stop}; then the" if stop.exists() else "The"
-    options = [word.partition("=")[0] for word in sys.argv]
-    start_options = [name for name in ("--fresh", "--resume") if name in options]
-    without = f" without {' and '.join(start_options)}" if start_options and last.exists() else ""
+    without = ""
+    start_options = find_start_options(sys.argv)
+    if start_options and last.exists():
+        without = f" without {' and '.join(start_options)}"
     if last.exists():
         checkpoint = last
     else:
@@ -47,6 +48,12 @@ def finish_run(run, log, ddp, reason, result, seconds, lines) -> dict:
                f"{remove} same command{without} continues.", write)
     close_run(ddp, AGAIN, reason)
     return {**result, "stopped": reason}
+
+
+def find_start_options(words) -> list[str]:
+    """Options of a command, a list of words, with which it would not continue what it has saved."""
+    names = [word.partition("=")[0] for word in words]
+    return [name for name in ("--fresh", "--resume") if name in names]
 
 
 def say_finished(run, ddp, lines) -> dict:
