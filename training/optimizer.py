@@ -140,20 +140,19 @@ def load_state(optimizer, state) -> None:
     """load_state_dict of an optimizer. Those of torch take what they are given; this refuses what
     their next step could not use.
 
-    Raises: ValueError, or what load_state_dict raises."""
+    Raises: ValueError, or what load_state_dict and a state of another form raise."""
     if isinstance(optimizer, MuonAndAdamW):
         optimizer.load_state_dict(state)
         return
-    own_groups = [dict(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    for own, group in zip(own_groups, optimizer.param_groups):
+    names = KEPT.get(type(optimizer).__name__, ())
+    for own, group in zip(optimizer.param_groups, state["param_groups"]):
         for name, value in own.items():
             if name != "params" and not is_alike(group.get(name), value):
                 raise ValueError(f"{name} is {group.get(name)!r:.60}; expected such as {value!r}")
-        for parameter in group["params"]:
-            if parameter in optimizer.state:   # a run of bad steps has none yet
-                check_kept(KEPT.get(type(optimizer).__name__, ()), optimizer.state[parameter],
-                           parameter)
+        for parameter, number in zip(own["params"], group["params"]):
+            if number in state["state"]:   # a run of bad steps has none yet
+                check_kept(names, state["state"][number], parameter)
+    optimizer.load_state_dict(state)
 
 
 def is_alike(found, expected):
@@ -177,8 +176,8 @@ def check_kept(names, kept, parameter):
             raise ValueError(f"{name} is {found} for a parameter of {tuple(parameter.shape)}; "
                              "expected a tensor of its shape")
     steps = kept.get("step", 0.0)
-    if isinstance(steps, torch.Tensor):
-        steps = steps.item()   # raises for more than one number
+    if isinstance(steps, torch.Tensor) and steps.numel() == 1:
+        steps = steps.item()
     if type(steps) not in (int, float) or not math.isfinite(steps):
         raise ValueError(f"step is {steps!r:.60}; expected a number of steps")
 

@@ -9,7 +9,7 @@ from ddp_setup import Ddp, broadcast
 from toy_run import Blocks, steps, toy
 from training.config import CommonOptim
 from training.optimizer import load_state, make_optimizer
-from training_runs import on_ranks, one_thread  # noqa: F401 (a fixture for all)
+from training_runs import equal, on_ranks, one_thread  # noqa: F401 (a fixture for all)
 
 
 def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one_and_leaves_the_rest_to_adamw():
@@ -82,7 +82,7 @@ def moments(state, name):
 def test_the_state_of_an_optimizer_is_taken_back(name):
     optimizer, state = state_after_a_step(name)
     load_state(optimizer, state)
-    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+    assert equal(optimizer.state_dict(), state)
 
 
 @pytest.mark.parametrize("name, key, value, said", [
